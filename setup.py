@@ -1,8 +1,8 @@
 """Entry points of vllm_omni; everything else is in pyproject.toml.
 
-All groups use the one name `vllm_omni`, because `VLLM_PLUGINS` filters every group by entry-point name; `vllm_omni_ar`
-adds routes to servers of stock text models, which need nothing else of this package, `vllm_omni_speech` to servers of
-models that speak.
+All groups use the one name `vllm_omni`, because `VLLM_PLUGINS` filters every group by entry-point
+name; `vllm_omni_ar` adds routes to servers of stock text models, which need nothing else of this
+package, `vllm_omni_speech` to servers of models that speak.
 """
 
 from setuptools import setup
@@ -10,7 +10,8 @@ from setuptools import setup
 setup(
     entry_points={
         "vllm.general_plugins": ["vllm_omni = vllm_omni:register"],
-        "vllm.platform_plugins": ["vllm_omni = vllm_omni.platforms:platform"],  # silent unless asked for
+        # silent unless asked for
+        "vllm.platform_plugins": ["vllm_omni = vllm_omni.platforms:platform"],
         "vllm.endpoint_plugins": [
             "vllm_omni = vllm_omni.entrypoints.plugin:create_plugin",
             "vllm_omni_ar = vllm_omni.entrypoints.ar_plugin:create_plugin",

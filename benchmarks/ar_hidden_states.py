@@ -4,22 +4,27 @@
     python benchmarks/ar_hidden_states.py                 a tiny model on CPU
     python benchmarks/ar_hidden_states.py --model large   about a billion random weights, for a GPU
 
-    python benchmarks/ar_hidden_states.py --starts 4 --pairs 300      the figure to quote from a CPU: about 8 minutes
-    python benchmarks/ar_hidden_states.py --control       stock vLLM beside stock vLLM: the method's own error
+    # the figure to quote from a CPU: about 8 minutes
+    python benchmarks/ar_hidden_states.py --starts 4 --pairs 300
+    # stock vLLM beside stock vLLM: the method's own error
+    python benchmarks/ar_hidden_states.py --control
 
-Two engines live at the same time, each in one process of its own without helpers (front end, scheduler, worker and
-model), so that the processor time of the process is the whole cost of its requests and nobody waits by spinning. They
-take turns on the same requests in short slices, stock ours ours stock, so that a machine that is busy or drifts hits
-both. On a CPU both have one thread on the same core, the same hash seed, and start each slice right after a garbage
-collection. A pair is one such round: (our two slices / stock's two).
+Two engines live at the same time, each in one process of its own without helpers (front end,
+scheduler, worker and model), so that the processor time of the process is the whole cost of its
+requests and nobody waits by spinning. They take turns on the same requests in short slices, stock
+ours ours stock, so that a machine that is busy or drifts hits both. On a CPU both have one thread
+on the same core, the same hash seed, and start each slice right after a garbage collection. A pair
+is one such round: (our two slices / stock's two).
 
-Reported for traffic that does not ask: the median over pairs, of processor seconds and of elapsed seconds, each with a
-95 % confidence interval. How a process's memory happens to lie can favour one engine for as long as it lives, which no
-number of pairs shows; so engines are started `--starts` times, the ratio is the geometric mean of the starts' medians,
-and the interval resamples starts first and pairs within them (bootstrap). Processor seconds are the figure to quote
-from a machine that others use too; on a GPU, elapsed seconds. Beside it, free of noise: the calls that Python counts
-in the same slice of each. For traffic that asks: the bytes copied against the bytes asked for, and tokens per second.
-Before that, rows must have arrived and equal a plain transformers forward.
+Reported for traffic that does not ask: the median over pairs, of processor seconds and of elapsed
+seconds, each with a 95 % confidence interval. How a process's memory happens to lie can favour one
+engine for as long as it lives, which no number of pairs shows; so engines are started `--starts`
+times, the ratio is the geometric mean of the starts' medians, and the interval resamples starts
+first and pairs within them (bootstrap). Processor seconds are the figure to quote from a machine
+that others use too; on a GPU, elapsed seconds. Beside it, free of noise: the calls that Python
+counts in the same slice of each. For traffic that asks: the bytes copied against the bytes asked
+for, and tokens per second. Before that, rows must have arrived and equal a plain transformers
+forward.
 """
 
 import argparse
@@ -58,15 +63,31 @@ SIZES: dict[str, dict[str, int]] = {
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=SIZES, default="tiny", help="size of the random model (default: tiny)")
-    parser.add_argument("--pairs", type=int, default=150, help="timed rounds of four slices per start (default: 150)")
-    parser.add_argument("--starts", type=int, default=1, help="how often both engines are started (default: 1)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", choices=SIZES, default="tiny", help="size of the random model (default: tiny)"
+    )
+    parser.add_argument(
+        "--pairs",
+        type=int,
+        default=150,
+        help="timed rounds of four slices per start (default: 150)",
+    )
+    parser.add_argument(
+        "--starts", type=int, default=1, help="how often both engines are started (default: 1)"
+    )
     parser.add_argument("--control", action="store_true", help="compare stock vLLM with itself")
     parser.add_argument("--requests", type=int, default=16, help="requests per run (default: 16)")
     parser.add_argument("--input-len", type=int, default=64, help="prompt tokens (default: 64)")
     parser.add_argument("--output-len", type=int, default=32, help="generated tokens (default: 32)")
-    parser.add_argument("--gpu-memory", type=float, default=0.3, help="share of the GPU for each engine (default: 0.3)")
+    parser.add_argument(
+        "--gpu-memory",
+        type=float,
+        default=0.3,
+        help="share of the GPU for each engine (default: 0.3)",
+    )
     common.add_output_arguments(parser)
     return parser
 
@@ -75,7 +96,8 @@ def main() -> None:
     args = make_parser().parse_args()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # everything of an engine in the process that is measured
+    # everything of an engine in the process that is measured
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["PYTHONHASHSEED"] = "0"
 
     import torch
@@ -101,12 +123,16 @@ def main() -> None:
                     result["arrived"] = ours.call(check_rows, model, dtype)
                 starts.append(unasked(stock, ours, args))
                 if number == args.starts - 1 and not args.control:
-                    result["asked"] = {mode: ours.call(asked, mode) for mode in ("all", "generated", "last")}
+                    result["asked"] = {
+                        mode: ours.call(requested, mode) for mode in ("all", "generated", "last")
+                    }
     result["unasked"] = summary(starts, args)
     common.save("ar_hidden_states" + ("_control" if args.control else ""), result, args)
     for clock in ("processor_time", "elapsed_time"):
         found = result["unasked"][clock]
-        print(f"{clock}: ours / stock {found['median_ratio_ours_to_stock']} {found['confidence_95']}")
+        print(
+            f"{clock}: ours / stock {found['median_ratio_ours_to_stock']} {found['confidence_95']}"
+        )
 
 
 class Engine:
@@ -118,16 +144,18 @@ class Engine:
     def call(self, work: Any, *arguments: Any) -> Any:
         """`work(llm, args, *arguments)`, over there. Raises RuntimeError if it failed."""
         self._connection.send((work, arguments))
-        answer, reason = self._connection.recv()
+        response, reason = self._connection.recv()
         if reason:
             raise RuntimeError(reason)
-        return answer
+        return response
 
 
 @contextlib.contextmanager
 def engine(model: Path, dtype: str, args: argparse.Namespace, *, ours: bool) -> Iterator[Engine]:
     here, there = multiprocessing.Pipe()
-    child = multiprocessing.get_context("spawn").Process(target=serve, args=(there, model, dtype, args, ours))
+    child = multiprocessing.get_context("spawn").Process(
+        target=serve, args=(there, model, dtype, args, ours)
+    )
     child.start()
     there.close()
     try:
@@ -138,7 +166,9 @@ def engine(model: Path, dtype: str, args: argparse.Namespace, *, ours: bool) -> 
         child.terminate()
 
 
-def serve(connection: Connection, model: Path, dtype: str, args: argparse.Namespace, ours: bool) -> None:
+def serve(
+    connection: Connection, model: Path, dtype: str, args: argparse.Namespace, ours: bool
+) -> None:
     """In the child: start an engine, answer calls until the parent hangs up."""
     if args.core is not None:
         os.sched_setaffinity(0, {args.core})
@@ -173,15 +203,21 @@ def describe(llm: Any, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(llm: Any, mode: str | None, args: argparse.Namespace) -> tuple[float, list[Any]]:
-    """Generate for all requests; seconds and outputs. Token ids are given, so that no tokenizer is timed."""
+    """Generate for all requests; seconds and outputs.
+
+    Token ids are given, so that no tokenizer is timed.
+    """
     from vllm import SamplingParams
 
     from vllm_omni.hidden_states import HiddenStatesRequest
 
     extra = HiddenStatesRequest(hidden_states=mode).to_extra_args() if mode else None  # type: ignore[arg-type]
-    sampling = SamplingParams(temperature=0, max_tokens=args.output_len, ignore_eos=True, extra_args=extra)
+    sampling = SamplingParams(
+        temperature=0, max_tokens=args.output_len, ignore_eos=True, extra_args=extra
+    )
     prompts = [
-        {"prompt_token_ids": [3 + (7 * i + j) % 250 for j in range(args.input_len)]} for i in range(args.requests)
+        {"prompt_token_ids": [3 + (7 * i + j) % 250 for j in range(args.input_len)]}
+        for i in range(args.requests)
     ]
     started = time.perf_counter()
     outputs = llm.generate(prompts, sampling, use_tqdm=False)
@@ -193,10 +229,12 @@ def stats(llm: Any) -> dict[str, Any]:
 
 
 def check_rows(llm: Any, args: argparse.Namespace, model: Path, dtype: str) -> dict[str, Any]:
-    """Rows of every request against a plain fp32 forward; ends the benchmark if they are missing or wrong.
+    """Rows of every request against a plain fp32 forward; ends the benchmark if they are missing or
+    wrong.
 
-    bf16 rounds after every operation and the error grows with depth, so transformers' own bf16 rows give this model's
-    rounding error: ours may be 1.5 times as far from the fp32 rows. fp32 rows agree to 1e-4.
+    bf16 rounds after every operation and the error grows with depth, so transformers' own bf16 rows
+    give this model's rounding error: ours may be 1.5 times as far from the fp32 rows. fp32 rows
+    agree to 1e-4.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -205,7 +243,9 @@ def check_rows(llm: Any, args: argparse.Namespace, model: Path, dtype: str) -> d
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     exact = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(device).eval()
-    rounded = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).to(device).eval()
+    rounded = (
+        AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).to(device).eval()
+    )
 
     def difference(rows_ND: torch.Tensor, expected_ND: torch.Tensor) -> float:
         return float((rows_ND.float().to(device) - expected_ND).norm() / expected_ND.norm())
@@ -215,17 +255,31 @@ def check_rows(llm: Any, args: argparse.Namespace, model: Path, dtype: str) -> d
         states = hidden_states_of(output)
         if states is None:
             raise SystemExit("no hidden states arrived")
-        token_ids = torch.tensor([[*output.prompt_token_ids, *output.outputs[0].token_ids][:-1]], device=device)
+        token_ids = torch.tensor(
+            [[*output.prompt_token_ids, *output.outputs[0].token_ids][:-1]], device=device
+        )
         with torch.no_grad():
             expected = exact.model(token_ids).last_hidden_state[0]
-            rounding = max(rounding, difference(rounded.model(token_ids).last_hidden_state[0], expected))
+            rounding = max(
+                rounding, difference(rounded.model(token_ids).last_hidden_state[0], expected)
+            )
         worst = max(worst, difference(states[-1], expected))
-        rows += states.num_rows
+        rows += states.num_positions
     allowed = 1e-4 if dtype == "float32" else 1.5 * rounding
     if worst > allowed or rows != args.requests * (args.input_len + args.output_len - 1):
-        raise SystemExit(f"hidden states differ from transformers': {rows} rows, relative error {worst:.2e}")
-    print(f"{rows} rows arrived; largest relative error against fp32 transformers {worst:.2e} (allowed {allowed:.2e})")
-    return {"rows": rows, "relative_error": worst, "relative_error_of_transformers": rounding, "allowed": allowed}
+        raise SystemExit(
+            f"hidden states differ from transformers': {rows} rows, relative error {worst:.2e}"
+        )
+    print(
+        f"{rows} rows arrived; largest relative error against fp32 transformers {worst:.2e} "
+        f"(allowed {allowed:.2e})"
+    )
+    return {
+        "rows": rows,
+        "relative_error": worst,
+        "relative_error_of_transformers": rounding,
+        "allowed": allowed,
+    }
 
 
 def slice_of_traffic(llm: Any, args: argparse.Namespace) -> dict[str, Any]:
@@ -247,7 +301,9 @@ def freeze(llm: Any, args: argparse.Namespace) -> None:
 
 
 def count_calls(llm: Any, args: argparse.Namespace) -> int:
-    """Calls of Python and C functions during one slice, as the interpreter's profiling hook sees them."""
+    """Calls of Python and C functions during one slice, as the interpreter's profiling hook sees
+    them.
+    """
     counter = itertools.count()
 
     def note(frame: Any, event: str, argument: Any) -> None:
@@ -283,7 +339,10 @@ def unasked(stock: Engine, ours: Engine, args: argparse.Namespace) -> dict[str, 
         taken = [(which is ours, which.call(slice_of_traffic)) for which in order]
         tokens += [found["tokens"] for _, found in taken]
         sums = {
-            clock: tuple(sum(found[clock] for is_ours, found in taken if is_ours is side) for side in (False, True))
+            clock: tuple(
+                sum(found[clock] for is_ours, found in taken if is_ours is side)
+                for side in (False, True)
+            )
             for clock in ("cpu_s", "wall_s")
         }
         rounds.append(sums)  # type: ignore[arg-type]
@@ -299,7 +358,10 @@ def summary(starts: list[dict[str, Any]], args: argparse.Namespace) -> dict[str,
     generated = 2 * args.requests * args.output_len
 
     def compared(clock: str) -> dict[str, Any]:
-        logs = [[math.log(ours / stock) for stock, ours in (pair[clock] for pair in s["rounds"])] for s in starts]
+        logs = [
+            [math.log(ours / stock) for stock, ours in (pair[clock] for pair in s["rounds"])]
+            for s in starts
+        ]
         low, high = confidence_interval(logs)
         sides = zip(*(pair[clock] for start in starts for pair in start["rounds"]), strict=True)
         return {
@@ -326,29 +388,37 @@ def center(starts: Sequence[Sequence[float]]) -> float:
 
 
 def confidence_interval(starts: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """95 % interval of `center`: starts drawn anew, and pairs within each; the same values give the same interval."""
+    """95 % interval of `center`: starts drawn anew, and pairs within each; the same values give
+    the same interval.
+    """
     generator = random.Random(0)
     centers = sorted(
-        center([generator.choices(pairs, k=len(pairs)) for pairs in generator.choices(starts, k=len(starts))])
+        center(
+            [
+                generator.choices(pairs, k=len(pairs))
+                for pairs in generator.choices(starts, k=len(starts))
+            ]
+        )
         for _ in range(RESAMPLES)
     )
     return centers[int(0.025 * RESAMPLES)], centers[int(0.975 * RESAMPLES)]
 
 
-def asked(ours: Any, args: argparse.Namespace, mode: str) -> dict[str, Any]:
+def requested(ours: Any, args: argparse.Namespace, mode: str) -> dict[str, Any]:
     """Bytes copied from the model's output against the bytes of the rows that were asked for."""
     from vllm_omni.hidden_states import hidden_states_of
 
     before = stats(ours)["bytes_copied"]
     elapsed, outputs = run(ours, mode, args)
     received = [hidden_states_of(output) for output in outputs]
-    # `last` is one row per step on its way out of the model, since no step knows that it is the last.
+    # `last` is one row per step on its way out of the model, since no step knows that it is the
+    # last.
     per_request = {
         "all": args.input_len + args.output_len - 1,
         "generated": args.output_len - 1,
         "last": args.output_len,
     }
-    row_bytes = received[0].nbytes // received[0].num_rows
+    row_bytes = received[0].nbytes // received[0].num_positions
     return {
         "bytes_copied": stats(ours)["bytes_copied"] - before,
         "bytes_asked": per_request[mode] * args.requests * row_bytes,

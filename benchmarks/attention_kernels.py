@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over FP8 keys and values, and the passes around it: each kernel's error against fp32, then its time.
+"""Attention over FP8 keys and values, and the passes around it: each kernel's error against fp32,
+then its time.
 
     python benchmarks/attention_kernels.py                 # one GPU, under 100 s
-    python benchmarks/attention_kernels.py --tiny          # the same steps on a CPU, small and untimed
+    # the same steps on a CPU, small and untimed
+    python benchmarks/attention_kernels.py --tiny
 
-Shapes are those of 480x832 chunks: LingBot World's window of 18 latent frames, causal Wan 1.3B's of 21, cross-attention
-to 512 rows, and the inputs of a LingBot block's linear layers. Times are medians of CUDA graphs of several calls, so
-that launches by the host do not count. Errors are relative, |found - fp32| / |fp32|, of 256 of the queries: `flat`
-queries see all keys alike, `peaked` ones a few. A candidate that this build of vLLM or this card lacks is in `failed`.
+Shapes are those of 480x832 chunks: LingBot World's window of 18 latent frames, causal Wan 1.3B's of
+21, cross-attention to 512 rows, and the inputs of a LingBot block's linear layers. Times are
+medians of CUDA graphs of several calls, so that launches by the host do not count. Errors are
+relative, |found - fp32| / |fp32|, of 256 of the queries: `flat` queries see all keys alike,
+`peaked` ones a few. A candidate that this build of vLLM or this card lacks is in `failed`.
 """
 
 import argparse
@@ -29,15 +32,19 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import vllm_omni.worker
-from vllm_omni.model_executor.layers.attention import _cu_seqlens, _flash_attention, attention
-from vllm_omni.model_executor.layers.fp8_attention import fp8_attention
-from vllm_omni.model_executor.layers.fp8_kernels import (
+from vllm_omni.model_executor.layers.attention.attention import (
+    _cu_seqlens,
+    _flash_attention,
+    attention,
+)
+from vllm_omni.model_executor.layers.attention.fp8_attention import fp8_attention
+from vllm_omni.model_executor.layers.quantization.fp8_kernels import (
     FP8,
     LARGEST,
-    narrow,
-    plain_narrow,
-    plain_widen,
-    widen,
+    dequantize,
+    plain_dequantize,
+    plain_quantize,
+    quantize,
 )
 
 assert vllm_omni.worker  # prepares torch for a CPU where there is no GPU
@@ -87,18 +94,23 @@ def exact_attention(q_TNH: torch.Tensor, k_SNH: torch.Tensor, v_SNH: torch.Tenso
     return torch.stack(heads, dim=1)
 
 
-# FlashAttention 3's product of FP8 numbers, which no window uses: no faster than one pass and the product in bf16 -----
+# FlashAttention 3's product of FP8 numbers, which no window uses: no faster than one pass and the
+# product in bf16 -----
 
 
-def round_queries(q_TNH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_queries(q_TNH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries in e4m3 and their scales, fp32 [1, N]."""
-    scale_1N = torch.exp2(torch.ceil(torch.log2(q_TNH.abs().amax(dim=(0, 2)).float() / LARGEST))).unsqueeze(0)
-    rounded = torch.empty((1, *q_TNH.shape), dtype=FP8, device=q_TNH.device)
-    narrow((q_TNH,), scale_1N, rounded)
-    return rounded[0], scale_1N
+    scale_1N = torch.exp2(
+        torch.ceil(torch.log2(q_TNH.abs().amax(dim=(0, 2)).float() / LARGEST))
+    ).unsqueeze(0)
+    quantized = torch.empty((1, *q_TNH.shape), dtype=FP8, device=q_TNH.device)
+    quantize((q_TNH,), scale_1N, quantized)
+    return quantized[0], scale_1N
 
 
-def flash_fp8_attention(q_TNH: torch.Tensor, stored_2SNH: torch.Tensor, scales_3N: Tensors) -> torch.Tensor:
+def flash_fp8_attention(
+    q_TNH: torch.Tensor, stored_2SNH: torch.Tensor, scales_3N: Tensors
+) -> torch.Tensor:
     """scales_3N: of queries, keys and values, fp32 [1, N] each."""
     flash = _flash_attention(3)
     assert flash is not None
@@ -116,12 +128,15 @@ def flash_fp8_attention(q_TNH: torch.Tensor, stored_2SNH: torch.Tensor, scales_3
     )
 
 
-# Attention --------------------------------------------------------------------------------------------------------
+# Attention
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Case:
-    """Queries and stored keys and values of one shape. kv: bf16 [2, S, N, H], as they were before rounding."""
+    """Queries and stored keys and values of one shape. kv: bf16 [2, S, N, H], as they were
+    before rounding.
+    """
 
     q: torch.Tensor
     kv: torch.Tensor
@@ -134,23 +149,26 @@ class Case:
         q = sharpness * torch.randn(shape.tokens, shape.heads, shape.width, device=DEVICE)
         kv = torch.randn(2, shape.keys, shape.heads, shape.width, device=DEVICE, dtype=BF16)
         largest_2N = kv.abs().amax(dim=(1, 3)).float()
-        scales = torch.exp2(torch.ceil(torch.log2(largest_2N * (16 / 448))))  # as an FP8 window chooses them
+        # as an FP8 window chooses them
+        scales = torch.exp2(torch.ceil(torch.log2(largest_2N * (16 / 448))))
         stored = torch.empty(kv.shape, dtype=FP8, device=DEVICE)
-        narrow((kv[0], kv[1]), scales, stored)
+        quantize((kv[0], kv[1]), scales, stored)
         return cls(q.to(BF16), kv, stored, scales)
 
     def fp8(self) -> torch.Tensor:
         return self.fp8_alone()()
 
     def fp8_alone(self) -> Callable[[], torch.Tensor]:
-        rounded, q_scale = round_queries(self.q)
-        return lambda: flash_fp8_attention(rounded, self.stored, (q_scale, self.scales[:1], self.scales[1:]))
+        quantized, q_scale = quantize_queries(self.q)
+        return lambda: flash_fp8_attention(
+            quantized, self.stored, (q_scale, self.scales[:1], self.scales[1:])
+        )
 
     def widened(self) -> torch.Tensor:
-        return attention(self.q, *widen(self.stored, self.scales, BF16))
+        return attention(self.q, *dequantize(self.stored, self.scales, BF16))
 
     def plain(self) -> torch.Tensor:
-        return attention(self.q, *plain_widen(self.stored, self.scales, BF16))
+        return attention(self.q, *plain_dequantize(self.stored, self.scales, BF16))
 
     def folded(self) -> torch.Tensor:
         k_scale, v_scale = self.scales.to(BF16).unsqueeze(-1)
@@ -216,78 +234,95 @@ def attentions(results: Results, shape: Shape, candidates: Candidates) -> None:
     exact = [exact_attention(case.q[rows], *case.kv) for case in (flat, peaked)]
 
     def measured(run: Callable[[Case], torch.Tensor]) -> dict[str, Any]:
-        errors = [relative(run(case)[rows], wanted) for case, wanted in zip((flat, peaked), exact, strict=True)]
+        errors = [
+            relative(run(case)[rows], wanted)
+            for case, wanted in zip((flat, peaked), exact, strict=True)
+        ]
         named = dict(zip(("error_flat", "error_peaked"), errors, strict=True))
         return timed(lambda: run(flat), flop=shape.flop) | named
 
     for name, run in candidates.items():
         results.attempt(shape.name, name, partial(measured, run))
     if candidates is OURS:
-        results.attempt(shape.name, "folded = widened", lambda: exactly(flat.folded(), flat.widened()))
+        results.attempt(
+            shape.name, "folded = widened", lambda: exactly(flat.folded(), flat.widened())
+        )
     if candidates is OURS and CUDA:
-        results.attempt(shape.name, "fp8, product alone", lambda: timed(flat.fp8_alone(), flop=shape.flop))
+        results.attempt(
+            shape.name, "fp8, product alone", lambda: timed(flat.fp8_alone(), flop=shape.flop)
+        )
 
 
-# Passes over keys, values and queries -----------------------------------------------------------------------------
+# Passes over keys, values and queries
+# -----------------------------------------------------------------------------
 
 
 def passes(results: Results, shape: Shape) -> None:
     part, case = f"passes of {shape.name}", Case.of(shape, 1.0)
     numbers = case.stored.numel()
-    plain = plain_widen(case.stored, case.scales, BF16)
-    kept = torch.arange(shape.keys, device=DEVICE).roll(shape.keys // 3)
+    plain = plain_dequantize(case.stored, case.scales, BF16)
+    retained = torch.arange(shape.keys, device=DEVICE).roll(shape.keys // 3)
 
     def widened(run: Callable[[], torch.Tensor], wanted: torch.Tensor) -> dict[str, Any]:
         return exactly(run(), wanted) | timed(run, nbytes=3 * numbers)
 
-    one_pass = torch.compile(plain_widen, dynamic=False) if CUDA else plain_widen
+    one_pass = torch.compile(plain_dequantize, dynamic=False) if CUDA else plain_dequantize
     candidates: dict[str, Callable[[], torch.Tensor]] = {
-        "widen, plain": lambda: plain_widen(case.stored, case.scales, BF16),
-        "widen, Triton": lambda: widen(case.stored, case.scales, BF16),
+        "widen, plain": lambda: plain_dequantize(case.stored, case.scales, BF16),
+        "widen, Triton": lambda: dequantize(case.stored, case.scales, BF16),
         "widen, compiled": lambda: one_pass(case.stored, case.scales, BF16),
         "convert alone": lambda: case.stored.to(BF16).mul_(1) if not CUDA else case.stored.to(BF16),
     }
     for name, run in candidates.items():
         results.attempt(part, name, partial(widened, run, plain))
-    for name, gather in (("plain", plain_widen), ("Triton", widen)):
-        run = partial(gather, case.stored, case.scales, BF16, kept)
-        results.attempt(part, f"widen chosen tokens, {name}", partial(widened, run, plain[:, kept]))
+    for name, gather in (("plain", plain_dequantize), ("Triton", dequantize)):
+        run = partial(gather, case.stored, case.scales, BF16, retained)
+        results.attempt(
+            part, f"widen chosen tokens, {name}", partial(widened, run, plain[:, retained])
+        )
     if CUDA:
-        from vllm_omni.model_executor.layers import fp8_triton
+        from vllm_omni.model_executor.layers.quantization import fp8_triton
 
         for rows in (16, 64, 128):
-            run = partial(fp8_triton.widen, case.stored, case.scales, BF16, None, rows)
+            run = partial(fp8_triton.dequantize, case.stored, case.scales, BF16, None, rows)
             results.attempt(part, f"widen, Triton, {rows} rows", partial(widened, run, plain))
 
     qkv = torch.randn(shape.tokens, 3, shape.heads, shape.width, device=DEVICE).to(BF16)
     _, k, v = qkv.unbind(1)
     target = case.stored[:, : shape.tokens]
-    wanted = torch.stack([plain_narrow(x, scale) for x, scale in zip((k, v), case.scales, strict=True)])
+    wanted = torch.stack(
+        [plain_quantize(x, scale) for x, scale in zip((k, v), case.scales, strict=True)]
+    )
 
     def stored(run: Callable[[], None]) -> dict[str, Any]:
         run()
         return exactly(target, wanted) | timed(run, nbytes=6 * k.numel())
 
     def plain_store() -> None:
-        for x, scale, place in zip((k, v), case.scales, target, strict=True):
-            place.copy_(plain_narrow(x, scale))
+        for x, scale, position in zip((k, v), case.scales, target, strict=True):
+            position.copy_(plain_quantize(x, scale))
 
     results.attempt(part, "store k and v, plain", lambda: stored(plain_store))
-    results.attempt(part, "store k and v, Triton", lambda: stored(lambda: narrow((k, v), case.scales, target)))
+    results.attempt(
+        part, "store k and v, Triton", lambda: stored(lambda: quantize((k, v), case.scales, target))
+    )
 
     def queries() -> dict[str, Any]:
-        rounded, scale = round_queries(case.q)
-        error = relative(rounded.float() * scale[0][:, None], case.q)
-        return timed(lambda: round_queries(case.q), nbytes=5 * case.q.numel()) | {"error": error}
+        quantized, scale = quantize_queries(case.q)
+        error = relative(quantized.float() * scale[0][:, None], case.q)
+        return timed(lambda: quantize_queries(case.q), nbytes=5 * case.q.numel()) | {"error": error}
 
     results.attempt(part, "round queries", queries)
 
 
-# Inputs of linear layers ------------------------------------------------------------------------------------------
+# Inputs of linear layers
+# ------------------------------------------------------------------------------------------
 
 
 def activations(results: Results, tokens: int, width: int) -> None:
-    """Quantization with a scale for each token: vLLM's CUDA kernel against what it runs without `+quant_fp8`."""
+    """Quantization with a scale for each token: vLLM's CUDA kernel against what it runs without
+    `+quant_fp8`.
+    """
     from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
     from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
@@ -298,8 +333,8 @@ def activations(results: Results, tokens: int, width: int) -> None:
         compilation = CompilationConfig(custom_ops=["none", custom_op])
         with set_current_vllm_config(VllmConfig(compilation_config=compilation)):
             quantize = QuantFP8(static=False, group_shape=GroupShape.PER_TOKEN)
-            rounded, scale = quantize(x)
-            error = relative(rounded.float() * scale, x)
+            quantized, scale = quantize(x)
+            error = relative(quantized.float() * scale, x)
             return timed(lambda: quantize(x), nbytes=3 * x.numel()) | {"error": error}
 
     part = f"activations [{tokens}, {width}]"
@@ -310,7 +345,9 @@ def activations(results: Results, tokens: int, width: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tiny", action="store_true", help="small sizes, for a CPU")
-    parser.add_argument("--seconds", type=float, default=85.0, help="candidates that would begin later are left out")
+    parser.add_argument(
+        "--seconds", type=float, default=85.0, help="candidates that would begin later are left out"
+    )
     add_output_arguments(parser)
     args = parser.parse_args()
     results = Results(args.seconds, {}, {}, time.monotonic())
@@ -323,8 +360,12 @@ def main() -> None:
             attentions(results, shape, OURS)
         for shape in (shapes[0], shapes[-1]):
             attentions(results, shape, OTHERS)
-    seconds = round(time.monotonic() - results.began, 1)
-    save("attention_kernels", {"seconds": seconds, "rows": results.rows, "failed": results.failed}, args)
+    seconds = round(time.monotonic() - results.started, 1)
+    save(
+        "attention_kernels",
+        {"seconds": seconds, "rows": results.rows, "failed": results.failed},
+        args,
+    )
 
 
 if __name__ == "__main__":

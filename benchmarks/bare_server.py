@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The yardstick of realtime_load.py: the least that uvicorn and `websockets` need to send the same messages.
+"""The yardstick of realtime_load.py: the least that uvicorn and `websockets` need to send the same
+messages.
 
-A process of its own, an ASGI application without a framework. Each connection gets a chunk's messages, as
-they were recorded at the door, as often as the model makes chunks, with the moment each was due written into it;
-clients' messages are read and discarded. `GET /state` says that it listens.
+A process of its own, an ASGI application without a framework. Each connection gets a chunk's
+messages, as they were recorded at the door, as often as the model makes chunks, with the moment
+each was due written into it; clients' messages are read and discarded. `GET /state` says that it
+listens.
 """
 
 import asyncio
@@ -26,7 +28,9 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 class BareServer:
-    """messages: of one chunk, in order; the longest one ends with the chunk's `pixel_bytes`. period_s: of a chunk."""
+    """messages: of one chunk, in order; the longest one ends with the chunk's `pixel_bytes`.
+    period_s: of a chunk.
+    """
 
     def __init__(self, messages: list[bytes], pixel_bytes: int, period_s: float) -> None:
         self._messages = messages
@@ -48,20 +52,27 @@ class BareServer:
             sending.cancel()
 
     async def _send(self, send: Send) -> None:
-        due_s, number = time.monotonic() + self._period_s, 0
+        deadline_s, number = time.monotonic() + self._period_s, 0
         while True:
-            await asyncio.sleep(due_s - time.monotonic())
+            await asyncio.sleep(deadline_s - time.monotonic())
             pixels = bytearray(self._pixels)
-            STAMP.pack_into(pixels, self._stamp_at, due_s, number)
+            STAMP.pack_into(pixels, self._stamp_at, deadline_s, number)
             for message in self._messages:
-                await send({"type": "websocket.send", "bytes": bytes(pixels) if message is self._pixels else message})
-            due_s, number = due_s + self._period_s, number + 1
+                await send(
+                    {
+                        "type": "websocket.send",
+                        "bytes": bytes(pixels) if message is self._pixels else message,
+                    }
+                )
+            deadline_s, number = deadline_s + self._period_s, number + 1
 
 
 def main() -> None:
     """`bare_server.py OPTIONS`, a JSON object; prints the port and serves until it is killed."""
     options = json.loads(sys.argv[1])
-    messages = [bytes.fromhex(message) for message in json.loads(Path(options["messages"]).read_text())]
+    messages = [
+        bytes.fromhex(message) for message in json.loads(Path(options["messages"]).read_text())
+    ]
     chunk_frames = options["chunk_frames"]
     pixel_bytes = chunk_frames * options["width"] * options["height"] * 3
     app = BareServer(messages, pixel_bytes, chunk_frames / options["fps"])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared by all benchmarks: the directory of results, and each result's description of the machine.
 
-New results are written to `build/benchmarks`, which git ignores. One that a page should show moves to
-`benchmarks/results` with a `record` (scripts/results_page.py).
+New results are written to `build/benchmarks`, which git ignores. One that a page should show moves
+to `benchmarks/results` with a `record` (scripts/results_page.py).
 """
 
 import argparse
@@ -30,7 +30,12 @@ RESULTS = Path(__file__).parents[1] / "build" / "benchmarks"
 
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON result (default: %(default)s)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=RESULTS,
+        help="folder for the JSON result (default: %(default)s)",
+    )
     parser.add_argument("--no-save", action="store_true", help="print only")
 
 
@@ -38,41 +43,65 @@ def add_serving_arguments(parser: argparse.ArgumentParser) -> None:
     """How the engine that is measured serves."""
     parser.add_argument("--eager", action="store_true", help="no torch.compile")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
-    parser.add_argument("--model-options", default="{}", help="JSON, as under additional_config omni.model")
-    parser.add_argument("--omni-options", default="{}", help="JSON: additional_config.omni beside sizes and model")
-    parser.add_argument("--dtype", default="auto", help="vLLM's flag (default: what the checkpoint stores)")
+    parser.add_argument(
+        "--model-options", default="{}", help="JSON, as under additional_config omni.model"
+    )
+    parser.add_argument(
+        "--omni-options", default="{}", help="JSON: additional_config.omni beside sizes and model"
+    )
+    parser.add_argument(
+        "--dtype", default="auto", help="vLLM's flag (default: what the checkpoint stores)"
+    )
     parser.add_argument("--quantization", help="vLLM's flag")
-    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="vLLM's flag")
+    parser.add_argument(
+        "--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="vLLM's flag"
+    )
 
 
 def add_tracing_arguments(parser: argparse.ArgumentParser) -> None:
     """What `tracing` and `kernel_times` read."""
-    parser.add_argument("--kernels", action="store_true", help="trace chunks at the end: GPU time by kernel")
-    parser.add_argument("--traces", type=Path, help="with --kernels: keep torch's traces in this folder")
+    parser.add_argument(
+        "--kernels", action="store_true", help="trace chunks at the end: GPU time by kernel"
+    )
+    parser.add_argument(
+        "--traces", type=Path, help="with --kernels: keep torch's traces in this folder"
+    )
 
 
 def precision_of(args: argparse.Namespace) -> dict[str, Any]:
     """The engine's arguments for numbers of fewer bits: for the engine and for its result."""
-    return {"dtype": args.dtype, "quantization": args.quantization, "kv_cache_dtype": args.kv_cache_dtype}
+    return {
+        "dtype": args.dtype,
+        "quantization": args.quantization,
+        "kv_cache_dtype": args.kv_cache_dtype,
+    }
 
 
 IDLE_S = 1.0
-"""Pause before measured streams: the last clean pass of a warm-up goes on behind its last frames, and the reported
-first frame is one of an idle device."""
+"""Pause before measured streams: the last clean pass of a warm-up goes on behind its last frames,
+and the reported first frame is one of an idle device."""
 
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""Lets malloc ask for huge pages: a 14.4 MB result otherwise costs thousands of page faults in every process."""
+"""Lets malloc ask for huge pages: a 14.4 MB result otherwise costs thousands of page faults in
+every process.
+"""
 
 
 def restart_with(environment: dict[str, str]) -> None:
-    """Run this script again with variables that are read when a process starts, unless they are set already."""
+    """Run this script again with variables that are read when a process starts, unless they are
+    set already.
+    """
     if any(os.environ.get(name) is None for name in environment):
         os.execve(sys.executable, [sys.executable, *sys.argv], {**environment, **os.environ})
 
 
 @contextlib.asynccontextmanager
-async def running_engine(model: Path, omni: dict[str, Any], **engine_args: Any) -> AsyncIterator[Any]:
-    """A real engine on a checkpoint directory (front end, EngineCore and workers are processes of their own)."""
+async def running_engine(
+    model: Path, omni: dict[str, Any], **engine_args: Any
+) -> AsyncIterator[Any]:
+    """A real engine on a checkpoint directory (front end, EngineCore and workers are processes
+    of their own).
+    """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -93,12 +122,16 @@ async def running_engine(model: Path, omni: dict[str, Any], **engine_args: Any) 
         gc.collect()  # its finaliser must run while the interpreter is whole
 
 
-async def run_request(engine: Any, params: Any, tensors: Any, request_id: str) -> tuple[dict[str, Any], dict[str, Any]]:
+async def run_request(
+    engine: Any, params: Any, tensors: Any, request_id: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """One request from submission to unpacked result: `(meta, tensors)`."""
     from vllm_omni.inputs import engine_prompt
     from vllm_omni.outputs import unpack
 
-    async for output in engine.encode(engine_prompt(), params.to_pooling_params(tensors), request_id):
+    async for output in engine.encode(
+        engine_prompt(), params.to_pooling_params(tensors), request_id
+    ):
         last = output
     return unpack(last.outputs.data)
 
@@ -133,8 +166,9 @@ async def kernel_times(
 ) -> dict[str, Any]:
     """Milliseconds of each GPU kernel in one chunk, the largest first (of each operator, on a CPU).
 
-    Chunks run one after the other; those after `warm_chunks` are traced. `busy_ms` sums all kernels of all ranks, and
-    `busy_ms_of_ranks` those of each; `wall_ms` is from the first one's start to the last one's end.
+    Chunks run one after the other; those after `warm_chunks` are traced. `busy_ms` sums all kernels
+    of all ranks, and `busy_ms_of_ranks` those of each; `wall_ms` is from the first one's start to
+    the last one's end.
     """
     for index in range(warm_chunks):
         await chunk(index)
@@ -145,7 +179,9 @@ async def kernel_times(
     ranks = []
     for trace in sorted(folder.glob("*.json.gz")):
         found = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
-        ranks.append([e for e in found if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset", "cpu_op")])
+        ranks.append(
+            [e for e in found if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset", "cpu_op")]
+        )
     events = [event for rank in ranks for event in rank]
     times, calls = Counter[str](), Counter[str]()
     for event in events:
@@ -153,9 +189,14 @@ async def kernel_times(
         calls[event["name"][:160]] += 1
     return {
         "busy_ms": round(sum(times.values()), 2),
-        "busy_ms_of_ranks": [round(sum(e["dur"] for e in rank) / 1e3 / TRACED_CHUNKS, 2) for rank in ranks],
+        "busy_ms_of_ranks": [
+            round(sum(e["dur"] for e in rank) / 1e3 / TRACED_CHUNKS, 2) for rank in ranks
+        ],
         "wall_ms": round(
-            (max(e["ts"] + e["dur"] for e in events) - min(e["ts"] for e in events)) / 1e3 / TRACED_CHUNKS, 2
+            (max(e["ts"] + e["dur"] for e in events) - min(e["ts"] for e in events))
+            / 1e3
+            / TRACED_CHUNKS,
+            2,
         ),
         "kernels_ms": {name: round(ms, 3) for name, ms in times.most_common(60)},
         "calls": {name: calls[name] // TRACED_CHUNKS for name, _ in times.most_common(60)},
@@ -163,7 +204,9 @@ async def kernel_times(
 
 
 async def close_session(engine: Any, name: str) -> None:
-    """Free a session's state once it is idle: a chunk's result may leave before the chunk's last pass is done."""
+    """Free a session's state once it is idle: a chunk's result may leave before the chunk's last
+    pass is done.
+    """
     from vllm_omni.inputs import DiffusionParams
 
     await run_request(engine, DiffusionParams(session_id=name, op="close"), None, f"{name}-close")
@@ -171,7 +214,9 @@ async def close_session(engine: Any, name: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class ChunkRun:
-    """One session's chunks. records: of each, `done` (seconds), `timings_ms`, `frames` (how many) and `digest`."""
+    """One session's chunks. records: of each, `done` (seconds), `timings_ms`, `frames` (how
+    many) and `digest`.
+    """
 
     start: float
     records: list[dict[str, Any]]
@@ -182,7 +227,11 @@ class ChunkRun:
 
 
 async def run_chunks(
-    engine: Any, name: str, count: int, request: Callable[[str, int], tuple[dict[str, Any], Any]], ahead: int = 1
+    engine: Any,
+    name: str,
+    count: int,
+    request: Callable[[str, int], tuple[dict[str, Any], Any]],
+    ahead: int = 1,
 ) -> ChunkRun:
     """Run a session's chunks, each asked for while the `ahead` before it are running.
 
@@ -197,7 +246,12 @@ async def run_chunks(
         done = time.perf_counter()
         (result,) = results.values()
         digest = hashlib.sha256(result.numpy().tobytes()).hexdigest()[:16] if index < 2 else None
-        return {"done": done, "timings_ms": meta["timings_ms"], "frames": len(result), "digest": digest}
+        return {
+            "done": done,
+            "timings_ms": meta["timings_ms"],
+            "frames": len(result),
+            "digest": digest,
+        }
 
     start = time.perf_counter()
     pending: list[asyncio.Task[dict[str, Any]]] = []
@@ -215,10 +269,12 @@ LATER_SESSIONS = 5
 async def first_frames(
     engine: Any, session: Callable[[str], Callable[[int], Awaitable[dict[str, Any]]]]
 ) -> list[dict[str, Any]]:
-    """Milliseconds of the first frames of sessions that begin one after the other, on an idle engine.
+    """Milliseconds of the first frames of sessions that begin one after the other, on an idle
+    engine.
 
-    session: by its name, chunks by their index, as records. `outside`: of the first frame's time that of no stage. The
-    first session of an engine's life waits longer: every process does most things for the first time.
+    session: by its name, chunks by their index, as records. `outside`: of the first frame's time
+    that of no stage. The first session of an engine's life waits longer: every process does most
+    things for the first time.
     """
     records = []
     for number in range(LATER_SESSIONS):
@@ -227,7 +283,13 @@ async def first_frames(
         record = await session(name)(0)
         first, timings = (record["done"] - start) * 1e3, record["timings_ms"]
         inside = sum(sum(timings.get(stage, [])) for stage in ("encode", "steps", "decode"))
-        records.append({"time_to_first_frame_ms": round(first, 1), "outside": round(first - inside, 1), **timings})
+        records.append(
+            {
+                "time_to_first_frame_ms": round(first, 1),
+                "outside": round(first - inside, 1),
+                **timings,
+            }
+        )
         await close_session(engine, name)
     return records
 
@@ -235,13 +297,19 @@ async def first_frames(
 def chunk_rate(run: ChunkRun, warm_chunks: int) -> dict[str, Any]:
     """A session's steady state: medians over the chunks after the first `warm_chunks`.
 
-    And the mean interval, which several chunks in flight are judged by: their results may come in bursts.
+    And the mean interval, which several chunks in flight are judged by: their results may come in
+    bursts.
     """
     records, steady = run.records, run.records[warm_chunks:]
-    gaps_ms = [(b["done"] - a["done"]) * 1e3 for a, b in itertools.pairwise(records)][warm_chunks - 1 :]
+    gaps_ms = [(b["done"] - a["done"]) * 1e3 for a, b in itertools.pairwise(records)][
+        warm_chunks - 1 :
+    ]
     interval_ms = statistics.median(gaps_ms)
     names = sorted({name for record in steady for name in record["timings_ms"]})
-    stages = {name: statistics.median(sum(r["timings_ms"].get(name, [0.0])) for r in steady) for name in names}
+    stages = {
+        name: statistics.median(sum(r["timings_ms"].get(name, [0.0])) for r in steady)
+        for name in names
+    }
     steps = [record["timings_ms"].get("steps", []) for record in steady]
     return {
         "fps": round(steady[0]["frames"] / (interval_ms / 1e3), 2),
@@ -269,7 +337,9 @@ def hardware() -> dict[str, Any]:
     except OSError:
         pass
     gpus = (
-        [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+        [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        if torch.cuda.is_available()
+        else []
     )
     return {"cpu": model, "cores": len(os.sched_getaffinity(0)), "gpus": gpus}
 
@@ -291,14 +361,22 @@ def versions() -> dict[str, str]:
 def command_line() -> str:
     """The command as a reader would type it: where the result is written is no part of it."""
     words = iter(sys.argv[1:])
-    kept = [word for word in words if word != "--out" or next(words) is None]
-    return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *map(shlex.quote, kept)])
+    retained = [word for word in words if word != "--out" or next(words) is None]
+    return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *map(shlex.quote, retained)])
 
 
 def save(name: str, result: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """Add date, command, hardware and versions; print the JSON and write `<out>/<date>_<name>.json`."""
+    """Add date, command, hardware and versions; print the JSON and write
+    `<out>/<date>_<name>.json`.
+    """
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    document = {"date": today, "command": command_line(), "hardware": hardware(), "versions": versions(), **result}
+    document = {
+        "date": today,
+        "command": command_line(),
+        "hardware": hardware(),
+        "versions": versions(),
+        **result,
+    }
     text = json.dumps(document, indent=2)
     print(text)
     if not args.no_save:

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many sessions one rank holds and how many several data-parallel ranks hold, with the same limits for each rank.
+"""How many sessions one rank holds and how many several data-parallel ranks hold, with the same
+limits for each rank.
 
-    python benchmarks/data_parallel.py                 # the tiny LingBot World, one and two ranks, without a GPU
+    # the tiny LingBot World, one and two ranks, without a GPU
+    python benchmarks/data_parallel.py
 
-Sessions are begun one after the other, as a door does it, until the engine answers `capacity`; then each makes one more
-chunk, all at once. Sessions are admitted by bytes here (`omni.max_session_bytes`), which is a limit of a rank.
+Sessions are begun one after the other, as a door does it, until the engine answers `capacity`; then
+each makes one more chunk, all at once. Sessions are admitted by bytes here
+(`omni.max_session_bytes`), which is a limit of a rank.
 """
 
 import argparse
@@ -18,7 +21,8 @@ from typing import Any
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # otherwise all ranks are bound to the same first cores
+# otherwise all ranks are bound to the same first cores
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import add_output_arguments, running_engine, save
@@ -27,34 +31,49 @@ HEIGHT, WIDTH = 64, 96
 
 
 async def fill(model: Path, num_ranks: int, max_session_bytes: int) -> dict[str, Any]:
-    """Begin sessions until none fits; return each rank's sessions and bytes, and the time of a chunk of all of them."""
+    """Begin sessions until none fits; return each rank's sessions and bytes, and the time of a
+    chunk of all of them.
+    """
     import numpy as np
 
-    from vllm_omni.entrypoints.engine import OmniEngine
-    from vllm_omni.entrypoints.ranks import SessionRanks
+    from vllm_omni.entrypoints.engine.client import OmniEngine
+    from vllm_omni.entrypoints.engine.ranks import SessionRanks
     from vllm_omni.inputs import DiffusionParams
     from vllm_omni.outputs import RequestFailed
 
     image = np.full((HEIGHT, WIDTH, 3), 128, np.uint8)
-    omni = {"height": HEIGHT, "width": WIDTH, "max_sessions": 1000, "max_session_bytes": max_session_bytes}
+    omni = {
+        "height": HEIGHT,
+        "width": WIDTH,
+        "max_sessions": 1000,
+        "max_session_bytes": max_session_bytes,
+    }
 
     def chunk(number: int, index: int) -> DiffusionParams:
-        first = {"prompt": "a coast road", "seed": number, "height": HEIGHT, "width": WIDTH} if index == 0 else {}
-        return DiffusionParams(session_id=f"s{number}", chunk_index=index, actions=[["w"], ["w"], ["w"]], **first)
+        first = (
+            {"prompt": "a coast road", "seed": number, "height": HEIGHT, "width": WIDTH}
+            if index == 0
+            else {}
+        )
+        return DiffusionParams(
+            session_id=f"s{number}", chunk_index=index, actions=[["w"], ["w"], ["w"]], **first
+        )
 
-    async with running_engine(model, omni, enforce_eager=True, data_parallel_size=num_ranks) as client:
+    async with running_engine(
+        model, omni, enforce_eager=True, data_parallel_size=num_ranks
+    ) as client:
         engine = OmniEngine(client, SessionRanks(num_ranks))
         held = 0
         while True:
             try:
-                await engine.run(chunk(held, 0), {"image": image})
+                await engine.run_request(chunk(held, 0), {"image": image})
             except RequestFailed as failure:
                 if failure.code != "capacity":
                     raise
                 break
             held += 1
         start = time.perf_counter()
-        await asyncio.gather(*(engine.run(chunk(number, 1), {}) for number in range(held)))
+        await asyncio.gather(*(engine.run_request(chunk(number, 1), {}) for number in range(held)))
         elapsed_s = time.perf_counter() - start
         stats = await engine.session_stats()
     return {
@@ -72,16 +91,30 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "world"
         get_family("lingbot_world").make_tiny(model, 0, "original")
-        filled = {str(count): asyncio.run(fill(model, count, args.max_session_bytes)) for count in (1, args.ranks)}
+        filled = {
+            str(count): asyncio.run(fill(model, count, args.max_session_bytes))
+            for count in (1, args.ranks)
+        }
     ratio = round(filled[str(args.ranks)]["sessions"] / filled["1"]["sessions"], 3)
-    result = {"max_session_bytes": args.max_session_bytes, "ranks": filled, "ratio_of_sessions": ratio}
+    result = {
+        "max_session_bytes": args.max_session_bytes,
+        "ranks": filled,
+        "ratio_of_sessions": ratio,
+    }
     save("data_parallel", {"result": result}, args)
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2, help="compared with one (default: %(default)s)")
-    parser.add_argument("--max-session-bytes", type=int, default=40 << 20, help="of each rank (default: %(default)s)")
+    parser.add_argument(
+        "--ranks", type=int, default=2, help="compared with one (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-session-bytes",
+        type=int,
+        default=40 << 20,
+        help="of each rank (default: %(default)s)",
+    )
     add_output_arguments(parser)
     return parser
 

@@ -1,18 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cost of `DiffusersPipelineExecutor`: the same request through the engine and by calling diffusers, in pairs.
+"""Cost of `DiffusersPipelineExecutor`: the same request through the engine and by calling
+diffusers, in pairs.
 
-    python benchmarks/diffusers_executor.py                      # tiny Qwen-Image on the CPU, about a second of work
-    python benchmarks/diffusers_executor.py --full-size          # the released model's sizes, random weights, on CUDA
+    # tiny Qwen-Image on the CPU, about a second of work
+    python benchmarks/diffusers_executor.py
+    # the released model's sizes, random weights, on CUDA
+    python benchmarks/diffusers_executor.py --full-size
 
-Each pair runs the request once through a real engine (front end here, EngineCore and pipeline in a process of their
-own) and once by calling the pipeline in this process, in an order drawn for each pair, so that drift of the machine
-falls on both. Both end with uint8 pictures in this process's host memory. Reported: the median over pairs of
-engine time / direct time - 1, by the clock and, which other programs on the machine disturb less, by the processor
-time of this process and its children together. Every pair also compares the pictures byte for byte.
+Each pair runs the request once through a real engine (front end here, EngineCore and pipeline in a
+process of their own) and once by calling the pipeline in this process, in an order drawn for each
+pair, so that drift of the machine falls on both. Both end with uint8 pictures in this process's
+host memory. Reported: the median over pairs of engine time / direct time - 1, by the clock and,
+which other programs on the machine disturb less, by the processor time of this process and its
+children together. Every pair also compares the pictures byte for byte.
 
-`--full-size`: 60 layers, 24 heads of 128, text width 3584, bf16 (about 41 GB for the transformer), the released VAE;
-the text encoder is left out and prompt embeddings are random. Engine and direct call hold a copy each, so the device
-needs about 85 GB; `--in-process` runs the engine's core in this process on the pipeline the direct call uses (45 GB).
+`--full-size`: 60 layers, 24 heads of 128, text width 3584, bf16 (about 41 GB for the transformer),
+the released VAE; the text encoder is left out and prompt embeddings are random. Engine and direct
+call hold a copy each, so the device needs about 85 GB; `--in-process` runs the engine's core in
+this process on the pipeline the direct call uses (45 GB).
 """
 
 import argparse
@@ -38,7 +43,9 @@ PROMPT_TOKENS = 256
 
 
 def write_full_size(out: Path) -> None:
-    """The released Qwen-Image's configs; no weights, no text encoder (`--load-format dummy`, prompt embeddings)."""
+    """The released Qwen-Image's configs; no weights, no text encoder (`--load-format dummy`,
+    prompt embeddings).
+    """
     components = {
         "transformer": {
             "_class_name": "QwenImageTransformer2DModel",
@@ -106,18 +113,27 @@ class Request:
 
         text = {} if self.tensors else {"prompt": "a red fox", "negative_prompt": "rain"}
         return DiffusionParams(
-            session_id=f"r{number}", one_shot=True, seed=7, guidance_scale=self.guidance, **text, **self.size
+            session_id=f"r{number}",
+            one_shot=True,
+            seed=7,
+            guidance_scale=self.guidance,
+            **text,
+            **self.size,
         )
 
     def direct(self, pipeline: Any) -> Any:
-        """uint8 pictures on the host, as a caller of diffusers would get them (`output_type="pil"`)."""
+        """uint8 pictures on the host, as a caller of diffusers would get them
+        (`output_type="pil"`).
+        """
         import numpy as np
         import torch
 
         device, dtype = pipeline.device, pipeline.transformer.dtype
         text: dict[str, Any] = {"prompt": "a red fox", "negative_prompt": "rain"}
         if self.tensors:
-            text = {name: tensor.to(device, dtype).unsqueeze(0) for name, tensor in self.tensors.items()}
+            text = {
+                name: tensor.to(device, dtype).unsqueeze(0) for name, tensor in self.tensors.items()
+            }
         output = pipeline(
             **text,
             true_cfg_scale=self.guidance,
@@ -129,7 +145,10 @@ class Request:
 
 
 def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    return {"enforce_eager": True, **({"load_format": "dummy", "dtype": "bfloat16"} if args.full_size else {})}
+    return {
+        "enforce_eager": True,
+        **({"load_format": "dummy", "dtype": "bfloat16"} if args.full_size else {}),
+    }
 
 
 def load_direct(model: Path, args: argparse.Namespace) -> Any:
@@ -141,7 +160,9 @@ def load_direct(model: Path, args: argparse.Namespace) -> Any:
 
     device = torch.device("cuda", 0) if args.full_size else torch.device("cpu")
     dtype = torch.bfloat16 if args.full_size else torch.float32
-    return PipelineHost(model, DiffusersOptions(), device, dtype, random_weights=args.full_size).pipeline
+    return PipelineHost(
+        model, DiffusersOptions(), device, dtype, random_weights=args.full_size
+    ).pipeline
 
 
 async def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -163,22 +184,28 @@ async def _in_process(model: Path, args: argparse.Namespace, request: Request) -
     from vllm_omni.inputs import engine_prompt
     from vllm_omni.outputs import unpack
 
-    llm = LLM(model=str(model), config_format="omni", skip_tokenizer_init=True, **engine_arguments(args))
+    llm = LLM(
+        model=str(model), config_format="omni", skip_tokenizer_init=True, **engine_arguments(args)
+    )
     core = llm.llm_engine.engine_core.engine_core
 
     async def through_engine(number: int) -> Any:
         params = request.params(number).to_pooling_params(request.tensors)
-        (answer,) = llm.encode(engine_prompt(), params, pooling_task="plugin", use_tqdm=False)
-        return unpack(answer.outputs.data)
+        (response,) = llm.encode(engine_prompt(), params, pooling_task="plugin", use_tqdm=False)
+        return unpack(response.outputs.data)
 
     try:
-        return await _pairs(args, request, core.model_executor.worker.runner.host.pipeline, through_engine)
+        return await _pairs(
+            args, request, core.model_executor.worker.runner.host.pipeline, through_engine
+        )
     finally:
         core.shutdown()
 
 
 def processor_s() -> float:
-    """Processor seconds of this process and all its children so far (the engine's core is a child)."""
+    """Processor seconds of this process and all its children so far (the engine's core is a
+    child).
+    """
     import psutil
 
     this = psutil.Process()
@@ -186,25 +213,27 @@ def processor_s() -> float:
     return sum(spent.user + spent.system for spent in times)
 
 
-async def _pairs(args: argparse.Namespace, request: Request, pipeline: Any, through_engine: Any) -> dict[str, Any]:
+async def _pairs(
+    args: argparse.Namespace, request: Request, pipeline: Any, through_engine: Any
+) -> dict[str, Any]:
     import numpy as np
 
     order = random.Random(0)
     engine_ms, direct_ms, equal, inside_ms, cpu_ratios = [], [], True, [], []
     for number in range(args.pairs + args.warm_up):
-        pictures: dict[str, Any] = {}
+        images: dict[str, Any] = {}
         elapsed: dict[str, float] = {}
         cpu: dict[str, float] = {}
         for side in order.sample(["engine", "direct"], 2):
             start, cpu_start = time.perf_counter(), processor_s()
             if side == "engine":
                 meta, tensors = await through_engine(number)
-                pictures[side] = tensors["images"].numpy()
+                images[side] = tensors["images"].numpy()
             else:
-                pictures[side] = request.direct(pipeline)
+                images[side] = request.direct(pipeline)
             elapsed[side] = (time.perf_counter() - start) * 1e3
             cpu[side] = processor_s() - cpu_start
-        equal = equal and bool(np.array_equal(pictures["engine"], pictures["direct"]))
+        equal = equal and bool(np.array_equal(images["engine"], images["direct"]))
         if number >= args.warm_up:
             engine_ms.append(elapsed["engine"])
             direct_ms.append(elapsed["direct"])
@@ -218,7 +247,9 @@ async def _pairs(args: argparse.Namespace, request: Request, pipeline: Any, thro
         "pairs": args.pairs,
         "engine_ms": quantiles(engine_ms),
         "direct_ms": quantiles(direct_ms),
-        "outside_the_pipeline_ms": quantiles([e - i for e, i in zip(engine_ms, inside_ms, strict=True)]),
+        "outside_the_pipeline_ms": quantiles(
+            [e - i for e, i in zip(engine_ms, inside_ms, strict=True)]
+        ),
         "overhead": {
             "median_of_pairs": round(statistics.median(ratios), 5),
             "median_of_pairs_processor_time": round(statistics.median(cpu_ratios), 5),
@@ -231,12 +262,18 @@ async def _pairs(args: argparse.Namespace, request: Request, pipeline: Any, thro
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--full-size", action="store_true", help="the released Qwen-Image's sizes, random, on CUDA")
-    parser.add_argument("--in-process", action="store_true", help="engine core and direct call share one pipeline")
+    parser.add_argument(
+        "--full-size", action="store_true", help="the released Qwen-Image's sizes, random, on CUDA"
+    )
+    parser.add_argument(
+        "--in-process", action="store_true", help="engine core and direct call share one pipeline"
+    )
     parser.add_argument("--width", type=int, help="default: 256 (full size: 1024)")
     parser.add_argument("--height", type=int, help="default: 256 (full size: 1024)")
     parser.add_argument("--steps", type=int, help="default: 40 (full size: 20)")
-    parser.add_argument("--no-guidance", dest="guidance", action="store_false", help="one forward a step, not two")
+    parser.add_argument(
+        "--no-guidance", dest="guidance", action="store_false", help="one forward a step, not two"
+    )
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--warm-up", type=int, default=2, help="pairs run first and not counted")
     add_output_arguments(parser)
@@ -246,7 +283,11 @@ def make_parser() -> argparse.ArgumentParser:
 def main() -> None:
     args = make_parser().parse_args()
     side, steps = (1024, 20) if args.full_size else (256, 40)
-    args.width, args.height, args.steps = args.width or side, args.height or side, args.steps or steps
+    args.width, args.height, args.steps = (
+        args.width or side,
+        args.height or side,
+        args.steps or steps,
+    )
     if args.in_process:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm_omni.model_executor.models.registry import get_family
@@ -259,13 +300,18 @@ def main() -> None:
         else:
             get_family("diffusers_pipeline").make_tiny(model, 0, "qwen_image")
         result = asyncio.run(measure(model, args))
-    name = "diffusers_executor" + ("_full_size" if args.full_size else "") + ("_in_process" if args.in_process else "")
+    name = (
+        "diffusers_executor"
+        + ("_full_size" if args.full_size else "")
+        + ("_in_process" if args.in_process else "")
+    )
     save(name, result, args)
     overhead = result["overhead"]["median_of_pairs"]
     by_processor = result["overhead"]["median_of_pairs_processor_time"]
     direct, engine = result["direct_ms"]["p50"], result["engine_ms"]["p50"]
     print(
-        f"\ndirect {direct:.0f} ms, engine {engine:.0f} ms, overhead {100 * overhead:+.2f} % by the clock, "
+        f"\ndirect {direct:.0f} ms, engine {engine:.0f} ms, overhead {100 * overhead:+.2f} % by "
+        "the clock, "
         f"{100 * by_processor:+.2f} % by processor time (target {100 * TARGET:.0f} %)"
     )
     print("pictures are equal, byte for byte" if result["pictures_equal"] else "pictures DIFFER")

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Elementwise chains of the Wan family: error against fp32 and time, compiled and as Triton kernels.
+"""Elementwise chains of the Wan family: error against fp32 and time, compiled and as Triton
+kernels.
 
     python benchmarks/elementwise_kernels.py               # one GPU, under 60 s
-    python benchmarks/elementwise_kernels.py --tiny        # the same steps on a CPU: errors of the plain chains alone
+    # the same steps on a CPU: errors of the plain chains alone
+    python benchmarks/elementwise_kernels.py --tiny
 
-4680 tokens of 480x832, of LingBot World (5120 channels) and causal Wan 1.3B (1536); bf16 with the residual stream in
-fp32, q a part of the fused product's result. Times are medians of CUDA graphs of several calls, rates count each input
-and result once. Errors are relative, |found - fp32| / |fp32|: one that is over `LARGEST_ERROR`, or a chain without a
-time, makes the exit status 1.
+4680 tokens of 480x832, of LingBot World (5120 channels) and causal Wan 1.3B (1536); bf16 with the
+residual stream in fp32, q a part of the fused product's result. Times are medians of CUDA graphs of
+several calls, rates count each input and result once. Errors are relative, |found - fp32| / |fp32|:
+one that is over `LARGEST_ERROR`, or a chain without a time, makes the exit status 1.
 """
 
 import argparse
@@ -27,12 +29,14 @@ from kernel_timing import BF16, CUDA, DEVICE, Results, relative, timed
 from torch.nn import functional
 
 import vllm_omni.worker
-from vllm_omni.model_executor.models.wan import chains
+from vllm_omni.model_executor.models.wan.transformer import fused_ops
 
 assert vllm_omni.worker  # prepares torch for a CPU where there is no GPU
 
 LARGEST_ERROR = 5e-3
-"""Rounding to bf16 is 1.7e-3 of normally distributed numbers; sums of squares and norms add little in fp32."""
+"""Rounding to bf16 is 1.7e-3 of normally distributed numbers; sums of squares and norms add
+little in fp32.
+"""
 WIDTHS = (5120, 1536)
 TOKENS, HEAD, EPS = 4680, 128, 1e-6
 SWEPT = ("after_self_attention with camera", "after_ffn", "rms_rope")
@@ -41,7 +45,9 @@ Call = tuple[str, tuple[Any, ...]]
 
 
 def calls_of(tokens: int, width: int, head: int) -> dict[str, Call]:
-    """A block's chains: label -> (name, arguments), as one rank without tensor parallelism calls them."""
+    """A block's chains: label -> (name, arguments), as one rank without tensor parallelism calls
+    them.
+    """
     torch.manual_seed(0)
 
     def random(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -56,7 +62,10 @@ def calls_of(tokens: int, width: int, head: int) -> dict[str, Call]:
     return {
         "modulated_norm": ("modulated_norm", (x, shift, scale, EPS, BF16)),
         "after_self_attention": ("after_self_attention", (x, update, gate, weight, bias, EPS)),
-        "after_self_attention with camera": ("after_self_attention", (x, update, gate, weight, bias, EPS, moved)),
+        "after_self_attention with camera": (
+            "after_self_attention",
+            (x, update, gate, weight, bias, EPS, moved),
+        ),
         "after_cross_attention": ("after_cross_attention", (x, update, shift, scale, EPS)),
         "after_ffn": ("after_ffn", (x, update, gate, shift, scale, EPS, BF16)),
         "gated_add": ("gated_add", (x, update, gate)),
@@ -82,7 +91,7 @@ def wide(value: Any) -> Any:
 
 
 def measured(function: Callable[..., Any], name: str, args: tuple[Any, ...]) -> dict[str, Any]:
-    found, exact = flat(function(*args)), flat(getattr(chains, name)(*wide(args)))
+    found, exact = flat(function(*args)), flat(getattr(fused_ops, name)(*wide(args)))
     nbytes = sum(tensor.numel() * tensor.itemsize for tensor in [*flat(args), *found])
     errors = [relative(result, wanted) for result, wanted in zip(found, exact, strict=True)]
     del exact, found
@@ -93,43 +102,53 @@ def measure(results: Results, tokens: int, width: int, head: int) -> None:
     part, calls = f"[{tokens}, {width}]", calls_of(tokens, width, head)
     if not CUDA:
         for label, (name, args) in calls.items():
-            results.attempt(part, f"{label}, plain", partial(measured, getattr(chains, name), name, args))
+            results.attempt(
+                part, f"{label}, plain", partial(measured, getattr(fused_ops, name), name, args)
+            )
         return
-    from vllm_omni.model_executor.models.wan import chain_kernels
+    from vllm_omni.model_executor.models.wan.transformer import fused_kernels
 
     for label, (name, args) in calls.items():
-        results.attempt(part, f"{label}, Triton", partial(measured, getattr(chain_kernels, name), name, args))
+        results.attempt(
+            part, f"{label}, Triton", partial(measured, getattr(fused_kernels, name), name, args)
+        )
     for label, (name, args) in calls.items():
-        compiled = torch.compile(getattr(chains, name), dynamic=False)
+        compiled = torch.compile(getattr(fused_ops, name), dynamic=False)
         results.attempt(part, f"{label}, compiled", partial(measured, compiled, name, args))
 
 
 def other_passes(results: Results, tokens: int, width: int, ffn: int) -> None:
-    """How close to the card's rate the passes are that have no kernel of ours: a plain copy, GELU."""
+    """How close to the card's rate the passes are that have no kernel of ours: a plain copy,
+    GELU.
+    """
     part = f"other passes of [{tokens}, {width}]"
     x, hidden = (torch.randn(tokens, size, device=DEVICE).to(BF16) for size in (width, ffn))
     copy, gelu = torch.empty_like(x), partial(functional.gelu, approximate="tanh")
     results.attempt(part, "copy", lambda: timed(lambda: copy.copy_(x), nbytes=4 * x.numel()))
-    results.attempt(part, f"GELU of {ffn}", lambda: timed(lambda: gelu(hidden), nbytes=4 * hidden.numel()))
+    results.attempt(
+        part, f"GELU of {ffn}", lambda: timed(lambda: gelu(hidden), nbytes=4 * hidden.numel())
+    )
 
 
 def warps(results: Results, tokens: int, width: int, head: int) -> None:
-    from vllm_omni.model_executor.models.wan import chain_kernels
+    from vllm_omni.model_executor.models.wan.transformer import fused_kernels
 
-    calls, served = calls_of(tokens, width, head), chain_kernels.WARPS
+    calls, served = calls_of(tokens, width, head), fused_kernels.WARPS
     for count in (8, 16):
-        chain_kernels.WARPS = count
+        fused_kernels.WARPS = count
         for label in SWEPT:
             name, args = calls[label]
-            run = partial(measured, getattr(chain_kernels, name), name, args)
+            run = partial(measured, getattr(fused_kernels, name), name, args)
             results.attempt(f"{count} warps instead of {served}", label, run)
-    chain_kernels.WARPS = served
+    fused_kernels.WARPS = served
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tiny", action="store_true", help="small sizes, for a CPU")
-    parser.add_argument("--seconds", type=float, default=45.0, help="candidates that would begin later are left out")
+    parser.add_argument(
+        "--seconds", type=float, default=45.0, help="candidates that would begin later are left out"
+    )
     add_output_arguments(parser)
     args = parser.parse_args()
     results = Results(args.seconds, {}, {}, time.monotonic())
@@ -147,7 +166,7 @@ def main() -> int:
         for name, row in rows.items()
         if not row.get("error", 0.0) <= LARGEST_ERROR
     }
-    seconds = round(time.monotonic() - results.began, 1)
+    seconds = round(time.monotonic() - results.started, 1)
     found = {"seconds": seconds, "rows": results.rows, "failed": results.failed, "wrong": wrong}
     save("elementwise_kernels", found, args)
     lacking = [name for name in results.failed if "Triton" in name]

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One chunk's overhead over the model: engine steps, transport of the result, everything between client and runner.
+"""One chunk's overhead over the model: engine steps, transport of the result, everything between
+client and runner.
 
-A world that does nothing is served by a real engine (front end, EngineCore and worker are three processes). For
-every chunk of five denoise steps the client's wall time is measured from request to unpacked result; the model's own
-time (reported for encode, denoise and decode) is subtracted.
+A world that does nothing is served by a real engine (front end, EngineCore and worker are three
+processes). For every chunk of five denoise steps the client's wall time is measured from request to
+unpacked result; the model's own time (reported for encode, denoise and decode) is subtracted.
 
-Beside it, in the same run: five engine steps of stock vLLM, as one pooling request of a tiny language model less its
-forward passes, and one plain copy of the result's bytes between two processes. `ratio_to_stock` is the overhead over
-the sum of these two.
+Beside it, in the same run: five engine steps of stock vLLM, as one pooling request of a tiny
+language model less its forward passes, and one plain copy of the result's bytes between two
+processes. `ratio_to_stock` is the overhead over the sum of these two.
 
     python benchmarks/engine_overhead.py
 
-It restarts itself with GLIBC_TUNABLES=glibc.malloc.hugetlb=1, as the serving guide recommends for servers.
+It restarts itself with GLIBC_TUNABLES=glibc.malloc.hugetlb=1, as the serving guide recommends for
+servers.
 """
 
 import argparse
@@ -48,10 +50,14 @@ EXECUTORS = {
     "in-process": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
     "mp": "mp",
 }
-"""in-process: vLLM's default on one GPU (the worker lives in the EngineCore process); mp: a process per worker."""
+"""in-process: vLLM's default on one GPU (the worker lives in the EngineCore process); mp: a
+process per worker.
+"""
 
 
-async def measure(model: Path, height: int, width: int, chunks: int, executor: str) -> dict[str, Any]:
+async def measure(
+    model: Path, height: int, width: int, chunks: int, executor: str
+) -> dict[str, Any]:
     from vllm_omni.inputs import DiffusionParams
 
     wall_ms, overhead_ms, result_bytes = [], [], 0
@@ -59,12 +65,16 @@ async def measure(model: Path, height: int, width: int, chunks: int, executor: s
     engine_args = {"enforce_eager": True, "distributed_executor_backend": EXECUTORS[executor]}
     async with running_engine(model, {"height": height, "width": width}, **engine_args) as engine:
         for index in range(chunks + warm_up):
-            params = DiffusionParams(session_id="s", chunk_index=index, prompt="nothing" if index == 0 else None)
+            params = DiffusionParams(
+                session_id="s", chunk_index=index, prompt="nothing" if index == 0 else None
+            )
             start = time.perf_counter()
             meta, tensors = await run_request(engine, params, None, f"r{index}")
             elapsed = (time.perf_counter() - start) * 1e3
             if index >= warm_up:
-                model_ms = sum(sum(meta["timings_ms"][stage]) for stage in ("encode", "steps", "decode"))
+                model_ms = sum(
+                    sum(meta["timings_ms"][stage]) for stage in ("encode", "steps", "decode")
+                )
                 wall_ms.append(elapsed)
                 overhead_ms.append(elapsed - model_ms)
                 result_bytes = tensors["frames"].numel()
@@ -80,7 +90,12 @@ async def measure(model: Path, height: int, width: int, chunks: int, executor: s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--chunks", type=int, default=200)
-    parser.add_argument("--runs", type=int, default=3, help="starts of both engines; that of median ratio is reported")
+    parser.add_argument(
+        "--runs",
+        type=int,
+        default=3,
+        help="starts of both engines; that of median ratio is reported",
+    )
     parser.add_argument("--executor", choices=list(EXECUTORS), nargs="+", default=list(EXECUTORS))
     add_output_arguments(parser)
     args = parser.parse_args()
@@ -95,26 +110,43 @@ def main() -> None:
             by_size: dict[str, list[dict[str, Any]]] = {name: [] for name in SIZES}
             for run in range(args.runs):
                 stock_folder = Path(folder) / f"stock_{executor}_{run}"
-                stock_ms = asyncio.run(stock_engine.five_steps_ms(stock_folder, args.chunks, EXECUTORS[executor]))
+                stock_ms = asyncio.run(
+                    stock_engine.five_steps_ms(stock_folder, args.chunks, EXECUTORS[executor])
+                )
                 for name, (height, width) in SIZES.items():
                     found = asyncio.run(measure(model, height, width, args.chunks, executor))
                     copied = quantiles(stock_engine.copy_ms(found["result_bytes"], args.chunks))
                     steps = quantiles(stock_ms)
                     ratio = found["overhead_ms"]["p50"] / (steps["p50"] + copied["p50"])
-                    compared = {"stock_five_steps_ms": steps, "copy_ms": copied, "ratio_to_stock": round(ratio, 3)}
+                    compared = {
+                        "stock_five_steps_ms": steps,
+                        "copy_ms": copied,
+                        "ratio_to_stock": round(ratio, 3),
+                    }
                     by_size[name].append(found | compared)
             for name, runs in by_size.items():
                 runs.sort(key=lambda run: run["ratio_to_stock"])
-                row = {"executor": executor, "result": name, "target_ratio": TARGET_RATIO, **runs[len(runs) // 2]}
-                every = {"of_every_run": [[run["overhead_ms"]["p50"], run["ratio_to_stock"]] for run in runs]}
+                row = {
+                    "executor": executor,
+                    "result": name,
+                    "target_ratio": TARGET_RATIO,
+                    **runs[len(runs) // 2],
+                }
+                every = {
+                    "of_every_run": [
+                        [run["overhead_ms"]["p50"], run["ratio_to_stock"]] for run in runs
+                    ]
+                }
                 rows.append(row | every)
     save("engine_overhead", {"environment": HUGE_PAGES, "rows": rows}, args)
     print("\nexecutor, result: overhead p50, stock's five steps + a copy, ratio (of every run)")
     for row in rows:
         stock, copied = row["stock_five_steps_ms"]["p50"], row["copy_ms"]["p50"]
         print(
-            f"{row['executor']}, {row['result']}: {row['overhead_ms']['p50']:.2f} ms, {stock:.2f} + {copied:.2f} ms,"
-            f" {row['ratio_to_stock']} ({', '.join(str(ratio) for _, ratio in row['of_every_run'])})"
+            f"{row['executor']}, {row['result']}: {row['overhead_ms']['p50']:.2f} ms, {stock:.2f} "
+            f"+ {copied:.2f} ms,"
+            f" {row['ratio_to_stock']} "
+            f"({', '.join(str(ratio) for _, ratio in row['of_every_run'])})"
         )
 
 

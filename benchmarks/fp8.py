@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FP8 weights: time and error of each kind of product, and the error of LingBot's latents by kind of layer.
+"""FP8 weights: time and error of each kind of product, and the error of LingBot's latents by kind
+of layer.
 
-    python benchmarks/fp8.py products                   # a LingBot chunk's products in bf16 and in every FP8 method
-    python benchmarks/fp8.py latents --layers 8         # engines with one kind of layer in FP8, others in bf16
-    python benchmarks/fp8.py stored                     # stored formats: products of the tiny fixtures' layers
-    python benchmarks/fp8.py products --tiny            # the same on a CPU, small, in the methods it has kernels for
+    # a LingBot chunk's products in bf16 and in every FP8 method
+    python benchmarks/fp8.py products
+    # engines with one kind of layer in FP8, others in bf16
+    python benchmarks/fp8.py latents --layers 8
+    # stored formats: products of the tiny fixtures' layers
+    python benchmarks/fp8.py stored
+    # the same on a CPU, small, in the methods it has kernels for
+    python benchmarks/fp8.py products --tiny
     python benchmarks/fp8.py latents --tiny --height 32 --width 48
 
-Errors are relative: |found - bf16| / |bf16|. Weights are random: `products` draws them normal; `latents` has vLLM's
-dummy weights at full size, the tiny checkpoint's own with `--tiny`. benchmarks/lingbot_world.py has chunk times.
+Errors are relative: |found - bf16| / |bf16|. Weights are random: `products` draws them normal;
+`latents` has vLLM's dummy weights at full size, the tiny checkpoint's own with `--tiny`.
+benchmarks/lingbot_world.py has chunk times.
 """
 
 import argparse
@@ -29,7 +35,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import add_output_arguments, run_request, running_engine, save
 
 METHODS = ("fp8_per_channel", "fp8_per_tensor", "fp8_per_block")
-KINDS = ("self_attn.qkv", "self_attn.o", "cross_attn.q", "cross_attn.kv", "cross_attn.o", "ffn.0", "ffn.2")
+KINDS = (
+    "self_attn.qkv",
+    "self_attn.o",
+    "cross_attn.q",
+    "cross_attn.kv",
+    "cross_attn.o",
+    "ffn.0",
+    "ffn.2",
+)
 FIXTURES = Path(__file__).parents[1] / "tests" / "golden" / "quantized"
 CHUNK_TOKENS = 4680
 TEXT_TOKENS = 512
@@ -51,7 +65,9 @@ def products(args: argparse.Namespace) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         with set_current_vllm_config(VllmConfig()):
-            init_distributed_environment(1, 0, f"file://{folder}/port", 0, "nccl" if device.type == "cuda" else "gloo")
+            init_distributed_environment(
+                1, 0, f"file://{folder}/port", 0, "nccl" if device.type == "cuda" else "gloo"
+            )
             initialize_model_parallel()
         get_family("lingbot_world").make_tiny(Path(folder) / "world", 0, "original")
         for method in (None, *METHODS):
@@ -66,14 +82,18 @@ def products(args: argparse.Namespace) -> dict[str, Any]:
             try:
                 config = engine.create_engine_config()
                 with set_current_vllm_config(config), torch.inference_mode():
-                    rows[method or "bf16"] = {kind: product(kind, config, device, args) for kind in KINDS}
+                    rows[method or "bf16"] = {
+                        kind: product(kind, config, device, args) for kind in KINDS
+                    }
             except (ValueError, RuntimeError) as error:
                 rows[method or "bf16"] = {"error": " ".join(str(error).split())[:300]}
     for method in METHODS:
         for kind, row in rows[method].items():
             if isinstance(row, dict):
                 exact = rows["bf16"][kind]["result"]
-                row["relative_error"] = round(float((row["result"] - exact).norm() / exact.norm()), 5)
+                row["relative_error"] = round(
+                    float((row["result"] - exact).norm() / exact.norm()), 5
+                )
     for row in (row for kinds in rows.values() for row in kinds.values() if isinstance(row, dict)):
         del row["result"]
     return rows
@@ -84,19 +104,30 @@ def product(kind: str, config: Any, device: Any, args: argparse.Namespace) -> di
     import torch
     from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_processing
 
-    from vllm_omni.model_executor.layers.linear import ColumnLinear, LinearPrecision, MergedLinear, RowLinear
-    from vllm_omni.model_executor.layers.parallel import ParallelContext, checkpoint_slots
+    from vllm_omni.model_executor.layers.collectives.parallel import (
+        ParallelContext,
+        checkpoint_slots,
+    )
+    from vllm_omni.model_executor.layers.linear.linear import (
+        ColumnLinear,
+        LinearPrecision,
+        MergedLinear,
+        RowLinear,
+    )
 
     dim, inner = (256, 768) if args.tiny else (5120, 13824)
     tokens = (TEXT_TOKENS if kind == "cross_attn.kv" else CHUNK_TOKENS) // (36 if args.tiny else 1)
-    place, precision = (ParallelContext(), LinearPrecision(config.quant_config)), f"transformer.blocks.0.{kind}"
+    position, precision = (
+        (ParallelContext(), LinearPrecision(config.quant_config)),
+        f"transformer.blocks.0.{kind}",
+    )
     makers: dict[str, Callable[[], Any]] = {
-        "qkv": lambda: MergedLinear(dim, ("q", "k", "v"), (dim, dim, dim), *place, precision),
-        "kv": lambda: MergedLinear(dim, ("k", "v"), (dim, dim), *place, precision),
-        "0": lambda: ColumnLinear(dim, inner, *place, precision),
-        "2": lambda: RowLinear(inner, dim, *place, precision),
-        "q": lambda: ColumnLinear(dim, dim, *place, precision),
-        "o": lambda: RowLinear(dim, dim, *place, precision),
+        "qkv": lambda: MergedLinear(dim, ("q", "k", "v"), (dim, dim, dim), *position, precision),
+        "kv": lambda: MergedLinear(dim, ("k", "v"), (dim, dim), *position, precision),
+        "0": lambda: ColumnLinear(dim, inner, *position, precision),
+        "2": lambda: RowLinear(inner, dim, *position, precision),
+        "q": lambda: ColumnLinear(dim, dim, *position, precision),
+        "o": lambda: RowLinear(dim, dim, *position, precision),
     }
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -106,12 +137,16 @@ def product(kind: str, config: Any, device: Any, args: argparse.Namespace) -> di
             generator = torch.Generator().manual_seed(len(kind))
             for slot in checkpoint_slots(holder).values():
                 scale = slot.shape[-1] ** -0.5 if len(slot.shape) == 2 else 0.1
-                slot.load((scale * torch.randn(slot.shape, generator=generator, device="cpu")).to(device))
+                slot.load(
+                    (scale * torch.randn(slot.shape, generator=generator, device="cpu")).to(device)
+                )
             if layer.quant_method.uses_meta_device:
                 finalize_layerwise_processing(holder, config.model_config)
             elif config.quant_config is not None:
                 layer.quant_method.process_weights_after_loading(layer)
-            x = torch.randn(tokens, layer.input_size, generator=generator, device="cpu").to(device, torch.bfloat16)
+            x = torch.randn(tokens, layer.input_size, generator=generator, device="cpu").to(
+                device, torch.bfloat16
+            )
             result = layer(x).float().cpu()
             return {"ms": round(timed(lambda: layer(x), device), 4), "result": result}
     finally:
@@ -119,9 +154,11 @@ def product(kind: str, config: Any, device: Any, args: argparse.Namespace) -> di
 
 
 def stored(args: argparse.Namespace) -> dict[str, Any]:
-    """Largest error of a layer of each quantized fixture, computed in its format, against its numbers read back.
+    """Largest error of a layer of each quantized fixture, computed in its format, against its
+    numbers read back.
 
-    Its layers are 32 and 64 wide: a kernel that needs more is an error here and says nothing of real sizes.
+    Its layers are 32 and 64 wide: a kernel that needs more is an error here and says nothing of
+    real sizes.
     """
     import torch
     from vllm.config import VllmConfig, set_current_vllm_config
@@ -137,10 +174,17 @@ def stored(args: argparse.Namespace) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         with set_current_vllm_config(VllmConfig()):
-            init_distributed_environment(1, 0, f"file://{folder}/port", 0, "nccl" if device.type == "cuda" else "gloo")
+            init_distributed_environment(
+                1, 0, f"file://{folder}/port", 0, "nccl" if device.type == "cuda" else "gloo"
+            )
             initialize_model_parallel()
         get_family("null_world").make_tiny(Path(folder) / "world", 0, "original")
-        engine = EngineArgs(model=f"{folder}/world", config_format="omni", skip_tokenizer_init=True, dtype="bfloat16")
+        engine = EngineArgs(
+            model=f"{folder}/world",
+            config_format="omni",
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+        )
         config = engine.create_engine_config()
         for fixture in sorted(path for path in FIXTURES.iterdir() if path.is_dir()):
             try:
@@ -157,19 +201,21 @@ def stored_error(fixture: Path, device: Any) -> dict[str, Any]:
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.quantization import get_quantization_config
 
-    from vllm_omni.model_executor.checkpoint_quantization import LAYERS_KEY, quantization_of
-    from vllm_omni.model_executor.layers.stored_quantization import StoredQuantization
-    from vllm_omni.model_executor.models.wan.transformer_weights import TRANSFORMER_RULES
+    from vllm_omni.model_executor.checkpoint.quantization import LAYERS_KEY, quantization_of
+    from vllm_omni.model_executor.checkpoint.tensor_files import read_json
+    from vllm_omni.model_executor.layers.linear.stored_quantization import StoredQuantization
+    from vllm_omni.model_executor.models.wan.transformer.weights import TRANSFORMER_RULES
     from vllm_omni.model_executor.models.wan2_2.config import Wan22Config
     from vllm_omni.model_executor.models.wan2_2.transformer import Wan22Transformer
     from vllm_omni.model_executor.models.wan2_2.weights import load_transformer
-    from vllm_omni.model_executor.tensor_files import read_json
 
     values = quantization_of({"transformer": fixture}, TRANSFORMER_RULES).get("quantization_config")
     if values is None:
         return {"read_back": True}
     method = "modelopt_fp4" if "NVFP4" in values.get("quant_algo", "") else values["quant_method"]
-    stored_as = StoredQuantization(get_quantization_config(method).from_config(values), values[LAYERS_KEY])
+    stored_as = StoredQuantization(
+        get_quantization_config(method).from_config(values), values[LAYERS_KEY]
+    )
     config = Wan22Config.from_checkpoint(read_json(fixture / "config.json"))
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -178,7 +224,9 @@ def stored_error(fixture: Path, device: Any) -> dict[str, Any]:
             with device:
                 network = Wan22Transformer(config, quantization=quantization)
             load_transformer(network, fixture, config)
-            networks.append({name: m for name, m in network.named_modules() if isinstance(m, LinearBase)})
+            networks.append(
+                {name: m for name, m in network.named_modules() if isinstance(m, LinearBase)}
+            )
         worst = 0.0
         for name, layer in networks[0].items():
             layer.quant_method.process_weights_after_loading(layer)
@@ -198,11 +246,11 @@ def timed(call: Callable[[], Any], device: Any, repeats: int = 20) -> float:
     for _ in range(repeats):
         if device.type == "cuda":
             torch.cuda.synchronize()
-        began = time.perf_counter()
+        started = time.perf_counter()
         call()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        values.append(1e3 * (time.perf_counter() - began))
+        values.append(1e3 * (time.perf_counter() - started))
     return statistics.median(values[3:])
 
 
@@ -220,13 +268,18 @@ async def latents(args: argparse.Namespace) -> dict[str, Any]:
             write_checkpoint(model, args.layers)
         exact = await session(model, args, {})
         rows: dict[str, Any] = {}
-        settings: dict[str, dict[str, Any]] = {"all": {}, "K/V": {"quantization": None, "kv_cache_dtype": "fp8"}}
+        settings: dict[str, dict[str, Any]] = {
+            "all": {},
+            "K/V": {"quantization": None, "kv_cache_dtype": "fp8"},
+        }
         for kind in KINDS:
             others = [f"*.{other}" for other in KINDS if other != kind]
             settings[kind] = {"quantization_config": {"ignore": others}}
         for name in args.only or settings:
             try:
-                found = await session(model, args, {"quantization": args.quantization, **settings[name]})
+                found = await session(
+                    model, args, {"quantization": args.quantization, **settings[name]}
+                )
             except Exception as error:  # an engine that does not start is a row, the others go on
                 rows[name] = {"error": " ".join(str(error).split())[:300]}
                 continue
@@ -243,7 +296,11 @@ async def session(model: Path, args: argparse.Namespace, precision: dict[str, An
     from vllm_omni.inputs import DiffusionParams
 
     image = torch.randint(
-        0, 256, (args.height, args.width, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+        0,
+        256,
+        (args.height, args.width, 3),
+        dtype=torch.uint8,
+        generator=torch.Generator().manual_seed(0),
     )
     chunks = []
     async with running_engine(
@@ -266,7 +323,9 @@ async def session(model: Path, args: argparse.Namespace, precision: dict[str, An
                 output="latents",
                 **first,
             )
-            _, tensors = await run_request(engine, params, {"image": image} if index == 0 else None, f"a-{index}")
+            _, tensors = await run_request(
+                engine, params, {"image": image} if index == 0 else None, f"a-{index}"
+            )
             chunks.append(tensors["latents"].float().clone())
     return chunks
 
@@ -279,7 +338,12 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=2)
     parser.add_argument("--height", type=int, default=480)
     parser.add_argument("--width", type=int, default=832)
-    parser.add_argument("--only", nargs="*", choices=("all", "K/V", *KINDS), help="rows of `latents` (default: each)")
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        choices=("all", "K/V", *KINDS),
+        help="rows of `latents` (default: each)",
+    )
     parser.add_argument("--quantization", default="fp8_per_channel", help="vLLM's flag")
     parser.add_argument("--eager", action="store_true", help="no torch.compile")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)

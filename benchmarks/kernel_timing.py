@@ -20,16 +20,18 @@ _WARM = 2
 
 @dataclass
 class Results:
-    """What was found, by part and candidate; parts that would begin after `seconds` are left out."""
+    """What was found, by part and candidate; parts that would begin after `seconds` are left
+    out.
+    """
 
     seconds: float
     rows: dict[str, dict[str, Any]]
     failed: dict[str, str]
-    began: float
+    started: float
 
     def attempt(self, part: str, name: str, run: Callable[[], dict[str, Any]]) -> None:
         """A candidate that fails is a result, the others go on."""
-        spent = time.monotonic() - self.began
+        spent = time.monotonic() - self.started
         if spent > self.seconds:
             self.failed[f"{part}/{name}"] = f"left out after {spent:.0f} s"
             return
@@ -51,17 +53,19 @@ def milliseconds(run: Callable[[], Any], repeats: int = 7) -> float:
     torch.cuda.synchronize()
     times = []
     for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
         run()
         end.record()
         torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end))
+        times.append(start.elapsed_time(end))
     return round(statistics.median(times), 5)
 
 
 def timed(run: Callable[[], Any], *, flop: float = 0.0, nbytes: float = 0.0) -> dict[str, Any]:
-    """Median milliseconds of one call in a CUDA graph of several, and its rate; on a CPU the call is made once."""
+    """Median milliseconds of one call in a CUDA graph of several, and its rate; on a CPU the
+    call is made once.
+    """
     run()
     if not CUDA:
         return {}

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lance at full size with random weights, through the real engine: images, edits, video, answers, mixed load.
+"""Lance at full size with random weights, through the real engine: images, edits, video, answers,
+mixed load.
 
-    python benchmarks/lance.py                          # one GPU, image checkpoint: 1024x1024, 768x768, edit, answers
-    python benchmarks/lance.py --variant video          # the video checkpoint: 480x768, 25 frames as well
+    # one GPU, image checkpoint: 1024x1024, 768x768, edit, answers
+    python benchmarks/lance.py
+    # the video checkpoint: 480x768, 25 frames as well
+    python benchmarks/lance.py --variant video
     python benchmarks/lance.py --tensor-parallel 2
     python benchmarks/lance.py --quantization fp8_per_channel --sections image_large
     python benchmarks/lance.py --tiny                   # try it without a GPU
 
-Random weights at real shapes take the time of real ones. End-to-end times are a client's, from sending the request to
-the unpacked picture; stage times are device times from the runner.
+Random weights at real shapes take the time of real ones. End-to-end times are a client's, from
+sending the request to the unpacked picture; stage times are device times from the runner.
 """
 
 import argparse
@@ -47,7 +50,9 @@ TARGETS_S = {"1024x1024": 4.5, "768x768": 2.3}
 
 
 def write_checkpoint(root: Path, variant: str, layers: int) -> Path:
-    """A checkpoint of the released architecture without weights (they come from --load-format dummy)."""
+    """A checkpoint of the released architecture without weights (they come from --load-format
+    dummy).
+    """
     from vllm_omni.testing.tiny.lance import write_tokenizer
 
     folder = root / ("Lance_3B_Video" if variant == "video" else "Lance_3B")
@@ -71,7 +76,7 @@ class Client:
 
         self.engine, self.args, self._number = engine, args, 0
         generator = torch.Generator().manual_seed(0)
-        self.picture = torch.randint(0, 256, (768, 768, 3), dtype=torch.uint8, generator=generator)
+        self.image = torch.randint(0, 256, (768, 768, 3), dtype=torch.uint8, generator=generator)
 
     async def send(self, tensors: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
         """One request; returns seconds and the runner's timings."""
@@ -97,12 +102,12 @@ class Client:
     def read(self, tokens: int) -> Any:
         resolution = "image_256res" if self.args.tiny else "image_768res"
         options = {"modalities": ["text"], "max_tokens": tokens, "resolution": resolution}
-        return self.send({"image": self.picture}, prompt="What is in the picture?", options=options)
+        return self.send({"image": self.image}, prompt="What is in the picture?", options=options)
 
     def edit(self) -> Any:
         resolution = "image_256res" if self.args.tiny else "image_768res"
         return self.send(
-            {"image": self.picture},
+            {"image": self.image},
             prompt="paint it red",
             num_inference_steps=self.args.steps,
             guidance_scale=4.0,
@@ -111,7 +116,9 @@ class Client:
 
 
 async def repeated(call: Any, count: int) -> dict[str, Any]:
-    """Median seconds of several runs one after the other, after one that is not counted; stages of the median run."""
+    """Median seconds of several runs one after the other, after one that is not counted; stages
+    of the median run.
+    """
     await call()
     runs = sorted([await call() for _ in range(count)], key=lambda run: float(run["seconds"]))
     middle = runs[len(runs) // 2]
@@ -125,7 +132,7 @@ async def repeated(call: Any, count: int) -> dict[str, Any]:
     }
 
 
-async def answers(client: Client, tokens: int) -> dict[str, Any]:
+async def responses(client: Client, tokens: int) -> dict[str, Any]:
     runs = [await client.read(tokens) for _ in range(client.args.repeats + 1)][1:]
     best = min(runs, key=lambda run: float(run["seconds"]))
     timings, made = best["meta"]["timings_ms"], best["meta"]["completion_tokens"]
@@ -136,16 +143,21 @@ async def answers(client: Client, tokens: int) -> dict[str, Any]:
         "prompt_tokens": best["meta"]["prompt_tokens"],
         "seconds": round(best["seconds"], 4),
         "tokens_per_s_end_to_end": round(made / best["seconds"], 1),
-        "tokens_per_s_decoding": round(per_step * len(timings["steps"][1:]) / max(1e-9, decode_ms / 1e3), 1),
+        "tokens_per_s_decoding": round(
+            per_step * len(timings["steps"][1:]) / max(1e-9, decode_ms / 1e3), 1
+        ),
         "stages_ms": {name: round(sum(values), 2) for name, values in timings.items()},
     }
 
 
-async def batch_curve(client: Client, size: tuple[int, int], batches: list[int]) -> list[dict[str, Any]]:
+async def batch_curve(
+    client: Client, size: tuple[int, int], batches: list[int]
+) -> list[dict[str, Any]]:
     """n equal drawings at once, against one alone where one alone is among them."""
     curve: list[dict[str, Any]] = []
     for count in batches:
-        await asyncio.gather(*(client.draw(*size) for _ in range(count)))  # shapes of this batch are compiled here
+        # shapes of this batch are compiled here
+        await asyncio.gather(*(client.draw(*size) for _ in range(count)))
         start = time.perf_counter()
         await asyncio.gather(*(client.draw(*size) for _ in range(count)))
         seconds = time.perf_counter() - start
@@ -193,12 +205,14 @@ def measurements(client: Client, engine: Any) -> dict[str, Callable[[], Awaitabl
         "image_large": lambda: image(large),
         "image_small": lambda: image(small),
         "memory_after_images": lambda: engine.collective_rpc("device_memory"),
-        "answer": lambda: answers(client, tokens),
+        "answer": lambda: responses(client, tokens),
         "mixed_load": lambda: mixed_load(client, small, tokens),
         "edit": lambda: repeated(client.edit, args.repeats),
     }
     if args.variant == "video":
-        sections["video"] = lambda: repeated(lambda: client.draw(*video[:2], num_frames=video[2]), args.repeats)
+        sections["video"] = lambda: repeated(
+            lambda: client.draw(*video[:2], num_frames=video[2]), args.repeats
+        )
     return sections | {
         "batch_curve_small": lambda: batch_curve(client, small, args.batches or batches[:4]),
         "batch_curve_large": lambda: batch_curve(client, large, args.batches or batches),
@@ -210,7 +224,8 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     ranks = args.tensor_parallel
     options: dict[str, Any] = json.loads(args.model_options)
     if args.variant == "video" and not args.tiny:
-        options.setdefault("max_num_frames", 25)  # the measured length; the start-up run then takes no longer
+        # the measured length; the start-up run then takes no longer
+        options.setdefault("max_num_frames", 25)
     if args.tiny:
         options |= {"max_image_pixels": 128 * 128, "max_video_pixels": 64 * 96, "max_num_frames": 9}
     omni = {
@@ -246,11 +261,15 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         for name in args.sections or sections:
             result[name] = await sections[name]()
             print(f"{name}: {json.dumps(result[name])}", flush=True)
-            save(args.name, {"result": result}, args)  # finished sections are kept if the next one fails
+            # finished sections are kept if the next one fails
+            save(args.name, {"result": result}, args)
         if args.kernels:
             size = (128, 128) if args.tiny else (1024, 1024)
             result["kernels"] = await kernel_times(
-                engine, trace_folder(args, model.parent), lambda _: client.draw(*size), warm_chunks=1
+                engine,
+                trace_folder(args, model.parent),
+                lambda _: client.draw(*size),
+                warm_chunks=1,
             )
             save(args.name, {"result": result}, args)
     return result
@@ -262,23 +281,32 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--layers", type=int, default=36)
-    parser.add_argument("--max-batch", type=int, default=8, help="requests the engine takes into one step")
+    parser.add_argument(
+        "--max-batch", type=int, default=8, help="requests the engine takes into one step"
+    )
     parser.add_argument(
         "--batches",
         type=int,
         nargs="+",
-        help="batch sizes of the curves (default: every one up to --max-batch, 4 for the small size)",
+        help="batch sizes of the curves (default: every one up to --max-batch, 4 for the "
+        "small size)",
     )
     parser.add_argument("--tensor-parallel", type=int, default=1)
-    parser.add_argument("--tiny", action="store_true", help="the tiny checkpoint, for a machine without a GPU")
+    parser.add_argument(
+        "--tiny", action="store_true", help="the tiny checkpoint, for a machine without a GPU"
+    )
     add_serving_arguments(parser)
     add_tracing_arguments(parser)
     parser.add_argument("--name", default="lance", help="name of the result file")
-    parser.add_argument("--sections", nargs="+", help="measure only these, by the names the result gives them")
+    parser.add_argument(
+        "--sections", nargs="+", help="measure only these, by the names the result gives them"
+    )
     add_output_arguments(parser)
     args = parser.parse_args()
     if args.batches and not all(1 <= count <= args.max_batch for count in args.batches):
-        parser.error(f"--batches must lie between 1 and --max-batch {args.max_batch}, got {args.batches}")
+        parser.error(
+            f"--batches must lie between 1 and --max-batch {args.max_batch}, got {args.batches}"
+        )
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder)
         if args.tiny:

@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LingBot World at full size with random weights, through the real engine: chunk time, its stages, memory.
+"""LingBot World at full size with random weights, through the real engine: chunk time, its stages,
+memory.
 
-    python benchmarks/lingbot_world.py                                  # one GPU, 480x832, window 18, sink 9
-    python benchmarks/lingbot_world.py --release v2_1_3b                # chunks of 16 frames, window 18, sink 6
+    # one GPU, 480x832, window 18, sink 9
+    python benchmarks/lingbot_world.py
+    # chunks of 16 frames, window 18, sink 6
+    python benchmarks/lingbot_world.py --release v2_1_3b
     python benchmarks/lingbot_world.py --sequence-parallel 2            # Ulysses over two GPUs
     python benchmarks/lingbot_world.py --pipeline-parallel 2 --sessions 2
-    python benchmarks/lingbot_world.py --tiny --height 64 --width 96 --eager   # try it without a GPU
+    # try it without a GPU
+    python benchmarks/lingbot_world.py --tiny --height 64 --width 96 --eager
 
-Random weights at real shapes take the time of real ones. A chunk is 12 frames, the first has 9 (v2: 16 and 13). Steady
-state is the median over the chunks after the window is full. `time_to_first_frame_ms` is of the engine's first session;
-`later_first_frames` are of five more, one after the other, each with a prompt of its own. Stage times are device times
-from the runner. `--tiny` runs the tests' small model: with few `--layers` the full one still has its width and its text
-encoder, some 20 GiB.
+Random weights at real shapes take the time of real ones. A chunk is 12 frames, the first has 9 (v2:
+16 and 13). Steady state is the median over the chunks after the window is full.
+`time_to_first_frame_ms` is of the engine's first session; `later_first_frames` are of five more,
+one after the other, each with a prompt of its own. Stage times are device times from the runner.
+`--tiny` runs the tests' small model: with few `--layers` the full one still has its width and its
+text encoder, some 20 GiB.
 """
 
 import argparse
@@ -64,12 +69,19 @@ RELEASES: dict[str, dict[str, Any]] = {
 
 
 def write_checkpoint(root: Path, release: str, layers: int | None = None) -> None:
-    """A checkpoint directory of a released architecture without weights (they come from --load-format dummy)."""
+    """A checkpoint directory of a released architecture without weights (they come from
+    --load-format dummy).
+    """
     from vllm_omni.testing.tiny.wan_tokenizer import write_tokenizer
 
     transformer = root / "lingbot_world_fast"
     transformer.mkdir(parents=True)
-    config = {"_class_name": "WanModelFast", "model_type": "i2v", "control_type": "cam", **RELEASES[release]}
+    config = {
+        "_class_name": "WanModelFast",
+        "model_type": "i2v",
+        "control_type": "cam",
+        **RELEASES[release],
+    }
     if layers is not None:
         config["num_layers"] = layers
     (transformer / "config.json").write_text(json.dumps(config))
@@ -77,15 +89,23 @@ def write_checkpoint(root: Path, release: str, layers: int | None = None) -> Non
 
 
 def session_chunk(
-    engine: Any, name: str, args: argparse.Namespace, output: str, prompt: str = "a coast road in the evening"
+    engine: Any,
+    name: str,
+    args: argparse.Namespace,
+    output: str,
+    prompt: str = "a coast road in the evening",
 ) -> Callable[[int], Coroutine[Any, Any, dict[str, Any]]]:
-    """A session's chunk by its index, as a record: when it was there, its times, frames and digest."""
+    """A session's chunk by its index, as a record: when it was there, its times, frames and
+    digest.
+    """
     import torch
 
     from vllm_omni.inputs import DiffusionParams
 
     generator = torch.Generator().manual_seed(0)
-    image = torch.randint(0, 256, (args.height, args.width, 3), dtype=torch.uint8, generator=generator)
+    image = torch.randint(
+        0, 256, (args.height, args.width, 3), dtype=torch.uint8, generator=generator
+    )
 
     async def chunk(index: int) -> dict[str, Any]:
         first = index == 0
@@ -99,17 +119,28 @@ def session_chunk(
             actions=[["w"], ["w", "j"], ["w"]],
             output=output,
         )
-        meta, tensors = await run_request(engine, params, {"image": image} if first else None, f"{name}-{index}")
+        meta, tensors = await run_request(
+            engine, params, {"image": image} if first else None, f"{name}-{index}"
+        )
         done = time.perf_counter()
         (result,) = tensors.values()
         digest = hashlib.sha256(result.numpy().tobytes()).hexdigest()[:16]
-        return {"done": done, "timings_ms": meta["timings_ms"], "frames": meta["num_frames"], "digest": digest}
+        return {
+            "done": done,
+            "timings_ms": meta["timings_ms"],
+            "frames": meta["num_frames"],
+            "digest": digest,
+        }
 
     return chunk
 
 
-async def one_session(engine: Any, name: str, args: argparse.Namespace, chunks: int, output: str) -> dict[str, Any]:
-    """Run one session's chunks, each asked for while the one before is running; returns its records and start."""
+async def one_session(
+    engine: Any, name: str, args: argparse.Namespace, chunks: int, output: str
+) -> dict[str, Any]:
+    """Run one session's chunks, each asked for while the one before is running; returns its
+    records and start.
+    """
     chunk = session_chunk(engine, name, args, output)
     start = time.perf_counter()
     pending = [asyncio.create_task(chunk(0))]
@@ -129,7 +160,12 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     loading = time.perf_counter()
     async with running_engine(
         model,
-        {"height": args.height, "width": args.width, "model": options, **json.loads(args.omni_options)},
+        {
+            "height": args.height,
+            "width": args.width,
+            "model": options,
+            **json.loads(args.omni_options),
+        },
         enforce_eager=args.eager,
         load_format="auto" if args.tiny else "dummy",
         tensor_parallel_size=ranks,
@@ -142,28 +178,40 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     ) as engine:
         load_s = time.perf_counter() - loading
         runs = await asyncio.gather(
-            *(one_session(engine, f"world{n}", args, args.chunks, "rgb") for n in range(args.sessions))
+            *(
+                one_session(engine, f"world{n}", args, args.chunks, "rgb")
+                for n in range(args.sessions)
+            )
         )
         memory = await engine.collective_rpc("device_memory")
         sessions = await engine.collective_rpc("session_stats")
         for n in range(args.sessions):
             await close_session(engine, f"world{n}")
         later = await first_frames(
-            engine, lambda name: session_chunk(engine, name, args, "rgb", f"a coast road in the evening, {name}")
+            engine,
+            lambda name: session_chunk(
+                engine, name, args, "rgb", f"a coast road in the evening, {name}"
+            ),
         )
         # For comparison between runs on any number of GPUs, bit by bit: two chunks' latents.
         latents = await one_session(engine, "latents", args, 2, "latents")
         kernels = None
         if args.kernels:
             traced = session_chunk(engine, "traced", args, "rgb")
-            kernels = await kernel_times(engine, trace_folder(args, model.parent), traced, args.warm_chunks)
+            kernels = await kernel_times(
+                engine, trace_folder(args, model.parent), traced, args.warm_chunks
+            )
 
     records = runs[0]["records"]
     steady = records[args.warm_chunks :]
-    gaps_ms = [(b["done"] - a["done"]) * 1e3 for a, b in itertools.pairwise(records)][args.warm_chunks - 1 :]
+    gaps_ms = [(b["done"] - a["done"]) * 1e3 for a, b in itertools.pairwise(records)][
+        args.warm_chunks - 1 :
+    ]
 
     def stage(name: str) -> float | None:
-        values = [sum(record["timings_ms"][name]) for record in steady if name in record["timings_ms"]]
+        values = [
+            sum(record["timings_ms"][name]) for record in steady if name in record["timings_ms"]
+        ]
         return round(statistics.median(values), 2) if values else None
 
     steps = [record["timings_ms"]["steps"] for record in steady]
@@ -188,9 +236,12 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         "later_first_frames": later,
         "chunk_interval_ms": round(statistics.median(gaps_ms), 1),
         "chunk_interval_ms_all": [round(gap, 1) for gap in gaps_ms],
-        "fps_all_sessions": round(steady[0]["frames"] * args.sessions / (statistics.median(gaps_ms) / 1e3), 2),
+        "fps_all_sessions": round(
+            steady[0]["frames"] * args.sessions / (statistics.median(gaps_ms) / 1e3), 2
+        ),
         "stages_ms": {
-            name: stage(name) for name in ("encode", "text", "condition", "camera", "steps", "decode", "total")
+            name: stage(name)
+            for name in ("encode", "text", "condition", "camera", "steps", "decode", "total")
         },
         "steps_ms": [round(statistics.median(values), 2) for values in zip(*steps, strict=False)],
         "first_chunk_timings_ms": records[0]["timings_ms"],
@@ -208,23 +259,33 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--chunks", type=int, default=12)
-    parser.add_argument("--warm-chunks", type=int, default=6, help="chunks before the window is full")
+    parser.add_argument(
+        "--warm-chunks", type=int, default=6, help="chunks before the window is full"
+    )
     parser.add_argument("--height", type=int, default=480)
     parser.add_argument("--width", type=int, default=832)
     parser.add_argument("--release", choices=tuple(RELEASES), default="fast")
     parser.add_argument("--layers", type=int, help="fewer layers than the release has")
-    parser.add_argument("--tiny", action="store_true", help="the tests' tiny model with its own weights")
+    parser.add_argument(
+        "--tiny", action="store_true", help="the tests' tiny model with its own weights"
+    )
     parser.add_argument("--sessions", type=int, default=1)
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--sequence-parallel", type=int, default=1)
     parser.add_argument("--pipeline-parallel", type=int, default=1)
-    parser.add_argument("--executor", choices=("mp", "ray"), help="vLLM's executor (default: vLLM's choice)")
     parser.add_argument(
-        "--disable-custom-all-reduce", action="store_true", help="vLLM's flag: all-reduces by NCCL only"
+        "--executor", choices=("mp", "ray"), help="vLLM's executor (default: vLLM's choice)"
+    )
+    parser.add_argument(
+        "--disable-custom-all-reduce",
+        action="store_true",
+        help="vLLM's flag: all-reduces by NCCL only",
     )
     add_serving_arguments(parser)
     add_tracing_arguments(parser)
-    parser.add_argument("--name", help="name of the result file (default: lingbot_world, and the release)")
+    parser.add_argument(
+        "--name", help="name of the result file (default: lingbot_world, and the release)"
+    )
     add_output_arguments(parser)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

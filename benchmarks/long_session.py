@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does a session stay flat once its window is full? Runs one long session and compares late chunks with early ones.
+"""Does a session stay flat once its window is full? Runs one long session and compares late chunks
+with early ones.
 
     python benchmarks/long_session.py                         # 200 chunks of the tiny world
     python benchmarks/long_session.py --chunks 500
 
-Prints the ratio of the median chunk time of the last ten chunks to that of chunks 20-30, and the session's bytes at
-both points (they must be equal).
+Prints the ratio of the median chunk time of the last ten chunks to that of chunks 20-30, and the
+session's bytes at both points (they must be equal).
 """
 
 import argparse
@@ -34,7 +35,9 @@ async def run(model: Path, chunks: int, height: int, width: int) -> dict[str, ob
     wall_ms, session_bytes, digests = [], [], set()
     keys = [[["w"]] * 3, [["w", "j"]] * 3, [["d"]] * 3, [["l"]] * 3]
     image = torch.full((height, width, 3), 128, dtype=torch.uint8)
-    async with running_engine(model, {"height": height, "width": width}, enforce_eager=True) as engine:
+    async with running_engine(
+        model, {"height": height, "width": width}, enforce_eager=True
+    ) as engine:
         for index in range(chunks):
             first = index == 0
             params = DiffusionParams(
@@ -45,7 +48,9 @@ async def run(model: Path, chunks: int, height: int, width: int) -> dict[str, ob
                 actions=keys[index % len(keys)],
             )
             start = time.perf_counter()
-            _, tensors = await run_request(engine, params, {"image": image} if first else None, f"r{index}")
+            _, tensors = await run_request(
+                engine, params, {"image": image} if first else None, f"r{index}"
+            )
             wall_ms.append((time.perf_counter() - start) * 1e3)
             digests.add(hash(tensors["frames"].numpy().tobytes()))
             session_bytes.append((await engine.collective_rpc("session_stats"))[0]["bytes"])
@@ -67,7 +72,9 @@ async def run(model: Path, chunks: int, height: int, width: int) -> dict[str, ob
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--chunks", type=int, default=200)
-    parser.add_argument("--model", type=Path, help="a checkpoint directory (default: a tiny LingBot World)")
+    parser.add_argument(
+        "--model", type=Path, help="a checkpoint directory (default: a tiny LingBot World)"
+    )
     parser.add_argument("--height", type=int, default=64)
     parser.add_argument("--width", type=int, default=96)
     add_output_arguments(parser)
@@ -83,7 +90,8 @@ def main() -> None:
     save("long_session", {"result": result}, args)
     print(
         f"\nchunk time {result['early_ms']} ms -> {result['late_ms']} ms, ratio {result['ratio']} "
-        f"(target <= {TARGET_RATIO}); session bytes {result['session_bytes_early']} -> {result['session_bytes_late']}"
+        f"(target <= {TARGET_RATIO}); session bytes {result['session_bytes_early']} -> "
+        f"{result['session_bytes_late']}"
     )
 
 

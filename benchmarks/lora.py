@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters of causal Wan at full size with random weights: what a chunk costs with them, and what a switch costs.
+"""LoRA adapters of causal Wan at full size with random weights: what a chunk costs with them, and
+what a switch costs.
 
-    python benchmarks/lora.py                                        # 1.3B, one GPU, 480x832, adapters of rank 64
+    # 1.3B, one GPU, 480x832, adapters of rank 64
+    python benchmarks/lora.py
     python benchmarks/lora.py --size 14B --rank 128
     python benchmarks/lora.py --size 14B --quantization fp8_per_channel
-    python benchmarks/lora.py --size tiny --height 64 --width 96 --chunks 4 --warm-chunks 2 --rank 8   # without a GPU
+    # without a GPU
+    python benchmarks/lora.py --size tiny --height 64 --width 96 --chunks 4 --warm-chunks 2 --rank 8
 
-Two engines, one after the other: without `--enable-lora`, and with it. The second runs streams without adapters, with
-one and with two of them, then one stream that switches: to an adapter in a slot, to another strength, to one on the
-host, to one that must be read from its file, to none. A switch costs what its chunk takes beyond the faster of the two
-behind it. Adapters change every attention and feed-forward layer; random ones take the time of real ones.
+Two engines, one after the other: without `--enable-lora`, and with it. The second runs streams
+without adapters, with one and with two of them, then one stream that switches: to an adapter in a
+slot, to another strength, to one on the host, to one that must be read from its file, to none. A
+switch costs what its chunk takes beyond the faster of the two behind it. Adapters change every
+attention and feed-forward layer; random ones take the time of real ones.
 """
 
 import argparse
@@ -64,9 +68,9 @@ def write_adapter(path: Path, checkpoint: Path, rank: int, seed: int) -> int:
     import torch
     from safetensors.torch import save_file
 
-    from vllm_omni.model_executor.models.causal_wan.checkpoint import hf_config
+    from vllm_omni.model_executor.models.causal_wan.checkpoint.layout import hf_config
     from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig
-    from vllm_omni.model_executor.models.wan.transformer_weights import transformer_shapes
+    from vllm_omni.model_executor.models.wan.transformer.weights import transformer_shapes
 
     config = CausalWanConfig.from_checkpoint(hf_config(checkpoint)["causal_wan"]["transformer"])
     generator = torch.Generator().manual_seed(seed)
@@ -75,13 +79,17 @@ def write_adapter(path: Path, checkpoint: Path, rank: int, seed: int) -> int:
         if name.startswith("blocks.") and name.endswith(".weight") and len(shape) == 2:
             module = f"diffusion_model.{name.removesuffix('.weight')}"
             for half, size in (("lora_down", (rank, shape[1])), ("lora_up", (shape[0], rank))):
-                values = torch.randn(size, generator=generator) * (0.02 if half == "lora_down" else 0.01)
+                values = torch.randn(size, generator=generator) * (
+                    0.02 if half == "lora_down" else 0.01
+                )
                 tensors[f"{module}.{half}.weight"] = values.bfloat16()
     save_file(tensors, path)
     return path.stat().st_size
 
 
-async def measure(engine: Any, args: argparse.Namespace, name: str, choice: list[tuple[str, float]]) -> dict[str, Any]:
+async def measure(
+    engine: Any, args: argparse.Namespace, name: str, choice: list[tuple[str, float]]
+) -> dict[str, Any]:
     """A stream whose chunks all use the same adapters."""
 
     def request(session: str, index: int) -> tuple[dict[str, Any], Any]:
@@ -94,7 +102,9 @@ async def measure(engine: Any, args: argparse.Namespace, name: str, choice: list
 
 
 async def switch(engine: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """One stream that switches at every third chunk behind its warm-up; milliseconds beyond the chunks behind."""
+    """One stream that switches at every third chunk behind its warm-up; milliseconds beyond the
+    chunks behind.
+    """
     plan: dict[int, tuple[str, list[tuple[str, float]]]] = {
         args.warm_chunks + 3 * number: step for number, step in enumerate(SWITCHES)
     }
@@ -108,21 +118,39 @@ async def switch(engine: Any, args: argparse.Namespace) -> dict[str, Any]:
     found = {}
     for index, (what, _) in plan.items():
         same = took_ms[index + 1 : index + 3]
-        found[what] = {"chunk_ms": round(took_ms[index], 1), "beyond_ms": round(took_ms[index] - min(same), 1)}
+        found[what] = {
+            "chunk_ms": round(took_ms[index], 1),
+            "beyond_ms": round(took_ms[index] - min(same), 1),
+        }
     return found
 
 
-def fields_of(args: argparse.Namespace, index: int, choice: list[tuple[str, float]] | None) -> dict[str, Any]:
+def fields_of(
+    args: argparse.Namespace, index: int, choice: list[tuple[str, float]] | None
+) -> dict[str, Any]:
     from vllm_omni.inputs import Lora
 
-    first = {"prompt": "a coast road", "seed": 1, "height": args.height, "width": args.width} if index == 0 else {}
+    first = (
+        {"prompt": "a coast road", "seed": 1, "height": args.height, "width": args.width}
+        if index == 0
+        else {}
+    )
     lora = None if choice is None else [Lora(name=name, scale=scale) for name, scale in choice]
     return {**first, "lora": lora}
 
 
 def engine_of(model: Path, args: argparse.Namespace, **more: Any) -> Any:
-    options = {"window_frames": args.window, "sink_frames": args.sink, **json.loads(args.model_options)}
-    omni = {"height": args.height, "width": args.width, "model": options, **json.loads(args.omni_options)}
+    options = {
+        "window_frames": args.window,
+        "sink_frames": args.sink,
+        **json.loads(args.model_options),
+    }
+    omni = {
+        "height": args.height,
+        "width": args.width,
+        "model": options,
+        **json.loads(args.omni_options),
+    }
     return running_engine(
         model,
         omni,
@@ -141,11 +169,18 @@ async def run(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     model = folder / "stream"
     write_checkpoint(model, args.size)
     paths = {name: folder / f"{name}.safetensors" for name in NAMES}
-    sizes = [write_adapter(path, model, args.rank, seed) for seed, path in enumerate(paths.values())]
+    sizes = [
+        write_adapter(path, model, args.rank, seed) for seed, path in enumerate(paths.values())
+    ]
     async with engine_of(model, args) as engine:
         without = await measure(engine, args, "plain", [])
         plain_memory = await engine.collective_rpc("device_memory")
-    lora = {"enable_lora": True, "max_loras": SLOTS, "max_cpu_loras": KEPT, "max_lora_rank": args.rank}
+    lora = {
+        "enable_lora": True,
+        "max_loras": SLOTS,
+        "max_cpu_loras": KEPT,
+        "max_lora_rank": args.rank,
+    }
     async with engine_of(model, args, **lora) as engine:
         loads_ms = []
         for number, (name, path) in enumerate(paths.items(), start=1):
@@ -184,12 +219,18 @@ async def run(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="LoRA adapters of causal Wan at full size with random weights.")
+    parser = argparse.ArgumentParser(
+        description="LoRA adapters of causal Wan at full size with random weights."
+    )
     parser.add_argument("--size", choices=list(SIZES), default="1.3B")
     parser.add_argument("--rank", type=int, default=64, help="one of vLLM's --max-lora-rank")
     parser.add_argument("--chunks", type=int, default=16)
-    parser.add_argument("--warm-chunks", type=int, default=6, help="chunks before the window is full")
-    parser.add_argument("--window", type=int, default=9, help="latent frames a chunk sees, itself included")
+    parser.add_argument(
+        "--warm-chunks", type=int, default=6, help="chunks before the window is full"
+    )
+    parser.add_argument(
+        "--window", type=int, default=9, help="latent frames a chunk sees, itself included"
+    )
     parser.add_argument("--sink", type=int, default=3)
     parser.add_argument("--height", type=int, default=480)
     parser.add_argument("--width", type=int, default=832)
@@ -203,7 +244,9 @@ def make_parser() -> argparse.ArgumentParser:
 def main() -> None:
     args = make_parser().parse_args()
     if args.chunks <= args.warm_chunks + 1:
-        raise SystemExit(f"--chunks {args.chunks} leaves too few after --warm-chunks {args.warm_chunks}")
+        raise SystemExit(
+            f"--chunks {args.chunks} leaves too few after --warm-chunks {args.warm_chunks}"
+        )
     restart_with(HUGE_PAGES)
     with tempfile.TemporaryDirectory() as folder:
         result = asyncio.run(run(Path(folder), args))

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix-Game 2.0 at full size with random weights, through the real engine: frames a second, first frame, stages.
+"""Matrix-Game 2.0 at full size with random weights, through the real engine: frames a second, first
+frame, stages.
 
-    python benchmarks/matrix_game.py                                    # universal, one GPU, 352x640, window 6, 3 steps
+    # universal, one GPU, 352x640, window 6, 3 steps
+    python benchmarks/matrix_game.py
     python benchmarks/matrix_game.py --variant gta_drive
     python benchmarks/matrix_game.py --model-options '{"cuda_graphs": false}'
     python benchmarks/matrix_game.py --sessions 4
-    python benchmarks/matrix_game.py --tiny --height 64 --width 96 --eager --chunks 8   # try it without a GPU
+    # try it without a GPU
+    python benchmarks/matrix_game.py --tiny --height 64 --width 96 --eager --chunks 8
 
-Random weights at real shapes take the time of real ones. Steady state is the median over the chunks after the window is
-full, end to end: controls in, uint8 frames out, decoded by the exact VAE unless the options say otherwise; each chunk
-is asked for while the one before is running. The authors report 25 frames a second on an H100.
+Random weights at real shapes take the time of real ones. Steady state is the median over the chunks
+after the window is full, end to end: controls in, uint8 frames out, decoded by the exact VAE unless
+the options say otherwise; each chunk is asked for while the one before is running. The authors
+report 25 frames a second on an H100.
 """
 
 import argparse
@@ -49,7 +53,9 @@ _LAYOUTS = {"universal": "original", "gta_drive": "original_gta", "templerun": "
 
 
 def write_checkpoint(root: Path, variant: str) -> None:
-    """A checkpoint directory of a released architecture without weights (they come from --load-format dummy)."""
+    """A checkpoint directory of a released architecture without weights (they come from
+    --load-format dummy).
+    """
     from vllm_omni.model_executor.models.matrix_game.checkpoint import FOLDERS
     from vllm_omni.model_executor.models.matrix_game.config import VARIANTS
 
@@ -70,7 +76,9 @@ def session_chunk(
     from vllm_omni.inputs import DiffusionParams
 
     generator = torch.Generator().manual_seed(0)
-    image = torch.randint(0, 256, (args.height, args.width, 3), dtype=torch.uint8, generator=generator)
+    image = torch.randint(
+        0, 256, (args.height, args.width, 3), dtype=torch.uint8, generator=generator
+    )
 
     async def chunk(index: int) -> dict[str, Any]:
         params = DiffusionParams(
@@ -81,9 +89,15 @@ def session_chunk(
             width=args.width,
             actions=[HELD[args.variant], [], HELD[args.variant]],
         )
-        meta, tensors = await run_request(engine, params, {"image": image} if index == 0 else None, f"{name}-{index}")
+        meta, tensors = await run_request(
+            engine, params, {"image": image} if index == 0 else None, f"{name}-{index}"
+        )
         assert len(tensors["frames"]) == meta["num_frames"]
-        return {"done": time.perf_counter(), "timings_ms": meta["timings_ms"], "frames": meta["num_frames"]}
+        return {
+            "done": time.perf_counter(),
+            "timings_ms": meta["timings_ms"],
+            "frames": meta["num_frames"],
+        }
 
     return chunk
 
@@ -103,7 +117,12 @@ async def play(engine: Any, name: str, args: argparse.Namespace) -> list[dict[st
 
 async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     options: dict[str, Any] = json.loads(args.model_options)
-    omni = {"height": args.height, "width": args.width, "model": options, **json.loads(args.omni_options)}
+    omni = {
+        "height": args.height,
+        "width": args.width,
+        "model": options,
+        **json.loads(args.omni_options),
+    }
     async with running_engine(
         model,
         omni,
@@ -115,15 +134,21 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         **precision_of(args),
         **tracing(args, trace_folder(args, model.parent)),
     ) as engine:
-        sessions = await asyncio.gather(*(play(engine, f"game{n}", args) for n in range(args.sessions)))
+        sessions = await asyncio.gather(
+            *(play(engine, f"game{n}", args) for n in range(args.sessions))
+        )
         memory = await engine.collective_rpc("device_memory")
         held = await engine.collective_rpc("session_stats")
         kernels = None
         if args.kernels:
             traced = session_chunk(engine, "traced", args)
-            kernels = await kernel_times(engine, trace_folder(args, model.parent), traced, args.warm_chunks)
+            kernels = await kernel_times(
+                engine, trace_folder(args, model.parent), traced, args.warm_chunks
+            )
     start, *records = sessions[0]
-    gaps_ms = [(b["done"] - a["done"]) * 1e3 for a, b in itertools.pairwise(records)][args.warm_chunks - 1 :]
+    gaps_ms = [(b["done"] - a["done"]) * 1e3 for a, b in itertools.pairwise(records)][
+        args.warm_chunks - 1 :
+    ]
     steady = records[args.warm_chunks :]
     names = sorted({name for record in steady for name in record["timings_ms"]})
     interval_ms = statistics.median(gaps_ms)
@@ -141,7 +166,9 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         "fps_all_sessions": round(args.sessions * steady[0]["frames"] / interval_ms * 1e3, 2),
         "authors_fps": AUTHORS_FPS,
         "stages_ms": {
-            name: round(statistics.median(sum(record["timings_ms"].get(name, [])) for record in steady), 2)
+            name: round(
+                statistics.median(sum(record["timings_ms"].get(name, [])) for record in steady), 2
+            )
             for name in names
         },
         "first_chunk_timings_ms": records[0]["timings_ms"],
@@ -165,10 +192,14 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=1)
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--pipeline-parallel", type=int, default=1)
-    parser.add_argument("--tiny", action="store_true", help="the tests' tiny model with its own weights")
+    parser.add_argument(
+        "--tiny", action="store_true", help="the tests' tiny model with its own weights"
+    )
     add_serving_arguments(parser)
     add_tracing_arguments(parser)
-    parser.add_argument("--name", default="matrix_game", help="name of the result file (default: matrix_game)")
+    parser.add_argument(
+        "--name", default="matrix_game", help="name of the result file (default: matrix_game)"
+    )
     add_output_arguments(parser)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

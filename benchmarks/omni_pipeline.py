@@ -1,15 +1,18 @@
 #!/usr/bin/env python
 # SPDX-License-Identifier: Apache-2.0
-"""Time to first text and first sound of a speaking model, and where the time goes, over three real engines.
+"""Time to first text and first sound of a speaking model, and where the time goes, over three real
+engines.
 
-    python benchmarks/omni_pipeline.py --requests 20             # a tiny random model: engines, transport and queues
-    python benchmarks/omni_pipeline.py --full-size               # the released 7B's sizes, random weights, on CUDA
+    # a tiny random model: engines, transport and queues
+    python benchmarks/omni_pipeline.py --requests 20
+    # the released 7B's sizes, random weights, on CUDA
+    python benchmarks/omni_pipeline.py --full-size
     python benchmarks/omni_pipeline.py --model DIR               # a checkpoint
 
-Real-time factor: seconds from a request's arrival to its last sound, over seconds of sound; below 1 is faster than
-speech. `silence`: how long a listener who begins with the first piece waits for later ones, all in all. Random weights
-at real shapes take the time of real ones; only a reply's length is asked for (`--reply-tokens`, `--codes`), since a
-random model ends nowhere.
+Real-time factor: seconds from a request's arrival to its last sound, over seconds of sound; below 1
+is faster than speech. `silence`: how long a listener who begins with the first piece waits for
+later ones, all in all. Random weights at real shapes take the time of real ones; only a reply's
+length is asked for (`--reply-tokens`, `--codes`), since a random model ends nowhere.
 """
 
 import argparse
@@ -87,7 +90,9 @@ RELEASED: dict[str, Any] = {
         "bigvgan_config": {"mel_dim": 80, "upsample_initial_channel": 1536},
     },
 }
-"""Sizes of Qwen2.5-Omni 7B, over the tiny checkpoint's config; token ids stay those of the tiny tokenizer."""
+"""Sizes of Qwen2.5-Omni 7B, over the tiny checkpoint's config; token ids stay those of the tiny
+tokenizer.
+"""
 REFERENCE_FRAMES = 300
 """Mel frames of a voice's reference."""
 
@@ -95,12 +100,16 @@ REFERENCE_FRAMES = 300
 def write_full_size(out: Path, sizes: dict[str, Any]) -> None:
     """A checkpoint of these sizes whose engines draw their own weights (`--load-format dummy`).
 
-    The two embedding tables that the process between the engines reads are files; the rest is the tiny one's.
+    The two embedding tables that the process between the engines reads are files; the rest is the
+    tiny one's.
     """
     import torch
     from safetensors.torch import save_file
 
-    from vllm_omni.model_executor.models.qwen2_5_omni.checkpoint import TALKER_EMBEDDINGS, THINKER_EMBEDDINGS
+    from vllm_omni.model_executor.models.qwen2_5_omni.checkpoint import (
+        TALKER_EMBEDDINGS,
+        THINKER_EMBEDDINGS,
+    )
     from vllm_omni.model_executor.models.registry import get_family
 
     get_family("qwen2_5_omni").make_tiny(out, 0, "original")
@@ -123,7 +132,9 @@ def write_full_size(out: Path, sizes: dict[str, Any]) -> None:
 
 
 def _table(rows: int, width: int) -> Any:
-    """Random rows that repeat: half a billion numbers of their own would take the host many seconds."""
+    """Random rows that repeat: half a billion numbers of their own would take the host many
+    seconds.
+    """
     import torch
 
     block = (0.02 * torch.randn(min(rows, 4096), width)).bfloat16()
@@ -131,8 +142,14 @@ def _table(rows: int, width: int) -> Any:
 
 
 def _merged(config: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
-    """`sizes` over `config`, without the fields that a config class derived from the previous sizes."""
-    merged = {name: value for name, value in config.items() if name not in ("layer_types", "max_window_layers")}
+    """`sizes` over `config`, without the fields that a config class derived from the previous
+    sizes.
+    """
+    merged = {
+        name: value
+        for name, value in config.items()
+        if name not in ("layer_types", "max_window_layers")
+    }
     for name, value in sizes.items():
         merged[name] = _merged(config.get(name) or {}, value) if isinstance(value, dict) else value
     return merged
@@ -146,11 +163,11 @@ class Listener:
         self._played_until_s: float | None = None
 
     def hear(self, samples: int, sample_rate: int) -> None:
-        now_s, piece_s = time.perf_counter(), samples / sample_rate
-        due_s = now_s if self._played_until_s is None else self._played_until_s
-        self.silence_s += max(0.0, now_s - due_s)
-        self._played_until_s = max(now_s, due_s) + piece_s
-        self.sound_s += piece_s
+        now_s, part_s = time.perf_counter(), samples / sample_rate
+        deadline_s = now_s if self._played_until_s is None else self._played_until_s
+        self.silence_s += max(0.0, now_s - deadline_s)
+        self._played_until_s = max(now_s, deadline_s) + part_s
+        self.sound_s += part_s
 
 
 async def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -171,7 +188,7 @@ async def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         "max_num_seqs": 4,
         "load_format": load_format,
     }
-    engines = await SpeechEngines.start(
+    engines = await SpeechEngines.start_engines(
         model,
         StageOptions(talker=talker, token2wav={"load_format": load_format}),
         enforce_eager=args.enforce_eager,
@@ -196,13 +213,20 @@ async def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
             )
             for number in range(args.warmup + args.requests):
                 timings, listener = Timings(), Listener()
-                prompt = tokens_input(prompt_token_ids=[5 + index % 40 for index in range(args.prompt_tokens)])
+                prompt = tokens_input(
+                    prompt_token_ids=[5 + index % 40 for index in range(args.prompt_tokens)]
+                )
                 # Of a random model of full size most ids are no token of its tiny tokenizer.
                 params = SamplingParams(
-                    max_tokens=args.reply_tokens, ignore_eos=True, seed=number, detokenize=not args.full_size
+                    max_tokens=args.reply_tokens,
+                    ignore_eos=True,
+                    seed=number,
+                    detokenize=not args.full_size,
                 )
                 name = f"{how_name}-{number}"
-                async for event in composition.respond(prompt, params, name, how, seed=number, timings=timings):
+                async for event in composition.respond(
+                    prompt, params, name, how, seed=number, timings=timings
+                ):
                     if isinstance(event, AudioChunk):
                         listener.hear(len(event.samples), event.sample_rate)
                 if number < args.warmup:
@@ -212,7 +236,9 @@ async def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
                 rows.setdefault(f"{how_name}.silence", []).append(listener.silence_s * 1e3)
                 sound_s.setdefault(how_name, []).append(listener.sound_s)
                 if listener.sound_s:  # a talker may end its speech with its first code
-                    factors.setdefault(how_name, []).append(timings.marks_s["done"] / listener.sound_s)
+                    factors.setdefault(how_name, []).append(
+                        timings.marks_s["done"] / listener.sound_s
+                    )
         memory = await composition.token2wav.engine.collective_rpc("device_memory")
     finally:
         engines.shutdown()
@@ -228,9 +254,12 @@ async def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         "requests": args.requests,
         "seconds_of_sound": {name: common.quantiles(values) for name, values in sound_s.items()},
         "real_time_factor": {name: common.quantiles(values) for name, values in factors.items()},
-        "milliseconds_since_arrival": {name: common.quantiles(values) for name, values in rows.items()},
+        "milliseconds_since_arrival": {
+            name: common.quantiles(values) for name, values in rows.items()
+        },
         "device_memory": memory[0],
-        "note": "`token2wav` and `silence` are sums over pieces; every other mark counts from the request's arrival",
+        "note": "`token2wav` and `silence` are sums over pieces; every other mark counts from the "
+        "request's arrival",
     }
 
 
@@ -243,19 +272,32 @@ def model_name(args: argparse.Namespace) -> str:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--model", type=Path, help="a Qwen2.5-Omni checkpoint; a tiny one is made if left out")
-    which.add_argument("--full-size", action="store_true", help="the released 7B's sizes, random weights, on CUDA")
+    which.add_argument(
+        "--model", type=Path, help="a Qwen2.5-Omni checkpoint; a tiny one is made if left out"
+    )
+    which.add_argument(
+        "--full-size", action="store_true", help="the released 7B's sizes, random weights, on CUDA"
+    )
     parser.add_argument("--requests", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--prompt-tokens", type=int, default=40)
     parser.add_argument("--reply-tokens", type=int, help="default: 24 (full size: 64)")
-    parser.add_argument("--codes", type=int, help="longest speech, 50 codes a second (default: 96; full size: 400)")
+    parser.add_argument(
+        "--codes", type=int, help="longest speech, 50 codes a second (default: 96; full size: 400)"
+    )
     parser.add_argument("--chunk-codes", type=int, default=24, help="of the first piece of sound")
-    parser.add_argument("--most-chunk-codes", type=int, default=96, help="pieces double up to this; 24 = all alike")
-    parser.add_argument("--name", help="name of the result file (default: omni_pipeline, or omni_pipeline_full_size)")
+    parser.add_argument(
+        "--most-chunk-codes", type=int, default=96, help="pieces double up to this; 24 = all alike"
+    )
+    parser.add_argument(
+        "--name",
+        help="name of the result file (default: omni_pipeline, or omni_pipeline_full_size)",
+    )
     parser.add_argument("--max-model-len", type=int, help="default: 512 (full size: 2048)")
     parser.add_argument(
-        "--enforce-eager", action=argparse.BooleanOptionalAction, help="default: yes (full size: no, with CUDA graphs)"
+        "--enforce-eager",
+        action=argparse.BooleanOptionalAction,
+        help="default: yes (full size: no, with CUDA graphs)",
     )
     common.add_output_arguments(parser)
     return parser
@@ -264,10 +306,14 @@ def make_parser() -> argparse.ArgumentParser:
 def main() -> None:
     args = make_parser().parse_args()
     defaults = (64, 400, 2048, False) if args.full_size else (24, 96, 512, True)
-    for name, value in zip(("reply_tokens", "codes", "max_model_len", "enforce_eager"), defaults, strict=True):
+    for name, value in zip(
+        ("reply_tokens", "codes", "max_model_len", "enforce_eager"), defaults, strict=True
+    ):
         if getattr(args, name) is None:
             setattr(args, name, value)
-    common.restart_with({"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": "1"})
+    common.restart_with(
+        {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": "1"}
+    )
     with tempfile.TemporaryDirectory() as folder:
         model = args.model or Path(folder) / "model"
         if args.full_size:
@@ -277,7 +323,11 @@ def main() -> None:
 
             get_family("qwen2_5_omni").make_tiny(model, 0, "original")
         result = asyncio.run(measure(model, args))
-    common.save(args.name or ("omni_pipeline_full_size" if args.full_size else "omni_pipeline"), result, args)
+    common.save(
+        args.name or ("omni_pipeline_full_size" if args.full_size else "omni_pipeline"),
+        result,
+        args,
+    )
 
 
 if __name__ == "__main__":

@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One stream, or several, over GPUs in every way that is built: a table of frames a second, end to end.
+"""One stream, or several, over GPUs in every way that is built: a table of frames a second, end to
+end.
 
-    python benchmarks/pipeline_parallel.py --model causal_wan_1_3b --rows one_gpu vae_stage ulysses pp2
-    python benchmarks/pipeline_parallel.py --model lingbot_world --rows ulysses4 ulysses4_vae_parallel
-    python benchmarks/pipeline_parallel.py --model causal_wan_14b      # every row that the machine has GPUs for
+    python benchmarks/pipeline_parallel.py --model causal_wan_1_3b --rows one_gpu vae_stage ulysses
+    pp2 python benchmarks/pipeline_parallel.py --model lingbot_world --rows ulysses4
+    ulysses4_vae_parallel
+    # every row that the machine has GPUs for
+    python benchmarks/pipeline_parallel.py --model causal_wan_14b
     python benchmarks/pipeline_parallel.py --tiny                      # try it without a GPU
 
-Random weights at real shapes take the time of real ones: 480x832, four denoise steps and a clean pass per chunk, exact
-VAE decode, request in to uint8 frames out. Each row is an engine of its own and is saved when it is done; rows of an
-earlier run of the same day and name stay in the file. A session asks for its next chunk while one is running. Steady
-state is the median over the chunks after the window is full. `latents_digests` are of a stream's first two chunks: rows
-that compute the same sums (one GPU, stages, a VAE stage) agree in them bit for bit, rows of other steps or other ranks
-do not. (Frames would not tell: a decoder of random weights makes the same grey of everything.)
+Random weights at real shapes take the time of real ones: 480x832, four denoise steps and a clean
+pass per chunk, exact VAE decode, request in to uint8 frames out. Each row is an engine of its own
+and is saved when it is done; rows of an earlier run of the same day and name stay in the file. A
+session asks for its next chunk while one is running. Steady state is the median over the chunks
+after the window is full. `latents_digests` are of a stream's first two chunks: rows that compute
+the same sums (one GPU, stages, a VAE stage) agree in them bit for bit, rows of other steps or other
+ranks do not. (Frames would not tell: a decoder of random weights makes the same grey of
+everything.)
 """
 
 import argparse
@@ -58,11 +63,12 @@ from common import (
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """How the GPUs are used. ranks: of each stage, sharing every layer by `tensor` or by `sequence` (Ulysses), and with
-    `vae_parallel` also the decode; without, the first of them decodes alone. replicas: data-parallel copies of it all,
-    over which `sessions` are spread.
+    """How the GPUs are used. ranks: of each stage, sharing every layer by `tensor` or by `sequence`
+    (Ulysses), and with `vae_parallel` also the decode; without, the first of them decodes alone.
+    replicas: data-parallel copies of it all, over which `sessions` are spread.
 
-    matched_steps: a noise-matched stream of so many denoise steps (causal Wan), with `chunks_in_flight` chunks at work;
+    matched_steps: a noise-matched stream of so many denoise steps (causal Wan), with
+    `chunks_in_flight` chunks at work;
     temporal: each stage owns one of the steps. 0 = the model's own cache and steps.
     """
 
@@ -83,7 +89,11 @@ class Row:
             return {}
         steps = [1000, 750, 500, 250][: self.matched_steps]
         video_steps = [700, 500, 400, 200][: self.matched_steps]
-        return {"cache": "noise_matched", "denoising_steps": steps, "video_denoising_steps": video_steps}
+        return {
+            "cache": "noise_matched",
+            "denoising_steps": steps,
+            "video_denoising_steps": video_steps,
+        }
 
     @property
     def num_gpus(self) -> int:
@@ -125,9 +135,15 @@ ROWS = {
     "matched4_pp4_4_chunks": Row(stages=4, matched_steps=4, chunks_in_flight=4),
     "matched4_temporal4": Row(stages=4, matched_steps=4, chunks_in_flight=4, temporal=True),
     "matched2_vae_stage": Row(stages=2, vae_stage=True, matched_steps=2, chunks_in_flight=2),
-    "matched2_vae_stage_3_chunks": Row(stages=2, vae_stage=True, matched_steps=2, chunks_in_flight=3),
-    "matched2_temporal2_vae_stage": Row(stages=3, vae_stage=True, matched_steps=2, chunks_in_flight=2, temporal=True),
-    "matched3_temporal3_vae_stage": Row(stages=4, vae_stage=True, matched_steps=3, chunks_in_flight=3, temporal=True),
+    "matched2_vae_stage_3_chunks": Row(
+        stages=2, vae_stage=True, matched_steps=2, chunks_in_flight=3
+    ),
+    "matched2_temporal2_vae_stage": Row(
+        stages=3, vae_stage=True, matched_steps=2, chunks_in_flight=2, temporal=True
+    ),
+    "matched3_temporal3_vae_stage": Row(
+        stages=4, vae_stage=True, matched_steps=3, chunks_in_flight=3, temporal=True
+    ),
     "matched4_pp3_vae_stage": Row(stages=4, vae_stage=True, matched_steps=4, chunks_in_flight=4),
     "matched4_temporal4_one_chunk": Row(stages=4, matched_steps=4, temporal=True),
 }
@@ -135,7 +151,9 @@ ROWS = {
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """write: makes the checkpoint directory without weights. options: under `omni.model`. fields: of every request."""
+    """write: makes the checkpoint directory without weights. options: under `omni.model`.
+    fields: of every request.
+    """
 
     write: Callable[[Path], None]
     options: dict[str, Any]
@@ -162,7 +180,10 @@ MODELS = {
 }
 
 
-SHARED_GPUS = {"worker_cls": "vllm_omni.worker.SharedGPUWorker", "distributed_executor_backend": "mp"}
+SHARED_GPUS = {
+    "worker_cls": "vllm_omni.worker.SharedGPUWorker",
+    "distributed_executor_backend": "mp",
+}
 
 
 class RankClient:
@@ -172,14 +193,18 @@ class RankClient:
         self._engine, self._rank = engine, rank
 
     async def encode(self, prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
-        queue = await self._engine.add_request(request_id, prompt, params, data_parallel_rank=self._rank)
+        queue = await self._engine.add_request(
+            request_id, prompt, params, data_parallel_rank=self._rank
+        )
         try:
             yield queue.get_nowait() or await queue.get()
         finally:
             queue.close()
 
 
-async def measure(model: Model, folder: Path, row: Row, traces: Path, args: argparse.Namespace) -> dict[str, Any]:
+async def measure(
+    model: Model, folder: Path, row: Row, traces: Path, args: argparse.Namespace
+) -> dict[str, Any]:
     """One engine: a throw-away stream, then `row.sessions` streams at once."""
     import torch
 
@@ -191,14 +216,20 @@ async def measure(model: Model, folder: Path, row: Row, traces: Path, args: argp
     if not torch.cuda.is_available():
         cores = os.cpu_count() or 1
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = (
-            "|".join(str(rank % cores) for rank in range(row.num_gpus)) if row.num_gpus > 1 else "auto"
+            "|".join(str(rank % cores) for rank in range(row.num_gpus))
+            if row.num_gpus > 1
+            else "auto"
         )
-    image = torch.randint(0, 256, (args.height, args.width, 3), dtype=torch.uint8, generator=torch.Generator())
+    image = torch.randint(
+        0, 256, (args.height, args.width, 3), dtype=torch.uint8, generator=torch.Generator()
+    )
 
     def request(name: str, index: int) -> tuple[dict[str, Any], Any]:
         first = {"prompt": "a coast road in the evening", "seed": 1} if index == 0 else {}
         size = {"height": args.height, "width": args.width}
-        return {**model.fields, **size, **first}, {"image": image} if model.image and index == 0 else None
+        return {**model.fields, **size, **first}, {
+            "image": image
+        } if model.image and index == 0 else None
 
     def latents_of(name: str, index: int) -> tuple[dict[str, Any], Any]:
         fields, tensors = request(name, index)
@@ -238,16 +269,28 @@ async def measure(model: Model, folder: Path, row: Row, traces: Path, args: argp
         **tracing(args, traces),
     ) as engine:
         load_s = time.perf_counter() - loading
-        clients = [RankClient(engine, rank) for rank in range(row.replicas)] if row.replicas > 1 else [engine]
-        first, *_ = await asyncio.gather(*(run_chunks(client, "first", 2, request) for client in clients))
+        clients = (
+            [RankClient(engine, rank) for rank in range(row.replicas)]
+            if row.replicas > 1
+            else [engine]
+        )
+        first, *_ = await asyncio.gather(
+            *(run_chunks(client, "first", 2, request) for client in clients)
+        )
         await asyncio.gather(*(close_session(client, "first") for client in clients))
-        latents, *_ = await asyncio.gather(*(run_chunks(client, "latents", 2, latents_of) for client in clients))
+        latents, *_ = await asyncio.gather(
+            *(run_chunks(client, "latents", 2, latents_of) for client in clients)
+        )
         await asyncio.gather(*(close_session(client, "latents") for client in clients))
         await asyncio.sleep(IDLE_S)
         streams = await asyncio.gather(
             *(
                 run_chunks(
-                    clients[number % len(clients)], f"stream{number}", args.chunks, request, row.chunks_in_flight
+                    clients[number % len(clients)],
+                    f"stream{number}",
+                    args.chunks,
+                    request,
+                    row.chunks_in_flight,
                 )
                 for number in range(row.sessions)
             )
@@ -282,11 +325,14 @@ async def measure(model: Model, folder: Path, row: Row, traces: Path, args: argp
 def earlier_rows(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Rows that today's file of this name holds already."""
     path = args.out / f"{datetime.datetime.now(datetime.UTC).date().isoformat()}_{name}.json"
-    return json.loads(path.read_text())["result"]["rows"] if path.exists() and not args.no_save else {}
+    return (
+        json.loads(path.read_text())["result"]["rows"] if path.exists() and not args.no_save else {}
+    )
 
 
 def fits(row: Row, model: Model) -> bool:
-    """Whether the machine has GPUs for a row; without any, two ranks are as many as the processors here can take.
+    """Whether the machine has GPUs for a row; without any, two ranks are as many as the processors
+    here can take.
 
     And whether the model can be noise-matched, if the row is.
     """
@@ -298,20 +344,31 @@ def fits(row: Row, model: Model) -> bool:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="One stream, or several, over GPUs in every way that is built.")
+    parser = argparse.ArgumentParser(
+        description="One stream, or several, over GPUs in every way that is built."
+    )
     parser.add_argument("--model", choices=list(MODELS), default="causal_wan_1_3b")
-    parser.add_argument("--rows", nargs="+", choices=list(ROWS), help="default: all that the machine has GPUs for")
+    parser.add_argument(
+        "--rows", nargs="+", choices=list(ROWS), help="default: all that the machine has GPUs for"
+    )
     parser.add_argument("--tiny", action="store_true", help="a tiny network at 64x96, few chunks")
     parser.add_argument("--chunks", type=int, default=20)
-    parser.add_argument("--warm-chunks", type=int, default=6, help="chunks before the window is full")
+    parser.add_argument(
+        "--warm-chunks", type=int, default=6, help="chunks before the window is full"
+    )
     parser.add_argument("--height", type=int, default=480)
     parser.add_argument("--width", type=int, default=832)
     add_serving_arguments(parser)
     add_tracing_arguments(parser)
     parser.add_argument(
-        "--share-gpus", action="store_true", help="whether a row works, not how fast: it may have more ranks than GPUs"
+        "--share-gpus",
+        action="store_true",
+        help="whether a row works, not how fast: it may have more ranks than GPUs",
     )
-    parser.add_argument("--name", help="name of the result file (default: pipeline_parallel_MODEL, shared_gpus_MODEL)")
+    parser.add_argument(
+        "--name",
+        help="name of the result file (default: pipeline_parallel_MODEL, shared_gpus_MODEL)",
+    )
     add_output_arguments(parser)
     return parser
 
@@ -322,7 +379,9 @@ def main() -> None:
         args.model, args.height, args.width, args.chunks, args.warm_chunks = "tiny", 64, 96, 5, 3
         args.rows, args.eager = args.rows or ["one_gpu", "vae_stage"], True
     if args.chunks <= args.warm_chunks:
-        raise SystemExit(f"--chunks {args.chunks} leaves nothing after --warm-chunks {args.warm_chunks}")
+        raise SystemExit(
+            f"--chunks {args.chunks} leaves nothing after --warm-chunks {args.warm_chunks}"
+        )
     restart_with(HUGE_PAGES)
     kind = "shared_gpus" if args.share_gpus else "pipeline_parallel"
     model, name = MODELS[args.model], args.name or f"{kind}_{args.model}"
@@ -332,12 +391,26 @@ def main() -> None:
         for row_name in args.rows or [name for name, row in ROWS.items() if fits(row, model)]:
             try:
                 traces = trace_folder(args, Path(folder)) / row_name
-                rows[row_name] = asyncio.run(measure(model, Path(folder) / "model", ROWS[row_name], traces, args))
-            except Exception as error:  # a row that cannot run (memory, a refusal) must not cost the others
-                rows[row_name] = {**dataclasses.asdict(ROWS[row_name]), "error": f"{type(error).__name__}: {error}"}
-            save(name, {"result": {"model": args.model, "size": [args.height, args.width], "rows": rows}}, args)
+                rows[row_name] = asyncio.run(
+                    measure(model, Path(folder) / "model", ROWS[row_name], traces, args)
+                )
+            # a row that cannot run (memory, a refusal) must not cost the others
+            except Exception as error:
+                rows[row_name] = {
+                    **dataclasses.asdict(ROWS[row_name]),
+                    "error": f"{type(error).__name__}: {error}",
+                }
+            save(
+                name,
+                {"result": {"model": args.model, "size": [args.height, args.width], "rows": rows}},
+                args,
+            )
     for row_name, row in rows.items():
-        print(row_name, row.get("error") or f"{row['fps_all_sessions']} FPS, chunk {row['chunk_interval_ms']} ms")
+        print(
+            row_name,
+            row.get("error")
+            or f"{row['fps_all_sessions']} FPS, chunk {row['chunk_interval_ms']} ms",
+        )
 
 
 if __name__ == "__main__":

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One machine with two GPUs as two Ray nodes: LingBot World over Ray against vLLM's own processes, result and time.
+"""One machine with two GPUs as two Ray nodes: LingBot World over Ray against vLLM's own processes,
+result and time.
 
     python benchmarks/ray_two_nodes.py                                # full size, two GPUs
-    python benchmarks/ray_two_nodes.py --no-gpu -- --chunks 4 --warm-chunks 2   # the tiny model, to try the script
+    # the tiny model, to try the script
+    python benchmarks/ray_two_nodes.py --no-gpu -- --chunks 4 --warm-chunks 2
 
-Each node is a Ray node of its own with one GPU, so two ranks are on two nodes: control messages go over TCP, tensors
-over NCCL. Runs benchmarks/lingbot_world.py once per way to split and executor, with the arguments behind `--`. The
-latents of both executors must be equal bit for bit. Needs the extra `[ray]`.
+Each node is a Ray node of its own with one GPU, so two ranks are on two nodes: control messages go
+over TCP, tensors over NCCL. Runs benchmarks/lingbot_world.py once per way to split and executor,
+with the arguments behind `--`. The latents of both executors must be equal bit for bit. Needs the
+extra `[ray]`.
 
-Real nodes are not on one machine, and vLLM notices: ranks that share its memory try the all-reduces that are made for
-one machine, for which each needs to see the other's GPU. So both executors run with NCCL's alone. Ray's memory monitor
-is off: two nodes on one machine share its memory, and it kills workers by the kernel's total memory, which on a
-virtual machine may grow only as it is used. Needs no network: nodes on a machine without one speak over 127.0.0.1.
+Real nodes are not on one machine, and vLLM notices: ranks that share its memory try the all-reduces
+that are made for one machine, for which each needs to see the other's GPU. So both executors run
+with NCCL's alone. Ray's memory monitor is off: two nodes on one machine share its memory, and it
+kills workers by the kernel's total memory, which on a virtual machine may grow only as it is used.
+Needs no network: nodes on a machine without one speak over 127.0.0.1.
 """
 
 import argparse
@@ -40,7 +44,9 @@ RUNS = {
 }
 
 TINY = ["--tiny", "--height", "64", "--width", "96", "--eager"]
-"""Options without GPUs: two ranks of the full-size model, if only two layers of it, fill 24 GiB of host memory."""
+"""Options without GPUs: two ranks of the full-size model, if only two layers of it, fill 24 GiB
+of host memory.
+"""
 
 OBJECT_STORE_BYTES = 96 << 20
 """vLLM's executor sends nothing through Ray's object store but its configuration."""
@@ -53,8 +59,15 @@ def start_nodes(on_gpus: bool, folder: Path) -> Any:
 
     folder: for sockets and logs; its path must be short, as a socket's has at most 107 characters.
     """
-    node = {"num_cpus": 4, "num_gpus": 1, "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
-    os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_memory_monitor_refresh_ms="0", RAY_TMPDIR=str(folder))
+    node = {
+        "num_cpus": 4,
+        "num_gpus": 1,
+        "include_dashboard": False,
+        "object_store_memory": OBJECT_STORE_BYTES,
+    }
+    os.environ.update(
+        RAY_USAGE_STATS_ENABLED="0", RAY_memory_monitor_refresh_ms="0", RAY_TMPDIR=str(folder)
+    )
     from ray.cluster_utils import Cluster
 
     if not on_gpus:
@@ -92,7 +105,9 @@ def ray_errors(folder: Path, since: float) -> str:
 
 
 def dump_stacks(group: int, cluster: Any) -> None:
-    """End the hanging processes (engine and Ray workers) by SIGABRT, so that each logs its stack."""
+    """End the hanging processes (engine and Ray workers) by SIGABRT, so that each logs its
+    stack.
+    """
     os.killpg(group, signal.SIGABRT)
     for node in cluster.list_all_nodes():
         raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
@@ -107,40 +122,66 @@ def measure(
     run: str, executor: str, more: list[str], cluster: Any, timeout_s: float, ray_folder: Path
 ) -> dict[str, Any]:
     """Run lingbot_world.py once; returns its result, or how it ended ("timeout" = it hung)."""
-    began = time.time()
+    started = time.time()
     script = Path(__file__).with_name("lingbot_world.py")
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(script), *RUNS[run], "--executor", executor, "--out", folder, *more]
+        command = [
+            sys.executable,
+            str(script),
+            *RUNS[run],
+            "--executor",
+            executor,
+            "--out",
+            folder,
+            *more,
+        ]
         command.append("--disable-custom-all-reduce")
         environ = {**os.environ, "RAY_ADDRESS": cluster.address, "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
         environ["PYTHONFAULTHANDLER"] = "1"
         log = Path(folder) / "log"
         with log.open("wb") as output:
             process = subprocess.Popen(
-                command, env=environ, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                env=environ,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
             try:
                 ended: int | str = process.wait(timeout_s)
             except subprocess.TimeoutExpired:
                 dump_stacks(process.pid, cluster)
-                os.killpg(process.pid, signal.SIGKILL)  # its engine's processes as well; Ray ends its own
+                # its engine's processes as well; Ray ends its own
+                os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
                 ended = "timeout"
         files = list(Path(folder).glob("*.json"))
         if ended != 0 or not files:
             failed = {"failed": ended, "log": log.read_text(errors="replace")[-40_000:]}
             if executor == "ray":
-                failed["ray_log"] = ray_errors(ray_folder, began)[-20_000:]
+                failed["ray_log"] = ray_errors(ray_folder, started)[-20_000:]
             return failed
         return json.loads(files[0].read_text())["result"]
 
 
 def explain(run: str, executor: str, failed: dict[str, Any]) -> None:
     """Print how a run ended, its first error, the end of its log, and Ray's logs."""
-    lines = [line for line in failed["log"].splitlines() if not line.startswith("Extension modules")]
+    lines = [
+        line for line in failed["log"].splitlines() if not line.startswith("Extension modules")
+    ]
     errors = [line[:400] for line in lines if ERROR.search(line)]
-    print(f"{run}: {executor} failed ({failed['failed']}); its errors:", *errors[:6], "its end:", sep="\n")
-    print(*(line[:400] for line in lines[-12:]), failed.get("ray_log", "")[-6000:], sep="\n", flush=True)
+    print(
+        f"{run}: {executor} failed ({failed['failed']}); its errors:",
+        *errors[:6],
+        "its end:",
+        sep="\n",
+    )
+    print(
+        *(line[:400] for line in lines[-12:]),
+        failed.get("ray_log", "")[-6000:],
+        sep="\n",
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -152,7 +193,8 @@ def main() -> None:
     try:
         for run in args.runs:
             pair = {
-                executor: measure(run, executor, more, cluster, args.timeout_s, folder) for executor in ("mp", "ray")
+                executor: measure(run, executor, more, cluster, args.timeout_s, folder)
+                for executor in ("mp", "ray")
             }
             results[run] = pair
             if failed := [name for name, result in pair.items() if "failed" in result]:
@@ -161,7 +203,10 @@ def main() -> None:
                 continue
             times = {name: result["chunk_interval_ms"] for name, result in pair.items()}
             pair["equal"] = pair["mp"]["latents_digests"] == pair["ray"]["latents_digests"]
-            print(f"{run}: {times} ms per chunk, latents {'equal' if pair['equal'] else 'DIFFER'}", flush=True)
+            print(
+                f"{run}: {times} ms per chunk, latents {'equal' if pair['equal'] else 'DIFFER'}",
+                flush=True,
+            )
     finally:
         cluster.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
@@ -171,9 +216,15 @@ def main() -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS), help="ways to split the model")
-    parser.add_argument("--no-gpu", action="store_true", help="nodes without GPUs and the tiny model")
-    parser.add_argument("--timeout-s", type=float, default=280, help="for each run (default: %(default)s)")
+    parser.add_argument(
+        "--runs", nargs="+", choices=RUNS, default=list(RUNS), help="ways to split the model"
+    )
+    parser.add_argument(
+        "--no-gpu", action="store_true", help="nodes without GPUs and the tiny model"
+    )
+    parser.add_argument(
+        "--timeout-s", type=float, default=280, help="for each run (default: %(default)s)"
+    )
     parser.add_argument("more", nargs="*", help="arguments for lingbot_world.py, behind --")
     add_output_arguments(parser)
     return parser

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attackers of realtime_load.py and served_attacks.py: sockets that come again a moment after they are closed.
+"""Attackers of realtime_load.py and served_attacks.py: sockets that come again a moment after they
+are closed.
 
-A process of its own, killed when the measurement ends, and another client than its neighbours: it connects from another
-address. Kinds that every server has: `fragments` (a million of one byte), `pings` (400,000), `values` (messages of
-260,000 msgpack values). Kinds for a whole server, which need `path` of a live session's snapshot: `tensors` (uploads of
-it that name 1.12 million empty tensors, or 40,000), `downloads` (readers of it that never read), `drips` (bodies of
-which a byte comes every second). `program` attacks nothing: it computes, as another program of the machine might.
+A process of its own, killed when the measurement ends, and another client than its neighbours: it
+connects from another address. Kinds that every server has: `fragments` (a million of one byte),
+`pings` (400,000), `values` (messages of 260,000 msgpack values). Kinds for a whole server, which
+need `path` of a live session's snapshot: `tensors` (uploads of it that name 1.12 million empty
+tensors, or 40,000), `downloads` (readers of it that never read), `drips` (bodies of which a byte
+comes every second). `program` attacks nothing: it computes, as another program of the machine
+might.
 """
 
 import asyncio
@@ -62,7 +65,9 @@ def with_empty_tensors(snapshot: bytes, count: int) -> bytes:
     """The snapshot, its table naming `count` tensors of no bytes besides its own."""
     head = 8 + int.from_bytes(snapshot[:8], "little")
     table = json.loads(snapshot[8:head])
-    table |= {f"rank0.{n:x}": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for n in range(count)}
+    table |= {
+        f"rank0.{n:x}": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for n in range(count)
+    }
     text = json.dumps(table).encode()
     return len(text).to_bytes(8, "little") + text + snapshot[head:]
 
@@ -94,7 +99,12 @@ async def until_closed(connection: Connection) -> None:
 
 async def flood_socket(port: int, data: bytes) -> None:
     key = base64.b64encode(os.urandom(16)).decode()
-    upgrade = ("Upgrade: websocket", "Connection: Upgrade", "Sec-WebSocket-Version: 13", f"Sec-WebSocket-Key: {key}")
+    upgrade = (
+        "Upgrade: websocket",
+        "Connection: Upgrade",
+        "Sec-WebSocket-Version: 13",
+        f"Sec-WebSocket-Key: {key}",
+    )
     reader, writer = await opened(port)
     writer.write(head("GET", GENERATE_PATH, *upgrade))
     await reader.readuntil(b"\r\n\r\n")
@@ -104,7 +114,9 @@ async def flood_socket(port: int, data: bytes) -> None:
 
 async def upload(port: int, body: bytes) -> None:
     connection = await opened(port)
-    connection[1].write(head("POST", "/v1/sessions", f"Content-Length: {len(body)}", "Connection: close"))
+    connection[1].write(
+        head("POST", "/v1/sessions", f"Content-Length: {len(body)}", "Connection: close")
+    )
     connection[1].write(body)
     await until_closed(connection)
 
@@ -126,7 +138,15 @@ async def compute() -> None:
 
 async def drip(port: int, path: str) -> None:
     reader, writer = await opened(port)
-    writer.write(head("POST", path, "Content-Type: application/json", "Content-Length: 1000", "Connection: close"))
+    writer.write(
+        head(
+            "POST",
+            path,
+            "Content-Type: application/json",
+            "Content-Length: 1000",
+            "Connection: close",
+        )
+    )
     closed = asyncio.ensure_future(until_closed((reader, writer)))
     while not closed.done():
         writer.write(b"\0")
@@ -135,11 +155,13 @@ async def drip(port: int, path: str) -> None:
 
 
 def attackers(options: dict[str, Any]) -> list[Callable[[], Awaitable[None]]]:
-    """What each socket does, once. options: `kind`, `port`, `sockets`, and `path` for the kinds that need it."""
+    """What each socket does, once. options: `kind`, `port`, `sockets`, and `path` for the kinds
+    that need it.
+    """
     kind, port, count = options["kind"], options["port"], options["sockets"]
     if kind == "tensors":
-        with open_loopback(f"http://{_HOST}:{port}{options['path']}", timeout_s=60) as answer:
-            snapshot = answer.read()
+        with open_loopback(f"http://{_HOST}:{port}{options['path']}", timeout_s=60) as response:
+            snapshot = response.read()
         large, small = (with_empty_tensors(snapshot, number) for number in (1_120_000, 40_000))
         return [partial(upload, port, large if n % 2 else small) for n in range(count)]
     if kind == "downloads":

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client side of realtime_load.py: many sessions of `/v1/realtime_video/generate` in one process of its own.
+"""The client side of realtime_load.py: many sessions of `/v1/realtime_video/generate` in one
+process of its own.
 
-It reads sockets as cheaply as Python can (frame headers and twelve bytes of each picture), so that it is not the
-bottleneck; its CPU time is reported beside the server's all the same. Prints one JSON object when it is done.
+It reads sockets as cheaply as Python can (frame headers and twelve bytes of each picture), so that
+it is not the bottleneck; its CPU time is reported beside the server's all the same. Prints one JSON
+object when it is done.
 """
 
 import asyncio
@@ -31,7 +33,9 @@ class Session(asyncio.Protocol):
     read_bytes_per_s: None = as fast as it comes; 0 = never again after the first frame.
     """
 
-    def __init__(self, chunk_bytes: int, init: dict[str, Any], read_bytes_per_s: float | None) -> None:
+    def __init__(
+        self, chunk_bytes: int, init: dict[str, Any], read_bytes_per_s: float | None
+    ) -> None:
         self._chunk_bytes, self._init, self._rate = chunk_bytes, init, read_bytes_per_s
         self._buffer = bytearray()
         self._open = False
@@ -44,7 +48,12 @@ class Session(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's are of another class
         key = base64.b64encode(os.urandom(16)).decode()
-        lines = [f"GET {GENERATE_PATH} HTTP/1.1", "Host: 127.0.0.1", "Upgrade: websocket", "Connection: Upgrade"]
+        lines = [
+            f"GET {GENERATE_PATH} HTTP/1.1",
+            "Host: 127.0.0.1",
+            "Upgrade: websocket",
+            "Connection: Upgrade",
+        ]
         lines += [f"Sec-WebSocket-Key: {key}", "Sec-WebSocket-Version: 13", "", ""]
         transport.write("\r\n".join(lines).encode())
 
@@ -95,13 +104,17 @@ class Session(asyncio.Protocol):
         elif opcode == 8:
             self.errors.append(f"closed with {int.from_bytes(self._buffer[start : start + 2])}")
         elif end - start >= self._chunk_bytes:
-            due_s, index = STAMP.unpack_from(self._buffer, end - self._chunk_bytes)
-            self.arrivals.append((now_s, due_s, index))
+            deadline_s, index = STAMP.unpack_from(self._buffer, end - self._chunk_bytes)
+            self.arrivals.append((now_s, deadline_s, index))
 
     def send(self, opcode: int, payload: bytes) -> None:
         """A masked frame; the mask is zero, which leaves the payload as it is."""
         size = len(payload)
-        head = bytes([0x80 | opcode, 0x80 | size]) if size < 126 else bytes([0x80 | opcode, 0xFE]) + size.to_bytes(2)
+        head = (
+            bytes([0x80 | opcode, 0x80 | size])
+            if size < 126
+            else bytes([0x80 | opcode, 0xFE]) + size.to_bytes(2)
+        )
         if not self.transport.is_closing():
             self.transport.write(head + bytes(4) + payload)
 
@@ -115,7 +128,9 @@ def init_message(width: int, height: int) -> dict[str, Any]:
 
 
 async def open_sessions(options: dict[str, Any]) -> list[Session]:
-    """Connect all sessions, spread over one frame's time so that they do not all fall due at once."""
+    """Connect all sessions, spread over one frame's time so that they do not all fall due at
+    once.
+    """
     init = init_message(options["width"], options["height"])
     chunk_bytes = options["chunk_frames"] * options["width"] * options["height"] * 3
     loop, sessions = asyncio.get_running_loop(), []
@@ -140,8 +155,16 @@ async def steer(sessions: list[Session], per_s: float) -> None:
         number += 1
         for position, session in enumerate(sessions):
             keys = ["w"] if (number + position) % 2 else []
-            payload = {"mode": "state", "transitions": [{"actions": keys, "client_ts_ms": time.time() * 1e3}]}
-            event = {"type": "event", "kind": "camera_actions", "payload": payload, "event_id": number}
+            payload = {
+                "mode": "state",
+                "transitions": [{"actions": keys, "client_ts_ms": time.time() * 1e3}],
+            }
+            event = {
+                "type": "event",
+                "kind": "camera_actions",
+                "payload": payload,
+                "event_id": number,
+            }
             session.send(2, _pack(event))
             if position % 8 == 7:
                 await asyncio.sleep(8 / (per_s * len(sessions)))
@@ -150,28 +173,32 @@ async def steer(sessions: list[Session], per_s: float) -> None:
 
 async def run(options: dict[str, Any]) -> dict[str, Any]:
     sessions = await open_sessions(options)
-    steering = asyncio.create_task(steer(sessions, options["controls_per_s"])) if options["controls_per_s"] else None
+    steering = (
+        asyncio.create_task(steer(sessions, options["controls_per_s"]))
+        if options["controls_per_s"]
+        else None
+    )
     print("open", flush=True)
     await asyncio.sleep(options["warm_up_s"])
-    begin_s, cpu_s = time.monotonic(), time.process_time()
+    start_s, cpu_s = time.monotonic(), time.process_time()
     await asyncio.sleep(options["seconds"])
     end_s, cpu_s = time.monotonic(), time.process_time() - cpu_s
     if steering is not None:
         steering.cancel()
     latencies_ms, gaps_ms, delivered, lost = [], [], 0, 0
     for session in sessions:
-        seen = [arrival for arrival in session.arrivals if begin_s <= arrival[0] < end_s]
+        seen = [arrival for arrival in session.arrivals if start_s <= arrival[0] < end_s]
         delivered += len(seen) * options["chunk_frames"]
         latencies_ms += [(received - due) * 1e3 for received, due, _ in seen]
         for (before, _, last), (after, _, index) in itertools.pairwise(seen):
             gaps_ms.append((after - before) * 1e3)
             lost += index != last + 1
     result = {
-        "begin_s": begin_s,
+        "begin_s": start_s,
         "end_s": end_s,
-        "cpu_percent": 100 * cpu_s / (end_s - begin_s),
+        "cpu_percent": 100 * cpu_s / (end_s - start_s),
         "delivered": delivered,
-        "due": options["sessions"] * options["fps"] * (end_s - begin_s),
+        "due": options["sessions"] * options["fps"] * (end_s - start_s),
         "out_of_order": lost,
         "latencies_ms": latencies_ms,
         "gaps_ms": gaps_ms,
@@ -199,8 +226,8 @@ def main() -> None:
 def report(result: dict[str, Any]) -> None:
     """Print the result as a line of JSON, all of it.
 
-    With PYTHONUNBUFFERED, `print` writes once, and drops the rest if a signal cuts that write short (io_uring's, of
-    uvloop's event loop as it ends, does).
+    With PYTHONUNBUFFERED, `print` writes once, and drops the rest if a signal cuts that write short
+    (io_uring's, of uvloop's event loop as it ends, does).
     """
     with open(sys.stdout.fileno(), "w", closefd=False) as output:
         output.write(json.dumps(result) + "\n")

@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many live sessions at once: does every client get every frame on time, also beside badly behaved clients?
+"""Many live sessions at once: does every client get every frame on time, also beside badly behaved
+clients?
 
-A server process with this package's door `/v1/realtime_video/generate` and a model that only keeps time; a load
-generator in a process of its own on another core; for the scenarios, badly behaved clients in a third one. A frame's
-added latency runs from the moment the model has it to the moment the client has read it; cadence is frames read over
-frames due. `waited_for_core_percent` is the time in which the server, or its clients, could have run and had no core:
-if it is more than a few percent, other work on the machine made frames late, not the server.
+A server process with this package's door `/v1/realtime_video/generate` and a model that only keeps
+time; a load generator in a process of its own on another core; for the scenarios, badly behaved
+clients in a third one. A frame's added latency runs from the moment the model has it to the moment
+the client has read it; cadence is frames read over frames due. `waited_for_core_percent` is the
+time in which the server, or its clients, could have run and had no core: if it is more than a few
+percent, other work on the machine made frames late, not the server.
 
-Attacks (`fragments`, `pings`, `values`) are sockets that flood the server and come again when they are closed; how long
-an HTTP route takes to answer meanwhile is noted too. `cost` compares the server's processor time per frame with a
-bare uvicorn with `websockets` that sends the same messages to the same clients, one after the other and several times:
-a ratio that another machine should give too.
+Attacks (`fragments`, `pings`, `values`) are sockets that flood the server and come again when they
+are closed; how long an HTTP route takes to answer meanwhile is noted too. `cost` compares the
+server's processor time per frame with a bare uvicorn with `websockets` that sends the same messages
+to the same clients, one after the other and several times: a ratio that another machine should give
+too.
 
-    python benchmarks/realtime_load.py
-    python benchmarks/realtime_load.py --scenario cost
-    python benchmarks/realtime_load.py --scenario fragments pings values --sessions 8 --bad-clients 8
+    python benchmarks/realtime_load.py python benchmarks/realtime_load.py --scenario cost python
+    benchmarks/realtime_load.py --scenario fragments pings values --sessions 8 --bad-clients 8
     python benchmarks/realtime_load.py --scenario frozen --sessions 50
 """
 
@@ -52,7 +54,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--scenario", choices=_SCENARIOS, nargs="+", default=["steady"])
     parser.add_argument("--sessions", type=int, default=100)
-    parser.add_argument("--bad-clients", type=int, default=3, help="badly behaved clients beside them (default: 3)")
+    parser.add_argument(
+        "--bad-clients", type=int, default=3, help="badly behaved clients beside them (default: 3)"
+    )
     parser.add_argument("--fps", type=float, default=16.0)
     parser.add_argument(
         "--chunk-frames",
@@ -62,17 +66,25 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--width", type=int, default=160)
     parser.add_argument("--height", type=int, default=128, help="160x128 RGB is 60 KiB a frame")
-    parser.add_argument("--controls-per-s", type=float, default=2.0, help="key events of each session (default: 2)")
+    parser.add_argument(
+        "--controls-per-s", type=float, default=2.0, help="key events of each session (default: 2)"
+    )
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--warm-up-s", type=float, default=5.0)
-    parser.add_argument("--loop", choices=("uvloop", "asyncio"), default="uvloop", help="vLLM serves with uvloop")
-    parser.add_argument("--no-pin", action="store_true", help="let server and clients share all cores")
+    parser.add_argument(
+        "--loop", choices=("uvloop", "asyncio"), default="uvloop", help="vLLM serves with uvloop"
+    )
+    parser.add_argument(
+        "--no-pin", action="store_true", help="let server and clients share all cores"
+    )
     add_output_arguments(parser)
     return parser
 
 
 @contextlib.contextmanager
-def process(script: str, options: dict[str, Any], core: int | None) -> Iterator[subprocess.Popen[str]]:
+def process(
+    script: str, options: dict[str, Any], core: int | None
+) -> Iterator[subprocess.Popen[str]]:
     """A child of this benchmark; it is gone afterwards."""
     command = [sys.executable, str(_HERE / script), json.dumps(options)]
     pin = (lambda: os.sched_setaffinity(0, {core})) if core is not None else None
@@ -93,8 +105,8 @@ class Server:
 
     def state(self) -> dict[str, Any] | None:
         try:
-            with open_loopback(f"http://127.0.0.1:{self.port}/state", timeout_s=10) as answer:
-                return json.load(answer)
+            with open_loopback(f"http://127.0.0.1:{self.port}/state", timeout_s=10) as response:
+                return json.load(response)
         except OSError:
             return None
 
@@ -120,9 +132,14 @@ def wait_for(condition: Callable[[], Any], timeout_s: float = _GONE_TIMEOUT_S) -
 
 def recorded_messages(args: argparse.Namespace) -> list[bytes]:
     """The door's messages to a client for one chunk, in order."""
-    with process("realtime_server.py", server_options(args), None) as child, contextlib.ExitStack() as stack:
+    with (
+        process("realtime_server.py", server_options(args), None) as child,
+        contextlib.ExitStack() as stack,
+    ):
         socket = stack.enter_context(
-            connect(f"ws://127.0.0.1:{Server(child).port}{GENERATE_PATH}", max_size=None, proxy=None)
+            connect(
+                f"ws://127.0.0.1:{Server(child).port}{GENERATE_PATH}", max_size=None, proxy=None
+            )
         )
         socket.send(msgspec.msgpack.encode(init_message(args.width, args.height)))
         chunks: list[list[bytes]] = []
@@ -149,7 +166,7 @@ def cost(args: argparse.Namespace, repeats: int = 5) -> dict[str, Any]:
             spent_us[script].append(row["server_us_per_frame"])
             cadences.append(row["cadence_percent"])
             waits.extend(row["waited_for_core_percent"].values())
-    bare_us, door_us = (statistics.median(times) for times in spent_us.values())
+    bare_us, endpoint_us = (statistics.median(times) for times in spent_us.values())
     return {
         "scenario": "cost",
         "sessions": args.sessions,
@@ -158,7 +175,7 @@ def cost(args: argparse.Namespace, repeats: int = 5) -> dict[str, Any]:
         "message_bytes": [len(message) for message in messages],
         "bare_us_per_frame": spent_us["bare_server.py"],
         "door_us_per_frame": spent_us["realtime_server.py"],
-        "median_ratio": round(door_us / bare_us, 2),
+        "median_ratio": round(endpoint_us / bare_us, 2),
         "lowest_cadence_percent": min(cadences),
         "most_waited_for_core_percent": max(waits),
     }
@@ -170,7 +187,17 @@ def server_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def client_options(args: argparse.Namespace, port: int, **changes: Any) -> dict[str, Any]:
-    names = ("sessions", "fps", "chunk_frames", "width", "height", "controls_per_s", "seconds", "warm_up_s", "loop")
+    names = (
+        "sessions",
+        "fps",
+        "chunk_frames",
+        "width",
+        "height",
+        "controls_per_s",
+        "seconds",
+        "warm_up_s",
+        "loop",
+    )
     options = {name: getattr(args, name) for name in names}
     return {**options, "port": port, "read_bytes_per_s": None, "receive_buffer": 0, **changes}
 
@@ -181,19 +208,32 @@ def bad_clients(args: argparse.Namespace, scenario: str, port: int) -> dict[str,
     behaviour = {"slow": rate / 4, "trickle": 4096.0, "never-reads": 0.0, "frozen": None}[scenario]
     small = {"receive_buffer": 65536} if scenario == "trickle" else {}
     return client_options(
-        args, port, sessions=args.bad_clients, read_bytes_per_s=behaviour, controls_per_s=0, seconds=600, **small
+        args,
+        port,
+        sessions=args.bad_clients,
+        read_bytes_per_s=behaviour,
+        controls_per_s=0,
+        seconds=600,
+        **small,
     )
 
 
 def measure(
-    args: argparse.Namespace, scenario: str, script: str = "realtime_server.py", extra: dict[str, Any] | None = None
+    args: argparse.Namespace,
+    scenario: str,
+    script: str = "realtime_server.py",
+    extra: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     cores = sorted(os.sched_getaffinity(0))
-    server_core, client_core = (None, None) if args.no_pin or len(cores) < 2 else (cores[0], cores[1])
+    server_core, client_core = (
+        (None, None) if args.no_pin or len(cores) < 2 else (cores[0], cores[1])
+    )
     options = server_options(args) | (extra or {})
     with contextlib.ExitStack() as stack:
         server = Server(stack.enter_context(process(script, options, server_core)))
-        load = stack.enter_context(process("realtime_clients.py", client_options(args, server.port), client_core))
+        load = stack.enter_context(
+            process("realtime_clients.py", client_options(args, server.port), client_core)
+        )
         assert load.stdout is not None
         assert load.stdout.readline() == "open\n"
         time.sleep(args.warm_up_s)
@@ -201,59 +241,77 @@ def measure(
         waits_s = {name: waited_s(pid) for name, pid in pids.items()}
         cpu_s, started_s = server.cpu_s(), time.monotonic()
         gone_s: float | None = None
-        asked_ms: list[float] = []
+        requested_ms: list[float] = []
         if scenario in _ATTACKS:
             attack = {"kind": scenario, "port": server.port, "sockets": args.bad_clients}
             attackers = stack.enter_context(process("realtime_attackers.py", attack, client_core))
             assert attackers.stdout is not None
             assert attackers.stdout.readline() == "open\n"
-            asked_ms = ask_for(server, args.seconds - (time.monotonic() - started_s) - 0.5)
+            requested_ms = request_chunk(
+                server, args.seconds - (time.monotonic() - started_s) - 0.5
+            )
         elif scenario != "steady":
-            bad = process("realtime_clients.py", bad_clients(args, scenario, server.port), client_core)
+            bad = process(
+                "realtime_clients.py", bad_clients(args, scenario, server.port), client_core
+            )
             gone_s = provoke(args, scenario, server, stack.enter_context(bad))
         wall_s = max(0.1, args.seconds - (time.monotonic() - started_s) - 0.5)
         time.sleep(wall_s)
         lasted_s = time.monotonic() - started_s
         server_load = (server.cpu_s() - cpu_s) / lasted_s
         waits_s = {name: waited_s(pid) - waits_s[name] for name, pid in pids.items()}
-        answer = json.loads(load.stdout.readline())
+        response = json.loads(load.stdout.readline())
         row = {
             "scenario": scenario,
             "sessions": args.sessions,
             "frame_bytes": args.width * args.height * 3,
             "fps": args.fps,
             "chunk_frames": args.chunk_frames,
-            "cadence_percent": round(100 * answer["delivered"] / answer["due"], 3),
-            "added_latency_ms": quantiles(answer["latencies_ms"]),
-            "gap_ms": quantiles(answer["gaps_ms"]),
-            "out_of_order": answer["out_of_order"],
+            "cadence_percent": round(100 * response["delivered"] / response["due"], 3),
+            "added_latency_ms": quantiles(response["latencies_ms"]),
+            "gap_ms": quantiles(response["gaps_ms"]),
+            "out_of_order": response["out_of_order"],
             "server_cpu_percent": round(100 * server_load, 1),
-            "server_us_per_frame": round(1e6 * server_load * args.seconds / answer["delivered"], 1),
-            "client_cpu_percent": round(answer["cpu_percent"], 1),
-            "waited_for_core_percent": {name: round(100 * wait_s / lasted_s, 1) for name, wait_s in waits_s.items()},
+            "server_us_per_frame": round(
+                1e6 * server_load * args.seconds / response["delivered"], 1
+            ),
+            "client_cpu_percent": round(response["cpu_percent"], 1),
+            "waited_for_core_percent": {
+                name: round(100 * wait_s / lasted_s, 1) for name, wait_s in waits_s.items()
+            },
             "server_rss_mib": round(server.process.memory_info().rss / 2**20, 1),
-            "errors": answer["errors"],
+            "errors": response["errors"],
         }
         if scenario in _ATTACKS:
-            row |= {"attacking_sockets": args.bad_clients, "http_answer_ms": quantiles(asked_ms)}
+            row |= {
+                "attacking_sockets": args.bad_clients,
+                "http_answer_ms": quantiles(requested_ms),
+            }
         elif scenario != "steady":
-            row |= {"bad_clients": args.bad_clients, "bad_gone_s": None if gone_s is None else round(gone_s, 2)}
+            row |= {
+                "bad_clients": args.bad_clients,
+                "bad_gone_s": None if gone_s is None else round(gone_s, 2),
+            }
         return row
 
 
-def ask_for(server: Server, seconds: float) -> list[float]:
+def request_chunk(server: Server, seconds: float) -> list[float]:
     """Ask the server for its state, again and again: how long each answer took, in milliseconds."""
     took_ms, end_s = [], time.monotonic() + seconds
     while time.monotonic() < end_s:
-        asked_s = time.monotonic()
+        requested_s = time.monotonic()
         server.state()
-        took_ms.append((time.monotonic() - asked_s) * 1e3)
+        took_ms.append((time.monotonic() - requested_s) * 1e3)
         time.sleep(0.05)
     return took_ms
 
 
-def provoke(args: argparse.Namespace, scenario: str, server: Server, bad: subprocess.Popen[str]) -> float | None:
-    """Let the bad clients begin; return the seconds until the server is rid of them, None if it is not in time."""
+def provoke(
+    args: argparse.Namespace, scenario: str, server: Server, bad: subprocess.Popen[str]
+) -> float | None:
+    """Let the bad clients begin; return the seconds until the server is rid of them, None if it
+    is not in time.
+    """
     assert bad.stdout is not None
     assert bad.stdout.readline() == "open\n"
     if scenario == "frozen":
@@ -268,31 +326,43 @@ def provoke(args: argparse.Namespace, scenario: str, server: Server, bad: subpro
 
 
 def disconnects(args: argparse.Namespace, repeats: int = 20) -> dict[str, Any]:
-    """Clients that vanish in the middle of a long chunk: how soon has the engine been told to drop it?"""
+    """Clients that vanish in the middle of a long chunk: how soon has the engine been told to
+    drop it?
+    """
     options = server_options(args) | {"fps": 0.1}
     times_ms = []
     with process("realtime_server.py", options, None) as child:
         server = Server(child)
         for number in range(repeats):
-            slow = client_options(args, server.port, sessions=1, fps=0.1, controls_per_s=0, seconds=600, warm_up_s=600)
+            slow = client_options(
+                args, server.port, sessions=1, fps=0.1, controls_per_s=0, seconds=600, warm_up_s=600
+            )
             with process("realtime_clients.py", slow, None) as client:
                 assert client.stdout is not None
                 client.stdout.readline()
                 wait_for(lambda: (server.state() or {}).get("running") == 1)
                 killed_s = time.monotonic()
                 client.kill()  # the kernel closes its socket
-                wait_for(lambda wanted=number + 1: len((server.state() or {})["aborted_s"]) == wanted, 10.0)
+                wait_for(
+                    lambda wanted=number + 1: len((server.state() or {})["aborted_s"]) == wanted,
+                    10.0,
+                )
                 times_ms.append(((server.state() or {})["aborted_s"][-1] - killed_s) * 1e3)
         state = server.state() or {}
     return {
         "scenario": "disconnect",
         "repeats": repeats,
         "until_engine_is_free_ms": quantiles(times_ms),
-        "left_behind": {name: state[name] for name in ("sessions", "worlds", "running", "held_bytes")},
+        "left_behind": {
+            name: state[name] for name in ("sessions", "worlds", "running", "held_bytes")
+        },
     }
 
 
-_OWN_WAY: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {"disconnect": disconnects, "cost": cost}
+_OWN_WAY: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    "disconnect": disconnects,
+    "cost": cost,
+}
 
 
 def main() -> None:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server side of realtime_load.py: a door in a real uvicorn server, with a model that only keeps time.
+"""The server side of realtime_load.py: a door in a real uvicorn server, with a model that only
+keeps time.
 
-A process of its own. `TimerModel` stands where vLLM's engine client does and makes chunks of `chunk_frames`: chunk n of
-a session is due n times their playing time after its first, and is answered exactly then, stamped with that moment.
-All time between that moment and the client's socket is the door's. `GET /state` lists connections and the model's
-current work.
+A process of its own. `TimerModel` stands where vLLM's engine client does and makes chunks of
+`chunk_frames`: chunk n of a session is due n times their playing time after its first, and is
+answered exactly then, stamped with that moment. All time between that moment and the client's
+socket is the door's. `GET /state` lists connections and the model's current work.
 """
 
 import asyncio
@@ -25,11 +26,11 @@ from fastapi import FastAPI
 from realtime_clients import STAMP
 
 from vllm_omni.actions import CAMERA_SPACE
-from vllm_omni.entrypoints.realtime.engine import WorldEngine
-from vllm_omni.entrypoints.realtime.facts import WorldFacts
-from vllm_omni.entrypoints.realtime.generate_door import PATHS, generate_endpoint
-from vllm_omni.entrypoints.realtime.limits import DoorLimits
-from vllm_omni.entrypoints.realtime.session_manager import SessionManager
+from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
+from vllm_omni.entrypoints.realtime.connection.session_engine import SessionEngine
+from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
+from vllm_omni.entrypoints.realtime.generate.handler import PATHS, generate_endpoint
+from vllm_omni.entrypoints.realtime.sessions.session_manager import SessionManager
 from vllm_omni.entrypoints.websocket import WebSocketOptions
 from vllm_omni.outputs import pack
 
@@ -43,7 +44,8 @@ class TimerModel:
         self._template = pack({}, {"frames": frames_THWC}).numpy().tobytes()
         self._at = self._template.index(b"\xff" + bytes(64))
         self._period_s = chunk_frames / fps
-        self._worlds: dict[str, list[float]] = {}  # engine's session id -> [due time of the next chunk, chunks made]
+        # engine's session id -> [due time of the next chunk, chunks made]
+        self._worlds: dict[str, list[float]] = {}
         self._live: dict[str, asyncio.Future[None]] = {}
         self.aborted_s: list[float] = []
 
@@ -56,7 +58,8 @@ class TimerModel:
         return len(self._worlds)
 
     async def encode(self, prompt: Any, pooling_params: Any, request_id: str) -> AsyncIterator[Any]:
-        params = pooling_params.extra_kwargs["omni"]  # unchecked: what a worker does is not the door's time
+        # unchecked: what a worker does is not the door's time
+        params = pooling_params.extra_kwargs["omni"]
         if params.get("op", "generate") == "generate":
             data = await self._generate(params["session_id"], request_id)
         else:
@@ -67,18 +70,19 @@ class TimerModel:
     async def _generate(self, session_id: str, request_id: str) -> torch.Tensor:
         now_s = time.monotonic()
         world = self._worlds.setdefault(session_id, [now_s + self._period_s, 0])
-        if now_s > world[0] + self._period_s:  # nobody asked for it: the model did something else meanwhile
+        # nobody asked for it: the model did something else meanwhile
+        if now_s > world[0] + self._period_s:
             world[0] = now_s
-        due_s, number = world
+        deadline_s, number = world
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
         self._live[request_id] = done
-        loop.call_later(max(0.0, due_s - now_s), lambda: done.done() or done.set_result(None))
+        loop.call_later(max(0.0, deadline_s - now_s), lambda: done.done() or done.set_result(None))
         await done  # as with vLLM, a caller who is cancelled here must say `abort`
         self._live.pop(request_id, None)
-        world[0], world[1] = due_s + self._period_s, number + 1
+        world[0], world[1] = deadline_s + self._period_s, number + 1
         envelope = bytearray(self._template)
-        STAMP.pack_into(envelope, self._at, due_s, int(number))
+        STAMP.pack_into(envelope, self._at, deadline_s, int(number))
         return torch.frombuffer(envelope, dtype=torch.uint8)
 
     async def abort(self, request_id: str) -> None:
@@ -87,11 +91,13 @@ class TimerModel:
 
 
 def main() -> None:
-    """`realtime_server.py OPTIONS`, a JSON object; prints the port and serves until its input ends."""
+    """`realtime_server.py OPTIONS`, a JSON object; prints the port and serves until its input
+    ends.
+    """
     options = json.loads(sys.argv[1])
     model = TimerModel(options["height"], options["width"], options["fps"], options["chunk_frames"])
     sessions = options["sessions"] + 64
-    facts = WorldFacts(
+    info = StreamInfo(
         height=options["height"],
         width=options["width"],
         fps=options["fps"],
@@ -101,8 +107,8 @@ def main() -> None:
         actions=msgspec.structs.replace(CAMERA_SPACE, image="optional"),
         model="timer",
     )
-    limits = DoorLimits(max_connections=2 * sessions, sessions_per_client=sessions)
-    manager = SessionManager(WorldEngine(model), facts, limits, ThreadPoolExecutor(2))  # type: ignore[arg-type]
+    limits = EndpointLimits(max_connections=2 * sessions, sessions_per_client=sessions)
+    manager = SessionManager(SessionEngine(model), info, limits, ThreadPoolExecutor(2))  # type: ignore[arg-type]
     app = FastAPI()
     app.add_api_websocket_route(PATHS[0], generate_endpoint(manager).serve)
 
@@ -123,7 +129,8 @@ def main() -> None:
     server = uvicorn.Server(config)
     app.state.server = server
     gc.collect()
-    gc.freeze()  # as vLLM's server does when it has started: a full collection would stop everyone for 100 ms
+    # as vLLM's server does when it has started: a full collection would stop everyone for 100 ms
+    gc.freeze()
     with socket.create_server(("127.0.0.1", 0), backlog=2048) as listener:
         print(listener.getsockname()[1], flush=True)
         server.run(sockets=[listener])

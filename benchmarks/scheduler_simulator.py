@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A scheduler in virtual time: replays arrival traces against a policy, with given true step costs.
 
-One engine takes one batch at a time, as `StreamBatchScheduler` has it do; everything the deadline policy sees (costs,
-steps left) it learns the same way, from `StepCostModel` and `Streams`. `fifo` is the scheduler without deadlines: the
-first sessions by arrival, each chunk to its end. Deterministic for a seed.
+One engine takes one batch at a time, as `StreamBatchScheduler` has it do; everything the deadline
+policy sees (costs, steps left) it learns the same way, from `StepCostModel` and `ScheduledStreams`.
+`fifo` is the scheduler without deadlines: the first sessions by arrival, each chunk to its end.
+Deterministic for a seed.
 Held by tests/core/test_scheduler_simulator.py.
 """
 
@@ -16,12 +17,14 @@ from typing import Literal
 
 from vllm_omni.core.sched.cost_model import StepCostModel
 from vllm_omni.core.sched.policy import LiveRequest, StepCosts, choose_batch
-from vllm_omni.core.sched.streams import RequestFields, Streams
+from vllm_omni.core.sched.streams import RequestFields, ScheduledStreams
 from vllm_omni.core.step_protocol import ChunkProgress
 
 Policy = Literal["fifo", "deadline"]
 _LEAD_CHUNKS = 2
-"""A viewer's next chunk is asked for when at most so many are in the engine or wait to be played."""
+"""A viewer's next chunk is asked for when at most so many are in the engine or wait to be
+played.
+"""
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,9 @@ class Viewer:
 class Load:
     """A trace and the machine.
 
-    jitter: relative standard deviation of a step's time. hiccups_per_s: how often, in busy time, a step takes
-    `hiccup_s` longer. most: `max_requests_per_step`. refuse: whether streams that cannot be held are refused.
+    jitter: relative standard deviation of a step's time. hiccups_per_s: how often, in busy time, a
+    step takes `hiccup_s` longer. most: `max_requests_per_step`. refuse: whether streams that cannot
+    be held are refused.
     """
 
     viewers: Sequence[Viewer]
@@ -59,7 +63,9 @@ class Load:
 
 @dataclass
 class Outcome:
-    """One viewer's deliveries. gaps_s: between deliveries of consecutive chunks; misses: chunks later than due."""
+    """One viewer's deliveries. gaps_s: between deliveries of consecutive chunks; misses: chunks
+    later than due.
+    """
 
     viewer: Viewer
     refused: bool = False
@@ -68,13 +74,17 @@ class Outcome:
     misses: int = 0
     delivered: int = 0
     last_s: float = 0.0
-    due_s: float = 0.0
-    asked: int = 0
+    deadline_s: float = 0.0
+    requested: int = 0
 
     def holds(self, chunks: float = 1.5) -> bool:
         """Whether the 99th percentile of the gaps is at most `chunks` periods."""
         period_s = self.viewer.period_s
-        return not self.refused and period_s is not None and quantile(self.gaps_s, 0.99) <= chunks * period_s
+        return (
+            not self.refused
+            and period_s is not None
+            and quantile(self.gaps_s, 0.99) <= chunks * period_s
+        )
 
 
 def quantile(values: Sequence[float], fraction: float) -> float:
@@ -98,7 +108,7 @@ class _Simulation:
         self.load, self.policy = load, policy
         self.rng = random.Random(load.seed)
         self.model = StepCostModel()
-        self.streams = Streams(load.patience_s)
+        self.streams = ScheduledStreams(load.patience_s)
         self.outcomes = [Outcome(viewer) for viewer in load.viewers]
         self.steps_done: dict[str, int] = {}
         self.running: dict[str, None] = {}
@@ -112,8 +122,8 @@ class _Simulation:
         now_s = 0.0
         while self.events or len(self.streams):
             while self.events and self.events[0][0] <= now_s:
-                asked_s, _, number = heapq.heappop(self.events)
-                self._ask(number, asked_s, now_s)
+                requested_s, _, number = heapq.heappop(self.events)
+                self._send(number, requested_s, now_s)
             if not len(self.streams):
                 if self.events:
                     now_s = max(now_s, self.events[0][0])
@@ -121,28 +131,37 @@ class _Simulation:
             now_s = self._step(now_s)
         return self.outcomes
 
-    def _ask(self, number: int, asked_s: float, now_s: float) -> None:
+    def _send(self, number: int, requested_s: float, now_s: float) -> None:
         outcome, viewer = self.outcomes[number], self.load.viewers[number]
         deadline_s = None
         if viewer.period_s is not None:
-            outcome.due_s = max(outcome.due_s, asked_s) + viewer.period_s
-            deadline_s = max(1e-3, outcome.due_s - now_s)
-        fields = RequestFields(str(number), outcome.asked, True, deadline_s, viewer.period_s)
+            outcome.deadline_s = max(outcome.deadline_s, requested_s) + viewer.period_s
+            deadline_s = max(1e-3, outcome.deadline_s - now_s)
+        fields = RequestFields(str(number), outcome.requested, True, deadline_s, viewer.period_s)
         if self.load.refuse and self.policy == "deadline":
             outcome.refused = self.streams.refusal(fields, now_s, self.model.costs) is not None
             if outcome.refused:
                 return
-        self.streams.add(f"{number}-{outcome.asked}", fields, now_s)
-        outcome.asked += 1
+        self.streams.add_request(f"{number}-{outcome.requested}", fields, now_s)
+        outcome.requested += 1
 
     def _step(self, now_s: float) -> float:
         batch = self._batch(now_s)
         sizes = [self._viewer(request).size for request in batch]
         first = [size for request, size in zip(batch, sizes, strict=True) if not request.started]
         costs = self.load.costs
-        ending = [request for request in batch if self._steps_done(request) + 1 == self._viewer(request).steps]
+        ending = [
+            request
+            for request in batch
+            if self._steps_done(request) + 1 == self._viewer(request).steps
+        ]
         last = [self._viewer(request).size for request in ending]
-        duration_s = costs.step_s + costs.size_s * sum(sizes) + costs.first_s * sum(first) + costs.last_s * sum(last)
+        duration_s = (
+            costs.step_s
+            + costs.size_s * sum(sizes)
+            + costs.first_s * sum(first)
+            + costs.last_s * sum(last)
+        )
         duration_s *= max(0.5, self.rng.gauss(1.0, self.load.jitter))
         if self.rng.random() < self.load.hiccups_per_s * duration_s:
             duration_s += self.load.hiccup_s
@@ -150,11 +169,15 @@ class _Simulation:
         for request in batch:
             viewer, done = self._viewer(request), self._steps_done(request) + 1
             self.steps_done[request.request_id] = done
-            self.streams.advance(request.request_id, ChunkProgress(done, viewer.steps, _units(viewer.size)), end_s)
+            self.streams.advance(
+                request.request_id, ChunkProgress(done, viewer.steps, _units(viewer.size)), end_s
+            )
             if done == viewer.steps:
                 self._deliver(request, end_s)
         if self.policy == "deadline":
-            self.model.observe(_units(sum(sizes)), _units(sum(first)), _units(sum(last)), duration_s)
+            self.model.observe(
+                _units(sum(sizes)), _units(sum(first)), _units(sum(last)), duration_s
+            )
         return end_s
 
     def _batch(self, now_s: float) -> list[LiveRequest]:
@@ -162,8 +185,10 @@ class _Simulation:
         if self.policy == "deadline":
             batch = choose_batch(now_s, live, self.model.costs, self.load.most)
         else:  # those that run go on, in the order in which they began; then the others by arrival
-            begun = {name: rank for rank, name in enumerate(self.running)}
-            live.sort(key=lambda request: (begun.get(request.request_id, len(begun)), request.order))
+            started = {name: rank for rank, name in enumerate(self.running)}
+            live.sort(
+                key=lambda request: (started.get(request.request_id, len(started)), request.order)
+            )
             batch = live[: self.load.most]
             self.running.update(dict.fromkeys(request.request_id for request in batch))
         return batch
@@ -171,11 +196,11 @@ class _Simulation:
     def _deliver(self, request: LiveRequest, end_s: float) -> None:
         number = int(request.request_id.split("-")[0])
         outcome, viewer = self.outcomes[number], self.load.viewers[number]
-        self.streams.end_turn(request.request_id, end_s)
+        self.streams.finish_request(request.request_id, end_s)
         self.running.pop(request.request_id, None)
         shown_s = end_s
         if viewer.period_s is not None:
-            outcome.misses += end_s > request.due_s + 1e-9
+            outcome.misses += end_s > request.deadline_s + 1e-9
             if outcome.first_s is None:
                 outcome.first_s = end_s - viewer.start_s
             else:
@@ -184,9 +209,11 @@ class _Simulation:
                 outcome.gaps_s.append(shown_s - outcome.last_s)
         outcome.last_s = shown_s
         outcome.delivered += 1
-        if outcome.asked < viewer.num_chunks:
+        if outcome.requested < viewer.num_chunks:
             # As doors do: one chunk in the engine, and one that is ready while another plays.
-            wait_s = 0.0 if viewer.period_s is None else shown_s - (_LEAD_CHUNKS - 1) * viewer.period_s
+            wait_s = (
+                0.0 if viewer.period_s is None else shown_s - (_LEAD_CHUNKS - 1) * viewer.period_s
+            )
             heapq.heappush(self.events, (max(end_s, wait_s), next(self.order), number))
 
     def _viewer(self, request: LiveRequest) -> Viewer:

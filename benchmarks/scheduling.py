@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scheduling: FIFO against deadline-first in virtual time, and the cost of a decision of the real scheduler.
+"""Scheduling: FIFO against deadline-first in virtual time, and the cost of a decision of the real
+scheduler.
 
     python benchmarks/scheduling.py            # both; no GPU needed
 
-Replay: the step costs are those measured on an H200 for causal Wan 2.1 1.3B, 480x832, 4 steps and a clean pass (399 ms
-a chunk of 12 frames: five steps 237 ms, decode 150 ms, encode and the rest 12 ms); arrivals are drawn from a seed. A
-stream is held if the 99th percentile of the gaps between its chunks is at most 1.5 times a chunk's playing time.
-Decision: the real `StreamBatchScheduler` over vLLM's own, on a pretended worker.
+Replay: the step costs are those measured on an H200 for causal Wan 2.1 1.3B, 480x832, 4 steps and a
+clean pass (399 ms a chunk of 12 frames: five steps 237 ms, decode 150 ms, encode and the rest 12
+ms); arrivals are drawn from a seed. A stream is held if the 99th percentile of the gaps between its
+chunks is at most 1.5 times a chunk's playing time. Decision: the real `StreamBatchScheduler` over
+vLLM's own, on a pretended worker.
 """
 
 import argparse
@@ -49,7 +51,8 @@ SCENARIOS = {
     "equal_streams": "streams of 16 frames a second, exact decoder",
     "tiny_decoder": "the same with the tiny decoder (150 ms become 6 ms)",
     "mixed_rates": "tiny decoder; every second stream plays 4 frames a second",
-    "background_jobs": "tiny decoder; beside the streams, 16 video jobs of 50 steps without deadlines, four at a time",
+    "background_jobs": "tiny decoder; beside the streams, 16 video jobs of 50 steps without "
+    "deadlines, four at a time",
     "hiccups": "tiny decoder; every ten seconds a step takes 300 ms longer",
     "refusing": "streams that cannot be held are refused",
     "shared_steps": "a model whose step takes 40 ms plus 3 ms a stream: batches pay",
@@ -89,9 +92,13 @@ def replay(kind: str, streams: int, seeds: int) -> dict[str, Any]:
             "refused": round((len(watched) - len(served)) / seeds, 2),
             "gap_chunks_p50": round(quantile(gaps, 0.5), 3),
             "gap_chunks_p99": round(quantile(gaps, 0.99), 3),
-            "first_chunk_s_p50": round(quantile([o.first_s for o in served if o.first_s is not None], 0.5), 3),
+            "first_chunk_s_p50": round(
+                quantile([o.first_s for o in served if o.first_s is not None], 0.5), 3
+            ),
             "deadline_misses": round(
-                sum(outcome.misses for outcome in served) / max(1, sum(outcome.delivered for outcome in served)), 4
+                sum(outcome.misses for outcome in served)
+                / max(1, sum(outcome.delivered for outcome in served)),
+                4,
             ),
         }
         jobs = [outcome for outcome in outcomes if outcome.viewer.period_s is None]
@@ -126,7 +133,9 @@ def make_scheduler(model: Path, omni: dict[str, Any]) -> Any:
 
 
 def decisions(model: Path, omni: dict[str, Any], streams: int, num_steps: int) -> dict[str, Any]:
-    """Time `schedule()`, the part of it that is ours, and `update_from_output()`; every stream queues two chunks."""
+    """Time `schedule()`, the part of it that is ours, and `update_from_output()`; every stream
+    queues two chunks.
+    """
     import torch
     from vllm.v1.request import Request
 
@@ -138,7 +147,7 @@ def decisions(model: Path, omni: dict[str, Any], streams: int, num_steps: int) -
     rng = random.Random(0)
     chunks = [0] * streams
 
-    def ask(number: int) -> None:
+    def send(number: int) -> None:
         params = DiffusionParams(
             session_id=f"s{number}",
             chunk_index=chunks[number],
@@ -149,13 +158,16 @@ def decisions(model: Path, omni: dict[str, Any], streams: int, num_steps: int) -
         chunks[number] += 1
         scheduler.add_request(
             Request(
-                request_id=name, prompt_token_ids=[0], sampling_params=None, pooling_params=params.to_pooling_params()
+                request_id=name,
+                prompt_token_ids=[0],
+                sampling_params=None,
+                pooling_params=params.to_pooling_params(),
             )
         )
 
     for number in range(streams):
-        ask(number)
-        ask(number)
+        send(number)
+        send(number)
     done: dict[str, int] = {}
     schedule_ms, schedule_cpu_ms, update_ms, ours_ms, ours_cpu_ms = [], [], [], [], []
     pick = scheduler._choose
@@ -177,19 +189,21 @@ def decisions(model: Path, omni: dict[str, Any], streams: int, num_steps: int) -
         names = list(output.num_scheduled_tokens)
         for name in names:
             done[name] = done.get(name, 0) + 1
-        progress = {name: ChunkProgress(done[name], STEPS, 99840) for name in names if done[name] < STEPS}
-        answer = StepOutput(
+        progress = {
+            name: ChunkProgress(done[name], STEPS, 99840) for name in names if done[name] < STEPS
+        }
+        response = StepOutput(
             req_ids=names,
             req_id_to_index={name: index for index, name in enumerate(names)},
             pooler_output=[None if name in progress else empty for name in names],
             progress=progress,
         )
         start = time.perf_counter()
-        scheduler.update_from_output(output, answer)
+        scheduler.update_from_output(output, response)
         update_ms.append((time.perf_counter() - start) * 1e3)
         for name in names:
             if name not in progress:
-                ask(int(name.split("-")[0]))
+                send(int(name.split("-")[0]))
     warm = num_steps // 10
     return {
         "omni": omni,
@@ -205,7 +219,9 @@ def decisions(model: Path, omni: dict[str, Any], streams: int, num_steps: int) -
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="FIFO against deadline-first, and the cost of a decision.")
+    parser = argparse.ArgumentParser(
+        description="FIFO against deadline-first, and the cost of a decision."
+    )
     parser.add_argument("--seeds", type=int, default=10, help="traces per point of a curve")
     parser.add_argument("--most-streams", type=int, default=6)
     parser.add_argument("--steps", type=int, default=5000, help="scheduler steps that are timed")
@@ -222,14 +238,22 @@ def main() -> None:
     curves: dict[str, Any] = {}
     for kind, what in SCENARIOS.items():
         counts = [4, 8, 16, 24, 32] if kind == "shared_steps" else range(1, args.most_streams + 1)
-        curves[kind] = {"what": what, "curve": [replay(kind, count, args.seeds) for count in counts]}
+        curves[kind] = {
+            "what": what,
+            "curve": [replay(kind, count, args.seeds) for count in counts],
+        }
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "null"
         get_family("null_world").make_tiny(model, 0, "original")
         timed = [
             decisions(model, {"scheduling": "fifo"}, args.live, args.steps),
             decisions(model, {"scheduling": "deadline"}, args.live, args.steps),
-            decisions(model, {"scheduling": "deadline", "max_requests_per_step": 16}, args.live, args.steps),
+            decisions(
+                model,
+                {"scheduling": "deadline", "max_requests_per_step": 16},
+                args.live,
+                args.steps,
+            ),
         ]
     save("scheduling", {"chunk_playing_time_s": CHUNK_S, "replay": curves, "decision": timed}, args)
 

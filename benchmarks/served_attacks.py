@@ -4,14 +4,16 @@
     vllm-omni make-tiny causal_wan tiny_causal_wan
     python benchmarks/served_attacks.py tiny_causal_wan
 
-`vllm serve --omni` as a user starts it. Neighbours ask for a chunk each at fixed moments, once in `--period-s`; a
-chunk's time runs from that moment until it is there, so a server that stands still counts for every chunk that it
-delays. First they are alone, then beside each attack of `realtime_attackers.py` in turn; `/health` is asked for all the
-time. `program` is no attack: it only computes, as attackers do besides. Added latency is a chunk's time less the median
-of those before the attacks: in the quiet time it is the noise of the machine and of the engine. Attackers take what
-processor time the others leave (`nice`): they would be other machines. With `--apart` the server has the first core to
-itself, and everything else the others, so that only what an attack costs the server is felt. `other_load` is how many
-cores other programs of the machine used meanwhile.
+`vllm serve --omni` as a user starts it. Neighbours ask for a chunk each at fixed moments, once in
+`--period-s`; a chunk's time runs from that moment until it is there, so a server that stands still
+counts for every chunk that it delays. First they are alone, then beside each attack of
+`realtime_attackers.py` in turn; `/health` is asked for all the time. `program` is no attack: it
+only computes, as attackers do besides. Added latency is a chunk's time less the median of those
+before the attacks: in the quiet time it is the noise of the machine and of the engine. Attackers
+take what processor time the others leave (`nice`): they would be other machines. With `--apart` the
+server has the first core to itself, and everything else the others, so that only what an attack
+costs the server is felt. `other_load` is how many cores other programs of the machine used
+meanwhile.
 """
 
 import argparse
@@ -58,38 +60,42 @@ class Neighbour:
         self._stopped = False
         self.session_id = ""
         self.chunks: list[tuple[float, float]] = []
-        self._due_s: float | None = None
+        self._deadline_s: float | None = None
 
     def felt(self) -> list[tuple[float, float]]:
         """`chunks`, and the one that is awaited with the time it has taken so far."""
         now_s = time.monotonic()
-        late = [] if self._due_s is None or self._due_s > now_s else [(self._due_s, now_s - self._due_s)]
+        late = (
+            []
+            if self._deadline_s is None or self._deadline_s > now_s
+            else [(self._deadline_s, now_s - self._deadline_s)]
+        )
         return [*self.chunks, *late]
 
     def stop(self) -> None:
         self._stopped = True
 
-    async def run(self, due_s: float, period_s: float) -> None:
-        """Begin a world now; from `due_s` on ask it for a chunk every `period_s`."""
+    async def run(self, deadline_s: float, period_s: float) -> None:
+        """Begin a world now; from `deadline_s` on ask it for a chunk every `period_s`."""
         async with connect(self._url, max_size=None, compression=None, proxy=None) as socket:
-            session = await self._ask(socket, self._init)
+            session = await self._send(socket, self._init)
             if session.get("code") == "missing_image":
-                session = await self._ask(socket, {**self._init, "first_frame": start_image()})
+                session = await self._send(socket, {**self._init, "first_frame": start_image()})
             assert session["type"] == "session", session
             self.session_id = session["session_id"]
             await self._chunk(socket)
             while not self._stopped:
-                self._due_s = due_s
-                await asyncio.sleep(due_s - time.monotonic())
+                self._deadline_s = deadline_s
+                await asyncio.sleep(deadline_s - time.monotonic())
                 await self._chunk(socket)
-                self._due_s = None
-                self.chunks.append((due_s, time.monotonic() - due_s))
-                due_s += period_s
+                self._deadline_s = None
+                self.chunks.append((deadline_s, time.monotonic() - deadline_s))
+                deadline_s += period_s
 
-    async def _ask(self, socket: ClientConnection, init: dict[str, Any]) -> dict[str, Any]:
+    async def _send(self, socket: ClientConnection, init: dict[str, Any]) -> dict[str, Any]:
         await socket.send(_pack(init))
-        answer: dict[str, Any] = msgspec.msgpack.decode(await socket.recv())  # type: ignore[arg-type]
-        return answer
+        response: dict[str, Any] = msgspec.msgpack.decode(await socket.recv())  # type: ignore[arg-type]
+        return response
 
     async def _chunk(self, socket: ClientConnection) -> None:
         await socket.send(_pack({"type": "credit", "chunks": 1}))
@@ -103,18 +109,18 @@ class Health:
 
     def __init__(self, port: int) -> None:
         self._port = port
-        self.answers: list[tuple[float, float]] = []
+        self.responses: list[tuple[float, float]] = []
         self.stopped = False
 
     def run(self) -> None:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)
         while not self.stopped:
-            asked_s = time.monotonic()
+            requested_s = time.monotonic()
             connection.request("GET", "/health")
-            answer = connection.getresponse()
-            answer.read()
-            assert answer.status == 200, answer.status
-            self.answers.append((asked_s, time.monotonic() - asked_s))
+            response = connection.getresponse()
+            response.read()
+            assert response.status == 200, response.status
+            self.responses.append((requested_s, time.monotonic() - requested_s))
             time.sleep(_HEALTH_EVERY_S)
         connection.close()
 
@@ -138,7 +144,12 @@ class OtherLoad:
 
 
 def attackers(kind: str, port: int, sockets: int, session_id: str) -> subprocess.Popen[str]:
-    options = {"kind": kind, "port": port, "sockets": sockets, "path": f"/v1/sessions/{session_id}/snapshot"}
+    options = {
+        "kind": kind,
+        "port": port,
+        "sockets": sockets,
+        "path": f"/v1/sessions/{session_id}/snapshot",
+    }
     command = [sys.executable, str(_HERE / "realtime_attackers.py"), json.dumps(options)]
     return subprocess.Popen(["nice", "-n", "19", *command], stdout=subprocess.PIPE, text=True)
 
@@ -158,8 +169,8 @@ class Neighbourhood:
         first_s = time.monotonic() + args.warm_up_s
         async with asyncio.TaskGroup() as group:
             for number, neighbour in enumerate(self._neighbours):
-                due_s = first_s + number * args.period_s / args.sessions
-                group.create_task(neighbour.run(due_s, args.period_s))
+                deadline_s = first_s + number * args.period_s / args.sessions
+                group.create_task(neighbour.run(deadline_s, args.period_s))
             await asyncio.sleep(args.warm_up_s + args.period_s)
             group.create_task(asyncio.to_thread(self._health.run))
             try:
@@ -176,14 +187,18 @@ class Neighbourhood:
     async def _row(self, kind: str) -> dict[str, Any]:
         with contextlib.ExitStack() as stack:
             if kind != QUIET:
-                attack = attackers(kind, self._port, self._args.attackers, self._neighbours[0].session_id)
+                attack = attackers(
+                    kind, self._port, self._args.attackers, self._neighbours[0].session_id
+                )
                 stack.callback(attack.kill)
                 assert attack.stdout is not None
                 assert await asyncio.to_thread(attack.stdout.readline) == "open\n"
-            begin_s, load = time.monotonic(), OtherLoad()
+            start_s, load = time.monotonic(), OtherLoad()
             await asyncio.sleep(self._args.seconds)
             other_load = load.cores()
-        chunks_ms = [ms for neighbour in self._neighbours for ms in since(begin_s, neighbour.felt())]
+        chunks_ms = [
+            ms for neighbour in self._neighbours for ms in since(start_s, neighbour.felt())
+        ]
         if kind == QUIET:
             self._usual_ms = statistics.median(chunks_ms)
         return {
@@ -191,28 +206,42 @@ class Neighbourhood:
             "chunks": len(chunks_ms),
             "usual_chunk_ms": round(self._usual_ms, 1),
             "added_latency_ms": quantiles([ms - self._usual_ms for ms in chunks_ms]),
-            "health_ms": quantiles(since(begin_s, self._health.answers)),
+            "health_ms": quantiles(since(start_s, self._health.responses)),
             "other_load": other_load,
         }
 
 
-def since(begin_s: float, noted: list[tuple[float, float]]) -> list[float]:
-    """Milliseconds of all that began at `begin_s` or later; before that the attackers were getting ready."""
-    return [spent_s * 1e3 for at_s, spent_s in noted if at_s >= begin_s]
+def since(start_s: float, noted: list[tuple[float, float]]) -> list[float]:
+    """Milliseconds of all that began at `start_s` or later; before that the attackers were
+    getting ready.
+    """
+    return [spent_s * 1e3 for at_s, spent_s in noted if at_s >= start_s]
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path)
     parser.add_argument("--attack", choices=ATTACKS, nargs="+", default=ATTACKS)
     parser.add_argument("--sessions", type=int, default=8)
-    parser.add_argument("--attackers", type=int, default=8, help="sockets of an attack (default: 8)")
-    parser.add_argument("--period-s", type=float, default=2.0, help="of a neighbour's chunks (default: 2)")
+    parser.add_argument(
+        "--attackers", type=int, default=8, help="sockets of an attack (default: 8)"
+    )
+    parser.add_argument(
+        "--period-s", type=float, default=2.0, help="of a neighbour's chunks (default: 2)"
+    )
     parser.add_argument("--width", type=int, default=96)
     parser.add_argument("--height", type=int, default=64)
-    parser.add_argument("--seconds", type=float, default=30.0, help="of each attack, and before them (default: 30)")
+    parser.add_argument(
+        "--seconds", type=float, default=30.0, help="of each attack, and before them (default: 30)"
+    )
     parser.add_argument("--warm-up-s", type=float, default=10.0)
-    parser.add_argument("--apart", action="store_true", help="the server on the first core, everything else on others")
+    parser.add_argument(
+        "--apart",
+        action="store_true",
+        help="the server on the first core, everything else on others",
+    )
     add_output_arguments(parser)
     return parser
 
@@ -231,7 +260,9 @@ def main() -> None:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = str(first)
     with tempfile.TemporaryDirectory() as folder:
         port, log = demo.free_port(0), Path(folder) / "server.log"
-        with demo.server(args.model, port, args.height, args.width, log, extra=["--enforce-eager"]) as process:
+        with demo.server(
+            args.model, port, args.height, args.width, log, extra=["--enforce-eager"]
+        ) as process:
             demo.wait_until_healthy(process, 300, Console(stderr=True))
             if args.apart:
                 os.sched_setaffinity(0, others)

@@ -1,23 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cost of saving a session to a file and of restoring it, against copying its bytes.
 
-    python benchmarks/session_snapshot.py                       # the tiny LingBot World on this machine
+    # the tiny LingBot World on this machine
+    python benchmarks/session_snapshot.py
     python benchmarks/session_snapshot.py --height 480 --width 832   # the same with more bytes
-    python benchmarks/session_snapshot.py --full-size           # the released architecture, random weights (one GPU)
+    # the released architecture, random weights (one GPU)
+    python benchmarks/session_snapshot.py --full-size
 
-Saving and restoring go through the real engine (`collective_rpc`). Beside each, in the worker as well, copies of the
-same bytes from and to the same device and folder, without names, header and checks:
+Saving and restoring go through the real engine (`collective_rpc`). Beside each, in the worker as
+well, copies of the same bytes from and to the same device and folder, without names, header and
+checks:
 
-- plain (`ratio`): every tensor from its device to the host and into a new file, one after the other, and from that file
-  into fresh buffers on the device, one after the other;
-- one buffer (`one_buffer_ratio`): as many bytes that lie in one piece of host memory already, in one call to a new file
-  and from there into one fresh buffer: the least that a file costs. Not part of a full-size run;
-- memory (`memory_ratio`): every tensor into fresh host memory and back, without a file. Not part of a full-size run.
+- plain (`ratio`): every tensor from its device to the host and into a new file, one after the
+  other, and from that file into fresh buffers on the device, one after the other;
+- one buffer (`one_buffer_ratio`): as many bytes that lie in one piece of host memory already, in
+  one call to a new file and from there into one fresh buffer: the least that a file costs. Not part
+  of a full-size run;
+- memory (`memory_ratio`): every tensor into fresh host memory and back, without a file. Not part of
+  a full-size run.
 
-A ratio is the whole snapshot's time without transport, the front end's share included, over the copy's; a median of
-pairs taken in turn. The file lies in a RAM disk if there is one (`--folder`), because the cost of a disk is not ours.
-Measurements are reported on stderr and saved in the result file (`complete`: false) when an operation ends, at most
-once a second, so that a run that is cut off leaves its numbers.
+A ratio is the whole snapshot's time without transport, the front end's share included, over the
+copy's; a median of pairs taken in turn. The file lies in a RAM disk if there is one (`--folder`),
+because the cost of a disk is not ours. Measurements are reported on stderr and saved in the result
+file (`complete`: false) when an operation ends, at most once a second, so that a run that is cut
+off leaves its numbers.
 """
 
 import argparse
@@ -36,7 +42,8 @@ from typing import Any
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # `copy_session` below is sent to the worker
+# `copy_session` below is sent to the worker
+os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import add_output_arguments, run_request, running_engine, save
@@ -50,8 +57,9 @@ _QUIET_S = 1.0
 def copy_session(worker: Any, session_id: str, path: str, what: str) -> float:
     """In the worker: ms to copy a session's tensors one way.
 
-    what: `to_file` and `from_file` (which removes it); `one_to_file` and `one_from_file`, the same in one piece of
-    memory; `out` to fresh host memory; `back` from there into fresh memory of the device.
+    what: `to_file` and `from_file` (which removes it); `one_to_file` and `one_from_file`, the same
+    in one piece of memory; `out` to fresh host memory; `back` from there into fresh memory of the
+    device.
     """
     import torch
 
@@ -100,7 +108,9 @@ def copy_session(worker: Any, session_id: str, path: str, what: str) -> float:
 
     prepared: list[Any] = []
     if what == "one_to_file":
-        prepared = [torch.cat([t.cpu().contiguous().view(-1).view(torch.uint8) for t in tensors]).numpy()]
+        prepared = [
+            torch.cat([t.cpu().contiguous().view(-1).view(torch.uint8) for t in tensors]).numpy()
+        ]
     elif what == "back":
         prepared = [out()]
     work: Any = {
@@ -130,19 +140,23 @@ def copy_session(worker: Any, session_id: str, path: str, what: str) -> float:
 def timed_call(worker: Any, method: str, args: tuple[Any, ...]) -> list[Any]:
     """In the worker: one RPC and its milliseconds."""
     start = time.perf_counter()
-    answer = getattr(worker, method)(*args)
-    return [(time.perf_counter() - start) * 1e3, answer]
+    response = getattr(worker, method)(*args)
+    return [(time.perf_counter() - start) * 1e3, response]
 
 
-COPIES = {"plain": ("to_file", "from_file"), "one_buffer": ("one_to_file", "one_from_file"), "memory": ("out", "back")}
+COPIES = {
+    "plain": ("to_file", "from_file"),
+    "one_buffer": ("one_to_file", "one_from_file"),
+    "memory": ("out", "back"),
+}
 RATIO_NAMES = {"plain": "ratio", "one_buffer": "one_buffer_ratio", "memory": "memory_ratio"}
 
 
 class Progress:
     """Measurements so far, saved after every operation. samples: ms of each, by name."""
 
-    def __init__(self, args: argparse.Namespace, facts: dict[str, Any], name: str) -> None:
-        self.args, self.facts, self.name = args, facts, name
+    def __init__(self, args: argparse.Namespace, info: dict[str, Any], name: str) -> None:
+        self.args, self.info, self.name = args, info, name
         self.samples: dict[str, list[float]] = {}
         self.warm_up: dict[str, list[float]] = {}
         self._start = self._noted = time.perf_counter()
@@ -159,16 +173,19 @@ class Progress:
             (self.warm_up if warm_up else self.samples).setdefault(name, []).append(value)
         if time.perf_counter() - self._noted < _QUIET_S:
             return  # small sessions: writing would disturb the measurement
-        self.say(", ".join(f"{name} {value:.1f} ms" for name, value in values.items()) + " (warm-up)" * warm_up)
+        self.say(
+            ", ".join(f"{name} {value:.1f} ms" for name, value in values.items())
+            + " (warm-up)" * warm_up
+        )
         save_quietly(self.name, {"result": self.result(complete=False)}, self.args)
         self._noted = time.perf_counter()
 
     def result(self, *, complete: bool) -> dict[str, Any]:
         samples = self.samples or self.warm_up
         median = {name: statistics.median(values) for name, values in samples.items()}
-        nbytes = self.facts.get("file_bytes", 0)
+        nbytes = self.info.get("file_bytes", 0)
         return {
-            **self.facts,
+            **self.info,
             "complete": complete,
             "only_warm_up": not self.samples,
             "repeats": max((len(values) for values in self.samples.values()), default=0),
@@ -184,8 +201,12 @@ class Progress:
                 if f"copy_{names[0]}" in samples
             },
             "target_ratio": TARGET_RATIO,
-            "samples_ms": {name: [round(value, 3) for value in values] for name, values in self.samples.items()},
-            "warm_up_ms": {name: [round(value, 3) for value in values] for name, values in self.warm_up.items()},
+            "samples_ms": {
+                name: [round(value, 3) for value in values] for name, values in self.samples.items()
+            },
+            "warm_up_ms": {
+                name: [round(value, 3) for value in values] for name, values in self.warm_up.items()
+            },
         }
 
 
@@ -198,8 +219,13 @@ def ratios(samples: dict[str, list[float]], to: str, back: str) -> dict[str, flo
     """Medians over pairs of our time over a copy's: saving, restoring, both together."""
     saved, restored = samples.get("save", []), samples.get("restore", [])
     out, into = samples.get(f"copy_{to}", []), samples.get(f"copy_{back}", [])
-    pairs = {"save": list(zip(saved, out, strict=False)), "restore": list(zip(restored, into, strict=False))}
-    pairs["both"] = [(a + b, c + d) for (a, c), (b, d) in zip(pairs["save"], pairs["restore"], strict=False)]
+    pairs = {
+        "save": list(zip(saved, out, strict=False)),
+        "restore": list(zip(restored, into, strict=False)),
+    }
+    pairs["both"] = [
+        (a + b, c + d) for (a, c), (b, d) in zip(pairs["save"], pairs["restore"], strict=False)
+    ]
     return {
         name: round(statistics.median(ours / plain for ours, plain in values), 3)
         for name, values in pairs.items()
@@ -222,15 +248,18 @@ async def run(model: Path, folder: Path, name: str, args: argparse.Namespace) ->
     omni["model"] = json.loads(args.model_options)
     engine_args: dict[str, Any] = {"enforce_eager": True}
     if args.full_size:
-        engine_args |= {"load_format": "dummy", "gpu_memory_utilization": args.gpu_memory_utilization}
+        engine_args |= {
+            "load_format": "dummy",
+            "gpu_memory_utilization": args.gpu_memory_utilization,
+        }
     image = torch.full((args.height, args.width, 3), 128, dtype=torch.uint8)
-    facts: dict[str, Any] = {
+    info: dict[str, Any] = {
         "size": [args.height, args.width],
         "chunks": args.chunks,
         "layers": args.layers if args.full_size else None,
         "on_ram_disk": folder.is_relative_to(RAM_DISK),
     }
-    progress = Progress(args, facts, name)
+    progress = Progress(args, info, name)
     progress.say("starting the engine")
     async with running_engine(model, omni, **engine_args) as engine:
         progress.say("the engine is up")
@@ -244,20 +273,26 @@ async def run(model: Path, folder: Path, name: str, args: argparse.Namespace) ->
                 width=args.width,
                 actions=[["w"], ["w", "j"], []],
             )
-            await run_request(engine, params, {"image": image} if index == 0 else None, f"walk-{index}")
+            await run_request(
+                engine, params, {"image": image} if index == 0 else None, f"walk-{index}"
+            )
             progress.say(f"chunk {index} is done")
 
         async def without_transport(exchange: Any) -> tuple[float, float]:
-            """(ms of the front end and inside the worker, ms for the caller, transport included)."""
+            """(ms of the front end and inside the worker, ms for the caller, transport
+            included).
+            """
             inside = waited = 0.0
 
             async def rpc(call: Any) -> list[Any]:
                 nonlocal inside, waited
-                asked = time.perf_counter()
-                ((ms, answer),) = await engine.collective_rpc(timed_call, args=(call.method, call.args))
-                waited += (time.perf_counter() - asked) * 1e3
+                requested = time.perf_counter()
+                ((ms, response),) = await engine.collective_rpc(
+                    timed_call, args=(call.method, call.args)
+                )
+                waited += (time.perf_counter() - requested) * 1e3
                 inside += ms
-                return [answer]
+                return [response]
 
             start = time.perf_counter()
             await run_exchange_async(exchange, rpc)
@@ -265,12 +300,14 @@ async def run(model: Path, folder: Path, name: str, args: argparse.Namespace) ->
             return total - waited + inside, total
 
         async def copied(what: str) -> dict[str, float]:
-            (ms,) = await engine.collective_rpc(copy_session, args=("walk", str(folder / "copy"), what))
+            (ms,) = await engine.collective_rpc(
+                copy_session, args=("walk", str(folder / "copy"), what)
+            )
             return {f"copy_{what}": ms}
 
         async def saved() -> dict[str, float]:
             inside, total = await without_transport(save_exchange("walk", path, package_version()))
-            facts["file_bytes"] = path.stat().st_size
+            info["file_bytes"] = path.stat().st_size
             return {"save": inside, "save_call": total}
 
         async def restored() -> dict[str, float]:
@@ -279,17 +316,21 @@ async def run(model: Path, folder: Path, name: str, args: argparse.Namespace) ->
             return {"restore": inside, "restore_call": total}
 
         (stats,) = await engine.collective_rpc("session_stats")
-        facts["session_bytes"] = stats["bytes"]
-        answer = (await engine.collective_rpc("describe_session", args=("walk",)))[0]
-        if "error" in answer:
-            raise RuntimeError(f"the session cannot be saved: {answer['error']}")
+        info["session_bytes"] = stats["bytes"]
+        reply = (await engine.collective_rpc("describe_session", args=("walk",)))[0]
+        if "error" in reply:
+            raise RuntimeError(f"the session cannot be saved: {reply['error']}")
         path = folder / "walk.safetensors"
         round_s = 0.0
         for number in range(-args.warm_up, args.repeats):
-            if number > -args.warm_up and args.time_limit_s and progress.elapsed_s + round_s > args.time_limit_s:
+            if (
+                number > -args.warm_up
+                and args.time_limit_s
+                and progress.elapsed_s + round_s > args.time_limit_s
+            ):
                 progress.say("no time for another round")
                 break
-            began = progress.elapsed_s
+            started = progress.elapsed_s
             for copy in args.copies:
                 for what in COPIES[copy] if args.restore else COPIES[copy][:1]:
                     progress.note(await copied(what), warm_up=number < 0)
@@ -297,30 +338,48 @@ async def run(model: Path, folder: Path, name: str, args: argparse.Namespace) ->
             if args.restore:
                 progress.note(await restored(), warm_up=number < 0)
             path.unlink()
-            round_s = progress.elapsed_s - began
+            round_s = progress.elapsed_s - started
         progress.say("stopping the engine")
     return progress.result(complete=True)
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--full-size", action="store_true", help="the released architecture with random weights")
+    parser.add_argument(
+        "--full-size", action="store_true", help="the released architecture with random weights"
+    )
     parser.add_argument("--layers", type=int, default=40, help="of the full-size model")
     parser.add_argument("--height", type=int, help="pixels (default: 64, full size 480)")
     parser.add_argument("--width", type=int, help="pixels (default: 96, full size 832)")
-    parser.add_argument("--chunks", type=int, default=7, help="chunks before the snapshot; 7 fill the default window")
+    parser.add_argument(
+        "--chunks",
+        type=int,
+        default=7,
+        help="chunks before the snapshot; 7 fill the default window",
+    )
     parser.add_argument("--repeats", type=int, help="rounds (default: 21, full size 2)")
     parser.add_argument("--warm-up", type=int, help="rounds before them (default: 3, full size 1)")
     parser.add_argument(
-        "--copies", nargs="+", choices=list(COPIES), help="what to compare with (default: all, full size plain)"
+        "--copies",
+        nargs="+",
+        choices=list(COPIES),
+        help="what to compare with (default: all, full size plain)",
     )
-    parser.add_argument("--time-limit-s", type=float, help="begin no round that would end later, from the start on")
-    parser.add_argument("--no-restore", dest="restore", action="store_false", help="a second session does not fit")
     parser.add_argument(
-        "--folder", type=Path, help="where the file lies (default: a RAM disk, else the temporary folder)"
+        "--time-limit-s", type=float, help="begin no round that would end later, from the start on"
+    )
+    parser.add_argument(
+        "--no-restore", dest="restore", action="store_false", help="a second session does not fit"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="where the file lies (default: a RAM disk, else the temporary folder)",
     )
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.95)
-    parser.add_argument("--model-options", default="{}", help="JSON, as under additional_config omni.model")
+    parser.add_argument(
+        "--model-options", default="{}", help="JSON, as under additional_config omni.model"
+    )
     parser.add_argument("--name", help="name of the result file")
     add_output_arguments(parser)
     return parser
@@ -337,7 +396,10 @@ def main() -> None:
     args.copies = args.copies or (["plain"] if args.full_size else list(COPIES))
     name = args.name or ("session_snapshot_full_size" if args.full_size else "session_snapshot")
     base = args.folder or (RAM_DISK if os.access(RAM_DISK, os.W_OK) else None)
-    with tempfile.TemporaryDirectory() as checkpoint, tempfile.TemporaryDirectory(dir=base) as folder:
+    with (
+        tempfile.TemporaryDirectory() as checkpoint,
+        tempfile.TemporaryDirectory(dir=base) as folder,
+    ):
         model = Path(checkpoint) / "world"
         if args.full_size:
             write_checkpoint(model, "fast", args.layers)
@@ -346,7 +408,8 @@ def main() -> None:
         result = asyncio.run(run(model, Path(folder), name, args))
     save(name, {"result": result}, args)
     print(
-        f"\n{result['file_bytes']} bytes; save {result['ms']['save']} ms, ratios {result.get('ratio')} (target <= 1.2)"
+        f"\n{result['file_bytes']} bytes; save {result['ms']['save']} ms, ratios "
+        f"{result.get('ratio')} (target <= 1.2)"
     )
 
 

@@ -3,10 +3,11 @@
 
     python benchmarks/soak.py --hours 2
 
-`vllm serve --omni` with a tiny causal Wan. Visitors open a live stream, steer it, take a chunk a second and leave, half
-of them by cutting the connection in the middle of a chunk; `/metrics` is read as a monitor would. The resident memory
-of every process of the server is noted twice a minute. `slope_mb_per_h` is the median of the slopes between all pairs
-of notes (Theil and Sen) after the first quarter, so that neither the start nor a single jump decides.
+`vllm serve --omni` with a tiny causal Wan. Visitors open a live stream, steer it, take a chunk a
+second and leave, half of them by cutting the connection in the middle of a chunk; `/metrics` is
+read as a monitor would. The resident memory of every process of the server is noted twice a minute.
+`slope_mb_per_h` is the median of the slopes between all pairs of notes (Theil and Sen) after the
+first quarter, so that neither the start nor a single jump decides.
 """
 
 import argparse
@@ -38,7 +39,7 @@ SETTLES_IN = 0.25
 """Of the time: caches and heaps fill."""
 
 
-class Visitors:
+class Viewers:
     """So many at once, each followed by another, until `end_s`."""
 
     def __init__(self, port: int, at_once: int, end_s: float, seed: int) -> None:
@@ -53,14 +54,18 @@ class Visitors:
     async def _one_after_the_other(self) -> None:
         while time.monotonic() < self._end_s:
             try:
-                await self._visit(num_chunks=self._random.randint(2, 20), cut=self._random.random() < 0.5)
+                await self._visit(
+                    num_chunks=self._random.randint(2, 20), cut=self._random.random() < 0.5
+                )
             except Exception as error:  # boundary: whatever a visitor meets is counted and reported
                 self.errors.append(repr(error))
                 await asyncio.sleep(1.0)
 
     async def _visit(self, num_chunks: int, cut: bool) -> None:
         pack = msgspec.msgpack.encode
-        async with connect(f"ws://127.0.0.1:{self._port}{GENERATE_PATH}", max_size=None, proxy=None) as socket:
+        async with connect(
+            f"ws://127.0.0.1:{self._port}{GENERATE_PATH}", max_size=None, proxy=None
+        ) as socket:
             prompt = f"visit {self._random.randrange(NUM_PROMPTS)}"
             init = {"type": "init", "prompt": prompt, "size": f"{WIDTH}x{HEIGHT}"}
             await socket.send(pack({**init, "extensions": ["credit", "receipts"]}))
@@ -72,7 +77,12 @@ class Visitors:
                     self.num_cut += 1
                     break
                 await self._chunk(socket)
-                event = {"type": "event", "kind": "prompt", "payload": f"turn {number}", "event_id": number}
+                event = {
+                    "type": "event",
+                    "kind": "prompt",
+                    "payload": f"turn {number}",
+                    "event_id": number,
+                }
                 await socket.send(pack(event))
                 await asyncio.sleep(1.0)
         self.num_visits += 1
@@ -101,29 +111,36 @@ class Memory:
         while True:
             for process in (self._root, *self._root.children(recursive=True)):
                 try:
-                    name, rss_mb = f"{process.name()} {process.pid}", process.memory_info().rss / 1e6
+                    name, rss_mb = (
+                        f"{process.name()} {process.pid}",
+                        process.memory_info().rss / 1e6,
+                    )
                 except psutil.NoSuchProcess:
                     continue
-                self.notes.setdefault(name, []).append((time.monotonic() - started_s, round(rss_mb, 2)))
+                self.notes.setdefault(name, []).append(
+                    (time.monotonic() - started_s, round(rss_mb, 2))
+                )
             await asyncio.to_thread(self._read_metrics)
             await asyncio.sleep(NOTE_EVERY_S)
 
     def _read_metrics(self) -> None:
-        with open_loopback(f"http://127.0.0.1:{self._port}/metrics", timeout_s=30) as answer:
-            answer.read()
+        with open_loopback(f"http://127.0.0.1:{self._port}/metrics", timeout_s=30) as response:
+            response.read()
 
 
 def slope_mb_per_h(notes: list[tuple[float, float]]) -> float:
     """Median slope between all pairs of `(seconds, MB)`."""
-    slopes = [(b_mb - a_mb) / (b_s - a_s) for (a_s, a_mb), (b_s, b_mb) in itertools.combinations(notes, 2)]
+    slopes = [
+        (b_mb - a_mb) / (b_s - a_s) for (a_s, a_mb), (b_s, b_mb) in itertools.combinations(notes, 2)
+    ]
     return statistics.median(slopes) * 3600
 
 
 async def soak(pid: int, port: int, args: argparse.Namespace) -> dict[str, Any]:
-    visitors = Visitors(port, args.visitors, time.monotonic() + args.hours * 3600, args.seed)
+    viewers = Viewers(port, args.visitors, time.monotonic() + args.hours * 3600, args.seed)
     memory = Memory(pid, port)
     noting = asyncio.create_task(memory.run())
-    await visitors.run()
+    await viewers.run()
     noting.cancel()
     rows = []
     for name, notes in memory.notes.items():
@@ -131,21 +148,27 @@ async def soak(pid: int, port: int, args: argparse.Namespace) -> dict[str, Any]:
         if len(settled) > 2:
             mb = [note_mb for _, note_mb in settled]
             slope = round(slope_mb_per_h(settled), 2)
-            rows.append({"process": name, "slope_mb_per_h": slope, "first_mb": mb[0], "last_mb": mb[-1]})
+            rows.append(
+                {"process": name, "slope_mb_per_h": slope, "first_mb": mb[0], "last_mb": mb[-1]}
+            )
     return {
         "hours": args.hours,
-        "visits": visitors.num_visits,
-        "cut": visitors.num_cut,
-        "chunks": visitors.num_chunks,
-        "errors": len(visitors.errors),
-        "first_errors": visitors.errors[:3],
+        "visits": viewers.num_visits,
+        "cut": viewers.num_cut,
+        "chunks": viewers.num_chunks,
+        "errors": len(viewers.errors),
+        "first_errors": viewers.errors[:3],
         "processes": rows,
-        "notes_mb": {name: [note_mb for _, note_mb in notes[::20]] for name, notes in memory.notes.items()},
+        "notes_mb": {
+            name: [note_mb for _, note_mb in notes[::20]] for name, notes in memory.notes.items()
+        },
     }
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hours", type=float, default=2.0)
     parser.add_argument("--visitors", type=int, default=4, help="at once (default: 4)")
     parser.add_argument("--seed", type=int, default=0)
@@ -157,14 +180,16 @@ def main() -> None:
     from rich.console import Console
 
     from vllm_omni.entrypoints.cli import demo
-    from vllm_omni.entrypoints.cli.make_tiny import write_tiny
+    from vllm_omni.entrypoints.cli.checkpoints.make_tiny import write_tiny
 
     args = make_parser().parse_args()
     with tempfile.TemporaryDirectory() as name:
         model = Path(name) / "model"
         write_tiny("causal_wan", model)
         port = demo.free_port(0)
-        with demo.server(model, port, HEIGHT, WIDTH, Path(name) / "server.log", extra=["--enforce-eager"]) as process:
+        with demo.server(
+            model, port, HEIGHT, WIDTH, Path(name) / "server.log", extra=["--enforce-eager"]
+        ) as process:
             demo.wait_until_healthy(process, 300, Console(stderr=True))
             row = asyncio.run(soak(process.popen.pid, port, args))
     save("soak", {"rows": [row]}, args)

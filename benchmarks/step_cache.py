@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Step caching: time gained and likeness lost, at several thresholds, through the real engine.
 
-    python benchmarks/step_cache.py path/to/Lance_3B --prompt "a lighthouse above the sea" --steps 30
-    python benchmarks/step_cache.py path/to/Wan2.2-T2V-A14B-Diffusers --frames 81 --thresholds 1.5 2 3
-    python benchmarks/step_cache.py path/to/Qwen-Image --option first_block_cache --thresholds 0.05 0.1 0.2
-    python benchmarks/step_cache.py --random lance --quantization fp8_per_channel  # or ti2v-5b: full size, its time
+    python benchmarks/step_cache.py path/to/Lance_3B --prompt "a lighthouse above the sea" --steps
+    30 python benchmarks/step_cache.py path/to/Wan2.2-T2V-A14B-Diffusers --frames 81 --thresholds
+    1.5 2 3 python benchmarks/step_cache.py path/to/Qwen-Image --option first_block_cache
+    --thresholds 0.05 0.1 0.2 python benchmarks/step_cache.py --random lance --quantization
+    fp8_per_channel  # or ti2v-5b: full size, its time
     python benchmarks/step_cache.py --tiny lance               # or wan2_2: try it without a GPU
 
-Of each threshold, against the same request with every step: the share of steps (of forwards, for a pipeline of
-diffusers) that were computed, seconds, the relative L2 error of the latents, and the PSNR of the pictures or frames.
-Weights decide how much is lost: of random ones only the time and the mechanism can be seen.
+Of each threshold, against the same request with every step: the share of steps (of forwards, for a
+pipeline of diffusers) that were computed, seconds, the relative L2 error of the latents, and the
+PSNR of the pictures or frames. Weights decide how much is lost: of random ones only the time and
+the mechanism can be seen.
 """
 
 import argparse
@@ -30,15 +32,28 @@ os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 sys.path.insert(0, str(Path(__file__).parent))
 import lance
 import wan2_2
-from common import add_output_arguments, add_serving_arguments, precision_of, run_request, running_engine, save
+from common import (
+    add_output_arguments,
+    add_serving_arguments,
+    precision_of,
+    run_request,
+    running_engine,
+    save,
+)
 
-TINY = {"lance": ("lance", "image"), "wan2_2": ("wan2_2", "ti2v"), "qwen_image": ("diffusers_pipeline", "qwen_image")}
+TINY = {
+    "lance": ("lance", "image"),
+    "wan2_2": ("wan2_2", "ti2v"),
+    "qwen_image": ("diffusers_pipeline", "qwen_image"),
+}
 """Name -> family and layout of `make-tiny`."""
 RANDOM = ("lance", *wan2_2.TRANSFORMERS)
 
 
 def random_model(name: str, folder: Path) -> Path:
-    """A directory of a released architecture without weights (they come from --load-format dummy)."""
+    """A directory of a released architecture without weights (they come from --load-format
+    dummy).
+    """
     if name == "lance":
         return lance.write_checkpoint(folder, "image", layers=36)
     model = folder / "model"
@@ -78,18 +93,22 @@ async def measure(model: Path, args: argparse.Namespace) -> list[dict[str, Any]]
 
         await make(None, "rgb")  # whatever a first request compiles
         _, exact, _ = await make(None, "latents")
-        _, pictures, seconds = await make(None, "rgb")
+        _, images, seconds = await make(None, "rgb")
         rows = [{"threshold": None, "computed_share": 1.0, "seconds": round(seconds, 4)}]
         for threshold in args.thresholds:
             _, latents, _ = await make(threshold, "latents")
             meta, frames, seconds = await make(threshold, "rgb")
-            squared = float((frames - pictures).square().mean())
+            squared = float((frames - images).square().mean())
             rows.append(
                 {
                     **meta[args.option],
                     "seconds": round(seconds, 4),
-                    "latents_relative_error": round(float((latents - exact).norm() / exact.norm()), 5),
-                    "psnr_db": None if squared == 0 else round(10 * math.log10(255**2 / squared), 2),
+                    "latents_relative_error": round(
+                        float((latents - exact).norm() / exact.norm()), 5
+                    ),
+                    "psnr_db": None
+                    if squared == 0
+                    else round(10 * math.log10(255**2 / squared), 2),
                 }
             )
             print(json.dumps(rows[-1]), flush=True)
@@ -98,22 +117,30 @@ async def measure(model: Path, args: argparse.Namespace) -> list[dict[str, Any]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", nargs="?", type=Path, help="directory of Lance, Wan 2.2 or a pipeline of diffusers")
-    parser.add_argument("--random", choices=RANDOM, help="a model of full size with random weights instead")
+    parser.add_argument(
+        "model", nargs="?", type=Path, help="directory of Lance, Wan 2.2 or a pipeline of diffusers"
+    )
+    parser.add_argument(
+        "--random", choices=RANDOM, help="a model of full size with random weights instead"
+    )
     parser.add_argument("--tiny", choices=TINY, help="a tiny model instead")
     parser.add_argument("--prompt", default="a lighthouse above the sea")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--height", type=int, default=1024)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--frames", type=int, help="of a video")
-    parser.add_argument("--option", choices=("step_cache", "first_block_cache"), default="step_cache")
+    parser.add_argument(
+        "--option", choices=("step_cache", "first_block_cache"), default="step_cache"
+    )
     parser.add_argument("--thresholds", type=float, nargs="+", default=[1.5, 2.0, 3.0, 4.0])
     add_serving_arguments(parser)
     parser.add_argument("--name", default="step_cache", help="name of the result file")
     add_output_arguments(parser)
     args = parser.parse_args()
     if [args.model, args.random, args.tiny].count(None) != 2:
-        parser.error("name one of: a model's directory, --random and --tiny with one of their models")
+        parser.error(
+            "name one of: a model's directory, --random and --tiny with one of their models"
+        )
     with tempfile.TemporaryDirectory() as folder:
         model = args.model
         if args.random is not None:
@@ -127,7 +154,13 @@ def main() -> None:
             get_family(family).make_tiny(model, 0, layout)
         rows = asyncio.run(measure(model, args))
     size = [args.height, args.width]
-    result = {"option": args.option, "steps": args.steps, "size": size, **precision_of(args), "rows": rows}
+    result = {
+        "option": args.option,
+        "steps": args.steps,
+        "size": size,
+        **precision_of(args),
+        "rows": rows,
+    }
     save(args.name, {"result": result}, args)
 
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What benchmarks/engine_overhead.py compares with: stock vLLM's own steps, and a plain copy between two processes."""
+"""What benchmarks/engine_overhead.py compares with: stock vLLM's own steps, and a plain copy
+between two processes.
+"""
 
 import gc
 import multiprocessing
@@ -19,7 +21,9 @@ def time_forwards(worker: Any) -> None:
     model.forward_s = []
     started: list[float] = []
     model.register_forward_pre_hook(lambda *_: started.append(time.perf_counter()))
-    model.register_forward_hook(lambda *_: model.forward_s.append(time.perf_counter() - started.pop()))
+    model.register_forward_hook(
+        lambda *_: model.forward_s.append(time.perf_counter() - started.pop())
+    )
 
 
 def take_forwards(worker: Any) -> list[float]:
@@ -30,10 +34,12 @@ def take_forwards(worker: Any) -> list[float]:
 
 
 async def five_steps_ms(folder: Path, requests: int, executor: str) -> list[float]:
-    """Stock vLLM's time for a pooling request of five engine steps, less its model's forward passes, of each request.
+    """Stock vLLM's time for a pooling request of five engine steps, less its model's forward
+    passes, of each request.
 
-    A tiny language model pools one vector; the prompt is five prefill chunks, so the engine schedules, runs and
-    collects five times, and answers once. Front end, EngineCore and workers are as with our models.
+    A tiny language model pools one vector; the prompt is five prefill chunks, so the engine
+    schedules, runs and collects five times, and answers once. Front end, EngineCore and workers are
+    as with our models.
     """
     from vllm import PoolingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -62,14 +68,18 @@ async def five_steps_ms(folder: Path, requests: int, executor: str) -> list[floa
     try:
         await engine.collective_rpc(time_forwards)
         for index in range(requests + warm_up):
-            prompt = {"prompt_token_ids": [1 + (index + n) % 200 for n in range(STEPS * _STEP_TOKENS)]}
+            prompt = {
+                "prompt_token_ids": [1 + (index + n) % 200 for n in range(STEPS * _STEP_TOKENS)]
+            }
             start = time.perf_counter()
             async for _ in engine.encode(prompt, PoolingParams(task="embed"), f"stock-{index}"):
                 pass
             elapsed = time.perf_counter() - start
             (forwards,) = await engine.collective_rpc(take_forwards)
             if len(forwards) != STEPS:
-                raise RuntimeError(f"a request took {len(forwards)} steps; {STEPS} are to be compared")
+                raise RuntimeError(
+                    f"a request took {len(forwards)} steps; {STEPS} are to be compared"
+                )
             if index >= warm_up:
                 found.append((elapsed - sum(forwards)) * 1e3)
     finally:
@@ -80,14 +90,18 @@ async def five_steps_ms(folder: Path, requests: int, executor: str) -> list[floa
 
 
 def copy_ms(size: int, count: int) -> list[float]:
-    """Time of `size` bytes from another process to this one, by ZeroMQ as between vLLM's processes, of each copy.
+    """Time of `size` bytes from another process to this one, by ZeroMQ as between vLLM's processes,
+    of each copy.
 
-    From the request for them to their arrival; the sender does not copy, the receiver gets one buffer.
+    From the request for them to their arrival; the sender does not copy, the receiver gets one
+    buffer.
     """
     import zmq
 
     here, there = multiprocessing.Pipe()
-    child = multiprocessing.get_context("spawn").Process(target=_send_bytes, args=(there, size), daemon=True)
+    child = multiprocessing.get_context("spawn").Process(
+        target=_send_bytes, args=(there, size), daemon=True
+    )
     child.start()
     context: zmq.Context[Any] = zmq.Context()
     socket = context.socket(zmq.PAIR)

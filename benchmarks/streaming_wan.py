@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal Wan 2.1 at full size with random weights, through the real engine: frames a second, first frame, stage times.
+"""Causal Wan 2.1 at full size with random weights, through the real engine: frames a second, first
+frame, stage times.
 
-    python benchmarks/streaming_wan.py                                   # 1.3B, one GPU, 480x832, window 9, 4 steps
-    python benchmarks/streaming_wan.py --size 14B
-    python benchmarks/streaming_wan.py --sequence-parallel 2
-    python benchmarks/streaming_wan.py --streams 2
-    python benchmarks/streaming_wan.py --pipeline-parallel 4 --pipeline temporal --chunks-in-flight 4 \\
-        --model-options '{"cache": "noise_matched"}'
-    python benchmarks/streaming_wan.py --source video --model-options '{"latent_frames_per_chunk": 1}'
-    python benchmarks/streaming_wan.py --size tiny --height 64 --width 96 --chunks 8 --eager   # try it without a GPU
+    # 1.3B, one GPU, 480x832, window 9, 4 steps
+    python benchmarks/streaming_wan.py
+    python benchmarks/streaming_wan.py --size 14B python benchmarks/streaming_wan.py
+    --sequence-parallel 2 python benchmarks/streaming_wan.py --streams 2 python
+    benchmarks/streaming_wan.py --pipeline-parallel 4 --pipeline temporal --chunks-in-flight 4 \\
+        --model-options '{"cache": "noise_matched"}' python benchmarks/streaming_wan.py --source
+        video --model-options '{"latent_frames_per_chunk": 1}'
+    # try it without a GPU
+    python benchmarks/streaming_wan.py --size tiny --height 64 --width 96 --chunks 8 --eager
 
-Random weights at real shapes take the time of real ones. Steady state is the median over the chunks after the window is
-full, end to end: request in, uint8 frames out, decoded by the exact VAE unless the options say otherwise. `ideal` is
-arithmetic alone at the measured GEMM rate of the card (790 TFLOP/s on an H200), decode included; nothing overlapped.
+Random weights at real shapes take the time of real ones. Steady state is the median over the chunks
+after the window is full, end to end: request in, uint8 frames out, decoded by the exact VAE unless
+the options say otherwise. `ideal` is arithmetic alone at the measured GEMM rate of the card (790
+TFLOP/s on an H200), decode included; nothing overlapped.
 """
 
 import argparse
@@ -51,8 +54,18 @@ from common import (
 )
 
 SIZES: dict[str, dict[str, int]] = {
-    "1.3B": {"num_attention_heads": 12, "attention_head_dim": 128, "ffn_dim": 8960, "num_layers": 30},
-    "14B": {"num_attention_heads": 40, "attention_head_dim": 128, "ffn_dim": 13824, "num_layers": 40},
+    "1.3B": {
+        "num_attention_heads": 12,
+        "attention_head_dim": 128,
+        "ffn_dim": 8960,
+        "num_layers": 30,
+    },
+    "14B": {
+        "num_attention_heads": 40,
+        "attention_head_dim": 128,
+        "ffn_dim": 13824,
+        "num_layers": 40,
+    },
     "tiny": {"num_attention_heads": 4, "attention_head_dim": 16, "ffn_dim": 112, "num_layers": 4},
 }
 GEMM_FLOPS = 790e12
@@ -63,7 +76,9 @@ TEXT_ROWS = 512
 
 
 def write_checkpoint(root: Path, size: str) -> None:
-    """A diffusers directory of the architecture without weights (they come from --load-format dummy)."""
+    """A diffusers directory of the architecture without weights (they come from --load-format
+    dummy).
+    """
     from vllm_omni.testing.tiny.wan import TEXT, VAE
     from vllm_omni.testing.tiny.wan_tokenizer import write_tokenizer
 
@@ -114,29 +129,43 @@ def stream_chunk(
         tensors = None
         if args.source == "video":
             shape = (len(plan.pixel_frames(index)), args.height, args.width, 3)
-            tensors = {"video": torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)}
+            tensors = {
+                "video": torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+            }
         meta, results = await run_request(engine, params, tensors, f"{name}-{index}")
         frames = results["frames"]
-        return {"done": time.perf_counter(), "timings_ms": meta["timings_ms"], "frames": len(frames)}
+        return {
+            "done": time.perf_counter(),
+            "timings_ms": meta["timings_ms"],
+            "frames": len(frames),
+        }
 
     return chunk
 
 
 async def one_stream(engine: Any, name: str, args: argparse.Namespace, plan: Any) -> dict[str, Any]:
-    """Run one stream's chunks, each asked for while the one before it, or as many as may be at work, are running."""
+    """Run one stream's chunks, each asked for while the one before it, or as many as may be at
+    work, are running.
+    """
     chunk = stream_chunk(engine, name, args, plan)
     start = time.perf_counter()
     pending: list[asyncio.Task[dict[str, Any]]] = []
     records: list[dict[str, Any]] = []
     for index in range(args.chunks):
-        for number in range(index + len(pending), min(args.chunks, index + args.chunks_in_flight + 1)):
+        for number in range(
+            index + len(pending), min(args.chunks, index + args.chunks_in_flight + 1)
+        ):
             pending.append(asyncio.create_task(chunk(number)))
         records.append(await pending.pop(0))
     return {"records": records, "start": start}
 
 
 async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
-    from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig, CausalWanOptions, resolve_plan
+    from vllm_omni.model_executor.models.causal_wan.config import (
+        CausalWanConfig,
+        CausalWanOptions,
+        resolve_plan,
+    )
 
     options: dict[str, Any] = {
         "window_frames": args.window,
@@ -171,10 +200,14 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         **tracing(args, trace_folder(args, model.parent)),
     ) as engine:
         load_s = time.perf_counter() - loading
-        first = await one_stream(engine, "first", argparse.Namespace(**{**vars(args), "chunks": 2}), plan)
+        first = await one_stream(
+            engine, "first", argparse.Namespace(**{**vars(args), "chunks": 2}), plan
+        )
         await close_session(engine, "first")
         await asyncio.sleep(IDLE_S)
-        runs = await asyncio.gather(*(one_stream(engine, f"stream{n}", args, plan) for n in range(args.streams)))
+        runs = await asyncio.gather(
+            *(one_stream(engine, f"stream{n}", args, plan) for n in range(args.streams))
+        )
         memory = await engine.collective_rpc("device_memory")
         sessions = await engine.collective_rpc("session_stats")
         kernels = None
@@ -182,14 +215,21 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
             for n in range(args.streams):
                 await close_session(engine, f"stream{n}")
             traced = stream_chunk(engine, "traced", args, plan)
-            kernels = await kernel_times(engine, trace_folder(args, model.parent), traced, args.warm_chunks)
+            kernels = await kernel_times(
+                engine, trace_folder(args, model.parent), traced, args.warm_chunks
+            )
 
     records = runs[0]["records"]
     steady = records[args.warm_chunks :]
-    gaps_ms = [(b["done"] - a["done"]) * 1e3 for a, b in itertools.pairwise(records)][args.warm_chunks - 1 :]
+    gaps_ms = [(b["done"] - a["done"]) * 1e3 for a, b in itertools.pairwise(records)][
+        args.warm_chunks - 1 :
+    ]
     interval_ms = statistics.median(gaps_ms)
     names = sorted({name for record in steady for name in record["timings_ms"]})
-    stages = {name: statistics.median(sum(r["timings_ms"].get(name, [0.0])) for r in steady) for name in names}
+    stages = {
+        name: statistics.median(sum(r["timings_ms"].get(name, [0.0])) for r in steady)
+        for name in names
+    }
     steps = [record["timings_ms"]["steps"] for record in steady]
     ideal = ideal_ms(args.size, args, plan, passes)
     frames = steady[0]["frames"]
@@ -212,7 +252,9 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         "frames_per_chunk": frames,
         "load_and_warm_up_s": round(load_s, 1),
         "time_to_first_frame_ms": round((records[0]["done"] - runs[0]["start"]) * 1e3, 1),
-        "time_to_first_frame_ms_first_stream": round((first["records"][0]["done"] - first["start"]) * 1e3, 1),
+        "time_to_first_frame_ms_first_stream": round(
+            (first["records"][0]["done"] - first["start"]) * 1e3, 1
+        ),
         "chunk_interval_ms": round(interval_ms, 1),
         "chunk_interval_ms_all": [round(gap, 1) for gap in gaps_ms],
         "fps_per_stream": round(frames / (interval_ms / 1e3), 2),
@@ -234,8 +276,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--size", choices=list(SIZES), default="1.3B")
     parser.add_argument("--source", choices=["text", "video"], default="text")
     parser.add_argument("--chunks", type=int, default=20)
-    parser.add_argument("--warm-chunks", type=int, default=6, help="chunks before the window is full")
-    parser.add_argument("--window", type=int, default=9, help="latent frames a chunk sees, itself included")
+    parser.add_argument(
+        "--warm-chunks", type=int, default=6, help="chunks before the window is full"
+    )
+    parser.add_argument(
+        "--window", type=int, default=9, help="latent frames a chunk sees, itself included"
+    )
     parser.add_argument("--sink", type=int, default=3)
     parser.add_argument("--height", type=int, default=480)
     parser.add_argument("--width", type=int, default=832)
@@ -243,8 +289,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--sequence-parallel", type=int, default=1)
     parser.add_argument("--pipeline-parallel", type=int, default=1)
-    parser.add_argument("--pipeline", choices=["blocks", "temporal"], default="blocks", help="what a stage owns")
-    parser.add_argument("--chunks-in-flight", type=int, default=1, help="of one stream at work at once")
+    parser.add_argument(
+        "--pipeline", choices=["blocks", "temporal"], default="blocks", help="what a stage owns"
+    )
+    parser.add_argument(
+        "--chunks-in-flight", type=int, default=1, help="of one stream at work at once"
+    )
     add_serving_arguments(parser)
     add_tracing_arguments(parser)
     parser.set_defaults(dtype="bfloat16")
@@ -256,7 +306,9 @@ def make_parser() -> argparse.ArgumentParser:
 def main() -> None:
     args = make_parser().parse_args()
     if args.chunks <= args.warm_chunks:
-        raise SystemExit(f"--chunks {args.chunks} leaves nothing after --warm-chunks {args.warm_chunks}")
+        raise SystemExit(
+            f"--chunks {args.chunks} leaves nothing after --warm-chunks {args.warm_chunks}"
+        )
     restart_with(HUGE_PAGES)
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "stream"

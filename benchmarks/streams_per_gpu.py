@@ -1,21 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many live streams one GPU holds: FIFO against deadline-first, on the real engine.
 
-    python benchmarks/streams_per_gpu.py --streams 1 2 3 4                    # causal Wan 1.3B, 480x832, exact decoder
-    python benchmarks/streams_per_gpu.py --streams 1 2 3 4 5 --decoder tiny
-    python benchmarks/streams_per_gpu.py --streams 2 --policies deadline --omni-options '{"degradations": ["tiny_vae"]}'
+    # causal Wan 1.3B, 480x832, exact decoder
+    python benchmarks/streams_per_gpu.py --streams 1 2 3 4
+    python benchmarks/streams_per_gpu.py --streams 1 2 3 4 5 --decoder tiny python
+    benchmarks/streams_per_gpu.py --streams 2 --policies deadline --omni-options '{"degradations":
+    ["tiny_vae"]}'
     python benchmarks/streams_per_gpu.py --streams 1 2 --tiny                 # try it without a GPU
 
-Random weights at real shapes take the time of real ones. For each number of streams, as many viewers come at random
-times within one chunk's playing time. A viewer plays its first chunk when it comes, and asks for the next one when the
-one before has come, but not before the chunk in front of that one begins to play; each request carries the deadline
-that the realtime doors would send (`PlayClock`; FIFO does not read it). The first chunks, until the window is full, are
-not counted. Each policy is an engine of its own; every number of streams is saved when it is done.
+Random weights at real shapes take the time of real ones. For each number of streams, as many
+viewers come at random times within one chunk's playing time. A viewer plays its first chunk when it
+comes, and asks for the next one when the one before has come, but not before the chunk in front of
+that one begins to play; each request carries the deadline that the realtime doors would send
+(`PlayClock`; FIFO does not read it). The first chunks, until the window is full, are not counted.
+Each policy is an engine of its own; every number of streams is saved when it is done.
 
-A gap is the time between the moments at which two chunks begin to play, in chunks' playing times: 1.0 is smooth, and
-an early chunk is played when the one before has ended. `delivery_gap` is between arrivals, early ones included; `miss`
-is a chunk that came after its deadline, `degraded` one that went without something. Streams are held if each has a 99th
-percentile of its gaps (of a dozen: the largest) of at most 1.5, and plays at 98 % of the rate or better.
+A gap is the time between the moments at which two chunks begin to play, in chunks' playing times:
+1.0 is smooth, and an early chunk is played when the one before has ended. `delivery_gap` is between
+arrivals, early ones included; `miss` is a chunk that came after its deadline, `degraded` one that
+went without something. Streams are held if each has a 99th percentile of its gaps (of a dozen: the
+largest) of at most 1.5, and plays at 98 % of the rate or better.
 """
 
 import argparse
@@ -57,13 +61,14 @@ DECODERS = {"exact": "wan", "tiny": "tiny"}
 
 @dataclasses.dataclass(slots=True)
 class Chunk:
-    """When a chunk was asked for, due, delivered and begun to be played, in seconds; num_frames: that it has.
+    """When a chunk was asked for, due, delivered and begun to be played, in seconds; num_frames:
+    that it has.
 
     meta: of its result.
     """
 
-    asked_s: float
-    due_s: float
+    requested_s: float
+    deadline_s: float
     done_s: float
     shown_s: float
     num_frames: int
@@ -77,10 +82,14 @@ def quantile(values: list[float], fraction: float) -> float:
 
 
 class Viewer:
-    """One stream. start_s: when it asks for its first chunk; stop_s: from when on it asks for nothing more."""
+    """One stream. start_s: when it asks for its first chunk; stop_s: from when on it asks for
+    nothing more.
+    """
 
-    def __init__(self, engine: Any, name: str, args: argparse.Namespace, start_s: float, stop_s: float) -> None:
-        from vllm_omni.entrypoints.realtime.play_clock import PlayClock
+    def __init__(
+        self, engine: Any, name: str, args: argparse.Namespace, start_s: float, stop_s: float
+    ) -> None:
+        from vllm_omni.entrypoints.realtime.connection.play_clock import PlayClock
 
         self.chunks: list[Chunk] = []
         self._engine, self._name, self._args = engine, name, args
@@ -90,25 +99,29 @@ class Viewer:
     async def watch(self) -> None:
         """Play until enough chunks have come, or it is time to stop."""
         total = self._args.warm_chunks + self._args.chunks
-        ask_s = self._start_s
-        while len(self.chunks) < total and max(ask_s, time.monotonic()) < self._stop_s:
-            await asyncio.sleep(max(0.0, ask_s - time.monotonic()))
-            chunk = await self._ask(len(self.chunks))
+        request_s = self._start_s
+        while len(self.chunks) < total and max(request_s, time.monotonic()) < self._stop_s:
+            await asyncio.sleep(max(0.0, request_s - time.monotonic()))
+            chunk = await self._send(len(self.chunks))
             if self.chunks:
                 before = self.chunks[-1]
-                chunk.shown_s = max(chunk.done_s, before.shown_s + before.num_frames / self._args.fps)
-                ask_s = max(chunk.done_s, before.shown_s)
+                chunk.shown_s = max(
+                    chunk.done_s, before.shown_s + before.num_frames / self._args.fps
+                )
+                request_s = max(chunk.done_s, before.shown_s)
             else:
-                ask_s = chunk.done_s
+                request_s = chunk.done_s
             self.chunks.append(chunk)
         await close_session(self._engine, self._name)
 
-    async def _ask(self, index: int) -> Chunk:
+    async def _send(self, index: int) -> Chunk:
         from vllm_omni.inputs import DiffusionParams
 
         args = self._args
-        asked_s = time.monotonic()
-        due = self._clock.ask(args.chunk_frames if index else args.first_frames, args.fps, asked_s)
+        requested_s = time.monotonic()
+        due = self._clock.schedule_chunk(
+            args.chunk_frames if index else args.first_frames, args.fps, requested_s
+        )
         params = DiffusionParams(
             session_id=self._name,
             chunk_index=index,
@@ -121,7 +134,9 @@ class Viewer:
         )
         meta, results = await run_request(self._engine, params, None, f"{self._name}-{index}")
         done_s = time.monotonic()
-        return Chunk(asked_s, asked_s + due.in_s, done_s, done_s, len(results["frames"]), meta)
+        return Chunk(
+            requested_s, requested_s + due.in_s, done_s, done_s, len(results["frames"]), meta
+        )
 
     def result(self) -> dict[str, Any]:
         """Of the counted chunks. Gaps in playing times of the chunk before."""
@@ -134,11 +149,17 @@ class Viewer:
         return {
             "chunks": len(pairs),
             "fps": round(frames / (counted[-1].shown_s - counted[0].shown_s), 2),
-            "first_chunk_s": round(self.chunks[0].done_s - self.chunks[0].asked_s, 3),
-            "gaps": [round((b.shown_s - a.shown_s) / p, 3) for (a, b), p in zip(pairs, periods_s, strict=True)],
-            "delivery_gaps": [round((b.done_s - a.done_s) / p, 3) for (a, b), p in zip(pairs, periods_s, strict=True)],
-            "latency_ms": [round((b.done_s - b.asked_s) * 1e3, 1) for _, b in pairs],
-            "misses": sum(b.done_s > b.due_s for _, b in pairs),
+            "first_chunk_s": round(self.chunks[0].done_s - self.chunks[0].requested_s, 3),
+            "gaps": [
+                round((b.shown_s - a.shown_s) / p, 3)
+                for (a, b), p in zip(pairs, periods_s, strict=True)
+            ],
+            "delivery_gaps": [
+                round((b.done_s - a.done_s) / p, 3)
+                for (a, b), p in zip(pairs, periods_s, strict=True)
+            ],
+            "latency_ms": [round((b.done_s - b.requested_s) * 1e3, 1) for _, b in pairs],
+            "misses": sum(b.done_s > b.deadline_s for _, b in pairs),
             "degradations": [b.meta.get("degradations", []) for _, b in pairs],
             "decode_ms": [b.meta["timings_ms"].get("decode", [0.0])[0] for _, b in pairs],
         }
@@ -170,13 +191,21 @@ def summary(streams: list[dict[str, Any]], args: argparse.Namespace) -> dict[str
     }
 
 
-async def measure(engine: Any, name: str, num_streams: int, args: argparse.Namespace) -> dict[str, Any]:
+async def measure(
+    engine: Any, name: str, num_streams: int, args: argparse.Namespace
+) -> dict[str, Any]:
     """`num_streams` viewers, the same for every policy."""
     rng = random.Random(f"{args.seed} {num_streams}")
     period_s = args.chunk_frames / args.fps
     now_s = time.monotonic()
     viewers = [
-        Viewer(engine, f"{name}-{number}", args, now_s + rng.uniform(0, period_s), now_s + args.most_seconds)
+        Viewer(
+            engine,
+            f"{name}-{number}",
+            args,
+            now_s + rng.uniform(0, period_s),
+            now_s + args.most_seconds,
+        )
         for number in range(num_streams)
     ]
     await asyncio.gather(*(viewer.watch() for viewer in viewers))
@@ -184,7 +213,9 @@ async def measure(engine: Any, name: str, num_streams: int, args: argparse.Names
     return {"streams": num_streams, **row, "wall_s": round(time.monotonic() - now_s, 1)}
 
 
-async def measure_policy(model: Path, policy: str, args: argparse.Namespace, rows: list[Any], keep: Any) -> None:
+async def measure_policy(
+    model: Path, policy: str, args: argparse.Namespace, rows: list[Any], keep: Any
+) -> None:
     """One engine; adds a row for each number of streams and calls `keep` after each."""
     options = {
         "window_frames": args.window,
@@ -235,18 +266,31 @@ async def measure_policy(model: Path, policy: str, args: argparse.Namespace, row
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="How many live streams of causal Wan one GPU holds.")
+    parser = argparse.ArgumentParser(
+        description="How many live streams of causal Wan one GPU holds."
+    )
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 2, 3, 4])
-    parser.add_argument("--policies", nargs="+", choices=["fifo", "deadline"], default=["fifo", "deadline"])
+    parser.add_argument(
+        "--policies", nargs="+", choices=["fifo", "deadline"], default=["fifo", "deadline"]
+    )
     parser.add_argument("--decoder", choices=list(DECODERS), default="exact")
     parser.add_argument("--size", choices=list(streaming_wan.SIZES), default="1.3B")
     parser.add_argument("--tiny", action="store_true", help="a tiny network at 64x96, few chunks")
     parser.add_argument("--fps", type=float, default=16.0, help="what viewers play at")
     parser.add_argument("--chunks", type=int, default=12, help="counted chunks of each stream")
-    parser.add_argument("--warm-chunks", type=int, default=3, help="chunks before them, in which the window fills")
-    parser.add_argument("--most-seconds", type=float, default=15.0, help="of one number of streams; what came counts")
+    parser.add_argument(
+        "--warm-chunks", type=int, default=3, help="chunks before them, in which the window fills"
+    )
+    parser.add_argument(
+        "--most-seconds",
+        type=float,
+        default=15.0,
+        help="of one number of streams; what came counts",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the times at which viewers come")
-    parser.add_argument("--window", type=int, default=9, help="latent frames a chunk sees, itself included")
+    parser.add_argument(
+        "--window", type=int, default=9, help="latent frames a chunk sees, itself included"
+    )
     parser.add_argument("--sink", type=int, default=3)
     parser.add_argument("--height", type=int, default=480)
     parser.add_argument("--width", type=int, default=832)
@@ -261,11 +305,16 @@ def main() -> None:
     args = make_parser().parse_args()
     if args.tiny:
         args.size, args.height, args.width, args.eager, args.dtype = "tiny", 64, 96, True, "float32"
-        args.chunks, args.most_seconds = min(args.chunks, 5), max(args.most_seconds, 60.0)  # any CPU plays them all
+        # any CPU plays them all
+        args.chunks, args.most_seconds = min(args.chunks, 5), max(args.most_seconds, 60.0)
     if args.warm_chunks < 1 or args.chunks < 1:
         raise SystemExit("--warm-chunks and --chunks must be at least 1")
     restart_with(HUGE_PAGES)
-    from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig, CausalWanOptions, resolve_plan
+    from vllm_omni.model_executor.models.causal_wan.config import (
+        CausalWanConfig,
+        CausalWanOptions,
+        resolve_plan,
+    )
 
     options = CausalWanOptions.parse(
         {"window_frames": args.window, "sink_frames": args.sink, **json.loads(args.model_options)}
@@ -295,13 +344,17 @@ def main() -> None:
         for policy in args.policies:
             try:
                 asyncio.run(measure_policy(model, policy, args, rows, keep))
-            except Exception as error:  # too many sessions for the memory, say: earlier measurements are kept
-                rows.append({"policy": policy, "held": False, "error": f"{type(error).__name__}: {error}"})
+            # too many sessions for the memory, say: earlier measurements are kept
+            except Exception as error:
+                rows.append(
+                    {"policy": policy, "held": False, "error": f"{type(error).__name__}: {error}"}
+                )
                 keep()
     for row in rows:
         figures = row.get("error") or (
             f"held {row['held']}, gap p50 {row.get('gap_p50')} p99 {row.get('gap_p99')}, "
-            f"slowest {row.get('slowest_stream_fps')} FPS, misses {row.get('misses')} of {row.get('chunks')}"
+            f"slowest {row.get('slowest_stream_fps')} FPS, misses {row.get('misses')} of "
+            f"{row.get('chunks')}"
         )
         print(f"{args.decoder} {row['policy']} {row.get('streams', '')}: {figures}")
     print(f"{time.monotonic() - started_s:.1f} s in all")

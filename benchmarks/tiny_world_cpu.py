@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small LingBot World on a CPU: time and processor time of a chunk, in this process and through the real engine.
+"""A small LingBot World on a CPU: time and processor time of a chunk, in this process and through
+the real engine.
 
-    python benchmarks/tiny_world_cpu.py                      # both chunk lengths, both decoders, in process
-    python benchmarks/tiny_world_cpu.py --engine             # also through the engine: its overhead per step
+    # both chunk lengths, both decoders, in process
+    python benchmarks/tiny_world_cpu.py
+    # also through the engine: its overhead per step
+    python benchmarks/tiny_world_cpu.py --engine
     python benchmarks/tiny_world_cpu.py --model DIR --size 160x96
 
-Without `--model` it writes random weights of the shipped world's sizes, which take the time of trained ones. Prints one
-JSON object. `wall_ms` and `cpu_ms` (all threads) are of steady chunks: the window is full, the condition has settled.
-On a busy machine look at `min` and at `cpu_ms`.
+Without `--model` it writes random weights of the shipped world's sizes, which take the time of
+trained ones. Prints one JSON object. `wall_ms` and `cpu_ms` (all threads) are of steady chunks: the
+window is full, the condition has settled. On a busy machine look at `min` and at `cpu_ms`.
 """
 
 import argparse
@@ -62,7 +65,7 @@ class Clocks:
     def __init__(self) -> None:
         self.chunks: list[dict[str, list[float]]] = []
 
-    def begin_chunk(self) -> None:
+    def start_chunk(self) -> None:
         self.chunks.append(defaultdict(lambda: [0.0, 0.0]))
 
     @contextmanager
@@ -76,9 +79,14 @@ class Clocks:
     def summary(self, steady: int) -> dict[str, Any]:
         chunks = self.chunks[-steady:]
         parts = {name: [chunk[name] for chunk in chunks] for name in chunks[0]}
-        parts["chunk"] = [[sum(pair[i] for pair in chunk.values()) for i in (0, 1)] for chunk in chunks]
+        parts["chunk"] = [
+            [sum(pair[i] for pair in chunk.values()) for i in (0, 1)] for chunk in chunks
+        ]
         return {
-            name: {f"{clock}_ms": spread([pair[i] for pair in pairs]) for i, clock in enumerate(("wall", "cpu"))}
+            name: {
+                f"{clock}_ms": spread([pair[i] for pair in pairs])
+                for i, clock in enumerate(("wall", "cpu"))
+            }
             for name, pairs in parts.items()
         }
 
@@ -87,25 +95,31 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"min": round(min(values), 1), "median": round(statistics.median(values), 1)}
 
 
-def in_process(model: Path, size: tuple[int, int], options: dict[str, Any], chunks: int, steady: int) -> dict[str, Any]:
+def in_process(
+    model: Path, size: tuple[int, int], options: dict[str, Any], chunks: int, steady: int
+) -> dict[str, Any]:
     """Drive the model as the runner does; chunks of `options` latent frames."""
     import torch
 
     from vllm_omni.config import OmniConfig
     from vllm_omni.inputs import DiffusionParams
     from vllm_omni.model_executor.interfaces import DiffusionRequest
-    from vllm_omni.model_executor.layers.parallel import ParallelContext
+    from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
     from vllm_omni.model_executor.models.lingbot_world.checkpoint import find_layout, hf_config
     from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld, WorldSetup
 
     width, height = size
     layout = find_layout(model)
     omni = OmniConfig(height=height, width=width, model=options)
-    setup = WorldSetup.of(hf_config(model)["lingbot_world"], layout, omni, torch.float32, ParallelContext())
+    setup = WorldSetup.of_checkpoint(
+        hf_config(model)["lingbot_world"], layout, omni, torch.float32, ParallelContext()
+    )
     world = LingBotWorld(setup)
     world.load_checkpoint(layout)
     session = world.new_session(DiffusionParams(session_id="a", prompt="a village"))
-    image = torch.randint(0, 256, (height, width, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    image = torch.randint(
+        0, 256, (height, width, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
     clocks = Clocks()
     settled_at = None
     with torch.inference_mode():
@@ -113,7 +127,7 @@ def in_process(model: Path, size: tuple[int, int], options: dict[str, Any], chun
             keys = (KEYS * 8)[: len(session.next_frames())]
             params = DiffusionParams(session_id="a", prompt="a village", actions=keys, seed=1)
             request = DiffusionRequest("r", params, {"image": image} if index == 0 else {}, session)
-            clocks.begin_chunk()
+            clocks.start_chunk()
             with clocks.part("encode"):
                 world.prepare_encode(request)
             with clocks.part("passes"):
@@ -141,15 +155,21 @@ def in_process(model: Path, size: tuple[int, int], options: dict[str, Any], chun
 async def through_engine(
     model: Path, size: tuple[int, int], options: dict[str, Any], chunks: int, steady: int
 ) -> dict[str, Any]:
-    """One client's chunks, one after the other; `beside` is a request's time beyond the runner's own stages."""
+    """One client's chunks, one after the other; `beside` is a request's time beyond the runner's
+    own stages.
+    """
     import torch
 
     from vllm_omni.inputs import DiffusionParams
 
     width, height = size
-    image = torch.randint(0, 256, (height, width, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    walls, beside = [], []
-    async with running_engine(model, {"height": height, "width": width, "model": options}) as engine:
+    image = torch.randint(
+        0, 256, (height, width, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
+    walls, alongside = [], []
+    async with running_engine(
+        model, {"height": height, "width": width, "model": options}
+    ) as engine:
         (worker,) = await engine.collective_rpc("cpu_threads")
         for index in range(chunks):
             params = DiffusionParams(
@@ -160,28 +180,38 @@ async def through_engine(
                 actions=KEYS[: options["latent_frames_per_chunk"]],
             )
             started = time.perf_counter()
-            meta, tensors = await run_request(engine, params, {"image": image} if index == 0 else None, f"r{index}")
+            meta, tensors = await run_request(
+                engine, params, {"image": image} if index == 0 else None, f"r{index}"
+            )
             walls.append(1e3 * (time.perf_counter() - started))
             stages = {name: sum(ms) for name, ms in meta["timings_ms"].items()}
-            beside.append(walls[-1] - sum(ms for name, ms in stages.items() if name != "total"))
+            alongside.append(walls[-1] - sum(ms for name, ms in stages.items() if name != "total"))
             frames = len(tensors["frames"])
     return {
         "threads": worker["threads"],
         "frames": frames,
         "wall_ms": spread(walls[-steady:]),
-        "beside_stages_ms": spread(beside[-steady:]),
+        "beside_stages_ms": spread(alongside[-steady:]),
         "last_stages_ms": {name: round(ms, 1) for name, ms in stages.items()},
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, help="checkpoint directory (default: random weights)")
     parser.add_argument("--size", default="160x96", help="WIDTHxHEIGHT (default: %(default)s)")
     parser.add_argument("--threads", type=int, help="in this process (default: torch's)")
-    parser.add_argument("--latents", type=int, default=36, help="latent frames of each run (default: %(default)s)")
-    parser.add_argument("--steady", type=int, default=4, help="chunks at the end that count (default: %(default)s)")
-    parser.add_argument("--chunk", type=int, action="append", help="latent frames a chunk (default: 3 and 1)")
+    parser.add_argument(
+        "--latents", type=int, default=36, help="latent frames of each run (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--steady", type=int, default=4, help="chunks at the end that count (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--chunk", type=int, action="append", help="latent frames a chunk (default: 3 and 1)"
+    )
     parser.add_argument("--decoder", action="append", choices=["wan", "tiny"], help="default: both")
     parser.add_argument("--engine", action="store_true", help="through the engine as well")
     args = parser.parse_args()
@@ -204,11 +234,25 @@ def main() -> None:
                 run: dict[str, Any] = {"chunk_latents": chunk, "decoder": decoder}
                 run["in_process"] = in_process(model, size, options, chunks, args.steady)
                 if args.engine:
-                    run["engine"] = asyncio.run(through_engine(model, size, options, chunks, args.steady))
+                    run["engine"] = asyncio.run(
+                        through_engine(model, size, options, chunks, args.steady)
+                    )
                 runs.append(run)
-    machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
+    machine = {
+        "cpu": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "load": os.getloadavg()[0],
+    }
     print(
-        json.dumps({"size": args.size, "threads": torch.get_num_threads(), "machine": machine, "runs": runs}, indent=1)
+        json.dumps(
+            {
+                "size": args.size,
+                "threads": torch.get_num_threads(),
+                "machine": machine,
+                "runs": runs,
+            },
+            indent=1,
+        )
     )
 
 

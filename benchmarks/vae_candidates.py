@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Candidates of `vae_kernels.py` that the server does not use: other ways to compute parts of its fused Wan decoder.
+"""Candidates of `vae_kernels.py` that the server does not use: other ways to compute parts of its
+fused Wan decoder.
 
-The pass before a convolution with a program for each frame (served: one takes some pixels through all frames), and the
-convolution itself as implicit GEMMs in Triton.
+The pass before a convolution with a program for each frame (served: one takes some pixels through
+all frames), and the convolution itself as implicit GEMMs in Triton.
 """
 
-# T frames, H rows, W columns, P = H W, C channels, OUT channels of a result; activations are [T, H, W, C] in memory
+# T frames, H rows, W columns, P = H W, C channels, OUT channels of a result; activations are [T, H,
+# W, C] in memory
 
 import torch
 import triton
@@ -15,11 +17,28 @@ from torch.nn import functional
 
 @triton.jit
 def _stack_kernel(
-    x_ptr, bias_ptr, residual_ptr, gamma_ptr, past_ptr, out_ptr, sum_ptr, keep_ptr,
-    T, P, width, scale,
-    C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr, SLOTS: tl.constexpr,
-    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SUM: tl.constexpr, NORM: tl.constexpr, SHUFFLED: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    bias_ptr,
+    residual_ptr,
+    gamma_ptr,
+    past_ptr,
+    out_ptr,
+    sum_ptr,
+    keep_ptr,
+    T,
+    P,
+    width,
+    scale,
+    C: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    SUM: tl.constexpr,
+    NORM: tl.constexpr,
+    SHUFFLED: tl.constexpr,
+):
     pixel = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
     frame = tl.program_id(1).to(tl.int64)  # of past and new ones together
     channel = tl.arange(0, BLOCK_C)
@@ -32,7 +51,11 @@ def _stack_kernel(
         if SHUFFLED:
             row, column = pixel // width, pixel % width
             height = P // width
-            cell = (t * (height // 2 + 1) + row // 2 + row % 2) * (width // 2 + 1) + column // 2 + column % 2
+            cell = (
+                (t * (height // 2 + 1) + row // 2 + row % 2) * (width // 2 + 1)
+                + column // 2
+                + column % 2
+            )
             source = (cell * 4 + (row % 2) * 2 + column % 2)[:, None] * C + channel[None, :]
             y = tl.load(x_ptr + source, mask=mask, other=0.0).to(tl.float32)
         else:
@@ -61,17 +84,36 @@ def _stack_kernel(
 
 
 def stack(
-    x, past, *, bias=None, residual=None, gamma=None, want_sum=False, shuffled=False, slots=3, block=4096, warps=8
+    x,
+    past,
+    *,
+    bias=None,
+    residual=None,
+    gamma=None,
+    want_sum=False,
+    shuffled=False,
+    slots=3,
+    block=4096,
+    warps=8,
 ):
     """SiLU(RMS norm(x + bias + residual)) behind `past`; every frame beside its two predecessors.
 
-    x: [T, H, W, C], or, shuffled, [T, H/2+1, W/2+1, 4C]. past: [2, H, W, C]. Returns out [T, H, W, 3C] (slots=3) or
-    [T+2, H, W, C] (slots=1), the last two frames [2, H, W, C], and the sum [T, H, W, C] or None.
+    x: [T, H, W, C], or, shuffled, [T, H/2+1, W/2+1, 4C]. past: [2, H, W, C]. Returns out [T, H, W,
+    3C] (slots=3) or [T+2, H, W, C] (slots=1), the last two frames [2, H, W, C], and the sum [T, H,
+    W, C] or None.
     """
     _, height, width, channels = past.shape
     frames = x.shape[0]
-    assert x.is_contiguous() and past.is_contiguous() and (residual is None or residual.is_contiguous())
-    out_shape = (frames, height, width, 3 * channels) if slots == 3 else (frames + 2, height, width, channels)
+    assert (
+        x.is_contiguous()
+        and past.is_contiguous()
+        and (residual is None or residual.is_contiguous())
+    )
+    out_shape = (
+        (frames, height, width, 3 * channels)
+        if slots == 3
+        else (frames + 2, height, width, channels)
+    )
     out = x.new_empty(out_shape)
     keep = torch.empty_like(past)
     total = x.new_empty(frames, height, width, channels) if want_sum else None
@@ -79,19 +121,53 @@ def stack(
     block_c = triton.next_power_of_2(channels)
     block_p = max(1, min(block // block_c, triton.next_power_of_2(pixels)))
     _stack_kernel[(triton.cdiv(pixels, block_p), frames + 2)](
-        x, bias, residual, gamma, past, out, total, keep, frames, pixels, width, channels**0.5,
-        C=channels, BLOCK_C=block_c, BLOCK_P=block_p, SLOTS=slots, BIAS=bias is not None,
-        RESIDUAL=residual is not None, SUM=want_sum, NORM=gamma is not None, SHUFFLED=shuffled, num_warps=warps,
-    )  # fmt: skip
+        x,
+        bias,
+        residual,
+        gamma,
+        past,
+        out,
+        total,
+        keep,
+        frames,
+        pixels,
+        width,
+        channels**0.5,
+        C=channels,
+        BLOCK_C=block_c,
+        BLOCK_P=block_p,
+        SLOTS=slots,
+        BIAS=bias is not None,
+        RESIDUAL=residual is not None,
+        SUM=want_sum,
+        NORM=gamma is not None,
+        SHUFFLED=shuffled,
+        num_warps=warps,
+    )
     return out, keep, total
 
 
 @triton.jit
 def _conv_kernel(
-    x_ptr, w_ptr, bias_ptr, residual_ptr, out_ptr, T, H, W, OUT,
-    C: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, RESIDUAL: tl.constexpr,
-):  # fmt: skip
-    """Implicit GEMM: x [T+2, H, W, C], w [27 C, O] -> out [T, H, W, O]; tiles of BH x BW pixels of one frame."""
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    T,
+    H,
+    W,
+    OUT,
+    C: tl.constexpr,
+    BH: tl.constexpr,
+    BW: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+):
+    """Implicit GEMM: x [T+2, H, W, C], w [27 C, O] -> out [T, H, W, O]; tiles of BH x BW pixels
+    of one frame.
+    """
     across = tl.cdiv(W, BW)
     down = tl.cdiv(H, BH)
     pid = tl.program_id(0)
@@ -111,7 +187,11 @@ def _conv_kernel(
         seen = (r >= 0) & (r < H) & (q >= 0) & (q < W)
         base = (((t + tap // 9) * H + r).to(tl.int64) * W + q) * C + c
         a = tl.load(x_ptr + base[:, None] + k[None, :], mask=seen[:, None], other=0.0)
-        b = tl.load(w_ptr + (tap * C + c + k)[:, None] * OUT + n[None, :], mask=(n < OUT)[None, :], other=0.0)
+        b = tl.load(
+            w_ptr + (tap * C + c + k)[:, None] * OUT + n[None, :],
+            mask=(n < OUT)[None, :],
+            other=0.0,
+        )
         acc = tl.dot(a, b, acc)
     acc += tl.load(bias_ptr + n, mask=n < OUT, other=0.0).to(tl.float32)[None, :]
     inside = ((row < H) & (column < W))[:, None] & (n < OUT)[None, :]
@@ -125,11 +205,29 @@ def conv_pointers(x, w_KO, bias, config, residual=None):
     bh, bw, bn, bk, warps, stages = config
     frames, height, width, channels = x.shape
     out = x.new_empty(frames - 2, height, width, w_KO.shape[1])
-    grid = ((frames - 2) * triton.cdiv(height, bh) * triton.cdiv(width, bw), triton.cdiv(w_KO.shape[1], bn))
+    grid = (
+        (frames - 2) * triton.cdiv(height, bh) * triton.cdiv(width, bw),
+        triton.cdiv(w_KO.shape[1], bn),
+    )
     _conv_kernel[grid](
-        x, w_KO, bias, residual, out, frames - 2, height, width, w_KO.shape[1],
-        C=channels, BH=bh, BW=bw, BN=bn, BK=bk, RESIDUAL=residual is not None, num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+        x,
+        w_KO,
+        bias,
+        residual,
+        out,
+        frames - 2,
+        height,
+        width,
+        w_KO.shape[1],
+        C=channels,
+        BH=bh,
+        BW=bw,
+        BN=bn,
+        BK=bk,
+        RESIDUAL=residual is not None,
+        num_warps=warps,
+        num_stages=stages,
+    )
     return out
 
 
@@ -138,7 +236,9 @@ def _conv_tma_kernel(
     x_desc, w_desc, bias_ptr, out_ptr, T, H, W, OUT,
     C: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """As above; the copy engine fetches each shifted box of pixels and fills what lies outside with zeros."""
+    """As above; the copy engine fetches each shifted box of pixels and fills what lies outside
+    with zeros.
+    """
     across = tl.cdiv(W, BW)
     down = tl.cdiv(H, BH)
     pid = tl.program_id(0)
@@ -169,29 +269,49 @@ def conv_tma(x, w_KO, bias, config):
     bh, bw, bn, bk, warps, stages = config
     frames, height, width, channels = x.shape
     out = x.new_empty(frames - 2, height, width, w_KO.shape[1])
-    grid = ((frames - 2) * triton.cdiv(height, bh) * triton.cdiv(width, bw), triton.cdiv(w_KO.shape[1], bn))
+    grid = (
+        (frames - 2) * triton.cdiv(height, bh) * triton.cdiv(width, bw),
+        triton.cdiv(w_KO.shape[1], bn),
+    )
     _conv_tma_kernel[grid](
-        TensorDescriptor.from_tensor(x, [1, bh, bw, bk]), TensorDescriptor.from_tensor(w_KO, [bk, bn]), bias, out,
-        frames - 2, height, width, w_KO.shape[1], C=channels, BH=bh, BW=bw, BN=bn, BK=bk,
-        num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+        TensorDescriptor.from_tensor(x, [1, bh, bw, bk]),
+        TensorDescriptor.from_tensor(w_KO, [bk, bn]),
+        bias,
+        out,
+        frames - 2,
+        height,
+        width,
+        w_KO.shape[1],
+        C=channels,
+        BH=bh,
+        BW=bw,
+        BN=bn,
+        BK=bk,
+        num_warps=warps,
+        num_stages=stages,
+    )
     return out
 
 
-# Plain arithmetic ----------------------------------------------------------------------------------------------------
+# Plain arithmetic
+# --------------------------------------------------------------------------------------------------
 
 
 def rms_silu(x, gamma):
     """x: [1, C, T, H, W]."""
     return functional.silu(
-        functional.normalize(x.float(), dim=1).to(x.dtype) * x.shape[1] ** 0.5 * gamma.view(1, -1, 1, 1, 1)
+        functional.normalize(x.float(), dim=1).to(x.dtype)
+        * x.shape[1] ** 0.5
+        * gamma.view(1, -1, 1, 1, 1)
     )
 
 
 def causal(x, past, w, b):
     x = torch.cat((past, x), dim=2)
     side = w.shape[-1] // 2
-    return functional.conv3d(functional.pad(x, (side, side, side, side, 0, 0)), w, b), x[:, :, -2:].clone()
+    return functional.conv3d(functional.pad(x, (side, side, side, side, 0, 0)), w, b), x[
+        :, :, -2:
+    ].clone()
 
 
 def nchw(x):

@@ -3,11 +3,12 @@
 
     python benchmarks/vae_decode.py
 
-Random weights, bf16, 480x832. Checks of the fused decoder: error against fp32 beside the plain decoder's, the same bits
-however a stream is cut, streams decoded together, two bands of rows (two threads in the place of two ranks), and a
-stream that goes on in the other decoder. Then medians of a decode of 12 frames, fused, plain and plain compiled, the
-kernels of the fused one, and its parts beside other ways to compute them. Ends with status 1 if a check fails.
-On a CPU (`--height 24 --width 40 --base-dim 4`) it makes the checks with the kernel's plain version, and no times.
+Random weights, bf16, 480x832. Checks of the fused decoder: error against fp32 beside the plain
+decoder's, the same bits however a stream is cut, streams decoded together, two bands of rows (two
+threads in the place of two ranks), and a stream that goes on in the other decoder. Then medians of
+a decode of 12 frames, fused, plain and plain compiled, the kernels of the fused one, and its parts
+beside other ways to compute them. Ends with status 1 if a check fails. On a CPU (`--height 24
+--width 40 --base-dim 4`) it makes the checks with the kernel's plain version, and no times.
 """
 
 import argparse
@@ -23,13 +24,13 @@ from common import add_output_arguments, save
 from kernel_timing import milliseconds
 from torch.nn import functional
 
-from vllm_omni.model_executor.models.wan import stacked_frames
-from vllm_omni.model_executor.models.wan.fused_decoder import FusedDecoder, fused_decoder
-from vllm_omni.model_executor.models.wan.fused_layers import Passes, convolved_each
-from vllm_omni.model_executor.models.wan.split_decode import RowBands
-from vllm_omni.model_executor.models.wan.stacked_frames import Activation, Layout
-from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAECache, VAEConfig
-from vllm_omni.model_executor.models.wan.winograd import OF_FRAMES, product_dtype
+from vllm_omni.model_executor.models.wan.vae import stacked_frames
+from vllm_omni.model_executor.models.wan.vae.fused_decoder import FusedDecoder, fused_decoder
+from vllm_omni.model_executor.models.wan.vae.fused_layers import Passes, convolved_each
+from vllm_omni.model_executor.models.wan.vae.split_decode import RowBands
+from vllm_omni.model_executor.models.wan.vae.stacked_frames import Activation, Layout
+from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE, VAECache, VAEConfig
+from vllm_omni.model_executor.models.wan.vae.winograd import OF_FRAMES, product_dtype
 
 START = time.monotonic()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -47,7 +48,9 @@ def relative(value: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def cache_error(cache: VAECache, expected: VAECache) -> float:
-    return max(relative(own, wanted) for own, wanted in zip(cache.features, expected.features, strict=True))
+    return max(
+        relative(own, wanted) for own, wanted in zip(cache.features, expected.features, strict=True)
+    )
 
 
 def fuse(decoder: Any, bands: RowBands | None) -> FusedDecoder | None:
@@ -57,7 +60,12 @@ def fuse(decoder: Any, bands: RowBands | None) -> FusedDecoder | None:
 
 
 def build(
-    base_dim: int, dtype: torch.dtype = DTYPE, *, fused: bool = False, bands: RowBands | None = None, **options: Any
+    base_dim: int,
+    dtype: torch.dtype = DTYPE,
+    *,
+    fused: bool = False,
+    bands: RowBands | None = None,
+    **options: Any,
 ) -> StreamingWanVAE:
     """A decoder whose random weights depend on `base_dim` alone."""
     with torch.device(DEVICE):
@@ -87,10 +95,12 @@ def stream(latents: int, height: int, width: int, seed: int = 1) -> torch.Tensor
     return torch.randn(1, 16, latents, height // 8, width // 8, generator=generator).to(DEVICE)
 
 
-def decode(vae: StreamingWanVAE, latents: torch.Tensor, cuts: list[int]) -> tuple[torch.Tensor, VAECache]:
+def decode(
+    vae: StreamingWanVAE, latents: torch.Tensor, cuts: list[int]
+) -> tuple[torch.Tensor, VAECache]:
     pixels, cache = [], None
-    for piece in latents.split(cuts, dim=2):
-        frames, cache = vae.decode(piece, cache)
+    for part in latents.split(cuts, dim=2):
+        frames, cache = vae.decode(part, cache)
         pixels.append(frames)
     assert cache is not None
     return torch.cat(pixels, dim=2), cache
@@ -111,7 +121,9 @@ class ThreadBands(RowBands):
 
 
 class LonelyBands(RowBands):
-    """The first of two ranks, which sees its own rows in the place of the other's: for times without exchanges."""
+    """The first of two ranks, which sees its own rows in the place of the other's: for times
+    without exchanges.
+    """
 
     def gathered(self, own: torch.Tensor) -> torch.Tensor:
         return own.repeat(self.size, *[1] * (own.dim() - 1))
@@ -138,31 +150,47 @@ class Checks:
 def check(args: argparse.Namespace, checks: Checks) -> None:
     size = args.height, args.width
     latents = stream(3, *size)
-    exact, plain, fused = build(args.base_dim, torch.float32), build(args.base_dim), build(args.base_dim, fused=True)
+    exact, plain, fused = (
+        build(args.base_dim, torch.float32),
+        build(args.base_dim),
+        build(args.base_dim, fused=True),
+    )
     expected, expected_cache = decode(exact, latents, [1, 1, 1])
     plain_pixels, plain_cache = decode(plain, latents, [1, 1, 1])
-    begin = time.monotonic()
+    start = time.monotonic()
     pixels, cache = decode(fused, latents, [1, 1, 1])
     if DEVICE == "cuda":
         torch.cuda.synchronize()
-    checks.values["first fused decode, s"] = round(time.monotonic() - begin, 2)
+    checks.values["first fused decode, s"] = round(time.monotonic() - start, 2)
     checks.values["standard deviation of pixels"] = float(expected.std())
-    error, error_of_cache = relative(plain_pixels, expected), cache_error(plain_cache, expected_cache)
+    error, error_of_cache = (
+        relative(plain_pixels, expected),
+        cache_error(plain_cache, expected_cache),
+    )
     checks.error("plain against fp32", error, 5e-2)
     checks.error("plain against fp32, cache", error_of_cache, 5e-2)
     checks.error("fused against fp32", relative(pixels, expected), 1.2 * error + 1e-5)
-    checks.error("fused against fp32, cache", cache_error(cache, expected_cache), 1.2 * error_of_cache + 1e-5)
+    checks.error(
+        "fused against fp32, cache", cache_error(cache, expected_cache), 1.2 * error_of_cache + 1e-5
+    )
     for name, first, second in (("plain to fused", plain, fused), ("fused to plain", fused, plain)):
-        begun, left = first.decode(latents[:, :, :2], None)
+        started, left = first.decode(latents[:, :, :2], None)
         saved = VAECache(tuple(feature.cpu().contiguous().to(DEVICE) for feature in left.features))
         rest, _ = second.decode(latents[:, :, 2:], saved)
-        checks.error(f"snapshot, {name}", relative(torch.cat((begun, rest), dim=2), expected), 1.2 * error + 1e-5)
+        checks.error(
+            f"snapshot, {name}",
+            relative(torch.cat((started, rest), dim=2), expected),
+            1.2 * error + 1e-5,
+        )
     del exact, expected_cache, plain_cache, plain
     longer = stream(7, *size)
     whole, whole_cache = fused.decode(longer, None)
     for cuts in ([1, 3, 3], [1] * 7, [2, 4, 1]):
         pixels, cache = decode(fused, longer, cuts)
-        checks.true(f"same bits in pieces of {cuts}", torch.equal(pixels, whole) and cache.equal(whole_cache))
+        checks.true(
+            f"same bits in pieces of {cuts}",
+            torch.equal(pixels, whole) and cache.equal(whole_cache),
+        )
 
 
 def check_bands(args: argparse.Namespace, checks: Checks) -> None:
@@ -191,7 +219,11 @@ def check_bands(args: argparse.Namespace, checks: Checks) -> None:
     if not all(isinstance(part, torch.Tensor) for part in parts):
         checks.true(f"two bands of rows: {parts}", False)
         return
-    checks.error("two bands of rows against whole frames", relative(torch.cat(parts, dim=3), whole), BAND_ERROR)
+    checks.error(
+        "two bands of rows against whole frames",
+        relative(torch.cat(parts, dim=3), whole),
+        BAND_ERROR,
+    )
 
 
 def check_together(args: argparse.Namespace, checks: Checks, times: dict[str, Any]) -> None:
@@ -213,7 +245,11 @@ def check_together(args: argparse.Namespace, checks: Checks, times: dict[str, An
         pixels, own = together()
         alone = each_alone()
         name = f"{count} streams of {height}x{width} together"
-        checks.error(name, max(relative(a, b) for a, (b, _) in zip(pixels.split(1), alone, strict=True)), BAND_ERROR)
+        checks.error(
+            name,
+            max(relative(a, b) for a, (b, _) in zip(pixels.split(1), alone, strict=True)),
+            BAND_ERROR,
+        )
         worst = max(cache_error(a, b) for a, (_, b) in zip(own, alone, strict=True))
         checks.error(f"{name}, caches", worst, BAND_ERROR)
         if DEVICE == "cuda":
@@ -224,7 +260,9 @@ def check_together(args: argparse.Namespace, checks: Checks, times: dict[str, An
 def time_decode(
     name: str, vae: StreamingWanVAE, size: tuple[int, int], times: dict[str, Any], repeats: int = 7
 ) -> Callable[[], Any]:
-    """12 frames behind a stream's first latent; also the peak of memory beside what was held before. Returns it."""
+    """12 frames behind a stream's first latent; also the peak of memory beside what was held
+    before. Returns it.
+    """
     latents = stream(4, *size)
     first, rest = latents[:, :, :1], latents[:, :, 1:]
     _, cache = vae.decode(first, None)
@@ -232,10 +270,10 @@ def time_decode(
     def run() -> Any:
         return vae.decode(rest, cache)
 
-    begin = time.monotonic()
+    start = time.monotonic()
     run()
     torch.cuda.synchronize()
-    times[f"{name}: first time, s"] = round(time.monotonic() - begin, 2)
+    times[f"{name}: first time, s"] = round(time.monotonic() - start, 2)
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()
     run()
@@ -265,14 +303,17 @@ def kernels(run: Callable[[], Any]) -> list[list[Any]]:
         run()
         torch.cuda.synchronize()
     ordered = sorted(seen.key_averages(), key=lambda event: -event.self_device_time_total)[:20]
-    return [[event.key[:110], event.count, round(event.self_device_time_total / 1e3, 3)] for event in ordered]
+    return [
+        [event.key[:110], event.count, round(event.self_device_time_total / 1e3, 3)]
+        for event in ordered
+    ]
 
 
 def time_parts(args: argparse.Namespace) -> dict[str, Any]:
     """One layer's parts at each size, other ways to compute them beside the served one."""
     from vae_candidates import stack as a_frame_a_program
 
-    from vllm_omni.model_executor.models.wan import stack_kernels
+    from vllm_omni.model_executor.models.wan.vae import stack_kernels
 
     found: dict[str, Any] = {}
     dim = args.base_dim
@@ -295,8 +336,14 @@ def time_parts(args: argparse.Namespace) -> dict[str, Any]:
                 )
             )
             found[f"{key}, with sum"] = milliseconds(
-                lambda x=x, past=past, gamma=gamma, bias=bias, residual=residual: stack_kernels.stack_frames(
-                    Activation(x, bias, residual), past, layout=Layout.SIDE_BY_SIDE, gamma=gamma, want_sum=True
+                lambda x=x, past=past, gamma=gamma, bias=bias, residual=residual: (
+                    stack_kernels.stack_frames(
+                        Activation(x, bias, residual),
+                        past,
+                        layout=Layout.SIDE_BY_SIDE,
+                        gamma=gamma,
+                        want_sum=True,
+                    )
                 )
             )
         stack_kernels._BLOCK, stack_kernels._WARPS = served
@@ -334,7 +381,9 @@ def time_parts(args: argparse.Namespace) -> dict[str, Any]:
                 lambda x=frames_NCHW, weight=taps: functional.conv2d(x, weight, padding=1)
             )
             of_taps = functional.conv2d(frames_NCHW, taps, padding=1).permute(0, 2, 3, 1)[None]
-            found["sum of taps"] = milliseconds(lambda x=of_taps, bias=bias[:3]: stacked_frames.sum_of_taps(x, bias))
+            found["sum of taps"] = milliseconds(
+                lambda x=of_taps, bias=bias[:3]: stacked_frames.sum_of_taps(x, bias)
+            )
     return found
 
 
@@ -348,33 +397,42 @@ def time_combined(
     weight: torch.Tensor,
 ) -> dict[str, float]:
     """Passes behind and before convolutions of combined frames, and these."""
-    from vllm_omni.model_executor.models.wan import stack_kernels
+    from vllm_omni.model_executor.models.wan.vae import stack_kernels
 
     found: dict[str, float] = {}
     served = stack_kernels._COMBINED_BLOCK, stack_kernels._WARPS
     products = torch.randn(len(x) + 2, 1, *x.shape[1:], device=DEVICE).to(product_dtype(DTYPE))
-    behind = Activation(products, bias, products=True)
+    after = Activation(products, bias, products=True)
     for block, warps in ((1024, 4), (2048, 4), (2048, 8), (4096, 8)):
         stack_kernels._COMBINED_BLOCK, stack_kernels._WARPS = block, warps
         key = f"{name}: combined pass, block {block}, {warps} warps"
-        pass_over = partial(stack_kernels.stack_frames, past=past, gamma=gamma, layout=Layout.COMBINED)
-        found[key] = milliseconds(partial(pass_over, behind))
+        pass_over = partial(
+            stack_kernels.stack_frames, past=past, gamma=gamma, layout=Layout.COMBINED
+        )
+        found[key] = milliseconds(partial(pass_over, after))
         found[f"{key}, with sum"] = milliseconds(
             partial(pass_over, Activation(products, bias, residual, products=True), want_sum=True)
         )
     stack_kernels._COMBINED_BLOCK, stack_kernels._WARPS = served
     combined, weights = products, OF_FRAMES[len(x)].transformed(weight)
-    found[f"{name}: convolutions of combined frames"] = milliseconds(lambda: convolved_each(combined, weights, (1, 1)))
+    found[f"{name}: convolutions of combined frames"] = milliseconds(
+        lambda: convolved_each(combined, weights, (1, 1))
+    )
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--height", type=int, default=480)
     parser.add_argument("--width", type=int, default=832)
     parser.add_argument("--base-dim", type=int, default=96)
     parser.add_argument(
-        "--seconds", type=float, default=85.0, help="the compiled decoder is left out if too few remain"
+        "--seconds",
+        type=float,
+        default=85.0,
+        help="the compiled decoder is left out if too few remain",
     )
     parser.add_argument("--compile-seconds", type=float, default=40.0)
     add_output_arguments(parser)
@@ -392,7 +450,9 @@ def main() -> None:
             log("parts timed")
             if args.seconds - (time.monotonic() - START) > args.compile_seconds:
                 compiled = build(args.base_dim, compiled=True)
-                time_decode("12 frames, plain compiled", compiled, (args.height, args.width), times, 5)
+                time_decode(
+                    "12 frames, plain compiled", compiled, (args.height, args.width), times, 5
+                )
     result = {"checks": checks.values, "failed": checks.failed, "times": times, "parts_ms": parts}
     result["seconds"] = round(time.monotonic() - START, 1)
     save("vae_decode", {"result": result}, args)

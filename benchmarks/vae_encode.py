@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Wan VAE's encode of a start image as it is served (`StreamingWanVAE`), alone on one GPU: checked, then timed.
+"""The Wan VAE's encode of a start image as it is served (`StreamingWanVAE`), alone on one GPU:
+checked, then timed.
 
     python benchmarks/vae_encode.py
     python benchmarks/vae_encode.py --height 24 --width 40 --base-dim 4    # the checks, on a CPU
 
-Random weights, bf16, 480x832: the image and eight grey frames, the three latents of a world's first chunk. The fused
-encoder's error against fp32 beside the plain one's, the medians of both, and the kernels of the fused one. Ends with
-status 1 if its error is more than 1.2 times the plain one's.
+Random weights, bf16, 480x832: the image and eight grey frames, the three latents of a world's first
+chunk. The fused encoder's error against fp32 beside the plain one's, the medians of both, and the
+kernels of the fused one. Ends with status 1 if its error is more than 1.2 times the plain one's.
 """
 
 import argparse
@@ -18,10 +19,10 @@ from common import add_output_arguments, save
 from kernel_timing import milliseconds
 from vae_decode import DEVICE, DTYPE, kernels, relative, with_random_weights
 
-from vllm_omni.model_executor.models.wan import stacked_frames
-from vllm_omni.model_executor.models.wan.fused_encoder import FusedEncoder, fused_encoder
-from vllm_omni.model_executor.models.wan.fused_layers import Passes
-from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAEConfig
+from vllm_omni.model_executor.models.wan.vae import stacked_frames
+from vllm_omni.model_executor.models.wan.vae.fused_encoder import FusedEncoder, fused_encoder
+from vllm_omni.model_executor.models.wan.vae.fused_layers import Passes
+from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE, VAEConfig
 
 
 def fuse(encoder: Any) -> FusedEncoder | None:
@@ -34,13 +35,18 @@ def build(base_dim: int, dtype: torch.dtype = DTYPE, *, fused: bool = False) -> 
     """An encoder whose random weights depend on `base_dim` alone."""
     with torch.device(DEVICE):
         vae = StreamingWanVAE(
-            VAEConfig(base_dim=base_dim), decoder=False, dtype=dtype, fuse_encoder=fuse if fused else lambda _: None
+            VAEConfig(base_dim=base_dim),
+            decoder=False,
+            dtype=dtype,
+            fuse_encoder=fuse if fused else lambda _: None,
         )
     return with_random_weights(vae)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--height", type=int, default=480)
     parser.add_argument("--width", type=int, default=832)
     parser.add_argument("--base-dim", type=int, default=96)
@@ -48,7 +54,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     frames = torch.zeros(1, 3, 9, args.height, args.width)
-    frames[:, :, 0] = torch.rand(3, args.height, args.width, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    frames[:, :, 0] = (
+        torch.rand(3, args.height, args.width, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    )
     frames = frames.to(DEVICE)
     result: dict[str, Any] = {}
     with torch.inference_mode():

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of the Wan VAE's decoder computed in several ways (`vae_candidates.py`), side by side on one GPU.
+"""Layers of the Wan VAE's decoder computed in several ways (`vae_candidates.py`), side by side on
+one GPU.
 
     python benchmarks/vae_kernels.py --seconds 140 > vae_kernels.json
 
-Random weights of the Wan 2.1 decoder's shapes, bf16, frames of 480x832. Each candidate is compared with the plain
-arithmetic in fp32 before it is timed; medians in ms. `vae_decode.py` measures the whole decoder as it is served.
-On a CPU (TRITON_INTERPRET=1, `--tiny`) it checks the candidates at a tiny size and times nothing.
+Random weights of the Wan 2.1 decoder's shapes, bf16, frames of 480x832. Each candidate is compared
+with the plain arithmetic in fp32 before it is timed; medians in ms. `vae_decode.py` measures the
+whole decoder as it is served. On a CPU (TRITON_INTERPRET=1, `--tiny`) it checks the candidates at a
+tiny size and times nothing.
 """
 
-# T frames, H rows, W columns, P = H W, C channels, O channels of a result; activations are [T, H, W, C] in memory
+# T frames, H rows, W columns, P = H W, C channels, O channels of a result; activations are [T, H,
+# W, C] in memory
 
 import argparse
 import json
@@ -25,14 +28,15 @@ from kernel_timing import milliseconds
 from torch.nn import functional
 from vae_candidates import causal, conv_pointers, conv_tma, nchw, nhwc, rms_silu, stack
 
-from vllm_omni.model_executor.models.wan.stacked_frames import subpixel
+from vllm_omni.model_executor.models.wan.vae.stacked_frames import subpixel
 
 START = time.monotonic()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RESULT: dict[str, Any] = {"errors": {}, "ms": {}, "failed": {}}
 
 
-# Measuring ----------------------------------------------------------------------------------------------------------
+# Measuring
+# --------------------------------------------------------------------------------------------------
 
 
 def left() -> float:
@@ -43,7 +47,10 @@ def measure(name: str, run: Callable[[], Any], flop: float = 0.0, repeats: int =
     if DEVICE != "cuda":
         return
     ms = milliseconds(run, repeats)
-    RESULT["ms"][name] = {"ms": round(ms, 3), **({"tflops": round(flop / ms / 1e9)} if flop else {})}
+    RESULT["ms"][name] = {
+        "ms": round(ms, 3),
+        **({"tflops": round(flop / ms / 1e9)} if flop else {}),
+    }
     print(
         f"{time.monotonic() - START:6.1f}s {name:60s} {ms:8.3f} ms {flop / ms / 1e9:6.0f} TFLOP/s",
         file=sys.stderr,
@@ -54,7 +61,11 @@ def measure(name: str, run: Callable[[], Any], flop: float = 0.0, repeats: int =
 def error(name: str, out: torch.Tensor, reference: torch.Tensor, most: float = 2e-2) -> None:
     value = ((out.float() - reference.float()).norm() / reference.float().norm()).item()
     RESULT["errors"][name] = value
-    print(f"{time.monotonic() - START:6.1f}s {name:60s} relative error {value:.2e}", file=sys.stderr, flush=True)
+    print(
+        f"{time.monotonic() - START:6.1f}s {name:60s} relative error {value:.2e}",
+        file=sys.stderr,
+        flush=True,
+    )
     assert value < most, f"{name}: {value}"
 
 
@@ -66,7 +77,12 @@ def attempt(name: str, run: Callable[[], Any], needs_s: float = 3.0) -> None:
         run()
     except Exception as failure:  # a candidate that fails is a result
         RESULT["failed"][name] = repr(failure)[:600]
-        print(f"{name} FAILED", "".join(traceback.format_exception(failure)[-3:])[:1200], file=sys.stderr, flush=True)
+        print(
+            f"{name} FAILED",
+            "".join(traceback.format_exception(failure)[-3:])[:1200],
+            file=sys.stderr,
+            flush=True,
+        )
         if DEVICE == "cuda":
             torch.cuda.synchronize()
 
@@ -83,7 +99,9 @@ CONV_CONFIGS: dict[int, list[tuple[str, tuple[int, ...]]]] = {  # BH, BW, BN, BK
 
 
 def convolutions(channels: int, frames: int, height: int, width: int) -> None:
-    """One causal 3x3x3 convolution of a level, norm and SiLU before it included where a line says so."""
+    """One causal 3x3x3 convolution of a level, norm and SiLU before it included where a line
+    says so.
+    """
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     name = f"conv {channels}, {frames} frames"
     make = lambda *shape: torch.randn(shape, device=DEVICE).to(dtype)  # noqa: E731
@@ -101,9 +119,13 @@ def convolutions(channels: int, frames: int, height: int, width: int) -> None:
 
     normed = rms_silu(x5, gamma)
     joined = torch.cat((past5, normed), dim=2)
-    padded = functional.pad(joined, (1, 1, 1, 1, 0, 0)).contiguous(memory_format=torch.channels_last_3d)
+    padded = functional.pad(joined, (1, 1, 1, 1, 0, 0)).contiguous(
+        memory_format=torch.channels_last_3d
+    )
     reference = functional.conv3d(
-        functional.pad(joined[..., : crop.stop + 1, :].float(), (1, 1, 1, 0, 0, 0)), w.float(), b.float()
+        functional.pad(joined[..., : crop.stop + 1, :].float(), (1, 1, 1, 0, 0, 0)),
+        w.float(),
+        b.float(),
     )
     if DEVICE == "cpu":
         reference = functional.conv3d(functional.pad(joined, (1, 1, 1, 1, 0, 0)), w, b)
@@ -112,8 +134,16 @@ def convolutions(channels: int, frames: int, height: int, width: int) -> None:
     plain = lambda: causal(rms_silu(x5, gamma), past5, w3, b)  # noqa: E731
 
     def cudnn_3d():
-        error(f"{name}/conv3d", functional.conv3d(padded, w3, b)[0].permute(1, 2, 3, 0)[:, :rows], reference)
-        measure(f"{name}/conv3d, padded input, no bias", lambda: functional.conv3d(padded, w3, None), flop)
+        error(
+            f"{name}/conv3d",
+            functional.conv3d(padded, w3, b)[0].permute(1, 2, 3, 0)[:, :rows],
+            reference,
+        )
+        measure(
+            f"{name}/conv3d, padded input, no bias",
+            lambda: functional.conv3d(padded, w3, None),
+            flop,
+        )
         measure(f"{name}/norm+silu+cat+pad+conv3d eager", plain, flop)
 
     ready, _, _ = stack(x, past, gamma=gamma)
@@ -123,9 +153,15 @@ def convolutions(channels: int, frames: int, height: int, width: int) -> None:
         out = nhwc(functional.conv2d(nchw(ready), w2, b, padding=1))
         error(f"{name}/2-D of 3C", out[:, :rows], reference)
         measure(
-            f"{name}/2-D of 3C, conv alone, no bias", lambda: functional.conv2d(nchw(ready), w2, None, padding=1), flop
+            f"{name}/2-D of 3C, conv alone, no bias",
+            lambda: functional.conv2d(nchw(ready), w2, None, padding=1),
+            flop,
         )
-        measure(f"{name}/2-D of 3C, conv alone, bias", lambda: functional.conv2d(nchw(ready), w2, b, padding=1), flop)
+        measure(
+            f"{name}/2-D of 3C, conv alone, bias",
+            lambda: functional.conv2d(nchw(ready), w2, b, padding=1),
+            flop,
+        )
 
     def three_2d():
         def run():
@@ -153,7 +189,9 @@ def convolutions(channels: int, frames: int, height: int, width: int) -> None:
     attempt(f"{name}/norms", norms)
     attempt(f"{name}/three 2-D", three_2d)
     tiny = (4, 4, 16, 16, 4, 2)
-    for kind, config in CONV_CONFIGS[channels] if DEVICE == "cuda" else [("tma", tiny), ("pointers", tiny)]:
+    for kind, config in (
+        CONV_CONFIGS[channels] if DEVICE == "cuda" else [("tma", tiny), ("pointers", tiny)]
+    ):
         run = {"tma": conv_tma, "pointers": conv_pointers}[kind]
 
         def one(run=run, config=config, kind=kind):
@@ -166,7 +204,9 @@ def convolutions(channels: int, frames: int, height: int, width: int) -> None:
 def upsampling(channels: int, frames: int, height: int, width: int) -> None:
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     x = torch.randn(frames, height, width, channels, device=DEVICE).to(dtype)
-    w = (torch.randn(channels // 2, channels, 3, 3, device=DEVICE) / (9 * channels) ** 0.5).to(dtype)
+    w = (torch.randn(channels // 2, channels, 3, 3, device=DEVICE) / (9 * channels) ** 0.5).to(
+        dtype
+    )
     w_last, w_sub = (v.contiguous(memory_format=torch.channels_last) for v in (w, subpixel(w)))
     nearest = lambda: functional.interpolate(nchw(x), scale_factor=2, mode="nearest-exact")  # noqa: E731
     plain = lambda: functional.conv2d(nearest(), w_last, padding=1)  # noqa: E731
@@ -176,7 +216,11 @@ def upsampling(channels: int, frames: int, height: int, width: int) -> None:
 
     def run():
         reference = functional.conv2d(nearest()[:1].float(), w.float(), padding=1)
-        error(f"{name}/2x2", nchw(stack(nhwc(cells()), past, want_sum=True, shuffled=True)[2])[:1], reference)
+        error(
+            f"{name}/2x2",
+            nchw(stack(nhwc(cells()), past, want_sum=True, shuffled=True)[2])[:1],
+            reference,
+        )
         flop = 2.0 * 9 * channels * channels // 2 * frames * 4 * height * width
         measure(f"{name}/nearest alone", nearest)
         measure(f"{name}/nearest + 3x3", plain, flop)
@@ -192,7 +236,9 @@ def upsampling(channels: int, frames: int, height: int, width: int) -> None:
 def main() -> None:
     global SECONDS
     parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, default=140.0, help="candidates that would end later are left out")
+    parser.add_argument(
+        "--seconds", type=float, default=140.0, help="candidates that would end later are left out"
+    )
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     SECONDS = options.seconds
@@ -210,8 +256,15 @@ def main() -> None:
             upsampling(192, 4, 240, 416)
             upsampling(384, 4, 120, 208)
             torch.backends.cudnn.benchmark = True
-            for channels, frames, height, width in ((96, 4, 480, 832), (192, 4, 240, 416), (384, 2, 120, 208)):
-                attempt(f"convolutions {channels}", partial(convolutions, channels, frames, height, width))
+            for channels, frames, height, width in (
+                (96, 4, 480, 832),
+                (192, 4, 240, 416),
+                (384, 2, 120, 208),
+            ):
+                attempt(
+                    f"convolutions {channels}",
+                    partial(convolutions, channels, frames, height, width),
+                )
             attempt("convolutions 384, one frame", lambda: convolutions(384, 1, 60, 104), 55)
     RESULT["seconds"] = round(time.monotonic() - START, 1)
     print(json.dumps(RESULT, indent=1))

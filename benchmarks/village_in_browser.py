@@ -1,19 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shipped village, or another world, as a player has it: `vllm serve --omni`, headless Chromium, keys held.
+"""The shipped village, or another world, as a player has it: `vllm serve --omni`, headless
+Chromium, keys held.
 
     python benchmarks/village_in_browser.py                      # as shipped
     python benchmarks/village_in_browser.py --chunk 3 --decoder wan
-    vllm-omni make-tiny matrix_game tiny_matrix_game             # any world; the result is named after its directory
+    # any world; the result is named after its directory
+    vllm-omni make-tiny matrix_game tiny_matrix_game
     python benchmarks/village_in_browser.py --model tiny_matrix_game --size 96x64
 
-Server and browser share the machine, as on a laptop. After `--settle` seconds of walking (the window fills, the
-condition settles, the playback buffer learns) the numbers that the page itself shows are read for `--seconds`:
+Server and browser share the machine, as on a laptop. After `--settle` seconds of walking (the
+window fills, the condition settles, the playback buffer learns) the numbers that the page itself
+shows are read for `--seconds`:
 
-    shown_fps            frames drawn, over the time; the world's own rate is the most there is to show
+    shown_fps
+        frames drawn, over the time; the world's own rate is the most there is to show
     chunk_ms             from asking for a chunk to having it
     server_fps           frames of a chunk over the median of that: the server's upper bound
     stages_ms            the server's own timing of the last chunk
-    input_to_photon_ms   from a change of keys to the first frame made under it being drawn; a key changes every 1.3 s
+    input_to_photon_ms
+        from a change of keys to the first frame made under it being drawn; a key changes every
+        1.3 s
     stalls               times that playback waited for a chunk
 """
 
@@ -28,14 +34,18 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # helpers of the browser's driver
+# helpers of the browser's driver
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "entrypoints" / "webui"))
 from browser import CHROMIUM, WHY_NOT, Page, running_browser
 from common import add_output_arguments, quantiles, save
 
 PARTS = "import('/omni/js/main.js').then((m) => m.parts)"
 WALK = ("w", "l", "w", "j", "a", "l", "d", "j")
-"""Keys held in turn. The time of each is no multiple of a chunk's, so changes fall anywhere in a chunk."""
+"""Keys held in turn.
+
+The time of each is no multiple of a chunk's, so changes fall anywhere in a chunk.
+"""
 KEY_S = 1.3
 
 LISTEN = f"""{PARTS}.then(({{ app }}) => {{
@@ -44,9 +54,9 @@ LISTEN = f"""{PARTS}.then(({{ app }}) => {{
     const add = inputToPhotonMs.add.bind(inputToPhotonMs), chunk = stats.chunk.bind(stats);
     inputToPhotonMs.add = (ms) => {{ seen.photon_ms.push(ms); add(ms); }};
     stats.chunk = (ms, bytes, timing) => {{ seen.chunk_ms.push(ms); chunk(ms, bytes, timing); }};
-    app.world.addEventListener("chunk", ({{ detail }}) => seen.frames.push(detail.message.num_frames)); }})"""
+    app.world.addEventListener("chunk", ({{ detail }}) => seen.frames.push(detail.message.num_frames)); }})"""  # noqa: E501
 READ = f"""{PARTS}.then(({{ app }}) => ({{ ...window.seen, shown: app.player.numShown, stalls: app.player.numStalls,
-    at: performance.now(), fps: app.player.fps, stages: app.stats.server }}))"""
+    at: performance.now(), fps: app.player.fps, stages: app.stats.server }}))"""  # noqa: E501
 
 
 def walk(page: Page, seconds: float, keys: "itertools.cycle[str]") -> None:
@@ -62,10 +72,10 @@ def walk(page: Page, seconds: float, keys: "itertools.cycle[str]") -> None:
 def measure(page: Page, settle_s: float, seconds: float) -> dict[str, Any]:
     """Begin the world that the page offers first, and walk."""
     page.wait_for("document.body.dataset.link === 'up'", 30)
-    began = time.monotonic()
+    started = time.monotonic()
     page.click("#start .main")
     page.wait_for("document.querySelector('#view').classList.contains('has-picture')", 120)
-    first_picture_s = time.monotonic() - began
+    first_image_s = time.monotonic() - started
     keys = itertools.cycle(WALK)
     walk(page, settle_s, keys)
     page.run(LISTEN)
@@ -84,7 +94,7 @@ def measure(page: Page, settle_s: float, seconds: float) -> dict[str, Any]:
         "input_to_photon_ms": quantiles(photon_ms),
         "changes_of_keys": len(photon_ms),
         "stalls": after["stalls"] - before["stalls"],
-        "first_picture_s": round(first_picture_s, 2),
+        "first_picture_s": round(first_image_s, 2),
         "last_stages_ms": after["stages"],
     }
 
@@ -102,9 +112,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         port = demo.free_port(0)
-        with demo.server(model, port, int(height), int(width), folder / "server.log", chosen) as process:
+        with demo.server(
+            model, port, int(height), int(width), folder / "server.log", chosen
+        ) as process:
             demo.wait_until_healthy(process, 300, Console(stderr=True))
-            with running_browser(folder) as browser, browser.page(f"http://127.0.0.1:{port}/omni/") as page:
+            with (
+                running_browser(folder) as browser,
+                browser.page(f"http://127.0.0.1:{port}/omni/") as page,
+            ):
                 result = measure(page, args.settle, args.seconds)
                 if args.screenshot:
                     page.screenshot(args.screenshot)
@@ -118,12 +133,23 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="checkpoint directory (default: the shipped village)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", type=Path, help="checkpoint directory (default: the shipped village)"
+    )
     parser.add_argument("--size", default="160x96", help="WIDTHxHEIGHT (default: %(default)s)")
-    parser.add_argument("--chunk", type=int, choices=(1, 3), help="latent frames a chunk (default: the checkpoint's)")
+    parser.add_argument(
+        "--chunk",
+        type=int,
+        choices=(1, 3),
+        help="latent frames a chunk (default: the checkpoint's)",
+    )
     parser.add_argument("--decoder", choices=("wan", "tiny"), help="default: the checkpoint's")
-    parser.add_argument("--settle", type=float, default=15.0, help="seconds before the numbers count")
+    parser.add_argument(
+        "--settle", type=float, default=15.0, help="seconds before the numbers count"
+    )
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--screenshot", type=Path, help="write the page at the end as a .png")
     add_output_arguments(parser)

@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wan 2.2 at full size with random weights, through the real engine: seconds per denoise step, decode, memory.
+"""Wan 2.2 at full size with random weights, through the real engine: seconds per denoise step,
+decode, memory.
 
-    python benchmarks/wan2_2.py                                  # TI2V 5B, one GPU, 81 frames of 480x832, 10 steps
-    python benchmarks/wan2_2.py --size t2v-a14b --steps 6
-    python benchmarks/wan2_2.py --size t2v-a14b --steps 6 --tensor-parallel 2 --model-options '{"cfg_parallel": true}'
-    timeout 300 python benchmarks/wan2_2.py --size t2v-a14b --steps 6 --cpu-offload-gb 28 \
-        --model-options '{"text_encoder_device": "cpu"}'         # half of the experts in host memory
+    # TI2V 5B, one GPU, 81 frames of 480x832, 10 steps
+    python benchmarks/wan2_2.py
+    python benchmarks/wan2_2.py --size t2v-a14b --steps 6 python benchmarks/wan2_2.py --size
+    t2v-a14b --steps 6 --tensor-parallel 2 --model-options '{"cfg_parallel": true}' timeout 300
+    python benchmarks/wan2_2.py --size t2v-a14b --steps 6 --cpu-offload-gb 28 \
+        --model-options '{"text_encoder_device": "cpu"}'
+            half of the experts in host memory
     python benchmarks/wan2_2.py --tiny --size t2v-a14b           # try it without a GPU
 
-Random weights at real shapes take the time of real ones. A step is both branches of guidance. A14B changes its expert
-at a share of the noise, so a few steps meet both; a run of one expert's steps would say nothing of the other, and is an
-error. Step times are device times from the runner; the first step of an expert also makes the prompts' keys and values,
-so medians are over the others where there are any. `ideal` is the steps' arithmetic at the measured GEMM rate of the
-card (790 TFLOP/s on an H200). `--tiny` runs the tests' small model of the same layout.
+Random weights at real shapes take the time of real ones. A step is both branches of guidance. A14B
+changes its expert at a share of the noise, so a few steps meet both; a run of one expert's steps
+would say nothing of the other, and is an error. Step times are device times from the runner; the
+first step of an expert also makes the prompts' keys and values, so medians are over the others
+where there are any. `ideal` is the steps' arithmetic at the measured GEMM rate of the card (790
+TFLOP/s on an H200). `--tiny` runs the tests' small model of the same layout.
 """
 
 import argparse
@@ -31,7 +35,14 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import add_output_arguments, add_serving_arguments, precision_of, run_request, running_engine, save
+from common import (
+    add_output_arguments,
+    add_serving_arguments,
+    precision_of,
+    run_request,
+    running_engine,
+    save,
+)
 
 GEMM_FLOPS = 790e12
 """bf16 matrix products on an H200, measured."""
@@ -74,7 +85,8 @@ VAE_5B = {
 
 
 def write_checkpoint(root: Path, size: str) -> None:
-    """A diffusers directory of a released model without weights (they come from --load-format dummy).
+    """A diffusers directory of a released model without weights (they come from --load-format
+    dummy).
 
     There is no `text_encoder/`: its sizes are umt5-xxl's then, 5.7 billion parameters.
     """
@@ -123,13 +135,17 @@ def expert_of_steps(model: Path, steps: int, flow_shift: float | None) -> list[s
     from vllm_omni.model_executor.models.wan2_2.schedule import new_scheduler
 
     layout = find_layout(model)
-    ratio = layout.facts().boundary_ratio or 0.0
+    ratio = layout.info().boundary_ratio or 0.0
     scheduler = new_scheduler(layout.scheduler_values(), steps, flow_shift, torch.device("cpu"))
-    return [EXPERTS[float(timestep) < ratio * NUM_TRAIN_TIMESTEPS] for timestep in scheduler.timesteps]
+    return [
+        EXPERTS[float(timestep) < ratio * NUM_TRAIN_TIMESTEPS] for timestep in scheduler.timesteps
+    ]
 
 
 def step_flops(config: Any, tokens: int) -> float:
-    """Arithmetic of one step, both branches: linear layers, attention to the video and to the prompt."""
+    """Arithmetic of one step, both branches: linear layers, attention to the video and to the
+    prompt.
+    """
     linear = 2 * tokens * (6 * config.dim**2 + 2 * config.dim * config.ffn_dim) * config.num_layers
     attention = 4 * tokens * (tokens + TEXT_ROWS) * config.dim * config.num_layers
     return 2.0 * (linear + attention)
@@ -142,9 +158,13 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     from vllm_omni.model_executor.models.wan2_2.checkpoint import find_layout
     from vllm_omni.model_executor.models.wan2_2.config import Wan22Config, Wan22Options
 
-    options = {"max_num_frames": args.frames, "defaults": {"num_frames": args.frames}, **json.loads(args.model_options)}
+    options = {
+        "max_num_frames": args.frames,
+        "defaults": {"num_frames": args.frames},
+        **json.loads(args.model_options),
+    }
     layout = find_layout(model)
-    checkpoint, config = layout.facts(), Wan22Config.from_checkpoint(layout.transformer_config())
+    checkpoint, config = layout.info(), Wan22Config.from_checkpoint(layout.transformer_config())
     experts = expert_of_steps(model, args.steps, Wan22Options.parse(options).defaults.flow_shift)
     if checkpoint.two_experts and len(set(experts)) < 2:
         raise SystemExit(f"--steps {args.steps} meets only {experts[0]}: take more")
@@ -175,7 +195,12 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     loading = time.perf_counter()
     async with running_engine(
         model,
-        {"height": args.height, "width": args.width, "model": options, **json.loads(args.omni_options)},
+        {
+            "height": args.height,
+            "width": args.width,
+            "model": options,
+            **json.loads(args.omni_options),
+        },
         enforce_eager=args.eager,
         load_format="auto" if args.tiny else "dummy",
         tensor_parallel_size=args.tensor_parallel,
@@ -208,7 +233,9 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         "cpu_offload_gb": args.cpu_offload_gb,
         "load_and_warm_up_s": round(load_s, 1),
         "seconds_per_step": {name: round(value, 4) for name, value in medians.items()},
-        "seconds_per_step_all": {name: [round(value, 4) for value in values] for name, values in by_expert.items()},
+        "seconds_per_step_all": {
+            name: [round(value, 4) for value in values] for name, values in by_expert.items()
+        },
         "ideal_seconds_per_step": round(ideal_s, 4),
         "ratio_to_ideal": {name: round(ideal_s / value, 3) for name, value in medians.items()},
         "requests": records,
@@ -217,12 +244,14 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def seconds_by_expert(steps_ms: list[list[float]], experts: list[str]) -> dict[str, list[float]]:
-    """Seconds of every step, by expert; an expert's first step in a request is left out if it has others."""
+    """Seconds of every step, by expert; an expert's first step in a request is left out if it
+    has others.
+    """
     names = list(dict.fromkeys(experts))
     seconds: dict[str, list[float]] = {}
     for name in names:
-        places = [index for index, expert in enumerate(experts) if expert == name]
-        counted = places[1:] or places
+        positions = [index for index, expert in enumerate(experts) if expert == name]
+        counted = positions[1:] or positions
         seconds[name] = [values[index] / 1e3 for values in steps_ms for index in counted]
     return seconds
 
@@ -230,16 +259,26 @@ def seconds_by_expert(steps_ms: list[list[float]], experts: list[str]) -> dict[s
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Wan 2.2 at full size with random weights.")
     parser.add_argument("--size", choices=list(TRANSFORMERS), default="ti2v-5b")
-    parser.add_argument("--tiny", action="store_true", help="the tests' small model of this layout, 9 frames of 64x96")
-    parser.add_argument("--steps", type=int, default=10, help="denoise steps of a request (authors: 50, A14B 40)")
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help="the tests' small model of this layout, 9 frames of 64x96",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=10, help="denoise steps of a request (authors: 50, A14B 40)"
+    )
     parser.add_argument("--requests", type=int, default=1, help="one after another")
     parser.add_argument("--frames", type=int, default=81)
     parser.add_argument("--height", type=int, default=480)
     parser.add_argument("--width", type=int, default=832)
-    parser.add_argument("--image", action="store_true", help="TI2V: start from a picture (I2V always does)")
+    parser.add_argument(
+        "--image", action="store_true", help="TI2V: start from a picture (I2V always does)"
+    )
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--pipeline-parallel", type=int, default=1)
-    parser.add_argument("--cpu-offload-gb", type=float, default=0.0, help="of the experts' weights, in host memory")
+    parser.add_argument(
+        "--cpu-offload-gb", type=float, default=0.0, help="of the experts' weights, in host memory"
+    )
     add_serving_arguments(parser)
     parser.add_argument("--name", help="name of the result file (default: wan2_2_SIZE)")
     add_output_arguments(parser)

@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waypoint 1.5 at full size with random weights, through the real engine: frames a second, first frame, stages, memory.
+"""Waypoint 1.5 at full size with random weights, through the real engine: frames a second, first
+frame, stages, memory.
 
     python benchmarks/waypoint.py                                       # 1.5 at 720x1280, one GPU
     python benchmarks/waypoint.py --model-options '{"cuda_graphs": false}'
     python benchmarks/waypoint.py --quantization fp8_per_channel
     python benchmarks/waypoint.py --release v1_5_360p --height 360 --width 640
     python benchmarks/waypoint.py --sessions 4
-    python benchmarks/waypoint.py --tiny --height 40 --width 64 --eager --chunks 12 --warm-chunks 6    # without a GPU
+    # without a GPU
+    python benchmarks/waypoint.py --tiny --height 40 --width 64 --eager --chunks 12 --warm-chunks 6
 
-Random weights at real shapes take the time of real ones. Steady state is the median over the chunks (four video frames
-each) after both kinds of rings are full, at latent frame 120, end to end: controls in, uint8 frames out; each chunk is
-asked for while the one before is running. The model's own rate is 60 frames a second. `time_to_first_frame_ms` is the
-first session's; `later_first_frames` are of five more on the same engine, one after the other, each with its stages and
-with what of it was `outside` the model.
+Random weights at real shapes take the time of real ones. Steady state is the median over the chunks
+(four video frames each) after both kinds of rings are full, at latent frame 120, end to end:
+controls in, uint8 frames out; each chunk is asked for while the one before is running. The model's
+own rate is 60 frames a second. `time_to_first_frame_ms` is the first session's;
+`later_first_frames` are of five more on the same engine, one after the other, each with its stages
+and with what of it was `outside` the model.
 """
 
 import argparse
@@ -53,7 +56,9 @@ RELEASES = {"v1_5": "waypoint", "v1_5_360p": "waypoint_360p"}
 
 
 def write_checkpoint(root: Path, release: str) -> None:
-    """A checkpoint directory of a released architecture without weights (they come from --load-format dummy)."""
+    """A checkpoint directory of a released architecture without weights (they come from
+    --load-format dummy).
+    """
     from vllm_omni.model_executor.models.waypoint.releases import GRIDS, WAYPOINT_1_5
 
     root.mkdir()
@@ -72,7 +77,9 @@ def session_chunk(
     from vllm_omni.inputs import DiffusionParams
 
     generator = torch.Generator().manual_seed(0)
-    image = torch.randint(0, 256, (args.height, args.width, 3), dtype=torch.uint8, generator=generator)
+    image = torch.randint(
+        0, 256, (args.height, args.width, 3), dtype=torch.uint8, generator=generator
+    )
 
     async def chunk(index: int) -> dict[str, Any]:
         params = DiffusionParams(
@@ -83,9 +90,15 @@ def session_chunk(
             width=args.width,
             actions=[ActionFrame(buttons=("w",), axes={"dx": 3.0})] if index % 32 < 16 else None,
         )
-        meta, tensors = await run_request(engine, params, {"image": image} if index == 0 else None, f"{name}-{index}")
+        meta, tensors = await run_request(
+            engine, params, {"image": image} if index == 0 else None, f"{name}-{index}"
+        )
         assert len(tensors["frames"]) == meta["num_frames"]
-        return {"done": time.perf_counter(), "timings_ms": meta["timings_ms"], "frames": meta["num_frames"]}
+        return {
+            "done": time.perf_counter(),
+            "timings_ms": meta["timings_ms"],
+            "frames": meta["num_frames"],
+        }
 
     return chunk
 
@@ -105,7 +118,12 @@ async def play(engine: Any, name: str, args: argparse.Namespace) -> list[dict[st
 
 async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     options: dict[str, Any] = json.loads(args.model_options)
-    omni = {"height": args.height, "width": args.width, "model": options, **json.loads(args.omni_options)}
+    omni = {
+        "height": args.height,
+        "width": args.width,
+        "model": options,
+        **json.loads(args.omni_options),
+    }
     async with running_engine(
         model,
         omni,
@@ -117,16 +135,22 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         **precision_of(args),
         **tracing(args, trace_folder(args, model.parent)),
     ) as engine:
-        sessions = await asyncio.gather(*(play(engine, f"world{n}", args) for n in range(args.sessions)))
+        sessions = await asyncio.gather(
+            *(play(engine, f"world{n}", args) for n in range(args.sessions))
+        )
         memory = await engine.collective_rpc("device_memory")
         held = await engine.collective_rpc("session_stats")
         later = await first_frames(engine, lambda name: session_chunk(engine, name, args))
         kernels = None
         if args.kernels:
             traced = session_chunk(engine, "traced", args)
-            kernels = await kernel_times(engine, trace_folder(args, model.parent), traced, args.warm_chunks)
+            kernels = await kernel_times(
+                engine, trace_folder(args, model.parent), traced, args.warm_chunks
+            )
     start, *records = sessions[0]
-    gaps_ms = [(b["done"] - a["done"]) * 1e3 for a, b in itertools.pairwise(records)][args.warm_chunks - 1 :]
+    gaps_ms = [(b["done"] - a["done"]) * 1e3 for a, b in itertools.pairwise(records)][
+        args.warm_chunks - 1 :
+    ]
     steady = records[args.warm_chunks :]
     names = sorted({name for record in steady for name in record["timings_ms"]})
     interval_ms = statistics.median(gaps_ms)
@@ -144,7 +168,9 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         "fps_all_sessions": round(args.sessions * steady[0]["frames"] / interval_ms * 1e3, 2),
         "native_fps": NATIVE_FPS,
         "stages_ms": {
-            name: round(statistics.median(sum(record["timings_ms"].get(name, [])) for record in steady), 2)
+            name: round(
+                statistics.median(sum(record["timings_ms"].get(name, [])) for record in steady), 2
+            )
             for name in names
         },
         "first_chunk_timings_ms": records[0]["timings_ms"],
@@ -163,16 +189,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--release", choices=tuple(RELEASES), default="v1_5")
     parser.add_argument("--chunks", type=int, default=320)
-    parser.add_argument("--warm-chunks", type=int, default=160, help="chunks before the rings are full")
+    parser.add_argument(
+        "--warm-chunks", type=int, default=160, help="chunks before the rings are full"
+    )
     parser.add_argument("--height", type=int, default=720)
     parser.add_argument("--width", type=int, default=1280)
     parser.add_argument("--sessions", type=int, default=1)
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--pipeline-parallel", type=int, default=1)
-    parser.add_argument("--tiny", action="store_true", help="the tests' tiny model with its own weights")
+    parser.add_argument(
+        "--tiny", action="store_true", help="the tests' tiny model with its own weights"
+    )
     add_serving_arguments(parser)
     add_tracing_arguments(parser)
-    parser.add_argument("--name", default="waypoint", help="name of the result file (default: waypoint)")
+    parser.add_argument(
+        "--name", default="waypoint", help="name of the result file (default: waypoint)"
+    )
     add_output_arguments(parser)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worlds as environments on a CPU: a `WorldVectorEnv` of N against N of one environment, one after the other.
+"""Worlds as environments on a CPU: a `WorldVectorEnv` of N against N of one environment, one after
+the other.
 
     python benchmarks/world_env.py                           # 8 tiny worlds, random weights, 48x32
     python benchmarks/world_env.py --model DIR --size 160x96 --envs 4
 
-Both arms step the same engine in turn, A B A B ..., so that a change of the machine's load meets both. A step is one
-chunk of every environment. Processor time is this process's and the engine's. The result is the median of the pairs'
-ratios.
+Both arms step the same engine in turn, A B A B ..., so that a change of the machine's load meets
+both. A step is one chunk of every environment. Processor time is this process's and the engine's.
+The result is the median of the pairs' ratios.
 """
 
 import argparse
@@ -30,11 +31,18 @@ def processor_s() -> float:
     import psutil
 
     me = psutil.Process()
-    return sum(times.user + times.system for times in (each.cpu_times() for each in (me, *me.children(recursive=True))))
+    return sum(
+        times.user + times.system
+        for times in (each.cpu_times() for each in (me, *me.children(recursive=True)))
+    )
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    return {"p50": round(statistics.median(values), 1), "min": round(min(values), 1), "max": round(max(values), 1)}
+    return {
+        "p50": round(statistics.median(values), 1),
+        "min": round(min(values), 1),
+        "max": round(max(values), 1),
+    }
 
 
 def measure(envs: list[Any], actions: list[Any]) -> tuple[float, float]:
@@ -46,15 +54,26 @@ def measure(envs: list[Any], actions: list[Any]) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="checkpoint directory (default: a tiny LingBot World)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", type=Path, help="checkpoint directory (default: a tiny LingBot World)"
+    )
     parser.add_argument("--size", default="48x32", help="WIDTHxHEIGHT (default: %(default)s)")
     parser.add_argument("--envs", type=int, default=8)
-    parser.add_argument("--pairs", type=int, default=15, help="measured steps of each arm (default: %(default)s)")
     parser.add_argument(
-        "--warm", type=int, default=6, help="steps before, until windows are full (default: %(default)s)"
+        "--pairs", type=int, default=15, help="measured steps of each arm (default: %(default)s)"
     )
-    parser.add_argument("--exact", action="store_true", help="omni.batch_invariant: a forward for each environment")
+    parser.add_argument(
+        "--warm",
+        type=int,
+        default=6,
+        help="steps before, until windows are full (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--exact", action="store_true", help="omni.batch_invariant: a forward for each environment"
+    )
     add_output_arguments(parser)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -102,7 +121,7 @@ def run(args: argparse.Namespace) -> None:
         kind: round(statistics.median(one[index] / all_[index] for one, all_ in pairs), 2)
         for index, kind in enumerate(("wall", "processor"))
     }
-    frames = args.envs * together.facts.chunk_frames
+    frames = args.envs * together.info.chunk_frames
     result = {
         "envs": args.envs,
         "size": args.size,

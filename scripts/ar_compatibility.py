@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes docs/architecture/ar_compatibility.md from the outcome of tests: features of vLLM x the AR worker's runners.
+"""Writes docs/architecture/ar_compatibility.md from the outcome of tests: features of vLLM x the AR
+worker's runners.
 
-    python scripts/ar_compatibility.py                 run every marked test this machine can run, write the table
-    python scripts/ar_compatibility.py -m cuda         only those that need a GPU (any arguments of pytest)
+    # run every marked test this machine can run, write the table
+    python scripts/ar_compatibility.py
+    # only those that need a GPU (any arguments of pytest)
+    python scripts/ar_compatibility.py -m cuda
     python scripts/ar_compatibility.py --render        write the table from the outcomes kept so far
 
-Tests marked with `@feature` (tests/helpers/ar_compatibility.py) hold the rows. Outcomes are kept beside the table, so
-that a CPU machine and a GPU machine can each add theirs; a test that could not run here changes nothing. Held by
-tests/docs/test_ar_compatibility.py.
+Tests marked with `@feature` (tests/helpers/ar_compatibility.py) hold the rows. Outcomes are kept
+beside the table, so that a CPU machine and a GPU machine can each add theirs; a test that could not
+run here changes nothing. Held by tests/docs/test_ar_compatibility.py.
 """
 
 import ast
@@ -32,7 +35,7 @@ says how it was tested: in a **real engine** whose hidden states equal a transfo
 outputs made by hand over the hooks of the installed vLLM, where this machine cannot run the feature. "not run" means
 that the test exists and needs hardware it has not met yet.
 
-"""
+"""  # noqa: E501
 
 
 def main(arguments: list[str]) -> int:
@@ -42,7 +45,9 @@ def main(arguments: list[str]) -> int:
 
         plugin = Outcomes(keep)
         files = sorted({mark["test"].split("::")[0] for mark in marks()})
-        status = int(pytest.main([*[str(REPO / file) for file in files], "-q", *arguments], plugins=[plugin]))
+        status = int(
+            pytest.main([*[str(REPO / file) for file in files], "-q", *arguments], plugins=[plugin])
+        )
     TABLE.write_text(render(read()))
     return status
 
@@ -50,7 +55,8 @@ def main(arguments: list[str]) -> int:
 class Outcomes:
     """A pytest plugin: outcomes of the marked tests, all parameters of a test together.
 
-    keep: called with a test's outcome as soon as it stands, so that a run that is cut short keeps those it has seen.
+    keep: called with a test's outcome as soon as it stands, so that a run that is cut short keeps
+    those it has seen.
     """
 
     def __init__(self, keep: Callable[[dict[str, str]], None]) -> None:
@@ -93,9 +99,9 @@ def keep(outcomes: dict[str, str]) -> None:
     """Add to the outcomes kept so far; several processes may do so at once."""
     with OUTCOMES.open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        kept = {**read(), **outcomes}
+        retained = {**read(), **outcomes}
         file.truncate(0)
-        file.write(json.dumps(dict(sorted(kept.items())), indent=2) + "\n")
+        file.write(json.dumps(dict(sorted(retained.items())), indent=2) + "\n")
 
 
 def marks() -> Iterator[dict[str, str]]:
@@ -104,10 +110,16 @@ def marks() -> Iterator[dict[str, str]]:
         for path in sorted((REPO / folder).glob("test_*.py")):
             for node in ast.walk(ast.parse(path.read_text())):
                 for decorator in node.decorator_list if isinstance(node, ast.FunctionDef) else []:
-                    if isinstance(decorator, ast.Call) and getattr(decorator.func, "id", "") == "feature":
+                    if (
+                        isinstance(decorator, ast.Call)
+                        and getattr(decorator.func, "id", "") == "feature"
+                    ):
                         values = [ast.literal_eval(argument) for argument in decorator.args]
                         fields = dict(zip(("name", "runner", "how", "note"), values, strict=False))
-                        fields |= {keyword.arg or "": ast.literal_eval(keyword.value) for keyword in decorator.keywords}
+                        fields |= {
+                            keyword.arg or "": ast.literal_eval(keyword.value)
+                            for keyword in decorator.keywords
+                        }
                         test = f"{path.relative_to(REPO)}::{node.name}"
                         yield {"runner": "V1", "how": "engine", "note": "", **fields, "test": test}
 
@@ -116,9 +128,15 @@ def render(outcomes: dict[str, str]) -> str:
     rows: dict[str, list[dict[str, str]]] = {}
     for mark in marks():
         rows.setdefault(mark["name"], []).append(mark)
-    lines = ["| feature | " + " | ".join(COLUMNS.values()) + " | tests |", "|---|" + "---|" * (len(COLUMNS) + 1)]
+    lines = [
+        "| feature | " + " | ".join(COLUMNS.values()) + " | tests |",
+        "|---|" + "---|" * (len(COLUMNS) + 1),
+    ]
     for name, found in sorted(rows.items(), key=lambda item: item[0].lower()):
-        cells = [cell([mark for mark in found if mark["runner"] == runner], outcomes) for runner in COLUMNS]
+        cells = [
+            cell([mark for mark in found if mark["runner"] == runner], outcomes)
+            for runner in COLUMNS
+        ]
         tests = ", ".join(dict.fromkeys(f"`{Path(mark['test']).name}`" for mark in found))
         note = "; ".join(dict.fromkeys(mark["note"] for mark in found if mark["note"]))
         lines.append(f"| {name}{f' ({note})' if note else ''} | {' | '.join(cells)} | {tests} |")
@@ -126,7 +144,9 @@ def render(outcomes: dict[str, str]) -> str:
 
 
 def cell(found: list[dict[str, str]], outcomes: dict[str, str]) -> str:
-    """The strongest thing that is known: a failure, else a real engine, else mocks, else that nothing ran."""
+    """The strongest thing that is known: a failure, else a real engine, else mocks, else that
+    nothing ran.
+    """
     if not found:
         return "no test"
     known = [(mark["how"], outcomes.get(mark["test"])) for mark in found]

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the documentation site: `make docs`, or `python scripts/docs_site.py [FOLDER]` (build/site).
+"""Builds the documentation site: `make docs`, or `python scripts/docs_site.py [FOLDER]`
+(build/site).
 
-Pages stay where they are in the repository (guides under docs/, a model's notes beside its code), and so do the links
-between them. MkDocs wants one folder: the pages, and the files that they link to, are laid out in one. A link to a
-folder becomes one to its README, or plain text if it has none. Held by tests/docs/test_docs_site.py.
+Pages stay where they are in the repository (guides under docs/, a model's notes beside its code),
+and so do the links between them. MkDocs wants one folder: the pages, and the files that they link
+to, are laid out in one. A link to a folder becomes one to its README, or plain text if it has none.
+Held by tests/docs/test_docs_site.py.
 """
 
 import functools
@@ -16,8 +18,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 REPO = Path(__file__).parents[1]
-PAGES = ("*.md", "docs/**/*.md", "benchmarks/*.md", "examples/**/*.md", "training/**/*.md", "vllm_omni/**/*.md")
-_LINK = re.compile(r"\[(?P<text>[^\]]*(?:\[[^\]]*\][^\]]*)?)\]\((?P<target>[^)#\s]*)(?P<anchor>#[^)\s]*)?\)")
+PAGES = (
+    "*.md",
+    "docs/**/*.md",
+    "benchmarks/*.md",
+    "examples/**/*.md",
+    "training/**/*.md",
+    "vllm_omni/**/*.md",
+)
+_LINK = re.compile(
+    r"\[(?P<text>[^\]]*(?:\[[^\]]*\][^\]]*)?)\]\((?P<target>[^)#\s]*)(?P<anchor>#[^)\s]*)?\)"
+)
 _FENCE = "```"
 
 
@@ -27,7 +38,9 @@ def pages() -> tuple[Path, ...]:
 
 
 def lay_out(folder: Path) -> None:
-    """Write every page, and every file of the repository that one links to, to its own place below `folder`."""
+    """Write every page, and every file of the repository that one links to, to its own place
+    below `folder`.
+    """
     for page in pages():
         out = folder / page.relative_to(REPO)
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +90,7 @@ def _linked(link: re.Match[str], page: Path, folder: Path) -> str:
     return f"[{text}]({os.path.relpath(path, page.parent)}{anchor})"
 
 
-def main(site: Path) -> int:
+def main(layer: Path) -> int:
     from mkdocs.commands.build import build
     from mkdocs.config import load_config
     from mkdocs.exceptions import Abort
@@ -85,10 +98,14 @@ def main(site: Path) -> int:
     with tempfile.TemporaryDirectory() as folder:
         lay_out(Path(folder))
         try:
-            build(load_config(str(REPO / "mkdocs.yml"), docs_dir=folder, site_dir=str(site), strict=True))
+            build(
+                load_config(
+                    str(REPO / "mkdocs.yml"), docs_dir=folder, site_dir=str(layer), strict=True
+                )
+            )
         except Abort as warned:
             return warned.code if isinstance(warned.code, int) else 1
-    print(f"wrote {site}/index.html")
+    print(f"wrote {layer}/index.html")
     return 0
 
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw the demo's start image: a path through hills towards the sun. Deterministic; a few kB as PNG.
+"""Draw the demo's start image: a path through hills towards the sun.
+
+Deterministic; a few kB as PNG.
 
 python scripts/draw_start_image.py vllm_omni/entrypoints/cli/data/start.png
 """
@@ -21,7 +23,15 @@ def main(path: Path) -> None:
         draw.polygon([(x * SCALE, y * SCALE) for x, y in points], fill=colour)
 
     def disc(x: float, y: float, radius: float, colour: tuple[int, int, int]) -> None:
-        draw.ellipse([(x - radius) * SCALE, (y - radius) * SCALE, (x + radius) * SCALE, (y + radius) * SCALE], colour)
+        draw.ellipse(
+            [
+                (x - radius) * SCALE,
+                (y - radius) * SCALE,
+                (x + radius) * SCALE,
+                (y + radius) * SCALE,
+            ],
+            colour,
+        )
 
     for band in range(12):  # sky, darker upwards
         top = band * HORIZON / 12
@@ -32,20 +42,50 @@ def main(path: Path) -> None:
     for radius, colour in ((34, (250, 214, 150)), (22, (255, 236, 190))):
         disc(292, 96, radius, colour)
     polygon(
-        [(0, 120), (60, 74), (110, 104), (170, 58), (240, 112), (320, 84), (416, 118), (416, 130), (0, 130)],
+        [
+            (0, 120),
+            (60, 74),
+            (110, 104),
+            (170, 58),
+            (240, 112),
+            (320, 84),
+            (416, 118),
+            (416, 130),
+            (0, 130),
+        ],
         (118, 132, 168),
     )
-    polygon([(0, 126), (80, 100), (180, 124), (290, 102), (416, 126), (416, 150), (0, 150)], (86, 128, 98))
+    polygon(
+        [(0, 126), (80, 100), (180, 124), (290, 102), (416, 126), (416, 150), (0, 150)],
+        (86, 128, 98),
+    )
     for band in range(10):  # meadow, brighter towards the viewer
         top = HORIZON + band * (HEIGHT - HORIZON) / 10
         draw.rectangle(
-            [0, (top + 6) * SCALE, WIDTH * SCALE, HEIGHT * SCALE], (70 + 5 * band, 122 + 5 * band, 62 + 2 * band)
+            [0, (top + 6) * SCALE, WIDTH * SCALE, HEIGHT * SCALE],
+            (70 + 5 * band, 122 + 5 * band, 62 + 2 * band),
         )
     polygon(
-        [(204, 128), (212, 128), (252, 168), (226, 196), (330, 240), (110, 240), (176, 196), (222, 166)],
+        [
+            (204, 128),
+            (212, 128),
+            (252, 168),
+            (226, 196),
+            (330, 240),
+            (110, 240),
+            (176, 196),
+            (222, 166),
+        ],
         (206, 178, 132),
     )
-    for x, base, size in ((40, 190, 46), (92, 150, 22), (148, 138, 13), (300, 140, 14), (346, 160, 30), (396, 210, 58)):
+    for x, base, size in (
+        (40, 190, 46),
+        (92, 150, 22),
+        (148, 138, 13),
+        (300, 140, 14),
+        (346, 160, 30),
+        (396, 210, 58),
+    ):
         polygon([(x - size * 0.05, base), (x + size * 0.05, base), (x, base - size)], (92, 66, 44))
         for tier in range(3):
             top, half = base - size * (1.25 - 0.28 * tier), size * (0.2 + 0.08 * tier)

@@ -36,12 +36,21 @@ class Scene:
         ImageDraw.Draw(self.image).polygon([(x * SCALE, y * SCALE) for x, y in points], fill=colour)
 
     def disc(self, x: float, y: float, radius: float, colour: Colour) -> None:
-        box = [(x - radius) * SCALE, (y - radius) * SCALE, (x + radius) * SCALE, (y + radius) * SCALE]
+        box = [
+            (x - radius) * SCALE,
+            (y - radius) * SCALE,
+            (x + radius) * SCALE,
+            (y + radius) * SCALE,
+        ]
         ImageDraw.Draw(self.image).ellipse(box, fill=colour)
 
     def line(self, points: list[tuple[float, float]], width: float, colour: Colour) -> None:
         draw = ImageDraw.Draw(self.image)
-        draw.line([(x * SCALE, y * SCALE) for x, y in points], fill=colour, width=max(1, round(width * SCALE)))
+        draw.line(
+            [(x * SCALE, y * SCALE) for x, y in points],
+            fill=colour,
+            width=max(1, round(width * SCALE)),
+        )
 
     def ridge(self, base: float, height: float, roughness: int, colour: Colour) -> None:
         """A hilly silhouette from edge to edge, down to the bottom."""
@@ -49,7 +58,11 @@ class Scene:
         ys = np.full_like(xs, base)
         for octave in range(roughness):
             phase, share = self.random.uniform(0, 6.28), 0.5**octave
-            ys -= height * share * (0.5 + 0.5 * np.sin(xs / WIDTH * 6.28 * (0.8 + 1.7 * octave) + phase))
+            ys -= (
+                height
+                * share
+                * (0.5 + 0.5 * np.sin(xs / WIDTH * 6.28 * (0.8 + 1.7 * octave) + phase))
+            )
         points = [(float(x), float(y)) for x, y in zip(xs, ys, strict=True)]
         self.polygon([(0, HEIGHT), *points, (WIDTH, HEIGHT)], colour)
 
@@ -102,7 +115,9 @@ def harbour() -> Image.Image:
             (222, 210, 200),
         )
         scene.line([(x - 26 * size, y), (x - 26 * size, y - 96 * size)], 2.4 * size, (48, 42, 56))
-        scene.line([(x - 26 * size, y - 92 * size), (x + 58 * size, y - 8 * size)], 0.9, (70, 62, 76))
+        scene.line(
+            [(x - 26 * size, y - 92 * size), (x + 58 * size, y - 8 * size)], 0.9, (70, 62, 76)
+        )
         scene.polygon(
             [
                 (x - 40 * size, y + 24 * size),
@@ -116,7 +131,9 @@ def harbour() -> Image.Image:
     for step in range(7):
         scene.line([(0, 412 + step * 11), (252 + step * 15, 396 + step * 13)], 1.6, (54, 46, 52))
     for x, y in ((60, 398), (150, 393), (235, 390)):
-        scene.polygon([(x - 6, y + 26), (x + 6, y + 26), (x + 5, y - 14), (x - 5, y - 14)], (46, 40, 48))
+        scene.polygon(
+            [(x - 6, y + 26), (x + 6, y + 26), (x + 5, y - 14), (x - 5, y - 14)], (46, 40, 48)
+        )
         scene.disc(x, y - 14, 8, (58, 50, 58))
     scene.glow(300, 284, 230, (255, 220, 190), 0.22)
     return scene.finish()
@@ -129,7 +146,10 @@ def desert() -> Image.Image:
         x, y = scene.random.uniform(0, WIDTH), 290 * scene.random.beta(1, 1.6)
         light = int(scene.random.uniform(110, 255))
         scene.disc(
-            x, y, float(scene.random.choice([0.5, 0.7, 0.9, 1.4], p=[0.5, 0.3, 0.15, 0.05])), (light, light, 255)
+            x,
+            y,
+            float(scene.random.choice([0.5, 0.7, 0.9, 1.4], p=[0.5, 0.3, 0.15, 0.05])),
+            (light, light, 255),
         )
     scene.glow(628, 104, 70, (196, 208, 255), 0.6)
     scene.disc(628, 104, 34, (242, 242, 236))
@@ -149,19 +169,34 @@ def desert() -> Image.Image:
     for x, y, size in ((704, 372, 1.0), (744, 380, 0.7)):  # cacti against the sky
         dark: Colour = (36, 42, 62)
         scene.line([(x, y), (x, y - 74 * size)], 9 * size, dark)
-        scene.line([(x, y - 30 * size), (x - 20 * size, y - 32 * size), (x - 20 * size, y - 56 * size)], 6 * size, dark)
-        scene.line([(x, y - 40 * size), (x + 19 * size, y - 42 * size), (x + 19 * size, y - 66 * size)], 6 * size, dark)
+        scene.line(
+            [(x, y - 30 * size), (x - 20 * size, y - 32 * size), (x - 20 * size, y - 56 * size)],
+            6 * size,
+            dark,
+        )
+        scene.line(
+            [(x, y - 40 * size), (x + 19 * size, y - 42 * size), (x + 19 * size, y - 66 * size)],
+            6 * size,
+            dark,
+        )
     return scene.finish()
 
 
 def forest() -> Image.Image:
     scene = Scene(5)
     scene.gradient(
-        0, HEIGHT, [(0, (250, 214, 128)), (0.45, (244, 190, 108)), (0.62, (176, 122, 62)), (1, (92, 58, 34))]
+        0,
+        HEIGHT,
+        [(0, (250, 214, 128)), (0.45, (244, 190, 108)), (0.62, (176, 122, 62)), (1, (92, 58, 34))],
     )
     scene.glow(430, 170, 150, (255, 246, 206), 0.85)
     for depth, (count, ground, colour) in enumerate(
-        ((26, 268, (206, 158, 96)), (18, 290, (158, 110, 66)), (11, 330, (104, 70, 46)), (6, 410, (58, 40, 32)))
+        (
+            (26, 268, (206, 158, 96)),
+            (18, 290, (158, 110, 66)),
+            (11, 330, (104, 70, 46)),
+            (6, 410, (58, 40, 32)),
+        )
     ):
         if depth:
             scene.image = scene.image.filter(ImageFilter.GaussianBlur(2.2 - 0.7 * depth))
@@ -173,7 +208,12 @@ def forest() -> Image.Image:
             lean = scene.random.uniform(-9, 9)
             base = ground + scene.random.uniform(-6, 16)
             scene.polygon(
-                [(x - wide / 2, base), (x + wide / 2, base), (x + lean + wide / 3, -10), (x + lean - wide / 3, -10)],
+                [
+                    (x - wide / 2, base),
+                    (x + wide / 2, base),
+                    (x + lean + wide / 3, -10),
+                    (x + lean - wide / 3, -10),
+                ],
                 colour,
             )
         leaf = np.array([(232, 150, 48), (214, 106, 34), (240, 188, 74), (180, 76, 34)])[:, :]
@@ -182,18 +222,37 @@ def forest() -> Image.Image:
             if abs(x - 424) < 60 + 30 * depth and y > 40:
                 continue
             shade = leaf[scene.random.integers(4)] * (1.08 - 0.17 * depth)
-            scene.disc(x, y, scene.random.uniform(4, 10 + 4 * depth), tuple(int(v) for v in shade.clip(0, 255)))
-    scene.polygon([(412, 276), (440, 276), (500, 340), (610, HEIGHT), (210, HEIGHT), (356, 340)], (206, 160, 104))
-    scene.polygon([(420, 276), (432, 276), (452, 340), (500, HEIGHT), (330, HEIGHT), (396, 340)], (226, 184, 124))
+            scene.disc(
+                x,
+                y,
+                scene.random.uniform(4, 10 + 4 * depth),
+                tuple(int(v) for v in shade.clip(0, 255)),
+            )
+    scene.polygon(
+        [(412, 276), (440, 276), (500, 340), (610, HEIGHT), (210, HEIGHT), (356, 340)],
+        (206, 160, 104),
+    )
+    scene.polygon(
+        [(420, 276), (432, 276), (452, 340), (500, HEIGHT), (330, HEIGHT), (396, 340)],
+        (226, 184, 124),
+    )
     for _ in range(900):  # fallen leaves
         y = 280 + 200 * scene.random.beta(2, 1.3)
         x, size = scene.random.uniform(0, WIDTH), 0.8 + (y - 280) / 60
-        colour = [(222, 132, 42), (196, 88, 32), (236, 176, 70), (150, 70, 34)][int(scene.random.integers(4))]
-        scene.polygon([(x - size, y), (x, y - size * 0.6), (x + size, y), (x, y + size * 0.6)], colour)
+        colour = [(222, 132, 42), (196, 88, 32), (236, 176, 70), (150, 70, 34)][
+            int(scene.random.integers(4))
+        ]
+        scene.polygon(
+            [(x - size, y), (x, y - size * 0.6), (x + size, y), (x, y + size * 0.6)], colour
+        )
     for angle in (-0.95, -0.5, -0.12, 0.28, 0.7):  # sun rays
         ray = Image.new("L", scene.image.size)
-        far = [(430 + 700 * np.sin(angle + d), 150 + 700 * np.cos(angle + d)) for d in (-0.05, 0.05)]
-        ImageDraw.Draw(ray).polygon([(430 * SCALE, 120 * SCALE), *((x * SCALE, y * SCALE) for x, y in far)], fill=46)
+        far = [
+            (430 + 700 * np.sin(angle + d), 150 + 700 * np.cos(angle + d)) for d in (-0.05, 0.05)
+        ]
+        ImageDraw.Draw(ray).polygon(
+            [(430 * SCALE, 120 * SCALE), *((x * SCALE, y * SCALE) for x, y in far)], fill=46
+        )
         ray = ray.filter(ImageFilter.GaussianBlur(18))
         scene.image.paste(Image.new("RGB", scene.image.size, (255, 240, 196)), mask=ray)
     return scene.finish()

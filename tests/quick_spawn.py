@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`spawn` without its imports: engines that tests start in this process get their processes from `rank_processes`.
+"""`spawn` without its imports: engines that tests start in this process get their processes from
+`rank_processes`.
 
-vLLM's CPU platform starts an engine core and its workers with the method `spawn`, one after the other, and each imports
-torch and vLLM for 5 to 10 s of CPU time. Here the server of `rank_processes`, which has them imported, forks instead.
-As with `spawn`, such a process shares no memory and no descriptors with its parent, has the parent's environment of the
-moment it was started in, and can start others in the same way. Not as with `spawn`: the system's parent of all of them
-is the forking server, and LD_PRELOAD has no effect. What tests start by command line (`vllm serve`) spawns as ever, and
-so does every engine of a nightly test.
+vLLM's CPU platform starts an engine core and its workers with the method `spawn`, one after the
+other, and each imports torch and vLLM for 5 to 10 s of CPU time. Here the server of
+`rank_processes`, which has them imported, forks instead. As with `spawn`, such a process shares no
+memory and no descriptors with its parent, has the parent's environment of the moment it was started
+in, and can start others in the same way. Not as with `spawn`: the system's parent of all of them is
+the forking server, and LD_PRELOAD has no effect. What tests start by command line (`vllm serve`)
+spawns as ever, and so does every engine of a nightly test.
 """
 
 import multiprocessing

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The processes of `pytest -n` are forked from one that has the libraries imported.
 
-Importing torch and vLLM takes each of them 7 s of processor time. Here one process (`serve`) imports, and forks when a
-program that xdist starts in the place of `python` (`join`) asks it to. It has one thread and computes nothing. An
-import that fails there is left to the processes, which say so. Each of them forks in its turn the server that ranks and
-engines are forked from (helpers/fork_server.py). Held by test_quick_workers.py.
+Importing torch and vLLM takes each of them 7 s of processor time. Here one process (`serve`)
+imports, and forks when a program that xdist starts in the place of `python` (`join`) asks it to. It
+has one thread and computes nothing. An import that fails there is left to the processes, which say
+so. Each of them forks in its turn the server that ranks and engines are forked from
+(helpers/fork_server.py). Held by test_quick_workers.py.
 
 PYTEST_DONT_REWRITE, since pytest finds this module and some of its plugins imported already.
 """
@@ -27,8 +28,17 @@ from typing import Any
 from helpers.fork_server import fork_server
 
 IMPORTED = (
-    *("vllm_omni.model_executor.vllm_model", "diffusers.models.autoencoders", "torch._dynamo", "transformers"),
-    *("vllm.entrypoints.openai.api_server", "vllm.v1.worker.gpu_worker", "vllm.v1.engine.async_llm"),
+    *(
+        "vllm_omni.model_executor.vllm_model",
+        "diffusers.models.autoencoders",
+        "torch._dynamo",
+        "transformers",
+    ),
+    *(
+        "vllm.entrypoints.openai.api_server",
+        "vllm.v1.worker.gpu_worker",
+        "vllm.v1.engine.async_llm",
+    ),
     "helpers.models_inspected_here",
 )
 """What takes long, and what saves more of it."""
@@ -54,7 +64,10 @@ def pytest_xdist_setupnodes(config: Any, specs: Sequence[Any]) -> None:
 @contextlib.contextmanager
 def server(modules: Sequence[str]) -> Iterator[str]:
     """A process that forks, by the address that `join` needs."""
-    with tempfile.TemporaryDirectory(prefix="workers") as folder, socket.socket(socket.AF_UNIX) as listener:
+    with (
+        tempfile.TemporaryDirectory(prefix="workers") as folder,
+        socket.socket(socket.AF_UNIX) as listener,
+    ):
         listener.bind(address := f"{folder}/socket")
         listener.listen()
         serving = command("serve", str(listener.fileno()), *modules)
@@ -63,19 +76,28 @@ def server(modules: Sequence[str]) -> Iterator[str]:
 
 
 def command(function: str, *arguments: str) -> list[str]:
-    """A python in which `__main__` is no file, as in processes of xdist: others that are spawned there would run it."""
+    """A python in which `__main__` is no file, as in processes of xdist: others that are spawned
+    there would run it.
+    """
     path = [str(_HERE), str(_HERE.parent)]
-    code = f"import sys; sys.path[:0] = {path!r}; import quick_workers; quick_workers.{function}(sys.argv[1:])"
+    code = (
+        f"import sys; sys.path[:0] = {path!r}; import quick_workers; "
+        f"quick_workers.{function}(sys.argv[1:])"
+    )
     return [sys.executable, "-c", code, *arguments]
 
 
 def join(arguments: Sequence[str]) -> None:
-    """Be a process that is forked from the server: it has this one's streams, and this one ends with it."""
+    """Be a process that is forked from the server: it has this one's streams, and this one ends
+    with it.
+    """
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(arguments[0])
         socket.send_fds(connection, [b"1"], _STANDARD_STREAMS)
         pid = int.from_bytes(connection.recv(_PID_BYTES), "little")
-    if pid:  # else the server has ended; a closed connection would not do: python closes those early in its own end
+    # else the server has ended; a closed connection would not do: python closes those early in its
+    # own end
+    if pid:
         select.select([os.pidfd_open(pid)], [], [])
 
 

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the suite costs: `pytest --times FILE` writes each test's seconds, by the clock and of the processors.
+"""What the suite costs: `pytest --times FILE` writes each test's seconds, by the clock and of the
+processors.
 
-Processor time is that of pytest's whole tree of processes, engines included. On a busy machine it is the steadier of
-the two; a test that only waits has none. A fixture's start counts for the first test that asks for it and its end for
-the last, so files compare better than tests. Held by test_suite_times.py.
+Processor time is that of pytest's whole tree of processes, engines included. On a busy machine it
+is the steadier of the two; a test that only waits has none. A fixture's start counts for the first
+test that asks for it and its end for the last, so files compare better than tests. Held by
+test_suite_times.py.
 """
 
 import contextlib
@@ -28,7 +30,10 @@ Seconds = dict[str, tuple[float, float]]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--times", type=Path, metavar="FILE", help=f"write each test's seconds, and show the slowest {SHOWN}"
+        "--times",
+        type=Path,
+        metavar="FILE",
+        help=f"write each test's seconds, and show the slowest {SHOWN}",
     )
 
 
@@ -38,22 +43,25 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Times:
-    """Takes both clocks around every test, its fixtures included; a report carries them to whoever collects reports."""
+    """Takes both clocks around every test, its fixtures included; a report carries them to
+    whoever collects reports.
+    """
 
     def __init__(self, path: Path, config: pytest.Config) -> None:
         self._path = path
         self._config = config
         self._seconds: Seconds = {}
         self._processors = ProcessorTime(os.getpid())
-        self._began = (0.0, 0.0)
+        self._started = (0.0, 0.0)
 
     def _now(self) -> tuple[float, float]:
         return time.monotonic(), self._processors.seconds()
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logstart(self) -> None:
-        if not self._config.pluginmanager.hasplugin("dsession"):  # else tests run in other processes
-            self._began = self._now()
+        # else tests run in other processes
+        if not self._config.pluginmanager.hasplugin("dsession"):
+            self._started = self._now()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -62,7 +70,9 @@ class Times:
         report = yield
         if call.when == "teardown":
             now = self._now()
-            report.user_properties.append((PROPERTY, (now[0] - self._began[0], now[1] - self._began[1])))
+            report.user_properties.append(
+                (PROPERTY, (now[0] - self._started[0], now[1] - self._started[1]))
+            )
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -71,7 +81,9 @@ class Times:
                 self._seconds[report.nodeid] = tuple(seconds)  # type: ignore[assignment]  # a list, from a worker
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        rows = {name: [round(seconds, 2) for seconds in pair] for name, pair in self._seconds.items()}
+        rows = {
+            name: [round(seconds, 2) for seconds in pair] for name, pair in self._seconds.items()
+        }
         self._path.write_text(json.dumps(rows, indent=0, sort_keys=True) + "\n")
         for title, seconds in (("files", by_file(self._seconds)), ("tests", self._seconds)):
             for line in table(title, seconds):
@@ -87,10 +99,15 @@ def by_file(seconds: Seconds) -> Seconds:
 
 
 def table(title: str, seconds: Seconds) -> Iterator[str]:
-    """The slowest by either clock: what is among the first by one may wait, or be one of many threads."""
+    """The slowest by either clock: what is among the first by one may wait, or be one of many
+    threads.
+    """
     wall, processor = ({name: pair[index] for name, pair in seconds.items()} for index in (0, 1))
     yield ""
-    yield f"slowest {title}: wall s, processor s (all: {sum(wall.values()):.0f}, {sum(processor.values()):.0f})"
+    yield (
+        f"slowest {title}: wall s, processor s (all: {sum(wall.values()):.0f}, "
+        f"{sum(processor.values()):.0f})"
+    )
     slowest = {name for clock in (wall, processor) for name, _ in Counter(clock).most_common(SHOWN)}
     for name in sorted(slowest, key=lambda name: -max(seconds[name])):
         yield f"{wall[name]:8.1f} {processor[name]:8.1f}  {name}"
@@ -107,8 +124,9 @@ class _Process:
 class ProcessorTime:
     """Seconds that a process and its descendants have computed since this was made; it never falls.
 
-    A process that has ended was counted as long as it was seen. What it did afterwards counts if its parent lives and
-    has waited for it, as the parent's; the rest of an orphan's last test is lost.
+    A process that has ended was counted as long as it was seen. What it did afterwards counts if
+    its parent lives and has waited for it, as the parent's; the rest of an orphan's last test is
+    lost.
     """
 
     def __init__(self, root: int) -> None:
@@ -132,7 +150,9 @@ class ProcessorTime:
 
 
 def process_tree(root: int) -> dict[int, _Process]:
-    """From the root down: a look at all of the machine's, twice a test, took a twentieth of the suite's time."""
+    """From the root down: a look at all of the machine's, twice a test, took a twentieth of the
+    suite's time.
+    """
     processes: dict[int, _Process] = {}
     frontier = [(root, 0)]
     while frontier:
@@ -146,7 +166,10 @@ def process_tree(root: int) -> dict[int, _Process]:
         processes[pid] = _Process(parent, user + system, waited_user + waited_system)
         for thread in threads:
             with contextlib.suppress(OSError):
-                frontier += [(int(child), pid) for child in _read(f"/proc/{pid}/task/{thread}/children").split()]
+                frontier += [
+                    (int(child), pid)
+                    for child in _read(f"/proc/{pid}/task/{thread}/children").split()
+                ]
     return processes
 
 

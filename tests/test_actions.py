@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The action modality: what a model states that it takes, and how a request's controls become rows."""
+"""The action modality: what a model states that it takes, and how a request's controls become
+rows.
+"""
 
 import msgspec
 import pytest
@@ -18,7 +20,9 @@ SPACE = ActionSpace(
 
 def test_entries_become_rows_and_missing_ones_are_idle() -> None:
     """A list of names is short for a frame that holds those buttons."""
-    rows = read_actions(SPACE, [["w"], ActionFrame(buttons=("w", "s"), axes={"yaw": -0.5}, scroll=3)], {}, 3)
+    rows = read_actions(
+        SPACE, [["w"], ActionFrame(buttons=("w", "s"), axes={"yaw": -0.5}, scroll=3)], {}, 3
+    )
     assert rows is not None
     assert rows.buttons_NB.tolist() == [[True, False], [True, True], [False, False]]
     assert rows.axes_NA.tolist() == [[0.0], [-0.5], [0.0]]
@@ -28,11 +32,16 @@ def test_entries_become_rows_and_missing_ones_are_idle() -> None:
 
 def test_dense_arrays_say_the_same() -> None:
     """Columns are the space's buttons and axes, in its order."""
-    tensors = {"buttons": torch.tensor([[1, 0], [0, 1]]), "axes": torch.tensor([[0.5], [0.0]], dtype=torch.float64)}
+    tensors = {
+        "buttons": torch.tensor([[1, 0], [0, 1]]),
+        "axes": torch.tensor([[0.5], [0.0]], dtype=torch.float64),
+    }
     dense = read_actions(SPACE, None, tensors, 2)
     typed = read_actions(SPACE, [ActionFrame(("w",), {"yaw": 0.5}), ["s"]], {}, 2)
     assert dense is not None and typed is not None
-    assert torch.equal(dense.buttons_NB, typed.buttons_NB) and torch.equal(dense.axes_NA, typed.axes_NA)
+    assert torch.equal(dense.buttons_NB, typed.buttons_NB) and torch.equal(
+        dense.axes_NA, typed.axes_NA
+    )
 
 
 def test_rows_of_latent_frames_are_held_over_their_pixel_frames() -> None:
@@ -74,7 +83,9 @@ def test_controls_a_model_does_not_take_are_refused(entries: list[ActionEntry], 
         ({"scroll": torch.zeros(2)}, r"shape \[3\]"),
     ],
 )
-def test_dense_arrays_of_another_shape_or_range_are_refused(tensors: dict[str, torch.Tensor], says: str) -> None:
+def test_dense_arrays_of_another_shape_or_range_are_refused(
+    tensors: dict[str, torch.Tensor], says: str
+) -> None:
     """So are values between zero and one for buttons."""
     with pytest.raises(RequestFailed, match=says):
         read_actions(SPACE, None, tensors, 3)
@@ -96,4 +107,7 @@ def test_typed_frames_travel_in_a_request() -> None:
     params = DiffusionParams(session_id="a", actions=[["w"], ActionFrame(("s",), {"yaw": 0.25}, 1)])
     sent = {"omni": msgspec.to_builtins(params)}
     assert DiffusionParams.from_extra_kwargs(sent) == params
-    assert sent["omni"]["actions"] == [["w"], {"buttons": ("s",), "axes": {"yaw": 0.25}, "scroll": 1}]
+    assert sent["omni"]["actions"] == [
+        ["w"],
+        {"buttons": ("s",), "axes": {"yaw": 0.25}, "scroll": 1},
+    ]

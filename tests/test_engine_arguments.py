@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every argument of vLLM's engine is known, and a start that asks for one that a worker refuses ends with one line.
+"""Every argument of vLLM's engine is known, and a start that asks for one that a worker refuses
+ends with one line.
 
 Real starts, one for each class of refusal, are in tests/engine/test_engine_arguments_refused.py.
 """
@@ -21,7 +22,12 @@ from vllm.platforms import current_platform
 
 from vllm_omni import registration
 from vllm_omni.config import OmniConfig
-from vllm_omni.engine_arguments.check import asked_in_config, asked_on_command_line, check_config, refusal_of
+from vllm_omni.engine_arguments.check import (
+    check_config,
+    refusal_of,
+    requested_in_config,
+    requested_on_command_line,
+)
 from vllm_omni.engine_arguments.refusals import WORKER_CLS, check_offload
 from vllm_omni.engine_arguments.table import ARGUMENTS, KNOWN_FIELDS, PLAIN_FIELDS, ROWS, Worker
 from vllm_omni.model_executor.vllm_model import StepPipeline
@@ -40,9 +46,13 @@ def _minor(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2])
 
 
-TOGETHER = IN_EVERY_VERSION | {name: value for name, value in LATER.items() if name in known_to(vllm.__version__)}
+TOGETHER = IN_EVERY_VERSION | {
+    name: value for name, value in LATER.items() if name in known_to(vllm.__version__)
+}
 REFUSED = sorted(
-    name for name, argument in ARGUMENTS.items() if any(argument.verdicts[who].kind == "refused" for who in PIPELINES)
+    name
+    for name, argument in ARGUMENTS.items()
+    if any(argument.verdicts[who].kind == "refused" for who in PIPELINES)
 )
 
 
@@ -79,12 +89,15 @@ def configure_engine(model: Path, **arguments: Any) -> VllmConfig:
     return EngineArgs(model=str(model), config_format="omni", **arguments).create_engine_config()
 
 
-# ---- the table ----------------------------------------------------------------------------------------------------
+# ---- the table
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_table_has_the_fields_of_the_installed_vllm() -> None:
     """A field that vLLM gains or loses needs a decision: a row, or a name in `PLAIN_FIELDS`."""
-    assert {field.name for field in dataclasses.fields(AsyncEngineArgs)} == known_to(vllm.__version__)
+    assert {field.name for field in dataclasses.fields(AsyncEngineArgs)} == known_to(
+        vllm.__version__
+    )
 
 
 def test_no_field_has_two_rows() -> None:
@@ -94,76 +107,116 @@ def test_no_field_has_two_rows() -> None:
 
 
 def test_fields_of_a_later_vllm_are_not_expected_of_an_earlier_one() -> None:
-    assert known_to("0.33.1") - known_to("0.32.0") == {"monokernel", "sleep_mode_backend", "watchdog_config"}
+    assert known_to("0.33.1") - known_to("0.32.0") == {
+        "monokernel",
+        "sleep_mode_backend",
+        "watchdog_config",
+    }
 
 
 def test_a_refusal_says_what_to_do_and_a_row_is_needed() -> None:
-    """Half a sentence. A row in which no worker refuses or notes anything belongs to `PLAIN_FIELDS`."""
+    """Half a sentence.
+
+    A row in which no worker refuses or notes anything belongs to `PLAIN_FIELDS`.
+    """
     for argument in ARGUMENTS.values():
-        assert all(verdict.why for verdict in argument.verdicts.values() if verdict.kind == "refused"), argument.name
+        assert all(
+            verdict.why for verdict in argument.verdicts.values() if verdict.kind == "refused"
+        ), argument.name
         assert any(verdict.why for verdict in argument.verdicts.values()), argument.name
 
 
 def test_every_argument_that_is_refused_is_tried_here() -> None:
     """A new row needs a sample value, or the reason why nothing can notice it."""
-    tried = {*TOGETHER, *FOLDED, *BY_VLLM, *UNSEEN, *(name for arguments in ALONE for name in arguments)}
+    tried = {
+        *TOGETHER,
+        *FOLDED,
+        *BY_VLLM,
+        *UNSEEN,
+        *(name for arguments in ALONE for name in arguments),
+    }
     assert set(REFUSED) - tried - (set(ARGUMENTS) - known_to(vllm.__version__)) == set()
 
 
-# ---- a user's arguments, read from vLLM's config --------------------------------------------------------------------
+# ---- a user's arguments, read from vLLM's config
+# --------------------------------------------------------------------
 
 
-def test_a_plain_start_has_asked_for_nothing(at_the_hook: Any) -> None:
-    """Whatever vLLM decides by itself, for the platform and for the model, is not taken for a wish."""
-    assert asked_in_config(at_the_hook(), REFUSED) == {}
+def test_a_plain_start_has_requested_for_nothing(at_the_hook: Any) -> None:
+    """Whatever vLLM decides by itself, for the platform and for the model, is not taken for a
+    wish.
+    """
+    assert requested_in_config(at_the_hook(), REFUSED) == {}
 
 
 def test_vllms_own_defaults_given_by_hand_are_no_wish(at_the_hook: Any) -> None:
     """Every default spelled out."""
-    fields = [field for field in dataclasses.fields(EngineArgs) if field.default is not dataclasses.MISSING]
-    own = {field.name: field.default for field in fields if field.name not in ("model", "config_format")}
-    assert asked_in_config(at_the_hook(**own), REFUSED) == {}
+    fields = [
+        field
+        for field in dataclasses.fields(EngineArgs)
+        if field.default is not dataclasses.MISSING
+    ]
+    own = {
+        field.name: field.default
+        for field in fields
+        if field.name not in ("model", "config_format")
+    }
+    assert requested_in_config(at_the_hook(**own), REFUSED) == {}
 
 
 def test_every_argument_is_noticed(at_the_hook: Any) -> None:
     """All that vLLM takes together."""
     known = set(TOGETHER) & known_to(vllm.__version__)
-    assert set(asked_in_config(at_the_hook(**TOGETHER), known)) == known
+    assert set(requested_in_config(at_the_hook(**TOGETHER), known)) == known
 
 
 @pytest.mark.parametrize("arguments", ALONE, ids=lambda arguments: next(iter(arguments)))
-def test_arguments_that_exclude_others_are_noticed(at_the_hook: Any, arguments: dict[str, Any]) -> None:
-    assert set(asked_in_config(at_the_hook(**arguments), list(ARGUMENTS))) >= set(arguments)
+def test_arguments_that_exclude_others_are_noticed(
+    at_the_hook: Any, arguments: dict[str, Any]
+) -> None:
+    assert set(requested_in_config(at_the_hook(**arguments), list(ARGUMENTS))) >= set(arguments)
 
 
 @pytest.mark.parametrize(("arguments", "named"), FOLDED.values(), ids=FOLDED)
-def test_arguments_that_become_others_are_noticed(at_the_hook: Any, arguments: dict[str, Any], named: str) -> None:
-    assert named in asked_in_config(at_the_hook(**arguments), REFUSED)
+def test_arguments_that_become_others_are_noticed(
+    at_the_hook: Any, arguments: dict[str, Any], named: str
+) -> None:
+    assert named in requested_in_config(at_the_hook(**arguments), REFUSED)
 
 
-@pytest.mark.skipif(not current_platform.is_cpu(), reason="other platforms have other refusals of vLLM's own")
+@pytest.mark.skipif(
+    not current_platform.is_cpu(), reason="other platforms have other refusals of vLLM's own"
+)
 @pytest.mark.parametrize("name", BY_VLLM)
 def test_vllm_itself_refuses_the_rest(null_world: Path, name: str) -> None:
     with pytest.raises((ValueError, OSError)):
         configure_engine(null_world, **{name: BY_VLLM[name]})
 
 
-# ---- refusals ----------------------------------------------------------------------------------------
+# ---- refusals
+# ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("worker", PIPELINES)
 def test_refused_arguments_are_named_in_one_line(at_the_hook: Any, worker: Worker) -> None:
     config = at_the_hook(**TOGETHER)
-    asked = asked_in_config(config, REFUSED)
-    verdicts = {name: ARGUMENTS[name].verdicts[worker] for name in asked}
-    refusals = [name for name, v in verdicts.items() if v.kind == "refused" and asked[name] not in v.unless]
+    requested = requested_in_config(config, REFUSED)
+    verdicts = {name: ARGUMENTS[name].verdicts[worker] for name in requested}
+    refusals = [
+        name
+        for name, v in verdicts.items()
+        if v.kind == "refused" and requested[name] not in v.unless
+    ]
     with pytest.raises(ValueError, match=f"the {worker} cannot honour") as refused:
         check_config(worker, config)
     assert "\n" not in str(refused.value)
     for name in refusals:
         flag = ARGUMENTS[name].flag
         assert f"{flag}:" in str(refused.value) or f"{flag} " in str(refused.value), name
-    assert refusal_of(worker, {name: asked[name] for name in asked if name not in refusals}) is None
+    assert (
+        refusal_of(worker, {name: requested[name] for name in requested if name not in refusals})
+        is None
+    )
     assert len(refusals) > 20
 
 
@@ -172,31 +225,47 @@ def test_refused_arguments_are_named_in_one_line(at_the_hook: Any, worker: Worke
     [
         (
             {"quantization": "awq"},
-            "--quantization awq: weights are quantized as they are loaded, by one of fp8, fp8_per_channel",
+            "--quantization awq: weights are quantized as they are loaded, by one of fp8, "
+            "fp8_per_channel",
         ),
         (
             {"enable_lora": True, "fully_sharded_loras": True},
             "--fully-sharded-loras: every rank holds whole first factors",
         ),
-        ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2: sessions keep keys and values as --dtype says or"),
-        ({"offload_group_size": 2}, "--offload-group-size 2: --cpu-offload-gb fetches weights ahead of their use"),
-        ({"attention_backend": "FLEX_ATTENTION"}, "--attention-backend FLEX_ATTENTION: attention is torch's"),
+        (
+            {"kv_cache_dtype": "fp8_e5m2"},
+            "--kv-cache-dtype fp8_e5m2: sessions keep keys and values as --dtype says or",
+        ),
+        (
+            {"offload_group_size": 2},
+            "--offload-group-size 2: --cpu-offload-gb fetches weights ahead of their use",
+        ),
+        (
+            {"attention_backend": "FLEX_ATTENTION"},
+            "--attention-backend FLEX_ATTENTION: attention is torch's",
+        ),
         ({"enable_prefix_caching": True}, "--enable-prefix-caching: always off"),
     ],
 )
-def test_a_start_is_refused_with_one_line(null_world: Path, arguments: dict[str, Any], line: str) -> None:
+def test_a_start_is_refused_with_one_line(
+    null_world: Path, arguments: dict[str, Any], line: str
+) -> None:
     """Through vLLM's own way to a config, before any process starts."""
     with pytest.raises(ValueError, match=f"the diffusion worker cannot honour {line}"):
         configure_engine(null_world, **arguments)
 
 
 def test_vllm_leaves_it_to_the_family_whether_a_model_takes_adapters() -> None:
-    """0.33 refuses `--enable-lora` for a class that is no `SupportsLoRA`, before the family is asked."""
+    """0.33 refuses `--enable-lora` for a class that is no `SupportsLoRA`, before the family is
+    asked.
+    """
     assert supports_lora(StepPipeline)
 
 
 def test_adapters_are_refused_for_a_model_that_takes_none(null_world: Path) -> None:
-    with pytest.raises(ValueError, match="--enable-lora: this checkpoint's model takes no adapters"):
+    with pytest.raises(
+        ValueError, match="--enable-lora: this checkpoint's model takes no adapters"
+    ):
         configure_engine(null_world, enable_lora=True)
 
 
@@ -204,23 +273,32 @@ def test_adapters_do_not_go_with_layers_that_move(causal_wan: Path) -> None:
     """Their places would stay behind."""
     measured = {"omni": {"pipeline_partition": "measured"}}
     with pytest.raises(ValueError, match="--enable-lora: layers with adapters cannot move"):
-        configure_engine(causal_wan, enable_lora=True, pipeline_parallel_size=2, additional_config=measured)
+        configure_engine(
+            causal_wan, enable_lora=True, pipeline_parallel_size=2, additional_config=measured
+        )
 
 
 def test_fp8_is_refused_where_no_session_keeps_keys_and_values(null_world: Path) -> None:
-    with pytest.raises(ValueError, match="--kv-cache-dtype fp8: this checkpoint's sessions hold no keys"):
+    with pytest.raises(
+        ValueError, match="--kv-cache-dtype fp8: this checkpoint's sessions hold no keys"
+    ):
         configure_engine(null_world, kv_cache_dtype="fp8")
 
 
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ({"quantization_config": {"ignore": ["a"]}}, "--quantization-config quantizes nothing without --quantization"),
+        (
+            {"quantization_config": {"ignore": ["a"]}},
+            "--quantization-config quantizes nothing without --quantization",
+        ),
         ({"quantization": "online"}, "--quantization online needs --quantization-config"),
     ],
     ids=["without a method", "without its configuration"],
 )
-def test_half_of_a_quantization_is_refused(null_world: Path, arguments: dict[str, Any], line: str) -> None:
+def test_half_of_a_quantization_is_refused(
+    null_world: Path, arguments: dict[str, Any], line: str
+) -> None:
     """vLLM ignores the one, and ends with a TypeError for the other."""
     with pytest.raises(ValueError, match=line):
         configure_engine(null_world, **arguments)
@@ -229,7 +307,11 @@ def test_half_of_a_quantization_is_refused(null_world: Path, arguments: dict[str
 def test_values_that_are_honoured_are_not_refused(null_world: Path) -> None:
     """What the config hook would choose itself, and what there is only one of."""
     config = configure_engine(
-        null_world, load_format="safetensors", runner="pooling", model_impl="vllm", async_scheduling=False
+        null_world,
+        load_format="safetensors",
+        runner="pooling",
+        model_impl="vllm",
+        async_scheduling=False,
     )
     assert config.parallel_config.worker_cls == WORKER_CLS
     assert config.load_config.load_format == "safetensors"
@@ -237,13 +319,17 @@ def test_values_that_are_honoured_are_not_refused(null_world: Path) -> None:
 
 def test_an_argument_given_on_the_command_line_is_one_that_differs() -> None:
     """The namespace of a parser holds every default; those are not named."""
-    defaults = {field.name: getattr(EngineArgs, field.name, None) for field in dataclasses.fields(EngineArgs)}
+    defaults = {
+        field.name: getattr(EngineArgs, field.name, None)
+        for field in dataclasses.fields(EngineArgs)
+    }
     plain = {name: value for name, value in defaults.items() if value is not None}
     given = {**plain, "port": 8000, "kv_cache_dtype": "fp8", "enable_lora": None}
-    assert asked_on_command_line(given, {"enable_lora": None}) == {"kv_cache_dtype": "fp8"}
+    assert requested_on_command_line(given, {"enable_lora": None}) == {"kv_cache_dtype": "fp8"}
 
 
-# ---- the page -----------------------------------------------------------------------------------------------------
+# ---- the page
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -35,14 +35,18 @@ def test_an_engine_that_was_not_announced_fails_its_test(refused: None) -> None:
 FOLDER = {
     "tests/engine/test_by_folder.py": "def test_it(): pass",
     "helper.py": "def running_engine(): pass",
-    "conftest.py": "import pytest\n@pytest.fixture\ndef null_engine(): pass\n@pytest.fixture\ndef browser(): pass",
+    "conftest.py": "import pytest\n@pytest.fixture\ndef null_engine(): pass\n@pytest.fixture\ndef "
+    "browser(): pass",
     "test_by_import.py": "from helper import running_engine\ndef test_it(): pass",
     "test_by_fixture.py": "def test_it(null_engine): pass\ndef test_other(): pass",
-    "test_by_browser.py": "import pytest\n@pytest.fixture\ndef page(browser): pass\ndef test_it(page): pass",
-    "test_by_hand.py": "import pytest\n@pytest.mark.engine\ndef test_it(): pass\ndef test_other(): pass",
+    "test_by_browser.py": "import pytest\n@pytest.fixture\ndef page(browser): pass\ndef "
+    "test_it(page): pass",
+    "test_by_hand.py": "import pytest\n@pytest.mark.engine\ndef test_it(): pass\ndef "
+    "test_other(): pass",
     "test_unannounced.py": (
         "import multiprocessing, os\n"
-        "def test_it(): multiprocessing.Process(target=os._exit, args=(0,), name='EngineCore').start()"
+        "def test_it(): multiprocessing.Process(target=os._exit, args=(0,), "
+        "name='EngineCore').start()"
     ),
     "pytest.ini": "[pytest]\nmarkers =\n  engine\n  browser",
 }
@@ -60,7 +64,13 @@ def test_who_starts_an_engine_is_left_out(tmp_path: Path) -> None:
         "PYTHONPATH": str(Path(engine_tests.__file__).parent),
     }
     done = subprocess.run(
-        command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=seconds(60), check=False
+        command,
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=seconds(60),
+        check=False,
     )
     ran = dict(re.findall(r"^(\S+::\S+) (PASSED|FAILED)", done.stdout, re.M))
     assert ran == {

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server that runs for weeks gives back what is free: garbage in cycles, and holes of the C library's heap."""
+"""A server that runs for weeks gives back what is free: garbage in cycles, and holes of the C
+library's heap.
+"""
 
 import gc
 import itertools
@@ -14,7 +16,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from vllm.entrypoints.launchers.utils.server_utils import lifespan
 
-from vllm_omni.heap import HeapTrim, collect_after_freeze
+from vllm_omni.runtime.heap import HeapTrim, collect_after_freeze
 
 IN_USE = 10_000
 
@@ -44,9 +46,12 @@ def thresholds() -> Iterator[None]:
 
 
 def most_cycles_alive(app: FastAPI, made: int) -> int:
-    """Of so many made in a server that has started, each in use for a while, the most that were there at once."""
+    """Of so many made in a server that has started, each in use for a while, the most that were
+    there at once.
+    """
     app.state.log_stats = False
-    in_use: deque[Cyclic] = deque(maxlen=IN_USE)  # long enough for the young generations to let them through
+    # long enough for the young generations to let them through
+    in_use: deque[Cyclic] = deque(maxlen=IN_USE)
     with TestClient(app):
         most = 0
         for _ in range(made):
@@ -69,19 +74,21 @@ def test_without_it_they_would() -> None:
 
 
 def test_holes_of_the_heap_go_back_to_the_system() -> None:
-    """The holes that other tests left in this process go first: blocks that fill them would take no new memory."""
+    """The holes that other tests left in this process go first: blocks that fill them would take
+    no new memory.
+    """
     process, trim = psutil.Process(), HeapTrim(interval_s=0)
     trim()
     before = process.memory_info().rss
     blocks = [torch.ones(16 << 10) for _ in range(3000)]  # 64 KiB each, within the heap: 197 MB
-    kept = blocks[::50]  # so that its end stays in use
+    retained = blocks[::50]  # so that its end stays in use
     del blocks
     with_holes = process.memory_info().rss
     trim()
     given_back = with_holes - process.memory_info().rss
     assert with_holes - before > 150e6
     assert given_back > 150e6
-    assert len(kept) == 60
+    assert len(retained) == 60
 
 
 def test_not_at_each_session() -> None:
@@ -99,7 +106,8 @@ def test_not_at_each_session() -> None:
 
 
 def test_other_c_libraries_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr("vllm_omni.heap.ctypes.CDLL", asked.append)  # None has no function at all
+    requested: list[Any] = []
+    # None has no function at all
+    monkeypatch.setattr("vllm_omni.runtime.heap.ctypes.CDLL", requested.append)
     HeapTrim(interval_s=0)()
-    assert asked == [None]  # the library that the program itself is linked with, looked at once
+    assert requested == [None]  # the library that the program itself is linked with, looked at once

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asking for hidden states and reading them: the request, the rows' way through vLLM's own output code, the errors."""
+"""Asking for hidden states and reading them: the request, the rows' way through vLLM's own
+output code, the errors.
+"""
 
 import contextlib
 from typing import Any
@@ -19,7 +21,7 @@ from vllm_omni.hidden_states import (
     HiddenStates,
     HiddenStatesRequest,
     concat,
-    encode_rows,
+    encode_hidden_states,
     error_of,
     error_text,
     hidden_states_of,
@@ -28,8 +30,17 @@ from vllm_omni.outputs import RequestFailed
 
 
 def completion(mask: SamplingMaskLists | None, **fields: Any) -> CompletionOutput:
-    chosen = {"index": 0, "text": "", "token_ids": [1], "cumulative_logprob": None, "logprobs": None, **fields}
-    return CompletionOutput(sampling_mask=None if mask is None else SamplingMask(mask.to_nested_list()), **chosen)
+    chosen = {
+        "index": 0,
+        "text": "",
+        "token_ids": [1],
+        "cumulative_logprob": None,
+        "logprobs": None,
+        **fields,
+    }
+    return CompletionOutput(
+        sampling_mask=None if mask is None else SamplingMask(mask.to_nested_list()), **chosen
+    )
 
 
 def request_output(*completions: CompletionOutput) -> RequestOutput:
@@ -59,7 +70,7 @@ def test_no_request_is_none(extra_args: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "named"),
+    ("requested", "named"),
     [
         ({"hidden_states": "some"}, "hidden_states"),
         ({"hidden_states": True}, "hidden_states"),
@@ -78,18 +89,26 @@ def test_no_request_is_none(extra_args: Any) -> None:
         ([], "omni"),
     ],
 )
-def test_a_malformed_request_says_what_is_wrong(asked: Any, named: str) -> None:
+def test_a_malformed_request_says_what_is_wrong(requested: Any, named: str) -> None:
     """`invalid_request`, naming the field and what is allowed."""
     with pytest.raises(RequestFailed, match=named) as failed:
-        HiddenStatesRequest.from_extra_args({"omni": asked})
+        HiddenStatesRequest.from_extra_args({"omni": requested})
     assert failed.value.code == "invalid_request"
 
 
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists, max_leaves=5))
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists, max_leaves=5
+    )
+)
 @settings(max_examples=200, deadline=None)
-def test_any_rubbish_is_refused_with_the_one_documented_error(asked: Any) -> None:
+def test_any_rubbish_is_refused_with_the_one_documented_error(requested: Any) -> None:
     """Whatever a client puts there, nothing but RequestFailed comes out."""
-    for value in (asked, {"hidden_states": asked}, {"hidden_states": "all", "layers": asked}):
+    for value in (
+        requested,
+        {"hidden_states": requested},
+        {"hidden_states": "all", "layers": requested},
+    ):
         with contextlib.suppress(RequestFailed):
             request = HiddenStatesRequest.from_extra_args({"omni": value})
             if value is None:
@@ -105,31 +124,44 @@ def test_rows_arrive_bit_for_bit(dtype: torch.dtype, layers: tuple[int, ...]) ->
     """Also rows that end in zero bytes, which numpy's byte strings would drop."""
     rows = torch.randn(5, len(layers), 6).to(dtype)
     rows[1] = 0
-    mask = encode_rows(rows, layers, range(3, 8), [9, 8, 7, 6, 5], num_tokens=1)
+    mask = encode_hidden_states(rows, layers, range(3, 8), [9, 8, 7, 6, 5], num_tokens=1)
     states = hidden_states_of(request_output(completion(mask)))
     assert states is not None and tuple(states) == layers
     for i, layer in enumerate(layers):
         assert states[layer].dtype == dtype and torch.equal(states[layer], rows[:, i])
-    assert states.positions.tolist() == [3, 4, 5, 6, 7] and states.token_ids.tolist() == [9, 8, 7, 6, 5]
-    assert states.num_rows == 5 and states.nbytes == rows.nbytes
+    assert states.positions.tolist() == [3, 4, 5, 6, 7] and states.token_ids.tolist() == [
+        9,
+        8,
+        7,
+        6,
+        5,
+    ]
+    assert states.num_positions == 5 and states.nbytes == rows.nbytes
     assert torch.equal(states.last[layers[0]], rows[-1:, 0])
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "num_tokens", "counts"), [(40, 1, [40]), (3, 3, [1, 1, 1]), (5, 3, [3, 1, 1]), (1, 3, [0, 0, 1])]
+    ("num_rows", "num_tokens", "counts"),
+    [(40, 1, [40]), (3, 3, [1, 1, 1]), (5, 3, [3, 1, 1]), (1, 3, [0, 0, 1])],
 )
-def test_rows_are_dealt_to_the_tokens_they_came_with(num_rows: int, num_tokens: int, counts: list[int]) -> None:
-    """One to each new token from the end, the rest to the first: a token cut off takes its row along."""
-    mask = encode_rows(torch.zeros(num_rows, 1, 4), (-1,), range(num_rows), range(num_rows), num_tokens)
+def test_rows_are_dealt_to_the_tokens_they_came_with(
+    num_rows: int, num_tokens: int, counts: list[int]
+) -> None:
+    """One to each new token from the end, the rest to the first: a token cut off takes its row
+    along.
+    """
+    mask = encode_hidden_states(
+        torch.zeros(num_rows, 1, 4), (-1,), range(num_rows), range(num_rows), num_tokens
+    )
     assert [len(rows) for rows in mask.to_nested_list()] == counts
-    kept = mask.slice_request(0, 1).to_nested_list()
-    assert [len(rows) for rows in kept] == counts[:1]
+    retained = mask.slice_request(0, 1).to_nested_list()
+    assert [len(rows) for rows in retained] == counts[:1]
 
 
 def test_rows_pass_vllms_wire_unchanged() -> None:
     """Engine core to front end: msgpack with out-of-band buffers, as stock vLLM does it."""
     rows = torch.randn(50, 2, 32)
-    mask = encode_rows(rows, (0, -1), range(50), range(50), num_tokens=1)
+    mask = encode_hidden_states(rows, (0, -1), range(50), range(50), num_tokens=1)
     sent = EngineCoreOutput("r", [3], new_sampling_mask=mask)
     received = MsgpackDecoder(EngineCoreOutput).decode(MsgpackEncoder().encode(sent))
     states = hidden_states_of(completion(received.new_sampling_mask))
@@ -139,18 +171,32 @@ def test_rows_pass_vllms_wire_unchanged() -> None:
 def test_a_slow_reader_of_deltas_loses_no_row() -> None:
     """vLLM merges deltas nobody has read yet: the rows are merged with the tokens."""
     rows = torch.randn(4, 1, 8)
-    first = request_output(completion(encode_rows(rows[:2], (-1,), [0, 1], [5, 6], 1)))
-    first.add(request_output(completion(encode_rows(rows[2:3], (-1,), [2], [7], 1))), aggregate=True)
+    first = request_output(completion(encode_hidden_states(rows[:2], (-1,), [0, 1], [5, 6], 1)))
+    first.add(
+        request_output(completion(encode_hidden_states(rows[2:3], (-1,), [2], [7], 1))),
+        aggregate=True,
+    )
     first.add(request_output(completion(None)), aggregate=True)
-    first.add(request_output(completion(encode_rows(rows[3:], (-1,), [3], [8], 1))), aggregate=True)
+    first.add(
+        request_output(completion(encode_hidden_states(rows[3:], (-1,), [3], [8], 1))),
+        aggregate=True,
+    )
     states = hidden_states_of(first)
-    assert states is not None and torch.equal(states[-1], rows[:, 0]) and states.positions.tolist() == [0, 1, 2, 3]
+    assert (
+        states is not None
+        and torch.equal(states[-1], rows[:, 0])
+        and states.positions.tolist() == [0, 1, 2, 3]
+    )
 
 
 def test_consecutive_deltas_join() -> None:
     """`concat` is what a streaming client keeps; deltas without rows (None) are welcome."""
     parts = [
-        hidden_states_of(completion(encode_rows(torch.full((n, 1, 4), float(n)), (-1,), range(n), range(n), 1)))
+        hidden_states_of(
+            completion(
+                encode_hidden_states(torch.full((n, 1, 4), float(n)), (-1,), range(n), range(n), 1)
+            )
+        )
         for n in (2, 1)
     ]
     joined = concat([None, *parts, None])
@@ -161,13 +207,20 @@ def test_consecutive_deltas_join() -> None:
 
 def test_of_a_last_row_only_the_newest_counts() -> None:
     """Where every step's row has to leave (stop strings), merged or joined, a reader gets one."""
-    rows = [encode_rows(torch.full((1, 1, 4), float(i)), (-1,), [i], [i], 1, newest_only=True) for i in range(3)]
+    rows = [
+        encode_hidden_states(torch.full((1, 1, 4), float(i)), (-1,), [i], [i], 1, newest_only=True)
+        for i in range(3)
+    ]
     merged = request_output(completion(rows[0]))
     for mask in rows[1:]:
         merged.add(request_output(completion(mask)), aggregate=True)
     joined = concat([hidden_states_of(completion(mask)) for mask in rows])
     for states in (hidden_states_of(merged), joined):
-        assert states is not None and states.positions.tolist() == [2] and states[-1][:, 0].tolist() == [2.0]
+        assert (
+            states is not None
+            and states.positions.tolist() == [2]
+            and states[-1][:, 0].tolist() == [2.0]
+        )
 
 
 def test_an_output_without_rows_is_none() -> None:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nothing of vLLM is changed: importing the package rebinds no attribute, registering only adds to registries.
+"""Nothing of vLLM is changed: importing the package rebinds no attribute, registering only adds to
+registries.
 
-All of it, files of Triton kernels too, is imported where Triton is not installed, as on most machines without a GPU.
+All of it, files of Triton kernels too, is imported where Triton is not installed, as on most
+machines without a GPU.
 """
 
 import json
@@ -52,7 +54,7 @@ def contents():
     from transformers import CONFIG_MAPPING
     return {"types": {name: None for name in CONFIG_MAPPING}, "models": dict(ModelRegistry.models),
             "hooks": dict(MODELS_CONFIG_MAP), "parsers": dict(_CONFIG_FORMAT_TO_CONFIG_PARSER)}
-"""
+"""  # noqa: E501
 
 
 WALK = """
@@ -86,31 +88,39 @@ print(json.dumps({
     ),
     "autoregressive": sorted(AR_ARCHITECTURES),
 }))
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture(scope="module")
 def walk() -> dict[str, object]:
     """What registering and then importing everything did, in a process of its own."""
     output = subprocess.run(
-        [sys.executable, "-c", SNAPSHOT + WALK], capture_output=True, text=True, check=True, timeout=seconds(600)
+        [sys.executable, "-c", SNAPSHOT + WALK],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=seconds(600),
     ).stdout
     return json.loads(output.splitlines()[-1])
 
 
 def test_importing_every_module_rebinds_nothing_in_vllm(walk: dict[str, Any]) -> None:
-    """Every attribute of every loaded vllm module and of its classes is the same object after all our imports.
+    """Every attribute of every loaded vllm module and of its classes is the same object after all
+    our imports.
 
-    The CPU worker modules are left out: they import vLLM's own CPU worker, which patches torch (not vLLM) by itself.
+    The CPU worker modules are left out: they import vLLM's own CPU worker, which patches torch (not
+    vLLM) by itself.
     """
     assert walk["changed_by_importing"] == []
     assert walk["imported"] > 20 and walk["checked"] > 5000
 
 
 def test_registering_touches_four_registries_and_only_adds(walk: dict[str, Any]) -> None:
-    """register(), twice: architectures, one config hook each, types of configs, one config parser; none is replaced.
+    """register(), twice: architectures, one config hook each, types of configs, one config parser;
+    none is replaced.
 
-    Stock architectures without a hook get one that acts only where a worker of this package is named.
+    Stock architectures without a hook get one that acts only where a worker of this package is
+    named.
     """
     assert walk["changed_by_registering"] == [] and walk["replaced"] == []
     assert "Qwen2ForCausalLM" in walk["for_stock_models"]
@@ -133,13 +143,17 @@ def test_kernel_files_are_imported_without_triton(walk: dict[str, Any]) -> None:
 
 
 def test_importing_the_package_loads_nothing_heavy() -> None:
-    """`import vllm_omni` happens in every vLLM process: it must not import torch, vllm or itself further. Nor does the
-    table of families, which commands read.
+    """`import vllm_omni` happens in every vLLM process: it must not import torch, vllm or itself
+    further. Nor does the table of families, which commands read.
     """
     load = "import sys, json, vllm_omni, vllm_omni.model_executor.models.registry"
     script = f"{load}; print(json.dumps([m for m in ('torch', 'vllm') if m in sys.modules]))"
     output = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=seconds(300)
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=seconds(300),
     )
     assert json.loads(output.stdout.splitlines()[-1]) == []
 
@@ -148,8 +162,15 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
 def test_clients_need_no_torch(client: str) -> None:
     """They start in a fifth of a second; torch alone would take another one."""
     path = EXAMPLES / client
-    script = f"import sys, runpy; runpy.run_path({str(path)!r}); print('torch' in sys.modules, 'numpy' in sys.modules)"
+    script = (
+        f"import sys, runpy; runpy.run_path({str(path)!r}); print('torch' in sys.modules, "
+        "'numpy' in sys.modules)"
+    )
     output = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=seconds(300)
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=seconds(300),
     )
     assert output.stdout.split() == ["False", "True"]

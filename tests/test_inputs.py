@@ -19,8 +19,13 @@ def test_params_and_tensors_survive_the_wire() -> None:
     from vllm import PoolingParams
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-    params = DiffusionParams(session_id="s", prompt="p", seed=2**64 - 1, actions=[["w"], []], options={"x": [1.5]})
-    tensors = {"poses": torch.eye(4).repeat(9, 1, 1), "image": torch.arange(24, dtype=torch.uint8).reshape(2, 4, 3)}
+    params = DiffusionParams(
+        session_id="s", prompt="p", seed=2**64 - 1, actions=[["w"], []], options={"x": [1.5]}
+    )
+    tensors = {
+        "poses": torch.eye(4).repeat(9, 1, 1),
+        "image": torch.arange(24, dtype=torch.uint8).reshape(2, 4, 3),
+    }
     wire = MsgpackEncoder().encode(params.to_pooling_params(tensors))
     extra = MsgpackDecoder(PoolingParams).decode(wire).extra_kwargs
     assert DiffusionParams.from_extra_kwargs(extra) == params
@@ -30,7 +35,7 @@ def test_params_and_tensors_survive_the_wire() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "reported"),
     [
         ({"session_id": ""}, "session_id"),
         ({"session_id": "a/b"}, "session_id"),
@@ -46,14 +51,16 @@ def test_params_and_tensors_survive_the_wire() -> None:
         ({}, "session_id"),
     ],
 )
-def test_a_bad_field_is_named(fields: dict[str, object], told: str) -> None:
-    with pytest.raises(RequestFailed, match=told) as failure:
+def test_a_bad_field_is_named(fields: dict[str, object], reported: str) -> None:
+    with pytest.raises(RequestFailed, match=reported) as failure:
         DiffusionParams.from_extra_kwargs({"omni": fields})
     assert failure.value.code == "invalid_request"
 
 
 def test_no_pattern_of_python_accepts_a_trailing_newline() -> None:
-    r"""In Python `$` also matches before a last newline, so patterns end with `\Z`; pydantic's own engine differs."""
+    r"""In Python `$` also matches before a last newline, so patterns end with `\Z`; pydantic's
+    own engine differs.
+    """
     package = Path(vllm_omni.__file__).parent
     found = []
     for path in package.rglob("*.py"):
@@ -64,7 +71,11 @@ def test_no_pattern_of_python_accepts_a_trailing_newline() -> None:
             if ast.unparse(call.func).startswith("re."):
                 given += call.args[:1]
             patterns = [one.value for one in given if isinstance(one, ast.Constant)]
-            found += [f"{path.name}:{call.lineno}" for one in patterns if str(one).replace(r"\$", "").count("$")]
+            found += [
+                f"{path.name}:{call.lineno}"
+                for one in patterns
+                if str(one).replace(r"\$", "").count("$")
+            ]
     assert found == []
 
 
@@ -83,10 +94,14 @@ def test_arbitrary_bytes_raise_only_the_documented_error(packed: bytes) -> None:
 
 
 def test_only_the_parameters_that_a_model_uses_are_accepted() -> None:
-    """Those it does not use are refused together, by name; defaults are no parameters that were sent."""
+    """Those it does not use are refused together, by name; defaults are no parameters that were
+    sent.
+    """
     params = DiffusionParams(session_id="s", prompt="a field", fps=8.0, num_images=2)
     refuse_unused(params, ("prompt", "fps", "num_images"))
     refuse_unused(DiffusionParams(session_id="s", chunk_index=3, output="both", deadline_s=1.0), ())
-    with pytest.raises(RequestFailed, match="does not use num_images, fps: leave it out") as refused:
+    with pytest.raises(
+        RequestFailed, match="does not use num_images, fps: leave it out"
+    ) as refused:
         refuse_unused(params, ("prompt", "seed"))
     assert refused.value.code == "invalid_request"

@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 from pythonjsonlogger.json import JsonFormatter
 
-from vllm_omni import log_context
-from vllm_omni.entrypoints import logs
-from vllm_omni.log_context import ContextFilter, ContextFormatter
+from vllm_omni.entrypoints.telemetry import logs
+from vllm_omni.runtime import log_context
+from vllm_omni.runtime.log_context import ContextFilter, ContextFormatter
 
 
 def record(message: str, *args: object) -> logging.LogRecord:
     return logging.LogRecord("vllm.test", logging.INFO, __file__, 1, message, args, None)
 
 
-def test_a_task_keeps_the_ids_it_began_with() -> None:
+def test_a_task_keeps_the_ids_it_started_with() -> None:
     """What a request starts is the request's, and what runs beside it is not."""
 
     async def main() -> list[dict[str, str]]:
@@ -42,17 +42,31 @@ def test_ids_stand_at_the_end_of_a_text_records_first_line() -> None:
     formatter = ContextFormatter(logging.Formatter("INFO %(message)s"))
     assert formatter.format(record("before")) == "INFO before"
     with log_context.bound(request_id="r", session_id="s"):
-        assert formatter.format(record("one\ntwo %d", 2)) == "INFO one request_id=r session_id=s\ntwo 2"
+        assert (
+            formatter.format(record("one\ntwo %d", 2))
+            == "INFO one request_id=r session_id=s\ntwo 2"
+        )
 
 
 @pytest.mark.parametrize(
     "text",
-    ["/a\nINFO server: all is well", "a\r\x1b[2Kb", "\x9b31m", "\u2028line", "lone \ud800", ValueError("bad\nname")],
+    [
+        "/a\nINFO server: all is well",
+        "a\r\x1b[2Kb",
+        "\x9b31m",
+        "\u2028line",
+        "lone \ud800",
+        ValueError("bad\nname"),
+    ],
 )
 def test_text_of_clients_starts_no_line_and_moves_no_cursor(text: object) -> None:
-    """Control characters of an argument are escaped in every line of this package, as a path or a close's reason."""
+    """Control characters of an argument are escaped in every line of this package, as a path or
+    a close's reason.
+    """
     formatter = ContextFormatter(logging.Formatter("INFO %(message)s"))
-    made = logging.LogRecord("vllm.vllm_omni.x", logging.INFO, __file__, 1, "path=%s of %d", (text, 3), None)
+    made = logging.LogRecord(
+        "vllm.vllm_omni.x", logging.INFO, __file__, 1, "path=%s of %d", (text, 3), None
+    )
     line = formatter.format(made)
     assert line.isprintable() and line.endswith(" of 3") and made.args == (text, 3)
 
@@ -79,17 +93,24 @@ def test_json_lines_have_ids_as_fields_and_leave_unknown_ones_out() -> None:
 
 
 def test_a_format_of_the_users_own_may_name_the_ids(tmp_path: Path) -> None:
-    """The filter by its name in a `dictConfig`, as the operators' page shows; a line without a session has a dash."""
+    """The filter by its name in a `dictConfig`, as the operators' page shows; a line without a
+    session has a dash.
+    """
     target = tmp_path / "log"
     name = "omni-own-format"
     logging.config.dictConfig(
         {
             "version": 1,
             "disable_existing_loggers": False,
-            "filters": {"ids": {"()": "vllm_omni.log_context.ContextFilter"}},
+            "filters": {"ids": {"()": "vllm_omni.runtime.log_context.ContextFilter"}},
             "formatters": {"own": {"format": "%(request_id)s|%(session_id)s|%(message)s"}},
             "handlers": {
-                "file": {"class": "logging.FileHandler", "filename": target, "formatter": "own", "filters": ["ids"]}
+                "file": {
+                    "class": "logging.FileHandler",
+                    "filename": target,
+                    "formatter": "own",
+                    "filters": ["ids"],
+                }
             },
             "loggers": {name: {"handlers": ["file"], "level": "INFO", "propagate": False}},
         }
@@ -108,16 +129,23 @@ def handler() -> Iterator[logging.Handler]:
     logging.getLogger("uvicorn.access").removeHandler(made)
 
 
-def test_handlers_get_ids_once_and_a_users_configuration_is_left_alone(handler: logging.Handler) -> None:
+def test_handlers_get_ids_once_and_a_users_configuration_is_left_alone(
+    handler: logging.Handler,
+) -> None:
     logs.add_ids(custom_config=True)
     assert type(handler.formatter) is logging.Formatter
     logs.add_ids(custom_config=False)
     logs.add_ids(custom_config=False)
-    assert isinstance(handler.formatter, ContextFormatter) and type(handler.formatter.inner) is logging.Formatter
+    assert (
+        isinstance(handler.formatter, ContextFormatter)
+        and type(handler.formatter.inner) is logging.Formatter
+    )
 
 
 def test_only_what_is_known_to_be_noise_is_dropped() -> None:
-    """vLLM's warning of a variable of ours goes; of a mistyped one it stays, as does a warm-up that really failed."""
+    """vLLM's warning of a variable of ours goes; of a mistyped one it stays, as does a warm-up
+    that really failed.
+    """
     unknown = "Unknown vLLM environment variable detected: %s"
     variables = logs.KnownVariables()
     assert not variables.filter(record(unknown, "VLLM_OMNI_IDLE_TIMEOUT_S"))
@@ -128,7 +156,9 @@ def test_only_what_is_known_to_be_noise_is_dropped() -> None:
         made.exc_info = (type(error), error, None)
         return made
 
-    assert not logs.MissingTokenizer().filter(failed(ValueError("Tokenizer not available when ...")))
+    assert not logs.MissingTokenizer().filter(
+        failed(ValueError("Tokenizer not available when ..."))
+    )
     assert logs.MissingTokenizer().filter(failed(ValueError("a broken template")))
 
     handshake = "ASGI callable returned without completing handshake."
@@ -139,7 +169,10 @@ def test_only_what_is_known_to_be_noise_is_dropped() -> None:
 
 
 def test_route_lines_come_back_with_debug_logging() -> None:
-    launcher, line = logging.getLogger(logs.RouteLines.logger), record("Route: %s, Methods: %s", "/health", "GET")
+    launcher, line = (
+        logging.getLogger(logs.RouteLines.logger),
+        record("Route: %s, Methods: %s", "/health", "GET"),
+    )
     before = launcher.level
     try:
         launcher.setLevel(logging.INFO)

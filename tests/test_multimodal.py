@@ -27,7 +27,10 @@ def parse(**data: Any) -> dict[str, torch.Tensor]:
 
 
 def test_maps_are_tensors_by_key_and_arrays_keep_their_dtype() -> None:
-    tensors = parse(camera={"poses": POSES, "intrinsics": INTRINSICS}, tensors={"prompt_embeds": torch.ones(2, 3)})
+    tensors = parse(
+        camera={"poses": POSES, "intrinsics": INTRINSICS},
+        tensors={"prompt_embeds": torch.ones(2, 3)},
+    )
     assert {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()} == {
         "poses": (torch.float64, (9, 4, 4)),
         "intrinsics": (torch.float32, (9, 4)),
@@ -58,8 +61,14 @@ def test_transparent_parts_of_an_image_become_white(as_array: bool) -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"pose": POSES}, "multi_modal_data holds 'pose'; allowed: image, video, audio, camera, actions, tensors"),
-        ({"image": "start.png"}, r"multi_modal_data\['image'\] must be an array, a tensor or an image, got str"),
+        (
+            {"pose": POSES},
+            "multi_modal_data holds 'pose'; allowed: image, video, audio, camera, actions, tensors",
+        ),
+        (
+            {"image": "start.png"},
+            r"multi_modal_data\['image'\] must be an array, a tensor or an image, got str",
+        ),
         ({"camera": {"poses": [[1], [1, 2]]}}, r"multi_modal_data\['poses'\] must be an array"),
         ({"actions": {"keys": np.zeros((3, 8))}}, "must be a map of buttons, axes, scroll, got"),
         ({"actions": np.zeros((3, 8))}, "must be a map of buttons, axes, scroll"),
@@ -72,13 +81,17 @@ def test_what_is_no_tensor_is_refused_by_name(data: dict[str, Any], message: str
 
 
 def test_both_ways_in_give_the_same_chunk(null_world: Path) -> None:
-    """Through the real engine; the null world's latents depend on the poses, another path gives another chunk."""
+    """Through the real engine; the null world's latents depend on the poses, another path gives
+    another chunk.
+    """
 
     async def scenario() -> None:
         async with running_engine(null_world, gpu_memory_utilization=0.1) as client:
 
             async def chunk(name: str, scale: float) -> torch.Tensor:
-                params = DiffusionParams(session_id=name, prompt="a field", seed=1, output="latents")
+                params = DiffusionParams(
+                    session_id=name, prompt="a field", seed=1, output="latents"
+                )
                 camera = {"poses": POSES * scale, "intrinsics": INTRINSICS}
                 prompt = {"prompt_token_ids": [0], "multi_modal_data": {"camera": camera}}
                 async for output in client.engine.encode(prompt, params.to_pooling_params(), name):
@@ -95,7 +108,9 @@ def test_both_ways_in_give_the_same_chunk(null_world: Path) -> None:
 
 
 def test_actions_are_a_modality(null_world: Path) -> None:
-    """Through the real engine: dense arrays are the same chunk as typed frames, and frames show what arrived."""
+    """Through the real engine: dense arrays are the same chunk as typed frames, and frames show
+    what arrived.
+    """
     space = {
         "buttons": [{"name": "w", "title": "forward"}, {"name": "jump", "title": "jump"}],
         "axes": [{"name": "dx", "title": "turn", "unit": "pixels", "kind": "motion", "mouse": "x"}],
@@ -104,14 +119,20 @@ def test_actions_are_a_modality(null_world: Path) -> None:
         "image": "none",
     }
     buttons = np.array([[1, 0], [0, 1], [0, 0]])
-    dense = {"buttons": buttons, "axes": np.array([[0.0], [-20.0], [0.0]]), "scroll": np.array([0, 0, 1])}
+    dense = {
+        "buttons": buttons,
+        "axes": np.array([[0.0], [-20.0], [0.0]]),
+        "scroll": np.array([0, 0, 1]),
+    }
     typed = [["w"], ActionFrame(("jump",), {"dx": -20.0}), ActionFrame(scroll=1)]
 
     async def scenario() -> None:
         omni = {"model": {"actions": space}}
         async with running_engine(null_world, gpu_memory_utilization=0.1, omni=omni) as client:
 
-            async def chunk(name: str, data: dict[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+            async def chunk(
+                name: str, data: dict[str, Any]
+            ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
                 prompt = {"prompt_token_ids": [0], "multi_modal_data": {"actions": data}}
                 params = DiffusionParams(session_id=name, seed=1)
                 async for output in client.engine.encode(prompt, params.to_pooling_params(), name):

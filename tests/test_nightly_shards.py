@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every nightly test is in one shard, all shards together are all of them, and none takes much longer than another."""
+"""Every nightly test is in one shard, all shards together are all of them, and none takes much
+longer than another.
+"""
 
 import os
 import re
@@ -25,9 +27,15 @@ SECONDS = {
 
 @pytest.fixture
 def nightly(request: pytest.FixtureRequest) -> list[str]:
-    """The nightly tests of this run's files, those that were measured, and some that nobody knows."""
+    """The nightly tests of this run's files, those that were measured, and some that nobody
+    knows.
+    """
     collected = request.config.stash[NIGHTLY_NAMES]
-    return [*dict.fromkeys([*collected, *known_seconds(), *(f"tests/new_{n}.py::test_new" for n in range(100))])]
+    return [
+        *dict.fromkeys(
+            [*collected, *known_seconds(), *(f"tests/new_{n}.py::test_new" for n in range(100))]
+        )
+    ]
 
 
 def test_every_nightly_test_is_in_exactly_one_shard(nightly: list[str]) -> None:
@@ -40,7 +48,9 @@ def test_every_nightly_test_is_in_exactly_one_shard(nightly: list[str]) -> None:
 
 @pytest.mark.parametrize("known", [SECONDS, known_seconds()], ids=["example", "measured"])
 def test_what_is_measured_is_dealt_out_evenly(known: dict[str, float]) -> None:
-    """The longest shard takes at most a quarter more than the mean, or as much more as one test needs."""
+    """The longest shard takes at most a quarter more than the mean, or as much more as one test
+    needs.
+    """
     seconds = Shards(known, COUNT).seconds
     mean = sum(known.values()) / COUNT
     assert sum(seconds) == pytest.approx(sum(known.values()))
@@ -56,7 +66,9 @@ def test_tests_of_one_server_stay_together_and_long_files_are_split() -> None:
 def test_an_unknown_test_does_not_move_the_others() -> None:
     """Its shard is its name's; one of a file that is dealt out whole goes with the file."""
     first, second = Shards(SECONDS, COUNT), Shards(SECONDS, COUNT)
-    assert [first.of(f"new_{n}.py::test") for n in range(50)] == [second.of(f"new_{n}.py::test") for n in range(50)]
+    assert [first.of(f"new_{n}.py::test") for n in range(50)] == [
+        second.of(f"new_{n}.py::test") for n in range(50)
+    ]
     assert len({first.of(f"new_{n}.py::test") for n in range(200)}) == COUNT
     assert first.of("b.py::test_new_route") == first.of("b.py::test_route[0]")
 
@@ -85,13 +97,30 @@ FOLDER = {
 
 
 def run_shard(folder: Path, shard: str) -> tuple[int, str]:
-    command = [sys.executable, "-m", "pytest", "-p", "nightly_shards", "-p", "no:cacheprovider", "-v", "--shard", shard]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "nightly_shards",
+        "-p",
+        "no:cacheprovider",
+        "-v",
+        "--shard",
+        shard,
+    ]
     environ = os.environ | {
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "PYTHONPATH": str(Path(nightly_shards.__file__).parent),
     }
     done = subprocess.run(
-        command, cwd=folder, env=environ, capture_output=True, text=True, timeout=seconds(60), check=False
+        command,
+        cwd=folder,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=seconds(60),
+        check=False,
     )
     return done.returncode, done.stdout + done.stderr
 
@@ -102,17 +131,23 @@ def test_shards_run_all_nightly_tests_once_and_no_other(tmp_path: Path) -> None:
         (tmp_path / name).write_text("\n".join(line[8:] for line in text.splitlines()))
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = nightly\n")
     ran: Counter[str] = Counter()
-    told = ""
+    reported = ""
     for shard in range(1, 4):
         _, output = run_shard(tmp_path, f"{shard}/3")
         ran.update(re.findall(r"^(\S+::\S+) (?:PASSED|SKIPPED|FAILED)", output, re.M))
-        assert re.search(rf"^nightly shard {shard}/3: \d+ of 11 nightly tests$", output, re.M), output
-        told += output
+        assert re.search(rf"^nightly shard {shard}/3: \d+ of 11 nightly tests$", output, re.M), (
+            output
+        )
+        reported += output
     assert ran == Counter(
-        ["test_b.py::test_one", "test_b.py::test_two", *(f"test_a.py::test_many[{n}]" for n in range(9))]
+        [
+            "test_b.py::test_one",
+            "test_b.py::test_two",
+            *(f"test_a.py::test_many[{n}]" for n in range(9)),
+        ]
     )
-    assert "NOT RUN: 1 nightly tests" in told
-    assert "test_b.py::test_two: needs a spoon" in told
+    assert "NOT RUN: 1 nightly tests" in reported
+    assert "test_b.py::test_two: needs a spoon" in reported
     code, output = run_shard(tmp_path, "4/3")
     assert code == pytest.ExitCode.USAGE_ERROR
     assert "a shard is K/N" in output

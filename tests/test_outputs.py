@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The result envelope: what is packed comes back, what is malformed is refused with the documented exceptions."""
+"""The result envelope: what is packed comes back, what is malformed is refused with the
+documented exceptions.
+"""
 
 import json
 import struct
@@ -10,15 +12,28 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_omni.outputs import _DTYPES, RequestFailed, empty_result, opaque, pack, pack_error, unpack, unpack_arrays
+from vllm_omni.outputs import (
+    _DTYPES,
+    RequestFailed,
+    empty_result,
+    opaque,
+    pack,
+    pack_error,
+    unpack,
+    unpack_arrays,
+)
 
 shapes = st.lists(st.integers(0, 5), max_size=4)
 
 
-@given(st.lists(st.tuples(st.sampled_from(sorted(_DTYPES)), shapes), max_size=5), st.text(max_size=300))
+@given(
+    st.lists(st.tuples(st.sampled_from(sorted(_DTYPES)), shapes), max_size=5), st.text(max_size=300)
+)
 @settings(max_examples=60, deadline=None)
 def test_everything_packed_comes_back(specs: list[tuple[str, list[int]]], text: str) -> None:
-    """Every dtype, empty and scalar shapes, any text in the metadata; payloads are aligned to 64 bytes."""
+    """Every dtype, empty and scalar shapes, any text in the metadata; payloads are aligned to 64
+    bytes.
+    """
     tensors = {
         f"t{i}": torch.arange(torch.Size(shape).numel()).reshape(shape).to(_DTYPES[dtype])
         for i, (dtype, shape) in enumerate(specs)
@@ -42,7 +57,9 @@ def test_unpacking_copies_nothing() -> None:
 
 @pytest.mark.parametrize("long_meta", [False, True])
 def test_a_result_tensor_is_packed_without_a_copy(long_meta: bool) -> None:
-    """`empty_result` leaves room for the header; if the header does not fit there, a copy is made instead."""
+    """`empty_result` leaves room for the header; if the header does not fit there, a copy is
+    made instead.
+    """
     frames = empty_result((2, 3, 4, 3), torch.uint8)
     frames.copy_(torch.arange(72, dtype=torch.uint8).view(2, 3, 4, 3))
     meta = {"text": "x" * (5000 if long_meta else 10)}
@@ -71,15 +88,23 @@ def test_an_error_envelope_raises_what_was_packed() -> None:
 
 def test_dtypes_without_a_name_are_refused_when_packing() -> None:
     """Complex numbers have no place on the wire."""
-    with pytest.raises(TypeError, match=r"tensor 'x' has dtype torch.complex64; allowed: uint8, int8, .*, float64$"):
+    with pytest.raises(
+        TypeError, match=r"tensor 'x' has dtype torch.complex64; allowed: uint8, int8, .*, float64$"
+    ):
         pack({}, {"x": torch.zeros(2, dtype=torch.complex64)})
 
 
 @given(st.data())
 @settings(max_examples=300, deadline=None)
 def test_mutated_envelopes_raise_only_documented_errors(data: st.DataObject) -> None:
-    """Flip, cut or splice bytes: unpack returns, or raises ValueError or RequestFailed, nothing else."""
-    original = bytes(pack({"k": [1, "é"]}, {"a": torch.arange(5.0), "b": torch.ones(2, 2, dtype=torch.int8)}).tolist())
+    """Flip, cut or splice bytes: unpack returns, or raises ValueError or RequestFailed, nothing
+    else.
+    """
+    original = bytes(
+        pack(
+            {"k": [1, "é"]}, {"a": torch.arange(5.0), "b": torch.ones(2, 2, dtype=torch.int8)}
+        ).tolist()
+    )
     mutated = bytearray(original)
     for _ in range(data.draw(st.integers(1, 6))):
         position = data.draw(st.integers(0, len(mutated) - 1))
@@ -109,10 +134,17 @@ def test_lying_headers_are_refused_before_anything_is_read(entry: list[object]) 
         unpack(envelope_of({"meta": {}, "tensors": [entry]}))
 
 
-def envelope_of(header: Any, magic: bytes = b"VOMN", version: int = 1, header_bytes: int | None = None) -> torch.Tensor:
-    """An envelope of 256 bytes, or more if the header needs them, as somebody else may have written it."""
+def envelope_of(
+    header: Any, magic: bytes = b"VOMN", version: int = 1, header_bytes: int | None = None
+) -> torch.Tensor:
+    """An envelope of 256 bytes, or more if the header needs them, as somebody else may have
+    written it.
+    """
     text = json.dumps(header).encode()
-    raw = struct.pack("<4sIQ", magic, version, len(text) if header_bytes is None else header_bytes) + text
+    raw = (
+        struct.pack("<4sIQ", magic, version, len(text) if header_bytes is None else header_bytes)
+        + text
+    )
     return torch.tensor(list(raw.ljust(256, b"\0")), dtype=torch.uint8)
 
 
@@ -120,8 +152,14 @@ EMPTY: dict[str, Any] = {"meta": {}, "tensors": []}
 
 
 def test_an_envelope_of_another_writer_is_read() -> None:
-    """The layout at the top of the file, by hand: two views of one payload, one without bytes, eight dimensions."""
-    entries = [["x", "int16", [2], 192], ["none", "uint8", [0, 3], 0], ["deep", "uint8", [1] * 8, 192]]
+    """The layout at the top of the file, by hand: two views of one payload, one without bytes,
+    eight dimensions.
+    """
+    entries = [
+        ["x", "int16", [2], 192],
+        ["none", "uint8", [0, 3], 0],
+        ["deep", "uint8", [1] * 8, 192],
+    ]
     envelope = envelope_of({"meta": {"n": 1}, "tensors": entries})
     envelope[192:196] = torch.tensor([1, 0, 2, 1], dtype=torch.uint8)
     meta, tensors = unpack(envelope)
@@ -139,21 +177,42 @@ def test_an_envelope_of_another_writer_is_read() -> None:
         (torch.zeros(15, dtype=torch.uint8), "15 bytes is shorter than its 16-byte prefix"),
         (envelope_of(EMPTY, magic=b"VOMM"), "not a version 1 envelope"),
         (envelope_of(EMPTY, version=2), "not a version 1 envelope"),
-        (envelope_of(EMPTY, header_bytes=241), "header length 241 exceeds the envelope of 256 bytes"),
+        (
+            envelope_of(EMPTY, header_bytes=241),
+            "header length 241 exceeds the envelope of 256 bytes",
+        ),
         (envelope_of({"meta": {"text": "x" * (1 << 20)}, "tensors": []}), "header length"),
         (envelope_of(EMPTY, header_bytes=3), "malformed envelope header: DecodeError"),
         (envelope_of({"tensors": []}), "header: Object missing required field `meta`"),
-        (envelope_of({"meta": [], "tensors": []}), r"header: Expected `object`, got `array` - at `\$.meta`"),
-        (envelope_of({"meta": {}, "tensors": {}}), r"header: Expected `array`, got `object` - at `\$.tensors`"),
+        (
+            envelope_of({"meta": [], "tensors": []}),
+            r"header: Expected `object`, got `array` - at `\$.meta`",
+        ),
+        (
+            envelope_of({"meta": {}, "tensors": {}}),
+            r"header: Expected `array`, got `object` - at `\$.tensors`",
+        ),
         (
             envelope_of({"meta": {}, "tensors": [[]]}),
             r"of at least length 4, got 0 - at `\$.tensors\[0\]`",
         ),
-        (envelope_of({"meta": {"error": "full"}, "tensors": []}), "^malformed envelope header: error is not a map$"),
-        (envelope_of({"meta": {}, "tensors": [["x", "uint8", [True], 128]]}), "Expected `int`, got `bool`"),
+        (
+            envelope_of({"meta": {"error": "full"}, "tensors": []}),
+            "^malformed envelope header: error is not a map$",
+        ),
+        (
+            envelope_of({"meta": {}, "tensors": [["x", "uint8", [True], 128]]}),
+            "Expected `int`, got `bool`",
+        ),
         (envelope_of({"meta": {}, "tensors": [["x", "uint8", [-1], 128]]}), r"bad shape \[-1\]"),
-        (envelope_of({"meta": {}, "tensors": [["x", "uint8", [1], 128.0]]}), "Expected `int`, got `float`"),
-        (envelope_of({"meta": {}, "tensors": [["x", "uint8", [129], 128]]}), r"payload \[128, 257\) lies outside"),
+        (
+            envelope_of({"meta": {}, "tensors": [["x", "uint8", [1], 128.0]]}),
+            "Expected `int`, got `float`",
+        ),
+        (
+            envelope_of({"meta": {}, "tensors": [["x", "uint8", [129], 128]]}),
+            r"payload \[128, 257\) lies outside",
+        ),
     ],
 )
 def test_a_malformed_envelope_is_refused_with_its_reason(envelope: torch.Tensor, says: str) -> None:
@@ -162,11 +221,16 @@ def test_a_malformed_envelope_is_refused_with_its_reason(envelope: torch.Tensor,
 
 
 def test_a_header_or_payload_may_fill_the_envelope_to_its_end() -> None:
-    """The bounds are inclusive: 240 bytes of header after the prefix, a payload that ends where the envelope does."""
+    """The bounds are inclusive: 240 bytes of header after the prefix, a payload that ends where
+    the envelope does.
+    """
     padding = 240 - len(json.dumps({"meta": {"t": ""}, "tensors": []}))
     full = envelope_of({"meta": {"t": "x" * padding}, "tensors": []})
     assert full.numel() == 256 and len(unpack(full)[0]["t"]) == padding
-    assert unpack(envelope_of({"meta": {}, "tensors": [["x", "uint8", [128], 128]]}))[1]["x"].numel() == 128
+    assert (
+        unpack(envelope_of({"meta": {}, "tensors": [["x", "uint8", [128], 128]]}))[1]["x"].numel()
+        == 128
+    )
 
 
 def test_what_an_error_lacks_is_said_to_be_none() -> None:
@@ -201,7 +265,10 @@ def test_a_header_may_fill_the_room_before_a_result_tensor(spare: int, in_place:
 
 def test_what_is_between_header_and_payloads_is_zero() -> None:
     """No bytes of the process's memory travel along; equal results are equal envelopes."""
-    for make in (lambda: pack({"k": 1}, {"x": torch.ones(3), "y": torch.ones(2)}), lambda: in_place()):
+    for make in (
+        lambda: pack({"k": 1}, {"x": torch.ones(3), "y": torch.ones(2)}),
+        lambda: in_place(),
+    ):
         first, second = make(), make()
         header_bytes = int.from_bytes(bytes(first[8:16].tolist()), "little")
         assert not first[16 + header_bytes : 128].any()
@@ -234,7 +301,9 @@ def test_arrays_are_views_too() -> None:
     assert (arrays["frames"] == frames.numpy()).all()
     envelope.fill_(7)
     assert (arrays["frames"] == 7).all()
-    with pytest.raises(ValueError, match="'x' is bfloat16, which NumPy does not have; use `unpack`"):
+    with pytest.raises(
+        ValueError, match="'x' is bfloat16, which NumPy does not have; use `unpack`"
+    ):
         unpack_arrays(pack({}, {"x": torch.zeros(2, dtype=torch.bfloat16)}))
     with pytest.raises(RequestFailed, match="capacity: full"):
         unpack_arrays(pack_error("capacity", "full"))

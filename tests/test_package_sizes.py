@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nothing is large: no file, no function, not the runner. Docstrings do not count, so that they may be complete."""
+"""Nothing is large: no file, no function, not the runner.
+
+Docstrings do not count, so that they may be complete.
+"""
 
 import ast
 from pathlib import Path
@@ -8,7 +11,15 @@ REPO = Path(__file__).parents[1]
 PACKAGE = REPO / "vllm_omni"
 FILE_LINES, FUNCTION_LINES = 500, 100
 RUNNER, RUNNER_LINES = PACKAGE / "worker" / "diffusion" / "runner.py", 200
-TOPOLOGY = {"first_stage", "is_first_rank", "is_last_rank", "is_vae_stage", "last_stage", "num_stages", "world_size"}
+TOPOLOGY = {
+    "first_stage",
+    "is_first_rank",
+    "is_last_rank",
+    "is_vae_stage",
+    "last_stage",
+    "num_stages",
+    "world_size",
+}
 """Attributes that say where a rank stands among the others."""
 
 
@@ -18,7 +29,9 @@ def code_lines(path: Path) -> int:
     texts = sum(
         node.end_lineno - node.lineno + 1
         for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
         if node.end_lineno is not None
     )
     return len(source.splitlines()) - texts
@@ -27,7 +40,9 @@ def code_lines(path: Path) -> int:
 def test_no_file_of_the_package_is_long() -> None:
     lengths = {path: code_lines(path) for path in PACKAGE.rglob("*.py")}
     assert len(lengths) > 300
-    assert {str(path.relative_to(REPO)): lines for path, lines in lengths.items() if lines > FILE_LINES} == {}
+    assert {
+        str(path.relative_to(REPO)): lines for path, lines in lengths.items() if lines > FILE_LINES
+    } == {}
 
 
 def test_no_function_of_the_package_is_long() -> None:

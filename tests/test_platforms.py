@@ -15,7 +15,7 @@ from vllm_omni import platforms
         ("1", "0.32.0+cpu", True),
     ],
 )
-def test_only_a_cpu_build_that_asks_gets_it(
+def test_only_a_cpu_build_that_requests_gets_it(
     monkeypatch: pytest.MonkeyPatch, value: str | None, version: str, expected: bool
 ) -> None:
     if value is None:

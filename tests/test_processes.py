@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's processes end with whom they work for; real processes, started as vLLM starts them, and real kills."""
+"""An engine's processes end with whom they work for; real processes, started as vLLM starts
+them, and real kills.
+"""
 
 import os
 import signal
@@ -12,11 +14,11 @@ import pytest
 from helpers.programs import has_ended
 from helpers.waits import wait_until
 
-from vllm_omni.processes import end_with_parent, engine_processes, is_stopped
+from vllm_omni.runtime.processes import end_with_parent, engine_processes, is_stopped
 
 TREE = """
 import multiprocessing, sys, time
-from vllm_omni.processes import end_with_parent, engine_processes
+from vllm_omni.runtime.processes import end_with_parent, engine_processes
 
 def worker():
     end_with_parent()
@@ -42,7 +44,9 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def tree(tmp_path: "os.PathLike[str]", request: pytest.FixtureRequest) -> "Iterator[dict[str, list[int]]]":
+def tree(
+    tmp_path: "os.PathLike[str]", request: pytest.FixtureRequest
+) -> "Iterator[dict[str, list[int]]]":
     """A server, its engine core and a worker: name -> what `engine_processes` says there."""
     script = os.path.join(tmp_path, "tree.py")
     with open(script, "w") as file:
@@ -81,13 +85,13 @@ def test_a_worker_ends_with_its_engine_core(tree: dict[str, list[int]]) -> None:
     assert psutil.Process(tree["server"][0]).status() != psutil.STATUS_ZOMBIE
 
 
-def test_a_process_that_nobody_started_watches_nobody() -> None:
+def test_a_process_that_no_one_started_watches_no_one() -> None:
     """An engine in the user's own process outlives the shell that it was started from."""
     end_with_parent()
     assert engine_processes()["pids"] == [os.getpid()]
 
 
-def test_a_stopped_process_is_told_from_a_sleeping_one() -> None:
+def test_a_stopped_process_is_notified_from_a_sleeping_one() -> None:
     """And from one that has ended."""
     with subprocess.Popen(["sleep", "60"]) as process:
         assert not is_stopped(process.pid)

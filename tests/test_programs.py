@@ -20,18 +20,29 @@ never_returns()
 
 
 def test_its_output_comes_back() -> None:
-    program = "import os, sys; print(os.environ['WORD'], flush=True); print('seen too', file=sys.stderr)"
-    assert run_program([sys.executable, "-c", program], {"WORD": "seen"}, limit_s=60) == "seen\nseen too\n"
+    program = (
+        "import os, sys; print(os.environ['WORD'], flush=True); print('seen too', file=sys.stderr)"
+    )
+    assert (
+        run_program([sys.executable, "-c", program], {"WORD": "seen"}, limit_s=60)
+        == "seen\nseen too\n"
+    )
 
 
 def test_a_status_fails_the_test_and_the_output_is_shown() -> None:
     with pytest.raises(pytest.fail.Exception, match=r"ended with status 3(?s:.*)a reason"):
-        run_program([sys.executable, "-c", "print('a reason'); raise SystemExit(3)"], {}, limit_s=60)
+        run_program(
+            [sys.executable, "-c", "print('a reason'); raise SystemExit(3)"], {}, limit_s=60
+        )
 
 
 def test_one_that_does_not_end_is_ended_with_what_it_started() -> None:
-    """Ranks of torchrun have sessions of their own, so that no signal to a group reaches them all."""
-    with pytest.raises(pytest.fail.Exception, match=r"had not ended after 2 s(?s:.*)child \d+") as failed:
+    """Ranks of torchrun have sessions of their own, so that no signal to a group reaches them
+    all.
+    """
+    with pytest.raises(
+        pytest.fail.Exception, match=r"had not ended after 2 s(?s:.*)child \d+"
+    ) as failed:
         run_program(["sh", "-c", CHILD], {}, limit_s=2)
     child = int(str(failed.value).rsplit("child ", 1)[1].split()[0])
     assert has_ended(child)

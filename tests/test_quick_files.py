@@ -9,7 +9,7 @@ import pytest
 import torch
 from quick_files import SETTLED_S, remembering
 
-from vllm_omni.model_executor.tensor_files import TorchSource, open_tensors
+from vllm_omni.model_executor.checkpoint.tensor_files import TorchSource, open_tensors
 
 
 def write(path: Path, value: float, age_s: float = 2 * SETTLED_S) -> None:
@@ -20,7 +20,7 @@ def write(path: Path, value: float, age_s: float = 2 * SETTLED_S) -> None:
 
 
 def value_in(path: Path) -> float:
-    [(_, tensor)] = open_tensors(path).read(["weight"])
+    [(_, tensor)] = open_tensors(path).read_tensors(["weight"])
     return float(tensor[0])
 
 

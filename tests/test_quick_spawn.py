@@ -15,7 +15,9 @@ import setproctitle
 import torch
 from helpers.waits import seconds
 
-pytestmark = pytest.mark.skipif(torch.version.cuda is not None, reason="with CUDA, processes are spawned as ever")
+pytestmark = pytest.mark.skipif(
+    torch.version.cuda is not None, reason="with CUDA, processes are spawned as ever"
+)
 
 memory = "as imported"
 
@@ -27,24 +29,36 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     quick_spawn.install()
 
 
-def report(answers: Connection, depth: int) -> None:
+def report(responses: Connection, depth: int) -> None:
     """Send what this process is, then what a process that it starts is."""
     setproctitle.setproctitle(f"rank {depth}")
     title = " ".join(psutil.Process().cmdline()).strip()
-    answers.send((os.getpid(), title, memory, os.environ.get("VLLM_OMNI_MOMENT"), "vllm.config" in sys.modules))
+    responses.send(
+        (
+            os.getpid(),
+            title,
+            memory,
+            os.environ.get("VLLM_OMNI_MOMENT"),
+            "vllm.config" in sys.modules,
+        )
+    )
     if depth:
         os.environ["VLLM_OMNI_MOMENT"] = "later"
-        start(answers, depth - 1).join()
+        start(responses, depth - 1).join()
 
 
-def start(answers: Connection, depth: int) -> multiprocessing.process.BaseProcess:
-    process = multiprocessing.get_context("spawn").Process(target=report, args=(answers, depth))
+def start(responses: Connection, depth: int) -> multiprocessing.process.BaseProcess:
+    process = multiprocessing.get_context("spawn").Process(target=report, args=(responses, depth))
     process.start()
     return process
 
 
-def test_a_process_shares_nothing_but_the_environment_of_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does one that it starts; each has its own title (by which tests find workers), and nothing to import."""
+def test_a_process_shares_nothing_but_the_environment_of_the_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor does one that it starts; each has its own title (by which tests find workers), and
+    nothing to import.
+    """
     monkeypatch.setattr(sys.modules[__name__], "memory", "changed")
     monkeypatch.setenv("VLLM_OMNI_MOMENT", "now")
     receiver, sender = multiprocessing.Pipe()
@@ -57,12 +71,14 @@ def test_a_process_shares_nothing_but_the_environment_of_the_moment(monkeypatch:
     assert others == ["rank 0", "as imported", "later", True]
 
 
-def count_frozen(answers: Connection) -> None:
-    answers.send((gc.get_freeze_count(), len(gc.get_objects())))
+def count_frozen(responses: Connection) -> None:
+    responses.send((gc.get_freeze_count(), len(gc.get_objects())))
 
 
 def test_what_was_imported_is_left_out_of_garbage_collections() -> None:
-    """vLLM collects five times in the life of an engine: without this an engine of the tests costs twice as much."""
+    """vLLM collects five times in the life of an engine: without this an engine of the tests
+    costs twice as much.
+    """
     receiver, sender = multiprocessing.Pipe()
     multiprocessing.get_context("spawn").Process(target=count_frozen, args=(sender,)).start()
     frozen, looked_through = receiver.recv()

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes of `pytest -n` find the libraries imported, and are otherwise what xdist would have started."""
+"""Processes of `pytest -n` find the libraries imported, and are otherwise what xdist would have
+started.
+"""
 
 import contextlib
 import importlib
@@ -17,14 +19,14 @@ import torch
 from helpers.programs import has_ended
 from helpers.waits import seconds, wait_until
 
-ASK = """
+Send = """
 import os, sys
 is_a_file = hasattr(sys.modules["__main__"], "__file__")
 channel.send(("wave" in sys.modules, is_a_file, os.getpid(), os.getppid(), os.environ.get("PYTHONPATH")))
 channel.send(channel.receive() + 1)
-"""
+"""  # noqa: E501
 
-ASK_A_RANK = """
+Send_A_RANK = """
 import os
 from helpers.rank_processes import rank_context
 context = rank_context()
@@ -62,15 +64,15 @@ def spec(monkeypatch: pytest.MonkeyPatch) -> Iterator[execnet.XSpec]:
 def test_processes_are_forked_from_one_that_has_imported(spec: execnet.XSpec) -> None:
     """Through execnet, as xdist does it; a module that is not there is no reason not to start."""
     group = execnet.Group()
-    answers = []
+    responses = []
     for _ in range(2):
-        channel = group.makegateway(spec).remote_exec(ASK)
-        answers.append(channel.receive(30))
+        channel = group.makegateway(spec).remote_exec(Send)
+        responses.append(channel.receive(30))
         channel.send(41)
         assert channel.receive(30) == 42
         spec.id = None
-    assert [answer[:2] for answer in answers] == [(True, False)] * 2
-    (*_, first, parent, path), (*_, second, same_parent, _) = answers
+    assert [response[:2] for response in responses] == [(True, False)] * 2
+    (*_, first, parent, path), (*_, second, same_parent, _) = responses
     assert parent == same_parent != os.getpid() and first != second
     assert path == os.environ.get("PYTHONPATH")
     assert psutil.Process(parent).ppid() == os.getpid()
@@ -86,11 +88,14 @@ def test_classes_of_models_are_inspected_without_another_process(
     from vllm.model_executor.models import registry
 
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
-    monkeypatch.setattr(registry, "_run_in_subprocess", registry._run_in_subprocess)  # put back afterwards
+    # put back afterwards
+    monkeypatch.setattr(registry, "_run_in_subprocess", registry._run_in_subprocess)
     monkeypatch.delitem(sys.modules, "helpers.models_inspected_here", raising=False)
     monkeypatch.setattr(registry, "_SUBPROCESS_COMMAND", ["false"])
     importlib.import_module(quick_workers.IMPORTED[-1])
-    world = registry._LazyRegisteredModel("vllm_omni.testing.null.world.pipeline", "NullWorldPipeline")
+    world = registry._LazyRegisteredModel(
+        "vllm_omni.testing.null.world.pipeline", "NullWorldPipeline"
+    )
     assert world.inspect_model_cls().architecture == "NullWorldPipeline"
 
 
@@ -98,7 +103,7 @@ def test_classes_of_models_are_inspected_without_another_process(
 def test_so_are_the_ranks_that_they_start(spec: execnet.XSpec) -> None:
     """By a server that is forked, not started, and ends with its process."""
     group = execnet.Group()
-    channel = group.makegateway(spec).remote_exec(ASK_A_RANK)
+    channel = group.makegateway(spec).remote_exec(Send_A_RANK)
     has_imported, interface, server, process = channel.receive(60)
     assert (has_imported, interface) == (True, "lo")
     assert psutil.Process(server).ppid() == process
@@ -108,7 +113,8 @@ def test_so_are_the_ranks_that_they_start(spec: execnet.XSpec) -> None:
 
 def test_nothing_is_left_of_the_server() -> None:
     """Once whoever started it is done; also where it never forked."""
-    others = {child.pid for child in psutil.Process().children()}  # of tests that ran before in this process
+    # of tests that ran before in this process
+    others = {child.pid for child in psutil.Process().children()}
     with quick_workers.server([]) as address:
         assert os.path.exists(address)
         [server] = [child for child in psutil.Process().children() if child.pid not in others]
@@ -118,7 +124,9 @@ def test_nothing_is_left_of_the_server() -> None:
 def test_a_process_ends_as_its_program_does() -> None:
     """What xdist started is there for as long as the process that was forked for it."""
     with quick_workers.server([]) as address:
-        write = "[(s.write(x), s.flush()) for s, x in ((sys.stdout, 'here'), (sys.stderr, 'there'))]"
+        write = (
+            "[(s.write(x), s.flush()) for s, x in ((sys.stdout, 'here'), (sys.stderr, 'there'))]"
+        )
         code = f"import os, sys; {write}; os._exit(3)"
         done = subprocess.run(
             quick_workers.command("join", address),
@@ -132,12 +140,20 @@ def test_a_process_ends_as_its_program_does() -> None:
 
 
 def test_what_xdist_started_outlasts_the_forked_process(tmp_path: Path) -> None:
-    """To its very end: python closes its sockets before it tears down the rest, which takes torch a while."""
-    lines = ("import os, sys, time", "class Slow:", "  def __del__(self, sleep=time.sleep): sleep(0.5)")
+    """To its very end: python closes its sockets before it tears down the rest, which takes
+    torch a while.
+    """
+    lines = (
+        "import os, sys, time",
+        "class Slow:",
+        "  def __del__(self, sleep=time.sleep): sleep(0.5)",
+    )
     code = "\n".join((*lines, "os.slow = Slow()", "sys.stdout.write(str(os.getpid()))"))
     with quick_workers.server([]) as address, (tmp_path / "pid").open("w+") as output:
         join = quick_workers.command("join", address)
-        subprocess.run(join, input=f"{code!r}\n", stdout=output, text=True, timeout=seconds(60), check=True)
+        subprocess.run(
+            join, input=f"{code!r}\n", stdout=output, text=True, timeout=seconds(60), check=True
+        )
         output.seek(0)
         assert psutil.Process(int(output.read())).status() == psutil.STATUS_ZOMBIE
 

@@ -27,7 +27,9 @@ class Cluster:
 
 
 def test_only_nodes_get_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`nobind` would give every engine that a later test of the same run starts a worker process of its own."""
+    """`nobind` would give every engine that a later test of the same run starts a worker process
+    of its own.
+    """
     utils = ModuleType("ray.cluster_utils")
     utils.Cluster = Cluster  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))

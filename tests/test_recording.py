@@ -52,7 +52,11 @@ def recording(tmp_path: Path, *chunks: RecordedChunk) -> Path:
 
 def test_typed_actions_are_read_as_they_were_sent(tmp_path: Path) -> None:
     """To the last bit of an axis: a replay makes the same frames."""
-    actions = [["w"], ActionFrame(("jump",), {"dx": 0.1 + 0.2, "dy": -1e-9}, -1.0), ActionFrame(axes={"dx": 1e6})]
+    actions = [
+        ["w"],
+        ActionFrame(("jump",), {"dx": 0.1 + 0.2, "dy": -1e-9}, -1.0),
+        ActionFrame(axes={"dx": 1e6}),
+    ]
     sent = RecordedChunk(DiffusionParams(session_id="s", actions=actions), {}, None)
     _, (got,), _ = read(recording(tmp_path, sent))
     assert got.params == sent.params
@@ -77,7 +81,9 @@ def test_a_recording_that_ends_within_a_record_is_good_up_to_there(tmp_path: Pat
     assert (len(chunks), whole) == (1, False)
 
 
-@pytest.mark.parametrize("content", [b"", b"\x80\x04K\x01.", MAGIC, MAGIC + b"\xff" * 7, MAGIC + bytes(16)])
+@pytest.mark.parametrize(
+    "content", [b"", b"\x80\x04K\x01.", MAGIC, MAGIC + b"\xff" * 7, MAGIC + bytes(16)]
+)
 def test_other_files_are_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
     """Nothing, a pickle, no header, noise."""
     path = tmp_path / "a.recording"
@@ -90,11 +96,14 @@ def test_other_files_are_refused_in_one_line(tmp_path: Path, content: bytes) -> 
     ("outcomes", "expected"),
     [
         ([0, 1, 2], [(0, "0"), (1, "1"), (2, "2")]),
-        ([0, None, 1], [(0, "0"), (1, "2")]),  # cancelled before it was finished: chunk 1 was made anew
-        ([0, None, 2], [(0, "0"), (1, "1"), (2, "2")]),  # cancelled too late: it is part of the session
+        # cancelled before it was finished: chunk 1 was made anew
+        ([0, None, 1], [(0, "0"), (1, "2")]),
+        # cancelled too late: it is part of the session
+        ([0, None, 2], [(0, "0"), (1, "1"), (2, "2")]),
         ([None, 1], [(0, "0"), (1, "1")]),
         ([0, None], [(0, "0")]),
-        ([0, None, None, 2], [(0, "0"), (1, "2"), (2, "3")]),  # the later of two attempts at one chunk
+        # the later of two attempts at one chunk
+        ([0, None, None, 2], [(0, "0"), (1, "2"), (2, "3")]),
         ([], []),
     ],
 )

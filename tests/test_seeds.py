@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rule of seeds for every endpoint: 0 to 2**64 - 1, and -1 draws one that is returned and recorded."""
+"""One rule of seeds for every endpoint: 0 to 2**64 - 1, and -1 draws one that is returned and
+recorded.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +13,9 @@ from pydantic import ValidationError
 from vllm_omni.entrypoints.openai.chat_request import read_chat
 from vllm_omni.entrypoints.openai.errors import ApiError
 from vllm_omni.entrypoints.openai.protocol import ImageGenerationRequest, VideoRequest, read_request
-from vllm_omni.entrypoints.realtime import generate_protocol, video_protocol
-from vllm_omni.entrypoints.realtime.protocol import ExtraBody
+from vllm_omni.entrypoints.realtime.generate import protocol
+from vllm_omni.entrypoints.realtime.video import protocol as video_protocol
+from vllm_omni.entrypoints.realtime.world_camera.protocol import ExtraBody
 from vllm_omni.entrypoints.speech.protocol import SpeechRequest
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.seeds import MAX_SEED, chosen_seed, definite_seed, nth_seed
@@ -24,11 +27,15 @@ def chat(seed: int) -> Any:
 
 READERS: dict[str, Callable[[int], Any]] = {
     "images": lambda seed: read_request(ImageGenerationRequest, {"prompt": "p", "seed": seed}),
-    "videos": lambda seed: read_request(VideoRequest, {"prompt": "p", "seed": str(seed)}, is_form=True),
+    "videos": lambda seed: read_request(
+        VideoRequest, {"prompt": "p", "seed": str(seed)}, is_form=True
+    ),
     "chat": chat,
     "speech": lambda seed: SpeechRequest(input="a", seed=seed),
     "camera": lambda seed: msgspec.convert({"seed": seed}, ExtraBody),
-    "generate": lambda seed: msgspec.convert({"type": "init", "prompt": "", "seed": seed}, generate_protocol.Init),
+    "generate": lambda seed: msgspec.convert(
+        {"type": "init", "prompt": "", "seed": seed}, protocol.Init
+    ),
     "video stream": lambda seed: msgspec.convert({"seed": seed}, video_protocol.Start),
 }
 
@@ -39,7 +46,9 @@ def test_every_endpoint_takes_64_bits_and_minus_one(endpoint: str) -> None:
     for seed in (0, 2**63 - 1, 2**63, MAX_SEED, -1):
         assert READERS[endpoint](seed).seed == seed
     for seed in (-2, MAX_SEED + 1, 2**70):
-        with pytest.raises((ApiError, ValidationError, msgspec.ValidationError), match=r"seed|18446744073709551615"):
+        with pytest.raises(
+            (ApiError, ValidationError, msgspec.ValidationError), match=r"seed|18446744073709551615"
+        ):
             READERS[endpoint](seed)
 
 

@@ -35,11 +35,15 @@ def test_a_model_ran_if_its_process_says_so_and_ends_well(
     ran: bool,
 ) -> None:
     """Its line alone is printed; otherwise the end of its log is."""
-    answer = subprocess.CompletedProcess([], status, stdout=printed)
-    monkeypatch.setattr(script.subprocess, "run", lambda *args, **kwargs: answer)
+    response = subprocess.CompletedProcess([], status, stdout=printed)
+    monkeypatch.setattr(script.subprocess, "run", lambda *args, **kwargs: response)
     assert script.start("world", 1.0) == ran
     out = capsys.readouterr().out
-    assert out == f"{LINE}\n" if ran else out.startswith("world: exit status") and printed.strip() in out
+    assert (
+        out == f"{LINE}\n"
+        if ran
+        else out.startswith("world: exit status") and printed.strip() in out
+    )
 
 
 def test_a_model_that_hangs_is_ended(
@@ -56,6 +60,8 @@ def test_a_model_that_hangs_is_ended(
 
 
 def test_an_unknown_model_is_one_line() -> None:
-    result = subprocess.run([sys.executable, SCRIPT, "nonsense"], capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, SCRIPT, "nonsense"], capture_output=True, text=True, check=False
+    )
     assert result.returncode == 1
     assert result.stderr == "there is no model nonsense; there are world, stream, ar\n"

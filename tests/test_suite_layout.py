@@ -22,7 +22,7 @@ class Facts:
 
 
 @cache
-def facts(path: Path) -> Facts:
+def info(path: Path) -> Facts:
     found: set[str] = set()
     sleeps = []
     text = path.read_text()
@@ -37,48 +37,67 @@ def facts(path: Path) -> Facts:
 
 
 def is_bare_sleep(call: ast.Call) -> bool:
-    """`time.sleep` or `asyncio.sleep` with a number, which may be a part of an expression; 0 is none."""
-    if ast.unparse(call.func) not in ("time.sleep", "asyncio.sleep", "sleep") or len(call.args) != 1:
+    """`time.sleep` or `asyncio.sleep` with a number, which may be a part of an expression; 0 is
+    none.
+    """
+    if (
+        ast.unparse(call.func) not in ("time.sleep", "asyncio.sleep", "sleep")
+        or len(call.args) != 1
+    ):
         return False
     has_number = any(isinstance(part, ast.Constant) for part in ast.walk(call.args[0]))
     return has_number and ast.unparse(call.args[0]) != "0"
 
 
 def imported(path: Path) -> frozenset[str]:
-    return facts(path).imported
+    return info(path).imported
 
 
 def test_names_of_test_files_and_helpers_are_unique() -> None:
-    """pytest puts every directory on one path: of two modules of one name it would import the first for both."""
+    """pytest puts every directory on one path: of two modules of one name it would import the
+    first for both.
+    """
     names = Counter(path.name for path in TESTS.rglob("*.py") if path.name != "conftest.py")
     assert [name for name, count in names.items() if count > 1] == []
 
 
-def test_nobody_imports_a_conftest() -> None:
-    """There are several, and which one `conftest` means depends on the directory that was named first."""
-    assert [str(path.relative_to(TESTS)) for path in TESTS.rglob("*.py") if "conftest" in imported(path)] == []
+def test_no_one_imports_a_conftest() -> None:
+    """There are several, and which one `conftest` means depends on the directory that was named
+    first.
+    """
+    assert [
+        str(path.relative_to(TESTS)) for path in TESTS.rglob("*.py") if "conftest" in imported(path)
+    ] == []
 
 
 def test_what_several_folders_import_is_in_helpers() -> None:
-    """Of pytest's folders a file finds its own and `tests`; the others are there only if they are collected too."""
+    """Of pytest's folders a file finds its own and `tests`; the others are there only if they
+    are collected too.
+    """
     folders = {path.stem: path.parent for path in TESTS.rglob("*.py") if path.parent not in SHARED}
-    foreign = {
+    other_package = {
         f"{path.relative_to(TESTS)} imports {name}"
         for path in TESTS.rglob("*.py")
         for name in imported(path)
         if folders.get(name, path.parent) != path.parent
     }
-    assert foreign == set()
+    assert other_package == set()
 
 
 def test_waits_are_in_one_unit() -> None:
-    """A bare sleep is too short on one machine and wasted on the others: tests/helpers/waits.py has what is needed."""
+    """A bare sleep is too short on one machine and wasted on the others: tests/helpers/waits.py
+    has what is needed.
+    """
     files = [path for path in TESTS.rglob("*.py") if path != TESTS / "helpers" / "waits.py"]
-    found = [f"{path.relative_to(TESTS)}:{line}" for path in files for line in facts(path).bare_sleeps]
+    found = [
+        f"{path.relative_to(TESTS)}:{line}" for path in files for line in info(path).bare_sleeps
+    ]
     assert found == []
 
 
 def test_a_bare_sleep_is_found(tmp_path: Path) -> None:
     path = tmp_path / "test_x.py"
-    path.write_text("time.sleep(0.1)\nasyncio.sleep(2 * PERIOD_S)\nasyncio.sleep(0)\ntime.sleep(self.delay_s)\n")
-    assert facts(path).bare_sleeps == (1, 2)
+    path.write_text(
+        "time.sleep(0.1)\nasyncio.sleep(2 * PERIOD_S)\nasyncio.sleep(0)\ntime.sleep(self.delay_s)\n"
+    )
+    assert info(path).bare_sleeps == (1, 2)

@@ -31,10 +31,29 @@ def test_both_clocks_are_written_and_the_slowest_shown(tmp_path: Path) -> None:
     """A test that waits has no processor time; one whose child computes has the child's."""
     (tmp_path / "test_two.py").write_text(TESTS)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    command = [sys.executable, "-m", "pytest", "-p", "suite_times", "-p", "no:cacheprovider", "--times", "times.json"]
-    environ = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(Path(suite_times.__file__).parent)}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "suite_times",
+        "-p",
+        "no:cacheprovider",
+        "--times",
+        "times.json",
+    ]
+    environ = os.environ | {
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "PYTHONPATH": str(Path(suite_times.__file__).parent),
+    }
     done = subprocess.run(
-        command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=seconds(60), check=False
+        command,
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=seconds(60),
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     times = json.loads((tmp_path / "times.json").read_text())
@@ -51,7 +70,9 @@ def compute(seconds: float) -> None:
 
 
 def test_a_process_counts_once_whether_it_lives_or_has_ended() -> None:
-    """Before and after it was waited for; with one that nobody waits for, the total does not fall."""
+    """Before and after it was waited for; with one that nobody waits for, the total does not
+    fall.
+    """
     clock = ProcessorTime(os.getpid())
     context = multiprocessing.get_context("fork")
     process = context.Process(target=lambda: (compute(0.3), stay_until_killed()))

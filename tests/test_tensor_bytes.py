@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_omni import tensor_bytes
-from vllm_omni.tensor_bytes import read_at, write_at
+from vllm_omni.tensors import file_io
+from vllm_omni.tensors.file_io import read_at, write_at
 
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 DEVICES = ["cpu", "cpu, staged", pytest.param("cuda", marks=[pytest.mark.cuda, NO_CUDA])]
@@ -21,7 +21,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     """Where tensors lie. staged: in host memory, but on the way that device memory takes."""
     name, _, staged = request.param.partition(", ")
     if staged:
-        monkeypatch.setattr(tensor_bytes, "_passes_staging", lambda tensor: True)
+        monkeypatch.setattr(file_io, "_passes_staging", lambda tensor: True)
     return name
 
 
@@ -34,7 +34,9 @@ def descriptor(tmp_path: Path) -> Iterator[int]:
 
 def layouts(device: str) -> dict[str, torch.Tensor]:
     """Tensors of every kind that sessions hold, each with other values."""
-    values = torch.arange(4 * 2 * 12 * 3 * 5, dtype=torch.float32, device=device).view(4, 2, 12, 3, 5)
+    values = torch.arange(4 * 2 * 12 * 3 * 5, dtype=torch.float32, device=device).view(
+        4, 2, 12, 3, 5
+    )
     return {
         "contiguous": values.bfloat16(),
         "frames of a window": values[:, :, 3:7],
@@ -50,17 +52,21 @@ def layouts(device: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("gap", [0, 64])
 def test_every_layout_comes_back(descriptor: int, device: str, gap: int) -> None:
-    """In logical order on disk; into memory of the same layout, with and without gaps between tensors."""
-    tensors, places, position = layouts(device), {}, 10
+    """In logical order on disk; into memory of the same layout, with and without gaps between
+    tensors.
+    """
+    tensors, positions, position = layouts(device), {}, 10
     for name, tensor in tensors.items():
-        places[name] = position
+        positions[name] = position
         position += tensor.nbytes + gap
-    write_at(descriptor, [(places[name], tensor) for name, tensor in tensors.items()])
+    write_at(descriptor, [(positions[name], tensor) for name, tensor in tensors.items()])
     for name, tensor in tensors.items():
-        stored = os.pread(descriptor, tensor.nbytes, places[name])
-        assert stored == tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes(), name
+        stored = os.pread(descriptor, tensor.nbytes, positions[name])
+        assert stored == tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes(), (
+            name
+        )
         target = torch.zeros_like(tensor)
-        read_at(descriptor, [(places[name], target)])
+        read_at(descriptor, [(positions[name], target)])
         assert torch.equal(target, tensor), name
 
 
@@ -74,19 +80,23 @@ def test_rows_of_a_larger_tensor_are_filled_in_place(descriptor: int, device: st
     assert bool((window[:, :, :2] == -1).all() and (window[:, :, 5:] == -1).all())
 
 
-def test_more_pieces_and_bytes_than_one_call_takes(
+def test_more_parts_and_bytes_than_one_call_takes(
     descriptor: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows beyond the kernel's limit of one call, bytes beyond the staging buffer."""
-    monkeypatch.setattr(tensor_bytes, "_STAGING_BYTES", 100)
-    rows = torch.arange(1500 * 2 * 4 * 2, dtype=torch.int16, device=device).view(1500, 2, 4, 2)[:, :, 1:3]
+    monkeypatch.setattr(file_io, "_STAGING_BYTES", 100)
+    rows = torch.arange(1500 * 2 * 4 * 2, dtype=torch.int16, device=device).view(1500, 2, 4, 2)[
+        :, :, 1:3
+    ]
     write_at(descriptor, [(0, rows[:2]), (rows[:2].nbytes, rows[2:])])
     target = torch.zeros(1500, 2, 4, 2, dtype=torch.int16, device=device)[:, :, 1:3]
     read_at(descriptor, [(0, target)])
     assert torch.equal(target, rows)
 
 
-def test_calls_that_move_less_than_asked_are_repeated(descriptor: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_move_less_than_requested_are_repeated(
+    descriptor: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The kernel may stop anywhere, also inside a row."""
     write, read = os.pwritev, os.preadv
     monkeypatch.setattr(os, "pwritev", lambda fd, arrays, at: write(fd, [arrays[0][:7]], at))
@@ -105,27 +115,31 @@ def test_a_file_that_ends_too_early_is_an_error(descriptor: int) -> None:
         read_at(descriptor, [(8, torch.zeros(4, dtype=torch.int64))])
 
 
-def test_tensors_in_any_order_and_in_small_pieces_are_staged_in_any_number_of_loads(
+def test_tensors_in_any_order_and_in_small_parts_are_staged_in_any_number_of_loads(
     descriptor: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Buffers of every size from one byte: loads end within tensors, and what is turned round is read in between."""
+    """Buffers of every size from one byte: loads end within tensors, and what is turned round is
+    read in between.
+    """
     tensors = list(layouts(device).values())
     ends = [sum(tensor.nbytes for tensor in tensors[:number]) for number in range(len(tensors))]
     for nbytes in (1, 7, 64, 1000, 1 << 20):
-        monkeypatch.setattr(tensor_bytes, "_STAGING_BYTES", nbytes)
+        monkeypatch.setattr(file_io, "_STAGING_BYTES", nbytes)
         os.truncate(descriptor, 0)
-        places = list(zip(ends, tensors, strict=True))
-        write_at(descriptor, places[::-1] if nbytes == 64 else places)
+        positions = list(zip(ends, tensors, strict=True))
+        write_at(descriptor, positions[::-1] if nbytes == 64 else positions)
         targets = [torch.zeros_like(tensor) for tensor in tensors]
         read_at(descriptor, zip(ends, targets, strict=True))
-        assert all(torch.equal(target, tensor) for target, tensor in zip(targets, tensors, strict=True))
+        assert all(
+            torch.equal(target, tensor) for target, tensor in zip(targets, tensors, strict=True)
+        )
 
 
 def test_an_error_on_the_way_of_device_memory_is_raised(
     descriptor: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also one that the last of several writes meets, and one of a file that is too short."""
-    monkeypatch.setattr(tensor_bytes, "_STAGING_BYTES", 64)
+    monkeypatch.setattr(file_io, "_STAGING_BYTES", 64)
     values = torch.arange(100, dtype=torch.int64, device=device)
     write_at(descriptor, [(0, values)])
     with pytest.raises(EOFError):

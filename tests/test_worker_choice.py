@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--worker-cls`: a worker that does not fit the model is refused at the start in one line, with the one that does."""
+"""`--worker-cls`: a worker that does not fit the model is refused at the start in one line, with
+the one that does.
+"""
 
 import importlib
 from pathlib import Path
@@ -14,7 +16,11 @@ from vllm_omni.entrypoints.cli.errors import CommandError
 from vllm_omni.entrypoints.cli.serve import plan
 
 STOCK = ("vllm.v1.worker.gpu_worker.Worker", "vllm.v1.worker.cpu_worker.CPUWorker")
-AR_PATHS = (AR_WORKER_CLS, "vllm_omni.worker.AR_gpu_worker.ARGPUWorker", "vllm_omni.worker.ar.gpu_worker.ARGPUWorker")
+AR_PATHS = (
+    AR_WORKER_CLS,
+    "vllm_omni.worker.AR_gpu_worker.ARGPUWorker",
+    "vllm_omni.worker.ar.gpu_worker.ARGPUWorker",
+)
 DIFFUSION_PATHS = (WORKER_CLS, "vllm_omni.worker.diffusion_gpu_worker.DiffusionGPUWorker")
 
 
@@ -26,7 +32,11 @@ def configure(model: Path, worker_cls: str, **arguments: str) -> VllmConfig:
 @pytest.mark.parametrize("worker_cls", [*AR_PATHS, *STOCK])
 def test_a_world_refuses_workers_of_language_models(null_world: Path, worker_cls: str) -> None:
     """Before any process starts, instead of with the first request."""
-    reason = f"--worker-cls {worker_cls} runs language models; this checkpoint needs {WORKER_CLS}: drop the flag"
+    reason = (
+        f"--worker-cls {worker_cls} runs language models; this checkpoint needs "
+        f"{WORKER_CLS}: "
+        "drop the flag"
+    )
     with pytest.raises(ValueError, match=reason):
         configure(null_world, worker_cls)
     with pytest.raises(CommandError, match=f"^{reason}$"):
@@ -34,23 +44,39 @@ def test_a_world_refuses_workers_of_language_models(null_world: Path, worker_cls
 
 
 @pytest.mark.parametrize("worker_cls", DIFFUSION_PATHS)
-def test_a_language_model_refuses_workers_of_diffusion_models(tiny_language_model: Path, worker_cls: str) -> None:
-    with pytest.raises(ValueError, match=f"--worker-cls {worker_cls} runs diffusion models; for a language model drop"):
+def test_a_language_model_refuses_workers_of_diffusion_models(
+    tiny_language_model: Path, worker_cls: str
+) -> None:
+    with pytest.raises(
+        ValueError,
+        match=f"--worker-cls {worker_cls} runs diffusion models; for a language model drop",
+    ):
         configure(tiny_language_model, worker_cls)
 
 
 @pytest.mark.parametrize("worker_cls", [*DIFFUSION_PATHS, "my.Worker"])
 def test_a_world_takes_its_worker_and_a_users_own(null_world: Path, worker_cls: str) -> None:
-    """By any of its paths, alone; the config hook completes the start. A class of the user's checks itself."""
+    """By any of its paths, alone; the config hook completes the start.
+
+    A class of the user's checks itself.
+    """
     config = configure(null_world, worker_cls)
     assert config.parallel_config.worker_cls == worker_cls
     assert config.model_config.skip_tokenizer_init
 
 
 @pytest.mark.parametrize("worker_cls", AR_PATHS)
-def test_the_worker_of_language_models_brings_its_scheduler(tiny_language_model: Path, worker_cls: str) -> None:
-    """Without it requests for hidden states would get text only. Other starts stay as vLLM has them."""
-    assert configure(tiny_language_model, worker_cls).scheduler_config.scheduler_cls == AR_SCHEDULER_CLS
+def test_the_worker_of_language_models_brings_its_scheduler(
+    tiny_language_model: Path, worker_cls: str
+) -> None:
+    """Without it requests for hidden states would get text only.
+
+    Other starts stay as vLLM has them.
+    """
+    assert (
+        configure(tiny_language_model, worker_cls).scheduler_config.scheduler_cls
+        == AR_SCHEDULER_CLS
+    )
     assert configure(tiny_language_model, "auto").scheduler_config.scheduler_cls is None
 
 
@@ -58,7 +84,7 @@ def test_the_worker_of_every_checkpoint_is_accepted_for_a_pipeline_without_worke
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     """One command serves every directory that this package writes."""
-    from vllm_omni.entrypoints.cli.make_tiny import write_tiny
+    from vllm_omni.entrypoints.cli.checkpoints.make_tiny import write_tiny
 
     folder = tmp_path_factory.mktemp("pipeline") / "flux"
     write_tiny("diffusers_pipeline", folder, layout="flux")
@@ -70,7 +96,9 @@ def test_the_worker_of_every_checkpoint_is_accepted_for_a_pipeline_without_worke
     ("module", "name"),
     [("diffusion_gpu_worker", "DiffusionGPUWorker"), ("AR_gpu_worker", "ARGPUWorker")],
 )
-def test_the_module_paths_of_other_integrations_hold_the_same_workers(module: str, name: str) -> None:
+def test_the_module_paths_of_other_integrations_hold_the_same_workers(
+    module: str, name: str
+) -> None:
     found = importlib.import_module(f"vllm_omni.worker.{module}")
     assert getattr(found, name) is getattr(worker, name)
     with pytest.raises(AttributeError, match="Nothing"):

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The suite in two processes (`pytest -n auto`, as `make test` does): what they may share and what they must not.
+"""The suite in two processes (`pytest -n auto`, as `make test` does): what they may share and what
+they must not.
 
-In one process the suite keeps one of two cores busy: it computed for about as many seconds as it took. A file's tests
-stay in one process, and so do files that share an engine or a server (`TOGETHER`). The longest of these units begin
-first, by the seconds in `suite_seconds.json`, so that both processes end together. On CUDA there is one process:
-engines count on most of a device.
+In one process the suite keeps one of two cores busy: it computed for about as many seconds as it
+took. A file's tests stay in one process, and so do files that share an engine or a server
+(`TOGETHER`). The longest of these units begin first, by the seconds in `suite_seconds.json`, so
+that both processes end together. On CUDA there is one process: engines count on most of a device.
 
 To measure again: `make test PYTEST_ARGS="--times FILE"`, then `python tests/two_processes.py FILE`.
 Held by test_two_processes.py.
@@ -33,11 +34,14 @@ TOGETHER = {
     "tests/entrypoints/realtime/test_floods_served.py": "served",
     "tests/entrypoints/realtime/test_live_served.py": "served",
     "tests/entrypoints/realtime/test_operators_served.py": "served",
-    "tests/entrypoints/realtime/test_other_doors_served.py": "served",
+    "tests/entrypoints/realtime/test_other_endpoints_served.py": "served",
     "tests/entrypoints/realtime/test_session_api.py": "served",
     "tests/entrypoints/realtime/test_world_camera_served.py": "served",
 }
-"""Files whose tests ask for one fixture of several files. Whoever is missing starts another engine."""
+"""Files whose tests ask for one fixture of several files.
+
+Whoever is missing starts another engine.
+"""
 
 
 def unit_of(nodeid: str) -> str:
@@ -49,11 +53,15 @@ def unit_of(nodeid: str) -> str:
 
 
 def longest_first(nodeids: Iterable[str], seconds: Mapping[str, float]) -> list[str]:
-    """The units of `nodeids`, by the seconds of their files; equal ones, and the tests of each, keep their order."""
+    """The units of `nodeids`, by the seconds of their files; equal ones, and the tests of each,
+    keep their order.
+    """
     files: dict[str, set[str]] = defaultdict(set)
     for nodeid in nodeids:
         files[unit_of(nodeid)].add(nodeid.split("::")[0])
-    total_s = {unit: sum(seconds.get(file, UNKNOWN_S) for file in names) for unit, names in files.items()}
+    total_s = {
+        unit: sum(seconds.get(file, UNKNOWN_S) for file in names) for unit, names in files.items()
+    }
     return sorted(total_s, key=lambda unit: -total_s[unit])
 
 
@@ -61,8 +69,8 @@ def longest_first(nodeids: Iterable[str], seconds: Mapping[str, float]) -> list[
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):  # one of several processes, which all sort alike
         units = longest_first((item.nodeid for item in items), json.loads(SECONDS_FILE.read_text()))
-        place = {unit: index for index, unit in enumerate(units)}
-        items.sort(key=lambda item: place[unit_of(item.nodeid)])
+        position = {unit: index for index, unit in enumerate(units)}
+        items.sort(key=lambda item: position[unit_of(item.nodeid)])
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -85,7 +93,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def update(files: Iterable[Path]) -> None:
-    """Take over the seconds of whole files, by the clock; a file that is in none of `files` stays as it is."""
+    """Take over the seconds of whole files, by the clock; a file that is in none of `files`
+    stays as it is.
+    """
     measured: dict[str, float] = defaultdict(float)
     for file in files:
         for name, (wall_s, _) in json.loads(file.read_text()).items():
@@ -93,8 +103,8 @@ def update(files: Iterable[Path]) -> None:
     root = Path(__file__).parents[1]
     seconds = json.loads(SECONDS_FILE.read_text()) if SECONDS_FILE.exists() else {}
     seconds |= {name: round(wall_s, 1) for name, wall_s in measured.items()}
-    kept = {name: wall_s for name, wall_s in seconds.items() if (root / name).is_file()}
-    SECONDS_FILE.write_text(json.dumps(kept, indent=0, sort_keys=True) + "\n")
+    retained = {name: wall_s for name, wall_s in seconds.items() if (root / name).is_file()}
+    SECONDS_FILE.write_text(json.dumps(retained, indent=0, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":

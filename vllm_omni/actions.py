@@ -5,7 +5,7 @@ A model family declares its controls in `ModelFamily.action_space`. Endpoints, t
 environments and the model read all properties from there, for example which buttons exist and
 whether a session has a prompt and a start image. A request carries one entry per latent frame in
 `DiffusionParams.actions`, or dense arrays in the tensors `buttons`, `axes` and `scroll` (offline:
-`multi_modal_data={"actions": {...}}`). `read_actions` converts both to `ActionRows`.
+`multi_modal_data={"actions": {...}}`). `read_actions` converts both to `ActionFrames`.
 """
 
 import math
@@ -123,10 +123,15 @@ class ActionSpace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
         Lists at most `_MOST_LISTED` names of a kind.
         """
-        pressed = sorted(self.buttons, key=_habit) if len(self.buttons) > _MOST_LISTED else self.buttons
+        pressed = (
+            sorted(self.buttons, key=_habit) if len(self.buttons) > _MOST_LISTED else self.buttons
+        )
         parts = [
             f"{kind} {', '.join(names[:_MOST_LISTED])}{_others(len(names) - _MOST_LISTED)}"
-            for kind, names in (("buttons", [button.name for button in pressed]), ("axes", self.axis_names))
+            for kind, names in (
+                ("buttons", [button.name for button in pressed]),
+                ("axes", self.axis_names),
+            )
             if names
         ]
         return "; ".join([*parts, *(["scroll"] if self.scroll else [])]) or "no actions"
@@ -134,13 +139,19 @@ class ActionSpace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def as_json(self) -> dict[str, Any]:
         """Return all fields as JSON types, for clients; ranges and scales are floats."""
         numbers = ("low", "high", "scale")
-        told = msgspec.to_builtins(self)
-        axes = [{**axis, **{name: float(axis[name]) for name in numbers}} for axis in told["axes"]]
-        return {**told, "axes": axes}
+        reported = msgspec.to_builtins(self)
+        axes = [
+            {**axis, **{name: float(axis[name]) for name in numbers}} for axis in reported["axes"]
+        ]
+        return {**reported, "axes": axes}
 
     def takes(self) -> str:
         """Describe all inputs of a session, for error messages about a prompt or an image."""
-        parts = [what for what, use in (("a prompt", self.prompt), ("a start image", self.image)) if use != "none"]
+        parts = [
+            what
+            for what, use in (("a prompt", self.prompt), ("a start image", self.image))
+            if use != "none"
+        ]
         return "; ".join([*parts, *(["camera poses"] if self.pose else []), self.describe()])
 
 
@@ -154,11 +165,20 @@ _HABITS: Final = ("Key", "Space", "Mouse", "Arrow", "Shift", "Control", "")
 
 def _habit(button: Button) -> int:
     """Sort key of long button lists: the key on the web page; buttons without a key are last."""
-    return next((n for n, start in enumerate(_HABITS) if button.codes and button.codes[0].startswith(start)), 99)
+    return next(
+        (
+            n
+            for n, start in enumerate(_HABITS)
+            if button.codes and button.codes[0].startswith(start)
+        ),
+        99,
+    )
 
 
 def _others(count: int) -> str:
-    return f" and {count} more (the server's greeting lists them under `actions`)" if count > 0 else ""
+    return (
+        f" and {count} more (the server's greeting lists them under `actions`)" if count > 0 else ""
+    )
 
 
 CAMERA_SPACE: Final = ActionSpace(
@@ -193,7 +213,7 @@ ActionEntry = list[Name] | ActionFrame
 
 
 @dataclass(frozen=True)
-class ActionRows:
+class ActionFrames:
     """Controls of a chunk as dense tensors, one row per frame."""
 
     buttons_NB: torch.Tensor
@@ -206,12 +226,17 @@ class ActionRows:
     def held(self, space: ActionSpace) -> list[tuple[str, ...]]:
         """Return the names of the buttons held in each frame."""
         names = space.button_names
-        return [tuple(name for name, down in zip(names, row, strict=True) if down) for row in self.buttons_NB.tolist()]
+        return [
+            tuple(name for name, down in zip(names, row, strict=True) if down)
+            for row in self.buttons_NB.tolist()
+        ]
 
-    def repeated(self, counts: Sequence[int]) -> "ActionRows":
+    def repeated(self, counts: Sequence[int]) -> "ActionFrames":
         """Repeat row i `counts[i]` times, for example to expand latent frames to pixel frames."""
         times = torch.tensor(list(counts))
-        return ActionRows(*(t.repeat_interleave(times, 0) for t in (self.buttons_NB, self.axes_NA, self.scroll_N)))
+        return ActionFrames(
+            *(t.repeat_interleave(times, 0) for t in (self.buttons_NB, self.axes_NA, self.scroll_N))
+        )
 
 
 def read_actions(
@@ -219,7 +244,7 @@ def read_actions(
     entries: Sequence[ActionEntry] | None,
     tensors: Mapping[str, torch.Tensor],
     num_frames: int,
-) -> ActionRows | None:
+) -> ActionFrames | None:
     """Read the controls of a chunk.
 
     Args:
@@ -236,29 +261,34 @@ def read_actions(
     """
     dense = {name: tensors[name] for name in ACTION_TENSORS if name in tensors}
     if dense and entries is not None:
-        raise RequestFailed("invalid_action", "send `actions` or the tensors buttons, axes, scroll: one of the two")
+        raise RequestFailed(
+            "invalid_action", "send `actions` or the tensors buttons, axes, scroll: one of the two"
+        )
     if dense:
         return _from_tensors(space, dense, num_frames)
     return None if entries is None else _from_entries(space, entries, num_frames)
 
 
-def _from_entries(space: ActionSpace, entries: Sequence[ActionEntry], num_frames: int) -> ActionRows:
+def _from_entries(
+    space: ActionSpace, entries: Sequence[ActionEntry], num_frames: int
+) -> ActionFrames:
     if len(entries) > num_frames:
         raise RequestFailed(
             "invalid_action",
-            f"actions must hold at most {num_frames} entries, one per latent frame of this chunk, got {len(entries)}",
+            f"actions must hold at most {num_frames} entries, one per latent frame of this chunk, "
+            f"got {len(entries)}",
         )
-    rows, columns = _idle(space, num_frames), _columns(space)
+    frames, columns = _idle(space, num_frames), _columns(space)
     for index, entry in enumerate(entries):
         frame = as_frame(entry)
         check_frame(space, frame, f"actions[{index}]")
         for name in frame.buttons:
-            rows.buttons_NB[index, columns.buttons[name]] = True
+            frames.buttons_NB[index, columns.buttons[name]] = True
         for name, value in frame.axes.items():
-            rows.axes_NA[index, columns.axes[name]] = value
-        rows.scroll_N[index] = frame.scroll
-    rows.scroll_N.sign_()
-    return rows
+            frames.axes_NA[index, columns.axes[name]] = value
+        frames.scroll_N[index] = frame.scroll
+    frames.scroll_N.sign_()
+    return frames
 
 
 def as_frame(entry: ActionEntry) -> ActionFrame:
@@ -270,7 +300,9 @@ def as_entry(frame: ActionFrame) -> ActionEntry:
     return frame if frame.axes or frame.scroll else list(frame.buttons)
 
 
-def check_frame(space: ActionSpace, frame: ActionFrame, where: str = "actions", *, summed: bool = False) -> None:
+def check_frame(
+    space: ActionSpace, frame: ActionFrame, where: str = "actions", *, summed: bool = False
+) -> None:
     """Check the controls of a frame.
 
     Args:
@@ -302,9 +334,11 @@ def check_frame(space: ActionSpace, frame: ActionFrame, where: str = "actions", 
         raise RequestFailed("invalid_action", "scroll must be finite")
 
 
-def _from_tensors(space: ActionSpace, dense: Mapping[str, torch.Tensor], num_frames: int) -> ActionRows:
-    rows = _idle(space, num_frames)
-    into = {"buttons": rows.buttons_NB, "axes": rows.axes_NA, "scroll": rows.scroll_N}
+def _from_tensors(
+    space: ActionSpace, dense: Mapping[str, torch.Tensor], num_frames: int
+) -> ActionFrames:
+    frames = _idle(space, num_frames)
+    into = {"buttons": frames.buttons_NB, "axes": frames.axes_NA, "scroll": frames.scroll_N}
     for name, given in dense.items():
         row = into[name]
         if name == "scroll" and not space.scroll:
@@ -312,14 +346,16 @@ def _from_tensors(space: ActionSpace, dense: Mapping[str, torch.Tensor], num_fra
         if given.shape != row.shape or given.layout != torch.strided or given.dtype.is_complex:
             raise RequestFailed(
                 "invalid_action",
-                f"{name} must be numbers of shape {list(row.shape)}, a row per frame of the chunk and a column per "
-                f"control; this model takes {space.describe()}; got {given.dtype} {list(given.shape)}",
+                f"{name} must be numbers of shape {list(row.shape)}, a row per frame of the chunk "
+                "and a column per "
+                f"control; this model takes {space.describe()}; got {given.dtype} "
+                f"{list(given.shape)}",
             )
         values = given.to("cpu", torch.float32)
         if name == "buttons" and not bool(((values == 0) | (values == 1)).all()):
             raise RequestFailed("invalid_action", "buttons must hold zeros and ones only")
         row.copy_(values)
-    return _checked(space, rows)
+    return _checked(space, frames)
 
 
 @dataclass(frozen=True)
@@ -333,35 +369,41 @@ class _Columns:
 @lru_cache(maxsize=16)
 def _columns(space: ActionSpace) -> _Columns:
     """Return the columns of the names in dense arrays."""
-    buttons, axes = ({name: n for n, name in enumerate(names)} for names in (space.button_names, space.axis_names))
+    buttons, axes = (
+        {name: n for n, name in enumerate(names)}
+        for names in (space.button_names, space.axis_names)
+    )
     return _Columns(buttons, axes)
 
 
-def _idle(space: ActionSpace, num_frames: int) -> ActionRows:
-    return ActionRows(
+def _idle(space: ActionSpace, num_frames: int) -> ActionFrames:
+    return ActionFrames(
         torch.zeros(num_frames, len(space.buttons), dtype=torch.bool),
         torch.zeros(num_frames, len(space.axes)),
         torch.zeros(num_frames),
     )
 
 
-def _checked(space: ActionSpace, rows: ActionRows) -> ActionRows:
-    if space.exclusive and bool((rows.buttons_NB.sum(1) > 1).any()):
-        raise _unknown("several buttons are held in one frame, this model takes one at a time", space)
-    for axis, values in zip(space.axes, rows.axes_NA.unbind(1), strict=True):
+def _checked(space: ActionSpace, frames: ActionFrames) -> ActionFrames:
+    if space.exclusive and bool((frames.buttons_NB.sum(1) > 1).any()):
+        raise _unknown(
+            "several buttons are held in one frame, this model takes one at a time", space
+        )
+    for axis, values in zip(space.axes, frames.axes_NA.unbind(1), strict=True):
         bad = ~((values >= axis.low) & (values <= axis.high))  # also finds NaN
         if bool(bad.any()):
             raise _out_of_range(axis, float(values[bad][0]))
-    if not bool(torch.isfinite(rows.scroll_N).all()):
+    if not bool(torch.isfinite(frames.scroll_N).all()):
         raise RequestFailed("invalid_action", "scroll must be finite")
-    rows.scroll_N.sign_()
-    return rows
+    frames.scroll_N.sign_()
+    return frames
 
 
 def _out_of_range(axis: Axis, value: float) -> RequestFailed:
     return RequestFailed(
         "invalid_action",
-        f"the axis {axis.name} must lie in [{axis.low:g}, {axis.high:g}] {axis.unit}, got {value:g}",
+        f"the axis {axis.name} must lie in [{axis.low:g}, {axis.high:g}] {axis.unit}, got "
+        f"{value:g}",
     )
 
 

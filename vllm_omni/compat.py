@@ -20,7 +20,9 @@ NEXT_VLLM = (0, 34)
 def is_supported(version: str) -> bool:
     """Whether a version of vLLM ("0.33.0", "0.32.0+cpu") is among the tested ones."""
     major, minor, *_ = (*version.split("."), "", "")
-    return major.isdecimal() and minor.isdecimal() and MIN_VLLM <= (int(major), int(minor)) < NEXT_VLLM
+    return (
+        major.isdecimal() and minor.isdecimal() and MIN_VLLM <= (int(major), int(minor)) < NEXT_VLLM
+    )
 
 
 def supported_range() -> str:
@@ -60,7 +62,9 @@ def set_profiler_kwargs(profiler: Any, profiler_kwargs: dict[str, Any] | None) -
     if setter is not None:
         setter(profiler_kwargs)
     elif profiler_kwargs:
-        raise RuntimeError(f"this version of vLLM has no profiler_kwargs, got {sorted(profiler_kwargs)}")
+        raise RuntimeError(
+            f"this version of vLLM has no profiler_kwargs, got {sorted(profiler_kwargs)}"
+        )
 
 
 def share_memory_nodes(parallel_config: Any) -> None:

@@ -97,7 +97,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     quotas: str | None = None
     """Path of a TOML file with limits per API key (docs/how_to/operators.md). Default: all keys
     share the capacity."""
-    checkpoint_s: Annotated[float, msgspec.Meta(ge=0.1, le=86_400)] | None = None
+    snapshot_period_s: Annotated[float, msgspec.Meta(ge=0.1, le=86_400)] | None = None
     """Seconds between periodic snapshots of each session that has changed, from which a server
     restores its sessions after a crash. The interval grows if snapshots would take more than 1.5 %
     of the engine's time. Requires `drain_snapshot_dir`. Default: snapshots only at shutdown."""
@@ -115,12 +115,15 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     def __post_init__(self) -> None:
         if self.scheduling == "fifo" and (self.target_fps is not None or self.degradations):
             raise ValueError("target_fps and degradations require scheduling 'deadline'")
-        if self.checkpoint_s is not None and self.drain_snapshot_dir is None:
-            raise ValueError("checkpoint_s requires drain_snapshot_dir, where snapshots go")
+        if self.snapshot_period_s is not None and self.drain_snapshot_dir is None:
+            raise ValueError("snapshot_period_s requires drain_snapshot_dir, where snapshots go")
         if len(set(self.degradations)) != len(self.degradations):
             raise ValueError(f"degradations must differ, got {list(self.degradations)}")
         if self.pipeline == "temporal" and self.pipeline_partition is not None:
-            raise ValueError("pipeline 'temporal': every stage holds all layers, so there is no pipeline_partition")
+            raise ValueError(
+                "pipeline 'temporal': every stage holds all layers, so there is no "
+                "pipeline_partition"
+            )
 
     @property
     def partition(self) -> tuple[int, ...]:
@@ -149,13 +152,15 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         """
         if self.vae_stage and pipeline_parallel_size < 2:
             raise ValueError(
-                "omni.vae_stage reserves the last pipeline stage for the VAE: pass --pipeline-parallel-size 2 or more"
+                "omni.vae_stage reserves the last pipeline stage for the VAE: pass "
+                "--pipeline-parallel-size 2 or more"
             )
         stages = pipeline_parallel_size - self.vae_stage
         if self.partition and len(self.partition) != stages:
             vae = ", one of them for the VAE" if self.vae_stage else ""
             raise ValueError(
-                f"omni.pipeline_partition lists {len(self.partition)} stages, but {stages} hold layers "
+                f"omni.pipeline_partition lists {len(self.partition)} stages, but {stages} "
+                "hold layers "
                 f"(--pipeline-parallel-size {pipeline_parallel_size}{vae})"
             )
 
@@ -203,7 +208,9 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             model: Name of the model as users know it. Its decode cannot be split.
         """
         if self.vae_parallel:
-            raise ValueError(f"omni.vae_parallel: the decode of {model} cannot be split over ranks; remove it")
+            raise ValueError(
+                f"omni.vae_parallel: the decode of {model} cannot be split over ranks; remove it"
+            )
 
     def refuse_checkpoints(self, model: str) -> None:
         """Raise ValueError if the options request periodic snapshots.
@@ -211,8 +218,10 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         Args:
             model: Name of the model as users know it. It has no sessions.
         """
-        if self.checkpoint_s is not None:
-            raise ValueError(f"omni.checkpoint_s: {model} has no sessions that outlive a request; remove it")
+        if self.snapshot_period_s is not None:
+            raise ValueError(
+                f"omni.snapshot_period_s: {model} has no sessions that outlive a request; remove it"
+            )
 
     @classmethod
     def from_additional_config(cls, additional_config: Any) -> "OmniConfig":
@@ -269,12 +278,22 @@ def _near_names(names: list[str], error: str) -> str:
 
 def _named_values(cls: type[msgspec.Struct], error: str) -> str:
     """Return a suffix for an error message that lists the allowed names of the field, or ""."""
-    place = re.search(r"`\$\.(\w+)(\[\d+\])?`\Z", error)
-    field = next((field for field in msgspec.structs.fields(cls) if place and field.name == place[1]), None)
+    position = re.search(r"`\$\.(\w+)(\[\d+\])?`\Z", error)
+    field = next(
+        (field for field in msgspec.structs.fields(cls) if position and field.name == position[1]),
+        None,
+    )
     if field is None:
         return ""
     kind = msgspec.inspect.type_info(field.type)
     kinds = kind.types if isinstance(kind, msgspec.inspect.UnionType) else (kind,)
-    items = [kind.item_type if isinstance(kind, msgspec.inspect.VarTupleType) else kind for kind in kinds]
-    values = [value for item in items if isinstance(item, msgspec.inspect.LiteralType) for value in item.values]
+    items = [
+        kind.item_type if isinstance(kind, msgspec.inspect.VarTupleType) else kind for kind in kinds
+    ]
+    values = [
+        value
+        for item in items
+        if isinstance(item, msgspec.inspect.LiteralType)
+        for value in item.values
+    ]
     return f"; allowed values: {', '.join(map(repr, values))}" if values else ""

@@ -5,8 +5,8 @@ A client requests hidden states in `SamplingParams.extra_args` (`HiddenStatesReq
 and reads them from the stock `RequestOutput` (`hidden_states_of`), offline and streamed. They
 travel next to the text in `CompletionOutput.sampling_mask`, because it is the only stock field with
 data per generated token that vLLM collects, merges for a slow reader and truncates at a stop string
-together with the tokens. Only `encode_rows` and `_decode` depend on the format of an entry. This
-module contains no scheduler and no worker.
+together with the tokens. Only `encode_hidden_states` and `_decode` depend on the format of an
+entry. This module contains no scheduler and no worker.
 """
 
 import json
@@ -70,19 +70,26 @@ class HiddenStatesRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
         Raises:
             RequestFailed: `invalid_request`.
         """
-        asked = (extra_args or {}).get(EXTRA_ARGS_KEY)
-        if asked is None:
+        requested = (extra_args or {}).get(EXTRA_ARGS_KEY)
+        if requested is None:
             return None
         try:
-            request = msgspec.json.decode(asked, type=cls) if isinstance(asked, str) else msgspec.convert(asked, cls)
+            request = (
+                msgspec.json.decode(requested, type=cls)
+                if isinstance(requested, str)
+                else msgspec.convert(requested, cls)
+            )
         except (msgspec.DecodeError, UnicodeError) as error:
             raise RequestFailed(
                 "invalid_request",
-                f"extra_args[{EXTRA_ARGS_KEY!r}]: {error}; allowed: hidden_states (all, generated or last) and layers "
+                f"extra_args[{EXTRA_ARGS_KEY!r}]: {error}; allowed: hidden_states (all, generated "
+                "or last) and layers "
                 "(a list of layer numbers)",
             ) from error
         if len(set(request.layers)) != len(request.layers):
-            raise RequestFailed("invalid_request", f"layers must be unique, got {list(request.layers)}")
+            raise RequestFailed(
+                "invalid_request", f"layers must be unique, got {list(request.layers)}"
+            )
         return request
 
 
@@ -121,20 +128,24 @@ class HiddenStates(Mapping[int, torch.Tensor]):
         return len(self._layers)
 
     @property
-    def num_rows(self) -> int:
+    def num_positions(self) -> int:
         return len(self.positions)
 
     @property
     def nbytes(self) -> int:
-        return sum(rows.nbytes for rows in self._layers.values())
+        return sum(states.nbytes for states in self._layers.values())
 
     @property
     def last(self) -> "HiddenStates":
         """The hidden states of the last token only (`[1, hidden_size]`)."""
-        return HiddenStates({k: rows[-1:] for k, rows in self.items()}, self.positions[-1:], self.token_ids[-1:])
+        return HiddenStates(
+            {k: states[-1:] for k, states in self.items()}, self.positions[-1:], self.token_ids[-1:]
+        )
 
 
-def hidden_states_of(output: "RequestOutput | CompletionOutput", index: int = 0) -> HiddenStates | None:
+def hidden_states_of(
+    output: "RequestOutput | CompletionOutput", index: int = 0
+) -> HiddenStates | None:
     """Return the hidden states of a completion.
 
     Args:
@@ -153,13 +164,16 @@ def hidden_states_of(output: "RequestOutput | CompletionOutput", index: int = 0)
     from vllm.outputs import RequestOutput
 
     completion = output.outputs[index] if isinstance(output, RequestOutput) else output
-    if completion.finish_reason == "error" and (failed := error_of(completion.stop_reason)) is not None:
+    if (
+        completion.finish_reason == "error"
+        and (failed := error_of(completion.stop_reason)) is not None
+    ):
         raise failed
     if completion.sampling_mask is None:
         return None
     per_token: Any = completion.sampling_mask.token_ids  # token ids if vLLM filled the field
-    rows = [row for rows in per_token for row in rows]
-    return _decode(rows) if rows else None
+    states = [state for states in per_token for state in states]
+    return _decode(states) if states else None
 
 
 def concat(parts: Sequence[HiddenStates | None]) -> HiddenStates | None:
@@ -182,7 +196,7 @@ def to_safetensors(states: HiddenStates) -> bytes:
     """Return a safetensors file with tensors `layer.<index>`, `positions` and `token_ids`."""
     from safetensors.torch import save
 
-    layers = {f"layer.{layer}": rows.contiguous() for layer, rows in states.items()}
+    layers = {f"layer.{layer}": token_states.contiguous() for layer, token_states in states.items()}
     return save({**layers, "positions": states.positions, "token_ids": states.token_ids})
 
 
@@ -191,7 +205,11 @@ def from_safetensors(data: bytes) -> HiddenStates:
     from safetensors.torch import load
 
     tensors = load(data)
-    layers = {int(name.removeprefix("layer.")): rows for name, rows in tensors.items() if name.startswith("layer.")}
+    layers = {
+        int(name.removeprefix("layer.")): states
+        for name, states in tensors.items()
+        if name.startswith("layer.")
+    }
     return HiddenStates(layers, tensors["positions"], tensors["token_ids"])
 
 
@@ -208,8 +226,8 @@ def error_of(stop_reason: int | str | None) -> RequestFailed | None:
     return RequestFailed(code, message)
 
 
-def encode_rows(
-    rows: torch.Tensor,
+def encode_hidden_states(
+    states: torch.Tensor,
     layers: Sequence[int],
     positions: Sequence[int],
     token_ids: Sequence[int],
@@ -231,13 +249,15 @@ def encode_rows(
     """
     from vllm.v1.outputs import SamplingMaskLists
 
-    num_rows, num_layers, hidden_size = rows.shape
+    num_rows, num_layers, hidden_size = states.shape
     shape = struct.pack(f"<I{num_layers}h", hidden_size, *layers)
-    payload = rows.contiguous().view(num_rows, -1).view(torch.uint8).numpy()
+    payload = states.contiguous().view(num_rows, -1).view(torch.uint8).numpy()
     start = _HEADER.size + len(shape)
     packed = np.empty((num_rows, start + payload.shape[1] + 1), dtype=np.uint8)
     for i, (position, token_id) in enumerate(zip(positions, token_ids, strict=True)):
-        head = _HEADER.pack(_MAGIC, position, token_id, _DTYPES.index(rows.dtype), newest_only, num_layers)
+        head = _HEADER.pack(
+            _MAGIC, position, token_id, _DTYPES.index(states.dtype), newest_only, num_layers
+        )
         packed[i, :start] = np.frombuffer(head + shape, dtype=np.uint8)
     packed[:, start:-1] = payload
     packed[:, -1] = _END
@@ -249,17 +269,17 @@ def encode_rows(
     return SamplingMaskLists(packed.view(f"S{packed.shape[1]}").reshape(num_rows), offsets)
 
 
-def _decode(rows: Sequence[bytes]) -> HiddenStates:
-    magic, _, _, dtype_index, newest_only, num_layers = _HEADER.unpack_from(rows[0])
-    rows = rows[-1:] if newest_only else rows
+def _decode(states: Sequence[bytes]) -> HiddenStates:
+    magic, _, _, dtype_index, newest_only, num_layers = _HEADER.unpack_from(states[0])
+    states = states[-1:] if newest_only else states
     if magic != _MAGIC:
         raise ValueError("the engine's sampling masks are not hidden states")
-    hidden_size, *layers = struct.unpack_from(f"<I{num_layers}h", rows[0], _HEADER.size)
+    hidden_size, *layers = struct.unpack_from(f"<I{num_layers}h", states[0], _HEADER.size)
     start = _HEADER.size + struct.calcsize(f"<I{num_layers}h")
-    packed = np.frombuffer(b"".join(rows), dtype=np.uint8).reshape(len(rows), -1)
+    packed = np.frombuffer(b"".join(states), dtype=np.uint8).reshape(len(states), -1)
     numbers = packed[:, 4:12].copy().view(np.uint32).astype(np.int64)
     payload = torch.from_numpy(packed[:, start:-1].copy()).view(_DTYPES[dtype_index])
-    payload = payload.view(len(rows), num_layers, hidden_size)
+    payload = payload.view(len(states), num_layers, hidden_size)
     return HiddenStates(
         {layer: payload[:, i] for i, layer in enumerate(layers)},
         torch.from_numpy(numbers[:, 0].copy()),

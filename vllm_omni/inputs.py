@@ -54,7 +54,9 @@ Loras = Annotated[list[Lora], msgspec.Meta(max_length=16)]
 UsedLoras = Annotated[list[UsedLora], msgspec.Meta(max_length=16)]
 
 
-class DiffusionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+class DiffusionParams(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
+):
     """All parameters of a diffusion request except its tensors.
 
     Image and video models use `negative_prompt`, `num_frames`, `num_inference_steps`,
@@ -124,7 +126,9 @@ class DiffusionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         if self.seed is not None:  # later chunks bring none: a call less for each
             check_seed(self.seed)
 
-    def to_pooling_params(self, tensors: Mapping[str, torch.Tensor] | None = None) -> "PoolingParams":
+    def to_pooling_params(
+        self, tensors: Mapping[str, torch.Tensor] | None = None
+    ) -> "PoolingParams":
         """Return stock `PoolingParams` that carry this request.
 
         Args:
@@ -144,7 +148,8 @@ class DiffusionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         """
         if not extra_kwargs or PARAMS_KEY not in extra_kwargs:
             raise RequestFailed(
-                "invalid_request", f"extra_kwargs must hold the key {PARAMS_KEY!r} with the request's fields"
+                "invalid_request",
+                f"extra_kwargs must hold the key {PARAMS_KEY!r} with the request's fields",
             )
         try:
             return msgspec.convert(extra_kwargs[PARAMS_KEY], cls)
@@ -153,7 +158,16 @@ class DiffusionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 
 _CONTENT = (
-    *("prompt", "seed", "height", "width", "actions", "negative_prompt", "num_frames", "num_inference_steps"),
+    *(
+        "prompt",
+        "seed",
+        "height",
+        "width",
+        "actions",
+        "negative_prompt",
+        "num_frames",
+        "num_inference_steps",
+    ),
     *("guidance_scale", "num_images", "fps"),
 )
 """Fields of `DiffusionParams` that determine the result."""
@@ -170,9 +184,15 @@ def refuse_unused(params: DiffusionParams, used: Collection[str]) -> None:
         RequestFailed: `invalid_request`; the message names the ignored fields.
     """
     defaults = {"num_images": 1}
-    sent = [name for name in _CONTENT if name not in used and getattr(params, name) != defaults.get(name)]
+    sent = [
+        name
+        for name in _CONTENT
+        if name not in used and getattr(params, name) != defaults.get(name)
+    ]
     if sent:
-        raise RequestFailed("invalid_request", f"this model does not use {', '.join(sent)}: leave it out")
+        raise RequestFailed(
+            "invalid_request", f"this model does not use {', '.join(sent)}: leave it out"
+        )
 
 
 def engine_prompt() -> Any:
@@ -202,9 +222,14 @@ def request_tensors(extra_kwargs: Mapping[str, Any] | None) -> dict[str, torch.T
     if packed is None:
         return {}
     if not isinstance(packed, bytes | bytearray | memoryview) or len(packed) == 0:
-        raise RequestFailed("invalid_request", f"extra_kwargs[{_TENSORS_KEY!r}] must be bytes written by outputs.pack")
+        raise RequestFailed(
+            "invalid_request",
+            f"extra_kwargs[{_TENSORS_KEY!r}] must be bytes written by outputs.pack",
+        )
     try:
         # The bytes are read-only and shared, so the request gets a copy.
         return unpack(torch.frombuffer(bytearray(packed), dtype=torch.uint8))[1]
     except ValueError as error:
-        raise RequestFailed("invalid_request", f"the request's tensors are malformed: {error}") from error
+        raise RequestFailed(
+            "invalid_request", f"the request's tensors are malformed: {error}"
+        ) from error

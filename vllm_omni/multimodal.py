@@ -91,13 +91,18 @@ class NamedTensorsParser(MultiModalDataParser):
         items = MultiModalDataItems()
         for modality, value in mm_data.items():
             if modality not in MODALITIES:
-                raise ValueError(f"multi_modal_data holds {modality!r}; allowed: {', '.join(MODALITIES)}")
+                raise ValueError(
+                    f"multi_modal_data holds {modality!r}; allowed: {', '.join(MODALITIES)}"
+                )
             named = value if isinstance(value, Mapping) else {modality: value}
             if modality == "actions" and not (named.keys() <= set(ACTION_TENSORS) and named):
                 raise ValueError(
-                    f"multi_modal_data['actions'] must be a map of {', '.join(ACTION_TENSORS)}, got {sorted(named)}"
+                    f"multi_modal_data['actions'] must be a map of {', '.join(ACTION_TENSORS)}, "
+                    f"got {sorted(named)}"
                 )
-            items[modality] = NamedTensors({str(key): _tensor(str(key), data) for key, data in named.items()}, modality)
+            items[modality] = NamedTensors(
+                {str(key): _tensor(str(key), data) for key, data in named.items()}, modality
+            )
         return items
 
 
@@ -108,7 +113,9 @@ class NamedTensorsInfo(BaseProcessingInfo):
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return dict.fromkeys(MODALITIES, 1)
 
-    def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> Mapping[str, int]:
+    def get_mm_max_tokens_per_item(
+        self, seq_len: int, mm_counts: Mapping[str, int]
+    ) -> Mapping[str, int]:
         return dict.fromkeys(mm_counts, 1)  # items have no tokens, but vLLM requires at least one
 
 
@@ -118,7 +125,9 @@ class NoDummyInputs(BaseDummyInputsBuilder[NamedTensorsInfo]):
     def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
         return ""
 
-    def get_dummy_mm_data(self, seq_len: int, mm_counts: Mapping[str, int], mm_options: Any) -> MultiModalDataDict:
+    def get_dummy_mm_data(
+        self, seq_len: int, mm_counts: Mapping[str, int], mm_options: Any
+    ) -> MultiModalDataDict:
         return {"image": torch.zeros(1, dtype=torch.uint8)}
 
 
@@ -139,7 +148,9 @@ class NamedTensorsProcessor(BaseMultiModalProcessor[NamedTensorsInfo]):
                 MultiModalKwargsItem(
                     {
                         name: MultiModalFieldElem(data=tensor, field=field)
-                        for name, tensor in inputs.mm_data_items.get_items(modality, NamedTensors).get(0).items()
+                        for name, tensor in inputs.mm_data_items.get_items(modality, NamedTensors)
+                        .get(0)
+                        .items()
                     }
                 )
             ]
@@ -149,7 +160,9 @@ class NamedTensorsProcessor(BaseMultiModalProcessor[NamedTensorsInfo]):
             prompt_token_ids=[0],
             mm_kwargs=MultiModalKwargsItems(items),
             mm_hashes={modality: [uuid.uuid4().hex] for modality in items},
-            mm_placeholders={modality: [PlaceholderRange(offset=0, length=0)] for modality in items},
+            mm_placeholders={
+                modality: [PlaceholderRange(offset=0, length=0)] for modality in items
+            },
         )
 
 
@@ -170,10 +183,16 @@ def _tensor(name: str, data: Any) -> torch.Tensor:
         return data.detach().cpu()
     if isinstance(data, Image.Image):
         return torch.from_numpy(np.array(rgb_image(data)))
-    if isinstance(data, Sequence) and data and all(isinstance(entry, Image.Image) for entry in data):
+    if (
+        isinstance(data, Sequence)
+        and data
+        and all(isinstance(entry, Image.Image) for entry in data)
+    ):
         sizes = {entry.size for entry in data}
         if len(sizes) > 1:
-            raise ValueError(f"multi_modal_data[{name!r}]: the images must have one size, got {sorted(sizes)}")
+            raise ValueError(
+                f"multi_modal_data[{name!r}]: the images must have one size, got {sorted(sizes)}"
+            )
         return torch.stack([_tensor(name, entry) for entry in data])
     try:
         array = np.asarray(data)
@@ -184,5 +203,6 @@ def _tensor(name: str, data: Any) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array))
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"multi_modal_data[{name!r}] must be an array, a tensor or an image, got {type(data).__name__}"
+            f"multi_modal_data[{name!r}] must be an array, a tensor or an image, got "
+            f"{type(data).__name__}"
         ) from error

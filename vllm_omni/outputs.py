@@ -63,7 +63,9 @@ def _aligned(offset: int) -> int:
     return -(-offset // _ALIGN) * _ALIGN
 
 
-def empty_result(shape: Sequence[int], dtype: torch.dtype, *, pin_memory: bool = False) -> torch.Tensor:
+def empty_result(
+    shape: Sequence[int], dtype: torch.dtype, *, pin_memory: bool = False
+) -> torch.Tensor:
     """Return an uninitialised CPU tensor that `pack` turns into an envelope without a copy.
 
     Its storage reserves space for the header in front of the data. `pack` takes over the storage
@@ -97,11 +99,15 @@ def _pack_in_place(meta: Mapping[str, Any], name: str, tensor: torch.Tensor) -> 
         return None
     out = torch.empty(0, dtype=torch.uint8).set_(storage)
     prefix = _PREFIX.pack(_MAGIC, _VERSION, len(header)) + header
-    out[:_HEADER_ROOM] = torch.frombuffer(bytearray(prefix.ljust(_HEADER_ROOM, b"\0")), dtype=torch.uint8)
+    out[:_HEADER_ROOM] = torch.frombuffer(
+        bytearray(prefix.ljust(_HEADER_ROOM, b"\0")), dtype=torch.uint8
+    )
     return out
 
 
-def pack(meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
+def pack(
+    meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None
+) -> torch.Tensor:
     """Pack metadata and tensors into one 1-D uint8 CPU tensor owned by the caller.
 
     Args:
@@ -115,11 +121,18 @@ def pack(meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = N
     tensors = tensors or {}
     for name, tensor in tensors.items():
         if tensor.dtype not in _NAMES:
-            raise TypeError(f"tensor {name!r} has dtype {tensor.dtype}; allowed: {', '.join(_DTYPES)}")
-    if len(tensors) == 1 and (in_place := _pack_in_place(meta, *next(iter(tensors.items())))) is not None:
+            raise TypeError(
+                f"tensor {name!r} has dtype {tensor.dtype}; allowed: {', '.join(_DTYPES)}"
+            )
+    if (
+        len(tensors) == 1
+        and (in_place := _pack_in_place(meta, *next(iter(tensors.items())))) is not None
+    ):
         return in_place
     # The header contains the offsets, which depend on its length: reserve the largest length.
-    entries: list[list[Any]] = [[name, _NAMES[t.dtype], list(t.shape), 0] for name, t in tensors.items()]
+    entries: list[list[Any]] = [
+        [name, _NAMES[t.dtype], list(t.shape), 0] for name, t in tensors.items()
+    ]
     slack = 24 * len(entries)
     start = _aligned(_PREFIX.size + len(_header(meta, entries)) + slack)
     offset = start
@@ -185,7 +198,9 @@ class _Payload(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
         nbytes: int = math.prod(self.shape) * dtype.itemsize
         if self.offset < 0 or self.offset % _ALIGN or self.offset + nbytes > total:
             end = self.offset + nbytes
-            raise ValueError(f"payload [{self.offset}, {end}) lies outside the envelope of {total} bytes")
+            raise ValueError(
+                f"payload [{self.offset}, {end}) lies outside the envelope of {total} bytes"
+            )
         return nbytes
 
 
@@ -234,12 +249,16 @@ def _opened(envelope: torch.Tensor) -> tuple[torch.Tensor, memoryview, _Header]:
     if envelope.dtype is torch.bits8:
         envelope = envelope.view(torch.uint8)
     if envelope.dtype is not torch.uint8 or envelope.ndim != 1:
-        raise ValueError(f"envelope must be a 1-D uint8 tensor, got {envelope.dtype} {tuple(envelope.shape)}")
+        raise ValueError(
+            f"envelope must be a 1-D uint8 tensor, got {envelope.dtype} {tuple(envelope.shape)}"
+        )
     envelope = envelope.contiguous()
     buffer = memoryview(envelope.numpy())  # type: ignore[arg-type]  # missing in NumPy's type hints
     total = len(buffer)
     if total < _PREFIX.size:
-        raise ValueError(f"envelope of {total} bytes is shorter than its {_PREFIX.size}-byte prefix")
+        raise ValueError(
+            f"envelope of {total} bytes is shorter than its {_PREFIX.size}-byte prefix"
+        )
     magic, version, header_bytes = _PREFIX.unpack_from(buffer)
     if magic != _MAGIC or version != _VERSION:
         raise ValueError(f"not a version {_VERSION} envelope (magic {magic!r}, version {version})")
@@ -269,5 +288,7 @@ def _tensor(envelope: torch.Tensor, payload: _Payload) -> torch.Tensor:
 def _array(buffer: memoryview, payload: _Payload) -> np.ndarray:
     nbytes, dtype = payload.num_bytes(len(buffer)), _ARRAY_DTYPES.get(payload.dtype)
     if dtype is None:
-        raise ValueError(f"{payload.name!r} is {payload.dtype}, which NumPy does not have; use `unpack`")
+        raise ValueError(
+            f"{payload.name!r} is {payload.dtype}, which NumPy does not have; use `unpack`"
+        )
     return np.ndarray(payload.shape, dtype, buffer, payload.offset if nbytes else 0)

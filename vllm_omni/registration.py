@@ -39,8 +39,9 @@ from vllm_omni.engine_arguments.refusals import (
 )
 from vllm_omni.engine_arguments.table import Worker
 from vllm_omni.entrypoints.cli.omni_hint import hint_at_exit
-from vllm_omni.entrypoints.logs import quiet_start
-from vllm_omni.entrypoints.output_threads import wait_for_output_threads_at_exit
+from vllm_omni.entrypoints.engine.output_threads import wait_for_output_threads_at_exit
+from vllm_omni.entrypoints.telemetry.logs import quiet_start
+from vllm_omni.model_executor.checkpoint.root_config import ROOT_MODEL_TYPE
 from vllm_omni.model_executor.models.registry import (
     AR_ARCHITECTURES,
     ARCHITECTURES,
@@ -49,8 +50,12 @@ from vllm_omni.model_executor.models.registry import (
     family_names,
     get_family,
 )
-from vllm_omni.model_executor.root_config import ROOT_MODEL_TYPE
-from vllm_omni.worlds.card import CONFIG_KEY, WorldCard, read_card, with_defaults
+from vllm_omni.worlds.description import (
+    CONFIG_KEY,
+    WorldDescription,
+    read_description,
+    with_defaults,
+)
 from vllm_omni.worlds.manifest import check_files
 
 if TYPE_CHECKING:
@@ -87,7 +92,8 @@ class OmniPipelineConfig(PreTrainedConfig):
 
 
 _CONFIG_CLASSES: dict[str, type[OmniPipelineConfig]] = {
-    name: type(OmniPipelineConfig.__name__, (OmniPipelineConfig,), {"model_type": name}) for name in MODEL_TYPES
+    name: type(OmniPipelineConfig.__name__, (OmniPipelineConfig,), {"model_type": name})
+    for name in MODEL_TYPES
 }
 """A config class per model type, because transformers requires distinct classes."""
 
@@ -119,8 +125,8 @@ def read_checkpoint(path: Path) -> OmniPipelineConfig:
     check_files(path)
     family = detect_family(path)
     values: dict[str, Any] = {"omni_family": family.name, **family.hf_config(path)}
-    if (card := read_card(path)) is not None:
-        values[CONFIG_KEY] = msgspec.to_builtins(card)
+    if (description := read_description(path)) is not None:
+        values[CONFIG_KEY] = msgspec.to_builtins(description)
     return OmniPipelineConfig(**values)
 
 
@@ -145,13 +151,20 @@ class OmniModelConfig(VerifyAndUpdateConfig):
         parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
         heed_executor(vllm_config.model_config, parallel.distributed_executor_backend)
         family = get_family(vllm_config.model_config.hf_config.omni_family)
-        check_config(Worker.DIFFUSION if family.executor_cls is None else Worker.DIFFUSERS, vllm_config)
+        check_config(
+            Worker.DIFFUSION if family.executor_cls is None else Worker.DIFFUSERS, vllm_config
+        )
         check_kv_cache_dtype(vllm_config.cache_config.cache_dtype, family.kv_cache_dtypes)
         hf_config = vllm_config.model_config.hf_config
-        card, size = world_card(hf_config), family.size_of(hf_config.to_dict())
-        vllm_config.additional_config = with_defaults(vllm_config.additional_config, card, size)
+        description, size = world_description(hf_config), family.size_of(hf_config.to_dict())
+        vllm_config.additional_config = with_defaults(
+            vllm_config.additional_config, description, size
+        )
         omni = check_options(hf_config, vllm_config.additional_config)
-        if card is not None and (warning := card.untrained_size(omni.width, omni.height)) is not None:
+        if (
+            description is not None
+            and (warning := description.untrained_size(omni.width, omni.height)) is not None
+        ):
             logger.warning("omni.width, omni.height: %s", warning)
         resolve_quantization(vllm_config.model_config, omni, cpu=current_platform.is_cpu())
         if current_platform.is_cuda():
@@ -199,10 +212,10 @@ class LanguageModelConfig(VerifyAndUpdateConfig):
             scheduler.scheduler_cls = AR_SCHEDULER_CLS
 
 
-def world_card(hf_config: PreTrainedConfig) -> WorldCard | None:
+def world_description(hf_config: PreTrainedConfig) -> WorldDescription | None:
     """Return the world description that the config parser found in the checkpoint, if any."""
     values = hf_config.to_dict().get(CONFIG_KEY)
-    return None if values is None else msgspec.convert(values, WorldCard)
+    return None if values is None else msgspec.convert(values, WorldDescription)
 
 
 def heed_executor(model_config: "ModelConfig", backend: Any) -> None:
@@ -217,7 +230,9 @@ def heed_executor(model_config: "ModelConfig", backend: Any) -> None:
         return
     family = detect_family(Path(model_config.model), backend)
     if model_config.hf_config.omni_family != family.name:
-        model_config.hf_config.update({"omni_family": family.name, **family.hf_config(Path(model_config.model))})
+        model_config.hf_config.update(
+            {"omni_family": family.name, **family.hf_config(Path(model_config.model))}
+        )
 
 
 def choose_executor(parallel: "ParallelConfig", executor_cls: str) -> None:
@@ -252,8 +267,12 @@ def resolve_quantization(model_config: "ModelConfig", omni: OmniConfig, *, cpu: 
         model_config.quantization = None
     elif stored is None and model_config.quantization == "fp8":
         model_config.quantization = ONLINE_METHOD
-        model_config.quantization_config = resolve_quantization_config(ONLINE_METHOD, model_config.quantization_config)
-    check_quantization(model_config.quantization, omni, has_config=has_config, cpu=cpu, stored=stored)
+        model_config.quantization_config = resolve_quantization_config(
+            ONLINE_METHOD, model_config.quantization_config
+        )
+    check_quantization(
+        model_config.quantization, omni, has_config=has_config, cpu=cpu, stored=stored
+    )
 
 
 def use_quantization_kernel(custom_ops: list[str]) -> None:
@@ -281,7 +300,9 @@ def stay_in_process(parallel: "ParallelConfig") -> None:
     from vllm.platforms import current_platform  # the import probes for devices
 
     alone = parallel.world_size == 1 and parallel.data_parallel_size == 1
-    unnamed = parallel.distributed_executor_backend in (None, "uni") and THREADS_BIND not in os.environ
+    unnamed = (
+        parallel.distributed_executor_backend in (None, "uni") and THREADS_BIND not in os.environ
+    )
     if current_platform.is_cpu() and alone and unnamed:
         parallel.distributed_executor_backend = IN_PROCESS_EXECUTOR
 

@@ -16,7 +16,7 @@ RANDOM_SEED: Final = -1
 
 Seed = Annotated[int, msgspec.Meta(ge=0)]
 """Seed of an engine request. `check_seed` checks the upper bound, which exceeds msgspec's int64."""
-AskedSeed = Annotated[int, msgspec.Meta(ge=RANDOM_SEED)]
+RequestedSeed = Annotated[int, msgspec.Meta(ge=RANDOM_SEED)]
 """Seed of a client's request. `check_seed` checks the upper bound."""
 
 

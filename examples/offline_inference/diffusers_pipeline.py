@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures or a video from any diffusers pipeline directory, without a server: vLLM's `LLM` class, one request.
+"""Pictures or a video from any diffusers pipeline directory, without a server: vLLM's `LLM` class,
+one request.
 
-    vllm-omni make-tiny diffusers_pipeline my_pipeline --layout qwen_image
-    python examples/offline_inference/diffusers_pipeline.py my_pipeline --prompt "A red fox" --size 64x64 --out fox.png
+    vllm-omni make-tiny diffusers_pipeline my_pipeline --layout qwen_image python
+    examples/offline_inference/diffusers_pipeline.py my_pipeline --prompt "A red fox" --size 64x64
+    --out fox.png
 
-`--image` gives an edit or image-to-video pipeline its picture. `--out` ends in `.png` (several get numbers) or,
-for a video pipeline, in `.mp4`. `--option NAME=JSON` sets any further argument of the pipeline's `__call__`, or one of
-this package (`aspect_ratio`, `prompt_suffix`, `lora`).
+`--image` gives an edit or image-to-video pipeline its picture. `--out` ends in `.png` (several get
+numbers) or, for a video pipeline, in `.mp4`. `--option NAME=JSON` sets any further argument of the
+pipeline's `__call__`, or one of this package (`aspect_ratio`, `prompt_suffix`, `lora`).
 """
 
 import argparse
@@ -19,14 +21,16 @@ import numpy as np
 import torch
 from PIL import Image
 
-from vllm_omni.entrypoints.media import encode_mp4
+from vllm_omni.entrypoints.media.mp4 import encode_mp4
 from vllm_omni.inputs import DiffusionParams, engine_prompt
 from vllm_omni.multimodal import rgb_image
 from vllm_omni.outputs import RequestFailed, unpack
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Pictures or a video from a diffusers pipeline, offline.")
+    parser = argparse.ArgumentParser(
+        description="Pictures or a video from a diffusers pipeline, offline."
+    )
     parser.add_argument("model", type=Path, help="pipeline directory (it holds a model_index.json)")
     parser.add_argument("--prompt", default="A red fox in the snow")
     parser.add_argument("--negative-prompt")
@@ -37,10 +41,18 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--num-images", type=int, default=1)
     parser.add_argument("--num-frames", type=int, help="of a video (default: the pipeline's)")
     parser.add_argument("--seed", type=int, help="default: drawn, and printed")
-    parser.add_argument("--option", action="append", default=[], metavar="NAME=JSON", help="may be given several times")
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="NAME=JSON",
+        help="may be given several times",
+    )
     parser.add_argument("--out", type=Path, default=Path("picture.png"), help=".png or .mp4")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--model-options", type=json.loads, default={}, help="JSON for additional_config.omni.model")
+    parser.add_argument(
+        "--model-options", type=json.loads, default={}, help="JSON for additional_config.omni.model"
+    )
     return parser
 
 
@@ -60,8 +72,11 @@ def main(args: argparse.Namespace) -> None:
         dtype=args.dtype,
         additional_config={"omni": {"model": args.model_options}},
     )
-    atexit.register(llm.llm_engine.engine_core.shutdown)  # or vLLM warns that the engine ended by itself
-    (output,) = llm.encode(engine_prompt(), params.to_pooling_params(tensors), pooling_task="plugin", use_tqdm=False)
+    # or vLLM warns that the engine ended by itself
+    atexit.register(llm.llm_engine.engine_core.shutdown)
+    (output,) = llm.encode(
+        engine_prompt(), params.to_pooling_params(tensors), pooling_task="plugin", use_tqdm=False
+    )
     try:
         meta, results = unpack(output.outputs.data)
     except RequestFailed as error:
@@ -106,7 +121,11 @@ def write(out: Path, results: dict[str, torch.Tensor], meta: dict[str, Any]) -> 
         out.write_bytes(encode_mp4(results["frames"].numpy(), meta["fps"]))
         return [out]
     images_NHWC = results["images"].numpy()
-    files = [out] if len(images_NHWC) == 1 else [out.with_stem(f"{out.stem}-{i}") for i in range(len(images_NHWC))]
+    files = (
+        [out]
+        if len(images_NHWC) == 1
+        else [out.with_stem(f"{out.stem}-{i}") for i in range(len(images_NHWC))]
+    )
     for file, image_HWC in zip(files, images_NHWC, strict=True):
         Image.fromarray(image_HWC).save(file)
     return files

@@ -2,9 +2,11 @@
 """Text and hidden states of a language model in one stock `LLM.generate`.
 
     python examples/offline_inference/hidden_states.py                       a tiny random model
-    python examples/offline_inference/hidden_states.py --model Qwen/Qwen2.5-0.5B-Instruct --layers 12 -1
+    python examples/offline_inference/hidden_states.py --model Qwen/Qwen2.5-0.5B-Instruct --layers
+    12 -1
 
-Prints, per prompt, the text and which rows came back; `--out states.safetensors` keeps those of the first prompt.
+Prints, per prompt, the text and which rows came back; `--out states.safetensors` keeps those of the
+first prompt.
 """
 
 import argparse
@@ -15,12 +17,22 @@ from typing import Any
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="checkpoint directory or name (default: write a tiny random model)")
-    parser.add_argument("--rows", choices=("all", "generated", "last"), default="all", help="default: all")
-    parser.add_argument("--layers", type=int, nargs="+", default=[-1], help="as in transformers (default: -1)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", help="checkpoint directory or name (default: write a tiny random model)"
+    )
+    parser.add_argument(
+        "--rows", choices=("all", "generated", "last"), default="all", help="default: all"
+    )
+    parser.add_argument(
+        "--layers", type=int, nargs="+", default=[-1], help="as in transformers (default: -1)"
+    )
     parser.add_argument("--max-tokens", type=int, default=12)
-    parser.add_argument("--out", type=Path, help="write the first prompt's rows as a safetensors file")
+    parser.add_argument(
+        "--out", type=Path, help="write the first prompt's rows as a safetensors file"
+    )
     return parser
 
 
@@ -42,7 +54,9 @@ def run(args: argparse.Namespace, model: str) -> None:
 
     from vllm_omni.hidden_states import HiddenStatesRequest, hidden_states_of, to_safetensors
 
-    options: dict[str, Any] = {"hidden_state_layers": [layer for layer in args.layers if layer >= 0]}
+    options: dict[str, Any] = {
+        "hidden_state_layers": [layer for layer in args.layers if layer >= 0]
+    }
     llm = LLM(
         model,
         worker_cls="vllm_omni.worker.ARGPUWorker",
@@ -51,15 +65,20 @@ def run(args: argparse.Namespace, model: str) -> None:
         enforce_eager=True,
         max_model_len=512,
     )
-    asked = HiddenStatesRequest(hidden_states=args.rows, layers=tuple(args.layers)).to_extra_args()
-    sampling = SamplingParams(temperature=0, max_tokens=args.max_tokens, extra_args=asked)
+    requested = HiddenStatesRequest(
+        hidden_states=args.rows, layers=tuple(args.layers)
+    ).to_extra_args()
+    sampling = SamplingParams(temperature=0, max_tokens=args.max_tokens, extra_args=requested)
     outputs = llm.generate(["A red bird sings in the tree.", "The sea is"], sampling)
     for output in outputs:
         states = hidden_states_of(output)
         assert states is not None
         print(f"{output.prompt!r} -> {output.outputs[0].text!r}")
         for layer, rows in states.items():
-            print(f"  layer {layer}: {tuple(rows.shape)} {rows.dtype}, tokens {states.positions.tolist()}")
+            print(
+                f"  layer {layer}: {tuple(rows.shape)} {rows.dtype}, tokens "
+                f"{states.positions.tolist()}"
+            )
     if args.out:
         first = hidden_states_of(outputs[0])
         assert first is not None

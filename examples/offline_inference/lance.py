@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lance without a server: draw, edit, film and read with one model, through vLLM's `LLM` class.
 
-    vllm-omni make-tiny lance my_lance --layout video
-    python examples/offline_inference/lance.py my_lance text-to-image --prompt "A cat on a roof" --out cat.png
-    python examples/offline_inference/lance.py my_lance image-edit --image cat.png --prompt "Make it night"
-    python examples/offline_inference/lance.py my_lance image-understanding --image cat.png --prompt "What is there?"
+    vllm-omni make-tiny lance my_lance --layout video python examples/offline_inference/lance.py
+    my_lance text-to-image --prompt "A cat on a roof" --out cat.png python
+    examples/offline_inference/lance.py my_lance image-edit --image cat.png --prompt "Make it night"
+    python examples/offline_inference/lance.py my_lance image-understanding --image cat.png --prompt
+    "What is there?"
 
-Tasks: text-to-image, image-edit, image-understanding, text-to-video, image-to-video, video-edit, video-understanding.
-Videos need the video checkpoint (`.../Lance_3B_Video`, or a directory that holds no other). Pictures are written as
-PNG, videos as MP4; an answer is printed piece by piece as it is decoded.
+Tasks: text-to-image, image-edit, image-understanding, text-to-video, image-to-video, video-edit,
+video-understanding. Videos need the video checkpoint (`.../Lance_3B_Video`, or a directory that
+holds no other). Pictures are written as PNG, videos as MP4; an answer is printed piece by piece as
+it is decoded.
 """
 
 import argparse
@@ -22,7 +24,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from vllm_omni.entrypoints.media import encode_mp4
+from vllm_omni.entrypoints.media.mp4 import encode_mp4
 from vllm_omni.inputs import DiffusionParams, engine_prompt
 from vllm_omni.multimodal import rgb_image
 from vllm_omni.outputs import RequestFailed, unpack
@@ -40,32 +42,43 @@ TASKS = {
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Draw, edit, film and read with Lance, offline.")
-    parser.add_argument("model", type=Path, help="checkpoint directory: the repository, or one of its decoders")
+    parser.add_argument(
+        "model", type=Path, help="checkpoint directory: the repository, or one of its decoders"
+    )
     parser.add_argument("task", choices=TASKS)
-    parser.add_argument("--prompt", help="what to draw, change or answer; understanding may leave it out")
+    parser.add_argument(
+        "--prompt", help="what to draw, change or answer; understanding may leave it out"
+    )
     parser.add_argument("--negative-prompt", help="what to avoid")
     parser.add_argument("--image", type=Path, help="picture to edit, read or begin with")
     parser.add_argument("--video", type=Path, help="video to edit or read")
     parser.add_argument("--height", type=int)
     parser.add_argument("--width", type=int)
-    parser.add_argument("--num-frames", type=int, help="of a video: 1 + 4 k, others are rounded down")
+    parser.add_argument(
+        "--num-frames", type=int, help="of a video: 1 + 4 k, others are rounded down"
+    )
     parser.add_argument("--num-images", type=int, default=1)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--guidance-scale", type=float, default=4.0)
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--resolution", help="preset that pictures and videos are resized to, e.g. image_512res")
+    parser.add_argument(
+        "--resolution", help="preset that pictures and videos are resized to, e.g. image_512res"
+    )
     parser.add_argument("--out", type=Path, help=".png or .mp4 (default: lance.png, lance.mp4)")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
-    parser.add_argument("--model-options", type=json.loads, default={}, help="JSON for additional_config.omni.model")
+    parser.add_argument(
+        "--model-options", type=json.loads, default={}, help="JSON for additional_config.omni.model"
+    )
     return parser
 
 
 def main(args: argparse.Namespace) -> None:
     task = TASKS[args.task]
     tensors = read_inputs(args)
-    # GiB that requests may hold on a CPU; unset, vLLM's CPU worker wants 92 % of the memory to be free.
+    # GiB that requests may hold on a CPU; unset, vLLM's CPU worker wants 92 % of the memory to be
+    # free.
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
     from vllm import LLM  # takes seconds; `--help` should not
 
@@ -76,7 +89,8 @@ def main(args: argparse.Namespace) -> None:
         tensor_parallel_size=args.tensor_parallel_size,
         additional_config={"omni": {"model": args.model_options}},
     )
-    atexit.register(llm.llm_engine.engine_core.shutdown)  # or vLLM warns that the engine ended by itself
+    # or vLLM warns that the engine ended by itself
+    atexit.register(llm.llm_engine.engine_core.shutdown)
     options: dict[str, Any] = {"task": task}
     if args.resolution:
         options["resolution"] = args.resolution
@@ -105,7 +119,10 @@ def main(args: argparse.Namespace) -> None:
 
 def send(llm: Any, params: DiffusionParams, tensors: dict[str, torch.Tensor]) -> Any:
     (output,) = llm.encode(
-        [engine_prompt()], pooling_params=params.to_pooling_params(tensors), pooling_task="plugin", use_tqdm=False
+        [engine_prompt()],
+        pooling_params=params.to_pooling_params(tensors),
+        pooling_task="plugin",
+        use_tqdm=False,
     )
     try:
         return unpack(output.outputs.data)
@@ -113,10 +130,14 @@ def send(llm: Any, params: DiffusionParams, tensors: dict[str, torch.Tensor]) ->
         raise SystemExit(f"{failure.code}: {failure.message}") from None
 
 
-def read(llm: Any, args: argparse.Namespace, options: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+def read(
+    llm: Any, args: argparse.Namespace, options: dict[str, Any], tensors: dict[str, torch.Tensor]
+) -> None:
     """Print an answer while it is decoded: one session, one request for every eight tokens."""
     options |= {"max_tokens": args.max_tokens, "temperature": args.temperature, "chunk_tokens": 8}
-    params = DiffusionParams(session_id="answer", prompt=args.prompt, seed=args.seed, options=options)
+    params = DiffusionParams(
+        session_id="answer", prompt=args.prompt, seed=args.seed, options=options
+    )
     while True:
         meta, _ = send(llm, params, tensors)
         print(meta["text"], end="", flush=True)
@@ -147,10 +168,14 @@ def write(out: Path | None, meta: dict[str, Any], result: dict[str, torch.Tensor
         path.write_bytes(encode_mp4(result["frames"].numpy(), meta["fps"]))
         return [path]
     path = out or Path("lance.png")
-    pictures = result["images"].numpy()
-    paths = [path] if len(pictures) == 1 else [path.with_stem(f"{path.stem}-{n}") for n in range(len(pictures))]
-    for file, picture in zip(paths, pictures, strict=True):
-        Image.fromarray(picture).save(file)
+    images = result["images"].numpy()
+    paths = (
+        [path]
+        if len(images) == 1
+        else [path.with_stem(f"{path.stem}-{n}") for n in range(len(images))]
+    )
+    for file, image in zip(paths, images, strict=True):
+        Image.fromarray(image).save(file)
     return paths
 
 

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An image and a camera path in, a video out, without a server: vLLM's `LLM` class, one request a chunk.
+"""An image and a camera path in, a video out, without a server: vLLM's `LLM` class, one request a
+chunk.
 
-    vllm-omni make-tiny lingbot_world my_world
-    python examples/offline_inference/lingbot_world.py my_world --image start.png --camera walk/ --out walk.mp4
+    vllm-omni make-tiny lingbot_world my_world python examples/offline_inference/lingbot_world.py
+    my_world --image start.png --camera walk/ --out walk.mp4
 
-The camera folder holds `poses.npy` ([N, 4, 4], absolute camera-to-world, OpenCV axes, one per video frame) and
-`intrinsics.npy` ([N, 4], [N, 3, 3] or [N, 4, 4], in pixels of an 832x480 picture). Without `--camera` the camera walks
-straight on for `--chunks` chunks, or as `--keys` says: held keys per latent frame (four video frames; the first one is
-one), w a s d move, i k j l look, `-` is nothing. Without `--image` the start is the demo's landscape.
+The camera folder holds `poses.npy` ([N, 4, 4], absolute camera-to-world, OpenCV axes, one per video
+frame) and `intrinsics.npy` ([N, 4], [N, 3, 3] or [N, 4, 4], in pixels of an 832x480 picture).
+Without `--camera` the camera walks straight on for `--chunks` chunks, or as `--keys` says: held
+keys per latent frame (four video frames; the first one is one), w a s d move, i k j l look, `-` is
+nothing. Without `--image` the start is the demo's landscape.
 
-The suffix of `--out` decides the format: `.mp4` a video, `.png` numbered pictures (`walk-0000.png` ...), `.npy` raw
-frames, uint8 [T, H, W, 3]. With `--latents` it is the model's latents instead, float32
-[16, F, H / 8, W / 8] in a `.npy`.
+The suffix of `--out` decides the format: `.mp4` a video, `.png` numbered pictures (`walk-0000.png`
+...), `.npy` raw frames, uint8 [T, H, W, 3]. With `--latents` it is the model's latents instead,
+float32 [16, F, H / 8, W / 8] in a `.npy`.
 """
 
 import argparse
@@ -28,9 +30,9 @@ import torch
 from PIL import Image
 
 from vllm_omni.entrypoints.cli.demo import start_image
-from vllm_omni.entrypoints.key_script import parse_keys
-from vllm_omni.entrypoints.media import encode_mp4
-from vllm_omni.entrypoints.realtime.facts import WorldFacts
+from vllm_omni.entrypoints.limits.key_script import parse_keys
+from vllm_omni.entrypoints.media.mp4 import encode_mp4
+from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.outputs import RequestFailed, unpack
 
@@ -42,16 +44,26 @@ def make_parser() -> argparse.ArgumentParser:
     steering = parser.add_mutually_exclusive_group()
     steering.add_argument("--camera", type=Path, help="folder with poses.npy and intrinsics.npy")
     steering.add_argument("--keys", help="held keys per latent frame, such as 'w*6 wl*3'")
-    steering.add_argument("--chunks", type=int, default=3, help="chunks straight on, without the two (default: 3)")
+    steering.add_argument(
+        "--chunks", type=int, default=3, help="chunks straight on, without the two (default: 3)"
+    )
     parser.add_argument("--prompt", default="A path through green hills towards the evening sun")
     parser.add_argument("--height", type=int, default=96)
     parser.add_argument("--width", type=int, default=160)
     parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--out", type=Path, default=Path("lingbot_world.mp4"), help=".mp4, .png or .npy")
-    parser.add_argument("--latents", action="store_true", help="write latents, not frames; --out must end in .npy")
+    parser.add_argument(
+        "--out", type=Path, default=Path("lingbot_world.mp4"), help=".mp4, .png or .npy"
+    )
+    parser.add_argument(
+        "--latents", action="store_true", help="write latents, not frames; --out must end in .npy"
+    )
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
-    parser.add_argument("--enforce-eager", action="store_true", help="compile nothing: starts faster, runs slower")
-    parser.add_argument("--model-options", type=json.loads, default={}, help="JSON for additional_config.omni.model")
+    parser.add_argument(
+        "--enforce-eager", action="store_true", help="compile nothing: starts faster, runs slower"
+    )
+    parser.add_argument(
+        "--model-options", type=json.loads, default={}, help="JSON for additional_config.omni.model"
+    )
     return parser
 
 
@@ -61,7 +73,8 @@ def main(args: argparse.Namespace) -> None:
         keys = parse_keys(args.keys or "")
     except ValueError as error:
         raise SystemExit(f"--keys: {error}") from error
-    # GiB that sessions may hold on a CPU; unset, vLLM's CPU worker wants 92 % of the memory to be free.
+    # GiB that sessions may hold on a CPU; unset, vLLM's CPU worker wants 92 % of the memory to be
+    # free.
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
     from vllm import LLM  # takes seconds; `--help` should not
 
@@ -75,9 +88,10 @@ def main(args: argparse.Namespace) -> None:
         enforce_eager=args.enforce_eager,
         additional_config={"omni": omni},
     )
-    atexit.register(llm.llm_engine.engine_core.shutdown)  # or vLLM warns that the engine ended by itself
-    facts = WorldFacts.from_vllm_config(llm.llm_engine.vllm_config, model=args.model.name)
-    controls = walk(facts, keys) if keys else path(facts, args.camera, args.chunks)
+    # or vLLM warns that the engine ended by itself
+    atexit.register(llm.llm_engine.engine_core.shutdown)
+    info = StreamInfo.from_vllm_config(llm.llm_engine.vllm_config, model=args.model.name)
+    controls = walk(info, keys) if keys else path(info, args.camera, args.chunks)
 
     results = []
     for index, (actions, camera) in enumerate(controls):
@@ -91,16 +105,21 @@ def main(args: argparse.Namespace) -> None:
             actions=actions,
             output="latents" if args.latents else "rgb",
         )
-        data = {**({"image": image} if index == 0 else {}), **({"camera": camera} if camera else {})}
+        data = {
+            **({"image": image} if index == 0 else {}),
+            **({"camera": camera} if camera else {}),
+        }
         prompt = {"prompt_token_ids": [0], "multi_modal_data": data}
-        began_s = time.perf_counter()
-        (output,) = llm.encode(prompt, params.to_pooling_params(), pooling_task="plugin", use_tqdm=False)
+        started_s = time.perf_counter()
+        (output,) = llm.encode(
+            prompt, params.to_pooling_params(), pooling_task="plugin", use_tqdm=False
+        )
         try:
             meta, made = unpack(output.outputs.data)
         except RequestFailed as error:
             raise SystemExit(f"chunk {index} was refused: {error}") from error
         results.append(made["latents" if args.latents else "frames"].numpy().copy())
-        took_ms = 1000 * (time.perf_counter() - began_s)
+        took_ms = 1000 * (time.perf_counter() - started_s)
         stages = ", ".join(f"{name} {sum(ms):.0f}" for name, ms in meta["timings_ms"].items())
         print(f"chunk {index}: {results[-1].shape} in {took_ms:.0f} ms ({stages})")
 
@@ -109,7 +128,7 @@ def main(args: argparse.Namespace) -> None:
         print(f"wrote {args.out}: latents of {len(results)} chunks")
     else:
         frames_THWC = np.concatenate(results)
-        write_frames(args.out, frames_THWC, facts.fps)
+        write_frames(args.out, frames_THWC, info.fps)
         print(f"wrote {args.out}: {len(frames_THWC)} frames, {args.width}x{args.height}")
 
 
@@ -117,13 +136,17 @@ def check_out(out: Path, latents: bool) -> None:
     """Refuse a file that could not be written, before the model is loaded."""
     allowed = (".npy",) if latents else (".mp4", ".png", ".npy")
     if out.suffix not in allowed:
-        raise SystemExit(f"--out must end in {' or '.join(allowed)}{' with --latents' * latents}, got {out}")
+        raise SystemExit(
+            f"--out must end in {' or '.join(allowed)}{' with --latents' * latents}, got {out}"
+        )
     if not out.parent.is_dir():
         raise SystemExit(f"--out {out}: there is no folder {out.parent}")
 
 
 def write_frames(out: Path, frames_THWC: np.ndarray, fps: float) -> None:
-    """Write uint8 frames in the format of the suffix: a video, numbered pictures beside `out`, or the raw array."""
+    """Write uint8 frames in the format of the suffix: a video, numbered pictures beside `out`,
+    or the raw array.
+    """
     if out.suffix == ".mp4":
         out.write_bytes(encode_mp4(frames_THWC, fps))
     elif out.suffix == ".png":
@@ -134,56 +157,63 @@ def write_frames(out: Path, frames_THWC: np.ndarray, fps: float) -> None:
 
 
 Controls = Iterator[tuple[list[list[str]] | None, dict[str, torch.Tensor] | None]]
-"""Of each chunk: keys per latent frame or a camera of one pose per frame, and None for the other."""
+"""Of each chunk: keys per latent frame or a camera of one pose per frame, and None for the
+other.
+"""
 
 
-def walk(facts: WorldFacts, keys: list[list[str]]) -> Controls:
+def walk(info: StreamInfo, keys: list[list[str]]) -> Controls:
     """Cut keys into chunks; the last ones are held until theirs is full."""
-    first = facts.first_chunk_latent_frames or facts.latent_frames_per_chunk
+    first = info.first_chunk_latent_frames or info.latent_frames_per_chunk
     start, end = 0, first
     while start < len(keys):
         part = keys[start:end]
         yield part + keys[-1:] * (end - start - len(part)), None
-        start, end = end, end + facts.latent_frames_per_chunk
+        start, end = end, end + info.latent_frames_per_chunk
 
 
-def path(facts: WorldFacts, folder: Path | None, num_chunks: int) -> Controls:
+def path(info: StreamInfo, folder: Path | None, num_chunks: int) -> Controls:
     """Cut the camera of a folder, or one that goes straight on, into chunks."""
-    poses_N44, intrinsics = straight_on(facts, num_chunks) if folder is None else read_camera(folder)
+    poses_N44, intrinsics = straight_on(info, num_chunks) if folder is None else read_camera(folder)
     start = 0
-    for size in chunk_sizes(facts, len(poses_N44)):
+    for size in chunk_sizes(info, len(poses_N44)):
         part = slice(start, start + size)
         yield None, {"poses": poses_N44[part], "intrinsics": intrinsics[part]}
         start += size
 
 
-def chunk_sizes(facts: WorldFacts, num_poses: int) -> list[int]:
+def chunk_sizes(info: StreamInfo, num_poses: int) -> list[int]:
     """Cut a path of one pose per frame into whole chunks."""
-    sizes, left = facts.split(num_poses, first=True)
+    sizes, left = info.split(num_poses, first=True)
     if left or not sizes:
         raise SystemExit(
-            f"{num_poses} poses do not fill whole chunks: the first takes {facts.first_chunk_frames}, later ones "
-            f"{facts.chunk_frames}; send {facts.first_chunk_frames} + a multiple of {facts.chunk_frames}"
+            f"{num_poses} poses do not fill whole chunks: the first takes "
+            f"{info.first_chunk_frames}, later ones "
+            f"{info.chunk_frames}; send {info.first_chunk_frames} + a multiple of "
+            f"{info.chunk_frames}"
         )
     return sizes
 
 
 def read_camera(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """Return poses `[N, 4, 4]` and intrinsics of a folder, as saved; the model checks them."""
-    poses, intrinsics = (np.load(folder / f"{name}.npy", allow_pickle=False) for name in ("poses", "intrinsics"))
+    poses, intrinsics = (
+        np.load(folder / f"{name}.npy", allow_pickle=False) for name in ("poses", "intrinsics")
+    )
     if len(poses) != len(intrinsics):
         raise SystemExit(
-            f"{folder}: {len(poses)} poses and {len(intrinsics)} intrinsics; one of each per frame is needed"
+            f"{folder}: {len(poses)} poses and {len(intrinsics)} intrinsics; one of each per frame "
+            "is needed"
         )
     return torch.from_numpy(poses), torch.from_numpy(intrinsics)
 
 
-def straight_on(facts: WorldFacts, num_chunks: int) -> tuple[torch.Tensor, torch.Tensor]:
+def straight_on(info: StreamInfo, num_chunks: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A path for `num_chunks` chunks: forward, without turning."""
-    count = facts.first_chunk_frames + (num_chunks - 1) * facts.chunk_frames
+    count = info.first_chunk_frames + (num_chunks - 1) * info.chunk_frames
     poses_N44 = torch.eye(4).repeat(count, 1, 1)
     poses_N44[:, 2, 3] = 0.0125 * torch.arange(count)
-    return poses_N44, torch.tensor(facts.key_intrinsics(facts.width, facts.height)).expand(count, 4)
+    return poses_N44, torch.tensor(info.key_intrinsics(info.width, info.height)).expand(count, 4)
 
 
 if __name__ == "__main__":

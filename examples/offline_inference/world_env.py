@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""World models as environments: eight worlds stepped together with random keys, a fork, a replay. Trains nothing.
+"""World models as environments: eight worlds stepped together with random keys, a fork, a replay.
 
-    vllm-omni make-world my_world
-    python examples/offline_inference/world_env.py my_world --image my_world/start/street_day.png --envs 8
+Trains nothing.
 
-Needs `pip install ".[env]"` in the checkout (gymnasium). Prints how many chunks and frames a second all of them make
-together.
+    vllm-omni make-world my_world python examples/offline_inference/world_env.py my_world --image
+    my_world/start/street_day.png --envs 8
+
+Needs `pip install ".[env]"` in the checkout (gymnasium). Prints how many chunks and frames a second
+all of them make together.
 """
 
 import argparse
@@ -22,15 +24,21 @@ from vllm_omni.multimodal import rgb_image
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Worlds as a gymnasium VectorEnv, offline.")
     parser.add_argument("model", type=Path, help="checkpoint directory of a world")
-    parser.add_argument("--image", type=Path, help="start image; without it the worlds begin in grey")
+    parser.add_argument(
+        "--image", type=Path, help="start image; without it the worlds begin in grey"
+    )
     parser.add_argument("--prompt", default="the village on a clear day")
     parser.add_argument("--envs", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=5, help="chunks of each environment (default: 5)")
+    parser.add_argument(
+        "--steps", type=int, default=5, help="chunks of each environment (default: 5)"
+    )
     parser.add_argument("--height", type=int, default=96)
     parser.add_argument("--width", type=int, default=160)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--fast", action="store_true", help="one forward for all: results depend on it in the last bits"
+        "--fast",
+        action="store_true",
+        help="one forward for all: results depend on it in the last bits",
     )
     return parser
 
@@ -50,14 +58,15 @@ def main(args: argparse.Namespace) -> None:
     print(f"observations {env.single_observation_space}, actions {env.single_action_space}")
     frames, infos = env.reset(seed=args.seed)
     env.action_space.seed(args.seed)
-    began_s = time.perf_counter()
+    started_s = time.perf_counter()
     for _ in range(args.steps):
         frames, _, _, _, infos = env.step(env.action_space.sample())
-    took_s = time.perf_counter() - began_s
+    took_s = time.perf_counter() - started_s
     chunks = args.envs * args.steps
     print(
         f"{args.envs} environments, {args.steps} steps: {chunks / took_s:.2f} chunks and "
-        f"{chunks * frames.shape[1] / took_s:.1f} frames a second; latents {list(infos['latents'].shape)}"
+        f"{chunks * frames.shape[1] / took_s:.1f} frames a second; latents "
+        f"{list(infos['latents'].shape)}"
     )
 
     episode, last = env.episodes[0], frames[0].copy()

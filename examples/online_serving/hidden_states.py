@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A chat answer streamed as text, then its hidden states, from a running server (docs/how_to/hidden_states.md).
+"""A chat answer streamed as text, then its hidden states, from a running server
+(docs/how_to/hidden_states.md).
 
     python examples/online_serving/hidden_states.py --url http://127.0.0.1:8000 "What is a tree?"
 
-Only httpx, safetensors and torch are needed on the client's side; `from_safetensors` is a convenience.
+Only httpx, safetensors and torch are needed on the client's side; `from_safetensors` is a
+convenience.
 """
 
 import argparse
@@ -17,11 +19,19 @@ from vllm_omni.hidden_states import from_safetensors
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("prompt", nargs="?", default="What is a tree?")
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
-    parser.add_argument("--rows", choices=("all", "generated", "last"), default="all", help="default: all")
-    parser.add_argument("--layers", type=int, nargs="+", default=[-1], help="as in transformers (default: -1)")
+    parser.add_argument(
+        "--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rows", choices=("all", "generated", "last"), default="all", help="default: all"
+    )
+    parser.add_argument(
+        "--layers", type=int, nargs="+", default=[-1], help="as in transformers (default: -1)"
+    )
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--api-key", help="if the server asks for one")
     parser.add_argument("--out", type=Path, help="write the rows as a safetensors file")
@@ -31,7 +41,9 @@ def make_parser() -> argparse.ArgumentParser:
 def main() -> None:
     args = make_parser().parse_args()
     headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
-    with httpx.Client(base_url=args.url, headers=headers, timeout=120, trust_env=not is_loopback(args.url)) as client:
+    with httpx.Client(
+        base_url=args.url, headers=headers, timeout=120, trust_env=not is_loopback(args.url)
+    ) as client:
         model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
         body = {
             "model": model,
@@ -42,14 +54,14 @@ def main() -> None:
             "vllm_xargs": {"omni": json.dumps({"hidden_states": args.rows, "layers": args.layers})},
         }
         response_id = stream_text(client, body)
-        answer = client.get(f"/v1/hidden_states/{response_id}")
-        if answer.status_code != 200:
-            raise SystemExit(answer.json()["error"]["message"])
-    states = from_safetensors(answer.content)
+        response = client.get(f"/v1/hidden_states/{response_id}")
+        if response.status_code != 200:
+            raise SystemExit(response.json()["error"]["message"])
+    states = from_safetensors(response.content)
     for layer, rows in states.items():
         print(f"layer {layer}: {tuple(rows.shape)} {rows.dtype}")
     if args.out:
-        args.out.write_bytes(answer.content)
+        args.out.write_bytes(response.content)
         print(f"wrote {args.out}")
 
 

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steer a live stream of a served world and keep its frames as a video file.
 
-    python examples/online_serving/realtime_video.py --image start.png --keys "w*12 wl*6" --chunks 6 --output live.mp4
-    python examples/online_serving/realtime_video.py --image start.png --switch-prompt 3 "heavy rain" --chunks 8
-    python examples/online_serving/realtime_video.py --image start.png --door video --chunks 6 --output live.mp4
+    python examples/online_serving/realtime_video.py --image start.png --keys "w*12 wl*6" --chunks 6
+    --output live.mp4 python examples/online_serving/realtime_video.py --image start.png
+    --switch-prompt 3 "heavy rain" --chunks 8 python examples/online_serving/realtime_video.py
+    --image start.png --door video --chunks 6 --output live.mp4
 
-The door `generate` (default) is `/v1/realtime_video/generate`: msgpack, frames as pictures. The door `video` is
-`/v1/realtime/video`: JSON, and fragmented MP4 written to the file as it comes. Keys: w a s d move, i k j l look,
-`-` is nothing; one token per latent frame, which is 4 video frames.
+The door `generate` (default) is `/v1/realtime_video/generate`: msgpack, frames as pictures. The
+door `video` is `/v1/realtime/video`: JSON, and fragmented MP4 written to the file as it comes.
+Keys: w a s d move, i k j l look, `-` is nothing; one token per latent frame, which is 4 video
+frames.
 """
 
 import argparse
@@ -30,32 +32,60 @@ from rich.markup import escape
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 from websockets.sync.client import ClientConnection, connect
 
-from vllm_omni.entrypoints.key_script import parse_actions, parse_keys
+from vllm_omni.entrypoints.limits.key_script import parse_actions, parse_keys
 from vllm_omni.entrypoints.loopback import websocket_proxy
-from vllm_omni.entrypoints.media import encode_mp4
+from vllm_omni.entrypoints.media.mp4 import encode_mp4
 
 GENERATE_PATH = "/v1/realtime_video/generate"
 VIDEO_PATH = "/v1/realtime/video"
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Steer a live stream of a world that `vllm serve --omni` serves.")
+    parser = argparse.ArgumentParser(
+        description="Steer a live stream of a world that `vllm serve --omni` serves."
+    )
     parser.add_argument("--image", "-i", type=Path, help="start image: PNG, JPEG or WebP")
     parser.add_argument(
-        "--prompt", "-p", default="A walk through a landscape, steady camera", help="scene prompt; '' = none"
+        "--prompt",
+        "-p",
+        default="A walk through a landscape, steady camera",
+        help="scene prompt; '' = none",
     )
-    parser.add_argument("--keys", default="w*9", help="held keys per latent frame, such as 'w*6 wl*3 -' (default: w*9)")
+    parser.add_argument(
+        "--keys",
+        default="w*9",
+        help="held keys per latent frame, such as 'w*6 wl*3 -' (default: w*9)",
+    )
     parser.add_argument("--actions", help="of any model, instead of keys: 'w*6 w+jump yaw=0.1*3 -'")
     parser.add_argument(
-        "--switch-prompt", nargs=2, action="append", default=[], metavar=("CHUNK", "PROMPT"), help="from about there on"
+        "--switch-prompt",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("CHUNK", "PROMPT"),
+        help="from about there on",
     )
     parser.add_argument("--chunks", type=int, default=4, help="where the stream ends (default: 4)")
     parser.add_argument("--door", choices=("generate", "video"), default="generate")
-    parser.add_argument("--format", choices=("jpeg", "webp", "raw", "delta-gzip"), default="jpeg", help="door generate")
+    parser.add_argument(
+        "--format",
+        choices=("jpeg", "webp", "raw", "delta-gzip"),
+        default="jpeg",
+        help="door generate",
+    )
     parser.add_argument("--size", help="WIDTHxHEIGHT (default: the server's)")
     parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--server", "-s", default="ws://127.0.0.1:8000", help="ws:// or wss:// address of the server")
-    parser.add_argument("--api-key", default=os.environ.get("VLLM_API_KEY"), help="default: the variable VLLM_API_KEY")
+    parser.add_argument(
+        "--server",
+        "-s",
+        default="ws://127.0.0.1:8000",
+        help="ws:// or wss:// address of the server",
+    )
+    parser.add_argument(
+        "--api-key",
+        default=os.environ.get("VLLM_API_KEY"),
+        help="default: the variable VLLM_API_KEY",
+    )
     parser.add_argument("--output", "-o", type=Path, default=Path("live.mp4"))
     return parser
 
@@ -72,21 +102,23 @@ def main() -> int:
     console = Console(stderr=True)
     try:
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        frames = generate(args, console) if args.door == "generate" else video(args, console)
+        frames = generate(args, console) if args.endpoint == "generate" else video(args, console)
     except (StreamError, OSError, ValueError, InvalidHandshake) as error:
         console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         return 1
     except ConnectionClosed as closed:
         reason = closed.rcvd.reason if closed.rcvd is not None else "the connection broke"
         console.print(
-            f"[red]error:[/red] the server closed the stream: {escape(reason)}", highlight=False, soft_wrap=True
+            f"[red]error:[/red] the server closed the stream: {escape(reason)}",
+            highlight=False,
+            soft_wrap=True,
         )
         return 1
     console.print(f"wrote {args.output}: {frames} frames")
     return 0
 
 
-def open_door(args: argparse.Namespace, path: str) -> ClientConnection:
+def open_endpoint(args: argparse.Namespace, path: str) -> ClientConnection:
     headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
     try:
         return connect(
@@ -102,7 +134,7 @@ def open_door(args: argparse.Namespace, path: str) -> ClientConnection:
         ) from error
 
 
-# -- /v1/realtime_video/generate ---------------------------------------------------------------------------------------
+# -- /v1/realtime_video/generate -------------------------------------------------------------------
 
 
 def generate(args: argparse.Namespace, console: Console) -> int:
@@ -116,32 +148,43 @@ def generate(args: argparse.Namespace, console: Console) -> int:
         "condition_inputs": {"camera_actions": parse_keys(args.keys)},
     }
     if args.actions is not None:
-        init |= {"extensions": ["actions"], "condition_inputs": {"actions": parse_actions(args.actions)}}
+        init |= {
+            "extensions": ["actions"],
+            "condition_inputs": {"actions": parse_actions(args.actions)},
+        }
     if args.image is not None:
         init["first_frame"] = args.image.read_bytes()
     if args.size is not None:
         init["size"] = args.size
     switches = {int(chunk): prompt for chunk, prompt in args.switch_prompt}
     parts: list[np.ndarray] = []
-    with open_door(args, GENERATE_PATH) as stream:
+    with open_endpoint(args, GENERATE_PATH) as stream:
         stream.send(msgspec.msgpack.encode(init))
         for header, payload, stats in chunks(stream, args.chunks):
             parts.extend(decode_frames(header, payload, parts[-1][-1] if parts else None))
             if stats is None:
                 continue
             console.print(
-                f"chunk {stats['chunk_index']}: {stats['num_frames']} frames in {stats['chunk_total_ms']} ms, "
+                f"chunk {stats['chunk_index']}: {stats['num_frames']} frames in "
+                f"{stats['chunk_total_ms']} ms, "
                 f"{stats['ws_payload_bytes'] / 1e3:.0f} kB"
             )
             if (prompt := switches.pop(stats["chunk_index"] + 1, None)) is not None:
-                event = {"type": "event", "kind": "prompt", "payload": prompt, "event_id": stats["chunk_index"] + 1}
+                event = {
+                    "type": "event",
+                    "kind": "prompt",
+                    "payload": prompt,
+                    "event_id": stats["chunk_index"] + 1,
+                }
                 stream.send(msgspec.msgpack.encode(event))
     frames_THWC = np.concatenate(parts)
     args.output.write_bytes(encode_mp4(frames_THWC, 16.0))
     return len(frames_THWC)
 
 
-def chunks(stream: ClientConnection, count: int) -> Iterator[tuple[dict[str, Any], bytes, dict[str, Any] | None]]:
+def chunks(
+    stream: ClientConnection, count: int
+) -> Iterator[tuple[dict[str, Any], bytes, dict[str, Any] | None]]:
     """Every frame message as `(header, payload, None)`; a chunk's last one comes with its stats."""
     last: tuple[dict[str, Any], bytes] | None = None
     while count:
@@ -168,17 +211,23 @@ def receive(stream: ClientConnection) -> dict[str, Any]:
     return message
 
 
-def decode_frames(header: dict[str, Any], payload: bytes, before: np.ndarray | None) -> list[np.ndarray]:
+def decode_frames(
+    header: dict[str, Any], payload: bytes, before: np.ndarray | None
+) -> list[np.ndarray]:
     """uint8 `[T, H, W, 3]` of one frame message, in a list of one. before: the frame before it."""
     if "payload_lengths" in header:
-        pictures, at = [], 0
+        images, at = [], 0
         for length in header["payload_lengths"]:
-            pictures.append(np.asarray(Image.open(io.BytesIO(payload[at : at + length])).convert("RGB")))
+            images.append(
+                np.asarray(Image.open(io.BytesIO(payload[at : at + length])).convert("RGB"))
+            )
             at += length
-        return [np.stack(pictures)]
+        return [np.stack(images)]
     is_delta = header["encoding"] == "delta-gzip"
     data = zlib.decompress(payload, 31) if is_delta else payload
-    frames_THWC = np.frombuffer(data, np.uint8).reshape(-1, header["height"], header["width"], 3).copy()
+    frames_THWC = (
+        np.frombuffer(data, np.uint8).reshape(-1, header["height"], header["width"], 3).copy()
+    )
     if is_delta:
         previous = before if header.get("delta_reference") == "previous-frame" else None
         for frame_HWC in frames_THWC:
@@ -188,7 +237,7 @@ def decode_frames(header: dict[str, Any], payload: bytes, before: np.ndarray | N
     return [frames_THWC]
 
 
-# -- /v1/realtime/video ------------------------------------------------------------------------------------------------
+# -- /v1/realtime/video ----------------------------------------------------------------------------
 
 
 def video(args: argparse.Namespace, console: Console) -> int:
@@ -208,7 +257,7 @@ def video(args: argparse.Namespace, console: Console) -> int:
         start["width"], start["height"] = (int(side) for side in args.size.split("x"))
     switches = {int(chunk): prompt for chunk, prompt in args.switch_prompt}
     frames, arrived_s = 0, time.monotonic()
-    with open_door(args, VIDEO_PATH) as stream, args.output.open("wb") as file:
+    with open_endpoint(args, VIDEO_PATH) as stream, args.output.open("wb") as file:
         stream.send(json.dumps(start))
         while True:
             message = json.loads(stream.recv())
@@ -223,7 +272,10 @@ def video(args: argparse.Namespace, console: Console) -> int:
             file.write(data)
             frames += message["num_frames"]
             number, now_s = message["generation_chunk_index"], time.monotonic()
-            console.print(f"chunk {number}: {message['num_frames']} frames, {1000 * (now_s - arrived_s):.0f} ms")
+            console.print(
+                f"chunk {number}: {message['num_frames']} frames, "
+                f"{1000 * (now_s - arrived_s):.0f} ms"
+            )
             arrived_s = now_s
             if (prompt := switches.pop(number + 1, None)) is not None:
                 interaction = {"event_id": f"switch-{number}", "event": {"prompt": prompt}}

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Walk through a served world: start image and camera path (or keys, or any actions) in, a video file out.
+"""Walk through a served world: start image and camera path (or keys, or any actions) in, a video
+file out.
 
-    python examples/online_serving/world_camera.py --image start.png --camera-path walk/ --output walk.mp4
-    python examples/online_serving/world_camera.py --image start.png --keys "w*12 wl*6 l*6" --output walk.mp4
-    python examples/online_serving/world_camera.py --image start.png --actions "w*6 w+jump yaw=0.1" --output walk.mp4
+    python examples/online_serving/world_camera.py --image start.png --camera-path walk/ --output
+    walk.mp4 python examples/online_serving/world_camera.py --image start.png --keys "w*12 wl*6 l*6"
+    --output walk.mp4 python examples/online_serving/world_camera.py --image start.png --actions
+    "w*6 w+jump yaw=0.1" --output walk.mp4
 
-`walk/` holds `poses.npy` (float [N, 4, 4], camera to world, OpenCV axes, one pose per frame) and `intrinsics.npy`
-([N, 4] or [4]: fx, fy, cx, cy). Keys are held per latent frame (4 video frames): w a s d move, i k j l look, `-` is
-nothing. `--actions` is for any model: buttons and `axis=value` joined by `+`, per latent frame; what a model does not
-take is refused with the list of its controls. A lost connection is taken up again, and a server that is being
-restarted is waited for (`--retry-s`): the same request under the same id goes on where it stopped.
+`walk/` holds `poses.npy` (float [N, 4, 4], camera to world, OpenCV axes, one pose per frame) and
+`intrinsics.npy` ([N, 4] or [4]: fx, fy, cx, cy). Keys are held per latent frame (4 video frames): w
+a s d move, i k j l look, `-` is nothing. `--actions` is for any model: buttons and `axis=value`
+joined by `+`, per latent frame; what a model does not take is refused with the list of its
+controls. A lost connection is taken up again, and a server that is being restarted is waited for
+(`--retry-s`): the same request under the same id goes on where it stopped.
 """
 
 import argparse
@@ -30,10 +33,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from vllm_omni.entrypoints.key_script import parse_actions, parse_keys
+from vllm_omni.entrypoints.limits.key_script import parse_actions, parse_keys
 from vllm_omni.entrypoints.loopback import websocket_proxy
-from vllm_omni.entrypoints.media import decode_mp4, encode_mp4
-from vllm_omni.entrypoints.realtime.codec import decode, encode
+from vllm_omni.entrypoints.media.mp4 import decode_mp4, encode_mp4
+from vllm_omni.entrypoints.realtime.connection.codec import decode, encode
 
 DEFAULT_PROMPT = "A walk through a landscape, steady camera"
 PATH = "/v1/realtime/world/camera"
@@ -42,31 +45,68 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Walk through a world that `vllm serve --omni` serves.")
-    parser.add_argument("--image", "-i", type=Path, help="start image: PNG, JPEG or WebP; most models need one")
-    steering = parser.add_mutually_exclusive_group()
-    steering.add_argument("--camera-path", "-c", type=Path, help="directory with poses.npy and intrinsics.npy")
-    steering.add_argument(
-        "--keys", default="w*9", help="held keys per latent frame, such as 'w*6 wl*3 -' (default: w*9)"
+    parser = argparse.ArgumentParser(
+        description="Walk through a world that `vllm serve --omni` serves."
     )
-    steering.add_argument("--actions", help="actions per latent frame, such as 'w*6 w+jump yaw=0.1*3 -'")
-    parser.add_argument("--prompt", "-p", help=f"scene prompt (default: {DEFAULT_PROMPT!r}, where the model takes one)")
-    parser.add_argument("--server", "-s", default="ws://127.0.0.1:8000", help="ws:// or wss:// address of the server")
-    parser.add_argument("--api-key", default=os.environ.get("VLLM_API_KEY"), help="default: the variable VLLM_API_KEY")
+    parser.add_argument(
+        "--image", "-i", type=Path, help="start image: PNG, JPEG or WebP; most models need one"
+    )
+    steering = parser.add_mutually_exclusive_group()
+    steering.add_argument(
+        "--camera-path", "-c", type=Path, help="directory with poses.npy and intrinsics.npy"
+    )
+    steering.add_argument(
+        "--keys",
+        default="w*9",
+        help="held keys per latent frame, such as 'w*6 wl*3 -' (default: w*9)",
+    )
+    steering.add_argument(
+        "--actions", help="actions per latent frame, such as 'w*6 w+jump yaw=0.1*3 -'"
+    )
+    parser.add_argument(
+        "--prompt",
+        "-p",
+        help=f"scene prompt (default: {DEFAULT_PROMPT!r}, where the model takes one)",
+    )
+    parser.add_argument(
+        "--server",
+        "-s",
+        default="ws://127.0.0.1:8000",
+        help="ws:// or wss:// address of the server",
+    )
+    parser.add_argument(
+        "--api-key",
+        default=os.environ.get("VLLM_API_KEY"),
+        help="default: the variable VLLM_API_KEY",
+    )
     parser.add_argument("--session-id", help="continue this session (default: a new one)")
-    parser.add_argument("--output", "-o", type=Path, default=Path("world.mp4"), help=".mp4, or .npy for raw frames")
+    parser.add_argument(
+        "--output", "-o", type=Path, default=Path("world.mp4"), help=".mp4, or .npy for raw frames"
+    )
     parser.add_argument("--width", type=int, help="default: the server's")
     parser.add_argument("--height", type=int, help="default: the server's")
     parser.add_argument("--fps", type=float, help="default: the model's")
-    parser.add_argument("--num-frames", type=int, help="poses of one call (default: all in one call)")
-    parser.add_argument("--num-calls", type=int, default=1, help="calls that continue one another (default: 1)")
-    parser.add_argument("--frames-per-chunk", type=int, help="frames in one message (default: a whole chunk)")
     parser.add_argument(
-        "--codec", default="mp4", choices=("mp4", "jpeg", "ndarray_u8", "ndarray_f32"), help="frames on the wire"
+        "--num-frames", type=int, help="poses of one call (default: all in one call)"
+    )
+    parser.add_argument(
+        "--num-calls", type=int, default=1, help="calls that continue one another (default: 1)"
+    )
+    parser.add_argument(
+        "--frames-per-chunk", type=int, help="frames in one message (default: a whole chunk)"
+    )
+    parser.add_argument(
+        "--codec",
+        default="mp4",
+        choices=("mp4", "jpeg", "ndarray_u8", "ndarray_f32"),
+        help="frames on the wire",
     )
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument(
-        "--retry-s", type=float, default=180.0, help="wait so long for a server that went away (default: 180)"
+        "--retry-s",
+        type=float,
+        default=180.0,
+        help="wait so long for a server that went away (default: 180)",
     )
     return parser
 
@@ -107,7 +147,12 @@ def walk(args: argparse.Namespace, console: Console) -> tuple[np.ndarray, float]
     fps = args.fps or 16.0
     session_id = args.session_id or f"walk-{uuid.uuid4().hex}"
     console.print(f"session {session_id}", highlight=False)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("messages"))
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("messages"),
+    )
     camera = read_camera(args.camera_path) if args.camera_path is not None else None
     used = 0
     next_chunk = 0 if args.session_id is None else None
@@ -124,14 +169,15 @@ def walk(args: argparse.Namespace, console: Console) -> tuple[np.ndarray, float]
                 "extra_body": extra_body(args),
                 **steering,
             }
-            if next_chunk is not None:  # a server that was started again says where its checkpoint stands instead
+            # a server that was started again says where its checkpoint stands instead
+            if next_chunk is not None:
                 request["chunk_index"] = next_chunk
             if number == 0 and args.image is not None:
                 request["image"] = args.image.read_bytes()
             task = progress.add_task(f"call {number + 1}", total=None)
             arrived_s = time.monotonic()
             try:
-                for message in answers(args, request, console):
+                for message in responses(args, request, console):
                     progress.update(task, total=message["total"], completed=message["index"] + 1)
                     now_s = time.monotonic()
                     progress.console.print(describe(message, now_s - arrived_s), soft_wrap=True)
@@ -140,7 +186,8 @@ def walk(args: argparse.Namespace, console: Console) -> tuple[np.ndarray, float]
                     used += len(parts[-1])
                     next_chunk = message["chunk_index"] + 1
             except BaseException:
-                # A bar without an end would stand above the error as if something were still to come.
+                # A bar without an end would stand above the error as if something were still to
+                # come.
                 progress.update(task, visible=progress.tasks[task].completed > 0)
                 raise
     return np.concatenate(parts), fps
@@ -148,33 +195,54 @@ def walk(args: argparse.Namespace, console: Console) -> tuple[np.ndarray, float]
 
 def extra_body(args: argparse.Namespace) -> dict[str, Any]:
     """Only the options that the user set; the server knows the rest."""
-    named = {name: getattr(args, name) for name in ("width", "height", "fps", "frames_per_chunk", "seed")}
-    policy = {"video_format": args.codec, "pose_policy": "hold_last" if args.camera_path is None else "trim"}
+    named = {
+        name: getattr(args, name) for name in ("width", "height", "fps", "frames_per_chunk", "seed")
+    }
+    policy = {
+        "video_format": args.codec,
+        "pose_policy": "hold_last" if args.camera_path is None else "trim",
+    }
     return {**{name: value for name, value in named.items() if value is not None}, **policy}
 
 
 def read_camera(folder: Path) -> tuple[np.ndarray, np.ndarray]:
     """Return float32 poses `[N, 4, 4]` and intrinsics, one row per pose or one for all."""
-    poses_N44, intrinsics = (np.load(folder / f"{name}.npy").astype(np.float32) for name in ("poses", "intrinsics"))
+    poses_N44, intrinsics = (
+        np.load(folder / f"{name}.npy").astype(np.float32) for name in ("poses", "intrinsics")
+    )
     return poses_N44, intrinsics
 
 
-def steer(args: argparse.Namespace, camera: tuple[np.ndarray, np.ndarray] | None, used: int) -> dict[str, Any] | None:
-    """The steering of the next call: actions, or the path from pose `used` on; None when the path is at its end.
+def steer(
+    args: argparse.Namespace, camera: tuple[np.ndarray, np.ndarray] | None, used: int
+) -> dict[str, Any] | None:
+    """The steering of the next call: actions, or the path from pose `used` on; None when the path
+    is at its end.
 
     The server makes whole chunks of a call's poses; those left over begin the next call.
     """
     if camera is None:
-        return {"actions": parse_keys(args.keys) if args.actions is None else parse_actions(args.actions)}
+        return {
+            "actions": parse_keys(args.keys)
+            if args.actions is None
+            else parse_actions(args.actions)
+        }
     poses_N44, intrinsics = camera
     part = slice(used, used + (args.num_frames or len(poses_N44)))
     if used >= len(poses_N44):
         return None
     per_frame = intrinsics.ndim > 1 and len(intrinsics) == len(poses_N44)
-    return {"cameras": {"poses": poses_N44[part], "intrinsics": intrinsics[part] if per_frame else intrinsics}}
+    return {
+        "cameras": {
+            "poses": poses_N44[part],
+            "intrinsics": intrinsics[part] if per_frame else intrinsics,
+        }
+    }
 
 
-def answers(args: argparse.Namespace, request: dict[str, Any], console: Console) -> Iterator[dict[str, Any]]:
+def responses(
+    args: argparse.Namespace, request: dict[str, Any], console: Console
+) -> Iterator[dict[str, Any]]:
     """The frame messages of one request, each once, across lost connections. Raises WorldError."""
     next_frame: int | None = None
     for attempt in range(MAX_RECONNECTS + 1):
@@ -193,17 +261,28 @@ def answers(args: argparse.Namespace, request: dict[str, Any], console: Console)
                             if rest is None:
                                 return
                             request = rest
-                            console.print(f"the server goes on from its checkpoint, chunk {message['expected']}")
+                            console.print(
+                                "the server goes on from its checkpoint, chunk "
+                                f"{message['expected']}"
+                            )
                             world.send(encode(request))
                             continue
-                        if args.image is None and message["code"] in ("missing_image", "session_evicted"):
-                            kept = f" keeps no session {args.session_id!r}: it has ended, or never began"
+                        if args.image is None and message["code"] in (
+                            "missing_image",
+                            "session_evicted",
+                        ):
+                            retained = (
+                                f" keeps no session {args.session_id!r}: it has ended, or "
+                                "never began"
+                            )
                             raise WorldError(
-                                f"{args.server}{kept if args.session_id else ' begins a world with an image'}; "
+                                f"{args.server}{retained if args.session_id else ' begins a world with an image'}; "  # noqa: E501
                                 "begin one with --image"
                             )
                         raise WorldError(f"{message['code']}: {message['message']}")
-                    if message["type"] == "frame" and (next_frame is None or message["first_frame"] >= next_frame):
+                    if message["type"] == "frame" and (
+                        next_frame is None or message["first_frame"] >= next_frame
+                    ):
                         next_frame = message["first_frame"] + message["num_frames"]
                         yield message
         except ConnectionClosed as error:
@@ -212,19 +291,29 @@ def answers(args: argparse.Namespace, request: dict[str, Any], console: Console)
 
 
 def prompt_of(args: argparse.Namespace, hello: dict[str, Any]) -> dict[str, str]:
-    """The prompt that was asked for; else the default, unless the model takes none or the world has one."""
+    """The prompt that was asked for; else the default, unless the model takes none or the world
+    has one.
+    """
     takes_one = hello.get("actions", {}).get("prompt", "required") != "none"
-    begins = args.session_id is None or args.image is not None
-    prompt = args.prompt or (DEFAULT_PROMPT if takes_one and begins else None)
+    starts = args.session_id is None or args.image is not None
+    prompt = args.prompt or (DEFAULT_PROMPT if takes_one and starts else None)
     return {} if prompt is None else {"prompt": prompt}
 
 
 def rest_of(request: dict[str, Any], chunk: int, hello: dict[str, Any]) -> dict[str, Any] | None:
-    """The part of a request from chunk `chunk` on; None if nothing is left. Raises WorldError if that is before it."""
+    """The part of a request from chunk `chunk` on; None if nothing is left.
+
+    Raises WorldError if that is before it.
+    """
     first = request["chunk_index"]
     if chunk < first:
-        raise WorldError(f"the server goes on from chunk {chunk}, this call began at chunk {first}: begin again")
-    sizes = [hello["chunk_frames"] if each else hello["first_chunk_frames"] for each in range(first, chunk)]
+        raise WorldError(
+            f"the server goes on from chunk {chunk}, this call began at chunk {first}: begin again"
+        )
+    sizes = [
+        hello["chunk_frames"] if each else hello["first_chunk_frames"]
+        for each in range(first, chunk)
+    ]
     frames, latents = sum(sizes), sum(-(-size // hello["vae_stride"][0]) for size in sizes)
     rest = {**request, "request_id": uuid.uuid4().hex, "chunk_index": chunk}
     rest.pop("image", None)
@@ -233,7 +322,10 @@ def rest_of(request: dict[str, Any], chunk: int, hello: dict[str, Any]) -> dict[
         return rest if rest["actions"] else None
     poses_N44, intrinsics = request["cameras"]["poses"], request["cameras"]["intrinsics"]
     per_frame = intrinsics.ndim > 1 and len(intrinsics) == len(poses_N44)
-    rest["cameras"] = {"poses": poses_N44[frames:], "intrinsics": intrinsics[frames:] if per_frame else intrinsics}
+    rest["cameras"] = {
+        "poses": poses_N44[frames:],
+        "intrinsics": intrinsics[frames:] if per_frame else intrinsics,
+    }
     return rest if len(poses_N44) > frames else None
 
 
@@ -249,7 +341,9 @@ def open_world(args: argparse.Namespace) -> ClientConnection:
         )
     except InvalidHandshake as error:
         is_for_good = isinstance(error, InvalidStatus) and error.response.status_code < 500
-        raise (WorldError if is_for_good else NoServer)(f"{args.server} refused the connection: {error}") from error
+        raise (WorldError if is_for_good else NoServer)(
+            f"{args.server} refused the connection: {error}"
+        ) from error
     except OSError as error:
         raise NoServer(
             f"no server answers at {args.server} ({error.strerror or error}); is it still starting?"
@@ -257,7 +351,8 @@ def open_world(args: argparse.Namespace) -> ClientConnection:
 
 
 def reopen_world(args: argparse.Namespace, attempt: int) -> ClientConnection:
-    """Connect again; for up to `--retry-s`, since a server that is being restarted refuses connections meanwhile.
+    """Connect again; for up to `--retry-s`, since a server that is being restarted refuses
+    connections meanwhile.
 
     attempt: from 1; later ones pause longer first. Raises WorldError.
     """
@@ -270,7 +365,9 @@ def reopen_world(args: argparse.Namespace, attempt: int) -> ClientConnection:
         except NoServer as error:
             left_s = give_up_s - time.monotonic()
             if left_s <= 0:
-                raise WorldError(f"{error} It stayed away for {args.retry_s:g} s (--retry-s)") from error
+                raise WorldError(
+                    f"{error} It stayed away for {args.retry_s:g} s (--retry-s)"
+                ) from error
         pause_s = min(LONGEST_PAUSE_S, 2 * pause_s, left_s)
 
 
@@ -290,17 +387,22 @@ def frames_of(message: dict[str, Any]) -> np.ndarray:
         case "mp4":
             return decode_mp4(video)[0]
         case "jpeg":
-            return np.stack([np.asarray(Image.open(io.BytesIO(data)).convert("RGB")) for data in video])
+            return np.stack(
+                [np.asarray(Image.open(io.BytesIO(data)).convert("RGB")) for data in video]
+            )
         case "ndarray_f32":
             return (np.stack(video) * 255).round().astype(np.uint8)
     return np.asarray(video)
 
 
 def describe(message: dict[str, Any], seconds: float) -> str:
-    timing = ", ".join(f"{name.removesuffix('_ms')} {value:.0f}" for name, value in message["timing"].items())
+    timing = ", ".join(
+        f"{name.removesuffix('_ms')} {value:.0f}" for name, value in message["timing"].items()
+    )
     warnings = "".join(f" [{text}]" for text in message.get("warnings", []))
     return (
-        f"chunk {message['chunk_id']}: {message['num_frames']} frames in {1000 * seconds:.0f} ms ({timing}){warnings}"
+        f"chunk {message['chunk_id']}: {message['num_frames']} frames in {1000 * seconds:.0f} "
+        f"ms ({timing}){warnings}"
     )
 
 

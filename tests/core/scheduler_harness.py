@@ -32,10 +32,17 @@ class Harness:
     """A scheduler and a pretended worker. max_tokens: vLLM's bound on a step, 0 = its default."""
 
     def __init__(
-        self, model: Path, stages: int = 1, max_requests_per_step: int = 4, max_tokens: int = 0, **omni: Any
+        self,
+        model: Path,
+        stages: int = 1,
+        max_requests_per_step: int = 4,
+        max_tokens: int = 0,
+        **omni: Any,
     ) -> None:
         config = copy.deepcopy(_engine_config(model))
-        config.additional_config = {"omni": {"max_requests_per_step": max_requests_per_step, **omni}}
+        config.additional_config = {
+            "omni": {"max_requests_per_step": max_requests_per_step, **omni}
+        }
         config.parallel_config.pipeline_parallel_size = stages
         config.scheduler_config.enable_chunked_prefill = False
         config.cache_config.num_gpu_blocks = 1
@@ -51,17 +58,21 @@ class Harness:
 
     def add(self, name: str, session: str, chunk: int | None = None, **fields: Any) -> None:
         extra = fields.pop("extra", {})
-        params = DiffusionParams(session_id=session, chunk_index=chunk, **fields).to_pooling_params()
+        params = DiffusionParams(
+            session_id=session, chunk_index=chunk, **fields
+        ).to_pooling_params()
         params.extra_kwargs = {**(params.extra_kwargs or {}), **extra}
         self.scheduler.add_request(
-            Request(request_id=name, prompt_token_ids=[0], sampling_params=None, pooling_params=params)
+            Request(
+                request_id=name, prompt_token_ids=[0], sampling_params=None, pooling_params=params
+            )
         )
 
     def schedule(self) -> tuple[list[str], SchedulerOutput]:
         self.last = output = self.scheduler.schedule()
         return list(output.num_scheduled_tokens), output
 
-    def answer(
+    def response(
         self,
         output: SchedulerOutput,
         done: Any = (),
@@ -70,20 +81,30 @@ class Harness:
         committed: Any = (),
         **more: Any,
     ) -> None:
-        """The worker's output for one step: a result for `done`, nothing yet for the others. more: of `StepOutput`."""
-        told = {name: ChunkProgress(*values) for name, values in (progress or {}).items()}
-        answer = StepOutput(
-            **_results(output, done), denoised=tuple(denoised), committed=tuple(committed), progress=told, **more
+        """The worker's output for one step: a result for `done`, nothing yet for the others.
+        more: of `StepOutput`.
+        """
+        reported = {name: ChunkProgress(*values) for name, values in (progress or {}).items()}
+        response = StepOutput(
+            **_results(output, done),
+            denoised=tuple(denoised),
+            committed=tuple(committed),
+            progress=reported,
+            **more,
         )
-        self.scheduler.update_from_output(output, answer)
+        self.scheduler.update_from_output(output, response)
 
-    def stock_answer(self, output: SchedulerOutput, done: Any = ()) -> dict[int, EngineCoreOutputs]:
+    def stock_response(
+        self, output: SchedulerOutput, done: Any = ()
+    ) -> dict[int, EngineCoreOutputs]:
         """The same of a worker that knows nothing of `StepOutput`."""
-        return self.scheduler.update_from_output(output, ModelRunnerOutput(**_results(output, done)))
+        return self.scheduler.update_from_output(
+            output, ModelRunnerOutput(**_results(output, done))
+        )
 
     def step(self, done: Any = (), denoised: Any = ()) -> list[str]:
         names, output = self.schedule()
-        self.answer(output, done, denoised)
+        self.response(output, done, denoised)
         return names
 
 
@@ -92,5 +113,7 @@ def _results(output: SchedulerOutput, done: Any) -> dict[str, Any]:
     return {
         "req_ids": names,
         "req_id_to_index": {name: index for index, name in enumerate(names)},
-        "pooler_output": [torch.zeros(1, dtype=torch.uint8) if name in done else None for name in names],
+        "pooler_output": [
+            torch.zeros(1, dtype=torch.uint8) if name in done else None for name in names
+        ],
     }

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ARHiddenStatesScheduler with a pretended worker: every row leaves once, with its token, whatever the schedule."""
+"""ARHiddenStatesScheduler with a pretended worker: every row leaves once, with its token,
+whatever the schedule.
+"""
 
 from collections import defaultdict
 from pathlib import Path
@@ -22,7 +24,13 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_omni.core.sched import ARHiddenStatesScheduler
-from vllm_omni.hidden_states import EXTRA_ARGS_KEY, HiddenStates, HiddenStatesRequest, error_of, hidden_states_of
+from vllm_omni.hidden_states import (
+    EXTRA_ARGS_KEY,
+    HiddenStates,
+    HiddenStatesRequest,
+    error_of,
+    hidden_states_of,
+)
 from vllm_omni.outputs import RequestFailed, pack, pack_error
 
 BLOCK, WIDTH = 16, 4
@@ -54,7 +62,9 @@ class Harness:
         config.scheduler_config.async_scheduling = async_scheduling
         config.cache_config.num_gpu_blocks = num_blocks
         config.cache_config.enable_prefix_caching = True
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32)
+        spec = FullAttentionSpec(
+            block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32
+        )
         self.scheduler = scheduler_cls(
             vllm_config=config,
             kv_cache_config=KVCacheConfig(
@@ -86,14 +96,18 @@ class Harness:
         extra_args: dict[str, Any] | None = None,
         **params: Any,
     ) -> None:
-        asked = extra_args or (HiddenStatesRequest(hidden_states=mode).to_extra_args() if mode else None)  # type: ignore[arg-type]
+        requested = extra_args or (
+            HiddenStatesRequest(hidden_states=mode).to_extra_args() if mode else None
+        )  # type: ignore[arg-type]
         self.modes[name] = mode
         self.text[name], self.states[name] = [], []
         self.scheduler.add_request(
             Request(
                 request_id=name,
                 prompt_token_ids=prompt,
-                sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=asked, **params),
+                sampling_params=SamplingParams(
+                    max_tokens=max_tokens, ignore_eos=True, extra_args=requested, **params
+                ),
                 pooling_params=None,
                 client_index=client_index,
                 trace_headers=trace_headers,
@@ -101,8 +115,12 @@ class Harness:
             )
         )
 
-    def work(self, scheduled: SchedulerOutput, sampled: dict[str, list[int]] | None = None) -> ModelRunnerOutput:
-        """The worker's output: one token per finished prefill (or `sampled`), and the asked rows."""
+    def work(
+        self, scheduled: SchedulerOutput, sampled: dict[str, list[int]] | None = None
+    ) -> ModelRunnerOutput:
+        """The worker's output: one token per finished prefill (or `sampled`), and the asked
+        rows.
+        """
         names = list(scheduled.num_scheduled_tokens)
         for new in scheduled.scheduled_new_reqs:
             self.computed[new.req_id] = new.num_computed_tokens
@@ -115,7 +133,9 @@ class Harness:
             start, count = self.computed[name], scheduled.num_scheduled_tokens[name]
             request = self.scheduler.requests.get(name)
             length = request.num_tokens if request is not None else 0
-            new = (sampled or {}).get(name, [100 + start + count] if start + count >= length else [])
+            new = (sampled or {}).get(
+                name, [100 + start + count] if start + count >= length else []
+            )
             drafts = len(scheduled.scheduled_spec_decode_tokens.get(name, ()))
             accepted = count - (drafts - (len(new) - 1) if drafts and new else 0)
             self.computed[name] = start + accepted
@@ -128,20 +148,28 @@ class Harness:
             entries.append(rows if self.modes[name] is not None and len(rows) else None)
             tokens.append(new)
         return ModelRunnerOutput(
-            names, {n: i for i, n in enumerate(names)}, sampled_token_ids=tokens, pooler_output=entries
+            names,
+            {n: i for i, n in enumerate(names)},
+            sampled_token_ids=tokens,
+            pooler_output=entries,
         )
 
     def receive(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         """The front end: text, rows and endings per request."""
         received = [out for group in outputs.values() for out in group.outputs]
-        assert len({output.request_id for output in received}) == len(received), "one output for each request"
+        assert len({output.request_id for output in received}) == len(received), (
+            "one output for each request"
+        )
         for output in received:
             assert output.pooling_output is None
             self.text[output.request_id] += output.new_token_ids
             if (states := states_of(output)) is not None:
                 self.states[output.request_id].append(states)
             if output.finish_reason is not None:
-                self.finished[output.request_id] = (output.finish_reason, error_of(output.stop_reason))
+                self.finished[output.request_id] = (
+                    output.finish_reason,
+                    error_of(output.stop_reason),
+                )
 
     def step(self, sampled: dict[str, list[int]] | None = None) -> dict[str, int]:
         scheduled = self.scheduler.schedule()
@@ -169,7 +197,9 @@ def states_of(output: EngineCoreOutput) -> HiddenStates | None:
     if mask is None:
         return None
     assert len(mask.to_nested_list()) == len(output.new_token_ids)
-    return hidden_states_of(CompletionOutput(0, "", [], None, None, sampling_mask=SamplingMask(mask.to_nested_list())))
+    return hidden_states_of(
+        CompletionOutput(0, "", [], None, None, sampling_mask=SamplingMask(mask.to_nested_list()))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -181,12 +211,21 @@ def harness_for(tiny_language_model: Path) -> Any:
 
 
 def test_rows_leave_with_the_first_token_and_then_one_per_token(harness_for: Any) -> None:
-    """A prompt of 10: ten rows with token 1, one with each further token; the last token has none."""
+    """A prompt of 10: ten rows with token 1, one with each further token; the last token has
+    none.
+    """
     harness = harness_for()
     harness.add("r", "all", list(range(10)), max_tokens=4)
     harness.run()
-    assert [states.positions.tolist() for states in harness.states["r"]] == [list(range(10)), [10], [11], [12]]
-    assert [states.token_ids.tolist() for states in harness.states["r"]][1:] == [[t] for t in harness.text["r"][:3]]
+    assert [states.positions.tolist() for states in harness.states["r"]] == [
+        list(range(10)),
+        [10],
+        [11],
+        [12],
+    ]
+    assert [states.token_ids.tolist() for states in harness.states["r"]][1:] == [
+        [t] for t in harness.text["r"][:3]
+    ]
     assert harness.states["r"][0].token_ids.tolist() == list(range(10))
 
 
@@ -199,7 +238,9 @@ def test_text_of_every_request_is_the_stock_schedulers(harness_for: Any) -> None
     while harness.scheduler.has_unfinished_requests():
         assert harness.step() == stock.step()
     assert harness.text == stock.text
-    assert {n: end[0] for n, end in harness.finished.items()} == {n: end[0] for n, end in stock.finished.items()}
+    assert {n: end[0] for n, end in harness.finished.items()} == {
+        n: end[0] for n, end in stock.finished.items()
+    }
     assert harness.rows("r0") == [] and harness.rows("r4") == []
     assert harness.rows("r1") == list(range(17)) and harness.rows("r2") == list(range(23, 27))
 
@@ -209,7 +250,7 @@ def test_chunks_of_a_prompt_are_held_until_the_first_token(harness_for: Any) -> 
     harness = harness_for(max_num_batched_tokens=16)
     harness.add("r", "all", list(range(40)), max_tokens=2)
     harness.run()
-    assert [states.num_rows for states in harness.states["r"]] == [40, 1]
+    assert [states.num_positions for states in harness.states["r"]] == [40, 1]
     assert harness.rows("r") == list(range(41))
 
 
@@ -234,7 +275,9 @@ def test_last_rows_leave_with_every_token_if_the_front_end_may_stop(harness_for:
     assert all(states.newest_only for states in harness.states["l"])
 
 
-def test_cached_tokens_are_computed_again_for_a_request_that_wants_all_rows(harness_for: Any) -> None:
+def test_cached_tokens_are_computed_again_for_a_request_that_wants_all_rows(
+    harness_for: Any,
+) -> None:
     """It does not read the prefix cache, but fills it; others read it as ever."""
     harness = harness_for()
     prompt = list(range(48))
@@ -271,7 +314,9 @@ def test_preemption_happened_there(harness_for: Any) -> None:
 
 
 def test_rows_behind_a_stop_token_stay_in_the_engine(harness_for: Any) -> None:
-    """A step that accepted several drafted tokens, of which a stop cuts some off: their rows go with them."""
+    """A step that accepted several drafted tokens, of which a stop cuts some off: their rows go
+    with them.
+    """
     harness = harness_for()
     harness.add("r", "all", list(range(10)), max_tokens=20, stop_token_ids=[77])
     harness.step()
@@ -281,7 +326,11 @@ def test_rows_behind_a_stop_token_stay_in_the_engine(harness_for: Any) -> None:
     scheduled.scheduled_spec_decode_tokens["r"] = [5, 77, 6]
     harness.scheduler.requests["r"].num_computed_tokens += 3
     harness.scheduler.requests["r"].num_in_flight_tokens += 3
-    harness.receive(harness.scheduler.update_from_output(scheduled, harness.work(scheduled, {"r": [5, 77, 6, 8]})))
+    harness.receive(
+        harness.scheduler.update_from_output(
+            scheduled, harness.work(scheduled, {"r": [5, 77, 6, 8]})
+        )
+    )
     assert harness.text["r"][1:] == [5, 77] and harness.finished["r"][0] == FinishReason.STOP
     assert harness.rows("r") == [*range(10), 10, 11]
 
@@ -297,13 +346,17 @@ def test_rejected_drafts_have_no_rows(harness_for: Any, sampled: list[int]) -> N
     scheduled.scheduled_spec_decode_tokens["r"] = [5, 6, 7]
     harness.scheduler.requests["r"].num_computed_tokens += 3
     harness.scheduler.requests["r"].num_in_flight_tokens += 3
-    harness.receive(harness.scheduler.update_from_output(scheduled, harness.work(scheduled, {"r": sampled})))
+    harness.receive(
+        harness.scheduler.update_from_output(scheduled, harness.work(scheduled, {"r": sampled}))
+    )
     harness.run()
     assert harness.rows("r") == list(range(15))
 
 
 def test_steps_without_rows_or_tokens_are_counted(harness_for: Any) -> None:
-    """A worker that computed nothing but parts of prompts returns neither: the rows behind them keep their places."""
+    """A worker that computed nothing but parts of prompts returns neither: the rows behind them
+    keep their places.
+    """
     harness = harness_for(max_num_batched_tokens=16)
     harness.add("r", "generated", list(range(40)), max_tokens=3)
     for _ in range(2):
@@ -315,7 +368,7 @@ def test_steps_without_rows_or_tokens_are_counted(harness_for: Any) -> None:
     assert harness.rows("r") == [40, 41]
 
 
-def test_where_nobody_asked_the_step_is_the_stock_schedulers(harness_for: Any) -> None:
+def test_where_no_one_requested_the_step_is_the_stock_schedulers(harness_for: Any) -> None:
     harness = harness_for()
     harness.add("plain", None, list(range(10)), max_tokens=3)
     while harness.scheduler.has_unfinished_requests():
@@ -323,7 +376,10 @@ def test_where_nobody_asked_the_step_is_the_stock_schedulers(harness_for: Any) -
         output = harness.work(scheduled)
         output.pooler_output = None
         harness.receive(harness.scheduler.update_from_output(scheduled, output))
-    assert len(harness.text["plain"]) == 3 and harness.finished["plain"] == (FinishReason.LENGTH, None)
+    assert len(harness.text["plain"]) == 3 and harness.finished["plain"] == (
+        FinishReason.LENGTH,
+        None,
+    )
 
 
 def test_rows_that_were_replaced_do_not_count(harness_for: Any) -> None:
@@ -335,7 +391,9 @@ def test_rows_that_were_replaced_do_not_count(harness_for: Any) -> None:
 
 
 def test_too_many_bytes_end_that_request_only(harness_for: Any) -> None:
-    """25 rows of 16 bytes are allowed: the prompt of 20 passes, the sixth generated token does not."""
+    """25 rows of 16 bytes are allowed: the prompt of 20 passes, the sixth generated token does
+    not.
+    """
     harness = harness_for(max_hidden_states_bytes=25 * WIDTH * 4)
     harness.add("big", "all", list(range(20)), max_tokens=20)
     harness.add("last", "last", list(range(20)), max_tokens=20)
@@ -345,11 +403,12 @@ def test_too_many_bytes_end_that_request_only(harness_for: Any) -> None:
     assert reason == FinishReason.ERROR and failed is not None and failed.code == "too_large"
     assert failed.message == (
         "416 bytes of hidden states at token 26 exceed the limit of 400 bytes per request "
-        "(omni.max_hidden_states_bytes): request fewer layers, `generated` or `last` hidden states, or fewer tokens"
+        "(omni.max_hidden_states_bytes): request fewer layers, `generated` or `last` hidden "
+        "states, or fewer tokens"
     )
     assert harness.finished["last"] == harness.finished["plain"] == (FinishReason.LENGTH, None)
     assert len(harness.text["plain"]) == 20 and len(harness.text["big"]) == 7
-    assert harness.scheduler.get_num_unfinished_requests() == 0 and harness.scheduler._rows == {}
+    assert harness.scheduler.get_num_unfinished_requests() == 0 and harness.scheduler._pending == {}
 
 
 def test_a_prompt_too_large_in_its_first_chunk_ends_at_once(harness_for: Any) -> None:
@@ -362,24 +421,30 @@ def test_a_prompt_too_large_in_its_first_chunk_ends_at_once(harness_for: Any) ->
     assert harness.scheduler.kv_cache_manager.usage == 0
 
 
-def test_an_ending_of_ours_is_told_like_a_stock_one(harness_for: Any) -> None:
+def test_an_ending_of_ours_is_notified_like_a_stock_one(harness_for: Any) -> None:
     """To the client that asked, with the events and trace headers of the request."""
     harness = harness_for(max_hidden_states_bytes=10, log_stats=True)
-    harness.add("big", "all", list(range(8)), client_index=2, trace_headers={"traceparent": "00-1-2-01"})
+    harness.add(
+        "big", "all", list(range(8)), client_index=2, trace_headers={"traceparent": "00-1-2-01"}
+    )
     scheduled = harness.scheduler.schedule()
     output = harness.work(scheduled)
     output.sampled_token_ids = [[]]
     outputs = harness.scheduler.update_from_output(scheduled, output)
-    (told,) = outputs[2].outputs
-    assert told.finish_reason == FinishReason.ERROR and told.events
-    assert told.trace_headers == {"traceparent": "00-1-2-01"}
+    (reported,) = outputs[2].outputs
+    assert reported.finish_reason == FinishReason.ERROR and reported.events
+    assert reported.trace_headers == {"traceparent": "00-1-2-01"}
 
 
 @pytest.mark.parametrize(
     "entry", [pack_error("unsupported_layer", "layer 9"), pack({})], ids=["an error", "none in it"]
 )
-def test_an_envelope_for_a_request_without_rows_ends_it(harness_for: Any, entry: torch.Tensor) -> None:
-    """One whose words were malformed is none of the scheduler's; what the worker says of it is the client's."""
+def test_an_envelope_for_a_request_without_rows_ends_it(
+    harness_for: Any, entry: torch.Tensor
+) -> None:
+    """One whose words were malformed is none of the scheduler's; what the worker says of it is
+    the client's.
+    """
     harness = harness_for()
     harness.add("bad", None, list(range(5)), extra_args={EXTRA_ARGS_KEY: "nonsense"})
     scheduled = harness.scheduler.schedule()
@@ -398,7 +463,10 @@ def test_an_envelope_for_a_request_without_rows_ends_it(harness_for: Any, entry:
 def test_rows_that_no_client_could_fetch_are_an_error(
     harness_for: Any, plugins: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over HTTP, without the endpoint for rows; not silently the text alone. In-process clients get theirs."""
+    """Over HTTP, without the endpoint for rows; not silently the text alone.
+
+    In-process clients get theirs.
+    """
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     if plugins is not None:
         monkeypatch.setenv("VLLM_PLUGINS", plugins)
@@ -427,7 +495,9 @@ def test_an_error_of_the_worker_ends_that_request_only(harness_for: Any) -> None
     output.pooler_output[output.req_id_to_index["bad"]] = pack_error("unsupported_layer", "layer 9")
     harness.receive(harness.scheduler.update_from_output(scheduled, output))
     reason, failed = harness.finished["bad"]
-    assert reason == FinishReason.ERROR and failed is not None and failed.code == "unsupported_layer"
+    assert (
+        reason == FinishReason.ERROR and failed is not None and failed.code == "unsupported_layer"
+    )
     harness.run()
     assert harness.rows("good") == list(range(8)) and harness.rows("bad") == []
 
@@ -441,11 +511,13 @@ def test_an_aborted_request_leaves_nothing_behind(harness_for: Any) -> None:
     output = harness.work(scheduled)
     harness.scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
     harness.receive(harness.scheduler.update_from_output(scheduled, output))
-    assert harness.scheduler._rows == {} and harness.states["r"] == []
+    assert harness.scheduler._pending == {} and harness.states["r"] == []
 
 
 def test_the_list_of_finished_requests_reaches_every_client(harness_for: Any) -> None:
-    """Data-parallel front ends count requests by it: an ending of ours must be in it like a stock one."""
+    """Data-parallel front ends count requests by it: an ending of ours must be in it like a
+    stock one.
+    """
     harness = harness_for(max_hidden_states_bytes=10)
     harness.scheduler.finished_req_ids_dict = defaultdict(set)
     harness.add("big", "all", list(range(8)))
@@ -455,9 +527,13 @@ def test_the_list_of_finished_requests_reaches_every_client(harness_for: Any) ->
 
 
 def test_async_scheduling_plans_a_step_ahead(harness_for: Any) -> None:
-    """The class takes vLLM's asynchronous base by itself; outputs come a step later, rows stay right."""
+    """The class takes vLLM's asynchronous base by itself; outputs come a step later, rows stay
+    right.
+    """
     harness = harness_for(async_scheduling=True)
-    assert isinstance(harness.scheduler, AsyncScheduler) and isinstance(harness.scheduler, ARHiddenStatesScheduler)
+    assert isinstance(harness.scheduler, AsyncScheduler) and isinstance(
+        harness.scheduler, ARHiddenStatesScheduler
+    )
     assert not isinstance(harness_for().scheduler, AsyncScheduler)
     harness.add("r", "all", list(range(10)), max_tokens=5)
     harness.add("g", "generated", list(range(6)), max_tokens=3)
@@ -476,7 +552,10 @@ def test_async_scheduling_plans_a_step_ahead(harness_for: Any) -> None:
 
 def test_it_refuses_to_share_its_field(tiny_language_model: Path) -> None:
     """--return-sampling-mask would mix vLLM's masks with rows: a named error at start."""
-    with pytest.raises(ValueError, match=r"^ARHiddenStatesScheduler sends .* --return-sampling-mask: use one of them$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^ARHiddenStatesScheduler sends .* --return-sampling-mask: use one of them$",
+    ):
         _with_sampling_masks(tiny_language_model)
 
 

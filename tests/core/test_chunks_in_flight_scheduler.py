@@ -25,20 +25,22 @@ class Worker:
     def __init__(self, harness: Harness, steps: int = STEPS) -> None:
         self.harness, self.steps = harness, steps
         self.done: dict[str, int] = {}
-        self.steps_behind = 1
+        self.lag_steps = 1
 
-    def answer(self, output: Any) -> list[str]:
+    def response(self, output: Any) -> list[str]:
         names = list(output.num_scheduled_tokens)
         for name in names:
             self.done[name] = self.done.get(name, 0) + 1
         ended = [name for name in names if self.done[name] == self.steps]
         progress = {name: (self.done[name], self.steps, 1) for name in names if name not in ended}
-        self.harness.answer(output, done=ended, progress=progress, committed=ended, steps_behind=self.steps_behind)
+        self.harness.response(
+            output, done=ended, progress=progress, committed=ended, lag_steps=self.lag_steps
+        )
         return ended
 
     def step(self) -> list[str]:
         names, output = self.harness.schedule()
-        self.answer(output)
+        self.response(output)
         return sorted(names)
 
 
@@ -61,34 +63,42 @@ def test_chunks_follow_one_step_behind(new_harness: Callable[..., Harness]) -> N
 
 
 def test_a_chunk_that_is_too_close_is_held_back(new_harness: Callable[..., Harness]) -> None:
-    """The worker says how many steps chunks stay apart: one at work that is closer waits for the one before it."""
+    """The worker says how many steps chunks stay apart: one at work that is closer waits for the
+    one before it.
+    """
     harness = new_harness(chunks_in_flight=2)
     worker = Worker(harness, steps=5)
     for chunk in range(3):
         harness.add(f"s{chunk}", "s", chunk)
     batches = [worker.step() for _ in range(7)]
     assert batches[5:] == [["s1"], ["s1", "s2"]]
-    worker.steps_behind = 2
+    worker.lag_steps = 2
     assert [worker.step() for _ in range(3)] == [["s1", "s2"], ["s1"], ["s1", "s2"]]
 
 
 def test_one_stream_keeps_two_stages_at_work(new_harness: Callable[..., Harness]) -> None:
-    """One chunk a batch; while one is on its way, the next is sent after it. Results come back in order."""
+    """One chunk a batch; while one is on its way, the next is sent after it.
+
+    Results come back in order.
+    """
     harness = new_harness(stages=2, chunks_in_flight=2)
-    worker = Worker(harness, steps=1)  # as of a pipeline whose stages own a step each: a trip is one engine step
+    # as of a pipeline whose stages own a step each: a trip is one engine step
+    worker = Worker(harness, steps=1)
     for chunk in range(4):
         harness.add(f"s{chunk}", "s", chunk)
     first, first_output = harness.schedule()
     assert (first, harness.schedule()[0]) == (["s0"], [])
-    worker.answer(first_output)
+    worker.response(first_output)
     in_flight = [harness.schedule(), harness.schedule()]
     assert [names for names, _ in in_flight] == [["s1"], ["s2"]] and harness.schedule()[0] == []
-    assert worker.answer(in_flight[0][1]) == ["s1"]
+    assert worker.response(in_flight[0][1]) == ["s1"]
     assert harness.schedule()[0] == ["s3"]
 
 
 @pytest.mark.parametrize("max_requests_per_step", [1, 2, 3])
-def test_a_small_batch_starves_nobody(new_harness: Callable[..., Harness], max_requests_per_step: int) -> None:
+def test_a_small_batch_starves_no_one(
+    new_harness: Callable[..., Harness], max_requests_per_step: int
+) -> None:
     """Two streams of three chunks in flight each, in batches too small for them."""
     harness = new_harness(max_requests_per_step=max_requests_per_step, chunks_in_flight=3)
     worker = Worker(harness)
@@ -104,7 +114,9 @@ def test_a_small_batch_starves_nobody(new_harness: Callable[..., Harness], max_r
 
 
 def test_an_abort_lets_the_others_end(new_harness: Callable[..., Harness]) -> None:
-    """What the runner answers for those behind it ends them; a chunk that is sent again begins at once."""
+    """What the runner answers for those behind it ends them; a chunk that is sent again begins
+    at once.
+    """
     harness = new_harness(chunks_in_flight=3)
     worker = Worker(harness)
     for chunk in range(4):
@@ -114,7 +126,7 @@ def test_an_abort_lets_the_others_end(new_harness: Callable[..., Harness]) -> No
     harness.scheduler.finish_requests("s1", RequestStatus.FINISHED_ABORTED)
     names, output = harness.schedule()
     assert "s2" in names
-    harness.answer(output, done=names)
+    harness.response(output, done=names)
     harness.add("again", "s", 1)
     assert "again" in harness.step(done=["s3", "again"])
     harness.step(done=["s3", "again"])

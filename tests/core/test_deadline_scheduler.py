@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StreamBatchScheduler under omni.scheduling 'deadline': the policy's batch is what stock vLLM then runs."""
+"""StreamBatchScheduler under omni.scheduling 'deadline': the policy's batch is what stock vLLM
+then runs.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ def harness(model: Path, costs: StepCosts = StepCosts(size_s=0.2), **omni: Any) 
 def note(run: Harness, name: str) -> SchedulerNote:
     params = run.scheduler.requests[name].pooling_params
     assert params is not None
-    return SchedulerNote.read(params.extra_kwargs)
+    return SchedulerNote.read_extra_kwargs(params.extra_kwargs)
 
 
 def test_the_urgent_one_goes_first_and_alone_if_it_must(null_world: Path) -> None:
@@ -50,7 +52,9 @@ def test_with_time_to_spare_the_batch_is_as_large_as_allowed(null_world: Path) -
 
 
 def test_what_waits_behind_the_batch_is_not_lost(null_world: Path) -> None:
-    """A running request that is left out stays running, an unstarted one stays waiting, both in their order."""
+    """A running request that is left out stays running, an unstarted one stays waiting, both in
+    their order.
+    """
     run = harness(null_world, max_requests_per_step=1)
     for number, name in enumerate("abc"):
         run.add(name, name, deadline_s=60.0 - number)
@@ -61,7 +65,9 @@ def test_what_waits_behind_the_batch_is_not_lost(null_world: Path) -> None:
     assert order == ["c", "d", "d", "c", "b", "a"]
 
 
-def test_a_session_waits_for_its_own_earlier_chunk_however_urgent_the_next(null_world: Path) -> None:
+def test_a_session_waits_for_its_own_earlier_chunk_however_urgent_the_next(
+    null_world: Path,
+) -> None:
     run = harness(null_world)
     run.add("s0", "s", 0, deadline_s=60.0)
     run.add("s1", "s", 1, deadline_s=0.1)
@@ -96,8 +102,8 @@ def test_an_abort_while_the_step_is_in_flight(null_world: Path) -> None:
     (first, output), (second, other) = run.schedule(), run.schedule()
     assert (first, second) == (["a"], ["b"])
     run.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
-    run.answer(output)
-    run.answer(other)
+    run.response(output)
+    run.response(other)
     assert run.step(done="b") == ["b"]
     assert not run.scheduler._in_flight and not run.scheduler._launched
 
@@ -126,7 +132,9 @@ def test_of_two_newcomers_the_urgent_one_gets_the_last_place(null_world: Path) -
 
 
 def test_a_pause_lets_what_runs_come_to_its_end(null_world: Path) -> None:
-    """`PAUSED_NEW`: nothing new starts, the running one is not held up by a more urgent newcomer."""
+    """`PAUSED_NEW`: nothing new starts, the running one is not held up by a more urgent
+    newcomer.
+    """
     run = harness(null_world)
     run.add("a", "a", deadline_s=60.0)
     run.step()
@@ -142,7 +150,7 @@ def test_a_stream_that_cannot_be_held_gets_a_note_and_ends_at_once(null_world: P
     run = harness(null_world, target_fps=16)
     run.add("s0", "s", 0, deadline_s=60.0, chunk_period_s=0.5)
     _, output = run.schedule()
-    run.answer(output, progress={"s0": (1, 2, 1)})
+    run.response(output, progress={"s0": (1, 2, 1)})
     run.add("t0", "t", 0, deadline_s=0.5, chunk_period_s=0.5)
     assert "live streams" in str(note(run, "t0").refused) and note(run, "s0").refused is None
     assert "t0" in run.step(done=["t0"])
@@ -152,11 +160,13 @@ def test_a_stream_that_cannot_be_held_gets_a_note_and_ends_at_once(null_world: P
 
 @pytest.mark.parametrize("ended", ["done", "denoised"])
 def test_a_stream_whose_chunk_has_just_ended_still_counts(null_world: Path, ended: str) -> None:
-    """Its next chunk is about to come; two that are refused together are answered together, and forgotten."""
+    """Its next chunk is about to come; two that are refused together are answered together, and
+    forgotten.
+    """
     run = harness(null_world, target_fps=16)
     run.add("s0", "s", 0, deadline_s=60.0, chunk_period_s=0.5)
     _, output = run.schedule()
-    run.answer(output, progress={"s0": (1, 3, 1)})
+    run.response(output, progress={"s0": (1, 3, 1)})
     run.step(**{ended: ["s0"]})
     for name in "tu":
         run.add(f"{name}0", name, 0, deadline_s=0.5, chunk_period_s=0.5)
@@ -165,12 +175,12 @@ def test_a_stream_whose_chunk_has_just_ended_still_counts(null_world: Path, ende
     assert set(run.scheduler._streams._streams) == {"s"}
 
 
-def test_a_chunk_that_would_be_late_is_told_to_do_with_less(null_world: Path) -> None:
+def test_a_chunk_that_would_be_late_is_notified_to_do_with_less(null_world: Path) -> None:
     run = harness(null_world, degradations=["fewer_steps"])
     run.add("s0", "s", 0, deadline_s=60.0)
     _, output = run.schedule()
     assert note(run, "s0").degradations == []
-    run.answer(output, progress={"s0": (1, 5, 1)})
+    run.response(output, progress={"s0": (1, 5, 1)})
     run.step(done=["s0"])
     run.add("s1", "s", 1, deadline_s=0.5)
     run.step(done=["s1"])
@@ -178,73 +188,90 @@ def test_a_chunk_that_would_be_late_is_told_to_do_with_less(null_world: Path) ->
 
 
 def test_what_a_level_saves_at_a_chunks_end_is_measured(null_world: Path) -> None:
-    """The model is told which sizes ended at which level at least: chunk 0 at none, chunk 1 at both."""
+    """The model is told which sizes ended at which level at least: chunk 0 at none, chunk 1 at
+    both.
+    """
     run = harness(null_world, degradations=["fewer_steps", "tiny_vae"])
-    told: list[tuple[float, ...]] = []
-    run.scheduler._cost_model.observe = lambda total, first, last, _, more: told.append((last, *more))  # type: ignore[method-assign]
+    reported: list[tuple[float, ...]] = []
+    run.scheduler._cost_model.observe = lambda total, first, last, _, more: reported.append(
+        (last, *more)
+    )  # type: ignore[method-assign]
     for index, deadline_s in ((0, 60.0), (1, 0.05)):
         name = f"s{index}"
         run.add(name, "s", index, deadline_s=deadline_s)
         _, output = run.schedule()
-        run.answer(output, progress={name: (1, 2, 64)})
+        run.response(output, progress={name: (1, 2, 64)})
         run.step(done=[name])
-    assert told == [(0.0, 0.0, 0.0), (64.0, 0.0, 0.0), (0.0, 0.0, 0.0), (64.0, 64.0, 64.0)]
+    assert reported == [(0.0, 0.0, 0.0), (64.0, 0.0, 0.0), (0.0, 0.0, 0.0), (64.0, 64.0, 64.0)]
 
 
-def observed(model: Path, costs: StepCosts = StepCosts(), **omni: Any) -> tuple[Harness, list[tuple[Any, ...]]]:  # noqa: B008
-    """A harness, and what its cost model is told: sizes of a batch, of those that begin and end in it, its seconds."""
-    run, told = harness(model, costs, **omni), []
-    run.scheduler._cost_model.observe = lambda *args: told.append(args)  # type: ignore[method-assign, func-returns-value]
-    return run, told
+DEFAULT_COSTS = StepCosts()
 
 
-def test_who_begins_and_who_ends_is_measured(null_world: Path) -> None:
+def observed(
+    model: Path, costs: StepCosts = DEFAULT_COSTS, **omni: Any
+) -> tuple[Harness, list[tuple[Any, ...]]]:
+    """A harness, and what its cost model is told: sizes of a batch, of those that begin and end
+    in it, its seconds.
+    """
+    run, reported = harness(model, costs, **omni), []
+    run.scheduler._cost_model.observe = lambda *args: reported.append(args)  # type: ignore[method-assign, func-returns-value]
+    return run, reported
+
+
+def test_who_starts_and_who_ends_is_measured(null_world: Path) -> None:
     """A chunk ends with its last step, although its result is still on its way."""
-    run, told = observed(null_world)
+    run, reported = observed(null_world)
     run.add("a", "a", deadline_s=60.0)
     _, output = run.schedule()
-    run.answer(output, progress={"a": (1, 2, 64)})
+    run.response(output, progress={"a": (1, 2, 64)})
     run.step(denoised=["a"])
     run.step(done=["a"])
-    assert [args[:3] for args in told] == [(64.0, 64.0, 0), (64.0, 0, 64.0), (0, 0, 0)]
+    assert [args[:3] for args in reported] == [(64.0, 64.0, 0), (64.0, 0, 64.0), (0, 0, 0)]
 
 
 def test_steps_of_a_stock_worker_are_measured(null_world: Path) -> None:
     """By the clock; a request has ended if the engine knows it no more."""
-    run, told = observed(null_world)
+    run, reported = observed(null_world)
     run.add("a", "a", deadline_s=60.0)
     for done in ((), ("a",)):
-        run.stock_answer(run.schedule()[1], done)
-    assert [args[:3] for args in told] == [(1.0, 1.0, 0), (1.0, 0, 1.0)]
+        run.stock_response(run.schedule()[1], done)
+    assert [args[:3] for args in reported] == [(1.0, 1.0, 0), (1.0, 0, 1.0)]
 
 
-def test_a_host_that_is_ahead_tells_the_device_time_of_the_step_before(null_world: Path) -> None:
-    """Sizes of a batch wait for its time, which comes with the next answer; until then nothing is measured."""
-    run, told = observed(null_world, degradations=["fewer_steps"])
+def test_a_host_that_is_ahead_reports_the_device_time_of_the_step_before(null_world: Path) -> None:
+    """Sizes of a batch wait for its time, which comes with the next answer; until then nothing
+    is measured.
+    """
+    run, reported = observed(null_world, degradations=["fewer_steps"])
     run.add("a", "a", deadline_s=60.0)
     _, output = run.schedule()
-    run.answer(output, progress={"a": (1, 3, 64)}, unfinished=True)
-    assert told == []
+    run.response(output, progress={"a": (1, 3, 64)}, unfinished=True)
+    assert reported == []
     _, output = run.schedule()
-    run.answer(output, done=["a"], before_s=0.25, unfinished=True)
+    run.response(output, done=["a"], before_s=0.25, unfinished=True)
     run.add("b", "b", deadline_s=60.0)
     _, output = run.schedule()
-    run.answer(output, progress={"b": (1, 3, 64)}, before_s=0.5, unfinished=True)
-    assert told == [(64.0, 64.0, 0, 0.25, [0]), (64.0, 0, 64.0, 0.5, [0])]
+    run.response(output, progress={"b": (1, 3, 64)}, before_s=0.5, unfinished=True)
+    assert reported == [(64.0, 64.0, 0, 0.25, [0]), (64.0, 0, 64.0, 0.5, [0])]
 
 
 @pytest.mark.parametrize(("unfinished", "own_s"), [(True, 0.1 + 0.2 * 3 + 0.01 * 3), (False, 0.0)])
-def test_the_device_is_free_when_the_step_it_is_at_has_ended(null_world: Path, unfinished: bool, own_s: float) -> None:
-    """Predicted from the batch's sizes if the host is ahead: here three requests of size 1 that begin."""
+def test_the_device_is_free_when_the_step_it_is_at_has_ended(
+    null_world: Path, unfinished: bool, own_s: float
+) -> None:
+    """Predicted from the batch's sizes if the host is ahead: here three requests of size 1 that
+    begin.
+    """
     run, _ = observed(null_world, StepCosts(step_s=0.1, size_s=0.2, first_s=0.01, last_s=0.05))
     for name in "abc":
         run.add(name, name, deadline_s=60.0)
     _, output = run.schedule()
-    run.answer(output, progress=dict.fromkeys("abc", (1, 2, 1)), unfinished=unfinished)
+    run.response(output, progress=dict.fromkeys("abc", (1, 2, 1)), unfinished=unfinished)
     scheduler = run.scheduler
     assert scheduler._device_free_s - scheduler._last_end_s == pytest.approx(own_s)
     _, output = run.schedule()
-    run.answer(output, done="abc", unfinished=unfinished)
+    run.response(output, done="abc", unfinished=unfinished)
     ended_s = 0.1 + 0.2 * 3 + 0.05 * 3 if unfinished else 0.0
     assert scheduler._device_free_s - scheduler._last_end_s == pytest.approx(ended_s)
 
@@ -254,12 +281,14 @@ def note_of_last(run: Harness) -> list[str]:
     assert run.last is not None
     params = run.last.scheduled_new_reqs[0].pooling_params
     assert params is not None
-    return SchedulerNote.read(params.extra_kwargs).degradations
+    return SchedulerNote.read_extra_kwargs(params.extra_kwargs).degradations
 
 
 def test_a_client_cannot_write_the_note(null_world: Path) -> None:
     run = harness(null_world)
-    run.add("a", "a", extra={"omni_scheduler": {"refused": "mine", "degradations": ["fewer_steps"]}})
+    run.add(
+        "a", "a", extra={"omni_scheduler": {"refused": "mine", "degradations": ["fewer_steps"]}}
+    )
     assert note(run, "a") == SchedulerNote()
 
 
@@ -270,5 +299,5 @@ def test_step_costs_are_measured(null_world: Path) -> None:
     for step in range(1, 11):
         _, output = run.schedule()
         exactly(0.01)
-        run.answer(output, progress={"a": (step, 20, 500)})
+        run.response(output, progress={"a": (step, 20, 500)})
     assert 0.01 <= run.scheduler._cost_model.costs.of_chunk(1, 500.0, started=True) < 0.05

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The deadline scheduler and the ladder `tiny_vae` before a device whose host is a step ahead, in virtual time.
+"""The deadline scheduler and the ladder `tiny_vae` before a device whose host is a step ahead, in
+virtual time.
 
 Times are those of an H200 with causal Wan 1.3B at 480x832 and its exact decoder, viewers those of
 `benchmarks/streams_per_gpu.py`.
@@ -17,7 +18,7 @@ import torch
 from scheduler_harness import Harness
 
 from vllm_omni.core.step_protocol import ChunkProgress, SchedulerNote, StepOutput
-from vllm_omni.entrypoints.realtime.play_clock import PlayClock
+from vllm_omni.entrypoints.realtime.connection.play_clock import PlayClock
 
 STEPS, STEP_S, LAUNCH_S = 5, 0.0475, 0.03
 EXACT_S, TINY_S, TO_TINY_S, BACK_S = 0.146, 0.014, 0.05, 0.216
@@ -28,7 +29,7 @@ ALONE = "alone"
 @dataclass
 class Chunk:
     viewer: str
-    due_s: float | None
+    deadline_s: float | None
     tiny: bool = False
     steps: int = 0
     done_s: float = 0.0
@@ -37,7 +38,7 @@ class Chunk:
 @dataclass
 class Viewer:
     chunks: int
-    asked: int = 0
+    requested: int = 0
     was_tiny: bool = False
     shown_s: float | None = None
     before_shown_s: float = 0.0
@@ -46,9 +47,13 @@ class Viewer:
 
 
 class Device:
-    """The real scheduler, and a worker whose host launches each step while the device is at the one before."""
+    """The real scheduler, and a worker whose host launches each step while the device is at the
+    one before.
+    """
 
-    def __init__(self, model: Path, starts_s: tuple[float, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, model: Path, starts_s: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         self.now_s, self.device_s, self.durations_s = 0.0, 0.0, [0.0, 0.0]
         clock = SimpleNamespace(monotonic=lambda: self.now_s)
         monkeypatch.setattr("vllm_omni.core.sched.stream_batch_scheduler.time", clock)
@@ -66,30 +71,40 @@ class Device:
             if not self.chunks:
                 self.now_s = max(self.now_s, self.events[0][0])
             while self.events and self.events[0][0] <= self.now_s:
-                asked_s, _, name = heapq.heappop(self.events)
-                self.ask(name, asked_s)
+                requested_s, _, name = heapq.heappop(self.events)
+                self.send(name, requested_s)
             if self.chunks:
                 self.step()
-        return [chunk for name, viewer in self.viewers.items() if name != ALONE for chunk in viewer.got[3:]]
+        return [
+            chunk
+            for name, viewer in self.viewers.items()
+            if name != ALONE
+            for chunk in viewer.got[3:]
+        ]
 
-    def ask(self, name: str, asked_s: float) -> None:
+    def send(self, name: str, requested_s: float) -> None:
         viewer = self.viewers[name]
         fields: dict[str, Any] = {}
-        due_s = None
+        deadline_s = None
         if name != ALONE:
-            due = viewer.clock.ask(FRAMES, FPS, asked_s)
-            due_s = asked_s + due.in_s
-            fields = {"deadline_s": max(1e-3, due_s - self.now_s), "chunk_period_s": due.period_s}
-        request_id = f"{name}-{viewer.asked}"
-        self.chunks[request_id] = Chunk(name, due_s)
-        self.run.add(request_id, name, viewer.asked, **fields)
-        viewer.asked += 1
+            due = viewer.clock.schedule_chunk(FRAMES, FPS, requested_s)
+            deadline_s = requested_s + due.in_s
+            fields = {
+                "deadline_s": max(1e-3, deadline_s - self.now_s),
+                "chunk_period_s": due.period_s,
+            }
+        request_id = f"{name}-{viewer.requested}"
+        self.chunks[request_id] = Chunk(name, deadline_s)
+        self.run.add(request_id, name, viewer.requested, **fields)
+        viewer.requested += 1
 
     def step(self) -> None:
         names, output = self.run.schedule()
         for new in output.scheduled_new_reqs:
             assert new.pooling_params is not None
-            self.chunks[new.req_id].tiny = bool(SchedulerNote.read(new.pooling_params.extra_kwargs).degradations)
+            self.chunks[new.req_id].tiny = bool(
+                SchedulerNote.read_extra_kwargs(new.pooling_params.extra_kwargs).degradations
+            )
         took_s, done = 0.002, []
         for name in names:
             chunk = self.chunks[name]
@@ -105,19 +120,25 @@ class Device:
         self.device_s = max(self.device_s, self.now_s) + took_s
         self.durations_s.append(took_s)
         self.now_s = self.device_s if done else max(self.now_s + LAUNCH_S, before_ends_s)
-        self.answer(names, output, done)
+        self.response(names, output, done)
         for name in done:
             self.deliver(self.chunks.pop(name))
         self.now_s += 0.001
 
-    def answer(self, names: list[str], output: Any, done: list[str]) -> None:
-        progress = {name: ChunkProgress(self.chunks[name].steps, STEPS, 1000) for name in names if name not in done}
+    def response(self, names: list[str], output: Any, done: list[str]) -> None:
+        progress = {
+            name: ChunkProgress(self.chunks[name].steps, STEPS, 1000)
+            for name in names
+            if name not in done
+        }
         self.run.scheduler.update_from_output(
             output,
             StepOutput(
                 req_ids=names,
                 req_id_to_index={name: index for index, name in enumerate(names)},
-                pooler_output=[torch.zeros(1, dtype=torch.uint8) if name in done else None for name in names],
+                pooler_output=[
+                    torch.zeros(1, dtype=torch.uint8) if name in done else None for name in names
+                ],
                 committed=tuple(done),
                 progress=progress,
                 before_s=self.durations_s[-2],
@@ -128,28 +149,32 @@ class Device:
     def deliver(self, chunk: Chunk) -> None:
         name, viewer = chunk.viewer, self.viewers[chunk.viewer]
         chunk.done_s = self.now_s + DELIVER_S
-        ask_s = chunk.done_s
+        request_s = chunk.done_s
         if viewer.shown_s is None or name == ALONE:
             viewer.shown_s = chunk.done_s
         else:
-            ask_s = max(ask_s, viewer.shown_s)
+            request_s = max(request_s, viewer.shown_s)
             viewer.shown_s = max(chunk.done_s, viewer.shown_s + FRAMES / FPS)
         viewer.got.append(chunk)
-        if viewer.asked < viewer.chunks:
-            heapq.heappush(self.events, (ask_s, next(self.order), name))
+        if viewer.requested < viewer.chunks:
+            heapq.heappush(self.events, (request_s, next(self.order), name))
 
 
 @pytest.mark.parametrize("apart_s", [0.2, 0.3, 0.6, 0.7])
 def test_two_streams_that_need_slightly_more_than_the_device_are_in_time(
     null_world: Path, monkeypatch: pytest.MonkeyPatch, apart_s: float
 ) -> None:
-    """105 % of it with the exact decoder: at most two chunks of sixteen are late, and at most half go without.
+    """105 % of it with the exact decoder: at most two chunks of sixteen are late, and at most half
+    go without.
 
-    Six were, each by up to 31 ms, while the scheduler took the times between the host's answers for those of steps.
+    Six were, each by up to 31 ms, while the scheduler took the times between the host's answers for
+    those of steps.
     """
     got = Device(null_world, (3.0, 3.0 + apart_s), monkeypatch).play()
     assert len(got) == 16
-    assert sum(chunk.done_s > chunk.due_s for chunk in got if chunk.due_s is not None) <= 2
+    assert (
+        sum(chunk.done_s > chunk.deadline_s for chunk in got if chunk.deadline_s is not None) <= 2
+    )
     assert sum(chunk.tiny for chunk in got) <= 8
 
 
@@ -157,7 +182,12 @@ def test_two_streams_that_need_slightly_more_than_the_device_are_in_time(
 def test_three_streams_that_need_more_at_any_level_all_go_without(
     null_world: Path, monkeypatch: pytest.MonkeyPatch, apart_s: float
 ) -> None:
-    """157 % with the exact decoder and 105 with the tiny one: no chunk is made in full, nobody lags more than that."""
+    """157 % with the exact decoder and 105 with the tiny one: no chunk is made in full, nobody
+    lags more than that.
+    """
     got = Device(null_world, (3.0, 3.0 + apart_s, 3.0 + 2 * apart_s), monkeypatch).play()
     assert [chunk.tiny for chunk in got] == [True] * 24
-    assert max(chunk.done_s - chunk.due_s for chunk in got if chunk.due_s is not None) < 0.1 * FRAMES / FPS
+    assert (
+        max(chunk.done_s - chunk.deadline_s for chunk in got if chunk.deadline_s is not None)
+        < 0.1 * FRAMES / FPS
+    )

@@ -13,14 +13,16 @@ def params(extra: dict[str, Any] | None) -> PoolingParams:
     return PoolingParams(task="plugin", extra_kwargs=extra)
 
 
-def test_a_note_stands_beside_what_the_client_sent() -> None:
+def test_a_note_stands_alongside_what_the_client_sent() -> None:
     """In a copy; the client's object stays as it is."""
     sent = params({"omni": {"session_id": "s"}, "omni_tensors": b"x"})
-    noted = SchedulerNote(refused="full", degradations=["fewer_steps"]).attach(sent)
+    noted = SchedulerNote(refused="full", degradations=["fewer_steps"]).attach_to_params(sent)
     assert sent.extra_kwargs == {"omni": {"session_id": "s"}, "omni_tensors": b"x"}
     assert noted.extra_kwargs is not None and noted.task == "plugin"
     assert {key: noted.extra_kwargs[key] for key in sent.extra_kwargs} == sent.extra_kwargs
-    assert SchedulerNote.read(noted.extra_kwargs) == SchedulerNote(refused="full", degradations=["fewer_steps"])
+    assert SchedulerNote.read_extra_kwargs(noted.extra_kwargs) == SchedulerNote(
+        refused="full", degradations=["fewer_steps"]
+    )
     bare = without_note(noted)
     assert bare.extra_kwargs == sent.extra_kwargs and noted.extra_kwargs != sent.extra_kwargs
 
@@ -29,6 +31,6 @@ def test_a_note_stands_beside_what_the_client_sent() -> None:
 def test_without_a_note_there_is_nothing_to_take_away(extra: dict[str, Any] | None) -> None:
     """Not even a copy is made; and an empty note is read."""
     sent = params(extra)
-    assert without_note(sent) is sent and SchedulerNote.read(extra) == SchedulerNote()
-    noted = SchedulerNote(degradations=["a"]).attach(sent)
-    assert SchedulerNote.read(noted.extra_kwargs).degradations == ["a"]
+    assert without_note(sent) is sent and SchedulerNote.read_extra_kwargs(extra) == SchedulerNote()
+    noted = SchedulerNote(degradations=["a"]).attach_to_params(sent)
+    assert SchedulerNote.read_extra_kwargs(noted.extra_kwargs).degradations == ["a"]

@@ -31,8 +31,10 @@ def test_a_trace_gives_the_same_again(policy: str) -> None:
     assert [o.gaps_s for o in simulate(load, policy)] == [o.gaps_s for o in simulate(load, policy)]  # type: ignore[arg-type]
 
 
-def test_streams_play_smoothly_beside_jobs_that_have_no_deadline() -> None:
-    """Two streams and four long jobs: FIFO lets the jobs take every place, deadline-first holds both streams."""
+def test_streams_play_smoothly_alongside_jobs_that_have_no_deadline() -> None:
+    """Two streams and four long jobs: FIFO lets the jobs take every place, deadline-first holds
+    both streams.
+    """
     load = Load([*streams(2), *(Viewer(1.0, 2, None, 50) for _ in range(4))], COSTS)
     assert worst_gap(load, "fifo") > 3
     assert worst_gap(load, "deadline") <= 1.5

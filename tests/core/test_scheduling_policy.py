@@ -27,9 +27,15 @@ SHARED = StepCosts(step_s=0.1, size_s=0.001)
 """A step takes about 0.1 s, however many share it."""
 
 
-def live(name: str, due_s: float, steps: int = 1, **fields: Any) -> LiveRequest:
-    values: dict[str, Any] = {"has_deadline": True, "started": True, "size": 1.0, "order": ord(name[0]), **fields}
-    return LiveRequest(name, due_s, steps_left=steps, **values)
+def live(name: str, deadline_s: float, steps: int = 1, **fields: Any) -> LiveRequest:
+    values: dict[str, Any] = {
+        "has_deadline": True,
+        "started": True,
+        "size": 1.0,
+        "order": ord(name[0]),
+        **fields,
+    }
+    return LiveRequest(name, deadline_s, steps_left=steps, **values)
 
 
 def names(batch: list[LiveRequest]) -> str:
@@ -40,24 +46,72 @@ def names(batch: list[LiveRequest]) -> str:
     ("requests", "costs", "most", "expected"),
     [
         pytest.param([], LINEAR, 4, "", id="nothing to do"),
-        pytest.param([live("a", 9), live("b", 8)], LINEAR, 4, "ba", id="due first goes first; time for both at once"),
-        pytest.param([live("a", 9), live("b", 9)], LINEAR, 1, "a", id="of equals, the earlier arrival"),
-        pytest.param([live("a", 0.1), live("b", 9)], LINEAR, 4, "a", id="sharing the step would make a late"),
+        pytest.param(
+            [live("a", 9), live("b", 8)],
+            LINEAR,
+            4,
+            "ba",
+            id="due first goes first; time for both at once",
+        ),
+        pytest.param(
+            [live("a", 9), live("b", 9)], LINEAR, 1, "a", id="of equals, the earlier arrival"
+        ),
+        pytest.param(
+            [live("a", 0.1), live("b", 9)], LINEAR, 4, "a", id="sharing the step would make a late"
+        ),
         pytest.param([live("a", 0.1), live("b", 9)], SHARED, 4, "a", id="even by a millisecond"),
-        pytest.param([live("a", 0.11), live("b", 9)], SHARED, 4, "ab", id="unless its deadline leaves that much"),
         pytest.param(
-            [live("a", 9, 3), live("b", 1.0, 4), live("c", 1.0, 4)], LINEAR, 4, "bca", id="room for all three"
+            [live("a", 0.11), live("b", 9)],
+            SHARED,
+            4,
+            "ab",
+            id="unless its deadline leaves that much",
         ),
-        pytest.param([live("a", 9, 3), live("b", 0.4, 4)], LINEAR, 4, "b", id="every step counts, not only the next"),
-        pytest.param([live(name, 9) for name in "abcdef"], LINEAR, 4, "abcd", id="never more than allowed"),
         pytest.param(
-            [live("a", -1), live("b", -2)], LINEAR, 4, "b", id="both late: one by one, the longest late first"
+            [live("a", 9, 3), live("b", 1.0, 4), live("c", 1.0, 4)],
+            LINEAR,
+            4,
+            "bca",
+            id="room for all three",
         ),
-        pytest.param([live("a", -1), live("b", -2)], SHARED, 4, "ba", id="both late: together if that is quicker"),
         pytest.param(
-            [live("a", -1, 2), live("b", 0.35)], LINEAR, 4, "a", id="a late one delays no one who can make it"
+            [live("a", 9, 3), live("b", 0.4, 4)],
+            LINEAR,
+            4,
+            "b",
+            id="every step counts, not only the next",
         ),
-        pytest.param([live("a", 0.1), live("b", 0.1)], StepCosts(), 4, "ab", id="costs unknown: as many as allowed"),
+        pytest.param(
+            [live(name, 9) for name in "abcdef"], LINEAR, 4, "abcd", id="never more than allowed"
+        ),
+        pytest.param(
+            [live("a", -1), live("b", -2)],
+            LINEAR,
+            4,
+            "b",
+            id="both late: one by one, the longest late first",
+        ),
+        pytest.param(
+            [live("a", -1), live("b", -2)],
+            SHARED,
+            4,
+            "ba",
+            id="both late: together if that is quicker",
+        ),
+        pytest.param(
+            [live("a", -1, 2), live("b", 0.35)],
+            LINEAR,
+            4,
+            "a",
+            id="a late one delays no one who can make it",
+        ),
+        pytest.param(
+            [live("a", 0.1), live("b", 0.1)],
+            StepCosts(),
+            4,
+            "ab",
+            id="costs unknown: as many as allowed",
+        ),
         pytest.param(
             [live("a", 10, has_deadline=False), live("b", 0.5)],
             LINEAR,
@@ -74,7 +128,9 @@ def names(batch: list[LiveRequest]) -> str:
         ),
     ],
 )
-def test_who_shares_the_next_step(requests: list[LiveRequest], costs: StepCosts, most: int, expected: str) -> None:
+def test_who_shares_the_next_step(
+    requests: list[LiveRequest], costs: StepCosts, most: int, expected: str
+) -> None:
     assert names(choose_batch(0.0, requests, costs, most)) == expected
 
 
@@ -89,7 +145,7 @@ REQUESTS = st.lists(
     st.builds(
         LiveRequest,
         request_id=st.just("r"),
-        due_s=st.floats(-2, 20),
+        deadline_s=st.floats(-2, 20),
         has_deadline=st.booleans(),
         steps_left=st.integers(1, 8),
         started=st.booleans(),
@@ -109,12 +165,18 @@ COSTS = st.builds(
 
 
 def ends(requests: list[LiveRequest], batch: list[LiveRequest], costs: StepCosts) -> list[float]:
-    """When each is done if `batch` takes its step now and then everybody is served one by one, due first."""
+    """When each is done if `batch` takes its step now and then everybody is served one by one,
+    due first.
+    """
     together = costs.step_s + sum(costs.of_step(request) for request in batch)
     clock, result = together, []
-    for request in sorted(requests, key=lambda r: (r.due_s, r.order)):
+    for request in sorted(requests, key=lambda r: (r.deadline_s, r.order)):
         step = costs.step_s + costs.of_step(request)
-        rest = costs.of_chunk(request.steps_left, request.size, request.started) if request.has_deadline else step
+        rest = (
+            costs.of_chunk(request.steps_left, request.size, request.started)
+            if request.has_deadline
+            else step
+        )
         if request in batch:
             rest -= step
         clock += rest
@@ -123,45 +185,61 @@ def ends(requests: list[LiveRequest], batch: list[LiveRequest], costs: StepCosts
 
 
 @given(REQUESTS, COSTS, st.integers(1, 6))
-def test_the_batch_is_the_most_urgent_few(requests: list[LiveRequest], costs: StepCosts, most: int) -> None:
+def test_the_batch_is_the_most_urgent_few(
+    requests: list[LiveRequest], costs: StepCosts, most: int
+) -> None:
     """Never empty, never too many, and nobody outside is due before anybody inside."""
     batch = choose_batch(0.0, requests, costs, most)
-    order = sorted(requests, key=lambda r: (r.due_s, r.order))
+    order = sorted(requests, key=lambda r: (r.deadline_s, r.order))
     assert batch == order[: len(batch)]
     assert min(1, len(requests)) <= len(batch) <= most
 
 
 @given(REQUESTS, COSTS, st.integers(1, 6))
-def test_no_deadline_is_given_up_for_a_larger_batch(requests: list[LiveRequest], costs: StepCosts, most: int) -> None:
-    """Whoever would be in time if the most urgent request went alone is in time with the chosen batch as well.
+def test_no_deadline_is_given_up_for_a_larger_batch(
+    requests: list[LiveRequest], costs: StepCosts, most: int
+) -> None:
+    """Whoever would be in time if the most urgent request went alone is in time with the chosen
+    batch as well.
 
     Unless most are late one by one: then only batches can help, and one deadline no longer decides.
     """
-    order = sorted(requests, key=lambda r: (r.due_s, r.order))
+    order = sorted(requests, key=lambda r: (r.deadline_s, r.order))
     alone = ends(requests, order[:1], costs)
-    with_deadline = [(end, request) for end, request in zip(alone, order, strict=True) if request.has_deadline]
+    with_deadline = [
+        (end, request) for end, request in zip(alone, order, strict=True) if request.has_deadline
+    ]
     # A hair's breadth more than the policy's own rule, against rounding.
-    assume(2 * sum(end > request.due_s - 1e-6 for end, request in with_deadline) <= len(with_deadline))
+    assume(
+        2 * sum(end > request.deadline_s - 1e-6 for end, request in with_deadline)
+        <= len(with_deadline)
+    )
     chosen = ends(requests, choose_batch(0.0, requests, costs, most), costs)
     for request, one_by_one, batched in zip(order, alone, chosen, strict=True):
-        if request.has_deadline and one_by_one <= request.due_s:
-            assert batched <= request.due_s + 1e-6
+        if request.has_deadline and one_by_one <= request.deadline_s:
+            assert batched <= request.deadline_s + 1e-6
 
 
 def test_where_most_are_late_one_by_one_they_share_steps() -> None:
-    """Eight streams that only a batch can serve in time: the one deadline that a batch of one keeps does not decide."""
+    """Eight streams that only a batch can serve in time: the one deadline that a batch of one
+    keeps does not decide.
+    """
     requests = [live("abcdefgh"[number], 0.101 if number == 0 else 0.4, 3) for number in range(8)]
     assert names(choose_batch(0.0, requests, SHARED, 8)) == "abcdefgh"
 
 
 @given(REQUESTS, COSTS)
-def test_the_order_of_arrival_in_the_list_does_not_matter(requests: list[LiveRequest], costs: StepCosts) -> None:
+def test_the_order_of_arrival_in_the_list_does_not_matter(
+    requests: list[LiveRequest], costs: StepCosts
+) -> None:
     assert choose_batch(0.0, requests, costs, 4) == choose_batch(0.0, requests[::-1], costs, 4)
 
 
 @given(st.integers(1, 12), st.integers(1, 4), st.floats(0.5, 5))
-def test_nobody_starves(num_streams: int, most: int, patience_s: float) -> None:
-    """Streams that are always late and one request without a deadline: each of its steps comes soon after it is due."""
+def test_no_one_starves(num_streams: int, most: int, patience_s: float) -> None:
+    """Streams that are always late and one request without a deadline: each of its steps comes
+    soon after it is due.
+    """
     costs, now_s, arrivals = StepCosts(size_s=0.1), 0.0, num_streams
     waiting = live("w", patience_s, 3, has_deadline=False, order=-1)
     others = [live("s", 0.2, 2, order=number) for number in range(num_streams)]
@@ -170,14 +248,14 @@ def test_nobody_starves(num_streams: int, most: int, patience_s: float) -> None:
         now_s += costs.step_s + sum(costs.of_step(request) for request in batch)
         if waiting in batch:
             # Whoever was due before is done first: at most one chunk of each stream.
-            assert now_s <= waiting.due_s + 0.1 * (2 * num_streams + most) + 0.2
-            waiting.due_s, waiting.steps_left = now_s + patience_s, waiting.steps_left - 1
+            assert now_s <= waiting.deadline_s + 0.1 * (2 * num_streams + most) + 0.2
+            waiting.deadline_s, waiting.steps_left = now_s + patience_s, waiting.steps_left - 1
         for request in batch:
             if request is not waiting:
                 request.steps_left -= 1
                 if request.steps_left == 0:
                     arrivals += 1
-                    request.due_s, request.steps_left, request.order = now_s + 0.2, 2, arrivals
+                    request.deadline_s, request.steps_left, request.order = now_s + 0.2, 2, arrivals
 
 
 def test_predicted_end_counts_what_is_due_before() -> None:
@@ -194,17 +272,24 @@ def test_predicted_end_counts_what_is_due_before() -> None:
         pytest.param([Demand(3.0, 0.4)], Demand(0.75, 0.4), True, id="beside a slow one"),
         pytest.param([], Demand(0.75, 0.8), False, id="not even alone"),
         pytest.param([Demand(0.75, 0.4)], Demand(0.75, 0.0), True, id="nothing known: taken"),
-        pytest.param([Demand(0.75, 0.9)], Demand(0.75, 0.0), True, id="nothing known: taken beside any others"),
+        pytest.param(
+            [Demand(0.75, 0.9)],
+            Demand(0.75, 0.0),
+            True,
+            id="nothing known: taken beside any others",
+        ),
     ],
 )
-def test_a_stream_that_cannot_be_held_is_refused(others: list[Demand], new: Demand, held: bool) -> None:
+def test_a_stream_that_cannot_be_held_is_refused(
+    others: list[Demand], new: Demand, held: bool
+) -> None:
     reason = refuses(others, new)
     assert (reason is None) == held
     assert reason is None or f"{MAX_UTILISATION:.0%}" in reason
 
 
 @pytest.mark.parametrize(
-    ("level", "costs_s", "due_s", "expected"),
+    ("level", "costs_s", "deadline_s", "expected"),
     [
         pytest.param(0, [0.4, 0.2], 1.0, 0, id="in time"),
         pytest.param(0, [0.4, 0.2], 0.3, 1, id="in time only with less"),
@@ -215,8 +300,10 @@ def test_a_stream_that_cannot_be_held_is_refused(others: list[Demand], new: Dema
         pytest.param(0, [0.4], 0.1, 0, id="nothing to give up"),
     ],
 )
-def test_quality_is_given_up_only_to_be_in_time(level: int, costs_s: list[float], due_s: float, expected: int) -> None:
-    assert choose_level(level, costs_s, due_s, start_s=0.0, period_s=1.0) == expected
+def test_quality_is_given_up_only_to_be_in_time(
+    level: int, costs_s: list[float], deadline_s: float, expected: int
+) -> None:
+    assert choose_level(level, costs_s, deadline_s, start_s=0.0, period_s=1.0) == expected
 
 
 def test_costs_add_up() -> None:
@@ -226,18 +313,27 @@ def test_costs_add_up() -> None:
     assert costs.of_chunk(5, 2.0) == pytest.approx(5 * 0.01 + 2 * (5 * 0.1 + 0.02 + 0.3))
 
 
-def chosen_by_definition(requests: list[LiveRequest], costs: StepCosts, most: int) -> list[LiveRequest]:
-    """What `choose_batch` promises, reckoned anew for every size of the batch. Exact for numbers like 3/8."""
-    queue = sorted(requests, key=lambda r: (r.due_s, r.order))
+def chosen_by_definition(
+    requests: list[LiveRequest], costs: StepCosts, most: int
+) -> list[LiveRequest]:
+    """What `choose_batch` promises, reckoned anew for every size of the batch.
+
+    Exact for numbers like 3/8.
+    """
+    queue = sorted(requests, key=lambda r: (r.deadline_s, r.order))
     most = min(most, len(queue))
     if costs.step_s <= 0 and costs.size_s <= 0:
         return queue[:most]
     slacks: list[float | None] = []  # None: it has no deadline
     clock = 0.0
     for r in queue:
-        alone = costs.of_chunk(r.steps_left, r.size, r.started, r.level) if r.has_deadline else one_step(r, costs)
+        alone = (
+            costs.of_chunk(r.steps_left, r.size, r.started, r.level)
+            if r.has_deadline
+            else one_step(r, costs)
+        )
         clock += max(0.0, alone)
-        slacks.append(r.due_s - clock if r.has_deadline else None)
+        slacks.append(r.deadline_s - clock if r.has_deadline else None)
     timed = [slack for slack in slacks if slack is not None]
     if 2 * sum(slack < 0 for slack in timed) > len(timed):
         slacks = [None if slack is None else -1.0 for slack in slacks]
@@ -245,10 +341,20 @@ def chosen_by_definition(requests: list[LiveRequest], costs: StepCosts, most: in
     for k in range(1, most + 1):
         together = costs.step_s + sum(costs.of_step(r) for r in queue[:k])
         # How much later than one by one the batch lets each request have its step.
-        later = [together - sum(one_step(r, costs) for r in queue[: min(i, k - 1) + 1]) for i in range(len(queue))]
-        kept = all(slack is None or slack < 0 or late <= slack for slack, late in zip(slacks, later, strict=True))
-        wait = sum(late for slack, late in zip(slacks, later, strict=True) if slack is not None and slack < 0)
-        if k == 1 or (kept and wait <= best_wait):
+        later = [
+            together - sum(one_step(r, costs) for r in queue[: min(i, k - 1) + 1])
+            for i in range(len(queue))
+        ]
+        retained = all(
+            slack is None or slack < 0 or late <= slack
+            for slack, late in zip(slacks, later, strict=True)
+        )
+        wait = sum(
+            late
+            for slack, late in zip(slacks, later, strict=True)
+            if slack is not None and slack < 0
+        )
+        if k == 1 or (retained and wait <= best_wait):
             best, best_wait = k, wait if k > 1 else 0.0
     return queue[:best]
 
@@ -259,7 +365,8 @@ def one_step(request: LiveRequest, costs: StepCosts) -> float:
 
 @pytest.mark.parametrize("tight", [0.5, 1.0, 2.0, 8.0])
 def test_the_batch_is_the_one_that_the_definition_gives(tight: float) -> None:
-    """A thousand random queues, deadlines `tight` times the work that is there on average; all sums are exact.
+    """A thousand random queues, deadlines `tight` times the work that is there on average; all sums
+    are exact.
 
     Costs of beginning and ending may be below zero: they are fitted to measurements.
     """
@@ -268,7 +375,9 @@ def test_the_batch_is_the_one_that_the_definition_gives(tight: float) -> None:
     for _ in range(1000):
         step_s, size_s = rng.choice([(0, 0), (0, 1 / 8), (1, 0), (1, 1 / 8), (1 / 8, 1), (4, 1)])
         first_s, last_s, less_s = (rng.choice([0, 0, 1 / 4, 1, 3, -1 / 2, -4]) for _ in range(3))
-        costs = StepCosts(step_s, size_s, first_s, last_s, rng.choice([(), (less_s, less_s - 1 / 8)]))
+        costs = StepCosts(
+            step_s, size_s, first_s, last_s, rng.choice([(), (less_s, less_s - 1 / 8)])
+        )
         count = rng.randint(1, 7)
         work = max(1, round(tight * count * 2))
         requests = [
@@ -287,8 +396,10 @@ def test_the_batch_is_the_one_that_the_definition_gives(tight: float) -> None:
         most = rng.randint(1, 6)
         expected = chosen_by_definition(requests, costs, most)
         assert choose_batch(0.0, requests, costs, most) == expected, (requests, costs, most)
-        later = [dataclasses.replace(r, due_s=r.due_s + 64) for r in requests]
-        assert len(choose_batch(64.0, later, costs, most)) == len(expected), "only the time left matters"
+        later = [dataclasses.replace(r, deadline_s=r.deadline_s + 64) for r in requests]
+        assert len(choose_batch(64.0, later, costs, most)) == len(expected), (
+            "only the time left matters"
+        )
         sizes.add(len(expected))
     assert sizes >= {1, 2, 3, 4}
 
@@ -316,7 +427,9 @@ def test_what_a_request_takes_at_its_level(
 
 
 def test_the_end_is_predicted_from_everybody_ahead() -> None:
-    """Chunks with a deadline to their end, of the others one step each; at their level, and begun or not."""
+    """Chunks with a deadline to their end, of the others one step each; at their level, and
+    begun or not.
+    """
     costs = StepCosts(1, 2, 4, 8, (16,))
     requests = [
         live("a", 1, 2, level=1),
@@ -326,13 +439,16 @@ def test_the_end_is_predicted_from_everybody_ahead() -> None:
     ]
     alone_s = [2 * 1 + 2 * 2 + 16, 1 + 2 + 4, 1 + 2 + 4 + 8, 1 + 2 + 8]
     for index, request in enumerate(requests):
-        assert predicted_end_s(100.0, request, requests[::-1], costs) == 100.0 + sum(alone_s[: index + 1])
+        assert predicted_end_s(100.0, request, requests[::-1], costs) == 100.0 + sum(
+            alone_s[: index + 1]
+        )
 
 
 def test_a_refusal_names_the_numbers() -> None:
     """What the stream would take, what the others take, what there is, and what to do."""
     assert refuses([Demand(0.5, 0.1), Demand(1.0, 0.25)], Demand(0.75, 0.6)) == (
-        "a chunk every 0.75 s would take 80% of the engine's time, 2 live streams take 45%, and at most 95% "
+        "a chunk every 0.75 s would take 80% of the engine's time, 2 live streams take 45%, and at "
+        "most 95% "
         "can be used: request a lower frame rate or try again later"
     )
     assert refuses([], Demand(1.0, MAX_UTILISATION)) is None, "exactly all that may be held"

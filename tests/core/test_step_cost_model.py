@@ -16,16 +16,23 @@ def duration_s(costs: StepCosts, total: float, first: float, last: float) -> flo
 
 
 def show(
-    model: StepCostModel, costs: StepCosts, steps: int, rng: random.Random, most: int = 4, noise: float = 0.02
+    model: StepCostModel,
+    costs: StepCosts,
+    steps: int,
+    rng: random.Random,
+    most: int = 4,
+    noise: float = 0.02,
 ) -> None:
     for _ in range(steps):
         batch = rng.randint(1, most)
         total = 100.0 * batch
         first, last = 100.0 * (rng.random() < 0.2), 100.0 * (rng.random() < 0.2)
-        model.observe(total, first, last, duration_s(costs, total, first, last) * rng.gauss(1, noise))
+        model.observe(
+            total, first, last, duration_s(costs, total, first, last) * rng.gauss(1, noise)
+        )
 
 
-def test_it_finds_what_a_step_a_beginning_and_an_end_cost() -> None:
+def test_it_finds_what_a_step_a_start_and_an_end_cost() -> None:
     """From steps with 2 % noise; a chunk's cost within 5 %, each part within 25 %."""
     model = StepCostModel()
     show(model, TRUE, 200, random.Random(0))
@@ -77,7 +84,9 @@ def test_what_is_not_seen_for_a_while_keeps_its_value() -> None:
 
 
 def show_ladder(model: StepCostModel, chunks: int, rng: random.Random, level: int) -> None:
-    """Chunks of five steps, one after the other, at `level`; from level 2 on their end takes 10 ms instead of 150."""
+    """Chunks of five steps, one after the other, at `level`; from level 2 on their end takes 10
+    ms instead of 150.
+    """
     for _ in range(chunks):
         for step in range(5):
             first, last = 100.0 * (step == 0), 100.0 * (step == 4)
@@ -87,7 +96,10 @@ def show_ladder(model: StepCostModel, chunks: int, rng: random.Random, level: in
 
 
 def test_it_learns_what_a_level_saves_at_a_chunks_end() -> None:
-    """Within ten chunks; before, a level is taken to end like the one above it. Nothing else moves."""
+    """Within ten chunks; before, a level is taken to end like the one above it.
+
+    Nothing else moves.
+    """
     model, rng = StepCostModel(num_levels=3), random.Random(5)
     show_ladder(model, 20, rng, level=0)
     at = [model.costs.of_chunk(5, 100.0, level=level) for level in range(3)]
@@ -98,16 +110,20 @@ def test_it_learns_what_a_level_saves_at_a_chunks_end() -> None:
     assert model.costs.of_chunk(5, 100.0) == pytest.approx(TRUE.of_chunk(5, 100.0), rel=0.1)
 
 
-def test_full_quality_is_not_forgotten_while_all_chunks_go_without_it() -> None:
+def test_full_quality_is_not_evicted_while_all_chunks_go_without_it() -> None:
     """A thousand chunks of overload later, the way back is still judged by what it will take."""
     model, rng = StepCostModel(num_levels=3), random.Random(6)
     show_ladder(model, 20, rng, level=0)
     show_ladder(model, 1000, rng, level=2)
     assert model.costs.of_chunk(5, 100.0) == pytest.approx(TRUE.of_chunk(5, 100.0), rel=0.15)
-    assert model.costs.of_chunk(5, 100.0, level=2) == pytest.approx(TRUE.of_chunk(5, 100.0) - 0.140, rel=0.05)
+    assert model.costs.of_chunk(5, 100.0, level=2) == pytest.approx(
+        TRUE.of_chunk(5, 100.0) - 0.140, rel=0.05
+    )
 
 
-@pytest.mark.parametrize("bad", [(0.0, 0.0, 0.0, 1.0), (100.0, 0.0, 0.0, -1.0), (100.0, 0.0, 0.0, float("nan"))])
+@pytest.mark.parametrize(
+    "bad", [(0.0, 0.0, 0.0, 1.0), (100.0, 0.0, 0.0, -1.0), (100.0, 0.0, 0.0, float("nan"))]
+)
 def test_steps_that_say_nothing_are_left_out(bad: tuple[float, float, float, float]) -> None:
     model = StepCostModel()
     model.observe(*bad)
@@ -139,7 +155,9 @@ def test_it_is_fitted_after_each_early_step_and_then_after_every_fourth() -> Non
 
 
 def test_one_slow_step_of_the_first_three_is_not_the_estimate() -> None:
-    """Wherever it is among them; the very first one still weighs a ninth of what it took, until more have been seen."""
+    """Wherever it is among them; the very first one still weighs a ninth of what it took, until
+    more have been seen.
+    """
     for position in range(3):
         model = StepCostModel()
         for step in range(3):
@@ -150,12 +168,12 @@ def test_one_slow_step_of_the_first_three_is_not_the_estimate() -> None:
 
 def test_steps_without_degraded_chunks_need_not_say_so() -> None:
     """Leaving the sizes out is the same as zeros."""
-    told, untold = StepCostModel(num_levels=3), StepCostModel(num_levels=3)
+    reported, untold = StepCostModel(num_levels=3), StepCostModel(num_levels=3)
     for number in range(8):
         last = 100.0 * (number % 2)
-        told.observe(100.0, 0.0, last, 0.05 + last / 1000, [0.0, 0.0])
+        reported.observe(100.0, 0.0, last, 0.05 + last / 1000, [0.0, 0.0])
         untold.observe(100.0, 0.0, last, 0.05 + last / 1000)
-    assert told.costs == untold.costs and len(told.costs.degraded_last_s) == 2
+    assert reported.costs == untold.costs and len(reported.costs.degraded_last_s) == 2
 
 
 def test_the_smallest_step_counts() -> None:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StreamBatchScheduler on its own: one micro-step in flight, session order, batch limit, spreading over stages."""
+"""StreamBatchScheduler on its own: one micro-step in flight, session order, batch limit,
+spreading over stages.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -25,7 +27,12 @@ def test_a_request_is_scheduled_until_it_has_a_result(new_harness: Callable[...,
     """Each step once; after the result never again."""
     harness = new_harness()
     harness.add("r", "s")
-    assert [harness.step(), harness.step(), harness.step(done="r"), harness.step()] == [["r"], ["r"], ["r"], []]
+    assert [harness.step(), harness.step(), harness.step(done="r"), harness.step()] == [
+        ["r"],
+        ["r"],
+        ["r"],
+        [],
+    ]
 
 
 def test_a_request_never_has_two_steps_in_flight(new_harness: Callable[..., Harness]) -> None:
@@ -37,9 +44,9 @@ def test_a_request_never_has_two_steps_in_flight(new_harness: Callable[..., Harn
     second, second_output = harness.schedule()
     third, _ = harness.schedule()
     assert (first, second, third) == (["a"], ["b"], [])
-    harness.answer(first_output)
+    harness.response(first_output)
     assert harness.schedule()[0] == ["a"]
-    harness.answer(second_output)
+    harness.response(second_output)
     assert harness.schedule()[0] == ["b"]
 
 
@@ -52,7 +59,9 @@ def test_vllms_bound_on_tokens_is_a_bound_on_the_batch(new_harness: Callable[...
         assert len(harness.step()) == expected
 
 
-def test_chunks_of_a_session_run_in_the_order_of_their_index(new_harness: Callable[..., Harness]) -> None:
+def test_chunks_of_a_session_run_in_the_order_of_their_index(
+    new_harness: Callable[..., Harness],
+) -> None:
     """2 arrived before 1 and before it could start; other sessions are not held up."""
     harness = new_harness()
     harness.add("s2", "s", 2)
@@ -64,7 +73,9 @@ def test_chunks_of_a_session_run_in_the_order_of_their_index(new_harness: Callab
 
 
 def test_a_chunk_that_runs_is_not_overtaken(new_harness: Callable[..., Harness]) -> None:
-    """An earlier index that arrives late waits for the running one (the runner then says it is out of order)."""
+    """An earlier index that arrives late waits for the running one (the runner then says it is
+    out of order).
+    """
     harness = new_harness()
     harness.add("s2", "s", 2)
     assert harness.step() == ["s2"]
@@ -82,7 +93,9 @@ def test_chunks_without_index_run_in_order_of_arrival(new_harness: Callable[...,
 
 
 @pytest.mark.parametrize("aborted", ["s1", "s2"])
-def test_aborting_a_chunk_lets_the_next_one_go(new_harness: Callable[..., Harness], aborted: str) -> None:
+def test_aborting_a_chunk_lets_the_next_one_go(
+    new_harness: Callable[..., Harness], aborted: str
+) -> None:
     """Whether the aborted chunk was running or waiting; nothing of it stays behind."""
     harness = new_harness()
     harness.add("s1", "s", 1)
@@ -94,7 +107,9 @@ def test_aborting_a_chunk_lets_the_next_one_go(new_harness: Callable[..., Harnes
     assert not harness.scheduler.has_unfinished_requests() and not len(harness.scheduler._streams)
 
 
-def test_a_batch_has_at_most_the_configured_number_of_requests(new_harness: Callable[..., Harness]) -> None:
+def test_a_batch_has_at_most_the_configured_number_of_requests(
+    new_harness: Callable[..., Harness],
+) -> None:
     harness = new_harness(max_requests_per_step=2)
     for name in "abc":
         harness.add(name, name)
@@ -104,7 +119,9 @@ def test_a_batch_has_at_most_the_configured_number_of_requests(new_harness: Call
 
 
 def test_requests_are_spread_over_the_stages(new_harness: Callable[..., Harness]) -> None:
-    """Four sessions on two stages: two batches of two in flight, not one of four; queued chunks do not count."""
+    """Four sessions on two stages: two batches of two in flight, not one of four; queued chunks
+    do not count.
+    """
     harness = new_harness(stages=2)
     for name in "abcd":
         harness.add(name, name, 0)
@@ -114,8 +131,12 @@ def test_requests_are_spread_over_the_stages(new_harness: Callable[..., Harness]
     assert (first, second) == (["a", "b"], ["c", "d"])
 
 
-def test_the_next_chunk_starts_while_the_last_result_is_on_its_way(new_harness: Callable[..., Harness]) -> None:
-    """The one that only delivers takes no place of one that works, and ends its session's turn only once."""
+def test_the_next_chunk_starts_while_the_last_result_is_on_its_way(
+    new_harness: Callable[..., Harness],
+) -> None:
+    """The one that only delivers takes no place of one that works, and ends its session's turn
+    only once.
+    """
     harness = new_harness(max_requests_per_step=1)
     for index in range(3):
         harness.add(f"s{index}", "s", index)
@@ -134,36 +155,47 @@ def test_a_worker_of_stock_vllm_is_understood(new_harness: Callable[..., Harness
     harness.add("a", "a")
     for done, left in ((), ["a"]), (("a",), []):
         names, output = harness.schedule()
-        harness.stock_answer(output, done)
+        harness.stock_response(output, done)
         assert names == ["a"] and list(harness.scheduler.requests) == left
 
 
-def test_a_chunk_that_is_denoised_when_it_has_been_aborted_leaves_nothing(new_harness: Callable[..., Harness]) -> None:
+def test_a_chunk_that_is_denoised_when_it_has_been_aborted_leaves_nothing(
+    new_harness: Callable[..., Harness],
+) -> None:
     harness = new_harness()
     harness.add("a", "a")
     harness.add("b", "b")
     _, output = harness.schedule()
     harness.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
-    harness.answer(output, denoised=["a"])
+    harness.response(output, denoised=["a"])
     assert not harness.scheduler._delivering and harness.step(done="b") == ["b"]
 
 
 def test_malformed_requests_still_reach_the_runner(new_harness: Callable[..., Harness]) -> None:
     """Fields of the wrong type must not upset the scheduler: the runner answers them."""
     harness = new_harness()
-    for number, extra in enumerate(({}, {"omni": 1}, {"omni": {"session_id": 3, "chunk_index": "x"}})):
+    for number, extra in enumerate(
+        ({}, {"omni": 1}, {"omni": {"session_id": 3, "chunk_index": "x"}})
+    ):
         params = DiffusionParams(session_id="s").to_pooling_params()
         params.extra_kwargs = extra
         harness.scheduler.add_request(
-            Request(request_id=str(number), prompt_token_ids=[0], sampling_params=None, pooling_params=params)
+            Request(
+                request_id=str(number),
+                prompt_token_ids=[0],
+                sampling_params=None,
+                pooling_params=params,
+            )
         )
     assert harness.step(done="012") == ["0", "1", "2"]
 
 
-def test_a_request_without_params_ends_with_data_that_pooling_cannot_answer_with(
+def test_a_request_without_params_ends_with_data_that_pooling_cannot_response_with(
     new_harness: Callable[..., Harness],
 ) -> None:
-    """vLLM's own `/pooling` sends such requests, and would answer 200 with the bytes of an error as data."""
+    """vLLM's own `/pooling` sends such requests, and would answer 200 with the bytes of an error
+    as data.
+    """
     harness = new_harness()
     harness.add("ours", "s")
     bare = PoolingParams(task="plugin")
@@ -171,8 +203,8 @@ def test_a_request_without_params_ends_with_data_that_pooling_cannot_answer_with
         Request(request_id="bare", prompt_token_ids=[0], sampling_params=None, pooling_params=bare)
     )
     _, output = harness.schedule()
-    answers = harness.stock_answer(output, done=("ours", "bare"))
-    data = {answer.request_id: answer.pooling_output for answer in answers[0].outputs}
+    responses = harness.stock_response(output, done=("ours", "bare"))
+    data = {response.request_id: response.pooling_output for response in responses[0].outputs}
     assert data["ours"].dtype == torch.uint8
     with pytest.raises(RuntimeError):
         data["bare"].tolist()
@@ -181,7 +213,9 @@ def test_a_request_without_params_ends_with_data_that_pooling_cannot_answer_with
     assert not harness.scheduler._without_params
 
 
-def test_a_request_without_params_that_is_aborted_leaves_nothing(new_harness: Callable[..., Harness]) -> None:
+def test_a_request_without_params_that_is_aborted_leaves_nothing(
+    new_harness: Callable[..., Harness],
+) -> None:
     harness = new_harness()
     bare = PoolingParams(task="plugin")
     harness.scheduler.add_request(

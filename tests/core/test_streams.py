@@ -6,7 +6,7 @@ import math
 import pytest
 
 from vllm_omni.core.sched.policy import LiveRequest, StepCosts
-from vllm_omni.core.sched.streams import RequestFields, Stream, Streams
+from vllm_omni.core.sched.streams import RequestFields, ScheduledStream, ScheduledStreams
 from vllm_omni.core.step_protocol import ChunkProgress
 
 COSTS = StepCosts(size_s=0.1)
@@ -16,109 +16,129 @@ def fields(session: str, chunk: float = 0, **values: object) -> RequestFields:
     return RequestFields(session, chunk, **values)  # type: ignore[arg-type]
 
 
-def heads(streams: Streams) -> list[str]:
+def heads(streams: ScheduledStreams) -> list[str]:
     return [request.request_id for request in streams.runnable(())]
 
 
-def finish(streams: Streams, name: str, num_steps: int = 2, size: int = 1, now_s: float = 0.0) -> None:
+def finish(
+    streams: ScheduledStreams, name: str, num_steps: int = 2, size: int = 1, now_s: float = 0.0
+) -> None:
     streams.mark_stepped(name)
     for step in range(1, num_steps):
         streams.advance(name, ChunkProgress(step, num_steps, size), now_s)
-    streams.end_turn(name, now_s)
+    streams.finish_request(name, now_s)
 
 
 def test_one_request_of_a_session_at_a_time_by_chunk_index() -> None:
-    streams = Streams(10.0)
+    streams = ScheduledStreams(10.0)
     for chunk in (2, 1):
-        streams.add(f"s{chunk}", fields("s", chunk), 0.0)
-    streams.add("t0", fields("t"), 0.0)
+        streams.add_request(f"s{chunk}", fields("s", chunk), 0.0)
+    streams.add_request("t0", fields("t"), 0.0)
     assert heads(streams) == ["s1", "t0"] and len(streams) == 2
     streams.mark_stepped("s1")
-    streams.add("s0", fields("s", 0), 0.0)
+    streams.add_request("s0", fields("s", 0), 0.0)
     assert heads(streams) == ["s1", "t0"], "what has begun is not overtaken"
-    streams.end_turn("s1", 0.0)
-    streams.end_turn("s1", 0.0)
+    streams.finish_request("s1", 0.0)
+    streams.finish_request("s1", 0.0)
     assert sorted(heads(streams)) == ["s0", "t0"]
 
 
 def test_due_times() -> None:
-    """A deadline counts from arrival; of requests without one a step is due every `patience_s`, begun ones first."""
-    streams = Streams(10.0)
+    """A deadline counts from arrival; of requests without one a step is due every `patience_s`,
+    begun ones first.
+    """
+    streams = ScheduledStreams(10.0)
     for number, name in enumerate("abc"):
-        streams.add(name, fields(name, deadline_s=0.5 if name == "a" else None), 100.0 + number)
+        streams.add_request(
+            name, fields(name, deadline_s=0.5 if name == "a" else None), 100.0 + number
+        )
     a, b, c = streams.runnable(())
-    assert (a.due_s, b.due_s, c.due_s) == (100.5, 111.0, 121.0)
+    assert (a.deadline_s, b.deadline_s, c.deadline_s) == (100.5, 111.0, 121.0)
     assert (a.has_deadline, b.has_deadline, c.has_deadline) == (True, False, False)
     for name in "ac":
         streams.advance(name, ChunkProgress(1, 20, 64), 103.0)
     streams.runnable(())
-    assert (a.due_s, a.steps_left, a.size, b.due_s, c.due_s) == (100.5, 19, 64.0, 123.0, 113.0)
+    assert (a.deadline_s, a.steps_left, a.size, b.deadline_s, c.deadline_s) == (
+        100.5,
+        19,
+        64.0,
+        123.0,
+        113.0,
+    )
 
 
 def test_session_operations_are_due_at_once() -> None:
-    streams = Streams(10.0)
-    streams.add("chunk", fields("s", deadline_s=0.5), 100.0)
-    streams.add("close", RequestFields("t", math.inf, is_chunk=False), 100.0)
+    streams = ScheduledStreams(10.0)
+    streams.add_request("chunk", fields("s", deadline_s=0.5), 100.0)
+    streams.add_request("close", RequestFields("t", math.inf, is_chunk=False), 100.0)
     chunk, close = streams.runnable(())
-    assert close.due_s < chunk.due_s and close.size == 0.0
+    assert close.deadline_s < chunk.deadline_s and close.size == 0.0
 
 
 def test_a_chunk_is_expected_to_be_like_the_one_before() -> None:
     """Of its own stream; a stream's first one like whatever was last."""
-    streams = Streams(10.0)
+    streams = ScheduledStreams(10.0)
     for session, steps, size in (("s", 4, 100), ("t", 8, 50)):
-        streams.add(session, fields(session), 0.0)
+        streams.add_request(session, fields(session), 0.0)
         finish(streams, session, steps, size)
     for session in "stu":
-        streams.add(f"{session}1", fields(session, 1), 0.0)
-    found = {request.request_id: (request.steps_left, request.size) for request in streams.runnable(())}
+        streams.add_request(f"{session}1", fields(session, 1), 0.0)
+    found = {
+        request.request_id: (request.steps_left, request.size) for request in streams.runnable(())
+    }
     assert found == {"s1": (4, 100.0), "t1": (8, 50.0), "u1": (8, 50.0)}
 
 
 def test_only_new_streams_are_refused_and_only_live_ones_count() -> None:
-    streams = Streams(10.0)
+    streams = ScheduledStreams(10.0)
     new = fields("new", period_s=0.3)
     assert streams.refusal(new, 0.0, COSTS) is None, "nothing is known yet"
-    streams.add("s", fields("s", period_s=0.3), 0.0)
+    streams.add_request("s", fields("s", period_s=0.3), 0.0)
     finish(streams, "s", num_steps=2, size=1)
     assert streams.refusal(new, 0.5, COSTS) is not None
     assert streams.refusal(fields("new"), 0.5, COSTS) is None, "it asks for no rate"
-    assert streams.refusal(fields("new", 5, period_s=0.3), 0.5, COSTS) is None, "not its first chunk"
+    assert streams.refusal(fields("new", 5, period_s=0.3), 0.5, COSTS) is None, (
+        "not its first chunk"
+    )
     assert streams.refusal(fields("s", 1, period_s=0.3), 0.5, COSTS) is None, "it is being served"
     assert streams.refusal(new, 1.5, COSTS) is None, "the other one has been silent for long"
 
 
 def test_a_closed_stream_makes_room_at_once() -> None:
-    streams = Streams(10.0)
-    streams.add("s", fields("s", period_s=0.3), 0.0)
+    streams = ScheduledStreams(10.0)
+    streams.add_request("s", fields("s", period_s=0.3), 0.0)
     finish(streams, "s")
-    streams.add("close", RequestFields("s", math.inf, is_chunk=False), 0.1)
-    streams.end_turn("close", 0.1)
+    streams.add_request("close", RequestFields("s", math.inf, is_chunk=False), 0.1)
+    streams.finish_request("close", 0.1)
     assert streams.refusal(fields("new", period_s=0.3), 0.2, COSTS) is None
 
 
 def test_quality_goes_down_for_a_chunk_that_would_be_late_and_comes_back() -> None:
-    streams = Streams(10.0, num_levels=2)
-    streams.add("s0", fields("s", 0, deadline_s=5.0), 0.0)
+    streams = ScheduledStreams(10.0, num_levels=2)
+    streams.add_request("s0", fields("s", 0, deadline_s=5.0), 0.0)
     assert streams.decide_level("s0", 0.0, streams.runnable(()), COSTS) == 0
     finish(streams, "s0", num_steps=4)
-    streams.add("s1", fields("s", 1, deadline_s=0.3), 10.0)
+    streams.add_request("s1", fields("s", 1, deadline_s=0.3), 10.0)
     assert streams.decide_level("s1", 10.0, streams.runnable(()), COSTS) == 1
     finish(streams, "s1", num_steps=2)
-    streams.add("s2", fields("s", 2, deadline_s=0.3), 20.0)
+    streams.add_request("s2", fields("s", 2, deadline_s=0.3), 20.0)
     assert streams.decide_level("s2", 20.0, streams.runnable(()), COSTS) == 1
     finish(streams, "s2", num_steps=2)
-    streams.add("s3", fields("s", 3, deadline_s=5.0), 30.0)
+    streams.add_request("s3", fields("s", 3, deadline_s=5.0), 30.0)
     assert streams.decide_level("s3", 30.0, streams.runnable(()), COSTS) == 0
 
 
-def test_a_level_that_decodes_cheaper_is_told_from_one_that_saves_nothing() -> None:
-    """Chunks of 4 x 0.1 s and 0.3 s at their end: of three levels the second saves nothing, the third 0.25 s."""
+def test_a_level_that_decodes_cheaper_is_notified_from_one_that_saves_nothing() -> None:
+    """Chunks of 4 x 0.1 s and 0.3 s at their end: of three levels the second saves nothing, the
+    third 0.25 s.
+    """
     costs = StepCosts(size_s=0.1, last_s=0.3, degraded_last_s=(0.3, 0.05))
-    streams = Streams(10.0, num_levels=3)
-    for index, (deadline_s, level) in enumerate([(5.0, 0), (0.8, 0), (0.65, 2), (0.75, 2), (0.8, 0)]):
+    streams = ScheduledStreams(10.0, num_levels=3)
+    for index, (deadline_s, level) in enumerate(
+        [(5.0, 0), (0.8, 0), (0.65, 2), (0.75, 2), (0.8, 0)]
+    ):
         name, now_s = f"s{index}", 10.0 * index
-        streams.add(name, fields("s", index, deadline_s=deadline_s, period_s=0.75), now_s)
+        streams.add_request(name, fields("s", index, deadline_s=deadline_s, period_s=0.75), now_s)
         assert streams.decide_level(name, now_s, streams.runnable(()), costs) == level
         live = streams.get(name)
         assert live is not None and live.level == level
@@ -126,14 +146,16 @@ def test_a_level_that_decodes_cheaper_is_told_from_one_that_saves_nothing() -> N
 
 
 def test_a_neighbours_degraded_chunk_counts_as_what_it_takes() -> None:
-    """0.2 instead of 0.5 s of it are ahead, so that the next chunk (0.5 s, due in 0.75) need not go without a thing."""
+    """0.2 instead of 0.5 s of it are ahead, so that the next chunk (0.5 s, due in 0.75) need not
+    go without a thing.
+    """
     costs = StepCosts(size_s=0.1, last_s=0.3, degraded_last_s=(0.0,))
-    streams = Streams(10.0, num_levels=2)
+    streams = ScheduledStreams(10.0, num_levels=2)
     for name in ("n", "s"):
-        streams.add(f"{name}0", fields(name, 0), 0.0)
+        streams.add_request(f"{name}0", fields(name, 0), 0.0)
         finish(streams, f"{name}0", num_steps=2)
     for name, deadline_s, level in (("n1", 0.35, 1), ("s1", 0.75, 0)):
-        streams.add(name, fields(name[0], 1, deadline_s=deadline_s), 10.0)
+        streams.add_request(name, fields(name[0], 1, deadline_s=deadline_s), 10.0)
         assert streams.decide_level(name, 10.0, streams.runnable(()), costs) == level
 
 
@@ -143,60 +165,86 @@ def test_a_neighbours_degraded_chunk_counts_as_what_it_takes() -> None:
         (None, RequestFields("r", math.inf, is_chunk=False)),
         ({"omni": 3}, RequestFields("r", math.inf, is_chunk=False)),
         ({"omni": {"session_id": 3, "chunk_index": "x"}}, RequestFields("r", math.inf)),
-        ({"omni": {"session_id": "s", "op": "close"}}, RequestFields("s", math.inf, is_chunk=False)),
-        ({"omni": {"session_id": "s", "deadline_s": -1, "chunk_period_s": "1"}}, RequestFields("s", math.inf)),
-        ({"omni": {"session_id": "s", "deadline_s": 0, "chunk_period_s": math.inf}}, RequestFields("s", math.inf)),
+        (
+            {"omni": {"session_id": "s", "op": "close"}},
+            RequestFields("s", math.inf, is_chunk=False),
+        ),
+        (
+            {"omni": {"session_id": "s", "deadline_s": -1, "chunk_period_s": "1"}},
+            RequestFields("s", math.inf),
+        ),
+        (
+            {"omni": {"session_id": "s", "deadline_s": 0, "chunk_period_s": math.inf}},
+            RequestFields("s", math.inf),
+        ),
         (
             {"omni": {"session_id": "s", "chunk_index": 3, "deadline_s": 1, "chunk_period_s": 0.5}},
             RequestFields("s", 3, deadline_s=1.0, period_s=0.5),
         ),
     ],
 )
-def test_what_is_read_of_a_request(extra: dict[str, object] | None, expected: RequestFields) -> None:
-    """Whatever a client sends: wrong types are as if they were not there (the runner says what is wrong)."""
-    assert RequestFields.read("r", extra) == expected
+def test_what_is_read_of_a_request(
+    extra: dict[str, object] | None, expected: RequestFields
+) -> None:
+    """Whatever a client sends: wrong types are as if they were not there (the runner says what
+    is wrong).
+    """
+    assert RequestFields.read_extra_kwargs("r", extra) == expected
 
 
 def test_memory_of_streams_is_bounded() -> None:
-    streams = Streams(10.0)
+    streams = ScheduledStreams(10.0)
     for number in range(5000):
-        streams.add(str(number), fields(f"s{number}"), 0.0)
+        streams.add_request(str(number), fields(f"s{number}"), 0.0)
         finish(streams, str(number))
     assert len(streams) == 0 and len(streams._streams) == 4096
 
 
-def only(streams: Streams, name: str) -> LiveRequest:
+def only(streams: ScheduledStreams, name: str) -> LiveRequest:
     live = streams.get(name)
     assert live is not None
     return live
 
 
 def test_what_a_request_is_expected_to_take_before_its_first_step() -> None:
-    """A chunk with a deadline as the stream's last one, at its level; one without at full quality; others one step."""
-    streams = Streams(10.0, num_levels=2)
-    streams.add("s0", fields("s", 0, deadline_s=5.0), 0.0)
+    """A chunk with a deadline as the stream's last one, at its level; one without at full
+    quality; others one step.
+    """
+    streams = ScheduledStreams(10.0, num_levels=2)
+    streams.add_request("s0", fields("s", 0, deadline_s=5.0), 0.0)
     finish(streams, "s0", num_steps=8, size=30)
-    streams.add("s1", fields("s", 1, deadline_s=0.1), 1.0)
+    streams.add_request("s1", fields("s", 1, deadline_s=0.1), 1.0)
     assert streams.decide_level("s1", 1.0, streams.runnable(()), COSTS) == 1
     finish(streams, "s1", num_steps=3, size=20)
-    for name, asked in (
+    for name, requested in (
         ("timed", fields("s", 2, deadline_s=1.0)),
         ("patient", fields("s", 3)),
         ("close", RequestFields("s", 4, is_chunk=False, deadline_s=1.0)),
     ):
-        streams.add(name, asked, 50.0)
+        streams.add_request(name, requested, 50.0)
     timed, patient, close = (only(streams, name) for name in ("timed", "patient", "close"))
-    assert (timed.level, timed.steps_left, timed.size, timed.due_s, timed.has_deadline) == (1, 3, 20.0, 51.0, True)
-    assert (patient.level, patient.steps_left, patient.size, patient.has_deadline) == (0, 8, 20.0, False)
-    assert (close.level, close.steps_left, close.size, close.due_s) == (0, 1, 0.0, 51.0)
+    assert (timed.level, timed.steps_left, timed.size, timed.deadline_s, timed.has_deadline) == (
+        1,
+        3,
+        20.0,
+        51.0,
+        True,
+    )
+    assert (patient.level, patient.steps_left, patient.size, patient.has_deadline) == (
+        0,
+        8,
+        20.0,
+        False,
+    )
+    assert (close.level, close.steps_left, close.size, close.deadline_s) == (0, 1, 0.0, 51.0)
     assert [live.order for live in (timed, patient, close)] == [2, 3, 4]
     assert all((live.step, live.started) == (0, False) for live in (timed, patient, close))
 
 
 def test_where_a_chunk_stands_after_a_step() -> None:
     """As its worker says; if it says nothing, one step less, never none; sizes are at least one."""
-    streams = Streams(10.0)
-    streams.add("s0", fields("s"), 0.0)
+    streams = ScheduledStreams(10.0)
+    streams.add_request("s0", fields("s"), 0.0)
     live = only(streams, "s0")
     streams.advance("s0", ChunkProgress(2, 6, 0), 1.0)
     assert (live.step, live.steps_left, live.size, live.started) == (2, 4, 1.0, True)
@@ -207,84 +255,104 @@ def test_where_a_chunk_stands_after_a_step() -> None:
     assert (live.step, live.steps_left, live.size) == (6, 1, 7.0)
     streams.mark_stepped("s0")
     assert live.step == 7
-    streams.advance("nobody", None, 1.0), streams.mark_stepped("nobody"), streams.committed("nobody")
+    (
+        streams.advance("nobody", None, 1.0),
+        streams.mark_stepped("nobody"),
+        streams.committed("nobody"),
+    )
     assert streams.get("nobody") is None and streams.may_step("nobody")
 
 
 def test_operations_teach_nothing_about_chunks() -> None:
-    streams = Streams(10.0)
-    streams.add("s0", fields("s"), 0.0)
+    streams = ScheduledStreams(10.0)
+    streams.add_request("s0", fields("s"), 0.0)
     finish(streams, "s0", num_steps=5, size=9)
-    streams.add("fork", RequestFields("s", math.inf, is_chunk=False), 0.0)
-    streams.add("s1", fields("s", 1), 0.0)
+    streams.add_request("fork", RequestFields("s", math.inf, is_chunk=False), 0.0)
+    streams.add_request("s1", fields("s", 1), 0.0)
     streams.advance("fork", ChunkProgress(1, 77, 77), 0.0)
-    streams.end_turn("fork", 0.0)
-    streams.add("t0", fields("t"), 0.0)
-    assert [(only(streams, name).steps_left, only(streams, name).size) for name in ("s1", "t0")] == [(5, 9.0)] * 2
+    streams.finish_request("fork", 0.0)
+    streams.add_request("t0", fields("t"), 0.0)
+    assert [
+        (only(streams, name).steps_left, only(streams, name).size) for name in ("s1", "t0")
+    ] == [(5, 9.0)] * 2
 
 
-def test_a_stream_is_forgotten_with_its_last_operation_only() -> None:
-    """While another chunk waits behind a `reset`, the stream keeps what it knows; a chunk's end forgets nothing."""
-    streams = Streams(10.0)
-    streams.add("reset", RequestFields("s", 0, is_chunk=False), 0.0)
-    streams.add("s0", fields("s", 1), 0.0)
-    streams.end_turn("reset", 0.0)
+def test_a_stream_is_evicted_with_its_last_operation_only() -> None:
+    """While another chunk waits behind a `reset`, the stream keeps what it knows; a chunk's end
+    forgets nothing.
+    """
+    streams = ScheduledStreams(10.0)
+    streams.add_request("reset", RequestFields("s", 0, is_chunk=False), 0.0)
+    streams.add_request("s0", fields("s", 1), 0.0)
+    streams.finish_request("reset", 0.0)
     assert set(streams._streams) == {"s"} and heads(streams) == ["s0"]
-    streams.end_turn("s0", 0.0)
+    streams.finish_request("s0", 0.0)
     assert set(streams._streams) == {"s"} and streams._active == {}
-    streams.add("close", RequestFields("s", 2, is_chunk=False), 0.0)
-    streams.end_turn("close", 0.0)
+    streams.add_request("close", RequestFields("s", 2, is_chunk=False), 0.0)
+    streams.finish_request("close", 0.0)
     assert not streams._streams and not streams._entries and not streams._patient
 
 
 def test_of_many_streams_those_used_last_are_remembered() -> None:
-    """A new one takes the place of the one that asked longest ago, unless that is waiting for an answer."""
-    streams = Streams(10.0)
+    """A new one takes the place of the one that asked longest ago, unless that is waiting for an
+    answer.
+    """
+    streams = ScheduledStreams(10.0)
     for number in range(4096):
-        streams.add(str(number), fields(f"s{number}"), 0.0)
+        streams.add_request(str(number), fields(f"s{number}"), 0.0)
         if number:
             finish(streams, str(number))
-    streams.add("again", fields("s1", 1), 0.0)
-    streams.end_turn("again", 0.0)
-    streams.add("one more", fields("new"), 0.0)
+    streams.add_request("again", fields("s1", 1), 0.0)
+    streams.finish_request("again", 0.0)
+    streams.add_request("one more", fields("new"), 0.0)
     assert len(streams._streams) == 4097 and "s0" in streams._streams, "the oldest one waits"
-    streams.end_turn("0", 0.0)
-    streams.add("another", fields("newer"), 0.0)
+    streams.finish_request("0", 0.0)
+    streams.add_request("another", fields("newer"), 0.0)
     assert len(streams._streams) == 4096 and "s1" in streams._streams
     assert not {"s0", "s2"} & set(streams._streams)
 
 
 def test_steps_without_a_deadline_are_due_one_after_the_other() -> None:
-    """From the last one that any of them took, or from the first arrival; one with a deadline changes nothing."""
-    streams = Streams(2.0)
-    streams.add("a", fields("a"), 100.0)
-    streams.add("b", fields("b"), 105.0)
-    streams.add("timed", fields("c", deadline_s=1.0), 106.0)
+    """From the last one that any of them took, or from the first arrival; one with a deadline
+    changes nothing.
+    """
+    streams = ScheduledStreams(2.0)
+    streams.add_request("a", fields("a"), 100.0)
+    streams.add_request("b", fields("b"), 105.0)
+    streams.add_request("timed", fields("c", deadline_s=1.0), 106.0)
     streams.advance("timed", ChunkProgress(1, 4, 1), 107.0)
     streams.runnable(())
-    assert [only(streams, name).due_s for name in ("a", "b", "timed")] == [102.0, 104.0, 107.0]
+    assert [only(streams, name).deadline_s for name in ("a", "b", "timed")] == [102.0, 104.0, 107.0]
     streams.advance("b", None, 110.0)
     streams.runnable(())
-    assert [only(streams, name).due_s for name in "ba"] == [112.0, 114.0]
+    assert [only(streams, name).deadline_s for name in "ba"] == [112.0, 114.0]
     assert [request.request_id for request in streams.runnable({"b"})] == ["a", "timed"]
-    assert only(streams, "a").due_s == 112.0, "those in flight are not counted"
+    assert only(streams, "a").deadline_s == 112.0, "those in flight are not counted"
     for name in "ab":
-        streams.end_turn(name, 111.0)
-    streams.add("d", fields("d"), 200.0)
+        streams.finish_request(name, 111.0)
+    streams.add_request("d", fields("d"), 200.0)
     streams.runnable(())
-    assert only(streams, "d").due_s == 202.0
+    assert only(streams, "d").deadline_s == 202.0
 
 
 def test_steps_of_a_level_never_seen_are_those_of_the_next_better_one() -> None:
     """Of the stream itself before those of any other; of nobody: one step."""
-    streams = Streams(10.0, num_levels=3)
-    found = [streams._steps(Stream(), level) for level in range(3)]
+    streams = ScheduledStreams(10.0, num_levels=3)
+    found = [streams._steps(ScheduledStream(), level) for level in range(3)]
     streams._typical.steps = {0: 9, 2: 4}
-    found += [streams._steps(Stream(steps=known), level) for known in ({}, {0: 8}, {1: 6}) for level in range(3)]
+    found += [
+        streams._steps(ScheduledStream(steps=known), level)
+        for known in ({}, {0: 8}, {1: 6})
+        for level in range(3)
+    ]
     assert found == [1, 1, 1, 9, 9, 4, 8, 8, 8, 9, 6, 6]
-    assert streams._size(Stream()) == 1.0 and streams._size(Stream(size=3.0)) == 3.0
+    assert (
+        streams._size(ScheduledStream()) == 1.0 and streams._size(ScheduledStream(size=3.0)) == 3.0
+    )
     streams._typical.size = 5.0
-    assert streams._size(Stream()) == 5.0 and streams._size(Stream(size=3.0)) == 3.0
+    assert (
+        streams._size(ScheduledStream()) == 5.0 and streams._size(ScheduledStream(size=3.0)) == 3.0
+    )
 
 
 @pytest.mark.parametrize(
@@ -295,17 +363,17 @@ def test_a_stream_counts_for_three_of_its_periods_and_at_least_a_second(
     period_s: float, silent_s: float, live: bool
 ) -> None:
     """From its last result; while a chunk of it waits, always."""
-    streams = Streams(10.0)
-    streams.add("s0", fields("s", period_s=period_s), 0.0)
+    streams = ScheduledStreams(10.0)
+    streams.add_request("s0", fields("s", period_s=period_s), 0.0)
     new = fields("new", math.inf, period_s=0.15)
     finish(streams, "s0", now_s=100.0)
     assert (streams.refusal(new, 100.0 + silent_s, StepCosts(size_s=0.07)) is not None) == live
-    streams.add("s1", fields("s", 1), 100.5)
+    streams.add_request("s1", fields("s", 1), 100.5)
     assert streams.refusal(new, 900.0, StepCosts(size_s=0.07)) is not None
 
 
 @pytest.mark.parametrize(
-    ("asked", "refused"),
+    ("requested", "refused"),
     [
         (fields("new", 0, period_s=0.1), True),
         (fields("new", math.inf, period_s=0.1), True),
@@ -315,66 +383,70 @@ def test_a_stream_counts_for_three_of_its_periods_and_at_least_a_second(
         (RequestFields("new", math.inf, is_chunk=False, period_s=0.1), False),
     ],
 )
-def test_which_requests_begin_a_stream(asked: RequestFields, refused: bool) -> None:
+def test_which_requests_start_a_stream(requested: RequestFields, refused: bool) -> None:
     """A first chunk, or one without a number, of a session that is not known, with a rate."""
-    streams = Streams(10.0)
-    streams.add("s0", fields("s"), 0.0)
+    streams = ScheduledStreams(10.0)
+    streams.add_request("s0", fields("s"), 0.0)
     finish(streams, "s0", num_steps=2)
-    assert (streams.refusal(asked, 0.0, COSTS) is not None) == refused
+    assert (streams.refusal(requested, 0.0, COSTS) is not None) == refused
 
 
 def test_quality_is_decided_with_what_is_ahead() -> None:
-    """The chunk's own steps do not count as ahead of it; without levels, deadline or chunk there is none to decide."""
+    """The chunk's own steps do not count as ahead of it; without levels, deadline or chunk there
+    is none to decide.
+    """
     costs = StepCosts(size_s=1.0)
-    streams = Streams(10.0, num_levels=2)
+    streams = ScheduledStreams(10.0, num_levels=2)
     for name in "ns":
-        streams.add(f"{name}0", fields(name, 0), 0.0)
+        streams.add_request(f"{name}0", fields(name, 0), 0.0)
         finish(streams, f"{name}0", num_steps=4, now_s=0.0)
     streams._typical.steps[1] = 2
-    streams.add("n1", fields("n", 1, deadline_s=3.0), 10.0)
-    streams.add("s1", fields("s", 1, deadline_s=8.0), 10.0)
-    streams.add("p0", fields("p", 1), 10.0)
-    streams.add("close", RequestFields("q", math.inf, is_chunk=False, deadline_s=0.1), 10.0)
+    streams.add_request("n1", fields("n", 1, deadline_s=3.0), 10.0)
+    streams.add_request("s1", fields("s", 1, deadline_s=8.0), 10.0)
+    streams.add_request("p0", fields("p", 1), 10.0)
+    streams.add_request("close", RequestFields("q", math.inf, is_chunk=False, deadline_s=0.1), 10.0)
     ahead = streams.runnable(())
     for name, level in (("s1", 0), ("p0", 0), ("close", 0)):
         assert streams.decide_level(name, 10.0, ahead, costs) == level
-    only(streams, "s1").due_s = 17.9
+    only(streams, "s1").deadline_s = 17.9
     assert streams.decide_level("s1", 10.0, ahead, costs) == 1
     request = only(streams, "s1")
     assert (request.level, request.steps_left, streams._streams["s"].level) == (1, 4, 1)
-    alone = Streams(10.0)
-    alone.add("s0", fields("s", deadline_s=1e-6), 0.0)
+    alone = ScheduledStreams(10.0)
+    alone.add_request("s0", fields("s", deadline_s=1e-6), 0.0)
     assert alone.decide_level("s0", 0.0, alone.runnable(()), costs) == 0
 
 
 def test_turns_go_by_chunk_index_whatever_requests_are_called() -> None:
     """Ids are random: of two, the one whose name sorts first need not be due first."""
-    streams = Streams(10.0)
-    streams.add("a", fields("s", 2), 0.0)
-    streams.add("z", fields("s", 1), 0.0)
+    streams = ScheduledStreams(10.0)
+    streams.add_request("a", fields("s", 2), 0.0)
+    streams.add_request("z", fields("s", 1), 0.0)
     assert heads(streams) == ["z"] and streams.may_step("z") and not streams.may_step("a")
-    streams.end_turn("z", 0.0)
+    streams.finish_request("z", 0.0)
     for name in "zb":
-        streams.add(name, fields("t", math.inf), 0.0)
+        streams.add_request(name, fields("t", math.inf), 0.0)
     assert heads(streams) == ["a", "z"], "without an index by arrival"
 
 
 def test_streams_without_a_rate_hide_none_with_one() -> None:
     """Each demand counts, in whatever order the streams were used."""
-    streams = Streams(10.0)
-    streams.add("r0", fields("r"), 0.0)
+    streams = ScheduledStreams(10.0)
+    streams.add_request("r0", fields("r"), 0.0)
     finish(streams, "r0")
-    streams.add("s0", fields("s", period_s=0.25), 0.0)
+    streams.add_request("s0", fields("s", period_s=0.25), 0.0)
     finish(streams, "s0", num_steps=2)
     assert streams.refusal(fields("new", period_s=0.25), 0.5, COSTS) is not None
 
 
 def test_a_stream_is_refused_by_what_chunks_took_at_full_quality_and_by_nothing_else() -> None:
-    """Before anything is known every stream is taken; a cheaper level that was seen does not make room."""
-    streams = Streams(10.0, num_levels=2)
+    """Before anything is known every stream is taken; a cheaper level that was seen does not
+    make room.
+    """
+    streams = ScheduledStreams(10.0, num_levels=2)
     new = fields("new", period_s=0.05)
     assert streams.refusal(new, 0.0, StepCosts(size_s=100.0)) is None
-    streams.add("s0", fields("s", deadline_s=9.0), 0.0)
+    streams.add_request("s0", fields("s", deadline_s=9.0), 0.0)
     finish(streams, "s0", num_steps=8)
     streams._typical.steps[1] = 1
     assert streams.refusal(fields("new", period_s=0.5), 0.0, COSTS) is not None
@@ -385,8 +457,8 @@ def test_the_first_level_that_is_in_time_is_taken() -> None:
     """Each at what its own end takes: 0.7, 0.45 and 0.4 s here."""
     costs = StepCosts(size_s=0.1, last_s=0.3, degraded_last_s=(0.05, 0.0))
     for deadline_s, level in ((0.75, 0), (0.5, 1), (0.42, 2)):
-        streams = Streams(10.0, num_levels=3)
-        streams.add("s0", fields("s", 0), 0.0)
+        streams = ScheduledStreams(10.0, num_levels=3)
+        streams.add_request("s0", fields("s", 0), 0.0)
         finish(streams, "s0", num_steps=4)
-        streams.add("s1", fields("s", 1, deadline_s=deadline_s), 10.0)
+        streams.add_request("s1", fields("s", 1, deadline_s=deadline_s), 10.0)
         assert streams.decide_level("s1", 10.0, streams.runnable(()), costs) == level

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which names that a page or docstring puts in back quotes exist: in this package, its tests and tools, or in vLLM.
+"""Which names that a page or docstring puts in back quotes exist: in this package, its tests and
+tools, or in vLLM.
 
-A name counts as existing where code defines or uses it, or holds it as a string; a docstring or a comment is no proof.
+A name counts as existing where code defines or uses it, or holds it as a string; a docstring or a
+comment is no proof.
 """
 
 import ast
@@ -16,14 +18,20 @@ REPO = Path(__file__).parents[2]
 FOLDERS = ("vllm_omni", "tests", "benchmarks", "examples", "scripts")
 _QUOTED = re.compile(r"(?<![`\w])`([^`\n]+)`(?!`)")
 _NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*(?:\(\))?")
-_PATH = re.compile(r"(?:\.\./|[\w.-]+/)*[\w.-]*\.(?:py|md|json|js|svg|toml)|(?:\.\./)?(?:[\w.-]+/)+")
+_PATH = re.compile(
+    r"(?:\.\./|[\w.-]+/)*[\w.-]*\.(?:py|md|json|js|svg|toml)|(?:\.\./)?(?:[\w.-]+/)+"
+)
 FENCE = re.compile(r"^([ ]*)(`{3,}).*?^\1\2[ ]*$", re.M | re.S)
 
 
 def quoted(text: str) -> list[str]:
-    """Names and paths in back quotes, once each, outside fenced blocks; what is neither (commands, values) is left."""
+    """Names and paths in back quotes, once each, outside fenced blocks; what is neither
+    (commands, values) is left.
+    """
     found = (name.strip() for name in _QUOTED.findall(FENCE.sub("", text)))
-    return list(dict.fromkeys(name for name in found if _NAME.fullmatch(name) or _PATH.fullmatch(name)))
+    return list(
+        dict.fromkeys(name for name in found if _NAME.fullmatch(name) or _PATH.fullmatch(name))
+    )
 
 
 def docstrings(tree: ast.Module) -> str:
@@ -33,18 +41,19 @@ def docstrings(tree: ast.Module) -> str:
     return "\n\n".join(inspect.cleandoc(text) for text in texts if isinstance(text, str))
 
 
-def missing(names: list[str], beside: Path, private: frozenset[str] = frozenset()) -> list[str]:
+def missing(names: list[str], alongside: Path, private: frozenset[str] = frozenset()) -> list[str]:
     """Those that do not exist.
 
-    Paths are of the repository, of the package, or `beside` the page. A private name needs its class, because every
-    second class has a `_close`, unless it is one of `private`: those that a docstring's own module defines.
+    Paths are of the repository, of the package, or `beside` the page. A private name needs its
+    class, because every second class has a `_close`, unless it is one of `private`: those that a
+    docstring's own module defines.
     """
-    return [name for name in names if name not in private and not _exists(name, beside)]
+    return [name for name in names if name not in private and not _exists(name, alongside)]
 
 
-def _exists(name: str, beside: Path) -> bool:
+def _exists(name: str, alongside: Path) -> bool:
     if _PATH.fullmatch(name):
-        return _path_exists(name, beside)
+        return _path_exists(name, alongside)
     parts = name.removesuffix("()").split(".")
     if parts[0] == "vllm_omni" and len(parts) > 1:
         return _in_module(parts)
@@ -58,14 +67,20 @@ def _exists(name: str, beside: Path) -> bool:
 
 
 def _word_exists(word: str) -> bool:
-    """Also as an environment variable of a limit (`VLLM_OMNI_IDLE_TIMEOUT_S` of `idle_timeout_s`), or as a counter."""
+    """Also as an environment variable of a limit (`VLLM_OMNI_IDLE_TIMEOUT_S` of
+    `idle_timeout_s`), or as a counter.
+    """
     variable = word.removeprefix("VLLM_OMNI_").lower() if word.isupper() else word
-    return any(each in _ours() or each in _of_vllm() for each in (word, variable, word.removesuffix("_total")))
+    return any(
+        each in _ours() or each in _of_vllm()
+        for each in (word, variable, word.removesuffix("_total"))
+    )
 
 
-def _path_exists(name: str, beside: Path) -> bool:
+def _path_exists(name: str, alongside: Path) -> bool:
     if any(
-        (root / name).exists() for root in (beside, REPO, REPO / "vllm_omni", REPO / "vllm_omni" / "model_executor")
+        (root / name).exists()
+        for root in (alongside, REPO, REPO / "vllm_omni", REPO / "vllm_omni" / "model_executor")
     ):
         return True
     if any(path.as_posix().endswith("/" + name.rstrip("/")) for path in _files()):
@@ -75,14 +90,23 @@ def _path_exists(name: str, beside: Path) -> bool:
 
 @cache
 def _files() -> list[Path]:
-    found = [path for folder in FOLDERS for path in (REPO / folder).rglob("*") if "__pycache__" not in path.parts]
+    found = [
+        path
+        for folder in FOLDERS
+        for path in (REPO / folder).rglob("*")
+        if "__pycache__" not in path.parts
+    ]
     return [*found, *(REPO / "docs").rglob("*")]
 
 
 @cache
 def trees() -> dict[Path, ast.Module]:
     """Of the package and of its tools; what tests define is read by `_of_tests`."""
-    return {path: ast.parse(path.read_text()) for path in _files() if path.suffix == ".py" and not _is_a_test(path)}
+    return {
+        path: ast.parse(path.read_text())
+        for path in _files()
+        if path.suffix == ".py" and not _is_a_test(path)
+    }
 
 
 def _is_a_test(path: Path) -> bool:
@@ -99,10 +123,16 @@ def _of_tests() -> Iterator[str]:
 def _strings_of(tree: ast.AST) -> Iterator[str]:
     """But docstrings, of which a field's is one too."""
     documentation = {
-        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        id(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     }
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in documentation
+        ):
             yield node.value
 
 
@@ -112,7 +142,11 @@ def names_of(tree: ast.AST) -> Iterator[str]:
         yield from re.findall(r"\w+", text)
     for node in ast.walk(tree):
         match node:
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            case (
+                ast.FunctionDef(name=name)
+                | ast.AsyncFunctionDef(name=name)
+                | ast.ClassDef(name=name)
+            ):
                 yield name
             case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name):
                 yield name
@@ -127,7 +161,9 @@ def _ours() -> frozenset[str]:
     ours = {name for tree in trees().values() for name in names_of(tree)} | set(_of_tests())
     scripts = (path.read_text() for path in _files() if path.suffix == ".js")
     return frozenset(
-        ours | {word for text in scripts for word in re.findall(r"\w+", text)} | {p.stem for p in _files()}
+        ours
+        | {word for text in scripts for word in re.findall(r"\w+", text)}
+        | {p.stem for p in _files()}
     )
 
 
@@ -165,7 +201,9 @@ def _members_of(node: ast.ClassDef) -> Iterator[str]:
 
 def _members(name: str, seen: frozenset[str] = frozenset()) -> set[str]:
     members, bases = _classes()[name]
-    inherited = (_members(base, seen | {name}) for base in bases if base in _classes() and base not in seen)
+    inherited = (
+        _members(base, seen | {name}) for base in bases if base in _classes() and base not in seen
+    )
     return members.union(*inherited)
 
 
@@ -185,5 +223,9 @@ def _of_vllm() -> frozenset[str]:
     """All words of vLLM's source, 40 MB: as bytes, a third of the time."""
     [root] = importlib.util.find_spec("vllm").submodule_search_locations  # type: ignore[union-attr, misc]
     apart = re.sub(rb"\W", b" ", bytes(range(256)))
-    words = {word for path in Path(root).rglob("*.py") for word in path.read_bytes().translate(apart).split()}
+    words = {
+        word
+        for path in Path(root).rglob("*.py")
+        for word in path.read_bytes().translate(apart).split()
+    }
     return frozenset(map(bytes.decode, words))

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes documentation apart: fenced blocks, the commands in shell blocks, and a check for each kind of command.
+"""Takes documentation apart: fenced blocks, the commands in shell blocks, and a check for each kind
+of command.
 
-A command of a kind that no check knows is a failure, so that documentation cannot gain untested commands unnoticed.
-`vllm-omni` commands run in a process each, forked from one that has the libraries imported (`rank_processes`): the
-installed script itself is started by tests/entrypoints/cli/test_demo.py, and `doctor` run by test_doctor.py.
+A command of a kind that no check knows is a failure, so that documentation cannot gain untested
+commands unnoticed. `vllm-omni` commands run in a process each, forked from one that has the
+libraries imported (`rank_processes`): the installed script itself is started by
+tests/entrypoints/cli/test_demo.py, and `doctor` run by test_doctor.py.
 """
 
 import argparse
@@ -38,7 +40,8 @@ NOT_RUN = {
     "apt": "installs system packages",
     "curl": "needs a running server",
     "docker": "needs a container runtime",
-    "sudo": "changes the machine; files named behind it are read by tests/examples/test_deploy_files.py",
+    "sudo": "changes the machine; files named behind it are read by "
+    "tests/examples/test_deploy_files.py",
     "nvidia-smi": "needs a GPU",
     "torchrun": "needs several ranks",
     "ray": "needs a cluster",
@@ -46,7 +49,8 @@ NOT_RUN = {
 """Commands that are only looked at, and why."""
 
 _FENCE = re.compile(
-    r"^(?P<indent>[ ]*)(?P<ticks>`{3,})(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)(?P=ticks)[ ]*$", re.M | re.S
+    r"^(?P<indent>[ ]*)(?P<ticks>`{3,})(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)(?P=ticks)[ ]*$",
+    re.M | re.S,
 )
 _ASSIGNMENT = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*=")
 _LINK = re.compile(r"\[[^\]]*\]\((?!https?://|#|mailto:)([^)#\s]+)[^)]*\)")
@@ -67,12 +71,18 @@ class Snippet:
 
     @property
     def where(self) -> str:
-        return f"{self.path.relative_to(REPO) if self.path.is_relative_to(REPO) else self.path}:{self.line}"
+        return f"{self.path.relative_to(REPO) if self.path.is_relative_to(REPO) else self.path}:{self.line}"  # noqa: E501
 
 
 def documents() -> list[Path]:
     """README, docs/, and the pages beside code and examples."""
-    patterns = ("*.md", "docs/**/*.md", "examples/**/*.md", "benchmarks/**/*.md", "vllm_omni/**/*.md")
+    patterns = (
+        "*.md",
+        "docs/**/*.md",
+        "examples/**/*.md",
+        "benchmarks/**/*.md",
+        "vllm_omni/**/*.md",
+    )
     return sorted({path for pattern in patterns for path in REPO.glob(pattern)})
 
 
@@ -90,7 +100,9 @@ def links(path: Path) -> list[str]:
 
 
 def commands(script: str) -> list[list[str]]:
-    """Split a shell block into commands: continuation lines joined, comments, prompts and `&&` taken out."""
+    """Split a shell block into commands: continuation lines joined, comments, prompts and `&&`
+    taken out.
+    """
     result: list[list[str]] = []
     for line in script.replace("\\\n", " ").splitlines():
         lexer = shlex.shlex(line.removeprefix("$ "), posix=True, punctuation_chars="&;|")
@@ -112,14 +124,19 @@ def blocked_commands(script: str) -> list[list[str]]:
     for line in script.replace("\\\n", " ").splitlines():
         for command in commands(line):
             words = [word for word in command if not _ASSIGNMENT.match(word)]
-            serves = words[:2] in (["vllm", "serve"], ["vllm-omni", "serve"], ["vllm-omni", "router"])
+            serves = words[:2] in (
+                ["vllm", "serve"],
+                ["vllm-omni", "serve"],
+                ["vllm-omni", "router"],
+            )
             if serving and not serves:
                 return [command]
             serving = serves and not line.rstrip().endswith("&")
     return []
 
 
-# ---- checks; each raises DocsError ------------------------------------------------------------------------------
+# ---- checks; each raises DocsError
+# ------------------------------------------------------------------------------
 
 
 def check_command(command: list[str], runs_in: Path, *, execute: bool = True) -> None:
@@ -140,11 +157,16 @@ def check_command(command: list[str], runs_in: Path, *, execute: bool = True) ->
     elif name == "pip":
         _check_pip(arguments)
     elif name not in NOT_RUN:
-        raise DocsError(f"no check knows the command {name!r}; add one, or a reason to NOT_RUN: {shlex.join(command)}")
+        raise DocsError(
+            f"no check knows the command {name!r}; add one, or a reason to NOT_RUN: "
+            f"{shlex.join(command)}"
+        )
 
 
 def _check_make(arguments: list[str]) -> None:
-    result = subprocess.run(["make", "-n", "-C", REPO, *arguments], capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        ["make", "-n", "-C", REPO, *arguments], capture_output=True, text=True, check=False
+    )
     if result.returncode != 0:
         raise DocsError(f"make {shlex.join(arguments)}: {result.stderr.strip()}")
 
@@ -199,11 +221,16 @@ def _run(arguments: list[str], runs_in: Path) -> None:
         if process.exitcode is None:
             process.kill()
         if process.exitcode != 0:
-            raise DocsError(f"vllm-omni {shlex.join(arguments)} ended with {process.exitcode}: {log.read()[-500:]}")
+            raise DocsError(
+                f"vllm-omni {shlex.join(arguments)} ended with {process.exitcode}: "
+                f"{log.read()[-500:]}"
+            )
 
 
 def _vllm_omni(arguments: list[str], runs_in: Path, log: str) -> None:
-    """The command, in a process of its own, as if typed in the folder `runs_in`; what it prints goes to `log`."""
+    """The command, in a process of its own, as if typed in the folder `runs_in`; what it prints
+    goes to `log`.
+    """
     from vllm_omni.entrypoints.cli.main import main
 
     os.chdir(runs_in)
@@ -224,18 +251,27 @@ def _check_python(arguments: list[str]) -> None:
 
 
 def _check_pip(arguments: list[str]) -> None:
-    extras = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((REPO / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     for argument in arguments:
         if arguments[0] == "install" and re.match(r"vllm.omni\b", argument):
-            raise DocsError(f"pip install {argument}: the package index has another project of this name")
+            raise DocsError(
+                f"pip install {argument}: the package index has another project of this name"
+            )
         for group in re.findall(r"^\.\[([^\]]*)\]", argument):
             unknown = [name for name in group.split(",") if name not in extras]
             if unknown:
-                raise DocsError(f"pip install {argument}: unknown extra {unknown}; there are {', '.join(extras)}")
+                raise DocsError(
+                    f"pip install {argument}: unknown extra {unknown}; there are "
+                    f"{', '.join(extras)}"
+                )
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: list[str]) -> None:
-    if any(argument in ("-h", "--help") or argument.startswith("--help=") for argument in arguments):
+    if any(
+        argument in ("-h", "--help") or argument.startswith("--help=") for argument in arguments
+    ):
         return
     complaint = io.StringIO()
     try:
@@ -277,7 +313,9 @@ _FILE_OF_READER = re.compile(r"# ((?:vllm_omni|tests|examples)/[\w/]+\.py)\n")
 
 
 def file_of_reader(snippet: Snippet) -> str | None:
-    """The file that a tutorial's block is to be written to, which its first line names; None for other blocks."""
+    """The file that a tutorial's block is to be written to, which its first line names; None for
+    other blocks.
+    """
     match = _FILE_OF_READER.match(snippet.text)
     return match[1] if match and snippet.path.parent == REPO / "docs" / "tutorials" else None
 
@@ -291,14 +329,23 @@ def snippet_kind(snippet: Snippet) -> str:
 
     Returns:
         `file`: a file of a tutorial, which tests/docs/test_tutorials.py writes and runs.
-        `fragment`: not run, because it uses names that it does not define. `plain`: needs neither engine nor server, or
-        only defines functions. `engine`: starts an engine. `client`: calls the server of its page.
+        `fragment`: not run, because it uses names that it does not define. `plain`: needs neither
+        engine nor server, or only defines functions. `engine`: starts an engine. `client`: calls
+        the server of its page.
     """
     if file_of_reader(snippet) is not None:
         return "file"
     tree = ast.parse(snippet.text)
-    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-    bound = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    used = {
+        node.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+    }
+    bound = {
+        node.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)
+    }
     bound |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
     definitions = (ast.FunctionDef, ast.ClassDef)
     bound |= {node.name for node in ast.walk(tree) if isinstance(node, definitions)}
@@ -318,7 +365,9 @@ def snippet_kind(snippet: Snippet) -> str:
 
 
 def write_script(snippet: Snippet, folder: Path, port: int | None = None) -> Path:
-    """Write a block as a script, as printed but for `STAND_INS` and the port of the page's server."""
+    """Write a block as a script, as printed but for `STAND_INS` and the port of the page's
+    server.
+    """
     text = snippet.text
     for shown, stand_in in STAND_INS.items():
         text = text.replace(shown, stand_in)
@@ -332,8 +381,14 @@ def write_script(snippet: Snippet, folder: Path, port: int | None = None) -> Pat
 def server_command(page: Path, folder: Path, port: int) -> list[str]:
     """The first `vllm serve` command of a page whose model lies in `folder`, with another port."""
     for snippet in snippets(page):
-        for command in commands(snippet.text) if snippet.language in ("bash", "sh", "shell") else []:
-            if command[:2] == ["vllm", "serve"] and (folder / command[2]).is_dir() and "--omni" in command:
+        for command in (
+            commands(snippet.text) if snippet.language in ("bash", "sh", "shell") else []
+        ):
+            if (
+                command[:2] == ["vllm", "serve"]
+                and (folder / command[2]).is_dir()
+                and "--omni" in command
+            ):
                 words = command[1:]
                 if "--port" in words:
                     at = words.index("--port")

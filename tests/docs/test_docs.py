@@ -24,18 +24,26 @@ ALL = [snippet for path in docs.documents() for snippet in docs.snippets(path)]
 
 
 TUTORIALS = docs.REPO / "docs" / "tutorials"
-"""Files and commands of these pages build on one another; tests/docs/test_tutorials.py runs them in order."""
+"""Files and commands of these pages build on one another; tests/docs/test_tutorials.py runs them
+in order.
+"""
 
 
 def of(*languages: str) -> pytest.MarkDecorator:
     found = [snippet for snippet in ALL if snippet.path.parent != TUTORIALS]
-    chosen = [pytest.param(snippet, id=snippet.where) for snippet in found if snippet.language in languages]
+    chosen = [
+        pytest.param(snippet, id=snippet.where)
+        for snippet in found
+        if snippet.language in languages
+    ]
     return pytest.mark.parametrize("snippet", chosen)
 
 
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Callable[[docs.Snippet], Path]:
-    """The folder a page's reader works in, like a fresh checkout; the commands of one page share it, in order."""
+    """The folder a page's reader works in, like a fresh checkout; the commands of one page share
+    it, in order.
+    """
 
     @cache
     def folder_for(page: Path) -> Path:
@@ -61,12 +69,18 @@ def test_code_compiles_and_its_imports_exist(snippet: docs.Snippet) -> None:
 
 
 def of_kind(kind: str) -> list[object]:
-    found = [snippet for snippet in ALL if snippet.language in ("python", "py") and docs.snippet_kind(snippet) == kind]
+    found = [
+        snippet
+        for snippet in ALL
+        if snippet.language in ("python", "py") and docs.snippet_kind(snippet) == kind
+    ]
     return [pytest.param(snippet, id=snippet.where) for snippet in found]
 
 
 @pytest.mark.parametrize("snippet", of_kind("plain"))
-def test_a_complete_snippet_runs(snippet: docs.Snippet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_complete_snippet_runs(
+    snippet: docs.Snippet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As a script, in a folder of the reader's."""
     monkeypatch.chdir(tmp_path)
     ended = run_script(docs.write_script(snippet, tmp_path))
@@ -74,12 +88,17 @@ def test_a_complete_snippet_runs(snippet: docs.Snippet, tmp_path: Path, monkeypa
 
 
 def prepare(page: Path, folder: Path) -> None:
-    """Run the commands of a page that write models, and put a start image and a text model beside them."""
+    """Run the commands of a page that write models, and put a start image and a text model
+    beside them.
+    """
     for snippet in docs.snippets(page):
         for command in docs.commands(snippet.text) if snippet.language in SHELL else []:
             if (
                 command[:2] in (["vllm-omni", "make-tiny"], ["vllm-omni", "make-world"])
-                and not (folder / next(word for word in reversed(command[2:]) if not word.startswith("-"))).exists()
+                and not (
+                    folder
+                    / next(word for word in reversed(command[2:]) if not word.startswith("-"))
+                ).exists()
             ):
                 docs.check_command(command, folder)
     start = docs.REPO / "vllm_omni" / "entrypoints" / "cli" / "data" / "start.png"
@@ -95,7 +114,9 @@ def printed_environment() -> dict[str, str]:
 
 @pytest.mark.nightly  # an engine each, 30 to 60 s
 @pytest.mark.parametrize("snippet", of_kind("engine"))
-def test_a_snippet_with_an_engine_runs(snippet: docs.Snippet, reader: Callable[[docs.Snippet], Path]) -> None:
+def test_a_snippet_with_an_engine_runs(
+    snippet: docs.Snippet, reader: Callable[[docs.Snippet], Path]
+) -> None:
     """On this machine, with the models that its page makes and no variable set."""
     folder = reader(snippet)
     prepare(snippet.path, folder)
@@ -114,37 +135,60 @@ def test_a_snippet_with_an_engine_runs(snippet: docs.Snippet, reader: Callable[[
 
 @pytest.mark.nightly  # a server each, 30 to 90 s
 @pytest.mark.parametrize("snippet", of_kind("client"))
-def test_a_snippet_of_a_client_runs(snippet: docs.Snippet, reader: Callable[[docs.Snippet], Path]) -> None:
+def test_a_snippet_of_a_client_runs(
+    snippet: docs.Snippet, reader: Callable[[docs.Snippet], Path]
+) -> None:
     """Against the server that its page starts."""
     folder, port = reader(snippet), port_for_a_server()
     prepare(snippet.path, folder)
     arguments = docs.server_command(snippet.path, folder, port)
     with background_server(arguments, folder, printed_environment()) as (server, log):
-        wait_until(lambda: is_healthy(server, port), 600, lambda: log.read_text()[-3000:], every_s=0.5)
+        wait_until(
+            lambda: is_healthy(server, port), 600, lambda: log.read_text()[-3000:], every_s=0.5
+        )
         script = docs.write_script(snippet, folder, port)
         ended = subprocess.run(
-            [sys.executable, script], cwd=folder, capture_output=True, text=True, timeout=seconds(200), check=False
+            [sys.executable, script],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=seconds(200),
+            check=False,
         )
-        assert ended.returncode == 0, (ended.stdout + ended.stderr)[-3000:] + log.read_text()[-2000:]
+        assert ended.returncode == 0, (ended.stdout + ended.stderr)[-3000:] + log.read_text()[
+            -2000:
+        ]
 
 
 def is_healthy(server: "subprocess.Popen[bytes]", port: int) -> bool:
     assert server.poll() is None, "the server has ended"
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=seconds(5)) as answer:
-            return bool(answer.status == 200)
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{port}/health", timeout=seconds(5)
+        ) as response:
+            return bool(response.status == 200)
     except OSError:
         return False
 
 
-def test_kinds_of_snippets_are_told_apart() -> None:
+def test_kinds_of_snippets_are_notified_apart() -> None:
     """A block that lost its imports would be a fragment, and not be run."""
     kinds = {
-        snippet.where.rpartition("/")[2]: docs.snippet_kind(snippet) for snippet in ALL if snippet.language == "python"
+        snippet.where.rpartition("/")[2]: docs.snippet_kind(snippet)
+        for snippet in ALL
+        if snippet.language == "python"
     }
     counts = {kind: sum(found == kind for found in kinds.values()) for kind in kinds.values()}
-    assert counts["plain"] >= 12 and counts["engine"] >= 3 and counts["client"] >= 4 and counts["fragment"] <= 8
-    assert docs.snippet_kind(docs.Snippet(Path("x"), 1, "python", "import os\nprint(missing)")) == "fragment"
+    assert (
+        counts["plain"] >= 12
+        and counts["engine"] >= 3
+        and counts["client"] >= 4
+        and counts["fragment"] <= 8
+    )
+    assert (
+        docs.snippet_kind(docs.Snippet(Path("x"), 1, "python", "import os\nprint(missing)"))
+        == "fragment"
+    )
 
 
 @of("json")
@@ -155,11 +199,30 @@ def test_json_is_json(snippet: docs.Snippet) -> None:
 
 def test_every_block_names_its_language() -> None:
     """A block without a language would escape the tests above; plain text is `text`."""
-    known = {*SHELL, "python", "py", "json", "text", "yaml", "toml", "mermaid", "html", "javascript", "make", "diff"}
-    assert [f"{snippet.where} ({snippet.language!r})" for snippet in ALL if snippet.language not in known] == []
+    known = {
+        *SHELL,
+        "python",
+        "py",
+        "json",
+        "text",
+        "yaml",
+        "toml",
+        "mermaid",
+        "html",
+        "javascript",
+        "make",
+        "diff",
+    }
+    assert [
+        f"{snippet.where} ({snippet.language!r})"
+        for snippet in ALL
+        if snippet.language not in known
+    ] == []
 
 
-@pytest.mark.parametrize("path", docs.documents(), ids=lambda path: str(path.relative_to(docs.REPO)))
+@pytest.mark.parametrize(
+    "path", docs.documents(), ids=lambda path: str(path.relative_to(docs.REPO))
+)
 def test_links_lead_somewhere(path: Path) -> None:
     """Relative links name files that exist."""
     assert [target for target in docs.links(path) if not (path.parent / target).exists()] == []
@@ -167,7 +230,9 @@ def test_links_lead_somewhere(path: Path) -> None:
 
 @of(*SHELL)
 def test_a_block_can_be_pasted(snippet: docs.Snippet) -> None:
-    """A command that keeps running is the last one of its block, unless the block lists alternatives of it."""
+    """A command that keeps running is the last one of its block, unless the block lists
+    alternatives of it.
+    """
     assert docs.blocked_commands(snippet.text) == []
 
 
@@ -179,12 +244,21 @@ def test_a_command_that_is_never_reached_is_found() -> None:
 
 
 def test_no_text_installs_the_other_project_of_this_name() -> None:
-    """The package index has another `vllm-omni`; extras come from the checkout, `pip install ".[env]"`."""
+    """The package index has another `vllm-omni`; extras come from the checkout, `pip install
+    ".[env]"`.
+    """
     folders = ("vllm_omni", "examples", "docs", "benchmarks", "scripts")
-    files = [path for folder in folders for path in (docs.REPO / folder).rglob("*") if path.suffix in (".py", ".md")]
+    files = [
+        path
+        for folder in folders
+        for path in (docs.REPO / folder).rglob("*")
+        if path.suffix in (".py", ".md")
+    ]
     assert len(files) > 300
     named = re.compile(r"pip install[^`\n]*\bvllm[-_]omni\[")
-    assert [str(path) for path in [docs.REPO / "README.md", *files] if named.search(path.read_text())] == []
+    assert [
+        str(path) for path in [docs.REPO / "README.md", *files] if named.search(path.read_text())
+    ] == []
 
 
 def test_the_readme_shows_the_two_commands() -> None:
@@ -199,7 +273,8 @@ def test_the_readme_shows_the_two_commands() -> None:
     assert ["make", "test"] in shown
 
 
-# ---- the checks themselves --------------------------------------------------------------------------------------
+# ---- the checks themselves
+# --------------------------------------------------------------------------------------
 
 
 def test_a_page_is_taken_apart(tmp_path: Path) -> None:
@@ -212,7 +287,11 @@ def test_a_page_is_taken_apart(tmp_path: Path) -> None:
     )
     first, second = docs.snippets(page)
     assert (first.language, first.line, second.language, second.line) == ("bash", 3, "json", 10)
-    assert docs.commands(first.text) == [["vllm", "serve", "D", "--omni"], ["make", "demo"], ["make", "test"]]
+    assert docs.commands(first.text) == [
+        ["vllm", "serve", "D", "--omni"],
+        ["make", "demo"],
+        ["make", "test"],
+    ]
     docs.check_json(second.text)
     assert docs.links(page) == ["page.md", "gone.md"]
 
@@ -243,7 +322,12 @@ def test_a_command_that_is_not_real_is_found(command: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     "code",
-    ["import vllm_omni.no_such", "from vllm_omni.inputs import NoSuch", "def f(:\n  pass", "from no_such import x"],
+    [
+        "import vllm_omni.no_such",
+        "from vllm_omni.inputs import NoSuch",
+        "def f(:\n  pass",
+        "from no_such import x",
+    ],
 )
 def test_code_that_is_not_real_is_found(code: str) -> None:
     """Missing modules, missing names, syntax errors."""
@@ -256,5 +340,11 @@ def test_tests_that_are_named_exist(folder: str) -> None:
     """Docstrings say which test holds what they promise."""
     texts = [path for suffix in ("*.py", "*.md") for path in (docs.REPO / folder).rglob(suffix)]
     assert texts
-    named = {name: path for path in texts for name in re.findall(r"\btests/[\w/]+\.py\b", path.read_text())}
-    assert {name: str(path) for name, path in named.items() if not (docs.REPO / name).is_file()} == {}
+    named = {
+        name: path
+        for path in texts
+        for name in re.findall(r"\btests/[\w/]+\.py\b", path.read_text())
+    }
+    assert {
+        name: str(path) for name, path in named.items() if not (docs.REPO / name).is_file()
+    } == {}

@@ -12,15 +12,23 @@ script = load_script(docs.REPO / "scripts" / "docs_site.py")
 
 
 def test_every_page_is_in_the_navigation_once() -> None:
-    listed = re.findall(r"^ +- (?:[^:\n]+: )?(\S+\.md)$", (docs.REPO / "mkdocs.yml").read_text(), re.M)
+    listed = re.findall(
+        r"^ +- (?:[^:\n]+: )?(\S+\.md)$", (docs.REPO / "mkdocs.yml").read_text(), re.M
+    )
     listed += re.findall(r"^  - [^:\n]+: (\S+\.md)$", (docs.REPO / "mkdocs.yml").read_text(), re.M)
-    assert sorted(set(listed)) == sorted(str(page.relative_to(docs.REPO)) for page in script.pages())
-    assert len(re.findall(r"\.md$", (docs.REPO / "mkdocs.yml").read_text(), re.M)) == len(set(listed))
+    assert sorted(set(listed)) == sorted(
+        str(page.relative_to(docs.REPO)) for page in script.pages()
+    )
+    assert len(re.findall(r"\.md$", (docs.REPO / "mkdocs.yml").read_text(), re.M)) == len(
+        set(listed)
+    )
 
 
 def test_what_a_page_links_to_is_laid_out(tmp_path: Path) -> None:
     script.lay_out(tmp_path)
-    assert (tmp_path / "README.md").is_file() and len(list(tmp_path.rglob("*.md"))) == len(script.pages())
+    assert (tmp_path / "README.md").is_file() and len(list(tmp_path.rglob("*.md"))) == len(
+        script.pages()
+    )
     dead = [
         f"{page.relative_to(tmp_path)}: {link['target']}"
         for page in tmp_path.rglob("*.md")
@@ -31,32 +39,39 @@ def test_what_a_page_links_to_is_laid_out(tmp_path: Path) -> None:
     assert list(tmp_path.rglob("*.svg")), "pictures come along"
 
 
-def test_a_link_to_a_folder_leads_to_its_readme_or_is_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    repo, site = tmp_path / "repo", tmp_path / "site"
+def test_a_link_to_a_folder_leads_to_its_readme_or_is_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repo, layer = tmp_path / "repo", tmp_path / "site"
     for folder in ("with", "without"):
         (repo / "docs" / folder).mkdir(parents=True)
     (repo / "docs" / "with" / "README.md").write_text("# With\n")
     (repo / "docs" / "data.json").write_text("{}")
     (repo / "docs" / "page.md").write_text(
-        "[a](with) [b](without/) [c](data.json) [d](https://example.org/x) [e](#here) [f](with/README.md#with)\n"
+        "[a](with) [b](without/) [c](data.json) [d](https://example.org/x) [e](#here) "
+        "[f](with/README.md#with)\n"
         "```\n[kept](without)\n```\n"
     )
     monkeypatch.setattr(script, "REPO", repo)
     script.pages.cache_clear()
     try:
-        script.lay_out(site)
+        script.lay_out(layer)
     finally:
         script.pages.cache_clear()
-    assert (site / "docs" / "page.md").read_text() == (
-        "[a](with/README.md) b [c](data.json) [d](https://example.org/x) [e](#here) [f](with/README.md#with)\n"
+    assert (layer / "docs" / "page.md").read_text() == (
+        "[a](with/README.md) b [c](data.json) [d](https://example.org/x) [e](#here) "
+        "[f](with/README.md#with)\n"
         "```\n[kept](without)\n```\n"
     )
-    assert (site / "docs" / "data.json").read_text() == "{}"
+    assert (layer / "docs" / "data.json").read_text() == "{}"
 
 
 @pytest.mark.nightly
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    """Strict: a page outside the navigation, a dead link or a dead anchor ends it. `make nightly` installs MkDocs."""
+    """Strict: a page outside the navigation, a dead link or a dead anchor ends it.
+
+    `make nightly` installs MkDocs.
+    """
     assert script.main(tmp_path) == 0
     assert "vllm_omni" in (tmp_path / "index.html").read_text()
     assert (tmp_path / "docs" / "how_to" / "serving.html").is_file()

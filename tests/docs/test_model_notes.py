@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model folder's README says what each of its files holds, a folder of recorded tensors what recorded them."""
+"""A model folder's README says what each of its files holds, a folder of recorded tensors what
+recorded them.
+"""
 
 import re
 from pathlib import Path
@@ -13,9 +15,15 @@ NOTES = sorted((docs.REPO / "vllm_omni" / "model_executor" / "models").glob("*/R
 @pytest.mark.parametrize("notes", NOTES, ids=lambda path: path.parent.name)
 def test_the_table_of_files_is_complete(notes: Path) -> None:
     """Every module is in it, and what it names is there."""
-    table = [line for line in notes.read_text().splitlines() if re.match(r"\| `\w+(\.py|/)`", line)]
-    named = {name for line in table for name in re.findall(r"`(\w+\.py)`", line.split("|")[1])}
-    assert named == {path.name for path in notes.parent.glob("*.py")} - {"__init__.py"}
+    table = [
+        line for line in notes.read_text().splitlines() if re.match(r"\| `[\w/]+(\.py|/)`", line)
+    ]
+    named = {name for line in table for name in re.findall(r"`([\w/]+\.py)`", line.split("|")[1])}
+    assert named == {
+        path.relative_to(notes.parent).as_posix()
+        for path in notes.parent.rglob("*.py")
+        if path.name != "__init__.py"
+    }
 
 
 def test_there_are_notes_to_look_at() -> None:
@@ -28,7 +36,9 @@ GOLDEN = sorted(path for path in (docs.REPO / "tests" / "golden").iterdir() if p
 
 @pytest.mark.parametrize("folder", GOLDEN, ids=lambda path: path.name)
 def test_recorded_tensors_state_their_origin(folder: Path) -> None:
-    """Source repository, commit, sizes, seed and changes to the source; what is unknown is said to be."""
+    """Source repository, commit, sizes, seed and changes to the source; what is unknown is said
+    to be.
+    """
     _, heading, section = (folder / "README.md").read_text().partition("\n## Recorded from\n")
     assert heading
     rows = dict(re.findall(r"^\| (\w+) \| (.+) \|$", section, re.M))
@@ -39,6 +49,11 @@ def test_recorded_tensors_state_their_origin(folder: Path) -> None:
 def test_recorded_tensors_cite_files_that_exist(folder: Path) -> None:
     """Links and paths of the README, from its folder or from the repository's root."""
     page = folder / "README.md"
-    paths = re.findall(r"`((?:[\w.-]+/)+[\w.-]+\.(?:py|md))`", page.read_text().partition("\n## Recorded from\n")[0])
-    missing = [name for name in paths if not any((root / name).exists() for root in (docs.REPO, folder))]
+    paths = re.findall(
+        r"`((?:[\w.-]+/)+[\w.-]+\.(?:py|md))`",
+        page.read_text().partition("\n## Recorded from\n")[0],
+    )
+    missing = [
+        name for name in paths if not any((root / name).exists() for root in (docs.REPO, folder))
+    ]
     assert missing + [link for link in docs.links(page) if not (folder / link).exists()] == []

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names in back quotes, in every page and every docstring of the package, are names of something that exists."""
+"""Names in back quotes, in every page and every docstring of the package, are names of something
+that exists.
+"""
 
 import argparse
 import re
@@ -53,15 +55,23 @@ PAGES = docs.documents()
 MODULES = sorted((docs.REPO / "vllm_omni").rglob("*.py"))
 
 
-def unknown(text: str, beside: Path, private: frozenset[str] = frozenset()) -> list[str]:
-    return [name for name in names.missing(names.quoted(text), beside, private) if name not in ELSEWHERE]
+def unknown(text: str, alongside: Path, private: frozenset[str] = frozenset()) -> list[str]:
+    return [
+        name
+        for name in names.missing(names.quoted(text), alongside, private)
+        if name not in ELSEWHERE
+    ]
 
 
 @pytest.mark.parametrize(
-    "path", [path for path in PAGES if path.name != "CHANGELOG.md"], ids=lambda path: str(path.relative_to(docs.REPO))
+    "path",
+    [path for path in PAGES if path.name != "CHANGELOG.md"],
+    ids=lambda path: str(path.relative_to(docs.REPO)),
 )
 def test_names_in_a_page_exist(path: Path) -> None:
-    """Classes, functions, options, environment variables, error codes, files. (The changelog may speak of the past.)"""
+    """Classes, functions, options, environment variables, error codes, files. (The changelog may
+    speak of the past.)
+    """
     assert unknown(path.read_text(), path.parent) == []
 
 
@@ -79,7 +89,9 @@ def test_names_in_docstrings_exist() -> None:
 def test_every_exception_is_needed() -> None:
     """A name on the list is still written somewhere."""
     written = {name for path in PAGES for name in names.quoted(path.read_text())}
-    written |= {name for path in MODULES for name in names.quoted(names.docstrings(names.trees()[path]))}
+    written |= {
+        name for path in MODULES for name in names.quoted(names.docstrings(names.trees()[path]))
+    }
     assert set(ELSEWHERE) - written == set()
 
 
@@ -107,7 +119,7 @@ def test_a_name_that_is_gone_is_found(name: str) -> None:
         "DiffusionGPUModelRunner.execute_model",
         "vllm_omni.sessions.snapshot_exchange.save_exchange",
         "vllm_omni.executor.DiffusersPipelineExecutor",
-        "worker/diffusion/in_flight.py",
+        "worker/diffusion/sessions/in_flight.py",
         "VLLM_OMNI_IDLE_TIMEOUT_S",
         "omni.max_session_bytes",
         "Scheduler._free_request",
@@ -121,19 +133,40 @@ def test_a_name_that_exists_passes(name: str) -> None:
 
 @cache
 def flags() -> frozenset[str]:
-    """Of `vllm serve` with and without `--omni`, `vllm-omni`, this repository's scripts, pip, Ray and Docker."""
+    """Of `vllm serve` with and without `--omni`, `vllm-omni`, this repository's scripts, pip,
+    Ray and Docker.
+    """
     parsers: list[argparse.ArgumentParser] = [serve_parser(), docs._stock_parser(), make_parser()]
-    found = {"--extra-index-url", "--head", "--port", "--address", "--block", "--num-gpus", "--shm-size"}
+    found = {
+        "--extra-index-url",
+        "--head",
+        "--port",
+        "--address",
+        "--block",
+        "--num-gpus",
+        "--shm-size",
+    }
     found |= {"--rm", "--gpus"}
-    found |= {"--" + name.strip("_").replace("_", "-") for name in KNOWN_FIELDS}  # of every vLLM that is supported
+    # of every vLLM that is supported
+    found |= {"--" + name.strip("_").replace("_", "-") for name in KNOWN_FIELDS}
     while parsers:
         for action in parsers.pop()._actions:
             found.update(action.option_strings)
             if isinstance(action.choices, dict):
-                parsers += [each for each in action.choices.values() if isinstance(each, argparse.ArgumentParser)]
-    folders = [docs.REPO / folder for folder in ("benchmarks", "examples", "scripts", "tests", "training")]
-    scripts = (path for folder in folders for path in folder.rglob("*.py") if path != Path(__file__))
-    return frozenset(found.union(*(re.findall(r'"(--[a-z][a-z0-9-]*)"', path.read_text()) for path in scripts)))
+                parsers += [
+                    each
+                    for each in action.choices.values()
+                    if isinstance(each, argparse.ArgumentParser)
+                ]
+    folders = [
+        docs.REPO / folder for folder in ("benchmarks", "examples", "scripts", "tests", "training")
+    ]
+    scripts = (
+        path for folder in folders for path in folder.rglob("*.py") if path != Path(__file__)
+    )
+    return frozenset(
+        found.union(*(re.findall(r'"(--[a-z][a-z0-9-]*)"', path.read_text()) for path in scripts))
+    )
 
 
 def unknown_flags(text: str) -> list[str]:
@@ -143,7 +176,9 @@ def unknown_flags(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "path", [path for path in PAGES if path.name != "CHANGELOG.md"], ids=lambda path: str(path.relative_to(docs.REPO))
+    "path",
+    [path for path in PAGES if path.name != "CHANGELOG.md"],
+    ids=lambda path: str(path.relative_to(docs.REPO)),
 )
 def test_flags_in_a_page_exist(path: Path) -> None:
     """In sentences and tables too, where no command is parsed."""

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of options, of environment variables and of error codes name what there is, with the defaults that hold."""
+"""Tables of options, of environment variables and of error codes name what there is, with the
+defaults that hold.
+"""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -10,25 +12,31 @@ import pytest
 import snippets as docs
 
 from vllm_omni.config import OmniConfig
-from vllm_omni.entrypoints.environment import PREFIX
+from vllm_omni.entrypoints.engine.environment import PREFIX
+from vllm_omni.entrypoints.errors import RETRYABLE, Close
 from vllm_omni.entrypoints.hidden_states_store import StoreLimits
 from vllm_omni.entrypoints.openai.limits import MediaLimits
-from vllm_omni.entrypoints.realtime.errors import RETRYABLE, Close
-from vllm_omni.entrypoints.realtime.limits import DoorLimits
+from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
 
 DOCS = docs.REPO / "docs"
 UNITS = {"MiB": 1 << 20, "GiB": 1 << 30, "Mi": 1 << 20, "Mpx": 1 << 20}
 
 
 def defaults(*structs: type[msgspec.Struct]) -> dict[str, Any]:
-    return {field.name: field.default for struct in structs for field in msgspec.structs.fields(struct)}
+    return {
+        field.name: field.default for struct in structs for field in msgspec.structs.fields(struct)
+    }
 
 
 def rows(page: str, prefix: str) -> Iterator[tuple[str, str]]:
-    """(name without `prefix`, default) of each table row of `page` that begins with names, which may be several."""
+    """(name without `prefix`, default) of each table row of `page` that begins with names, which
+    may be several.
+    """
     for line in (DOCS / page).read_text().splitlines():
         cells = [cell.strip() for cell in line.split("|")]
-        names = re.findall(rf"`(?:omni\.)?{prefix}([a-zA-Z_]+)`", cells[1]) if len(cells) > 3 else []
+        names = (
+            re.findall(rf"`(?:omni\.)?{prefix}([a-zA-Z_]+)`", cells[1]) if len(cells) > 3 else []
+        )
         shown = [part.strip() for part in cells[2].split(",")] if len(names) > 1 else cells[2:3]
         yield from zip(names, shown, strict=len(shown) > 1)
 
@@ -60,22 +68,28 @@ def test_the_serving_page_names_every_option() -> None:
         ("how_to/serving.md", "", [OmniConfig]),
         ("how_to/hidden_states.md", "", [OmniConfig]),
         ("how_to/hidden_states.md", PREFIX, [StoreLimits]),
-        ("reference/realtime_world_camera.md", PREFIX, [DoorLimits]),
-        ("reference/realtime_video.md", PREFIX, [DoorLimits]),
-        ("reference/images_and_videos_api.md", "", [DoorLimits, MediaLimits]),
+        ("reference/realtime_world_camera.md", PREFIX, [EndpointLimits]),
+        ("reference/realtime_video.md", PREFIX, [EndpointLimits]),
+        ("reference/images_and_videos_api.md", "", [EndpointLimits, MediaLimits]),
     ],
 )
-def test_defaults_are_those_that_hold(page: str, prefix: str, structs: list[type[msgspec.Struct]]) -> None:
+def test_defaults_are_those_that_hold(
+    page: str, prefix: str, structs: list[type[msgspec.Struct]]
+) -> None:
     """Where a table says a number."""
     assert wrong_numbers(page, prefix, defaults(*structs)) == {}
 
 
-def test_every_bound_of_the_doors_is_in_a_table() -> None:
+def test_every_bound_of_the_endpoints_is_in_a_table() -> None:
     """What an operator may set is somewhere in the guide."""
-    pages = ("reference/realtime_world_camera.md", "reference/realtime_video.md", "how_to/hidden_states.md")
+    pages = (
+        "reference/realtime_world_camera.md",
+        "reference/realtime_video.md",
+        "how_to/hidden_states.md",
+    )
     named = {name.lower() for page in pages for name, _ in rows(page, PREFIX)}
     named |= {name.lower() for name, _ in rows("reference/images_and_videos_api.md", "")}
-    assert set(defaults(DoorLimits, MediaLimits, StoreLimits)) - named == set()
+    assert set(defaults(EndpointLimits, MediaLimits, StoreLimits)) - named == set()
 
 
 def test_codes_that_clients_switch_on_are_in_the_guide() -> None:
@@ -83,7 +97,9 @@ def test_codes_that_clients_switch_on_are_in_the_guide() -> None:
     page = (DOCS / "reference" / "realtime_world_camera.md").read_text()
     again = page.split("\n- try again: ")[1].split("\n- ")[0]
     assert set(re.findall(r"`([a-z_]+)`", again)) - {"retry_after_ms"} == RETRYABLE
-    assert set(map(int, re.findall(r"^\| (\d{4}) \|", page, re.M))) - {1009} == set(Close), "1009 is uvicorn's"
+    assert set(map(int, re.findall(r"^\| (\d{4}) \|", page, re.M))) - {1009} == set(Close), (
+        "1009 is uvicorn's"
+    )
 
 
 def test_a_wrong_number_is_found() -> None:

@@ -9,7 +9,9 @@ import snippets as docs
 from helpers.scripts import load_script
 
 MOST = {"LingBot World": 14, "Causal Wan": 18, "in all": 71}
-"""Options of a streaming model, and of the package: a new one needs a user, and another number here."""
+"""Options of a streaming model, and of the package: a new one needs a user, and another number
+here.
+"""
 
 
 script = load_script(docs.REPO / "scripts" / "options.py")

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recipes of CONTRIBUTING.md list files that exist, for the model, the role, ... that was added last."""
+"""The recipes of CONTRIBUTING.md list files that exist, for the model, the role, ... that was
+added last.
+"""
 
 import re
 
@@ -24,7 +26,9 @@ LAST_ADDED = {
 def recipe(title: str) -> list[str]:
     """The first column of a recipe's table: files and folders."""
     section = CONTRIBUTING.read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
-    return [match[1] for line in section.splitlines() if (match := re.match(r"\| `([^`]+)` \|", line))]
+    return [
+        match[1] for line in section.splitlines() if (match := re.match(r"\| `([^`]+)` \|", line))
+    ]
 
 
 def test_every_recipe_is_held() -> None:
@@ -37,15 +41,23 @@ def test_the_files_of_a_recipe_are_there(title: str) -> None:
     """A folder ends with a slash."""
     paths = [path.replace("<name>", LAST_ADDED[title]) for path in recipe(title)]
     assert len(paths) >= 4
-    places = {path: docs.REPO / path for path in paths}
+    positions = {path: docs.REPO / path for path in paths}
     assert [
-        path for path, place in places.items() if not (place.is_dir() if path[-1] == "/" else place.is_file())
+        path
+        for path, position in positions.items()
+        if not (position.is_dir() if path[-1] == "/" else position.is_file())
     ] == []
 
 
 def test_a_family_is_its_folder_a_tiny_module_and_two_lines_of_the_registry() -> None:
-    """As the first recipe says. The null models are in `testing/`, because they are not offered to users."""
-    models, testing = docs.REPO / "vllm_omni" / "model_executor" / "models", docs.REPO / "vllm_omni" / "testing"
+    """As the first recipe says.
+
+    The null models are in `testing/`, because they are not offered to users.
+    """
+    models, testing = (
+        docs.REPO / "vllm_omni" / "model_executor" / "models",
+        docs.REPO / "vllm_omni" / "testing",
+    )
     null = {f"null_{path.parent.name}" for path in testing.glob("null/*/family.py")}
     assert null == {"null_world", "null_image"}
     families = set(family_names())
@@ -53,13 +65,19 @@ def test_a_family_is_its_folder_a_tiny_module_and_two_lines_of_the_registry() ->
     # `wan` is shared by families.
     assert {path.parent.name for path in models.glob("*/__init__.py")} - {"wan"} == families - null
     assert families <= {path.stem for path in testing.glob("tiny/*.py")}
-    packages = {place.split(":")[0].rsplit(".", 2)[1] for place in ARCHITECTURES.values()}
+    packages = {position.split(":")[0].rsplit(".", 2)[1] for position in ARCHITECTURES.values()}
     assert packages == families - null | {name.removeprefix("null_") for name in null}
 
 
 def test_a_model_is_in_the_pages_that_its_recipe_lists() -> None:
-    """Every family that users serve has its notes in the navigation and its folder in README's table."""
-    served = [name for name in family_names() if not name.startswith("null_") and name != "diffusers_pipeline"]
+    """Every family that users serve has its notes in the navigation and its folder in README's
+    table.
+    """
+    served = [
+        name
+        for name in family_names()
+        if not name.startswith("null_") and name != "diffusers_pipeline"
+    ]
     readme, navigation = ((docs.REPO / name).read_text() for name in ("README.md", "mkdocs.yml"))
     folder = "vllm_omni/model_executor/models"
     assert [name for name in served if f"]({folder}/{name})" not in readme] == []
@@ -67,8 +85,12 @@ def test_a_model_is_in_the_pages_that_its_recipe_lists() -> None:
 
 
 def test_an_endpoint_is_in_the_pages_that_its_recipe_lists() -> None:
-    """Every WebSocket path of the table of endpoints is in README and in a page of the reference."""
-    pages = {path.name: path.read_text() for path in (docs.REPO / "docs" / "reference").glob("*.md")}
+    """Every WebSocket path of the table of endpoints is in README and in a page of the
+    reference.
+    """
+    pages = {
+        path.name: path.read_text() for path in (docs.REPO / "docs" / "reference").glob("*.md")
+    }
     readme = (docs.REPO / "README.md").read_text()
     app = FastAPI()
     for endpoint in (create() for create in ENDPOINTS):
@@ -77,5 +99,7 @@ def test_an_endpoint_is_in_the_pages_that_its_recipe_lists() -> None:
     paths = {route.path.rstrip("/") for route in app.routes if isinstance(route, WebSocketRoute)}
     assert len(paths) >= 3
     assert [
-        path for path in paths if f"`{path}`" not in readme or not any(path in page for page in pages.values())
+        path
+        for path in paths
+        if f"`{path}`" not in readme or not any(path in page for page in pages.values())
     ] == []

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What pages and option texts call refused is refused: every such sentence is in one of the two tables here.
+"""What pages and option texts call refused is refused: every such sentence is in one of the two
+tables here.
 
-`AT_START`: combinations of options that the sentence says cannot be; each is configured as `vllm serve` does it, and
-must raise before any process starts. `HELD_BY`: refusals of requests, files and readers, and the test that holds each.
+`AT_START`: combinations of options that the sentence says cannot be; each is configured as `vllm
+serve` does it, and must raise before any process starts. `HELD_BY`: refusals of requests, files and
+readers, and the test that holds each.
 """
 
 import ast
@@ -42,7 +44,11 @@ PP2, PP3, TP2, TP3 = (
     {"tensor_parallel_size": 3},
 )
 STOCK = {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}
-MATCHED = {"cache": "noise_matched", "denoising_steps": [1000, 750], "video_denoising_steps": [700, 500]}
+MATCHED = {
+    "cache": "noise_matched",
+    "denoising_steps": [1000, 750],
+    "video_denoising_steps": [700, 500],
+}
 TWO_CHUNKS = {"chunks_in_flight": 2}
 TEMPORAL = {"pipeline": "temporal", "chunks_in_flight": 2}
 BANDS = {"vae_parallel": True}
@@ -57,13 +63,16 @@ NO_CHUNKS_AHEAD = ("lingbot_world", "wan2_2", "lance", "diffusers_pipeline")
 
 AT_START: dict[str, list[Case]] = {
     # README and serving.md
-    "refuses invalid combinations of options within seconds": [("null_world", {"no_such_option": 1}, {})],
+    "refuses invalid combinations of options within seconds": [
+        ("null_world", {"no_such_option": 1}, {})
+    ],
     "An unknown key or a value out of range is an error": [
         ("null_world", {"no_such_option": 1}, {}),
         ("null_world", {"max_sessions": 0}, {}),
     ],
     # parallelism.md
-    "`vae_parallel` with one rank or with a model other than causal Wan and LingBot World, is an error at start": [
+    "`vae_parallel` with one rank or with a model other than causal Wan and LingBot World, is an "
+    "error at start": [
         ("causal_wan", BANDS | {"model": {"decoder": "tiny"}}, TP2),
         ("causal_wan", BANDS, {}),
         ("wan2_2", BANDS, TP2),
@@ -152,7 +161,8 @@ AT_START: dict[str, list[Case]] = {
         ("lingbot_world", {"model": {"convention": "no_such_value"}}, {})
     ],
     "degradations (`omni.degradations`) are refused": [
-        ("lingbot_world", ladder(rung), {}) for rung in ("fewer_steps", "smaller_window", "tiny_vae")
+        ("lingbot_world", ladder(rung), {})
+        for rung in ("fewer_steps", "smaller_window", "tiny_vae")
     ],
     "**Async scheduling is refused.**": [("null_world", {}, {"async_scheduling": True})],
 }
@@ -165,29 +175,35 @@ HELD_BY = {
     ),
     # actions.md and the tutorial
     "`required`, `optional`, or `none` (refused)": (
-        "tests/entrypoints/realtime/test_actions_at_doors.py"
-        "::test_a_first_prompt_or_picture_is_refused_where_there_is_none"
+        "tests/entrypoints/realtime/test_actions_at_endpoints.py"
+        "::test_a_first_prompt_or_image_is_refused_where_there_is_none"
     ),
-    "before the change the server refused `run`": "tests/docs/test_tutorials.py::test_the_tutorial_works_as_printed",
+    "before the change the server "
+    "refused `run`": "tests/docs/test_tutorials.py::test_the_tutorial_works_as_printed",
     # realtime_world_camera.md
     "A start pose in a later request, or for a model without world poses": (
         "tests/environments/test_world_env.py::test_a_start_pose_needs_a_world_with_poses"
     ),
     # web_page.md
     "The page refuses a file that it cannot decode": (
-        "tests/entrypoints/webui/test_web_page.py::test_a_file_that_is_no_picture_does_not_become_a_tile"
+        "tests/entrypoints/webui/test_web_page.py::"
+        "test_a_file_that_is_no_image_does_not_become_a_tile"
     ),
     "`enhance_prompt`, `enable_frame_interpolation` and `enable_upscaling` are refused": (
-        "tests/entrypoints/realtime/test_generate_door.py::test_a_bad_init_is_one_error_and_a_good_one_follows"
+        "tests/entrypoints/realtime/test_generate_endpoint.py::"
+        "test_a_bad_init_is_one_error_and_a_good_one_follows"
     ),
     "A repository of an unsupported model is refused before its weights are downloaded": (
-        "tests/entrypoints/cli/test_hub_ids.py::test_a_repository_of_another_model_is_refused_before_its_weights"
+        "tests/entrypoints/cli/test_hub_ids.py::"
+        "test_a_repository_of_another_model_is_refused_before_its_weights"
     ),
     "or if you must accept its licence, the refusal names": (
-        "tests/entrypoints/cli/test_hub_ids.py::test_a_release_that_needs_more_than_its_repository_names_the_download"
+        "tests/entrypoints/cli/test_hub_ids.py::"
+        "test_a_release_that_needs_more_than_its_repository_names_the_download"
     ),
     "If the server refuses a request permanently": (
-        "tests/entrypoints/webui/test_web_page.py::test_a_refused_request_stops_the_world_until_tried_again"
+        "tests/entrypoints/webui/test_web_page.py::"
+        "test_a_refused_request_stops_the_world_until_tried_again"
     ),
     # lora.md and session_snapshots.md
     "it refuses the snapshot with `foreign_snapshot`": (
@@ -201,11 +217,12 @@ HELD_BY = {
         "tests/test_engine_arguments.py::test_every_argument_that_is_refused_is_tried_here"
     ),
     "finishes chunks, saves sessions and refuses new ones": (
-        "tests/entrypoints/realtime/test_drain.py::test_nothing_new_begins"
+        "tests/entrypoints/realtime/test_drain.py::test_nothing_new_starts"
     ),
     # lance.md, online
     "Tools, `logprobs`, penalties and other formats are refused": (
-        "tests/entrypoints/openai/test_chat_request.py::test_what_these_models_cannot_do_names_the_field"
+        "tests/entrypoints/openai/test_chat_request.py::"
+        "test_what_these_models_cannot_do_names_the_field"
     ),
     # wan2_2.md
     "It is refused with `omni.model.cuda_graphs`": (
@@ -217,7 +234,8 @@ HELD_BY = {
         "test_formats_without_a_cpu_kernel_are_refused_on_a_cpu_alone"
     ),
     "These are refused with one line: a method that is not in the table": (
-        "tests/model_executor/test_quantized_weights.py::test_missing_scales_are_refused_with_three_examples"
+        "tests/model_executor/test_quantized_weights.py::"
+        "test_missing_scales_are_refused_with_three_examples"
     ),
     "An argument that would have no effect, such as `--offload-group-size`": (
         "tests/test_engine_arguments.py::test_a_start_is_refused_with_one_line"
@@ -226,19 +244,23 @@ HELD_BY = {
         "tests/test_engine_arguments.py::test_half_of_a_quantization_is_refused"
     ),
     "a paused engine refuses requests": (
-        "tests/entrypoints/test_engine_refusals.py::test_a_door_gets_one_kind_of_failure"
+        "tests/entrypoints/test_engine_refusals.py::test_a_endpoint_gets_one_kind_of_failure"
     ),
     # requests of diffusers pipelines, Lance and the image and video routes
-    "sizes that the pipeline would silently round are refused": "tests/executor/test_call_arguments.py::test_refusals",
+    "sizes that the pipeline would silently round "
+    "are refused": "tests/executor/test_call_arguments.py::test_refusals",
     "A field or option that the pipeline has no argument for is an error": (
         "tests/executor/test_call_arguments.py::test_refusals"
     ),
     "pickled ones, and code inside a checkpoint, are refused": (
-        "tests/model_executor/models/diffusers_pipeline/test_diffusers_checkpoint.py::test_missing_and_pickled_weights"
+        "tests/model_executor/models/diffusers_pipeline/test_diffusers_checkpoint.py::"
+        "test_missing_and_pickled_weights"
     ),
-    "a class with a larger one (LTX: 32) refuses in the engine": "tests/executor/test_call_arguments.py::test_refusals",
+    "a class with a larger one (LTX: 32) refuses in "
+    "the engine": "tests/executor/test_call_arguments.py::test_refusals",
     "Anything else is refused with the allowed values": (
-        "tests/model_executor/models/lance/test_lance_request.py::test_a_drawing_out_of_range_is_refused"
+        "tests/model_executor/models/lance/test_lance_request.py::"
+        "test_a_generation_out_of_range_is_refused"
     ),
     "and is refused when the tensors do not fit": (
         "tests/model_executor/models/lance/test_lance_request.py::test_a_contradiction_is_refused"
@@ -248,22 +270,26 @@ HELD_BY = {
         "::test_every_frame_of_a_clip_is_read_and_its_length_is_bounded"
     ),
     "a refusal names a size near it": (
-        "tests/entrypoints/openai/test_plan.py::test_a_side_that_is_too_long_is_refused_with_what_is_near"
+        "tests/entrypoints/openai/test_plan.py::"
+        "test_a_side_that_is_too_long_is_refused_with_what_is_near"
     ),
     "`transparent` is refused": (
-        "tests/entrypoints/openai/test_openai_served.py::test_what_cannot_be_done_is_said_in_openais_words"
+        "tests/entrypoints/openai/test_openai_served.py::"
+        "test_what_cannot_be_done_is_said_in_openais_words"
     ),
     "a model that cannot use one refuses it": (
         "tests/entrypoints/openai/test_plan.py::test_what_the_model_cannot_do_is_refused"
     ),
     "`num_frames` and `fps` are refused beside it": (
-        "tests/entrypoints/openai/test_plan.py::test_what_an_edited_video_cannot_be_told_is_refused"
+        "tests/entrypoints/openai/test_plan.py::"
+        "test_what_an_edited_video_cannot_be_notified_is_refused"
     ),
     "refused by models in which they are fixed": (
         "tests/entrypoints/openai/test_plan.py::test_what_the_model_cannot_do_is_refused"
     ),
     "T2V refuses it": (
-        "tests/entrypoints/openai/test_openai_wan22.py::test_videos_that_cannot_be_made_are_refused_at_once"
+        "tests/entrypoints/openai/test_openai_wan22.py::"
+        "test_videos_that_cannot_be_made_are_refused_at_once"
     ),
     "`speed` of `/v1/audio/speech` other than 1 is refused": (
         "tests/entrypoints/speech/test_protocol_speech.py::test_refusals_name_the_field"
@@ -288,20 +314,24 @@ HELD_BY = {
         "::test_bad_requests_are_refused_by_name_and_change_nothing"
     ),
     "principal points outside the picture are refused": (
-        "tests/entrypoints/realtime/test_world_camera_refusals.py::test_intrinsics_that_fit_no_picture_are_refused"
+        "tests/entrypoints/realtime/test_world_camera_refusals.py::"
+        "test_intrinsics_that_fit_no_image_are_refused"
     ),
     "A refused request changes nothing": (
         "tests/entrypoints/realtime/test_world_camera_refusals.py"
         "::test_bad_requests_are_refused_by_name_and_change_nothing"
     ),
     "A refused message has no effect": (
-        "tests/entrypoints/realtime/test_generate_door.py::test_a_text_frame_does_not_end_the_session"
+        "tests/entrypoints/realtime/test_generate_endpoint.py::"
+        "test_a_text_frame_does_not_end_the_session"
     ),
     "Text frames are refused": (
-        "tests/entrypoints/realtime/test_world_camera_refusals.py::test_text_frames_are_refused_and_the_third_closes"
+        "tests/entrypoints/realtime/test_world_camera_refusals.py::"
+        "test_text_frames_are_refused_and_the_third_closes"
     ),
     "of all realtime doors; one more is refused with 503": (
-        "tests/entrypoints/realtime/test_live_faults.py::test_connections_of_all_doors_are_counted_together"
+        "tests/entrypoints/realtime/test_live_faults.py::"
+        "test_connections_of_all_endpoints_are_counted_together"
     ),
     "beyond it journals are cut and new sessions refused": (
         "tests/entrypoints/realtime/test_live_faults.py::test_bytes_held_for_readers_are_bounded"
@@ -310,13 +340,15 @@ HELD_BY = {
         "tests/entrypoints/realtime/test_live_faults.py::test_bytes_held_for_readers_are_bounded"
     ),
     "refuses new connections and `POST`/`PUT` with 503": (
-        "tests/entrypoints/realtime/test_drain.py::test_nothing_new_begins"
+        "tests/entrypoints/realtime/test_drain.py::test_nothing_new_starts"
     ),
     "live sessions; a further one is refused with `capacity`": (
-        "tests/entrypoints/realtime/test_world_camera_sessions.py::test_capacity_is_said_at_once_and_comes_back"
+        "tests/entrypoints/realtime/test_world_camera_sessions.py::"
+        "test_capacity_is_said_at_once_and_comes_back"
     ),
     "Further sessions are refused with `capacity`": (
-        "tests/entrypoints/realtime/test_world_camera_sessions.py::test_capacity_is_said_at_once_and_comes_back"
+        "tests/entrypoints/realtime/test_world_camera_sessions.py::"
+        "test_capacity_is_said_at_once_and_comes_back"
     ),
     "image calls and video jobs: `completed`, `failed`, `cancelled`, `refused`": (
         "tests/entrypoints/openai/test_openai_served.py"
@@ -326,14 +358,17 @@ HELD_BY = {
     "a picture lower than 8 pixels a rank is refused": (
         "tests/model_executor/models/wan/test_split_decode.py::test_every_rank_needs_a_row"
     ),
-    "data parallel is refused": "tests/worker/test_shared_gpu_worker.py::test_several_engines_are_refused",
+    "data parallel is refused": "tests/worker/test_shared_gpu_worker.py::"
+    "test_several_engines_are_refused",
     "(together at most 95 % of the engine's time) is refused": (
         "tests/core/test_scheduling_policy.py::test_a_stream_that_cannot_be_held_is_refused"
     ),
     "A stream whose rate cannot be sustained is refused with `capacity`": (
-        "tests/engine/test_deadline_scheduling.py::test_a_stream_that_cannot_be_held_is_refused_and_says_why"
+        "tests/engine/test_deadline_scheduling.py::"
+        "test_a_stream_that_cannot_be_held_is_refused_and_says_why"
     ),
-    "turns refusal on": "tests/core/test_scheduling_policy.py::test_a_stream_that_cannot_be_held_is_refused",
+    "turns refusal on": "tests/core/test_scheduling_policy.py::"
+    "test_a_stream_that_cannot_be_held_is_refused",
     "A stream that is being served is never refused": (
         "tests/core/test_scheduling_policy.py::test_a_stream_that_cannot_be_held_is_refused"
     ),
@@ -341,26 +376,31 @@ HELD_BY = {
         "tests/core/test_scheduling_policy.py::test_a_stream_that_cannot_be_held_is_refused"
     ),
     "(a refusal, which the runner answers with `capacity`": (
-        "tests/worker/test_scheduler_note_in_runner.py::test_a_refused_stream_ends_at_once_without_a_session"
+        "tests/worker/test_scheduler_note_in_runner.py::"
+        "test_a_refused_stream_ends_at_once_without_a_session"
     ),
     "is refused by one whose `degradations` lack `tiny_vae`": (
-        "tests/worker/test_snapshot_refusals.py::test_a_snapshot_that_does_not_fit_is_refused_by_name"
+        "tests/worker/test_snapshot_refusals.py::"
+        "test_a_snapshot_that_does_not_fit_is_refused_by_name"
     ),
     "reads the length first and refuses before the rest arrives": (
         "tests/entrypoints/realtime/test_floods_served.py::"
         "test_a_snapshot_of_a_long_table_is_refused_by_its_first_bytes"
     ),
     "sends a body that is refused": (
-        "tests/entrypoints/test_body_pace.py::test_refused_bodies_of_one_client_are_read_slowly"
+        "tests/entrypoints/test_body_timeout.py::test_refused_bodies_of_one_client_are_read_slowly"
     ),
     "The server refuses a snapshot that it cannot use before the engine allocates memory": (
-        "tests/worker/test_snapshot_refusals.py::test_a_snapshot_that_does_not_fit_is_refused_by_name"
+        "tests/worker/test_snapshot_refusals.py::"
+        "test_a_snapshot_that_does_not_fit_is_refused_by_name"
     ),
     "a tensor that is missing, left over or of another shape is an error": (
-        "tests/worker/test_snapshot_refusals.py::test_a_snapshot_that_does_not_fit_is_refused_by_name"
+        "tests/worker/test_snapshot_refusals.py::"
+        "test_a_snapshot_that_does_not_fit_is_refused_by_name"
     ),
     "`write_session`, which refuses if a chunk was finished in between": (
-        "tests/worker/test_snapshot_refusals.py::test_a_session_that_moved_between_the_two_calls_is_not_torn"
+        "tests/worker/test_snapshot_refusals.py::"
+        "test_a_session_that_moved_between_the_two_calls_is_not_torn"
     ),
     "An aborted, failed or refused chunk": (
         "tests/worker/test_diffusion_model_runner.py::test_a_chunk_out_of_order_is_refused"
@@ -374,10 +414,12 @@ HELD_BY = {
         "::test_what_the_code_does_not_implement_is_an_error"
     ),
     "a value that this code does not implement is an error": (
-        "tests/model_executor/models/lance/test_lance_checkpoint.py::test_a_config_of_another_network_is_refused"
+        "tests/model_executor/models/lance/test_lance_checkpoint.py::"
+        "test_a_config_of_another_network_is_refused"
     ),
     "drafters that would misread additional layers are refused at start": (
-        "tests/worker/test_hidden_state_layers.py::test_a_drafter_that_would_read_our_layers_is_refused"
+        "tests/worker/test_hidden_state_layers.py::"
+        "test_a_drafter_that_would_read_our_layers_is_refused"
     ),
     "so the two exclude each other (an error at start)": (
         "tests/core/test_ar_hidden_states_scheduler.py::test_it_refuses_to_share_its_field"
@@ -387,11 +429,13 @@ HELD_BY = {
         "test_a_worker_without_the_scheduler_that_carries_them_does_not_start"
     ),
     "A worker that does not fit the model is refused at the start": "tests/test_worker_choice.py",
-    "a parameter of image models (`num_inference_steps`, `guidance_scale`, `negative_prompt`) is refused": (
+    "a parameter of image models (`num_inference_steps`, `guidance_scale`, `negative_prompt`) "
+    "is refused": (
         "tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py::"
         "test_a_bad_first_request_is_named_and_changes_nothing"
     ),
-    "stock auto-detection refuses them": "tests/test_import_purity.py",  # of stock vLLM: why the format is ours
+    # of stock vLLM: why the format is ours
+    "stock auto-detection refuses them": "tests/test_import_purity.py",
     "Every other combination is refused before any process starts": "tests/test_combinations.py",
 }
 """Part of a sentence -> the test that it is true."""
@@ -399,18 +443,22 @@ HELD_BY = {
 
 def sentences(path: Path) -> Iterator[str]:
     """Of a page, or of a module's docstrings; a table row counts as one."""
-    text = names.docstrings(ast.parse(path.read_text())) if path.suffix == ".py" else path.read_text()
+    text = (
+        names.docstrings(ast.parse(path.read_text())) if path.suffix == ".py" else path.read_text()
+    )
     text = re.sub(r"<!--.*?-->", "", names.FENCE.sub("", text), flags=re.S)
     for block in re.split(r"\n\s*\n|\n(?=\||- |\d+\. )", text):
         block = " ".join(block.split())
-        yield from [block] if block.startswith("|") else re.split(r"(?<=[.:;])\s+(?=[A-Z`*\[(-])", block)
+        yield from (
+            [block] if block.startswith("|") else re.split(r"(?<=[.:;])\s+(?=[A-Z`*\[(-])", block)
+        )
 
 
 def refusals(path: Path) -> list[str]:
     """Sentences that call something refused, and rows of the table of what else is.
 
-    Not of pages that a script writes: tests/test_engine_arguments.py tries the rows of engine arguments, and what the
-    page of options says stands in docstrings, which are read here.
+    Not of pages that a script writes: tests/test_engine_arguments.py tries the rows of engine
+    arguments, and what the page of options says stands in docstrings, which are read here.
     """
     if path.name in ("engine_arguments.md", "options.md"):
         return []
@@ -449,13 +497,17 @@ def configure(model: Path, omni: dict[str, Any], arguments: dict[str, Any]) -> V
 def test_every_sentence_about_a_refusal_is_held(path: Path) -> None:
     """A new one needs an entry here, with options that are refused or with its test."""
     known = [*AT_START, *HELD_BY, "the same, refusing", "a snapshot taken with another split"]
-    assert [sentence for sentence in refusals(path) if not any(part in sentence for part in known)] == []
+    assert [
+        sentence for sentence in refusals(path) if not any(part in sentence for part in known)
+    ] == []
 
 
 def test_no_entry_is_left_over() -> None:
     """A sentence that was rewritten takes its entry along."""
     written = [sentence for path in PAGES for sentence in refusals(path)]
-    assert [part for part in (*AT_START, *HELD_BY) if not any(part in sentence for sentence in written)] == []
+    assert [
+        part for part in (*AT_START, *HELD_BY) if not any(part in sentence for sentence in written)
+    ] == []
 
 
 @pytest.mark.parametrize("part", [part for part, cases in AT_START.items() if cases])

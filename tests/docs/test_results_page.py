@@ -26,6 +26,8 @@ def test_a_cell_shows_the_median_and_the_range_over_starts() -> None:
 
 def test_a_result_without_a_record_is_refused(tmp_path: Path) -> None:
     """A measurement that no page shows does not stay in the tree."""
-    (tmp_path / "run.json").write_text(json.dumps({"date": "2026-01-01", "command": "python run.py"}))
+    (tmp_path / "run.json").write_text(
+        json.dumps({"date": "2026-01-01", "command": "python run.py"})
+    )
     with pytest.raises(results_page.ResultError, match=r"run\.json"):
         results_page.load_rows(tmp_path)

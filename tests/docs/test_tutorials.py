@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tutorials work as printed: their files are written, their changes applied and their commands run, in order."""
+"""Tutorials work as printed: their files are written, their changes applied and their commands
+run, in order.
+"""
 
 import os
 import re
@@ -17,7 +19,7 @@ from helpers.ports import port_for_a_server
 from helpers.programs import background_server
 from helpers.waits import seconds, wait_until
 
-from vllm_omni.entrypoints.media import decode_mp4
+from vllm_omni.entrypoints.media.mp4 import decode_mp4
 
 PAGE = docs.REPO / "docs" / "tutorials" / "add_a_model.md"
 CHANGE = "## 6. Now change it"
@@ -30,7 +32,9 @@ class Checkout:
         self.folder = folder
         for name in ("vllm_omni", "examples"):
             ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(docs.REPO / name, folder / name, copy_function=os.symlink, ignore=ignored)
+            shutil.copytree(
+                docs.REPO / name, folder / name, copy_function=os.symlink, ignore=ignored
+            )
         self.environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
 
     def write_file(self, name: str, text: str) -> None:
@@ -52,7 +56,9 @@ class Checkout:
         path.write_text(content.replace(old, new)[1:])
 
     def run_command(self, command: list[str], port: int = 0) -> subprocess.CompletedProcess[str]:
-        """Run one command of the page to its end, against the server at `port` if it is a client."""
+        """Run one command of the page to its end, against the server at `port` if it is a
+        client.
+        """
         if command[0] == "vllm-omni":
             command = [sys.executable, "-m", "vllm_omni.entrypoints.cli.main", *command[1:]]
         else:
@@ -70,12 +76,17 @@ class Checkout:
 
     @contextmanager
     def serve(self, command: list[str]) -> Iterator[int]:
-        """Run `vllm serve` of the page on a free port. Yields the port when the server accepts sessions."""
+        """Run `vllm serve` of the page on a free port.
+
+        Yields the port when the server accepts sessions.
+        """
         port = port_for_a_server()
         words = [*command[1 : command.index("--port")], "--port", str(port)]
         with background_server(words, self.folder, self.environment) as (server, log):
             wait_until(
-                lambda: server.poll() is not None or "Application startup complete" in log.read_text(),
+                lambda: (
+                    server.poll() is not None or "Application startup complete" in log.read_text()
+                ),
                 600,
                 lambda: log.read_text()[-3000:],
                 every_s=0.5,
@@ -111,7 +122,10 @@ def checkout(tmp_path: Path) -> Checkout:
 
 
 def test_the_model_of_the_tutorial_is_known_after_its_edits(checkout: Checkout) -> None:
-    """Before the change and after it. `make-tiny` writes a checkpoint, which its own family detects."""
+    """Before the change and after it.
+
+    `make-tiny` writes a checkpoint, which its own family detects.
+    """
     make_tiny = commands(changed=False)[0]
     edit(checkout, changed=False)
     ended = checkout.run_command(make_tiny)
@@ -122,7 +136,8 @@ def test_the_model_of_the_tutorial_is_known_after_its_edits(checkout: Checkout) 
         "from vllm_omni.model_executor.models.registry import detect_family\n"
         "from vllm_omni.model_executor.models.checkers.pipeline import SPACE, CheckersPipeline\n"
         "from vllm_omni.model_executor.interfaces import SupportsStepExecution\n"
-        "missing = [n for n in vars(SupportsStepExecution) if n[0] != '_' and not hasattr(CheckersPipeline, n)]\n"
+        "missing = [n for n in vars(SupportsStepExecution) if n[0] != '_' and not "
+        "hasattr(CheckersPipeline, n)]\n"
         "print(detect_family(Path(sys.argv[1])).name, SPACE.button_names[-1], missing)"
     )
     shown = subprocess.run(
@@ -156,8 +171,8 @@ def test_the_tutorial_works_as_printed(checkout: Checkout) -> None:
         refused = checkout.run_command(run, port)
     assert refused.returncode != 0 and "run" in refused.stdout + refused.stderr
     assert len(frames) == 1 + 4 * 11 and frames.shape[1:] == (96, 160, 3)
-    # Frame 20 is the last one that moves to the right, five latent frames after frame 0. Tolerance: H.264 is lossy;
-    # the difference was 0.7, and at least 40 at any other position.
+    # Frame 20 is the last one that moves to the right, five latent frames after frame 0. Tolerance:
+    # H.264 is lossy; the difference was 0.7, and at least 40 at any other position.
     assert np.abs(moved(frames[0], columns=5) - frames[20]).mean() < 8
     edit(checkout, changed=True)
     with checkout.serve(serve_again) as port:
@@ -166,7 +181,10 @@ def test_the_tutorial_works_as_printed(checkout: Checkout) -> None:
 
 
 def moved(frame: np.ndarray, columns: int) -> np.ndarray:
-    """The frame after `columns` steps to the right. A step is 8 pixels, and the floor repeats after 64."""
+    """The frame after `columns` steps to the right.
+
+    A step is 8 pixels, and the floor repeats after 64.
+    """
     longer = np.concatenate([frame, frame[:, 32:96]], axis=1)
     return longer[:, np.arange(160) + columns * 8 % 64].astype(np.float64)
 

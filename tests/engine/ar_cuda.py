@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An AsyncLLM on CUDA on the runner generation that is asked for, and what rows in bf16 may differ by.
+"""An AsyncLLM on CUDA on the runner generation that is asked for, and what rows in bf16 may differ
+by.
 
-bf16 rounds after every operation, and how far that carries rows away grows with depth: transformers' own bf16 rows of
-this tiny model are up to 13 % off its fp32 rows. So the yardstick is the fp32 forward, and bf16 rows may be at most 1.5
-times as far from it as transformers' bf16 rows are; rows of other tokens would be many times as far.
+bf16 rounds after every operation, and how far that carries rows away grows with depth:
+transformers' own bf16 rows of this tiny model are up to 13 % off its fp32 rows. So the yardstick is
+the fp32 forward, and bf16 rows may be at most 1.5 times as far from it as transformers' bf16 rows
+are; rows of other tokens would be many times as far.
 
-An engine in fp32 is compared directly. By itself it would not be one: attention in fp32 on CUDA is vLLM's Triton
-kernel, whose products Triton makes in TF32 (10 bits of mantissa). That alone carries the last rows 0.2 to 0.4 % away
-(emulated in transformers on a CPU; 0.3 to 0.5 % was seen on an H200), and may turn a close choice of token otherwise in
-another batch. `Engine` asks Triton for IEEE products there.
+An engine in fp32 is compared directly. By itself it would not be one: attention in fp32 on CUDA is
+vLLM's Triton kernel, whose products Triton makes in TF32 (10 bits of mantissa). That alone carries
+the last rows 0.2 to 0.4 % away (emulated in transformers on a CPU; 0.3 to 0.5 % was seen on an
+H200), and may turn a close choice of token otherwise in another batch. `Engine` asks Triton for
+IEEE products there.
 """
 
 import asyncio
@@ -28,14 +31,24 @@ from vllm.sampling_params import RequestOutputKind
 from vllm_omni.hidden_states import hidden_states_of
 
 SHARED_GPU = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 28}
-"""Nothing is measured at start, so that engines of several tests can start side by side on one GPU."""
+"""Nothing is measured at start, so that engines of several tests can start side by side on one
+GPU.
+"""
 FP32_ERROR = 1e-3
-"""Of rows in fp32, relative: sums in another order. TF32 is 2 to 5 times as far, a wrong token's row 1000 times."""
+"""Of rows in fp32, relative: sums in another order.
+
+TF32 is 2 to 5 times as far, a wrong token's row 1000 times.
+"""
 IEEE_PRODUCTS = {"TRITON_F32_DEFAULT": "ieee"}
 """For Triton in the worker: products of fp32 numbers in fp32."""
 WIDTH = 256
 """Hidden size of `write_model`."""
-PROMPTS = ["the red bird sings in the big tree", "a small blue house", "sea", "the road is grey " * 12]
+PROMPTS = [
+    "the red bird sings in the big tree",
+    "a small blue house",
+    "sea",
+    "the road is grey " * 12,
+]
 
 
 def write_model(out: Path, **config: Any) -> Path:
@@ -55,7 +68,9 @@ def write_model(out: Path, **config: Any) -> Path:
 class Engine:
     """AsyncLLM with async scheduling, chunked prefill, prefix caching; `runner` is V1 or V2."""
 
-    def __init__(self, model: Path, runner: str, omni: dict[str, Any] | None = None, **engine_args: Any) -> None:
+    def __init__(
+        self, model: Path, runner: str, omni: dict[str, Any] | None = None, **engine_args: Any
+    ) -> None:
         self._environment = {"VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "V2" else "0"}
         if engine_args.get("dtype") == "float32":
             self._environment |= IEEE_PRODUCTS
@@ -78,14 +93,23 @@ class Engine:
             **SHARED_GPU,
             "additional_config": {"omni": {"hidden_state_layers": [0, 2], **omni}},
         }
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(model), **{**fields, **engine_args}))
+        return AsyncLLM.from_engine_args(
+            AsyncEngineArgs(model=str(model), **{**fields, **engine_args})
+        )
 
-    def run(self, *requests: tuple[str, SamplingParams] | tuple[str, SamplingParams, Any]) -> list[list[Any]]:
-        """All requests (prompt, parameters, LoRA adapter if any) at once; per request every output a client sees."""
+    def run(
+        self, *requests: tuple[str, SamplingParams] | tuple[str, SamplingParams, Any]
+    ) -> list[list[Any]]:
+        """All requests (prompt, parameters, LoRA adapter if any) at once; per request every
+        output a client sees.
+        """
 
         async def stream(prompt: str, sampling: SamplingParams, adapter: Any = None) -> list[Any]:
             name = f"r{next(self.numbers)}"
-            return [out async for out in self.engine.generate(prompt, sampling, name, lora_request=adapter)]
+            return [
+                out
+                async for out in self.engine.generate(prompt, sampling, name, lora_request=adapter)
+            ]
 
         async def together() -> Any:
             return await asyncio.gather(*(stream(*request) for request in requests))
@@ -109,13 +133,17 @@ class Engine:
 
 
 class Reference:
-    """What transformers computes for the same tokens, in fp32 and in bf16; `change` is applied to both models.
+    """What transformers computes for the same tokens, in fp32 and in bf16; `change` is applied to
+    both models.
 
     dtype: of the engine that it is compared with, and so of its rows.
     """
 
     def __init__(
-        self, model: Path, change: Callable[[Any], None] = lambda model: None, dtype: torch.dtype = torch.bfloat16
+        self,
+        model: Path,
+        change: Callable[[Any], None] = lambda model: None,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         from transformers import AutoModelForCausalLM
 
@@ -132,8 +160,12 @@ class Reference:
             output = model(torch.tensor([token_ids]).cuda(), output_hidden_states=True)
         return output.hidden_states[layer][0].float().cpu()
 
-    def check(self, output: Any, mode: str = "all", layers: tuple[int, ...] = (-1,), index: int = 0) -> None:
-        """Rows of completion `index`: of the right tokens, all of them, and as near as rounding lets them be."""
+    def check(
+        self, output: Any, mode: str = "all", layers: tuple[int, ...] = (-1,), index: int = 0
+    ) -> None:
+        """Rows of completion `index`: of the right tokens, all of them, and as near as rounding
+        lets them be.
+        """
         token_ids = [*output.prompt_token_ids, *output.outputs[index].token_ids]
         num_prompt = len(output.prompt_token_ids)
         states = hidden_states_of(output, index)
@@ -149,7 +181,9 @@ class Reference:
             rounding = max(distance(rounded, want), distance(rounded[first:], want[first:]))
             error = distance(states[layer].float(), want[first:])
             allowed = FP32_ERROR if self.dtype == torch.float32 else max(1.5 * rounding, 1e-6)
-            assert error <= allowed, f"layer {layer}: relative error {error:.4f}, allowed {allowed:.4f}"
+            assert error <= allowed, (
+                f"layer {layer}: relative error {error:.4f}, allowed {allowed:.4f}"
+            )
 
 
 def distance(rows: torch.Tensor, expected: torch.Tensor) -> float:
@@ -159,16 +193,23 @@ def distance(rows: torch.Tensor, expected: torch.Tensor) -> float:
 
 def check_ngram_drafts(model: Path, reference: Reference, runner: str) -> None:
     """ngram drafts on the GPU, async: accepted rows only, equal to transformers'."""
-    speculative = {"method": "ngram_gpu", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    speculative = {
+        "method": "ngram_gpu",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_max": 3,
+        "prompt_lookup_min": 1,
+    }
     with Engine(model, runner, speculative_config=speculative) as running:
         for mode in ("all", "generated", "last"):
-            asked = params(mode, max_tokens=40, output_kind=RequestOutputKind.FINAL_ONLY)
-            [[output]] = running.run((PROMPTS[3], asked))
+            requested = params(mode, max_tokens=40, output_kind=RequestOutputKind.FINAL_ONLY)
+            [[output]] = running.run((PROMPTS[3], requested))
             reference.check(output, mode)
 
 
 def write_adapter(model: Path, folder: Path, rank: int = 8) -> Callable[[Any], None]:
-    """Save a random LoRA adapter of the first and third projection; returns what adds it to a loaded model."""
+    """Save a random LoRA adapter of the first and third projection; returns what adds it to a
+    loaded model.
+    """
     config = json.loads((model / "config.json").read_text())
     head = config["hidden_size"] // config["num_attention_heads"]
     rows = {"q_proj": config["hidden_size"], "v_proj": head * config["num_key_value_heads"]}
@@ -179,10 +220,18 @@ def write_adapter(model: Path, folder: Path, rank: int = 8) -> Callable[[Any], N
             key = f"base_model.model.model.layers.{block}.self_attn.{name}"
             down = torch.randn(rank, config["hidden_size"], generator=generator) * 0.3
             tensors[f"{key}.lora_A.weight"] = down.bfloat16()
-            tensors[f"{key}.lora_B.weight"] = (torch.randn(size, rank, generator=generator) * 0.3).bfloat16()
+            tensors[f"{key}.lora_B.weight"] = (
+                torch.randn(size, rank, generator=generator) * 0.3
+            ).bfloat16()
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")
-    adapter = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": sorted(rows), "bias": "none"}
+    adapter = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": sorted(rows),
+        "bias": "none",
+    }
     (folder / "adapter_config.json").write_text(json.dumps(adapter))
 
     def add(loaded: Any) -> None:

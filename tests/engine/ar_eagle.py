@@ -14,7 +14,9 @@ DRAFTER_LAYERS = (2, 4, 5)
 
 
 def write_eagle3_drafter(model: Path, out: Path) -> Path:
-    """One block over [embedding, three layers of `model`], with a head of its own; it shares the embeddings."""
+    """One block over [embedding, three layers of `model`], with a head of its own; it shares the
+    embeddings.
+    """
     target = json.loads((model / "config.json").read_text())
     width, inner = target["hidden_size"], target["intermediate_size"]
     heads, kv_heads = target["num_attention_heads"], target["num_key_value_heads"]
@@ -46,12 +48,22 @@ def write_eagle3_drafter(model: Path, out: Path) -> Path:
         "midlayer.mlp.up_proj": (inner, width),
         "midlayer.mlp.down_proj": (width, inner),
     }
-    norms = ("midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm", "norm")
+    norms = (
+        "midlayer.hidden_norm",
+        "midlayer.input_layernorm",
+        "midlayer.post_attention_layernorm",
+        "norm",
+    )
     generator = torch.Generator().manual_seed(2)
-    tensors = {f"{name}.weight": 0.1 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    tensors = {
+        f"{name}.weight": 0.1 * torch.randn(shape, generator=generator)
+        for name, shape in shapes.items()
+    }
     tensors |= {f"{name}.weight": torch.ones(width) for name in norms}
     dtype = getattr(torch, target["dtype"])
     out.mkdir(parents=True)
-    save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, out / "model.safetensors")
+    save_file(
+        {name: tensor.to(dtype) for name, tensor in tensors.items()}, out / "model.safetensors"
+    )
     (out / "config.json").write_text(json.dumps(config))
     return out

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real autoregressive engine with our worker and scheduler, and what its hidden states must equal."""
+"""A real autoregressive engine with our worker and scheduler, and what its hidden states must
+equal.
+"""
 
 import contextlib
 import os
@@ -17,23 +19,44 @@ SCHEDULER = "vllm_omni.core.sched.ARHiddenStatesScheduler"
 PROMPTS = ["the red bird sings in the big tree", "a small blue house", "sea"]
 
 
-def params(mode: str | None = "all", layers: Sequence[int] = (-1,), **fields: Any) -> SamplingParams:
+def params(
+    mode: str | None = "all", layers: Sequence[int] = (-1,), **fields: Any
+) -> SamplingParams:
     """Greedy, eight tokens, asking for `mode` (None = not asking)."""
-    asked = HiddenStatesRequest(hidden_states=mode, layers=tuple(layers)).to_extra_args() if mode else None  # type: ignore[arg-type]
-    return SamplingParams(**{"temperature": 0, "max_tokens": 8, "ignore_eos": True, "extra_args": asked, **fields})
+    requested = (
+        HiddenStatesRequest(hidden_states=mode, layers=tuple(layers)).to_extra_args()
+        if mode
+        else None
+    )  # type: ignore[arg-type]
+    return SamplingParams(
+        **{"temperature": 0, "max_tokens": 8, "ignore_eos": True, "extra_args": requested, **fields}
+    )
 
 
 @contextlib.contextmanager
-def running_llm(model: Path, omni: dict[str, Any] | None = None, **engine_args: Any) -> Iterator[LLM]:
+def running_llm(
+    model: Path, omni: dict[str, Any] | None = None, **engine_args: Any
+) -> Iterator[LLM]:
     """`LLM` on `model` with small sizes; its processes end with it."""
-    ranks = engine_args.get("tensor_parallel_size", 1) * engine_args.get("pipeline_parallel_size", 1)
+    ranks = engine_args.get("tensor_parallel_size", 1) * engine_args.get(
+        "pipeline_parallel_size", 1
+    )
     cores = "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(ranks))
     before = os.environ.get("VLLM_CPU_OMP_THREADS_BIND")
     if ranks > 1:  # stock vLLM otherwise wants a NUMA node for each
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = cores
     try:
-        arguments = {"worker_cls": WORKER, "scheduler_cls": SCHEDULER, "dtype": "float32", "max_model_len": 512}
-        arguments |= {"enforce_eager": True, "max_num_seqs": 8, "additional_config": {"omni": omni or {}}}
+        arguments = {
+            "worker_cls": WORKER,
+            "scheduler_cls": SCHEDULER,
+            "dtype": "float32",
+            "max_model_len": 512,
+        }
+        arguments |= {
+            "enforce_eager": True,
+            "max_num_seqs": 8,
+            "additional_config": {"omni": omni or {}},
+        }
         llm = LLM(str(model), **{**arguments, **engine_args})
     finally:
         if before is None:
@@ -52,11 +75,15 @@ class Reference:
     def __init__(self, model: Path, loader: Any = None) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.model = (loader or AutoModelForCausalLM).from_pretrained(model, dtype=torch.float32).eval()
+        self.model = (
+            (loader or AutoModelForCausalLM).from_pretrained(model, dtype=torch.float32).eval()
+        )
 
     def hidden_states(self, token_ids: Sequence[int], **inputs: Any) -> list[torch.Tensor]:
         with torch.no_grad():
-            states = self.model(torch.tensor([list(token_ids)]), output_hidden_states=True, **inputs).hidden_states
+            states = self.model(
+                torch.tensor([list(token_ids)]), output_hidden_states=True, **inputs
+            ).hidden_states
         return [layer[0] for layer in states]
 
 
@@ -66,12 +93,20 @@ def states_of(output: RequestOutput) -> HiddenStates:
     return states
 
 
-def assert_rows(output: RequestOutput, reference: Reference, mode: str = "all", layers: Sequence[int] = (-1,)) -> None:
-    """The rows of `mode`, each of the right token and equal to transformers' (fp32 sums in another order: 1e-4)."""
+def assert_rows(
+    output: RequestOutput, reference: Reference, mode: str = "all", layers: Sequence[int] = (-1,)
+) -> None:
+    """The rows of `mode`, each of the right token and equal to transformers' (fp32 sums in
+    another order: 1e-4).
+    """
     token_ids = [*(output.prompt_token_ids or []), *output.outputs[0].token_ids]
     num_prompt = len(output.prompt_token_ids or [])
     computed = range(len(token_ids) - 1)
-    positions = {"all": list(computed), "generated": list(computed[num_prompt:]), "last": [computed[-1]]}[mode]
+    positions = {
+        "all": list(computed),
+        "generated": list(computed[num_prompt:]),
+        "last": [computed[-1]],
+    }[mode]
     states = states_of(output)
     assert states.positions.tolist() == positions
     assert states.token_ids.tolist() == [token_ids[position] for position in positions]

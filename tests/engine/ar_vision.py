@@ -45,11 +45,21 @@ def write_tiny_qwen2_vl(out: Path) -> Path:
         "num_key_value_heads": 2,
         "max_position_embeddings": 1024,
         "vocab_size": len(symbols),
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [4, 6, 6],
+        },
     }
     config = Qwen2VLConfig(
         text_config=text,
-        vision_config={"depth": 2, "embed_dim": 64, "num_heads": 2, "hidden_size": 64, "mlp_ratio": 2},
+        vision_config={
+            "depth": 2,
+            "embed_dim": 64,
+            "num_heads": 2,
+            "hidden_size": 64,
+            "mlp_ratio": 2,
+        },
         image_token_id=ids["<|image_pad|>"],
         video_token_id=ids["<|video_pad|>"],
         vision_start_token_id=ids["<|vision_start|>"],
@@ -74,7 +84,8 @@ def write_tiny_qwen2_vl(out: Path) -> Path:
 
 
 def check_image_request(model: Path, tolerance: float = 1e-4, **engine_args: Any) -> None:
-    """Two requests with the image (asked and not) and one without; rows against transformers' own forward on the CPU.
+    """Two requests with the image (asked and not) and one without; rows against transformers' own
+    forward on the CPU.
 
     tolerance: absolute and relative, in fp32.
     """

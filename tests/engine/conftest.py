@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine on the null world for all tests that need nothing special: starting one is most of a test's time."""
+"""One engine on the null world for all tests that need nothing special: starting one is most of
+a test's time.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path

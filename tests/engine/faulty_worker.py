@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers for `--worker-cls`: a model that fails on one rank or makes NaN, as a prompt says; stages that are slow."""
+"""Workers for `--worker-cls`: a model that fails on one rank or makes NaN, as a prompt says;
+stages that are slow.
+"""
 
 import time
 from typing import Any
@@ -10,7 +12,9 @@ AT_STEP = 2
 
 
 def fault(rank: int, method: str) -> str:
-    """The prompt with which `method` ("denoise_step", from the third step on, or "post_decode") fails on `rank`."""
+    """The prompt with which `method` ("denoise_step", from the third step on, or "post_decode")
+    fails on `rank`.
+    """
     return f"rank {rank} fails in {method}"
 
 
@@ -25,7 +29,11 @@ class FaultyWorker(SharedGPUWorker):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         model = self.model_runner.model
-        denoise_step, post_decode, step_scheduler = model.denoise_step, model.post_decode, model.step_scheduler
+        denoise_step, post_decode, step_scheduler = (
+            model.denoise_step,
+            model.post_decode,
+            model.step_scheduler,
+        )
 
         def failing_step(batch: Any, *args: Any) -> Any:
             if any(request.step >= AT_STEP for request in batch):
@@ -42,7 +50,11 @@ class FaultyWorker(SharedGPUWorker):
                 if request.params.prompt == NAN and request.step == request.num_steps - 1:
                     model.set_latents(request, model.latents(request) * float("nan"))
 
-        model.denoise_step, model.post_decode, model.step_scheduler = failing_step, failing_decode, spoiling_scheduler
+        model.denoise_step, model.post_decode, model.step_scheduler = (
+            failing_step,
+            failing_decode,
+            spoiling_scheduler,
+        )
 
     def _fail(self, batch: Any, method: str) -> None:
         if any(request.params.prompt == fault(self.rank, method) for request in batch):

@@ -5,7 +5,7 @@ from typing import Any
 
 from helpers.host_capture import hold
 
-from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs
+from vllm_omni.model_executor.layers.cuda_graphs import ForwardGraphs
 from vllm_omni.worker import SharedGPUWorker
 
 
@@ -17,4 +17,4 @@ class GraphsWorker(SharedGPUWorker):
 
     def graph_counts(self) -> list[int]:
         """`collective_rpc("graph_counts")`: captured graphs, kept rings."""
-        return [len(self._transformer.graphs), len(self._transformer.graphs.kept)]
+        return [len(self._transformer.graphs), len(self._transformer.graphs.pool)]

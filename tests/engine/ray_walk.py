@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process of its own that runs an engine over Ray and checks or stores what it answers.
 
-`ray_walk.py diffusion MODEL OUT.safetensors '{"tensor_parallel_size": 2}'` stores the latents of three sessions;
-`ray_walk.py ar MODEL - ARGS` compares hidden states with a transformers forward. Both print the Ray node of each worker
-as JSON. vLLM chooses its platform when it is first imported, which a test process has done already.
+`ray_walk.py diffusion MODEL OUT.safetensors '{"tensor_parallel_size": 2}'` stores the latents of
+three sessions; `ray_walk.py ar MODEL - ARGS` compares hidden states with a transformers forward.
+Both print the Ray node of each worker as JSON. vLLM chooses its platform when it is first imported,
+which a test process has done already.
 """
 
 import asyncio
@@ -20,7 +21,9 @@ def worker_nodes() -> list[str]:
     import ray
 
     ray.init(log_to_driver=False, ignore_reinit_error=True)
-    tables = [table for table in ray.util.placement_group_table().values() if table["state"] == "CREATED"]
+    tables = [
+        table for table in ray.util.placement_group_table().values() if table["state"] == "CREATED"
+    ]
     return [node for table in tables for node in table["bundles_to_node_id"].values()]
 
 
@@ -29,9 +32,14 @@ async def diffusion(model: Path, out: Path, engine_args: dict[str, Any]) -> list
     from safetensors.torch import save_file
 
     async with running_engine(model, distributed_executor_backend="ray", **engine_args) as client:
-        walks = await asyncio.gather(*(client.chunks(f"s{seed}", CHUNKS, seed=seed) for seed in range(SESSIONS)))
+        walks = await asyncio.gather(
+            *(client.chunks(f"s{seed}", CHUNKS, seed=seed) for seed in range(SESSIONS))
+        )
         nodes = worker_nodes()
-    save_file({f"{n}.{index}": chunk for n, walk in enumerate(walks) for index, chunk in enumerate(walk)}, str(out))
+    save_file(
+        {f"{n}.{index}": chunk for n, walk in enumerate(walks) for index, chunk in enumerate(walk)},
+        str(out),
+    )
     return nodes
 
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker for `--worker-cls` that writes down in which order its rank issues exchanges with other ranks' devices."""
+"""A worker for `--worker-cls` that writes down in which order its rank issues exchanges with
+other ranks' devices.
+"""
 
 import json
 import os
@@ -11,11 +13,13 @@ from typing import Any
 import torch.distributed as dist
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-from vllm_omni.model_executor.models.wan import split_decode
+from vllm_omni.model_executor.models.wan.vae import split_decode
 from vllm_omni.worker import SharedGPUWorker
 
 FOLDER = "OMNI_TEST_EXCHANGES"
-"""Environment variable: where each rank writes `rank{N}.jsonl`, a line [kind, partners, group] for each exchange."""
+"""Environment variable: where each rank writes `rank{N}.jsonl`, a line [kind, partners, group]
+for each exchange.
+"""
 
 
 class RecordingWorker(SharedGPUWorker):

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The AR worker in a real engine: text as in stock vLLM, hidden states as in transformers.
 
-One engine for the whole file: chunked prefill with a budget of 16 tokens, prefix caching, layers 0 and 2 kept.
+One engine for the whole file: chunked prefill with a budget of 16 tokens, prefix caching, layers 0
+and 2 kept.
 """
 
 import asyncio
@@ -48,12 +49,16 @@ class Engine:
                 enforce_eager=True,
                 enable_prefix_caching=True,
                 block_size=32,
-                additional_config={"omni": {"hidden_state_layers": [0, 2], "max_hidden_states_bytes": MAX_BYTES}},
+                additional_config={
+                    "omni": {"hidden_state_layers": [0, 2], "max_hidden_states_bytes": MAX_BYTES}
+                },
             )
         )
 
     async def _stream(self, prompt: str, sampling: SamplingParams) -> list[RequestOutput]:
-        return [out async for out in self.engine.generate(prompt, sampling, f"r{next(self.numbers)}")]
+        return [
+            out async for out in self.engine.generate(prompt, sampling, f"r{next(self.numbers)}")
+        ]
 
     def run(self, *requests: tuple[str, SamplingParams]) -> list[list[RequestOutput]]:
         """All requests at once; per request every output that a client sees."""
@@ -74,7 +79,8 @@ class Engine:
 @pytest.fixture(scope="module")
 def engine(tiny_language_model: Path) -> Iterator[Engine]:
     with pytest.MonkeyPatch.context() as patch:
-        # Eager is the model alone: for log probabilities vLLM would still compile a comparison, 13 s by the clock.
+        # Eager is the model alone: for log probabilities vLLM would still compile a comparison, 13
+        # s by the clock.
         patch.setenv("TORCHDYNAMO_DISABLE", "1")
         running = Engine(tiny_language_model)
     yield running
@@ -92,14 +98,21 @@ def test_a_prompt_in_chunks(engine: Engine, mode: str) -> None:
 
 
 @feature("mixed batches")
-def test_requests_that_did_not_ask_are_untouched(engine: Engine) -> None:
+def test_requests_that_did_not_request_are_untouched(engine: Engine) -> None:
     """In one batch with ones that did: the same text as alone, and no rows."""
     alone = [engine.final(prompt, params(None)).outputs[0] for prompt in PROMPTS]
-    asked = [params("all"), params(None), params("generated", (2,)), params(None), params("last"), params(None)]
-    for sampling in asked:
+    requested = [
+        params("all"),
+        params(None),
+        params("generated", (2,)),
+        params(None),
+        params("last"),
+        params(None),
+    ]
+    for sampling in requested:
         sampling.output_kind = RequestOutputKind.FINAL_ONLY
     prompts = [PROMPTS[i // 2] for i in range(6)]
-    outputs = [outs[-1] for outs in engine.run(*zip(prompts, asked, strict=True))]
+    outputs = [outs[-1] for outs in engine.run(*zip(prompts, requested, strict=True))]
     for i, output in enumerate(outputs):
         assert output.outputs[0].token_ids == alone[i // 2].token_ids
     assert [hidden_states_of(outputs[i]) for i in (1, 3, 5)] == [None] * 3
@@ -110,7 +123,9 @@ def test_requests_that_did_not_ask_are_untouched(engine: Engine) -> None:
 
 @feature("prefix caching")
 def test_cached_tokens_are_computed_again_for_all_rows(engine: Engine) -> None:
-    """`all` reads no cache and is complete; `generated` and `last` read it, and have every row they ask for."""
+    """`all` reads no cache and is complete; `generated` and `last` read it, and have every row
+    they ask for.
+    """
     prompt = "the small bird sleeps in the green tree by the sea and flies over the road"
     first, second = (engine.final(prompt, params(None)) for _ in range(2))
     assert not first.num_cached_tokens and second.num_cached_tokens == 64
@@ -125,10 +140,14 @@ def test_cached_tokens_are_computed_again_for_all_rows(engine: Engine) -> None:
 
 @feature("streaming")
 def test_deltas_carry_the_rows_that_became_known(engine: Engine) -> None:
-    """The first the whole prompt's, then one for each token, however many came together; in all, every row."""
-    [outputs] = engine.run((PROMPTS[0], params("all", max_tokens=60, output_kind=RequestOutputKind.DELTA)))
+    """The first the whole prompt's, then one for each token, however many came together; in all,
+    every row.
+    """
+    [outputs] = engine.run(
+        (PROMPTS[0], params("all", max_tokens=60, output_kind=RequestOutputKind.DELTA))
+    )
     parts = [hidden_states_of(output) for output in outputs]
-    rows = [0 if part is None else part.num_rows for part in parts]
+    rows = [0 if part is None else part.num_positions for part in parts]
     tokens = [len(output.outputs[0].token_ids) for output in outputs]
     assert len(parts) > 3
     assert rows == [len(outputs[0].prompt_token_ids or []) + tokens[0] - 1, *tokens[1:]]
@@ -171,7 +190,9 @@ def test_each_completion_has_its_own_rows(engine: Engine) -> None:
     for i, completion in enumerate(output.outputs):
         states = hidden_states_of(output, i)
         assert states is not None and states.token_ids.tolist() == list(completion.token_ids)[:-1]
-        expected = engine.reference.hidden_states([*(output.prompt_token_ids or []), *completion.token_ids])
+        expected = engine.reference.hidden_states(
+            [*(output.prompt_token_ids or []), *completion.token_ids]
+        )
         torch.testing.assert_close(states[-1], expected[-1][states.positions], atol=1e-4, rtol=1e-4)
 
 
@@ -180,7 +201,7 @@ def test_each_completion_has_its_own_rows(engine: Engine) -> None:
 def test_a_stop_string_cuts_rows_with_tokens(engine: Engine, mode: str) -> None:
     """The front end finds it; the row of the last kept token was never needed."""
     free = engine.final(PROMPTS[0], params(None, max_tokens=30, ignore_eos=True))
-    stop = next(piece for piece in free.outputs[0].text[2:] if piece.isascii() and piece.isprintable())
+    stop = next(part for part in free.outputs[0].text[2:] if part.isascii() and part.isprintable())
     output = engine.final(PROMPTS[0], params(mode, max_tokens=30, stop=[stop]))
     assert output.outputs[0].finish_reason == "stop" and output.outputs[0].stop_reason == stop
     assert_rows(output, engine.reference, mode)
@@ -188,12 +209,19 @@ def test_a_stop_string_cuts_rows_with_tokens(engine: Engine, mode: str) -> None:
 
 @feature("grammar masks (structured outputs)")
 @pytest.mark.parametrize("mode", ["all", "generated"])
-def test_a_grammar_is_kept_and_rows_are_right(engine: Engine, mode: str) -> None:
+def test_a_grammar_is_retained_and_rows_are_right(engine: Engine, mode: str) -> None:
     """The same constrained text as without rows."""
-    grammar = {"structured_outputs": StructuredOutputsParams(regex="(yes|no) (red|blue)"), "ignore_eos": False}
+    grammar = {
+        "structured_outputs": StructuredOutputsParams(regex="(yes|no) (red|blue)"),
+        "ignore_eos": False,
+    }
     plain = engine.final(PROMPTS[0], params(None, **grammar))
     output = engine.final(PROMPTS[0], params(mode, **grammar))
-    assert output.outputs[0].text == plain.outputs[0].text in ("yes red", "yes blue", "no red", "no blue")
+    assert (
+        output.outputs[0].text
+        == plain.outputs[0].text
+        in ("yes red", "yes blue", "no red", "no blue")
+    )
     assert_rows(output, engine.reference, mode)
 
 
@@ -201,10 +229,13 @@ def test_a_grammar_is_kept_and_rows_are_right(engine: Engine, mode: str) -> None
 def test_other_sampling_options_are_as_stock(engine: Engine) -> None:
     options: dict[str, Any] = {"temperature": 0.8, "seed": 3, "logprobs": 2, "prompt_logprobs": 1}
     options |= {"repetition_penalty": 1.2, "min_tokens": 3}
-    # Short: vLLM's CPU runner cannot take a prompt in chunks if it is seeded ("CPU Generator does not use offset").
+    # Short: vLLM's CPU runner cannot take a prompt in chunks if it is seeded ("CPU Generator does
+    # not use offset").
     plain, output = (engine.final(PROMPTS[2], params(mode, **options)) for mode in (None, "all"))
     assert plain.outputs[0].token_ids == output.outputs[0].token_ids
-    assert plain.outputs[0].cumulative_logprob == pytest.approx(output.outputs[0].cumulative_logprob)
+    assert plain.outputs[0].cumulative_logprob == pytest.approx(
+        output.outputs[0].cumulative_logprob
+    )
     assert len(output.prompt_logprobs or []) == len(output.prompt_token_ids or [])
     assert_rows(output, engine.reference)
 
@@ -252,8 +283,10 @@ def test_a_wrong_request_ends_with_its_reason(engine: Engine, omni: Any, code: s
 
 @feature("bytes copied = bytes asked for")
 @pytest.mark.parametrize(("mode", "num_rows"), [("all", 18 + 7), ("generated", 7), (None, 0)])
-def test_only_asked_rows_are_copied(engine: Engine, mode: str | None, num_rows: int) -> None:
-    """Counted where they leave the model: rows x layers x width x 4 bytes, and nothing for anybody else."""
+def test_only_requested_rows_are_copied(engine: Engine, mode: str | None, num_rows: int) -> None:
+    """Counted where they leave the model: rows x layers x width x 4 bytes, and nothing for
+    anybody else.
+    """
     before = engine.rpc("hidden_states_stats")["bytes_copied"]
     engine.final(PROMPTS[1], params(mode, (0, -1)))
     assert len(PROMPTS[1]) == 18

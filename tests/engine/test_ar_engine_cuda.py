@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The AR worker on CUDA: both runner generations, async scheduling, CUDA graphs, speculative decoding, adapters.
+"""The AR worker on CUDA: both runner generations, async scheduling, CUDA graphs, speculative
+decoding, adapters.
 
 Five engines in all, because starting one is most of a test's time. What needs still others is in
 test_ar_features_cuda.py.
@@ -11,7 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from ar_cuda import PROMPTS, WIDTH, Engine, Reference, check_ngram_drafts, write_adapter, write_model
+from ar_cuda import (
+    PROMPTS,
+    WIDTH,
+    Engine,
+    Reference,
+    check_ngram_drafts,
+    write_adapter,
+    write_model,
+)
 from ar_eagle import BLOCKS, DRAFTER_LAYERS, write_eagle3_drafter
 from ar_engine import params
 from helpers.ar_compatibility import feature
@@ -22,7 +31,10 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm_omni.hidden_states import concat, hidden_states_of
 from vllm_omni.outputs import RequestFailed
 
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 FINAL = RequestOutputKind.FINAL_ONLY
 MAX_BYTES = 260 * 3 * WIDTH * 2
@@ -59,15 +71,19 @@ def exact_reference(model: Path) -> Reference:
 
 @feature("async scheduling", "V2")
 def test_rows_arrive_with_the_chosen_runner(engine: Engine, reference: Reference) -> None:
-    """Rows of mixed requests in one batch equal transformers', on the runner generation that was asked for."""
+    """Rows of mixed requests in one batch equal transformers', on the runner generation that was
+    asked for.
+    """
     stats = engine.stats()
     assert stats["delivers"] and ("V2" in stats["runner"]) == (engine.runner == "V2")
     assert engine.engine.vllm_config.scheduler_config.async_scheduling
     modes = ["all", "generated", "last", "all"]
     layers = [(-1,), (2, -1), (-1,), (0, 2, -1)]
-    asked = [params(m, k, max_tokens=12, output_kind=FINAL) for m, k in zip(modes, layers, strict=True)]
+    requested = [
+        params(m, k, max_tokens=12, output_kind=FINAL) for m, k in zip(modes, layers, strict=True)
+    ]
     plain = [params(None, max_tokens=12, output_kind=FINAL) for _ in PROMPTS]
-    outputs = engine.run(*zip(PROMPTS * 2, [*asked, *plain], strict=True))
+    outputs = engine.run(*zip(PROMPTS * 2, [*requested, *plain], strict=True))
     for [output], mode, wanted in zip(outputs[:4], modes, layers, strict=True):
         reference.check(output, mode, wanted)
     assert [hidden_states_of(out[-1]) for out in outputs[4:]] == [None] * 4
@@ -75,7 +91,9 @@ def test_rows_arrive_with_the_chosen_runner(engine: Engine, reference: Reference
 
 @feature("streaming", "V2")
 def test_deltas_join_to_the_whole(engine: Engine, reference: Reference) -> None:
-    [outputs] = engine.run((PROMPTS[0], params("all", max_tokens=24, output_kind=RequestOutputKind.DELTA)))
+    [outputs] = engine.run(
+        (PROMPTS[0], params("all", max_tokens=24, output_kind=RequestOutputKind.DELTA))
+    )
     joined = concat([hidden_states_of(output) for output in outputs])
     assert joined is not None and joined.positions.tolist() == list(range(len(PROMPTS[0]) + 23))
 
@@ -91,16 +109,21 @@ def test_cached_and_chunked_prompts_are_complete(engine: Engine, reference: Refe
 
 
 @feature("grammar masks (structured outputs)", "V2")
-def test_a_grammar_is_kept(engine: Engine, reference: Reference) -> None:
-    grammar = {"structured_outputs": StructuredOutputsParams(regex="(yes|no) (red|blue)"), "ignore_eos": False}
+def test_a_grammar_is_retained(engine: Engine, reference: Reference) -> None:
+    grammar = {
+        "structured_outputs": StructuredOutputsParams(regex="(yes|no) (red|blue)"),
+        "ignore_eos": False,
+    }
     [[output]] = engine.run((PROMPTS[0], params("all", output_kind=FINAL, **grammar)))
     assert output.outputs[0].text in ("yes red", "yes blue", "no red", "no blue")
     reference.check(output)
 
 
 @feature("bytes copied = bytes asked for", "V2")
-def test_only_asked_rows_are_copied(engine: Engine) -> None:
-    """One step ahead of the results: an async engine may compute one token that nobody gets, at most one row each."""
+def test_only_requested_rows_are_copied(engine: Engine) -> None:
+    """One step ahead of the results: an async engine may compute one token that nobody gets, at
+    most one row each.
+    """
     before = engine.stats()["bytes_copied"]
     engine.run((PROMPTS[1], params(None, max_tokens=10, output_kind=FINAL)))
     assert engine.stats()["bytes_copied"] == before
@@ -112,7 +135,8 @@ def test_only_asked_rows_are_copied(engine: Engine) -> None:
 @feature("wrong requests", "V2")
 def test_a_wrong_request_costs_only_itself(engine: Engine, reference: Reference) -> None:
     bad, good = engine.run(
-        (PROMPTS[0], params("all", (1,), output_kind=FINAL)), (PROMPTS[0], params("all", output_kind=FINAL))
+        (PROMPTS[0], params("all", (1,), output_kind=FINAL)),
+        (PROMPTS[0], params("all", output_kind=FINAL)),
     )
     with pytest.raises(RequestFailed, match="hidden_state_layers"):
         hidden_states_of(bad[-1])
@@ -125,14 +149,18 @@ def test_a_compiled_model_with_cuda_graphs(engine: Engine, reference: Reference)
     compilation = engine.engine.vllm_config.compilation_config
     assert compilation.mode == CompilationMode.VLLM_COMPILE
     assert compilation.cudagraph_mode != CUDAGraphMode.NONE
-    [[output]] = engine.run((PROMPTS[0], params("all", (0, 2, -1), max_tokens=20, output_kind=FINAL)))
+    [[output]] = engine.run(
+        (PROMPTS[0], params("all", (0, 2, -1), max_tokens=20, output_kind=FINAL))
+    )
     reference.check(output, layers=(0, 2, -1))
 
 
 @feature("several completions (n)", "V2")
 def test_each_completion_has_its_own_rows(engine: Engine, reference: Reference) -> None:
     """n=3 sampled completions of one prompt."""
-    [[output]] = engine.run((PROMPTS[1], params("generated", n=3, temperature=1.0, output_kind=FINAL)))
+    [[output]] = engine.run(
+        (PROMPTS[1], params("generated", n=3, temperature=1.0, output_kind=FINAL))
+    )
     assert len({tuple(completion.token_ids) for completion in output.outputs}) == 3
     for index in range(3):
         reference.check(output, "generated", index=index)
@@ -140,7 +168,9 @@ def test_each_completion_has_its_own_rows(engine: Engine, reference: Reference) 
 
 @feature("size limit", "V2")
 def test_too_many_bytes_cost_only_that_request(engine: Engine, reference: Reference) -> None:
-    """260 rows are allowed: too many in the prompt, too many while generating, and neighbours that end as ever."""
+    """260 rows are allowed: too many in the prompt, too many while generating, and neighbours
+    that end as ever.
+    """
     long, layers = "the sea is blue " * 17, (0, 2, -1)
     outputs = engine.run(
         (long, params("all", layers, output_kind=FINAL)),
@@ -159,21 +189,35 @@ def test_too_many_bytes_cost_only_that_request(engine: Engine, reference: Refere
 
 
 def test_rows_in_fp32_are_transformers_rows(exact: Engine, exact_reference: Reference) -> None:
-    """Without rounding in the way: prompt and generated rows of two layers, in chunks, to 1e-3 of their size."""
-    asked = params("all", (2, -1), max_tokens=12, output_kind=FINAL)
-    for [output] in exact.run((PROMPTS[0], asked), (PROMPTS[3], asked)):
+    """Without rounding in the way: prompt and generated rows of two layers, in chunks, to 1e-3
+    of their size.
+    """
+    requested = params("all", (2, -1), max_tokens=12, output_kind=FINAL)
+    for [output] in exact.run((PROMPTS[0], requested), (PROMPTS[3], requested)):
         exact_reference.check(output, layers=(2, -1))
 
 
 @feature("mixed batches", "V2")
-def test_requests_that_did_not_ask_are_untouched(exact: Engine, exact_reference: Reference) -> None:
+def test_requests_that_did_not_request_are_untouched(
+    exact: Engine, exact_reference: Reference
+) -> None:
     """In one batch with ones that did: the same tokens as alone, and no rows."""
-    alone = [exact.run((prompt, params(None, output_kind=FINAL)))[0][0].outputs[0].token_ids for prompt in PROMPTS[:3]]
-    asked: list[tuple[str | None, tuple[int, ...]]]
-    asked = [("all", (-1,)), (None, ()), ("generated", (2,)), (None, ()), ("last", (-1,)), (None, ())]
-    sampling = [params(mode, layers, output_kind=FINAL) for mode, layers in asked]
+    alone = [
+        exact.run((prompt, params(None, output_kind=FINAL)))[0][0].outputs[0].token_ids
+        for prompt in PROMPTS[:3]
+    ]
+    requested: list[tuple[str | None, tuple[int, ...]]]
+    requested = [
+        ("all", (-1,)),
+        (None, ()),
+        ("generated", (2,)),
+        (None, ()),
+        ("last", (-1,)),
+        (None, ()),
+    ]
+    sampling = [params(mode, layers, output_kind=FINAL) for mode, layers in requested]
     outputs = exact.run(*((PROMPTS[i // 2], sampling[i]) for i in range(6)))
-    for i, ([output], (mode, layers)) in enumerate(zip(outputs, asked, strict=True)):
+    for i, ([output], (mode, layers)) in enumerate(zip(outputs, requested, strict=True)):
         assert output.outputs[0].token_ids == alone[i // 2]
         if mode is None:
             assert hidden_states_of(output) is None
@@ -183,25 +227,40 @@ def test_requests_that_did_not_ask_are_untouched(exact: Engine, exact_reference:
 
 @feature("logprobs, penalties, seeds", "V2")
 def test_other_sampling_options_are_as_stock(exact: Engine, exact_reference: Reference) -> None:
-    """Together in one seeded request, its prompt in four chunks: the same tokens and probabilities with rows."""
+    """Together in one seeded request, its prompt in four chunks: the same tokens and
+    probabilities with rows.
+    """
     options: dict[str, Any] = {"temperature": 0.8, "seed": 3, "logprobs": 2, "prompt_logprobs": 1}
-    options |= {"repetition_penalty": 1.2, "presence_penalty": 0.3, "min_tokens": 3, "output_kind": FINAL}
+    options |= {
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.3,
+        "min_tokens": 3,
+        "output_kind": FINAL,
+    }
     [[plain]] = exact.run((PROMPTS[3], params(None, **options)))
     [[output]] = exact.run((PROMPTS[3], params("all", **options)))
     assert plain.outputs[0].token_ids == output.outputs[0].token_ids
-    assert plain.outputs[0].cumulative_logprob == pytest.approx(output.outputs[0].cumulative_logprob, abs=1e-2)
-    assert [len(at) for at in output.outputs[0].logprobs or []] == [len(at) for at in plain.outputs[0].logprobs or []]
+    assert plain.outputs[0].cumulative_logprob == pytest.approx(
+        output.outputs[0].cumulative_logprob, abs=1e-2
+    )
+    assert [len(at) for at in output.outputs[0].logprobs or []] == [
+        len(at) for at in plain.outputs[0].logprobs or []
+    ]
     assert len(output.prompt_logprobs or []) == len(output.prompt_token_ids)
     exact_reference.check(output)
 
 
 @feature("stop strings", "V2")
 @pytest.mark.parametrize("mode", ["all", "last"])
-def test_a_stop_string_cuts_rows_with_tokens(exact: Engine, exact_reference: Reference, mode: str) -> None:
+def test_a_stop_string_cuts_rows_with_tokens(
+    exact: Engine, exact_reference: Reference, mode: str
+) -> None:
     """The front end finds it; the row of the last kept token was never needed."""
     [[free]] = exact.run((PROMPTS[0], params(None, max_tokens=30, output_kind=FINAL)))
-    stop = next(piece for piece in free.outputs[0].text[2:] if piece.isascii() and piece.isprintable())
-    [[output]] = exact.run((PROMPTS[0], params(mode, max_tokens=30, stop=[stop], output_kind=FINAL)))
+    stop = next(part for part in free.outputs[0].text[2:] if part.isascii() and part.isprintable())
+    [[output]] = exact.run(
+        (PROMPTS[0], params(mode, max_tokens=30, stop=[stop], output_kind=FINAL))
+    )
     assert output.outputs[0].finish_reason == "stop" and output.outputs[0].stop_reason == stop
     exact_reference.check(output, mode)
 
@@ -213,7 +272,9 @@ def test_rejected_drafts_have_no_row(model: Path, reference: Reference) -> None:
 
 @feature("speculative decoding (EAGLE-3, its layers)", "V2")
 def test_a_drafter_and_requests_read_the_same_layers(tmp_path: Path) -> None:
-    """Rows of accepted tokens, of layers that the drafter reads too; in fp32, so that a wrong row would show."""
+    """Rows of accepted tokens, of layers that the drafter reads too; in fp32, so that a wrong
+    row would show.
+    """
     model = write_model(tmp_path / "model", num_hidden_layers=BLOCKS)
     drafter = write_eagle3_drafter(model, tmp_path / "drafter")
     speculative = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": 2}
@@ -221,20 +282,24 @@ def test_a_drafter_and_requests_read_the_same_layers(tmp_path: Path) -> None:
     reference = Reference(model, dtype=torch.float32)
     with Engine(model, "V2", layers, dtype="float32", speculative_config=speculative) as running:
         for mode in ("all", "generated", "last"):
-            asked = params(mode, (2, 5, -1), max_tokens=24, output_kind=FINAL)
-            [[output]] = running.run((PROMPTS[3], asked))
+            requested = params(mode, (2, 5, -1), max_tokens=24, output_kind=FINAL)
+            [[output]] = running.run((PROMPTS[3], requested))
             reference.check(output, mode, (2, 5, -1))
 
 
 @feature("LoRA", "V2")
 def test_rows_are_the_adapters(model: Path, reference: Reference, tmp_path: Path) -> None:
-    """Requests with and without an adapter in one batch; each equals its own transformers model and not the other's."""
+    """Requests with and without an adapter in one batch; each equals its own transformers model
+    and not the other's.
+    """
     adapted = Reference(model, write_adapter(model, tmp_path / "adapter"))
     request = LoRARequest("adapter", 1, str(tmp_path / "adapter"))
     lora = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1, "enforce_eager": True}
     with Engine(model, "V2", **lora) as running:
-        asked = params("all", (2, -1), max_tokens=8, output_kind=FINAL)
-        [with_adapter], [without] = running.run((PROMPTS[3], asked, request), (PROMPTS[3], asked))
+        requested = params("all", (2, -1), max_tokens=8, output_kind=FINAL)
+        [with_adapter], [without] = running.run(
+            (PROMPTS[3], requested, request), (PROMPTS[3], requested)
+        )
         adapted.check(with_adapter, layers=(2, -1))
         reference.check(without, layers=(2, -1))
         with pytest.raises(AssertionError, match="relative error"):

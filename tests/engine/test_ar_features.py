@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The AR worker together with vLLM's features that need an engine of their own; each row equals transformers'."""
+"""The AR worker together with vLLM's features that need an engine of their own; each row equals
+transformers'.
+"""
 
 import sys
 from pathlib import Path
@@ -23,12 +25,16 @@ LIMIT_S = 400
 REPEATING = "the sea the sea the sea the sea the sea the sea"
 
 
-def check_all_modes(llm: Any, reference: Reference, layers: tuple[int, ...] = (-1,), **fields: Any) -> None:
+def check_all_modes(
+    llm: Any, reference: Reference, layers: tuple[int, ...] = (-1,), **fields: Any
+) -> None:
     """Asked and plain requests in one batch: same text, right rows."""
     modes: list[Any] = ["all", None, "generated", "last"]
     prompts = [PROMPTS[0], PROMPTS[0], REPEATING, PROMPTS[2]]
     plain = llm.generate(prompts, [params(None, **fields) for _ in modes], use_tqdm=False)
-    outputs = llm.generate(prompts, [params(mode, layers, **fields) for mode in modes], use_tqdm=False)
+    outputs = llm.generate(
+        prompts, [params(mode, layers, **fields) for mode in modes], use_tqdm=False
+    )
     for mode, before, output in zip(modes, plain, outputs, strict=True):
         assert output.outputs[0].token_ids == before.outputs[0].token_ids
         if mode is None:
@@ -39,11 +45,21 @@ def check_all_modes(llm: Any, reference: Reference, layers: tuple[int, ...] = (-
 
 @feature("speculative decoding (ngram)")
 def test_rejected_drafts_have_no_row(tiny_language_model: Path) -> None:
-    """Drafts are made, some accepted, most rejected (a random model); one row per accepted token all the same."""
-    speculative = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    """Drafts are made, some accepted, most rejected (a random model); one row per accepted token
+    all the same.
+    """
+    speculative = {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_max": 3,
+        "prompt_lookup_min": 1,
+    }
     reference = Reference(tiny_language_model)
     with running_llm(
-        tiny_language_model, {"hidden_state_layers": [2]}, speculative_config=speculative, disable_log_stats=False
+        tiny_language_model,
+        {"hidden_state_layers": [2]},
+        speculative_config=speculative,
+        disable_log_stats=False,
     ) as llm:
         check_all_modes(llm, reference, (2, -1), max_tokens=40)
         drafted = {
@@ -51,19 +67,28 @@ def test_rejected_drafts_have_no_row(tiny_language_model: Path) -> None:
             for m in llm.get_metrics()
             if m.name.startswith("vllm:spec_decode_num") and hasattr(m, "value")
         }
-        assert drafted["vllm:spec_decode_num_draft_tokens"] > drafted["vllm:spec_decode_num_accepted_tokens"] > 0
+        assert (
+            drafted["vllm:spec_decode_num_draft_tokens"]
+            > drafted["vllm:spec_decode_num_accepted_tokens"]
+            > 0
+        )
 
 
 @feature("speculative decoding (EAGLE-3, its layers)")
 def test_a_drafter_and_requests_read_the_same_layers(tmp_path: Path) -> None:
-    """A random drafter's tokens are mostly rejected; rows of accepted ones, of layers that it reads too, are right."""
+    """A random drafter's tokens are mostly rejected; rows of accepted ones, of layers that it
+    reads too, are right.
+    """
     from vllm_omni.testing.tiny.language_model import write_tiny_language_model
 
     model = write_tiny_language_model(tmp_path / "model", num_hidden_layers=BLOCKS)
     drafter = write_eagle3_drafter(model, tmp_path / "drafter")
     speculative = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": 2}
     with running_llm(
-        model, {"hidden_state_layers": list(DRAFTER_LAYERS)}, speculative_config=speculative, disable_log_stats=False
+        model,
+        {"hidden_state_layers": list(DRAFTER_LAYERS)},
+        speculative_config=speculative,
+        disable_log_stats=False,
     ) as llm:
         check_all_modes(llm, Reference(model), (2, 5, -1), max_tokens=40)
         drafted = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
@@ -73,7 +98,9 @@ def test_a_drafter_and_requests_read_the_same_layers(tmp_path: Path) -> None:
 @feature("tensor parallelism (TP 2)")
 def test_two_tensor_ranks(tiny_language_model: Path) -> None:
     """Only the rank whose output is read copies anything."""
-    with running_llm(tiny_language_model, {"hidden_state_layers": [0, 2]}, tensor_parallel_size=2) as llm:
+    with running_llm(
+        tiny_language_model, {"hidden_state_layers": [0, 2]}, tensor_parallel_size=2
+    ) as llm:
         check_all_modes(llm, Reference(tiny_language_model), (0, 2, -1))
         stats = llm.collective_rpc("hidden_states_stats")
         assert [rank["bytes_copied"] > 0 for rank in stats] == [True, False]
@@ -82,25 +109,38 @@ def test_two_tensor_ranks(tiny_language_model: Path) -> None:
 @feature("pipeline parallelism (PP 2)")
 @pytest.mark.parametrize("layers", [(), (0, 1, 3)], ids=["last layer", "layers of both stages"])
 def test_two_stages(tiny_language_model: Path, layers: tuple[int, ...]) -> None:
-    """Rows come from the last stage; layers kept on the first travel with the intermediate tensors."""
+    """Rows come from the last stage; layers kept on the first travel with the intermediate
+    tensors.
+    """
     with running_llm(
-        tiny_language_model, {"hidden_state_layers": list(layers)}, pipeline_parallel_size=2, max_num_batched_tokens=16
+        tiny_language_model,
+        {"hidden_state_layers": list(layers)},
+        pipeline_parallel_size=2,
+        max_num_batched_tokens=16,
     ) as llm:
         check_all_modes(llm, Reference(tiny_language_model), (*layers, -1))
 
 
-@feature("LoRA", note="on a CPU, stock vLLM needs `max_loras` above the adapters in use, see the test's control")
+@feature(
+    "LoRA",
+    note="on a CPU, stock vLLM needs `max_loras` above the adapters in use, see the test's control",
+)
 def test_rows_are_the_adapters(tiny_language_model: Path, tmp_path: Path) -> None:
     """Requests with and without an adapter in one batch; each equals its own transformers model."""
     adapted = write_adapter(tiny_language_model, tmp_path)
     reference = Reference(tiny_language_model)
     with running_llm(tiny_language_model, {"hidden_state_layers": [2]}, **LORA, max_loras=2) as llm:
         outputs = llm.generate(
-            [PROMPTS[0]] * 2, [params("all", (2, -1))] * 2, lora_request=[adapter(tmp_path), None], use_tqdm=False
+            [PROMPTS[0]] * 2,
+            [params("all", (2, -1))] * 2,
+            lora_request=[adapter(tmp_path), None],
+            use_tqdm=False,
         )
         assert_rows(outputs[0], adapted, layers=(2, -1))
         assert_rows(outputs[1], reference, layers=(2, -1))
-        assert not torch.allclose(states_of(outputs[0])[-1][5], states_of(outputs[1])[-1][5], atol=1e-2)
+        assert not torch.allclose(
+            states_of(outputs[0])[-1][5], states_of(outputs[1])[-1][5], atol=1e-2
+        )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a fault of vLLM's CPU kernels")
@@ -109,12 +149,14 @@ def test_stock_vllm_gives_a_cpu_request_without_adapter_the_last_slot(
 ) -> None:
     """The control of the test above, without anything of ours: why it leaves a slot free.
 
-    A request without an adapter has slot -1, which stock `vllm/lora/ops/torch_ops` takes for the last one. If this
-    fails, vLLM is repaired: drop `max_loras` there and the note of the table's row.
+    A request without an adapter has slot -1, which stock `vllm/lora/ops/torch_ops` takes for the
+    last one. If this fails, vLLM is repaired: drop `max_loras` there and the note of the table's
+    row.
     """
     write_adapter(tiny_language_model, tmp_path)
     free_slot, no_free_slot = (
-        stock_logprobs(tiny_language_model, adapter(tmp_path), max_loras=max_loras) for max_loras in (2, 1)
+        stock_logprobs(tiny_language_model, adapter(tmp_path), max_loras=max_loras)
+        for max_loras in (2, 1)
     )
     assert torch.allclose(free_slot["mixed"], free_slot["alone"], atol=1e-4)
     assert not torch.allclose(no_free_slot["mixed"], no_free_slot["alone"], atol=1e-2)
@@ -142,26 +184,41 @@ def adapter(folder: Path) -> LoRARequest:
 
 
 def stock_logprobs(model: Path, request: LoRARequest, max_loras: int) -> dict[str, torch.Tensor]:
-    """Log-probabilities of a prompt without an adapter, alone and beside one with it, on stock vLLM."""
+    """Log-probabilities of a prompt without an adapter, alone and beside one with it, on stock
+    vLLM.
+    """
     sampling = params(None, prompt_logprobs=1)
-    with running_llm(model, worker_cls="auto", scheduler_cls=None, **LORA, max_loras=max_loras) as llm:
+    with running_llm(
+        model, worker_cls="auto", scheduler_cls=None, **LORA, max_loras=max_loras
+    ) as llm:
         alone = llm.generate([PROMPTS[0]], [sampling], use_tqdm=False)[0]
-        mixed = llm.generate([PROMPTS[0]] * 2, [sampling] * 2, lora_request=[request, None], use_tqdm=False)[1]
+        mixed = llm.generate(
+            [PROMPTS[0]] * 2, [sampling] * 2, lora_request=[request, None], use_tqdm=False
+        )[1]
 
     def of_prompt(output: Any) -> torch.Tensor:
         tokens = output.prompt_token_ids[1:]
-        return torch.tensor([at[token].logprob for at, token in zip(output.prompt_logprobs[1:], tokens, strict=True)])
+        return torch.tensor(
+            [
+                at[token].logprob
+                for at, token in zip(output.prompt_logprobs[1:], tokens, strict=True)
+            ]
+        )
 
     return {"alone": of_prompt(alone), "mixed": of_prompt(mixed)}
 
 
-@feature("data parallelism (DP 2)", note="dense model: engines independent, no padding between them")
+@feature(
+    "data parallelism (DP 2)", note="dense model: engines independent, no padding between them"
+)
 def test_two_engines(tiny_language_model: Path, tmp_path: Path) -> None:
     """Requests spread over both engines: all have their rows."""
     script = tmp_path / "two_engines.py"
     script.write_text(DP_SCRIPT)
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "PYTHONPATH": str(Path(__file__).parent)}
-    assert "ROWS RIGHT" in run_program([sys.executable, str(script), str(tiny_language_model)], environment, LIMIT_S)
+    assert "ROWS RIGHT" in run_program(
+        [sys.executable, str(script), str(tiny_language_model)], environment, LIMIT_S
+    )
 
 
 @feature("external launcher (torchrun, TP 2)")
@@ -170,7 +227,9 @@ def test_torchrun_tensor_parallel(tiny_language_model: Path, tmp_path: Path) -> 
     torchrun(tiny_language_model, tmp_path, "tensor_parallel_size")
 
 
-@feature("external launcher (torchrun, PP 2)", note="stock V2 has none: vLLM takes V1 there by itself")
+@feature(
+    "external launcher (torchrun, PP 2)", note="stock V2 has none: vLLM takes V1 there by itself"
+)
 def test_torchrun_pipeline_parallel(tiny_language_model: Path, tmp_path: Path) -> None:
     """The last stage shows its rows to the first, whose scheduler answers too."""
     torchrun(tiny_language_model, tmp_path, "pipeline_parallel_size")
@@ -178,7 +237,9 @@ def test_torchrun_pipeline_parallel(tiny_language_model: Path, tmp_path: Path) -
 
 @feature("worker without the scheduler")
 def test_without_the_scheduler_requests_get_their_text(tiny_language_model: Path) -> None:
-    """Nothing can carry rows then: the text is stock, the rows are None, the engine says so once."""
+    """Nothing can carry rows then: the text is stock, the rows are None, the engine says so
+    once.
+    """
     with running_llm(tiny_language_model, scheduler_cls=None) as llm:
         outputs = llm.generate([PROMPTS[0]] * 2, [params("all"), params(None)], use_tqdm=False)
         assert outputs[0].outputs[0].token_ids == outputs[1].outputs[0].token_ids
@@ -202,7 +263,9 @@ def test_a_compiled_model(tiny_language_model: Path) -> None:
 
 @feature("M-RoPE and multimodal inputs (Qwen2-VL)")
 def test_images(tmp_path: Path) -> None:
-    """A tiny Qwen2-VL: rows of image placeholders and text equal transformers', beside plain requests."""
+    """A tiny Qwen2-VL: rows of image placeholders and text equal transformers', beside plain
+    requests.
+    """
     from ar_vision import check_image_request, write_tiny_qwen2_vl
 
     model = write_tiny_qwen2_vl(tmp_path / "qwen2_vl")
@@ -210,7 +273,9 @@ def test_images(tmp_path: Path) -> None:
 
 
 def torchrun(model: Path, tmp_path: Path, parallel: str) -> None:
-    run_two_ranks(TORCHRUN_SCRIPT, tmp_path, [str(model), parallel], LIMIT_S, VLLM_CPU_OMP_THREADS_BIND="0|1")
+    run_two_ranks(
+        TORCHRUN_SCRIPT, tmp_path, [str(model), parallel], LIMIT_S, VLLM_CPU_OMP_THREADS_BIND="0|1"
+    )
 
 
 TORCHRUN_SCRIPT = """
@@ -235,7 +300,7 @@ if __name__ == "__main__":
         assert_rows(outputs[1], reference, "generated")
         assert hidden_states_of(outputs[2]) is None
         rows_are_right()
-"""
+"""  # noqa: E501
 
 DP_SCRIPT = """
 import asyncio, sys
@@ -262,4 +327,4 @@ async def main(model):
 
 if __name__ == "__main__":
     asyncio.run(main(Path(sys.argv[1])))
-"""
+"""  # noqa: E501

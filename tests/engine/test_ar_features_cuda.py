@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The AR worker on CUDA with what needs an engine of its own: V1 in two more ways, images, and several GPUs."""
+"""The AR worker on CUDA with what needs an engine of its own: V1 in two more ways, images, and
+several GPUs.
+"""
 
 import asyncio
 from pathlib import Path
@@ -40,10 +42,14 @@ def reference(model: Path) -> Reference:
     return Reference(model)
 
 
-def check_all_modes(engine: Engine, reference: Reference, layers: tuple[int, ...] = (0, 2, -1)) -> None:
+def check_all_modes(
+    engine: Engine, reference: Reference, layers: tuple[int, ...] = (0, 2, -1)
+) -> None:
     """Asked and plain requests in one batch, prompts in chunks."""
     modes = ["all", None, "generated", "last"]
-    requests = [(PROMPTS[3], params(mode, layers, max_tokens=12, output_kind=FINAL)) for mode in modes]
+    requests = [
+        (PROMPTS[3], params(mode, layers, max_tokens=12, output_kind=FINAL)) for mode in modes
+    ]
     for mode, [output] in zip(modes, engine.run(*requests), strict=True):
         if mode is None:
             assert hidden_states_of(output) is None
@@ -62,7 +68,9 @@ def test_rows_in_fp32_are_transformers_rows_on_v1(model: Path) -> None:
 
 @feature("M-RoPE and multimodal inputs (Qwen2-VL)", "V2")
 def test_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tiny Qwen2-VL in fp32: rows of image placeholders and text equal transformers', beside plain requests."""
+    """A tiny Qwen2-VL in fp32: rows of image placeholders and text equal transformers', beside
+    plain requests.
+    """
     from ar_vision import check_image_request, write_tiny_qwen2_vl
 
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
@@ -74,9 +82,11 @@ def test_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_the_scheduler_requests_get_their_text(model: Path) -> None:
     """Nothing can carry rows then: the text is stock, the rows are None."""
     with Engine(model, "V2", scheduler_cls=None, enforce_eager=True) as running:
-        asked, plain = running.run(*((PROMPTS[0], params(mode, output_kind=FINAL)) for mode in ("all", None)))
-        assert len(asked[0].outputs[0].token_ids) == len(plain[0].outputs[0].token_ids) == 8
-        assert hidden_states_of(asked[0]) is None
+        requested, plain = running.run(
+            *((PROMPTS[0], params(mode, output_kind=FINAL)) for mode in ("all", None))
+        )
+        assert len(requested[0].outputs[0].token_ids) == len(plain[0].outputs[0].token_ids) == 8
+        assert hidden_states_of(requested[0]) is None
         assert running.stats()["delivers"] is False
 
 
@@ -94,7 +104,9 @@ def test_two_tensor_ranks(model: Path, reference: Reference) -> None:
     """Only the rank whose output is read copies anything."""
     with Engine(model, "V2", tensor_parallel_size=2) as running:
         check_all_modes(running, reference)
-        ranks = running.loop.run_until_complete(running.engine.collective_rpc("hidden_states_stats"))
+        ranks = running.loop.run_until_complete(
+            running.engine.collective_rpc("hidden_states_stats")
+        )
         assert [rank["bytes_copied"] > 0 for rank in ranks] == [True, False]
 
 
@@ -102,7 +114,9 @@ def test_two_tensor_ranks(model: Path, reference: Reference) -> None:
 @two_gpus
 @feature("pipeline parallelism (PP 2)", "V2")
 def test_two_stages(model: Path, reference: Reference) -> None:
-    """Layers 0 and 2 are kept on the first stage and travel with the intermediate tensors, or on the last."""
+    """Layers 0 and 2 are kept on the first stage and travel with the intermediate tensors, or on
+    the last.
+    """
     with Engine(model, "V2", pipeline_parallel_size=2) as running:
         check_all_modes(running, reference)
 
@@ -116,11 +130,15 @@ def test_two_engines(model: Path, reference: Reference) -> None:
 
         async def one(prompt: str, rank: int) -> Any:
             sampling = params("all", output_kind=FINAL)
-            stream = running.engine.generate(prompt, sampling, f"{prompt[:3]}-{rank}", data_parallel_rank=rank)
+            stream = running.engine.generate(
+                prompt, sampling, f"{prompt[:3]}-{rank}", data_parallel_rank=rank
+            )
             return [output async for output in stream][-1]
 
         async def all_of_them() -> list[Any]:
-            return await asyncio.gather(*(one(prompt, rank) for prompt in PROMPTS for rank in (0, 1)))
+            return await asyncio.gather(
+                *(one(prompt, rank) for prompt in PROMPTS for rank in (0, 1))
+            )
 
         for output in running.loop.run_until_complete(all_of_them()):
             reference.check(output)
@@ -143,7 +161,10 @@ def test_torchrun_tensor_parallel_on_v1(model: Path, tmp_path: Path) -> None:
 @pytest.mark.several_gpus
 @two_gpus
 def test_torchrun_pipeline_parallel_on_v1(model: Path, tmp_path: Path) -> None:
-    """The last stage shows its rows to the first over NCCL. V1 only: stock V2 has no pipeline under torchrun."""
+    """The last stage shows its rows to the first over NCCL.
+
+    V1 only: stock V2 has no pipeline under torchrun.
+    """
     torchrun(model, tmp_path, "pipeline_parallel_size", "V1")
 
 
@@ -176,4 +197,4 @@ if __name__ == "__main__":
         reference.check(outputs[1], "generated")
         assert hidden_states_of(outputs[2]) is None
         rows_are_right()
-"""
+"""  # noqa: E501

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal Wan (tiny) through the real engine: streams side by side, aborts, prompt switch, video in, several ranks."""
+"""Causal Wan (tiny) through the real engine: streams side by side, aborts, prompt switch, video
+in, several ranks.
+"""
 
 import asyncio
 from pathlib import Path
@@ -13,15 +15,26 @@ from vllm_omni.outputs import RequestFailed
 
 CHUNKS, STREAMS = 4, 3
 TOLERANCE = 2e-4
-"""fp32 latents of order 1 after four chunks of five passes; sums are ordered differently on several ranks."""
+"""fp32 latents of order 1 after four chunks of five passes; sums are ordered differently on
+several ranks.
+"""
 MODEL = {"window_frames": 7, "sink_frames": 2}
 
 
-async def stream(client: EngineClient, name: str, seed: int, chunks: int = CHUNKS) -> list[torch.Tensor]:
-    """Latents of a stream; its prompt changes at the third chunk. That of seed 1 begins with a picture."""
+async def stream(
+    client: EngineClient, name: str, seed: int, chunks: int = CHUNKS
+) -> list[torch.Tensor]:
+    """Latents of a stream; its prompt changes at the third chunk.
+
+    That of seed 1 begins with a picture.
+    """
     latents = []
     for index in range(chunks):
-        image = {"image": torch.full((32, 48, 3), 90, dtype=torch.uint8)} if (seed, index) == (1, 0) else {}
+        image = (
+            {"image": torch.full((32, 48, 3), 90, dtype=torch.uint8)}
+            if (seed, index) == (1, 0)
+            else {}
+        )
         _, tensors = await client.send(
             image,
             session_id=name,
@@ -35,11 +48,17 @@ async def stream(client: EngineClient, name: str, seed: int, chunks: int = CHUNK
 
 
 async def streams(client: EngineClient, prefix: str = "s") -> list[list[torch.Tensor]]:
-    return await asyncio.gather(*(stream(client, f"{prefix}{seed}", seed) for seed in range(STREAMS)))
+    return await asyncio.gather(
+        *(stream(client, f"{prefix}{seed}", seed) for seed in range(STREAMS))
+    )
 
 
 def largest_difference(a: list[list[torch.Tensor]], b: list[list[torch.Tensor]]) -> float:
-    return max((x - y).abs().max().item() for p, q in zip(a, b, strict=True) for x, y in zip(p, q, strict=True))
+    return max(
+        (x - y).abs().max().item()
+        for p, q in zip(a, b, strict=True)
+        for x, y in zip(p, q, strict=True)
+    )
 
 
 def engine(model: Path, omni: dict[str, Any] | None = None, **engine_args: Any) -> Any:
@@ -48,7 +67,9 @@ def engine(model: Path, omni: dict[str, Any] | None = None, **engine_args: Any) 
 
 @pytest.fixture(scope="module")
 def expected(causal_wan: Path) -> list[list[torch.Tensor]]:
-    """One engine does everything that one engine can show, and gives each stream's latents when alone."""
+    """One engine does everything that one engine can show, and gives each stream's latents when
+    alone.
+    """
     found: list[list[torch.Tensor]] = []
 
     async def scenario() -> None:
@@ -63,21 +84,28 @@ def expected(causal_wan: Path) -> list[list[torch.Tensor]]:
 
 
 async def side_by_side(client: EngineClient, alone: list[list[torch.Tensor]]) -> None:
-    """Three streams at different steps, one that fails and one that is aborted in the middle of a chunk."""
+    """Three streams at different steps, one that fails and one that is aborted in the middle of
+    a chunk.
+    """
 
     async def troublemaker() -> None:
         await stream(client, "trouble", 5, chunks=1)
         with pytest.raises(RequestFailed) as failure:
             await client.send(session_id="trouble", actions=[["w"]], output="latents")
         assert failure.value.code == "invalid_request"
-        task = asyncio.create_task(client.send(session_id="trouble", request_id="gone", output="latents"))
+        task = asyncio.create_task(
+            client.send(session_id="trouble", request_id="gone", output="latents")
+        )
         await client.until_at_step("trouble", 1)
         await client.engine.abort("gone")
         task.cancel()
 
     together, _ = await asyncio.gather(streams(client), troublemaker())
     assert largest_difference(together, alone) == 0.0
-    for name in ("trouble", *(f"{kind}{seed}" for kind in ("alone", "s") for seed in range(STREAMS))):
+    for name in (
+        "trouble",
+        *(f"{kind}{seed}" for kind in ("alone", "s") for seed in range(STREAMS)),
+    ):
         await client.send(session_id=name, op="close")
     assert (await client.stats())["sessions"] == 0
 
@@ -87,9 +115,15 @@ async def video_to_video(client: EngineClient) -> None:
     for index, count in ((0, 9), (1, 12)):
         video = torch.zeros(count, 32, 48, 3, dtype=torch.uint8)
         meta, tensors = await client.send(
-            {"video": video}, session_id="v2v", prompt="a sketch", options={"source": "video"}, chunk_index=index
+            {"video": video},
+            session_id="v2v",
+            prompt="a sketch",
+            options={"source": "video"},
+            chunk_index=index,
         )
-        assert tensors["frames"].shape == (count, 32, 48, 3) and meta["noise_scale"] == pytest.approx(0.8)
+        assert tensors["frames"].shape == (count, 32, 48, 3) and meta[
+            "noise_scale"
+        ] == pytest.approx(0.8)
     await client.send(session_id="v2v", op="close")
 
 
@@ -105,7 +139,9 @@ async def operations(client: EngineClient, alone: list[torch.Tensor]) -> None:
 
 
 def test_one_engine_serves_streams_side_by_side(expected: list[list[torch.Tensor]]) -> None:
-    """Bit for bit as alone, beside failures and aborts; video-to-video, fork, reset (see the fixture)."""
+    """Bit for bit as alone, beside failures and aborts; video-to-video, fork, reset (see the
+    fixture).
+    """
     assert len(expected) == STREAMS
     assert all(torch.isfinite(x).all() and x.std() > 0.1 for one in expected for x in one)
     assert largest_difference([expected[0]], [expected[1]]) > 0.1
@@ -123,7 +159,9 @@ def test_one_forward_for_several_streams_agrees_within_tolerance(
 
 
 @pytest.mark.nightly
-def test_the_stock_scheduler_gives_identical_chunks(causal_wan: Path, expected: list[list[torch.Tensor]]) -> None:
+def test_the_stock_scheduler_gives_identical_chunks(
+    causal_wan: Path, expected: list[list[torch.Tensor]]
+) -> None:
     async def scenario() -> None:
         async with engine(causal_wan, scheduler_cls=STOCK_SCHEDULER) as client:
             assert largest_difference(await streams(client), expected) == 0.0
@@ -143,7 +181,10 @@ def test_the_stock_scheduler_gives_identical_chunks(causal_wan: Path, expected: 
 def test_two_ranks_agree_with_one(
     causal_wan: Path, expected: list[list[torch.Tensor]], parallel: dict[str, Any]
 ) -> None:
-    """Several streams at once: with stages, two micro-batches are in flight. A pipeline computes the same sums."""
+    """Several streams at once: with stages, two micro-batches are in flight.
+
+    A pipeline computes the same sums.
+    """
     engine_args = dict(parallel)
     omni: dict[str, Any] = {"model": dict(MODEL)}
     if engine_args.pop("sequence_parallel", False):
@@ -162,7 +203,9 @@ def test_two_ranks_agree_with_one(
 def test_two_ranks_compute_a_window_again_as_one(
     causal_wan: Path, expected: list[list[torch.Tensor]], parallel: str
 ) -> None:
-    """With `prompt_switch` "recompute": the streams differ from those that keep their window from the new prompt on."""
+    """With `prompt_switch` "recompute": the streams differ from those that keep their window
+    from the new prompt on.
+    """
     omni = {"model": {**MODEL, "prompt_switch": "recompute"}}
     found: list[list[list[torch.Tensor]]] = []
 
@@ -173,27 +216,50 @@ def test_two_ranks_compute_a_window_again_as_one(
 
     asyncio.run(scenario())
     one, two = found
-    assert largest_difference(one, two) <= (0.0 if parallel == "pipeline_parallel_size" else TOLERANCE)
-    for ours, kept in zip(one, expected, strict=True):
-        assert [torch.equal(x, y) for x, y in zip(ours, kept, strict=True)] == [True, True, False, False]
+    assert largest_difference(one, two) <= (
+        0.0 if parallel == "pipeline_parallel_size" else TOLERANCE
+    )
+    for ours, retained in zip(one, expected, strict=True):
+        assert [torch.equal(x, y) for x, y in zip(ours, retained, strict=True)] == [
+            True,
+            True,
+            False,
+            False,
+        ]
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: elsewhere there are no graphs to compare")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs CUDA: elsewhere there are no graphs to compare"
+)
 @pytest.mark.parametrize(
     "parallel",
     [
         pytest.param({"pipeline_parallel_size": 2}, id="pipeline"),
-        pytest.param({"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, id="pipeline x Ulysses"),
+        pytest.param(
+            {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, id="pipeline x Ulysses"
+        ),
     ],
 )
-def test_graphs_of_several_stages_change_nothing(causal_wan: Path, parallel: dict[str, int]) -> None:
-    """Streams long enough for each forward to be captured and replayed, two at once, while the stages exchange."""
+def test_graphs_of_several_stages_change_nothing(
+    causal_wan: Path, parallel: dict[str, int]
+) -> None:
+    """Streams long enough for each forward to be captured and replayed, two at once, while the
+    stages exchange.
+    """
 
     async def made(cuda_graphs: bool) -> list[list[torch.Tensor]]:
-        omni = {"model": {**MODEL, "sequence_parallel": "tensor_parallel_size" in parallel, "cuda_graphs": cuda_graphs}}
+        omni = {
+            "model": {
+                **MODEL,
+                "sequence_parallel": "tensor_parallel_size" in parallel,
+                "cuda_graphs": cuda_graphs,
+            }
+        }
         async with engine(causal_wan, omni, **parallel) as client:
-            return await asyncio.gather(*(stream(client, f"s{seed}", seed, chunks=24) for seed in range(2)))
+            return await asyncio.gather(
+                *(stream(client, f"s{seed}", seed, chunks=24) for seed in range(2))
+            )
 
     plain, graphs = asyncio.run(made(False)), asyncio.run(made(True))
     assert largest_difference(plain, graphs) == 0.0

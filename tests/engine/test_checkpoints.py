@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every real checkpoint layout is served by the real engine, and random weights need no weight files."""
+"""Every real checkpoint layout is served by the real engine, and random weights need no weight
+files.
+"""
 
 import asyncio
 from pathlib import Path
@@ -11,7 +13,12 @@ from helpers.engine_client import running_engine
 
 from vllm_omni.model_executor.models.registry import get_family
 
-FIRST_CHUNK: dict[str, Any] = {"session_id": "s", "prompt": "a field", "seed": 1, "actions": [["w"]] * 3}
+FIRST_CHUNK: dict[str, Any] = {
+    "session_id": "s",
+    "prompt": "a field",
+    "seed": 1,
+    "actions": [["w"]] * 3,
+}
 
 
 async def first_frames(model: Path, **engine_args: Any) -> torch.Tensor:

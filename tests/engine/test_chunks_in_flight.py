@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several chunks of one stream at work in a real engine: on one rank, over stages of layers, a stage for every step."""
+"""Several chunks of one stream at work in a real engine: on one rank, over stages of layers, a
+stage for every step.
+"""
 
 import asyncio
 import itertools
@@ -42,7 +44,9 @@ def engine(model: Path, steps: int, chunks_in_flight: int, **engine_args: Any) -
     return running_engine(model, omni, dtype="float32", **engine_args)
 
 
-async def send(client: EngineClient, name: str, seed: int, index: int, output: str = "latents") -> torch.Tensor:
+async def send(
+    client: EngineClient, name: str, seed: int, index: int, output: str = "latents"
+) -> torch.Tensor:
     """One chunk, frames or latents; its request can be aborted by `name-index`."""
     meta, tensors = await client.send(
         session_id=name,
@@ -56,14 +60,20 @@ async def send(client: EngineClient, name: str, seed: int, index: int, output: s
     return tensors["latents" if output == "latents" else "frames"].clone()
 
 
-async def one_by_one(client: EngineClient, name: str, seed: int, output: str = "latents") -> list[torch.Tensor]:
+async def one_by_one(
+    client: EngineClient, name: str, seed: int, output: str = "latents"
+) -> list[torch.Tensor]:
     """Each chunk is asked for when the one before has come."""
     return [await send(client, name, seed, index, output) for index in range(CHUNKS)]
 
 
-async def ahead(client: EngineClient, name: str, seed: int, output: str = "latents") -> list[torch.Tensor]:
+async def ahead(
+    client: EngineClient, name: str, seed: int, output: str = "latents"
+) -> list[torch.Tensor]:
     """All chunks are asked for at once."""
-    return list(await asyncio.gather(*(send(client, name, seed, index, output) for index in range(CHUNKS))))
+    return list(
+        await asyncio.gather(*(send(client, name, seed, index, output) for index in range(CHUNKS)))
+    )
 
 
 async def everything(client: EngineClient, steps: int) -> list[list[torch.Tensor]]:
@@ -72,17 +82,22 @@ async def everything(client: EngineClient, steps: int) -> list[list[torch.Tensor
     together = await asyncio.gather(*(ahead(client, f"s{seed}", seed) for seed in range(STREAMS)))
     assert_equal(together, alone)
     codes = await with_aborts(client, await one_by_one(client, "frames", 0, "rgb"))
-    # With two steps, one behind the other, nobody has begun behind a chunk that can still be aborted.
-    assert codes <= {"predecessor_failed", "out_of_order"} and (steps == 2 or "predecessor_failed" in codes)
+    # With two steps, one behind the other, nobody has begun behind a chunk that can still be
+    # aborted.
+    assert codes <= {"predecessor_failed", "out_of_order"} and (
+        steps == 2 or "predecessor_failed" in codes
+    )
     await around_chunks_in_flight(client, alone[1])
     return alone
 
 
 async def with_aborts(client: EngineClient, expected: list[torch.Tensor]) -> set[str]:
-    """A chunk is aborted while others of its stream follow it: they fail, the stream goes on where it was committed.
+    """A chunk is aborted while others of its stream follow it: they fail, the stream goes on where
+    it was committed.
 
-    A stream beside it does not notice. Every other time there is none: one that came earlier may have all the places in
-    a step, and then nothing follows the aborted chunk closely. Returns how the others failed.
+    A stream beside it does not notice. Every other time there is none: one that came earlier may
+    have all the places in a step, and then nothing follows the aborted chunk closely. Returns how
+    the others failed.
     """
     codes: set[str] = set()
     for attempt in range(6):
@@ -90,11 +105,15 @@ async def with_aborts(client: EngineClient, expected: list[torch.Tensor]) -> set
         neighbours = []
         if attempt % 2 == 0:
             neighbours.append(asyncio.create_task(ahead(client, f"neighbour{attempt}", 0, "rgb")))
-        tasks = [asyncio.create_task(send(client, name, 0, index, "rgb")) for index in range(CHUNKS)]
+        tasks = [
+            asyncio.create_task(send(client, name, 0, index, "rgb")) for index in range(CHUNKS)
+        ]
         await tasks[1]  # the next one is about to end, the one after it is at work
         await client.engine.abort(f"{name}-{ABORTED}")
         tasks[ABORTED].cancel()
-        outcomes = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), seconds(240))
+        outcomes = await asyncio.wait_for(
+            asyncio.gather(*tasks, return_exceptions=True), seconds(240)
+        )
         for index, outcome in enumerate(outcomes):
             if isinstance(outcome, RequestFailed):
                 codes.add(outcome.code)
@@ -112,14 +131,18 @@ async def with_aborts(client: EngineClient, expected: list[torch.Tensor]) -> set
 
 
 async def around_chunks_in_flight(client: EngineClient, expected: list[torch.Tensor]) -> None:
-    """A fork asked for while chunks are at work waits for them; a refused chunk refuses nothing behind it."""
+    """A fork asked for while chunks are at work waits for them; a refused chunk refuses nothing
+    behind it.
+    """
     tasks = [asyncio.create_task(send(client, "source", 1, index)) for index in range(CHUNKS - 1)]
     fork = asyncio.create_task(client.send(session_id="source", op="fork", fork_to="copy"))
     results = await asyncio.gather(*tasks)
     await fork
     assert_equal([list(results)], [expected[:-1]])
     with pytest.raises(RequestFailed, match="invalid_request"):
-        await client.send(session_id="copy", chunk_index=CHUNKS - 1, actions=[["w"]], output="latents")
+        await client.send(
+            session_id="copy", chunk_index=CHUNKS - 1, actions=[["w"]], output="latents"
+        )
     for name in ("source", "copy"):
         assert torch.equal(await send(client, name, 1, CHUNKS - 1), expected[-1])
 
@@ -140,8 +163,12 @@ def one_rank(causal_wan: Path) -> list[list[torch.Tensor]]:
     return asyncio.run(scenario())
 
 
-def test_chunks_in_flight_are_chunks_one_after_the_other(one_rank: list[list[torch.Tensor]]) -> None:
-    """Several streams at once, aborts among chunks in flight, a fork between them (see `everything`)."""
+def test_chunks_in_flight_are_chunks_one_after_the_other(
+    one_rank: list[list[torch.Tensor]],
+) -> None:
+    """Several streams at once, aborts among chunks in flight, a fork between them (see
+    `everything`).
+    """
     assert len(one_rank) == STREAMS
     assert all(bool(torch.isfinite(x).all()) and x.std() > 0.1 for one in one_rank for x in one)
 
@@ -162,13 +189,17 @@ def two_steps(causal_wan: Path) -> list[list[torch.Tensor]]:
     ("stages", "omni"),
     [
         pytest.param(2, {"pipeline": "temporal"}, id="temporal"),
-        pytest.param(2, {"pipeline": "temporal", "scheduling": "deadline"}, id="temporal, deadline"),
+        pytest.param(
+            2, {"pipeline": "temporal", "scheduling": "deadline"}, id="temporal, deadline"
+        ),
         pytest.param(2, {}, id="blocks"),
         pytest.param(2, {"vae_stage": True}, id="VAE stage"),
         pytest.param(3, {"vae_stage": True}, id="blocks + VAE stage"),
         pytest.param(3, {"vae_stage": True, "pipeline": "temporal"}, id="temporal + VAE stage"),
         pytest.param(
-            3, {"vae_stage": True, "pipeline": "temporal", "overlap_decode": True}, id="temporal + VAE stage, late"
+            3,
+            {"vae_stage": True, "pipeline": "temporal", "overlap_decode": True},
+            id="temporal + VAE stage, late",
         ),
     ],
 )
@@ -178,7 +209,9 @@ def test_stages_equal_one_rank(
     """Bit for bit, aborts and all."""
 
     async def scenario() -> None:
-        async with engine(causal_wan, 2, chunks_in_flight=2, pipeline_parallel_size=stages, omni=omni) as client:
+        async with engine(
+            causal_wan, 2, chunks_in_flight=2, pipeline_parallel_size=stages, omni=omni
+        ) as client:
             assert_equal(await everything(client, steps=2), two_steps)
 
     asyncio.run(scenario())
@@ -197,8 +230,13 @@ def test_stages_equal_one_rank(
 def test_a_chunk_that_fails_on_the_last_stage_takes_those_behind_it(
     causal_wan: Path, two_steps: list[list[torch.Tensor]], stages: int, omni: dict[str, Any]
 ) -> None:
-    """Also those that an earlier stage lets begin before it has heard of the failure; the stream goes on."""
-    args: dict[str, Any] = {"pipeline_parallel_size": stages, "worker_cls": "faulty_worker.FaultyWorker"}
+    """Also those that an earlier stage lets begin before it has heard of the failure; the stream
+    goes on.
+    """
+    args: dict[str, Any] = {
+        "pipeline_parallel_size": stages,
+        "worker_cls": "faulty_worker.FaultyWorker",
+    }
 
     async def scenario() -> None:
         async with engine(causal_wan, 2, chunks_in_flight=2, omni=omni, **args) as client:
@@ -209,16 +247,28 @@ def test_a_chunk_that_fails_on_the_last_stage_takes_those_behind_it(
 
             for attempt in range(4):
                 name = f"s{attempt}"
-                found = list(await asyncio.gather(*(send(client, name, 0, index) for index in range(ABORTED))))
-                spoiled = client.send(session_id=name, chunk_index=ABORTED, prompt=NAN, output="latents")
-                behind = [asyncio.create_task(late(attempt, name, index)) for index in range(ABORTED + 1, CHUNKS)]
+                found = list(
+                    await asyncio.gather(
+                        *(send(client, name, 0, index) for index in range(ABORTED))
+                    )
+                )
+                spoiled = client.send(
+                    session_id=name, chunk_index=ABORTED, prompt=NAN, output="latents"
+                )
+                after = [
+                    asyncio.create_task(late(attempt, name, index))
+                    for index in range(ABORTED + 1, CHUNKS)
+                ]
                 with pytest.raises(RequestFailed, match="non_finite"):
                     await spoiled
-                outcomes = await asyncio.wait_for(asyncio.gather(*behind, return_exceptions=True), seconds(120))
-                codes = {outcome.code for outcome in outcomes if isinstance(outcome, RequestFailed)}
-                assert len(outcomes) == CHUNKS - ABORTED - 1 and codes <= {"predecessor_failed", "out_of_order"}, (
-                    outcomes
+                outcomes = await asyncio.wait_for(
+                    asyncio.gather(*after, return_exceptions=True), seconds(120)
                 )
+                codes = {outcome.code for outcome in outcomes if isinstance(outcome, RequestFailed)}
+                assert len(outcomes) == CHUNKS - ABORTED - 1 and codes <= {
+                    "predecessor_failed",
+                    "out_of_order",
+                }, outcomes
                 found += [await send(client, name, 0, index) for index in range(ABORTED, CHUNKS)]
                 assert_equal([found], two_steps[:1])
 
@@ -231,9 +281,19 @@ def test_a_chunk_that_fails_on_the_last_stage_takes_those_behind_it(
     [
         pytest.param(1, {}, True, id="Ulysses"),
         pytest.param(2, {}, True, id="blocks x Ulysses"),
-        pytest.param(2, {"pipeline": "temporal", "vae_parallel": True}, True, id="temporal x Ulysses, parallel decode"),
+        pytest.param(
+            2,
+            {"pipeline": "temporal", "vae_parallel": True},
+            True,
+            id="temporal x Ulysses, parallel decode",
+        ),
         pytest.param(2, {"pipeline": "temporal"}, False, id="temporal x tensor parallel"),
-        pytest.param(2, {"vae_stage": True, "vae_parallel": True}, True, id="VAE stage x Ulysses, parallel decode"),
+        pytest.param(
+            2,
+            {"vae_stage": True, "vae_parallel": True},
+            True,
+            id="VAE stage x Ulysses, parallel decode",
+        ),
     ],
 )
 def test_ranks_that_share_layers_agree_with_one(
@@ -250,15 +310,21 @@ def test_ranks_that_share_layers_agree_with_one(
     async def scenario() -> None:
         async with engine(causal_wan, 2, chunks_in_flight=2, omni=omni, **sizes) as client:
             for made, wanted in zip(await everything(client, steps=2), two_steps, strict=True):
-                assert all((a - b).abs().max() <= TOLERANCE for a, b in zip(made, wanted, strict=True))
+                assert all(
+                    (a - b).abs().max() <= TOLERANCE for a, b in zip(made, wanted, strict=True)
+                )
 
     asyncio.run(scenario())
 
 
 @pytest.mark.nightly
-def test_a_deadline_scheduler_holds_the_same_order(causal_wan: Path, one_rank: list[list[torch.Tensor]]) -> None:
+def test_a_deadline_scheduler_holds_the_same_order(
+    causal_wan: Path, one_rank: list[list[torch.Tensor]]
+) -> None:
     async def scenario() -> None:
-        async with engine(causal_wan, 4, chunks_in_flight=3, omni={"scheduling": "deadline"}) as client:
+        async with engine(
+            causal_wan, 4, chunks_in_flight=3, omni={"scheduling": "deadline"}
+        ) as client:
             assert_equal(await everything(client, steps=4), one_rank)
 
     asyncio.run(scenario())
@@ -268,7 +334,11 @@ def test_a_deadline_scheduler_holds_the_same_order(causal_wan: Path, one_rank: l
     ("omni", "engine_args", "reason"),
     [
         ({"pipeline": "temporal"}, {}, "pass --pipeline-parallel-size"),
-        ({"chunks_in_flight": 2}, {"scheduler_cls": STOCK_SCHEDULER}, "one denoise step per engine step"),
+        (
+            {"chunks_in_flight": 2},
+            {"scheduler_cls": STOCK_SCHEDULER},
+            "one denoise step per engine step",
+        ),
     ],
 )
 def test_what_no_model_can_do_is_refused_before_anything_starts(

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On a CPU the only rank computes with every core, in the engine's own process, unless the user says otherwise.
+"""On a CPU the only rank computes with every core, in the engine's own process, unless the user
+says otherwise.
 
-Where the user says nothing, the engine's process is spawned as vLLM does, so that OpenMP's own default is what a user
-would meet; the others are forked and inherit one thread. What OpenMP makes of a user's OMP_NUM_THREADS is looked at in
-a served engine (tests/entrypoints/realtime/test_live_served.py).
+Where the user says nothing, the engine's process is spawned as vLLM does, so that OpenMP's own
+default is what a user would meet; the others are forked and inherit one thread. What OpenMP makes
+of a user's OMP_NUM_THREADS is looked at in a served engine
+(tests/entrypoints/realtime/test_live_served.py).
 """
 
 import asyncio
@@ -38,7 +40,10 @@ def test_threads_of_the_only_rank(
     threads: int,
     below_engine: bool,
 ) -> None:
-    """Stock vLLM takes a process more and leaves it a core less. Needs as many cores as the machine has."""
+    """Stock vLLM takes a process more and leaves it a core less.
+
+    Needs as many cores as the machine has.
+    """
     if spawned:
         monkeypatch.setattr(SpawnProcess, "_Popen", staticmethod(popen_spawn_posix.Popen))
     for name in ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU"):
@@ -61,12 +66,19 @@ def test_threads_of_the_only_rank(
     ids=["unset", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"],
 )
 def test_threads_sleep_soon_when_they_wait(
-    null_world: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], expected: str | None
+    null_world: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    environment: dict[str, str],
+    expected: str | None,
 ) -> None:
-    """Set once the engine is configured, before its process starts; libgomp reads it while it is loaded."""
+    """Set once the engine is configured, before its process starts; libgomp reads it while it is
+    loaded.
+    """
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    AsyncEngineArgs(model=str(null_world), config_format="omni", skip_tokenizer_init=True).create_engine_config()
+    AsyncEngineArgs(
+        model=str(null_world), config_format="omni", skip_tokenizer_init=True
+    ).create_engine_config()
     assert os.environ.get("GOMP_SPINCOUNT") == expected

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two data-parallel ranks behind the doors' engine: sessions stay together, capacity adds up, results are those of one.
+"""Two data-parallel ranks behind the doors' engine: sessions stay together, capacity adds up,
+results are those of one.
 
 One engine of two ranks for all tests of this module; the last one kills a rank.
 """
@@ -18,55 +19,63 @@ from helpers.engine_client import running_engine
 from helpers.scheduling import new_request, run_to_end
 from helpers.waits import pause_task, seconds
 
-from vllm_omni.entrypoints.engine import OmniEngine
-from vllm_omni.entrypoints.ranks import SessionRanks, num_ranks
+from vllm_omni.entrypoints.engine.client import OmniEngine
+from vllm_omni.entrypoints.engine.ranks import SessionRanks, num_ranks
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.outputs import RequestFailed
 
 CHUNKS, PER_RANK = 4, 3
 
 
-class Doors:
+class Endpoints:
     """What a door does with the engine, under a loop that outlives single tests."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, engine: OmniEngine, ranks: SessionRanks) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, engine: OmniEngine, ranks: SessionRanks
+    ) -> None:
         self.loop, self.engine, self.ranks = loop, engine, ranks
 
-    async def walk(self, session_id: str, seed: int, chunks: range = range(CHUNKS)) -> list[np.ndarray]:
+    async def walk(
+        self, session_id: str, seed: int, chunks: range = range(CHUNKS)
+    ) -> list[np.ndarray]:
         latents = []
         for index in chunks:
             first: dict[str, Any] = {"prompt": "a field", "seed": seed} if index == 0 else {}
-            params = DiffusionParams(session_id=session_id, chunk_index=index, output="latents", **first)
-            latents.append((await self.engine.run(params, {}))[1]["latents"].copy())
+            params = DiffusionParams(
+                session_id=session_id, chunk_index=index, output="latents", **first
+            )
+            latents.append((await self.engine.run_request(params, {}))[1]["latents"].copy())
         return latents
 
     async def close(self, *names: str) -> None:
         await asyncio.gather(*(self.engine.close(name) for name in names))
 
 
-async def until_at_work(doors: Doors, sessions: set[str]) -> None:
+async def until_at_work(endpoints: Endpoints, sessions: set[str]) -> None:
     """Wait until exactly these have requests that make steps."""
     async with asyncio.timeout(seconds(30)):
-        while set(await doors.engine.progress()) != sessions:
+        while set(await endpoints.engine.progress()) != sessions:
             await pause_task(0.02)
 
 
-async def _doors(model: Path, loop: asyncio.AbstractEventLoop, **engine_args: Any) -> AsyncIterator[Doors]:
+async def _endpoints(
+    model: Path, loop: asyncio.AbstractEventLoop, **engine_args: Any
+) -> AsyncIterator[Endpoints]:
     async with running_engine(model, {"max_sessions": PER_RANK}, **engine_args) as client:
         ranks = SessionRanks(num_ranks(client.engine.vllm_config))
-        yield Doors(loop, OmniEngine(client.engine, ranks), ranks)
+        yield Endpoints(loop, OmniEngine(client.engine, ranks), ranks)
 
 
-def _run_doors(model: Path, **engine_args: Any) -> Iterator[Doors]:
+def _run_endpoints(model: Path, **engine_args: Any) -> Iterator[Endpoints]:
     with asyncio.Runner() as runner:
-        doors = _doors(model, runner.get_loop(), **engine_args)
-        yield runner.run(anext(doors))
-        runner.run(doors.aclose())  # type: ignore[attr-defined]
+        endpoints = _endpoints(model, runner.get_loop(), **engine_args)
+        yield runner.run(anext(endpoints))
+        runner.run(endpoints.aclose())  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="module")
-def two_ranks(null_world: Path) -> Iterator[Doors]:
-    yield from _run_doors(null_world, data_parallel_size=2)
+def two_ranks(null_world: Path) -> Iterator[Endpoints]:
+    yield from _run_endpoints(null_world, data_parallel_size=2)
 
 
 def title(process: psutil.Process) -> str:
@@ -82,14 +91,16 @@ def alone(runner: Any, seed: int) -> list[np.ndarray]:
     latents = []
     for index in range(CHUNKS):
         first: dict[str, Any] = {"prompt": "a field", "seed": seed} if index == 0 else {}
-        request = new_request(f"{seed}-{index}", session_id="alone", chunk_index=index, output="latents", **first)
+        request = new_request(
+            f"{seed}-{index}", session_id="alone", chunk_index=index, output="latents", **first
+        )
         latents.append(run_to_end(runner, request)[request.req_id][1]["latents"].numpy())
     run_to_end(runner, new_request("close", session_id="alone", op="close"))
     return latents
 
 
 def test_sessions_under_load_equal_those_of_one_rank(
-    two_ranks: Doors, null_world: Path, request: pytest.FixtureRequest
+    two_ranks: Endpoints, null_world: Path, request: pytest.FixtureRequest
 ) -> None:
     """Six sessions at once over two ranks: bit for bit what each gives alone on one rank."""
     seeds = range(2 * PER_RANK)
@@ -104,15 +115,18 @@ def test_sessions_under_load_equal_those_of_one_rank(
     for rank, held in enumerate(stats):
         for name, chunks in held["chunks"].items():
             assert two_ranks.ranks.rank_of(name) == rank and chunks == CHUNKS
-    runner = request.getfixturevalue("make_runner")(null_world)  # only now: the engine is forked from this process
+    # only now: the engine is forked from this process
+    runner = request.getfixturevalue("make_runner")(null_world)
     for seed, mine in zip(seeds, together, strict=True):
         assert all(np.array_equal(a, b) for a, b in zip(mine, alone(runner, seed), strict=True))
 
 
 def test_a_storm_of_clients_changes_nobodys_chunks(
-    two_ranks: Doors, null_world: Path, request: pytest.FixtureRequest
+    two_ranks: Endpoints, null_world: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Twelve clients for six places begin, wait for room, cancel chunks and close, beside one-shot requests."""
+    """Twelve clients for six places begin, wait for room, cancel chunks and close, beside
+    one-shot requests.
+    """
 
     async def client(number: int) -> list[list[np.ndarray]]:
         rng = random.Random(number)
@@ -121,13 +135,19 @@ def test_a_storm_of_clients_changes_nobodys_chunks(
             name, latents = f"storm-{number}-{life}", []
             for index in range(CHUNKS):
                 if index and rng.random() < 0.3:
-                    slow = DiffusionParams(session_id=name, chunk_index=index, options={"steps": 99, "step_ms": 20})
+                    slow = DiffusionParams(
+                        session_id=name, chunk_index=index, options={"steps": 99, "step_ms": 20}
+                    )
                     with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(two_ranks.engine.run(slow, {}), rng.random() / 10)
+                        await asyncio.wait_for(
+                            two_ranks.engine.run_request(slow, {}), rng.random() / 10
+                        )
                 first: dict[str, Any] = {"prompt": "a field", "seed": number} if index == 0 else {}
-                params = DiffusionParams(session_id=name, chunk_index=index, output="latents", **first)
-                answer = await two_ranks.engine.run_when_room(params, {}, timeout_s=60, wait_s=60)
-                latents.append(answer[1]["latents"].copy())
+                params = DiffusionParams(
+                    session_id=name, chunk_index=index, output="latents", **first
+                )
+                response = await two_ranks.engine.run_when_room(params, {}, timeout_s=60, wait_s=60)
+                latents.append(response[1]["latents"].copy())
             await two_ranks.close(name)
             lives.append(latents)
             shot = DiffusionParams(session_id=f"{name}-shot", prompt="x", one_shot=True)
@@ -147,11 +167,15 @@ def test_a_storm_of_clients_changes_nobodys_chunks(
             assert all(np.array_equal(a, b) for a, b in zip(latents, expected, strict=True))
 
 
-def test_two_ranks_hold_twice_as_many_sessions(two_ranks: Doors) -> None:
-    """One more than both hold is refused; a closed one makes room for it on the rank that had it."""
+def test_two_ranks_hold_twice_as_many_sessions(two_ranks: Endpoints) -> None:
+    """One more than both hold is refused; a closed one makes room for it on the rank that had
+    it.
+    """
 
     async def scenario() -> None:
-        await asyncio.gather(*(two_ranks.walk(f"s{seed}", seed, range(1)) for seed in range(2 * PER_RANK)))
+        await asyncio.gather(
+            *(two_ranks.walk(f"s{seed}", seed, range(1)) for seed in range(2 * PER_RANK))
+        )
         with pytest.raises(RequestFailed, match="capacity"):
             await two_ranks.walk("one-too-many", 9)
         home = two_ranks.ranks.rank_of("s0")
@@ -164,8 +188,10 @@ def test_two_ranks_hold_twice_as_many_sessions(two_ranks: Doors) -> None:
     two_ranks.loop.run_until_complete(scenario())
 
 
-def test_forks_progress_and_aborts_reach_the_right_rank(two_ranks: Doors) -> None:
-    """A fork continues as its parent does; progress lists requests of both ranks; a cancel stops its own only."""
+def test_forks_progress_and_aborts_reach_the_right_rank(two_ranks: Endpoints) -> None:
+    """A fork continues as its parent does; progress lists requests of both ranks; a cancel stops
+    its own only.
+    """
 
     async def scenario() -> None:
         for name, seed in (("a", 1), ("b", 2)):
@@ -173,15 +199,20 @@ def test_forks_progress_and_aborts_reach_the_right_rank(two_ranks: Doors) -> Non
         homes = {two_ranks.ranks.rank_of(name) for name in ("a", "b")}
         assert homes == {0, 1}
         for name in ("a", "b"):
-            await two_ranks.engine.run(DiffusionParams(session_id=name, op="fork", fork_to=f"{name}-fork"), {})
+            await two_ranks.engine.run_request(
+                DiffusionParams(session_id=name, op="fork", fork_to=f"{name}-fork"), {}
+            )
             parent, fork = await asyncio.gather(
                 two_ranks.walk(name, 0, range(2, 4)), two_ranks.walk(f"{name}-fork", 0, range(2, 4))
             )
             assert all(np.array_equal(x, y) for x, y in zip(parent, fork, strict=True))
         slow = {
             name: asyncio.create_task(
-                two_ranks.engine.run(
-                    DiffusionParams(session_id=name, chunk_index=4, options={"steps": 100, "step_ms": 50}), {}
+                two_ranks.engine.run_request(
+                    DiffusionParams(
+                        session_id=name, chunk_index=4, options={"steps": 100, "step_ms": 50}
+                    ),
+                    {},
                 )
             )
             for name in ("a", "b")
@@ -196,8 +227,10 @@ def test_forks_progress_and_aborts_reach_the_right_rank(two_ranks: Doors) -> Non
     two_ranks.loop.run_until_complete(scenario())
 
 
-def test_a_snapshot_moves_a_session_to_the_other_rank(two_ranks: Doors, tmp_path: Path) -> None:
-    """From the rank that holds it to the one with more room: the next chunks of both are equal bit for bit."""
+def test_a_snapshot_moves_a_session_to_the_other_rank(two_ranks: Endpoints, tmp_path: Path) -> None:
+    """From the rank that holds it to the one with more room: the next chunks of both are equal
+    bit for bit.
+    """
 
     async def scenario() -> None:
         for name, seed in (("a", 1), ("b", 2)):
@@ -221,15 +254,20 @@ def test_a_snapshot_moves_a_session_to_the_other_rank(two_ranks: Doors, tmp_path
     two_ranks.loop.run_until_complete(scenario())
 
 
-def test_one_shot_requests_spread_over_the_ranks(two_ranks: Doors) -> None:
-    """Images and videos: eight at once, of 0.5 s each, take the time of four on each rank, not of eight."""
+def test_one_shot_requests_spread_over_the_ranks(two_ranks: Endpoints) -> None:
+    """Images and videos: eight at once, of 0.5 s each, take the time of four on each rank, not
+    of eight.
+    """
 
     async def scenario() -> set[int]:
         tasks = [
             asyncio.create_task(
                 two_ranks.engine.run_when_room(
                     DiffusionParams(
-                        session_id=f"shot-{n}", prompt="x", one_shot=True, options={"steps": 10, "step_ms": 20}
+                        session_id=f"shot-{n}",
+                        prompt="x",
+                        one_shot=True,
+                        options={"steps": 10, "step_ms": 20},
                     ),
                     {},
                     timeout_s=60,
@@ -249,22 +287,34 @@ def test_one_shot_requests_spread_over_the_ranks(two_ranks: Doors) -> None:
     assert two_ranks.loop.run_until_complete(scenario()) == {0, 1}
 
 
-def test_a_killed_rank_ends_the_whole_engine_and_everybody_is_told(two_ranks: Doors) -> None:
-    """Stock vLLM's rule: when one engine process dies, the client stops them all. No request is left waiting."""
+def test_a_killed_rank_ends_the_whole_engine_and_everybody_is_notified(
+    two_ranks: Endpoints,
+) -> None:
+    """Stock vLLM's rule: when one engine process dies, the client stops them all.
+
+    No request is left waiting.
+    """
 
     async def scenario() -> None:
         for name, seed in (("a", 1), ("b", 2)):
             await two_ranks.walk(name, seed, range(1))
         requests = [
             asyncio.create_task(
-                two_ranks.engine.run(
-                    DiffusionParams(session_id=name, chunk_index=1, options={"steps": 100, "step_ms": 100}), {}
+                two_ranks.engine.run_request(
+                    DiffusionParams(
+                        session_id=name, chunk_index=1, options={"steps": 100, "step_ms": 100}
+                    ),
+                    {},
                 )
             )
             for name in ("a", "b")
         ]
         await until_at_work(two_ranks, {"a", "b"})
-        victims = [child for child in psutil.Process().children(recursive=True) if title(child) == "EngineCore_DP1"]
+        victims = [
+            child
+            for child in psutil.Process().children(recursive=True)
+            if title(child) == "EngineCore_DP1"
+        ]
         assert len(victims) == 1
         victims[0].kill()
         done, _ = await asyncio.wait(requests, timeout=seconds(30))

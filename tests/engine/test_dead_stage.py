@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank that is killed, or stands still: clients are told, every process ends, and a new engine starts."""
+"""A rank that is killed, or stands still: clients are told, every process ends, and a new engine
+starts.
+"""
 
 import asyncio
 import os
@@ -24,11 +26,15 @@ def workers() -> list[psutil.Process]:
     """The worker processes of this process's engines, in order of rank."""
     children = psutil.Process(os.getpid()).children(recursive=True)
     alive = [child for child in children if not has_ended(child.pid)]
-    return sorted((child for child in alive if "Worker" in " ".join(child.cmdline())), key=lambda p: p.pid)
+    return sorted(
+        (child for child in alive if "Worker" in " ".join(child.cmdline())), key=lambda p: p.pid
+    )
 
 
 async def chunk(client: EngineClient) -> torch.Tensor:
-    _, tensors = await client.send(session_id="s", chunk_index=0, prompt="a field", seed=1, output="latents")
+    _, tensors = await client.send(
+        session_id="s", chunk_index=0, prompt="a field", seed=1, output="latents"
+    )
     return tensors["latents"].clone()
 
 
@@ -37,7 +43,9 @@ async def chunk(client: EngineClient) -> torch.Tensor:
     [
         pytest.param(signal.SIGKILL, 0, {}, id="first stage killed"),
         pytest.param(signal.SIGSTOP, 1, {}, id="last stage stopped"),
-        pytest.param(signal.SIGSTOP, 0, {"vae_stage": True}, id="first stage stopped before a VAE stage"),
+        pytest.param(
+            signal.SIGSTOP, 0, {"vae_stage": True}, id="first stage stopped before a VAE stage"
+        ),
     ],
 )
 def test_a_lost_rank_ends_the_engine_within_seconds(
@@ -52,16 +60,21 @@ def test_a_lost_rank_ends_the_engine_within_seconds(
             assert len(processes) == 2
             slow = {"step_ms": 50, "steps": 1000}
             pending = [
-                asyncio.create_task(client.send(session_id=name, prompt="a field", options=slow)) for name in "ab"
+                asyncio.create_task(client.send(session_id=name, prompt="a field", options=slow))
+                for name in "ab"
             ]
             await pause_task(1)
             assert not any(task.done() for task in pending)
             start = time.monotonic()
             processes[rank].send_signal(how)
-            results = await asyncio.wait_for(asyncio.gather(*pending, return_exceptions=True), LIMIT_S)
+            results = await asyncio.wait_for(
+                asyncio.gather(*pending, return_exceptions=True), LIMIT_S
+            )
             print(f"clients were told after {time.monotonic() - start:.1f} s")
             assert all(isinstance(result, EngineDeadError) for result in results), results
-            _, alive = psutil.wait_procs(processes, timeout=max(0.1, LIMIT_S - (time.monotonic() - start)))
+            _, alive = psutil.wait_procs(
+                processes, timeout=max(0.1, LIMIT_S - (time.monotonic() - start))
+            )
             assert not alive
         async with running_engine(null_world, omni, pipeline_parallel_size=2) as client:
             assert torch.equal(await chunk(client), before)

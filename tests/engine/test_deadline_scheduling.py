@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real EngineCore under the deadline scheduler: neighbours unharmed, refusal, fewer steps; a very long stream."""
+"""The real EngineCore under the deadline scheduler: neighbours unharmed, refusal, fewer steps; a
+very long stream.
+"""
 
 import asyncio
 from collections.abc import Iterator
@@ -16,7 +18,12 @@ from vllm_omni.outputs import RequestFailed
 CHUNKS = 4
 STEP = {"step_ms": 20}
 """Everywhere the same, as with a real model: the scheduler measures what a step takes."""
-OMNI = {"scheduling": "deadline", "target_fps": 16, "degradations": ["fewer_steps"], "max_sessions": 16}
+OMNI = {
+    "scheduling": "deadline",
+    "target_fps": 16,
+    "degradations": ["fewer_steps"],
+    "max_sessions": 16,
+}
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +40,16 @@ def _clear(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def test_streams_are_what_they_are_alone_whatever_their_neighbours_do(engine: SharedEngine) -> None:
-    """Beside an aborted stream, a failing one and one that changes its prompt, others are bit for bit as alone."""
+    """Beside an aborted stream, a failing one and one that changes its prompt, others are bit
+    for bit as alone.
+    """
     client = engine.client
 
     async def scenario() -> None:
-        alone = [await client.chunks(f"alone-{seed}", CHUNKS, seed=seed, options=STEP) for seed in range(3)]
+        alone = [
+            await client.chunks(f"alone-{seed}", CHUNKS, seed=seed, options=STEP)
+            for seed in range(3)
+        ]
 
         async def aborted() -> None:
             await client.chunks("aborted", 1, options=STEP)
@@ -69,20 +81,26 @@ def test_streams_are_what_they_are_alone_whatever_their_neighbours_do(engine: Sh
         async def switching() -> None:
             for index in range(CHUNKS):
                 await client.send(
-                    session_id="switching", chunk_index=index, prompt=f"scene {index}", deadline_s=1.0, options=STEP
+                    session_id="switching",
+                    chunk_index=index,
+                    prompt=f"scene {index}",
+                    deadline_s=1.0,
+                    options=STEP,
                 )
 
         together = await asyncio.gather(
             *(
-                client.chunks(f"together-{seed}", CHUNKS, seed=seed, deadline_s=20.0 + seed, options=STEP)
+                client.chunks(
+                    f"together-{seed}", CHUNKS, seed=seed, deadline_s=20.0 + seed, options=STEP
+                )
                 for seed in range(3)
             ),
             aborted(),
             failing(),
             switching(),
         )
-        for solo, beside in zip(alone, together[:3], strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(solo, beside, strict=True))
+        for solo, alongside in zip(alone, together[:3], strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(solo, alongside, strict=True))
         assert (await client.stats())["chunks"]["aborted"] == 2
 
     engine.run(asyncio.wait_for(scenario(), seconds(60)))
@@ -94,11 +112,14 @@ def test_who_is_due_first_is_done_first(engine: SharedEngine) -> None:
     done: list[str] = []
 
     async def chunk(name: str, deadline_s: float) -> None:
-        await client.send(session_id=name, prompt="a field", deadline_s=deadline_s, options={**STEP, "steps": 15})
+        await client.send(
+            session_id=name, prompt="a field", deadline_s=deadline_s, options={**STEP, "steps": 15}
+        )
         done.append(name)
 
     async def scenario() -> None:
-        await client.chunks("known", 3, options={**STEP, "steps": 15})  # the scheduler learns what steps cost
+        # the scheduler learns what steps cost
+        await client.chunks("known", 3, options={**STEP, "steps": 15})
         patient = asyncio.create_task(chunk("patient", 30.0))
         await client.until_at_step("patient", 1)
         await asyncio.gather(patient, chunk("urgent", 0.2))
@@ -108,7 +129,9 @@ def test_who_is_due_first_is_done_first(engine: SharedEngine) -> None:
 
 
 def test_a_stream_that_cannot_be_held_is_refused_and_says_why(engine: SharedEngine) -> None:
-    """Chunks of about 0.13 s every 0.25 s fit once; the refused client may come back when there is room."""
+    """Chunks of about 0.13 s every 0.25 s fit once; the refused client may come back when there
+    is room.
+    """
     client = engine.client
     slow = {**STEP, "steps": 6}
 
@@ -116,17 +139,30 @@ def test_a_stream_that_cannot_be_held_is_refused_and_says_why(engine: SharedEngi
         for name, period_s in (("learn", None), ("held", 0.25)):
             for index in range(3):
                 await client.send(
-                    session_id=name, chunk_index=index, prompt="a field", chunk_period_s=period_s, options=slow
+                    session_id=name,
+                    chunk_index=index,
+                    prompt="a field",
+                    chunk_period_s=period_s,
+                    options=slow,
                 )
         with pytest.raises(RequestFailed, match="live streams") as refused:
-            await client.send(session_id="late", chunk_index=0, prompt="a field", chunk_period_s=0.25, options=slow)
+            await client.send(
+                session_id="late",
+                chunk_index=0,
+                prompt="a field",
+                chunk_period_s=0.25,
+                options=slow,
+            )
         assert refused.value.code == "capacity"
         assert "late" not in (await client.stats())["chunks"]
-        # Without a rate nothing is promised, so nothing is refused; and a stream that is held goes on.
+        # Without a rate nothing is promised, so nothing is refused; and a stream that is held goes
+        # on.
         await client.send(session_id="whenever", prompt="a field", options=slow)
         await client.send(session_id="held", chunk_index=3, chunk_period_s=0.25, options=slow)
         await pause_task(1.5)
-        await client.send(session_id="late", chunk_index=0, prompt="a field", chunk_period_s=0.25, options=slow)
+        await client.send(
+            session_id="late", chunk_index=0, prompt="a field", chunk_period_s=0.25, options=slow
+        )
 
     engine.run(asyncio.wait_for(scenario(), seconds(60)))
 
@@ -151,9 +187,14 @@ def test_a_chunk_that_would_be_late_goes_with_fewer_steps_and_says_so(engine: Sh
 
 @pytest.mark.nightly
 def test_1100_latent_frames_in_one_stream(tmp_path: Path) -> None:
-    """Beyond the 1,024 frames of the original's rotary table: every chunk comes, finite, in the bytes of the first."""
+    """Beyond the 1,024 frames of the original's rotary table: every chunk comes, finite, in the
+    bytes of the first.
+    """
     get_family("causal_wan").make_tiny(tmp_path / "model", 0, "original")
-    omni = {"scheduling": "deadline", "model": {"window_frames": 9, "sink_frames": 3, "video_input": False}}
+    omni = {
+        "scheduling": "deadline",
+        "model": {"window_frames": 9, "sink_frames": 3, "video_input": False},
+    }
     omni |= {"height": 32, "width": 32}
 
     async def scenario() -> None:

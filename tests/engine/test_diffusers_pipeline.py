@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Diffusers pipelines on the real EngineCore: results equal diffusers, aborts, progress, errors, sleep."""
+"""Diffusers pipelines on the real EngineCore: results equal diffusers, aborts, progress, errors,
+sleep.
+"""
 
 import asyncio
 import multiprocessing
@@ -21,8 +23,10 @@ from vllm_omni.outputs import RequestFailed, unpack
 LAYOUTS = get_family("diffusers_pipeline").layouts
 
 
-def compare(folder: Path, answers: Connection) -> None:
-    """Send, of every layout, whether the engine's result is diffusers' own: one engine after the other."""
+def compare(folder: Path, responses: Connection) -> None:
+    """Send, of every layout, whether the engine's result is diffusers' own: one engine after the
+    other.
+    """
     import diffusers
     from vllm import LLM
 
@@ -40,17 +44,21 @@ def compare(folder: Path, answers: Connection) -> None:
         fields: dict[str, Any] = {"num_inference_steps": 3, "height": 32, "width": 48}
         if layout == "wan":
             fields["num_frames"] = 5
-        params = DiffusionParams(session_id="s", one_shot=True, prompt="a red fox", seed=5, **fields)
-        answer = llm.encode(engine_prompt(), params.to_pooling_params(), pooling_task="plugin")[0]
-        _, tensors = unpack(answer.outputs.data)
+        params = DiffusionParams(
+            session_id="s", one_shot=True, prompt="a red fox", seed=5, **fields
+        )
+        response = llm.encode(engine_prompt(), params.to_pooling_params(), pooling_task="plugin")[0]
+        _, tensors = unpack(response.outputs.data)
         pipeline = diffusers.DiffusionPipeline.from_pretrained(path)
-        output = pipeline("a red fox", generator=torch.Generator().manual_seed(5), output_type="pil", **fields)
-        pictures = output.frames[0] if layout == "wan" else output.images
-        expected = np.stack([np.array(picture) for picture in pictures])
+        output = pipeline(
+            "a red fox", generator=torch.Generator().manual_seed(5), output_type="pil", **fields
+        )
+        images = output.frames[0] if layout == "wan" else output.images
+        expected = np.stack([np.array(image) for image in images])
         got = tensors["frames" if layout == "wan" else "images"].numpy()
         equal[layout] = bool(np.array_equal(got, expected)) and float(expected.std()) > 1
         del llm
-    answers.send(equal)
+    responses.send(equal)
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +70,12 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_layout_equals_diffusers_through_llm_encode(pipelines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Qwen-Image, FLUX, Wan and SD3: the engine's picture or video is diffusers' own, byte for byte."""
+def test_every_layout_equals_diffusers_through_llm_encode(
+    pipelines: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Qwen-Image, FLUX, Wan and SD3: the engine's picture or video is diffusers' own, byte for
+    byte.
+    """
     # A process with the engines' cores in it: nothing of them stays in the tests' own.
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     receiver, sender = multiprocessing.Pipe(duplex=False)
@@ -78,7 +90,13 @@ def test_every_layout_equals_diffusers_through_llm_encode(pipelines: Path, monke
         process.join()
 
 
-SMALL: dict[str, Any] = {"prompt": "a red fox", "height": 32, "width": 48, "num_inference_steps": 3, "one_shot": True}
+SMALL: dict[str, Any] = {
+    "prompt": "a red fox",
+    "height": 32,
+    "width": 48,
+    "num_inference_steps": 3,
+    "one_shot": True,
+}
 LONG: dict[str, Any] = {**SMALL, "height": 192, "width": 192, "num_inference_steps": 200}
 
 
@@ -91,18 +109,26 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 @pytest.fixture(scope="module")
 def client(pipelines: Path, loop: asyncio.AbstractEventLoop) -> Iterator[EngineClient]:
-    """One engine for the tests below (front end here, EngineCore with the pipeline in its own process)."""
+    """One engine for the tests below (front end here, EngineCore with the pipeline in its own
+    process).
+    """
     manager = running_engine(pipelines / "qwen_image")
     yield loop.run_until_complete(manager.__aenter__())
     loop.run_until_complete(manager.__aexit__(None, None, None))
 
 
-def test_an_abort_takes_effect_at_the_next_step(client: EngineClient, loop: asyncio.AbstractEventLoop) -> None:
-    """Of 200 steps a few run; the abort leaves no work behind and the next request has its answer at once."""
+def test_an_abort_takes_effect_at_the_next_step(
+    client: EngineClient, loop: asyncio.AbstractEventLoop
+) -> None:
+    """Of 200 steps a few run; the abort leaves no work behind and the next request has its
+    answer at once.
+    """
 
     async def scenario() -> None:
         expected = (await client.send(session_id="before", seed=1, **SMALL))[1]["images"].clone()
-        slow = asyncio.create_task(client.send(session_id="slow", seed=1, request_id="slow", **LONG))
+        slow = asyncio.create_task(
+            client.send(session_id="slow", seed=1, request_id="slow", **LONG)
+        )
         now = await client.until_at_step("slow", 3)
         assert now[1] == 200
         started_s, seen = time.monotonic(), now[0]
@@ -123,10 +149,15 @@ def test_an_abort_takes_effect_at_the_next_step(client: EngineClient, loop: asyn
 def test_waiting_requests_get_their_turn_and_errors_stay_apart(
     client: EngineClient, loop: asyncio.AbstractEventLoop
 ) -> None:
-    """Eight at once, every other one refused for its own reason; the rest equal what each gives alone."""
+    """Eight at once, every other one refused for its own reason; the rest equal what each gives
+    alone.
+    """
 
     async def scenario() -> None:
-        alone = [(await client.send(session_id=f"alone-{n}", seed=n, **SMALL))[1]["images"].clone() for n in range(4)]
+        alone = [
+            (await client.send(session_id=f"alone-{n}", seed=n, **SMALL))[1]["images"].clone()
+            for n in range(4)
+        ]
         bad = [
             {"width": 50},
             {"options": {"no_such": 1}},
@@ -134,18 +165,28 @@ def test_waiting_requests_get_their_turn_and_errors_stay_apart(
             {"tensors": {"image": torch.zeros(4, 4)}},
         ]
         requests = [client.send(session_id=f"good-{n}", seed=n, **SMALL) for n in range(4)]
-        requests += [client.send(session_id=f"bad-{n}", **{**SMALL, **fields}) for n, fields in enumerate(bad)]
+        requests += [
+            client.send(session_id=f"bad-{n}", **{**SMALL, **fields})
+            for n, fields in enumerate(bad)
+        ]
         results = await asyncio.gather(*requests, return_exceptions=True)
         for expected, result in zip(alone, results[:4], strict=True):
             assert isinstance(result, tuple) and torch.equal(result[1]["images"], expected)
         codes = [failure.code for failure in results[4:] if isinstance(failure, RequestFailed)]
-        assert codes == ["unsupported_size", "invalid_request", "invalid_request", "invalid_request"]
+        assert codes == [
+            "unsupported_size",
+            "invalid_request",
+            "invalid_request",
+            "invalid_request",
+        ]
         await client.engine.check_health()
 
     loop.run_until_complete(scenario())
 
 
-def test_sleep_and_wake_through_the_engine(client: EngineClient, loop: asyncio.AbstractEventLoop) -> None:
+def test_sleep_and_wake_through_the_engine(
+    client: EngineClient, loop: asyncio.AbstractEventLoop
+) -> None:
     """Level 2 drops the weights; asleep is asleep; awake, the same picture."""
 
     async def scenario() -> None:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real starts that ask for what a worker would ignore end with one line (all: tests/test_engine_arguments.py)."""
+"""Real starts that ask for what a worker would ignore end with one line (all:
+tests/test_engine_arguments.py).
+"""
 
 import os
 import subprocess
@@ -17,32 +19,65 @@ from vllm import LLM
 if __name__ == "__main__":
     LLM(**json.loads(sys.argv[1]))
 """
-DIFFUSION = "the diffusion worker cannot honour --quantization awq: weights are quantized as they are loaded"
+DIFFUSION = (
+    "the diffusion worker cannot honour --quantization awq: weights are quantized as they "
+    "are loaded"
+)
 
 
 def start(*command: str, **variables: str) -> tuple[int, str]:
     """(exit status, both outputs) of a command that is expected to end by itself."""
     environ = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_COLOR": "0", **variables}
-    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=seconds(240), check=False)
+    ended = subprocess.run(
+        command, env=environ, capture_output=True, text=True, timeout=seconds(240), check=False
+    )
     return ended.returncode, ended.stdout + ended.stderr
 
 
 def test_omni_ends_with_status_2_and_one_line(null_world: Path) -> None:
-    """`--omni`: no traceback; the flags of another server's WebSocket library do not stand in the way."""
+    """`--omni`: no traceback; the flags of another server's WebSocket library do not stand in
+    the way.
+    """
     status, output = start(
-        *(sys.executable, "-m", "vllm_omni.entrypoints.cli.main", "serve", str(null_world), "--port", "0"),
+        *(
+            sys.executable,
+            "-m",
+            "vllm_omni.entrypoints.cli.main",
+            "serve",
+            str(null_world),
+            "--port",
+            "0",
+        ),
         *("--ws", "websockets", "--quantization", "awq"),
     )
     assert status == 2, output
-    assert output.rstrip().splitlines()[-1].startswith(f"vllm-omni: error: {DIFFUSION}, by one of fp8, fp8_per_channel")
+    assert (
+        output.rstrip()
+        .splitlines()[-1]
+        .startswith(f"vllm-omni: error: {DIFFUSION}, by one of fp8, fp8_per_channel")
+    )
 
 
 @pytest.mark.nightly
 def test_plain_vllm_serve_is_refused_too(null_world: Path) -> None:
     """Every flag by hand, as `--omni` prints them."""
     status, output = start(
-        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(null_world), "--port", "0"),
-        *("--config-format", "omni", "--worker-cls", "vllm_omni.worker.DiffusionGPUWorker", "--skip-tokenizer-init"),
+        *(
+            sys.executable,
+            "-m",
+            "vllm.entrypoints.cli.main",
+            "serve",
+            str(null_world),
+            "--port",
+            "0",
+        ),
+        *(
+            "--config-format",
+            "omni",
+            "--worker-cls",
+            "vllm_omni.worker.DiffusionGPUWorker",
+            "--skip-tokenizer-init",
+        ),
         *("--scheduler-cls", "vllm_omni.core.sched.StreamBatchScheduler", "--quantization", "awq"),
         VLLM_PLUGINS="vllm_omni",
     )
@@ -55,19 +90,30 @@ def test_an_offline_pipeline_is_refused(tmp_path: Path) -> None:
     """`LLM(...)` on the executor without a worker: adapters have a way of their own there."""
     family = get_family("diffusers_pipeline")
     family.make_tiny(tmp_path / "pipeline", 0, family.layouts[0])
-    arguments = f'{{"model": "{tmp_path / "pipeline"}", "config_format": "omni", "enable_lora": true}}'
+    arguments = (
+        f'{{"model": "{tmp_path / "pipeline"}", "config_format": "omni", "enable_lora": true}}'
+    )
     status, output = start(sys.executable, "-c", LLM_START, arguments)
     assert status != 0
-    assert "the diffusers executor cannot honour --enable-lora: name adapters in omni.model.loras" in output
+    assert (
+        "the diffusers executor cannot honour --enable-lora: name adapters in omni.model.loras"
+        in output
+    )
 
 
 @pytest.mark.nightly
 def test_the_ar_worker_refuses_pooling(tiny_language_model: Path) -> None:
-    """A stock model has no config hook of ours: the worker itself looks, before it loads anything."""
+    """A stock model has no config hook of ours: the worker itself looks, before it loads
+    anything.
+    """
     arguments = (
-        f'{{"model": "{tiny_language_model}", "runner": "pooling", "worker_cls": "vllm_omni.worker.ARGPUWorker", '
+        f'{{"model": "{tiny_language_model}", "runner": "pooling", "worker_cls": '
+        '"vllm_omni.worker.ARGPUWorker", '
         '"dtype": "float32", "max_model_len": 128, "enforce_eager": true}'
     )
     status, output = start(sys.executable, "-c", LLM_START, arguments)
     assert status != 0
-    assert "the AR worker cannot honour --runner pooling: pooling gives no text beside hidden states" in output
+    assert (
+        "the AR worker cannot honour --runner pooling: pooling gives no text beside hidden states"
+        in output
+    )

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Devices of several ranks cannot come to wait for each other, whatever runs beside what on each of them.
+"""Devices of several ranks cannot come to wait for each other, whatever runs beside what on each of
+them.
 
-CUDA may let any two streams of a device wait for one another. So the exchanges that each rank of a real engine issues
-(on the CPU, where nothing waits so) are gone through as a device with one queue would: an exchange ends when all who
-take part in it have come to it, and only then the next begins.
+CUDA may let any two streams of a device wait for one another. So the exchanges that each rank of a
+real engine issues (on the CPU, where nothing waits so) are gone through as a device with one queue
+would: an exchange ends when all who take part in it have come to it, and only then the next begins.
 """
 
 import asyncio
@@ -19,7 +20,11 @@ from recording_worker import FOLDER
 
 Exchange = tuple[str, tuple[int, ...], str]
 CHUNKS = 12
-MATCHED = {"cache": "noise_matched", "denoising_steps": [1000, 500], "video_denoising_steps": [700, 400]}
+MATCHED = {
+    "cache": "noise_matched",
+    "denoising_steps": [1000, 500],
+    "video_denoising_steps": [700, 400],
+}
 ULYSSES = {"sequence_parallel": True}
 
 
@@ -36,7 +41,11 @@ def stuck(ranks: list[list[Exchange]]) -> dict[int, Exchange]:
         if kind == "all":
             return partners if all(next_of(each) == exchange for each in partners) else ()
         (peer,) = partners
-        return (rank, peer) if next_of(peer) == ("recv" if kind == "send" else "send", (rank,), group) else ()
+        return (
+            (rank, peer)
+            if next_of(peer) == ("recv" if kind == "send" else "send", (rank,), group)
+            else ()
+        )
 
     moved = True
     while moved:
@@ -50,10 +59,10 @@ def stuck(ranks: list[list[Exchange]]) -> dict[int, Exchange]:
 
 
 def test_what_waits_for_each_other_is_found() -> None:
-    sends, answers = ("send", (1,), "hidden"), ("recv", (1,), "answers")
+    sends, responses = ("send", (1,), "hidden"), ("recv", (1,), "answers")
     last = [("recv", (0,), "hidden"), ("send", (0,), "answers")]
-    assert stuck([[sends, answers], last]) == {}
-    assert stuck([[answers, sends], last]) == {0: answers, 1: last[0]}
+    assert stuck([[sends, responses], last]) == {}
+    assert stuck([[responses, sends], last]) == {0: responses, 1: last[0]}
     together = ("all", (0, 1), "layers")
     assert stuck([[together, sends], [together, last[0]]]) == {}
     assert stuck([[together, sends], [last[0], together]]) == {0: together, 1: last[0]}
@@ -67,7 +76,11 @@ def test_what_waits_for_each_other_is_found() -> None:
             pytest.param(*case, id=name, marks=pytest.mark.nightly)
             for name, case in {
                 "PP 3": ("null_world", {}, {"pipeline_parallel_size": 3}),
-                "PP 2 + VAE stage": ("null_world", {"vae_stage": True}, {"pipeline_parallel_size": 3}),
+                "PP 2 + VAE stage": (
+                    "null_world",
+                    {"vae_stage": True},
+                    {"pipeline_parallel_size": 3},
+                ),
                 "PP 2 x Ulysses 2": (
                     "causal_wan",
                     {"model": ULYSSES},
@@ -85,12 +98,22 @@ def test_what_waits_for_each_other_is_found() -> None:
                 ),
                 "temporal + VAE stage": (
                     "causal_wan",
-                    {"model": MATCHED, "chunks_in_flight": 2, "pipeline": "temporal", "vae_stage": True},
+                    {
+                        "model": MATCHED,
+                        "chunks_in_flight": 2,
+                        "pipeline": "temporal",
+                        "vae_stage": True,
+                    },
                     {"pipeline_parallel_size": 3},
                 ),
                 "temporal x Ulysses 2": (
                     "causal_wan",
-                    {"model": MATCHED | ULYSSES, "chunks_in_flight": 2, "pipeline": "temporal", "vae_parallel": True},
+                    {
+                        "model": MATCHED | ULYSSES,
+                        "chunks_in_flight": 2,
+                        "pipeline": "temporal",
+                        "vae_parallel": True,
+                    },
                     {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
                 ),
             }.items()
@@ -105,25 +128,35 @@ def test_every_rank_issues_its_exchanges_in_one_order(
     omni: dict[str, Any],
     sizes: dict[str, int],
 ) -> None:
-    """Warm-up, three sessions at once, their chunks one by one or, where that is possible, together, and aborts."""
+    """Warm-up, three sessions at once, their chunks one by one or, where that is possible,
+    together, and aborts.
+    """
     monkeypatch.setenv(FOLDER, str(tmp_path))
     model: Path = request.getfixturevalue(family)
 
     async def scenario() -> None:
-        async with running_engine(model, omni, worker_cls="recording_worker.RecordingWorker", **sizes) as client:
+        async with running_engine(
+            model, omni, worker_cls="recording_worker.RecordingWorker", **sizes
+        ) as client:
             await asyncio.gather(*(session(client, f"s{seed}", seed, omni) for seed in range(3)))
-            await client.engine.collective_rpc("session_stats")  # every rank has come to the end of its work
+            # every rank has come to the end of its work
+            await client.engine.collective_rpc("session_stats")
 
     asyncio.run(scenario())
     logs = sorted(tmp_path.glob("rank*.jsonl"))
-    ranks = [[(kind, tuple(partners), group) for kind, partners, group in map(json.loads, log.open())] for log in logs]
+    ranks = [
+        [(kind, tuple(partners), group) for kind, partners, group in map(json.loads, log.open())]
+        for log in logs
+    ]
     assert len(ranks) > 1 and all(len(exchanges) > 20 for exchanges in ranks)
     assert not stuck(ranks)
 
 
 async def session(client: EngineClient, name: str, seed: int, omni: dict[str, Any]) -> None:
     chunks = (
-        client.send(session_id=name, chunk_index=index, prompt=f"a field in season {seed}", seed=seed)
+        client.send(
+            session_id=name, chunk_index=index, prompt=f"a field in season {seed}", seed=seed
+        )
         for index in range(CHUNKS)
     )
     if omni.get("chunks_in_flight", 1) > 1:
@@ -131,7 +164,9 @@ async def session(client: EngineClient, name: str, seed: int, omni: dict[str, An
     else:
         for chunk in chunks:
             await chunk
-    aborted = asyncio.create_task(client.send(session_id=name, chunk_index=CHUNKS, request_id=f"{name}-aborted"))
+    aborted = asyncio.create_task(
+        client.send(session_id=name, chunk_index=CHUNKS, request_id=f"{name}-aborted")
+    )
     await pause_task(0.02 * seed)
     await client.engine.abort(f"{name}-aborted")
     aborted.cancel()

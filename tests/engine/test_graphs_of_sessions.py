@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions of one engine, one after the other and side by side, that are served by graphs of sessions that have ended.
+"""Sessions of one engine, one after the other and side by side, that are served by graphs of
+sessions that have ended.
 
-Where there is no CUDA, a "graph" repeats the forward with everything the host had decided at its capture.
+Where there is no CUDA, a "graph" repeats the forward with everything the host had decided at its
+capture.
 """
 
 import asyncio
@@ -23,11 +25,17 @@ async def session(client: EngineClient, family: str, seed: int) -> list[torch.Te
     latents = []
     for index in range(CHUNKS):
         first = index == 0
-        fields: dict[str, Any] = {"prompt": f"a field in season {seed}", "seed": seed} if first else {}
+        fields: dict[str, Any] = (
+            {"prompt": f"a field in season {seed}", "seed": seed} if first else {}
+        )
         if plays:
             fields["actions"] = [["w", "j"] if (index + seed) % 2 else ["s"]] * 3
         _, tensors = await client.send(
-            IMAGE if first and plays else {}, session_id=f"s{seed}", chunk_index=index, output="latents", **fields
+            IMAGE if first and plays else {},
+            session_id=f"s{seed}",
+            chunk_index=index,
+            output="latents",
+            **fields,
         )
         latents.append(tensors["latents"].clone())
     await client.send(session_id=f"s{seed}", op="close")
@@ -43,17 +51,31 @@ ULYSSES = {"model": {**SMALL_WINDOW, "sequence_parallel": True}}
     [
         pytest.param("causal_wan", {}, {}, id="causal Wan"),
         pytest.param(
-            "lingbot_world", {}, {"kv_cache_dtype": "fp8"}, id="LingBot World, FP8 K/V", marks=pytest.mark.nightly
+            "lingbot_world",
+            {},
+            {"kv_cache_dtype": "fp8"},
+            id="LingBot World, FP8 K/V",
+            marks=pytest.mark.nightly,
         ),
-        pytest.param("causal_wan", {}, {"pipeline_parallel_size": 2}, id="stages", marks=pytest.mark.nightly),
-        pytest.param("lingbot_world", ULYSSES, {"tensor_parallel_size": 2}, id="Ulysses", marks=pytest.mark.nightly),
+        pytest.param(
+            "causal_wan", {}, {"pipeline_parallel_size": 2}, id="stages", marks=pytest.mark.nightly
+        ),
+        pytest.param(
+            "lingbot_world",
+            ULYSSES,
+            {"tensor_parallel_size": 2},
+            id="Ulysses",
+            marks=pytest.mark.nightly,
+        ),
         pytest.param("causal_wan", IN_FLIGHT, {}, id="chunks in flight", marks=pytest.mark.nightly),
     ],
 )
 def test_sessions_are_those_of_an_engine_without_graphs(
     family: str, omni: dict[str, Any], flags: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
-    """The warm-up's session leaves its ring to the first, that one to the next; two at once have one each."""
+    """The warm-up's session leaves its ring to the first, that one to the next; two at once have
+    one each.
+    """
     model = request.getfixturevalue(family)
     arguments: dict[str, Any] = {"dtype": "float32", **flags}
     omni = {"model": SMALL_WINDOW, **omni}
@@ -73,11 +95,14 @@ def test_sessions_are_those_of_an_engine_without_graphs(
             await count()
             return [*latents, await session(client, family, 4)]
 
-    plain, by_graphs = asyncio.run(made()), asyncio.run(made(worker_cls="graphs_worker.GraphsWorker"))
+    plain, by_graphs = (
+        asyncio.run(made()),
+        asyncio.run(made(worker_cls="graphs_worker.GraphsWorker")),
+    )
     for want, got in zip(plain, by_graphs, strict=True):
         for one, other in zip(want, got, strict=True):
             torch.testing.assert_close(other, one, rtol=0, atol=0)
     rings = 4 if "chunks_in_flight" in omni else 1
-    assert [kept for _, kept in counts] == [rings, rings, 2 * rings]
+    assert [retained for _, retained in counts] == [rings, rings, 2 * rings]
     if rings == 1:
         assert counts[0][0] == 2 * 2, "of the warm-up's two chunks: steps and clean pass"

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lance (tiny) through the real engine: every task, drawing and reading at once, aborts, wrong requests."""
+"""Lance (tiny) through the real engine: every task, drawing and reading at once, aborts, wrong
+requests.
+"""
 
 import asyncio
 import contextlib
@@ -20,21 +22,23 @@ TOLERANCE = 1e-4
 """fp32 latents of order 1: rows of a shared matrix product are summed in another order."""
 
 
-def picture(seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, 256, (60, 90, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+def image(seed: int = 0) -> torch.Tensor:
+    return torch.randint(
+        0, 256, (60, 90, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
 
 
-CLIP = torch.stack([picture(seed) for seed in range(5)])
+CLIP = torch.stack([image(seed) for seed in range(5)])
 DRAWING = {"height": 64, "width": 96, "num_inference_steps": 4}
 READING = {"modalities": ["text"], "max_tokens": 12}
 REQUESTS: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor]]] = {
     "t2i": ({"prompt": "a cat", **DRAWING}, {}),
     "image_edit": (
         {"prompt": "no hat", "num_inference_steps": 3, "options": {"resolution": "image_256res"}},
-        {"image": picture()},
+        {"image": image()},
     ),
     "t2v": ({"prompt": "a wave", "num_frames": 9, **DRAWING}, {}),
-    "i2v": ({"prompt": "a wave", "num_frames": 9, **DRAWING}, {"image": picture()}),
+    "i2v": ({"prompt": "a wave", "num_frames": 9, **DRAWING}, {"image": image()}),
     "video_edit": (
         {
             "prompt": "red",
@@ -43,8 +47,14 @@ REQUESTS: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor]]] = {
         },
         {"video": CLIP},
     ),
-    "x2t_image": ({"prompt": "what?", "options": {**READING, "resolution": "image_256res"}}, {"image": picture()}),
-    "x2t_video": ({"prompt": "what?", "options": {**READING, "resolution": "video_192p"}}, {"video": CLIP}),
+    "x2t_image": (
+        {"prompt": "what?", "options": {**READING, "resolution": "image_256res"}},
+        {"image": image()},
+    ),
+    "x2t_video": (
+        {"prompt": "what?", "options": {**READING, "resolution": "video_192p"}},
+        {"video": CLIP},
+    ),
 }
 
 
@@ -55,7 +65,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-async def ask(client: EngineClient, task: str, name: str, **changes: Any) -> Any:
+async def send(client: EngineClient, task: str, name: str, **changes: Any) -> Any:
     fields, tensors = REQUESTS[task]
     fields = {**fields, "session_id": name, "one_shot": True, **changes}
     return await client.send(tensors, request_id=name, **fields)
@@ -65,7 +75,7 @@ async def every_task(client: EngineClient) -> None:
     """Each task gives its kind of result; no session is left."""
     shapes = {}
     for task in REQUESTS:
-        meta, tensors = await ask(client, task, f"solo-{task}")
+        meta, tensors = await send(client, task, f"solo-{task}")
         assert meta["task"] == task
         shapes[task] = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     assert shapes == {
@@ -85,47 +95,56 @@ async def mixed_load(client: EngineClient) -> None:
 
     async def all_of(prefix: str, together: bool) -> list[torch.Tensor]:
         calls = [
-            ask(client, task, f"{prefix}-{task}", **({} if task.startswith("x2t") else {"output": "latents"}))
+            send(
+                client,
+                task,
+                f"{prefix}-{task}",
+                **({} if task.startswith("x2t") else {"output": "latents"}),
+            )
             for task in REQUESTS
         ]
         results = await asyncio.gather(*calls) if together else [await call for call in calls]
         return [next(iter(tensors.values())).clone() for _, tensors in results]
 
-    for alone, shared in zip(await all_of("alone", False), await all_of("together", True), strict=True):
+    for alone, shared in zip(
+        await all_of("alone", False), await all_of("together", True), strict=True
+    ):
         torch.testing.assert_close(shared, alone, atol=TOLERANCE, rtol=0)
 
 
-async def streamed_answer(client: EngineClient) -> None:
+async def streamed_response(client: EngineClient) -> None:
     """One session, one request per piece; texts and tokens add up to the whole answer."""
-    whole, _ = await ask(client, "x2t_image", "whole")
+    whole, _ = await send(client, "x2t_image", "whole")
     fields, tensors = REQUESTS["x2t_image"]
     fields = {**fields, "options": {**fields["options"], "chunk_tokens": 5}}
-    pieces = [await client.send(tensors, session_id="talk", **fields)]
-    while pieces[-1][0]["finish_reason"] is None:
-        pieces.append(await client.send(session_id="talk"))
-    assert len(pieces) == 3
-    assert "".join(meta["text"] for meta, _ in pieces) == whole["text"]
-    assert pieces[-1][0]["completion_tokens"] == whole["completion_tokens"] == 12
+    parts = [await client.send(tensors, session_id="talk", **fields)]
+    while parts[-1][0]["finish_reason"] is None:
+        parts.append(await client.send(session_id="talk"))
+    assert len(parts) == 3
+    assert "".join(meta["text"] for meta, _ in parts) == whole["text"]
+    assert parts[-1][0]["completion_tokens"] == whole["completion_tokens"] == 12
     await client.send(session_id="talk", op="close")
     assert (await client.stats())["sessions"] == 0
 
 
 async def aborts(client: EngineClient) -> None:
-    """A request may be aborted before it starts, while it draws or reads, and after; the others go on."""
-    expected = (await ask(client, "t2i", "reference", output="latents"))[1]["latents"].clone()
+    """A request may be aborted before it starts, while it draws or reads, and after; the others
+    go on.
+    """
+    expected = (await send(client, "t2i", "reference", output="latents"))[1]["latents"].clone()
 
-    long_answer = {**REQUESTS["x2t_image"][0]["options"], "max_tokens": 2000}
+    long_response = {**REQUESTS["x2t_image"][0]["options"], "max_tokens": 2000}
     doomed_requests: list[tuple[str, int, dict[str, Any]]] = [
         ("t2i", 0, {"num_inference_steps": 400}),
         ("image_edit", 1, {"num_inference_steps": 400}),
         ("t2v", 1, {"num_inference_steps": 400}),
         ("t2i", 3, {"num_inference_steps": 400}),
-        ("x2t_image", 1, {"options": long_answer}),
+        ("x2t_image", 1, {"options": long_response}),
     ]
     for number, (task, step, changes) in enumerate(doomed_requests):
         name = f"doomed-{number}"
-        doomed = asyncio.create_task(ask(client, task, name, **changes))
-        other = asyncio.create_task(ask(client, "t2i", f"beside-{number}", output="latents"))
+        doomed = asyncio.create_task(send(client, task, name, **changes))
+        other = asyncio.create_task(send(client, "t2i", f"beside-{number}", output="latents"))
         if step:
             await client.until_at_step(name, step)
         else:
@@ -135,9 +154,11 @@ async def aborts(client: EngineClient) -> None:
         with contextlib.suppress(asyncio.CancelledError, RequestFailed):
             await doomed
         torch.testing.assert_close((await other)[1]["latents"], expected, atol=TOLERANCE, rtol=0)
-        await client.until_gone(name)
+        await client.until_disconnected(name)
     await client.engine.abort("reference")  # long finished
-    torch.testing.assert_close((await ask(client, "t2i", "last", output="latents"))[1]["latents"], expected)
+    torch.testing.assert_close(
+        (await send(client, "t2i", "last", output="latents"))[1]["latents"], expected
+    )
     assert (await client.stats())["sessions"] == 0
 
 
@@ -153,7 +174,7 @@ async def wrong_requests(client: EngineClient) -> None:
         ({"prompt": "a", "options": {"nonsense": 1}}, {}, "invalid_request"),
         (
             {"prompt": "a", "options": {"modalities": ["text"], "max_tokens": 10**6}},
-            {"image": picture()},
+            {"image": image()},
             "invalid_request",
         ),
     ]
@@ -161,14 +182,14 @@ async def wrong_requests(client: EngineClient) -> None:
         with pytest.raises(RequestFailed) as failure:
             await client.send(tensors, session_id=f"wrong-{number}", one_shot=True, **fields)
         assert failure.value.code == code and len(failure.value.message) > 20
-    await ask(client, "t2i", "after-the-wrong-ones")
+    await send(client, "t2i", "after-the-wrong-ones")
     assert (await client.stats())["sessions"] == 0
 
 
 CHECKS: list[Callable[[EngineClient], Coroutine[Any, Any, None]]] = [
     every_task,
     mixed_load,
-    streamed_answer,
+    streamed_response,
     aborts,
     wrong_requests,
 ]
@@ -178,7 +199,12 @@ CHECKS: list[Callable[[EngineClient], Coroutine[Any, Any, None]]] = [
 async def lance_engine(
     checkpoint: Path, options: Mapping[str, Any] = MappingProxyType({}), **engine_args: Any
 ) -> AsyncIterator[EngineClient]:
-    omni = {"batch_invariant": False, "max_requests_per_step": 8, "max_sessions": 16, "model": {**SMALL, **options}}
+    omni = {
+        "batch_invariant": False,
+        "max_requests_per_step": 8,
+        "max_sessions": 16,
+        "model": {**SMALL, **options},
+    }
     async with running_engine(checkpoint, omni, **engine_args) as client:
         yield client
 
@@ -198,14 +224,18 @@ def test_lance_through_the_engine(checkpoint: Path, subtests: Any) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
 def test_two_ranks_equal_one(checkpoint: Path, sequence_parallel: bool) -> None:
-    """Heads and columns are split, or latents (Ulysses); latents agree within 1e-4, tokens exactly."""
+    """Heads and columns are split, or latents (Ulysses); latents agree within 1e-4, tokens
+    exactly.
+    """
 
     async def results(options: dict[str, Any], **engine_args: Any) -> list[torch.Tensor]:
         async with lance_engine(checkpoint, options, **engine_args) as client:
             found = []
             for task in REQUESTS:
                 changes = {} if task.startswith("x2t") else {"output": "latents"}
-                found.append(next(iter((await ask(client, task, task, **changes))[1].values())).clone())
+                found.append(
+                    next(iter((await send(client, task, task, **changes))[1].values())).clone()
+                )
             return found
 
     options = {"sequence_parallel": sequence_parallel}
@@ -217,16 +247,18 @@ def test_two_ranks_equal_one(checkpoint: Path, sequence_parallel: bool) -> None:
 
 @pytest.mark.nightly
 def test_every_alternative_through_the_engine(checkpoint: Path) -> None:
-    """All choices between public implementations switched at once: each task gives its kind of result, not NaN."""
+    """All choices between public implementations switched at once: each task gives its kind of
+    result, not NaN.
+    """
 
     async def scenario() -> None:
         async with lance_engine(checkpoint, {"convention": "vllm_omni"}) as client:
             for task, (fields, _) in REQUESTS.items():
                 changes: dict[str, Any] = {"output": "latents"}
                 if task.startswith("x2t"):  # a clip that is read whole takes no bucket
-                    asked = fields["options"]
-                    changes = {"options": READING if task == "x2t_video" else asked}
-                meta, tensors = await ask(client, task, f"switched-{task}", **changes)
+                    requested = fields["options"]
+                    changes = {"options": READING if task == "x2t_video" else requested}
+                meta, tensors = await send(client, task, f"switched-{task}", **changes)
                 (found,) = tensors.values()
                 assert meta["task"] == task and found.numel() > 0 and found.isfinite().all()
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LingBot World v2 (tiny) through the real engine: what each released layout holds is what is served."""
+"""LingBot World v2 (tiny) through the real engine: what each released layout holds is what is
+served.
+"""
 
 import asyncio
 import shutil
@@ -46,7 +48,9 @@ def served(checkpoint: Path, **engine_args: Any) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The 1.3B as it is released, with a link to somebody else's text encoder, VAE and tokenizer."""
+    """The 1.3B as it is released, with a link to somebody else's text encoder, VAE and
+    tokenizer.
+    """
     folder = tmp_path_factory.mktemp("bare")
     get_family("lingbot_world").make_tiny(folder / "world", 0, "v2_1_3b")
     (folder / "world" / "assets").rename(folder / "shared")
@@ -72,18 +76,25 @@ def test_a_repository_without_config_is_served_by_its_tensors_sizes(
     assert torch.equal(served(tmp_path), alone)
 
 
-def test_a_world_that_is_told_keys(tmp_path: Path) -> None:
-    """`act`: without the tensor `action` no key is held; held keys change the world, through every process."""
+def test_a_world_that_is_notified_keys(tmp_path: Path) -> None:
+    """`act`: without the tensor `action` no key is held; held keys change the world, through
+    every process.
+    """
     get_family("lingbot_world").make_tiny(tmp_path, 0, "act")
 
     async def scenario() -> None:
         async with running_engine(tmp_path, dtype="float32") as client:
-            path = {"poses": torch.eye(4).repeat(9, 1, 1), "intrinsics": torch.tensor([660.0, 660.0, 416.0, 240.0])}
+            path = {
+                "poses": torch.eye(4).repeat(9, 1, 1),
+                "intrinsics": torch.tensor([660.0, 660.0, 416.0, 240.0]),
+            }
             latents = []
             for number, action in enumerate((None, torch.zeros(9, 4), torch.ones(9, 4))):
                 flags = {} if action is None else {"action": action}
                 tensors = {"image": image(), **path, **flags}
-                _, result = await client.send(tensors, session_id=f"s{number}", prompt="a field", output="latents")
+                _, result = await client.send(
+                    tensors, session_id=f"s{number}", prompt="a field", output="latents"
+                )
                 latents.append(result["latents"].clone())
             assert torch.equal(latents[0], latents[1])
             assert (latents[2] - latents[0]).abs().max() > 0.01

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LingBot World (tiny) through the real engine: sessions side by side, both schedulers, several ranks.
+"""LingBot World (tiny) through the real engine: sessions side by side, both schedulers, several
+ranks.
 
-Runs on whatever vLLM's platform is: on CPU with gloo, on GPUs with NCCL (two of them for the parallel rows).
+Runs on whatever vLLM's platform is: on CPU with gloo, on GPUs with NCCL (two of them for the
+parallel rows).
 """
 
 import asyncio
@@ -11,18 +13,28 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.engine_client import STOCK_SCHEDULER, EngineClient, SharedEngine, running_engine, shared_engine
+from helpers.engine_client import (
+    STOCK_SCHEDULER,
+    EngineClient,
+    SharedEngine,
+    running_engine,
+    shared_engine,
+)
 
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import find_layout, hf_config
-from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAEConfig, to_uint8
-from vllm_omni.model_executor.models.wan.weights import load_vae
+from vllm_omni.model_executor.models.wan.checkpoint.loading import load_vae
+from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE, VAEConfig, to_uint8
 from vllm_omni.outputs import RequestFailed
 
 CHUNKS, SESSIONS = 4, 2
 TOLERANCE = 2e-4
-"""fp32 latents of order 1 after four chunks of five passes; sums are ordered differently on several ranks."""
+"""fp32 latents of order 1 after four chunks of five passes; sums are ordered differently on
+several ranks.
+"""
 SMALL_WINDOW = {"window_frames": 7, "sink_frames": 2}
-"""Full after the third chunk, and no multiple of the chunk: eviction and ring wrap are exercised."""
+"""Full after the third chunk, and no multiple of the chunk: eviction and ring wrap are
+exercised.
+"""
 
 
 def image() -> torch.Tensor:
@@ -30,7 +42,9 @@ def image() -> torch.Tensor:
     return torch.stack((y * 7, x * 5, x + y), dim=-1).to(torch.uint8)
 
 
-async def walk(client: EngineClient, name: str, seed: int, chunks: int = CHUNKS, **fields: Any) -> list[torch.Tensor]:
+async def walk(
+    client: EngineClient, name: str, seed: int, chunks: int = CHUNKS, **fields: Any
+) -> list[torch.Tensor]:
     """Latents of a short walk; the keys held differ from session to session."""
     keys = [["w"], ["w", "j"]] if seed % 2 else [["d"], ["l"]]
     latents = []
@@ -51,7 +65,11 @@ async def walk(client: EngineClient, name: str, seed: int, chunks: int = CHUNKS,
 
 
 def largest_difference(a: list[list[torch.Tensor]], b: list[list[torch.Tensor]]) -> float:
-    return max((x - y).abs().max().item() for p, q in zip(a, b, strict=True) for x, y in zip(p, q, strict=True))
+    return max(
+        (x - y).abs().max().item()
+        for p, q in zip(a, b, strict=True)
+        for x, y in zip(p, q, strict=True)
+    )
 
 
 async def walks(client: EngineClient) -> list[list[torch.Tensor]]:
@@ -80,7 +98,9 @@ def alone(one_rank: SharedEngine) -> list[list[torch.Tensor]]:
 def test_worlds_side_by_side_equal_worlds_alone_bit_for_bit(
     one_rank: SharedEngine, alone: list[list[torch.Tensor]]
 ) -> None:
-    """Two live worlds at different steps, a third that fails and one that is aborted; also after an abort."""
+    """Two live worlds at different steps, a third that fails and one that is aborted; also after
+    an abort.
+    """
 
     client = one_rank.client
 
@@ -90,11 +110,15 @@ def test_worlds_side_by_side_equal_worlds_alone_bit_for_bit(
             bad_poses = torch.full((12, 4, 4), float("nan"))
             with pytest.raises(RequestFailed) as failure:
                 await client.send(
-                    {"poses": bad_poses, "intrinsics": torch.ones(4)}, session_id="trouble", output="latents"
+                    {"poses": bad_poses, "intrinsics": torch.ones(4)},
+                    session_id="trouble",
+                    output="latents",
                 )
             assert failure.value.code == "non_finite_pose"
             task = asyncio.create_task(
-                client.send(session_id="trouble", request_id="gone", actions=[["w"]] * 3, output="latents")
+                client.send(
+                    session_id="trouble", request_id="gone", actions=[["w"]] * 3, output="latents"
+                )
             )
             await client.until_at_step("trouble", 1)
             await client.engine.abort("gone")
@@ -121,7 +145,9 @@ def test_one_forward_for_several_worlds_agrees_within_tolerance(
 
 
 @pytest.mark.nightly
-def test_the_stock_scheduler_gives_identical_chunks(lingbot_world: Path, alone: list[list[torch.Tensor]]) -> None:
+def test_the_stock_scheduler_gives_identical_chunks(
+    lingbot_world: Path, alone: list[list[torch.Tensor]]
+) -> None:
     """A whole chunk per engine step is the same chunk."""
 
     async def scenario() -> None:
@@ -138,13 +164,20 @@ def test_the_stock_scheduler_gives_identical_chunks(lingbot_world: Path, alone: 
     [
         pytest.param({"pipeline_parallel_size": 2}, id="pipeline"),
         pytest.param({"tensor_parallel_size": 2}, id="tensor", marks=pytest.mark.nightly),
-        pytest.param({"tensor_parallel_size": 2, "sequence_parallel": True}, id="sequence", marks=pytest.mark.nightly),
+        pytest.param(
+            {"tensor_parallel_size": 2, "sequence_parallel": True},
+            id="sequence",
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_two_ranks_agree_with_one(
     lingbot_world: Path, alone: list[list[torch.Tensor]], parallel: dict[str, Any]
 ) -> None:
-    """Two sessions at once: with stages, two micro-batches are in flight. A pipeline computes the same sums."""
+    """Two sessions at once: with stages, two micro-batches are in flight.
+
+    A pipeline computes the same sums.
+    """
     engine_args = dict(parallel)
     omni: dict[str, Any] = {"model": dict(SMALL_WINDOW)}
     if engine_args.pop("sequence_parallel", False):
@@ -160,8 +193,11 @@ def test_two_ranks_agree_with_one(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("vae_stage", [False, True], ids=["one rank", "a stage for the VAE"])
-def test_a_world_as_pr_3701_serves_it(lingbot_world: Path, alone: list[list[torch.Tensor]], vae_stage: bool) -> None:
-    """Frames are the engine's latents decoded two latents early, a later prompt changes nothing, bytes stay the same.
+def test_a_world_as_pr_3701_serves_it(
+    lingbot_world: Path, alone: list[list[torch.Tensor]], vae_stage: bool
+) -> None:
+    """Frames are the engine's latents decoded two latents early, a later prompt changes nothing,
+    bytes stay the same.
 
     The frames' session is told another prompt with every chunk, the latents' session is not.
     """
@@ -171,16 +207,20 @@ def test_a_world_as_pr_3701_serves_it(lingbot_world: Path, alone: list[list[torc
     load_vae(vae, weights)
 
     async def frames(client: EngineClient, name: str, seed: int) -> list[torch.Tensor]:
-        pictures = []
+        images = []
         for index in range(CHUNKS):
-            fields = {"prompt": f"a field in season {seed}", "seed": seed} if index == 0 else {"prompt": "ignored"}
+            fields = (
+                {"prompt": f"a field in season {seed}", "seed": seed}
+                if index == 0
+                else {"prompt": "ignored"}
+            )
             keys = [["w"], ["w", "j"]] if seed % 2 else [["d"], ["l"]]
             start = {"image": image()} if index == 0 else None
             _, tensors = await client.send(
                 start, session_id=name, chunk_index=index, actions=[keys[index % 2]] * 3, **fields
             )
-            pictures.append(tensors["frames"].clone())
-        return pictures
+            images.append(tensors["frames"].clone())
+        return images
 
     async def scenario() -> None:
         omni = {"model": {**SMALL_WINDOW, "convention": "pr3701"}, "vae_stage": vae_stage}
@@ -188,23 +228,29 @@ def test_a_world_as_pr_3701_serves_it(lingbot_world: Path, alone: list[list[torc
         async with running_engine(lingbot_world, omni, dtype="float32", **arguments) as client:
             latents = await walk(client, "latents", 1)
             assert largest_difference([latents], [alone[1]]) > 0.01
-            pictures, others = await asyncio.gather(frames(client, "frames", 1), frames(client, "others", 2))
+            imgs, others = await asyncio.gather(
+                frames(client, "frames", 1), frames(client, "others", 2)
+            )
             held = [rank["bytes"] for rank in await client.engine.collective_rpc("session_stats")]
             clip = torch.cat(latents, dim=1)[None]
-            for index, ours in enumerate(pictures):
+            for index, ours in enumerate(imgs):
                 again = 2 if index else 0
                 pixels, _ = vae.decode(clip[:, :, 3 * index - again : 3 * index + 3], None)
                 expected = to_uint8(pixels)[5 if index else 0 :]
                 assert (ours.int() - expected.int()).abs().max() <= 1
-            assert not torch.equal(others[1], pictures[1])
+            assert not torch.equal(others[1], imgs[1])
             await client.send(session_id="frames", op="fork", fork_to="copy")
             both = [
-                (await client.send(session_id=name, chunk_index=CHUNKS, actions=[["w"]] * 3))[1]["frames"].clone()
+                (await client.send(session_id=name, chunk_index=CHUNKS, actions=[["w"]] * 3))[1][
+                    "frames"
+                ].clone()
                 for name in ("frames", "copy")
             ]
             assert torch.equal(*both)
             await client.send(session_id="copy", op="close")
-            assert [rank["bytes"] for rank in await client.engine.collective_rpc("session_stats")] == held
+            assert [
+                rank["bytes"] for rank in await client.engine.collective_rpc("session_stats")
+            ] == held
 
     asyncio.run(scenario())
 
@@ -213,8 +259,12 @@ def test_an_unknown_choice_is_refused_at_start(lingbot_world: Path) -> None:
     """In the front end, before a process is started: one line with the allowed values."""
 
     async def scenario() -> None:
-        async with running_engine(lingbot_world, {"model": {"convention": "resume"}}, dtype="float32"):
+        async with running_engine(
+            lingbot_world, {"model": {"convention": "resume"}}, dtype="float32"
+        ):
             pass
 
-    with pytest.raises(ValueError, match=r"convention.*allowed values: 'original', 'pr3701', 'realtime', 'sglang'"):
+    with pytest.raises(
+        ValueError, match=r"convention.*allowed values: 'original', 'pr3701', 'realtime', 'sglang'"
+    ):
         asyncio.run(scenario())

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters through the real engine: each session its own, switched between chunks, remembered, refused."""
+"""LoRA adapters through the real engine: each session its own, switched between chunks,
+remembered, refused.
+"""
 
 import asyncio
 from pathlib import Path
@@ -14,7 +16,12 @@ from vllm.lora.request import LoRARequest
 
 from vllm_omni.inputs import Lora
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.sessions.snapshot_exchange import package_version, restore_exchange, run_exchange_async, save_exchange
+from vllm_omni.sessions.snapshot_exchange import (
+    package_version,
+    restore_exchange,
+    run_exchange_async,
+    save_exchange,
+)
 
 CHUNKS = 3
 OPTIONS = {"model": {"window_frames": 7, "sink_frames": 2}}
@@ -38,12 +45,16 @@ async def add(client: EngineClient, adapters: dict[str, Path]) -> None:
         assert await client.engine.add_lora(LoRARequest(name, number, str(path)))
 
 
-async def stream(client: EngineClient, session: str, choices: list[list[Lora] | None]) -> list[torch.Tensor]:
+async def stream(
+    client: EngineClient, session: str, choices: list[list[Lora] | None]
+) -> list[torch.Tensor]:
     """A session's latents; each chunk with its own `lora`."""
     latents = []
     for index, lora in enumerate(choices):
         prompt = "a field" if index == 0 else None
-        _, tensors = await client.send(session_id=session, prompt=prompt, output="latents", lora=lora)
+        _, tensors = await client.send(
+            session_id=session, prompt=prompt, output="latents", lora=lora
+        )
         latents.append(tensors["latents"].clone())
     return latents
 
@@ -52,8 +63,12 @@ def equal(got: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-def test_sessions_with_adapters_of_their_own(causal_wan: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
-    """One engine shows all: beside one another as alone, switched, forked, saved, and refused without harm."""
+def test_sessions_with_adapters_separate(
+    causal_wan: Path, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    """One engine shows all: beside one another as alone, switched, forked, saved, and refused
+    without harm.
+    """
 
     async def scenario() -> None:
         async with running_engine(causal_wan, OPTIONS, dtype="float32") as client:
@@ -61,7 +76,9 @@ def test_sessions_with_adapters_of_their_own(causal_wan: Path, adapters: dict[st
             with pytest.raises(RequestFailed, match="runs without --enable-lora"):
                 await client.send(session_id="x", prompt="a field", lora=INK)
         async with running_engine(causal_wan, OPTIONS, dtype="float32", **LORA) as client:
-            assert equal(await stream(client, "base", [None] * CHUNKS), base), "slots change nothing"
+            assert equal(await stream(client, "base", [None] * CHUNKS), base), (
+                "slots change nothing"
+            )
             await add(client, adapters)
             alone = {
                 "base": base,
@@ -89,7 +106,9 @@ async def side_by_side(client: EngineClient, alone: dict[str, list[torch.Tensor]
 
 
 async def switching(client: EngineClient, alone: dict[str, list[torch.Tensor]]) -> None:
-    """A chunk that names others has them from its first step on, with the prompt's K/V under them; [] ends them."""
+    """A chunk that names others has them from its first step on, with the prompt's K/V under
+    them; [] ends them.
+    """
     switched = await stream(client, "switched", [INK, None, [], None])
     assert equal(switched[:2], alone["ink"][:2])
     same = await stream(client, "same", [INK, None, None, None])
@@ -106,38 +125,52 @@ async def remembering(client: EngineClient, folder: Path) -> None:
     await client.send(session_id="walk", op="fork", fork_to="branch")
     path = folder / "walk.safetensors"
 
-    async def ask(call: Any) -> Any:
+    async def send(call: Any) -> Any:
         return await client.engine.collective_rpc(call.method, args=call.args)
 
-    await run_exchange_async(save_exchange("walk", path, package_version()), ask)
-    await run_exchange_async(restore_exchange("restored", path), ask)
+    await run_exchange_async(save_exchange("walk", path, package_version()), send)
+    await run_exchange_async(restore_exchange("restored", path), send)
     expected = (await client.send(session_id="walk", output="latents"))[1]["latents"].clone()
     for name in ("branch", "restored"):
-        assert torch.equal((await client.send(session_id=name, output="latents"))[1]["latents"], expected), name
+        assert torch.equal(
+            (await client.send(session_id=name, output="latents"))[1]["latents"], expected
+        ), name
     await client.engine.remove_lora(1)
-    with pytest.raises(RequestFailed, match=r"adapter 'ink' \(scale 0.8, weights \w{32}\), not loaded here") as refusal:
-        await run_exchange_async(restore_exchange("late", path), ask)
+    with pytest.raises(
+        RequestFailed, match=r"adapter 'ink' \(scale 0.8, weights \w{32}\), not loaded here"
+    ) as refusal:
+        await run_exchange_async(restore_exchange("late", path), send)
     assert refusal.value.code == "foreign_snapshot"
     for name in ("walk", "branch", "restored"):
         await client.send(session_id=name, op="close")
 
 
 async def refusals(
-    client: EngineClient, checkpoint: Path, adapters: dict[str, Path], folder: Path, base: list[torch.Tensor]
+    client: EngineClient,
+    checkpoint: Path,
+    adapters: dict[str, Path],
+    folder: Path,
+    base: list[torch.Tensor],
 ) -> None:
     """Whatever does not fit is one line, and the engine goes on as before."""
-    stranger = {f"diffusion_model.double_blocks.{n}.img_attn.proj.lora_A.weight": torch.zeros(4, 64) for n in range(5)}
+    stranger = {
+        f"diffusion_model.double_blocks.{n}.img_attn.proj.lora_A.weight": torch.zeros(4, 64)
+        for n in range(5)
+    }
     save_file(stranger, folder / "flux.safetensors")
     tensors = load_file(adapters["wool"])
     narrow = {
-        name: tensor[..., :-1].contiguous() if "lora_down" in name else tensor for name, tensor in tensors.items()
+        name: tensor[..., :-1].contiguous() if "lora_down" in name else tensor
+        for name, tensor in tensors.items()
     }
     save_file(narrow, folder / "narrow.safetensors")
     files.write_causal_wan(checkpoint, folder / "high.safetensors", 3, rank=9)
     for name, words in {
-        "flux": r"modules that this model lacks or keeps as they are: 5 \(.*img_attn.*, .*, .*, \.\.\.\)",
+        "flux": r"modules that this model lacks or keeps as they are: 5 \(.*img_attn.*, .*, .*, "
+        r"\.\.\.\)",
         "narrow": r"misshapen: 40 \(.*\(8, 63\) instead of \(8, 64\), .*, .*, \.\.\.\)",
-        "high": r"of a rank above --max-lora-rank 8: 40 \(blocks\.0\.cross_attn\.k 9, .*, .*, \.\.\.\)",
+        "high": r"of a rank above --max-lora-rank 8: 40 \(blocks\.0\.cross_attn\.k 9, .*, .*, "
+        r"\.\.\.\)",
         "absent": "does not exist",
     }.items():
         with pytest.raises(Exception, match=f"adapter '{name}': .*{words}"):
@@ -162,7 +195,10 @@ async def reload(client: EngineClient, alone: dict[str, list[torch.Tensor]]) -> 
 
 SPLITS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tensor": ({}, {"tensor_parallel_size": 2}),
-    "sequence": ({"model": {**OPTIONS["model"], "sequence_parallel": True}}, {"tensor_parallel_size": 2}),
+    "sequence": (
+        {"model": {**OPTIONS["model"], "sequence_parallel": True}},
+        {"tensor_parallel_size": 2},
+    ),
     "stages": ({}, {"pipeline_parallel_size": 2}),
     "a VAE stage": ({"vae_stage": True}, {"pipeline_parallel_size": 2}),
 }
@@ -179,9 +215,13 @@ def test_two_ranks_with_adapters_agree_with_one(
     save_file({"blocks.0.nowhere.lora_A.weight": torch.zeros(2, 2)}, tmp_path / "bad.safetensors")
 
     async def run(omni: dict[str, Any], **engine_args: Any) -> list[torch.Tensor]:
-        async with running_engine(causal_wan, {**OPTIONS, **omni}, dtype="float32", **LORA, **engine_args) as client:
+        async with running_engine(
+            causal_wan, {**OPTIONS, **omni}, dtype="float32", **LORA, **engine_args
+        ) as client:
             with pytest.raises(Exception, match="does not fit this model"):
-                await client.engine.add_lora(LoRARequest("bad", 9, str(tmp_path / "bad.safetensors")))
+                await client.engine.add_lora(
+                    LoRARequest("bad", 9, str(tmp_path / "bad.safetensors"))
+                )
             await add(client, adapters)
             with pytest.raises(RequestFailed, match="no adapter 'bad'"):
                 await client.send(session_id="x", prompt="a field", lora=[Lora(name="bad")])
@@ -196,14 +236,19 @@ def test_two_ranks_with_adapters_agree_with_one(
 
 
 @pytest.mark.nightly
-def test_adapters_on_fp8_weights_move_latents_as_on_exact_ones(causal_wan: Path, adapters: dict[str, Path]) -> None:
-    """An adapter's share is computed in bf16 beside the quantized product: its effect keeps its direction and size.
+def test_adapters_on_fp8_weights_move_latents_as_on_exact_ones(
+    causal_wan: Path, adapters: dict[str, Path]
+) -> None:
+    """An adapter's share is computed in bf16 beside the quantized product: its effect keeps its
+    direction and size.
 
     Weights that are quantized anew by a reload have the same adapters.
     """
 
     async def run(**engine_args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        async with running_engine(causal_wan, OPTIONS, dtype="bfloat16", **LORA, **engine_args) as client:
+        async with running_engine(
+            causal_wan, OPTIONS, dtype="bfloat16", **LORA, **engine_args
+        ) as client:
             await add(client, adapters)
             base = await stream(client, "base", [None])
             ink = await stream(client, "ink", [INK])

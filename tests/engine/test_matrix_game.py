@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix-Game 2.0 (tiny) through the real engine: keys and mouse, refusals, snapshots, several ranks."""
+"""Matrix-Game 2.0 (tiny) through the real engine: keys and mouse, refusals, snapshots, several
+ranks.
+"""
 
 import asyncio
 from pathlib import Path
@@ -12,12 +14,17 @@ from helpers.engine_client import EngineClient, running_engine
 from vllm.lora.request import LoRARequest
 
 from vllm_omni.inputs import Lora
-from vllm_omni.model_executor.lora.target import AdapterTarget
+from vllm_omni.model_executor.layers.lora.target import AdapterTarget
 from vllm_omni.model_executor.models.matrix_game.checkpoint import adapter_target, hf_config
 from vllm_omni.model_executor.models.matrix_game.config import MatrixGameConfig
 from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.sessions.snapshot_exchange import package_version, restore_exchange, run_exchange_async, save_exchange
+from vllm_omni.sessions.snapshot_exchange import (
+    package_version,
+    restore_exchange,
+    run_exchange_async,
+    save_exchange,
+)
 
 TOLERANCE = 1e-4
 """fp32 latents of order 1 after three chunks; sums are ordered differently on several ranks."""
@@ -34,7 +41,9 @@ async def play(client: EngineClient, name: str, held: Any = HELD, **fields: Any)
     latents = []
     for index, actions in enumerate(held):
         start = {"image": image()} if index == 0 else None
-        _, tensors = await client.send(start, session_id=name, actions=actions, output="latents", **fields)
+        _, tensors = await client.send(
+            start, session_id=name, actions=actions, output="latents", **fields
+        )
         latents.append(tensors["latents"].clone())
     return torch.cat(latents, dim=1)
 
@@ -59,8 +68,12 @@ def alone(checkpoint: Path) -> torch.Tensor:
     return played(checkpoint)
 
 
-def test_a_game_is_played_through_the_engine(checkpoint: Path, alone: torch.Tensor, tmp_path: Path) -> None:
-    """Side by side as alone; controls steer; what it does not take is refused and the engine goes on."""
+def test_a_game_is_played_through_the_engine(
+    checkpoint: Path, alone: torch.Tensor, tmp_path: Path
+) -> None:
+    """Side by side as alone; controls steer; what it does not take is refused and the engine
+    goes on.
+    """
 
     async def scenario() -> None:
         async with running_engine(checkpoint, dtype="float32") as client:
@@ -70,8 +83,14 @@ def test_a_game_is_played_through_the_engine(checkpoint: Path, alone: torch.Tens
             assert torch.equal(ours, alone) and torch.equal(theirs, alone)
             assert (idle - alone).abs().max() > 0.01
             for fields, reason in (
-                ({"prompt": "a beach"}, "takes no prompt; it takes an image and buttons w, s, a, d"),
-                ({"actions": [["jump"]]}, "this model takes buttons w, s, a, d, i, k, j, l; axes pitch, yaw"),
+                (
+                    {"prompt": "a beach"},
+                    "takes no prompt; it takes an image and buttons w, s, a, d",
+                ),
+                (
+                    {"actions": [["jump"]]},
+                    "this model takes buttons w, s, a, d, i, k, j, l; axes pitch, yaw",
+                ),
                 ({"actions": [["w"]] * 4}, "at most 3 entries"),
             ):
                 with pytest.raises(RequestFailed, match=reason):
@@ -100,19 +119,25 @@ def test_adapters_through_the_engine(checkpoint: Path, alone: torch.Tensor, tmp_
     files = {name: tmp_path / name for name in ("plain", "ink")}
 
     async def scenario() -> None:
-        async with running_engine(checkpoint, dtype="float32", enable_lora=True, max_lora_rank=8) as client:
+        async with running_engine(
+            checkpoint, dtype="float32", enable_lora=True, max_lora_rank=8
+        ) as client:
 
-            async def ask(call: Any) -> Any:
+            async def send(call: Any) -> Any:
                 return await client.engine.collective_rpc(call.method, args=call.args)
 
             assert await client.engine.add_lora(LoRARequest("ink", 1, str(path)))
-            plain, ink = await asyncio.gather(play(client, "plain"), play(client, "ink", lora=[Lora(name="ink")]))
+            plain, ink = await asyncio.gather(
+                play(client, "plain"), play(client, "ink", lora=[Lora(name="ink")])
+            )
             assert torch.equal(plain, alone) and (ink - alone).abs().max() > 0.01
             for name, file in files.items():
-                await run_exchange_async(save_exchange(name, file, package_version()), ask)
-                await run_exchange_async(restore_exchange(f"{name}-2", file), ask)
+                await run_exchange_async(save_exchange(name, file, package_version()), send)
+                await run_exchange_async(restore_exchange(f"{name}-2", file), send)
                 one, other = [
-                    (await client.send(session_id=session, actions=[["w"]], output="latents"))[1]["latents"].clone()
+                    (await client.send(session_id=session, actions=[["w"]], output="latents"))[1][
+                        "latents"
+                    ].clone()
                     for session in (name, f"{name}-2")
                 ]
                 assert torch.equal(one, other)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--cpu-offload-gb` through the real engine: the bits of an engine without it, ranks, FP8 weights, reload."""
+"""`--cpu-offload-gb` through the real engine: the bits of an engine without it, ranks, FP8
+weights, reload.
+"""
 
 import asyncio
 from pathlib import Path
@@ -37,9 +39,16 @@ async def videos(client: EngineClient) -> list[torch.Tensor]:
 async def chunks(client: EngineClient, session: str) -> list[torch.Tensor]:
     made = []
     for index in range(2):
-        fields: dict[str, Any] = {"chunk_index": index, "actions": [["w"]] * 3, "output": "latents", "seed": 1}
+        fields: dict[str, Any] = {
+            "chunk_index": index,
+            "actions": [["w"]] * 3,
+            "output": "latents",
+            "seed": 1,
+        }
         first = {"prompt": "a field"} if index == 0 else {}
-        _, tensors = await client.send(IMAGE if index == 0 else None, session_id=session, **fields, **first)
+        _, tensors = await client.send(
+            IMAGE if index == 0 else None, session_id=session, **fields, **first
+        )
         made.append(tensors["latents"].clone())
     return made
 
@@ -72,7 +81,9 @@ def test_two_experts_in_host_memory_of_two_ranks(t2v: Path, split: dict[str, int
         {"dtype": "bfloat16", "quantization": "fp8_per_channel"},
     ],
 )
-def test_a_world_in_host_memory_is_loaded_anew(lingbot_world: Path, precision: dict[str, str]) -> None:
+def test_a_world_in_host_memory_is_loaded_anew(
+    lingbot_world: Path, precision: dict[str, str]
+) -> None:
     """Quantized layers get new parameters by a reload, others new values."""
 
     async def scenario() -> list[torch.Tensor]:

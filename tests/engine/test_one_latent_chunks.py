@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint whose chunks are one latent frame (`num_frames_per_block: 1`) is served as any other."""
+"""A checkpoint whose chunks are one latent frame (`num_frames_per_block: 1`) is served as any
+other.
+"""
 
 import asyncio
 import json
@@ -10,8 +12,8 @@ import torch
 from helpers.engine_client import running_engine
 
 from vllm_omni.config import OmniConfig
-from vllm_omni.entrypoints.media import decode_mp4, encode_mp4
-from vllm_omni.entrypoints.realtime.facts import WorldFacts
+from vllm_omni.entrypoints.media.mp4 import decode_mp4, encode_mp4
+from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
 from vllm_omni.model_executor.models.registry import get_family
 
 IMAGE = torch.arange(32 * 48 * 3).remainder(251).to(torch.uint8).view(32, 48, 3)
@@ -30,19 +32,25 @@ async def frames_of(model: Path, chunks: int) -> list[torch.Tensor]:
         for index in range(chunks):
             first = {"prompt": "a beach", "seed": 3} if index == 0 else {}
             image = {"image": IMAGE} if index == 0 else None
-            _, tensors = await client.send(image, session_id="a", chunk_index=index, actions=[["w"]], **first)
+            _, tensors = await client.send(
+                image, session_id="a", chunk_index=index, actions=[["w"]], **first
+            )
             made.append(tensors["frames"].clone())
         return made
 
 
 def test_chunks_of_one_latent_frame(lingbot_world: Path, tmp_path: Path) -> None:
-    """Through the engine: one video frame, then four a chunk; doors announce as many, and one frame is a video."""
+    """Through the engine: one video frame, then four a chunk; doors announce as many, and one
+    frame is a video.
+    """
     model = one_latent_world(lingbot_world, tmp_path / "world")
     frames = asyncio.run(frames_of(model, 4))
     assert [len(part) for part in frames] == [1, 4, 4, 4]
     assert len({part.float().mean().item() for part in frames}) == 4
     family = get_family("lingbot_world")
-    assert family.world_facts is not None
-    facts = WorldFacts(**family.world_facts(family.hf_config(model), OmniConfig(height=32, width=48)))
-    assert (facts.first_chunk_frames, facts.chunk_frames) == (1, 4)
+    assert family.stream_info is not None
+    info = StreamInfo(
+        **family.stream_info(family.hf_config(model), OmniConfig(height=32, width=48))
+    )
+    assert (info.first_chunk_frames, info.chunk_frames) == (1, 4)
     assert decode_mp4(encode_mp4(frames[0].numpy(), 16))[0].shape == (1, 32, 48, 3)

@@ -14,7 +14,9 @@ CHUNKS, SESSIONS = 3, 3
 
 
 async def sessions(client: EngineClient) -> list[list[torch.Tensor]]:
-    return await asyncio.gather(*(client.chunks(f"s{seed}", CHUNKS, seed=seed) for seed in range(SESSIONS)))
+    return await asyncio.gather(
+        *(client.chunks(f"s{seed}", CHUNKS, seed=seed) for seed in range(SESSIONS))
+    )
 
 
 @pytest.fixture
@@ -24,8 +26,12 @@ def one_rank(null_engine: SharedEngine) -> list[list[torch.Tensor]]:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("parallel", ["pipeline_parallel_size", "tensor_parallel_size"])
-def test_two_ranks_equal_one(null_world: Path, one_rank: list[list[torch.Tensor]], parallel: str) -> None:
-    """Three sessions at once (two micro-batches in flight with stages) and every way to fail, then still identical."""
+def test_two_ranks_equal_one(
+    null_world: Path, one_rank: list[list[torch.Tensor]], parallel: str
+) -> None:
+    """Three sessions at once (two micro-batches in flight with stages) and every way to fail,
+    then still identical.
+    """
 
     async def scenario() -> None:
         async with running_engine(null_world, **{parallel: 2}) as client:
@@ -39,15 +45,22 @@ def test_two_ranks_equal_one(null_world: Path, one_rank: list[list[torch.Tensor]
                     await client.send(session_id="s0", chunk_index=CHUNKS, options=options)
             slow = asyncio.create_task(
                 client.send(
-                    session_id="s1", chunk_index=CHUNKS, request_id="slow", options={"step_ms": 50, "steps": 99}
+                    session_id="s1",
+                    chunk_index=CHUNKS,
+                    request_id="slow",
+                    options={"step_ms": 50, "steps": 99},
                 )
             )
             await client.until_at_step("s1", 3)
             await client.engine.abort("slow")
             slow.cancel()
-            # The sessions that failed and were aborted go on as if nothing had happened: compare with one that did not.
+            # The sessions that failed and were aborted go on as if nothing had happened: compare
+            # with one that did not.
             after = await asyncio.gather(
-                *(client.send(session_id=f"s{seed}", chunk_index=CHUNKS, output="latents") for seed in range(SESSIONS))
+                *(
+                    client.send(session_id=f"s{seed}", chunk_index=CHUNKS, output="latents")
+                    for seed in range(SESSIONS)
+                )
             )
             for seed, (_, tensors) in enumerate(after):
                 fresh = await client.chunks(f"fresh{seed}", CHUNKS + 1, seed=seed)
@@ -58,11 +71,15 @@ def test_two_ranks_equal_one(null_world: Path, one_rank: list[list[torch.Tensor]
 
 @pytest.mark.nightly
 def test_more_batches_in_a_step_than_a_hand_over_takes_tensors(null_world: Path) -> None:
-    """Twelve sessions, each a batch of its own: vLLM's ranks on one host's CPUs hand over eight tensors at most."""
+    """Twelve sessions, each a batch of its own: vLLM's ranks on one host's CPUs hand over eight
+    tensors at most.
+    """
 
     async def scenario() -> None:
         omni = {"batch_invariant": True, "max_sessions": 24, "max_requests_per_step": 12}
-        async with running_engine(null_world, omni, pipeline_parallel_size=2, max_num_seqs=64) as client:
+        async with running_engine(
+            null_world, omni, pipeline_parallel_size=2, max_num_seqs=64
+        ) as client:
             names = [f"s{number}" for number in range(24)]
             results = await asyncio.gather(*(client.chunks(name, 2, seed=3) for name in names))
             for result in results[1:]:

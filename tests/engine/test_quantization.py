@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--quantization fp8_per_channel` through the real engine: how far the latents move, reload, ranks, refusals."""
+"""`--quantization fp8_per_channel` through the real engine: how far the latents move, reload,
+ranks, refusals.
+"""
 
 import asyncio
 from collections.abc import Iterator
@@ -17,9 +19,16 @@ FP8 = {"quantization": "fp8_per_channel"}
 async def two_chunks(client: EngineClient, session: str) -> list[torch.Tensor]:
     chunks = []
     for index in range(2):
-        fields: dict[str, Any] = {"chunk_index": index, "actions": [["w"]] * 3, "output": "latents", "seed": 1}
+        fields: dict[str, Any] = {
+            "chunk_index": index,
+            "actions": [["w"]] * 3,
+            "output": "latents",
+            "seed": 1,
+        }
         first = {"prompt": "a field"} if index == 0 else {}
-        _, tensors = await client.send(IMAGE if index == 0 else None, session_id=session, **fields, **first)
+        _, tensors = await client.send(
+            IMAGE if index == 0 else None, session_id=session, **fields, **first
+        )
         chunks.append(tensors["latents"].float().clone())
     return chunks
 
@@ -37,7 +46,9 @@ def fp8_engine(lingbot_world: Path) -> Iterator[SharedEngine]:
 def test_fp8_weights_move_latents_a_little_and_are_quantized_anew_by_a_reload(
     lingbot_world: Path, fp8_engine: SharedEngine
 ) -> None:
-    """0.02 was seen on a CPU; FP8's step is 1/16 of a value, and errors of many products average out."""
+    """0.02 was seen on a CPU; FP8's step is 1/16 of a value, and errors of many products average
+    out.
+    """
     client = fp8_engine.client
 
     async def without() -> list[torch.Tensor]:
@@ -51,7 +62,9 @@ def test_fp8_weights_move_latents_a_little_and_are_quantized_anew_by_a_reload(
         for again, before in zip(await two_chunks(client, "b"), quantized, strict=True):
             assert torch.equal(again, before)
         with pytest.raises(Exception, match=r"."):
-            await client.engine.collective_rpc("reload_weights", kwargs={"weights_path": "/nowhere"})
+            await client.engine.collective_rpc(
+                "reload_weights", kwargs={"weights_path": "/nowhere"}
+            )
         for again, before in zip(await two_chunks(client, "c"), quantized, strict=True):
             assert torch.equal(again, before)
 
@@ -60,8 +73,12 @@ def test_fp8_weights_move_latents_a_little_and_are_quantized_anew_by_a_reload(
 
 
 @pytest.mark.parametrize("split", ["tensor", pytest.param("sequence", marks=pytest.mark.nightly)])
-def test_two_ranks_with_fp8_weights_agree_with_one(lingbot_world: Path, fp8_engine: SharedEngine, split: str) -> None:
-    """Row-parallel ranks share a scale for each channel; bf16 sums in another order leave what is allowed here."""
+def test_two_ranks_with_fp8_weights_agree_with_one(
+    lingbot_world: Path, fp8_engine: SharedEngine, split: str
+) -> None:
+    """Row-parallel ranks share a scale for each channel; bf16 sums in another order leave what
+    is allowed here.
+    """
     model = {"sequence_parallel": True} if split == "sequence" else {}
     options: dict[str, Any] = {"dtype": "bfloat16", "tensor_parallel_size": 2, **FP8}
 

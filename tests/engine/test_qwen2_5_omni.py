@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Three real engines against transformers: same tokens, same codes, same sound; aborts; a stage that dies."""
+"""Three real engines against transformers: same tokens, same codes, same sound; aborts; a stage
+that dies.
+"""
 
 import asyncio
 import os
@@ -82,7 +84,7 @@ def served(qwen2_5_omni: Path) -> Iterator[Served]:
     with asyncio.Runner() as runner:
         options = StageOptions(talker=TALKER, speech={"chunk_codes": 0})
         engines = runner.run(
-            SpeechEngines.start(
+            SpeechEngines.start_engines(
                 qwen2_5_omni,
                 options,
                 enforce_eager=True,
@@ -107,7 +109,11 @@ PROMPTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"audio": (TONE, 16_000)},
         {"audio": [TONE]},
     ),
-    "image": (chat("<|vision_bos|><|IMAGE|><|vision_eos|>What do you see?"), {"image": "PIL"}, {"images": "PIL"}),
+    "image": (
+        chat("<|vision_bos|><|IMAGE|><|vision_eos|>What do you see?"),
+        {"image": "PIL"},
+        {"images": "PIL"},
+    ),
 }
 
 
@@ -132,13 +138,17 @@ def reference(qwen2_5_omni: Path) -> dict[str, tuple[list[int], list[int], torch
     talker = model.talker.generate
 
     def without_pixels(*args: Any, pixel_values: torch.Tensor | None = None, **kwargs: Any) -> Any:
-        # transformers 5.19 hands the talker the thinker's pixels too, which its own check of arguments then refuses.
+        # transformers 5.19 hands the talker the thinker's pixels too, which its own check of
+        # arguments then refuses.
         return talker(*args, **kwargs)
 
     model.talker.generate = without_pixels
-    answers = {}
+    responses = {}
     for name, (text, _, media) in PROMPTS.items():
-        media = {key: Image.fromarray(PICTURE) if value == "PIL" else value for key, value in media.items()}
+        media = {
+            key: Image.fromarray(PICTURE) if value == "PIL" else value
+            for key, value in media.items()
+        }
         inputs = processor(text=text, return_tensors="pt", **media)
         ids, wave = model.generate(
             **inputs,
@@ -149,55 +159,82 @@ def reference(qwen2_5_omni: Path) -> dict[str, tuple[list[int], list[int], torch
             talker_do_sample=False,
             talker_eos_token_id=[config.tts_codec_pad_token_id, config.tts_codec_end_token_id],
         )
-        answers[name] = (ids[0, inputs.input_ids.shape[1] :].tolist(), spoken["codes"][0].tolist(), wave)
-    return answers
+        responses[name] = (
+            ids[0, inputs.input_ids.shape[1] :].tolist(),
+            spoken["codes"][0].tolist(),
+            wave,
+        )
+    return responses
 
 
 @pytest.mark.parametrize("name", list(PROMPTS))
 def test_tokens_codes_and_sound_equal_transformers(
     served: Served, reference: dict[str, tuple[list[int], list[int], torch.Tensor]], name: str
 ) -> None:
-    """Greedy, prompts of text, of sound and of a picture: reply, number of codes and waveform are transformers'."""
+    """Greedy, prompts of text, of sound and of a picture: reply, number of codes and waveform
+    are transformers'.
+    """
     from PIL import Image
 
     ids, codes, wave = reference[name]
     text, media, _ = PROMPTS[name]
-    media = {key: Image.fromarray(PICTURE) if value == "PIL" else value for key, value in media.items()}
-    got_ids, sound = served.run(served.reply(served.prompt(text, **media), GREEDY, f"parity-{name}"))
+    media = {
+        key: Image.fromarray(PICTURE) if value == "PIL" else value for key, value in media.items()
+    }
+    got_ids, sound = served.run(
+        served.reply(served.prompt(text, **media), GREEDY, f"parity-{name}")
+    )
     assert got_ids == ids
     assert len(sound) == 1 and len(sound[0]) == len(codes) * SAMPLES_PER_CODE
     assert float(wave.std()) > 1e-3
-    # Another code would differ by the sound's own size; kernels of two processes differ by rounding.
+    # Another code would differ by the sound's own size; kernels of two processes differ by
+    # rounding.
     torch.testing.assert_close(sound[0], wave, atol=2e-4, rtol=0)
 
 
 def test_requests_side_by_side_equal_requests_alone(served: Served) -> None:
     """More requests than the talker has slots: each gets the sound it gets alone."""
-    prompts = [served.prompt(chat(f"Tell me about {word}.")) for word in ("ships", "rain", "bread", "trains")]
+    prompts = [
+        served.prompt(chat(f"Tell me about {word}."))
+        for word in ("ships", "rain", "bread", "trains")
+    ]
     how = msgspec.structs.replace(GREEDY, max_codes=24)
 
     async def together() -> Any:
         return await asyncio.gather(
-            *(served.reply(prompt, how, f"together-{n}", 4 + 3 * n) for n, prompt in enumerate(prompts))
+            *(
+                served.reply(prompt, how, f"together-{n}", 4 + 3 * n)
+                for n, prompt in enumerate(prompts)
+            )
         )
 
     both = served.run(together())
     for number, (ids, sound) in enumerate(both):
-        alone_ids, alone = served.run(served.reply(prompts[number], how, f"alone-{number}", 4 + 3 * number))
+        alone_ids, alone = served.run(
+            served.reply(prompts[number], how, f"alone-{number}", 4 + 3 * number)
+        )
         assert ids == alone_ids
         torch.testing.assert_close(torch.cat(sound), torch.cat(alone), atol=2e-4, rtol=0)
 
 
-def test_pieces_and_text_read_aloud(served: Served) -> None:
-    """Pieces come one by one and join to the clip's length; a text read aloud is spoken as if it had been said."""
+def test_parts_and_text_read_aloud(served: Served) -> None:
+    """Pieces come one by one and join to the clip's length; a text read aloud is spoken as if it
+    had been said.
+    """
     prompt = served.prompt(PROMPTS["text"][0])
     ids, clip = served.run(served.reply(prompt, GREEDY, "whole"))
-    how = msgspec.structs.replace(GREEDY, chunk_codes=2, most_chunk_codes=2, left_codes=4, right_codes=1)
+    how = msgspec.structs.replace(
+        GREEDY, chunk_codes=2, most_chunk_codes=2, left_codes=4, right_codes=1
+    )
     _, sound = served.run(served.reply(prompt, how, "pieces"))
-    assert sum(map(len, sound)) == len(clip[0]) and len(sound) == -(-len(clip[0]) // (2 * SAMPLES_PER_CODE))
+    assert sum(map(len, sound)) == len(clip[0]) and len(sound) == -(
+        -len(clip[0]) // (2 * SAMPLES_PER_CODE)
+    )
 
     async def read_aloud() -> torch.Tensor:
-        events = served.composition.read_aloud(prompt["prompt_token_ids"], ids, "aloud", GREEDY, seed=SEED)
+        events = served.composition.read_aloud(
+            prompt["prompt_token_ids"], ids, "aloud", GREEDY, seed=SEED
+        )
         return torch.cat([event.samples async for event in events])
 
     torch.testing.assert_close(served.run(read_aloud()), clip[0], atol=2e-4, rtol=0)
@@ -214,12 +251,16 @@ def test_wrong_requests_are_refused_before_any_engine_works(served: Served) -> N
 
 
 def test_a_reader_that_leaves_aborts_every_stage(served: Served) -> None:
-    """After the first text is read the reader goes; every engine is idle soon and every talker slot is free again."""
+    """After the first text is read the reader goes; every engine is idle soon and every talker
+    slot is free again.
+    """
     composition = served.composition
 
     async def scenario() -> None:
         events = composition.respond(
-            served.prompt(PROMPTS["text"][0]), SamplingParams(temperature=0, max_tokens=150, ignore_eos=True), "leaves"
+            served.prompt(PROMPTS["text"][0]),
+            SamplingParams(temperature=0, max_tokens=150, ignore_eos=True),
+            "leaves",
         )
         assert isinstance(await anext(events), TextDelta)
         await events.aclose()  # type: ignore[attr-defined]
@@ -232,11 +273,16 @@ def test_a_reader_that_leaves_aborts_every_stage(served: Served) -> None:
 
 
 def test_a_killed_stage_is_named_and_nothing_hangs(served: Served) -> None:
-    """Its process is killed while a request waits for it: this one and later ones fail with its name. Runs last."""
+    """Its process is killed while a request waits for it: this one and later ones fail with its
+    name. Runs last.
+    """
     composition = served.composition
-    how = msgspec.structs.replace(GREEDY, chunk_codes=2, left_codes=0, right_codes=0, num_steps=1000)
+    how = msgspec.structs.replace(
+        GREEDY, chunk_codes=2, left_codes=0, right_codes=0, num_steps=1000
+    )
     children = psutil.Process(os.getpid()).children(recursive=True)
-    # token2wav is the only engine whose command of a request lasts: kill the engine cores' processes it consists of.
+    # token2wav is the only engine whose command of a request lasts: kill the engine cores'
+    # processes it consists of.
     core = composition.token2wav.engine.engine_core
     victims = [process for process in children if process.pid in engine_pids(core)]
     assert victims

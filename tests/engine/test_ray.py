@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both workers over a Ray cluster of two nodes: the results of one process; what the loss of a node does.
+"""Both workers over a Ray cluster of two nodes: the results of one process; what the loss of a node
+does.
 
-The nodes are real Ray nodes on this machine (ray_cluster.py) with room for one worker each, so two ranks are on two
-nodes and speak over TCP.
+The nodes are real Ray nodes on this machine (ray_cluster.py) with room for one worker each, so two
+ranks are on two nodes and speak over TCP.
 """
 
 import asyncio
@@ -42,9 +43,12 @@ def walk(cluster: TwoNodes, *arguments: object) -> set[str]:
     """Run ray_walk.py on the cluster; returns the nodes that had workers."""
     script = Path(__file__).with_name("ray_walk.py")
     command = [sys.executable, str(script), *map(str, arguments)]
-    path = os.pathsep.join(filter(None, (str(script.parents[1]), os.environ.get("PYTHONPATH"))))  # for `helpers`
+    # for `helpers`
+    path = os.pathsep.join(filter(None, (str(script.parents[1]), os.environ.get("PYTHONPATH"))))
     environ = {**cluster.environ, "PYTHONPATH": path}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=seconds(400), check=False)
+    done = subprocess.run(
+        command, env=environ, capture_output=True, text=True, timeout=seconds(400), check=False
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return set(json.loads(done.stdout.splitlines()[-1])["nodes"])
 
@@ -60,7 +64,10 @@ def walk(cluster: TwoNodes, *arguments: object) -> set[str]:
 def test_two_nodes_make_the_chunks_of_one_process(
     cluster: TwoNodes, model: str, tmp_path: Path, parallel: str, request: pytest.FixtureRequest
 ) -> None:
-    """Three sessions at once over two nodes, bit for bit. Causal Wan's text encoder is on one of them."""
+    """Three sessions at once over two nodes, bit for bit.
+
+    Causal Wan's text encoder is on one of them.
+    """
     checkpoint: Path = request.getfixturevalue(model)
 
     async def one_process() -> list[list[torch.Tensor]]:
@@ -72,45 +79,65 @@ def test_two_nodes_make_the_chunks_of_one_process(
     expected, got = asyncio.run(one_process()), load_file(str(out))
     assert len(got) == SESSIONS * CHUNKS
     for number, chunks in enumerate(expected):
-        assert all(torch.equal(got[f"{number}.{index}"], chunk) for index, chunk in enumerate(chunks))
+        assert all(
+            torch.equal(got[f"{number}.{index}"], chunk) for index, chunk in enumerate(chunks)
+        )
 
 
 @pytest.mark.parametrize("parallel", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_hidden_states_over_two_nodes(cluster: TwoNodes, tiny_language_model: Path, parallel: str) -> None:
-    """The autoregressive worker's rows equal a transformers forward, layers of the first stage included."""
-    arguments = {parallel: 2, "max_num_batched_tokens": 16} if parallel.startswith("pipeline") else {parallel: 2}
+def test_hidden_states_over_two_nodes(
+    cluster: TwoNodes, tiny_language_model: Path, parallel: str
+) -> None:
+    """The autoregressive worker's rows equal a transformers forward, layers of the first stage
+    included.
+    """
+    arguments = (
+        {parallel: 2, "max_num_batched_tokens": 16}
+        if parallel.startswith("pipeline")
+        else {parallel: 2}
+    )
     assert len(walk(cluster, "ar", tiny_language_model, "-", json.dumps(arguments))) == 2
 
 
 def request(num_frames: int, **options: Any) -> dict[str, Any]:
-    extra = {"height": 96, "width": 160, "video_format": "ndarray_u8", "seed": 3, "options": options}
+    extra = {
+        "height": 96,
+        "width": 160,
+        "video_format": "ndarray_u8",
+        "seed": 3,
+        "options": options,
+    }
     return infer(num_frames, extra_body=extra)
 
 
-def picture(client: Client) -> np.ndarray:
+def image(client: Client) -> np.ndarray:
     client.send(request(9))
     return np.concatenate([message["video"] for message in client.frames()])
 
 
-def test_a_lost_node_is_told_and_a_restart_works(cluster: TwoNodes, null_world: Path, tmp_path: Path) -> None:
-    """A node killed in the middle of a chunk: the client hears it, the server ends; on a new node all is as before."""
+def test_a_lost_node_is_notified_and_a_restart_works(
+    cluster: TwoNodes, null_world: Path, tmp_path: Path
+) -> None:
+    """A node killed in the middle of a chunk: the client hears it, the server ends; on a new
+    node all is as before.
+    """
     flags = ("--distributed-executor-backend", "ray", "--tensor-parallel-size", "2")
     server = Served(null_world, tmp_path, *flags, environ=cluster.environ)
     try:
         server.wait_until_healthy()
         with server.client() as client:
-            before = picture(client)
+            before = image(client)
             client.send(request(LATER, steps=200, step_ms=200.0) | {"image": None})
             wait_until(lambda: server.running_requests() == 1)
             cluster.lose()
             lost_s = time.monotonic()
             error = client.receive(2 * TOLD_WITHIN_S)
-            told_s = time.monotonic() - lost_s
+            reported_s = time.monotonic() - lost_s
             assert (error["type"], error["code"]) == ("error", "engine_error")
             with pytest.raises(ConnectionClosed):
                 client.receive()
-        print(f"told after {told_s:.1f} s")
-        assert told_s < TOLD_WITHIN_S
+        print(f"told after {reported_s:.1f} s")
+        assert reported_s < TOLD_WITHIN_S
         wait_until(lambda: not server.is_healthy(), TOLD_WITHIN_S)
     finally:
         server.stop()
@@ -119,6 +146,6 @@ def test_a_lost_node_is_told_and_a_restart_works(cluster: TwoNodes, null_world: 
     try:
         again.wait_until_healthy()
         with again.client() as client:
-            assert np.array_equal(picture(client), before)
+            assert np.array_equal(image(client), before)
     finally:
         again.stop()

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that move at start to where they cost least: streams are those of one rank, bit for bit."""
+"""Layers that move at start to where they cost least: streams are those of one rank, bit for
+bit.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -21,7 +23,9 @@ MEASURED: dict[str, Any] = {"pipeline_partition": "measured"}
 
 
 def slow(stage: int) -> dict[str, Any]:
-    """An engine whose stage `stage` takes long whatever it holds: all layers but one go elsewhere."""
+    """An engine whose stage `stage` takes long whatever it holds: all layers but one go
+    elsewhere.
+    """
     return {"worker_cls": f"faulty_worker.SlowStage{stage}Worker"}
 
 
@@ -42,15 +46,22 @@ async def layers_held(client: EngineClient) -> list[int]:
 
 @pytest.mark.parametrize(("stage", "held"), [(0, [1, 3]), (1, [3, 1])])
 @pytest.mark.parametrize("family", ["causal_wan", "lingbot_world"])
-def test_layers_leave_a_slow_stage(tmp_path: Path, family: str, stage: int, held: list[int]) -> None:
-    model, chunks = tmp_path / "model", {"causal_wan": stream_chunk, "lingbot_world": world_chunk}[family]
+def test_layers_leave_a_slow_stage(
+    tmp_path: Path, family: str, stage: int, held: list[int]
+) -> None:
+    model, chunks = (
+        tmp_path / "model",
+        {"causal_wan": stream_chunk, "lingbot_world": world_chunk}[family],
+    )
     get_family(family).make_tiny(model, 0, "original")
 
     async def scenario() -> None:
         async with running_engine(model, {"model": WINDOW}, dtype="float32") as client:
             expected = await walk(client, chunks)
         omni = {"model": WINDOW} | MEASURED
-        async with running_engine(model, omni, dtype="float32", pipeline_parallel_size=2, **slow(stage)) as client:
+        async with running_engine(
+            model, omni, dtype="float32", pipeline_parallel_size=2, **slow(stage)
+        ) as client:
             assert await layers_held(client) == held
             got = await walk(client, chunks)
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
@@ -60,10 +71,14 @@ def test_layers_leave_a_slow_stage(tmp_path: Path, family: str, stage: int, held
 
 @pytest.mark.parametrize(
     ("flags", "levels", "held"),
-    [(PP3 | VAE, 0, [1, 3, 0]), (PP2 | TP2, LEVELS, [1, 1, 3, 3]), (PP2 | U2, LEVELS, [1, 1, 3, 3])],
+    [
+        (PP3 | VAE, 0, [1, 3, 0]),
+        (PP2 | TP2, LEVELS, [1, 1, 3, 3]),
+        (PP2 | U2, LEVELS, [1, 1, 3, 3]),
+    ],
     ids=["VAE stage", "TP 2", "Ulysses 2"],
 )
-def test_layers_move_beside_a_vae_stage_and_on_ranks_that_share_them(
+def test_layers_move_alongside_a_vae_stage_and_on_ranks_that_share_them(
     causal_wan: Path, flags: dict[str, Any], levels: int, held: list[int]
 ) -> None:
     async def scenario() -> None:

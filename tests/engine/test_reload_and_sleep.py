@@ -15,7 +15,9 @@ from vllm_omni.outputs import RequestFailed
 def test_reloading_weights_from_another_checkpoint_changes_the_world_and_back(
     null_engine: SharedEngine, null_world: Path, tmp_path: Path
 ) -> None:
-    """`collective_rpc("reload_weights")`, vLLM's name for it; a directory with wrong tensors is refused."""
+    """`collective_rpc("reload_weights")`, vLLM's name for it; a directory with wrong tensors is
+    refused.
+    """
     other, broken = tmp_path / "other", tmp_path / "broken"
     get_family("null_world").make_tiny(other, 1, "original")
     get_family("null_world").make_tiny(broken, 1, "original")
@@ -29,8 +31,12 @@ def test_reloading_weights_from_another_checkpoint_changes_the_world_and_back(
         changed = await client.chunks("b", 1, seed=1)
         assert not torch.equal(first[0], changed[0])
         with pytest.raises(Exception, match=r"."):
-            await client.engine.collective_rpc("reload_weights", kwargs={"weights_path": str(broken)})
-        await client.engine.collective_rpc("reload_weights", kwargs={"weights_path": str(null_world)})
+            await client.engine.collective_rpc(
+                "reload_weights", kwargs={"weights_path": str(broken)}
+            )
+        await client.engine.collective_rpc(
+            "reload_weights", kwargs={"weights_path": str(null_world)}
+        )
         assert torch.equal((await client.chunks("c", 1, seed=1))[0], first[0])
 
     null_engine.run(scenario())
@@ -38,7 +44,9 @@ def test_reloading_weights_from_another_checkpoint_changes_the_world_and_back(
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="vLLM's sleep mode needs a CUDA device")
 def test_sleep_level_1_brings_sessions_back_level_2_drops_them(lingbot_world: Path) -> None:
-    """After level 1 the session's next chunk is bit for bit what it would have been; after level 2 it is gone."""
+    """After level 1 the session's next chunk is bit for bit what it would have been; after level
+    2 it is gone.
+    """
     image = {"image": torch.arange(32 * 48 * 3).reshape(32, 48, 3).to(torch.uint8)}
     first = {"chunk_index": 0, "prompt": "a field", "actions": [["w"]] * 3, "output": "latents"}
     second = {"chunk_index": 1, "actions": [["l"]] * 3, "output": "latents"}
@@ -53,7 +61,9 @@ def test_sleep_level_1_brings_sessions_back_level_2_drops_them(lingbot_world: Pa
             memory.append((await client.engine.collective_rpc("device_memory"))[0]["used"])
             await client.engine.wake_up()
             assert memory[1] < memory[0]
-            assert torch.equal((await client.send(session_id="s", **second))[1]["latents"], expected)
+            assert torch.equal(
+                (await client.send(session_id="s", **second))[1]["latents"], expected
+            )
 
             await client.engine.sleep(level=2)
             await client.engine.wake_up()

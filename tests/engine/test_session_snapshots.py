@@ -25,27 +25,37 @@ CHUNKS = 4
 
 
 async def save(client: EngineClient, session_id: str, path: Path) -> SnapshotHeader:
-    return await run_exchange_async(save_exchange(session_id, path, package_version()), lambda call: ask(client, call))
+    return await run_exchange_async(
+        save_exchange(session_id, path, package_version()), lambda call: send(client, call)
+    )
 
 
 async def restore(client: EngineClient, session_id: str, path: Path) -> None:
-    await run_exchange_async(restore_exchange(session_id, path), lambda call: ask(client, call))
+    await run_exchange_async(restore_exchange(session_id, path), lambda call: send(client, call))
 
 
-async def ask(client: EngineClient, call: Call) -> Any:
+async def send(client: EngineClient, call: Call) -> Any:
     return await client.engine.collective_rpc(call.method, args=call.args)
 
 
 async def chunk(client: EngineClient, session_id: str, index: int, **fields: Any) -> torch.Tensor:
-    image = {"image": torch.arange(32 * 48 * 3, dtype=torch.uint8).view(32, 48, 3)} if index == 0 else None
+    image = (
+        {"image": torch.arange(32 * 48 * 3, dtype=torch.uint8).view(32, 48, 3)}
+        if index == 0
+        else None
+    )
     first = {"prompt": "a harbour", "seed": 3} if index == 0 else {}
     keys = [["w"], ["w", "j"], ["i"]]
-    _, tensors = await client.send(image, session_id=session_id, chunk_index=index, actions=keys, **{**first, **fields})
+    _, tensors = await client.send(
+        image, session_id=session_id, chunk_index=index, actions=keys, **{**first, **fields}
+    )
     return next(iter(tensors.values())).clone()
 
 
 async def walk_and_move(model: Path, folder: Path, **engine_args: Any) -> list[torch.Tensor]:
-    """Save a session after some chunks, restore it on a second engine; returns the chunks after that of both."""
+    """Save a session after some chunks, restore it on a second engine; returns the chunks after
+    that of both.
+    """
     path = folder / "walk.safetensors"
     async with running_engine(model, OPTIONS, dtype="float32", **engine_args) as client:
         for index in range(CHUNKS):
@@ -66,13 +76,13 @@ async def walk_and_move(model: Path, folder: Path, **engine_args: Any) -> list[t
 
 
 @pytest.mark.nightly
-def test_a_session_goes_on_on_another_engine(lingbot_world: Path, tmp_path: Path) -> None:
+def test_a_session_continues_on_another_engine(lingbot_world: Path, tmp_path: Path) -> None:
     """Two engine processes, one after the other: the next chunks are equal bit for bit."""
     asyncio.run(walk_and_move(lingbot_world, tmp_path))
 
 
 @pytest.mark.nightly
-def test_a_session_of_fp8_keys_and_values_goes_on(lingbot_world: Path, tmp_path: Path) -> None:
+def test_a_session_of_fp8_keys_and_values_continues(lingbot_world: Path, tmp_path: Path) -> None:
     """In a file of fewer bytes; an engine that keeps them as they are refuses it."""
     asyncio.run(walk_and_move(lingbot_world, tmp_path, kv_cache_dtype="fp8"))
 
@@ -91,14 +101,21 @@ def test_a_session_of_fp8_keys_and_values_goes_on(lingbot_world: Path, tmp_path:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("parallel", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_a_session_of_several_ranks_goes_on(lingbot_world: Path, tmp_path: Path, parallel: str) -> None:
-    """Each rank saves and takes its own part of one file; another split, or other weights, refuse it."""
+def test_a_session_of_several_ranks_continues(
+    lingbot_world: Path, tmp_path: Path, parallel: str
+) -> None:
+    """Each rank saves and takes its own part of one file; another split, or other weights,
+    refuse it.
+    """
     asyncio.run(walk_and_move(lingbot_world, tmp_path, **{parallel: 2}))
 
     async def refused() -> None:
         other = tmp_path / "other"
         get_family("lingbot_world").make_tiny(other, 1, "original")
-        for model, engine_args, reason in ((lingbot_world, {}, "split over ranks"), (other, {parallel: 2}, "weights")):
+        for model, engine_args, reason in (
+            (lingbot_world, {}, "split over ranks"),
+            (other, {parallel: 2}, "weights"),
+        ):
             async with running_engine(model, OPTIONS, dtype="float32", **engine_args) as client:
                 with pytest.raises(RequestFailed, match=reason) as failure:
                     await restore(client, "moved", tmp_path / "walk.safetensors")
@@ -109,20 +126,24 @@ def test_a_session_of_several_ranks_goes_on(lingbot_world: Path, tmp_path: Path,
 
 
 @pytest.mark.nightly
-def test_a_session_of_ulysses_ranks_goes_on(lingbot_world: Path, tmp_path: Path) -> None:
+def test_a_session_of_ulysses_ranks_continues(lingbot_world: Path, tmp_path: Path) -> None:
     """Sequence parallel ranks hold different heads; a tensor parallel engine refuses their file."""
     options = {"model": {**OPTIONS["model"], "sequence_parallel": True}}
 
     async def scenario() -> None:
         path = tmp_path / "walk.safetensors"
-        async with running_engine(lingbot_world, options, dtype="float32", tensor_parallel_size=2) as client:
+        async with running_engine(
+            lingbot_world, options, dtype="float32", tensor_parallel_size=2
+        ) as client:
             for index in range(CHUNKS):
                 await chunk(client, "walk", index)
             await save(client, "walk", path)
             await restore(client, "again", path)
             both = [await chunk(client, name, CHUNKS) for name in ("walk", "again")]
             assert torch.equal(*both)
-        async with running_engine(lingbot_world, OPTIONS, dtype="float32", tensor_parallel_size=2) as client:
+        async with running_engine(
+            lingbot_world, OPTIONS, dtype="float32", tensor_parallel_size=2
+        ) as client:
             with pytest.raises(RequestFailed, match="split over ranks"):
                 await restore(client, "moved", path)
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One text encoder for all ranks of an engine: every rank begins each chunk with its rows, bit for bit."""
+"""One text encoder for all ranks of an engine: every rank begins each chunk with its rows, bit
+for bit.
+"""
 
 import asyncio
 import json
@@ -32,14 +34,25 @@ SPLITS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
 async def walk(client: EngineClient, session: str) -> list[torch.Tensor]:
     latents = []
     for index, prompt in enumerate(PROMPTS[session]):
-        fields: dict[str, Any] = {"chunk_index": index, "actions": [["w"]] * 3, "output": "latents", "seed": 1}
-        _, tensors = await client.send(IMAGE if index == 0 else None, session_id=session, prompt=prompt, **fields)
+        fields: dict[str, Any] = {
+            "chunk_index": index,
+            "actions": [["w"]] * 3,
+            "output": "latents",
+            "seed": 1,
+        }
+        _, tensors = await client.send(
+            IMAGE if index == 0 else None, session_id=session, prompt=prompt, **fields
+        )
         latents.append(tensors["latents"].clone())
     return latents
 
 
-def walks(model: Path, folder: Path, split: str) -> tuple[list[list[torch.Tensor]], list[list[Any]], list[int]]:
-    """Latents of three sessions at once; each rank's (session, chunk, rows), sorted; sizes of the ranks' encoders."""
+def walks(
+    model: Path, folder: Path, split: str
+) -> tuple[list[list[torch.Tensor]], list[list[Any]], list[int]]:
+    """Latents of three sessions at once; each rank's (session, chunk, rows), sorted; sizes of
+    the ranks' encoders.
+    """
     omni, sizes = SPLITS[split]
     folder.mkdir()
     os.environ[FOLDER] = str(folder)
@@ -50,7 +63,10 @@ def walks(model: Path, folder: Path, split: str) -> tuple[list[list[torch.Tensor
             return await asyncio.gather(*(walk(client, session) for session in PROMPTS))
 
     latents = asyncio.run(scenario())
-    lines = [[json.loads(line) for line in path.read_text().splitlines()] for path in sorted(folder.iterdir())]
+    lines = [
+        [json.loads(line) for line in path.read_text().splitlines()]
+        for path in sorted(folder.iterdir())
+    ]
     return latents, [sorted(rank[1:]) for rank in lines], [rank[0] for rank in lines]
 
 
@@ -65,13 +81,22 @@ def alone(
     "split",
     [
         "stages",
-        *[pytest.param(name, marks=pytest.mark.nightly) for name in SPLITS if name not in ("one rank", "stages")],
+        *[
+            pytest.param(name, marks=pytest.mark.nightly)
+            for name in SPLITS
+            if name not in ("one rank", "stages")
+        ],
     ],
 )
 def test_every_rank_has_the_rows_of_the_one_that_encodes(
-    split: str, alone: tuple[list[list[torch.Tensor]], list[list[Any]], list[int]], lingbot_world: Path, tmp_path: Path
+    split: str,
+    alone: tuple[list[list[torch.Tensor]], list[list[Any]], list[int]],
+    lingbot_world: Path,
+    tmp_path: Path,
 ) -> None:
-    """Sessions side by side, with prompts that change: a pipeline's latents are those of one rank, bit for bit."""
+    """Sessions side by side, with prompts that change: a pipeline's latents are those of one
+    rank, bit for bit.
+    """
     expected, (rows,), (encoder,) = alone
     assert len([1 for session, *_ in rows if session in PROMPTS]) == 5 and encoder
     latents, ranks, encoders = walks(lingbot_world, tmp_path / "texts", split)

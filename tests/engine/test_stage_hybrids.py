@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages, a VAE stage, tensor parallel and Ulysses together: real engines of up to four ranks against one rank.
+"""Stages, a VAE stage, tensor parallel and Ulysses together: real engines of up to four ranks
+against one rank.
 
-Three sessions at once, one of which decodes. Stages compute the same sums, so their results are equal bit for bit;
-ranks that share a layer sum in another order.
+Three sessions at once, one of which decodes. Stages compute the same sums, so their results are
+equal bit for bit; ranks that share a layer sum in another order.
 """
 
 import asyncio
@@ -16,7 +17,12 @@ from helpers.engine_client import EngineClient, running_engine
 from helpers.snapshot_steps import rewrite
 
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.sessions.snapshot_exchange import package_version, restore_exchange, run_exchange_async, save_exchange
+from vllm_omni.sessions.snapshot_exchange import (
+    package_version,
+    restore_exchange,
+    run_exchange_async,
+    save_exchange,
+)
 
 pytestmark = pytest.mark.nightly
 
@@ -61,13 +67,17 @@ def stream_chunk(index: int, seed: int) -> tuple[dict[str, Any], Any]:
 
 def video_chunk(index: int, seed: int) -> tuple[dict[str, Any], Any]:
     generator = torch.Generator().manual_seed(100 * seed + index)
-    video = torch.randint(0, 256, (12 if index else 9, 32, 48, 3), dtype=torch.uint8, generator=generator)
+    video = torch.randint(
+        0, 256, (12 if index else 9, 32, 48, 3), dtype=torch.uint8, generator=generator
+    )
     first = {"prompt": "a sketch", "seed": seed} if index == 0 else {}
     return {**first, "options": {"source": "video"}}, {"video": video}
 
 
 def world_chunk(index: int, seed: int) -> tuple[dict[str, Any], Any]:
-    image = {"image": (torch.arange(32 * 48 * 3) * (seed + 1) % 256).to(torch.uint8).view(32, 48, 3)}
+    image = {
+        "image": (torch.arange(32 * 48 * 3) * (seed + 1) % 256).to(torch.uint8).view(32, 48, 3)
+    }
     first = {"prompt": "a harbour", "seed": seed} if index == 0 else {}
     return {**first, "actions": [["w"], ["w", "j"], ["i"]]}, image if index == 0 else None
 
@@ -76,25 +86,43 @@ Chunks = Callable[[int, int], tuple[dict[str, Any], Any]]
 
 
 async def session(
-    client: EngineClient, name: str, seed: int, chunks: Chunks, output: str, indices: range = range(CHUNKS)
+    client: EngineClient,
+    name: str,
+    seed: int,
+    chunks: Chunks,
+    output: str,
+    indices: range = range(CHUNKS),
 ) -> list[torch.Tensor]:
     results = []
     for index in indices:
         fields, tensors = chunks(index, seed)
-        _, result = await client.send(tensors, session_id=name, chunk_index=index, output=output, **fields)
+        _, result = await client.send(
+            tensors, session_id=name, chunk_index=index, output=output, **fields
+        )
         results.append(next(iter(result.values())).clone())
     return results
 
 
 async def side_by_side(client: EngineClient, kinds: dict[str, tuple[Chunks, str]]) -> Results:
     found = await asyncio.gather(
-        *(session(client, name, seed, chunks, output) for seed, (name, (chunks, output)) in enumerate(kinds.items()))
+        *(
+            session(client, name, seed, chunks, output)
+            for seed, (name, (chunks, output)) in enumerate(kinds.items())
+        )
     )
     return dict(zip(kinds, found, strict=True))
 
 
-STREAMS = {"latents": (stream_chunk, "latents"), "frames": (stream_chunk, "rgb"), "video": (video_chunk, "rgb")}
-WORLDS = {"latents": (world_chunk, "latents"), "frames": (world_chunk, "rgb"), "more": (world_chunk, "rgb")}
+STREAMS = {
+    "latents": (stream_chunk, "latents"),
+    "frames": (stream_chunk, "rgb"),
+    "video": (video_chunk, "rgb"),
+}
+WORLDS = {
+    "latents": (world_chunk, "latents"),
+    "frames": (world_chunk, "rgb"),
+    "more": (world_chunk, "rgb"),
+}
 
 
 def engine(model: Path, flags: dict[str, Any], **arguments: Any) -> Any:
@@ -125,11 +153,15 @@ def worlds(lingbot_world: Path) -> Results:
 
 
 async def aborts_cost_one_chunk(client: EngineClient, name: str, chunks: Chunks) -> None:
-    """Wherever the abort finds the chunk, every rank leaves it: the next ones are made and agree."""
+    """Wherever the abort finds the chunk, every rank leaves it: the next ones are made and
+    agree.
+    """
     for number, delay_s in enumerate((0.0, 0.02, 0.1, 0.3)):
         fields, tensors = chunks(CHUNKS, 1)
         request_id = f"left-{number}"
-        left = asyncio.create_task(client.send(tensors, request_id, session_id=name, output="rgb", **fields))
+        left = asyncio.create_task(
+            client.send(tensors, request_id, session_id=name, output="rgb", **fields)
+        )
         await asyncio.sleep(delay_s)
         await client.engine.abort(request_id)
         left.cancel()
@@ -151,20 +183,25 @@ def decoder_cache_one_row_higher(header: dict[str, Any], tensors: dict[str, torc
 
 
 async def goes_on(client: EngineClient, name: str, chunks: Chunks, path: Path) -> None:
-    """A fork, and what is restored from a snapshot, go on like their source; a forged one is refused by all ranks."""
+    """A fork, and what is restored from a snapshot, go on like their source; a forged one is
+    refused by all ranks.
+    """
     await client.send(session_id=name, op="fork", fork_to="forked")
     calls = (
         save_exchange(name, path, package_version()),
         restore_exchange("restored", path),
     )
     for exchange in calls:
-        await run_exchange_async(exchange, lambda call: client.engine.collective_rpc(call.method, args=call.args))
+        await run_exchange_async(
+            exchange, lambda call: client.engine.collective_rpc(call.method, args=call.args)
+        )
     forged = path.with_suffix(".forged")
     forged.write_bytes(path.read_bytes())
     rewrite(forged, decoder_cache_one_row_higher)
     with pytest.raises(RequestFailed, match=r"decoder\.conv00 is") as failure:
         await run_exchange_async(
-            restore_exchange("forged", forged), lambda call: client.engine.collective_rpc(call.method, args=call.args)
+            restore_exchange("forged", forged),
+            lambda call: client.engine.collective_rpc(call.method, args=call.args),
         )
     assert failure.value.code == "invalid_snapshot"
     after = [

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A thousand arrivals, aborts and failures at random moments over pipeline stages, from a seed.
 
-Each request ends once, in one of the ways it may; nothing is left behind on any rank; every result that came is that of
-an undisturbed run, bit for bit.
+Each request ends once, in one of the ways it may; nothing is left behind on any rank; every result
+that came is that of an undisturbed run, bit for bit.
 """
 
 import asyncio
@@ -39,14 +39,20 @@ class Traffic:
         self.numbers = itertools.count()
 
     async def one(self) -> None:
-        """One request of a random session; perhaps one that fails, perhaps aborted after a random time."""
+        """One request of a random session; perhaps one that fails, perhaps aborted after a
+        random time.
+        """
         number, seed = next(self.numbers), self.random.randrange(SESSIONS)
         name, dice = f"soak-{number}", self.random.random()
         fault, codes = self.random.choice(FAULTS) if dice < 0.15 else ({}, set())
         abort_after_s = self.random.uniform(0, 0.08) if 0.15 <= dice < 0.5 else None
         closes = 0.5 <= dice < 0.53
-        fields: dict[str, Any] = {"op": "close"} if closes else {"prompt": "a field", "seed": seed, "options": fault}
-        task = asyncio.create_task(self.client.send(session_id=f"s{seed}", request_id=name, output="latents", **fields))
+        fields: dict[str, Any] = (
+            {"op": "close"} if closes else {"prompt": "a field", "seed": seed, "options": fault}
+        )
+        task = asyncio.create_task(
+            self.client.send(session_id=f"s{seed}", request_id=name, output="latents", **fields)
+        )
         if abort_after_s is not None:
             await asyncio.wait([task], timeout=abort_after_s)
             if not task.done():
@@ -62,7 +68,9 @@ class Traffic:
             assert not fault, (fault, meta)
             self.outcomes["closed" if closes else "done"] += 1
             if not closes:
-                self.results.setdefault((seed, meta["chunk_index"]), []).append(tensors["latents"].clone())
+                self.results.setdefault((seed, meta["chunk_index"]), []).append(
+                    tensors["latents"].clone()
+                )
 
     async def run(self) -> None:
         room = asyncio.Semaphore(AT_ONCE)
@@ -75,17 +83,23 @@ class Traffic:
 
 
 @pytest.mark.parametrize(
-    "omni", [{}, {"vae_stage": True}, {"vae_stage": True, "overlap_decode": True}], ids=["PP2", "VAE stage", "late"]
+    "omni",
+    [{}, {"vae_stage": True}, {"vae_stage": True, "overlap_decode": True}],
+    ids=["PP2", "VAE stage", "late"],
 )
 def test_a_thousand_arrivals_and_aborts(null_world: Path, omni: dict[str, Any]) -> None:
     async def scenario() -> None:
-        async with running_engine(null_world, {"max_sessions": 64, **omni}, pipeline_parallel_size=2) as client:
+        async with running_engine(
+            null_world, {"max_sessions": 64, **omni}, pipeline_parallel_size=2
+        ) as client:
             traffic = Traffic(client)
             await traffic.run()
             print(dict(traffic.outcomes))
             assert sum(traffic.outcomes.values()) == REQUESTS
             assert set(traffic.outcomes) == {"done", "failed", "aborted", "closed"}
-            assert min(traffic.outcomes[kind] for kind in ("done", "failed", "aborted", "closed")) > 20
+            assert (
+                min(traffic.outcomes[kind] for kind in ("done", "failed", "aborted", "closed")) > 20
+            )
             for seed in range(SESSIONS):
                 await client.send(session_id=f"s{seed}", op="close")
             longest = 1 + max(index for _, index in traffic.results)

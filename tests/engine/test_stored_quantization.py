@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints that are stored quantized, through the real engine on a CPU: in vLLM's kernels, and read back.
+"""Checkpoints that are stored quantized, through the real engine on a CPU: in vLLM's kernels, and
+read back.
 
-Wan 2.2 with both experts from tests/golden/quantized, in every format of which vLLM has a CPU kernel. Formats for GPUs
-alone are refused (tests/model_executor/test_checkpoint_quantization.py) and run by benchmarks/fp8.py.
+Wan 2.2 with both experts from tests/golden/quantized, in every format of which vLLM has a CPU
+kernel. Formats for GPUs alone are refused (tests/model_executor/test_checkpoint_quantization.py)
+and run by benchmarks/fp8.py.
 """
 
 import asyncio
@@ -16,7 +18,13 @@ from helpers.quantized import QUANTIZED, with_transformer, write_pipeline
 
 FP8_ERROR, INT8_ERROR, FP4_ERROR = 0.15, 0.05, 0.4
 """Of a video's latents after four steps; 0.064, 0.017 and 0.26 were seen."""
-VIDEO: dict[str, Any] = {"one_shot": True, "prompt": "a field", "output": "latents", "seed": 1, "num_frames": 5}
+VIDEO: dict[str, Any] = {
+    "one_shot": True,
+    "prompt": "a field",
+    "output": "latents",
+    "seed": 1,
+    "num_frames": 5,
+}
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +51,9 @@ def exact(pipeline: Path) -> torch.Tensor:
     return asyncio.run(served(pipeline))
 
 
-def test_vllm_computes_in_stored_fp8_and_loads_it_again(pipeline: Path, exact: torch.Tensor, tmp_path: Path) -> None:
+def test_vllm_computes_in_stored_fp8_and_loads_it_again(
+    pipeline: Path, exact: torch.Tensor, tmp_path: Path
+) -> None:
     """Close to the plain weights' video, not equal; the same bits after a reload."""
 
     async def scenario() -> None:
@@ -79,7 +89,8 @@ def test_vllm_computes_in_stored_int8_which_a_cpu_cannot_load_again(
 
 
 @pytest.mark.parametrize(
-    ("name", "allowed"), [("modelopt_fp8", FP8_ERROR), ("modelopt_nvfp4", FP4_ERROR), ("torchao_int8", INT8_ERROR)]
+    ("name", "allowed"),
+    [("modelopt_fp8", FP8_ERROR), ("modelopt_nvfp4", FP4_ERROR), ("torchao_int8", INT8_ERROR)],
 )
 @pytest.mark.nightly
 def test_weights_are_read_back_where_vllm_has_no_kernel(

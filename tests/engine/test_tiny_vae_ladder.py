@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real engine with more streams than it can hold and the ladder `tiny_vae`: who is degraded, and the way back."""
+"""The real engine with more streams than it can hold and the ladder `tiny_vae`: who is degraded,
+and the way back.
+"""
 
 import asyncio
 import time
@@ -12,12 +14,16 @@ import torch
 from helpers.engine_client import EngineClient, running_engine
 from helpers.waits import seconds
 
-from vllm_omni.model_executor.models.causal_wan.checkpoint import find_layout, hf_config
+from vllm_omni.model_executor.models.causal_wan.checkpoint.layout import find_layout, hf_config
 from vllm_omni.model_executor.models.wan.architecture import VAEConfig
-from vllm_omni.model_executor.models.wan.chunk_decoder import ChunkDecoder
-from vllm_omni.model_executor.models.wan.tiny_vae import TinyVAEDecoder, load_tiny_vae, tiny_vae_channels
-from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, to_uint8
-from vllm_omni.model_executor.models.wan.weights import load_vae
+from vllm_omni.model_executor.models.wan.checkpoint.loading import load_vae
+from vllm_omni.model_executor.models.wan.vae.chunk_decoder import ChunkDecoder
+from vllm_omni.model_executor.models.wan.vae.tiny_vae import (
+    TinyVAEDecoder,
+    load_tiny_vae,
+    tiny_vae_channels,
+)
+from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE, to_uint8
 
 STREAMS, CHUNKS, AFTERWARDS = 4, 5, 2
 OMNI = {
@@ -35,7 +41,9 @@ class Stream:
     frames: list[torch.Tensor] = field(default_factory=list)
     degradations: list[list[str]] = field(default_factory=list)
 
-    async def run(self, client: EngineClient, name: str, seed: int, chunks: int, deadline_s: float | None) -> None:
+    async def run(
+        self, client: EngineClient, name: str, seed: int, chunks: int, deadline_s: float | None
+    ) -> None:
         for _ in range(chunks):
             index = len(self.frames)
             meta, tensors = await client.send(
@@ -51,10 +59,14 @@ class Stream:
             self.degradations.append(meta.get("degradations", []))
 
 
-def decoded_here(checkpoint: Path, latents: list[torch.Tensor], tiny: list[bool]) -> list[torch.Tensor]:
+def decoded_here(
+    checkpoint: Path, latents: list[torch.Tensor], tiny: list[bool]
+) -> list[torch.Tensor]:
     """Frames of a stream whose chunks went to these decoders, by the decoders alone."""
     layout = find_layout(checkpoint)
-    wan = StreamingWanVAE(VAEConfig.from_dict(hf_config(checkpoint)["causal_wan"]["vae"]), encoder=False)
+    wan = StreamingWanVAE(
+        VAEConfig.from_dict(hf_config(checkpoint)["causal_wan"]["vae"]), encoder=False
+    )
     small = TinyVAEDecoder(tiny_vae_channels(layout.tiny_vae))
     assert layout.vae is not None and layout.tiny_vae is not None
     load_vae(wan, layout.vae)
@@ -69,8 +81,9 @@ def decoded_here(checkpoint: Path, latents: list[torch.Tensor], tiny: list[bool]
 def test_overload_uses_the_tiny_decoder_and_ends_with_it(causal_wan: Path) -> None:
     """Chunks of several streams that are all due before one of them alone could be made.
 
-    They say what they went without, keep their numbers of frames, and are what the two decoders make of latents that
-    nobody degraded. When there is time again, streams come back. One beside them that nobody waits for never changes.
+    They say what they went without, keep their numbers of frames, and are what the two decoders
+    make of latents that nobody degraded. When there is time again, streams come back. One beside
+    them that nobody waits for never changes.
     """
     alone, patient = Stream(), Stream()
     watched = [Stream() for _ in range(STREAMS)]
@@ -95,8 +108,12 @@ def test_overload_uses_the_tiny_decoder_and_ends_with_it(causal_wan: Path) -> No
             for seed in range(STREAMS):
                 made = []
                 for index in range(CHUNKS + AFTERWARDS):
-                    first = {"prompt": f"a field in season {seed}", "seed": seed} if index == 0 else {}
-                    result = await client.send(session_id=f"l{seed}", chunk_index=index, output="latents", **first)
+                    first = (
+                        {"prompt": f"a field in season {seed}", "seed": seed} if index == 0 else {}
+                    )
+                    result = await client.send(
+                        session_id=f"l{seed}", chunk_index=index, output="latents", **first
+                    )
                     made.append(result[1]["latents"].clone())
                 latents.append(made)
 
@@ -109,10 +126,15 @@ def test_overload_uses_the_tiny_decoder_and_ends_with_it(causal_wan: Path) -> No
     assert any(stream[CHUNKS - 1] for stream in tiny), "somebody comes back from the tiny decoder"
 
     assert patient.degradations == [[]] * CHUNKS
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(patient.frames, alone.frames, strict=True))
+    assert all(
+        torch.equal(ours, theirs) for ours, theirs in zip(patient.frames, alone.frames, strict=True)
+    )
     for stream, made, degraded in zip(watched, latents, tiny, strict=True):
-        for ours, theirs in zip(stream.frames, decoded_here(causal_wan, made, degraded), strict=True):
-            # Another process may have another number of threads, and so another order of sums: one level of 255.
+        for ours, theirs in zip(
+            stream.frames, decoded_here(causal_wan, made, degraded), strict=True
+        ):
+            # Another process may have another number of threads, and so another order of sums: one
+            # level of 255.
             assert (ours.int() - theirs.int()).abs().max() <= 1
 
 
@@ -124,7 +146,9 @@ def test_overload_uses_the_tiny_decoder_and_ends_with_it(causal_wan: Path) -> No
         pytest.param({"vae_stage": True}, {"pipeline_parallel_size": 2}, id="vae stage"),
         pytest.param({}, {"pipeline_parallel_size": 2}, id="pipeline"),
         pytest.param({"vae_parallel": True}, {"tensor_parallel_size": 2}, id="parallel decode"),
-        pytest.param({"chunks_in_flight": 2, "model": {"cache": "noise_matched"}}, {}, id="chunks in flight"),
+        pytest.param(
+            {"chunks_in_flight": 2, "model": {"cache": "noise_matched"}}, {}, id="chunks in flight"
+        ),
     ],
 )
 def test_decoders_take_turns_wherever_the_decode_is(
@@ -135,12 +159,16 @@ def test_decoders_take_turns_wherever_the_decode_is(
     options = {**OMNI, **omni, "model": {**OMNI["model"], **omni.get("model", {})}}
 
     async def scenario() -> None:
-        async with running_engine(causal_wan, omni=options, dtype="float32", **engine_args) as client:
+        async with running_engine(
+            causal_wan, omni=options, dtype="float32", **engine_args
+        ) as client:
             for deadline_s, count in ((60.0, 2), (0.001, 2), (60.0, 2)):
                 await stream.run(client, "s", 3, count, deadline_s)
             for index in range(6):
                 first = {"prompt": "a field in season 3", "seed": 3} if index == 0 else {}
-                result = await client.send(session_id="l", chunk_index=index, output="latents", **first)
+                result = await client.send(
+                    session_id="l", chunk_index=index, output="latents", **first
+                )
                 latents.append(result[1]["latents"].clone())
 
     asyncio.run(asyncio.wait_for(scenario(), seconds(400)))

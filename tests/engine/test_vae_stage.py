@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The VAE as a pipeline stage of its own: real engines, one process per rank, equal to one rank bit for bit."""
+"""The VAE as a pipeline stage of its own: real engines, one process per rank, equal to one rank
+bit for bit.
+"""
 
 import asyncio
 from pathlib import Path
@@ -14,18 +16,24 @@ from vllm_omni.outputs import RequestFailed
 CHUNKS, SESSIONS = 3, 3
 
 
-async def frames(client: EngineClient, name: str, chunks: range = range(CHUNKS), **fields: Any) -> list[torch.Tensor]:
+async def frames(
+    client: EngineClient, name: str, chunks: range = range(CHUNKS), **fields: Any
+) -> list[torch.Tensor]:
     """Decoded frames of a session's chunks; each is asked for while the one before is running."""
     first = {"prompt": "a field", **fields}
     tasks = [
-        asyncio.create_task(client.send(session_id=name, chunk_index=index, **(first if index == 0 else {})))
+        asyncio.create_task(
+            client.send(session_id=name, chunk_index=index, **(first if index == 0 else {}))
+        )
         for index in chunks
     ]
     return [(await task)[1]["frames"].clone() for task in tasks]
 
 
 async def sessions(client: EngineClient) -> list[list[torch.Tensor]]:
-    return list(await asyncio.gather(*(frames(client, f"s{seed}", seed=seed) for seed in range(SESSIONS))))
+    return list(
+        await asyncio.gather(*(frames(client, f"s{seed}", seed=seed) for seed in range(SESSIONS)))
+    )
 
 
 def assert_equal(got: list[list[torch.Tensor]], expected: list[list[torch.Tensor]]) -> None:
@@ -34,7 +42,9 @@ def assert_equal(got: list[list[torch.Tensor]], expected: list[list[torch.Tensor
 
 
 async def failures_cost_one_chunk(client: EngineClient) -> None:
-    """On any rank, before the chunk is committed: the session goes on as if nothing had happened."""
+    """On any rank, before the chunk is committed: the session goes on as if nothing had
+    happened.
+    """
     for options, code in (
         ({"fail_in": "prepare"}, "engine_error"),
         ({"nan_at": 4}, "non_finite"),
@@ -49,14 +59,18 @@ async def failures_cost_one_chunk(client: EngineClient) -> None:
 
 async def aborts_cost_one_chunk(client: EngineClient) -> None:
     options = {"step_ms": 20, "steps": 50}
-    slow = asyncio.create_task(client.send(session_id="s1", chunk_index=CHUNKS, request_id="slow", options=options))
+    slow = asyncio.create_task(
+        client.send(session_id="s1", chunk_index=CHUNKS, request_id="slow", options=options)
+    )
     await client.until_at_step("s1", 3)
     await client.engine.abort("slow")
     slow.cancel()
 
 
 async def a_lost_chunk_ends_its_session(client: EngineClient) -> None:
-    """A decode that fails after the other ranks have committed: refused from then on, until it is reset or closed."""
+    """A decode that fails after the other ranks have committed: refused from then on, until it
+    is reset or closed.
+    """
     await frames(client, "lost", range(1), seed=9)
     with pytest.raises(RequestFailed, match="engine_error"):
         await client.send(session_id="lost", chunk_index=1, options={"fail_in": "decode"})
@@ -80,10 +94,16 @@ async def a_lost_chunk_ends_its_session(client: EngineClient) -> None:
 
 
 @pytest.mark.parametrize(
-    "overlap", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["at once", "with a later step"]
+    "overlap",
+    [False, pytest.param(True, marks=pytest.mark.nightly)],
+    ids=["at once", "with a later step"],
 )
-def test_a_decoding_stage_equals_one_rank(null_engine: SharedEngine, null_world: Path, overlap: bool) -> None:
-    """Sessions side by side, every way to fail, a fork: results, and what is left of the sessions."""
+def test_a_decoding_stage_equals_one_rank(
+    null_engine: SharedEngine, null_world: Path, overlap: bool
+) -> None:
+    """Sessions side by side, every way to fail, a fork: results, and what is left of the
+    sessions.
+    """
 
     async def all_of_it(client: EngineClient) -> list[list[torch.Tensor]]:
         before = await sessions(client)
@@ -91,7 +111,9 @@ def test_a_decoding_stage_equals_one_rank(null_engine: SharedEngine, null_world:
         await aborts_cost_one_chunk(client)
         await client.send(session_id="s2", op="fork", fork_to="forked")
         names = [*(f"s{seed}" for seed in range(SESSIONS)), "forked"]
-        after = await asyncio.gather(*(frames(client, name, range(CHUNKS, CHUNKS + 2)) for name in names))
+        after = await asyncio.gather(
+            *(frames(client, name, range(CHUNKS, CHUNKS + 2)) for name in names)
+        )
         return before + list(after)
 
     async def scenario() -> None:
@@ -110,9 +132,21 @@ def test_a_decoding_stage_equals_one_rank(null_engine: SharedEngine, null_world:
     ("options", "arguments", "reason"),
     [
         ({"vae_stage": True}, {}, "--pipeline-parallel-size 2 or more"),
-        ({"vae_stage": True}, {"pipeline_parallel_size": 2, "scheduler_cls": STOCK_SCHEDULER}, "one denoise step per"),
-        ({"pipeline_partition": [1, 2, 1]}, {"pipeline_parallel_size": 2}, "lists 3 stages, but 2 hold layers"),
-        ({"pipeline_partition": [2, 2], "vae_stage": True}, {"pipeline_parallel_size": 2}, "1 hold layers"),
+        (
+            {"vae_stage": True},
+            {"pipeline_parallel_size": 2, "scheduler_cls": STOCK_SCHEDULER},
+            "one denoise step per",
+        ),
+        (
+            {"pipeline_partition": [1, 2, 1]},
+            {"pipeline_parallel_size": 2},
+            "lists 3 stages, but 2 hold layers",
+        ),
+        (
+            {"pipeline_partition": [2, 2], "vae_stage": True},
+            {"pipeline_parallel_size": 2},
+            "1 hold layers",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_at_start(

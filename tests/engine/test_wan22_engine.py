@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wan 2.2 on the real engine: one rank, tensor-parallel, Ulysses and guidance ranks, pipeline stages, a VAE stage.
+"""Wan 2.2 on the real engine: one rank, tensor-parallel, Ulysses and guidance ranks, pipeline
+stages, a VAE stage.
 
-Nightly: an engine for each. The default suite serves the same model over HTTP (test_openai_wan22.py).
+Nightly: an engine for each. The default suite serves the same model over HTTP
+(test_openai_wan22.py).
 """
 
 import asyncio
@@ -27,7 +29,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "VAE stage": {"pipeline_parallel_size": 2, "vae_stage": True},
     "PP 2 + VAE stage": {"pipeline_parallel_size": 3, "vae_stage": True},
     "PP 2 x TP 2": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
-    "PP 2 x Ulysses 2": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "sequence_parallel": True},
+    "PP 2 x Ulysses 2": {
+        "pipeline_parallel_size": 2,
+        "tensor_parallel_size": 2,
+        "sequence_parallel": True,
+    },
     "PP 2 x CFG 2": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "cfg_parallel": True},
     "VAE stage x TP 2": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "vae_stage": True},
     "VAE stage x Ulysses 2": {
@@ -43,8 +49,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "vae_stage": True,
     },
 }
-TOLERANCE = {name: 1e-4 if "tensor_parallel_size" in flags else 0.0 for name, flags in SETTINGS.items()}
-"""Ranks that share layers, or a request's branches, sum in another order; pipeline stages run the same products."""
+TOLERANCE = {
+    name: 1e-4 if "tensor_parallel_size" in flags else 0.0 for name, flags in SETTINGS.items()
+}
+"""Ranks that share layers, or a request's branches, sum in another order; pipeline stages run
+the same products.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -58,24 +68,40 @@ def i2v(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_videos_of_one_batch_equal_the_model_alone(i2v: Path, setting: str) -> None:
     """Three image-to-video requests at once over both experts; one more is aborted, one refused."""
     wanted: list[dict[str, Any]] = [
-        {"seed": seed, "num_inference_steps": 6 + seed, "prompt": "a river", "num_frames": 9} for seed in range(3)
+        {"seed": seed, "num_inference_steps": 6 + seed, "prompt": "a river", "num_frames": 9}
+        for seed in range(3)
     ]
     model = load_model(i2v)
-    expected = [make_video(model, {"image": picture()}, output="latents", **fields)[1]["latents"] for fields in wanted]
+    expected = [
+        make_video(model, {"image": picture()}, output="latents", **fields)[1]["latents"]
+        for fields in wanted
+    ]
     flags = dict(SETTINGS[setting])
     options = {"max_num_frames": 9}
     options |= {name: flags.pop(name, False) for name in ("sequence_parallel", "cfg_parallel")}
-    omni = {"height": HEIGHT, "width": WIDTH, "model": options, "vae_stage": flags.pop("vae_stage", False)}
+    omni = {
+        "height": HEIGHT,
+        "width": WIDTH,
+        "model": options,
+        "vae_stage": flags.pop("vae_stage", False),
+    }
 
     async def scenario() -> list[torch.Tensor]:
         async with running_engine(i2v, omni, **flags) as client:
             image = {"image": picture()}
             long = asyncio.create_task(
-                client.send(image, session_id="long", one_shot=True, **{**wanted[0], "num_inference_steps": 200})
+                client.send(
+                    image,
+                    session_id="long",
+                    one_shot=True,
+                    **{**wanted[0], "num_inference_steps": 200},
+                )
             )
             results = await asyncio.gather(
                 *(
-                    client.send(image, session_id=f"s{number}", one_shot=True, output="latents", **fields)
+                    client.send(
+                        image, session_id=f"s{number}", one_shot=True, output="latents", **fields
+                    )
                     for number, fields in enumerate(wanted)
                 )
             )
@@ -84,7 +110,9 @@ def test_videos_of_one_batch_equal_the_model_alone(i2v: Path, setting: str) -> N
             assert not long.done()
             long.cancel()
             await asyncio.gather(long, return_exceptions=True)
-            after = await client.send(image, session_id="after", one_shot=True, output="latents", **wanted[0])
+            after = await client.send(
+                image, session_id="after", one_shot=True, output="latents", **wanted[0]
+            )
             return [tensors["latents"].clone() for _, tensors in (*results, after)]
 
     got = asyncio.run(scenario())

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waypoint 1.5 and 1 (tiny) through the real engine: keys, mouse, wheel, prompts, refusals, two ranks, FP8."""
+"""Waypoint 1.5 and 1 (tiny) through the real engine: keys, mouse, wheel, prompts, refusals, two
+ranks, FP8.
+"""
 
 import asyncio
 from pathlib import Path
@@ -15,7 +17,11 @@ from vllm_omni.outputs import RequestFailed
 
 TOLERANCE = 1e-4
 """fp32 latents of order 1 after ten frames; sums are ordered differently on several ranks."""
-HELD: list[Any] = [["w"], ActionFrame(buttons=("a", "space"), axes={"dx": 3.0, "dy": -1.0}, scroll=1.0), None] * 4
+HELD: list[Any] = [
+    ["w"],
+    ActionFrame(buttons=("a", "space"), axes={"dx": 3.0, "dy": -1.0}, scroll=1.0),
+    None,
+] * 4
 
 
 def image() -> torch.Tensor:
@@ -27,8 +33,13 @@ async def play(client: EngineClient, name: str, held: Any = HELD, **fields: Any)
     """The latents of a session, a chunk for each entry of `held`."""
     latents = []
     for index, frame in enumerate(held):
-        start, actions = {"image": image()} if index == 0 else None, None if frame is None else [frame]
-        _, tensors = await client.send(start, session_id=name, actions=actions, output="latents", **fields)
+        start, actions = (
+            {"image": image()} if index == 0 else None,
+            None if frame is None else [frame],
+        )
+        _, tensors = await client.send(
+            start, session_id=name, actions=actions, output="latents", **fields
+        )
         latents.append(tensors["latents"].clone())
     return torch.cat(latents, dim=1)
 
@@ -54,7 +65,9 @@ def alone(checkpoint: Path) -> torch.Tensor:
 
 
 def test_a_world_is_played_through_the_engine(checkpoint: Path, alone: torch.Tensor) -> None:
-    """Side by side as alone; controls steer; a fork and a session after a reset are exact; refusals harm nobody."""
+    """Side by side as alone; controls steer; a fork and a session after a reset are exact;
+    refusals harm nobody.
+    """
 
     async def scenario() -> None:
         async with running_engine(checkpoint, dtype="float32") as client:
@@ -106,13 +119,16 @@ def test_waypoint_1_follows_keys_and_prompts(tmp_path: Path) -> None:
         async with running_engine(tmp_path, dtype="float32") as client:
             ours = await play(client, "a", HELD[:3], prompt="a beach")
             again, idle = await asyncio.gather(
-                play(client, "b", HELD[:3], prompt="a beach"), play(client, "c", [None] * 3, prompt="a beach")
+                play(client, "b", HELD[:3], prompt="a beach"),
+                play(client, "c", [None] * 3, prompt="a beach"),
             )
             assert torch.equal(again, ours) and not torch.equal(idle, ours)
             await client.send(session_id="a", op="fork", fork_to="d")
-            _, kept = await client.send(session_id="a", output="latents")
-            _, switched = await client.send(session_id="d", prompt="a forest at night", output="latents")
-            assert not torch.equal(kept["latents"], switched["latents"])
+            _, retained = await client.send(session_id="a", output="latents")
+            _, switched = await client.send(
+                session_id="d", prompt="a forest at night", output="latents"
+            )
+            assert not torch.equal(retained["latents"], switched["latents"])
             meta, frames = await client.send(session_id="f")
             assert meta["num_frames"] == 1 and frames["frames"].shape[0] == 1
 

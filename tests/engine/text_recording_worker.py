@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from vllm.distributed import get_world_group
 
-from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder
+from vllm_omni.model_executor.models.wan.text_encoder.encoder import TextEncoder
 from vllm_omni.worker import SharedGPUWorker
 
 FOLDER = "OMNI_TEST_TEXTS"
 """Environment variable: where each rank writes `rank{N}.jsonl`.
 
-A line with the number of its text encoder's parameters, then [session, chunk, digests of its rows] of each prompt.
+A line with the number of its text encoder's parameters, then [session, chunk, digests of its rows]
+of each prompt.
 """
 
 
@@ -27,20 +28,30 @@ class TextRecordingWorker(SharedGPUWorker):
         log = (Path(os.environ[FOLDER]) / f"rank{self.rank}.jsonl").open("w", buffering=1)
         model: Any = self.model_runner.network
         encoders = [module for module in model.modules() if isinstance(module, TextEncoder)]
-        log.write(json.dumps(sum(p.numel() for encoder in encoders for p in encoder.parameters())) + "\n")
+        log.write(
+            json.dumps(sum(p.numel() for encoder in encoders for p in encoder.parameters())) + "\n"
+        )
         driven: Any = self.model_runner.role.model
 
         def record(request: Any) -> None:
             if rows := driven.texts(request):
-                digests = [hashlib.sha256(one.contiguous().view(torch.uint8).cpu().numpy()).hexdigest() for one in rows]
-                log.write(json.dumps([request.session.session_id, request.session.chunk_index, digests]) + "\n")
+                digests = [
+                    hashlib.sha256(one.contiguous().view(torch.uint8).cpu().numpy()).hexdigest()
+                    for one in rows
+                ]
+                log.write(
+                    json.dumps([request.session.session_id, request.session.chunk_index, digests])
+                    + "\n"
+                )
 
         texts = self.model_runner.parts.texts
         complete, prepare = texts.complete, driven.prepare_encode
 
-        def complete_and_record(beginning: Sequence[Any], received: Mapping[str, torch.Tensor]) -> None:
-            complete(beginning, received)
-            for request in beginning:
+        def complete_and_record(
+            first_part: Sequence[Any], received: Mapping[str, torch.Tensor]
+        ) -> None:
+            complete(first_part, received)
+            for request in first_part:
                 record(request)
 
         def record_and_prepare(*args: Any, **kwargs: Any) -> Any:

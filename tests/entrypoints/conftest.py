@@ -4,11 +4,11 @@
 from collections.abc import Iterator
 
 import pytest
-from helpers.fake_engine import DoorServer
+from helpers.fake_engine import EndpointServer
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _servers_end() -> Iterator[None]:
     """Each server that a module's tests left ends by itself."""
     yield
-    DoorServer.wait_until_all_ended()
+    EndpointServer.wait_until_all_ended()

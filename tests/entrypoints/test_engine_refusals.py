@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever vLLM's front end raises for a request reaches a door as `RequestFailed`, and a stage's caller by name."""
+"""Whatever vLLM's front end raises for a request reaches a door as `RequestFailed`, and a
+stage's caller by name.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -7,10 +9,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.exceptions import GenerationError, QueueOverflowError, RetryableRequestError, VLLMValidationError
+from vllm.exceptions import (
+    GenerationError,
+    QueueOverflowError,
+    RetryableRequestError,
+    VLLMValidationError,
+)
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from vllm_omni.entrypoints.engine import OmniEngine
+from vllm_omni.entrypoints.engine.client import OmniEngine
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.pipeline.stage import Stage, StageDied
@@ -47,23 +54,27 @@ class RaisingClient:
 
 
 @pytest.mark.parametrize(("error", "code"), REFUSALS)
-def test_a_door_gets_one_kind_of_failure(error: Exception, code: str) -> None:
-    """With a code it can act on; what is over after a while says `capacity`, which `run_when_room` waits for."""
+def test_a_endpoint_gets_one_kind_of_failure(error: Exception, code: str) -> None:
+    """With a code it can act on; what is over after a while says `capacity`, which
+    `run_when_room` waits for.
+    """
 
     async def scenario() -> None:
         engine = OmniEngine(RaisingClient(error))  # type: ignore[arg-type]
         with pytest.raises(RequestFailed) as failed:
-            await engine.run(DiffusionParams(session_id="s", chunk_index=0), {})
+            await engine.run_request(DiffusionParams(session_id="s", chunk_index=0), {})
         assert failed.value.code == code
 
     asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(("error", "code"), REFUSALS)
-def test_a_rank_of_several_fails_in_the_same_way(monkeypatch: pytest.MonkeyPatch, error: Exception, code: str) -> None:
+def test_a_rank_of_several_fails_in_the_same_way(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, code: str
+) -> None:
     """There the request is read from vLLM's queue, not from `encode`."""
-    from vllm_omni.entrypoints import engine as module
-    from vllm_omni.entrypoints.ranks import SessionRanks
+    from vllm_omni.entrypoints.engine import client as module
+    from vllm_omni.entrypoints.engine.ranks import SessionRanks
 
     class Queue:
         def get_nowait(self) -> None: ...
@@ -82,7 +93,7 @@ def test_a_rank_of_several_fails_in_the_same_way(monkeypatch: pytest.MonkeyPatch
     async def scenario() -> None:
         engine = OmniEngine(Client(error), SessionRanks(2))  # type: ignore[arg-type]
         with pytest.raises(RequestFailed) as failed:
-            await engine.run(DiffusionParams(session_id="s", chunk_index=0), {})
+            await engine.run_request(DiffusionParams(session_id="s", chunk_index=0), {})
         assert failed.value.code == code
 
     asyncio.run(scenario())
@@ -92,15 +103,23 @@ def test_a_rank_of_several_fails_in_the_same_way(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("error", "raised", "words"),
     [
-        (RetryableRequestError("paused"), RequestFailed, "capacity: stage 'talker' takes no requests now"),
+        (
+            RetryableRequestError("paused"),
+            RequestFailed,
+            "capacity: stage 'talker' takes no requests now",
+        ),
         (QueueOverflowError(), RequestFailed, "capacity: stage 'talker' takes no requests now"),
         (GenerationError("broken"), RuntimeError, "stage 'talker' failed on a request"),
         (EngineGenerateError("broken"), RuntimeError, "stage 'talker' failed on a request"),
         (EngineDeadError(), StageDied, "stage 'talker' has died"),
     ],
 )
-def test_a_stage_names_itself(method: str, error: Exception, raised: type[Exception], words: str) -> None:
-    """The engine of one stage refuses, fails or dies: the caller hears which, as one of three exceptions."""
+def test_a_stage_names_itself(
+    method: str, error: Exception, raised: type[Exception], words: str
+) -> None:
+    """The engine of one stage refuses, fails or dies: the caller hears which, as one of three
+    exceptions.
+    """
 
     async def call(stage: Stage) -> None:
         if method == "encode":

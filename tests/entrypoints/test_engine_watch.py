@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`EngineWatch` at a real server process without an engine: its exit status, who is told, and what a stop is."""
+"""`EngineWatch` at a real server process without an engine: its exit status, who is told, and
+what a stop is.
+"""
 
 import os
 import signal
@@ -14,7 +16,7 @@ import pytest
 from helpers.ports import port_for_a_server
 from helpers.waits import exactly, pause, seconds, wait_until
 
-from vllm_omni.exit_codes import ENGINE_DIED
+from vllm_omni.runtime.exit_codes import ENGINE_DIED
 
 SERVER = """
 import asyncio, os, sys, types
@@ -24,7 +26,7 @@ import contextlib
 import uvicorn
 import uvloop
 from fastapi import FastAPI
-from vllm_omni.entrypoints.engine_watch import EngineWatch
+from vllm_omni.entrypoints.engine.engine_watch import EngineWatch
 
 class Server(uvicorn.Server):
     @contextlib.contextmanager
@@ -60,22 +62,33 @@ async def main():
     await serving
 
 uvloop.run(main())
-"""
+"""  # noqa: E501
 
 
 class Serving:
-    """The server and its engine, two processes that sleep; whether it is dead depends on the first alone."""
+    """The server and its engine, two processes that sleep; whether it is dead depends on the
+    first alone.
+    """
 
     def __init__(self) -> None:
         port = port_for_a_server()
         self.engine, self.worker = (subprocess.Popen(["sleep", "120"]) for _ in range(2))
-        command = [sys.executable, "-c", SERVER, str(port), str(self.engine.pid), str(self.worker.pid)]
+        command = [
+            sys.executable,
+            "-c",
+            SERVER,
+            str(port),
+            str(self.engine.pid),
+            str(self.worker.pid),
+        ]
         root = Path(__file__).parents[2]
-        self.process = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         url = f"http://127.0.0.1:{port}/health"
-        wait_until(lambda: self._answers(url), 60)
+        wait_until(lambda: self._responses(url), 60)
 
-    def _answers(self, url: str) -> bool:
+    def _responses(self, url: str) -> bool:
         assert self.process.poll() is None, self.process.communicate()[1]
         try:
             urllib.request.urlopen(url, timeout=seconds(5)).close()
@@ -106,16 +119,18 @@ def test_a_dead_engine_ends_the_server_with_its_status(serving: Serving) -> None
     assert "Traceback" not in log and "never retrieved" not in log
 
 
-def test_a_dead_worker_is_told_before_the_engine_core_notices(serving: Serving) -> None:
-    """vLLM's waits for the other workers first, for seconds; what is left of the engine is ended with it."""
+def test_a_dead_worker_is_notified_before_the_engine_core_notices(serving: Serving) -> None:
+    """vLLM's waits for the other workers first, for seconds; what is left of the engine is ended
+    with it.
+    """
     killed_s = time.monotonic()
     serving.worker.kill()
     assert serving.process.stdout is not None
     assert serving.process.stdout.readline() == "told\n"
-    told_s = time.monotonic() - killed_s
+    reported_s = time.monotonic() - killed_s
     assert serving.end()[0] == ENGINE_DIED
     assert serving.engine.wait(seconds(5)) == -signal.SIGKILL
-    assert told_s < seconds(1.0)
+    assert reported_s < seconds(1.0)
 
 
 def test_a_stopped_engine_is_ended_after_its_time(serving: Serving) -> None:
@@ -133,7 +148,9 @@ def test_a_stopped_engine_is_ended_after_its_time(serving: Serving) -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
-def test_a_server_that_is_told_to_stop_exits_with_0(serving: Serving, how: signal.Signals) -> None:
+def test_a_server_that_is_notified_to_stop_exits_with_0(
+    serving: Serving, how: signal.Signals
+) -> None:
     """Though its engine ends before it; nobody is told of a death."""
     os.kill(serving.process.pid, how)
     assert serving.end()[:2] == (0, "")

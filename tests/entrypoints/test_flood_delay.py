@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from vllm_omni.entrypoints import flood_delay
-from vllm_omni.entrypoints.flood_delay import MEMORY_S, FloodDelay
+from vllm_omni.entrypoints.limits import flood_delay
+from vllm_omni.entrypoints.limits.flood_delay import MEMORY_S, FloodDelay
 
 CLIENT, NEIGHBOUR = "10.0.0.1", "10.0.0.2"
 
@@ -33,7 +33,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class Server:
-    """One application behind the middleware; `ends`: the code with which its next WebSocket ends, and by whom."""
+    """One application behind the middleware; `ends`: the code with which its next WebSocket
+    ends, and by whom.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -47,7 +49,12 @@ class Server:
             assert (await receive())["code"] == self._code
 
     def connect(
-        self, address: str | None, code: int = 1000, *, by_application: bool = False, kind: str = "websocket"
+        self,
+        address: str | None,
+        code: int = 1000,
+        *,
+        by_application: bool = False,
+        kind: str = "websocket",
     ) -> float:
         """Returns how long it waited before the application saw it."""
         self._code, self._by_application = code, by_application
@@ -59,7 +66,10 @@ class Server:
         async def send(message: Message) -> None:
             assert message["code"] == code
 
-        scope: dict[str, Any] = {"type": kind, "client": None if address is None else (address, 1234)}
+        scope: dict[str, Any] = {
+            "type": kind,
+            "client": None if address is None else (address, 1234),
+        }
         asyncio.run(self._delay(scope, receive, send))
         return sum(self._clock.slept) - before
 
@@ -76,7 +86,9 @@ def test_the_next_socket_of_a_flooding_address_waits(clock: Clock, by_applicatio
 
 
 def test_sockets_that_come_together_open_one_after_the_other(clock: Clock) -> None:
-    """Eight of them at once would be felt as one attack of eight times the cost; however many, the wait is bounded."""
+    """Eight of them at once would be felt as one attack of eight times the cost; however many,
+    the wait is bounded.
+    """
     server = Server(clock)
     server.connect(CLIENT, 1008)
     waits_s = [server.connect(CLIENT) for _ in range(40)]
@@ -99,10 +111,15 @@ def test_a_socket_without_an_address_is_one_address(clock: Clock) -> None:
     assert server.connect(None) == flood_delay.DELAY_S
 
 
-def test_few_addresses_are_kept(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_addresses_are_retained(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest is forgotten; an attack from very many addresses takes no memory."""
     monkeypatch.setattr(flood_delay, "_MOST_ADDRESSES", 3)
     server = Server(clock)
     for number in (0, 1, 0, 2, 3):
         server.connect(f"10.0.0.{number}", 1008)
-    assert [server.connect(f"10.0.0.{number}") > 0 for number in range(4)] == [True, False, True, True]
+    assert [server.connect(f"10.0.0.{number}") > 0 for number in range(4)] == [
+        True,
+        False,
+        True,
+        True,
+    ]

@@ -6,8 +6,8 @@ import re
 import numpy as np
 import pytest
 
-from vllm_omni.entrypoints.fmp4 import FragmentEncoder
-from vllm_omni.entrypoints.media import decode_mp4
+from vllm_omni.entrypoints.media.fmp4 import FragmentEncoder
+from vllm_omni.entrypoints.media.mp4 import decode_mp4
 
 
 def frames(first: int, count: int, height: int = 32, width: int = 48) -> np.ndarray:
@@ -47,9 +47,15 @@ def test_a_stream_can_be_joined_in_the_middle() -> None:
 
 
 def test_fragments_carry_their_time_and_number() -> None:
-    """`tfdt` counts on from the last fragment, `mfhd` numbers them from 1, data offsets count from the fragment."""
+    """`tfdt` counts on from the last fragment, `mfhd` numbers them from 1, data offsets count
+    from the fragment.
+    """
     encoder = FragmentEncoder(16.0)
-    parts = [encoder.encode(frames(0, 9)), encoder.encode(frames(9, 12)), encoder.encode(frames(21, 12))]
+    parts = [
+        encoder.encode(frames(0, 9)),
+        encoder.encode(frames(9, 12)),
+        encoder.encode(frames(21, 12)),
+    ]
     starts, numbers = [], []
     for part in parts:
         at = part.index(b"tfdt") + 8
@@ -64,7 +70,9 @@ def test_fragments_carry_their_time_and_number() -> None:
 
 
 def test_the_mime_type_names_the_codec() -> None:
-    """`MediaSource.addSourceBuffer` needs it exactly; it is known once there is something to play."""
+    """`MediaSource.addSourceBuffer` needs it exactly; it is known once there is something to
+    play.
+    """
     encoder = FragmentEncoder(16.0)
     assert encoder.mime_type is None
     encoder.encode(frames(0, 1))

@@ -17,7 +17,7 @@ from websockets.protocol import Protocol
 from websockets.server import ServerProtocol
 from websockets.sync.client import ClientConnection, connect
 
-from vllm_omni.entrypoints.frame_budget import SLICE_BYTES, SMALL_BYTES, FrameBudget
+from vllm_omni.entrypoints.limits.frame_budget import SLICE_BYTES, SMALL_BYTES, FrameBudget
 
 BUDGET = FrameBudget(small_frames_per_s=100.0)
 BURST = int(BUDGET.burst)
@@ -25,7 +25,9 @@ BURST = int(BUDGET.burst)
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    """A server with the budget; `/count` answers each message with its length, `/late` accepts after a while."""
+    """A server with the budget; `/count` answers each message with its length, `/late` accepts
+    after a while.
+    """
     app = FastAPI()
 
     @app.websocket("/count")
@@ -39,7 +41,9 @@ def port() -> Iterator[int]:
         await pause_task(0.3)
         await websocket.accept()
 
-    config = uvicorn.Config(app, log_level="warning", ws_max_size=64 << 20, ws_per_message_deflate=False)
+    config = uvicorn.Config(
+        app, log_level="warning", ws_max_size=64 << 20, ws_per_message_deflate=False
+    )
     BUDGET.apply(config)
     with serving(config) as port:
         yield port
@@ -60,7 +64,9 @@ def read_on(client: ClientConnection) -> None:
 
 
 @pytest.mark.parametrize(
-    ("total", "size"), [(32 << 20, 64 << 10), (1 << 20, SMALL_BYTES), (64 * (BURST - 20), 64)], ids=str
+    ("total", "size"),
+    [(32 << 20, 64 << 10), (1 << 20, SMALL_BYTES), (64 * (BURST - 20), 64)],
+    ids=str,
 )
 def test_fragments_within_the_budget_are_one_message(port: int, total: int, size: int) -> None:
     """Fragments of 1 KiB and more in any number, smaller ones up to the burst."""
@@ -81,7 +87,9 @@ def test_the_budget_comes_back_with_time(port: int) -> None:
         assert client.recv(timeout=seconds(10)) == "10"
 
 
-@pytest.mark.parametrize("opcode", [Opcode.PING, Opcode.PONG, Opcode.BINARY], ids=lambda opcode: opcode.name)
+@pytest.mark.parametrize(
+    "opcode", [Opcode.PING, Opcode.PONG, Opcode.BINARY], ids=lambda opcode: opcode.name
+)
 def test_a_flood_is_closed_with_1008_and_a_reason(port: int, opcode: Opcode) -> None:
     """Also when the client goes on sending, and of whole messages as of control frames."""
     flood = Frame(opcode, b"x").serialize(mask=True) * 100_000
@@ -95,7 +103,9 @@ def test_a_flood_is_closed_with_1008_and_a_reason(port: int, opcode: Opcode) -> 
 
 
 def test_a_flood_is_hardly_parsed(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second's frames and a slice, however many come: the same client may connect again at once."""
+    """A second's frames and a slice, however many come: the same client may connect again at
+    once.
+    """
     parsed: list[Frame] = []
     take = Protocol.recv_frame
 
@@ -113,7 +123,9 @@ def test_a_flood_is_hardly_parsed(port: int, monkeypatch: pytest.MonkeyPatch) ->
     assert 0 < len(parsed) <= BUDGET.small_frames_per_s + SLICE_BYTES / 6
 
 
-def test_a_flood_before_the_handshake_is_over_is_cut_off(port: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_flood_before_the_handshake_is_over_is_cut_off(
+    port: int, caplog: pytest.LogCaptureFixture
+) -> None:
     """There is no WebSocket yet that could be closed; the application's late accept is no error."""
     caplog.set_level(logging.ERROR)
     head = (

@@ -16,8 +16,8 @@ from uvicorn.protocols.utils import ClientDisconnected
 from websockets.frames import Frame, Opcode
 from websockets.sync.client import connect
 
-from vllm_omni.entrypoints.frame_budget import FrameBudget
 from vllm_omni.entrypoints.gathered_writes import frame_header, writer_of
+from vllm_omni.entrypoints.limits.frame_budget import FrameBudget
 
 MUCH = bytes(64 << 20)
 PIXELS = np.arange(3 << 20, dtype=np.uint8)
@@ -30,7 +30,9 @@ def writes() -> list[list[int]]:
 
 
 def watched(websocket: WebSocket, writes: list[list[int]]) -> None:
-    (protocol,) = (c for c in websocket.app.state.server.server_state.connections if hasattr(c, "conn"))
+    (protocol,) = (
+        c for c in websocket.app.state.server.server_state.connections if hasattr(c, "conn")
+    )
     inner = protocol.transport
 
     class Watch:
@@ -106,8 +108,12 @@ def test_headers_are_those_of_the_library(opcode: Opcode, num_bytes: int) -> Non
     assert frame_header(opcode, num_bytes) == whole[: len(whole) - num_bytes]
 
 
-def test_messages_of_a_group_arrive_one_by_one_and_in_order(port: int, writes: list[list[int]]) -> None:
-    """Bytes, buffers and texts, large and empty, in a single write; what is sent afterwards comes afterwards."""
+def test_messages_of_a_group_arrive_one_by_one_and_in_order(
+    port: int, writes: list[list[int]]
+) -> None:
+    """Bytes, buffers and texts, large and empty, in a single write; what is sent afterwards
+    comes afterwards.
+    """
     writes.clear()
     with connect(f"ws://127.0.0.1:{port}/group", compression=None, max_size=None) as client:
         assert client.recv(timeout=seconds(10)) == "True"
@@ -134,7 +140,9 @@ def test_nothing_is_sent_behind_a_close(port: int, writes: list[list[int]]) -> N
 
 
 def test_what_is_sent_waits_for_a_reader(port: int, writes: list[list[int]]) -> None:
-    """A message until there is room for it, and nothing at all until the kernel has what was written."""
+    """A message until there is room for it, and nothing at all until the kernel has what was
+    written.
+    """
     writes.clear()
     lines = ["GET /waiting HTTP/1.1", "Host: x", "Upgrade: websocket", "Connection: Upgrade"]
     lines += ["Sec-WebSocket-Version: 13", "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==", "", ""]

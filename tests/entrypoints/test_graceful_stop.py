@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SIGTERM at a server with `GracefulStop`, without an engine: what is finished, refused, and how long it may take."""
+"""SIGTERM at a server with `GracefulStop`, without an engine: what is finished, refused, and how
+long it may take.
+"""
 
 import json
 import signal
@@ -20,7 +22,7 @@ SERVER = """
 import asyncio, contextlib, sys
 import uvicorn
 from fastapi import FastAPI
-from vllm_omni.entrypoints.drain import GracefulStop
+from vllm_omni.entrypoints.engine.drain import GracefulStop
 
 class Server(uvicorn.Server):  # vLLM's server installs no signal handlers of its own either
     @contextlib.contextmanager
@@ -48,12 +50,21 @@ app.state.server.run()
 
 
 class Stopping:
-    """A server whose requests take `work_s`, whose doors take `finish_s` to finish, within `timeout_s`."""
+    """A server whose requests take `work_s`, whose doors take `finish_s` to finish, within
+    `timeout_s`.
+    """
 
     def __init__(self, work_s: float, finish_s: float, timeout_s: float) -> None:
         self.port = port_for_a_server()
-        command = [sys.executable, "-c", SERVER, *map(str, (self.port, work_s, finish_s, timeout_s))]
-        self.process = subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE)
+        command = [
+            sys.executable,
+            "-c",
+            SERVER,
+            *map(str, (self.port, work_s, finish_s, timeout_s)),
+        ]
+        self.process = subprocess.Popen(
+            command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE
+        )
         wait_until(lambda: self.call("/health")[0] == 200 or self.process.poll() is not None, 60)
         assert self.process.poll() is None
 
@@ -61,8 +72,8 @@ class Stopping:
         """(status, body); (0, "") if nobody answers."""
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", method=method)
         try:
-            with urllib.request.urlopen(request, timeout=seconds(20)) as answer:
-                return answer.status, answer.read().decode()
+            with urllib.request.urlopen(request, timeout=seconds(20)) as response:
+                return response.status, response.read().decode()
         except HTTPError as refused:
             return refused.code, refused.read().decode()
         except OSError:
@@ -87,10 +98,12 @@ def start() -> Iterator[Callable[..., Stopping]]:
 
 
 def test_work_in_flight_is_finished_and_new_work_refused(start: Callable[..., Stopping]) -> None:
-    """A request that takes a second ends with its answer; probes tell; then the server is gone, with status 0."""
+    """A request that takes a second ends with its answer; probes tell; then the server is gone,
+    with status 0.
+    """
     server = start(work_s=1.5)
-    answers: list[tuple[int, str]] = []
-    worker = threading.Thread(target=lambda: answers.append(server.call("/work", "POST")))
+    responses: list[tuple[int, str]] = []
+    worker = threading.Thread(target=lambda: responses.append(server.call("/work", "POST")))
     worker.start()
     assert server.process.stdout is not None and server.process.stdout.readline() == b"at work\n"
     server.stop()
@@ -100,11 +113,13 @@ def test_work_in_flight_is_finished_and_new_work_refused(start: Callable[..., St
     assert server.call("/omni/ready") == (503, '{"status":"draining"}')
     assert server.call("/health")[0] == 200
     worker.join()
-    assert answers == [(200, '"done"')]
+    assert responses == [(200, '"done"')]
     assert server.process.wait(seconds(5)) == 0
 
 
-def test_the_time_is_bounded_and_a_second_signal_ends_it_at_once(start: Callable[..., Stopping]) -> None:
+def test_the_time_is_bounded_and_a_second_signal_ends_it_at_once(
+    start: Callable[..., Stopping],
+) -> None:
     """Doors that never finish hold the server for `timeout_s`, or until somebody insists."""
     started_s = time.monotonic()
     bounded = start(finish_s=60.0, timeout_s=1.0)

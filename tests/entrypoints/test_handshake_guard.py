@@ -12,7 +12,7 @@ from helpers.uvicorn_thread import serving
 from helpers.waits import seconds
 from websockets.sync.client import connect
 
-from vllm_omni.entrypoints.handshake_guard import HandshakeGuard
+from vllm_omni.entrypoints.limits.handshake_guard import HandshakeGuard
 
 TIMEOUT_S = 0.8
 
@@ -32,7 +32,7 @@ def port(request: pytest.FixtureRequest) -> Iterator[int]:
     async def hello() -> str:
         return "hello"
 
-    HandshakeGuard(TIMEOUT_S).attach(app)
+    HandshakeGuard(TIMEOUT_S).attach_to_app(app)
     config = uvicorn.Config(app, log_level="warning", http=request.param, timeout_keep_alive=60)
     with serving(config) as port:
         yield port
@@ -48,29 +48,36 @@ def is_closed(sock: socket.socket, timeout_s: float) -> bool:
         return True
 
 
-def ask(sock: socket.socket) -> bytes:
+def send(sock: socket.socket) -> bytes:
     sock.settimeout(seconds(10))
     sock.sendall(b"GET /hello HTTP/1.1\r\nHost: x\r\n\r\n")
-    answer = b""
-    while b'"hello"' not in answer:
-        answer += sock.recv(1000)
-    return answer
+    response = b""
+    while b'"hello"' not in response:
+        response += sock.recv(1000)
+    return response
 
 
-def test_unfinished_handshakes_are_closed_and_nobody_else(port: int) -> None:
-    """Forty silent sockets and forty half-sent requests; a WebSocket and a kept-alive connection go on."""
+def test_unfinished_handshakes_are_closed_and_no_one_else(port: int) -> None:
+    """Forty silent sockets and forty half-sent requests; a WebSocket and a kept-alive connection
+    go on.
+    """
     address = ("127.0.0.1", port)
-    with connect(f"ws://127.0.0.1:{port}/echo") as websocket, socket.create_connection(address) as kept:
-        assert b"200 OK" in ask(kept)
+    with (
+        connect(f"ws://127.0.0.1:{port}/echo") as websocket,
+        socket.create_connection(address) as retained,
+    ):
+        assert b"200 OK" in send(retained)
         opened_s = time.monotonic()
         late = [socket.create_connection(address) for _ in range(80)]
         for half in late[40:]:
             half.sendall(b"GET /echo HTTP/1.1\r\nHost: x\r\nUpgrade: webso")
         assert not is_closed(late[0], TIMEOUT_S / 4)
-        assert all(is_closed(sock, opened_s + TIMEOUT_S + seconds(5) - time.monotonic()) for sock in late)
+        assert all(
+            is_closed(sock, opened_s + TIMEOUT_S + seconds(5) - time.monotonic()) for sock in late
+        )
         assert time.monotonic() - opened_s >= TIMEOUT_S
         websocket.send("still here")
         assert websocket.recv(timeout=seconds(10)) == "still here"
-        assert b"200 OK" in ask(kept)
+        assert b"200 OK" in send(retained)
         for sock in late:
             sock.close()

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request's headers may hold, over real sockets: nobody has shown a key yet when they arrive."""
+"""What a request's headers may hold, over real sockets: nobody has shown a key yet when they
+arrive.
+"""
 
 import socket
 from argparse import Namespace
@@ -13,16 +15,18 @@ from helpers.waits import seconds
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
-from vllm_omni.entrypoints import header_limits
 from vllm_omni.entrypoints.cli.serve import serve_parser
 from vllm_omni.entrypoints.http_parser import use_h11
+from vllm_omni.entrypoints.limits import header_limits
 
 MOST_HEADERS = 40
 
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    """A server as vLLM starts one; `/echo` is a WebSocket, `/body` tells how many bytes it was sent."""
+    """A server as vLLM starts one; `/echo` is a WebSocket, `/body` tells how many bytes it was
+    sent.
+    """
     app = FastAPI()
     app.state.args = Namespace(h11_max_header_count=MOST_HEADERS)
 
@@ -43,8 +47,10 @@ def port() -> Iterator[int]:
         yield port
 
 
-def answer(port: int, request: bytes) -> bytes:
-    """All that the server says until it closes the connection; a request that it stops reading is not sent whole."""
+def response(port: int, request: bytes) -> bytes:
+    """All that the server says until it closes the connection; a request that it stops reading
+    is not sent whole.
+    """
     said = b""
     with socket.create_connection(("127.0.0.1", port)) as sock:
         sock.settimeout(seconds(10))
@@ -58,32 +64,42 @@ def answer(port: int, request: bytes) -> bytes:
 
 
 def request(headers: bytes, body: bytes = b"") -> bytes:
-    head = b"POST /body HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n" % len(body)
+    head = b"POST /body HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n" % len(
+        body
+    )
     return head + headers + b"\r\n" + body
 
 
 def test_headers_without_an_end_close_the_connection(port: int) -> None:
-    """Also on a connection that has made a request before: the server holds 64 KiB of them and no more."""
+    """Also on a connection that has made a request before: the server holds 64 KiB of them and
+    no more.
+    """
     first = b"POST /body HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
     endless = b"".join(b"X-%07d: %s\r\n" % (number, b"a" * 1000) for number in range(2000))
     for before in (b"", first):
-        said = answer(port, before + b"POST /body HTTP/1.1\r\nHost: x\r\n" + endless)
+        said = response(port, before + b"POST /body HTTP/1.1\r\nHost: x\r\n" + endless)
         assert said.count(b"200 OK") <= bool(before), "the endless request was answered"
-    assert b'"0 bytes"' in answer(port, request(b""))
+    assert b'"0 bytes"' in response(port, request(b""))
 
 
-@pytest.mark.parametrize(("count", "status"), [(MOST_HEADERS - 3, b"200 OK"), (MOST_HEADERS - 2, b"431 ")])
+@pytest.mark.parametrize(
+    ("count", "status"), [(MOST_HEADERS - 3, b"200 OK"), (MOST_HEADERS - 2, b"431 ")]
+)
 def test_headers_are_counted(port: int, count: int, status: bytes) -> None:
     headers = b"".join(b"X-%d: a\r\n" % number for number in range(count))
-    assert status in answer(port, request(headers, b"body")).partition(b"\r\n")[0]
+    assert status in response(port, request(headers, b"body")).partition(b"\r\n")[0]
 
 
 def test_a_long_header_and_a_large_body_are_taken(port: int) -> None:
     """The bound of headers is none of bodies, sent whole or in pieces."""
-    assert b'"3000000 bytes"' in answer(port, request(b"X-Long: %s\r\n" % (b"a" * 60_000), b"b" * 3_000_000))
-    pieces = b"".join(b"%x\r\n%s\r\n" % (size, b"b" * size) for size in (1, 200_000)) + b"0\r\n\r\n"
-    head = b"POST /body HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
-    assert b'"200001 bytes"' in answer(port, head + pieces)
+    assert b'"3000000 bytes"' in response(
+        port, request(b"X-Long: %s\r\n" % (b"a" * 60_000), b"b" * 3_000_000)
+    )
+    parts = b"".join(b"%x\r\n%s\r\n" % (size, b"b" * size) for size in (1, 200_000)) + b"0\r\n\r\n"
+    head = (
+        b"POST /body HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+    )
+    assert b'"200001 bytes"' in response(port, head + parts)
 
 
 def test_a_websocket_s_handshake_has_the_same_bounds(port: int) -> None:
@@ -92,10 +108,17 @@ def test_a_websocket_s_handshake_has_the_same_bounds(port: int) -> None:
         websocket.send("hello")
         assert websocket.recv(timeout=seconds(10)) == "hello"
     with pytest.raises(InvalidStatus, match="431"):
-        connect(url, proxy=None, additional_headers={f"X-{number}": "a" for number in range(MOST_HEADERS)})
+        connect(
+            url,
+            proxy=None,
+            additional_headers={f"X-{number}": "a" for number in range(MOST_HEADERS)},
+        )
 
 
 def test_vllm_s_own_options_are_meant() -> None:
     """A default of vLLM's that changes would be taken for the operator's wish."""
     args = serve_parser().parse_args(["serve", "model"])
-    assert (args.h11_max_incomplete_event_size, args.h11_max_header_count) == (header_limits.VLLM_DEFAULT_BYTES, 256)
+    assert (args.h11_max_incomplete_event_size, args.h11_max_header_count) == (
+        header_limits.VLLM_DEFAULT_BYTES,
+        256,
+    )

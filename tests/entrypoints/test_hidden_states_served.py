@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hidden states over HTTP: a stock `vllm serve` of a text model with our worker, scheduler and endpoint plugin.
+"""Hidden states over HTTP: a stock `vllm serve` of a text model with our worker, scheduler and
+endpoint plugin.
 
 The one server exports spans to a collector that runs here and has a small quota for one key.
 """
@@ -29,7 +30,11 @@ from vllm_omni.hidden_states import HiddenStates, HiddenStatesRequest, from_safe
 pytestmark = pytest.mark.engine
 
 PROMPT = "the red bird sings"
-ASKED = {"omni": json.dumps(HiddenStatesRequest(hidden_states="all", layers=(1, -1)).to_extra_args()["omni"])}
+Requested = {
+    "omni": json.dumps(
+        HiddenStatesRequest(hidden_states="all", layers=(1, -1)).to_extra_args()["omni"]
+    )
+}
 MAX_BYTES = 200 * 64 * 4
 SMALL_KEY = "a-key-with-a-small-quota"
 
@@ -47,11 +52,19 @@ class Server:
     def events(self, path: str, **body: Any) -> list[dict[str, Any]]:
         response = self.post(path, stream=True, **body)
         assert response.status_code == 200, response.text
-        lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
+        lines = [
+            line.removeprefix("data: ")
+            for line in response.text.splitlines()
+            if line.startswith("data: ")
+        ]
         return [json.loads(line) for line in lines if line != "[DONE]"]
 
     def fetch(self, response_id: str, index: int = 0) -> httpx.Response:
-        return httpx.get(f"{self.url}/v1/hidden_states/{response_id}", params={"index": index}, timeout=seconds(30))
+        return httpx.get(
+            f"{self.url}/v1/hidden_states/{response_id}",
+            params={"index": index},
+            timeout=seconds(30),
+        )
 
     def states(self, response_id: str, index: int = 0) -> HiddenStates:
         response = self.fetch(response_id, index)
@@ -75,13 +88,29 @@ def server(
     log, quotas = folder / "server.log", folder / "quotas.toml"
     digest = hashlib.sha256(SMALL_KEY.encode()).hexdigest()
     quotas.write_text(f'[keys.small]\nsha256 = "{digest}"\nchunks_per_minute = 2\n')
-    flags = ["--port", str(port), "--host", "127.0.0.1", "--served-model-name", "tiny", "--enforce-eager"]
+    flags = [
+        "--port",
+        str(port),
+        "--host",
+        "127.0.0.1",
+        "--served-model-name",
+        "tiny",
+        "--enforce-eager",
+    ]
     flags += ["--max-model-len", "512", "--dtype", "float32", "--max-num-seqs", "4"]
     flags += ["--worker-cls", "vllm_omni.worker.ARGPUWorker"]
     flags += ["--scheduler-cls", "vllm_omni.core.sched.ARHiddenStatesScheduler"]
     flags += [
         "--additional-config",
-        json.dumps({"omni": {"hidden_state_layers": [1], "max_hidden_states_bytes": MAX_BYTES, "quotas": str(quotas)}}),
+        json.dumps(
+            {
+                "omni": {
+                    "hidden_state_layers": [1],
+                    "max_hidden_states_bytes": MAX_BYTES,
+                    "quotas": str(quotas),
+                }
+            }
+        ),
     ]
     flags += ["--otlp-traces-endpoint", f"http://127.0.0.1:{collector.port}"]
     plugins = {
@@ -92,7 +121,8 @@ def server(
     with log.open("wb") as output:
         process = subprocess.Popen(
             [Path(sys.executable).parent / "vllm", "serve", str(tiny_language_model), *flags],
-            # Its sampler would be compiled for the first request that samples, half a minute of a processor.
+            # Its sampler would be compiled for the first request that samples, half a minute of a
+            # processor.
             env={**os.environ, **plugins, "TORCHDYNAMO_DISABLE": "1"},
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -102,7 +132,7 @@ def server(
 
         def is_up() -> bool:
             assert process.poll() is None, log.read_text()[-3000:]
-            return demo.answers(f"http://127.0.0.1:{port}/health")
+            return demo.responses(f"http://127.0.0.1:{port}/health")
 
         wait_until(is_up, 600, lambda: log.read_text()[-3000:], every_s=0.25)
         yield Server(f"http://127.0.0.1:{port}", tiny_language_model, log)
@@ -131,60 +161,81 @@ def assert_equal_transformers(server: Server, states: HiddenStates) -> None:
         torch.testing.assert_close(states[layer], want, atol=1e-4, rtol=1e-4)
 
 
-def test_completions_answer_as_stock_and_rows_wait_beside(server: Server) -> None:
-    """Same text whether asked or not; the rows are a transformers forward of prompt and completion."""
+def test_completions_response_as_stock_and_rows_wait_alongside(server: Server) -> None:
+    """Same text whether asked or not; the rows are a transformers forward of prompt and
+    completion.
+    """
     plain = server.post("/v1/completions", prompt=PROMPT).json()
-    asked = server.post("/v1/completions", prompt=PROMPT, vllm_xargs=ASKED).json()
-    assert asked["choices"][0]["text"] == plain["choices"][0]["text"] and asked.keys() == plain.keys()
-    states = server.states(asked["id"])
-    assert states.num_rows == asked["usage"]["prompt_tokens"] + 6 - 1
+    requested = server.post("/v1/completions", prompt=PROMPT, vllm_xargs=Requested).json()
+    assert (
+        requested["choices"][0]["text"] == plain["choices"][0]["text"]
+        and requested.keys() == plain.keys()
+    )
+    states = server.states(requested["id"])
+    assert states.num_positions == requested["usage"]["prompt_tokens"] + 6 - 1
     assert_equal_transformers(server, states)
-    again = server.fetch(asked["id"])
+    again = server.fetch(requested["id"])
     assert again.status_code == 404 and again.json()["error"]["type"] == "not_found"
     assert server.fetch(plain["id"]).status_code == 404
 
 
 def test_chat_streams_text_and_rows_follow(server: Server) -> None:
-    """Server-sent events are stock, the last says why it is the last; when it has come, the rows are there."""
+    """Server-sent events are stock, the last says why it is the last; when it has come, the rows
+    are there.
+    """
     body = {"messages": [{"role": "user", "content": PROMPT}]}
     plain = server.events("/v1/chat/completions", **body)
-    asked = server.events("/v1/chat/completions", vllm_xargs=ASKED, **body)
+    requested = server.events("/v1/chat/completions", vllm_xargs=Requested, **body)
 
     def text(events: list[dict[str, Any]]) -> str:
-        return "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"])
+        return "".join(
+            choice["delta"].get("content") or "" for event in events for choice in event["choices"]
+        )
 
-    assert text(asked) == text(plain) != ""
-    # How many there are is the machine's affair: tokens that nobody has read yet come together in one.
-    reasons = [choice["finish_reason"] for event in asked for choice in event["choices"]]
+    assert text(requested) == text(plain) != ""
+    # How many there are is the machine's affair: tokens that nobody has read yet come together in
+    # one.
+    reasons = [choice["finish_reason"] for event in requested for choice in event["choices"]]
     assert len(reasons) > 1  # the role comes before any text
-    assert {event["object"] for event in asked} == {"chat.completion.chunk"}
+    assert {event["object"] for event in requested} == {"chat.completion.chunk"}
     assert reasons == [None] * (len(reasons) - 1) + ["length"]
-    states = server.states(asked[0]["id"])
+    states = server.states(requested[0]["id"])
     assert_equal_transformers(server, states)
 
 
 def test_every_choice_of_every_prompt_has_its_rows(server: Server) -> None:
     """Two prompts with two choices: four results, in the order of the choices."""
-    answer = server.post("/v1/completions", prompt=["sea", "the sky"], n=2, temperature=1, seed=1, vllm_xargs=ASKED)
-    choices = answer.json()["choices"]
-    found = [server.states(answer.json()["id"], choice["index"]) for choice in choices]
-    assert [states.num_rows for states in found] == [3 + 5, 3 + 5, 7 + 5, 7 + 5]
+    response = server.post(
+        "/v1/completions",
+        prompt=["sea", "the sky"],
+        n=2,
+        temperature=1,
+        seed=1,
+        vllm_xargs=Requested,
+    )
+    choices = response.json()["choices"]
+    found = [server.states(response.json()["id"], choice["index"]) for choice in choices]
+    assert [states.num_positions for states in found] == [3 + 5, 3 + 5, 7 + 5, 7 + 5]
     for states in found:
         assert_equal_transformers(server, states)
 
 
-def test_a_choice_without_rows_gets_nobody_elses(server: Server) -> None:
-    """The first prompt stops at its first token, so it has no `generated` row; the second's stay under number 1."""
+def test_a_choice_without_rows_gets_no_one_elses(server: Server) -> None:
+    """The first prompt stops at its first token, so it has no `generated` row; the second's stay
+    under number 1.
+    """
     prompts = ["sea", "the sky"]
-    first = server.post("/v1/completions", prompt=prompts, max_tokens=1, return_token_ids=True).json()["choices"]
+    first = server.post(
+        "/v1/completions", prompt=prompts, max_tokens=1, return_token_ids=True
+    ).json()["choices"]
     stop, goes_on = (choice["token_ids"][0] for choice in first)
     assert stop != goes_on
-    asked = {"omni": json.dumps({"hidden_states": "generated"})}
-    answer = server.post(
-        "/v1/completions", prompt=prompts, max_tokens=3, stop_token_ids=[stop], vllm_xargs=asked
+    requested = {"omni": json.dumps({"hidden_states": "generated"})}
+    response = server.post(
+        "/v1/completions", prompt=prompts, max_tokens=3, stop_token_ids=[stop], vllm_xargs=requested
     ).json()
-    assert server.fetch(answer["id"], 0).status_code == 404
-    assert server.states(answer["id"], 1).positions.tolist()[:1] == [len("the sky")]
+    assert server.fetch(response["id"], 0).status_code == 404
+    assert server.states(response["id"], 1).positions.tolist()[:1] == [len("the sky")]
 
 
 @pytest.mark.parametrize(
@@ -197,9 +248,13 @@ def test_a_choice_without_rows_gets_nobody_elses(server: Server) -> None:
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_wrong_request_is_a_client_error(server: Server, omni: str, status: int, named: str, stream: bool) -> None:
+def test_a_wrong_request_is_a_client_error(
+    server: Server, omni: str, status: int, named: str, stream: bool
+) -> None:
     """With the reason, and without harm to others."""
-    response = server.post("/v1/completions", prompt=PROMPT, vllm_xargs={"omni": omni}, stream=stream)
+    response = server.post(
+        "/v1/completions", prompt=PROMPT, vllm_xargs={"omni": omni}, stream=stream
+    )
     if not stream or response.status_code != 200:
         assert response.status_code == status, response.text
     assert named in response.text and '"error"' in response.text
@@ -208,7 +263,7 @@ def test_a_wrong_request_is_a_client_error(server: Server, omni: str, status: in
 
 def test_too_many_rows_are_a_client_error(server: Server) -> None:
     """200 rows are allowed; the text of such a request without rows is fine."""
-    response = server.post("/v1/completions", prompt="sea " * 100, vllm_xargs=ASKED)
+    response = server.post("/v1/completions", prompt="sea " * 100, vllm_xargs=Requested)
     assert response.status_code == 400 and "max_hidden_states_bytes" in response.text
     assert server.post("/v1/completions", prompt="sea " * 100).status_code == 200
 
@@ -218,21 +273,25 @@ def test_an_unknown_id_is_not_found(server: Server) -> None:
     assert server.fetch("chatcmpl-nobody", index=-1).status_code == 400
 
 
-def test_answers_and_lines_carry_the_request_id(server: Server) -> None:
-    """The client's own or a new one, on answers of vLLM's routes and of ours, and in the access log."""
+def test_responses_and_lines_carry_the_request_id(server: Server) -> None:
+    """The client's own or a new one, on answers of vLLM's routes and of ours, and in the access
+    log.
+    """
     mine = {"X-Request-Id": "mine-1"}
-    answers = [
-        server.post("/v1/completions", mine, prompt=PROMPT, vllm_xargs=ASKED),
+    responses = [
+        server.post("/v1/completions", mine, prompt=PROMPT, vllm_xargs=Requested),
         httpx.get(server.url + "/v1/hidden_states/nobody", headers=mine),
         httpx.get(server.url + "/v1/nothing", headers=mine),
     ]
-    assert [answer.status_code for answer in answers] == [200, 404, 404]
-    assert [answer.headers.get_list("x-request-id") for answer in answers] == [["mine-1"]] * 3
-    assert server.fetch(answers[0].json()["id"]).status_code == 200
+    assert [response.status_code for response in responses] == [200, 404, 404]
+    assert [response.headers.get_list("x-request-id") for response in responses] == [["mine-1"]] * 3
+    assert server.fetch(responses[0].json()["id"]).status_code == 200
     (made,) = server.fetch("nobody").headers.get_list("x-request-id")
     assert len(made) == 32
     wait_until(lambda: f"request_id={made}" in server.log.read_text())
-    accesses = [line for line in server.log.read_text().splitlines() if line.endswith(" request_id=mine-1")]
+    accesses = [
+        line for line in server.log.read_text().splitlines() if line.endswith(" request_id=mine-1")
+    ]
     assert [line.split('"')[1].split()[1] for line in accesses if "HTTP/1.1" in line] == [
         "/v1/completions",
         "/v1/hidden_states/nobody",
@@ -242,8 +301,10 @@ def test_answers_and_lines_carry_the_request_id(server: Server) -> None:
 
 def test_a_request_is_a_span_of_the_callers_trace(server: Server, collector: Collector) -> None:
     """vLLM's own span, whose parent is the client's; beside rows that wait."""
-    answer = server.post("/v1/completions", {"traceparent": TRACEPARENT}, prompt=PROMPT, vllm_xargs=ASKED)
-    assert server.fetch(answer.json()["id"]).status_code == 200
+    response = server.post(
+        "/v1/completions", {"traceparent": TRACEPARENT}, prompt=PROMPT, vllm_xargs=Requested
+    )
+    assert server.fetch(response.json()["id"]).status_code == 200
     wait_until(lambda: bool(collector.spans(TRACE_ID)), 20)
     assert [(span.name, span.parent_span_id.hex()) for span in collector.spans(TRACE_ID)] == [
         ("llm_request", CALLER_SPAN)
@@ -253,9 +314,12 @@ def test_a_request_is_a_span_of_the_callers_trace(server: Server, collector: Col
 def test_a_key_beyond_its_quota_is_refused(server: Server) -> None:
     """The third request of a minute gets 429 with a time; other clients are not touched."""
     small = {"Authorization": f"Bearer {SMALL_KEY}"}
-    answers = [server.post("/v1/completions", small, prompt=PROMPT) for _ in range(3)]
-    assert [answer.status_code for answer in answers] == [200, 200, 429]
-    assert answers[2].json()["error"]["code"] == "quota_exceeded" and int(answers[2].headers["Retry-After"]) > 0
+    responses = [server.post("/v1/completions", small, prompt=PROMPT) for _ in range(3)]
+    assert [response.status_code for response in responses] == [200, 200, 429]
+    assert (
+        responses[2].json()["error"]["code"] == "quota_exceeded"
+        and int(responses[2].headers["Retry-After"]) > 0
+    )
     assert server.post("/v1/completions", prompt=PROMPT).status_code == 200
     metrics = httpx.get(server.url + "/metrics").text
     assert 'omni_quota_refusals_total{key="small",quota="chunks"} 1.0' in metrics
@@ -264,13 +328,24 @@ def test_a_key_beyond_its_quota_is_refused(server: Server) -> None:
 def test_a_client_that_leaves_frees_its_request(server: Server) -> None:
     """Disconnecting mid-stream aborts as in stock vLLM and leaves no rows.
 
-    Many choices, four at a time: the last one waits for seconds after the first token has come, on any machine.
+    Many choices, four at a time: the last one waits for seconds after the first token has come, on
+    any machine.
     """
     choices = 64
-    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 480, "ignore_eos": True, "stream": True, "n": choices}
+    body = {
+        "model": "tiny",
+        "prompt": PROMPT,
+        "max_tokens": 480,
+        "ignore_eos": True,
+        "stream": True,
+        "n": choices,
+    }
     omni = {"omni": '{"hidden_states": "last"}'}
     with httpx.stream(
-        "POST", server.url + "/v1/completions", json={**body, "temperature": 1, "vllm_xargs": omni}, timeout=seconds(60)
+        "POST",
+        server.url + "/v1/completions",
+        json={**body, "temperature": 1, "vllm_xargs": omni},
+        timeout=seconds(60),
     ) as stream:
         lines = stream.iter_lines()  # kept: httpx closes the connection with the iterator
         first = json.loads(next(lines).removeprefix("data: "))
@@ -283,13 +358,32 @@ def test_the_online_example_prints_text_and_rows(server: Server, tmp_path: Path)
     """As its own command line, and what it writes can be read."""
     script = Path(__file__).parents[2] / "examples" / "online_serving" / "hidden_states.py"
     out = tmp_path / "states.safetensors"
-    command = [sys.executable, str(script), PROMPT, "--url", server.url, "--layers", "1", "-1", "--max-tokens", "5"]
+    command = [
+        sys.executable,
+        str(script),
+        PROMPT,
+        "--url",
+        server.url,
+        "--layers",
+        "1",
+        "-1",
+        "--max-tokens",
+        "5",
+    ]
     done = subprocess.run(
-        [*command, "--out", str(out)], capture_output=True, text=True, timeout=seconds(600), check=True
+        [*command, "--out", str(out)],
+        capture_output=True,
+        text=True,
+        timeout=seconds(600),
+        check=True,
     )
     states = from_safetensors(out.read_bytes())
     assert f"layer -1: {tuple(states[-1].shape)}" in done.stdout and set(states) == {-1, 1}
     wrong = subprocess.run(
-        [*command, "--layers", "3"], capture_output=True, text=True, timeout=seconds(600), check=False
+        [*command, "--layers", "3"],
+        capture_output=True,
+        text=True,
+        timeout=seconds(600),
+        check=False,
     )
     assert wrong.returncode == 1 and "hidden_state_layers" in wrong.stderr

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request that offers an upgrade to another protocol keeps its body; WebSockets are still upgraded."""
+"""A request that offers an upgrade to another protocol keeps its body; WebSockets are still
+upgraded.
+"""
 
 import socket
 from collections.abc import Iterator
@@ -13,7 +15,10 @@ from websockets.sync.client import connect
 
 from vllm_omni.entrypoints.http_parser import use_h11
 
-UPGRADE = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA\r\n"
+UPGRADE = (
+    "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: "
+    "AAMAAABkAAQAoAAAAAIAAAAA\r\n"
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +40,7 @@ def port() -> Iterator[int]:
         yield port
 
 
-def ask(sock: socket.socket, head: str, body: bytes) -> tuple[bytes, bytes]:
+def send(sock: socket.socket, head: str, body: bytes) -> tuple[bytes, bytes]:
     """Send a request; return the status and the response's body."""
     sock.settimeout(seconds(10))
     sock.sendall(f"{head}\r\n\r\n".encode() + body)
@@ -48,14 +53,18 @@ def ask(sock: socket.socket, head: str, body: bytes) -> tuple[bytes, bytes]:
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE"])
 @pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("upgrade", ["", UPGRADE, "Connection: Upgrade\r\nUpgrade: TLS/1.0\r\n"])
-def test_a_body_arrives_whatever_upgrade_is_offered(port: int, method: str, chunked: bool, upgrade: str) -> None:
-    """Java's HttpClient offers h2c with every request; the connection stays open for the next one."""
+def test_a_body_arrives_whatever_upgrade_is_offered(
+    port: int, method: str, chunked: bool, upgrade: str
+) -> None:
+    """Java's HttpClient offers h2c with every request; the connection stays open for the next
+    one.
+    """
     body = b"x" * 100_000
     framed = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if chunked else body
     length = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {len(body)}"
     head = f"{method} /length HTTP/1.1\r\nHost: x\r\n{upgrade}{length}"
     with socket.create_connection(("127.0.0.1", port)) as sock:
-        assert [ask(sock, head, framed) for _ in range(2)] == [(b"200", b"100000")] * 2
+        assert [send(sock, head, framed) for _ in range(2)] == [(b"200", b"100000")] * 2
 
 
 def test_websockets_are_upgraded(port: int) -> None:

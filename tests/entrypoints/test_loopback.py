@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients of servers on this machine do not use the environment's proxy; clients of other machines do."""
+"""Clients of servers on this machine do not use the environment's proxy; clients of other
+machines do.
+"""
 
 import ast
 import threading
@@ -53,12 +55,14 @@ def port() -> Iterator[int]:
         thread.join()
 
 
-def test_the_demo_finds_its_server_in_spite_of_a_proxy(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_finds_its_server_in_spite_of_a_proxy(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It once waited ten minutes for a server that was up."""
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
-    assert demo.answers(f"http://127.0.0.1:{port}/health")
+    assert demo.responses(f"http://127.0.0.1:{port}/health")
 
 
 def calls(path: Path) -> Iterator[tuple[str, set[str | None]]]:
@@ -70,11 +74,15 @@ def calls(path: Path) -> Iterator[tuple[str, set[str | None]]]:
 
 @pytest.mark.parametrize("folder", ["vllm_omni", "examples", "benchmarks", "scripts"])
 def test_every_client_says_whether_it_uses_a_proxy(folder: str) -> None:
-    """`urlopen` and httpx read the environment; of WebSockets, `max_size` tells a client's `connect`."""
+    """`urlopen` and httpx read the environment; of WebSockets, `max_size` tells a client's
+    `connect`.
+    """
     files = [*(REPO / folder).rglob("*.py")]
     assert files
     for path in files:
         for name, keywords in calls(path):
             assert not name.endswith("urlopen"), path
-            assert name not in ("httpx.Client", "httpx.AsyncClient") or "trust_env" in keywords, path
+            assert name not in ("httpx.Client", "httpx.AsyncClient") or "trust_env" in keywords, (
+                path
+            )
             assert name != "connect" or "max_size" not in keywords or "proxy" in keywords, path

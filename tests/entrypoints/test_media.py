@@ -12,8 +12,8 @@ import av
 import numpy as np
 import pytest
 
-from vllm_omni.entrypoints.fmp4 import FragmentEncoder
-from vllm_omni.entrypoints.media import Mp4Writer, contact_sheet, decode_mp4, encode_mp4
+from vllm_omni.entrypoints.media.fmp4 import FragmentEncoder
+from vllm_omni.entrypoints.media.mp4 import Mp4Writer, contact_sheet, decode_mp4, encode_mp4
 
 
 def moving_square(num_frames: int, height: int = 48, width: int = 64) -> np.ndarray:
@@ -31,7 +31,8 @@ def test_every_frame_survives_the_round_trip(num_frames: int) -> None:
     assert back_THWC.shape == frames_THWC.shape
     assert fps == 16
     error = np.abs(back_THWC.astype(int) - frames_THWC.astype(int)).mean(axis=(1, 2, 3))
-    assert error.max() < 6  # chroma is stored at half resolution; a frame out of order would differ by > 10
+    # chroma is stored at half resolution; a frame out of order would differ by > 10
+    assert error.max() < 6
     assert np.abs(frames_THWC[0].astype(int) - np.roll(frames_THWC[0], 16, axis=1)).mean() > 10
 
 
@@ -47,7 +48,7 @@ def test_the_index_is_in_front_and_the_first_frame_is_a_key_frame() -> None:
         assert next(container.demux(stream)).is_keyframe
 
 
-def test_a_fractional_rate_is_kept() -> None:
+def test_a_fractional_rate_is_retained() -> None:
     """NTSC rates are fractions of 1001 and come back as such."""
     _, fps = decode_mp4(encode_mp4(moving_square(3), fps=30000 / 1001))
     assert fps == pytest.approx(30000 / 1001, abs=1e-9)
@@ -77,7 +78,9 @@ def test_a_clip_is_read_as_players_show_it(a: int, b: int, c: int, d: int, corne
     frame_HWC[:24, :32, 0] = frame_HWC[:24, 32:, 1] = frame_HWC[24:, :32, 2] = 255
     data = bytearray(encode_mp4(frame_HWC[None], fps=16))
     matrix = data.find(b"tkhd") + 44  # of version 0 of the box
-    data[matrix : matrix + 36] = struct.pack(">9i", a << 16, b << 16, 0, c << 16, d << 16, 0, 0, 0, 1 << 30)
+    data[matrix : matrix + 36] = struct.pack(
+        ">9i", a << 16, b << 16, 0, c << 16, d << 16, 0, 0, 0, 1 << 30
+    )
     shown_HWC = decode_mp4(bytes(data))[0][0]
     height, width = shown_HWC.shape[:2]
     assert (height, width) == ((48, 64) if a else (64, 48))
@@ -86,7 +89,9 @@ def test_a_clip_is_read_as_players_show_it(a: int, b: int, c: int, d: int, corne
     assert "".join(colours.get(tuple(pixel.tolist()), "K") for pixel in seen) == corners
 
 
-@pytest.mark.parametrize(("ratio", "shape"), [(Fraction(4, 3), (48, 85)), (Fraction(1, 2), (96, 64))])
+@pytest.mark.parametrize(
+    ("ratio", "shape"), [(Fraction(4, 3), (48, 85)), (Fraction(1, 2), (96, 64))]
+)
 def test_pixels_that_are_not_square_are_stretched(ratio: Fraction, shape: tuple[int, int]) -> None:
     """A recorder may store 4:3 pixels; players widen the frames."""
     buffer = io.BytesIO()
@@ -100,10 +105,11 @@ def test_pixels_that_are_not_square_are_stretched(ratio: Fraction, shape: tuple[
 
 
 def test_equal_frames_make_equal_files(tmp_path: Path) -> None:
-    """Byte for byte, however often, in whatever pieces they come, and whatever the memory held before.
+    """Byte for byte, however often, in whatever pieces they come, and whatever the memory held
+    before.
 
-    With macroblock-tree rate control and AVX-512 one file in a hundred differed. Takes more than a second, so a time of
-    creation would show, too.
+    With macroblock-tree rate control and AVX-512 one file in a hundred differed. Takes more than a
+    second, so a time of creation would show, too.
     """
     noise = np.random.default_rng(0).integers(0, 32, (33, 96, 160, 3), dtype=np.uint8)
     frames_THWC = noise + 3 * np.arange(33, dtype=np.uint8)[:, None, None, None]
@@ -114,9 +120,9 @@ def test_equal_frames_make_equal_files(tmp_path: Path) -> None:
         del dirt
         path = tmp_path / f"{number}.mp4"
         writer = Mp4Writer(path, fps=16)
-        for piece_THWC in np.split(frames_THWC, np.sort(sizes.integers(1, 33, 3))):
-            if len(piece_THWC):
-                writer.add(piece_THWC)
+        for part_THWC in np.split(frames_THWC, np.sort(sizes.integers(1, 33, 3))):
+            if len(part_THWC):
+                writer.write_frames(part_THWC)
         writer.close()
         files |= {encode_mp4(frames_THWC, fps=16), path.read_bytes()}
     assert len(files) == 1
@@ -125,10 +131,13 @@ def test_equal_frames_make_equal_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "encode", [lambda frames: encode_mp4(frames, 16), lambda frames: FragmentEncoder(16).encode(frames)]
+    "encode",
+    [lambda frames: encode_mp4(frames, 16), lambda frames: FragmentEncoder(16).encode(frames)],
 )
 def test_files_do_not_depend_on_the_machine(encode: Callable[[np.ndarray], bytes]) -> None:
-    """The encoder notes its settings in the file: none of them is a number of cores, none is known to be unsteady."""
+    """The encoder notes its settings in the file: none of them is a number of cores, none is
+    known to be unsteady.
+    """
     settings = encode(np.zeros((1, 480, 832, 3), np.uint8))
     assert re.search(rb" threads=4 ", settings)
     assert re.search(rb" mbtree=0 ", settings)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which URLs of media a server reads, through vLLM's registry of connectors; nothing is fetched here."""
+"""Which URLs of media a server reads, through vLLM's registry of connectors; nothing is fetched
+here.
+"""
 
 import asyncio
 import base64
@@ -13,7 +15,7 @@ from vllm import envs
 from vllm.exceptions import VLLMClientError
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 
-from vllm_omni.entrypoints import media_policy
+from vllm_omni.entrypoints.limits import media_policy
 
 
 class NoConnection:
@@ -73,7 +75,9 @@ def test_without_the_operator_s_leave_nothing_is_fetched(make: Any, url: str, wo
 
 
 def test_domains_that_the_operator_lists_are_fetched_from(make: Any) -> None:
-    """A server there that is down, and a domain that is not listed, are 4xx; addresses stay in the log."""
+    """A server there that is down, and a domain that is not listed, are 4xx; addresses stay in
+    the log.
+    """
     connector = make(allowed_media_domains=["example.com"])
     assert "192" not in refusal(connector, "https://example.com/a.png")
     assert connector.connection.fetched == ["https://example.com/a.png"] * 2

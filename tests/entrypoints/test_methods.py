@@ -6,8 +6,8 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from starlette.routing import Route
 
+from vllm_omni.entrypoints.engine.readiness import ReadyRoute
 from vllm_omni.entrypoints.openai.routes import OpenAIRoutes
-from vllm_omni.entrypoints.readiness import ReadyRoute
 from vllm_omni.entrypoints.session_routes import SessionRoutes
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "BREW")
@@ -15,9 +15,9 @@ METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", 
 
 def app() -> FastAPI:
     server = FastAPI()
-    OpenAIRoutes().attach(server)
-    ReadyRoute().attach(server)
-    SessionRoutes().attach(server)
+    OpenAIRoutes().attach_to_app(server)
+    ReadyRoute().attach_to_app(server)
+    SessionRoutes().attach_to_app(server)
     return server
 
 
@@ -26,7 +26,11 @@ def own_methods() -> dict[str, set[str]]:
     for route in app().routes:
         if isinstance(route, Route):
             found.setdefault(route.path, set()).update(route.methods or ())
-    return {path: methods for path, methods in found.items() if path.startswith(("/v1/", "/omni", "/health"))}
+    return {
+        path: methods
+        for path, methods in found.items()
+        if path.startswith(("/v1/", "/omni", "/health"))
+    }
 
 
 @pytest.mark.parametrize("path", sorted(own_methods()))
@@ -36,9 +40,9 @@ def test_a_method_that_a_route_lacks_is_refused(path: str) -> None:
     with TestClient(app(), raise_server_exceptions=False) as client:
         for method in METHODS:
             if method not in own:
-                answer = client.request(method, "/".join(parts))
-                assert answer.status_code == 405, method
-                assert set(answer.headers["allow"].split(", ")) <= own
+                response = client.request(method, "/".join(parts))
+                assert response.status_code == 405, method
+                assert set(response.headers["allow"].split(", ")) <= own
 
 
 def test_the_routes_are_there() -> None:

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 from prometheus_client import REGISTRY
 
-from vllm_omni.entrypoints import metrics
-from vllm_omni.entrypoints.metrics import SessionMeter, door_metrics, log_event
+from vllm_omni.entrypoints.telemetry import metrics
+from vllm_omni.entrypoints.telemetry.metrics import SessionMeter, endpoint_metrics, log_event
 
 
 class Clock:
@@ -36,10 +36,12 @@ def endpoint() -> str:
 
 @pytest.fixture
 def value(endpoint: str) -> Callable[..., float]:
-    return lambda name, **labels: REGISTRY.get_sample_value(name, {"endpoint": endpoint, **labels}) or 0.0
+    return lambda name, **labels: (
+        REGISTRY.get_sample_value(name, {"endpoint": endpoint, **labels}) or 0.0
+    )
 
 
-def test_a_session_is_counted_from_its_beginning_to_its_end(
+def test_a_session_is_counted_from_its_start_to_its_end(
     clock: Clock, endpoint: str, value: Callable[..., float]
 ) -> None:
     """Gauge, counters by reason, length; closing twice counts once."""
@@ -88,11 +90,14 @@ def test_a_chunk_is_late_when_what_was_sent_has_been_played(
 
 def test_stages_come_from_the_workers_timings(endpoint: str, value: Callable[..., float]) -> None:
     """What the engine does not account for is waiting."""
-    door_metrics().stages(
-        endpoint, {"encode": [10.0], "steps": [100.0, 100.0], "decode": [40.0], "total": [260.0]}, 0.3
+    endpoint_metrics().stages(
+        endpoint,
+        {"encode": [10.0], "steps": [100.0, 100.0], "decode": [40.0], "total": [260.0]},
+        0.3,
     )
     seconds = {
-        stage: value("omni_rt_chunk_seconds_sum", stage=stage) for stage in ("encode", "denoise", "decode", "queue")
+        stage: value("omni_rt_chunk_seconds_sum", stage=stage)
+        for stage in ("encode", "denoise", "decode", "queue")
     }
     assert seconds == pytest.approx({"encode": 0.01, "denoise": 0.2, "decode": 0.04, "queue": 0.04})
 
@@ -113,7 +118,12 @@ def test_a_closed_session_is_one_line(endpoint: str, caplog: pytest.LogCaptureFi
     assert len(lines) == 2
     fields = dict(pair.split("=") for pair in lines[1].split()[1:])
     assert lines[1].startswith("session_closed ")
-    assert (fields["chunks"], fields["frames"], fields["aborted"], fields["dropped"]) == ("50", "600", "2", "7")
+    assert (fields["chunks"], fields["frames"], fields["aborted"], fields["dropped"]) == (
+        "50",
+        "600",
+        "2",
+        "7",
+    )
 
 
 def test_log_lines_are_pairs(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A script that leaves its `LLM` to the interpreter's exit ends well: the thread that receives results ends first."""
+"""A script that leaves its `LLM` to the interpreter's exit ends well: the thread that receives
+results ends first.
+"""
 
 import subprocess
 import sys
@@ -30,7 +32,11 @@ threading.Thread(target=receive, name="EngineCoreOutputQueueThread", daemon=True
 def test_the_interpreter_waits_for_the_thread_that_receives_results() -> None:
     """A thread named as vLLM's, told to end by a finalizer, as vLLM's is."""
     result = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=seconds(120), check=False
+        [sys.executable, "-c", SCRIPT],
+        capture_output=True,
+        text=True,
+        timeout=seconds(120),
+        check=False,
     )
     assert result.returncode == 0, result.stderr[-2000:]
     assert result.stdout.endswith("ended\n")

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quotas of keys: the file, the buckets, the answers over HTTP. Sockets: realtime/test_quotas_at_doors.py."""
+"""Quotas of keys: the file, the buckets, the answers over HTTP.
+
+Sockets: realtime/test_quotas_at_endpoints.py.
+"""
 
 import asyncio
 import hashlib
@@ -13,10 +16,10 @@ from prometheus_client import generate_latest
 from starlette.requests import HTTPConnection
 from starlette.responses import Response
 
-from vllm_omni.entrypoints.quota_guard import QuotaGuard
-from vllm_omni.entrypoints.quotas import Allowance, FileQuotas, KeyQuota, Quota, QuotaFile
-from vllm_omni.entrypoints.realtime.connection import client_of
-from vllm_omni.entrypoints.realtime.errors import DoorError
+from vllm_omni.entrypoints.errors import EndpointError
+from vllm_omni.entrypoints.limits.quota_guard import QuotaGuard
+from vllm_omni.entrypoints.limits.quotas import Allowance, FileQuotas, KeyQuota, Quota, QuotaFile
+from vllm_omni.entrypoints.realtime.connection.connection import client_of
 
 KEY = "a-secret-key"
 DIGEST = hashlib.sha256(KEY.encode()).hexdigest()
@@ -46,13 +49,13 @@ def take(allowance: Allowance, count: int = 1) -> None:
 
 
 def refusal(allowance: Allowance) -> tuple[str, dict[str, Any]]:
-    with pytest.raises(DoorError) as refused:
+    with pytest.raises(EndpointError) as refused:
         allowance.check_chunk()
     return refused.value.code, refused.value.details
 
 
 def test_a_minutes_chunks_may_be_spent_at_once_and_come_back_steadily(clock: Clock) -> None:
-    allowance = quotas(clock, chunks_per_minute=60).of("x")
+    allowance = quotas(clock, chunks_per_minute=60).allowance_of("x")
     for _ in range(60):
         take(allowance)
     assert refusal(allowance) == ("quota_exceeded", {"quota": "chunks", "retry_after_ms": 1000})
@@ -65,8 +68,10 @@ def test_a_minutes_chunks_may_be_spent_at_once_and_come_back_steadily(clock: Clo
     assert not allowance.take_chunk()
 
 
-def test_a_request_of_several_chunks_begins_when_one_is_there_and_is_paid_afterwards(clock: Clock) -> None:
-    allowance = quotas(clock, chunks_per_minute=6).of("x")
+def test_a_request_of_several_chunks_starts_when_one_is_there_and_is_paid_afterwards(
+    clock: Clock,
+) -> None:
+    allowance = quotas(clock, chunks_per_minute=6).allowance_of("x")
     take(allowance, 12)
     assert refusal(allowance)[1]["retry_after_ms"] == 70_000
     clock.now_s += 70.0
@@ -74,7 +79,7 @@ def test_a_request_of_several_chunks_begins_when_one_is_there_and_is_paid_afterw
 
 
 def test_bytes_are_charged_after_they_are_made_and_hold_up_the_next_request(clock: Clock) -> None:
-    allowance = quotas(clock, bytes_per_minute=6000).of("x")
+    allowance = quotas(clock, bytes_per_minute=6000).allowance_of("x")
     take(allowance)
     allowance.charge_bytes(6600)
     assert refusal(allowance) == ("quota_exceeded", {"quota": "bytes", "retry_after_ms": 6010})
@@ -85,9 +90,9 @@ def test_bytes_are_charged_after_they_are_made_and_hold_up_the_next_request(cloc
 def test_clients_do_not_share_an_allowance_and_named_keys_have_their_own(clock: Clock) -> None:
     file = QuotaFile(default=Quota(chunks_per_minute=1), keys={})
     found = FileQuotas(file, clock)
-    take(found.of("address 10.0.0.1"))
-    take(found.of("address 10.0.0.2"))
-    assert not found.of("address 10.0.0.1").take_chunk()
+    take(found.allowance_of("address 10.0.0.1"))
+    take(found.allowance_of("address 10.0.0.2"))
+    assert not found.allowance_of("address 10.0.0.1").take_chunk()
 
 
 @pytest.mark.parametrize(
@@ -99,24 +104,29 @@ def test_clients_do_not_share_an_allowance_and_named_keys_have_their_own(clock: 
         ('[keys.a]\nsha256 = "KEY"\n', "matching regex"),
         ('[keys."a b"]\nsha256 = "' + "0" * 64 + '"\n', "matching regex"),
         ('[keys.default]\nsha256 = "' + "0" * 64 + '"\n', "no key may be called 'default'"),
-        ('[keys.a]\nsha256 = "' + "0" * 64 + '"\n[keys.b]\nsha256 = "' + "0" * 64 + '"\n', "the same sha256"),
+        (
+            '[keys.a]\nsha256 = "' + "0" * 64 + '"\n[keys.b]\nsha256 = "' + "0" * 64 + '"\n',
+            "the same sha256",
+        ),
         ("sessions\n", "omni.quotas"),
     ],
 )
-def test_a_file_that_says_something_else_is_an_error_that_names_it(tmp_path: Path, text: str, said: str) -> None:
+def test_a_file_that_says_something_else_is_an_error_that_names_it(
+    tmp_path: Path, text: str, said: str
+) -> None:
     path = tmp_path / "quotas.toml"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"omni\.quotas") as error:
-        QuotaFile.read(path)
+        QuotaFile.read_file(path)
     assert said in str(error.value) and str(path) in str(error.value)
 
 
 def test_a_missing_file_is_an_error_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="No such file"):
-        QuotaFile.read(tmp_path / "none.toml")
+        QuotaFile.read_file(tmp_path / "none.toml")
 
 
-# -- over HTTP ---------------------------------------------------------------------------------------------------------
+# -- over HTTP -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -125,7 +135,9 @@ def guarded(clock: Clock) -> FastAPI:
     guard.quotas = quotas(clock, chunks_per_minute=1, bytes_per_minute=1000)
     app.add_middleware(guard.around)
     app.add_api_route("/v1/images/generations", lambda: Response(b"x" * 10), methods=["POST"])
-    app.add_api_route("/v1/files/{name}/content", lambda name: Response(b"x" * 2000), methods=["GET"])
+    app.add_api_route(
+        "/v1/files/{name}/content", lambda name: Response(b"x" * 2000), methods=["GET"]
+    )
     app.add_api_route("/v1/videos/{name}", lambda name: Response(b""), methods=["GET", "DELETE"])
     app.add_api_route("/health", lambda: Response(b""), methods=["GET"])
     return app
@@ -137,16 +149,22 @@ async def call(app: FastAPI, method: str, path: str) -> httpx.Response:
         return await client.request(method, path, headers={"Authorization": f"Bearer {KEY}"})
 
 
-def test_http_requests_beyond_a_quota_are_429_with_retry_after(guarded: FastAPI, clock: Clock) -> None:
+def test_http_requests_beyond_a_quota_are_429_with_retry_after(
+    guarded: FastAPI, clock: Clock
+) -> None:
     async def main() -> None:
         assert (await call(guarded, "POST", "/v1/images/generations")).status_code == 200
         refused = await call(guarded, "POST", "/v1/images/generations")
         assert refused.status_code == 429 and refused.headers["retry-after"] == "60"
         assert refused.json()["error"]["code"] == "quota_exceeded"
         assert refused.json()["error"]["type"] == "rate_limit_error"
-        assert (await call(guarded, "GET", "/v1/files/a/content")).status_code == 200  # makes nothing new
+        # makes nothing new
+        assert (await call(guarded, "GET", "/v1/files/a/content")).status_code == 200
         refused = await call(guarded, "GET", "/v1/files/a/content")
-        assert refused.status_code == 429 and "1000 bytes a minute" in refused.json()["error"]["message"]
+        assert (
+            refused.status_code == 429
+            and "1000 bytes a minute" in refused.json()["error"]["message"]
+        )
         assert (await call(guarded, "GET", "/health")).status_code == 200
         assert (await call(guarded, "DELETE", "/v1/videos/a")).status_code == 200
         clock.now_s += 3600
@@ -157,13 +175,20 @@ def test_http_requests_beyond_a_quota_are_429_with_retry_after(guarded: FastAPI,
 
 def test_a_key_is_known_by_its_digest(clock: Clock) -> None:
     """The named key has more than the rest; no metric's label has the key or its digest."""
-    scope = {"type": "http", "headers": [(b"authorization", f"Bearer {KEY}".encode())], "client": ("10.0.0.1", 1)}
+    scope = {
+        "type": "http",
+        "headers": [(b"authorization", f"Bearer {KEY}".encode())],
+        "client": ("10.0.0.1", 1),
+    }
     client = client_of(HTTPConnection(scope))
-    file = QuotaFile(default=Quota(chunks_per_minute=1), keys={"studio": KeyQuota(sha256=DIGEST, chunks_per_minute=5)})
+    file = QuotaFile(
+        default=Quota(chunks_per_minute=1),
+        keys={"studio": KeyQuota(sha256=DIGEST, chunks_per_minute=5)},
+    )
     found = FileQuotas(file, clock)
     for _ in range(5):
-        take(found.of(client))
-    assert refusal(found.of(client))[1]["quota"] == "chunks"
+        take(found.allowance_of(client))
+    assert refusal(found.allowance_of(client))[1]["quota"] == "chunks"
     page = generate_latest().decode()
     assert 'omni_quota_refusals_total{key="studio",quota="chunks"}' in page
     assert KEY not in page and DIGEST[:16] not in page

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions stay on the data-parallel rank where they began; ranks here are stores of `capacity` sessions."""
+"""Sessions stay on the data-parallel rank where they began; ranks here are stores of `capacity`
+sessions.
+"""
 
 import asyncio
 import random
@@ -8,20 +10,22 @@ from collections.abc import Awaitable, Callable
 import pytest
 from helpers.waits import until
 
-from vllm_omni.entrypoints.ranks import SessionRanks
+from vllm_omni.entrypoints.engine.ranks import SessionRanks
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.outputs import RequestFailed
 
 
 class Ranks:
-    """Engines without a model: each holds sessions and counts their chunks, as the runner's store does."""
+    """Engines without a model: each holds sessions and counts their chunks, as the runner's
+    store does.
+    """
 
     def __init__(self, size: int, capacity: int = 100) -> None:
         self.router = SessionRanks(size)
         self.capacity = capacity
         self.stores: list[dict[str, int]] = [{} for _ in range(size)]
         self.pause_s = 0.0
-        self.asked: list[int] = []
+        self.requested: list[int] = []
 
     async def send(self, session_id: str, index: int | None = None, **fields: object) -> int:
         """Run one request; returns the rank that answered."""
@@ -29,8 +33,8 @@ class Ranks:
         return await self.router.route(params, self._asker(params))
 
     def _asker(self, params: DiffusionParams) -> Callable[[int], Awaitable[int]]:
-        async def ask(rank: int) -> int:
-            self.asked.append(rank)
+        async def send(rank: int) -> int:
+            self.requested.append(rank)
             await asyncio.sleep(self.pause_s)
             store, name = self.stores[rank], params.session_id
             if params.op == "close":
@@ -48,10 +52,10 @@ class Ranks:
                 raise RequestFailed("unknown_session", "not here")
             return rank
 
-        return ask
+        return send
 
 
-def test_sessions_begin_where_there_are_fewest_and_stay_there() -> None:
+def test_sessions_start_where_there_are_fewest_and_stay_there() -> None:
     """Six sessions on three ranks: two each; every later chunk goes where the first went."""
 
     async def scenario() -> None:
@@ -71,11 +75,14 @@ def test_sessions_begin_where_there_are_fewest_and_stay_there() -> None:
 
 
 def test_a_full_rank_passes_a_new_session_on() -> None:
-    """All ranks are tried before `capacity` is the answer; a session that was refused leaves no trace."""
+    """All ranks are tried before `capacity` is the answer; a session that was refused leaves no
+    trace.
+    """
 
     async def scenario() -> None:
         ranks = Ranks(2, capacity=2)
-        ranks.stores[0].update(other_process=1, another=1)  # of another API server: not known to this router
+        # of another API server: not known to this router
+        ranks.stores[0].update(other_process=1, another=1)
         assert [await ranks.send(f"s{n}", 0) for n in range(2)] == [1, 1]
         with pytest.raises(RequestFailed, match="capacity"):
             await ranks.send("one-too-many", 0)
@@ -86,7 +93,9 @@ def test_a_full_rank_passes_a_new_session_on() -> None:
 
 
 def test_chunks_sent_ahead_follow_the_first_one() -> None:
-    """The second chunk, submitted before the first is answered, waits to learn where its session is."""
+    """The second chunk, submitted before the first is answered, waits to learn where its session
+    is.
+    """
 
     async def scenario() -> None:
         ranks = Ranks(2, capacity=1)
@@ -113,7 +122,7 @@ def test_a_fork_lives_on_its_parents_rank() -> None:
     asyncio.run(scenario())
 
 
-def test_one_shot_requests_spread_and_are_forgotten() -> None:
+def test_one_shot_requests_spread_and_are_evicted() -> None:
     async def scenario() -> None:
         ranks = Ranks(2)
         ranks.pause_s = 0.01
@@ -124,7 +133,7 @@ def test_one_shot_requests_spread_and_are_forgotten() -> None:
     asyncio.run(scenario())
 
 
-def test_a_session_the_engine_has_lost_may_begin_again_elsewhere() -> None:
+def test_a_session_the_engine_has_lost_may_start_again_elsewhere() -> None:
     async def scenario() -> None:
         ranks = Ranks(2)
         home = await ranks.send("s", 0)
@@ -153,7 +162,7 @@ def test_a_cancelled_first_chunk_is_still_found_by_close() -> None:
         ranks = Ranks(2)
         ranks.pause_s = 10
         task = asyncio.create_task(ranks.send("s", 0))
-        await until(lambda: ranks.asked)
+        await until(lambda: ranks.requested)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -166,14 +175,17 @@ def test_a_cancelled_first_chunk_is_still_found_by_close() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_under_random_load_no_session_ever_moves(seed: int) -> None:
-    """Many clients begin, continue, fork, cancel and close; each chunk is answered by the rank that has the session."""
+    """Many clients begin, continue, fork, cancel and close; each chunk is answered by the rank
+    that has the session.
+    """
     rng = random.Random(seed)
 
     async def client(ranks: Ranks, name: str) -> None:
         for life in range(4):
             try:
                 home = await ranks.send(name, 0)
-            except RequestFailed:  # both ranks were full; had a chunk gone astray, a later one would fail
+            # both ranks were full; had a chunk gone astray, a later one would fail
+            except RequestFailed:
                 continue
             for index in range(1, rng.randrange(1, 6)):
                 assert await ranks.send(name, index) == home

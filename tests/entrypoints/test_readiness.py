@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from helpers.waits import exactly_in_task, seconds, until
 
-from vllm_omni.entrypoints.engine import OmniEngine
-from vllm_omni.entrypoints.readiness import Readiness
+from vllm_omni.entrypoints.engine.client import OmniEngine
+from vllm_omni.entrypoints.engine.readiness import Readiness
 from vllm_omni.outputs import RequestFailed
 
 STATS = {"sessions": 0, "max_sessions": 2, "bytes": 0, "max_bytes": 100}
@@ -25,17 +25,17 @@ class StatsEngine(OmniEngine):
         self.stats = {**STATS, **stats}
         self.other_ranks: list[dict[str, Any]] = []
         self.delay_s = 0.0
-        self.asked = 0
+        self.requested = 0
 
     async def session_stats(self) -> list[dict[str, Any]]:
-        self.asked += 1
+        self.requested += 1
         await asyncio.sleep(self.delay_s)
         if self.is_dead:
             raise RequestFailed("engine_dead", "the engine has stopped")
         return [dict(self.stats), *self.other_ranks]
 
 
-def ask(
+def send(
     engine: StatsEngine, has_room: bool = True, can_make_room: bool | None = False, times: int = 1
 ) -> tuple[int, Any]:
     async def main() -> tuple[int, Any]:
@@ -49,7 +49,7 @@ def ask(
 
 
 @pytest.mark.parametrize(
-    ("stats", "doors", "status"),
+    ("stats", "endpoints", "status"),
     [
         ({}, {}, "ready"),
         ({"sessions": 1, "bytes": 50}, {}, "ready"),
@@ -57,13 +57,14 @@ def ask(
         ({"sessions": 1, "bytes": 51, "max_bytes": None}, {}, "ready"),
         ({"sessions": 2, "bytes": 10}, {}, "capacity"),
         ({"sessions": 2, "bytes": 10}, {"can_make_room": True}, "ready"),  # one of them is idle
-        ({"sessions": 2, "bytes": 10}, {"can_make_room": None}, "ready"),  # no world: requests queue
+        # no world: requests queue
+        ({"sessions": 2, "bytes": 10}, {"can_make_room": None}, "ready"),
         ({}, {"has_room": False}, "capacity"),
     ],
 )
-def test_room(stats: dict[str, Any], doors: dict[str, Any], status: str) -> None:
+def test_room(stats: dict[str, Any], endpoints: dict[str, Any], status: str) -> None:
     """200 exactly when a newcomer would be taken."""
-    code, reply = ask(StatsEngine(**stats), **doors)
+    code, reply = send(StatsEngine(**stats), **endpoints)
     assert (code, reply["status"]) == (200 if status == "ready" else 503, status)
     assert reply["max_sessions"] == 2
 
@@ -72,27 +73,32 @@ def test_a_dead_engine_is_not_ready() -> None:
     """Whether it was known before or is found out by asking."""
     engine = StatsEngine()
     engine.is_dead = True  # type: ignore[misc]
-    assert ask(engine) == (503, {"status": "engine_dead", **dict.fromkeys([*STATS, "age_s", "ranks"])})
+    assert send(engine) == (
+        503,
+        {"status": "engine_dead", **dict.fromkeys([*STATS, "age_s", "ranks"])},
+    )
 
 
 def test_probes_do_not_load_the_engine() -> None:
     """A hundred in a row are one question, besides the one that metrics ask anyway."""
     engine = StatsEngine()
-    ask(engine, times=100)
-    assert engine.asked <= 2
+    send(engine, times=100)
+    assert engine.requested <= 2
 
 
 def test_a_long_step_does_not_make_a_server_unready(monkeypatch: pytest.MonkeyPatch) -> None:
     """The workers answer between steps; until then the last answer holds."""
-    monkeypatch.setattr("vllm_omni.entrypoints.readiness._PATIENCE_S", 0.05)
+    monkeypatch.setattr("vllm_omni.entrypoints.engine.readiness._PATIENCE_S", 0.05)
     engine = StatsEngine()
     engine.delay_s = 10.0
-    code, reply = ask(engine)
+    code, reply = send(engine)
     assert (code, reply["sessions"], reply["age_s"]) == (200, None, None)
 
 
-def test_steps_longer_than_a_probe_waits_still_tell_it_the_truth() -> None:
-    """Steps of 0.8 s, a probe every 50 ms: none waits for a step, one question is under way, its answer is not lost."""
+def test_steps_longer_than_a_probe_waits_still_report_it_the_truth() -> None:
+    """Steps of 0.8 s, a probe every 50 ms: none waits for a step, one question is under way, its
+    answer is not lost.
+    """
     engine = StatsEngine(sessions=0)
     engine.delay_s = 0.8
 
@@ -102,15 +108,19 @@ def test_steps_longer_than_a_probe_waits_still_tell_it_the_truth() -> None:
         await exactly_in_task(1.0)  # the sampler's question is answered: no session
         engine.stats["sessions"], seen, probes = 1, 0, 0
         while seen != 1:
-            asked_s = time.monotonic()
-            assert asked_s - started_s < seconds(20), "probes that give up must not end the question"
+            requested_s = time.monotonic()
+            assert requested_s - started_s < seconds(20), (
+                "probes that give up must not end the question"
+            )
             reply = json.loads(bytes((await readiness.ready()).body))
-            assert time.monotonic() - asked_s < seconds(0.75), "a probe answers before the step ends"
+            assert time.monotonic() - requested_s < seconds(0.75), (
+                "a probe answers before the step ends"
+            )
             assert reply["age_s"] is not None
             seen, probes = reply["sessions"], probes + 1
             await exactly_in_task(0.05)
         assert probes > 1
-        assert engine.asked <= 2 + (time.monotonic() - started_s) / engine.delay_s
+        assert engine.requested <= 2 + (time.monotonic() - started_s) / engine.delay_s
 
     asyncio.run(main())
 
@@ -123,7 +133,7 @@ def test_an_engine_that_dies_during_a_question_is_found_out() -> None:
     async def main() -> str:
         readiness = Readiness(engine, 60.0, lambda: True, lambda: False, lambda: 0, lambda: 0)
         probe = asyncio.create_task(readiness.ready())
-        await until(lambda: engine.asked)
+        await until(lambda: engine.requested)
         engine.is_dead = True  # type: ignore[misc]
         return str(json.loads(bytes((await probe).body))["status"])
 
@@ -134,14 +144,21 @@ def test_several_ranks_add_up_and_one_with_room_is_enough() -> None:
     """Two data-parallel ranks, one full: there is room; both full: there is none."""
     engine = StatsEngine(sessions=2, bytes=80)
     engine.other_ranks = [{"sessions": 1, "max_sessions": 2, "bytes": 40, "max_bytes": 100}]
-    code, reply = ask(engine)
+    code, reply = send(engine)
     assert (code, reply["status"]) == (200, "ready")
-    assert {name: reply[name] for name in STATS} == {"sessions": 3, "max_sessions": 4, "bytes": 120, "max_bytes": 200}
+    assert {name: reply[name] for name in STATS} == {
+        "sessions": 3,
+        "max_sessions": 4,
+        "bytes": 120,
+        "max_bytes": 200,
+    }
     assert [rank["sessions"] for rank in reply["ranks"]] == [2, 1]
     engine.other_ranks[0].update(sessions=2, bytes=80)
-    assert ask(engine)[1]["status"] == "capacity"
+    assert send(engine)[1]["status"] == "capacity"
 
 
 def test_a_pipeline_that_keeps_no_sessions_is_ready() -> None:
-    status, body = ask(StatsEngine(sessions=0, max_sessions=0, bytes=0, max_bytes=None), can_make_room=None)
+    status, body = send(
+        StatsEngine(sessions=0, max_sessions=0, bytes=0, max_bytes=None), can_make_room=None
+    )
     assert (status, body["status"], body["sessions"], body["max_sessions"]) == (200, "ready", 0, 0)

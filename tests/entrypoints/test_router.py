@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The session-sticky router over real sockets; the servers behind it are small ones that say who they are."""
+"""The session-sticky router over real sockets; the servers behind it are small ones that say who
+they are.
+"""
 
 import asyncio
 import contextlib
@@ -20,7 +22,7 @@ from yarl import URL
 
 from vllm_omni.entrypoints.cli.errors import CommandError
 from vllm_omni.entrypoints.cli.main import make_parser
-from vllm_omni.entrypoints.frame_budget import SMALL_BYTES, FrameBudget
+from vllm_omni.entrypoints.limits.frame_budget import SMALL_BYTES, FrameBudget
 from vllm_omni.entrypoints.router.app import COOKIE, RANK_HEADER, SESSION_HEADER, Router
 from vllm_omni.entrypoints.router.backends import Backends
 from vllm_omni.entrypoints.router.client_frames import FrameHeaders
@@ -61,8 +63,8 @@ class Server:
         app.router.add_route("*", "/{path:.*}", self._echo)
         self.runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.0)
         await self.runner.setup()
-        site = web.TCPSite(self.runner, "127.0.0.1", port)
-        await site.start()
+        layer = web.TCPSite(self.runner, "127.0.0.1", port)
+        await layer.start()
         self.port = self.runner.addresses[0][1]
         return f"http://127.0.0.1:{self.port}"
 
@@ -74,8 +76,8 @@ class Server:
         await self.runner.cleanup()
 
     async def _ready(self, request: web.Request) -> web.Response:
-        facts = {"status": self.status, "sessions": 1, "max_sessions": 4}
-        return web.json_response(facts, status=200 if self.status == "ready" else 503)
+        info = {"status": self.status, "sessions": 1, "max_sessions": 4}
+        return web.json_response(info, status=200 if self.status == "ready" else 503)
 
     async def _refuse(self, request: web.Request) -> web.Response:
         return web.Response(status=401)
@@ -106,7 +108,9 @@ class Server:
     async def _echo(self, request: web.Request) -> web.Response:
         self.seen.append(request)
         body = await request.read()
-        return web.json_response({"name": self.name, "bytes": len(body), "query": request.query_string}, status=201)
+        return web.json_response(
+            {"name": self.name, "bytes": len(body), "query": request.query_string}, status=201
+        )
 
     async def _slow_socket(self, request: web.Request) -> web.WebSocketResponse:
         await pause_task(0.5)
@@ -143,16 +147,18 @@ class Server:
 class Behind:
     """A router with servers behind it, and a client."""
 
-    def __init__(self, url: str, backends: Backends, servers: list[Server], client: aiohttp.ClientSession) -> None:
+    def __init__(
+        self, url: str, backends: Backends, servers: list[Server], client: aiohttp.ClientSession
+    ) -> None:
         self.url, self.backends, self.servers, self.client = url, backends, servers, client
 
     async def looked(self) -> None:
         """Return when the router has asked every server again."""
-        await self.backends.ask(self.client)
+        await self.backends.poll_backends(self.client)
 
     async def who(self, path: str = "/v1/images/generations", **headers: str) -> str:
-        async with self.client.post(self.url + path, json={}, headers=headers) as answer:
-            return str((await answer.json())["name"])
+        async with self.client.post(self.url + path, json={}, headers=headers) as response:
+            return str((await response.json())["name"])
 
     @contextlib.asynccontextmanager
     async def socket(
@@ -170,7 +176,9 @@ class Behind:
 async def routed(num_servers: int = 2, **options: Any) -> AsyncIterator[Behind]:
     servers = [Server(f"server-{number}") for number in range(num_servers)]
     backends = Backends([await server.start() for server in servers], CHECK_S)
-    runner = web.AppRunner(Router(backends, **options).application(), handler_cancellation=True, shutdown_timeout=0.0)
+    runner = web.AppRunner(
+        Router(backends, **options).application(), handler_cancellation=True, shutdown_timeout=0.0
+    )
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     async with aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar()) as client:
@@ -184,45 +192,52 @@ def test_requests_pass_through_unchanged() -> None:
     """Method, path, query, body, status and headers; the server learns who asked."""
 
     async def scenario() -> None:
-        async with routed() as behind:
+        async with routed() as after:
             body = bytes(3 << 20)
-            url = URL(f"{behind.url}/v1/any%20thing?a=1&b=%2F", encoded=True)
-            async with behind.client.put(url, data=body, headers={"Authorization": "Bearer k"}) as answer:
-                assert answer.status == 201
-                assert (await answer.json())["bytes"] == len(body)
-            request = next(server.seen[0] for server in behind.servers if server.seen)
+            url = URL(f"{after.url}/v1/any%20thing?a=1&b=%2F", encoded=True)
+            async with after.client.put(
+                url, data=body, headers={"Authorization": "Bearer k"}
+            ) as response:
+                assert response.status == 201
+                assert (await response.json())["bytes"] == len(body)
+            request = next(server.seen[0] for server in after.servers if server.seen)
             assert (request.method, request.raw_path) == ("PUT", "/v1/any%20thing?a=1&b=%2F")
             assert request.headers["Authorization"] == "Bearer k"
             assert request.headers["X-Forwarded-For"] == "127.0.0.1"
-            assert request.headers["Host"] == behind.url.removeprefix("http://")
+            assert request.headers["Host"] == after.url.removeprefix("http://")
 
     asyncio.run(scenario())
 
 
 def test_streams_arrive_as_they_are_made() -> None:
     async def scenario() -> None:
-        async with routed() as behind, behind.client.get(behind.url + "/v1/stream") as answer:
-            parts = [part async for part in answer.content.iter_any()]
+        async with routed() as after, after.client.get(after.url + "/v1/stream") as response:
+            parts = [part async for part in response.content.iter_any()]
             assert b"".join(parts) == b"data: 0\n\ndata: 1\n\ndata: 2\n\n" and len(parts) >= 3
 
     asyncio.run(scenario())
 
 
 def test_requests_without_a_session_spread() -> None:
-    """While one server works on many, the next goes to another; a full one gets none while another has room."""
+    """While one server works on many, the next goes to another; a full one gets none while
+    another has room.
+    """
 
     async def scenario() -> None:
-        async with routed(3) as behind:
-            slow = [asyncio.create_task(behind.client.get(behind.url + "/v1/slow").__aenter__()) for _ in range(6)]
-            await until(lambda: [backend.open for backend in behind.backends.all] == [2, 2, 2])
-            behind.servers[0].status = behind.servers[2].status = "capacity"
-            await behind.looked()
-            assert {await behind.who() for _ in range(4)} == {"server-1"}
+        async with routed(3) as after:
+            slow = [
+                asyncio.create_task(after.client.get(after.url + "/v1/slow").__aenter__())
+                for _ in range(6)
+            ]
+            await until(lambda: [backend.open for backend in after.backends.all] == [2, 2, 2])
+            after.servers[0].status = after.servers[2].status = "capacity"
+            await after.looked()
+            assert {await after.who() for _ in range(4)} == {"server-1"}
             for task in slow:
                 task.cancel()
             await asyncio.wait(slow)
             # Clients that left ended their work.
-            await until(lambda: [server.cancelled for server in behind.servers] == [2, 2, 2])
+            await until(lambda: [server.cancelled for server in after.servers] == [2, 2, 2])
 
     asyncio.run(scenario())
 
@@ -231,25 +246,27 @@ def test_a_named_session_returns_to_its_server() -> None:
     """By query or header, over sockets and requests, also when that server has no room any more."""
 
     async def scenario() -> None:
-        async with routed(3) as behind:
+        async with routed(3) as after:
             homes = {}
             for number in range(12):
-                async with behind.socket(f"?session=s{number}") as (_, name):
+                async with after.socket(f"?session=s{number}") as (_, name):
                     homes[f"s{number}"] = name
             assert len(set(homes.values())) > 1
-            for server in behind.servers:
+            for server in after.servers:
                 server.status = "capacity"
-            await behind.looked()
+            await after.looked()
             for session, home in homes.items():
-                async with behind.socket(**{SESSION_HEADER: session}) as (_, name):
+                async with after.socket(**{SESSION_HEADER: session}) as (_, name):
                     assert name == home
-                assert await behind.who(**{SESSION_HEADER: session}) == home
+                assert await after.who(**{SESSION_HEADER: session}) == home
 
     asyncio.run(scenario())
 
 
 def test_another_router_chooses_the_same_server() -> None:
-    """Rendezvous hashing needs no memory: a router that was started again agrees with the one before."""
+    """Rendezvous hashing needs no memory: a router that was started again agrees with the one
+    before.
+    """
     urls = [f"http://host-{number}" for number in range(4)]
     first, second = Backends(urls), Backends(urls)
     for backends in (first, second):
@@ -260,27 +277,29 @@ def test_another_router_chooses_the_same_server() -> None:
     counts = [sum(backend is each for backend in chosen.values()) for each in first.all]
     assert min(counts) > 25
     lost = first.all[2]
-    lost.lost("test")
+    lost.unreachable("test")
     for name, backend in chosen.items():
         if backend is not lost:
             assert first.choose(name) is backend
 
 
-def test_a_handshake_tells_the_rank_and_a_client_may_ask_for_it() -> None:
+def test_a_handshake_reports_the_rank_and_a_client_may_request_for_it() -> None:
     """By header for programs, by cookie for browsers."""
 
     async def scenario() -> None:
-        async with routed(4) as behind:
-            async with behind.socket() as (socket, name):
+        async with routed(4) as after:
+            async with after.socket() as (socket, name):
                 rank = socket._response.headers[RANK_HEADER]
                 cookie = socket._response.headers["Set-Cookie"]
                 assert cookie.startswith(f"{COOKIE}={rank};") and "HttpOnly" in cookie
             for headers in ({RANK_HEADER: rank}, {"Cookie": f"{COOKIE}={rank}"}):
                 for _ in range(3):
-                    async with behind.socket(**headers) as (_, again):
+                    async with after.socket(**headers) as (_, again):
                         assert again == name
-            async with behind.client.post(behind.url + "/v1/omni/ticket") as answer:
-                assert answer.headers["Set-Cookie"].startswith(f"{COOKIE}={answer.headers[RANK_HEADER]};")
+            async with after.client.post(after.url + "/v1/omni/ticket") as response:
+                assert response.headers["Set-Cookie"].startswith(
+                    f"{COOKIE}={response.headers[RANK_HEADER]};"
+                )
 
     asyncio.run(scenario())
 
@@ -289,8 +308,8 @@ def test_sockets_pass_everything_both_ways() -> None:
     """Text, large binaries, pings, the chosen subprotocol, close codes of either side."""
 
     async def scenario() -> None:
-        async with routed() as behind:
-            async with behind.socket() as (socket, _):
+        async with routed() as after:
+            async with after.socket() as (socket, _):
                 assert socket.protocol == "chosen"
                 await socket.send_str("hällo")
                 assert await socket.receive_str() == "hällo"
@@ -302,13 +321,17 @@ def test_sockets_pass_everything_both_ways() -> None:
                 assert (message.type, bytes(message.data)) == (WSMsgType.PONG, b"are you there")
                 await socket.send_str("end")
                 message = await socket.receive()
-                assert (message.type, message.data, message.extra) == (WSMsgType.CLOSE, 4009, "taken over")
-            async with behind.socket() as (socket, name):
+                assert (message.type, message.data, message.extra) == (
+                    WSMsgType.CLOSE,
+                    4009,
+                    "taken over",
+                )
+            async with after.socket() as (socket, name):
                 await socket.close(code=3001)
-            server = behind.servers[int(name[-1])].sockets[-1]
+            server = after.servers[int(name[-1])].sockets[-1]
             await until(lambda: server.close_code == 3001)
             with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
-                await behind.client.ws_connect(behind.url + "/v1/realtime/private")
+                await after.client.ws_connect(after.url + "/v1/realtime/private")
             assert refused.value.status == 401
 
     asyncio.run(scenario())
@@ -316,7 +339,7 @@ def test_sockets_pass_everything_both_ways() -> None:
 
 def test_a_message_too_large_for_the_router_closes_the_socket() -> None:
     async def scenario() -> None:
-        async with routed(max_message_bytes=1000) as behind, behind.socket() as (socket, _):
+        async with routed(max_message_bytes=1000) as after, after.socket() as (socket, _):
             await socket.send_bytes(bytes(2000))
             assert (await socket.receive()).data == 1009
 
@@ -324,44 +347,52 @@ def test_a_message_too_large_for_the_router_closes_the_socket() -> None:
 
 
 def test_a_dead_server_takes_only_its_own_sockets() -> None:
-    """They are closed with 1012 and a reason; others go on; its sessions begin again elsewhere; it may come back."""
+    """They are closed with 1012 and a reason; others go on; its sessions begin again elsewhere;
+    it may come back.
+    """
 
     async def scenario() -> None:
-        async with routed() as behind:
+        async with routed() as after:
             async with (
-                behind.socket("?rank=rank-0&session=a") as (lost, first),
-                behind.socket("?rank=rank-1&session=b") as (kept, second),
+                after.socket("?rank=rank-0&session=a") as (lost, first),
+                after.socket("?rank=rank-1&session=b") as (retained, second),
             ):
                 assert (first, second) == ("server-0", "server-1")
-                await behind.servers[0].die()
+                await after.servers[0].die()
                 message = await asyncio.wait_for(lost.receive(), seconds(5))
                 assert message.data == 1012 and "rank-0 is gone" in message.extra
-                await kept.send_str("still here")
-                assert await kept.receive_str() == "still here"
-            async with behind.socket("?session=a") as (_, name):
+                await retained.send_str("still here")
+                assert await retained.receive_str() == "still here"
+            async with after.socket("?session=a") as (_, name):
                 assert name == "server-1"
-            assert {await behind.who() for _ in range(4)} == {"server-1"}
-            async with behind.client.get(behind.url + "/omni/ready") as answer:
-                facts = await answer.json()
-                assert answer.status == 200 and [rank["up"] for rank in facts["ranks"]] == [False, True]
-                assert (facts["sessions"], facts["max_sessions"]) == (1, 4)
-            await behind.servers[0].start(behind.servers[0].port)
-            await behind.looked()
-            async with behind.socket("?session=a") as (_, name):
+            assert {await after.who() for _ in range(4)} == {"server-1"}
+            async with after.client.get(after.url + "/omni/ready") as response:
+                info = await response.json()
+                assert response.status == 200 and [rank["up"] for rank in info["ranks"]] == [
+                    False,
+                    True,
+                ]
+                assert (info["sessions"], info["max_sessions"]) == (1, 4)
+            await after.servers[0].start(after.servers[0].port)
+            await after.looked()
+            async with after.socket("?session=a") as (_, name):
                 assert name == "server-1"  # its new world is there
-            async with behind.client.get(behind.url + "/omni/ready") as answer:
-                assert (await answer.json())["max_sessions"] == 8
+            async with after.client.get(after.url + "/omni/ready") as response:
+                assert (await response.json())["max_sessions"] == 8
 
     asyncio.run(scenario())
 
 
 def test_a_server_that_falls_silent_is_gone() -> None:
-    """Its machine lost power: no packet says so. An unanswered ping does; a quiet one that answers stays."""
+    """Its machine lost power: no packet says so.
+
+    An unanswered ping does; a quiet one that answers stays.
+    """
 
     async def scenario() -> None:
-        async with routed(heartbeat_s=0.2) as behind, behind.socket("?rank=rank-0") as (quiet, _):
-            behind.servers[1].is_silent = True
-            async with behind.socket("?rank=rank-1") as (lost, _):
+        async with routed(heartbeat_s=0.2) as after, after.socket("?rank=rank-0") as (quiet, _):
+            after.servers[1].is_silent = True
+            async with after.socket("?rank=rank-1") as (lost, _):
                 messages = []
                 async with asyncio.timeout(seconds(5)):
                     while not messages or messages[-1].type is WSMsgType.PONG:
@@ -379,8 +410,8 @@ def test_a_reader_that_does_not_read_is_let_go() -> None:
     """Nothing piles up in the router, and its server is told."""
 
     async def scenario() -> None:
-        async with routed(send_timeout_s=0.3) as behind, behind.socket() as (socket, name):
-            backend, server = behind.backends.all[int(name[-1])], behind.servers[int(name[-1])]
+        async with routed(send_timeout_s=0.3) as after, after.socket() as (socket, name):
+            backend, server = after.backends.all[int(name[-1])], after.servers[int(name[-1])]
             before = grown = psutil.Process().memory_info().rss
             await socket.send_str("flood")
             async with asyncio.timeout(seconds(10)):
@@ -395,7 +426,9 @@ def test_a_reader_that_does_not_read_is_let_go() -> None:
 
 @pytest.mark.parametrize("flood", [PING * 100_000, FRAGMENTS], ids=["pings", "fragments"])
 def test_a_client_that_floods_with_small_frames_is_closed(flood: bytes) -> None:
-    """With 1008 and the limit, at the router: little of it reaches the server, whose socket ends as well."""
+    """With 1008 and the limit, at the router: little of it reaches the server, whose socket ends
+    as well.
+    """
 
     def attack(url: str) -> tuple[int, str]:
         with connect(f"ws{url.removeprefix('http')}/v1/realtime/echo", compression=None) as client:
@@ -407,12 +440,12 @@ def test_a_client_that_floods_with_small_frames_is_closed(flood: bytes) -> None:
         return closed.value.rcvd.code, closed.value.rcvd.reason
 
     async def scenario() -> None:
-        async with routed(1, frames=BUDGET) as behind, behind.socket() as (neighbour, _):
-            told = await asyncio.to_thread(attack, behind.url)
-            assert told == (1008, "more than 20 frames under 1024 bytes a second")
+        async with routed(1, frames=BUDGET) as after, after.socket() as (neighbour, _):
+            reported = await asyncio.to_thread(attack, after.url)
+            assert reported == (1008, "more than 20 frames under 1024 bytes a second")
             await neighbour.send_str("still here")
             assert await neighbour.receive_str() == "still here"
-            assert behind.servers[0].sockets[-1].close_code == 1008
+            assert after.servers[0].sockets[-1].close_code == 1008
 
     asyncio.run(scenario())
 
@@ -421,7 +454,7 @@ def test_frames_within_the_budget_pass() -> None:
     """Large frames in any number, small ones up to the burst."""
 
     async def scenario() -> None:
-        async with routed(1, frames=BUDGET) as behind, behind.socket() as (socket, _):
+        async with routed(1, frames=BUDGET) as after, after.socket() as (socket, _):
             for size in [SMALL_BYTES] * 200 + [1] * int(BUDGET.burst - 1):
                 await socket.send_bytes(bytes(size))
                 assert len(await socket.receive_bytes()) == size
@@ -430,12 +463,13 @@ def test_frames_within_the_budget_pass() -> None:
 
 
 @pytest.mark.parametrize("delay_s", [None, 0.1], ids=["in the same packet", "a moment later"])
-def test_frames_before_the_handshakes_answer_are_refused(delay_s: float | None) -> None:
+def test_frames_before_the_handshakes_response_are_refused(delay_s: float | None) -> None:
     """With 400; the server never hears of them. In the second case the server is slow to answer."""
 
-    def ask(port: int) -> bytes:
+    def send(port: int) -> bytes:
         head = (
-            b"GET /v1/realtime/slow HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+            b"GET /v1/realtime/slow HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: "
+            b"Upgrade\r\n"
             b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
         )
         with socket.create_connection(("127.0.0.1", port)) as raw:
@@ -444,16 +478,16 @@ def test_frames_before_the_handshakes_answer_are_refused(delay_s: float | None) 
                 exactly(delay_s)
                 raw.sendall(PING)
             raw.settimeout(seconds(10))
-            answer = b""
+            response = b""
             while part := raw.recv(1 << 16):
-                answer += part
-            return answer
+                response += part
+            return response
 
     async def scenario() -> None:
-        async with routed(1) as behind:
-            answer = await asyncio.to_thread(ask, URL(behind.url).port or 0)
-            assert answer.startswith(b"HTTP/1.1 400 ") and b"before the handshake" in answer
-            assert behind.servers[0].num_pings == 0
+        async with routed(1) as after:
+            reply = await asyncio.to_thread(send, URL(after.url).port or 0)
+            assert reply.startswith(b"HTTP/1.1 400 ") and b"before the handshake" in reply
+            assert after.servers[0].num_pings == 0
 
     asyncio.run(scenario())
 
@@ -463,7 +497,9 @@ def test_frames_are_found_wherever_their_bytes_are_cut() -> None:
     cut = random.Random(0)
     sizes = [0, 1, 125, 126, SMALL_BYTES - 1, SMALL_BYTES, 65_535, 65_536] * 8
     cut.shuffle(sizes)
-    data = b"".join(Frame(Opcode.BINARY, bytes(size)).serialize(mask=cut.random() < 0.5) for size in sizes)
+    data = b"".join(
+        Frame(Opcode.BINARY, bytes(size)).serialize(mask=cut.random() < 0.5) for size in sizes
+    )
     for longest in (1, 3, 50, 100_000):
         headers, found, at = FrameHeaders(), 0, 0
         while at < len(data):
@@ -473,17 +509,17 @@ def test_frames_are_found_wherever_their_bytes_are_cut() -> None:
         assert found == sum(size < SMALL_BYTES for size in sizes)
 
 
-def test_without_any_server_clients_are_told() -> None:
+def test_without_any_server_clients_are_notified() -> None:
     async def scenario() -> None:
-        async with routed() as behind:
-            for server in behind.servers:
+        async with routed() as after:
+            for server in after.servers:
                 server.status = "engine_dead"
-            await behind.looked()
+            await after.looked()
             for path, status in (("/health", 503), ("/omni/ready", 503), ("/v1/models", 503)):
-                async with behind.client.get(behind.url + path) as answer:
-                    assert answer.status == status
+                async with after.client.get(after.url + path) as response:
+                    assert response.status == status
             with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
-                await behind.client.ws_connect(behind.url + "/v1/realtime/echo")
+                await after.client.ws_connect(after.url + "/v1/realtime/echo")
             assert refused.value.status == 503
 
     asyncio.run(scenario())
@@ -491,15 +527,15 @@ def test_without_any_server_clients_are_told() -> None:
 
 def test_a_video_is_found_on_whichever_server_made_it() -> None:
     async def scenario() -> None:
-        async with routed(3) as behind:
-            behind.servers[2].kept.add("video_x")
+        async with routed(3) as after:
+            after.servers[2].kept.add("video_x")
             for _ in range(3):
-                async with behind.client.get(behind.url + "/v1/videos/video_x") as answer:
-                    assert (await answer.json())["name"] == "server-2"
-            async with behind.client.delete(behind.url + "/v1/videos/video_x") as answer:
-                assert answer.status == 200
-            async with behind.client.get(behind.url + "/v1/videos/video_x") as answer:
-                assert answer.status == 404
+                async with after.client.get(after.url + "/v1/videos/video_x") as response:
+                    assert (await response.json())["name"] == "server-2"
+            async with after.client.delete(after.url + "/v1/videos/video_x") as response:
+                assert response.status == 200
+            async with after.client.get(after.url + "/v1/videos/video_x") as response:
+                assert response.status == 404
 
     asyncio.run(scenario())
 

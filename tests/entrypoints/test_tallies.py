@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tally is scraped as `prometheus_client`'s own metric is, and that one counts where several processes are."""
+"""A tally is scraped as `prometheus_client`'s own metric is, and that one counts where several
+processes are.
+"""
 
 import os
 import re
@@ -9,7 +11,12 @@ import pytest
 from helpers.rank_processes import run_ranks
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest, values
 
-from vllm_omni.entrypoints.tallies import CounterTally, Counts, Distributions, HistogramTally
+from vllm_omni.entrypoints.telemetry.frontend_metrics import (
+    Counts,
+    Distributions,
+    FrontendCounter,
+    FrontendHistogram,
+)
 
 BOUNDS = (0.005, 0.5, 1.0, 60.0)
 LABELS = ("endpoint", "stage")
@@ -22,14 +29,16 @@ def scraped(registry: CollectorRegistry) -> str:
 
 
 def test_a_tally_is_scraped_as_the_librarys_own_metric() -> None:
-    """Names, types, texts, labels, bounds that belong to their bucket, sums; also before anything was observed."""
+    """Names, types, texts, labels, bounds that belong to their bucket, sums; also before
+    anything was observed.
+    """
     ours, theirs = CollectorRegistry(), CollectorRegistry()
     counters: list[Counts] = [
-        CounterTally("chunks", "Chunks.", LABELS, ours),
+        FrontendCounter("chunks", "Chunks.", LABELS, ours),
         Counter("chunks", "Chunks.", LABELS, registry=theirs),
     ]
     histograms: list[Distributions] = [
-        HistogramTally("seconds", "Seconds.", LABELS, BOUNDS, ours),
+        FrontendHistogram("seconds", "Seconds.", LABELS, BOUNDS, ours),
         Histogram("seconds", "Seconds.", LABELS, buckets=BOUNDS, registry=theirs),
     ]
     assert scraped(ours) == scraped(theirs)
@@ -46,7 +55,7 @@ def test_a_tally_is_scraped_as_the_librarys_own_metric() -> None:
 
 def test_a_name_is_taken_once() -> None:
     registry = CollectorRegistry(auto_describe=True)  # as the process's own
-    CounterTally("chunks", "Chunks.", LABELS, registry)
+    FrontendCounter("chunks", "Chunks.", LABELS, registry)
     with pytest.raises(ValueError, match="chunks"):
         Counter("chunks", "Chunks.", registry=registry)
 
@@ -56,11 +65,12 @@ COUNTS = (2, 3)
 
 def _as_a_server_process(folder: str) -> None:
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
-    values.ValueClass = values.get_value_class()  # as when `prometheus_client` is first imported with this variable
+    # as when `prometheus_client` is first imported with this variable
+    values.ValueClass = values.get_value_class()
 
 
 def _count(rank: int, folder: str) -> None:
-    from vllm_omni.entrypoints.metrics import SessionMeter
+    from vllm_omni.entrypoints.telemetry.metrics import SessionMeter
 
     _as_a_server_process(folder)
     meter = SessionMeter("door")
@@ -68,11 +78,11 @@ def _count(rank: int, folder: str) -> None:
         meter.chunk_done(4, 16.0, {"decode": [200.0]}, 0.3)
 
 
-def _scrape(rank: int, folder: str, answer: str) -> None:
+def _scrape(rank: int, folder: str, response: str) -> None:
     from vllm.v1.metrics.prometheus import get_prometheus_registry
 
     _as_a_server_process(folder)
-    Path(answer).write_bytes(generate_latest(get_prometheus_registry()))
+    Path(response).write_bytes(generate_latest(get_prometheus_registry()))
 
 
 def test_the_chunks_of_all_server_processes_are_scraped(tmp_path: Path) -> None:
@@ -80,8 +90,8 @@ def test_the_chunks_of_all_server_processes_are_scraped(tmp_path: Path) -> None:
     folder.mkdir()
     run_ranks(_count, (str(folder),), len(COUNTS))
     run_ranks(_scrape, (str(folder), str(page)), 1)
-    answer = page.read_text()
-    assert 'omni_rt_chunks_total{endpoint="door"} 5.0' in answer
-    assert 'omni_rt_frames_total{endpoint="door"} 20.0' in answer
-    assert 'omni_rt_chunk_seconds_bucket{endpoint="door",le="0.25",stage="decode"} 5.0' in answer
-    assert 'omni_rt_inter_chunk_gap_seconds_count{endpoint="door"} 3.0' in answer
+    response = page.read_text()
+    assert 'omni_rt_chunks_total{endpoint="door"} 5.0' in response
+    assert 'omni_rt_frames_total{endpoint="door"} 20.0' in response
+    assert 'omni_rt_chunk_seconds_bucket{endpoint="door",le="0.25",stage="decode"} 5.0' in response
+    assert 'omni_rt_inter_chunk_gap_seconds_count{endpoint="door"} 3.0' in response

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tickets: good once, for seconds, for one origin, in every process with the same secret; nothing else is taken."""
+"""Tickets: good once, for seconds, for one origin, in every process with the same secret;
+nothing else is taken.
+"""
 
 import base64
 import hashlib
@@ -9,8 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_omni.entrypoints import tickets as tickets_module
-from vllm_omni.entrypoints.tickets import SECRET_VARIABLE, TicketError, TicketOffice, derive_secret
+from vllm_omni.entrypoints.limits import tickets as tickets_module
+from vllm_omni.entrypoints.limits.tickets import (
+    SECRET_VARIABLE,
+    TicketError,
+    TicketOffice,
+    derive_secret,
+)
 
 ORIGIN = "https://world.example"
 
@@ -36,25 +43,27 @@ def test_a_ticket_names_its_key_and_is_good_once(clock: Clock) -> None:
     """It opens one connection, under the key it was bought with."""
     tickets = office(clock)
     ticket = tickets.issue(1, ORIGIN)
-    assert tickets.take(ticket, ORIGIN) == 1
+    assert tickets.redeem_ticket(ticket, ORIGIN) == 1
     with pytest.raises(TicketError, match="used"):
-        tickets.take(ticket, ORIGIN)
+        tickets.redeem_ticket(ticket, ORIGIN)
 
 
 def test_another_process_with_the_secret_takes_it(clock: Clock) -> None:
     """Several API server processes need to tell each other nothing."""
     ticket = office(clock).issue(0, None)
-    assert office(clock).take(ticket, None) == 0
+    assert office(clock).redeem_ticket(ticket, None) == 0
     with pytest.raises(TicketError, match="signature"):
-        office(clock, b"other").take(ticket, None)
+        office(clock, b"other").redeem_ticket(ticket, None)
 
 
-@pytest.mark.parametrize("origin", [None, "https://world.example:8443", "http://world.example", "-", ""])
+@pytest.mark.parametrize(
+    "origin", [None, "https://world.example:8443", "http://world.example", "-", ""]
+)
 def test_a_ticket_is_bound_to_its_origin(clock: Clock, origin: str | None) -> None:
     """A page of another origin, or no page, cannot use it."""
     tickets = office(clock)
     with pytest.raises(TicketError, match="origin"):
-        tickets.take(tickets.issue(0, ORIGIN), origin)
+        tickets.redeem_ticket(tickets.issue(0, ORIGIN), origin)
 
 
 def test_a_ticket_expires(clock: Clock) -> None:
@@ -62,10 +71,10 @@ def test_a_ticket_expires(clock: Clock) -> None:
     tickets = office(clock, ttl_s=30)
     early, late = tickets.issue(0, ORIGIN), tickets.issue(0, ORIGIN)
     clock.now += 29
-    assert tickets.take(early, ORIGIN) == 0
+    assert tickets.redeem_ticket(early, ORIGIN) == 0
     clock.now += 1
     with pytest.raises(TicketError, match="expired"):
-        tickets.take(late, ORIGIN)
+        tickets.redeem_ticket(late, ORIGIN)
 
 
 def test_memory_of_used_tickets_is_bounded_and_fails_closed(clock: Clock) -> None:
@@ -73,21 +82,24 @@ def test_memory_of_used_tickets_is_bounded_and_fails_closed(clock: Clock) -> Non
     tickets = office(clock, ttl_s=30, max_remembered=3)
     used = [tickets.issue(0, ORIGIN) for _ in range(3)]
     for ticket in used:
-        tickets.take(ticket, ORIGIN)
+        tickets.redeem_ticket(ticket, ORIGIN)
     with pytest.raises(TicketError, match="too many"):
-        tickets.take(tickets.issue(0, ORIGIN), ORIGIN)
+        tickets.redeem_ticket(tickets.issue(0, ORIGIN), ORIGIN)
     clock.now += 32
-    assert tickets.take(tickets.issue(0, ORIGIN), ORIGIN) == 0
+    assert tickets.redeem_ticket(tickets.issue(0, ORIGIN), ORIGIN) == 0
     for ticket in used:
         with pytest.raises(TicketError, match="expired"):
-            tickets.take(ticket, ORIGIN)
+            tickets.redeem_ticket(ticket, ORIGIN)
 
 
-@given(st.text(max_size=80) | st.binary(max_size=60).map(lambda data: base64.urlsafe_b64encode(data).decode()))
+@given(
+    st.text(max_size=80)
+    | st.binary(max_size=60).map(lambda data: base64.urlsafe_b64encode(data).decode())
+)
 def test_nothing_else_is_a_ticket(text: str) -> None:
     """Whatever is sent, the answer is `TicketError`."""
     with pytest.raises(TicketError):
-        TicketOffice(b"secret", 1).take(text, None)
+        TicketOffice(b"secret", 1).redeem_ticket(text, None)
 
 
 @given(st.integers(0, 35 * 8 - 1))
@@ -97,16 +109,22 @@ def test_no_bit_of_a_ticket_may_change(bit: int) -> None:
     data = bytearray(base64.urlsafe_b64decode(tickets.issue(0, ORIGIN) + "="))
     data[bit // 8] ^= 1 << (bit % 8)
     with pytest.raises(TicketError):
-        tickets.take(base64.urlsafe_b64encode(data).rstrip(b"=").decode(), ORIGIN)
+        tickets.redeem_ticket(base64.urlsafe_b64encode(data).rstrip(b"=").decode(), ORIGIN)
 
 
 def test_the_secret_comes_from_keys_and_environment() -> None:
-    """Processes started alike agree; other keys or another start give another secret; no key can be read off it."""
+    """Processes started alike agree; other keys or another start give another secret; no key can
+    be read off it.
+    """
     shared = {SECRET_VARIABLE: "0123456789abcdef"}
     assert derive_secret(["a", "b"], shared) == derive_secret(["a", "b"], dict(shared))
     assert derive_secret(["a", "b"], {}) == derive_secret(["a", "b"], {})
     environments = (shared, {}, {SECRET_VARIABLE: "x"})
-    secrets = [derive_secret(keys, environ) for keys in (["a", "b"], ["a"], ["ab"]) for environ in environments]
+    secrets = [
+        derive_secret(keys, environ)
+        for keys in (["a", "b"], ["a"], ["ab"])
+        for environ in environments
+    ]
     assert len(set(secrets)) == len(secrets)
 
 
@@ -114,15 +132,17 @@ def test_the_secret_comes_from_keys_and_environment() -> None:
 def test_a_ticket_has_one_spelling(clock: Clock, spoiler: str) -> None:
     """Characters that base64 does not have are not skipped, wherever they stand."""
     ticket = office(clock).issue(0, ORIGIN)
-    for place in (0, 20, len(ticket)):
+    for position in (0, 20, len(ticket)):
         with pytest.raises(TicketError, match=r"^(not base64|signature or origin differs)$"):
-            office(clock).take(ticket[:place] + spoiler * 4 + ticket[place:], ORIGIN)
-    assert office(clock).take(ticket, ORIGIN) == 0
+            office(clock).redeem_ticket(ticket[:position] + spoiler * 4 + ticket[position:], ORIGIN)
+    assert office(clock).redeem_ticket(ticket, ORIGIN) == 0
 
 
 def test_a_ticket_has_47_characters_that_need_no_escaping(clock: Clock) -> None:
     """Of the URL-safe alphabet, without padding: it also serves as a subprotocol's name."""
-    assert all(re.fullmatch(r"[\w-]{47}", office(clock).issue(0, ORIGIN), re.ASCII) for _ in range(50))
+    assert all(
+        re.fullmatch(r"[\w-]{47}", office(clock).issue(0, ORIGIN), re.ASCII) for _ in range(50)
+    )
 
 
 def test_a_ticket_for_a_key_that_this_server_does_not_have_is_refused(clock: Clock) -> None:
@@ -130,55 +150,65 @@ def test_a_ticket_for_a_key_that_this_server_does_not_have_is_refused(clock: Clo
     larger = TicketOffice(b"secret", 4, now=clock)
     for key_index in (2, 3):
         with pytest.raises(TicketError, match=r"^made by another server$"):
-            office(clock).take(larger.issue(key_index, ORIGIN), ORIGIN)
-    assert office(clock).take(larger.issue(1, ORIGIN), ORIGIN) == 1
+            office(clock).redeem_ticket(larger.issue(key_index, ORIGIN), ORIGIN)
+    assert office(clock).redeem_ticket(larger.issue(1, ORIGIN), ORIGIN) == 1
 
 
-def test_a_ticket_of_another_version_is_refused(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ticket_of_another_version_is_refused(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its key's number means something else then, however well it is signed."""
     monkeypatch.setattr(tickets_module, "_VERSION", 2)
     ticket = office(clock).issue(0, ORIGIN)
     monkeypatch.undo()
     with pytest.raises(TicketError, match=r"^made by another server$"):
-        office(clock).take(ticket, ORIGIN)
+        office(clock).redeem_ticket(ticket, ORIGIN)
 
 
 def test_clocks_may_differ_by_a_second(clock: Clock) -> None:
-    """A ticket from a process whose clock is further ahead would live too long: it is refused as an expired one is."""
+    """A ticket from a process whose clock is further ahead would live too long: it is refused as
+    an expired one is.
+    """
     ahead = Clock()
     for seconds, taken in ((1, True), (1.5, True), (2, False)):
         ahead.now = clock.now + seconds
         ticket = office(ahead, ttl_s=30).issue(0, None)
         if taken:
-            assert office(clock, ttl_s=30).take(ticket, None) == 0
+            assert office(clock, ttl_s=30).redeem_ticket(ticket, None) == 0
         else:
             with pytest.raises(TicketError, match=r"^expired$"):
-                office(clock, ttl_s=30).take(ticket, None)
+                office(clock, ttl_s=30).redeem_ticket(ticket, None)
 
 
 def test_a_used_ticket_is_remembered_until_it_expires(clock: Clock) -> None:
-    """In the last second of its life it is still known as used, and no place is taken for longer."""
+    """In the last second of its life it is still known as used, and no place is taken for
+    longer.
+    """
     tickets = office(clock, ttl_s=30, max_remembered=1)
     ticket = tickets.issue(0, None)
-    tickets.take(ticket, None)
+    tickets.redeem_ticket(ticket, None)
     clock.now += 29.9
     with pytest.raises(TicketError, match=r"^used before$"):
-        tickets.take(ticket, None)
+        tickets.redeem_ticket(ticket, None)
     clock.now += 1.1
     with pytest.raises(TicketError, match=r"^too many tickets at once$"):
-        tickets.take(tickets.issue(0, None), None)
+        tickets.redeem_ticket(tickets.issue(0, None), None)
     clock.now += 0.1
-    assert tickets.take(tickets.issue(0, None), None) == 0
+    assert tickets.redeem_ticket(tickets.issue(0, None), None) == 0
 
 
 def test_a_shared_secret_may_be_any_bytes() -> None:
-    """The operating system hands over bytes that are not UTF-8 as surrogates; different ones give different secrets."""
+    """The operating system hands over bytes that are not UTF-8 as surrogates; different ones
+    give different secrets.
+    """
     secrets = {derive_secret(["a"], {SECRET_VARIABLE: text}) for text in ("\udcff", "\udcfe", "ÿ")}
     assert len(secrets) == 3 and {len(secret) for secret in secrets} == {32}
 
 
 def test_secrets_without_a_shared_one_are_those_of_earlier_versions() -> None:
-    """Processes of a rolling update agree: scrypt over the keys' digests, with parameters that never change."""
+    """Processes of a rolling update agree: scrypt over the keys' digests, with parameters that
+    never change.
+    """
     assert derive_secret(["a", "b"], {}) == hashlib.scrypt(
         b"\0".join(hashlib.sha256(key).digest() for key in (b"a", b"b")),
         salt=b"vllm_omni tickets",

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts with times: each begins with the first chunk at or behind its second or chunk, and is given out once."""
+"""Prompts with times: each begins with the first chunk at or behind its second or chunk, and is
+given out once.
+"""
 
 import pytest
 
@@ -11,29 +13,43 @@ FRAMES = (0, 9, 21, 33, 45, 57)
 
 def taken(*prompts: TimedPrompt, fps: float = 16) -> list[str | None]:
     schedule = PromptSchedule(prompts, fps)
-    return [schedule.take(chunk, frame) for chunk, frame in enumerate(FRAMES)]
+    return [schedule.take_prompt(chunk, frame) for chunk, frame in enumerate(FRAMES)]
 
 
-def test_a_prompt_begins_with_the_first_chunk_at_or_behind_its_time() -> None:
+def test_a_prompt_starts_with_the_first_chunk_at_or_behind_its_time() -> None:
     """At 16 fps the chunks begin at 0, 0.56, 1.31, 2.06, 2.81 and 3.56 s."""
     night = TimedPrompt(prompt="night", seconds=2)
     assert taken(night) == [None, None, None, "night", None, None]
     assert taken(night, fps=24) == [None, None, None, None, None, "night"]
-    assert taken(TimedPrompt(prompt="snow", chunk=1), night) == [None, "snow", None, "night", None, None]
+    assert taken(TimedPrompt(prompt="snow", chunk=1), night) == [
+        None,
+        "snow",
+        None,
+        "night",
+        None,
+        None,
+    ]
 
 
-def test_of_several_that_begin_together_the_last_one_counts() -> None:
-    prompts = [TimedPrompt(prompt=name, seconds=second) for name, second in (("a", 0.6), ("b", 0.7), ("c", 99))]
+def test_of_several_that_start_together_the_last_one_counts() -> None:
+    prompts = [
+        TimedPrompt(prompt=name, seconds=second)
+        for name, second in (("a", 0.6), ("b", 0.7), ("c", 99))
+    ]
     assert taken(*prompts) == [None, None, "b", None, None, None]
     assert taken(TimedPrompt(prompt="first", seconds=0))[0] == "first"
 
 
 def test_times_are_written_as_seconds_or_chunks() -> None:
-    assert TimedPrompt.parse("3:a town: at night") == TimedPrompt(prompt="a town: at night", chunk=3)
+    assert TimedPrompt.parse("3:a town: at night") == TimedPrompt(
+        prompt="a town: at night", chunk=3
+    )
     assert TimedPrompt.parse("7.5s:snow") == TimedPrompt(prompt="snow", seconds=7.5)
 
 
-@pytest.mark.parametrize("text", ["snow", "x:snow", "3:", "-1:snow", "nans:snow", "99999s:snow", "s:snow"])
+@pytest.mark.parametrize(
+    "text", ["snow", "x:snow", "3:", "-1:snow", "nans:snow", "99999s:snow", "s:snow"]
+)
 def test_other_text_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ValueError, match=r"expected CHUNK:PROMPT or SECONDSs:PROMPT"):
         TimedPrompt.parse(text)

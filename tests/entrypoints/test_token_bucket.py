@@ -5,34 +5,38 @@ import math
 
 import pytest
 
-from vllm_omni.entrypoints.token_bucket import TokenBucket
+from vllm_omni.entrypoints.limits.token_bucket import TokenBucket
 
 
 def test_a_burst_then_the_rate() -> None:
-    """Full at first, empty after the burst, refilled with time, never above the burst; debts are paid first."""
+    """Full at first, empty after the burst, refilled with time, never above the burst; debts are
+    paid first.
+    """
     now_s = 0.0
     bucket = TokenBucket(10.0, 50.0, lambda: now_s)
-    assert bucket.take(50)
-    assert not bucket.take(1)
+    assert bucket.take_tokens(50)
+    assert not bucket.take_tokens(1)
     now_s = 1.1
-    assert bucket.take(10)
-    assert not bucket.take(1)
+    assert bucket.take_tokens(10)
+    assert not bucket.take_tokens(1)
     now_s = 1000.0
-    assert bucket.take(50)
-    assert not bucket.take(30)
+    assert bucket.take_tokens(50)
+    assert not bucket.take_tokens(30)
     now_s = 1002.0
-    assert not bucket.take(1)
+    assert not bucket.take_tokens(1)
     now_s = 1004.0
-    assert bucket.take(9)
+    assert bucket.take_tokens(9)
 
 
 def test_how_long_to_wait() -> None:
-    """Nothing while there is one left; then until a debt is paid and one is there; who waits that long is served."""
+    """Nothing while there is one left; then until a debt is paid and one is there; who waits
+    that long is served.
+    """
     now_s = 0.0
     bucket = TokenBucket(0.1, 3.0, lambda: now_s)
-    bucket.take(2)
+    bucket.take_tokens(2)
     assert bucket.wait_s() == 0
-    bucket.take(2)
+    bucket.take_tokens(2)
     assert bucket.wait_s() == pytest.approx(20.0)
     now_s += bucket.wait_s()
     assert bucket.wait_s() == 0
@@ -41,5 +45,5 @@ def test_how_long_to_wait() -> None:
 def test_a_bucket_without_a_bound_is_never_empty() -> None:
     """However much is taken."""
     bucket = TokenBucket(0.0, math.inf)
-    assert bucket.take(1e30)
+    assert bucket.take_tokens(1e30)
     assert bucket.wait_s() == 0

@@ -12,8 +12,8 @@ from opentelemetry.trace import StatusCode
 
 from vllm_omni.entrypoints.cli import serve
 from vllm_omni.entrypoints.cli.errors import CommandError
-from vllm_omni.entrypoints.realtime.errors import DoorError
-from vllm_omni.entrypoints.tracing import OpenTelemetryTracing, Tracing, tracing
+from vllm_omni.entrypoints.errors import EndpointError
+from vllm_omni.entrypoints.telemetry.tracing import OpenTelemetryTracing, Tracing, tracing
 
 
 @pytest.fixture
@@ -31,40 +31,59 @@ def traced(exporter: InMemorySpanExporter) -> Tracing:
 @pytest.mark.parametrize(
     ("error", "outcome", "status"),
     [
-        (DoorError("oom", "no memory"), "oom", StatusCode.ERROR),
+        (EndpointError("oom", "no memory"), "oom", StatusCode.ERROR),
         (ValueError("a bug"), "engine_error", StatusCode.ERROR),
         (asyncio.CancelledError(), "cancelled", StatusCode.UNSET),
     ],
 )
 def test_a_chunk_that_does_not_come_has_a_span_with_the_reason(
-    traced: Tracing, exporter: InMemorySpanExporter, error: BaseException, outcome: str, status: StatusCode
+    traced: Tracing,
+    exporter: InMemorySpanExporter,
+    error: BaseException,
+    outcome: str,
+    status: StatusCode,
 ) -> None:
     session = traced.session("s", "realtime/video")
     session.chunk(3).failed(error)
     session.close("closed")
     session.close("again")
     chunk, ended = exporter.get_finished_spans()
-    assert (chunk.name, chunk.attributes["omni.outcome"], chunk.status.status_code) == ("chunk", outcome, status)
+    assert (chunk.name, chunk.attributes["omni.outcome"], chunk.status.status_code) == (
+        "chunk",
+        outcome,
+        status,
+    )
     assert ended.attributes["omni.reason"] == "closed"
 
 
-def test_stage_times_longer_than_the_chunk_are_cut_to_it(traced: Tracing, exporter: InMemorySpanExporter) -> None:
-    """The worker's clock and overlapped decodes may add up to more than the chunk took: no span begins before it."""
+def test_stage_times_longer_than_the_chunk_are_cut_to_it(
+    traced: Tracing, exporter: InMemorySpanExporter
+) -> None:
+    """The worker's clock and overlapped decodes may add up to more than the chunk took: no span
+    begins before it.
+    """
     chunk = traced.session("s", "realtime/video").chunk(0)
-    chunk.answered({"timings_ms": {"encode": [5.0], "steps": [1e6], "decode": [5.0]}})
+    chunk.finished({"timings_ms": {"encode": [5.0], "steps": [1e6], "decode": [5.0]}})
     chunk.rendered(0)
     spans = {span.name: span for span in exporter.get_finished_spans()}
     assert spans["queue"].start_time == spans["queue"].end_time
     for name in ("encode", "denoise", "decode"):
-        assert spans["queue"].end_time <= spans[name].start_time <= spans[name].end_time <= spans["chunk"].end_time
+        assert (
+            spans["queue"].end_time
+            <= spans[name].start_time
+            <= spans[name].end_time
+            <= spans["chunk"].end_time
+        )
 
 
-def test_off_nothing_is_made_and_vllm_is_not_told_of_a_trace() -> None:
+def test_off_nothing_is_made_and_vllm_is_not_notified_of_a_trace() -> None:
     assert type(tracing()) is Tracing
     assert tracing().engine_headers() is None
 
 
-def test_an_endpoint_without_opentelemetry_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endpoint_without_opentelemetry_is_one_clear_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Instead of vLLM's import traceback, before anything heavy is imported."""
     flags = serve.ServeFlags.scan(["model", "--otlp-traces-endpoint", "http://localhost:4317"])
     serve.check_tracing(flags)

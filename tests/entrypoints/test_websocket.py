@@ -32,9 +32,13 @@ def test_flags_become_options() -> None:
 
 @pytest.mark.parametrize("library", ["auto", "websockets", "websockets-sansio"])
 def test_the_library_may_be_named(library: str) -> None:
-    """Commands written for other servers name it; it changes nothing, because there is one: `websockets`."""
+    """Commands written for other servers name it; it changes nothing, because there is one:
+    `websockets`.
+    """
     assert WebSocketOptions.from_args(parse("--ws", library)) == WebSocketOptions()
-    assert AutoWebSocketsProtocol.__init__.__globals__["ServerProtocol"].__module__.startswith("websockets.")
+    assert AutoWebSocketsProtocol.__init__.__globals__["ServerProtocol"].__module__.startswith(
+        "websockets."
+    )
 
 
 def test_another_library_is_refused() -> None:
@@ -49,7 +53,12 @@ def test_plain_vllm_serve_has_the_defaults() -> None:
 
 @pytest.mark.parametrize(
     "argv",
-    [["--ws-max-size", "12"], ["--ws-max-size", "1e9"], ["--ws-ping-interval", "-1"], ["--ws-ping-timeout", "x"]],
+    [
+        ["--ws-max-size", "12"],
+        ["--ws-max-size", "1e9"],
+        ["--ws-ping-interval", "-1"],
+        ["--ws-ping-timeout", "x"],
+    ],
 )
 def test_values_out_of_range_are_refused(argv: list[str]) -> None:
     """The error names the flag and the range."""
@@ -58,7 +67,9 @@ def test_values_out_of_range_are_refused(argv: list[str]) -> None:
 
 
 async def _run_limited_server(app: FastAPI, listening: socket.socket) -> None:
-    """Start uvicorn as vLLM does (config first, server in `app.state`), then send one fitting and one large message."""
+    """Start uvicorn as vLLM does (config first, server in `app.state`), then send one fitting
+    and one large message.
+    """
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
     app.state.server = server
     serving = asyncio.create_task(server.serve(sockets=[listening]))
@@ -80,7 +91,9 @@ async def _run_limited_server(app: FastAPI, listening: socket.socket) -> None:
 
 
 def test_limits_hold_from_the_first_connection() -> None:
-    """Compression is off, a message of the limit passes, one byte more closes with 1009; vLLM's lifespan still runs."""
+    """Compression is off, a message of the limit passes, one byte more closes with 1009; vLLM's
+    lifespan still runs.
+    """
     ran: list[str] = []
 
     @asynccontextmanager

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in for vLLM's `LLM` that runs a LingBot World's requests in this process, one after the other."""
+"""A stand-in for vLLM's `LLM` that runs a LingBot World's requests in this process, one after
+the other.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +13,7 @@ import torch
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams, request_tensors
 from vllm_omni.model_executor.interfaces import DiffusionRequest, SessionState
-from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import find_layout
 from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld, WorldSetup
 from vllm_omni.model_executor.models.registry import get_family
@@ -19,12 +21,18 @@ from vllm_omni.outputs import RequestFailed, pack, pack_error
 
 
 class InProcessLLM:
-    """`encode` and `llm_engine.vllm_config`, as environments use them. sessions: the live ones, by id."""
+    """`encode` and `llm_engine.vllm_config`, as environments use them. sessions: the live ones,
+    by id.
+    """
 
     def __init__(self, checkpoint: Path, omni: dict[str, Any]) -> None:
-        hf_config = get_family("lingbot_world").hf_config(checkpoint) | {"omni_family": "lingbot_world"}
+        hf_config = get_family("lingbot_world").hf_config(checkpoint) | {
+            "omni_family": "lingbot_world"
+        }
         layout, options = find_layout(checkpoint), OmniConfig.from_additional_config({"omni": omni})
-        setup = WorldSetup.of(hf_config["lingbot_world"], layout, options, torch.float32, ParallelContext())
+        setup = WorldSetup.of_checkpoint(
+            hf_config["lingbot_world"], layout, options, torch.float32, ParallelContext()
+        )
         self.model = LingBotWorld(setup)
         self.model.load_checkpoint(layout)
         self.sessions: dict[str, SessionState] = {}
@@ -37,17 +45,25 @@ class InProcessLLM:
         )
 
     def encode(self, prompts: Sequence[Any], pooling: Sequence[Any], **options: Any) -> list[Any]:
-        assert len(prompts) == len(pooling) and options == {"pooling_task": "plugin", "use_tqdm": False}
-        return [SimpleNamespace(outputs=SimpleNamespace(data=self._answer(each.extra_kwargs))) for each in pooling]
+        assert len(prompts) == len(pooling) and options == {
+            "pooling_task": "plugin",
+            "use_tqdm": False,
+        }
+        return [
+            SimpleNamespace(outputs=SimpleNamespace(data=self._response(each.extra_kwargs)))
+            for each in pooling
+        ]
 
-    def _answer(self, extra_kwargs: dict[str, Any]) -> torch.Tensor:
+    def _response(self, extra_kwargs: dict[str, Any]) -> torch.Tensor:
         try:
             params = DiffusionParams.from_extra_kwargs(extra_kwargs)
             return pack(*self._run(params, request_tensors(extra_kwargs)))
         except RequestFailed as failure:
             return pack_error(failure.code, failure.message)
 
-    def _run(self, params: DiffusionParams, tensors: dict[str, torch.Tensor]) -> tuple[dict[str, Any], Any]:
+    def _run(
+        self, params: DiffusionParams, tensors: dict[str, torch.Tensor]
+    ) -> tuple[dict[str, Any], Any]:
         if params.op == "close":
             self.sessions.pop(params.session_id, None)
             return {}, {}

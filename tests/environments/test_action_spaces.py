@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A gymnasium space is made of what a model states it takes, and its members become the engine's actions."""
+"""A gymnasium space is made of what a model states it takes, and its members become the engine's
+actions.
+"""
 
 from typing import Any
 
@@ -35,33 +37,47 @@ def test_a_camera_world_s_keys_are_bits_by_name() -> None:
 def test_every_kind_of_control_has_its_space() -> None:
     space = gymnasium_space(GAME)
     assert isinstance(space, gymnasium.spaces.Dict) and set(space) == {"buttons", "axes", "scroll"}
-    action = {"buttons": np.array([0, 1]), "axes": np.array([1.5], np.float32), "scroll": np.int64(-1)}
+    action = {
+        "buttons": np.array([0, 1]),
+        "axes": np.array([1.5], np.float32),
+        "scroll": np.int64(-1),
+    }
     assert space.contains({**action, "buttons": np.array([0, 1], np.int8)})
-    assert action_frame(GAME, action) == ActionFrame(buttons=("fire",), axes={"yaw": 1.5}, scroll=-1.0)
+    assert action_frame(GAME, action) == ActionFrame(
+        buttons=("fire",), axes={"yaw": 1.5}, scroll=-1.0
+    )
     assert idle(GAME) == ActionFrame(axes={"yaw": 0.0})
 
 
 @pytest.mark.parametrize(("number", "names"), [(0, ()), (1, ("n",)), (2, ("s",))])
 def test_one_button_at_a_time_is_a_number(number: int, names: tuple[str, ...]) -> None:
-    assert gymnasium_space(ONE_KEY) == gymnasium.spaces.Dict({"buttons": gymnasium.spaces.Discrete(3)})
+    assert gymnasium_space(ONE_KEY) == gymnasium.spaces.Dict(
+        {"buttons": gymnasium.spaces.Discrete(3)}
+    )
     assert action_frame(ONE_KEY, {"buttons": np.int64(number)}).buttons == names
 
 
 def test_all_of_a_model_s_buttons_may_be_held_at_once() -> None:
     """A random action holds half of them."""
     space = action_space(released_config("waypoint"))
-    held = {"buttons": np.ones(256, np.int8), "axes": np.zeros(2, np.float32), "scroll": np.int64(1)}
+    held = {
+        "buttons": np.ones(256, np.int8),
+        "axes": np.zeros(2, np.float32),
+        "scroll": np.int64(1),
+    }
     sent = DiffusionParams(session_id="s", actions=[action_frame(space, held)]).to_pooling_params()
     rows = read_actions(space, DiffusionParams.from_extra_kwargs(sent.extra_kwargs).actions, {}, 1)
     assert rows is not None and rows.buttons_NB.all() and rows.scroll_N.tolist() == [1.0]
 
 
-def test_a_model_without_actions_only_goes_on() -> None:
+def test_a_model_without_actions_only_continues() -> None:
     assert gymnasium_space(ActionSpace()) == gymnasium.spaces.Discrete(1)
     assert action_frame(ActionSpace(), np.int64(0)) == ActionFrame()
 
 
 @pytest.mark.parametrize("action", [{"buttons": np.zeros(2), "pedals": 1}, np.int64(0)])
 def test_an_action_of_another_shape_says_what_the_model_takes(action: Any) -> None:
-    with pytest.raises(ValueError, match=r"may contain \['axes', 'buttons', 'scroll'\].*takes buttons left, fire"):
+    with pytest.raises(
+        ValueError, match=r"may contain \['axes', 'buttons', 'scroll'\].*takes buttons left, fire"
+    ):
         action_frame(GAME, action)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worlds as a gymnasium `VectorEnv`: steps, seeds, forks, replays, truncation; with a real engine at the end."""
+"""Worlds as a gymnasium `VectorEnv`: steps, seeds, forks, replays, truncation; with a real
+engine at the end.
+"""
 
 import multiprocessing
 from collections.abc import Iterator
@@ -38,7 +40,9 @@ def keys(env: WorldVectorEnv, *held: str) -> dict[str, np.ndarray]:
 
 
 def test_a_step_is_a_chunk_of_every_environment(env: WorldVectorEnv) -> None:
-    """Frames in the observation, latents and seeds beside them; a reset's chunk is padded in front."""
+    """Frames in the observation, latents and seeds beside them; a reset's chunk is padded in
+    front.
+    """
     frames, infos = env.reset(seed=5)
     assert env.observation_space.contains(frames) and frames.shape == (3, 12, 32, 48, 3)
     assert np.array_equal(frames[:, 0], frames[:, 3]) and infos["seed"].tolist() == [5, 6, 7]
@@ -61,7 +65,7 @@ def test_the_same_seeds_and_actions_give_the_same_bits(env: WorldVectorEnv) -> N
     assert not np.array_equal(env.step(keys(env, "s", "w", "wl"))[0][0], first[0])
 
 
-def test_a_fork_goes_on_as_its_source_and_then_its_own_way(env: WorldVectorEnv) -> None:
+def test_a_fork_continues_as_its_source_and_then_its_own_way(env: WorldVectorEnv) -> None:
     env.reset(seed=1)
     env.step(keys(env, "w", "", ""))
     env.fork(0, [1, 2])
@@ -82,12 +86,19 @@ def test_an_episode_is_played_again_bit_for_bit(env: WorldVectorEnv) -> None:
     assert copy is not None and np.array_equal(env.replay(0, copy), np.concatenate(frames))
 
 
-def test_an_episode_that_is_long_enough_begins_anew(llm: Any) -> None:
+def test_an_episode_that_is_long_enough_starts_anew(llm: Any) -> None:
     """The step behind its end is the next reset, as gymnasium's `NEXT_STEP` says."""
-    env = WorldVectorEnv(llm, 2, prompt="a village", image=IMAGE, max_steps=2, reward=lambda f, z: np.ones(2), **SIZE)
+    env = WorldVectorEnv(
+        llm, 2, prompt="a village", image=IMAGE, max_steps=2, reward=lambda f, z: np.ones(2), **SIZE
+    )
     env.reset(seed=0)
     seen = [env.step(keys(env, "w", "w")) for _ in range(4)]
-    assert [step[3].tolist() for step in seen] == [[False] * 2, [True] * 2, [False] * 2, [False] * 2]
+    assert [step[3].tolist() for step in seen] == [
+        [False] * 2,
+        [True] * 2,
+        [False] * 2,
+        [False] * 2,
+    ]
     assert [step[1].tolist() for step in seen] == [[1.0] * 2, [1.0] * 2, [0.0] * 2, [1.0] * 2]
     assert seen[2][4]["chunks"].tolist() == [1, 1] and seen[2][4]["seed"].tolist() != [0, 1]
     env.close()
@@ -101,7 +112,7 @@ def test_a_start_pose_needs_a_world_with_poses(env: WorldVectorEnv) -> None:
     assert np.isnan(env.reset(seed=1)[1]["world_poses"]).all()
 
 
-def test_some_environments_begin_anew(env: WorldVectorEnv) -> None:
+def test_some_environments_start_anew(env: WorldVectorEnv) -> None:
     env.reset(seed=1)
     before = env.step(keys(env, "w", "w", "w"))[0]
     frames, infos = env.reset(seed=9, options={"reset_mask": np.array([False, True, False])})
@@ -123,9 +134,14 @@ def test_a_failed_chunk_costs_its_own_episode(env: WorldVectorEnv) -> None:
 
 @pytest.mark.parametrize(
     ("count", "prompt", "message"),
-    [(9, "a village", "holds 6 sessions, but 9 environments"), (2, ["a village"], r"one per environment \(2\); got 1")],
+    [
+        (9, "a village", "holds 6 sessions, but 9 environments"),
+        (2, ["a village"], r"one per environment \(2\); got 1"),
+    ],
 )
-def test_what_does_not_fit_is_refused(count: int, prompt: str | list[str], message: str, llm: Any) -> None:
+def test_what_does_not_fit_is_refused(
+    count: int, prompt: str | list[str], message: str, llm: Any
+) -> None:
     with pytest.raises(ValueError, match=message):
         WorldVectorEnv(llm, count, prompt=prompt, image=IMAGE, **SIZE)
 
@@ -141,7 +157,10 @@ def test_closing_frees_the_sessions(llm: Any) -> None:
 
 @pytest.mark.engine
 def test_an_engine_steps_forks_and_replays(lingbot_world: Path) -> None:
-    """vLLM's own `LLM`, two worlds side by side: a replay is bit for bit the first play. Closing it ends the engine."""
+    """vLLM's own `LLM`, two worlds side by side: a replay is bit for bit the first play.
+
+    Closing it ends the engine.
+    """
     before = set(multiprocessing.active_children())
     env = WorldVectorEnv.load(lingbot_world, 2, prompt="a village", image=IMAGE, **SIZE)
     frames = [env.reset(seed=1)[0][0][-9:]]

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start poses and world poses of environments. The engine is a stand-in that walks and makes empty frames."""
+"""Start poses and world poses of environments.
+
+The engine is a stand-in that walks and makes empty frames.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +12,7 @@ import pytest
 import torch
 from helpers.walking import SPACE, Walker
 
-from vllm_omni.entrypoints.realtime.facts import WorldFacts
+from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
 from vllm_omni.environments.world import WorldVectorEnv
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.outputs import pack
@@ -50,24 +53,31 @@ class WalkingLLM:
 
 @pytest.fixture
 def env(monkeypatch: pytest.MonkeyPatch) -> WorldVectorEnv:
-    facts = WorldFacts(actions=SPACE, height=16, width=16)
-    monkeypatch.setattr(WorldFacts, "from_vllm_config", lambda config, model: facts)
+    info = StreamInfo(actions=SPACE, height=16, width=16)
+    monkeypatch.setattr(StreamInfo, "from_vllm_config", lambda config, model: info)
     llm: Any = WalkingLLM()
     return WorldVectorEnv(llm, 2, prompt="p", max_steps=2)
 
 
 def action(env: WorldVectorEnv, *held: str) -> dict[str, np.ndarray]:
-    buttons = np.array([[name in each for name in env.model_actions.button_names] for each in held], np.int8)
-    return {"buttons": buttons, "axes": np.zeros((len(held), len(env.model_actions.axes)), np.float32)}
+    buttons = np.array(
+        [[name in each for name in env.model_actions.button_names] for each in held], np.int8
+    )
+    return {
+        "buttons": buttons,
+        "axes": np.zeros((len(held), len(env.model_actions.axes)), np.float32),
+    }
 
 
-def test_environments_start_where_they_are_told(env: WorldVectorEnv) -> None:
+def test_environments_start_where_they_are_notified(env: WorldVectorEnv) -> None:
     """One pose for all, or one of each; a step forward is half a metre a latent frame."""
     _, infos = env.reset(options={"start_pose": [NORTH, EAST]})
     assert infos["world_poses"].shape == (2, 3, 4)
     assert infos["world_poses"][:, -1].tolist() == [[1, 2, 0, 0], [1, 2, pytest.approx(90), 0]]
     *_, infos = env.step(action(env, "w", "w"))
-    assert infos["world_poses"][:, -1, :2] == pytest.approx(np.array([[1, 3.5], [2.5, 2]]), abs=1e-5)
+    assert infos["world_poses"][:, -1, :2] == pytest.approx(
+        np.array([[1, 3.5], [2.5, 2]]), abs=1e-5
+    )
     _, infos = env.reset(options={"start_pose": EAST, "reset_mask": np.array([True, False])})
     assert infos["world_poses"][:, -1, :2] == pytest.approx(np.array([[1, 2], [2.5, 2]]), abs=1e-5)
 

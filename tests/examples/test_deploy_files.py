@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of `examples/deploy`: every command, flag, variable, path and exit status they name exists.
+"""The files of `examples/deploy`: every command, flag, variable, path and exit status they name
+exists.
 
 That rules and dashboard name metrics which a server exports, a real server is asked in
 tests/entrypoints/realtime/test_operators_served.py.
@@ -21,24 +22,36 @@ import pytest
 import yaml
 
 from vllm_omni.config import OmniConfig
-from vllm_omni.entrypoints.access import OPEN_PATHS
 from vllm_omni.entrypoints.cli.serve import serve_parser
-from vllm_omni.entrypoints.logs import known_variables
-from vllm_omni.entrypoints.quotas import QuotaFile
-from vllm_omni.exit_codes import ENGINE_DIED
+from vllm_omni.entrypoints.limits.access import OPEN_PATHS
+from vllm_omni.entrypoints.limits.quotas import QuotaFile
+from vllm_omni.entrypoints.telemetry.logs import known_variables
+from vllm_omni.runtime.exit_codes import ENGINE_DIED
 
 REPO = Path(__file__).parents[2]
 DEPLOY = REPO / "examples" / "deploy"
 UNIT = DEPLOY / "vllm-omni.service"
 DOCKERFILES = sorted(DEPLOY.glob("Dockerfile.*"))
-KNOWN = {"FROM", "RUN", "WORKDIR", "COPY", "USER", "ENV", "EXPOSE", "HEALTHCHECK", "STOPSIGNAL", "ENTRYPOINT", "CMD"}
+KNOWN = {
+    "FROM",
+    "RUN",
+    "WORKDIR",
+    "COPY",
+    "USER",
+    "ENV",
+    "EXPOSE",
+    "HEALTHCHECK",
+    "STOPSIGNAL",
+    "ENTRYPOINT",
+    "CMD",
+}
 """Docker's instructions that these files use."""
 
 
 def lines(path: Path) -> list[str]:
     """A file's lines without comments, those continued by a backslash put together."""
-    kept = [line for line in path.read_text().splitlines() if not line.lstrip().startswith("#")]
-    return re.sub(r"\\\n\s*", "", "\n".join(kept)).splitlines()
+    retained = [line for line in path.read_text().splitlines() if not line.lstrip().startswith("#")]
+    return re.sub(r"\\\n\s*", "", "\n".join(retained)).splitlines()
 
 
 def unit() -> dict[str, list[str]]:
@@ -63,7 +76,9 @@ def environment() -> dict[str, str]:
 def parse(command: list[str]) -> argparse.Namespace:
     """Read a `vllm serve ... --omni` command as the server would; an unknown flag ends it."""
     assert command[:2] == ["vllm", "serve"] and "--omni" in command
-    args: argparse.Namespace = parser().parse_args(["serve", *(word for word in command[2:] if word != "--omni")])
+    args: argparse.Namespace = parser().parse_args(
+        ["serve", *(word for word in command[2:] if word != "--omni")]
+    )
     OmniConfig.from_additional_config(args.additional_config)
     return args
 
@@ -76,13 +91,17 @@ def parser() -> argparse.ArgumentParser:
 def test_the_units_command_is_one_that_the_server_takes() -> None:
     binary, *rest = shlex.split(only("ExecStart"))
     assert Path(binary).name == "vllm"
-    command = [environment().get(word[2:-1], word) if word.startswith("${") else word for word in rest]
+    command = [
+        environment().get(word[2:-1], word) if word.startswith("${") else word for word in rest
+    ]
     args = parse(["vllm", *command])
     assert args.model_tag == environment()["MODEL"]
     assert args.logging_config.formatter == "json"
 
 
-def test_the_unit_starts_a_server_again_after_what_operations_calls_a_death_and_after_nothing_else() -> None:
+def test_the_unit_starts_a_server_again_after_what_operations_calls_a_death_and_after_nothing_else() -> (  # noqa: E501
+    None
+):
     statuses = re.findall(r"^\| (\d+)", (REPO / "docs/how_to/operations.md").read_text(), re.M)
     assert only("Restart") == "on-failure"
     ignored = {only("RestartPreventExitStatus"), only("SuccessExitStatus")}
@@ -91,9 +110,13 @@ def test_the_unit_starts_a_server_again_after_what_operations_calls_a_death_and_
 
 
 def test_the_unit_lets_the_server_finish() -> None:
-    """SIGTERM goes to the server only, which ends its engine; the rest is killed later than its drain may take."""
+    """SIGTERM goes to the server only, which ends its engine; the rest is killed later than its
+    drain may take.
+    """
     command = shlex.split(only("ExecStart"))
-    omni = OmniConfig.from_additional_config(json.loads(command[command.index("--additional-config") + 1]))
+    omni = OmniConfig.from_additional_config(
+        json.loads(command[command.index("--additional-config") + 1])
+    )
     assert only("KillMode") == "mixed"
     assert int(only("TimeoutStopSec")) > omni.drain_timeout_s + 10
     state = f"/var/lib/{only('StateDirectory')}/"
@@ -101,24 +124,34 @@ def test_the_unit_lets_the_server_finish() -> None:
     assert environment()["VLLM_OMNI_MEDIA_DIR"].startswith(state)
 
 
-def test_every_variable_is_one_that_somebody_reads() -> None:
+def test_every_variable_is_one_that_someone_reads() -> None:
     from vllm import envs
 
     for name in environment():
-        assert name in envs.environment_variables or name in known_variables() or f"${{{name}}}" in only("ExecStart")
+        assert (
+            name in envs.environment_variables
+            or name in known_variables()
+            or f"${{{name}}}" in only("ExecStart")
+        )
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
 def test_systemd_takes_the_unit(tmp_path: Path) -> None:
     """Its own check, which also looks for the command: any that exists will do here."""
     copy = tmp_path / UNIT.name
-    copy.write_text(UNIT.read_text().replace("/opt/vllm-omni/.venv/bin/vllm", shutil.which("true") or "/bin/true"))
-    checked = subprocess.run(["systemd-analyze", "verify", copy], capture_output=True, text=True, check=False)
+    copy.write_text(
+        UNIT.read_text().replace(
+            "/opt/vllm-omni/.venv/bin/vllm", shutil.which("true") or "/bin/true"
+        )
+    )
+    checked = subprocess.run(
+        ["systemd-analyze", "verify", copy], capture_output=True, text=True, check=False
+    )
     said = [line for line in checked.stderr.splitlines() if UNIT.name in line]
     assert checked.returncode == 0 and not said, checked.stderr
 
 
-# -- Docker ------------------------------------------------------------------------------------------------------------
+# -- Docker ----------------------------------------------------------------------------------------
 
 
 def instructions(path: Path) -> list[tuple[str, str]]:
@@ -140,8 +173,12 @@ def test_a_dockerfiles_commands_flags_and_paths_exist(path: Path) -> None:
     ran = " ".join(rest for name, rest in steps if name == "RUN")
     for target in re.findall(r"make ([\w-]+)", ran):
         assert re.search(rf"^{target}:", (REPO / "Makefile").read_text(), re.M), target
-    extras = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert {extra for group in re.findall(r"\.\[([\w,]+)\]", ran) for extra in group.split(",")} <= set(extras)
+    extras = tomllib.loads((REPO / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    assert {
+        extra for group in re.findall(r"\.\[([\w,]+)\]", ran) for extra in group.split(",")
+    } <= set(extras)
     by_name = dict(steps)
     parse([*json.loads(by_name["ENTRYPOINT"]), *json.loads(by_name["CMD"])])
     (probe,) = re.findall(r"http://127\.0\.0\.1:(\d+)(/[a-z/]+)", by_name["HEALTHCHECK"])
@@ -153,19 +190,26 @@ def test_the_build_context_is_what_the_dockerfiles_copy() -> None:
     """Not the environment, whose links would break in an image, and no results of gigabytes."""
     rules = lines(REPO / ".dockerignore")
     assert rules[0] == "*"
-    kept = {rule.removeprefix("!") for rule in rules if rule.startswith("!")}
-    copied = [rest.split()[:-1] for path in DOCKERFILES for name, rest in instructions(path) if name == "COPY"]
-    assert kept == {source for sources in copied for source in sources}
+    retained = {rule.removeprefix("!") for rule in rules if rule.startswith("!")}
+    copied = [
+        rest.split()[:-1]
+        for path in DOCKERFILES
+        for name, rest in instructions(path)
+        if name == "COPY"
+    ]
+    assert retained == {source for sources in copied for source in sources}
 
 
 def test_every_docker_run_makes_room_for_the_engines_messages() -> None:
     """Docker's 64 MB of /dev/shm end a server with a bus error."""
     texts = [*DOCKERFILES, REPO / "docs/how_to/operators.md"]
-    ran = [line for path in texts for line in re.findall(r"docker run (?:.*\\\n)*.*", path.read_text())]
+    ran = [
+        line for path in texts for line in re.findall(r"docker run (?:.*\\\n)*.*", path.read_text())
+    ]
     assert len(ran) >= 4 and all("--shm-size" in line for line in ran)
 
 
-# -- Prometheus, Grafana, quotas ---------------------------------------------------------------------------------------
+# -- Prometheus, Grafana, quotas -------------------------------------------------------------------
 
 
 def test_prometheus_finds_the_rules_and_every_alert_says_what_is_wrong() -> None:
@@ -176,7 +220,11 @@ def test_prometheus_finds_the_rules_and_every_alert_says_what_is_wrong() -> None
     names = [rule["alert"] for rule in group["rules"]]
     assert len(set(names)) == len(names)
     for rule in group["rules"]:
-        assert rule["annotations"]["summary"] and rule["labels"]["severity"] in ("page", "ticket", "info")
+        assert rule["annotations"]["summary"] and rule["labels"]["severity"] in (
+            "page",
+            "ticket",
+            "info",
+        )
     assert f'up{{job="{job["job_name"]}"}} == 0' in [rule["expr"] for rule in group["rules"]]
 
 
@@ -196,5 +244,5 @@ def test_the_dashboards_panels_do_not_overlap_and_use_its_own_variables() -> Non
 
 
 def test_the_example_of_quotas_is_one_that_the_server_takes() -> None:
-    found = QuotaFile.read(DEPLOY / "quotas.toml")
+    found = QuotaFile.read_file(DEPLOY / "quotas.toml")
     assert found.keys["studio"].sha256 == hashlib.sha256(b"change-me").hexdigest()

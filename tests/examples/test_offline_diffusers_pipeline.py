@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The offline example makes pictures and videos of pipeline directories, as its own command line."""
+"""The offline example makes pictures and videos of pipeline directories, as its own command
+line.
+"""
 
 from pathlib import Path
 
@@ -8,7 +10,7 @@ import pytest
 from helpers.example_scripts import run_example
 from PIL import Image
 
-from vllm_omni.entrypoints.media import decode_mp4
+from vllm_omni.entrypoints.media.mp4 import decode_mp4
 from vllm_omni.model_executor.models.registry import get_family
 
 SCRIPT = "diffusers_pipeline.py"
@@ -22,27 +24,51 @@ def tiny(tmp_path: Path, layout: str) -> Path:
 
 
 @pytest.mark.nightly
-def test_text_becomes_pictures(tmp_path: Path) -> None:
+def test_text_becomes_images(tmp_path: Path) -> None:
     """Two numbered files of the asked size."""
     out = tmp_path / "fox.png"
-    arguments = ("--size", "64x32", "--steps", 2, "--num-images", 2, "--seed", 3, "--option", "prompt_suffix=auto")
+    arguments = (
+        "--size",
+        "64x32",
+        "--steps",
+        2,
+        "--num-images",
+        2,
+        "--seed",
+        3,
+        "--option",
+        "prompt_suffix=auto",
+    )
     result = run_example(SCRIPT, tiny(tmp_path, "qwen_image"), "--out", out, *arguments)
     assert "seed 3" in result.stdout
     for number in range(2):
-        picture = np.array(Image.open(tmp_path / f"fox-{number}.png"))
-        assert picture.shape == (32, 64, 3) and picture.std() > 1
+        image = np.array(Image.open(tmp_path / f"fox-{number}.png"))
+        assert image.shape == (32, 64, 3) and image.std() > 1
 
 
 @pytest.mark.nightly
 def test_text_becomes_a_video(tmp_path: Path) -> None:
     """Nine frames in an MP4."""
     out = tmp_path / "fox.mp4"
-    run_example(SCRIPT, tiny(tmp_path, "wan"), "--out", out, "--size", "64x32", "--steps", 2, "--num-frames", 9)
+    run_example(
+        SCRIPT,
+        tiny(tmp_path, "wan"),
+        "--out",
+        out,
+        "--size",
+        "64x32",
+        "--steps",
+        2,
+        "--num-frames",
+        9,
+    )
     assert decode_mp4(out.read_bytes())[0].shape == (9, 32, 64, 3)
 
 
 @pytest.mark.nightly
 def test_a_refused_request_ends_with_its_reason(tmp_path: Path) -> None:
     """One line, no traceback."""
-    result = run_example(SCRIPT, tiny(tmp_path, "sd3"), "--out", tmp_path / "x.png", "--size", "60x32", status=1)
+    result = run_example(
+        SCRIPT, tiny(tmp_path, "sd3"), "--out", tmp_path / "x.png", "--size", "60x32", status=1
+    )
     assert "unsupported_size: 60x32: width and height must be multiples of 16" in result.stderr

@@ -15,5 +15,5 @@ def test_it_prints_text_and_writes_rows(tmp_path: Path) -> None:
     out = tmp_path / "states.safetensors"
     done = run_example("hidden_states.py", "--rows", "generated", "--layers", 2, -1, "--out", out)
     states = from_safetensors(out.read_bytes())
-    assert set(states) == {2, -1} and states[2].shape == (states.num_rows, 64)
+    assert set(states) == {2, -1} and states[2].shape == (states.num_positions, 64)
     assert done.stdout.count("layer 2:") == 2 and "'The sea is' ->" in done.stdout

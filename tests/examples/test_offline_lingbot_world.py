@@ -8,8 +8,8 @@ import pytest
 from helpers.example_scripts import load_example, run_example
 from PIL import Image
 
-from vllm_omni.entrypoints.media import decode_mp4
-from vllm_omni.entrypoints.realtime.facts import WorldFacts
+from vllm_omni.entrypoints.media.mp4 import decode_mp4
+from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
 
 SCRIPT = "lingbot_world.py"
 EXAMPLE = load_example(SCRIPT)
@@ -28,13 +28,15 @@ def camera(tmp_path: Path) -> Path:
 
 
 @pytest.mark.engine
-def test_image_and_camera_folder_become_a_video(lingbot_world: Path, camera: Path, tmp_path: Path) -> None:
+def test_image_and_camera_folder_become_a_video(
+    lingbot_world: Path, camera: Path, tmp_path: Path
+) -> None:
     """Two chunks, 9 and 12 frames, at the asked size, moving."""
-    picture = tmp_path / "start.png"
-    Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)).save(picture)
+    image = tmp_path / "start.png"
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)).save(image)
     out = tmp_path / "walk.mp4"
     run_example(
-        *(SCRIPT, lingbot_world, "--image", picture, "--camera", camera, "--out", out),
+        *(SCRIPT, lingbot_world, "--image", image, "--camera", camera, "--out", out),
         *("--height", 32, "--width", 48),
     )
     frames_THWC, _ = decode_mp4(out.read_bytes())
@@ -45,19 +47,20 @@ def test_image_and_camera_folder_become_a_video(lingbot_world: Path, camera: Pat
 @pytest.mark.parametrize(("num_poses", "sizes"), [(9, [9]), (21, [9, 12]), (33, [9, 12, 12])])
 def test_a_path_is_cut_into_whole_chunks(num_poses: int, sizes: list[int]) -> None:
     """The first chunk is shorter."""
-    assert EXAMPLE.chunk_sizes(WorldFacts(), num_poses) == sizes
+    assert EXAMPLE.chunk_sizes(StreamInfo(), num_poses) == sizes
 
 
 @pytest.mark.parametrize("num_poses", [0, 8, 15])
 def test_a_path_that_fills_no_chunk_is_refused(num_poses: int) -> None:
     """The message says how many poses the chunks take."""
     with pytest.raises(
-        SystemExit, match=f"{num_poses} poses do not fill whole chunks: the first takes 9, later ones 12"
+        SystemExit,
+        match=f"{num_poses} poses do not fill whole chunks: the first takes 9, later ones 12",
     ):
-        EXAMPLE.chunk_sizes(WorldFacts(), num_poses)
+        EXAMPLE.chunk_sizes(StreamInfo(), num_poses)
 
 
-def test_frames_become_numbered_pictures(tmp_path: Path) -> None:
+def test_frames_become_numbered_images(tmp_path: Path) -> None:
     """`--out walk.png`: lossless, in order, and nothing else."""
     frames_THWC = np.random.default_rng(0).integers(0, 256, (3, 16, 32, 3), np.uint8)
     EXAMPLE.write_frames(tmp_path / "walk.png", frames_THWC, 16.0)
@@ -93,7 +96,19 @@ def test_a_file_that_could_not_be_written_is_refused_at_once(
 def test_latents_are_written_as_one_array(lingbot_world: Path, tmp_path: Path) -> None:
     """Two chunks of three latent frames, at an eighth of the size."""
     out = tmp_path / "latents.npy"
-    run_example(SCRIPT, lingbot_world, "--chunks", 2, "--out", out, "--latents", "--height", 32, "--width", 48)
+    run_example(
+        SCRIPT,
+        lingbot_world,
+        "--chunks",
+        2,
+        "--out",
+        out,
+        "--latents",
+        "--height",
+        32,
+        "--width",
+        48,
+    )
     latents = np.load(out)
     assert (latents.shape, latents.dtype) == ((16, 6, 4, 6), np.float32)
     assert np.isfinite(latents).all()
@@ -103,7 +118,11 @@ def test_latents_are_written_as_one_array(lingbot_world: Path, tmp_path: Path) -
 def test_keys_become_chunks_and_the_last_is_held() -> None:
     """Seven latent frames of keys need three chunks of three."""
     assert EXAMPLE.parse_keys("w*3 wl -") == [["w"], ["w"], ["w"], ["w", "l"], []]
-    cut = [actions for actions, camera in EXAMPLE.walk(WorldFacts(), [["w"]] * 6 + [["l"]]) if camera is None]
+    cut = [
+        actions
+        for actions, camera in EXAMPLE.walk(StreamInfo(), [["w"]] * 6 + [["l"]])
+        if camera is None
+    ]
     assert cut == [[["w"]] * 3, [["w"]] * 3, [["l"]] * 3]
 
 
@@ -111,7 +130,17 @@ def test_keys_become_chunks_and_the_last_is_held() -> None:
 def test_keys_become_a_video(lingbot_world: Path, tmp_path: Path) -> None:
     out = tmp_path / "keys.npy"
     run_example(
-        SCRIPT, lingbot_world, "--keys", "w*3 wl*3", "--out", out, "--height", 32, "--width", 48, "--enforce-eager"
+        SCRIPT,
+        lingbot_world,
+        "--keys",
+        "w*3 wl*3",
+        "--out",
+        out,
+        "--height",
+        32,
+        "--width",
+        48,
+        "--enforce-eager",
     )
     assert np.load(out).shape == (21, 32, 48, 3)
 

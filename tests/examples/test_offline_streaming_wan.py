@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The offline streaming example as its own command line: text to video, and that video repainted."""
+"""The offline streaming example as its own command line: text to video, and that video
+repainted.
+"""
 
 from pathlib import Path
 
@@ -8,7 +10,7 @@ import pytest
 from helpers.example_scripts import EXAMPLES, run_example
 from helpers.forked_scripts import run_script
 
-from vllm_omni.entrypoints.media import decode_mp4
+from vllm_omni.entrypoints.media.mp4 import decode_mp4
 from vllm_omni.model_executor.models.registry import get_family
 
 
@@ -18,7 +20,17 @@ def test_a_prompt_becomes_a_video_and_a_video_is_repainted(tmp_path: Path) -> No
     model, out, repainted = tmp_path / "model", tmp_path / "stream.mp4", tmp_path / "repainted.npy"
     get_family("causal_wan").make_tiny(model, 0, "diffusers")
     size = ("--height", 32, "--width", 48)
-    run_example("streaming_wan.py", model, "--chunks", 2, "--switch", "1:a town at night", "--out", out, *size)
+    run_example(
+        "streaming_wan.py",
+        model,
+        "--chunks",
+        2,
+        "--switch",
+        "1:a town at night",
+        "--out",
+        out,
+        *size,
+    )
     assert decode_mp4(out.read_bytes())[0].shape == (21, 32, 48, 3)
     result = run_example("streaming_wan.py", model, "--video", out, "--out", repainted, *size)
     assert "noise 0.800" in result.stdout
@@ -27,6 +39,8 @@ def test_a_prompt_becomes_a_video_and_a_video_is_repainted(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("flag", "value"), [("--switch", "later"), ("--out", "stream.gif")])
-def test_what_it_cannot_do_is_said_before_the_model_is_loaded(flag: str, value: str, tmp_path: Path) -> None:
+def test_what_it_cannot_do_is_said_before_the_model_is_loaded(
+    flag: str, value: str, tmp_path: Path
+) -> None:
     result = run_script(EXAMPLES / "streaming_wan.py", tmp_path, flag, value)
     assert result.returncode != 0 and flag in result.stderr

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The example of worlds as environments runs as its own command line: throughput, a fork, an exact replay."""
+"""The example of worlds as environments runs as its own command line: throughput, a fork, an
+exact replay.
+"""
 
 from pathlib import Path
 

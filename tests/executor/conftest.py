@@ -35,17 +35,23 @@ def make_host(tiny_pipelines: Callable[[str], Path]) -> MakeHost:
     """`make_host(layout, **options)` -> a host on CPU in float32."""
 
     def make(layout: str = "qwen_image", **options: Any) -> PipelineHost:
-        return PipelineHost(tiny_pipelines(layout), DiffusersOptions.parse(options), CPU, torch.float32)
+        return PipelineHost(
+            tiny_pipelines(layout), DiffusersOptions.parse(options), CPU, torch.float32
+        )
 
     return make
 
 
 @pytest.fixture
 def make_runner(make_host: MakeHost) -> Iterator[Callable[..., PipelineRunner]]:
-    """`make_runner(layout, **options)` -> a runner, one turn per engine step unless `step_at_a_time=False`."""
+    """`make_runner(layout, **options)` -> a runner, one turn per engine step unless
+    `step_at_a_time=False`.
+    """
     runners: list[PipelineRunner] = []
 
-    def make(layout: str = "qwen_image", step_at_a_time: bool = True, **options: Any) -> PipelineRunner:
+    def make(
+        layout: str = "qwen_image", step_at_a_time: bool = True, **options: Any
+    ) -> PipelineRunner:
         runners.append(PipelineRunner(make_host(layout, **options), step_at_a_time=step_at_a_time))
         return runners[-1]
 

@@ -15,7 +15,9 @@ MakeHost = Callable[..., PipelineHost]
 """`make_host(layout, **options)` of conftest.py."""
 
 
-def direct(path: Path, seed: int, prompt: str | None = "a red fox", **arguments: Any) -> torch.Tensor:
+def direct(
+    path: Path, seed: int, prompt: str | None = "a red fox", **arguments: Any
+) -> torch.Tensor:
     """What diffusers itself returns, as uint8 pictures [N, H, W, 3] (of a video: its frames)."""
     import diffusers
 
@@ -23,5 +25,5 @@ def direct(path: Path, seed: int, prompt: str | None = "a red fox", **arguments:
     pipeline.set_progress_bar_config(disable=True)
     generator = torch.Generator().manual_seed(seed)
     output = pipeline(prompt=prompt, generator=generator, output_type="pil", **arguments)
-    pictures = output.frames[0] if "frames" in output else output.images
-    return torch.from_numpy(np.stack([np.array(picture) for picture in pictures]))
+    images = output.frames[0] if "frames" in output else output.images
+    return torch.from_numpy(np.stack([np.array(image) for image in images]))

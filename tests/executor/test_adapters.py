@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters: from a directory, per request by name, unloaded; without a name nothing changes."""
+"""LoRA adapters: from a directory, per request by name, unloaded; without a name nothing
+changes.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,18 +22,26 @@ SMALL = {"height": 32, "width": 48, "num_inference_steps": 2}
 
 
 @pytest.fixture(scope="module")
-def lora(tiny_pipelines: Pipelines, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """`lora(seed)` -> a directory with a random adapter for the tiny Qwen-Image, as diffusers saves them."""
+def lora(
+    tiny_pipelines: Pipelines, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int], Path]:
+    """`lora(seed)` -> a directory with a random adapter for the tiny Qwen-Image, as diffusers
+    saves them.
+    """
     import diffusers
     from peft import LoraConfig
     from peft.utils import get_peft_model_state_dict
 
     def write(seed: int) -> Path:
         pipeline = diffusers.QwenImagePipeline.from_pretrained(tiny_pipelines("qwen_image"))
-        pipeline.transformer.add_adapter(LoraConfig(r=4, lora_alpha=4, target_modules=["to_q", "to_k", "to_v"]))
+        pipeline.transformer.add_adapter(
+            LoraConfig(r=4, lora_alpha=4, target_modules=["to_q", "to_k", "to_v"])
+        )
         generator = torch.Generator().manual_seed(seed)
         state = get_peft_model_state_dict(pipeline.transformer)
-        random = {name: torch.randn(tensor.shape, generator=generator) for name, tensor in state.items()}
+        random = {
+            name: torch.randn(tensor.shape, generator=generator) for name, tensor in state.items()
+        }
         folder = tmp_path_factory.mktemp(f"lora-{seed}")
         diffusers.QwenImagePipeline.save_lora_weights(folder, transformer_lora_layers=random)
         return folder
@@ -40,7 +50,9 @@ def lora(tiny_pipelines: Pipelines, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def image(runner: PipelineRunner, request_id: str, **options: Any) -> torch.Tensor:
-    data = new_request(request_id, session_id=request_id, prompt="a red fox", seed=1, options=options, **SMALL)
+    data = new_request(
+        request_id, session_id=request_id, prompt="a red fox", seed=1, options=options, **SMALL
+    )
     result = run_to_end(runner, data)[request_id]
     assert isinstance(result, tuple), result
     return result[1]["images"]
@@ -55,16 +67,24 @@ def reference(path: Path, folders: dict[str, tuple[Path, float]]) -> torch.Tenso
     for name, (folder, _) in folders.items():
         pipeline.load_lora_weights(folder, adapter_name=name)
     pipeline.set_adapters(list(folders), [scale for _, scale in folders.values()])
-    output = pipeline("a red fox", generator=torch.Generator().manual_seed(1), output_type="pt", **SMALL)
+    output = pipeline(
+        "a red fox", generator=torch.Generator().manual_seed(1), output_type="pt", **SMALL
+    )
     return (output.images * 255).round().to(torch.uint8).movedim(1, -1)
 
 
 def test_adapters_per_request_equal_diffusers(
-    make_runner: Callable[..., PipelineRunner], tiny_pipelines: Pipelines, lora: Callable[[int], Path]
+    make_runner: Callable[..., PipelineRunner],
+    tiny_pipelines: Pipelines,
+    lora: Callable[[int], Path],
 ) -> None:
-    """One, the other, both with strengths, none: each bit for bit what diffusers gives; none is the bare model."""
+    """One, the other, both with strengths, none: each bit for bit what diffusers gives; none is
+    the bare model.
+    """
     path, first, second = tiny_pipelines("qwen_image"), lora(1), lora(2)
-    runner = make_runner(loras={"one": {"path": str(first)}, "two": {"path": str(second), "scale": 0.5}})
+    runner = make_runner(
+        loras={"one": {"path": str(first)}, "two": {"path": str(second), "scale": 0.5}}
+    )
     bare = direct(path, 1, **SMALL)
     assert torch.equal(image(runner, "none"), bare)
     with_one = image(runner, "a", lora="one")
@@ -74,13 +94,17 @@ def test_adapters_per_request_equal_diffusers(
     both = reference(path, {"one": (first, 0.25), "two": (second, 1.5)})
     assert torch.equal(image(runner, "c", lora={"one": 0.25, "two": 1.5}), both)
     named = [Lora(name="one", scale=0.25), Lora(name="two", scale=1.5)]
-    result = run_to_end(runner, new_request("e", session_id="e", prompt="a red fox", seed=1, lora=named, **SMALL))["e"]
+    result = run_to_end(
+        runner, new_request("e", session_id="e", prompt="a red fox", seed=1, lora=named, **SMALL)
+    )["e"]
     assert isinstance(result, tuple) and torch.equal(result[1]["images"], both)
     assert torch.equal(image(runner, "d"), bare)
 
 
 def test_interleaved_requests_keep_their_adapters(
-    make_runner: Callable[..., PipelineRunner], tiny_pipelines: Pipelines, lora: Callable[[int], Path]
+    make_runner: Callable[..., PipelineRunner],
+    tiny_pipelines: Pipelines,
+    lora: Callable[[int], Path],
 ) -> None:
     """Adapters are switched between two requests' turns."""
     folder = lora(1)
@@ -97,52 +121,73 @@ def test_interleaved_requests_keep_their_adapters(
 
 
 def test_load_and_unload_while_serving(
-    make_runner: Callable[..., PipelineRunner], tiny_pipelines: Pipelines, lora: Callable[[int], Path]
+    make_runner: Callable[..., PipelineRunner],
+    tiny_pipelines: Pipelines,
+    lora: Callable[[int], Path],
 ) -> None:
-    """A name is known after `add` and unknown after `remove`; the bare model stays the bare model throughout."""
+    """A name is known after `add` and unknown after `remove`; the bare model stays the bare
+    model throughout.
+    """
     runner, folder = make_runner(), lora(1)
     adapters, pipeline = runner.host.adapters, runner.host.pipeline
     bare = image(runner, "before")
-    assert adapters.add(pipeline, "late", LoraSource(path=str(folder)), number=3)
-    assert not adapters.add(pipeline, "late", LoraSource(path=str(folder)))
+    assert adapters.add_adapter(pipeline, "late", LoraSource(path=str(folder)), number=3)
+    assert not adapters.add_adapter(pipeline, "late", LoraSource(path=str(folder)))
     with pytest.raises(ValueError, match="unload it first"):
-        adapters.add(pipeline, "late", LoraSource(path=str(lora(2))))
+        adapters.add_adapter(pipeline, "late", LoraSource(path=str(lora(2))))
     assert torch.equal(image(runner, "bare"), bare)
     assert torch.equal(
-        image(runner, "late", lora="late"), reference(tiny_pipelines("qwen_image"), {"x": (folder, 1.0)})
+        image(runner, "late", lora="late"),
+        reference(tiny_pipelines("qwen_image"), {"x": (folder, 1.0)}),
     )
-    assert adapters.ids == {3} and adapters.remove_number(pipeline, 3) and not adapters.remove(pipeline, "late")
+    assert (
+        adapters.ids == {3}
+        and adapters.remove_number(pipeline, 3)
+        and not adapters.remove(pipeline, "late")
+    )
     assert torch.equal(image(runner, "after"), bare)
     unknown = new_request("u", session_id="u", prompt="x", options={"lora": "late"}, **SMALL)
     failure = run_to_end(runner, unknown)["u"]
     assert failure.code == "invalid_request" and "none is loaded" in failure.message
-    assert adapters.add(pipeline, "again", LoraSource(path=str(folder)))
+    assert adapters.add_adapter(pipeline, "again", LoraSource(path=str(folder)))
     assert torch.equal(image(runner, "bare-2"), bare)
 
 
-@pytest.mark.parametrize("wanted", [3, ["one", 2], {"one": "strong"}, {"one": True}, {"one": float("nan")}])
-def test_malformed_selections_are_refused(make_runner: Callable[..., PipelineRunner], wanted: Any) -> None:
+@pytest.mark.parametrize(
+    "wanted", [3, ["one", 2], {"one": "strong"}, {"one": True}, {"one": float("nan")}]
+)
+def test_malformed_selections_are_refused(
+    make_runner: Callable[..., PipelineRunner], wanted: Any
+) -> None:
     """options.lora is a name, names, or names with numbers."""
-    failure = run_to_end(make_runner(), new_request("a", session_id="a", prompt="x", options={"lora": wanted}))["a"]
+    failure = run_to_end(
+        make_runner(), new_request("a", session_id="a", prompt="x", options={"lora": wanted})
+    )["a"]
     assert failure.code == "invalid_request" and "object of names and strengths" in failure.message
 
 
 def test_files_that_are_no_adapter_are_refused(
     make_runner: Callable[..., PipelineRunner], tmp_path: Path, tiny_pipelines: Pipelines
 ) -> None:
-    """An empty folder, a foreign file, a pickle: the name and the reason; the pipeline serves on."""
+    """An empty folder, a foreign file, a pickle: the name and the reason; the pipeline serves
+    on.
+    """
     runner = make_runner()
     adapters, pipeline = runner.host.adapters, runner.host.pipeline
     bare = image(runner, "before")
     with pytest.raises(ValueError, match=r"holds 0 \*\.safetensors"):
-        adapters.add(pipeline, "empty", LoraSource(path=str(tmp_path)))
-    foreign = next((tiny_pipelines("flux") / "vae").glob("*.safetensors"))
+        adapters.add_adapter(pipeline, "empty", LoraSource(path=str(tmp_path)))
+    other_package = next((tiny_pipelines("flux") / "vae").glob("*.safetensors"))
     with pytest.raises(ValueError, match="LoRA adapter 'foreign'"):
-        adapters.add(pipeline, "foreign", LoraSource(path=str(foreign)))
+        adapters.add_adapter(pipeline, "foreign", LoraSource(path=str(other_package)))
     marker = tmp_path / "ran"
-    (tmp_path / "evil.bin").write_bytes(b"cposix\nsystem\n(S'touch " + str(marker).encode() + b"'\ntR.")
+    (tmp_path / "evil.bin").write_bytes(
+        b"cposix\nsystem\n(S'touch " + str(marker).encode() + b"'\ntR."
+    )
     with pytest.raises(ValueError, match="LoRA adapter 'evil'"):
-        adapters.add(pipeline, "evil", LoraSource(path=str(tmp_path), weight_name="evil.bin"))
+        adapters.add_adapter(
+            pipeline, "evil", LoraSource(path=str(tmp_path), weight_name="evil.bin")
+        )
     assert not marker.exists() and adapters.names == []
     assert torch.equal(image(runner, "after"), bare)
 
@@ -152,7 +197,7 @@ def test_an_adapter_s_file_is_not_in_the_memory_map(
 ) -> None:
     """It may be written over while the server runs, which would end the process if it were."""
     runner, file = make_runner(), next(lora(1).glob("*.safetensors"))
-    runner.host.adapters.add(runner.host.pipeline, "one", LoraSource(path=str(file)))
+    runner.host.adapters.add_adapter(runner.host.pipeline, "one", LoraSource(path=str(file)))
     assert str(file) not in Path("/proc/self/maps").read_text()
 
 
@@ -163,9 +208,12 @@ def test_an_adapter_with_nan_is_refused_when_it_is_loaded(
     runner, file = make_runner(), next(lora(1).glob("*.safetensors"))
     adapters, pipeline = runner.host.adapters, runner.host.pipeline
     bare = image(runner, "before")
-    save_file({name: tensor * float("nan") for name, tensor in load_file(file).items()}, tmp_path / "a.safetensors")
+    save_file(
+        {name: tensor * float("nan") for name, tensor in load_file(file).items()},
+        tmp_path / "a.safetensors",
+    )
     with pytest.raises(ValueError, match="has NaN or Inf: the tensors of "):
-        adapters.add(pipeline, "nan", LoraSource(path=str(tmp_path)))
+        adapters.add_adapter(pipeline, "nan", LoraSource(path=str(tmp_path)))
     assert adapters.names == [] and torch.equal(image(runner, "after"), bare)
 
 

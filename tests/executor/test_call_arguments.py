@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request's options as arguments of a pipeline's `__call__`; every mistake a client can make is named."""
+"""A request's options as arguments of a pipeline's `__call__`; every mistake a client can make
+is named.
+"""
 
 from collections.abc import Callable
 from functools import cache
@@ -10,49 +12,61 @@ import pytest
 import torch
 
 from vllm_omni.config import OmniConfig
-from vllm_omni.executor.call_arguments import PipelineCall, PipelineFacts, pipeline_call
+from vllm_omni.executor.call_arguments import PipelineCall, PipelineInfo, pipeline_call
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.models.diffusers_pipeline.options import DiffusersOptions
-from vllm_omni.model_executor.models.diffusers_pipeline.qwen_image import ASPECT_RATIOS, PROMPT_SUFFIXES
+from vllm_omni.model_executor.models.diffusers_pipeline.qwen_image import (
+    ASPECT_RATIOS,
+    PROMPT_SUFFIXES,
+)
 from vllm_omni.model_executor.models.diffusers_pipeline.tasks import capabilities
 from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.outputs import RequestFailed
 
 CPU = torch.device("cpu")
-PICTURE = torch.zeros(8, 8, 3, dtype=torch.uint8)
+Image = torch.zeros(8, 8, 3, dtype=torch.uint8)
 
 
 @pytest.fixture(scope="module")
-def facts(tiny_pipelines: Callable[[str], Path]) -> Callable[..., PipelineFacts]:
-    """`facts(layout, pipeline_class=None)` of the tiny pipelines."""
+def info(tiny_pipelines: Callable[[str], Path]) -> Callable[..., PipelineInfo]:
+    """`info(layout, pipeline_class=None)` of the tiny pipelines."""
     import diffusers
 
     @cache
-    def of(layout: str, pipeline_class: str | None = None) -> PipelineFacts:
+    def of(layout: str, pipeline_class: str | None = None) -> PipelineInfo:
         cls = getattr(diffusers, pipeline_class or "DiffusionPipeline")
-        return PipelineFacts.of(cls.from_pretrained(tiny_pipelines(layout)))
+        return PipelineInfo.of_pipeline(cls.from_pretrained(tiny_pipelines(layout)))
 
     return of
 
 
-def call(facts: PipelineFacts, tensors: dict[str, torch.Tensor] | None = None, **fields: Any) -> PipelineCall:
+def call(
+    info: PipelineInfo, tensors: dict[str, torch.Tensor] | None = None, **fields: Any
+) -> PipelineCall:
     options = DiffusersOptions.parse(fields.pop("deployment", {}))
     prompt = fields.pop("prompt", "a fox")
     params = DiffusionParams(session_id="s", prompt=prompt, **fields)
-    return pipeline_call(params, tensors or {}, facts, options, CPU)
+    return pipeline_call(params, tensors or {}, info, options, CPU)
 
 
-def refused(facts: PipelineFacts, tensors: dict[str, torch.Tensor] | None = None, **fields: Any) -> RequestFailed:
+def refused(
+    info: PipelineInfo, tensors: dict[str, torch.Tensor] | None = None, **fields: Any
+) -> RequestFailed:
     with pytest.raises(RequestFailed) as failure:
-        call(facts, tensors, **fields)
+        call(info, tensors, **fields)
     return failure.value
 
 
-def test_sizes_of_the_pipelines(facts: Callable[..., PipelineFacts]) -> None:
+def test_sizes_of_the_pipelines(info: Callable[..., PipelineInfo]) -> None:
     """Multiples and strides come from the loaded components."""
-    assert [facts(layout).size_multiple for layout in ("qwen_image", "flux", "sd3", "wan")] == [16, 16, 16, 16]
-    assert [facts(layout).frame_stride for layout in ("qwen_image", "wan")] == [1, 4]
-    assert [facts(layout).text_widths for layout in ("qwen_image", "flux", "sd3", "wan")] == [
+    assert [info(layout).size_multiple for layout in ("qwen_image", "flux", "sd3", "wan")] == [
+        16,
+        16,
+        16,
+        16,
+    ]
+    assert [info(layout).frame_stride for layout in ("qwen_image", "wan")] == [1, 4]
+    assert [info(layout).text_widths for layout in ("qwen_image", "flux", "sd3", "wan")] == [
         (32,),
         (32,),
         (64,),
@@ -60,46 +74,70 @@ def test_sizes_of_the_pipelines(facts: Callable[..., PipelineFacts]) -> None:
     ]
 
 
-def test_guidance_scale_reaches_the_argument_that_steers(facts: Callable[..., PipelineFacts]) -> None:
-    """Qwen-Image: classifier-free guidance, true_cfg_scale. FLUX: distilled, guidance_scale. Wan has one name."""
-    assert call(facts("qwen_image"), guidance_scale=3.0).arguments["true_cfg_scale"] == 3.0
-    assert call(facts("flux"), guidance_scale=3.0).arguments["guidance_scale"] == 3.0
-    assert call(facts("wan"), guidance_scale=3.0).arguments["guidance_scale"] == 3.0
-    assert call(facts("flux"), options={"true_cfg_scale": 2.0}).arguments["true_cfg_scale"] == 2.0
-    both = call(facts("qwen_image"), guidance_scale=3.0, options={"true_cfg_scale": 2.0})
-    assert both.arguments["true_cfg_scale"] == 2.0  # the pipeline's own name wins: doors always send guidance_scale
+def test_guidance_scale_reaches_the_argument_that_steers(info: Callable[..., PipelineInfo]) -> None:
+    """Qwen-Image: classifier-free guidance, true_cfg_scale.
+
+    FLUX: distilled, guidance_scale. Wan has one name.
+    """
+    assert call(info("qwen_image"), guidance_scale=3.0).arguments["true_cfg_scale"] == 3.0
+    assert call(info("flux"), guidance_scale=3.0).arguments["guidance_scale"] == 3.0
+    assert call(info("wan"), guidance_scale=3.0).arguments["guidance_scale"] == 3.0
+    assert call(info("flux"), options={"true_cfg_scale": 2.0}).arguments["true_cfg_scale"] == 2.0
+    both = call(info("qwen_image"), guidance_scale=3.0, options={"true_cfg_scale": 2.0})
+    # the pipeline's own name wins: doors always send guidance_scale
+    assert both.arguments["true_cfg_scale"] == 2.0
 
 
-def test_zero_guidance_stays_zero(facts: Callable[..., PipelineFacts]) -> None:
+def test_zero_guidance_stays_zero(info: Callable[..., PipelineInfo]) -> None:
     """A requested 0.0 is a value, not a missing one."""
-    assert call(facts("wan"), guidance_scale=0.0).arguments["guidance_scale"] == 0.0
+    assert call(info("wan"), guidance_scale=0.0).arguments["guidance_scale"] == 0.0
 
 
-def test_aspect_ratios_and_suffixes_of_qwen_image(facts: Callable[..., PipelineFacts]) -> None:
-    """The model card's sizes and quality phrases; the phrase follows the prompt's language and is off by default."""
+def test_aspect_ratios_and_suffixes_of_qwen_image(info: Callable[..., PipelineInfo]) -> None:
+    """The model card's sizes and quality phrases; the phrase follows the prompt's language and
+    is off by default.
+    """
     assert all(side % 16 == 0 for size in ASPECT_RATIOS.values() for side in size)
-    wide = call(facts("qwen_image"), width=64, height=64, options={"aspect_ratio": "16:9"})
+    wide = call(info("qwen_image"), width=64, height=64, options={"aspect_ratio": "16:9"})
     assert (wide.arguments["width"], wide.arguments["height"]) == (1664, 928)
-    assert call(facts("qwen_image")).arguments["prompt"] == "a fox"
-    english = call(facts("qwen_image"), options={"prompt_suffix": "auto"})
+    assert call(info("qwen_image")).arguments["prompt"] == "a fox"
+    english = call(info("qwen_image"), options={"prompt_suffix": "auto"})
     assert english.arguments["prompt"] == "a fox" + PROMPT_SUFFIXES["en"]
     assert english.meta["prompt_suffix"] == PROMPT_SUFFIXES["en"]
-    chinese = call(facts("qwen_image"), prompt="一只狐狸", deployment={"defaults": {"prompt_suffix": "auto"}})
+    chinese = call(
+        info("qwen_image"), prompt="一只狐狸", deployment={"defaults": {"prompt_suffix": "auto"}}
+    )
     assert chinese.arguments["prompt"] == "一只狐狸" + PROMPT_SUFFIXES["zh"]
-    japanese = call(facts("qwen_image"), prompt="森のキツネ", options={"prompt_suffix": "auto"})
+    japanese = call(info("qwen_image"), prompt="森のキツネ", options={"prompt_suffix": "auto"})
     assert japanese.arguments["prompt"].endswith(PROMPT_SUFFIXES["en"])
-    forced = call(facts("qwen_image"), options={"prompt_suffix": "zh"})
+    forced = call(info("qwen_image"), options={"prompt_suffix": "zh"})
     assert forced.arguments["prompt"].endswith(PROMPT_SUFFIXES["zh"])
-    assert "prompt_suffix" not in call(facts("sd3"), options={"prompt_suffix": "auto"}).meta
+    assert "prompt_suffix" not in call(info("sd3"), options={"prompt_suffix": "auto"}).meta
 
 
-def test_deployment_defaults_yield_to_the_request(facts: Callable[..., PipelineFacts]) -> None:
+def test_deployment_defaults_yield_to_the_request(info: Callable[..., PipelineInfo]) -> None:
     """defaults fill the fields that a request leaves out, and nothing else."""
-    deployment = {"defaults": {"true_cfg_scale": 4.0, "negative_prompt": " ", "num_inference_steps": 7}}
-    plain = call(facts("qwen_image"), deployment=deployment)
-    assert (plain.arguments["true_cfg_scale"], plain.arguments["negative_prompt"], plain.num_steps) == (4.0, " ", 7)
-    own = call(facts("qwen_image"), deployment=deployment, negative_prompt="", num_inference_steps=3, guidance_scale=1)
-    assert (own.arguments["true_cfg_scale"], own.arguments["negative_prompt"], own.num_steps) == (1.0, "", 3)
+    deployment = {
+        "defaults": {"true_cfg_scale": 4.0, "negative_prompt": " ", "num_inference_steps": 7}
+    }
+    plain = call(info("qwen_image"), deployment=deployment)
+    assert (
+        plain.arguments["true_cfg_scale"],
+        plain.arguments["negative_prompt"],
+        plain.num_steps,
+    ) == (4.0, " ", 7)
+    own = call(
+        info("qwen_image"),
+        deployment=deployment,
+        negative_prompt="",
+        num_inference_steps=3,
+        guidance_scale=1,
+    )
+    assert (own.arguments["true_cfg_scale"], own.arguments["negative_prompt"], own.num_steps) == (
+        1.0,
+        "",
+        3,
+    )
 
 
 def test_defaults_of_ours_are_checked_at_start() -> None:
@@ -110,34 +148,77 @@ def test_defaults_of_ours_are_checked_at_start() -> None:
         DiffusersOptions.parse({"defaults": {"width": 0}})
 
 
-def test_a_missing_seed_is_drawn_and_told(facts: Callable[..., PipelineFacts]) -> None:
+def test_a_missing_seed_is_generated_and_notified(info: Callable[..., PipelineInfo]) -> None:
     """Two requests without a seed differ, and each can be repeated with the seed in its result."""
-    assert call(facts("sd3")).seed != call(facts("sd3")).seed
-    assert call(facts("sd3"), seed=0).seed == 0
+    assert call(info("sd3")).seed != call(info("sd3")).seed
+    assert call(info("sd3"), seed=0).seed == 0
 
 
-LATER_TENSORS = {"prompt_embeds": torch.zeros(4, 32), "prompt_embeds_mask": torch.ones(4, dtype=torch.int64)}
+LATER_TENSORS = {
+    "prompt_embeds": torch.zeros(4, 32),
+    "prompt_embeds_mask": torch.ones(4, dtype=torch.int64),
+}
 
 
 @pytest.mark.parametrize(
     ("layout", "fields", "code", "words"),
     [
         ("qwen_image", {"prompt": None}, "invalid_request", "a prompt or the tensor prompt_embeds"),
-        ("qwen_image", {"width": 100, "height": 64}, "unsupported_size", "multiples of 16, for example 96x64"),
+        (
+            "qwen_image",
+            {"width": 100, "height": 64},
+            "unsupported_size",
+            "multiples of 16, for example 96x64",
+        ),
         ("qwen_image", {"width": 64}, "invalid_request", "both width and height"),
-        ("qwen_image", {"width": 4096, "height": 4096}, "unsupported_size", "exceeds the limit of 4194304 pixels"),
+        (
+            "qwen_image",
+            {"width": 4096, "height": 4096},
+            "unsupported_size",
+            "exceeds the limit of 4194304 pixels",
+        ),
         ("qwen_image", {"options": {"aspect_ratio": "5:4"}}, "invalid_request", "known: 1:1, 16:9"),
-        ("sd3", {"options": {"aspect_ratio": "1:1"}}, "invalid_request", "has none; send width and height"),
+        (
+            "sd3",
+            {"options": {"aspect_ratio": "1:1"}},
+            "invalid_request",
+            "has none; send width and height",
+        ),
         ("qwen_image", {"num_frames": 5}, "invalid_request", "generates images"),
         ("qwen_image", {"num_images": 9}, "invalid_request", "more than 8"),
         ("qwen_image", {"num_inference_steps": 201}, "invalid_request", "more than 200"),
-        ("qwen_image", {"options": {"strength": 0.5}}, "invalid_request", "has no option 'strength'; it has"),
+        (
+            "qwen_image",
+            {"options": {"strength": 0.5}},
+            "invalid_request",
+            "has no option 'strength'; it has",
+        ),
         ("qwen_image", {"options": {"generator": 1}}, "invalid_request", "no option 'generator'"),
         ("qwen_image", {"options": {"callback_on_step_end": 1}}, "invalid_request", "no option"),
-        ("qwen_image", {"options": {"attention_kwargs": {"scale": 1}}}, "invalid_request", "no option"),
-        ("qwen_image", {"options": {"sigmas": ["a"]}}, "invalid_request", "list of 1 to 1000 numbers"),
-        ("qwen_image", {"options": {"max_sequence_length": 10**9}}, "invalid_request", "from 1 to 4096"),
-        ("qwen_image", {"options": {"prompt_suffix": "fr"}}, "invalid_request", "off, auto, en, zh"),
+        (
+            "qwen_image",
+            {"options": {"attention_kwargs": {"scale": 1}}},
+            "invalid_request",
+            "no option",
+        ),
+        (
+            "qwen_image",
+            {"options": {"sigmas": ["a"]}},
+            "invalid_request",
+            "list of 1 to 1000 numbers",
+        ),
+        (
+            "qwen_image",
+            {"options": {"max_sequence_length": 10**9}},
+            "invalid_request",
+            "from 1 to 4096",
+        ),
+        (
+            "qwen_image",
+            {"options": {"prompt_suffix": "fr"}},
+            "invalid_request",
+            "off, auto, en, zh",
+        ),
         ("qwen_image", {"chunk_index": 1}, "invalid_request", "no sessions"),
         ("qwen_image", {"actions": [["w"]]}, "invalid_request", "worlds"),
         ("wan", {"num_frames": 6}, "invalid_request", "for example 5"),
@@ -146,22 +227,37 @@ LATER_TENSORS = {"prompt_embeds": torch.zeros(4, 32), "prompt_embeds_mask": torc
     ],
 )
 def test_refusals(
-    facts: Callable[..., PipelineFacts], layout: str, fields: dict[str, Any], code: str, words: str
+    info: Callable[..., PipelineInfo], layout: str, fields: dict[str, Any], code: str, words: str
 ) -> None:
     """Each error names the mistake and the allowed values, before anything runs."""
-    failure = refused(facts(layout), **fields)
+    failure = refused(info(layout), **fields)
     assert failure.code == code and words in failure.message
 
 
 @pytest.mark.parametrize(
     ("layout", "tensors", "code", "words"),
     [
-        ("qwen_image", {"image": PICTURE}, "invalid_request", "takes no tensor 'image'; it takes"),
-        ("qwen_image", {"nonsense": PICTURE}, "invalid_request", "no tensor 'nonsense'"),
-        ("qwen_image", {"prompt_embeds": torch.zeros(4, 33)}, "invalid_request", "32 wide for this model, got 33"),
-        ("qwen_image", {"prompt_embeds": torch.zeros(1, 4, 32)}, "invalid_request", "[tokens, width]"),
+        ("qwen_image", {"image": Image}, "invalid_request", "takes no tensor 'image'; it takes"),
+        ("qwen_image", {"nonsense": Image}, "invalid_request", "no tensor 'nonsense'"),
+        (
+            "qwen_image",
+            {"prompt_embeds": torch.zeros(4, 33)},
+            "invalid_request",
+            "32 wide for this model, got 33",
+        ),
+        (
+            "qwen_image",
+            {"prompt_embeds": torch.zeros(1, 4, 32)},
+            "invalid_request",
+            "[tokens, width]",
+        ),
         ("qwen_image", {"prompt_embeds": torch.full((4, 32), torch.nan)}, "invalid_request", "NaN"),
-        ("qwen_image", {"prompt_embeds": torch.zeros(4, 32, dtype=torch.int64)}, "invalid_request", "floating point"),
+        (
+            "qwen_image",
+            {"prompt_embeds": torch.zeros(4, 32, dtype=torch.int64)},
+            "invalid_request",
+            "floating point",
+        ),
         ("qwen_image", {"prompt_embeds": torch.zeros(0, 32)}, "invalid_request", "empty"),
         (
             "qwen_image",
@@ -169,19 +265,33 @@ def test_refusals(
             "invalid_request",
             "one entry for each token",
         ),
-        ("qwen_image", {**LATER_TENSORS, "prompt_embeds_mask": torch.full((4,), 2)}, "invalid_request", "0 and 1"),
-        ("qwen_image", {"prompt_embeds_mask": LATER_TENSORS["prompt_embeds_mask"]}, "invalid_request", "prompt_embeds"),
+        (
+            "qwen_image",
+            {**LATER_TENSORS, "prompt_embeds_mask": torch.full((4,), 2)},
+            "invalid_request",
+            "0 and 1",
+        ),
+        (
+            "qwen_image",
+            {"prompt_embeds_mask": LATER_TENSORS["prompt_embeds_mask"]},
+            "invalid_request",
+            "prompt_embeds",
+        ),
         ("flux", {"pooled_prompt_embeds": torch.zeros(1, 32)}, "invalid_request", "[width]"),
-        ("flux", {"ip_adapter_image": PICTURE}, "invalid_request", "no tensor 'ip_adapter_image'"),
-        ("wan", {"video": PICTURE}, "invalid_request", "no tensor 'video'"),
+        ("flux", {"ip_adapter_image": Image}, "invalid_request", "no tensor 'ip_adapter_image'"),
+        ("wan", {"video": Image}, "invalid_request", "no tensor 'video'"),
     ],
 )
 def test_refused_tensors(
-    facts: Callable[..., PipelineFacts], layout: str, tensors: dict[str, torch.Tensor], code: str, words: str
+    info: Callable[..., PipelineInfo],
+    layout: str,
+    tensors: dict[str, torch.Tensor],
+    code: str,
+    words: str,
 ) -> None:
     """Wrong names, shapes, dtypes and contents."""
     prompt = None if any("embeds" in name for name in tensors) else "a fox"
-    failure = refused(facts(layout), tensors, prompt=prompt)
+    failure = refused(info(layout), tensors, prompt=prompt)
     assert failure.code == code and words in failure.message
 
 
@@ -195,48 +305,77 @@ def test_refused_tensors(
         (torch.zeros(1, 9000, 3, dtype=torch.uint8), "1 to 8192 pixels"),
     ],
 )
-def test_corrupt_pictures_are_refused(facts: Callable[..., PipelineFacts], image: torch.Tensor, words: str) -> None:
+def test_corrupt_images_are_refused(
+    info: Callable[..., PipelineInfo], image: torch.Tensor, words: str
+) -> None:
     """An edit's picture has the wrong dtype, channels or size."""
-    failure = refused(facts("qwen_image", "QwenImageImg2ImgPipeline"), {"image": image})
+    failure = refused(info("qwen_image", "QwenImageImg2ImgPipeline"), {"image": image})
     assert failure.code == "invalid_image" and words in failure.message
 
 
-def test_an_edit_without_its_picture_is_refused(facts: Callable[..., PipelineFacts]) -> None:
+def test_an_edit_without_its_image_is_refused(info: Callable[..., PipelineInfo]) -> None:
     """Also where the class gives the argument a default."""
-    assert "needs an image" in refused(facts("qwen_image", "QwenImageImg2ImgPipeline")).message
+    assert "needs an image" in refused(info("qwen_image", "QwenImageImg2ImgPipeline")).message
 
 
-def test_pictures_and_masks_under_the_doors_names(facts: Callable[..., PipelineFacts]) -> None:
+def test_images_and_masks_under_the_endpoints_names(info: Callable[..., PipelineInfo]) -> None:
     """`image_1` joins `image`, `mask` is the pipeline's mask_image."""
-    inpaint = facts("qwen_image", "QwenImageInpaintPipeline")
+    inpaint = info("qwen_image", "QwenImageInpaintPipeline")
     mask = torch.zeros(8, 8, dtype=torch.uint8)
-    arguments = call(inpaint, {"image": PICTURE, "mask": mask}, options={"strength": 0.5}).arguments
-    assert (arguments["image"].size, arguments["mask_image"].mode, arguments["strength"]) == ((8, 8), "L", 0.5)
-    several = call(inpaint, {"image": PICTURE, "mask": mask, "image_2": PICTURE, "image_1": PICTURE}).arguments
+    arguments = call(inpaint, {"image": Image, "mask": mask}, options={"strength": 0.5}).arguments
+    assert (arguments["image"].size, arguments["mask_image"].mode, arguments["strength"]) == (
+        (8, 8),
+        "L",
+        0.5,
+    )
+    several = call(
+        inpaint, {"image": Image, "mask": mask, "image_2": Image, "image_1": Image}
+    ).arguments
     assert len(several["image"]) == 3
-    assert "first one as image" in refused(inpaint, {"image_1": PICTURE, "mask": mask}).message
+    assert "first one as image" in refused(inpaint, {"image_1": Image, "mask": mask}).message
 
 
 def test_capabilities_say_what_the_executor_accepts() -> None:
     """Doors and executor read the same signatures: tasks, defaults and limits of known classes."""
     options = DiffusersOptions()
     qwen = capabilities("QwenImagePipeline", options, 4, distilled=False)
-    assert qwen.tasks == ("text_to_image",) and qwen.negative_prompt and qwen.num_inference_steps == 50
+    assert (
+        qwen.tasks == ("text_to_image",) and qwen.negative_prompt and qwen.num_inference_steps == 50
+    )
     assert (qwen.width, qwen.height, qwen.guidance_scale) == (1024, 1024, 4.0)
     assert capabilities("FluxPipeline", options, 4, distilled=True).guidance_scale == 3.5
-    assert capabilities("QwenImageEditPipeline", options, 4, distilled=False).tasks == ("image_edit",)
-    assert capabilities("FluxKontextPipeline", options, 4, distilled=True).tasks == ("text_to_image", "image_edit")
+    assert capabilities("QwenImageEditPipeline", options, 4, distilled=False).tasks == (
+        "image_edit",
+    )
+    assert capabilities("FluxKontextPipeline", options, 4, distilled=True).tasks == (
+        "text_to_image",
+        "image_edit",
+    )
     assert capabilities("QwenImageInpaintPipeline", options, 4, distilled=False).mask
     wan = capabilities("WanPipeline", options, 4, distilled=False)
-    assert wan.tasks == ("text_to_video",) and (wan.width, wan.height, wan.frame_stride) == (832, 480, 4)
-    assert capabilities("WanImageToVideoPipeline", options, 4, distilled=False).tasks == ("image_to_video",)
+    assert wan.tasks == ("text_to_video",) and (wan.width, wan.height, wan.frame_stride) == (
+        832,
+        480,
+        4,
+    )
+    assert capabilities("WanImageToVideoPipeline", options, 4, distilled=False).tasks == (
+        "image_to_video",
+    )
 
 
-def test_the_family_states_capabilities_of_a_directory(tiny_pipelines: Callable[[str], Path]) -> None:
+def test_the_family_states_capabilities_of_a_directory(
+    tiny_pipelines: Callable[[str], Path],
+) -> None:
     """What the API server asks, from the directory's facts and the options."""
     family = get_family("diffusers_pipeline")
     config = family.hf_config(tiny_pipelines("wan"))
     omni = OmniConfig(model={"defaults": {"width": 64, "height": 32, "num_frames": 9, "fps": 8.0}})
     assert family.capabilities is not None
     stated = family.capabilities(config, omni)
-    assert (stated.width, stated.height, stated.num_frames, stated.fps, stated.frame_stride) == (64, 32, 9, 8.0, 4)
+    assert (stated.width, stated.height, stated.num_frames, stated.fps, stated.frame_stride) == (
+        64,
+        32,
+        9,
+        8.0,
+        4,
+    )

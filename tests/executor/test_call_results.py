@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything a pipeline may return becomes the same uint8 pictures that diffusers' own PIL output holds."""
+"""Everything a pipeline may return becomes the same uint8 pictures that diffusers' own PIL
+output holds.
+"""
 
 import numpy as np
 import pytest
@@ -16,7 +18,9 @@ def test_images_equal_diffusers_pil_output(output_type: str, dtype: torch.dtype)
     """Rounding included: every value k/255 and those between, in float32 and bfloat16."""
     decoded = torch.linspace(-1.2, 1.2, 2 * 3 * 64 * 64).reshape(2, 3, 64, 64).to(dtype)
     processor = VaeImageProcessor()
-    reference = np.stack([np.array(image) for image in processor.postprocess(decoded, output_type="pil")])
+    reference = np.stack(
+        [np.array(image) for image in processor.postprocess(decoded, output_type="pil")]
+    )
     output = {"images": processor.postprocess(decoded, output_type=output_type)}
     assert np.array_equal(result_tensors(output, video=False)["images"].numpy(), reference)
 
@@ -38,7 +42,12 @@ def test_alpha_is_dropped_and_gray_is_spread() -> None:
     gray = torch.rand(1, 1, 8, 8)
     spread = result_tensors({"images": gray}, video=False)["images"]
     assert spread.shape == (1, 8, 8, 3) and torch.equal(spread[..., 0], spread[..., 2])
-    assert result_tensors({"images": torch.rand(1, 4, 8, 8)}, video=False)["images"].shape == (1, 8, 8, 3)
+    assert result_tensors({"images": torch.rand(1, 4, 8, 8)}, video=False)["images"].shape == (
+        1,
+        8,
+        8,
+        3,
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The executor answers everything vLLM's engine asks of an executor's workers: read from vLLM's own source."""
+"""The executor answers everything vLLM's engine asks of an executor's workers: read from vLLM's
+own source.
+"""
 
 import inspect
 import re
@@ -16,7 +18,7 @@ from vllm.v1.executor import abstract
 from vllm_omni.executor import DiffusersPipelineExecutor
 from vllm_omni.executor.diffusers_pipeline_executor import PipelineWorker
 from vllm_omni.outputs import RequestFailed, unpack
-from vllm_omni.worker.diffusion.sessions import SessionStore
+from vllm_omni.worker.diffusion.sessions.store import SessionStore
 
 # Worker methods that a pipeline engine can never be asked for, each with the reason.
 UNREACHABLE = {
@@ -31,23 +33,29 @@ UNREACHABLE = {
 SMALL = {"height": 32, "width": 48, "num_inference_steps": 3}
 
 
-def asked_of_workers() -> list[str]:
+def requested_of_workers() -> list[str]:
     source = inspect.getsource(abstract) + inspect.getsource(core)
     return sorted(set(re.findall(r'collective_rpc\(\s*(?:#[^\n]*\n\s*)?"(\w+)"', source)))
 
 
 def test_the_pattern_still_finds_the_surface() -> None:
     """If vLLM changes how it calls, this must fail instead of finding nothing to check."""
-    assert {"get_kv_cache_spec", "initialize_from_config", "sleep", "synchronize_device"} <= set(asked_of_workers())
+    assert {"get_kv_cache_spec", "initialize_from_config", "sleep", "synchronize_device"} <= set(
+        requested_of_workers()
+    )
 
 
-@pytest.mark.parametrize("name", [name for name in asked_of_workers() if name not in UNREACHABLE])
+@pytest.mark.parametrize(
+    "name", [name for name in requested_of_workers() if name not in UNREACHABLE]
+)
 def test_every_worker_method_exists(name: str) -> None:
     assert callable(getattr(PipelineWorker, name, None))
 
 
 @pytest.fixture(scope="module")
-def executor(tiny_pipelines: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
+def executor(
+    tiny_pipelines: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Any:
     """A real executor on a real config, without an engine around it."""
     from vllm.engine.arg_utils import EngineArgs
 
@@ -55,10 +63,14 @@ def executor(tiny_pipelines: Callable[[str], Path], tmp_path_factory: pytest.Tem
         model=str(tiny_pipelines("qwen_image")),
         config_format="omni",
         skip_tokenizer_init=True,
-        profiler_config={"profiler": "torch", "torch_profiler_dir": str(tmp_path_factory.mktemp("trace"))},
+        profiler_config={
+            "profiler": "torch",
+            "torch_profiler_dir": str(tmp_path_factory.mktemp("trace")),
+        },
     )
     config = args.create_engine_config()
-    assert abstract.Executor.get_class(config) is DiffusersPipelineExecutor  # chosen by the config hook
+    # chosen by the config hook
+    assert abstract.Executor.get_class(config) is DiffusersPipelineExecutor
     executor = DiffusersPipelineExecutor(config)
     yield executor
     executor.shutdown()
@@ -74,7 +86,7 @@ def run(executor: Any, request_id: str = "a") -> Any:
     return unpack(output.pooler_output[0])
 
 
-def test_start_up_answers(executor: Any) -> None:
+def test_start_up_responses(executor: Any) -> None:
     """No KV cache, one task, nothing compiled."""
     assert executor.get_kv_cache_specs() == [{}]
     assert executor.supported_tasks == ("plugin",)
@@ -82,7 +94,10 @@ def test_start_up_answers(executor: Any) -> None:
     executor.initialize_from_config([])
     executor.compile_or_warm_up_model()
     executor.check_health()
-    assert executor.worker.runner.facts.class_name == "QwenImagePipeline" and executor.worker.runner.host.nbytes > 0
+    assert (
+        executor.worker.runner.info.class_name == "QwenImagePipeline"
+        and executor.worker.runner.host.nbytes > 0
+    )
 
 
 def test_its_session_statistics_are_a_workers(executor: Any) -> None:
@@ -92,18 +107,24 @@ def test_its_session_statistics_are_a_workers(executor: Any) -> None:
 
 
 def test_rpcs_by_name_callable_and_future(executor: Any) -> None:
-    """Known names answer in a list of one; unknown names and failures come back as exceptions, also in a future."""
+    """Known names answer in a list of one; unknown names and failures come back as exceptions,
+    also in a future.
+    """
     assert executor.collective_rpc("request_progress") == [{}]
     assert executor.collective_rpc(lambda worker, n: [*worker.loras(), n], args=(1,)) == [[1]]
     assert executor.collective_rpc("loras", non_block=True).result() == [[]]
     with pytest.raises(NotImplementedError):
         executor.collective_rpc("no_such_method")
-    assert isinstance(executor.collective_rpc("no_such_method", non_block=True).exception(), NotImplementedError)
+    assert isinstance(
+        executor.collective_rpc("no_such_method", non_block=True).exception(), NotImplementedError
+    )
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_sleep_and_wake_give_the_same_picture(executor: Any, level: int) -> None:
-    """Asleep, the executor says so and refuses requests; awake, it draws the same picture as before."""
+def test_sleep_and_wake_give_the_same_image(executor: Any, level: int) -> None:
+    """Asleep, the executor says so and refuses requests; awake, it draws the same picture as
+    before.
+    """
     before = run(executor)[1]["images"]
     executor.sleep(level)
     assert executor.is_sleeping and (executor.worker.runner.host.nbytes == 0) == (level == 2)
@@ -124,7 +145,9 @@ def test_sleep_during_a_request(executor: Any) -> None:
     for _ in range(3):
         output = executor.execute_model(step(running=["kept"]))
     assert torch.equal(unpack(output.pooler_output[0])[1]["images"], expected)
-    executor.execute_model(step(new=[new_request("lost", session_id="lost", **fields)], finished=["kept"]))
+    executor.execute_model(
+        step(new=[new_request("lost", session_id="lost", **fields)], finished=["kept"])
+    )
     executor.sleep(2)
     executor.wake_up()
     output = executor.execute_model(step(running=["lost"]))
@@ -135,7 +158,9 @@ def test_sleep_during_a_request(executor: Any) -> None:
 
 def test_profiling_traces_the_pipelines_thread(executor: Any) -> None:
     """Started in the middle of a request, the trace holds the operators of its remaining steps."""
-    executor.execute_model(step(new=[new_request("p", session_id="p", prompt="a fox", seed=1, **SMALL)]))
+    executor.execute_model(
+        step(new=[new_request("p", session_id="p", prompt="a fox", seed=1, **SMALL)])
+    )
     executor.profile(is_start=True)
     executor.execute_model(step(running=["p"]))
     executor.profile(is_start=False)
@@ -158,7 +183,9 @@ def test_each_profile_has_the_name_it_was_started_with(executor: Any) -> None:
         before = {file.name for file in folder.iterdir()}
         executor.profile(is_start=True, profile_prefix=prefix)
         executor.profile(is_start=False)
-        new.append({file.name.split(".")[0] for file in folder.iterdir() if file.name not in before})
+        new.append(
+            {file.name.split(".")[0] for file in folder.iterdir() if file.name not in before}
+        )
     assert new == [{"first_pipeline"}, {"second_pipeline"}, {"pipeline"}]
 
 
@@ -178,7 +205,10 @@ def test_more_than_one_rank_is_refused(tiny_pipelines: Callable[[str], Path]) ->
     from vllm.engine.arg_utils import EngineArgs
 
     args = EngineArgs(
-        model=str(tiny_pipelines("sd3")), config_format="omni", skip_tokenizer_init=True, tensor_parallel_size=2
+        model=str(tiny_pipelines("sd3")),
+        config_format="omni",
+        skip_tokenizer_init=True,
+        tensor_parallel_size=2,
     )
     with pytest.raises(ValueError, match="one process on one device"):
         args.create_engine_config()

@@ -17,7 +17,9 @@ from vllm_omni.model_executor.models.diffusers_pipeline.options import Diffusers
 @pytest.mark.parametrize("offload", ["model", "sequential"])
 def test_offload_is_refused_on_a_cpu(make_host: MakeHost, offload: str) -> None:
     """There is nothing to offload from."""
-    with pytest.raises(ValueError, match="requires an accelerator: on a CPU the weights are already in host memory"):
+    with pytest.raises(
+        ValueError, match="requires an accelerator: on a CPU the weights are already in host memory"
+    ):
         make_host(offload=offload)
 
 
@@ -28,7 +30,9 @@ def test_offload_and_interleaving_exclude_each_other() -> None:
 
 
 def test_sleep_levels_on_a_cpu(make_host: MakeHost) -> None:
-    """Level 1 frees nothing on a CPU and says so; level 2 drops the weights and waking reads the same ones again."""
+    """Level 1 frees nothing on a CPU and says so; level 2 drops the weights and waking reads the
+    same ones again.
+    """
     host = make_host()
     nbytes = host.nbytes
     weight = host.pipeline.transformer.proj_out.weight.clone()
@@ -42,11 +46,16 @@ def test_sleep_levels_on_a_cpu(make_host: MakeHost) -> None:
     assert not host.asleep and torch.equal(host.pipeline.transformer.proj_out.weight, weight)
 
 
-def test_dtype_of_all_and_of_single_components(make_host: MakeHost, tiny_pipelines: Callable[[str], Path]) -> None:
+def test_dtype_of_all_and_of_single_components(
+    make_host: MakeHost, tiny_pipelines: Callable[[str], Path]
+) -> None:
     """--dtype for all, component_dtypes for those named; a misspelt one is refused."""
     options = DiffusersOptions.parse({"component_dtypes": {"vae": "float32"}})
     host = PipelineHost(tiny_pipelines("wan"), options, CPU, torch.bfloat16)
-    assert (host.pipeline.transformer.dtype, host.pipeline.vae.dtype) == (torch.bfloat16, torch.float32)
+    assert (host.pipeline.transformer.dtype, host.pipeline.vae.dtype) == (
+        torch.bfloat16,
+        torch.float32,
+    )
     with pytest.raises(ValueError, match="'vea' is none of"):
         make_host("wan", component_dtypes={"vea": "float32"})
 
@@ -88,7 +97,9 @@ def test_generators_are_seeded_one_after_the_other(make_host: MakeHost) -> None:
 def test_reload_takes_the_same_class_only(
     make_host: MakeHost, tiny_pipelines: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Other weights of the same pipeline are taken over, another pipeline is refused and the old one stays."""
+    """Other weights of the same pipeline are taken over, another pipeline is refused and the old
+    one stays.
+    """
     host = make_host()
     with pytest.raises(ValueError, match="FluxPipeline"):
         host.reload(tiny_pipelines("flux"))
@@ -99,8 +110,12 @@ def test_reload_takes_the_same_class_only(
     assert host.path == other and host.pipeline.transformer is not None
 
 
-def test_a_checkpoints_own_code_is_not_run(tiny_pipelines: Callable[[str], Path], tmp_path: Path) -> None:
-    """A component that names a module inside the directory is refused; the module is never imported."""
+def test_a_checkpoints_own_code_is_not_run(
+    tiny_pipelines: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A component that names a module inside the directory is refused; the module is never
+    imported.
+    """
     evil = tmp_path / "evil"
     shutil.copytree(tiny_pipelines("qwen_image"), evil)
     index = json.loads((evil / "model_index.json").read_text())
@@ -113,29 +128,46 @@ def test_a_checkpoints_own_code_is_not_run(tiny_pipelines: Callable[[str], Path]
 
 
 @pytest.mark.parametrize("layout", ["qwen_image", "flux", "wan", "sd3"])
-def test_random_weights_need_configs_only(tiny_pipelines: Callable[[str], Path], tmp_path: Path, layout: str) -> None:
-    """`--load-format dummy`: no weight files, parameters and dtypes as of loaded ones, the same values each time."""
+def test_random_weights_need_configs_only(
+    tiny_pipelines: Callable[[str], Path], tmp_path: Path, layout: str
+) -> None:
+    """`--load-format dummy`: no weight files, parameters and dtypes as of loaded ones, the same
+    values each time.
+    """
     bare = tmp_path / "bare"
     shutil.copytree(tiny_pipelines(layout), bare, ignore=shutil.ignore_patterns("*.safetensors"))
     with pytest.raises(ValueError, match=r"no \*\.safetensors"):
         PipelineHost(bare, DiffusersOptions(), CPU, torch.bfloat16)
-    hosts = [PipelineHost(bare, DiffusersOptions(), CPU, torch.bfloat16, random_weights=True) for _ in range(2)]
-    loaded = PipelineHost(tiny_pipelines(layout), DiffusersOptions(), CPU, torch.bfloat16).pipeline.components
+    hosts = [
+        PipelineHost(bare, DiffusersOptions(), CPU, torch.bfloat16, random_weights=True)
+        for _ in range(2)
+    ]
+    loaded = PipelineHost(
+        tiny_pipelines(layout), DiffusersOptions(), CPU, torch.bfloat16
+    ).pipeline.components
     for name, component in loaded.items():
         if isinstance(component, torch.nn.Module):
-            expected = {key: (tensor.shape, tensor.dtype) for key, tensor in component.state_dict().items()}
+            expected = {
+                key: (tensor.shape, tensor.dtype) for key, tensor in component.state_dict().items()
+            }
             first, second = (host.pipeline.components[name].state_dict() for host in hosts)
             assert {key: (tensor.shape, tensor.dtype) for key, tensor in first.items()} == expected
             assert all(torch.equal(first[key], second[key]) for key in first)
     frames = {"num_frames": 5} if layout == "wan" else {}
     pipeline = hosts[0].call_object()
-    output = pipeline(prompt="x", height=32, width=48, num_inference_steps=2, output_type="pt", **frames)
+    output = pipeline(
+        prompt="x", height=32, width=48, num_inference_steps=2, output_type="pt", **frames
+    )
     value = output["frames" if frames else "images"]
     assert bool(torch.isfinite(value).all())
 
 
-def test_components_named_null_are_absent(tiny_pipelines: Callable[[str], Path], tmp_path: Path) -> None:
-    """A checkpoint published without its text encoder loads, although diffusers does not call it optional."""
+def test_components_named_null_are_absent(
+    tiny_pipelines: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A checkpoint published without its text encoder loads, although diffusers does not call it
+    optional.
+    """
     directory = tmp_path / "pipeline"
     shutil.copytree(tiny_pipelines("qwen_image"), directory)
     file = directory / "model_index.json"

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runner step by step: results equal diffusers bit for bit, whatever else is served, fails or is aborted."""
+"""The runner step by step: results equal diffusers bit for bit, whatever else is served, fails
+or is aborted.
+"""
 
 import gc
 import weakref
@@ -22,7 +24,11 @@ SMALL = {"height": 32, "width": 48, "num_inference_steps": 4}
 
 def request(request_id: str, tensors: dict[str, torch.Tensor] | None = None, **fields: Any) -> Any:
     return new_request(
-        request_id, tensors, session_id=request_id, one_shot=True, **{"prompt": "a red fox", **SMALL, **fields}
+        request_id,
+        tensors,
+        session_id=request_id,
+        one_shot=True,
+        **{"prompt": "a red fox", **SMALL, **fields},
     )
 
 
@@ -35,7 +41,9 @@ def images(result: Any) -> torch.Tensor:
     return result[1]["images"]
 
 
-def test_guidance_and_negative_prompt_equal_diffusers(make_runner: MakeRunner, tiny_pipelines: Pipelines) -> None:
+def test_guidance_and_negative_prompt_equal_diffusers(
+    make_runner: MakeRunner, tiny_pipelines: Pipelines
+) -> None:
     """Two forwards a step: Qwen-Image's true classifier-free guidance; it changes the picture."""
     runner = make_runner()
     fields = {"seed": 5, "negative_prompt": "rain", "guidance_scale": 6.0}
@@ -45,7 +53,9 @@ def test_guidance_and_negative_prompt_equal_diffusers(make_runner: MakeRunner, t
     assert not torch.equal(got, reference(path, 5))
 
 
-def test_several_images_have_seeds_of_their_own(make_runner: MakeRunner, tiny_pipelines: Pipelines) -> None:
+def test_several_images_have_seeds_separate(
+    make_runner: MakeRunner, tiny_pipelines: Pipelines
+) -> None:
     """Image i of a request is image 0 of seed + i, up to rounding of a larger batch."""
     got = images(run_to_end(make_runner(), request("a", seed=5, num_images=2))["a"])
     assert torch.equal(got[0], reference(tiny_pipelines("qwen_image"), 5)[0])
@@ -54,7 +64,9 @@ def test_several_images_have_seeds_of_their_own(make_runner: MakeRunner, tiny_pi
 
 
 def test_turns_progress_and_meta(make_runner: MakeRunner) -> None:
-    """Encoding with the first step, one turn for each further step, then decoding; progress counts the steps."""
+    """Encoding with the first step, one turn for each further step, then decoding; progress
+    counts the steps.
+    """
     runner = make_runner()
     assert execute(runner, step(new=[request("a", seed=5)])) == {"a": None}
     assert runner.request_progress() == {"a": [1, 4]}
@@ -69,7 +81,9 @@ def test_turns_progress_and_meta(make_runner: MakeRunner) -> None:
     assert runner.request_progress() == {}
 
 
-def test_stock_scheduler_runs_whole_requests(make_runner: MakeRunner, tiny_pipelines: Pipelines) -> None:
+def test_stock_scheduler_runs_whole_requests(
+    make_runner: MakeRunner, tiny_pipelines: Pipelines
+) -> None:
     """One engine step, several requests, the same pictures."""
     runner = make_runner(step_at_a_time=False)
     results = execute(runner, step(new=[request("a", seed=1), request("b", seed=2)]))
@@ -86,7 +100,8 @@ def test_one_at_a_time_by_default(make_runner: MakeRunner, tiny_pipelines: Pipel
     for _ in range(3):
         results = execute(runner, step(running=["a", "b"]))
     assert torch.equal(images(results["a"]), reference(tiny_pipelines("qwen_image"), 1))
-    assert runner.request_progress()["b"] == [1, 4]  # it took the lane in the step in which the first left it
+    # it took the lane in the step in which the first left it
+    assert runner.request_progress()["b"] == [1, 4]
     for _ in range(4):
         results = execute(runner, step(running=["b"], finished=["a"]))
     assert torch.equal(images(results["b"]), reference(tiny_pipelines("qwen_image"), 2))
@@ -96,7 +111,9 @@ def test_one_at_a_time_by_default(make_runner: MakeRunner, tiny_pipelines: Pipel
 def test_interleaved_requests_equal_requests_alone(
     make_runner: MakeRunner, tiny_pipelines: Pipelines, layout: str
 ) -> None:
-    """Two requests take turns step by step, with different step counts and sizes; schedulers do not mix."""
+    """Two requests take turns step by step, with different step counts and sizes; schedulers do
+    not mix.
+    """
     frames = {"num_frames": 5} if layout == "wan" else {}
     runner = make_runner(layout, interleave=2)
     results = run_to_end(
@@ -107,18 +124,23 @@ def test_interleaved_requests_equal_requests_alone(
     key = "frames" if frames else "images"
     path = tiny_pipelines(layout)
     assert torch.equal(results["a"][1][key], reference(path, 1, **frames))
-    assert torch.equal(results["b"][1][key], reference(path, 2, height=64, num_inference_steps=3, **frames))
+    assert torch.equal(
+        results["b"][1][key], reference(path, 2, height=64, num_inference_steps=3, **frames)
+    )
 
 
 def test_an_abort_stops_before_the_next_step_and_leaves_nothing(
     make_runner: MakeRunner, tiny_pipelines: Pipelines
 ) -> None:
-    """Aborted after two of four steps: no further step runs, its latents are gone, the next request is as ever."""
+    """Aborted after two of four steps: no further step runs, its latents are gone, the next
+    request is as ever.
+    """
     runner = make_runner()
     transformer = runner.host.pipeline.transformer
     steps: list[weakref.ref[torch.Tensor]] = []
     hook = transformer.register_forward_pre_hook(
-        lambda module, args, kwargs: steps.append(weakref.ref(kwargs["hidden_states"])), with_kwargs=True
+        lambda module, args, kwargs: steps.append(weakref.ref(kwargs["hidden_states"])),
+        with_kwargs=True,
     )
     execute(runner, step(new=[request("a", seed=1)]))
     execute(runner, step(running=["a"]))
@@ -139,14 +161,19 @@ def test_a_waiting_request_can_be_aborted(make_runner: MakeRunner) -> None:
     assert runner.request_progress() == {"a": [2, 4]}
 
 
-def test_one_requests_error_is_one_requests_error(make_runner: MakeRunner, tiny_pipelines: Pipelines) -> None:
-    """Refused, failing inside the model, not finite: each gets its own error; its neighbour's picture is the same."""
+def test_one_requests_error_is_one_requests_error(
+    make_runner: MakeRunner, tiny_pipelines: Pipelines
+) -> None:
+    """Refused, failing inside the model, not finite: each gets its own error; its neighbour's
+    picture is the same.
+    """
     runner = make_runner(interleave=2)
     transformer = runner.host.pipeline.transformer
     calls = {"n": 0}
 
     def fail(module: Any, args: Any, kwargs: Any) -> None:
-        if kwargs["hidden_states"].shape[1] == 16:  # the neighbour of 64x64 pixels, not the one of 32x48
+        # the neighbour of 64x64 pixels, not the one of 32x48
+        if kwargs["hidden_states"].shape[1] == 16:
             calls["n"] += 1
             if calls["n"] == 2:
                 raise RuntimeError("at 0x7f00 in /somewhere")
@@ -170,11 +197,15 @@ def test_one_requests_error_is_one_requests_error(make_runner: MakeRunner, tiny_
     hook = transformer.register_forward_hook(lambda module, args, output: (output[0] * torch.nan,))
     assert run_to_end(runner, request("nan", seed=1))["nan"].code == "non_finite"
     hook.remove()
-    assert torch.equal(images(run_to_end(runner, request("good-3", seed=1))["good-3"]), reference(path, 1))
+    assert torch.equal(
+        images(run_to_end(runner, request("good-3", seed=1))["good-3"]), reference(path, 1)
+    )
 
 
 def test_the_pipelines_own_refusal_is_passed_on_without_internals(make_runner: MakeRunner) -> None:
-    """A ValueError before the first step is the client's mistake; its text goes out if it shows no internals."""
+    """A ValueError before the first step is the client's mistake; its text goes out if it shows
+    no internals.
+    """
     runner = make_runner("wan")
     failure = run_to_end(runner, request("a", num_frames=5, options={"guidance_scale_2": 3.0}))["a"]
     assert failure.code == "invalid_request" and "guidance_scale_2" in failure.message
@@ -183,7 +214,9 @@ def test_the_pipelines_own_refusal_is_passed_on_without_internals(make_runner: M
 
 
 def test_an_error_of_the_device_ends_the_engine(make_runner: MakeRunner) -> None:
-    """After an illegal access nothing on the device can be trusted: the exception leaves the runner."""
+    """After an illegal access nothing on the device can be trusted: the exception leaves the
+    runner.
+    """
     runner = make_runner()
 
     def fail(module: Any, args: Any) -> None:
@@ -213,18 +246,26 @@ def test_latents_on_request(make_runner: MakeRunner) -> None:
     assert tensors["latents"].shape == (1, 6, 64)
 
 
-def test_image_to_image_and_inpainting_by_pipeline_class(make_runner: MakeRunner, tiny_pipelines: Pipelines) -> None:
-    """The same directory, other pipeline classes; strength shortens the loop and progress knows it."""
+def test_image_to_image_and_inpainting_by_pipeline_class(
+    make_runner: MakeRunner, tiny_pipelines: Pipelines
+) -> None:
+    """The same directory, other pipeline classes; strength shortens the loop and progress knows
+    it.
+    """
     import diffusers
     from PIL import Image
 
-    picture = torch.randint(0, 256, (32, 48, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    image = torch.randint(
+        0, 256, (32, 48, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
     runner = make_runner(pipeline_class="QwenImageImg2ImgPipeline")
-    result = run_to_end(runner, request("a", {"image": picture}, seed=3, options={"strength": 0.5}))["a"]
+    result = run_to_end(runner, request("a", {"image": image}, seed=3, options={"strength": 0.5}))[
+        "a"
+    ]
     pipeline = diffusers.QwenImageImg2ImgPipeline.from_pretrained(tiny_pipelines("qwen_image"))
     expected = pipeline(
         prompt="a red fox",
-        image=Image.fromarray(picture.numpy()),
+        image=Image.fromarray(image.numpy()),
         strength=0.5,
         generator=torch.Generator().manual_seed(3),
         output_type="pt",
@@ -239,4 +280,7 @@ def test_session_operations_have_nothing_to_act_on(make_runner: MakeRunner) -> N
     runner = make_runner()
     closed = run_to_end(runner, new_request("c", session_id="s", op="close"))["c"]
     assert closed[0]["existed"] is False
-    assert run_to_end(runner, new_request("f", session_id="s", op="fork", fork_to="t"))["f"].code == "invalid_request"
+    assert (
+        run_to_end(runner, new_request("f", session_id="s", op="fork", fork_to="t"))["f"].code
+        == "invalid_request"
+    )

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompt embeddings made elsewhere: a request with them equals the request with the text they were made from."""
+"""Prompt embeddings made elsewhere: a request with them equals the request with the text they
+were made from.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +19,9 @@ PROMPT = "a red fox under 三 trees {not a field}"
 
 
 def states_of(path: Path, prompt: str) -> torch.Tensor:
-    """Hidden states [L, D] as an autoregressive engine would hand them over: last layer, after the final norm."""
+    """Hidden states [L, D] as an autoregressive engine would hand them over: last layer, after
+    the final norm.
+    """
     from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
     tokenizer = AutoTokenizer.from_pretrained(path / "tokenizer")
@@ -39,24 +43,38 @@ def test_template_and_offset_are_the_pipelines(tiny_pipelines: Callable[[str], P
 
 @pytest.mark.parametrize("without", [[], ["text_encoder", "tokenizer"]])
 def test_embeddings_equal_the_text(
-    make_runner: Callable[..., PipelineRunner], tiny_pipelines: Callable[[str], Path], without: list[str]
+    make_runner: Callable[..., PipelineRunner],
+    tiny_pipelines: Callable[[str], Path],
+    without: list[str],
 ) -> None:
-    """Positive and negative, with and without a text encoder in the pipeline: bit for bit the text's picture."""
+    """Positive and negative, with and without a text encoder in the pipeline: bit for bit the
+    text's picture.
+    """
     path = tiny_pipelines("qwen_image")
     positive = qwen_image.prompt_embeds(states_of(path, PROMPT))
     negative = {
-        f"negative_{name}": tensor for name, tensor in qwen_image.prompt_embeds(states_of(path, "rain")).items()
+        f"negative_{name}": tensor
+        for name, tensor in qwen_image.prompt_embeds(states_of(path, "rain")).items()
     }
     runner = make_runner(without=without)
     guided = new_request(
-        "a", {**positive, **negative}, session_id="a", one_shot=True, prompt="", seed=4, guidance_scale=3.0, **SMALL
+        "a",
+        {**positive, **negative},
+        session_id="a",
+        one_shot=True,
+        prompt="",
+        seed=4,
+        guidance_scale=3.0,
+        **SMALL,
     )
     got = run_to_end(runner, guided)["a"]
     expected = direct(path, 4, prompt=PROMPT, negative_prompt="rain", true_cfg_scale=3.0, **SMALL)
     assert torch.equal(got[1]["images"], expected)
 
 
-def test_text_without_a_text_encoder_is_the_requests_error(make_runner: Callable[..., PipelineRunner]) -> None:
+def test_text_without_a_text_encoder_is_the_requests_error(
+    make_runner: Callable[..., PipelineRunner],
+) -> None:
     """A deployment that left the encoder out says what to send."""
     runner = make_runner(without=["text_encoder", "tokenizer"])
     failure = run_to_end(runner, new_request("a", session_id="a", prompt="a fox", **SMALL))["a"]

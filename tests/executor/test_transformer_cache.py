@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step caching in pipelines of diffusers (`options.first_block_cache`): for one request, and gone with it."""
+"""Step caching in pipelines of diffusers (`options.first_block_cache`): for one request, and
+gone with it.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +22,15 @@ SMALL: dict[str, Any] = {"height": 32, "width": 48, "num_inference_steps": 8}
 
 
 def request(request_id: str, **fields: Any) -> Any:
-    return new_request(request_id, session_id=request_id, one_shot=True, prompt="a red fox", seed=5, **SMALL, **fields)
+    return new_request(
+        request_id,
+        session_id=request_id,
+        one_shot=True,
+        prompt="a red fox",
+        seed=5,
+        **SMALL,
+        **fields,
+    )
 
 
 def test_a_request_computes_fewer_forwards_and_the_next_one_all(
@@ -28,7 +38,9 @@ def test_a_request_computes_fewer_forwards_and_the_next_one_all(
 ) -> None:
     runner = make_runner()
     meta, tensors = run_to_end(runner, request("a", options={"first_block_cache": 10.0}))["a"]
-    assert meta["first_block_cache"] == {"threshold": 10.0, "computed_share": 0.125}, "the first of eight steps"
+    assert meta["first_block_cache"] == {"threshold": 10.0, "computed_share": 0.125}, (
+        "the first of eight steps"
+    )
     plain = direct(tiny_pipelines("qwen_image"), 5, **SMALL)
     assert not torch.equal(tensors["images"], plain)
     meta, tensors = run_to_end(runner, request("b"))["b"]
@@ -38,7 +50,9 @@ def test_a_request_computes_fewer_forwards_and_the_next_one_all(
     assert (tensors["images"].int() - plain.int()).abs().max() <= 1
 
 
-def test_an_aborted_request_leaves_no_cache(make_runner: MakeRunner, tiny_pipelines: Pipelines) -> None:
+def test_an_aborted_request_leaves_no_cache(
+    make_runner: MakeRunner, tiny_pipelines: Pipelines
+) -> None:
     runner = make_runner()
     execute(runner, step(new=[request("a", options={"first_block_cache": 10.0})]))
     execute(runner, step(running=["a"]))
@@ -53,18 +67,25 @@ def test_an_aborted_request_leaves_no_cache(make_runner: MakeRunner, tiny_pipeli
     ("threshold", "words"),
     [(0, "Expected `float` > 0"), ("much", "Expected `float`"), (11.0, "<= 10"), (None, "float")],
 )
-def test_thresholds_out_of_range_are_refused(make_runner: MakeRunner, threshold: Any, words: str) -> None:
+def test_thresholds_out_of_range_are_refused(
+    make_runner: MakeRunner, threshold: Any, words: str
+) -> None:
     result = run_to_end(make_runner(), request("a", options={"first_block_cache": threshold}))["a"]
     assert isinstance(result, RequestFailed) and result.code == "invalid_request"
     assert "options.first_block_cache" in result.message and words in result.message
 
 
 def test_requests_that_take_turns_are_refused(make_runner: MakeRunner) -> None:
-    result = run_to_end(make_runner(interleave=2), request("a", options={"first_block_cache": 0.1}))["a"]
+    result = run_to_end(
+        make_runner(interleave=2), request("a", options={"first_block_cache": 0.1})
+    )["a"]
     assert isinstance(result, RequestFailed) and "omni.model.interleave 1" in result.message
 
 
 def test_a_pipeline_that_diffusers_cannot_cache_is_refused() -> None:
     pipeline = type("OwnPipeline", (), {"components": {"unet": torch.nn.Linear(1, 1)}})()
-    with pytest.raises(RequestFailed, match="no first-block cache for OwnPipeline"), cached_steps(pipeline, 0.1):
+    with (
+        pytest.raises(RequestFailed, match="no first-block cache for OwnPipeline"),
+        cached_steps(pipeline, 0.1),
+    ):
         pass

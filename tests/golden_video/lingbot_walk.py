@@ -3,7 +3,8 @@
 
 Record it again only when frames are meant to change, and say so in the commit:
 
-    PYTHONPATH=tests python tests/golden_video/lingbot_walk.py tests/golden/lingbot_video/tiny_32x48.npz
+    PYTHONPATH=tests python tests/golden_video/lingbot_walk.py
+    tests/golden/lingbot_video/tiny_32x48.npz
 """
 
 import argparse
@@ -26,25 +27,32 @@ CHUNK_KEYS = (["w"], ["w", "l"], ["s", "j"])
 
 
 async def walk(
-    client: EngineClient, session_id: str, first: dict[str, torch.Tensor], chunks: list[dict[str, Any]], **fields: Any
+    client: EngineClient,
+    session_id: str,
+    first: dict[str, torch.Tensor],
+    chunks: list[dict[str, Any]],
+    **fields: Any,
 ) -> list[torch.Tensor]:
     """Make one request for each of `chunks` and close the session.
 
-    first: tensors of the first chunk only. chunks: fields of `DiffusionParams`, and under `tensors` the chunk's own.
+    first: tensors of the first chunk only. chunks: fields of `DiffusionParams`, and under `tensors`
+    the chunk's own.
     fields: sent with every chunk. Returns the result of every chunk, frames or latents.
     """
     results = []
     for index, chunk in enumerate(chunks):
         own = dict(chunk)
         tensors = {**(first if index == 0 else {}), **own.pop("tensors", {})}
-        _, outputs = await client.send(tensors, session_id=session_id, chunk_index=index, **own, **fields)
+        _, outputs = await client.send(
+            tensors, session_id=session_id, chunk_index=index, **own, **fields
+        )
         [result] = outputs.values()
         results.append(result.clone())
     await client.send(session_id=session_id, op="close")
     return results
 
 
-def start_picture() -> torch.Tensor:
+def start_image() -> torch.Tensor:
     """A picture without symmetry, uint8 [32, 48, 3]."""
     y, x = torch.meshgrid(torch.arange(HEIGHT), torch.arange(WIDTH), indexing="ij")
     return torch.stack((y * 7, x * 5, x + y), dim=-1).to(torch.uint8)
@@ -54,15 +62,21 @@ def tiny_frames(checkpoint: Path) -> np.ndarray:
     """Frames of three chunks of the tiny checkpoint (seed 0) in fp32, uint8 `[33, 32, 48, 3]`."""
 
     async def run() -> list[torch.Tensor]:
-        async with running_engine(checkpoint, {"height": HEIGHT, "width": WIDTH}, dtype="float32") as client:
+        async with running_engine(
+            checkpoint, {"height": HEIGHT, "width": WIDTH}, dtype="float32"
+        ) as client:
             chunks = [{"actions": [keys] * 3} for keys in CHUNK_KEYS]
-            return await walk(client, "golden", {"image": start_picture()}, chunks, prompt=PROMPT, seed=SEED)
+            return await walk(
+                client, "golden", {"image": start_image()}, chunks, prompt=PROMPT, seed=SEED
+            )
 
     return torch.cat(asyncio.run(run())).numpy()
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Record the frames that the golden-video test compares with.")
+    parser = argparse.ArgumentParser(
+        description="Record the frames that the golden-video test compares with."
+    )
     parser.add_argument("out", type=Path, help=".npz to write")
     return parser
 

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole videos through the real engine: the tiny checkpoint against a recording, real weights against what must hold.
+"""Whole videos through the real engine: the tiny checkpoint against a recording, real weights
+against what must hold.
 
-The recording is made by `lingbot_walk.py` beside this file. The second test runs when these are set:
-LINGBOT_WORLD_FAST_PATH (checkpoint), LINGBOT_WORLD_FAST_CAMERA_PATH (folder with poses.npy and intrinsics.npy, at least
-21 frames, and perhaps prompt.txt) and LINGBOT_WORLD_FAST_IMAGE (start image).
+The recording is made by `lingbot_walk.py` beside this file. The second test runs when these are
+set: LINGBOT_WORLD_FAST_PATH (checkpoint), LINGBOT_WORLD_FAST_CAMERA_PATH (folder with poses.npy and
+intrinsics.npy, at least 21 frames, and perhaps prompt.txt) and LINGBOT_WORLD_FAST_IMAGE (start
+image).
 
-With LINGBOT_WORLD_FAST_GOLDEN_PATH, a folder with some of golden_frames_{short,long}_{first,last}.npy, it also prints
-(`pytest -s`) SSIM and PSNR of these frames of the reference implementation: the first and the last one of its clips
-of 25 frames, of which it makes 21, and of 81. They are arrays [H, W, 3] or [3, H, W], uint8 or floats in [-1, 1].
-There is no bound: the reference draws the noise of a whole clip in one piece, this package for each chunk and step.
+With LINGBOT_WORLD_FAST_GOLDEN_PATH, a folder with some of
+golden_frames_{short,long}_{first,last}.npy, it also prints (`pytest -s`) SSIM and PSNR of these
+frames of the reference implementation: the first and the last one of its clips of 25 frames, of
+which it makes 21, and of 81. They are arrays [H, W, 3] or [3, H, W], uint8 or floats in [-1, 1].
+There is no bound: the reference draws the noise of a whole clip in one piece, this package for each
+chunk and step.
 """
 
 import asyncio
@@ -25,7 +29,11 @@ from lingbot_walk import CHUNK_KEYS, GOLDEN, HEIGHT, WIDTH, tiny_frames, walk
 from PIL import Image
 from skimage.metrics import structural_similarity
 
-REAL_WEIGHTS = ("LINGBOT_WORLD_FAST_PATH", "LINGBOT_WORLD_FAST_CAMERA_PATH", "LINGBOT_WORLD_FAST_IMAGE")
+REAL_WEIGHTS = (
+    "LINGBOT_WORLD_FAST_PATH",
+    "LINGBOT_WORLD_FAST_CAMERA_PATH",
+    "LINGBOT_WORLD_FAST_IMAGE",
+)
 REAL_HEIGHT, REAL_WIDTH = 480, 832
 REAL_CHUNK_FRAMES = (9, 12)
 REFERENCE_FRAMES = {"short": sum(REAL_CHUNK_FRAMES), "long": 81}
@@ -69,7 +77,10 @@ def uint8_frame(array: np.ndarray) -> np.ndarray:
 def likeness(made_THWC: np.ndarray, references: dict[tuple[str, int], np.ndarray]) -> list[str]:
     """A line for each reference frame."""
     return [
-        f"{name}: frame {index}, SSIM {ssim(made_THWC[index], frame):.4f}, PSNR {psnr(made_THWC[index], frame):.2f} dB"
+        (
+            f"{name}: frame {index}, SSIM {ssim(made_THWC[index], frame):.4f}, PSNR "
+            f"{psnr(made_THWC[index], frame):.2f} dB"
+        )
         for (name, index), frame in references.items()
     ]
 
@@ -81,7 +92,9 @@ def recorded() -> np.ndarray:
 
 
 def test_the_recording_is_a_video_worth_comparing_with(recorded: np.ndarray) -> None:
-    """Every frame differs from the one before it, has contrast, and would fail in its neighbour's place."""
+    """Every frame differs from the one before it, has contrast, and would fail in its
+    neighbour's place.
+    """
     assert recorded.dtype == np.uint8
     assert recorded.shape == (9 + 12 * (len(CHUNK_KEYS) - 1), HEIGHT, WIDTH, 3)
     assert min(frame.std() for frame in recorded) > 5
@@ -89,9 +102,12 @@ def test_the_recording_is_a_video_worth_comparing_with(recorded: np.ndarray) -> 
 
 
 def test_the_tiny_world_looks_as_recorded(lingbot_world: Path, recorded: np.ndarray) -> None:
-    """Three chunks under held keys. On a CPU each value is equal or off by one, because processors differ in the order
-    of fp32 sums, which can turn a rounding. This is the sharp check: one key less in the second chunk moves values by
-    up to 13 while SSIM stays at 0.998. On CUDA, where torch lets fp32 convolutions use TF32, only SSIM is asked for.
+    """Three chunks under held keys.
+
+    On a CPU each value is equal or off by one, because processors differ in the order of fp32 sums,
+    which can turn a rounding. This is the sharp check: one key less in the second chunk moves
+    values by up to 13 while SSIM stays at 0.998. On CUDA, where torch lets fp32 convolutions use
+    TF32, only SSIM is asked for.
     """
     frames_THWC = tiny_frames(lingbot_world)
     assert frames_THWC.shape == recorded.shape
@@ -101,7 +117,9 @@ def test_the_tiny_world_looks_as_recorded(lingbot_world: Path, recorded: np.ndar
         assert np.abs(frames_THWC.astype(int) - recorded).max() <= 1
 
 
-def test_frames_of_the_reference_are_compared_one_by_one(tmp_path: Path, recorded: np.ndarray) -> None:
+def test_frames_of_the_reference_are_compared_one_by_one(
+    tmp_path: Path, recorded: np.ndarray
+) -> None:
     """As uint8 or as floats, channels first or last; a clip that is not there is left out."""
     video = np.concatenate((recorded, recorded, recorded))
     np.save(tmp_path / "golden_frames_short_first.npy", video[0])
@@ -110,7 +128,10 @@ def test_frames_of_the_reference_are_compared_one_by_one(tmp_path: Path, recorde
     equal, also = likeness(video, reference_frames(tmp_path))
     assert equal == "golden_frames_short_first.npy: frame 0, SSIM 1.0000, PSNR inf dB"
     assert also == "golden_frames_long_last.npy: frame 80, SSIM 1.0000, PSNR inf dB"
-    np.save(tmp_path / "golden_frames_short_last.npy", np.clip(video[20].astype(int) + 10, 0, 255).astype(np.uint8))
+    np.save(
+        tmp_path / "golden_frames_short_last.npy",
+        np.clip(video[20].astype(int) + 10, 0, 255).astype(np.uint8),
+    )
     [line] = [line for line in likeness(video, reference_frames(tmp_path)) if "short_last" in line]
     assert "frame 20, SSIM 0.9" in line and "PSNR 28" in line
 
@@ -126,17 +147,21 @@ def test_a_folder_without_frames_of_the_reference_is_refused(tmp_path: Path) -> 
     reason=f"needs real weights: set {', '.join(REAL_WEIGHTS)}",
 )
 def test_real_weights_start_from_the_image_and_repeat_themselves() -> None:
-    """Latents are finite, the first frame shows the start image, two runs give the same frames bit for bit."""
+    """Latents are finite, the first frame shows the start image, two runs give the same frames
+    bit for bit.
+    """
     model, camera, image = (Path(os.environ[name]) for name in REAL_WEIGHTS)
-    picture = Image.open(image).convert("RGB")
-    first = {"image": torch.from_numpy(np.array(picture))}
+    img = Image.open(image).convert("RGB")
+    first = {"image": torch.from_numpy(np.array(img))}
     golden = os.environ.get("LINGBOT_WORLD_FAST_GOLDEN_PATH")
     references = reference_frames(Path(golden)) if golden else {}
     is_long = any(index >= sum(REAL_CHUNK_FRAMES) for _, index in references)
     sizes = (9, *[12] * 6) if is_long else REAL_CHUNK_FRAMES
     chunks = uploaded_chunks(camera, sizes)
     words = camera / "prompt.txt"
-    prompt = words.read_text().strip() if words.is_file() else "A walk through the scene, steady camera"
+    prompt = (
+        words.read_text().strip() if words.is_file() else "A walk through the scene, steady camera"
+    )
     omni = {"height": REAL_HEIGHT, "width": REAL_WIDTH, "model": {"text_encoder_device": "cpu"}}
 
     async def run() -> tuple[list[torch.Tensor], ...]:
@@ -151,16 +176,20 @@ def test_real_weights_start_from_the_image_and_repeat_themselves() -> None:
     assert all(torch.isfinite(x).all() for x in latents)
     assert [x.shape for x in once] == [(count, REAL_HEIGHT, REAL_WIDTH, 3) for count in sizes]
     assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
-    start_HWC = np.asarray(picture.resize((REAL_WIDTH, REAL_HEIGHT), Image.Resampling.BICUBIC))
+    start_HWC = np.asarray(img.resize((REAL_WIDTH, REAL_HEIGHT), Image.Resampling.BICUBIC))
     print("\n".join(likeness(torch.cat(once).numpy(), references)))
     assert ssim(once[0][0].numpy(), start_HWC) > 0.5
 
 
 def uploaded_chunks(camera: Path, sizes: tuple[int, ...]) -> list[dict[str, Any]]:
-    """The camera folder's first frames, a request's tensors for each chunk. sizes: frames of the chunks."""
+    """The camera folder's first frames, a request's tensors for each chunk. sizes: frames of the
+    chunks.
+    """
     poses_N44 = torch.from_numpy(np.load(camera / "poses.npy", allow_pickle=False))
     intrinsics = torch.from_numpy(np.load(camera / "intrinsics.npy", allow_pickle=False))
     count = sum(sizes)
-    assert min(len(poses_N44), len(intrinsics)) >= count, f"{camera}: {count} frames of poses and intrinsics needed"
+    assert min(len(poses_N44), len(intrinsics)) >= count, (
+        f"{camera}: {count} frames of poses and intrinsics needed"
+    )
     parts = zip(poses_N44[:count].split(sizes), intrinsics[:count].split(sizes), strict=True)
     return [{"tensors": {"poses": poses, "intrinsics": lenses}} for poses, lenses in parts]

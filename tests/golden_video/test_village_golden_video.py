@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shipped village on a fixed walk: its frames as recorded, and like the rendered truth.
 
-TINY_WORLD_PATH names another checkpoint of the village. Released LingBot weights are tried by the file beside this one.
+TINY_WORLD_PATH names another checkpoint of the village. Released LingBot weights are tried by the
+file beside this one.
 """
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from village_walk import GOLDEN, HEIGHT, WALK, WIDTH, kept, made_frames, start_picture, village
+from village_walk import GOLDEN, HEIGHT, WALK, WIDTH, kept, made_frames, start_image, village
 
 from training.tiny_world.render import Renderer
 from training.tiny_world.score import against_truth, latent_frames
@@ -19,15 +20,16 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture(scope="module")
 def videos() -> list[torch.Tensor]:
-    return made_frames(village(), start_picture())
+    return made_frames(village(), start_image())
 
 
 def test_the_village_looks_as_recorded(videos: list[torch.Tensor]) -> None:
-    """On a CPU no value is off by more than 8, and pictures are within 45 dB: processors differ in the order of fp32
-    sums, and each latent frame is made from the ones before. On CUDA, where convolutions may use TF32: 35 dB.
+    """On a CPU no value is off by more than 8, and pictures are within 45 dB: processors differ in
+    the order of fp32 sums, and each latent frame is made from the ones before. On CUDA, where
+    convolutions may use TF32: 35 dB.
     """
-    with Image.open(GOLDEN) as picture:
-        recorded = np.asarray(picture).astype(int)
+    with Image.open(GOLDEN) as image:
+        recorded = np.asarray(image).astype(int)
     error = kept(videos[0]).numpy().astype(int) - recorded
     cuda = torch.cuda.is_available()
     assert 10 * np.log10(255**2 / max(np.square(error).mean(), 1e-9)) >= (35 if cuda else 45)
@@ -40,7 +42,9 @@ def test_sessions_side_by_side_are_equal(videos: list[torch.Tensor]) -> None:
 
 
 def test_the_village_is_like_the_truth(videos: list[torch.Tensor]) -> None:
-    """PSNR and, since that rewards blur, sharpness, chunk by chunk; another way of walking is far from both bounds."""
+    """PSNR and, since that rewards blur, sharpness, chunk by chunk; another way of walking is
+    far from both bounds.
+    """
     truth = rendered(Renderer("cpu", HEIGHT, WIDTH, compiled=False, frames_per_call=1), [WALK])
     found = against_truth(latent_frames(videos[:1]), truth)
     assert all(db >= least for db, least in zip(found["psnr"], (21, 18.5, 18.5), strict=True))

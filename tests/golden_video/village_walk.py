@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The walk through the shipped village that the golden-video test makes, and its recording.
 
-Record it again whenever the shipped weights change, or frames are meant to, and say so in the commit:
+Record it again whenever the shipped weights change, or frames are meant to, and say so in the
+commit:
 
     python tests/golden_video/village_walk.py
 """
@@ -13,14 +14,17 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # when run by name: `training` lies beside `tests`
+# when run by name: `training` lies beside `tests`
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from training.tiny_world.play import EngineWorld, Played
 from training.tiny_world.prompts import PROMPTS
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "village" / "walk.png"
 HEIGHT, WIDTH = 96, 160
-WALK = Played((1.2, -4.0), 0.0, ("", "w", "w", "wl", "wl", "l", "j", "j", "w"), 0, {0: PROMPTS["day"][0]}, 7)
+WALK = Played(
+    (1.2, -4.0), 0.0, ("", "w", "w", "wl", "wl", "l", "j", "j", "w"), 0, {0: PROMPTS["day"][0]}, 7
+)
 """Across the square: on, on to the right, back to the left; three chunks."""
 KEPT_LATENTS = (2, 5, 8)
 """The recording keeps the last frame of each chunk."""
@@ -38,7 +42,9 @@ def village() -> Path:
 
 def made_frames(checkpoint: Path, start_HW3: torch.Tensor) -> list[torch.Tensor]:
     """The walk twice, side by side in one engine, uint8 [33, 96, 160, 3] each."""
-    world = EngineWorld(checkpoint, (HEIGHT, WIDTH), omni={}, batch=2, dtype="float32", enforce_eager=True)
+    world = EngineWorld(
+        checkpoint, (HEIGHT, WIDTH), omni={}, batch=2, dtype="float32", enforce_eager=True
+    )
     try:
         return world.play([WALK, WALK], torch.stack((start_HW3, start_HW3)))
     finally:
@@ -50,14 +56,18 @@ def kept(video_THW3: torch.Tensor) -> torch.Tensor:
     return torch.cat([video_THW3[4 * latent] for latent in KEPT_LATENTS])
 
 
-def start_picture() -> torch.Tensor:
+def start_image() -> torch.Tensor:
     from training.tiny_world.render import Renderer
-    from training.tiny_world.truth import start_pictures
+    from training.tiny_world.truth import start_images
 
-    return start_pictures(Renderer("cpu", HEIGHT, WIDTH, compiled=False, frames_per_call=1), [WALK])[0]
+    return start_images(Renderer("cpu", HEIGHT, WIDTH, compiled=False, frames_per_call=1), [WALK])[
+        0
+    ]
 
 
 if __name__ == "__main__":
     GOLDEN.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(kept(made_frames(village(), start_picture())[0]).numpy()).save(GOLDEN, optimize=True)
+    Image.fromarray(kept(made_frames(village(), start_image())[0]).numpy()).save(
+        GOLDEN, optimize=True
+    )
     print(f"wrote {GOLDEN}: {GOLDEN.stat().st_size} bytes")

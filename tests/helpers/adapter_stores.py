@@ -8,8 +8,8 @@ import torch
 from vllm.config.lora import LoRAConfig
 from vllm.lora.request import LoRARequest
 
-from vllm_omni.model_executor.lora.store import AdapterStore
-from vllm_omni.model_executor.lora.target import SupportsAdapters
+from vllm_omni.model_executor.layers.lora.store import AdapterStore
+from vllm_omni.model_executor.layers.lora.target import SupportsAdapters
 
 
 def make_store(
@@ -31,5 +31,5 @@ def make_store(
     )
     store = AdapterStore(model.adapter_targets(), config, torch.device(device))
     for number, (name, path) in enumerate((adapters or {}).items(), start=1):
-        store.add(LoRARequest(name, number, str(path)))
+        store.add_adapter(LoRARequest(name, number, str(path)))
     return store

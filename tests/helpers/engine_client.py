@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real engine (AsyncLLM: front end, EngineCore process, worker processes) driven chunk by chunk."""
+"""A real engine (AsyncLLM: front end, EngineCore process, worker processes) driven chunk by
+chunk.
+"""
 
 import asyncio
 import contextlib
@@ -28,14 +30,19 @@ Result = TypeVar("Result")
 
 
 class EngineClient:
-    """Thin convenience over the stock engine client; requests are built as any client would build them."""
+    """Thin convenience over the stock engine client; requests are built as any client would
+    build them.
+    """
 
     def __init__(self, engine: AsyncLLM) -> None:
         self.engine = engine
         self._numbers = itertools.count()
 
     async def send(
-        self, tensors: Mapping[str, torch.Tensor] | None = None, request_id: str | None = None, **fields: Any
+        self,
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        request_id: str | None = None,
+        **fields: Any,
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """Run one request to its end; raises RequestFailed as a client would see it."""
         request_id = request_id or f"request-{next(self._numbers)}"
@@ -56,7 +63,9 @@ class EngineClient:
         return latents
 
     async def until_at_step(self, session_id: str, step: int) -> list[int]:
-        """Wait until the first rank has done so many steps of the session's request: `[steps done, steps in all]`."""
+        """Wait until the first rank has done so many steps of the session's request: `[steps
+        done, steps in all]`.
+        """
         async with asyncio.timeout(seconds(60)):
             while True:
                 progress = (await self.progress()).get(session_id, [0, 0])
@@ -64,7 +73,7 @@ class EngineClient:
                     return progress
                 await asyncio.sleep(0)
 
-    async def until_gone(self, session_id: str) -> None:
+    async def until_disconnected(self, session_id: str) -> None:
         """Wait until the first rank works on no request of the session."""
         async with asyncio.timeout(seconds(60)):
             while session_id in await self.progress():
@@ -117,8 +126,15 @@ async def running_engine(
     # One core per rank; stock vLLM otherwise wants a NUMA node for each.
     cores = "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(size))
     # Stock vLLM would bind the first rank of every engine to the same core.
-    several_engines = "data_parallel_size" in engine_args or engine_args.get("distributed_executor_backend") == "ray"
-    bind = {"VLLM_CPU_OMP_THREADS_BIND": "nobind" if several_engines else cores} if several_engines or size > 1 else {}
+    several_engines = (
+        "data_parallel_size" in engine_args
+        or engine_args.get("distributed_executor_backend") == "ray"
+    )
+    bind = (
+        {"VLLM_CPU_OMP_THREADS_BIND": "nobind" if several_engines else cores}
+        if several_engines or size > 1
+        else {}
+    )
     if torch.cuda.is_available():
         engine_args.setdefault("gpu_memory_utilization", 0.4)  # another engine may be alive
         if size > torch.cuda.device_count():

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in for vLLM's engine client, so that doors are tested in milliseconds; and a real server around all doors.
+"""A stand-in for vLLM's engine client, so that doors are tested in milliseconds; and a real server
+around all doors.
 
-`FakeEngine` keeps the engine's contract: one pooling request a chunk, chunks of a session one after the other and in
-order, `encode` does not abort when dropped, an aborted chunk commits nothing, errors come as envelopes.
+`FakeEngine` keeps the engine's contract: one pooling request a chunk, chunks of a session one after
+the other and in order, `encode` does not abort when dropped, an aborted chunk commits nothing,
+errors come as envelopes.
 """
 
 import asyncio
@@ -25,12 +27,14 @@ from helpers.walking import Walker
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
-from vllm_omni.entrypoints.realtime import codec, generate_door, video_door
-from vllm_omni.entrypoints.realtime.engine import WorldEngine
-from vllm_omni.entrypoints.realtime.facts import WorldFacts
-from vllm_omni.entrypoints.realtime.limits import DoorLimits
-from vllm_omni.entrypoints.realtime.session_manager import SessionManager
-from vllm_omni.entrypoints.realtime.world_camera import PATHS, world_camera_endpoint
+from vllm_omni.entrypoints.realtime.connection import codec
+from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
+from vllm_omni.entrypoints.realtime.connection.session_engine import SessionEngine
+from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
+from vllm_omni.entrypoints.realtime.generate import handler
+from vllm_omni.entrypoints.realtime.sessions.session_manager import SessionManager
+from vllm_omni.entrypoints.realtime.video import handler as video_handler
+from vllm_omni.entrypoints.realtime.world_camera.handler import PATHS, world_camera_endpoint
 from vllm_omni.inputs import DiffusionParams, request_tensors
 from vllm_omni.outputs import RequestFailed, pack, pack_error
 from vllm_omni.worlds.grid import OccupancyGrid
@@ -65,13 +69,13 @@ class Call:
 
 
 class FakeEngine:
-    """`delay_s`: time a chunk takes; `close_delay_s`: time to free a world; `max_worlds`: how many fit; `noise`: frames
-    that do not compress.
+    """`delay_s`: time a chunk takes; `close_delay_s`: time to free a world; `max_worlds`: how many
+    fit; `noise`: frames that do not compress.
 
-    `start_pose`: of every start image, as if it were recognised (None = unknown); `grid`: what stops walkers.
-    Chunks of actions then report `world_poses`.
-    `fail`: called with each generate request, may raise. Frames: all pixels of session frame n are n % 256, pixel
-    (0, 0) has the chunk's index in red.
+    `start_pose`: of every start image, as if it were recognised (None = unknown); `grid`: what
+    stops walkers. Chunks of actions then report `world_poses`. `fail`: called with each generate
+    request, may raise. Frames: all pixels of session frame n are n % 256, pixel (0, 0) has the
+    chunk's index in red.
     """
 
     def __init__(self) -> None:
@@ -139,7 +143,9 @@ class FakeEngine:
 
     def _world(self, params: DiffusionParams) -> World:
         if params.session_id not in self.worlds:
-            raise RequestFailed("unknown_session", f"session {params.session_id!r} is not live here")
+            raise RequestFailed(
+                "unknown_session", f"session {params.session_id!r} is not live here"
+            )
         return self.worlds[params.session_id]
 
     def _walker(self, params: DiffusionParams) -> Walker | None:
@@ -153,19 +159,27 @@ class FakeEngine:
             assert params.width is not None
             if len(self.worlds) >= self.max_worlds:
                 raise RequestFailed("capacity", f"{len(self.worlds)} sessions are live")
-            self.worlds[params.session_id] = World(params.height, params.width, walker=self._walker(params))
+            self.worlds[params.session_id] = World(
+                params.height, params.width, walker=self._walker(params)
+            )
         world = self._world(params)
         async with world.turn:
             index = world.chunk_index
             if params.chunk_index not in (None, index):
-                raise RequestFailed("out_of_order", f"session {params.session_id!r} expects {index}")
+                raise RequestFailed(
+                    "out_of_order", f"session {params.session_id!r} expects {index}"
+                )
             self.fail(params)
             await asyncio.sleep(self.delay_s)
             world.chunk_index += 1
             world.prompts.append(params.prompt or "")
         count = FIRST if index == 0 else LATER
         numbers = torch.arange(first_frame_of(index), first_frame_of(index) + count) % 256
-        frames_THWC = numbers.to(torch.uint8)[:, None, None, None].expand(-1, world.height, world.width, 3).contiguous()
+        frames_THWC = (
+            numbers.to(torch.uint8)[:, None, None, None]
+            .expand(-1, world.height, world.width, 3)
+            .contiguous()
+        )
         if self.noise:
             frames_THWC = torch.randint(0, 256, frames_THWC.shape, dtype=torch.uint8)
         frames_THWC[:, 0, 0, 0] = index % 256
@@ -180,37 +194,48 @@ class FakeEngine:
         return pack(meta, {"frames": frames_THWC})
 
 
-class DoorServer:
+class EndpointServer:
     """All doors behind a real uvicorn server on a loopback port, in a thread of its own.
 
-    Leaving it does not wait: uvicorn takes 0.2 s to end, which hundreds of tests would wait for one after the other.
-    `wait_until_all_ended` does.
+    Leaving it does not wait: uvicorn takes 0.2 s to end, which hundreds of tests would wait for one
+    after the other. `wait_until_all_ended` does.
     """
 
     _ending: ClassVar[list[threading.Thread]] = []
 
-    def __init__(self, engine: FakeEngine, limits: DoorLimits, facts: WorldFacts, origins: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        engine: FakeEngine,
+        limits: EndpointLimits,
+        info: StreamInfo,
+        origins: Sequence[str] = (),
+    ) -> None:
         self.engine = engine
-        model: Any = WorldEngine(engine)  # type: ignore[arg-type]
-        self.manager = SessionManager(model, facts, limits, ThreadPoolExecutor(2), origins)
-        doors = {
+        model: Any = SessionEngine(engine)  # type: ignore[arg-type]
+        self.manager = SessionManager(model, info, limits, ThreadPoolExecutor(2), origins)
+        endpoints = {
             PATHS: world_camera_endpoint(self.manager, max_message_bytes=1 << 20).serve,
-            generate_door.PATHS: generate_door.generate_endpoint(self.manager).serve,
-            video_door.PATHS: video_door.video_endpoint(self.manager).serve,
+            handler.PATHS: handler.generate_endpoint(self.manager).serve,
+            video_handler.PATHS: video_handler.video_endpoint(self.manager).serve,
         }
         app = FastAPI()
-        for paths, serve in doors.items():
+        for paths, serve in endpoints.items():
             for path in paths:
                 app.add_api_websocket_route(path, serve)
-        config = uvicorn.Config(app, log_level="warning", ws_per_message_deflate=False, ws_max_size=1 << 20)
-        limits.frame_budget.apply(config)  # as a real server: the protocol that writes a chunk's messages together
+        config = uvicorn.Config(
+            app, log_level="warning", ws_per_message_deflate=False, ws_max_size=1 << 20
+        )
+        # as a real server: the protocol that writes a chunk's messages together
+        limits.frame_budget.apply(config)
         self.server = uvicorn.Server(config)
         app.state.server = self.server
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port = self._socket.getsockname()[1]
-        self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self._socket]}, daemon=True)
+        self._thread = threading.Thread(
+            target=self.server.run, kwargs={"sockets": [self._socket]}, daemon=True
+        )
 
-    def __enter__(self) -> "DoorServer":
+    def __enter__(self) -> "EndpointServer":
         self._thread.start()
         wait_until(lambda: self.server.started)
         return self
@@ -228,7 +253,9 @@ class DoorServer:
             assert not thread.is_alive(), "a server has not ended 10 s after its test"
 
     def client(self, path: str = PATHS[0], **options: Any) -> "Client":
-        return Client(connect(f"ws://127.0.0.1:{self.port}{path}", compression=None, max_size=None, **options))
+        return Client(
+            connect(f"ws://127.0.0.1:{self.port}{path}", compression=None, max_size=None, **options)
+        )
 
 
 class Client:
@@ -246,13 +273,15 @@ class Client:
         self._connecting.__exit__(None, None, None)
 
     def send(self, message: Any, dialect: codec.Dialect = codec.Dialect.OPENPI) -> None:
-        self.connection.send(message if isinstance(message, bytes | str) else codec.encode(message, dialect))
+        self.connection.send(
+            message if isinstance(message, bytes | str) else codec.encode(message, dialect)
+        )
 
     def receive(self, timeout_s: float = 10.0) -> Any:
         data = self.connection.recv(timeout=timeout_s)
         return data if isinstance(data, str) else codec.decode(data).value
 
-    def ask(self, message: Any, dialect: codec.Dialect = codec.Dialect.OPENPI) -> Any:
+    def request(self, message: Any, dialect: codec.Dialect = codec.Dialect.OPENPI) -> Any:
         self.send(message, dialect)
         return self.receive()
 
@@ -266,9 +295,9 @@ class Client:
 
     def error(self, message: Any) -> str:
         """Send a message that must be refused; returns the code."""
-        answer = self.ask(message)
-        assert answer["type"] == "error", answer
-        return answer["code"]
+        response = self.request(message)
+        assert response["type"] == "error", response
+        return response["code"]
 
 
 def camera(num_frames: int) -> dict[str, np.ndarray]:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fork_server`: the server behind `multiprocessing`'s method `forkserver`, as a copy of this process.
+"""`fork_server`: the server behind `multiprocessing`'s method `forkserver`, as a copy of this
+process.
 
-By itself that server is a new python, which takes 5 to 10 s of processor time to import torch and vLLM. A process that
-has them imported already, and one thread, can fork it instead. Private parts of `multiprocessing` that this touches:
-tests/test_quick_workers.py fails if they have moved. Imports nothing that takes long.
+By itself that server is a new python, which takes 5 to 10 s of processor time to import torch and
+vLLM. A process that has them imported already, and one thread, can fork it instead. Private parts
+of `multiprocessing` that this touches: tests/test_quick_workers.py fails if they have moved.
+Imports nothing that takes long.
 """
 
 import os
@@ -18,16 +20,18 @@ _ERRORS = 2
 
 def server_environment() -> dict[str, str]:
     """The server's variables, besides this process's."""
-    path = os.pathsep.join(filter(None, (str(_TESTS), os.environ.get("PYTHONPATH"))))  # it has this, not sys.path
+    # it has this, not sys.path
+    path = os.pathsep.join(filter(None, (str(_TESTS), os.environ.get("PYTHONPATH"))))
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     return {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path, **threads}
 
 
 def fork_server() -> None:
-    """From now on, processes of the method `forkserver` are forked from a copy of this one, made now.
+    """From now on, processes of the method `forkserver` are forked from a copy of this one, made
+    now.
 
-    It ends when this process and those that it forked have ended; it writes where this one's errors go, and reads
-    nothing.
+    It ends when this process and those that it forked have ended; it writes where this one's errors
+    go, and reads nothing.
     """
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
     alive_r, alive_w = os.pipe()

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from vllm_omni.model_executor.layers import fp8_attention
-from vllm_omni.model_executor.layers.fp8_kernels import FP8
+from vllm_omni.model_executor.layers.attention import fp8_attention
+from vllm_omni.model_executor.layers.quantization.fp8_kernels import FP8
 
 
 def exact_product(q_TNH: torch.Tensor, k_SNH: torch.Tensor, v_SNH: torch.Tensor) -> torch.Tensor:
@@ -24,10 +24,15 @@ def exact_product(q_TNH: torch.Tensor, k_SNH: torch.Tensor, v_SNH: torch.Tensor)
 
 @contextmanager
 def as_on_hopper() -> Iterator[None]:
-    """`fp8_attention` takes `exact_product` where it would take cuDNN's, whose inputs must lie as it was told."""
+    """`fp8_attention` takes `exact_product` where it would take cuDNN's, whose inputs must lie
+    as it was told.
+    """
 
     def product(
-        q_shape: tuple[int, ...], stored_shape: tuple[int, ...], stored_stride: tuple[int, ...], device: torch.device
+        q_shape: tuple[int, ...],
+        stored_shape: tuple[int, ...],
+        stored_stride: tuple[int, ...],
+        device: torch.device,
     ) -> fp8_attention.Product:
         def checked(q_TNH: torch.Tensor, k_SNH: torch.Tensor, v_SNH: torch.Tensor) -> torch.Tensor:
             assert q_TNH.dtype == k_SNH.dtype == v_SNH.dtype == FP8

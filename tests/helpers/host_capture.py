@@ -5,11 +5,13 @@ from collections.abc import Callable
 
 import torch
 
-from vllm_omni.model_executor.layers.forward_graphs import Replay
+from vllm_omni.model_executor.layers.cuda_graphs import Replay
 
 
 def hold(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Replay]:
-    """What a capture does, without CUDA: later runs repeat this call's host side on the same input tensors."""
+    """What a capture does, without CUDA: later runs repeat this call's host side on the same
+    input tensors.
+    """
     output = torch.empty_like(run())
 
     def replay() -> None:

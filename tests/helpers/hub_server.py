@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Hugging Face hub on loopback: the routes that `huggingface_hub.snapshot_download` needs, over folders."""
+"""A Hugging Face hub on loopback: the routes that `huggingface_hub.snapshot_download` needs,
+over folders.
+"""
 
 import contextlib
 import hashlib
@@ -17,19 +19,22 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @contextlib.contextmanager
 def hub_server(repos: dict[str, Path]) -> Iterator[tuple[str, list[str]]]:
-    """Serve folders as repositories. Yields the address for HF_ENDPOINT and the list of files fetched so far."""
+    """Serve folders as repositories.
+
+    Yields the address for HF_ENDPOINT and the list of files fetched so far.
+    """
     fetched: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_HEAD(self) -> None:
-            self._answer(send_body=False)
+            self._response(send_body=False)
 
         def do_GET(self) -> None:
-            self._answer(send_body=True)
+            self._response(send_body=True)
 
-        def _answer(self, *, send_body: bool) -> None:
+        def _response(self, *, send_body: bool) -> None:
             parts = unquote(urlsplit(self.path).path).strip("/").split("/")
             if parts[:2] == ["api", "models"]:
                 self._send_info("/".join(parts[2:4]), parts[4:5] == ["tree"], send_body)
@@ -42,10 +47,19 @@ def hub_server(repos: dict[str, Path]) -> Iterator[tuple[str, list[str]]]:
                 return
             files = sorted(path for path in repos[repo].rglob("*") if path.is_file())
             sizes = {str(path.relative_to(repos[repo])): path.stat().st_size for path in files}
-            info: Any = {"id": repo, "sha": COMMIT, "siblings": [{"rfilename": name} for name in sizes]}
+            info: Any = {
+                "id": repo,
+                "sha": COMMIT,
+                "siblings": [{"rfilename": name} for name in sizes],
+            }
             if tree:
-                info = [{"type": "file", "path": name, "size": size, "oid": "0"} for name, size in sizes.items()]
-            self._send(200, json.dumps(info).encode(), {"Content-Type": "application/json"}, send_body)
+                info = [
+                    {"type": "file", "path": name, "size": size, "oid": "0"}
+                    for name, size in sizes.items()
+                ]
+            self._send(
+                200, json.dumps(info).encode(), {"Content-Type": "application/json"}, send_body
+            )
 
         def _send_file(self, repo: str, name: str, send_body: bool) -> None:
             path = repos.get(repo, Path("/nonexistent")) / name

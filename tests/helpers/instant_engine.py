@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_omni.entrypoints.engine import OmniEngine
+from vllm_omni.entrypoints.engine.client import OmniEngine
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.outputs import RequestFailed
 
@@ -28,7 +28,7 @@ class InstantEngine(OmniEngine):
         self.steps = (0, 1)
         self.is_world = True
 
-    async def run(self, params: DiffusionParams, arrays: Any) -> Results:
+    async def run_request(self, params: DiffusionParams, arrays: Any) -> Results:
         if params.op == "close":
             self.closed.append(params.session_id)
             return {}, {}

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients of the two streaming doors, strict about what they accept; and a reader of msgpack as the WebUI's is."""
+"""Clients of the two streaming doors, strict about what they accept; and a reader of msgpack as
+the WebUI's is.
+"""
 
 import io
 import json
@@ -16,7 +18,8 @@ from websockets.sync.client import ClientConnection, connect
 
 WIDTH, HEIGHT = 48, 32
 
-_QUICK: Any = {"close_timeout": 0.05}  # the library reads no further while it waits for the server's close frame
+# the library reads no further while it waits for the server's close frame
+_QUICK: Any = {"close_timeout": 0.05}
 
 _pack = msgspec.msgpack.Encoder().encode
 
@@ -28,7 +31,10 @@ def png(width: int = WIDTH, height: int = HEIGHT) -> bytes:
 
 
 def webui_unpack(data: bytes) -> Any:
-    """Decode as the WebUI does: no negative ints, no 64-bit ints, no str32, map32 or ext. Fails on those."""
+    """Decode as the WebUI does: no negative ints, no 64-bit ints, no str32, map32 or ext.
+
+    Fails on those.
+    """
     value, end = _unpack(data, 0)
     assert end == len(data), "bytes follow the message"
     return value
@@ -47,7 +53,19 @@ def _unpack(data: bytes, at: int) -> tuple[Any, int]:
     constants = {0xC0: None, 0xC2: False, 0xC3: True}
     if lead in constants:
         return constants[lead], at
-    sizes = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDC: 2, 0xDD: 4, 0xDE: 2, 0xCC: 1, 0xCD: 2, 0xCE: 4}
+    sizes = {
+        0xC4: 1,
+        0xC5: 2,
+        0xC6: 4,
+        0xD9: 1,
+        0xDA: 2,
+        0xDC: 2,
+        0xDD: 4,
+        0xDE: 2,
+        0xCC: 1,
+        0xCD: 2,
+        0xCE: 4,
+    }
     if lead in (0xCA, 0xCB):
         width = 4 if lead == 0xCA else 8
         return struct.unpack(">f" if width == 4 else ">d", data[at : at + width])[0], at + width
@@ -100,7 +118,9 @@ class Chunk:
             shape = (header["num_frames"], header["height"], header["width"], 3)
             if header["content_type"] == "application/x-raw-rgb-delta-gzip":
                 deltas = np.frombuffer(zlib.decompress(payload, 31), np.uint8).reshape(shape).copy()
-                before = parts[-1][-1] if header.get("delta_reference") == "previous-frame" else None
+                before = (
+                    parts[-1][-1] if header.get("delta_reference") == "previous-frame" else None
+                )
                 for frame in deltas:
                     if before is not None:
                         frame ^= before
@@ -127,10 +147,16 @@ class Chunk:
 
 
 class GenerateClient:
-    """Speaks `/v1/realtime_video/generate` like the WebUI: unknown maps are headers, their next message a payload."""
+    """Speaks `/v1/realtime_video/generate` like the WebUI: unknown maps are headers, their next
+    message a payload.
+    """
 
-    def __init__(self, port: int, path: str = "/v1/realtime_video/generate", **options: Any) -> None:
-        self._connecting = connect(f"ws://127.0.0.1:{port}{path}", compression=None, max_size=None, **_QUICK, **options)
+    def __init__(
+        self, port: int, path: str = "/v1/realtime_video/generate", **options: Any
+    ) -> None:
+        self._connecting = connect(
+            f"ws://127.0.0.1:{port}{path}", compression=None, max_size=None, **_QUICK, **options
+        )
         self.connection: ClientConnection = self._connecting.__enter__()
         self._extra: list[dict[str, Any]] = []
 
@@ -144,14 +170,22 @@ class GenerateClient:
         self.connection.send(message if isinstance(message, bytes | str) else _pack(message))
 
     def init(self, **fields: Any) -> None:
-        message = {"type": "init", "prompt": "a path", "size": f"{WIDTH}x{HEIGHT}", "first_frame": png(), **fields}
+        message = {
+            "type": "init",
+            "prompt": "a path",
+            "size": f"{WIDTH}x{HEIGHT}",
+            "first_frame": png(),
+            **fields,
+        }
         self.send({key: value for key, value in message.items() if value is not None})
 
     def event(self, kind: str, payload: Any, event_id: int | None = None) -> None:
         self.send({"type": "event", "kind": kind, "payload": payload, "event_id": event_id})
 
     def state(self, *held: list[str], event_id: int | None = None) -> None:
-        transitions = [{"actions": keys, "client_ts_ms": 1000.5 + number} for number, keys in enumerate(held)]
+        transitions = [
+            {"actions": keys, "client_ts_ms": 1000.5 + number} for number, keys in enumerate(held)
+        ]
         self.event("camera_actions", {"mode": "state", "transitions": transitions}, event_id)
 
     def receive(self, timeout_s: float = 10.0) -> dict[str, Any]:
@@ -175,7 +209,10 @@ class GenerateClient:
         return message["content"]
 
     def chunk(self, timeout_s: float = 10.0) -> Chunk:
-        """The next whole chunk: its frame messages in order, then its stats. Fails on anything else."""
+        """The next whole chunk: its frame messages in order, then its stats.
+
+        Fails on anything else.
+        """
         headers: list[dict[str, Any]] = []
         payloads = []
         while True:
@@ -190,7 +227,9 @@ class GenerateClient:
             headers.append(message)
         assert [header["frame_batch_index"] for header in headers] == list(range(len(headers)))
         assert {header["num_frame_batches"] for header in headers} == {len(headers)}
-        assert [header["is_final_frame_batch"] for header in headers] == [False] * (len(headers) - 1) + [True]
+        assert [header["is_final_frame_batch"] for header in headers] == [False] * (
+            len(headers) - 1
+        ) + [True]
         (index,) = {header["chunk_index"] for header in headers}
         assert index == message["chunk_index"]
         assert sum(header["num_frames"] for header in headers) == message["num_frames"]
@@ -223,7 +262,9 @@ class VideoClient:
     """Speaks `/v1/realtime/video`."""
 
     def __init__(self, port: int, path: str = "/v1/realtime/video", **options: Any) -> None:
-        self._connecting = connect(f"ws://127.0.0.1:{port}{path}", compression=None, max_size=None, **_QUICK, **options)
+        self._connecting = connect(
+            f"ws://127.0.0.1:{port}{path}", compression=None, max_size=None, **_QUICK, **options
+        )
         self.connection: ClientConnection = self._connecting.__enter__()
 
     def __enter__(self) -> "VideoClient":
@@ -246,7 +287,7 @@ class VideoClient:
             assert len(message["data"]) == message["byte_length"]
         return message
 
-    def ask(self, message: Any) -> dict[str, Any]:
+    def request(self, message: Any) -> dict[str, Any]:
         self.send(message)
         return self.receive()
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts that one logger logs, also where vLLM has configured its loggers anew and caplog hears nothing."""
+"""Texts that one logger logs, also where vLLM has configured its loggers anew and caplog hears
+nothing.
+"""
 
 import contextlib
 import logging

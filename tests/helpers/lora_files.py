@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters of a tiny network, written in every style of names, and the whole differences that they stand for."""
+"""LoRA adapters of a tiny network, written in every style of names, and the whole differences
+that they stand for.
+"""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -10,12 +12,15 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from vllm_omni.model_executor.layers.parallel import checkpoint_slots
-from vllm_omni.model_executor.lora.target import AdapterTarget
-from vllm_omni.model_executor.models.causal_wan.checkpoint import hf_config
+from vllm_omni.model_executor.checkpoint.loading import rename
+from vllm_omni.model_executor.layers.collectives.parallel import checkpoint_slots
+from vllm_omni.model_executor.layers.lora.target import AdapterTarget
+from vllm_omni.model_executor.models.causal_wan.checkpoint.layout import hf_config
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig
-from vllm_omni.model_executor.models.wan.transformer_weights import TRANSFORMER_RULES, transformer_shapes
-from vllm_omni.model_executor.weights import rename
+from vllm_omni.model_executor.models.wan.transformer.weights import (
+    TRANSFORMER_RULES,
+    transformer_shapes,
+)
 from vllm_omni.testing.tiny.causal_wan import DIFFUSERS_NAMES
 
 RANK, ALPHA = 4, 2.0
@@ -23,8 +28,12 @@ Factors = dict[str, tuple[torch.Tensor, torch.Tensor]]
 """Module -> (down [r, I], up [O, r])."""
 
 
-def factors(target: AdapterTarget, modules: Sequence[str], seed: int, rank: int = RANK, size: float = 0.3) -> Factors:
-    """Random low-rank differences; together with ALPHA / rank they move a result by some percent."""
+def factors(
+    target: AdapterTarget, modules: Sequence[str], seed: int, rank: int = RANK, size: float = 0.3
+) -> Factors:
+    """Random low-rank differences; together with ALPHA / rank they move a result by some
+    percent.
+    """
     generator = torch.Generator().manual_seed(seed)
     made: Factors = {}
     for module in modules:
@@ -38,7 +47,11 @@ def factors(target: AdapterTarget, modules: Sequence[str], seed: int, rank: int 
 
 def attention_and_ffn(target: AdapterTarget) -> list[str]:
     """The modules of every block's attention and feed-forward layers."""
-    return [name for name in target.matrices() if ".self_attn." in name or ".cross_attn." in name or ".ffn." in name]
+    return [
+        name
+        for name in target.matrices()
+        if ".self_attn." in name or ".cross_attn." in name or ".ffn." in name
+    ]
 
 
 def differences(made: Factors, scaling: float) -> dict[str, torch.Tensor]:
@@ -60,11 +73,19 @@ def write_community(made: Factors, path: Path, prefix: str = "diffusion_model.")
 
 def write_community_ab(made: Factors, path: Path) -> Path:
     """As some write it, without alpha: lora_A, lora_B."""
-    return _write(made, path, lambda module: f"diffusion_model.{module}", ("lora_A", "lora_B"), alpha=False)
+    return _write(
+        made, path, lambda module: f"diffusion_model.{module}", ("lora_A", "lora_B"), alpha=False
+    )
 
 
 def write_kohya(made: Factors, path: Path) -> Path:
-    return _write(made, path, lambda m: f"lora_unet_{m.replace('.', '_')}", ("lora_down", "lora_up"), alpha=True)
+    return _write(
+        made,
+        path,
+        lambda m: f"lora_unet_{m.replace('.', '_')}",
+        ("lora_down", "lora_up"),
+        alpha=True,
+    )
 
 
 def write_diffusers(made: Factors, folder: Path, settings: Mapping[str, Any] | None = None) -> Path:
@@ -74,7 +95,9 @@ def write_diffusers(made: Factors, folder: Path, settings: Mapping[str, Any] | N
     return _write(
         made,
         folder / "pytorch_lora_weights.safetensors",
-        lambda module: "transformer." + rename(f"{module}.weight", DIFFUSERS_NAMES).removesuffix(".weight"),
+        lambda module: (
+            "transformer." + rename(f"{module}.weight", DIFFUSERS_NAMES).removesuffix(".weight")
+        ),
         ("lora_A", "lora_B"),
         alpha=False,
         metadata=metadata,
@@ -84,10 +107,19 @@ def write_diffusers(made: Factors, folder: Path, settings: Mapping[str, Any] | N
 def write_peft(made: Factors, folder: Path, **settings: Any) -> Path:
     """As `PeftModel.save_pretrained` writes it."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": ["q"], "bias": "none", **settings}
+    config = {
+        "peft_type": "LORA",
+        "r": RANK,
+        "lora_alpha": ALPHA,
+        "target_modules": ["q"],
+        "bias": "none",
+        **settings,
+    }
     (folder / "adapter_config.json").write_text(json.dumps(config))
     path = folder / "adapter_model.safetensors"
-    return _write(made, path, lambda m: f"base_model.model.{m}", ("lora_A", "lora_B"), alpha=False).parent
+    return _write(
+        made, path, lambda m: f"base_model.model.{m}", ("lora_A", "lora_B"), alpha=False
+    ).parent
 
 
 def _write(

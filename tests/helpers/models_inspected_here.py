@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Once imported, vLLM looks at a class of models in this process and in those that are forked from it.
+"""Once imported, vLLM looks at a class of models in this process and in those that are forked from
+it.
 
-By itself it starts a python for each class whose file it has not seen yet, which imports everything anew, 5 to 10 s of
-processor time, so that CUDA stays unused in its own. Imported where there is none (quick_workers.py).
+By itself it starts a python for each class whose file it has not seen yet, which imports everything
+anew, 5 to 10 s of processor time, so that CUDA stays unused in its own. Imported where there is
+none (quick_workers.py).
 Held by tests/test_quick_workers.py.
 """
 

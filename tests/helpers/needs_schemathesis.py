@@ -3,4 +3,6 @@
 
 import pytest
 
-schemathesis = pytest.importorskip("schemathesis", reason="needs schemathesis: pip install '.[dev]'")
+schemathesis = pytest.importorskip(
+    "schemathesis", reason="needs schemathesis: pip install '.[dev]'"
+)

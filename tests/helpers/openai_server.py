@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server of the OpenAI routes, `vllm serve --omni` as a subprocess, and the official client on it."""
+"""A server of the OpenAI routes, `vllm serve --omni` as a subprocess, and the official client on
+it.
+"""
 
 import json
 import os
@@ -32,14 +34,18 @@ class Served:
         self.client = self.connect()
 
     def connect(self, key: str = KEY) -> OpenAI:
-        """A client of its own, with its own connections; errors come at once instead of being retried."""
+        """A client of its own, with its own connections; errors come at once instead of being
+        retried.
+        """
         return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=seconds(60))
 
     def get(self, path: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
-        request = urllib.request.Request(self.url + path, headers={"Authorization": f"Bearer {KEY}", **headers})
+        request = urllib.request.Request(
+            self.url + path, headers={"Authorization": f"Bearer {KEY}", **headers}
+        )
         try:
-            with urllib.request.urlopen(request, timeout=seconds(30)) as answer:
-                return answer.status, dict(answer.headers), answer.read()
+            with urllib.request.urlopen(request, timeout=seconds(30)) as response:
+                return response.status, dict(response.headers), response.read()
         except urllib.error.HTTPError as error:
             return error.code, dict(error.headers), error.read()
 
@@ -62,17 +68,42 @@ def seconds_until(condition: Callable[[], bool], within: float = 30.0) -> float:
 
 
 def serve(
-    model: Path, log: Path, flags: Sequence[str] = (), omni: dict[str, Any] | None = None, **environ: str
+    model: Path,
+    log: Path,
+    flags: Sequence[str] = (),
+    omni: dict[str, Any] | None = None,
+    **environ: str,
 ) -> Iterator[Served]:
     port = port_for_a_server()
     config = {"omni": {"height": HEIGHT, "width": WIDTH, "max_sessions": 3, **(omni or {})}}
-    command = [sys.executable, "-m", "vllm_omni.entrypoints.cli.main", "serve", str(model), "--omni", "--enforce-eager"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--api-key", KEY, "--served-model-name", "null"]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm_omni.entrypoints.cli.main",
+        "serve",
+        str(model),
+        "--omni",
+        "--enforce-eager",
+    ]
+    command += [
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--api-key",
+        KEY,
+        "--served-model-name",
+        "null",
+    ]
     command += ["--additional-config", json.dumps(config), *flags]
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO", **environ}
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=environment
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=environment,
         )
     try:
         served = Served(process, port, log)
@@ -84,7 +115,9 @@ def serve(
         wait_until(is_up, START_TIMEOUT_S, lambda: log.read_text()[-3000:], every_s=0.25)
         yield served
     finally:
-        children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        children = (
+            psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        )
         process.terminate()
         try:
             process.wait(seconds(20))

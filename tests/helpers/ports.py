@@ -11,9 +11,11 @@ _WIDTH = 12_000
 
 
 def port_for_a_server() -> int:
-    """Return a TCP port that is free on the loopback address, and that the kernel gives only to those who ask for it.
+    """Return a TCP port that is free on the loopback address, and that the kernel gives only to
+    those who ask for it.
 
-    A port that the kernel chooses may go to another process's connection before the server has started.
+    A port that the kernel chooses may go to another process's connection before the server has
+    started.
     """
     first_given = int(_RANGE.read_text().split()[0]) if _RANGE.exists() else 32_768
     for port in random.SystemRandom().sample(range(first_given - _WIDTH, first_given), 100):

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`run_program`: a program that must end well and in time; if it does not, its output is shown and nothing is left.
+"""`run_program`: a program that must end well and in time; if it does not, its output is shown and
+nothing is left.
 
-`limited_rank` is for a program's own processes, which torchrun starts in sessions of their own: near the limit each
-writes the stacks of its threads and ends, so that the output says which call never returned.
-`has_ended` looks at any process.
+`limited_rank` is for a program's own processes, which torchrun starts in sessions of their own:
+near the limit each writes the stacks of its threads and ends, so that the output says which call
+never returned. `has_ended` looks at any process.
 """
 
 import contextlib
@@ -39,11 +40,16 @@ def has_ended(pid: int) -> bool:
 def run_program(command: Sequence[str], environment: Mapping[str, str], limit_s: float) -> str:
     """Run it with these variables besides one's own; its stdout and stderr together.
 
-    It imports this repository's `vllm_omni` and `tests/helpers`. Fails the test if it ends with an error, or has not
-    ended after `limit_s` seconds.
+    It imports this repository's `vllm_omni` and `tests/helpers`. Fails the test if it ends with an
+    error, or has not ended after `limit_s` seconds.
     """
     variables = {**os.environ, _RANK_LIMIT: str(max(1, limit_s - _STACKS_S)), **environment}
-    path = [str(REPO), str(REPO / "tests"), environment.get("PYTHONPATH"), os.environ.get("PYTHONPATH")]
+    path = [
+        str(REPO),
+        str(REPO / "tests"),
+        environment.get("PYTHONPATH"),
+        os.environ.get("PYTHONPATH"),
+    ]
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     with tempfile.TemporaryFile("w+") as output:
         program = subprocess.Popen(command, env=variables, stdout=output, stderr=subprocess.STDOUT)

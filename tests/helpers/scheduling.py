@@ -11,7 +11,9 @@ from vllm_omni.inputs import DiffusionParams
 from vllm_omni.outputs import RequestFailed, unpack
 
 
-def new_request(request_id: str, tensors: Mapping[str, torch.Tensor] | None = None, **fields: Any) -> NewRequestData:
+def new_request(
+    request_id: str, tensors: Mapping[str, torch.Tensor] | None = None, **fields: Any
+) -> NewRequestData:
     """A newly scheduled request as the runner sees it; `fields` are those of `DiffusionParams`."""
     return NewRequestData(
         req_id=request_id,
@@ -28,7 +30,9 @@ def new_request(request_id: str, tensors: Mapping[str, torch.Tensor] | None = No
 def step(
     new: Iterable[NewRequestData] = (), running: Iterable[str] = (), finished: Iterable[str] = ()
 ) -> SchedulerOutput:
-    """One engine step: `new` requests for the first time, `running` ones again, `finished` or aborted ones gone."""
+    """One engine step: `new` requests for the first time, `running` ones again, `finished` or
+    aborted ones gone.
+    """
     new = list(new)
     scheduled = {**dict.fromkeys(running, 1), **{data.req_id: 1 for data in new}}
     return SchedulerOutput(
@@ -45,7 +49,9 @@ def step(
 
 
 def execute(runner: Any, scheduler_output: SchedulerOutput) -> dict[str, Any]:
-    """Run one step; per request None (not finished), `(meta, tensors)`, or the `RequestFailed` it ended with."""
+    """Run one step; per request None (not finished), `(meta, tensors)`, or the `RequestFailed`
+    it ended with.
+    """
     with torch.inference_mode():
         output = runner.execute_model(scheduler_output)
     results: dict[str, Any] = {}

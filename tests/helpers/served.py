@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm serve --omni` as a subprocess with its engine and an API key: the null world, for tests of every door."""
+"""`vllm serve --omni` as a subprocess with its engine and an API key: the null world, for tests
+of every door.
+"""
 
 import os
 import re
@@ -31,12 +33,30 @@ class Served:
     flags, environ: more of `vllm serve`, and variables that it gets besides this process's.
     """
 
-    def __init__(self, model: Path, folder: Path, *flags: str, environ: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, model: Path, folder: Path, *flags: str, environ: Mapping[str, str] | None = None
+    ) -> None:
         self.port = port_for_a_server()
         self._log = folder / f"server-{self.port}.log"
         omni = msgspec.json.encode({"omni": SIZES}).decode()
-        command = [sys.executable, "-m", "vllm_omni.entrypoints.cli.main", "serve", str(model), "--omni"]
-        command += ["--host", "127.0.0.1", "--port", str(self.port), "--api-key", KEY, "--additional-config", omni]
+        command = [
+            sys.executable,
+            "-m",
+            "vllm_omni.entrypoints.cli.main",
+            "serve",
+            str(model),
+            "--omni",
+        ]
+        command += [
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(self.port),
+            "--api-key",
+            KEY,
+            "--additional-config",
+            omni,
+        ]
         command += flags
         with self._log.open("wb") as output:
             self.process = subprocess.Popen(
@@ -65,24 +85,36 @@ class Served:
 
     def is_healthy(self) -> bool:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=seconds(5)) as answer:
-                return answer.status == 200
+            with urllib.request.urlopen(
+                f"http://127.0.0.1:{self.port}/health", timeout=seconds(5)
+            ) as response:
+                return response.status == 200
         except OSError:
             return False
 
     def client(self, **headers: str) -> Client:
         url = f"ws://127.0.0.1:{self.port}/v1/realtime/world/camera"
-        return Client(connect(url, compression=None, max_size=None, additional_headers=headers or AUTHORIZED))
+        return Client(
+            connect(url, compression=None, max_size=None, additional_headers=headers or AUTHORIZED)
+        )
 
     def running_requests(self) -> float:
         """What stock vLLM's own metrics say."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=seconds(10)) as answer:
-            found = re.search(r"^vllm:num_requests_running\{.*\} (\S+)$", answer.read().decode(), re.M)
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{self.port}/metrics", timeout=seconds(10)
+        ) as response:
+            found = re.search(
+                r"^vllm:num_requests_running\{.*\} (\S+)$", response.read().decode(), re.M
+            )
         assert found is not None
         return float(found[1])
 
     def stop(self) -> None:
-        children = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
+        children = (
+            psutil.Process(self.process.pid).children(recursive=True)
+            if self.process.poll() is None
+            else []
+        )
         self.process.terminate()
         try:
             self.process.wait(seconds(20))
@@ -104,8 +136,11 @@ def kill_all(processes: list[psutil.Process]) -> None:
 
 
 @contextmanager
-def mortal_servers(model: Path, folder: Path, defaults: Mapping[str, Any]) -> Iterator[Callable[..., Served]]:
-    """`start("--flag", ..., **omni)`: a healthy server; it, and whatever it left, is gone after the block.
+def mortal_servers(
+    model: Path, folder: Path, defaults: Mapping[str, Any]
+) -> Iterator[Callable[..., Served]]:
+    """`start("--flag", ..., **omni)`: a healthy server; it, and whatever it left, is gone after the
+    block.
 
     defaults: `omni` options besides the size, which `omni` may change.
     """

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SharedPeers`: what `PeerMemory` is on GPUs, for ranks on a CPU: memory that their processes share."""
+"""`SharedPeers`: what `PeerMemory` is on GPUs, for ranks on a CPU: memory that their processes
+share.
+"""
 
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from vllm_omni.model_executor.layers.peer_memory import PeerMemory
+from vllm_omni.model_executor.layers.collectives.peer_memory import PeerMemory
 
 
 class SharedPeers(PeerMemory):
@@ -19,14 +21,19 @@ class SharedPeers(PeerMemory):
     def buffers(self, name: str, nbytes: int) -> list[torch.Tensor]:
         made = self._made.get(name)
         if made is None or made[0].numel() < nbytes:
-            paths = [f"{self._path}.{name.replace(' ', '_')}.{nbytes}.{rank}" for rank in range(dist.get_world_size())]
+            paths = [
+                f"{self._path}.{name.replace(' ', '_')}.{nbytes}.{rank}"
+                for rank in range(dist.get_world_size())
+            ]
             if dist.get_rank() == 0:
                 for path in paths:
                     Path(path).write_bytes(bytes(nbytes))
             dist.barrier()
-            made = [torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8) for path in paths]
+            made = [
+                torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8) for path in paths
+            ]
             self._made[name] = made
         return [buffer[:nbytes] for buffer in made]
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         dist.barrier()

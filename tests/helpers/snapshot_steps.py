@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions of runners in this process, saved to files and restored, as `collective_rpc` would do it."""
+"""Sessions of runners in this process, saved to files and restored, as `collective_rpc` would do
+it.
+"""
 
 import json
 from collections.abc import Callable
@@ -13,18 +15,25 @@ from safetensors.torch import load, save_file
 
 from vllm_omni.actions import ActionFrame
 from vllm_omni.sessions.snapshot import SnapshotHeader
-from vllm_omni.sessions.snapshot_exchange import checkpoint_exchange, restore_exchange, run_exchange, save_exchange
-from vllm_omni.worker.diffusion.checkpoints import SessionCheckpoints
-from vllm_omni.worker.diffusion.snapshots import SessionSnapshots
+from vllm_omni.sessions.snapshot_exchange import (
+    checkpoint_exchange,
+    restore_exchange,
+    run_exchange,
+    save_exchange,
+)
+from vllm_omni.worker.diffusion.sessions.background_snapshots import BackgroundSnapshots
+from vllm_omni.worker.diffusion.sessions.snapshots import SessionSnapshots
 
 
 class Worker:
-    """A runner with the worker's RPCs for files; `rpc` answers as `LLM.collective_rpc` of one worker."""
+    """A runner with the worker's RPCs for files; `rpc` answers as `LLM.collective_rpc` of one
+    worker.
+    """
 
     def __init__(self, runner: Any) -> None:
         self.runner = runner
         self.snapshots = SessionSnapshots(runner)
-        self.checkpoints = SessionCheckpoints(self.snapshots, runner.device)
+        self.checkpoints = BackgroundSnapshots(self.snapshots, runner.device)
 
     def rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
         calls = {
@@ -39,7 +48,9 @@ class Worker:
         with torch.inference_mode():
             return [calls[method](*args)]
 
-    def save(self, session_id: str, path: Path, owner: dict[str, str] | None = None) -> SnapshotHeader:
+    def save(
+        self, session_id: str, path: Path, owner: dict[str, str] | None = None
+    ) -> SnapshotHeader:
         return run_exchange(save_exchange(session_id, path, "0.test", owner), self.rpc)
 
     def checkpoint(self, session_id: str, path: Path) -> tuple[SnapshotHeader, float]:
@@ -52,7 +63,9 @@ class Worker:
         self, session_id: str, tensors: dict[str, torch.Tensor] | None = None, **fields: Any
     ) -> dict[str, torch.Tensor]:
         """Run the session's next chunk; returns copies of its result tensors."""
-        result = run_to_end(self.runner, new_request("r", tensors, session_id=session_id, **fields))["r"]
+        result = run_to_end(
+            self.runner, new_request("r", tensors, session_id=session_id, **fields)
+        )["r"]
         if isinstance(result, Exception):
             raise result
         return {name: tensor.clone() for name, tensor in result[1].items()}
@@ -60,35 +73,60 @@ class Worker:
     def bits(self, session_id: str) -> tuple[dict[str, Any], dict[str, bytes]]:
         """All that can influence a later chunk."""
         session = self.runner.sessions.get(session_id)
-        tensors = {name: tensor.contiguous().view(torch.uint8) for name, tensor in session.tensors().items()}
-        return session.scalars(), {name: tensor.cpu().numpy().tobytes() for name, tensor in tensors.items()}
+        tensors = {
+            name: tensor.contiguous().view(torch.uint8)
+            for name, tensor in session.tensors().items()
+        }
+        return session.scalars(), {
+            name: tensor.cpu().numpy().tobytes() for name, tensor in tensors.items()
+        }
 
 
-def world_chunk(worker: Worker, session_id: str, index: int, **fields: Any) -> dict[str, torch.Tensor]:
+def world_chunk(
+    worker: Worker, session_id: str, index: int, **fields: Any
+) -> dict[str, torch.Tensor]:
     keys = [["w"], ["w", "j"], ["i"]]
-    image = {"image": torch.arange(32 * 48 * 3, dtype=torch.uint8).view(32, 48, 3)} if index == 0 else None
+    image = (
+        {"image": torch.arange(32 * 48 * 3, dtype=torch.uint8).view(32, 48, 3)}
+        if index == 0
+        else None
+    )
     first = {"prompt": "a harbour", "seed": 3} if index == 0 else {}
     return worker.chunk(session_id, image, actions=keys, **{**first, **fields})
 
 
-def placed_chunk(worker: Worker, session_id: str, index: int, **fields: Any) -> dict[str, torch.Tensor]:
+def placed_chunk(
+    worker: Worker, session_id: str, index: int, **fields: Any
+) -> dict[str, torch.Tensor]:
     """A chunk of a world with poses; the first one says where its image was taken."""
     start = {"x_m": 1.0, "z_m": 1.0, "heading_degrees": 10.0}
     options = {"options": {"start_pose": start}} if index == 0 else {}
     return world_chunk(worker, session_id, index, **options, **fields)
 
 
-def game_chunk(worker: Worker, session_id: str, index: int, **fields: Any) -> dict[str, torch.Tensor]:
+def game_chunk(
+    worker: Worker, session_id: str, index: int, **fields: Any
+) -> dict[str, torch.Tensor]:
     """No prompt: where one would be new, another key is."""
     keys = [["s"] if fields.pop("prompt", None) else ["w"], ["w", "l"], ["i"]]
-    image = {"image": torch.arange(32 * 48 * 3, dtype=torch.uint8).view(32, 48, 3)} if index == 0 else None
+    image = (
+        {"image": torch.arange(32 * 48 * 3, dtype=torch.uint8).view(32, 48, 3)}
+        if index == 0
+        else None
+    )
     return worker.chunk(session_id, image, actions=keys, **fields)
 
 
-def frame_chunk(worker: Worker, session_id: str, index: int, **fields: Any) -> dict[str, torch.Tensor]:
+def frame_chunk(
+    worker: Worker, session_id: str, index: int, **fields: Any
+) -> dict[str, torch.Tensor]:
     """`game_chunk` of a model whose chunks are one latent frame."""
     keys = [["s"] if fields.pop("prompt", None) else ["w"]]
-    image = {"image": torch.arange(32 * 48 * 3, dtype=torch.uint8).view(32, 48, 3)} if index == 0 else None
+    image = (
+        {"image": torch.arange(32 * 48 * 3, dtype=torch.uint8).view(32, 48, 3)}
+        if index == 0
+        else None
+    )
     return worker.chunk(session_id, image, actions=keys, **fields)
 
 
@@ -102,27 +140,40 @@ PLAY = {
 """An action space for the null world."""
 
 
-def played_chunk(worker: Worker, session_id: str, index: int, **fields: Any) -> dict[str, torch.Tensor]:
+def played_chunk(
+    worker: Worker, session_id: str, index: int, **fields: Any
+) -> dict[str, torch.Tensor]:
     actions = [["run"], ActionFrame(("jump",), {"dx": 0.1 * (index + 1)}), ActionFrame(scroll=-1.0)]
     first = {"seed": 4} if index == 0 else {}
     return worker.chunk(session_id, actions=actions, **{**first, **fields})
 
 
-def text_chunk(worker: Worker, session_id: str, index: int, **fields: Any) -> dict[str, torch.Tensor]:
+def text_chunk(
+    worker: Worker, session_id: str, index: int, **fields: Any
+) -> dict[str, torch.Tensor]:
     first = {"prompt": "a beach", "seed": 4} if index == 0 else {}
     return worker.chunk(session_id, **{**first, **fields})
 
 
-def video_chunk(worker: Worker, session_id: str, index: int, **fields: Any) -> dict[str, torch.Tensor]:
+def video_chunk(
+    worker: Worker, session_id: str, index: int, **fields: Any
+) -> dict[str, torch.Tensor]:
     count = 9 if index == 0 else 12
     ramp = torch.arange(count).view(-1, 1, 1, 1) * (3 + index)
-    video = (torch.arange(48).view(1, 1, -1, 1) * 4 + ramp).expand(-1, 32, -1, 3).to(torch.uint8).contiguous()
+    video = (
+        (torch.arange(48).view(1, 1, -1, 1) * 4 + ramp)
+        .expand(-1, 32, -1, 3)
+        .to(torch.uint8)
+        .contiguous()
+    )
     first = {"prompt": "a beach", "seed": 4, "options": {"source": "video"}} if index == 0 else {}
     return worker.chunk(session_id, {"video": video}, **{**first, **fields})
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Any], dict[str, torch.Tensor]], None]) -> None:
-    """Change header or tensors of a snapshot and write the file anew with the safetensors library."""
+    """Change header or tensors of a snapshot and write the file anew with the safetensors
+    library.
+    """
     tensors = load(path.read_bytes())
     with safe_open(path, framework="pt") as file:
         metadata = dict(file.metadata())

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run Triton kernels on a CPU, by Triton's interpreter.
 
-It needs a process of its own: Triton decides when it is imported how kernels are compiled. That process is forked from
-one that has the libraries imported (rank_processes.py), and imports Triton and the files of kernels again.
+It needs a process of its own: Triton decides when it is imported how kernels are compiled. That
+process is forked from one that has the libraries imported (rank_processes.py), and imports Triton
+and the files of kernels again.
 """
 
 import os
@@ -17,16 +18,23 @@ from helpers.rank_processes import run_ranks
 
 
 def require_triton() -> None:
-    """Fail where Triton can be had and is missing: without it nothing holds the kernels. Elsewhere, skip."""
+    """Fail where Triton can be had and is missing: without it nothing holds the kernels.
+
+    Elsewhere, skip.
+    """
     if find_spec("triton") is not None:
         return
     if (platform.system(), platform.machine()) == ("Linux", "x86_64"):
-        pytest.fail("Triton is missing, so no kernel was run: `make setup` installs it, or pip install -e '.[cpu,dev]'")
+        pytest.fail(
+            "Triton is missing, so no kernel was run: `make setup` installs it, or pip install -e "
+            "'.[cpu,dev]'"
+        )
     pytest.skip("the extra [cpu] has no Triton for this machine")
 
 
 def interpret(work: Callable[..., None], *arguments: Any, size: int = 1) -> None:
-    """Run `work(rank, *arguments)` in `size` processes where Triton's interpreter runs the kernels; raises as it does.
+    """Run `work(rank, *arguments)` in `size` processes where Triton's interpreter runs the kernels;
+    raises as it does.
 
     work: a function of a module that imports no kernels by itself.
     """
@@ -37,7 +45,8 @@ def interpret(work: Callable[..., None], *arguments: Any, size: int = 1) -> None
 def _interpreted(rank: int, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     for name in list(sys.modules):
-        is_triton = name.partition(".")[0] == "triton" and not name.startswith("triton._C")  # this can be loaded once
+        # this can be loaded once
+        is_triton = name.partition(".")[0] == "triton" and not name.startswith("triton._C")
         if is_triton or (name.startswith("vllm_omni.") and hasattr(sys.modules[name], "triton")):
             del sys.modules[name]
             package, _, module = name.rpartition(".")

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models whose offloaded weights can be used on a CPU only where a GPU could use them: between fetch and release."""
+"""Models whose offloaded weights can be used on a CPU only where a GPU could use them: between
+fetch and release.
+"""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -14,9 +16,11 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def offloaded_out_of_reach(load: Callable[[], Model]) -> Model:
-    """Load a model with all its blocks' linear layers in host memory, whose parameters are NaN while not in use.
+    """Load a model with all its blocks' linear layers in host memory, whose parameters are NaN
+    while not in use.
 
-    On a GPU a layer that is used without its fetch fails, for its weights are elsewhere; on a CPU it would just work.
+    On a GPU a layer that is used without its fetch fails, for its weights are elsewhere; on a CPU
+    it would just work.
     """
     offloader = LayerOffloader(1 << 40, torch.device("cpu"))
     set_offloader(offloader)
@@ -28,7 +32,9 @@ def offloaded_out_of_reach(load: Callable[[], Model]) -> Model:
     for layer in offloader._layers:
         home = layer.views[id(layer.room)]
         layer.views[id(layer.room)] = {
-            name: torch.full_like(view, torch.nan) if view.is_floating_point() else torch.zeros_like(view)
+            name: torch.full_like(view, torch.nan)
+            if view.is_floating_point()
+            else torch.zeros_like(view)
             for name, view in home.items()
         }
         layer.show(layer.room)

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waiting in tests, in one unit: `OMNI_TEST_PATIENCE=3` gives everything three times as long, for slow machines.
+"""Waiting in tests, in one unit: `OMNI_TEST_PATIENCE=3` gives everything three times as long, for
+slow machines.
 
-A test waits for a condition (`wait_until`, `until`) as long as it takes, `within` at most. Where nothing can be seen,
-because the test is that nothing happens, or because time itself is its subject, it pauses: `pause` at least so long;
-`exactly` as the clocks of the code under test count, whatever the patience (the rate of a slow reader, a moment between
-two timers). Deadlines and upper bounds are `seconds(...)`. Held by tests/test_suite_layout.py.
+A test waits for a condition (`wait_until`, `until`) as long as it takes, `within` at most. Where
+nothing can be seen, because the test is that nothing happens, or because time itself is its
+subject, it pauses: `pause` at least so long; `exactly` as the clocks of the code under test count,
+whatever the patience (the rate of a slow reader, a moment between two timers). Deadlines and upper
+bounds are `seconds(...)`. Held by tests/test_suite_layout.py.
 """
 
 import asyncio
@@ -29,7 +31,10 @@ def wait_until(
     saying: Callable[[], str] = lambda: "the condition did not come true",
     every_s: float = _LOOK_S,
 ) -> Seen:
-    """What `condition` returns once it is true. Fails, with what `saying` returns, when it is not in time."""
+    """What `condition` returns once it is true.
+
+    Fails, with what `saying` returns, when it is not in time.
+    """
     deadline_s = time.monotonic() + seconds(within)
     while not (seen := condition()):
         assert time.monotonic() < deadline_s, f"{saying()} (within {seconds(within):g} s)"
@@ -41,7 +46,9 @@ async def until(condition: Callable[[], Seen], within: float = 10.0) -> Seen:
     """`wait_until` in an event loop."""
     deadline_s = time.monotonic() + seconds(within)
     while not (seen := condition()):
-        assert time.monotonic() < deadline_s, f"the condition did not come true (within {seconds(within):g} s)"
+        assert time.monotonic() < deadline_s, (
+            f"the condition did not come true (within {seconds(within):g} s)"
+        )
         await asyncio.sleep(_LOOK_S)
     return seen
 

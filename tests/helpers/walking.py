@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A camera that walks, without a model: LingBot World's controls, and the world poses to which they lead."""
+"""A camera that walks, without a model: LingBot World's controls, and the world poses to which
+they lead.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,7 +10,11 @@ from typing import Final
 import torch
 
 from vllm_omni.actions import ActionEntry
-from vllm_omni.model_executor.models.lingbot_world.camera import ACTION_SPACE, motions_of, read_controls
+from vllm_omni.model_executor.models.lingbot_world.camera import (
+    ACTION_SPACE,
+    motions_of,
+    read_controls,
+)
 from vllm_omni.worlds.grid import OccupancyGrid
 from vllm_omni.worlds.movement import heading_of, move_cameras, pitch_of, world_pose
 from vllm_omni.worlds.start_pose import StartPose
@@ -31,7 +37,9 @@ class Walker:
         self.pose_44 = world_pose(start.x_m, start.z_m, start.heading_degrees, start.pitch_degrees)
 
     def walk(self, entries: Sequence[ActionEntry], *, starts: bool) -> list[list[float]]:
-        """Move by one chunk's actions; returns its `world_poses`. starts: the first latent frame is the start image."""
+        """Move by one chunk's actions; returns its `world_poses`. starts: the first latent frame
+        is the start image.
+        """
         rows = []
         for number, entry in enumerate(entries):
             if not (starts and number == 0):

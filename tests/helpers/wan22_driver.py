@@ -10,7 +10,7 @@ import torch
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import DiffusionRequest
-from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.model_executor.models.wan2_2.checkpoint import find_layout, hf_config
 from vllm_omni.model_executor.models.wan2_2.pipeline import Wan22, Wan22Setup
@@ -19,7 +19,9 @@ HEIGHT, WIDTH = 64, 96
 """A multiple of the 32 pixels that a token of the 5B model covers."""
 NUM_FRAMES = 9
 PROMPT, NEGATIVE = "A lighthouse stands on a cliff", "no cars"
-"""Words that are whole tokens: transformers 5 loses the byte fallback that others need (wan/text_encoder.py)."""
+"""Words that are whole tokens: transformers 5 loses the byte fallback that others need
+(text_encoder/encoder.py).
+"""
 LAYOUTS = ("t2v", "i2v", "ti2v")
 Result = tuple[dict[str, Any], dict[str, torch.Tensor]]
 
@@ -34,7 +36,9 @@ def write_checkpoints(folder: Path) -> dict[str, Path]:
 def load_model(checkpoint: Path, parallel: ParallelContext | None = None, **options: Any) -> Wan22:
     omni = OmniConfig(height=HEIGHT, width=WIDTH, model={"max_num_frames": NUM_FRAMES, **options})
     layout, values = find_layout(checkpoint), hf_config(checkpoint)["wan2_2"]
-    setup = Wan22Setup.of(values, layout.tokenizer, omni, torch.float32, parallel or ParallelContext())
+    setup = Wan22Setup.of_checkpoint(
+        values, layout.tokenizer, omni, torch.float32, parallel or ParallelContext()
+    )
     model = Wan22(setup)
     model.load_checkpoint(layout)
     return model
@@ -47,9 +51,17 @@ def picture() -> torch.Tensor:
     return ((torch.stack(waves, dim=-1) * 0.5 + 0.5) * 255).round().to(torch.uint8)
 
 
-def start(model: Wan22, tensors: dict[str, torch.Tensor] | None = None, **params: Any) -> DiffusionRequest:
+def start(
+    model: Wan22, tensors: dict[str, torch.Tensor] | None = None, **params: Any
+) -> DiffusionRequest:
     """A prepared request."""
-    fields = {"session_id": "a", "one_shot": True, "prompt": PROMPT, "num_inference_steps": 4, **params}
+    fields = {
+        "session_id": "a",
+        "one_shot": True,
+        "prompt": PROMPT,
+        "num_inference_steps": 4,
+        **params,
+    }
     sent = DiffusionParams(**fields)
     request = DiffusionRequest("request", sent, dict(tensors or {}), model.new_session(sent))
     model.prepare_encode(request)
@@ -71,5 +83,7 @@ def finish(model: Wan22, request: DiffusionRequest) -> Result:
     return result
 
 
-def make_video(model: Wan22, tensors: dict[str, torch.Tensor] | None = None, **params: Any) -> Result:
+def make_video(
+    model: Wan22, tensors: dict[str, torch.Tensor] | None = None, **params: Any
+) -> Result:
     return finish(model, start(model, tensors, **params))

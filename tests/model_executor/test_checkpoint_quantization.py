@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint says of its quantized transformer, and layers of vLLM's own methods that are filled from it."""
+"""What a checkpoint says of its quantized transformer, and layers of vLLM's own methods that are
+filled from it.
+"""
 
 import json
 import shutil
@@ -17,15 +19,15 @@ from vllm.model_executor.layers.quantization import get_quantization_config
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.engine_arguments.refusals import check_quantization
-from vllm_omni.model_executor.checkpoint_quantization import LAYERS_KEY, quantization_of
+from vllm_omni.model_executor.checkpoint.quantization import LAYERS_KEY, quantization_of
+from vllm_omni.model_executor.checkpoint.tensor_files import read_json
 from vllm_omni.model_executor.dtypes import default_dtype
-from vllm_omni.model_executor.layers.linear import PlainLinearMethod
-from vllm_omni.model_executor.layers.stored_quantization import StoredQuantization
-from vllm_omni.model_executor.models.wan.transformer_weights import TRANSFORMER_RULES
+from vllm_omni.model_executor.layers.linear.linear import PlainLinearMethod
+from vllm_omni.model_executor.layers.linear.stored_quantization import StoredQuantization
+from vllm_omni.model_executor.models.wan.transformer.weights import TRANSFORMER_RULES
 from vllm_omni.model_executor.models.wan2_2.config import Wan22Config
 from vllm_omni.model_executor.models.wan2_2.transformer import Wan22Transformer
 from vllm_omni.model_executor.models.wan2_2.weights import load_transformer
-from vllm_omni.model_executor.tensor_files import read_json
 from vllm_omni.testing.tiny.quantized import SIZES, draw, write_fp8_scaled
 
 pytestmark = pytest.mark.usefixtures("uncompiled")
@@ -44,7 +46,9 @@ def copied(name: str, out: Path, **config: Any) -> Path:
     """A fixture whose config.json has other values; None removes one."""
     shutil.copytree(QUANTIZED / name, out, dirs_exist_ok=True)
     values = {**read_json(out / "config.json"), **config}
-    (out / "config.json").write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
+    (out / "config.json").write_text(
+        json.dumps({key: value for key, value in values.items() if value is not None})
+    )
     return out
 
 
@@ -58,7 +62,9 @@ def copied(name: str, out: Path, **config: Any) -> Path:
         ("llmcompressor_nvfp4", "compressed-tensors", 0),
     ],
 )
-def test_a_description_is_vllms_with_layers_by_their_names_here(name: str, method: str, more: int) -> None:
+def test_a_description_is_vllms_with_layers_by_their_names_here(
+    name: str, method: str, more: int
+) -> None:
     found = described(QUANTIZED / name)
     assert found["quant_method"] == method and found["ignore"] == []
     layers = found[LAYERS_KEY]
@@ -69,7 +75,12 @@ def test_a_description_is_vllms_with_layers_by_their_names_here(name: str, metho
 def test_modelopts_own_file_counts_where_the_config_says_nothing(tmp_path: Path) -> None:
     folder = copied("modelopt_nvfp4", tmp_path / "transformer", quantization_config=None)
     (tmp_path / "hf_quant_config.json").write_text(
-        json.dumps({"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}})
+        json.dumps(
+            {
+                "producer": {"name": "modelopt"},
+                "quantization": {"quant_algo": "NVFP4", "group_size": 16},
+            }
+        )
     )
     assert described(folder) == described(QUANTIZED / "modelopt_nvfp4")
 
@@ -97,18 +108,23 @@ def test_nothing_is_said_of_plain_weights_and_of_those_that_are_read_back(plain:
 
 def test_without_weights_every_layer_is_quantized(tmp_path: Path) -> None:
     """`--load-format dummy` starts from configs alone."""
-    (tmp_path / "config.json").write_bytes((QUANTIZED / "llmcompressor_fp8" / "config.json").read_bytes())
+    (tmp_path / "config.json").write_bytes(
+        (QUANTIZED / "llmcompressor_fp8" / "config.json").read_bytes()
+    )
     assert described(tmp_path)[LAYERS_KEY] is None
 
 
 def test_unknown_methods_are_refused(tmp_path: Path) -> None:
     folder = copied("modelopt_fp8", tmp_path, quantization_config={"quant_method": "bitsandbytes"})
     with pytest.raises(
-        ValueError, match="quantized by 'bitsandbytes'; served are modelopt, compressed-tensors, fp8, torchao"
+        ValueError,
+        match="quantized by 'bitsandbytes'; served are modelopt, compressed-tensors, fp8, torchao",
     ):
         described(folder)
     folder = copied(
-        "modelopt_fp8", tmp_path, quantization_config={"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}
+        "modelopt_fp8",
+        tmp_path,
+        quantization_config={"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
     )
     with pytest.raises(ValueError, match="ModelOpt's 'W4A8_AWQ'; served are FP8,"):
         described(folder)
@@ -118,40 +134,58 @@ def test_several_schemes_in_one_checkpoint_are_refused(tmp_path: Path) -> None:
     values = read_json(QUANTIZED / "llmcompressor_fp8" / "config.json")["quantization_config"]
     (group,) = values["config_groups"].values()
     folder = copied(
-        "llmcompressor_fp8", tmp_path, quantization_config={**values, "config_groups": {"a": group, "b": group}}
+        "llmcompressor_fp8",
+        tmp_path,
+        quantization_config={**values, "config_groups": {"a": group, "b": group}},
     )
     with pytest.raises(ValueError, match="2 config_groups; served is one scheme"):
         described(folder)
 
 
 def test_experts_that_are_quantized_differently_are_refused(plain: Path) -> None:
-    with pytest.raises(ValueError, match=r"in different ways: transformer .*modelopt.*, transformer_2 not at all"):
-        quantization_of({"transformer": QUANTIZED / "modelopt_fp8", "transformer_2": plain}, TRANSFORMER_RULES)
+    with pytest.raises(
+        ValueError, match=r"in different ways: transformer .*modelopt.*, transformer_2 not at all"
+    ):
+        quantization_of(
+            {"transformer": QUANTIZED / "modelopt_fp8", "transformer_2": plain}, TRANSFORMER_RULES
+        )
 
 
 def test_a_description_without_quantized_tensors_is_refused(plain: Path) -> None:
     values = read_json(QUANTIZED / "modelopt_fp8" / "config.json")
     (plain / "config.json").write_text(json.dumps(values))
-    with pytest.raises(ValueError, match="describes weights quantized by modelopt, and all its tensors are plain"):
+    with pytest.raises(
+        ValueError, match="describes weights quantized by modelopt, and all its tensors are plain"
+    ):
         described(plain)
 
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("modelopt_fp8", "ModelOpt's FP8"), ("modelopt_nvfp4", "NVFP4"), ("llmcompressor_nvfp4", "NVFP4")],
+    [
+        ("modelopt_fp8", "ModelOpt's FP8"),
+        ("modelopt_nvfp4", "NVFP4"),
+        ("llmcompressor_nvfp4", "NVFP4"),
+    ],
 )
 def test_formats_without_a_cpu_kernel_are_refused_on_a_cpu_alone(name: str, reason: str) -> None:
     stored = described(QUANTIZED / name)
     with pytest.raises(
-        ValueError, match=f"stored in {reason}, for which vLLM has no kernel on a CPU; set omni.dequantize"
+        ValueError,
+        match=f"stored in {reason}, for which vLLM has no kernel on a CPU; set omni.dequantize",
     ):
-        check_quantization(stored["quant_method"], OmniConfig(), has_config=False, cpu=True, stored=stored)
-    check_quantization(stored["quant_method"], OmniConfig(), has_config=False, cpu=False, stored=stored)
+        check_quantization(
+            stored["quant_method"], OmniConfig(), has_config=False, cpu=True, stored=stored
+        )
+    check_quantization(
+        stored["quant_method"], OmniConfig(), has_config=False, cpu=False, stored=stored
+    )
 
 
 def test_a_stored_method_is_refused_for_plain_weights() -> None:
     with pytest.raises(
-        ValueError, match="--quantization modelopt names how a checkpoint is stored, and this one is plain"
+        ValueError,
+        match="--quantization modelopt names how a checkpoint is stored, and this one is plain",
     ):
         check_quantization("modelopt", OmniConfig(), has_config=False, cpu=False)
 
@@ -166,13 +200,17 @@ def network(folder: Path, quantization: StoredQuantization | None) -> Wan22Trans
 
 def stored_quantization(folder: Path) -> StoredQuantization:
     values = described(folder)
-    return StoredQuantization(get_quantization_config(values["quant_method"]).from_config(values), values[LAYERS_KEY])
+    return StoredQuantization(
+        get_quantization_config(values["quant_method"]).from_config(values), values[LAYERS_KEY]
+    )
 
 
 @pytest.fixture(scope="module")
 def bf16(null_world: Path, single_rank: None) -> VllmConfig:
     """A config of vLLM's with a model in bf16: methods ask it for the type of inputs."""
-    args = EngineArgs(model=str(null_world), config_format="omni", skip_tokenizer_init=True, dtype="bfloat16")
+    args = EngineArgs(
+        model=str(null_world), config_format="omni", skip_tokenizer_init=True, dtype="bfloat16"
+    )
     return args.create_engine_config()
 
 
@@ -180,14 +218,23 @@ def bf16(null_world: Path, single_rank: None) -> VllmConfig:
 def test_vllms_layers_compute_with_the_stored_numbers(bf16: VllmConfig, name: str) -> None:
     """Each layer's product against the numbers read back: only the inputs are rounded besides.
 
-    Without VNNI a CPU adds int8 products in 16 bits and cuts the largest sums off: 11 % of a layer's norm was seen.
+    Without VNNI a CPU adds int8 products in 16 bits and cuts the largest sums off: 11 % of a
+    layer's norm was seen.
     """
     folder = QUANTIZED / name
     allowed = 0.04 if name.endswith("fp8") or torch.cpu._is_vnni_supported() else 0.2
     with set_current_vllm_config(bf16):
         quantized, read_back = network(folder, stored_quantization(folder)), network(folder, None)
-        expected = {name: layer for name, layer in read_back.named_modules() if isinstance(layer, LinearBase)}
-        layers = {name: layer for name, layer in quantized.named_modules() if isinstance(layer, LinearBase)}
+        expected = {
+            name: layer
+            for name, layer in read_back.named_modules()
+            if isinstance(layer, LinearBase)
+        }
+        layers = {
+            name: layer
+            for name, layer in quantized.named_modules()
+            if isinstance(layer, LinearBase)
+        }
         assert len(layers) == 2 * 7 and not any(
             type(each.quant_method) is PlainLinearMethod for each in layers.values()
         )
@@ -202,21 +249,29 @@ def test_vllms_layers_compute_with_the_stored_numbers(bf16: VllmConfig, name: st
 def test_layers_that_are_not_stored_quantized_stay_plain(bf16: VllmConfig) -> None:
     values = described(QUANTIZED / "llmcompressor_fp8")
     config = get_quantization_config(values["quant_method"]).from_config(values)
-    stored = StoredQuantization(config, [name for name in values[LAYERS_KEY] if ".ffn." not in name])
+    stored = StoredQuantization(
+        config, [name for name in values[LAYERS_KEY] if ".ffn." not in name]
+    )
     with set_current_vllm_config(bf16), torch.device("meta"):
-        transformer = Wan22Transformer(Wan22Config.from_checkpoint(dict(SIZES)), quantization=stored)
-    kept = {
+        transformer = Wan22Transformer(
+            Wan22Config.from_checkpoint(dict(SIZES)), quantization=stored
+        )
+    retained = {
         m.prefix
         for m in transformer.modules()
         if isinstance(m, LinearBase) and type(m.quant_method) is PlainLinearMethod
     }
-    assert kept == {f"transformer.blocks.{block}.ffn.{layer}" for block in (0, 1) for layer in (0, 2)}
+    assert retained == {
+        f"transformer.blocks.{block}.ffn.{layer}" for block in (0, 1) for layer in (0, 2)
+    }
 
 
 def test_a_merged_layer_that_is_quantized_in_part_is_refused(bf16: VllmConfig) -> None:
     values = described(QUANTIZED / "llmcompressor_fp8")
     config = get_quantization_config(values["quant_method"]).from_config(values)
-    stored = StoredQuantization(config, [name for name in values[LAYERS_KEY] if not name.endswith("self_attn.q")])
+    stored = StoredQuantization(
+        config, [name for name in values[LAYERS_KEY] if not name.endswith("self_attn.q")]
+    )
     with (
         set_current_vllm_config(VllmConfig()),
         torch.device("meta"),

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When forwards are launched as CUDA graphs: by default wherever they can be, else as `omni.model.cuda_graphs` says."""
+"""When forwards are launched as CUDA graphs: by default wherever they can be, else as
+`omni.model.cuda_graphs` says.
+"""
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from vllm_omni.model_executor.vllm_model import launches_graphs
 
 
 @pytest.mark.parametrize(
-    ("asked", "eager", "offloads", "launches"),
+    ("requested", "eager", "offloads", "launches"),
     [
         (None, False, False, True),
         (None, True, False, False),
@@ -18,11 +20,15 @@ from vllm_omni.model_executor.vllm_model import launches_graphs
     ],
 )
 def test_the_default_and_the_option(
-    monkeypatch: pytest.MonkeyPatch, asked: bool | None, eager: bool, offloads: bool, launches: bool
+    monkeypatch: pytest.MonkeyPatch,
+    requested: bool | None,
+    eager: bool,
+    offloads: bool,
+    launches: bool,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert launches_graphs(asked, eager, offloads) == launches
-    assert launches_graphs(asked, eager, offloads, 1536) == launches
-    assert launches_graphs(asked, eager, offloads, 5120) == bool(asked)
+    assert launches_graphs(requested, eager, offloads) == launches
+    assert launches_graphs(requested, eager, offloads, 1536) == launches
+    assert launches_graphs(requested, eager, offloads, 5120) == bool(requested)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert not launches_graphs(asked, eager, offloads)
+    assert not launches_graphs(requested, eager, offloads)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A LoRA merged while a checkpoint is read: W + scale B A in fp32; whatever does not fit is named."""
+"""A LoRA merged while a checkpoint is read: W + scale B A in fp32; whatever does not fit is
+named.
+"""
 
 from pathlib import Path
 
@@ -7,11 +9,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from vllm_omni.model_executor.merged_lora import MergedSource
-from vllm_omni.model_executor.tensor_files import TensorSource, open_tensors
+from vllm_omni.model_executor.checkpoint.merged_lora import MergedSource
+from vllm_omni.model_executor.checkpoint.tensor_files import TensorSource, open_tensors
 
 RULES = ((r"^(base_model\.)?model\.", ""), (r"^model\.", ""))
-BASE = {"model.a.weight": torch.ones(3, 4, dtype=torch.bfloat16), "model.b.weight": torch.zeros(2, 2)}
+BASE = {
+    "model.a.weight": torch.ones(3, 4, dtype=torch.bfloat16),
+    "model.b.weight": torch.zeros(2, 2),
+}
 DOWN, UP = torch.arange(8.0).reshape(2, 4), torch.arange(6.0).reshape(3, 2)
 
 
@@ -24,14 +29,31 @@ def source(folder: Path, name: str, tensors: dict[str, torch.Tensor]) -> TensorS
     ("lora", "scale"),
     [
         ({"base_model.model.a.lora_A.weight": DOWN, "base_model.model.a.lora_B.weight": UP}, 1.0),
-        ({"base_model.model.a.lora_A.default.weight": DOWN, "base_model.model.a.lora_B.default.weight": UP}, 1.0),
-        ({"model.a.lora_down.weight": DOWN, "model.a.lora_up.weight": UP, "model.a.alpha": torch.tensor(1.0)}, 0.5),
+        (
+            {
+                "base_model.model.a.lora_A.default.weight": DOWN,
+                "base_model.model.a.lora_B.default.weight": UP,
+            },
+            1.0,
+        ),
+        (
+            {
+                "model.a.lora_down.weight": DOWN,
+                "model.a.lora_up.weight": UP,
+                "model.a.alpha": torch.tensor(1.0),
+            },
+            0.5,
+        ),
     ],
     ids=["peft", "peft with a name", "down and up"],
 )
-def test_a_lora_is_added_to_its_weight_alone(lora: dict[str, torch.Tensor], scale: float, tmp_path: Path) -> None:
-    merged = MergedSource.of(source(tmp_path, "base", BASE), source(tmp_path, "lora", lora), RULES)
-    read = dict(merged.read(["model.a.weight", "model.b.weight"]))
+def test_a_lora_is_added_to_its_weight_alone(
+    lora: dict[str, torch.Tensor], scale: float, tmp_path: Path
+) -> None:
+    merged = MergedSource.of_base(
+        source(tmp_path, "base", BASE), source(tmp_path, "lora", lora), RULES
+    )
+    read = dict(merged.read_tensors(["model.a.weight", "model.b.weight"]))
     assert torch.equal(read["model.a.weight"], (1 + scale * (UP @ DOWN)).to(torch.bfloat16))
     assert torch.equal(read["model.b.weight"], BASE["model.b.weight"])
     assert merged.shapes == {"model.a.weight": (3, 4), "model.b.weight": (2, 2)}
@@ -42,7 +64,10 @@ def test_a_lora_is_added_to_its_weight_alone(lora: dict[str, torch.Tensor], scal
     ("lora", "message"),
     [
         ({"model.a.lora_A.weight": DOWN}, r"lora_A\.weight lacks its other half"),
-        ({"model.c.lora_A.weight": DOWN, "model.c.lora_B.weight": UP}, r"2 problems: model\.c\.lora_A\.weight belongs"),
+        (
+            {"model.c.lora_A.weight": DOWN, "model.c.lora_B.weight": UP},
+            r"2 problems: model\.c\.lora_A\.weight belongs",
+        ),
         ({"model.a.weight": DOWN}, r"model\.a\.weight belongs to no weight"),
         (
             {"model.a.lora_A.weight": DOWN, "model.a.lora_B.weight": DOWN + 1},
@@ -58,21 +83,35 @@ def test_a_lora_is_added_to_its_weight_alone(lora: dict[str, torch.Tensor], scal
             r"lora_down\.weight \(0, 4\) has rank 0",
         ),
         (
-            {"model.a.lora_down.weight": DOWN, "model.a.lora_up.weight": UP, "model.a.alpha": torch.ones(2)},
+            {
+                "model.a.lora_down.weight": DOWN,
+                "model.a.lora_up.weight": UP,
+                "model.a.alpha": torch.ones(2),
+            },
             r"alpha \(2,\) is not one number",
         ),
     ],
     ids=["half", "elsewhere", "no LoRA", "shapes", "empty", "rank 0", "two alphas"],
 )
-def test_what_does_not_fit_is_named_in_one_line(lora: dict[str, torch.Tensor], message: str, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_named_in_one_line(
+    lora: dict[str, torch.Tensor], message: str, tmp_path: Path
+) -> None:
     base, other = source(tmp_path, "base", BASE), source(tmp_path, "lora", lora)
     with pytest.raises(ValueError, match=message) as refused:
-        MergedSource.of(base, other, RULES)
+        MergedSource.of_base(base, other, RULES)
     assert "\n" not in str(refused.value) and "lora.safetensors" in str(refused.value)
 
 
 def test_a_strength_that_is_not_finite_is_refused_while_it_is_merged(tmp_path: Path) -> None:
-    lora = {"model.a.lora_down.weight": DOWN, "model.a.lora_up.weight": UP, "model.a.alpha": torch.tensor(float("nan"))}
-    merged = MergedSource.of(source(tmp_path, "base", BASE), source(tmp_path, "lora", lora), RULES)
-    with pytest.raises(ValueError, match=r"lora\.safetensors: model\.a\.lora_up\.weight makes NaN or Inf"):
-        dict(merged.read(["model.a.weight"]))
+    lora = {
+        "model.a.lora_down.weight": DOWN,
+        "model.a.lora_up.weight": UP,
+        "model.a.alpha": torch.tensor(float("nan")),
+    }
+    merged = MergedSource.of_base(
+        source(tmp_path, "base", BASE), source(tmp_path, "lora", lora), RULES
+    )
+    with pytest.raises(
+        ValueError, match=r"lora\.safetensors: model\.a\.lora_up\.weight makes NaN or Inf"
+    ):
+        dict(merged.read_tensors(["model.a.weight"]))

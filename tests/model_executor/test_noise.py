@@ -10,12 +10,18 @@ from vllm_omni.model_executor.schedules import ChunkNoise, noise_seed, standard_
 def test_the_same_key_gives_the_same_bits_in_any_order() -> None:
     first = [standard_normal((4, 5), 7, chunk, step) for chunk in range(3) for step in range(4)]
     torch.rand(100)  # the global generator plays no part
-    again = [standard_normal((4, 5), 7, chunk, step) for chunk in reversed(range(3)) for step in reversed(range(4))]
+    again = [
+        standard_normal((4, 5), 7, chunk, step)
+        for chunk in reversed(range(3))
+        for step in reversed(range(4))
+    ]
     assert all(torch.equal(a, b) for a, b in zip(first, reversed(again), strict=True))
 
 
 def test_every_seed_chunk_and_step_has_its_own_stream() -> None:
-    keys = [(seed, chunk, step) for seed in (0, 1, 11) for chunk in (0, 1, 11) for step in (0, 1, 11)]
+    keys = [
+        (seed, chunk, step) for seed in (0, 1, 11) for chunk in (0, 1, 11) for step in (0, 1, 11)
+    ]
     assert len({noise_seed(*key) for key in keys}) == len(keys)
 
 
@@ -25,7 +31,9 @@ def test_the_hash_is_the_stated_one() -> None:
 
 
 def test_noise_is_standard_normal() -> None:
-    """100,000 draws: mean within 0.02 and standard deviation within 0.02 of N(0, 1) (six standard errors)."""
+    """100,000 draws: mean within 0.02 and standard deviation within 0.02 of N(0, 1) (six
+    standard errors).
+    """
     noise = standard_normal((100_000,), 3, 1, 2)
     assert noise.dtype == torch.float32
     assert abs(float(noise.mean())) < 0.02
@@ -33,8 +41,10 @@ def test_noise_is_standard_normal() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-def test_a_chunks_noise_is_drawn_step_by_step(device: str) -> None:
-    """In any order, each step's own bits; a device that is busy with other work is not waited for."""
+def test_a_chunks_noise_is_generated_step_by_step(device: str) -> None:
+    """In any order, each step's own bits; a device that is busy with other work is not waited
+    for.
+    """
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs CUDA")
     noise = ChunkNoise((4, 5), 7, 2, torch.device(device))
@@ -43,4 +53,6 @@ def test_a_chunks_noise_is_drawn_step_by_step(device: str) -> None:
     drawn = {step: noise.draw(step) for step in (2, 0, 1)}
     if device == "cuda":
         assert not torch.cuda.current_stream().query()
-    assert all(torch.equal(draw.cpu(), standard_normal((4, 5), 7, 2, step)) for step, draw in drawn.items())
+    assert all(
+        torch.equal(draw.cpu(), standard_normal((4, 5), 7, 2, step)) for step, draw in drawn.items()
+    )

@@ -38,7 +38,12 @@ def record(tmp_path: Path) -> Recorder:
 
 def test_equal_results_pass_and_report_the_largest_difference(record: Recorder) -> None:
     report = verify(
-        record(in0=torch.ones(2), out0=torch.full((2,), 2.0), in1=torch.ones(2), out1=torch.tensor([2.0, 2.0005]))
+        record(
+            in0=torch.ones(2),
+            out0=torch.full((2,), 2.0),
+            in1=torch.ones(2),
+            out1=torch.tensor([2.0, 2.0005]),
+        )
     )
     assert report.ok
     assert [(row.scenario, row.stage, row.compared) for row in report.rows] == [("a", "double", 2)]

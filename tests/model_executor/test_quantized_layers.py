@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which linear layers of a transformer `--quantization` may take, and how strictly those are loaded."""
+"""Which linear layers of a transformer `--quantization` may take, and how strictly those are
+loaded.
+"""
 
 import re
 from collections import Counter
@@ -12,17 +14,21 @@ from torch import nn
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
-from vllm_omni.model_executor.layers.linear import LinearPrecision, PlainLinearMethod, check_quantization
-from vllm_omni.model_executor.layers.parallel import CheckpointSlot, ShardedModule
+from vllm_omni.model_executor.checkpoint.loading import load_strict
+from vllm_omni.model_executor.layers.collectives.parallel import CheckpointSlot, ShardedModule
+from vllm_omni.model_executor.layers.linear.linear import (
+    LinearPrecision,
+    PlainLinearMethod,
+    check_quantization,
+)
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig
 from vllm_omni.model_executor.models.causal_wan.transformer import CausalWanTransformer
 from vllm_omni.model_executor.models.lance.config import LanceConfig
-from vllm_omni.model_executor.models.lance.transformer import LanceNetwork
+from vllm_omni.model_executor.models.lance.network.transformer import LanceNetwork
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
 from vllm_omni.model_executor.models.lingbot_world.transformer import LingBotTransformer
 from vllm_omni.model_executor.models.wan2_2.config import Wan22Config
 from vllm_omni.model_executor.models.wan2_2.transformer import Wan22Transformer
-from vllm_omni.model_executor.weights import load_strict
 
 pytestmark = pytest.mark.usefixtures("uncompiled")
 
@@ -32,20 +38,32 @@ class Quantized(PlainLinearMethod):
 
 
 class Quantization(LinearPrecision):
-    """Stands for a config of vLLM's; notes which layers it was asked for. ignored: names it leaves alone."""
+    """Stands for a config of vLLM's; notes which layers it was asked for. ignored: names it
+    leaves alone.
+    """
 
     def __init__(self, ignored: str = "") -> None:
         super().__init__()
-        self.asked: list[str] = []
+        self.requested: list[str] = []
         self.ignored = ignored
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase:
-        self.asked.append(prefix)
+        self.requested.append(prefix)
         return PlainLinearMethod() if prefix == self.ignored else Quantized()
 
 
-WAN_BLOCK = {"self_attn.qkv", "self_attn.o", "cross_attn.q", "cross_attn.kv", "cross_attn.o", "ffn.0", "ffn.2"}
-LANCE_LAYER = {f"{expert}.{name}" for expert in ("und", "gen") for name in ("qkv", "out", "gate_up", "down")}
+WAN_BLOCK = {
+    "self_attn.qkv",
+    "self_attn.o",
+    "cross_attn.q",
+    "cross_attn.kv",
+    "cross_attn.o",
+    "ffn.0",
+    "ffn.2",
+}
+LANCE_LAYER = {
+    f"{expert}.{name}" for expert in ("und", "gen") for name in ("qkv", "out", "gate_up", "down")
+}
 
 NETWORKS: dict[str, tuple[Callable[[Quantization], nn.Module], str, set[str], int]] = {
     "lingbot_world": (
@@ -61,7 +79,9 @@ NETWORKS: dict[str, tuple[Callable[[Quantization], nn.Module], str, set[str], in
         2,
     ),
     "wan2_2": (
-        lambda q: Wan22Transformer(Wan22Config(num_layers=2), quantization=q, prefix="transformer_2"),
+        lambda q: Wan22Transformer(
+            Wan22Config(num_layers=2), quantization=q, prefix="transformer_2"
+        ),
         "transformer_2.blocks.",
         WAN_BLOCK,
         2,
@@ -77,33 +97,45 @@ NETWORKS: dict[str, tuple[Callable[[Quantization], nn.Module], str, set[str], in
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_only_the_products_of_blocks_are_quantized(name: str) -> None:
-    """Not embeddings, time, text, modulation, head; each is asked for once, by its name in the pipeline. Camera layers
-    are as a config that does not quantize while loading has them."""
+    """Not embeddings, time, text, modulation, head; each is asked for once, by its name in the
+    pipeline. Camera layers are as a config that does not quantize while loading has them."""
     make, prefix, layers, blocks = NETWORKS[name]
     quantization = Quantization()
     with torch.device("meta"):
         network = make(quantization)
     expected = {f"{prefix}{block}.{layer}" for block in range(blocks) for layer in layers}
-    assert Counter(quantization.asked) == Counter(expected)
-    methods = {m.prefix: type(m.quant_method) for m in network.modules() if isinstance(m, LinearBase)}
+    assert Counter(quantization.requested) == Counter(expected)
+    methods = {
+        m.prefix: type(m.quant_method) for m in network.modules() if isinstance(m, LinearBase)
+    }
     assert {layer for layer, method in methods.items() if method is Quantized} == expected
-    kept = {
-        re.sub(r"blocks\.\d+", "blocks.N", layer) for layer, method in methods.items() if method is PlainLinearMethod
+    retained = {
+        re.sub(r"blocks\.\d+", "blocks.N", layer)
+        for layer, method in methods.items()
+        if method is PlainLinearMethod
     }
     camera = ("cam_injector_layer1", "cam_injector_layer2", "cam_scale_layer", "cam_shift_layer")
-    assert kept == ({f"{prefix}N.{layer}" for layer in camera} if name == "lingbot_world" else set())
+    assert retained == (
+        {f"{prefix}N.{layer}" for layer in camera} if name == "lingbot_world" else set()
+    )
 
 
 def test_what_a_user_keeps_back_stays_as_loaded() -> None:
     quantization = Quantization(ignored="transformer.blocks.1.ffn.0")
     with torch.device("meta"):
         network = CausalWanTransformer(CausalWanConfig(num_layers=2), quantization=quantization)
-    plain = [m.prefix for m in network.modules() if isinstance(m, LinearBase) and type(m.quant_method) is not Quantized]
+    plain = [
+        m.prefix
+        for m in network.modules()
+        if isinstance(m, LinearBase) and type(m.quant_method) is not Quantized
+    ]
     assert plain == ["transformer.blocks.1.ffn.0"]
 
 
 def test_a_network_without_such_layers_is_refused() -> None:
-    with pytest.raises(ValueError, match="--quantization fp8_per_channel: Linear has no layer for it; drop it"):
+    with pytest.raises(
+        ValueError, match="--quantization fp8_per_channel: Linear has no layer for it; drop it"
+    ):
         check_quantization(nn.Linear(2, 2), "fp8_per_channel")
 
 

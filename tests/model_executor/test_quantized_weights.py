@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that are stored quantized, read by strict loading: numbers, scales that do not fit, layers of other ranks.
+"""Weights that are stored quantized, read by strict loading: numbers, scales that do not fit,
+layers of other ranks.
 
-The files are those of tests/golden/quantized, written by ModelOpt, llmcompressor and torchao, and the Wan community's
-layout, written here.
+The files are those of tests/golden/quantized, written by ModelOpt, llmcompressor and torchao, and
+the Wan community's layout, written here.
 """
 
 import shutil
@@ -13,8 +14,9 @@ import torch
 from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 
+from vllm_omni.model_executor.checkpoint.tensor_files import read_json
 from vllm_omni.model_executor.dtypes import default_dtype
-from vllm_omni.model_executor.layers.parallel import ParallelContext, checkpoint_slots
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext, checkpoint_slots
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import find_layout
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import hf_config as lingbot_hf_config
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
@@ -23,13 +25,14 @@ from vllm_omni.model_executor.models.lingbot_world.weights import load_transform
 from vllm_omni.model_executor.models.wan2_2.config import Wan22Config
 from vllm_omni.model_executor.models.wan2_2.transformer import Wan22Transformer
 from vllm_omni.model_executor.models.wan2_2.weights import load_transformer
-from vllm_omni.model_executor.tensor_files import read_json
 from vllm_omni.testing.tiny.quantized import SIZES, draw, write_fp8_scaled
 
 QUANTIZED = Path(__file__).parents[1] / "golden" / "quantized"
 FILE = "diffusion_pytorch_model.safetensors"
 FP8_ERROR, INT8_ERROR, FP4_ERROR = 0.035, 0.01, 0.12
-"""Relative error of a weight of random numbers: half a step of e4m3 is 1/32 of a value, of e2m1 up to 1/6."""
+"""Relative error of a weight of random numbers: half a step of e4m3 is 1/32 of a value, of e2m1
+up to 1/6.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +54,9 @@ def load(folder: Path, parallel: ParallelContext | None = None) -> dict[str, tor
 
 
 def largest_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    return max(float((found[name] - value).norm() / value.norm()) for name, value in expected.items())
+    return max(
+        float((found[name] - value).norm() / value.norm()) for name, value in expected.items()
+    )
 
 
 @pytest.mark.parametrize(
@@ -66,8 +71,12 @@ def largest_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
         ("torchao_int8", INT8_ERROR),
     ],
 )
-def test_plain_layers_take_the_numbers_that_a_library_stored(plain: Path, name: str, allowed: float) -> None:
-    """Scales and weights are paired and multiplied as the library meant it; embeddings included, where it took them."""
+def test_plain_layers_take_the_numbers_that_a_library_stored(
+    plain: Path, name: str, allowed: float
+) -> None:
+    """Scales and weights are paired and multiplied as the library meant it; embeddings included,
+    where it took them.
+    """
     error = largest_error(load(QUANTIZED / name), load(plain))
     assert allowed / 10 < error < allowed
 
@@ -85,7 +94,9 @@ def test_the_communitys_fp8_files_are_read(plain: Path, community: Path) -> None
 
 
 def test_a_lingbot_world_in_the_communitys_fp8_is_read(lingbot_world: Path, tmp_path: Path) -> None:
-    """One file in the place of the transformer's own; camera layers, which are never quantized here, are read back."""
+    """One file in the place of the transformer's own; camera layers, which are never quantized
+    here, are read back.
+    """
     shutil.copytree(lingbot_world, tmp_path, dirs_exist_ok=True)
     folder = find_layout(tmp_path).transformer
     config = LingBotWorldConfig.from_checkpoint(find_layout(tmp_path).transformer_config())
@@ -95,12 +106,18 @@ def test_a_lingbot_world_in_the_communitys_fp8_is_read(lingbot_world: Path, tmp_
             tensors |= load_file(path)
         path.unlink()
     save_file(tensors, tmp_path / "plain.safetensors")
-    write_fp8_scaled(tmp_path / "plain.safetensors", folder / "LingBot_fp8_e4m3fn_scaled.safetensors")
+    write_fp8_scaled(
+        tmp_path / "plain.safetensors", folder / "LingBot_fp8_e4m3fn_scaled.safetensors"
+    )
     assert lingbot_hf_config(tmp_path)["quantization_config"]["quant_method"] == "fp8"
     transformer = LingBotTransformer(config)
     load_lingbot(transformer, folder, config)
     found = {name: slot.target for name, slot in checkpoint_slots(transformer).items()}
-    assert FP8_ERROR / 10 < largest_error(found, {name: tensors[name].float() for name in found}) < FP8_ERROR
+    assert (
+        FP8_ERROR / 10
+        < largest_error(found, {name: tensors[name].float() for name in found})
+        < FP8_ERROR
+    )
 
 
 def test_a_stage_leaves_the_layers_of_others_to_them(plain: Path, community: Path) -> None:
@@ -122,7 +139,10 @@ def change(folder: Path, **changes: torch.Tensor | None) -> None:
 
 
 def test_missing_scales_are_refused_with_three_examples(community: Path) -> None:
-    change(community, **{f"blocks__0__attn1__{name}__scale_weight": None for name in ("to_q", "to_k", "to_v")})
+    change(
+        community,
+        **{f"blocks__0__attn1__{name}__scale_weight": None for name in ("to_q", "to_k", "to_v")},
+    )
     change(community, blocks__1__ffn__net__2__scale_weight=None)
     with pytest.raises(
         ValueError, match=r"missing: 4 \(blocks\.0\.self_attn\.\w\.weight_scale, .*, .*, \.\.\.\)"
@@ -133,7 +153,9 @@ def test_missing_scales_are_refused_with_three_examples(community: Path) -> None
 
 def test_misshapen_scales_are_refused(community: Path) -> None:
     change(community, blocks__1__ffn__net__2__scale_weight=torch.ones(3))
-    with pytest.raises(ValueError, match=r"misshapen: 1 \(blocks\.1\.ffn\.2\.weight_scale \(3,\) instead of \(\)\)"):
+    with pytest.raises(
+        ValueError, match=r"misshapen: 1 \(blocks\.1\.ffn\.2\.weight_scale \(3,\) instead of \(\)\)"
+    ):
         load(community)
 
 
@@ -156,13 +178,16 @@ def test_integers_where_numbers_belong_are_refused(plain: Path, tmp_path: Path) 
     tensors["blocks.0.attn1.to_q.bias"] = torch.ones(32, dtype=torch.int8)
     save_file(tensors, tmp_path / FILE, {"format": "pt"})
     with pytest.raises(
-        ValueError, match=r"of another type than this model: 1 \(blocks\.0\.attn1\.to_q\.bias is int8, not b"
+        ValueError,
+        match=r"of another type than this model: 1 \(blocks\.0\.attn1\.to_q\.bias is int8, not b",
     ):
         load(tmp_path)
 
 
 def test_scales_per_block_and_per_channel_count(plain: Path, tmp_path: Path) -> None:
-    """A block of 128x128 that the layer does not fill, and a channel's scale without a second dimension."""
+    """A block of 128x128 that the layer does not fill, and a channel's scale without a second
+    dimension.
+    """
     (tmp_path / "config.json").write_bytes((plain / "config.json").read_bytes())
     tensors = load_file(plain / FILE)
     for name, scale, shape in (

@@ -21,15 +21,18 @@ def scheduled(name: str, params: Any) -> Any:
 def sent(note: SchedulerNote | None = None, **fields: Any) -> Any:
     tensors = fields.pop("tensors", {})
     params = DiffusionParams(session_id="s", **fields).to_pooling_params(tensors)
-    return params if note is None else note.attach(params)
+    return params if note is None else note.attach_to_params(params)
 
 
 def test_a_request_is_read_with_its_tensors_and_its_note() -> None:
     """And is found again by its id."""
     states = RequestStates()
     poses = torch.arange(3.0)
-    state = states.add(
-        scheduled("r", sent(SchedulerNote(degradations=["a", "b"]), prompt="hill", tensors={"poses": poses}))
+    state = states.add_request(
+        scheduled(
+            "r",
+            sent(SchedulerNote(degradations=["a", "b"]), prompt="hill", tensors={"poses": poses}),
+        )
     )
     assert state.failure is None and state.request_id == "r" and state.params is not None
     assert (state.params.session_id, state.params.prompt) == ("s", "hill")
@@ -38,14 +41,18 @@ def test_a_request_is_read_with_its_tensors_and_its_note() -> None:
 
 
 def test_a_request_that_the_scheduler_refuses_ends_with_its_reason() -> None:
-    state = RequestStates().add(scheduled("r", sent(SchedulerNote(refused="too many streams"))))
+    state = RequestStates().add_request(
+        scheduled("r", sent(SchedulerNote(refused="too many streams")))
+    )
     assert state.failure is not None and state.params is None and state.tensors == {}
     assert (state.failure.code, state.failure.message) == ("capacity", "too many streams")
 
 
-@pytest.mark.parametrize("params", [None, SimpleNamespace(extra_kwargs=None), SimpleNamespace(extra_kwargs={})])
+@pytest.mark.parametrize(
+    "params", [None, SimpleNamespace(extra_kwargs=None), SimpleNamespace(extra_kwargs={})]
+)
 def test_a_request_without_fields_costs_only_itself(params: Any) -> None:
-    state = RequestStates().add(scheduled("r", params))
+    state = RequestStates().add_request(scheduled("r", params))
     assert state.request_id == "r" and state.params is None and state.tensors == {}
     assert state.failure is not None and state.failure.code == "invalid_request"
 
@@ -54,10 +61,18 @@ def test_what_cannot_be_read_at_all_is_logged_and_said(caplog: pytest.LogCapture
     """The client is told no more; the log names the request and the exception."""
     states = RequestStates()
     with caplog.at_level("ERROR", logger="vllm.vllm_omni.model_executor.requests"):
-        state = states.add(scheduled("r7", SimpleNamespace(extra_kwargs=7)))
-    assert state.request_id == "r7" and state.params is None and state.tensors == {} and states["r7"] is state
+        state = states.add_request(scheduled("r7", SimpleNamespace(extra_kwargs=7)))
+    assert (
+        state.request_id == "r7"
+        and state.params is None
+        and state.tensors == {}
+        and states["r7"] is state
+    )
     assert state.failure is not None
-    assert (state.failure.code, state.failure.message) == ("invalid_request", "the request could not be read")
+    assert (state.failure.code, state.failure.message) == (
+        "invalid_request",
+        "the request could not be read",
+    )
     (record,) = caplog.records
     assert record.getMessage() == "request r7 could not be read" and record.exc_info is not None
 
@@ -67,10 +82,12 @@ def test_the_progress_of_a_session_is_that_of_the_chunk_that_is_done_next() -> N
     states = RequestStates()
 
     def at(name: str, session: str, step: int) -> None:
-        state = states.add(scheduled(name, sent()))
-        state.chunk = SimpleNamespace(session=SimpleNamespace(session_id=session), step=step, num_steps=4)  # type: ignore[assignment]
+        state = states.add_request(scheduled(name, sent()))
+        state.chunk = SimpleNamespace(
+            session=SimpleNamespace(session_id=session), step=step, num_steps=4
+        )  # type: ignore[assignment]
 
-    states.add(scheduled("waiting", sent()))
+    states.add_request(scheduled("waiting", sent()))
     at("s1", "s", 4)
     at("s2", "s", 2)
     at("s3", "s", 1)
@@ -80,7 +97,9 @@ def test_the_progress_of_a_session_is_that_of_the_chunk_that_is_done_next() -> N
     assert states.progress() == {"s": [2, 4], "t": [3, 4], "u": [4, 4]}
 
 
-@pytest.mark.parametrize(("step", "num_steps", "done"), [(0, 0, False), (3, 4, False), (4, 4, True), (0, 1, False)])
+@pytest.mark.parametrize(
+    ("step", "num_steps", "done"), [(0, 0, False), (3, 4, False), (4, 4, True), (0, 1, False)]
+)
 def test_a_chunk_is_done_with_its_last_step(step: int, num_steps: int, done: bool) -> None:
     state = RequestState("r", DiffusionParams(session_id="s"), {})
     assert not state.done and not state.is_session_operation

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm serve DIR` without further flags: the `config.json` at the root, and what vLLM then reads of the directory."""
+"""`vllm serve DIR` without further flags: the `config.json` at the root, and what vLLM then
+reads of the directory.
+"""
 
 import json
 from pathlib import Path
@@ -8,10 +10,10 @@ import pytest
 from vllm.transformers_utils.config import get_config
 
 import vllm_omni
-from vllm_omni.entrypoints.cli.make_tiny import write_tiny
-from vllm_omni.entrypoints.cli.make_world import write_world
+from vllm_omni.entrypoints.cli.checkpoints.make_tiny import write_tiny
+from vllm_omni.entrypoints.cli.checkpoints.make_world import write_world
+from vllm_omni.model_executor.checkpoint.root_config import write_root_config
 from vllm_omni.model_executor.models.registry import detect_family
-from vllm_omni.model_executor.root_config import write_root_config
 from vllm_omni.worlds.manifest import check_files
 
 
@@ -19,8 +21,8 @@ def assert_found_by_vllm(folder: Path) -> None:
     """vLLM reads the same config without flags as with `--config-format omni`."""
     vllm_omni.register()
     found = get_config(folder, trust_remote_code=False)
-    asked = get_config(folder, trust_remote_code=False, config_format="omni")
-    assert found.to_dict() == asked.to_dict()
+    requested = get_config(folder, trust_remote_code=False, config_format="omni")
+    assert found.to_dict() == requested.to_dict()
     assert found.omni_family == detect_family(folder).name
 
 
@@ -40,7 +42,9 @@ def assert_found_by_vllm(folder: Path) -> None:
     ],
 )
 def test_plain_vllm_finds_what_make_tiny_writes(model: str, layout: str, tmp_path: Path) -> None:
-    """Layouts with a `config.json` of their own at the root, with a network there, and with neither."""
+    """Layouts with a `config.json` of their own at the root, with a network there, and with
+    neither.
+    """
     write_tiny(model, tmp_path / "tiny", layout=layout)
     assert_found_by_vllm(tmp_path / "tiny")
 

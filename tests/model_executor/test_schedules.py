@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Few-step schedules: every public implementation's table is reproduced, bad requests are refused."""
+"""Few-step schedules: every public implementation's table is reproduced, bad requests are
+refused.
+"""
 
 import json
 import re
@@ -22,7 +24,9 @@ def _shift(name: str) -> float:
 
 @pytest.mark.parametrize("name", [name for name in _GOLDEN if name.startswith("original")])
 def test_original_convention_reproduces_the_integer_table(name: str) -> None:
-    """t, both sigmas and the groups of entries that share one t are those of the original scheduler, exactly."""
+    """t, both sigmas and the groups of entries that share one t are those of the original
+    scheduler, exactly.
+    """
     rows = _GOLDEN[name]
     schedule = few_step_schedule("original", _shift(name), [row["index"] for row in rows])
     timesteps, sigmas = unipc_flow_table(_shift(name))
@@ -36,9 +40,14 @@ def test_original_convention_reproduces_the_integer_table(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in _GOLDEN if not name.startswith("original")])
 def test_exact_convention_reproduces_the_float_table(name: str) -> None:
-    """fp64 tables agree within rounding (1e-9); SGLang computes in fp32 and is reproduced bit for bit there."""
+    """fp64 tables agree within rounding (1e-9); SGLang computes in fp32 and is reproduced bit
+    for bit there.
+    """
     rows = _GOLDEN[name]
-    indices = [row.get("idx", index) for row, index in zip(rows, _STEPS["v2" if "v2" in name else "v1"], strict=True)]
+    indices = [
+        row.get("idx", index)
+        for row, index in zip(rows, _STEPS["v2" if "v2" in name else "v1"], strict=True)
+    ]
     if name.startswith("sglang"):
         schedule = few_step_schedule("exact", _shift(name), indices, np.float32)
         assert schedule.timesteps == tuple(row["t_model"] for row in rows)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight files from strangers: only plain dense tensors from inside the folder are read, the rest is one line."""
+"""Weight files from strangers: only plain dense tensors from inside the folder are read, the
+rest is one line.
+"""
 
 import contextlib
 import io
@@ -15,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from vllm_omni.model_executor.tensor_files import (
+from vllm_omni.model_executor.checkpoint.tensor_files import (
     AdaptedSource,
     UnmappedSource,
     confined,
@@ -42,7 +44,9 @@ def refused(path: Path, message: str) -> None:
 
 
 def index(folder: Path, weight_map) -> None:
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
 
 
 def test_pth_tensors_are_mapped_and_read_back(tmp_path):
@@ -52,12 +56,18 @@ def test_pth_tensors_are_mapped_and_read_back(tmp_path):
     source = open_tensors(tmp_path / "x.pth")
     assert source.shapes == {"a": (2, 3), "b": (4,)}
     assert source.dtypes == {"a": torch.float32, "b": torch.bfloat16}
-    assert all(torch.equal(tensor, stored[name]) for name, tensor in source.read(["b", "a"]))
+    assert all(
+        torch.equal(tensor, stored[name]) for name, tensor in source.read_tensors(["b", "a"])
+    )
 
 
 def test_tensors_are_given_in_another_form(tmp_path):
     """Stacked ones as their parts, others flat; only what is asked for is given."""
-    stored = {"qkv": torch.arange(12.0).view(6, 2), "flat": torch.arange(3.0).view(1, 1, 3), "c": torch.ones(1, 2)}
+    stored = {
+        "qkv": torch.arange(12.0).view(6, 2),
+        "flat": torch.arange(3.0).view(1, 1, 3),
+        "c": torch.ones(1, 2),
+    }
     torch.save(stored | {"unread": torch.ones(1)}, tmp_path / "x.pth")
     forms = {
         "qkv": {kind: lambda x, i=i: x.tensor_split(3)[i] for i, kind in enumerate("qkv")},
@@ -68,7 +78,7 @@ def test_tensors_are_given_in_another_form(tmp_path):
     source = AdaptedSource(open_tensors(tmp_path / "x.pth"), forms.__getitem__)
     assert source.shapes == {"q": (2, 2), "k": (2, 2), "v": (2, 2), "flat": (3,), "c": (1, 2)}
     assert set(source.dtypes) == set(source.shapes) and source.where == str(tmp_path / "x.pth")
-    read = dict(source.read(["v", "flat", "c"]))
+    read = dict(source.read_tensors(["v", "flat", "c"]))
     assert {name: tensor.tolist() for name, tensor in read.items()} == {
         "v": [[8.0, 9.0], [10.0, 11.0]],
         "flat": [0.0, 1.0, 2.0],
@@ -79,7 +89,10 @@ def test_tensors_are_given_in_another_form(tmp_path):
 def test_a_form_that_does_not_fit_is_refused(tmp_path):
     """Two tensors of one name, or a shape that has no such form."""
     torch.save({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "x.pth")
-    for form, message in ((unchanged, "holds 'c' twice, as 'a' and 'b'"), (lambda x: x[:, 0], r"'a' can not have")):
+    for form, message in (
+        (unchanged, "holds 'c' twice, as 'a' and 'b'"),
+        (lambda x: x[:, 0], r"'a' can not have"),
+    ):
         with pytest.raises(ValueError, match=message):
             AdaptedSource(open_tensors(tmp_path / "x.pth"), lambda _, form=form: {"c": form})
 
@@ -92,7 +105,10 @@ def test_an_index_chooses_the_files(tmp_path):
     index(tmp_path, {"a": "model-1.safetensors", "b": "model-2.safetensors"})
     source = open_tensors(tmp_path)
     assert source.shapes == {"a": (1,), "b": (2,)}
-    assert {name: tensor.sum().item() for name, tensor in source.read(["a", "b"])} == {"a": 1.0, "b": 2.0}
+    assert {name: tensor.sum().item() for name, tensor in source.read_tensors(["a", "b"])} == {
+        "a": 1.0,
+        "b": 2.0,
+    }
 
 
 def test_without_an_index_the_same_tensor_in_two_files_is_refused(tmp_path):
@@ -103,7 +119,18 @@ def test_without_an_index_the_same_tensor_in_two_files_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["../x.safetensors", "/etc/passwd", "a/b.safetensors", "..", "", "x\0", "a\\b", "x" * 5000, "CON/../x"]
+    "name",
+    [
+        "../x.safetensors",
+        "/etc/passwd",
+        "a/b.safetensors",
+        "..",
+        "",
+        "x\0",
+        "a\\b",
+        "x" * 5000,
+        "CON/../x",
+    ],
 )
 def test_index_entries_that_are_no_plain_file_name_are_refused(tmp_path, name):
     """An index can only name files beside itself."""
@@ -163,7 +190,9 @@ def test_truncated_safetensors_are_refused(tmp_path, keep):
     ],
 )
 def test_safetensors_headers_that_lie_are_refused(tmp_path, header):
-    """Overlapping, oversized and reversed ranges and unknown types are refused before any tensor exists."""
+    """Overlapping, oversized and reversed ranges and unknown types are refused before any tensor
+    exists.
+    """
     raw = json.dumps(header).encode()
     (tmp_path / "x.safetensors").write_bytes(len(raw).to_bytes(8, "little") + raw + b"\0" * 12)
     refused(tmp_path, "no complete safetensors file")
@@ -190,7 +219,9 @@ def test_truncated_pth_is_refused(tmp_path, keep):
 
 
 def test_code_in_a_pth_does_not_run(tmp_path, monkeypatch):
-    """A pickle payload is refused in a zip archive, in a bare pickle and beside good tensors, and never runs."""
+    """A pickle payload is refused in a zip archive, in a bare pickle and beside good tensors,
+    and never runs.
+    """
     monkeypatch.chdir(tmp_path)
     torch.save({"a": Payload()}, tmp_path / "zip.pth")
     torch.save({"a": torch.ones(1), "b": Payload()}, tmp_path / "mixed.pth")
@@ -213,7 +244,10 @@ def shared() -> dict[str, torch.Tensor]:
     [
         ({"a": torch.eye(3).to_sparse()}, "sparse or quantised"),
         ({"a": torch.eye(3).to_sparse_csr()}, "sparse or quantised|holds more than tensors"),
-        ({"a": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)}, "sparse or quantised|more than tensors"),
+        (
+            {"a": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)},
+            "sparse or quantised|more than tensors",
+        ),
         ({"a": torch.ones(1).expand(2**40)}, "claims more than it stores"),
         ({"a": torch.ones(4, 4).t()}, "claims more than it stores"),
         ({"a": torch.ones(2, device="meta")}, "no data"),
@@ -226,7 +260,9 @@ def shared() -> dict[str, torch.Tensor]:
     ],
 )
 def test_anything_but_plain_dense_float_tensors_is_refused(tmp_path, content, message):
-    """Sparse, quantised, stretched, shared, data-less and non-float tensors, and other objects, are refused unread."""
+    """Sparse, quantised, stretched, shared, data-less and non-float tensors, and other objects,
+    are refused unread.
+    """
     torch.save(content, tmp_path / "x.pth")
     refused(tmp_path / "x.pth", message)
 
@@ -238,14 +274,19 @@ def test_a_zip_that_is_no_checkpoint_is_refused(tmp_path):
     refused(tmp_path / "x.pth", "cannot be read")
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_damaged_files_raise_only_valueerror(tmp_path, data):
     """Changed bytes anywhere in a weight file load or raise ValueError, nothing else."""
     buffer = io.BytesIO()
     torch.save({"a": torch.ones(8), "b": torch.zeros(3)}, buffer)
     save_file({"a": torch.ones(8)}, tmp_path / "good.safetensors")
-    for name, good in (("x.pth", buffer.getvalue()), ("y.safetensors", (tmp_path / "good.safetensors").read_bytes())):
+    for name, good in (
+        ("x.pth", buffer.getvalue()),
+        ("y.safetensors", (tmp_path / "good.safetensors").read_bytes()),
+    ):
         damaged = bytearray(good)
         for _ in range(data.draw(st.integers(1, 4))):
             damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
@@ -253,7 +294,7 @@ def test_damaged_files_raise_only_valueerror(tmp_path, data):
         path.write_bytes(bytes(damaged))
         with contextlib.suppress(ValueError):
             source = open_tensors(path)
-            for _, tensor in source.read(list(source.shapes)):
+            for _, tensor in source.read_tensors(list(source.shapes)):
                 assert tensor.numel() < 1000
 
 
@@ -273,29 +314,42 @@ def test_a_missing_file_is_named(tmp_path):
         confined(tmp_path, "nothing")
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_a_file_is_read_without_a_mapping_as_the_library_reads_it(tmp_path, data):
-    """Damaged files are refused by both or read alike: the header's rules are those of the safetensors library."""
-    tensors = {"b": torch.arange(6.0).reshape(2, 3), "a": torch.ones(()), "c": torch.zeros(0, 4, dtype=torch.bfloat16)}
+    """Damaged files are refused by both or read alike: the header's rules are those of the
+    safetensors library.
+    """
+    tensors = {
+        "b": torch.arange(6.0).reshape(2, 3),
+        "a": torch.ones(()),
+        "c": torch.zeros(0, 4, dtype=torch.bfloat16),
+    }
     save_file(tensors, tmp_path / "x.safetensors", metadata={"of": "a test"})
     damaged = bytearray((tmp_path / "x.safetensors").read_bytes())
     for _ in range(data.draw(st.integers(0, 3))):
         damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
-    (tmp_path / "x.safetensors").write_bytes(bytes(damaged)[: data.draw(st.integers(0, len(damaged)))])
+    (tmp_path / "x.safetensors").write_bytes(
+        bytes(damaged)[: data.draw(st.integers(0, len(damaged)))]
+    )
     try:
         expected = open_tensors(tmp_path / "x.safetensors")
     except ValueError:
-        with contextlib.suppress(ValueError):  # the library alone refuses, for example, names that are no UTF-8
+        # the library alone refuses, for example, names that are no UTF-8
+        with contextlib.suppress(ValueError):
             found = UnmappedSource.open(tmp_path / "x.safetensors")
-            assert sum(tensor.nbytes for _, tensor in found.read(found.shapes)) <= len(damaged)
+            assert sum(tensor.nbytes for _, tensor in found.read_tensors(found.shapes)) <= len(
+                damaged
+            )
         return
     found = UnmappedSource.open(tmp_path / "x.safetensors")
     assert found.shapes == expected.shapes and found.dtypes == expected.dtypes
-    read = dict(expected.read(expected.shapes))
+    read = dict(expected.read_tensors(expected.shapes))
     assert all(
         torch.equal(tensor.view(-1).view(torch.uint8), read[name].view(-1).view(torch.uint8))
-        for name, tensor in found.read(found.shapes)
+        for name, tensor in found.read_tensors(found.shapes)
     )
 
 
@@ -303,10 +357,10 @@ def test_a_file_is_read_without_a_mapping_as_the_library_reads_it(tmp_path, data
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, change):
     """Between its header and its last tensor; the file is never in the process's memory map."""
     path, other = tmp_path / "x.safetensors", tmp_path / "other"
-    for place in (path, other):
-        save_file({"a": torch.ones(5000), "b": torch.ones(5000)}, place)
+    for position in (path, other):
+        save_file({"a": torch.ones(5000), "b": torch.ones(5000)}, position)
     source = UnmappedSource.open(path)
-    reading = source.read(["a", "b"])
+    reading = source.read_tensors(["a", "b"])
     next(reading)
     assert str(path) not in Path("/proc/self/maps").read_text()
     data = path.read_bytes()
@@ -326,7 +380,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_an_error(tmp_path: Path, cut: in
     path = tmp_path / "a.safetensors"
     save_file({"a": torch.ones(1 << 10), "b": torch.ones(1 << 20)}, path)
     with files_may_change():
-        tensors = open_tensors(path).read(["a", "b"])
+        tensors = open_tensors(path).read_tensors(["a", "b"])
         assert torch.equal(next(tensors)[1], torch.ones(1 << 10))
         os.truncate(path, cut)
         with pytest.raises(ValueError, match=r"cannot be read|was changed while it was read"):
@@ -340,7 +394,7 @@ def test_a_file_that_is_replaced_before_its_data_is_read_is_an_error(tmp_path: P
         source = open_tensors(path)
         save_file({"a": torch.ones(9)}, path)
         with pytest.raises(ValueError, match="was changed while it was read"):
-            list(source.read(["a"]))
+            list(source.read_tensors(["a"]))
 
 
 def test_an_archive_is_read_whole_while_serving(tmp_path: Path) -> None:
@@ -349,5 +403,5 @@ def test_an_archive_is_read_whole_while_serving(tmp_path: Path) -> None:
     with files_may_change():
         source = open_tensors(path)
         os.truncate(path, 0)
-        ((_, tensor),) = source.read(["a"])
+        ((_, tensor),) = source.read_tensors(["a"])
     assert torch.equal(tensor, torch.ones(1 << 20))

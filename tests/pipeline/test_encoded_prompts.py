@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States of an AR engine as the condition of a diffusion request: real engines, tensors all the way."""
+"""States of an AR engine as the condition of a diffusion request: real engines, tensors all the
+way.
+"""
 
 import asyncio
 from pathlib import Path
@@ -21,8 +23,12 @@ IDS = [5, 9, 14, 3, 7, 11]
 
 
 @pytest.mark.nightly
-def test_states_cross_from_one_engine_to_the_other(tiny_language_model: Path, null_world: Path) -> None:
-    """The rows are transformers' hidden states, and arrive bit for bit among the diffusion request's tensors."""
+def test_states_cross_from_one_engine_to_the_other(
+    tiny_language_model: Path, null_world: Path
+) -> None:
+    """The rows are transformers' hidden states, and arrive bit for bit among the diffusion
+    request's tensors.
+    """
     from transformers import AutoModel
 
     async def scenario() -> None:
@@ -37,7 +43,9 @@ def test_states_cross_from_one_engine_to_the_other(tiny_language_model: Path, nu
         encoder = Stage("text", AsyncLLM.from_engine_args(args))
         try:
             async with running_engine(null_world) as client:
-                tensors = await encode_prompt(encoder, tokens_input(prompt_token_ids=IDS), "encode", drop_first=2)
+                tensors = await encode_prompt(
+                    encoder, tokens_input(prompt_token_ids=IDS), "encode", drop_first=2
+                )
                 model = AutoModel.from_pretrained(tiny_language_model, dtype=torch.float32)
                 with torch.no_grad():
                     expected = model(torch.tensor([IDS])).last_hidden_state[0, 2:]

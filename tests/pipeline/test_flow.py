@@ -74,7 +74,9 @@ def test_a_slow_reader_holds_the_steps_back() -> None:
 
 
 def test_a_failing_step_ends_the_flow_after_what_was_emitted() -> None:
-    """The other step is cancelled, its clean-up runs, and the reader gets the first exception itself."""
+    """The other step is cancelled, its clean-up runs, and the reader gets the first exception
+    itself.
+    """
     cleaned: list[str] = []
 
     async def scenario() -> list[Any]:

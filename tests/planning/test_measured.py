@@ -49,7 +49,11 @@ def test_the_computed_memory_is_within_6_percent_of_the_measured_one(run: Measur
         changes["window"] = run.window
     if run.matched_steps:
         row = source(run)
-        changes |= {"denoise": run.matched_steps, "noise_matched": True, "in_flight": row["chunks_in_flight"]}
+        changes |= {
+            "denoise": run.matched_steps,
+            "noise_matched": True,
+            "in_flight": row["chunks_in_flight"],
+        }
     model = model_of(run.model, **changes)
     engines = 2 if run.split.startswith("2 engines of ") else 1
     name = run.split.removeprefix("2 engines of ")
@@ -59,7 +63,9 @@ def test_the_computed_memory_is_within_6_percent_of_the_measured_one(run: Measur
 
 
 def test_runs_are_found_by_network_size_and_gpus(tmp_path: Path) -> None:
-    """A published network counts as the one of its size; another video size or network has no run."""
+    """A published network counts as the one of its size; another video size or network has no
+    run.
+    """
     model = model_of("causal_wan_1_3b")
     assert find_runs(model_of("longlive"), "H200", 4) == find_runs(model, "H200", 4) != []
     assert {run.gpus for run in find_runs(model, "H100", 2)} == {1, 2}

@@ -32,13 +32,23 @@ def test_models_have_the_parameters_of_their_checkpoints() -> None:
 
 
 def test_published_networks_are_planned_by_their_download_names() -> None:
-    """With their windows, sinks and steps; a name that cannot be planned is told with those that can."""
-    settings = {name: (model.window, model.sinks, model.denoise) for name in known_names() if (model := model_of(name))}
-    assert settings["longlive"] == settings["reward_forcing"] == (12, 3, 4) and settings["causvid"] == (21, 3, 3)
+    """With their windows, sinks and steps; a name that cannot be planned is told with those that
+    can.
+    """
+    settings = {
+        name: (model.window, model.sinks, model.denoise)
+        for name in known_names()
+        if (model := model_of(name))
+    }
+    assert settings["longlive"] == settings["reward_forcing"] == (12, 3, 4) and settings[
+        "causvid"
+    ] == (21, 3, 3)
     assert settings["rolling_forcing"] == (21, 3, 5) and settings["krea_realtime_14b"] == (6, 0, 4)
     assert model_of("krea_realtime_14b").parameters == model_of("causal_wan_14b").parameters
     assert model_of("waypoint_1_1_small").parameters == model_of("waypoint_1_small").parameters
-    with pytest.raises(ValueError, match=r"neither a checkpoint directory nor one of lingbot_world, .*longlive"):
+    with pytest.raises(
+        ValueError, match=r"neither a checkpoint directory nor one of lingbot_world, .*longlive"
+    ):
         model_of("nothing")
 
 
@@ -54,7 +64,9 @@ def test_the_action_modules_of_a_game_are_counted() -> None:
 
 @pytest.mark.parametrize(("name", "gib"), [("lingbot_world", 3.57), ("causal_wan_14b", 0.0)])
 def test_a_chunk_holds_the_camera_modulation_of_all_layers(name: str, gib: float) -> None:
-    """`camera_modulation` makes a scale and a shift of each token and layer; a model without a camera has none."""
+    """`camera_modulation` makes a scale and a shift of each token and layer; a model without a
+    camera has none.
+    """
     model = model_of(name)
     plain = plan_memory(replace(model, camera=False), H200, Split())
     camera = plan_memory(model, H200, Split())
@@ -63,14 +75,19 @@ def test_a_chunk_holds_the_camera_modulation_of_all_layers(name: str, gib: float
 
 def test_a_vae_stage_takes_the_decoder_from_the_first_gpu() -> None:
     model = model_of("causal_wan_1_3b", window=9)
-    one, with_stage = plan_memory(model, H200, Split()), plan_memory(model, H200, Split(1, 2, vae_stage=True))
+    one, with_stage = (
+        plan_memory(model, H200, Split()),
+        plan_memory(model, H200, Split(1, 2, vae_stage=True)),
+    )
     assert one.memory_bytes - with_stage.memory_bytes == pytest.approx(4.0e9 + 1801 * 2**20)
     assert str(Split(2, 3, vae_stage=True)) == "Ulysses 2 x PP 2 + VAE"
 
 
 def test_ranks_that_decode_together_share_the_decoder() -> None:
     model = model_of("causal_wan_1_3b")
-    alone, shared = (plan_memory(model, H200, Split(4, vae_parallel=each)) for each in (False, True))
+    alone, shared = (
+        plan_memory(model, H200, Split(4, vae_parallel=each)) for each in (False, True)
+    )
     assert alone.session_bytes - shared.session_bytes == pytest.approx(0.75 * 1801 * 2**20)
     assert alone.memory_bytes - shared.memory_bytes == pytest.approx(0.75 * (1801 * 2**20 + 4.0e9))
     assert all(split.vae_parallel == (split.ranks > 1) for split in splits(model, 8))
@@ -78,42 +95,68 @@ def test_ranks_that_decode_together_share_the_decoder() -> None:
 
 def test_temporal_stages_need_a_noise_matched_cache_and_a_stage_per_step() -> None:
     model = model_of("causal_wan_14b", window=9, denoise=4, noise_matched=True, in_flight=4)
-    assert Split(1, 4, temporal=True) in splits(model, 4) and Split(1, 2, temporal=True) not in splits(model, 4)
-    assert Split(1, 5, vae_stage=True, temporal=True) in splits(model, 5), "and one more for the VAE"
+    assert Split(1, 4, temporal=True) in splits(model, 4) and Split(
+        1, 2, temporal=True
+    ) not in splits(model, 4)
+    assert Split(1, 5, vae_stage=True, temporal=True) in splits(model, 5), (
+        "and one more for the VAE"
+    )
     assert not any(split.temporal for split in splits(model_of("causal_wan_14b"), 4))
-    by_layers, by_steps = (plan_memory(model, H200, Split(1, 4, temporal=each)) for each in (False, True))
+    by_layers, by_steps = (
+        plan_memory(model, H200, Split(1, 4, temporal=each)) for each in (False, True)
+    )
     assert by_steps.memory_bytes > by_layers.memory_bytes, "each stage holds all layers"
 
 
 @pytest.mark.parametrize(
-    "larger", [lambda model: replace(model, window=21), lambda model: replace(model, height=720, width=1280)]
+    "larger",
+    [lambda model: replace(model, window=21), lambda model: replace(model, height=720, width=1280)],
 )
-def test_a_longer_window_or_a_larger_video_takes_more_memory(larger: Callable[[StreamModel], StreamModel]) -> None:
+def test_a_longer_window_or_a_larger_video_takes_more_memory(
+    larger: Callable[[StreamModel], StreamModel],
+) -> None:
     model = model_of("lingbot_world")
     before, after = plan_memory(model, H200, Split()), plan_memory(larger(model), H200, Split())
     assert after.memory_bytes > before.memory_bytes and after.session_bytes > before.session_bytes
     assert after.max_sessions <= before.max_sessions
 
 
-def test_the_command_prints_splits_with_their_options_and_measured_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_splits_with_their_options_and_measured_runs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     lines = plan(capsys, "lingbot_world", "--n", "4").splitlines()
     flags = (
         "--tensor-parallel-size 4 --additional-config.omni.model.sequence_parallel true "
         "--additional-config.omni.vae_parallel true"
     )
-    assert any(line.startswith("Ulysses 4 ") and line.endswith(f"sessions  {flags}") for line in lines)
-    measured = lines[next(number for number, line in enumerate(lines) if line.startswith("measured")) + 1 :]
-    assert any(line.startswith("Ulysses 4 ") and line.endswith("FP8 weights and K/V") for line in measured)
+    assert any(
+        line.startswith("Ulysses 4 ") and line.endswith(f"sessions  {flags}") for line in lines
+    )
+    measured = lines[
+        next(number for number, line in enumerate(lines) if line.startswith("measured")) + 1 :
+    ]
+    assert any(
+        line.startswith("Ulysses 4 ") and line.endswith("FP8 weights and K/V") for line in measured
+    )
     assert measured[0].startswith("1 GPU "), "the fewest GPUs first"
     matched = plan(capsys, "causal_wan_14b", "--n", "4", "--window", "9", "--matched-steps", "4")
     assert "noise-matched, 4 steps, 4 chunks in flight" in matched and "temporal 4" in matched
     assert "--additional-config.omni.chunks_in_flight 4" in matched
-    video = plan(capsys, "causal_wan_1_3b", "--window", "9", "--latent-frames", "1", "--video-input")
+    video = plan(
+        capsys, "causal_wan_1_3b", "--window", "9", "--latent-frames", "1", "--video-input"
+    )
     assert "4 frames per chunk" in video and "video to video" in video
-    assert "model.video_input true --additional-config.omni.model.latent_frames_per_chunk 1" in video
+    assert (
+        "model.video_input true --additional-config.omni.model.latent_frames_per_chunk 1" in video
+    )
     fp8 = plan(capsys, "lingbot_world", "--kv-cache-dtype", "fp8", "--quantization", "fp8")
-    assert "FP8 keys and values, FP8 weights" in fp8 and "--kv-cache-dtype fp8 --quantization fp8" in fp8
-    assert "measured: no run of this model and size" in plan(capsys, "causal_wan_14b", "--height", "720")
+    assert (
+        "FP8 keys and values, FP8 weights" in fp8
+        and "--kv-cache-dtype fp8 --quantization fp8" in fp8
+    )
+    assert "measured: no run of this model and size" in plan(
+        capsys, "causal_wan_14b", "--height", "720"
+    )
 
 
 def test_the_fewest_gpus_come_first() -> None:
@@ -134,39 +177,54 @@ def test_splits_are_those_that_can_be_served() -> None:
 
 @pytest.mark.parametrize("quantization", ["fp8", "nvfp4"])
 def test_quantized_weights_are_those_of_the_blocks(quantization: str) -> None:
-    """Of LingBot's 18.5 billion numbers the blocks' own layers have 14, camera layers, in int8, 4; the rest stays."""
+    """Of LingBot's 18.5 billion numbers the blocks' own layers have 14, camera layers, in int8,
+    4; the rest stays.
+    """
     plain = model_of("lingbot_world")
     assert 0.74 < plain.block_parameters / plain.parameters < 0.77
     assert 0.22 < plain.camera_parameters / plain.parameters < 0.24
     quantized = replace(plain, weight_itemsize=WEIGHT_ITEMSIZES[quantization])
     saved = weight_bytes(plain, Split()) - weight_bytes(quantized, Split())
-    assert saved == plain.block_parameters * (2 - WEIGHT_ITEMSIZES[quantization]) + plain.camera_parameters
-    halves = weight_bytes(plain, Split(2, tensor=True)) - weight_bytes(quantized, Split(2, tensor=True))
+    assert (
+        saved
+        == plain.block_parameters * (2 - WEIGHT_ITEMSIZES[quantization]) + plain.camera_parameters
+    )
+    halves = weight_bytes(plain, Split(2, tensor=True)) - weight_bytes(
+        quantized, Split(2, tensor=True)
+    )
     assert halves == saved / 2
 
 
-def test_all_models_stand_in_one_table_by_card(capsys: pytest.CaptureFixture[str]) -> None:
-    """More memory and smaller numbers hold no fewer sessions; the text encoder on the host makes room."""
+def test_all_models_stand_in_one_table_by_description(capsys: pytest.CaptureFixture[str]) -> None:
+    """More memory and smaller numbers hold no fewer sessions; the text encoder on the host makes
+    room.
+    """
     lines = plan(capsys, "all").splitlines()
     assert lines[0].split()[5::2] == ["16", "24", "32", "48", "80", "96", "141"]
     held = [[int(count) for count in line[70:].split()] for line in lines[1:]]
     assert len(held) == len(size_names()) * 3 * 2 and all(row == sorted(row) for row in held)
-    for on_host, beside in zip(held[::2], held[1::2], strict=True):
-        assert all(a >= b for a, b in zip(on_host, beside, strict=True))
+    for on_host, alongside in zip(held[::2], held[1::2], strict=True):
+        assert all(a >= b for a, b in zip(on_host, alongside, strict=True))
 
 
-def test_a_checkpoint_directory_can_be_planned(capsys: pytest.CaptureFixture[str], lingbot_world: Path) -> None:
+def test_a_checkpoint_directory_can_be_planned(
+    capsys: pytest.CaptureFixture[str], lingbot_world: Path
+) -> None:
     assert "lingbot_world: 480x832" in plan(capsys, str(lingbot_world), "--n", "2")
 
 
-def test_a_directory_comes_before_a_release_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    get_family("causal_wan").make_tiny(tmp_path / "longlive", 0, get_family("causal_wan").layouts[0])
+def test_a_directory_comes_before_a_release_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get_family("causal_wan").make_tiny(
+        tmp_path / "longlive", 0, get_family("causal_wan").layouts[0]
+    )
     released = model_of("longlive")
     monkeypatch.chdir(tmp_path)
     assert model_of("longlive").parameters < released.parameters / 1000
 
 
-def test_a_model_that_cannot_be_planned_is_told_with_those_that_can(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_planned_is_notified_with_those_that_can(tmp_path: Path) -> None:
     get_family("null_world").make_tiny(tmp_path, 0, get_family("null_world").layouts[0])
     known = "`plan` knows lingbot_world, causal_wan, matrix_game and waypoint"
     with pytest.raises(ValueError, match=f"is a null_world; {known}"):
@@ -194,9 +252,13 @@ def test_what_cannot_be_planned_is_refused(argv: list[str], words: str) -> None:
         args.run(args)
 
 
-def test_it_says_which_card_holds_a_session(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_says_which_description_holds_a_session(capsys: pytest.CaptureFixture[str]) -> None:
     """The 37 GB of LingBot's weights fit no GPU of 32 GB; a larger GPU holds no fewer sessions."""
-    line = next(line for line in plan(capsys, "lingbot_world").splitlines() if line.startswith("sessions that one GPU"))
+    line = next(
+        line
+        for line in plan(capsys, "lingbot_world").splitlines()
+        if line.startswith("sessions that one GPU")
+    )
     counts = [0 if count == "none" else int(count) for count in re.findall(r"GB: (\w+)", line)]
     assert len(counts) == 7 and counts[:3] == [0, 0, 0] and counts[-1] >= 2
     assert counts == sorted(counts)
@@ -204,24 +266,36 @@ def test_it_says_which_card_holds_a_session(capsys: pytest.CaptureFixture[str]) 
 
 def test_fp8_keys_and_values_make_room_for_sessions() -> None:
     """LingBot's window is 21.4 GiB in bf16; the rest of a session is no smaller."""
-    plain, fp8 = (plan_memory(model_of("lingbot_world", kv_itemsize=size), H200, Split()) for size in (2, 1))
+    plain, fp8 = (
+        plan_memory(model_of("lingbot_world", kv_itemsize=size), H200, Split()) for size in (2, 1)
+    )
     assert plain.session_bytes - fp8.session_bytes == pytest.approx(28_080 * 400 * 1024)
     assert fp8.max_sessions > plain.max_sessions
 
 
 def test_the_text_encoder_counts_for_one_gpu() -> None:
-    """Of two stages the first holds it and the last decodes: the fullest of them needs less than both on one."""
+    """Of two stages the first holds it and the last decodes: the fullest of them needs less than
+    both on one.
+    """
     model = model_of("lingbot_world")
     hosted = replace(model, text_on_cpu=True)
-    first, last = (weight_bytes(model, Split(stages=2), first_stage=is_first) for is_first in (True, False))
+    first, last = (
+        weight_bytes(model, Split(stages=2), first_stage=is_first) for is_first in (True, False)
+    )
     assert first - last == model.context_weights > 11e9
-    beside, on_host = (plan_memory(one, H200, Split(stages=2)) for one in (model, hosted))
-    assert on_host.memory_bytes < beside.memory_bytes < on_host.memory_bytes + model.context_weights
+    alongside, on_host = (plan_memory(one, H200, Split(stages=2)) for one in (model, hosted))
+    assert (
+        on_host.memory_bytes < alongside.memory_bytes < on_host.memory_bytes + model.context_weights
+    )
     alone = plan_memory(model, H200, Split())
-    assert alone.memory_bytes - plan_memory(hosted, H200, Split()).memory_bytes == pytest.approx(model.context_weights)
+    assert alone.memory_bytes - plan_memory(hosted, H200, Split()).memory_bytes == pytest.approx(
+        model.context_weights
+    )
 
 
 def test_an_image_encoder_counts_for_every_gpu() -> None:
     game = model_of("matrix_game", text_on_cpu=False)
-    first, last = (weight_bytes(game, Split(stages=2), first_stage=is_first) for is_first in (True, False))
+    first, last = (
+        weight_bytes(game, Split(stages=2), first_stage=is_first) for is_first in (True, False)
+    )
     assert first == last

@@ -13,7 +13,9 @@ from vllm_omni.planning.stream_model import Split
 
 
 def test_both_kinds_of_rings_are_counted() -> None:
-    """780 MiB of keys and values at 1280x720 (18 layers of 16 frames, 6 of 17), a quarter of it at 640x360."""
+    """780 MiB of keys and values at 1280x720 (18 layers of 16 frames, 6 of 17), a quarter of it
+    at 640x360.
+    """
     large, small = (window_bytes(model_of(name), 16) for name in ("waypoint", "waypoint_360p"))
     assert large == 780 * 2**20 and small == large / 4
     assert plan_memory(model_of("waypoint"), 16e9, Split()).max_sessions > 0
@@ -27,7 +29,9 @@ def test_only_splits_and_options_that_it_has_are_offered() -> None:
     assert "latent_frames_per_chunk" not in plan_text(model, "H200", 1, 1)
 
 
-@pytest.mark.parametrize("change", [{"window": 3}, {"chunk": 3}, {"video_input": True}, {"noise_matched": True}])
+@pytest.mark.parametrize(
+    "change", [{"window": 3}, {"chunk": 3}, {"video_input": True}, {"noise_matched": True}]
+)
 def test_what_a_checkpoint_fixes_is_refused(change: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="fixes its windows, chunks and steps"):
         model_of("waypoint", **change)

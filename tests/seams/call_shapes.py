@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls read from source, and whether a signature takes them; the tests of this folder compare both sides with it."""
+"""Calls read from source, and whether a signature takes them; the tests of this folder compare
+both sides with it.
+"""
 
 import ast
 import inspect
@@ -14,7 +16,9 @@ _NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 @dataclass(frozen=True)
 class CallShape:
-    """Arguments of one call as written. open_ended: `*args` or `**kwargs` are among them, so there may be more."""
+    """Arguments of one call as written. open_ended: `*args` or `**kwargs` are among them, so
+    there may be more.
+    """
 
     positional: int
     names: tuple[str, ...]
@@ -31,7 +35,9 @@ class CallShape:
         )
 
     def refusal(self, signature: Signature, bound: int = 0) -> str | None:
-        """Why `signature` does not take this call; None if it does. bound: arguments in front (`self`)."""
+        """Why `signature` does not take this call; None if it does. bound: arguments in front
+        (`self`).
+        """
         bind = signature.bind_partial if self.open_ended else signature.bind
         try:
             bind(*[None] * (bound + self.positional), **dict.fromkeys(self.names))
@@ -41,21 +47,30 @@ class CallShape:
 
 
 def refused_calls(ours: Signature, theirs: Signature) -> list[str]:
-    """Calls that `theirs` takes and `ours` does not, each in a few words: what an override must not have."""
+    """Calls that `theirs` takes and `ours` does not, each in a few words: what an override must
+    not have.
+    """
     mine = list(ours.parameters.values())
     slots = [parameter.name for parameter in mine if parameter.kind in _POSITIONAL]
     names = {parameter.name for parameter in mine if parameter.kind in _NAMED}
     any_position = any(parameter.kind is Parameter.VAR_POSITIONAL for parameter in mine)
     any_name = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in mine)
     refused = []
-    positional = [parameter for parameter in theirs.parameters.values() if parameter.kind in _POSITIONAL]
+    positional = [
+        parameter for parameter in theirs.parameters.values() if parameter.kind in _POSITIONAL
+    ]
     for index, parameter in enumerate(positional):
         if index >= len(slots) and not any_position:
             refused.append(f"{parameter.name!r} by position")
         elif index < len(slots) and slots[index] != parameter.name and parameter.name in names:
             refused.append(f"{parameter.name!r} at position {index}, where {slots[index]!r} is")
     for parameter in theirs.parameters.values():
-        if parameter.kind in _NAMED and parameter.name not in names and not any_name and parameter.name != "self":
+        if (
+            parameter.kind in _NAMED
+            and parameter.name not in names
+            and not any_name
+            and parameter.name != "self"
+        ):
             refused.append(f"{parameter.name!r} by name")
         if parameter.kind is Parameter.VAR_POSITIONAL and not any_position:
             refused.append("any number of positions")
@@ -63,10 +78,16 @@ def refused_calls(ours: Signature, theirs: Signature) -> list[str]:
             refused.append("any name")
     required = {p.name for p in theirs.parameters.values() if p.default is Parameter.empty}
     for index, parameter in enumerate(mine):
-        needs = parameter.default is Parameter.empty and parameter.kind in (*_POSITIONAL, Parameter.KEYWORD_ONLY)
-        # The same place under another name is filled by a call by position; that a name is missing is said above.
+        needs = parameter.default is Parameter.empty and parameter.kind in (
+            *_POSITIONAL,
+            Parameter.KEYWORD_ONLY,
+        )
+        # The same place under another name is filled by a call by position; that a name is missing
+        # is said above.
         known = parameter.name in required or (
-            parameter.kind in _POSITIONAL and index < len(positional) and positional[index].default is Parameter.empty
+            parameter.kind in _POSITIONAL
+            and index < len(positional)
+            and positional[index].default is Parameter.empty
         )
         if needs and not known:
             refused.append(f"a call without {parameter.name!r}")
@@ -74,7 +95,9 @@ def refused_calls(ours: Signature, theirs: Signature) -> list[str]:
 
 
 def function_of(attribute: Any) -> Any:
-    """The function behind a method, class method or static method as it lies in a class; None for other attributes."""
+    """The function behind a method, class method or static method as it lies in a class; None
+    for other attributes.
+    """
     function = getattr(attribute, "__func__", attribute)
     return function if inspect.isfunction(function) else None
 
@@ -96,20 +119,34 @@ def remote_calls(tree: ast.AST) -> Iterator[tuple[str, CallShape]]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
-        if node.func.attr != "collective_rpc" or not node.args or not isinstance(node.args[0], ast.Constant):
+        if (
+            node.func.attr != "collective_rpc"
+            or not node.args
+            or not isinstance(node.args[0], ast.Constant)
+        ):
             continue
         given = {keyword.arg: keyword.value for keyword in node.keywords}
         args, kwargs = given.get("args"), given.get("kwargs")
         positional = len(args.elts) if isinstance(args, ast.Tuple) else 0
         names = kwargs.keys if isinstance(kwargs, ast.Dict) else []
-        known = (args is None or isinstance(args, ast.Tuple)) and (kwargs is None or isinstance(kwargs, ast.Dict))
+        known = (args is None or isinstance(args, ast.Tuple)) and (
+            kwargs is None or isinstance(kwargs, ast.Dict)
+        )
         yield (
             str(node.args[0].value),
-            CallShape(positional, tuple(ast.literal_eval(name) for name in names if name is not None), not known),
+            CallShape(
+                positional,
+                tuple(ast.literal_eval(name) for name in names if name is not None),
+                not known,
+            ),
         )
 
 
 def methods(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
-            yield from (part for part in node.body if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef))
+            yield from (
+                part
+                for part in node.body
+                if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)
+            )

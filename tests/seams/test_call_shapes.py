@@ -10,17 +10,33 @@ import pytest
 from call_shapes import CallShape, calls_of_attribute, refused_calls, remote_calls
 
 
-def theirs(self: Any, is_start: bool = True, prefix: str | None = None, *, delay: int | None = None) -> None: ...
-def same(self: Any, is_start: bool = True, prefix: str | None = None, *, delay: int | None = None) -> None: ...
+def theirs(
+    self: Any, is_start: bool = True, prefix: str | None = None, *, delay: int | None = None
+) -> None: ...
+def same(
+    self: Any, is_start: bool = True, prefix: str | None = None, *, delay: int | None = None
+) -> None: ...
 def wider(self: Any, *args: Any, **kwargs: Any) -> None: ...
 def extra(
-    self: Any, is_start: bool = True, prefix: str | None = None, delay: int | None = None, x: int = 1
+    self: Any,
+    is_start: bool = True,
+    prefix: str | None = None,
+    delay: int | None = None,
+    x: int = 1,
 ) -> None: ...
 def older(self: Any, is_start: bool = True, prefix: str | None = None) -> None: ...
-def shorter(self: Any, is_start: bool = True, *, prefix: str | None = None, delay: int | None = None) -> None: ...
-def renamed(self: Any, start: bool = True, prefix: str | None = None, *, delay: int | None = None) -> None: ...
-def swapped(self: Any, prefix: str | None = None, is_start: bool = True, *, delay: int | None = None) -> None: ...
-def demands(self: Any, is_start: bool, prefix: str | None = None, *, delay: int | None = None) -> None: ...
+def shorter(
+    self: Any, is_start: bool = True, *, prefix: str | None = None, delay: int | None = None
+) -> None: ...
+def renamed(
+    self: Any, start: bool = True, prefix: str | None = None, *, delay: int | None = None
+) -> None: ...
+def swapped(
+    self: Any, prefix: str | None = None, is_start: bool = True, *, delay: int | None = None
+) -> None: ...
+def demands(
+    self: Any, is_start: bool, prefix: str | None = None, *, delay: int | None = None
+) -> None: ...
 def demands_more(
     self: Any, is_start: bool = True, prefix: str | None = None, *, delay: int | None = None, x: int
 ) -> None: ...
@@ -35,7 +51,13 @@ def demands_more(
         (older, ["'delay' by name"]),
         (shorter, ["'prefix' by position"]),
         (renamed, ["'is_start' by name"]),
-        (swapped, ["'is_start' at position 1, where 'prefix' is", "'prefix' at position 2, where 'is_start' is"]),
+        (
+            swapped,
+            [
+                "'is_start' at position 1, where 'prefix' is",
+                "'prefix' at position 2, where 'is_start' is",
+            ],
+        ),
         (demands, ["a call without 'is_start'"]),
         (demands_more, ["a call without 'x'"]),
     ],
@@ -47,9 +69,12 @@ def test_an_override_that_refuses_what_its_base_takes_is_found(
     assert refused_calls(inspect.signature(override), inspect.signature(theirs)) == refused
 
 
-def test_star_arguments_of_the_base_are_asked_for() -> None:
+def test_star_arguments_of_the_base_are_requested_for() -> None:
     """A base that takes anything may be called with anything."""
-    assert refused_calls(inspect.signature(same), inspect.signature(wider)) == ["any number of positions", "any name"]
+    assert refused_calls(inspect.signature(same), inspect.signature(wider)) == [
+        "any number of positions",
+        "any name",
+    ]
 
 
 def test_calls_are_read_as_written() -> None:
@@ -81,6 +106,9 @@ def test_a_call_that_is_not_taken_says_why() -> None:
     signature = inspect.signature(lambda self, layout, *, size=1: None)
     assert CallShape(1, ("size",)).refusal(signature, bound=1) is None
     assert CallShape(2, ()).refusal(signature, bound=1) == "too many positional arguments"
-    assert CallShape(1, ("name",)).refusal(signature, bound=1) == "got an unexpected keyword argument 'name'"
+    assert (
+        CallShape(1, ("name",)).refusal(signature, bound=1)
+        == "got an unexpected keyword argument 'name'"
+    )
     assert CallShape(0, ()).refusal(signature, bound=1) == "missing a required argument: 'layout'"
     assert CallShape(0, (), open_ended=True).refusal(signature, bound=1) is None

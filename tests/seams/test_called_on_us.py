@@ -1,11 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM calls on objects of ours that inherit nothing of it: each call as written in vLLM's source is taken."""
+"""What vLLM calls on objects of ours that inherit nothing of it: each call as written in vLLM's
+source is taken.
+"""
 
 import ast
 import inspect
 from collections.abc import Iterator
 
-from call_shapes import CallShape, calls_of_attribute, function_of, methods, refused_calls, remote_calls
+from call_shapes import (
+    CallShape,
+    calls_of_attribute,
+    function_of,
+    methods,
+    refused_calls,
+    remote_calls,
+)
 from vllm.v1.engine import core
 from vllm.v1.executor import abstract
 from vllm.v1.worker import cpu_worker, gpu_worker
@@ -16,12 +25,15 @@ from vllm_omni.worker.diffusion.runner import DiffusionGPUModelRunner
 from vllm_omni.worker.diffusion.worker import DiffusionWorkerMixin
 
 NOT_OF_THE_RUNNER = {
-    "_init_kv_zero_meta": "guarded by hasattr and by needs_kv_cache_zeroing, which needs a KV group",
+    "_init_kv_zero_meta": "guarded by hasattr and by needs_kv_cache_zeroing, which needs a "
+    "KV group",
 }
 """Calls on `model_runner` that the diffusion worker cannot reach, each with the reason."""
 
 BEHIND_OUR_WARM_UP = {"_compile_or_warm_up_model"}
-"""Methods of vLLM's worker that only methods call which the diffusion worker replaces without calling them."""
+"""Methods of vLLM's worker that only methods call which the diffusion worker replaces without
+calling them.
+"""
 
 NOT_OF_A_PIPELINE = {
     "save_sharded_state": "the executor refuses it by name",
@@ -36,9 +48,12 @@ NOT_OF_A_PIPELINE = {
 NARROWER_THAN_A_WORKER = {
     "reload_weights": "takes a directory or nothing; anything else it refuses by name",
     "execute_model": "the executor calls it directly, with what it needs",
-    "initialize_from_config": "gets the configs of all ranks, as the wrapper around a worker does, by position",
+    "initialize_from_config": "gets the configs of all ranks, as the wrapper around a worker does, "
+    "by position",
 }
-"""Methods of the pipeline's worker that take less than a worker's of that name, each with the reason."""
+"""Methods of the pipeline's worker that take less than a worker's of that name, each with the
+reason.
+"""
 
 
 def unreplaced_methods() -> Iterator[ast.AST]:
@@ -46,7 +61,9 @@ def unreplaced_methods() -> Iterator[ast.AST]:
     ours = vars(DiffusionWorkerMixin)
     for module in (gpu_worker, cpu_worker):
         for method in methods(ast.parse(inspect.getsource(module))):
-            replaced = method.name in ours and f"super().{method.name}(" not in inspect.getsource(ours[method.name])
+            replaced = method.name in ours and f"super().{method.name}(" not in inspect.getsource(
+                ours[method.name]
+            )
             if not replaced and method.name not in BEHIND_OUR_WARM_UP:
                 yield method
 
@@ -60,11 +77,17 @@ def test_the_runner_takes_every_call_of_the_worker() -> None:
             function = function_of(inspect.getattr_static(DiffusionGPUModelRunner, name, None))
             if name in NOT_OF_THE_RUNNER:
                 continue
-            reason = "no such method" if function is None else shape.refusal(inspect.signature(function), bound=1)
+            reason = (
+                "no such method"
+                if function is None
+                else shape.refusal(inspect.signature(function), bound=1)
+            )
             if reason is not None:
                 refused[f"{name}{shape}"] = reason
     assert refused == {}
-    assert {"load_model", "execute_model", "get_kv_cache_spec", "reload_weights"} <= seen and len(seen) > 15
+    assert {"load_model", "execute_model", "get_kv_cache_spec", "reload_weights"} <= seen and len(
+        seen
+    ) > 15
 
 
 def test_what_is_skipped_is_only_reached_through_our_methods() -> None:
@@ -88,7 +111,11 @@ def test_the_pipelines_worker_takes_every_remote_call() -> None:
             function = function_of(inspect.getattr_static(PipelineWorker, name, None))
             if name in NOT_OF_A_PIPELINE:
                 continue
-            reason = "no such method" if function is None else shape.refusal(inspect.signature(function), bound=1)
+            reason = (
+                "no such method"
+                if function is None
+                else shape.refusal(inspect.signature(function), bound=1)
+            )
             if reason is not None:
                 refused[f"{name}{shape}"] = reason
     assert refused == {}
@@ -96,13 +123,20 @@ def test_the_pipelines_worker_takes_every_remote_call() -> None:
 
 
 def test_the_pipelines_worker_takes_what_a_worker_takes() -> None:
-    """Clients call workers by name as well: a method under a worker's name takes a worker's calls."""
+    """Clients call workers by name as well: a method under a worker's name takes a worker's
+    calls.
+    """
     refused, compared = {}, set()
     for name, ours in vars(PipelineWorker).items():
         function = function_of(ours)
         worker = inspect.getattr_static(gpu_worker.Worker, name, None)
         theirs = function_of(worker)
-        if function is None or theirs is None or name.startswith("__") or name in NARROWER_THAN_A_WORKER:
+        if (
+            function is None
+            or theirs is None
+            or name.startswith("__")
+            or name in NARROWER_THAN_A_WORKER
+        ):
             continue
         compared.add(name)
         if reasons := refused_calls(inspect.signature(function), inspect.signature(theirs)):
@@ -115,9 +149,17 @@ def test_the_pipelines_worker_takes_what_a_worker_takes() -> None:
 def test_exemptions_are_needed() -> None:
     """Each name that is excepted is still one that vLLM calls or has."""
     source = ast.parse(inspect.getsource(gpu_worker))
-    assert set(NOT_OF_THE_RUNNER) <= {name for name, _ in calls_of_attribute(source, "model_runner")}
-    asked = {name for module in (abstract, core) for name, _ in remote_calls(ast.parse(inspect.getsource(module)))}
-    assert set(NOT_OF_A_PIPELINE) - {"shutdown", "sample_tokens"} <= asked
+    assert set(NOT_OF_THE_RUNNER) <= {
+        name for name, _ in calls_of_attribute(source, "model_runner")
+    }
+    requested = {
+        name
+        for module in (abstract, core)
+        for name, _ in remote_calls(ast.parse(inspect.getsource(module)))
+    }
+    assert set(NOT_OF_A_PIPELINE) - {"shutdown", "sample_tokens"} <= requested
     for name, shape in {"set_kv_cache_layout": CallShape(3, ())}.items():
         function = function_of(inspect.getattr_static(PipelineWorker, name))
-        assert shape.refusal(inspect.signature(function), bound=1) == "too many positional arguments"
+        assert (
+            shape.refusal(inspect.signature(function), bound=1) == "too many positional arguments"
+        )

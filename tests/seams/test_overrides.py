@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every method of ours that replaces one of vLLM's takes each call that vLLM's takes, in the installed version."""
+"""Every method of ours that replaces one of vLLM's takes each call that vLLM's takes, in the
+installed version.
+"""
 
 import importlib
 import inspect
@@ -16,7 +18,9 @@ import vllm_omni
 NOT_CALLED_BY_VLLM = {
     "StepPipeline.forward": "the diffusion runner never calls it; it says so",
     **{
-        f"{layer}.__init__": "our transformers alone make it, with a ParallelContext instead of vLLM's group"
+        f"{layer}.__init__": (
+            "our transformers alone make it, with a ParallelContext instead of vLLM's group"
+        )
         for layer in ("ColumnLinear", "MergedLinear", "QKVLinear", "RowLinear", "StackedLinear")
     },
     "LinearPrecision.__init__": "our transformers alone make it, of the config that vLLM made",
@@ -27,7 +31,9 @@ NOT_CALLED_BY_VLLM = {
 
 @cache
 def own_classes() -> dict[str, type]:
-    """Every class of this package, and those that workers make of a mixin and a runner of vLLM's."""
+    """Every class of this package, and those that workers make of a mixin and a runner of
+    vLLM's.
+    """
     found: dict[str, type] = {}
     for module_info in pkgutil.walk_packages(vllm_omni.__path__, "vllm_omni."):
         if module_info.name.endswith("_cpu_worker") and not current_platform.is_cpu():
@@ -55,7 +61,9 @@ def runners() -> Iterator[type]:
 
 
 def overrides() -> Iterator[tuple[type, type, str, Any, Any]]:
-    """(our class, vLLM's class, name, our attribute, vLLM's) for every attribute that ours puts before vLLM's."""
+    """(our class, vLLM's class, name, our attribute, vLLM's) for every attribute that ours puts
+    before vLLM's.
+    """
     for cls in own_classes().values():
         order = cls.__mro__
         for position, owner in enumerate(order):
@@ -64,7 +72,11 @@ def overrides() -> Iterator[tuple[type, type, str, Any, Any]]:
             for name, ours in vars(owner).items():
                 if name.startswith("__") and name != "__init__":
                     continue
-                bases = [b for b in order[position + 1 :] if b.__module__.split(".")[0] == "vllm" and name in vars(b)]
+                bases = [
+                    b
+                    for b in order[position + 1 :]
+                    if b.__module__.split(".")[0] == "vllm" and name in vars(b)
+                ]
                 if bases:
                     # One that hands everything on says nothing about what it is called with.
                     base = next((b for b in bases if not _hands_on(vars(b)[name])), bases[0])
@@ -83,7 +95,9 @@ def _hands_on(attribute: Any) -> bool:
 
 
 def test_every_override_takes_the_calls_of_what_it_replaces() -> None:
-    """Positions, names, defaults and stars; a method does not replace a property, nor the other way round."""
+    """Positions, names, defaults and stars; a method does not replace a property, nor the other
+    way round.
+    """
     refused: dict[str, Any] = {}
     compared = set()
     for owner, base, name, ours, theirs in overrides():
@@ -95,7 +109,9 @@ def test_every_override_takes_the_calls_of_what_it_replaces() -> None:
         if ours_function is None:
             refused[key] = f"{type(ours).__name__} in the place of a method"
             continue
-        reasons = refused_calls(inspect.signature(ours_function), inspect.signature(theirs_function))
+        reasons = refused_calls(
+            inspect.signature(ours_function), inspect.signature(theirs_function)
+        )
         if reasons and not (name == "__init__" and getattr(base, "_is_protocol", False)):
             refused[f"{key} over {base.__name__}"] = reasons
     assert refused == {}
@@ -104,8 +120,8 @@ def test_every_override_takes_the_calls_of_what_it_replaces() -> None:
         "DiffusionWorkerMixin.execute_model over Worker",
         "DiffusersPipelineExecutor.profile over Executor",
         "StreamBatchScheduler.schedule over Scheduler",
-        "_RowsMixin.sample_tokens over GPUModelRunner",
-        "_RowsMixin.execute_model over GPUModelRunner",
+        "_HiddenStatesMixin.sample_tokens over GPUModelRunner",
+        "_HiddenStatesMixin.execute_model over GPUModelRunner",
         "OmniConfigParser.parse over ConfigParserBase",
         "HiddenStatesOutput.get_output over AsyncModelRunnerOutput",
     } <= compared
@@ -121,7 +137,11 @@ def test_nothing_abstract_is_left() -> None:
     from vllm_omni.registration import OmniConfigParser
 
     named = {ARHiddenStatesScheduler, StreamBatchScheduler, OmniConfigParser}
-    handed = [c for c in own_classes().values() if issubclass(c, Executor | AsyncModelRunnerOutput) or c in named]
+    handed = [
+        c
+        for c in own_classes().values()
+        if issubclass(c, Executor | AsyncModelRunnerOutput) or c in named
+    ]
     assert len(handed) >= len(named) + 2
     left = {cls.__name__: sorted(getattr(cls, "__abstractmethods__", ())) for cls in handed}
     assert {name: methods for name, methods in left.items() if methods} == {}

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Private parts of torch and vLLM that this package leans on behave as it needs; where one does not, the test names who
-uses it.
+"""Private parts of torch and vLLM that this package leans on behave as it needs; where one does
+not, the test names who uses it.
 """
 
 import inspect
@@ -12,8 +12,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import ExampleHiddenStatesConnector
-from vllm.model_executor.layers.quantization.online.fp8 import Fp8PerTensorOnlineLinearMethod, OnlineLinearBase
+from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
+    ExampleHiddenStatesConnector,
+)
+from vllm.model_executor.layers.quantization.online.fp8 import (
+    Fp8PerTensorOnlineLinearMethod,
+    OnlineLinearBase,
+)
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -22,13 +27,13 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.v1.engine.core_client import SyncMPClient
 from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesProposer
 
-from vllm_omni.entrypoints.output_threads import OUTPUT_THREAD
-from vllm_omni.model_executor.layers.int8_weights import _DONE, Int8WeightMethod
-from vllm_omni.model_executor.layers.linear import ColumnLinear, LinearPrecision
-from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.entrypoints.engine.output_threads import OUTPUT_THREAD
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
+from vllm_omni.model_executor.layers.linear.int8_weights import _DONE, Int8WeightMethod
+from vllm_omni.model_executor.layers.linear.linear import ColumnLinear, LinearPrecision
 
 IN, OUT = 8, 6
-USER = "vllm_omni.model_executor.layers.int8_weights leans on it"
+USER = "vllm_omni.model_executor.layers.linear.int8_weights leans on it"
 
 
 class EverythingInt8(LinearPrecision):
@@ -49,33 +54,49 @@ def load(layer: ColumnLinear, weight: torch.Tensor) -> None:
 
 
 def test_torch_adds_multiplies_and_activates_in_one_call() -> None:
-    """Bias, rows, the transposed weight. On a CPU torch takes GELU by erf, at most 5e-4 off that with tanh; on CUDA
+    """Bias, rows, the transposed weight.
+
+    On a CPU torch takes GELU by erf, at most 5e-4 off that with tanh; on CUDA
     test_the_gelu_of_a_product_is_the_gelu_of_its_result says more.
     """
-    user = "vllm_omni.model_executor.layers.linear.gelu_of calls it"
+    user = "vllm_omni.model_executor.layers.linear.linear.gelu_of calls it"
     fused = getattr(torch, "_addmm_activation", None)
     assert fused is not None, f"torch {torch.__version__} has no _addmm_activation; {user}"
-    arguments = {argument.name for argument in torch.ops.aten._addmm_activation.default._schema.arguments}
-    assert {"self", "mat1", "mat2", "use_gelu"} <= arguments, f"_addmm_activation takes {arguments}; {user}"
+    arguments = {
+        argument.name for argument in torch.ops.aten._addmm_activation.default._schema.arguments
+    }
+    assert {"self", "mat1", "mat2", "use_gelu"} <= arguments, (
+        f"_addmm_activation takes {arguments}; {user}"
+    )
     rows, weight, bias = (torch.randn(shape) for shape in ((3, IN), (OUT, IN), (OUT,)))
     wanted = functional.gelu(functional.linear(rows, weight, bias), approximate="tanh")
     difference = (fused(bias, rows, weight.t(), use_gelu=True) - wanted).abs().max()
     assert difference < 1e-3, f"_addmm_activation is {difference} off the GELU of the sum; {user}"
 
 
-def test_vllms_base_of_weights_rounded_while_loading_is_as_int8_weights_need_it(vllm_config: VllmConfig) -> None:
-    """It keeps the weight on no device until all of a layer is there, and hands it over by one method."""
+def test_vllms_base_of_weights_rounded_while_loading_is_as_int8_weights_need_it(
+    vllm_config: VllmConfig,
+) -> None:
+    """It keeps the weight on no device until all of a layer is there, and hands it over by one
+    method.
+    """
     assert OnlineLinearBase.uses_meta_device is True, f"OnlineLinearBase loads otherwise; {USER}"
     layer = ColumnLinear(IN, OUT, ParallelContext(), EverythingInt8(), "a", bias=False)
     assert layer.weight.is_meta, f"OnlineLinearBase.create_weights makes a weight at once; {USER}"
-    assert (layer.input_size, layer.input_size_per_partition) == (IN, IN), f"create_weights sets other sizes; {USER}"
+    assert (layer.input_size, layer.input_size_per_partition) == (IN, IN), (
+        f"create_weights sets other sizes; {USER}"
+    )
     plain = SimpleNamespace(weight=torch.ones(2))
     method = Int8WeightMethod()
-    assert method.get_weight_for_quantization(plain) is plain.weight, f"get_weight_for_quantization has changed; {USER}"  # type: ignore[arg-type]
+    assert method.get_weight_for_quantization(plain) is plain.weight, (
+        f"get_weight_for_quantization has changed; {USER}"
+    )  # type: ignore[arg-type]
 
 
 def test_vllm_marks_and_unmarks_layers_whose_weights_are_rounded(vllm_config: VllmConfig) -> None:
-    """Rounded once: by the layer's last tensor, not again by the pass over the whole model; and anew by a reload."""
+    """Rounded once: by the layer's last tensor, not again by the pass over the whole model; and
+    anew by a reload.
+    """
     theirs = Fp8PerTensorOnlineLinearMethod.process_weights_after_loading.__code__
     marks = {*theirs.co_names, *theirs.co_consts}
     assert _DONE in marks, f"vLLM marks rounded layers by another flag than {_DONE}; {USER}"
@@ -84,7 +105,9 @@ def test_vllm_marks_and_unmarks_layers_whose_weights_are_rounded(vllm_config: Vl
     record_metadata_for_reloading(layer)
     first = torch.randn(OUT, IN, dtype=torch.bfloat16)
     load(layer, first)
-    assert layer.weight.dtype == torch.int8, f"vLLM does not round a layer when its last tensor is there; {USER}"
+    assert layer.weight.dtype == torch.int8, (
+        f"vLLM does not round a layer when its last tensor is there; {USER}"
+    )
     rounded, scale = layer.weight.clone(), layer.weight_scale.clone()
     layer.quant_method.process_weights_after_loading(layer)
     assert torch.equal(layer.weight, rounded) and torch.equal(layer.weight_scale, scale), (
@@ -100,19 +123,27 @@ def test_vllm_marks_and_unmarks_layers_whose_weights_are_rounded(vllm_config: Vl
 
 
 def test_vllms_thread_that_receives_results_has_its_name() -> None:
-    user = "vllm_omni.entrypoints.output_threads waits for it by that name"
+    user = "vllm_omni.entrypoints.engine.output_threads waits for it by that name"
     constants = inspect.unwrap(SyncMPClient.__init__).__code__.co_consts
     assert OUTPUT_THREAD in constants, f"SyncMPClient names its thread otherwise; {user}"
 
 
 def test_vllms_own_hidden_states_still_come_as_a_file_of_fixed_layers_at_a_requests_end() -> None:
-    """Where this changes, docs/architecture/ar_path.md ("Why not `extract_hidden_states`") is to be decided anew."""
+    """Where this changes, docs/architecture/ar_path.md ("Why not `extract_hidden_states`") is to
+    be decided anew.
+    """
     connector = object.__new__(ExampleHiddenStatesConnector)
     connector._request_filenames, connector._pending_saves = {"a": "/tmp/a.safetensors"}, {}
-    request = SimpleNamespace(request_id="a", kv_transfer_params=None, prompt_token_ids=[1, 2], all_token_ids=[1, 2, 3])
+    request = SimpleNamespace(
+        request_id="a", kv_transfer_params=None, prompt_token_ids=[1, 2], all_token_ids=[1, 2, 3]
+    )
     delays_free, parameters = connector.request_finished(request, [0])  # type: ignore[arg-type]
     assert delays_free and parameters == {"hidden_states_path": "/tmp/a.safetensors"}
-    assert connector._pending_saves["a"].token_ids.tolist() == [1, 2], "of the prompt, unless asked otherwise"
+    assert connector._pending_saves["a"].token_ids.tolist() == [1, 2], (
+        "of the prompt, unless asked otherwise"
+    )
     source = inspect.getsource(ExtractHiddenStatesProposer)
-    assert '"eagle_aux_hidden_state_layer_ids"' in source, "layers are the engine's, not a request's"
+    assert '"eagle_aux_hidden_state_layer_ids"' in source, (
+        "layers are the engine's, not a request's"
+    )
     assert "self.num_speculative_tokens == 1" in source

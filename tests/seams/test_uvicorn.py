@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of uvicorn's classes that this package uses: where one is gone, the test names it and who uses it.
+"""Parts of uvicorn's classes that this package uses: where one is gone, the test names it and who
+uses it.
 
-`uvicorn.Config(ws=..., http=...)` takes protocol classes, which is the public way to set one. What a subclass inherits
-is not documented, so it is compared here with the source of the installed uvicorn.
+`uvicorn.Config(ws=..., http=...)` takes protocol classes, which is the public way to set one. What
+a subclass inherits is not documented, so it is compared here with the source of the installed
+uvicorn.
 """
 
 import ast
@@ -16,7 +18,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
 
-from vllm_omni.entrypoints import frame_budget, gathered_writes, handshake_guard, http_parser
+from vllm_omni.entrypoints import gathered_writes, http_parser
+from vllm_omni.entrypoints.limits import frame_budget, handshake_guard
 
 
 def attributes_of(cls: type) -> set[str]:
@@ -34,10 +37,14 @@ def attributes_of(cls: type) -> set[str]:
 
 
 def used_of(cls: type, owners: set[str]) -> set[str]:
-    """Attributes of `self`, or of another name for the protocol, that the source of a class uses."""
+    """Attributes of `self`, or of another name for the protocol, that the source of a class
+    uses.
+    """
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     return {
-        node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node.value) in owners
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in owners
     }
 
 
@@ -55,14 +62,18 @@ def test_the_websocket_protocol_has_what_its_subclasses_use(cls: type, owners: s
     used = {name for name in used_of(cls, owners) if not name.startswith("_")}
     assert len(used) > 3
     missing = used - attributes_of(WebSocketsSansIOProtocol)
-    assert not missing, f"uvicorn {uvicorn.__version__}: WebSocketsSansIOProtocol lacks {missing}; {cls} uses them"
+    assert not missing, (
+        f"uvicorn {uvicorn.__version__}: WebSocketsSansIOProtocol lacks {missing}; {cls} uses them"
+    )
 
 
 def test_the_websocket_protocol_calls_the_methods_that_are_overridden() -> None:
     """A method that uvicorn no longer calls would let floods pass, and nothing would fail."""
     source = inspect.getsource(WebSocketsSansIOProtocol)
     for method in ("handle_events", "handle_connect"):
-        assert f"self.{method}(" in source, f"uvicorn {uvicorn.__version__} does not call {method} any more"
+        assert f"self.{method}(" in source, (
+            f"uvicorn {uvicorn.__version__} does not call {method} any more"
+        )
     for method in ("data_received", "pause_writing", "resume_writing"):  # asyncio calls these
         assert method in vars(WebSocketsSansIOProtocol)
 
@@ -70,13 +81,20 @@ def test_the_websocket_protocol_calls_the_methods_that_are_overridden() -> None:
 def test_the_config_takes_protocol_classes_and_keeps_them_where_they_are_replaced() -> None:
     config = uvicorn.Config(lambda: None, ws=frame_budget.BudgetedProtocol, http=H11Protocol)
     config.load()
-    assert config.ws_protocol_class is frame_budget.BudgetedProtocol, frame_budget.FrameBudget.apply.__qualname__
+    assert config.ws_protocol_class is frame_budget.BudgetedProtocol, (
+        frame_budget.FrameBudget.apply.__qualname__
+    )
     assert config.http_protocol_class is H11Protocol, http_parser.use_h11.__qualname__
-    assert hasattr(config, "loaded_app"), "entrypoints/request_id.py wraps it"
+    assert hasattr(config, "loaded_app"), "entrypoints/telemetry/request_id.py wraps it"
 
 
 def test_connections_are_listed_and_say_whether_a_request_has_arrived() -> None:
     user = handshake_guard.HandshakeGuard.__name__
-    assert ServerState().connections == set(), f"ServerState keeps connections elsewhere; {user} reads them"
+    assert ServerState().connections == set(), (
+        f"ServerState keeps connections elsewhere; {user} reads them"
+    )
     for protocol in (H11Protocol, HttpToolsProtocol):
-        assert {"cycle", "transport"} <= attributes_of(protocol) | set(protocol.__annotations__), (protocol, user)
+        assert {"cycle", "transport"} <= attributes_of(protocol) | set(protocol.__annotations__), (
+            protocol,
+            user,
+        )

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every call of ours into vLLM is taken by the installed version: functions, classes, base methods, its client."""
+"""Every call of ours into vLLM is taken by the installed version: functions, classes, base
+methods, its client.
+"""
 
 import ast
 import importlib
@@ -19,7 +21,9 @@ import vllm_omni
 REPO = Path(vllm_omni.__file__).parents[1]
 FOLDERS = ("vllm_omni", "examples", "benchmarks", "scripts")
 NOT_IN_A_CPU_BUILD = "vllm.vllm_flash_attn."
-NOT_IN_EVERY_VERSION = {"vllm_omni/compat.py": "each entry is called on the installed version by tests/test_compat.py"}
+NOT_IN_EVERY_VERSION = {
+    "vllm_omni/compat.py": "each entry is called on the installed version by tests/test_compat.py"
+}
 
 
 class Imports:
@@ -28,7 +32,11 @@ class Imports:
     def __init__(self, tree: ast.AST) -> None:
         self.targets: dict[str, tuple[str, str | None]] = {}
         for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm" and not node.level:
+            if (
+                isinstance(node, ast.ImportFrom)
+                and (node.module or "").split(".")[0] == "vllm"
+                and not node.level
+            ):
                 for alias in node.names:
                     self.targets[alias.asname or alias.name] = (str(node.module), alias.name)
             elif isinstance(node, ast.Import):
@@ -37,7 +45,10 @@ class Imports:
                         self.targets[alias.asname] = (alias.name, None)
 
     def resolve(self, expression: ast.expr) -> Any:
-        """The object a dotted name stands for; None if it is none of vLLM's. Raises AttributeError when it is gone."""
+        """The object a dotted name stands for; None if it is none of vLLM's.
+
+        Raises AttributeError when it is gone.
+        """
         *path, root = reversed(_dotted(expression))
         if root not in self.targets:
             return None
@@ -72,8 +83,8 @@ def skipped(imports: Imports, path: Path) -> bool:
 
 
 def direct_calls() -> Iterator[tuple[str, Any, CallShape, int]]:
-    """(where, what is called, shape, arguments in front) of every call of a name imported from vLLM, and of methods of
-    what is annotated as a class of vLLM's."""
+    """(where, what is called, shape, arguments in front) of every call of a name imported from
+    vLLM, and of methods of what is annotated as a class of vLLM's."""
     for path in sources():
         tree = ast.parse(path.read_text())
         imports = Imports(tree)
@@ -89,36 +100,63 @@ def direct_calls() -> Iterator[tuple[str, Any, CallShape, int]]:
                 continue
             if (called := imports.resolve(node.func)) is not None:
                 yield where, called, CallShape.of(node), 0
-            elif isinstance(node.func, ast.Attribute) and (owners := typed.get(ast.unparse(node.func.value))):
+            elif isinstance(node.func, ast.Attribute) and (
+                owners := typed.get(ast.unparse(node.func.value))
+            ):
                 name = node.func.attr
-                method = next((m for o in owners if (m := inspect.getattr_static(o, name, None)) is not None), None)
+                method = next(
+                    (m for o in owners if (m := inspect.getattr_static(o, name, None)) is not None),
+                    None,
+                )
                 yield where, function_of(method) or method, CallShape.of(node), 1
 
 
 def _annotated(tree: ast.AST, imports: Imports) -> dict[str, list[type]]:
-    """Expressions (`client`, `self._client`) that are annotated as one class of vLLM's throughout the file.
+    """Expressions (`client`, `self._client`) that are annotated as one class of vLLM's throughout
+    the file.
 
-    An attribute assigned from an annotated parameter has its class, and those it is narrowed to by `isinstance`.
+    An attribute assigned from an annotated parameter has its class, and those it is narrowed to by
+    `isinstance`.
     """
     found: dict[str, set[type]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-            classes = {a.arg: cls for a in arguments if (cls := _class(a.annotation, imports)) is not None}
+            classes = {
+                a.arg: cls for a in arguments if (cls := _class(a.annotation, imports)) is not None
+            }
             for argument in arguments:
                 found.setdefault(argument.arg, set()).add(classes.get(argument.arg, object))
             for part in ast.walk(node):
-                if isinstance(part, ast.Assign) and isinstance(part.value, ast.Name) and part.value.id in classes:
+                if (
+                    isinstance(part, ast.Assign)
+                    and isinstance(part.value, ast.Name)
+                    and part.value.id in classes
+                ):
                     for target in part.targets:
                         if isinstance(target, ast.Attribute):
                             found.setdefault(ast.unparse(target), set()).add(classes[part.value.id])
-        elif isinstance(node, ast.AnnAssign) and (cls := _class(node.annotation, imports)) is not None:
+        elif (
+            isinstance(node, ast.AnnAssign)
+            and (cls := _class(node.annotation, imports)) is not None
+        ):
             found.setdefault(ast.unparse(node.target), set()).add(cls)
-    typed = {name: list(classes) for name, classes in found.items() if len(classes) == 1 and object not in classes}
+    typed = {
+        name: list(classes)
+        for name, classes in found.items()
+        if len(classes) == 1 and object not in classes
+    }
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance" and len(node.args) == 2:
+        if (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func) == "isinstance"
+            and len(node.args) == 2
+        ):
             cls = _class(node.args[1], imports)
-            if cls is not None and (name := ast.unparse(node.args[0])) in {*typed, "self._client.engine_core"}:
+            if cls is not None and (name := ast.unparse(node.args[0])) in {
+                *typed,
+                "self._client.engine_core",
+            }:
                 typed.setdefault(name, []).append(cls)
     return typed
 
@@ -144,11 +182,19 @@ def base_calls() -> Iterator[tuple[str, Any, CallShape, int]]:
                 continue
             for name, attribute in vars(owner).items():
                 function = function_of(attribute)
-                if function is None or "super" not in function.__code__.co_names or _is_generated(function):
+                if (
+                    function is None
+                    or "super" not in function.__code__.co_names
+                    or _is_generated(function)
+                ):
                     continue
                 for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))):
                     called = _super_method(node)
-                    bases = [base for base in order[position + 1 :] if called is not None and called in vars(base)]
+                    bases = [
+                        base
+                        for base in order[position + 1 :]
+                        if called is not None and called in vars(base)
+                    ]
                     if not bases or bases[0].__module__.split(".")[0] != "vllm":
                         continue
                     key = (owner, name, called, bases[0])
@@ -168,7 +214,11 @@ def _super_method(node: ast.AST) -> str | None:
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
         return None
     value = node.func.value
-    is_super = isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "super"
+    is_super = (
+        isinstance(value, ast.Call)
+        and isinstance(value.func, ast.Name)
+        and value.func.id == "super"
+    )
     return node.func.attr if is_super else None
 
 
@@ -217,7 +267,9 @@ def test_vllms_base_methods_take_our_calls() -> None:
 
 
 def test_every_import_exists() -> None:
-    """Also those inside functions and for type checkers, which the module's own import does not reach."""
+    """Also those inside functions and for type checkers, which the module's own import does not
+    reach.
+    """
     missing = {}
     for path in sources():
         imports = Imports(ast.parse(path.read_text()))
@@ -239,10 +291,14 @@ def test_every_import_exists() -> None:
     ("code", "reason"),
     [
         ("from vllm.inputs import mm_input\nmm_input(prompt=[0])", "prompt"),
-        ("from vllm import PoolingParams\nPoolingParams(task='plugin', no_such_field=1)", "no_such_field"),
+        (
+            "from vllm import PoolingParams\nPoolingParams(task='plugin', no_such_field=1)",
+            "no_such_field",
+        ),
         (
             "from vllm.engine.protocol import EngineClient\n"
-            "class A:\n  def __init__(self, client: 'EngineClient | None') -> None:\n    self.c = client\n"
+            "class A:\n  def __init__(self, client: 'EngineClient | None') -> None:\n    self.c = "
+            "client\n"
             "  def f(self):\n    self.c.abort()\n",
             "request_id",
         ),

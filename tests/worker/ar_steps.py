@@ -15,7 +15,10 @@ def new_request(
     prompt_len: int = 3,
     layers: Iterable[int] = (-1,),
 ) -> NewRequestData:
-    """A newly scheduled request; `hidden_states` None = it does not ask. `extra_args` replaces what would be asked."""
+    """A newly scheduled request; `hidden_states` None = it does not ask.
+
+    `extra_args` replaces what would be asked.
+    """
     if extra_args is None and hidden_states is not None:
         extra_args = {"omni": {"hidden_states": hidden_states, "layers": list(layers)}}
     return NewRequestData(
@@ -37,7 +40,9 @@ def scheduler_output(
     finished: Iterable[str] = (),
     drafts: Mapping[str, list[int]] | None = None,
 ) -> SchedulerOutput:
-    """One engine step: `scheduled` tokens per request (new ones with their whole prompt, unless named there)."""
+    """One engine step: `scheduled` tokens per request (new ones with their whole prompt, unless
+    named there).
+    """
     new = list(new)
     tokens = {**{data.req_id: data.prompt_len for data in new}, **(scheduled or {})}
     return SchedulerOutput(

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A chunk's adapters in the runner: batches, forks, files, chunks in flight, vLLM's own argument, FP8 weights."""
+"""A chunk's adapters in the runner: batches, forks, files, chunks in flight, vLLM's own
+argument, FP8 weights.
+"""
 
 import dataclasses
 import re
@@ -32,11 +34,20 @@ def requests(causal_wan: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
         name: files.write_causal_wan(causal_wan, folder / f"{name}.safetensors", seed)
         for seed, name in enumerate(("ink", "wool"), start=1)
     }
-    return {name: LoRARequest(name, number, str(path)) for number, (name, path) in enumerate(paths.items(), start=1)}
+    return {
+        name: LoRARequest(name, number, str(path))
+        for number, (name, path) in enumerate(paths.items(), start=1)
+    }
 
 
-def make(make_runner: MakeRunner, model: Path, requests: dict[str, LoRARequest], **more: Any) -> Worker:
-    omni = {"model": {**SMALL, **more.pop("options", {})}, "max_sessions": 16, **more.pop("omni", {})}
+def make(
+    make_runner: MakeRunner, model: Path, requests: dict[str, LoRARequest], **more: Any
+) -> Worker:
+    omni = {
+        "model": {**SMALL, **more.pop("options", {})},
+        "max_sessions": 16,
+        **more.pop("omni", {}),
+    }
     runner = make_runner(model, omni, **LORA, **{"dtype": "float32", **more})
     assert all(runner.add_lora(request) for request in requests.values())
     assert runner.list_loras() == {1, 2}
@@ -49,7 +60,9 @@ def chunk(worker: Worker, session: str, **fields: Any) -> torch.Tensor:
 
 def stream(worker: Worker, session: str, choices: list[list[Lora] | None]) -> list[torch.Tensor]:
     """A session's next chunks; it is opened if it is not there."""
-    first: list[dict[str, Any]] = [{} if session in worker.runner.sessions else {"prompt": "a field"}]
+    first: list[dict[str, Any]] = [
+        {} if session in worker.runner.sessions else {"prompt": "a field"}
+    ]
     first += [{}] * len(choices)
     return [chunk(worker, session, lora=lora, **first[index]) for index, lora in enumerate(choices)]
 
@@ -66,7 +79,11 @@ def test_a_session_s_adapters_in_batches_forks_and_files(
     plain = make_runner(causal_wan, {"model": SMALL, "batch_invariant": False}, dtype="float32")
     base = stream(worker, "base", [None] * 3)
     assert equal(stream(Worker(plain), "base", [None] * 3), base), "slots change nothing"
-    alone = {"base": base[0], "ink": stream(worker, "ink", [INK])[0], "both": stream(worker, "both", [INK + WOOL])[0]}
+    alone = {
+        "base": base[0],
+        "ink": stream(worker, "ink", [INK])[0],
+        "both": stream(worker, "both", [INK + WOOL])[0],
+    }
     choices = {"base": None, "ink": INK, "both": INK + WOOL}
     new = [
         new_request(name, session_id=f"{name}-2", prompt="a field", output="latents", lora=lora)
@@ -75,7 +92,9 @@ def test_a_session_s_adapters_in_batches_forks_and_files(
     together = run_to_end(worker.runner, *new)
     for name, latents in alone.items():
         assert torch.equal(together[name][1]["latents"], latents), name
-    assert not torch.equal(alone["ink"], alone["base"]) and not torch.equal(alone["both"], alone["ink"])
+    assert not torch.equal(alone["ink"], alone["base"]) and not torch.equal(
+        alone["both"], alone["ink"]
+    )
 
     run_to_end(worker.runner, new_request("f", session_id="ink", op="fork", fork_to="branch"))
     worker.save("ink", tmp_path / "ink")
@@ -89,7 +108,9 @@ def test_a_session_s_adapters_in_batches_forks_and_files(
 def test_a_file_says_which_adapters_it_needs(
     make_runner: MakeRunner, causal_wan: Path, requests: dict[str, LoRARequest], tmp_path: Path
 ) -> None:
-    """Snapshots and checkpoints go on, bit for bit, with the adapters that they were made with, and with no others."""
+    """Snapshots and checkpoints go on, bit for bit, with the adapters that they were made with,
+    and with no others.
+    """
     worker = make(make_runner, causal_wan, requests)
     stream(worker, "walk", [INK + WOOL, None])
     header = worker.save("walk", tmp_path / "walk")
@@ -101,17 +122,28 @@ def test_a_file_says_which_adapters_it_needs(
         elsewhere.restore(name, tmp_path / name)
         assert equal(stream(elsewhere, name, [None, WOOL]), expected)
 
-    ink, wool = (f"adapter '{used.name}' (scale {used.scale:g}, weights {used.digest})" for used in header.lora)
+    ink, wool = (
+        f"adapter '{used.name}' (scale {used.scale:g}, weights {used.digest})"
+        for used in header.lora
+    )
     here = header.lora[1].digest
     other = LoRARequest("ink", 1, requests["wool"].lora_path, load_inplace=True)
     assert elsewhere.runner.add_lora(other)
-    refused(elsewhere, tmp_path, f"the session uses {ink}, and the weights of that name here are {here}: load those")
+    refused(
+        elsewhere,
+        tmp_path,
+        f"the session uses {ink}, and the weights of that name here are {here}: load those",
+    )
     assert elsewhere.runner.remove_lora(1)
     refused(elsewhere, tmp_path, f"the session uses {ink}, not loaded here: load it")
     assert elsewhere.runner.remove_lora(2)
     refused(elsewhere, tmp_path, f"the session uses {ink}, {wool}, not loaded here: load it")
     plain = Worker(make_runner(causal_wan, {"model": SMALL}, dtype="float32"))
-    refused(plain, tmp_path, f"the session uses {ink}, {wool}, and this server runs without --enable-lora")
+    refused(
+        plain,
+        tmp_path,
+        f"the session uses {ink}, {wool}, and this server runs without --enable-lora",
+    )
     for number in (1, 2):
         assert elsewhere.runner.add_lora(list(requests.values())[number - 1])
     elsewhere.restore("again", tmp_path / "walk")
@@ -138,10 +170,16 @@ def refused(worker: Worker, folder: Path, words: str) -> None:
     assert "late" not in worker.runner.sessions
 
 
-def test_a_switch_computes_the_prompt_s_keys_anew(make_runner: MakeRunner, causal_wan: Path, tmp_path: Path) -> None:
-    """An adapter of nothing but the text's keys and values shows although the prompt stays, and leaves no trace."""
+def test_a_switch_computes_the_prompt_s_keys_anew(
+    make_runner: MakeRunner, causal_wan: Path, tmp_path: Path
+) -> None:
+    """An adapter of nothing but the text's keys and values shows although the prompt stays, and
+    leaves no trace.
+    """
     target = files.causal_wan_target(causal_wan)
-    made = files.factors(target, [f"blocks.{n}.cross_attn.{kv}" for n in range(4) for kv in "kv"], seed=4, size=1.0)
+    made = files.factors(
+        target, [f"blocks.{n}.cross_attn.{kv}" for n in range(4) for kv in "kv"], seed=4, size=1.0
+    )
     path = files.write_community_ab(made, tmp_path / "text.safetensors")
     worker = Worker(make_runner(causal_wan, {"model": SMALL}, dtype="float32", **LORA))
     assert worker.runner.add_lora(LoRARequest("text", 1, str(path)))
@@ -153,12 +191,21 @@ def test_a_switch_computes_the_prompt_s_keys_anew(make_runner: MakeRunner, causa
     assert equal(stream(worker, "after", [None, None]), base)
 
 
-@pytest.mark.parametrize("two", [(None, WOOL), (WOOL, None)], ids=["switched by the second", "by the first"])
-def test_chunks_in_flight_keep_the_adapters_they_began_with(
-    make_runner: MakeRunner, causal_wan: Path, requests: dict[str, LoRARequest], two: tuple[Any, Any]
+@pytest.mark.parametrize(
+    "two", [(None, WOOL), (WOOL, None)], ids=["switched by the second", "by the first"]
+)
+def test_chunks_in_flight_keep_the_adapters_they_started_with(
+    make_runner: MakeRunner,
+    causal_wan: Path,
+    requests: dict[str, LoRARequest],
+    two: tuple[Any, Any],
 ) -> None:
     """Two chunks of a session side by side, one names others: as one after the other."""
-    model = {"cache": "noise_matched", "denoising_steps": [1000, 500], "video_denoising_steps": [700, 500]}
+    model = {
+        "cache": "noise_matched",
+        "denoising_steps": [1000, 500],
+        "video_denoising_steps": [700, 500],
+    }
     in_turn = make(make_runner, causal_wan, requests, options=model)
     expected = stream(in_turn, "a", [INK, *two])
     at_once = make(make_runner, causal_wan, requests, options=model, omni={"chunks_in_flight": 2})
@@ -166,7 +213,10 @@ def test_chunks_in_flight_keep_the_adapters_they_began_with(
     fields: dict[str, Any] = {"session_id": "a", "output": "latents"}
     pair = run_to_end(
         at_once.runner,
-        *(new_request(str(index), chunk_index=index, lora=lora, **fields) for index, lora in enumerate(two, 1)),
+        *(
+            new_request(str(index), chunk_index=index, lora=lora, **fields)
+            for index, lora in enumerate(two, 1)
+        ),
     )
     got += [pair[number][1]["latents"] for number in "12"]
     assert equal(got, expected)
@@ -185,7 +235,9 @@ def test_vllm_s_own_argument_names_an_adapter(
 
     assert torch.equal(once("a", requests["wool"]), stream(worker, "b", [WOOL])[0])
     failure = once("c", LoRARequest("lost", 5, "/nowhere.safetensors"))
-    assert isinstance(failure, RequestFailed) and "adapter 'lost' cannot be loaded" in failure.message
+    assert (
+        isinstance(failure, RequestFailed) and "adapter 'lost' cannot be loaded" in failure.message
+    )
     assert not torch.equal(once("d", None), once("e", requests["wool"]))
 
 
@@ -196,7 +248,10 @@ def test_an_adapter_for_another_model_is_one_line_and_no_harm(
     before = stream(worker, "a", [INK])
     made = {"double_blocks.0.proj": (torch.zeros(2, 4), torch.zeros(4, 2))}
     path = files.write_community(made, tmp_path / "flux.safetensors")
-    with pytest.raises(ValueError, match=r"adapter 'flux': .*modules that this model lacks or keeps as they are: 3 \("):
+    with pytest.raises(
+        ValueError,
+        match=r"adapter 'flux': .*modules that this model lacks or keeps as they are: 3 \(",
+    ):
         worker.runner.add_lora(LoRARequest("flux", 9, str(path)))
     assert worker.runner.list_loras() == {1, 2}
     assert [worker.runner.pin_lora(number) for number in (1, 2, 9)] == [True, True, False]
@@ -206,7 +261,8 @@ def test_an_adapter_for_another_model_is_one_line_and_no_harm(
 def test_adapters_on_fp8_weights_move_latents_as_on_exact_ones(
     make_runner: MakeRunner, causal_wan: Path, requests: dict[str, LoRARequest]
 ) -> None:
-    """Their share is computed in bf16 beside the quantized product: the effect keeps direction and size (0.2 allowed).
+    """Their share is computed in bf16 beside the quantized product: the effect keeps direction and
+    size (0.2 allowed).
 
     Weights that are quantized anew by a reload have the same adapters.
     """
@@ -216,7 +272,9 @@ def test_adapters_on_fp8_weights_move_latents_as_on_exact_ones(
         base, ink = stream(worker, "base", [None]), stream(worker, "ink", [INK])
         with torch.inference_mode():  # in which `make_runner` has made the weights
             worker.runner.reload_weights()
-        assert equal(stream(worker, "base-2", [None]), base) and equal(stream(worker, "ink-2", [INK]), ink)
+        assert equal(stream(worker, "base-2", [None]), base) and equal(
+            stream(worker, "ink-2", [INK]), ink
+        )
         bases.append(base[0].float())
         effects.append((ink[0] - base[0]).float())
     assert not torch.equal(*bases)

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters on checkpoints that are stored quantized: beside vLLM's product, or on weights that are read back.
+"""LoRA adapters on checkpoints that are stored quantized: beside vLLM's product, or on weights that
+are read back.
 
-Wan 2.2 with both experts from tests/golden/quantized. Formats that a CPU cannot compute in are read back here.
+Wan 2.2 with both experts from tests/golden/quantized. Formats that a CPU cannot compute in are read
+back here.
 """
 
 from collections.abc import Callable
@@ -35,7 +37,8 @@ FORMATS: dict[str, tuple[bool, float]] = {
     "torchao_fp8": (False, 0.2),
     "torchao_int8": (False, 0.2),
 }
-"""Name -> (whether `omni.dequantize` reads it back, the relative difference of an adapter's effect that is allowed).
+"""Name -> (whether `omni.dequantize` reads it back, the relative difference of an adapter's effect
+that is allowed).
 
 Seen: 0.03 to 0.16, of ModelOpt's NVFP4 0.47; the rest of the network moves the effect, too.
 """
@@ -55,7 +58,9 @@ def adapter(pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, module in WanTransformer3DModel(**SIZES).named_modules():
         if isinstance(module, torch.nn.Linear) and name.startswith("blocks."):
             down, up = (files.RANK, module.in_features), (module.out_features, files.RANK)
-            tensors[f"{name}.lora_A.weight"] = torch.randn(down, generator=generator) / module.in_features**0.5
+            tensors[f"{name}.lora_A.weight"] = (
+                torch.randn(down, generator=generator) / module.in_features**0.5
+            )
             tensors[f"{name}.lora_B.weight"] = 0.4 * torch.randn(up, generator=generator)
     path = tmp_path_factory.mktemp("adapter") / "ink.safetensors"
     save_file(tensors, path)
@@ -63,12 +68,22 @@ def adapter(pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def video(worker: Worker, session: str, lora: list[Lora] | None = None) -> torch.Tensor:
-    fields: dict[str, Any] = {"one_shot": True, "prompt": "a field", "output": "latents", "seed": 1, "num_frames": 5}
+    fields: dict[str, Any] = {
+        "one_shot": True,
+        "prompt": "a field",
+        "output": "latents",
+        "seed": 1,
+        "num_frames": 5,
+    }
     return worker.chunk(session, num_inference_steps=4, lora=lora, **fields)["latents"].float()
 
 
-def effect(make_runner: Callable[..., Any], path: Path, adapter: Path, omni: dict[str, Any]) -> torch.Tensor:
-    """An adapter's change of a video's latents; without it, before and after, the bits are the checkpoint's own."""
+def effect(
+    make_runner: Callable[..., Any], path: Path, adapter: Path, omni: dict[str, Any]
+) -> torch.Tensor:
+    """An adapter's change of a video's latents; without it, before and after, the bits are the
+    checkpoint's own.
+    """
     base = video(Worker(make_runner(path, omni, dtype="bfloat16")), "a")
     worker = Worker(make_runner(path, omni, dtype="bfloat16", **LORA))
     assert worker.runner.add_lora(LoRARequest("ink", 1, str(adapter)))
@@ -97,13 +112,26 @@ def stored(pipeline: Path, name: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in EVERY_TIME else pytest.param(name, marks=pytest.mark.nightly) for name in FORMATS]
+    "name",
+    [
+        name if name in EVERY_TIME else pytest.param(name, marks=pytest.mark.nightly)
+        for name in FORMATS
+    ],
 )
 def test_an_adapter_acts_on_stored_weights_as_on_plain_ones(
-    name: str, make_runner: Callable[..., Any], pipeline: Path, adapter: Path, exact: torch.Tensor, tmp_path: Path
+    name: str,
+    make_runner: Callable[..., Any],
+    pipeline: Path,
+    adapter: Path,
+    exact: torch.Tensor,
+    tmp_path: Path,
 ) -> None:
-    """Its share is computed in bf16 beside whatever the format makes of the weight: the effect keeps its direction."""
+    """Its share is computed in bf16 beside whatever the format makes of the weight: the effect
+    keeps its direction.
+    """
     dequantize, allowed = FORMATS[name]
-    found = effect(make_runner, stored(pipeline, name, tmp_path), adapter, {"dequantize": dequantize})
+    found = effect(
+        make_runner, stored(pipeline, name, tmp_path), adapter, {"dequantize": dequantize}
+    )
     error = float((found - exact).norm() / exact.norm())
     assert 0 < error < allowed

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Both runner generations' mixins over a pretended runner, and the vLLM source they rely on.
 
-The pretended base class stands where vLLM's runner stands: it sees exactly what our hooks leave it. That what it
-pretends is real is checked against vLLM's own classes at the end of the file. The five faults that the review of the
-first version (vLLM-Omni PR 3) found have a test each.
+The pretended base class stands where vLLM's runner stands: it sees exactly what our hooks leave it.
+That what it pretends is real is checked against vLLM's own classes at the end of the file. The five
+faults that the review of the first version (vLLM-Omni PR 3) found have a test each.
 """
 
 import ast
@@ -32,16 +32,22 @@ import vllm_omni
 import vllm_omni.hidden_states
 from vllm_omni.hidden_states import HiddenStatesRequest
 from vllm_omni.worker.ar import gpu_worker as ar_gpu_worker
+from vllm_omni.worker.ar import hidden_states as hidden_state_rows
 from vllm_omni.worker.ar import layers as hidden_state_layers
-from vllm_omni.worker.ar import rows as hidden_state_rows
 from vllm_omni.worker.ar import runner as ar_gpu_model_runner
 from vllm_omni.worker.ar import worker as ar_worker
+from vllm_omni.worker.ar.hidden_states import HiddenStateCollector
 from vllm_omni.worker.ar.layers import LayerTaps
-from vllm_omni.worker.ar.rows import HiddenStateRows
 from vllm_omni.worker.ar.runner import ARModelRunnerV1Mixin, ARModelRunnerV2Mixin
 
 LAYERS, WIDTH = 4, 8
-OUR_MODULES = (ar_gpu_model_runner, ar_gpu_worker, ar_worker, hidden_state_layers, hidden_state_rows)
+OUR_MODULES = (
+    ar_gpu_model_runner,
+    ar_gpu_worker,
+    ar_worker,
+    hidden_state_layers,
+    hidden_state_rows,
+)
 REPO = Path(vllm_omni.__file__).parents[1]
 
 
@@ -72,10 +78,14 @@ class AsyncOutput(AsyncModelRunnerOutput):
 
 
 class PretendedRunner:
-    """What both generations have in common from the outside: execute_model leaves a state, sample_tokens uses it up."""
+    """What both generations have in common from the outside: execute_model leaves a state,
+    sample_tokens uses it up.
+    """
 
-    def __init__(self, rows: HiddenStateRows, taps: LayerTaps, asynchronous: bool = False) -> None:
-        self.hidden_state_rows, self.layer_taps = rows, taps
+    def __init__(
+        self, rows: HiddenStateCollector, taps: LayerTaps, asynchronous: bool = False
+    ) -> None:
+        self.hidden_state_collector, self.layer_taps = rows, taps
         self.asynchronous = asynchronous
         self.execute_model_state: Any = None
         self.seen: list[Any] = []
@@ -105,8 +115,12 @@ class PretendedV1(PretendedRunner):
         self.received = intermediate_tensors
         names = list(scheduled.num_scheduled_tokens)
         total = scheduled.total_num_scheduled_tokens
-        computed = np.array([0 if n in {d.req_id for d in scheduled.scheduled_new_reqs} else 3 for n in names])
-        self.input_batch = SimpleNamespace(req_ids=names, num_computed_tokens_cpu=np.append(computed, [9, 9]))
+        computed = np.array(
+            [0 if n in {d.req_id for d in scheduled.scheduled_new_reqs} else 3 for n in names]
+        )
+        self.input_batch = SimpleNamespace(
+            req_ids=names, num_computed_tokens_cpu=np.append(computed, [9, 9])
+        )
         self.execute_model_state = StateV1(scheduled, hidden(total + 3), aux(total + 3))
 
     def sample_tokens(self, grammar_output: Any) -> Any:
@@ -120,7 +134,9 @@ class PretendedV2(PretendedRunner):
     def execute_model(self, scheduled: SchedulerOutput, **kwargs: Any) -> None:
         self.received = kwargs.get("intermediate_tensors")
         # V2 sorts its batch: decodes first. Buffers are longer than the batch.
-        names = sorted(scheduled.num_scheduled_tokens, key=scheduled.num_scheduled_tokens.__getitem__)
+        names = sorted(
+            scheduled.num_scheduled_tokens, key=scheduled.num_scheduled_tokens.__getitem__
+        )
         counts = [scheduled.num_scheduled_tokens[name] for name in names]
         total = sum(counts)
         new = {data.req_id for data in scheduled.scheduled_new_reqs}
@@ -129,7 +145,9 @@ class PretendedV2(PretendedRunner):
             req_ids=names,
             num_reqs=len(names),
             query_start_loc_np=np.array([0, *np.cumsum(counts), total, total], dtype=np.int32),
-            num_computed_tokens_np=np.array([0 if name in new else 3 for name in names], dtype=np.int32),
+            num_computed_tokens_np=np.array(
+                [0 if name in new else 3 for name in names], dtype=np.int32
+            ),
             num_draft_tokens_per_req=np.array(drafts, dtype=np.int32) if any(drafts) else None,
         )
         self.execute_model_state = StateV2(batch, hidden(total + 3), aux(total + 3))
@@ -158,7 +176,7 @@ def aux(num_rows: int) -> list[torch.Tensor]:
 
 
 def make(generation: Any, asynchronous: bool = False) -> Any:
-    rows = HiddenStateRows(LAYERS, (1, 2, LAYERS))
+    rows = HiddenStateCollector(LAYERS, (1, 2, LAYERS))
     return generation(rows, LayerTaps(LAYERS, (1, 2), installed=True), asynchronous)
 
 
@@ -188,37 +206,47 @@ both_ways = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", 
 @both
 @both_ways
 def test_rows_of_a_mixed_batch(generation: Any, asynchronous: bool) -> None:
-    """Each asking request gets the rows of its own tokens, wherever the runner sorted them; padding is left out."""
+    """Each asking request gets the rows of its own tokens, wherever the runner sorted them;
+    padding is left out.
+    """
     runner = make(generation, asynchronous)
     run(runner, scheduler_output(new=[new_request("old", "all", prompt_len=3)]))
     output = run(
         runner,
         scheduler_output(
-            new=[new_request("plain", None, prompt_len=4), new_request("new", "all", prompt_len=3, layers=(-1, 2))],
+            new=[
+                new_request("plain", None, prompt_len=4),
+                new_request("new", "all", prompt_len=3, layers=(-1, 2)),
+            ],
             scheduled={"old": 1},
         ),
     )
     found = entries(output)
     order = output.req_ids
-    first = {name: sum({"plain": 4, "new": 3, "old": 1}[n] for n in order[: order.index(name)]) for name in order}
+    first = {
+        name: sum({"plain": 4, "new": 3, "old": 1}[n] for n in order[: order.index(name)])
+        for name in order
+    }
     assert found["plain"] is None
     assert found["old"] == [[first["old"]]]
     assert found["new"] == [[first["new"] + i, 200 + first["new"] + i] for i in range(3)]
 
 
 @both
-def test_a_batch_nobody_asked_in_is_stock(generation: Any) -> None:
+def test_a_batch_no_one_requested_in_is_stock(generation: Any) -> None:
     """The very object that vLLM returned, without a pooler output, and no rows taken."""
     runner = make(generation)
     runner.execute_model(scheduler_output(new=[new_request("r", None)]))
-    runner._take_rows = None  # calling it would fail
+    runner._copy_hidden_states = None  # calling it would fail
     output = runner.sample_tokens(None)
-    assert output.pooler_output is None and runner.hidden_state_rows.bytes_copied == 0
+    assert output.pooler_output is None and runner.hidden_state_collector.bytes_copied == 0
 
 
 @both
-def test_a_step_nobody_asks_in_costs_a_handful_of_calls(generation: Any) -> None:
-    """Counted, not timed: two calls of ours beside the two hooks, whatever the batch; no object of ours is made."""
+def test_a_step_no_one_requests_in_costs_a_handful_of_calls(generation: Any) -> None:
+    """Counted, not timed: two calls of ours beside the two hooks, whatever the batch; no object
+    of ours is made.
+    """
     calls: list[tuple[str, str]] = []
 
     def note(frame: Any, event: str, argument: Any) -> None:
@@ -272,7 +300,9 @@ def test_a_later_stage_runs_on_what_it_received(generation: Any) -> None:
     """The first generation is given it by place, too."""
     received = IntermediateTensors({"hidden_states": torch.zeros(3, WIDTH)})
     runner = make(generation)
-    runner.execute_model(scheduler_output(new=[new_request("r", "all")]), intermediate_tensors=received)
+    runner.execute_model(
+        scheduler_output(new=[new_request("r", "all")]), intermediate_tensors=received
+    )
     assert runner.received is received
     if generation is V1:
         runner.execute_model(scheduler_output(scheduled={"r": 1}), received)
@@ -280,45 +310,55 @@ def test_a_later_stage_runs_on_what_it_received(generation: Any) -> None:
 
 
 @both
-def test_a_finished_request_is_forgotten(generation: Any) -> None:
+def test_a_finished_request_is_evicted(generation: Any) -> None:
     """With the next step's scheduler output, as vLLM announces it."""
     runner = make(generation)
     run(runner, scheduler_output(new=[new_request("r", "all"), new_request("other", None)]))
     output = run(runner, scheduler_output(scheduled={"other": 1}, finished=["r"]))
-    assert output.pooler_output is None and not runner.hidden_state_rows
+    assert output.pooler_output is None and not runner.hidden_state_collector
 
 
-# ---- the five faults of the first version ------------------------------------------------------------------------
+# ---- the five faults of the first version
+# ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("generation", "state"), [(V1, None), (V2, None), (V2, StateV2(SimpleNamespace(req_ids=["r"]), None, None))]
+    ("generation", "state"),
+    [(V1, None), (V2, None), (V2, StateV2(SimpleNamespace(req_ids=["r"]), None, None))],
 )
 @feature("pipeline parallelism (PP 2)", "V2", how="mocked")
-def test_fault_1_stages_before_the_last_answer_as_stock(generation: Any, state: Any) -> None:
+def test_fault_1_stages_before_the_last_response_as_stock(generation: Any, state: Any) -> None:
     """The branch of a stage without hidden states is reached first, before anything reads them."""
     runner = make(generation)
     runner.execute_model(scheduler_output(new=[new_request("r", "all")]))
     runner.execute_model_state = state
     runner.stage_output = ModelRunnerOutput([], {})
     assert runner.sample_tokens(None) is runner.stage_output
-    assert runner.stage_output.pooler_output is None and runner.hidden_state_rows.bytes_copied == 0
+    assert (
+        runner.stage_output.pooler_output is None
+        and runner.hidden_state_collector.bytes_copied == 0
+    )
 
 
 @pytest.mark.parametrize("last", [False, True])
-def test_fault_1_under_torchrun_every_stage_answers_with_rows(last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There each stage has a scheduler of its own: the last one shows its rows to the others, which hold none."""
+def test_fault_1_under_torchrun_every_stage_responses_with_rows(
+    last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There each stage has a scheduler of its own: the last one shows its rows to the others,
+    which hold none.
+    """
     shown: list[torch.Tensor] = []
 
     def broadcast(rows: torch.Tensor, src: int) -> torch.Tensor:
         assert src == 1
         shown.append(rows)
-        of_layer = hidden(len(rows)) + (200 if len(shown) == 1 else 0)  # layers come in the order of their numbers
+        # layers come in the order of their numbers
+        of_layer = hidden(len(rows)) + (200 if len(shown) == 1 else 0)
         return rows if last else rows.copy_(of_layer)
 
     group = SimpleNamespace(is_last_rank=last, world_size=2, broadcast=broadcast)
     monkeypatch.setattr(ar_gpu_model_runner, "get_pp_group", lambda: group)
-    runner = V1(HiddenStateRows(LAYERS, (2, LAYERS)), LayerTaps(LAYERS, (2,), installed=True))
+    runner = V1(HiddenStateCollector(LAYERS, (2, LAYERS)), LayerTaps(LAYERS, (2,), installed=True))
     runner.broadcast_pp_output = True
     runner.device = torch.device("cpu")
     runner.model_config = SimpleNamespace(get_hidden_size=lambda: WIDTH, dtype=torch.float16)
@@ -331,24 +371,32 @@ def test_fault_1_under_torchrun_every_stage_answers_with_rows(last: bool, monkey
     found = entries(runner.sample_tokens(None))
     assert found == {"r": [[200.0, 0.0], [201.0, 1.0], [202.0, 2.0]], "other": None}
     assert [len(rows) for rows in shown] == [5, 5], "only real rows, not the padding"
-    assert last or {rows.dtype for rows in shown} == {torch.float16}, "what is received has the model's type"
+    assert last or {rows.dtype for rows in shown} == {torch.float16}, (
+        "what is received has the model's type"
+    )
 
 
 @feature("speculative decoding (EAGLE-3, its layers)", "V2", how="mocked")
 @both
 def test_fault_2_a_drafter_gets_every_layer_it_reads(generation: Any) -> None:
-    """EAGLE-3 reads the extra layers of the forward: the sampler sees the same state, the same list, same tensors."""
+    """EAGLE-3 reads the extra layers of the forward: the sampler sees the same state, the same
+    list, same tensors.
+    """
     runner = make(generation)
     runner.execute_model(scheduler_output(new=[new_request("r", "all", layers=(1, -1))]))
     state, layers = runner.execute_model_state, runner.execute_model_state.aux_hidden_states
     runner.sample_tokens(None)
-    assert runner.seen[0] is state and runner.seen[0].aux_hidden_states is layers and len(layers) == 2
+    assert (
+        runner.seen[0] is state and runner.seen[0].aux_hidden_states is layers and len(layers) == 2
+    )
 
 
 @both
 @both_ways
 def test_fault_3_nothing_else_of_the_output_changes(generation: Any, asynchronous: bool) -> None:
-    """NaN counters, logprobs, connector results: each field but the pooler output is the object vLLM put there."""
+    """NaN counters, logprobs, connector results: each field but the pooler output is the object
+    vLLM put there.
+    """
     runner = make(generation, asynchronous)
     runner.execute_model(scheduler_output(new=[new_request("r", "all")]))
     output = runner.sample_tokens(None)
@@ -362,7 +410,9 @@ def test_fault_3_nothing_else_of_the_output_changes(generation: Any, asynchronou
 
 
 def test_fault_4_no_body_of_vllm_is_copied() -> None:
-    """The workers define no `init_device` of their own but one that begins with vLLM's, and share no six lines."""
+    """The workers define no `init_device` of their own but one that begins with vLLM's, and
+    share no six lines.
+    """
     assert "init_device" not in vars(ar_gpu_worker.ARGPUWorker)
     from vllm_omni.worker.ar import cpu_worker as ar_cpu_worker
 
@@ -374,21 +424,31 @@ def test_fault_4_no_body_of_vllm_is_copied() -> None:
         for window in windows(inspect.getsource(module))
     }
     for module in (*OUR_MODULES, ar_cpu_worker):
-        assert not [window for window in windows(inspect.getsource(module)) if window in theirs], module.__name__
+        assert not [window for window in windows(inspect.getsource(module)) if window in theirs], (
+            module.__name__
+        )
 
 
 def windows(source: str, length: int = 6) -> list[tuple[str, ...]]:
     """Every run of `length` lines of code that say something."""
     lines = [line.strip() for line in source.splitlines()]
-    lines = [line for line in lines if len(line) > 3 and not line.startswith(("#", "from ", "import "))]
+    lines = [
+        line for line in lines if len(line) > 3 and not line.startswith(("#", "from ", "import "))
+    ]
     return [tuple(lines[i : i + length]) for i in range(len(lines) - length + 1)]
 
 
-@pytest.mark.parametrize("module", [*OUR_MODULES, vllm_omni.hidden_states], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", [*OUR_MODULES, vllm_omni.hidden_states], ids=lambda module: module.__name__
+)
 def test_fault_5_docstrings_promise_what_exists(module: Any) -> None:
-    """No fallback is promised, each test file that is named exists, and so does each option and name in backquotes."""
+    """No fallback is promised, each test file that is named exists, and so does each option and
+    name in backquotes.
+    """
     tree = ast.parse(inspect.getsource(module))
-    nodes = [n for n in ast.walk(tree) if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef)]
+    nodes = [
+        n for n in ast.walk(tree) if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef)
+    ]
     text = "\n".join(ast.get_docstring(node) or "" for node in nodes)
     assert not re.search(r"fall(s|ing)?[- ]?back", text, re.I)
     for path in re.findall(r"tests/[\w/]+\.py", text):
@@ -403,16 +463,21 @@ def test_fault_5_the_documented_modes_are_the_modes() -> None:
     [definition] = ast.parse(inspect.getsource(HiddenStatesRequest)).body
     assert isinstance(definition, ast.ClassDef)
     [text] = [
-        ast.unparse(below) for field, below in pairwise(definition.body) if "hidden_states:" in ast.unparse(field)
+        ast.unparse(below)
+        for field, below in pairwise(definition.body)
+        if "hidden_states:" in ast.unparse(field)
     ]
     assert set(re.findall(r"`(\w+)`", text)) == allowed
 
 
-# ---- do the pretended runners behave like vLLM's -----------------------------------------------------------------
+# ---- do the pretended runners behave like vLLM's
+# -----------------------------------------------------------------
 
 
 def test_v1_has_what_the_mixin_uses() -> None:
-    """Fields of the state between execute and sample, of the batch, and the hooks themselves, in the installed vLLM."""
+    """Fields of the state between execute and sample, of the batch, and the hooks themselves, in
+    the installed vLLM.
+    """
     assert set(StateV1._fields) <= set(gpu_model_runner.ExecuteModelState._fields)
     runner = gpu_model_runner.GPUModelRunner
     assert list(inspect.signature(runner.execute_model).parameters) == [
@@ -422,7 +487,12 @@ def test_v1_has_what_the_mixin_uses() -> None:
     ]
     assert list(inspect.signature(runner.sample_tokens).parameters) == ["self", "grammar_output"]
     source = inspect.getsource(runner)
-    for name in ("use_aux_hidden_state_outputs", "intermediate_tensors", "broadcast_pp_output", "max_num_tokens"):
+    for name in (
+        "use_aux_hidden_state_outputs",
+        "intermediate_tensors",
+        "broadcast_pp_output",
+        "max_num_tokens",
+    ):
         assert f"self.{name} = " in source or f"self.{name}: " in source, name
     batch = inspect.getsource(gpu_input_batch.InputBatch)
     assert "self.num_computed_tokens_cpu = " in batch and "def req_ids(self)" in batch
@@ -432,13 +502,28 @@ def test_v2_has_what_the_mixin_uses() -> None:
     """The same for the second generation."""
     assert set(StateV2._fields) <= set(v2_model_runner.ExecuteModelState._fields)
     fields = {field.name for field in dataclasses.fields(v2_input_batch.InputBatch)}
-    used = {"req_ids", "num_reqs", "query_start_loc_np", "num_computed_tokens_np", "num_draft_tokens_per_req"}
+    used = {
+        "req_ids",
+        "num_reqs",
+        "query_start_loc_np",
+        "num_computed_tokens_np",
+        "num_draft_tokens_per_req",
+    }
     assert used <= fields
     runner = v2_model_runner.GPUModelRunner
-    assert list(inspect.signature(runner.execute_model).parameters)[:2] == ["self", "scheduler_output"]
+    assert list(inspect.signature(runner.execute_model).parameters)[:2] == [
+        "self",
+        "scheduler_output",
+    ]
     assert list(inspect.signature(runner.sample_tokens).parameters) == ["self", "grammar_output"]
     source = inspect.getsource(runner)
-    for name in ("use_aux_hidden_state_outputs", "intermediate_tensors", "pp_handler", "is_first_pp_rank", "use_pp"):
+    for name in (
+        "use_aux_hidden_state_outputs",
+        "intermediate_tensors",
+        "pp_handler",
+        "is_first_pp_rank",
+        "use_pp",
+    ):
         assert f"self.{name} = " in source or f"self.{name}: " in source, name
 
 
@@ -446,21 +531,30 @@ def test_v2_has_what_the_mixin_uses() -> None:
     "EPLB",
     "V1",
     how="mocked",
-    note="the stock step that balances experts runs once per step; expert-parallel kernels need CUDA",
+    note="the stock step that balances experts runs once per step; expert-parallel kernels "
+    "need CUDA",
 )
 @feature("EPLB", "V2", how="mocked")
 def test_v2_balances_experts_after_a_step() -> None:
     """EPLB hangs on the stock `sample_tokens`, which our mixin calls exactly once per step."""
     source = inspect.getsource(v2_model_runner)
     assert re.search(r"@step_eplb_after\(\)\s+def sample_tokens", source)
-    assert inspect.getsource(ARModelRunnerV2Mixin.sample_tokens).count("super().sample_tokens(") == 1
+    assert (
+        inspect.getsource(ARModelRunnerV2Mixin.sample_tokens).count("super().sample_tokens(") == 1
+    )
     assert "self.eplb_step()" in inspect.getsource(gpu_model_runner.GPUModelRunner.sample_tokens)
-    assert inspect.getsource(ARModelRunnerV1Mixin.sample_tokens).count("super().sample_tokens(") == 1
+    assert (
+        inspect.getsource(ARModelRunnerV1Mixin.sample_tokens).count("super().sample_tokens(") == 1
+    )
 
 
-def test_the_worker_still_asks_for_its_runner() -> None:
+def test_the_worker_still_requests_for_its_runner() -> None:
     """The CUDA worker is ours by one documented hook."""
-    assert "self._make_model_runner()" in inspect.getsource(gpu_worker.Worker._init_workspace_and_model_runner)
-    assert vars(ar_gpu_worker.ARGPUWorker).keys() & {"_make_model_runner", "init_device", "execute_model"} == {
-        "_make_model_runner"
-    }
+    assert "self._make_model_runner()" in inspect.getsource(
+        gpu_worker.Worker._init_workspace_and_model_runner
+    )
+    assert vars(ar_gpu_worker.ARGPUWorker).keys() & {
+        "_make_model_runner",
+        "init_device",
+        "execute_model",
+    } == {"_make_model_runner"}

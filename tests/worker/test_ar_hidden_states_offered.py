@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which hidden states an engine offers, by its configuration: decided once, when the model is loaded."""
+"""Which hidden states an engine offers, by its configuration: decided once, when the model is
+loaded.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +25,9 @@ def config(scheduler: str | None = SCHEDULER, speculative: Any = None, **changed
 
     scheduler_config = SchedulerConfig.default_factory(max_num_seqs=1, scheduler_cls=scheduler)
     return SimpleNamespace(
-        model_config=part(is_encoder_decoder=False, is_diffusion=False, architecture="Qwen2ForCausalLM"),
+        model_config=part(
+            is_encoder_decoder=False, is_diffusion=False, architecture="Qwen2ForCausalLM"
+        ),
         cache_config=part(kv_sharing_fast_prefill=False),
         parallel_config=part(prefill_context_parallel_size=1, distributed_executor_backend="mp"),
         scheduler_config=scheduler_config,
@@ -38,14 +42,16 @@ def tensor_rank(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return group
 
 
-def test_the_final_layer_and_those_kept_are_offered(tensor_rank: SimpleNamespace) -> None:
-    rows = module._make_rows(config(), TAPS)
+def test_the_final_layer_and_those_retained_are_offered(tensor_rank: SimpleNamespace) -> None:
+    rows = module._make_collector(config(), TAPS)
     assert (rows.num_layers, rows.layers, rows.refusal) == (4, {1, 2, 4}, None)
     assert rows.copies
 
 
 @pytest.mark.parametrize("scheduler", [None, "vllm.v1.core.sched.scheduler.Scheduler"])
-def test_a_worker_without_the_scheduler_that_carries_them_does_not_start(scheduler: str | None) -> None:
+def test_a_worker_without_the_scheduler_that_carries_them_does_not_start(
+    scheduler: str | None,
+) -> None:
     """Requests for hidden states would get their text only, without an error."""
     with pytest.raises(ValueError, match=f"ARGPUWorker needs --scheduler-cls {SCHEDULER}$"):
         check_model(config(scheduler))
@@ -53,20 +59,26 @@ def test_a_worker_without_the_scheduler_that_carries_them_does_not_start(schedul
 
 
 def test_a_worker_of_language_models_does_not_start_on_another_model() -> None:
-    """In one line that names the worker to use; vLLM's config may come from elsewhere than a command line."""
+    """In one line that names the worker to use; vLLM's config may come from elsewhere than a
+    command line.
+    """
     world = config()
     world.model_config.architecture = "LingBotWorldPipeline"
-    with pytest.raises(ValueError, match=r"needs vllm_omni\.worker\.DiffusionGPUWorker: drop the flag$"):
+    with pytest.raises(
+        ValueError, match=r"needs vllm_omni\.worker\.DiffusionGPUWorker: drop the flag$"
+    ):
         check_model(world)
 
 
 @pytest.mark.parametrize(("backend", "copies"), [("mp", False), ("external_launcher", True)])
-def test_of_tensor_parallel_ranks_those_copy_that_answer_a_scheduler(
+def test_of_tensor_parallel_ranks_those_copy_that_response_a_scheduler(
     tensor_rank: SimpleNamespace, backend: str, copies: bool
 ) -> None:
     """The first; under torchrun every rank has a scheduler."""
     tensor_rank.rank_in_group = 1
-    assert module._make_rows(config(distributed_executor_backend=backend), TAPS).copies is copies
+    assert (
+        module._make_collector(config(distributed_executor_backend=backend), TAPS).copies is copies
+    )
 
 
 @pytest.mark.parametrize(
@@ -76,26 +88,29 @@ def test_of_tensor_parallel_ranks_those_copy_that_answer_a_scheduler(
         ({"is_diffusion": True}, "diffusion language models"),
         ({"kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill"),
         ({"prefill_context_parallel_size": 2}, "prefill context parallelism"),
-        ({"speculative": SimpleNamespace(enable_adaptive_verification=True)}, "adaptive verification"),
+        (
+            {"speculative": SimpleNamespace(enable_adaptive_verification=True)},
+            "adaptive verification",
+        ),
     ],
 )
 def test_where_rows_would_be_missing_or_shifted_the_reason_is_said(
     tensor_rank: SimpleNamespace, changed: dict[str, Any], named: str
 ) -> None:
-    refusal = module._make_rows(config(**changed), TAPS).refusal
+    refusal = module._make_collector(config(**changed), TAPS).refusal
     assert refusal is not None and named in refusal
 
 
 def test_other_drafters_are_no_reason_to_refuse(tensor_rank: SimpleNamespace) -> None:
     drafter = SimpleNamespace(enable_adaptive_verification=False)
-    assert module._make_rows(config(speculative=drafter), TAPS).refusal is None
+    assert module._make_collector(config(speculative=drafter), TAPS).refusal is None
 
 
 def test_statistics_say_what_this_rank_offers_and_has_copied(tensor_rank: SimpleNamespace) -> None:
     tensor_rank.rank_in_group = 1
-    rows = module._make_rows(config(), TAPS)
+    rows = module._make_collector(config(), TAPS)
     rows.bytes_copied = 7
-    worker = SimpleNamespace(model_runner=SimpleNamespace(hidden_state_rows=rows))
+    worker = SimpleNamespace(model_runner=SimpleNamespace(hidden_state_collector=rows))
     assert ARWorkerMixin.hidden_states_stats(worker) == {
         "bytes_copied": 7,
         "layers": [1, 2, 4],

@@ -9,11 +9,12 @@ import pytest
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.requests import RequestState
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.worker.diffusion.in_flight import ChunksInFlight
+from vllm_omni.worker.diffusion.sessions.in_flight import ChunksInFlight
 
 PREDECESSOR = (
     "predecessor_failed",
-    "an earlier chunk failed or was aborted while both were in flight; the session is as it was before that "
+    "an earlier chunk failed or was aborted while both were in flight; the session is as it was "
+    "before that "
     "chunk: send both again",
 )
 
@@ -26,17 +27,17 @@ class Sessions:
         self.sessions: dict[str, Any] = {}
         self._committed = committed
 
-    def ask(self, name: str, index: int | None = None) -> RequestState:
+    def send(self, name: str, index: int | None = None) -> RequestState:
         """A request without a chunk; its session is its name's first letter."""
         return RequestState(name, DiffusionParams(session_id=name[0], chunk_index=index), {})
 
-    def begin(self, name: str, step: int = 0, index: int = 0, behind: Any = None) -> RequestState:
-        state = self.ask(name, index)
+    def start(self, name: str, step: int = 0, index: int = 0, after: Any = None) -> RequestState:
+        state = self.send(name, index)
         known = SimpleNamespace(session_id=name[0], chunk_index=self._committed)
         session = self.sessions.setdefault(name[0], known)
         state.chunk = SimpleNamespace(session=session, step=step, num_steps=4, name=name)  # type: ignore[assignment]
         state.index = index
-        self.flights.add(state, behind)
+        self.flights.add_chunk(state, after)
         return state
 
     def held(self, *states: RequestState) -> str:
@@ -50,12 +51,12 @@ def told(state: RequestState) -> tuple[str, str] | None:
 def test_with_one_chunk_at_a_time_nothing_ever_waits() -> None:
     """The scheduler sees to the order then."""
     runs = Sessions(1)
-    runs.begin("s1")
-    assert runs.held(runs.ask("s2"), runs.ask("s3")) == ""
+    runs.start("s1")
+    assert runs.held(runs.send("s2"), runs.send("s3")) == ""
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "behind", "held"),
+    ("first", "second", "after", "held"),
     [
         (0, 0, 1, "s2"),
         (1, 0, 1, ""),
@@ -68,55 +69,64 @@ def test_with_one_chunk_at_a_time_nothing_ever_waits() -> None:
         (4, 4, 2, ""),
     ],
 )
-def test_a_chunk_goes_on_behind_the_one_before_it(first: int, second: int, behind: int, held: str) -> None:
-    """By `steps_behind` steps, or at will once that one has taken all its steps."""
+def test_a_chunk_continues_behind_the_one_before_it(
+    first: int, second: int, after: int, held: str
+) -> None:
+    """By `lag_steps` steps, or at will once that one has taken all its steps."""
     runs = Sessions(3)
-    runs.flights.order.steps_behind = behind
-    one, two = runs.begin("s1", first), runs.begin("s2", second)
+    runs.flights.order.lag_steps = after
+    one, two = runs.start("s1", first), runs.start("s2", second)
     assert runs.held(one, two) == held
 
 
-def test_a_chunk_begins_behind_the_last_of_its_session() -> None:
+def test_a_chunk_starts_behind_the_last_of_its_session() -> None:
     """As far as the limit goes; other sessions do not count."""
     runs = Sessions(3)
-    one = runs.begin("s1", 2)
-    assert runs.held(one, runs.ask("s2")) == ""
-    two = runs.begin("s2", 0)
-    assert runs.held(one, two, runs.ask("s3")) == "s3", "two is no step ahead"
+    one = runs.start("s1", 2)
+    assert runs.held(one, runs.send("s2")) == ""
+    two = runs.start("s2", 0)
+    assert runs.held(one, two, runs.send("s3")) == "s3", "two is no step ahead"
     two.chunk.step = 1  # type: ignore[union-attr]
-    assert runs.held(one, two, runs.ask("s3")) == ""
-    runs.begin("s3", 1).chunk.step = 4  # type: ignore[union-attr]
-    assert runs.held(runs.ask("s4")) == "s4", "three are at work"
-    assert runs.held(runs.ask("t1"), runs.ask("u1")) == ""
+    assert runs.held(one, two, runs.send("s3")) == ""
+    runs.start("s3", 1).chunk.step = 4  # type: ignore[union-attr]
+    assert runs.held(runs.send("s4")) == "s4", "three are at work"
+    assert runs.held(runs.send("t1"), runs.send("u1")) == ""
 
 
-def test_of_those_that_have_not_begun_one_of_a_session_may() -> None:
-    """The lowest index, wherever it stands in the batch; without one, the first that came, behind those with one."""
+def test_of_those_that_have_not_started_one_of_a_session_may() -> None:
+    """The lowest index, wherever it stands in the batch; without one, the first that came,
+    behind those with one.
+    """
     runs = Sessions(3)
-    assert runs.held(runs.ask("s2", 2), runs.ask("s1", 1), runs.ask("s3", 3)) == "s2 s3"
-    assert runs.held(runs.ask("sx"), runs.ask("s1", 1), runs.ask("sy")) == "sx sy"
-    assert runs.held(runs.ask("sx"), runs.ask("sy")) == "sy"
-    assert runs.held(runs.ask("s1", 1), runs.ask("t1", 1), runs.ask("s0", 0), runs.ask("t2", 2)) == "s1 t2"
-    failed, unread = runs.ask("s0", 0), RequestState("?", None, {})
+    assert runs.held(runs.send("s2", 2), runs.send("s1", 1), runs.send("s3", 3)) == "s2 s3"
+    assert runs.held(runs.send("sx"), runs.send("s1", 1), runs.send("sy")) == "sx sy"
+    assert runs.held(runs.send("sx"), runs.send("sy")) == "sy"
+    assert (
+        runs.held(runs.send("s1", 1), runs.send("t1", 1), runs.send("s0", 0), runs.send("t2", 2))
+        == "s1 t2"
+    )
+    failed, unread = runs.send("s0", 0), RequestState("?", None, {})
     failed.failure = RequestFailed("capacity", "full")
-    assert runs.held(failed, unread, runs.ask("s1", 1)) == "", "what has failed neither waits nor holds back"
+    assert runs.held(failed, unread, runs.send("s1", 1)) == "", (
+        "what has failed neither waits nor holds back"
+    )
 
 
 def test_the_first_chunk_of_a_session_is_alone() -> None:
     """Until it is committed there is no session to continue, however far it is."""
     runs = Sessions(3, committed=0)
-    one = runs.begin("s0", 3)
-    assert runs.held(one, runs.ask("s1", 1)) == "s1"
+    one = runs.start("s0", 3)
+    assert runs.held(one, runs.send("s1", 1)) == "s1"
     runs.sessions["s"].chunk_index = 1
-    assert runs.held(one, runs.ask("s1", 1)) == ""
+    assert runs.held(one, runs.send("s1", 1)) == ""
 
 
 def test_who_follows_whom() -> None:
     runs = Sessions(3)
     flights = runs.flights
     assert flights.last("s") is None and flights.count("s") == 0
-    one, two = runs.begin("s1"), runs.begin("s2")
-    runs.begin("t1")
+    one, two = runs.start("s1"), runs.start("s2")
+    runs.start("t1")
     assert flights.last("s") is two.chunk and flights.count("s") == 2 and flights.count("t") == 1
     assert flights.is_next(one.chunk) and not flights.is_next(two.chunk)  # type: ignore[arg-type]
     flights.end(one.chunk)  # type: ignore[arg-type]
@@ -129,9 +139,11 @@ def test_who_follows_whom() -> None:
 
 @pytest.mark.parametrize("because", [None, RequestFailed("lost", "the session is gone")])
 def test_a_chunk_that_fails_takes_those_behind_it_with_it(because: RequestFailed | None) -> None:
-    """Those before it go on; one that had a failure of its own keeps it; the failed one's is its own affair."""
+    """Those before it go on; one that had a failure of its own keeps it; the failed one's is its
+    own affair.
+    """
     runs = Sessions(4)
-    one, two, three, four = (runs.begin(f"s{index}", index=index) for index in range(1, 5))
+    one, two, three, four = (runs.start(f"s{index}", index=index) for index in range(1, 5))
     three.failure = own = RequestFailed("non_finite", "NaN")
     for _ in range(2):
         runs.flights.fail(two.chunk, because)  # type: ignore[arg-type]
@@ -141,19 +153,27 @@ def test_a_chunk_that_fails_takes_those_behind_it_with_it(because: RequestFailed
 
 
 def test_what_follows_a_failed_chunk_fails_until_it_is_released() -> None:
-    """An earlier stage that does not know yet still sends them: they take their steps for nothing."""
+    """An earlier stage that does not know yet still sends them: they take their steps for
+    nothing.
+    """
     runs = Sessions(4)
-    one = runs.begin("s1", index=1)
-    two = runs.begin("s2", index=2)
-    other = runs.begin("t2", index=2)
+    one = runs.start("s1", index=1)
+    two = runs.start("s2", index=2)
+    other = runs.start("t2", index=2)
     runs.flights.fail(one.chunk)  # type: ignore[arg-type]
     runs.flights.fail(other.chunk)  # type: ignore[arg-type]
     assert runs.flights.failed("s", 1) is one.chunk and runs.flights.failed("s", 2) is two.chunk
     assert runs.flights.failed("s", 3) is None and runs.flights.failed("u", 1) is None
-    late = runs.begin("s3", index=3, behind=two.chunk)
-    assert told(late) == PREDECESSOR and runs.flights.failed("s", 3) is late.chunk and runs.flights.count("s") == 0
-    again = runs.begin("s1", index=1)
-    assert told(again) is None and runs.flights.count("s") == 1, "sent again, it follows the session"
+    late = runs.start("s3", index=3, after=two.chunk)
+    assert (
+        told(late) == PREDECESSOR
+        and runs.flights.failed("s", 3) is late.chunk
+        and runs.flights.count("s") == 0
+    )
+    again = runs.start("s1", index=1)
+    assert told(again) is None and runs.flights.count("s") == 1, (
+        "sent again, it follows the session"
+    )
     runs.flights.fail(again.chunk)  # type: ignore[arg-type]
     assert runs.flights.failed("s", 1) is again.chunk, "of two, the newer"
     for state in (one, again, two, late):
@@ -165,7 +185,7 @@ def test_what_follows_a_failed_chunk_fails_until_it_is_released() -> None:
 def test_a_chunk_that_is_released_before_its_end_has_failed() -> None:
     """An abort: those behind it fall; after `end` it is only forgotten."""
     runs = Sessions(4)
-    one, two, three = (runs.begin(f"s{index}", index=index) for index in range(1, 4))
+    one, two, three = (runs.start(f"s{index}", index=index) for index in range(1, 4))
     runs.flights.end(one.chunk)  # type: ignore[arg-type]
     runs.flights.release(one.chunk)  # type: ignore[arg-type]
     assert told(two) is None and runs.flights.count("s") == 2
@@ -175,14 +195,18 @@ def test_a_chunk_that_is_released_before_its_end_has_failed() -> None:
 
 
 def test_only_those_behind_a_failed_chunk_fail_with_it() -> None:
-    """One that follows a chunk at work is at work, also while failed ones of its session are not released yet."""
+    """One that follows a chunk at work is at work, also while failed ones of its session are not
+    released yet.
+    """
     runs = Sessions(4)
-    gone = [runs.begin("s1", index=1), runs.begin("s2", index=2)]
+    gone = [runs.start("s1", index=1), runs.start("s2", index=2)]
     runs.flights.fail(gone[0].chunk)  # type: ignore[arg-type]
-    again = runs.begin("s1", index=1)
-    behind = runs.begin("s2", index=2, behind=again.chunk)
-    assert told(again) is told(behind) is None and runs.flights.count("s") == 2
-    other = runs.begin("t1", index=1)
-    assert told(runs.begin("t2", index=2, behind=other.chunk)) is None and runs.flights.count("t") == 2
-    assert told(runs.begin("s3", index=3, behind=gone[1].chunk)) == PREDECESSOR
-    assert told(runs.begin("s2", index=2, behind=gone[0].chunk)) == PREDECESSOR
+    again = runs.start("s1", index=1)
+    after = runs.start("s2", index=2, after=again.chunk)
+    assert told(again) is told(after) is None and runs.flights.count("s") == 2
+    other = runs.start("t1", index=1)
+    assert (
+        told(runs.start("t2", index=2, after=other.chunk)) is None and runs.flights.count("t") == 2
+    )
+    assert told(runs.start("s3", index=3, after=gone[1].chunk)) == PREDECESSOR
+    assert told(runs.start("s2", index=2, after=gone[0].chunk)) == PREDECESSOR

@@ -11,7 +11,7 @@ from helpers.scheduling import execute, new_request, run_to_end, step
 
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.worker.diffusion.decode import ResultStream
-from vllm_omni.worker.diffusion.in_flight import ChunksInFlight
+from vllm_omni.worker.diffusion.sessions.in_flight import ChunksInFlight
 
 STEPS = 5
 OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["one_stream", "overlap_decode"])
@@ -48,7 +48,9 @@ def count(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def state_of(runner: Any) -> tuple[Any, dict[str, bytes]]:
     session = runner.sessions.get("s")
-    return session.scalars(), {name: t.cpu().numpy().tobytes() for name, t in session.tensors().items()}
+    return session.scalars(), {
+        name: t.cpu().numpy().tobytes() for name, t in session.tensors().items()
+    }
 
 
 @OVERLAP
@@ -64,7 +66,9 @@ def test_frames_are_made_before_the_clean_pass_and_committed_after_it(
 def test_the_decode_is_launched_behind_the_last_denoise_step(
     make_runner: Any, null_world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the same engine step: launching a decode and a clean pass takes a host longer than decoding a device."""
+    """In the same engine step: launching a decode and a clean pass takes a host longer than
+    decoding a device.
+    """
     runner = make_runner(null_world)
     calls = count(runner, monkeypatch)
     execute(runner, step(new=[chunk("r", 0)]))
@@ -87,7 +91,10 @@ def test_the_order_changes_no_bit(
         calls = count(runner, monkeypatch)
         frames = []
         for index in range(3):
-            fields = {"chunk_index": index, **({"prompt": "a field", "seed": 3} if index == 0 else {})}
+            fields = {
+                "chunk_index": index,
+                **({"prompt": "a field", "seed": 3} if index == 0 else {}),
+            }
             if family == "null_world":
                 fields["options"] = {"clean_pass": True}
             name = f"{family}-{index}"
@@ -101,8 +108,12 @@ def test_the_order_changes_no_bit(
 
 
 @OVERLAP
-def test_a_clean_pass_that_fails_takes_the_frames_with_it(make_runner: Any, null_world: Path, overlap: bool) -> None:
-    """They are not delivered, the session is as it was, and the same chunk can be asked for again."""
+def test_a_clean_pass_that_fails_takes_the_frames_with_it(
+    make_runner: Any, null_world: Path, overlap: bool
+) -> None:
+    """They are not delivered, the session is as it was, and the same chunk can be asked for
+    again.
+    """
     runner = make_runner(null_world, {"overlap_decode": overlap})
     run_to_end(runner, chunk("first", 0))
     before = state_of(runner)
@@ -112,7 +123,9 @@ def test_a_clean_pass_that_fails_takes_the_frames_with_it(make_runner: Any, null
     again = run_to_end(runner, chunk("again", 1))["again"]
     other = make_runner(null_world, {"overlap_decode": overlap})
     run_to_end(other, chunk("first", 0))
-    assert torch.equal(again[1]["frames"], run_to_end(other, chunk("again", 1))["again"][1]["frames"])
+    assert torch.equal(
+        again[1]["frames"], run_to_end(other, chunk("again", 1))["again"][1]["frames"]
+    )
 
 
 @OVERLAP
@@ -148,7 +161,9 @@ def new_nan(request_id: str) -> Any:
     return new_request(request_id, session_id="s", chunk_index=1, output="latents", options=options)
 
 
-def test_giving_up_a_chunk_before_its_clean_pass_leaves_its_session_alone(make_runner: Any, null_world: Path) -> None:
+def test_giving_up_a_chunk_before_its_clean_pass_leaves_its_session_alone(
+    make_runner: Any, null_world: Path
+) -> None:
     runner = make_runner(null_world)
     run_to_end(runner, chunk("first", 0))
     before = state_of(runner)
@@ -162,7 +177,9 @@ def test_giving_up_a_chunk_before_its_clean_pass_leaves_its_session_alone(make_r
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_a_result_waits_for_nothing_that_is_queued_behind_it() -> None:
-    """On the steps' own stream: the host has it while the clean pass still runs, whose time it therefore lacks."""
+    """On the steps' own stream: the host has it while the clean pass still runs, whose time it
+    therefore lacks.
+    """
     from vllm_omni.model_executor.device_async import StageTimer
     from vllm_omni.model_executor.interfaces import DiffusionRequest
     from vllm_omni.outputs import unpack
@@ -188,10 +205,12 @@ def test_a_result_waits_for_nothing_that_is_queued_behind_it() -> None:
 
 
 @pytest.mark.parametrize("clean_pass", [True, False], ids=["before the clean pass", "at the end"])
-def test_a_shared_decode_begins_only_if_every_rank_is_fine(
+def test_a_shared_decode_starts_only_if_every_rank_is_fine(
     make_runner: Any, null_world: Path, monkeypatch: pytest.MonkeyPatch, clean_pass: bool
 ) -> None:
-    """Another rank that has refused the chunk will not be there: no decode, the chunk fails, the session stays."""
+    """Another rank that has refused the chunk will not be there: no decode, the chunk fails, the
+    session stays.
+    """
     runner = make_runner(null_world)
     runner.chunk_end.shares_decode = True
     calls = count(runner, monkeypatch)
@@ -205,8 +224,12 @@ def test_a_shared_decode_begins_only_if_every_rank_is_fine(
     assert runner.sessions.get("s").chunk_index == 1
 
 
-def test_an_error_inside_a_shared_decode_is_not_kept(make_runner: Any, null_world: Path) -> None:
-    """The other ranks wait inside its collectives, so it leaves the runner, as one inside a shared forward does."""
+def test_an_error_inside_a_shared_decode_is_not_retained(
+    make_runner: Any, null_world: Path
+) -> None:
+    """The other ranks wait inside its collectives, so it leaves the runner, as one inside a
+    shared forward does.
+    """
     runner = make_runner(null_world)
     runner.chunk_end.shares_decode = True
     with pytest.raises(RuntimeError, match="injected failure"):

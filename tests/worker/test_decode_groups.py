@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which chunks of one forward share a decode, and what a shared decode that fails costs, on a fake model."""
+"""Which chunks of one forward share a decode, and what a shared decode that fails costs, on a
+fake model.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +17,9 @@ from vllm_omni.worker.diffusion.decode import ChunkEnd, ResultStream, deliverabl
 
 
 class Model:
-    """Its chunks are a letter: those of one letter may share a decode. most: of so many, by number of the request."""
+    """Its chunks are a letter: those of one letter may share a decode. most: of so many, by
+    number of the request.
+    """
 
     def __init__(self, most: dict[str, int], fails: str = "") -> None:
         self.most, self.fails = most, fails
@@ -27,11 +31,16 @@ class Model:
     def most_decoded_together(self, request: Any) -> int:
         return self.most[request.request_id]
 
-    def post_decode_together(self, batch: Any) -> list[tuple[dict[str, Any], dict[str, torch.Tensor]]]:
+    def post_decode_together(
+        self, batch: Any
+    ) -> list[tuple[dict[str, Any], dict[str, torch.Tensor]]]:
         if self.batch_key(batch[0]) == self.fails:
             raise RuntimeError("no room for so many")
         self.decoded.append("".join(request.request_id for request in batch))
-        return [({"of": request.request_id}, {"frames": torch.tensor(int(request.request_id))}) for request in batch]
+        return [
+            ({"of": request.request_id}, {"frames": torch.tensor(int(request.request_id))})
+            for request in batch
+        ]
 
 
 def states(letters: str) -> list[RequestState]:
@@ -48,7 +57,9 @@ def states(letters: str) -> list[RequestState]:
 def chunk_end(model: Any, *, decodes: bool = True) -> ChunkEnd:
     results = ResultStream(torch.device("cpu"), overlap=False)
     unused: Any = None
-    return ChunkEnd(model, unused, unused, unused, results, decodes=decodes, shares_decode=False, overlap=False)
+    return ChunkEnd(
+        model, unused, unused, unused, results, decodes=decodes, shares_decode=False, overlap=False
+    )
 
 
 @pytest.mark.parametrize(
@@ -67,7 +78,9 @@ def chunk_end(model: Any, *, decodes: bool = True) -> ChunkEnd:
         ("abab", [4, 4, 4, 4], ["02", "13"]),
     ],
 )
-def test_chunks_that_may_share_a_decode_do(letters: str, most: list[int], groups: list[str]) -> None:
+def test_chunks_that_may_share_a_decode_do(
+    letters: str, most: list[int], groups: list[str]
+) -> None:
     """As many as the most careful of them allows; one that is left over is decoded alone later."""
     model = Model({str(number): each for number, each in enumerate(most)})
     chunks = states(letters)
@@ -77,17 +90,26 @@ def test_chunks_that_may_share_a_decode_do(letters: str, most: list[int], groups
     for state in chunks:
         if state.pending is not None:
             meta, tensors = unpack(state.pending.envelope())
-            assert (meta["session_id"], meta["chunk_index"]) == (f"s{state.request_id}", int(state.request_id))
+            assert (meta["session_id"], meta["chunk_index"]) == (
+                f"s{state.request_id}",
+                int(state.request_id),
+            )
             assert (meta["of"], int(tensors["frames"])) == (state.request_id, int(state.request_id))
             assert list(meta["timings_ms"]) == ["decode", "total"]
 
 
-def test_every_result_tells_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_result_reports_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """From its chunk's begin, though others were decoded with it."""
     chunks = states("aaa")
     chunk_end(Model(dict.fromkeys("012", 4))).decode_together(chunks)
-    monkeypatch.setattr("vllm_omni.model_executor.results.time", SimpleNamespace(perf_counter=lambda: 1.0))
-    totals = [unpack(state.pending.envelope())[0]["timings_ms"]["total"] for state in chunks if state.pending]
+    monkeypatch.setattr(
+        "vllm_omni.model_executor.results.time", SimpleNamespace(perf_counter=lambda: 1.0)
+    )
+    totals = [
+        unpack(state.pending.envelope())[0]["timings_ms"]["total"]
+        for state in chunks
+        if state.pending
+    ]
     assert totals == [[1000.0], [2000.0], [3000.0]]
 
 
@@ -109,13 +131,15 @@ def test_a_rank_that_does_not_decode_shares_none() -> None:
     assert model.decoded == []
 
 
-def test_a_model_without_shared_decodes_is_asked_for_none() -> None:
+def test_a_model_without_shared_decodes_is_requested_for_none() -> None:
     chunks = states("aa")
     chunk_end(SimpleNamespace()).decode_together(chunks)
     assert [state.pending for state in chunks] == [None, None]
 
 
-def test_a_shared_decode_that_fails_leaves_the_others_of_its_step(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_shared_decode_that_fails_leaves_the_others_of_its_step(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Its chunks are decoded alone later; the log says why."""
     model, chunks = Model(dict.fromkeys("01234", 4), fails="a"), states("aaabb")
     chunk_end(model).decode_together(chunks)
@@ -131,15 +155,19 @@ MIB = 1 << 20
 
 
 def test_results_beyond_one_message_wait_for_later_steps() -> None:
-    """20 MiB in each; one that is larger alone still goes out, and small ones fill the room behind a large one."""
+    """20 MiB in each; one that is larger alone still goes out, and small ones fill the room
+    behind a large one.
+    """
     sizes = {"0": 12 * MIB, "1": 12 * MIB, "2": 8 * MIB, "3": 1}
     outputs = {name: torch.empty(size, dtype=torch.uint8) for name, size in sizes.items()}
     requests = states("aaaa")
     assert deliverable(requests, outputs) == {name: outputs[name] for name in ("0", "2")}
-    assert [state.held_back is None for state in requests] == [True, False, True, False]
-    assert deliverable([requests[1], requests[3]], {}) == {name: outputs[name] for name in ("1", "3")}
+    assert [state.deferred is None for state in requests] == [True, False, True, False]
+    assert deliverable([requests[1], requests[3]], {}) == {
+        name: outputs[name] for name in ("1", "3")
+    }
 
 
-def test_a_request_without_a_result_holds_up_nobody() -> None:
+def test_a_request_without_a_result_holds_up_no_one() -> None:
     large = torch.empty(30 * MIB, dtype=torch.uint8)
     assert deliverable(states("aa"), {"1": large}) == {"1": large}

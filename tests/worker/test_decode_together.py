@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks of several sessions that end in one forward share a decode, unless results may not differ by a bit."""
+"""Chunks of several sessions that end in one forward share a decode, unless results may not
+differ by a bit.
+"""
 
 import math
 from collections.abc import Iterator
@@ -25,7 +27,9 @@ def chunk(family: str, name: str, index: int) -> Any:
         return new_request(f"{name}{index}", None, session_id=name, chunk_index=0, **first)
     image = {"image": torch.full((32, 48, 3), ord(name), dtype=torch.uint8)} if index == 0 else None
     actions = None if family == "causal_wan" else [["w"]] * 3
-    return new_request(f"{name}{index}", image, session_id=name, chunk_index=index, actions=actions, **first)
+    return new_request(
+        f"{name}{index}", image, session_id=name, chunk_index=index, actions=actions, **first
+    )
 
 
 def shared_decodes(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -41,7 +45,9 @@ def shared_decodes(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def play(runner: Any, family: str, together: bool, chunks: int = 3) -> tuple[dict[str, Any], dict[str, Any]]:
+def play(
+    runner: Any, family: str, together: bool, chunks: int = 3
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Results by request, and each session's tensors, of `chunks` chunks of every session."""
     results: dict[str, Any] = {}
     for index in range(chunks):
@@ -68,12 +74,18 @@ def runner(shared_runner: Any) -> Iterator[Any]:
 def test_later_chunks_of_several_sessions_share_a_decode(
     family: str, make_runner: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Frames, metadata and what sessions keep are those of chunks alone; a first chunk is decoded alone."""
-    runner = make_runner(request.getfixturevalue(family), {"batch_invariant": False, "max_sessions": 4})
+    """Frames, metadata and what sessions keep are those of chunks alone; a first chunk is
+    decoded alone.
+    """
+    runner = make_runner(
+        request.getfixturevalue(family), {"batch_invariant": False, "max_sessions": 4}
+    )
     found = shared_decodes(runner, monkeypatch)
     results, states = play(runner, family, together=True)
     assert found == [3, 3]
-    alone = make_runner(request.getfixturevalue(family), {"batch_invariant": False, "max_sessions": 4})
+    alone = make_runner(
+        request.getfixturevalue(family), {"batch_invariant": False, "max_sessions": 4}
+    )
     expected, expected_states = play(alone, family, together=False)
     for name, (meta, tensors) in expected.items():
         assert results[name][0].keys() == meta.keys()
@@ -82,8 +94,13 @@ def test_later_chunks_of_several_sessions_share_a_decode(
     for name in NAMES:
         assert states[name].keys() == expected_states[name].keys()
         for key, tensor in states[name].items():
-            assert torch.allclose(tensor.float(), expected_states[name][key].float(), atol=TOLERANCE, rtol=TOLERANCE)
-            assert tensor.untyped_storage().nbytes() == expected_states[name][key].untyped_storage().nbytes()
+            assert torch.allclose(
+                tensor.float(), expected_states[name][key].float(), atol=TOLERANCE, rtol=TOLERANCE
+            )
+            assert (
+                tensor.untyped_storage().nbytes()
+                == expected_states[name][key].untyped_storage().nbytes()
+            )
 
 
 def test_bit_exact_sessions_share_no_decode(
@@ -92,12 +109,18 @@ def test_bit_exact_sessions_share_no_decode(
     runner = make_runner(lingbot_world, {"max_sessions": 4})
     found = shared_decodes(runner, monkeypatch)
     results, _ = play(runner, "lingbot_world", together=True, chunks=2)
-    expected, _ = play(make_runner(lingbot_world, {"max_sessions": 4}), "lingbot_world", together=False, chunks=2)
+    expected, _ = play(
+        make_runner(lingbot_world, {"max_sessions": 4}), "lingbot_world", together=False, chunks=2
+    )
     assert not found
-    assert all(torch.equal(results[name][1]["frames"], expected[name][1]["frames"]) for name in expected)
+    assert all(
+        torch.equal(results[name][1]["frames"], expected[name][1]["frames"]) for name in expected
+    )
 
 
-def test_a_shared_decode_that_fails_costs_nobody_a_chunk(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shared_decode_that_fails_costs_no_one_a_chunk(
+    runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each is decoded alone then; the one that fails alone too keeps its session as it was."""
     play(runner, "lingbot_world", together=True, chunks=1)
     alone = runner.model.post_decode
@@ -118,7 +141,9 @@ def test_a_shared_decode_that_fails_costs_nobody_a_chunk(runner: Any, monkeypatc
     assert [runner.sessions.get(name).chunk_index for name in NAMES] == [2, 1, 2]
 
 
-def test_latents_that_are_not_finite_stay_in_their_session(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latents_that_are_not_finite_stay_in_their_session(
+    runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The others of the same decode are as if alone."""
     play(runner, "lingbot_world", together=True, chunks=1)
     advance = runner.model.step_scheduler
@@ -138,7 +163,9 @@ def test_latents_that_are_not_finite_stay_in_their_session(runner: Any, monkeypa
     assert [runner.sessions.get(name).chunk_index for name in NAMES] == [2, 1, 2]
 
 
-def test_a_warm_up_decodes_as_many_together_as_sessions_will(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warm_up_decodes_as_many_together_as_sessions_will(
+    runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So that the memory of that is not given to sessions."""
     found = shared_decodes(runner, monkeypatch)
     warm_up._run_session(runner)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the diffusion workers of a CPU and of a GPU add to vLLM's: threads, settings, sleep of sessions. No device."""
+"""What the diffusion workers of a CPU and of a GPU add to vLLM's: threads, settings, sleep of
+sessions. No device.
+"""
 
 import os
 from types import SimpleNamespace
@@ -13,7 +15,9 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm_omni.worker.diffusion import worker as diffusion_worker
 from vllm_omni.worker.diffusion.gpu_worker import DiffusionGPUWorker
 
-on_cpu = pytest.mark.skipif(torch.version.cuda is not None, reason="vLLM's CPU worker needs its CPU build")
+on_cpu = pytest.mark.skipif(
+    torch.version.cuda is not None, reason="vLLM's CPU worker needs its CPU build"
+)
 
 
 QUEUES = {"CUDA_SCALE_LAUNCH_QUEUES": "4x"}
@@ -23,7 +27,9 @@ CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
 @pytest.fixture(autouse=True)
 def unset(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An environment without these variables, then and afterwards; nobody is this process' parent."""
+    """An environment without these variables, then and afterwards; nobody is this process'
+    parent.
+    """
     for name in ("OMP_NUM_THREADS", *QUEUES, *SEGMENTS, *CONNECTIONS):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -31,47 +37,58 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settings() -> dict[str, str]:
-    return {name: os.environ[name] for name in (*QUEUES, *SEGMENTS, *CONNECTIONS) if name in os.environ}
+    return {
+        name: os.environ[name] for name in (*QUEUES, *SEGMENTS, *CONNECTIONS) if name in os.environ
+    }
 
 
-# -- CPU ---------------------------------------------------------------------------------------------------------------
+# -- CPU -------------------------------------------------------------------------------------------
 
 
 @on_cpu
 @pytest.mark.parametrize(
-    ("places", "quota", "cores"),
-    [([(0, 0), (0, 0), (0, 1), (1, 0)], 8, 3), ([(0, 0), (0, 1), (0, 2)], 2, 2), ([(0, 0), (0, 0)], 2, 1), ([], 1, 1)],
+    ("positions", "quota", "cores"),
+    [
+        ([(0, 0), (0, 0), (0, 1), (1, 0)], 8, 3),
+        ([(0, 0), (0, 1), (0, 2)], 2, 2),
+        ([(0, 0), (0, 0)], 2, 1),
+        ([], 1, 1),
+    ],
 )
 def test_cores_are_counted_once_and_within_the_quota(
-    monkeypatch: pytest.MonkeyPatch, places: list[tuple[int, int]], quota: int, cores: int
+    monkeypatch: pytest.MonkeyPatch, positions: list[tuple[int, int]], quota: int, cores: int
 ) -> None:
     """places: memory node and core of each hardware thread."""
     from vllm_omni.worker.diffusion import cpu_worker
 
-    allowed = [SimpleNamespace(numa_node=node, physical_core=core) for node, core in places]
+    allowed = [SimpleNamespace(numa_node=node, physical_core=core) for node, core in positions]
     monkeypatch.setattr(cpu_worker, "get_allowed_cpu_list", lambda: allowed)
     monkeypatch.setattr(cpu_worker, "available_cpu_count", lambda: quota)
     assert cpu_worker.num_cores() == cores
 
 
 @on_cpu
-@pytest.mark.parametrize(("asked", "set_to"), [({}, [7]), ({"OMP_NUM_THREADS": "2"}, [])])
-def test_a_cpu_worker_computes_with_all_cores_unless_it_was_told(
-    monkeypatch: pytest.MonkeyPatch, asked: dict[str, str], set_to: list[int]
+@pytest.mark.parametrize(("requested", "set_to"), [({}, [7]), ({"OMP_NUM_THREADS": "2"}, [])])
+def test_a_cpu_worker_computes_with_all_cores_unless_it_was_notified(
+    monkeypatch: pytest.MonkeyPatch, requested: dict[str, str], set_to: list[int]
 ) -> None:
     """Set before vLLM's worker fixes the number."""
     from vllm_omni.worker.diffusion import cpu_worker
 
-    for name, value in asked.items():
+    for name, value in requested.items():
         monkeypatch.setenv(name, value)
     calls: list[Any] = []
     config: Any = SimpleNamespace(parallel_config="ranks")
     monkeypatch.setattr(cpu_worker, "share_memory_nodes", calls.append)
-    monkeypatch.setattr(cpu_worker.CPUWorker, "__init__", lambda worker, *args, **named: calls.append((args, named)))
+    monkeypatch.setattr(
+        cpu_worker.CPUWorker, "__init__", lambda worker, *args, **named: calls.append((args, named))
+    )
     monkeypatch.setattr(cpu_worker.CPUWorker, "init_device", lambda worker: calls.append("device"))
     monkeypatch.setattr(cpu_worker, "num_cores", lambda: 7)
     monkeypatch.setattr(torch, "set_num_threads", calls.append)
-    monkeypatch.setattr(cpu_worker.DiffusionCPUWorker, "_make_model_runner", lambda worker: "runner")
+    monkeypatch.setattr(
+        cpu_worker.DiffusionCPUWorker, "_make_model_runner", lambda worker: "runner"
+    )
     worker: Any = cpu_worker.DiffusionCPUWorker(config, 3, rank=4)
     with logged(cpu_worker.logger) as messages:
         worker.init_device()
@@ -81,14 +98,18 @@ def test_a_cpu_worker_computes_with_all_cores_unless_it_was_told(
     assert worker.cpu_threads() == {"threads": torch.get_num_threads(), "pid": os.getpid()}
 
 
-# -- CUDA --------------------------------------------------------------------------------------------------------------
+# -- CUDA ------------------------------------------------------------------------------------------
 
 
-def gpu_worker(monkeypatch: pytest.MonkeyPatch, *, stages: int = 1, sleep_mode: bool = False) -> Any:
+def gpu_worker(
+    monkeypatch: pytest.MonkeyPatch, *, stages: int = 1, sleep_mode: bool = False
+) -> Any:
     def stock(worker: Any, *args: Any, **named: Any) -> None:
         assert (args, named) == (("config",), {"rank": 0})
         worker.parallel_config = SimpleNamespace(pipeline_parallel_size=stages)
-        worker.vllm_config = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=sleep_mode))
+        worker.vllm_config = SimpleNamespace(
+            model_config=SimpleNamespace(enable_sleep_mode=sleep_mode)
+        )
         worker.device = torch.device("cuda", 0)
 
     monkeypatch.setattr(Worker, "__init__", stock)
@@ -105,7 +126,7 @@ def gpu_worker(monkeypatch: pytest.MonkeyPatch, *, stages: int = 1, sleep_mode: 
         (3, True, QUEUES | CONNECTIONS),
     ],
 )
-def test_settings_of_cuda_are_made_before_it_begins(
+def test_settings_of_cuda_are_made_before_it_starts(
     monkeypatch: pytest.MonkeyPatch, stages: int, sleep_mode: bool, made: dict[str, str]
 ) -> None:
     """Sleep mode has an allocator of its own; stages need hardware queues."""
@@ -123,26 +144,39 @@ def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def sleeper(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A worker on a GPU; `calls`: of the stock worker, of its sessions and of the device, in order."""
+    """A worker on a GPU; `calls`: of the stock worker, of its sessions and of the device, in
+    order.
+    """
     worker = gpu_worker(monkeypatch)
     worker.calls = []
     sessions = SimpleNamespace(
         to=lambda device: worker.calls.append(("to", device)),
         close_all=lambda: worker.calls.append("close"),
-        trim_kept=lambda nbytes: worker.calls.append(("trim", nbytes)),
+        trim_pool=lambda nbytes: worker.calls.append(("trim", nbytes)),
     )
     worker.model_runner = SimpleNamespace(sessions=sessions)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: worker.calls.append(("wait", device)))
-    monkeypatch.setattr(Worker, "sleep", lambda worker, level: worker.calls.append(("sleep", level)))
+    monkeypatch.setattr(
+        torch.cuda, "synchronize", lambda device: worker.calls.append(("wait", device))
+    )
+    monkeypatch.setattr(
+        Worker, "sleep", lambda worker, level: worker.calls.append(("sleep", level))
+    )
     monkeypatch.setattr(Worker, "wake_up", lambda worker, tags: worker.calls.append(("wake", tags)))
     return worker
 
 
 def test_sessions_sleep_on_the_host_and_come_back(sleeper: Any) -> None:
-    """Once nothing computes any more, before the device's memory goes; back when weights are there, not before."""
+    """Once nothing computes any more, before the device's memory goes; back when weights are
+    there, not before.
+    """
     sleeper.sleep()
     assert sleeper.calls == [("wait", sleeper.device), ("to", "cpu"), ("sleep", 1)]
-    for tags, back in ((None, True), (["weights"], True), (["kv_cache"], False), (["kv_cache", "weights"], True)):
+    for tags, back in (
+        (None, True),
+        (["weights"], True),
+        (["kv_cache"], False),
+        (["kv_cache", "weights"], True),
+    ):
         sleeper.calls.clear()
         sleeper.wake_up(tags)
         assert sleeper.calls == [("wake", tags)] + [("to", sleeper.device)] * back

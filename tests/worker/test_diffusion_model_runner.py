@@ -22,12 +22,16 @@ def runner(make_runner: Any, null_world: Path) -> Any:
 
 def chunk(request_id: str, session: str, index: int, **fields: Any) -> Any:
     prompt = "a field" if index == 0 else None
-    return new_request(request_id, session_id=session, chunk_index=index, prompt=prompt, output="latents", **fields)
+    return new_request(
+        request_id, session_id=session, chunk_index=index, prompt=prompt, output="latents", **fields
+    )
 
 
 def state_of(runner: Any, session_id: str) -> tuple[Any, dict[str, bytes]]:
     session = runner.sessions.get(session_id)
-    return session.scalars(), {name: t.cpu().numpy().tobytes() for name, t in session.tensors().items()}
+    return session.scalars(), {
+        name: t.cpu().numpy().tobytes() for name, t in session.tensors().items()
+    }
 
 
 def latents(result: Any) -> torch.Tensor:
@@ -50,7 +54,7 @@ def test_a_request_takes_one_engine_step_per_denoise_step(runner: Any) -> None:
     assert tensors["latents"].shape == (4, 4, 6)
 
 
-def test_a_window_of_its_own_is_refused_where_the_model_has_none(runner: Any) -> None:
+def test_a_window_separate_is_refused_where_the_model_has_none(runner: Any) -> None:
     """The session is not opened."""
     [result] = execute(runner, step(new=[chunk("r", "s", 0, window_frames=3)])).values()
     assert isinstance(result, RequestFailed) and result.code == "invalid_request"
@@ -61,7 +65,9 @@ def test_a_window_of_its_own_is_refused_where_the_model_has_none(runner: Any) ->
 def test_requests_at_different_steps_share_a_step_and_equal_solo_runs(
     runner: Any, make_runner: Any, null_world: Path
 ) -> None:
-    """A request that arrives two steps late joins the batch; both results are those of running alone."""
+    """A request that arrives two steps late joins the batch; both results are those of running
+    alone.
+    """
     execute(runner, step(new=[chunk("a", "a", 0, seed=1)]))
     execute(runner, step(running=["a"]))
     results: dict[str, Any] = {}
@@ -76,7 +82,9 @@ def test_requests_at_different_steps_share_a_step_and_equal_solo_runs(
 
 
 def test_an_aborted_chunk_leaves_its_session_byte_identical(runner: Any) -> None:
-    """After an abort in any step the session is as before and the same chunk can be asked for again."""
+    """After an abort in any step the session is as before and the same chunk can be asked for
+    again.
+    """
     run_to_end(runner, chunk("r0", "s", 0))
     before = state_of(runner, "s")
     reference = None
@@ -99,21 +107,23 @@ def test_a_request_that_ended_before_it_was_scheduled_is_unknown(runner: Any) ->
     assert runner.request_progress() == {"s": [2, STEPS]}
 
 
-def test_before_a_snapshot_answers_to_finished_chunks_of_its_session_are_applied(
+def test_before_a_snapshot_responses_to_finished_chunks_of_its_session_are_applied(
     make_runner: Any, null_world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not to those of other sessions, to one at work, or to a request that never became a chunk."""
     runner = make_runner(null_world, {"overlap_decode": True})
-    execute(runner, step(new=[chunk("done", "s", 0), chunk("other", "t", 0), chunk("broken", "s", 7)]))
+    execute(
+        runner, step(new=[chunk("done", "s", 0), chunk("other", "t", 0), chunk("broken", "s", 7)])
+    )
     for _ in range(STEPS - 1):
         execute(runner, step(running=["done", "other"]))
     execute(runner, step(new=[chunk("at work", "s", 1)]))
     assert runner.requests["done"].done
     assert runner.requests["broken"].chunk is None
-    asked: list[list[str]] = []
-    monkeypatch.setattr(runner.role, "take_answers", asked.append)
+    requested: list[list[str]] = []
+    monkeypatch.setattr(runner.role, "receive_results", requested.append)
     runner.settle("s")
-    assert asked == [["done"]]
+    assert requested == [["done"]]
 
 
 def test_an_aborted_first_chunk_leaves_no_session(runner: Any) -> None:
@@ -142,15 +152,19 @@ def test_one_bad_request_costs_only_itself(
     """Its neighbour's result is bit-identical to running alone; its own session stays as it was."""
     run_to_end(runner, chunk("bad0", "bad", 0), chunk("good0", "good", 0))
     before = state_of(runner, "bad")
-    results = run_to_end(runner, chunk("bad1", "bad", 1, options=options), chunk("good1", "good", 1))
+    results = run_to_end(
+        runner, chunk("bad1", "bad", 1, options=options), chunk("good1", "good", 1)
+    )
     assert isinstance(results["bad1"], RequestFailed) and results["bad1"].code == code
     assert state_of(runner, "bad") == before
     solo = make_runner(null_world)
     run_to_end(solo, chunk("good0", "good", 0))
-    assert torch.equal(latents(run_to_end(solo, chunk("good1", "good", 1))["good1"]), latents(results["good1"]))
+    assert torch.equal(
+        latents(run_to_end(solo, chunk("good1", "good", 1))["good1"]), latents(results["good1"])
+    )
 
 
-def test_error_texts_tell_a_client_nothing_about_the_inside(runner: Any) -> None:
+def test_error_texts_report_a_client_nothing_about_the_inside(runner: Any) -> None:
     """An unexpected exception's own text (here: 'injected failure') stays in the log."""
     failure = run_to_end(runner, chunk("r", "s", 0, options={"fail_in": "prepare"}))["r"]
     assert "injected" not in str(failure)
@@ -160,12 +174,22 @@ def test_a_chunk_out_of_order_is_refused(runner: Any) -> None:
     """The error names what arrived and what the session expects."""
     run_to_end(runner, chunk("r0", "s", 0))
     failure = run_to_end(runner, chunk("r5", "s", 5))["r5"]
-    assert failure.code == "out_of_order" and "5" in failure.message and "expects 1" in failure.message
+    assert (
+        failure.code == "out_of_order" and "5" in failure.message and "expects 1" in failure.message
+    )
 
 
 def test_a_malformed_request_is_refused(runner: Any) -> None:
-    """extra_kwargs without our key, with wrong types or unknown fields: invalid_request, engine goes on."""
-    for extra in (None, {}, {"omni": 3}, {"omni": {"session_id": "../x"}}, {"omni": {"session_id": "a", "nope": 1}}):
+    """extra_kwargs without our key, with wrong types or unknown fields: invalid_request, engine
+    goes on.
+    """
+    for extra in (
+        None,
+        {},
+        {"omni": 3},
+        {"omni": {"session_id": "../x"}},
+        {"omni": {"session_id": "a", "nope": 1}},
+    ):
         data = chunk("r", "s", 0)
         data.pooling_params.extra_kwargs = extra
         failure = execute(runner, step(new=[data]))["r"]
@@ -174,7 +198,9 @@ def test_a_malformed_request_is_refused(runner: Any) -> None:
 
 
 def test_session_operations(runner: Any) -> None:
-    """fork copies and diverges, reset starts afresh under the same id, close frees; unknown sessions are named."""
+    """fork copies and diverges, reset starts afresh under the same id, close frees; unknown
+    sessions are named.
+    """
     run_to_end(runner, chunk("r0", "s", 0))
     forked = run_to_end(runner, new_request("f", session_id="s", op="fork", fork_to="t"))["f"]
     assert forked[0]["session_id"] == "t" and runner.sessions.get("t").chunk_index == 1
@@ -216,7 +242,9 @@ def test_sessions_are_bounded_in_bytes(make_runner: Any, null_world: Path) -> No
 def test_results_that_overflow_one_message_are_delivered_one_step_later(
     runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two results too large for the worker's message ring together both arrive, unchanged, in following steps."""
+    """Two results too large for the worker's message ring together both arrive, unchanged, in
+    following steps.
+    """
     monkeypatch.setattr("vllm_omni.worker.diffusion.decode._MAX_STEP_BYTES", 1024)
     new = [new_request(name, session_id=name, prompt="x", chunk_index=0) for name in "ab"]
     execute(runner, step(new=new))
@@ -229,7 +257,9 @@ def test_results_that_overflow_one_message_are_delivered_one_step_later(
     assert runner.sessions.get("b").chunk_index == 1
 
 
-def test_the_stock_scheduler_gets_whole_chunks(make_runner: Any, null_world: Path, runner: Any) -> None:
+def test_the_stock_scheduler_gets_whole_chunks(
+    make_runner: Any, null_world: Path, runner: Any
+) -> None:
     """Without StreamBatchScheduler one engine step is a whole chunk, with identical results."""
     stock = make_runner(null_world, scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")
     result = execute(stock, step(new=[chunk("r", "s", 0), chunk("q", "s", 1)]))
@@ -238,15 +268,17 @@ def test_the_stock_scheduler_gets_whole_chunks(make_runner: Any, null_world: Pat
     assert torch.equal(latents(stepped), latents(result["r"]))
 
 
-def test_a_stage_passes_tensors_from_the_previous_one_to_the_next(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    received, handed_on, seen = IntermediateTensors({}), IntermediateTensors({}), []
+def test_a_stage_passes_tensors_from_the_previous_one_to_the_next(
+    runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    received, sent, seen = IntermediateTensors({}), IntermediateTensors({}), []
 
     def pass_on(states: Any, tensors: Any) -> IntermediateTensors:
         seen.append(([state.request_id for state in states], tensors))
-        return handed_on
+        return sent
 
     monkeypatch.setattr(runner.role, "step", pass_on)
-    assert runner.execute_model(step(new=[chunk("r", "s", 0)]), received) is handed_on
+    assert runner.execute_model(step(new=[chunk("r", "s", 0)]), received) is sent
     assert seen == [(["r"], received)]
 
 
@@ -259,46 +291,67 @@ def test_input_tensors_reach_the_model_by_name(runner: Any) -> None:
 
 def test_params_survive_the_wire(runner: Any) -> None:
     """to_pooling_params / from_extra_kwargs is the identity."""
-    params = DiffusionParams(session_id="s", prompt="p", seed=3, actions=[["w"], []], options={"x": 1})
+    params = DiffusionParams(
+        session_id="s", prompt="p", seed=3, actions=[["w"], []], options={"x": 1}
+    )
     assert DiffusionParams.from_extra_kwargs(params.to_pooling_params().extra_kwargs) == params
 
 
 @pytest.mark.parametrize(("batch_invariant", "sizes"), [(True, [1, 1]), (False, [2])])
 def test_batch_invariance_decides_how_forwards_are_shared(
-    make_runner: Any, null_world: Path, monkeypatch: pytest.MonkeyPatch, batch_invariant: bool, sizes: list[int]
+    make_runner: Any,
+    null_world: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    batch_invariant: bool,
+    sizes: list[int],
 ) -> None:
     """True (default): one forward per request; False: one forward for all of equal shape."""
     runner = make_runner(null_world, {"batch_invariant": batch_invariant})
     seen: list[int] = []
     forward = runner.model.denoise_step
     monkeypatch.setattr(
-        runner.model, "denoise_step", lambda batch, hidden=None: (seen.append(len(batch)), forward(batch, hidden))[1]
+        runner.model,
+        "denoise_step",
+        lambda batch, hidden=None: (seen.append(len(batch)), forward(batch, hidden))[1],
     )
     execute(runner, step(new=[chunk("a", "a", 0), chunk("b", "b", 0)]))
     assert seen == sizes
 
 
-@pytest.mark.parametrize(("fail_at", "names"), [(0, ["a", "bad", "c"]), (2, ["a", "bad", "c"]), (1, ["a", "bad"])])
+@pytest.mark.parametrize(
+    ("fail_at", "names"), [(0, ["a", "bad", "c"]), (2, ["a", "bad", "c"]), (1, ["a", "bad"])]
+)
 def test_an_exception_in_a_shared_forward_costs_only_its_request(
-    make_runner: Any, null_world: Path, monkeypatch: pytest.MonkeyPatch, fail_at: int, names: list[str]
+    make_runner: Any,
+    null_world: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fail_at: int,
+    names: list[str],
 ) -> None:
-    """`batch_invariant` false: the others of the forward finish with the results they have alone."""
+    """`batch_invariant` false: the others of the forward finish with the results they have
+    alone.
+    """
     runner = make_runner(null_world, {"batch_invariant": False})
     sizes: list[int] = []
     forward = runner.model.denoise_step
     monkeypatch.setattr(
-        runner.model, "denoise_step", lambda batch, hidden=None: (sizes.append(len(batch)), forward(batch, hidden))[1]
+        runner.model,
+        "denoise_step",
+        lambda batch, hidden=None: (sizes.append(len(batch)), forward(batch, hidden))[1],
     )
     bad = {"fail_in": "denoise", "fail_at": fail_at}
     requests = [
-        chunk(name, name, 0, seed=seed, options=bad if name == "bad" else {}) for seed, name in enumerate(names)
+        chunk(name, name, 0, seed=seed, options=bad if name == "bad" else {})
+        for seed, name in enumerate(names)
     ]
     results: dict[str, Any] = {}
     outcome = execute(runner, step(new=requests))
     while len(results) < len(names):
         results.update({name: result for name, result in outcome.items() if result is not None})
         outcome = execute(runner, step(running=[name for name in names if name not in results]))
-    assert sizes[: fail_at + 1] == [len(names)] * (fail_at + 1), "the forward that fails is a shared one"
+    assert sizes[: fail_at + 1] == [len(names)] * (fail_at + 1), (
+        "the forward that fails is a shared one"
+    )
     assert isinstance(results["bad"], RequestFailed)
     solo = make_runner(null_world)
     for seed, name in enumerate(names):
@@ -307,7 +360,9 @@ def test_an_exception_in_a_shared_forward_costs_only_its_request(
             assert torch.equal(latents(results[name]), latents(alone))
 
 
-def test_what_the_model_says_of_a_failed_step_reaches_the_client(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_model_says_of_a_failed_step_reaches_the_client(
+    runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def denoise_step(batch: Any, hidden: Any = None) -> Any:
         raise RequestFailed("unsupported", "not with this camera")
 
@@ -329,7 +384,9 @@ def test_a_failed_first_chunk_does_not_end_the_session_of_the_next_try(runner: A
     assert outcome["again"][0]["chunk_index"] == 0
 
 
-def test_a_result_that_cannot_be_packed_fails_its_chunk(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_that_cannot_be_packed_fails_its_chunk(
+    runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before it is committed: the same chunk can be asked for again."""
     run_to_end(runner, chunk("first", "s", 0))
     before = state_of(runner, "s")
@@ -355,7 +412,9 @@ def test_what_the_model_says_of_a_failed_decode_reaches_the_client(
     )
 
 
-def test_a_chunk_that_failed_on_another_rank_has_no_result(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_that_failed_on_another_rank_has_no_result(
+    runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Though this rank had packed one: it is not committed, so nobody may see it."""
     run_to_end(runner, chunk("first", "s", 0))
     before = state_of(runner, "s")
@@ -368,7 +427,9 @@ def test_a_chunk_that_failed_on_another_rank_has_no_result(runner: Any, monkeypa
 
 @pytest.mark.parametrize("ending", ["success", "failure", "abort"])
 def test_a_one_shot_session_ends_with_its_request(runner: Any, ending: str) -> None:
-    """One image or video needs no session afterwards, whether it was finished, failed or given up."""
+    """One image or video needs no session afterwards, whether it was finished, failed or given
+    up.
+    """
     options = {"fail_in": "decode"} if ending == "failure" else {}
     execute(runner, step(new=[chunk("r", "s", 0, one_shot=True, options=options)]))
     assert runner.request_progress() == {"s": [1, STEPS]}

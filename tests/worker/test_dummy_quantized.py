@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--load-format dummy` beside quantization: without a weight file of the transformer a chunk is made."""
+"""`--load-format dummy` beside quantization: without a weight file of the transformer a chunk is
+made.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,9 +24,15 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize(
-    "family", [name if name == "wan2_2" else pytest.param(name, marks=pytest.mark.nightly) for name in LAYOUTS]
+    "family",
+    [
+        name if name == "wan2_2" else pytest.param(name, marks=pytest.mark.nightly)
+        for name in LAYOUTS
+    ],
 )
-def test_weights_are_drawn_and_quantized(family: str, make_runner: Callable[..., Any], tmp_path: Path) -> None:
+def test_weights_are_generated_and_quantized(
+    family: str, make_runner: Callable[..., Any], tmp_path: Path
+) -> None:
     """A runner's warm-up is a chunk, and it checks that latents are finite."""
     get_family(family).make_tiny(tmp_path, 0, LAYOUTS[family])
     for file in tmp_path.rglob("*transformer*/*.safetensors"):
@@ -38,12 +46,22 @@ def test_weights_are_drawn_and_quantized(family: str, make_runner: Callable[...,
     [
         ("llmcompressor_fp8", False),
         *[
-            pytest.param(name, name.startswith("modelopt") or name.endswith("nvfp4"), marks=pytest.mark.nightly)
-            for name in ("llmcompressor_int8", "llmcompressor_nvfp4", "modelopt_fp8", "modelopt_nvfp4", "torchao_fp8")
+            pytest.param(
+                name,
+                name.startswith("modelopt") or name.endswith("nvfp4"),
+                marks=pytest.mark.nightly,
+            )
+            for name in (
+                "llmcompressor_int8",
+                "llmcompressor_nvfp4",
+                "modelopt_fp8",
+                "modelopt_nvfp4",
+                "torchao_fp8",
+            )
         ],
     ],
 )
-def test_weights_of_a_stored_format_are_drawn(
+def test_weights_of_a_stored_format_are_generated(
     name: str, dequantize: bool, make_runner: Callable[..., Any], tmp_path: Path
 ) -> None:
     get_family("wan2_2").make_tiny(tmp_path / "plain", 0, "t2v")

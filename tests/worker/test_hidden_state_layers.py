@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LayerTaps on vLLM's own model classes: what can be kept, what is refused, and the numbers of transformers."""
+"""LayerTaps on vLLM's own model classes: what can be kept, what is refused, and the numbers of
+transformers.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +22,9 @@ BLOCKS = 4
 
 @pytest.fixture(scope="module")
 def vllm_config(tiny_language_model: Path, single_rank: None) -> VllmConfig:
-    return EngineArgs(model=str(tiny_language_model), enforce_eager=True, max_model_len=64).create_engine_config()
+    return EngineArgs(
+        model=str(tiny_language_model), enforce_eager=True, max_model_len=64
+    ).create_engine_config()
 
 
 @pytest.fixture
@@ -47,10 +51,14 @@ def test_without_options_the_model_is_as_loaded(vllm_config: VllmConfig, model: 
     assert model.model.aux_hidden_state_layers == () and taps.named(None) == {}
 
 
-def test_layers_are_kept_in_the_models_order(vllm_config: VllmConfig, model: Any) -> None:
+def test_layers_are_retained_in_the_models_order(vllm_config: VllmConfig, model: Any) -> None:
     """Asked in any order, doubled, the last one (which needs no keeping) among them."""
-    taps = LayerTaps.install(with_layers(vllm_config, 3, 0, 3, BLOCKS), model, drafter_reads_layers=False)
-    assert taps == LayerTaps(BLOCKS, (0, 3), installed=True) and model.model.aux_hidden_state_layers == (0, 3)
+    taps = LayerTaps.install(
+        with_layers(vllm_config, 3, 0, 3, BLOCKS), model, drafter_reads_layers=False
+    )
+    assert taps == LayerTaps(
+        BLOCKS, (0, 3), installed=True
+    ) and model.model.aux_hidden_state_layers == (0, 3)
     first, second = torch.zeros(1), torch.ones(1)
     assert taps.named([first, second]) == {0: first, 3: second}
     assert taps.named(None) == {}
@@ -62,20 +70,30 @@ def test_a_drafters_layers_can_be_had_and_no_others(vllm_config: VllmConfig, mod
     """It reads whatever the forward returns, so the set may not grow."""
     model.set_aux_hidden_state_layers((1, 2))
     taps = LayerTaps.install(with_layers(vllm_config, 2), model, drafter_reads_layers=True)
-    assert taps == LayerTaps(BLOCKS, (1, 2), installed=False) and model.model.aux_hidden_state_layers == (1, 2)
-    assert LayerTaps.install(with_layers(vllm_config, 2, 1), model, drafter_reads_layers=True) == taps
+    assert taps == LayerTaps(
+        BLOCKS, (1, 2), installed=False
+    ) and model.model.aux_hidden_state_layers == (1, 2)
+    assert (
+        LayerTaps.install(with_layers(vllm_config, 2, 1), model, drafter_reads_layers=True) == taps
+    )
     with pytest.raises(ValueError, match=r"\[3\].*\[1, 2\]"):
         LayerTaps.install(with_layers(vllm_config, 3), model, drafter_reads_layers=True)
 
 
 @pytest.mark.parametrize("method", ["eagle", "mtp", "draft_model", "medusa"])
-def test_a_drafter_that_would_read_our_layers_is_refused(vllm_config: VllmConfig, model: Any, method: str) -> None:
+def test_a_drafter_that_would_read_our_layers_is_refused(
+    vllm_config: VllmConfig, model: Any, method: str
+) -> None:
     with pytest.raises(ValueError, match=f"{method}.*ngram"):
-        LayerTaps.install(with_layers(vllm_config, 1, method=method), model, drafter_reads_layers=False)
+        LayerTaps.install(
+            with_layers(vllm_config, 1, method=method), model, drafter_reads_layers=False
+        )
 
 
 def test_ngram_drafts_go_together_with_layers(vllm_config: VllmConfig, model: Any) -> None:
-    taps = LayerTaps.install(with_layers(vllm_config, 1, method="ngram"), model, drafter_reads_layers=False)
+    taps = LayerTaps.install(
+        with_layers(vllm_config, 1, method="ngram"), model, drafter_reads_layers=False
+    )
     assert taps.installed
 
 
@@ -87,7 +105,9 @@ def test_a_layer_the_model_does_not_have_is_named(vllm_config: VllmConfig, model
 def test_a_model_without_the_facility_is_named(vllm_config: VllmConfig) -> None:
     with pytest.raises(ValueError, match="Linear returns only its last layer"):
         LayerTaps.install(with_layers(vllm_config, 1), nn.Linear(1, 1), drafter_reads_layers=False)
-    with pytest.raises(ValueError, match=r"Linear .*omni\.hidden_state_layers.* pipeline parallelism"):
+    with pytest.raises(
+        ValueError, match=r"Linear .*omni\.hidden_state_layers.* pipeline parallelism"
+    ):
         prepare_stages(nn.Linear(1, 1))
 
 
@@ -102,8 +122,12 @@ class Sees(nn.Module, SupportsMultiModal):
         return self.inner
 
 
-def test_a_multimodal_model_keeps_the_layers_of_its_language_model(vllm_config: VllmConfig, model: Any) -> None:
+def test_a_multimodal_model_keeps_the_layers_of_its_language_model(
+    vllm_config: VllmConfig, model: Any
+) -> None:
     taps = LayerTaps.install(with_layers(vllm_config, 1), Sees(model), drafter_reads_layers=False)
     assert taps.installed and model.model.aux_hidden_state_layers == (1,)
     with pytest.raises(ValueError, match="Sees returns only its last layer"):
-        LayerTaps.install(with_layers(vllm_config, 1), Sees(nn.Linear(1, 1)), drafter_reads_layers=False)
+        LayerTaps.install(
+            with_layers(vllm_config, 1), Sees(nn.Linear(1, 1)), drafter_reads_layers=False
+        )

@@ -29,11 +29,16 @@ def runner(make_runner: Any, causal_wan: Path) -> Any:
 def chunk(index: int | None, name: str | None = None, session: str = "s", **fields: Any) -> Any:
     prompt = "a field" if index == 0 else None
     return new_request(
-        name or f"{session}{index}", session_id=session, chunk_index=index, prompt=prompt, output="latents", **fields
+        name or f"{session}{index}",
+        session_id=session,
+        chunk_index=index,
+        prompt=prompt,
+        output="latents",
+        **fields,
     )
 
 
-def begun(runner: Any) -> None:
+def started(runner: Any) -> None:
     """Chunk 0 is committed; 1 has done a step, 2 and 3 are behind it."""
     run_to_end(runner, chunk(0))
     execute(runner, step(new=[chunk(1)]))
@@ -43,7 +48,10 @@ def begun(runner: Any) -> None:
 
 def rest(runner: Any, first: int, count: int = 3) -> list[torch.Tensor]:
     """The latents of chunks sent again one by one."""
-    results = [run_to_end(runner, chunk(index, f"again{index}"))[f"again{index}"] for index in range(first, count + 1)]
+    results = [
+        run_to_end(runner, chunk(index, f"again{index}"))[f"again{index}"]
+        for index in range(first, count + 1)
+    ]
     return [result[1]["latents"] for result in results]
 
 
@@ -55,13 +63,15 @@ def expected(make_runner: Any, causal_wan: Path) -> list[torch.Tensor]:
 
 def test_chunks_in_flight_end_in_order(runner: Any) -> None:
     """In one batch each moves by a step; the engine is told which were committed."""
-    begun(runner)
+    started(runner)
     for names in (["s1", "s2", "s3"], ["s2", "s3"], ["s3"]):
         assert runner.request_progress()["s"] == [1, STEPS]
         with torch.inference_mode():
             output = runner.execute_model(step(running=names))
-        assert output.committed == (names[0],) and output.steps_behind == 1
-        assert [envelope is not None for envelope in output.pooler_output] == [True] + [False] * (len(names) - 1)
+        assert output.committed == (names[0],) and output.lag_steps == 1
+        assert [envelope is not None for envelope in output.pooler_output] == [True] + [False] * (
+            len(names) - 1
+        )
     assert runner.sessions.get("s").chunk_index == 4
     execute(runner, step(finished=["s1", "s2", "s3"]))
     assert not runner.sessions.is_pinned("s")
@@ -70,7 +80,9 @@ def test_chunks_in_flight_end_in_order(runner: Any) -> None:
 
 
 def test_a_batch_may_hold_whom_it_will(runner: Any, expected: list[torch.Tensor]) -> None:
-    """One that may not go on yet waits in its place; a first chunk's follower waits for the session."""
+    """One that may not go on yet waits in its place; a first chunk's follower waits for the
+    session.
+    """
     results: dict[str, Any] = execute(runner, step(new=[chunk(0), chunk(1), chunk(2)]))
     assert results == {"s0": None, "s1": None, "s2": None}
     assert runner.requests["s1"].chunk is None, "there is no session to follow yet"
@@ -88,7 +100,7 @@ def test_a_batch_may_hold_whom_it_will(runner: Any, expected: list[torch.Tensor]
 def test_an_aborted_chunk_takes_those_behind_it(runner: Any, expected: list[torch.Tensor]) -> None:
     """Not those before it, nor other sessions; the stream goes on where it was committed."""
     run_to_end(runner, chunk(0, session="t"))
-    begun(runner)
+    started(runner)
     execute(runner, step(new=[chunk(1, session="t")]))
     outcome = execute(runner, step(finished=["s2"], running=["s1", "s3", "t1"]))
     assert isinstance(outcome["s3"], RequestFailed) and outcome["s3"].code == "predecessor_failed"
@@ -96,41 +108,61 @@ def test_an_aborted_chunk_takes_those_behind_it(runner: Any, expected: list[torc
     assert torch.equal(outcome["t1"][1]["latents"], expected[1])
     execute(runner, step(finished=["s1", "s3", "t1"]))
     assert runner.sessions.get("s").chunk_index == 2
-    assert [torch.equal(a, b) for a, b in zip(rest(runner, 2), expected[2:], strict=True)] == [True, True]
+    assert [torch.equal(a, b) for a, b in zip(rest(runner, 2), expected[2:], strict=True)] == [
+        True,
+        True,
+    ]
 
 
 def test_a_chunk_with_nan_takes_those_behind_it(runner: Any, expected: list[torch.Tensor]) -> None:
     """It is found out at its end; what its followers have written by then does no harm."""
-    begun(runner)
+    started(runner)
     working = runner.requests["s1"].chunk.state
     working.latents = working.latents * float("nan")
     outcome = execute(runner, step(running=["s1", "s2", "s3"]))
-    assert [outcome[name].code for name in ("s1", "s2", "s3")] == ["non_finite", *["predecessor_failed"] * 2]
+    assert [outcome[name].code for name in ("s1", "s2", "s3")] == [
+        "non_finite",
+        *["predecessor_failed"] * 2,
+    ]
     execute(runner, step(finished=["s1", "s2", "s3"]))
     assert not runner.sessions.is_pinned("s") and runner.sessions.get("s").chunk_index == 1
-    assert [torch.equal(a, b) for a, b in zip(rest(runner, 1), expected[1:], strict=True)] == [True] * 3
+    assert [torch.equal(a, b) for a, b in zip(rest(runner, 1), expected[1:], strict=True)] == [
+        True
+    ] * 3
 
 
-def test_what_an_earlier_stage_began_behind_a_failure_takes_part_for_nothing(
+def test_what_an_earlier_stage_started_behind_a_failure_takes_part_for_nothing(
     runner: Any, expected: list[torch.Tensor]
 ) -> None:
-    """It could not know yet: its hidden states arrive, as the chunk that it has said. What nobody began is refused."""
-    begun(runner)
+    """It could not know yet: its hidden states arrive, as the chunk that it has said.
+
+    What nobody began is refused.
+    """
+    started(runner)
     runner.parts.in_flight.fail(runner.requests["s2"].chunk)
-    states = [runner.requests.add(chunk(index, name)) for index, name in ((4, "late"), (5, "later"), (None, "wrong"))]
+    states = [
+        runner.requests.add_request(chunk(index, name))
+        for index, name in ((4, "late"), (5, "later"), (None, "wrong"))
+    ]
     for state, index in zip(states, (4, 5, 7), strict=True):
         runner.admission.admit(state, {}, index)
-    assert [state.failure.code for state in states] == ["predecessor_failed", "predecessor_failed", "out_of_order"]
+    assert [state.failure.code for state in states] == [
+        "predecessor_failed",
+        "predecessor_failed",
+        "out_of_order",
+    ]
     assert [state.chunk and state.chunk.state.index for state in states] == [4, 5, None]
     for name in ("s1", "s2", "s3", "late", "later"):
         runner.admission.release(runner.requests.pop(name))
     assert not runner.parts.in_flight._failed and not runner.sessions.is_pinned("s")
-    assert [torch.equal(a, b) for a, b in zip(rest(runner, 1), expected[1:], strict=True)] == [True] * 3
+    assert [torch.equal(a, b) for a, b in zip(rest(runner, 1), expected[1:], strict=True)] == [
+        True
+    ] * 3
 
 
 def test_what_is_not_next_is_refused(runner: Any) -> None:
     """Chunks in flight count; one that is refused costs the others nothing."""
-    begun(runner)
+    started(runner)
     outcome = execute(runner, step(new=[chunk(3, "twice")], running=["s1", "s2", "s3"]))
     assert outcome["twice"] is None, "three are in flight: it waits"
     outcome = execute(runner, step(running=["s2", "s3", "twice"]))

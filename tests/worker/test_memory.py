@@ -20,7 +20,9 @@ CUDA = torch.device("cuda", 0)
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A GPU; `used`: by everybody. This process has 3 GiB of weights, peaks at 5 GiB and holds 6 GiB from torch.
+    """A GPU; `used`: by everybody.
+
+    This process has 3 GiB of weights, peaks at 5 GiB and holds 6 GiB from torch.
 
     taken: bytes that were asked of the allocator.
     """
@@ -30,7 +32,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         assert where == {"dtype": torch.uint8, "device": CUDA}
         gpu.taken.append(nbytes)
 
-    def answer(name: str, value: Any) -> None:
+    def response(name: str, value: Any) -> None:
         def answered(device: torch.device) -> Any:
             assert device == CUDA
             return value() if callable(value) else value
@@ -39,18 +41,20 @@ def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     monkeypatch.setattr(torch, "empty", empty)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    answer("reset_peak_memory_stats", None)
-    answer("synchronize", None)
-    answer("mem_get_info", lambda: (TOTAL - gpu.used, TOTAL))
-    answer("memory_reserved", 6 * GIB)
-    answer("memory_allocated", 6 * GIB)
-    answer("max_memory_allocated", 5 * GIB)
-    answer("get_device_properties", SimpleNamespace(total_memory=TOTAL))
+    response("reset_peak_memory_stats", None)
+    response("synchronize", None)
+    response("mem_get_info", lambda: (TOTAL - gpu.used, TOTAL))
+    response("memory_reserved", 6 * GIB)
+    response("memory_allocated", 6 * GIB)
+    response("max_memory_allocated", 5 * GIB)
+    response("get_device_properties", SimpleNamespace(total_memory=TOTAL))
     return gpu
 
 
 def session_bytes(device: SimpleNamespace, used_before: int) -> int:
-    config: Any = SimpleNamespace(cache_config=SimpleNamespace(gpu_memory_utilization=0.1, kv_cache_memory_bytes=None))
+    config: Any = SimpleNamespace(
+        cache_config=SimpleNamespace(gpu_memory_utilization=0.1, kv_cache_memory_bytes=None)
+    )
     budget = MemoryBudget(config, CUDA, used_before)
     with budget.measure():
         pass
@@ -58,7 +62,9 @@ def session_bytes(device: SimpleNamespace, used_before: int) -> int:
 
 
 def test_memory_of_others_is_not_taken_from_sessions(device: SimpleNamespace) -> None:
-    """A tenth of a GPU beside an engine that has taken 92 GiB is the same tenth as on an empty one."""
+    """A tenth of a GPU beside an engine that has taken 92 GiB is the same tenth as on an empty
+    one.
+    """
     device.used = 6 * GIB + GIB
     alone = session_bytes(device, used_before=0)
     assert alone == int(TOTAL * 0.1) - (5 * GIB + GIB) + SESSION
@@ -92,28 +98,37 @@ def test_sessions_that_do_not_fit_are_an_error(device: SimpleNamespace) -> None:
         session_bytes(device, used_before=80 * GIB)
 
 
-def test_a_worker_says_what_was_in_use_when_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_says_what_was_in_use_when_it_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's snapshot of the device, taken before anything was loaded, reaches the warm-up.
 
-    Behind that the heap is frozen, as in vLLM's workers: a full collection in between requests takes no 100 ms.
+    Behind that the heap is frozen, as in vLLM's workers: a full collection in between requests
+    takes no 100 ms.
     """
     worker: Any = object.__new__(DiffusionGPUWorker)
     worker.init_snapshot = SimpleNamespace(total_memory=TOTAL, free_memory=TOTAL - 93 * GIB)
-    asked: list[int] = []
+    requested: list[int] = []
     omni = SimpleNamespace(rank_timeout_s=None)
     worker.model_runner = SimpleNamespace(omni=omni)
-    monkeypatch.setattr(diffusion_worker, "warm_up", lambda runner, used: asked.append(used) or 0.0)
-    monkeypatch.setattr(diffusion_worker, "get_world_group", lambda: SimpleNamespace(rank=0, world_size=1))
-    frozen_behind: list[int] = []
-    monkeypatch.setattr(diffusion_worker, "freeze_gc_heap", lambda: frozen_behind.append(len(asked)))
+    monkeypatch.setattr(
+        diffusion_worker, "warm_up", lambda runner, used: requested.append(used) or 0.0
+    )
+    monkeypatch.setattr(
+        diffusion_worker, "get_world_group", lambda: SimpleNamespace(rank=0, world_size=1)
+    )
+    frozen_after: list[int] = []
+    monkeypatch.setattr(
+        diffusion_worker, "freeze_gc_heap", lambda: frozen_after.append(len(requested))
+    )
     worker.compile_or_warm_up_model()
-    assert asked == [93 * GIB] and frozen_behind == [1]
+    assert requested == [93 * GIB] and frozen_after == [1]
 
 
 def test_the_allocator_keeps_the_memory_of_the_warm_up(
     device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Graphs' pools had to be told from it by giving it back; the first session does not wait for the driver."""
+    """Graphs' pools had to be told from it by giving it back; the first session does not wait
+    for the driver.
+    """
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * GIB)
     session_bytes(device, used_before=0)
     assert device.taken == [5 * GIB - 3 * GIB]
@@ -122,7 +137,9 @@ def test_the_allocator_keeps_the_memory_of_the_warm_up(
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the allocator of a GPU")
 def test_a_session_behind_the_warm_up_takes_no_memory_from_the_driver() -> None:
-    config: Any = SimpleNamespace(cache_config=SimpleNamespace(gpu_memory_utilization=0.5, kv_cache_memory_bytes=None))
+    config: Any = SimpleNamespace(
+        cache_config=SimpleNamespace(gpu_memory_utilization=0.5, kv_cache_memory_bytes=None)
+    )
     where = torch.device("cuda", 0)
     torch.cuda.init()
     with MemoryBudget(config, where).measure():
@@ -135,24 +152,33 @@ def test_a_session_behind_the_warm_up_takes_no_memory_from_the_driver() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_kv_cache_memory_bytes_is_the_budget(device: str) -> None:
-    """`--kv-cache-memory-bytes` overrides the share of the device, as in vLLM; `omni.max_session_bytes` may be less."""
-    config = SimpleNamespace(cache_config=SimpleNamespace(kv_cache_memory_bytes=8 * MIB, gpu_memory_utilization=0.9))
+    """`--kv-cache-memory-bytes` overrides the share of the device, as in vLLM;
+    `omni.max_session_bytes` may be less.
+    """
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(kv_cache_memory_bytes=8 * MIB, gpu_memory_utilization=0.9)
+    )
     budget = MemoryBudget(config, torch.device(device))  # type: ignore[arg-type]
     assert budget.session_bytes(MIB, None) == 8 * MIB
     assert budget.session_bytes(MIB, 2 * MIB) == 2 * MIB
     assert budget.session_bytes(8 * MIB, None) == 8 * MIB
     config.cache_config.kv_cache_memory_bytes = 3 << 29
     reason = re.escape(
-        "one session of the largest shape needs 2.00 GiB, but sessions may hold 1.50 GiB: lower omni.height/width or "
+        "one session of the largest shape needs 2.00 GiB, but sessions may hold 1.50 GiB: lower "
+        "omni.height/width or "
         "the window, raise --gpu-memory-utilization or omni.max_session_bytes"
     )
     with pytest.raises(ValueError, match=f"^{reason}$"):
         budget.session_bytes(2 * GIB, None)
 
 
-def test_sessions_of_a_cpu_may_hold_half_of_the_memory_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sessions_of_a_cpu_may_hold_half_of_the_memory_that_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Whole bytes."""
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=12 * MIB + 1))
-    config: Any = SimpleNamespace(cache_config=SimpleNamespace(kv_cache_memory_bytes=None, gpu_memory_utilization=0.9))
+    config: Any = SimpleNamespace(
+        cache_config=SimpleNamespace(kv_cache_memory_bytes=None, gpu_memory_utilization=0.9)
+    )
     found = MemoryBudget(config, torch.device("cpu")).session_bytes(MIB, None)
     assert (found, type(found)) == (6 * MIB, int)

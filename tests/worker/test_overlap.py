@@ -17,7 +17,7 @@ from vllm_omni.worker.diffusion import pacing
 from vllm_omni.worker.diffusion.decode import ResultStream
 from vllm_omni.worker.diffusion.pacing import StepPacer
 from vllm_omni.worker.diffusion.roles.before_vae import BeforeVAE
-from vllm_omni.worker.diffusion.roles.single import Single
+from vllm_omni.worker.diffusion.roles.single import SingleRank
 from vllm_omni.worker.diffusion.roles.with_layers import EveryStep, LastStage
 
 STEPS = 5
@@ -31,7 +31,12 @@ def runner(make_runner: Any, null_world: Path) -> Any:
 def chunk(request_id: str, index: int, **fields: Any) -> Any:
     prompt = "a field" if index == 0 else None
     return new_request(
-        request_id, session_id="s", chunk_index=index, prompt=prompt, seed=3 if index == 0 else None, **fields
+        request_id,
+        session_id="s",
+        chunk_index=index,
+        prompt=prompt,
+        seed=3 if index == 0 else None,
+        **fields,
     )
 
 
@@ -81,7 +86,9 @@ def test_giving_up_a_result_on_its_way_keeps_the_chunk(runner: Any) -> None:
 
 
 def test_a_decode_that_fails_leaves_the_session_as_it_was(runner: Any) -> None:
-    """It fails where it is launched, before the commit, and the answer does not wait for another step."""
+    """It fails where it is launched, before the commit, and the answer does not wait for another
+    step.
+    """
     output = denoise(runner, chunk("r", 0, options={"fail_in": "decode"}))
     assert output.denoised == () and output.pooler_output[0] is not None
     execute(runner, step(finished=["r"]))
@@ -90,13 +97,15 @@ def test_a_decode_that_fails_leaves_the_session_as_it_was(runner: Any) -> None:
 
 def test_the_stock_scheduler_gets_its_results_at_once(make_runner: Any, null_world: Path) -> None:
     """It would not schedule the request again."""
-    runner = make_runner(null_world, {"overlap_decode": True}, "vllm.v1.core.sched.scheduler.Scheduler")
+    runner = make_runner(
+        null_world, {"overlap_decode": True}, "vllm.v1.core.sched.scheduler.Scheduler"
+    )
     assert execute(runner, step(new=[chunk("r", 0)]))["r"][0]["chunk_index"] == 0
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_the_decode_runs_beside_later_work_and_reads_what_was_there() -> None:
+def test_the_decode_runs_alongside_later_work_and_reads_what_was_there() -> None:
     """Work queued after it neither delays the result's copy nor changes what it sees."""
 
     class Slow:
@@ -112,7 +121,9 @@ def test_the_decode_runs_beside_later_work_and_reads_what_was_there() -> None:
 
     device = torch.device("cuda")
     stream = ResultStream(device, overlap=True)
-    request = DiffusionRequest("r", None, {}, Session(), state=torch.full((1 << 20,), 3.0, device=device))  # type: ignore[arg-type]
+    request = DiffusionRequest(
+        "r", None, {}, Session(), state=torch.full((1 << 20,), 3.0, device=device)
+    )  # type: ignore[arg-type]
     result = stream.decode(Slow(), request, 0.0)  # type: ignore[arg-type]
     torch.cuda._sleep(2_000_000_000)
     _, tensors = unpack(result.envelope())
@@ -121,7 +132,9 @@ def test_the_decode_runs_beside_later_work_and_reads_what_was_there() -> None:
 
 
 class Device:
-    """CUDA events of a device that takes `step_ms` before each, and a clock that only goes while the host waits."""
+    """CUDA events of a device that takes `step_ms` before each, and a clock that only goes while
+    the host waits.
+    """
 
     def __init__(self, step_ms: float, monkeypatch: pytest.MonkeyPatch) -> None:
         self.step_s = step_ms / 1e3
@@ -182,7 +195,9 @@ class Device:
 def test_the_host_is_a_step_ahead_of_the_device_and_less_where_steps_are_long(
     monkeypatch: pytest.MonkeyPatch, step_ms: float, stages: bool, hurry: bool, before_end_ms: float
 ) -> None:
-    """How long before the end of what the device is at the next step may be launched; the device never idles."""
+    """How long before the end of what the device is at the next step may be launched; the device
+    never idles.
+    """
     device = Device(step_ms, monkeypatch)
     pacer = StepPacer(torch.device("cuda"), stages=stages)
     for _ in range(6):
@@ -192,8 +207,12 @@ def test_the_host_is_a_step_ahead_of_the_device_and_less_where_steps_are_long(
     assert device.ends_s[-1] - device.now_s == pytest.approx(before_end_ms / 1e3, abs=1e-6)
 
 
-def test_a_host_that_launches_slowly_begins_before_the_step_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device begins a step while the host still launches it: its end is expected from there on."""
+def test_a_host_that_launches_slowly_starts_before_the_step_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The device begins a step while the host still launches it: its end is expected from there
+    on.
+    """
     device = Device(0.0, monkeypatch)
     pacer = StepPacer(torch.device("cuda"))
     for _ in range(8):
@@ -206,7 +225,9 @@ def test_a_host_that_launches_slowly_begins_before_the_step_ends(monkeypatch: py
     assert device.ends_s[-1] - device.now_s == pytest.approx(0.01, abs=1e-6)
 
 
-def test_a_step_that_ends_sooner_than_the_one_before_is_not_waited_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_ends_sooner_than_the_one_before_is_not_waited_for_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """And the next one is expected to begin when it is launched."""
     device = Device(200.0, monkeypatch)
     pacer = StepPacer(torch.device("cuda"))
@@ -233,10 +254,15 @@ def test_steps_of_other_streams_do_not_count_for_long(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("launch_s", [0.0, 0.03])
-def test_one_long_step_costs_no_later_step_its_lead(monkeypatch: pytest.MonkeyPatch, launch_s: float) -> None:
-    """Steps of a chunk: the first also encodes, the last shares the device with a decode. All others are led by 10 ms.
+def test_one_long_step_costs_no_later_step_its_lead(
+    monkeypatch: pytest.MonkeyPatch, launch_s: float
+) -> None:
+    """Steps of a chunk: the first also encodes, the last shares the device with a decode.
 
-    Even if the host first heard of the end: what it expects of a step must not carry over to those behind it.
+    All others are led by 10 ms.
+
+    Even if the host first heard of the end: what it expects of a step must not carry over to those
+    behind it.
     """
     device = Device(0.0, monkeypatch)
     pacer, leads = StepPacer(torch.device("cuda")), []
@@ -257,22 +283,29 @@ def test_one_long_step_costs_no_later_step_its_lead(monkeypatch: pytest.MonkeyPa
     assert max(leads[-5:]) < 0.04
 
 
-def test_the_device_time_of_a_step_is_told_with_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_time_of_a_step_is_notified_with_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As soon as it has ended; what the device is at is no step's time yet."""
     device = Device(0.0, monkeypatch)
-    pacer, told = StepPacer(torch.device("cuda")), []
+    pacer, reported = StepPacer(torch.device("cuda")), []
     for number in range(4):
         device.step_s = 0.01 * (number + 1)
         pacer.launching()
         pacer.launched()
         pacer.wait()
-        told.append((pacer.before_s, pacer.unfinished))
-    assert told == [(None, True), (None, True), (pytest.approx(0.02), True), (pytest.approx(0.03), True)]
+        reported.append((pacer.before_s, pacer.unfinished))
+    assert reported == [
+        (None, True),
+        (None, True),
+        (pytest.approx(0.02), True),
+        (pytest.approx(0.03), True),
+    ]
     device.sleep(1.0)
     assert not pacer.unfinished
 
 
-def test_a_launch_that_was_not_announced_tells_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_that_was_not_announced_reports_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     Device(10.0, monkeypatch)
     pacer = StepPacer(torch.device("cuda"))
     pacer.launching()
@@ -282,7 +315,9 @@ def test_a_launch_that_was_not_announced_tells_no_time(monkeypatch: pytest.Monke
     assert pacer.before_s is None
 
 
-def test_elsewhere_than_on_cuda_there_is_nothing_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elsewhere_than_on_cuda_there_is_nothing_to_wait_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made: list[Any] = []
     monkeypatch.setattr(torch.cuda, "Event", lambda **options: made.append(options))
     pacer = StepPacer(torch.device("cpu"))
@@ -295,7 +330,10 @@ def test_elsewhere_than_on_cuda_there_is_nothing_to_wait_for(monkeypatch: pytest
 
 @pytest.fixture
 def slow_device(runner: Any, monkeypatch: pytest.MonkeyPatch) -> Device:
-    """Steps of 200 ms, which the last of several stages nearly waits for. The test's runner computes on the CPU."""
+    """Steps of 200 ms, which the last of several stages nearly waits for.
+
+    The test's runner computes on the CPU.
+    """
     if torch.cuda.is_available():
         pytest.skip("the device is made up")
     device = Device(200.0, monkeypatch)
@@ -307,11 +345,15 @@ def slow_device(runner: Any, monkeypatch: pytest.MonkeyPatch) -> Device:
 def test_a_result_that_arrives_while_the_host_waits_leaves_at_once(
     runner: Any, slow_device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the step that ended its chunk; the scheduler does not hear that it is still on its way."""
+    """With the step that ended its chunk; the scheduler does not hear that it is still on its
+    way.
+    """
     came_s = 4.5 * slow_device.step_s
     monkeypatch.setattr(PendingResult, "ready", lambda _: slow_device.now_s >= came_s)
     output = denoise(runner, chunk("a", 0))
-    assert output.pooler_output[0] is not None and output.denoised == () and output.committed == ("a",)
+    assert (
+        output.pooler_output[0] is not None and output.denoised == () and output.committed == ("a",)
+    )
     assert slow_device.now_s == pytest.approx(came_s, abs=2e-3)
     assert execute(runner, step(finished=["a"], new=[chunk("b", 1)]))["b"] is None
 
@@ -349,8 +391,12 @@ def test_a_ready_result_shortens_the_wait_for_the_device(
     assert device.ends_s[-1] - device.now_s < device.step_s / 4
 
 
-def test_what_a_vae_stage_is_told_does_not_wait_for_the_step(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rank before it waits for the device before a step; a step that only fetches results waits for nothing."""
+def test_what_a_vae_stage_is_notified_does_not_wait_for_the_step(
+    runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank before it waits for the device before a step; a step that only fetches results
+    waits for nothing.
+    """
     calls: list[str] = []
 
     class Pacer:
@@ -387,6 +433,6 @@ def test_what_a_vae_stage_is_told_does_not_wait_for_the_step(runner: Any, monkey
     role.step([done], None)  # type: ignore[list-item]
     assert calls == ["wait", "step", "launched", "step"]
     calls.clear()
-    monkeypatch.setattr(runner, "role", Single(parts))
+    monkeypatch.setattr(runner, "role", SingleRank(parts))
     run_to_end(runner, chunk("s", 1))
     assert calls[:2] == ["launched", "wait"]

@@ -14,7 +14,7 @@ from helpers.ports import port_for_a_server
 from helpers.rank_processes import rank_context
 from helpers.waits import seconds, wait_until
 
-from vllm_omni.exit_codes import ENGINE_DIED
+from vllm_omni.runtime.exit_codes import ENGINE_DIED
 
 
 def work(rank: int, size: int, heard: bool, address: str, output: Path, stop: Event) -> None:
@@ -28,9 +28,13 @@ def work(rank: int, size: int, heard: bool, address: str, output: Path, stop: Ev
     with output.open("wb") as file:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", init_method=address, rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )
     ranks = [list(range(size))]
-    parallel_state._WORLD = parallel_state.GroupCoordinator(ranks, rank, "gloo", use_device_communicator=False)
+    parallel_state._WORLD = parallel_state.GroupCoordinator(
+        ranks, rank, "gloo", use_device_communicator=False
+    )
     dist.barrier()
     try:
         with failing_together(heard=heard):
@@ -51,7 +55,9 @@ class Ranks:
         self.stop = context.Event()
         self._outputs = [folder / f"rank{rank}" for rank in range(len(heard))]
         self.processes: list[BaseProcess] = [
-            context.Process(target=work, args=(rank, len(heard), hears, address, self._outputs[rank], self.stop))
+            context.Process(
+                target=work, args=(rank, len(heard), hears, address, self._outputs[rank], self.stop)
+            )
             for rank, hears in enumerate(heard)
         ]
         for process in self.processes:
@@ -64,7 +70,11 @@ class Ranks:
 
     def wait_for(self, rank: int, text: str, timeout_s: float) -> None:
         output = self._outputs[rank]
-        wait_until(lambda: output.exists() and text in output.read_text(), timeout_s, lambda: f"no {text!r} of {rank}")
+        wait_until(
+            lambda: output.exists() and text in output.read_text(),
+            timeout_s,
+            lambda: f"no {text!r} of {rank}",
+        )
 
 
 @pytest.fixture
@@ -78,10 +88,12 @@ def started(tmp_path: Path) -> Iterator[list[Ranks]]:
             process.join()
 
 
-def test_a_rank_that_nobody_hears_ends_itself_and_wakes_the_one_that_waits(
+def test_a_rank_that_no_one_hears_ends_itself_and_wakes_the_one_that_waits(
     started: list[Ranks], tmp_path: Path
 ) -> None:
-    """With its traceback; the other, whose answer counts, raises at once instead of waiting for its collective."""
+    """With its traceback; the other, whose answer counts, raises at once instead of waiting for
+    its collective.
+    """
     started.append(ranks := Ranks(tmp_path, True, False))
     output = ranks.join(1, timeout_s=60)
     ended_s = time.monotonic()

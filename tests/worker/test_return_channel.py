@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ReturnChannel` with a process group in this process: who talks to whom, and how long a message lives.
+"""`ReturnChannel` with a process group in this process: who talks to whom, and how long a message
+lives.
 
 tests/worker/test_pipeline_parallel.py has real ranks.
 """
@@ -17,7 +18,9 @@ from vllm_omni.worker.diffusion.link import ReturnChannel, connect_forward
 
 FIRST, SECOND, VAE = (0, 2, 4), (1, 3, 5), 6
 COLUMNS = [FIRST, SECOND, FIRST, SECOND, FIRST, SECOND, FIRST]
-"""Three stages of two ranks, and a rank that only decodes: each one's column of ranks with layers."""
+"""Three stages of two ranks, and a rank that only decodes: each one's column of ranks with
+layers.
+"""
 META = torch.device("meta")
 CPU = torch.device("cpu")
 
@@ -96,7 +99,9 @@ def channel(group: Group, rank: int, device: torch.device = CPU) -> ReturnChanne
         (VAE, []),
     ],
 )
-def test_every_rank_makes_all_groups_and_connects_its_own(group: Group, rank: int, connected: list[Any]) -> None:
+def test_every_rank_makes_all_groups_and_connects_its_own(
+    group: Group, rank: int, connected: list[Any]
+) -> None:
     """In one order, as `new_group` asks for; one element goes to each earlier stage."""
     made = channel(group, rank, META)
     assert made.is_last == (rank in (4, 5))
@@ -106,11 +111,20 @@ def test_every_rank_makes_all_groups_and_connects_its_own(group: Group, rank: in
 
 @pytest.mark.parametrize(
     ("first", "last", "calls"),
-    [(True, False, ["send"]), (False, False, ["recv", "send"]), (False, True, ["recv"]), (True, True, [])],
+    [
+        (True, False, ["send"]),
+        (False, False, ["recv", "send"]),
+        (False, True, ["recv"]),
+        (True, True, []),
+    ],
 )
-def test_stages_are_connected_forward(group: Group, first: bool, last: bool, calls: list[str]) -> None:
+def test_stages_are_connected_forward(
+    group: Group, first: bool, last: bool, calls: list[str]
+) -> None:
     """Along vLLM's own way: a rank that waits for the one before it is not waited for by it."""
-    pp: Any = SimpleNamespace(is_first_rank=first, is_last_rank=last, prev_rank=7, next_rank=9, device_group="stages")
+    pp: Any = SimpleNamespace(
+        is_first_rank=first, is_last_rank=last, prev_rank=7, next_rank=9, device_group="stages"
+    )
     connect_forward(pp, META)
     peers = {"recv": 7, "send": 9}
     assert group.calls == [(call, peers[call], "stages", 1, "meta") for call in calls]
@@ -125,13 +139,21 @@ def batch(number: int, *, steps_left: int = 0) -> list[Any]:
     """Two requests of different sizes."""
     names = {f"a{number}": (number + 1, 2), f"b{number}": (3,)}
     return [
-        SimpleNamespace(request_id=name, shape=shape, value=10.0 * number + place, step=4 - steps_left, num_steps=4)
-        for place, (name, shape) in enumerate(names.items())
+        SimpleNamespace(
+            request_id=name,
+            shape=shape,
+            value=10.0 * number + position,
+            step=4 - steps_left,
+            num_steps=4,
+        )
+        for position, (name, shape) in enumerate(names.items())
     ]
 
 
-def test_answers_are_applied_up_to_the_newest_that_was_asked_for(group: Group) -> None:
-    """A status counts where a chunk may be committed; before that nobody waits for the device to read it."""
+def test_responses_are_applied_up_to_the_newest_that_was_requested_for(group: Group) -> None:
+    """A status counts where a chunk may be committed; before that nobody waits for the device to
+    read it.
+    """
     model: Any = Model()
     last, middle = channel(group, 4), channel(group, 2)
     batches = [batch(0, steps_left=1), batch(1), batch(2)]
@@ -142,8 +164,17 @@ def test_answers_are_applied_up_to_the_newest_that_was_asked_for(group: Group) -
         middle.expect(requests)
         middle.listen(model)
     taken: list[Any] = []
-    for asked, number in (([], 0), (["nobody"], 0), (["a0", "b1"], 4), (["a0"], 4), (["b2"], 6), (["b2"], 6)):
-        middle.drain(asked, lambda request, ok, latents: taken.append((request.request_id, ok, latents)))
+    for requested, number in (
+        ([], 0),
+        (["nobody"], 0),
+        (["a0", "b1"], 4),
+        (["a0"], 4),
+        (["b2"], 6),
+        (["b2"], 6),
+    ):
+        middle.drain(
+            requested, lambda request, ok, latents: taken.append((request.request_id, ok, latents))
+        )
         assert len(taken) == number
     assert [(name, ok, latents.tolist()) for name, ok, latents in taken] == [
         ("a0", True, [0.0] * 2),

@@ -13,21 +13,21 @@ from helpers.scheduling import execute, new_request, step
 from vllm.sequence import IntermediateTensors
 
 from vllm_omni.config import OmniConfig
-from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.worker.diffusion.roles import role_for
 from vllm_omni.worker.diffusion.roles.before_vae import BeforeVAE
 from vllm_omni.worker.diffusion.roles.layers import LayersStage
-from vllm_omni.worker.diffusion.roles.single import Single, WholeChunks
-from vllm_omni.worker.diffusion.roles.temporal import OwnStep
+from vllm_omni.worker.diffusion.roles.single import SingleRank, WholeChunks
+from vllm_omni.worker.diffusion.roles.temporal import StageSteps
 from vllm_omni.worker.diffusion.roles.vae import VAEStage
-from vllm_omni.worker.diffusion.roles.with_layers import EveryStep, LastStage, WithLayers
+from vllm_omni.worker.diffusion.roles.with_layers import EveryStep, LastStage, LayersRole
 
 
 @pytest.mark.parametrize(
-    ("place", "step_at_a_time", "role", "decodes"),
+    ("position", "step_at_a_time", "role", "decodes"),
     [
         # (stage, stages with layers, whether a VAE stage follows them)
-        ((0, 1, False), True, Single, True),
+        ((0, 1, False), True, SingleRank, True),
         ((0, 1, False), False, WholeChunks, True),
         ((0, 3, False), True, LayersStage, False),
         ((1, 3, False), True, LayersStage, False),
@@ -43,14 +43,14 @@ from vllm_omni.worker.diffusion.roles.with_layers import EveryStep, LastStage, W
 def test_a_rank_has_the_role_of_its_place(
     make_runner: Any,
     null_world: Path,
-    place: tuple[int, int, bool],
+    position: tuple[int, int, bool],
     step_at_a_time: bool,
     role: type,
     decodes: bool,
     pipeline: Any,
 ) -> None:
     """What a stage owns, all steps or one, changes no role."""
-    stage, num_stages, vae_stage = place
+    stage, num_stages, vae_stage = position
     parts = replace(
         make_runner(null_world).parts,
         place=ParallelContext(stage=stage, num_stages=num_stages, vae_stage=vae_stage),
@@ -59,8 +59,8 @@ def test_a_rank_has_the_role_of_its_place(
     )
     found = role_for(parts)
     assert type(found) is role and found.decodes_chunks == decodes
-    if isinstance(found, WithLayers):
-        assert type(found.steps) is (EveryStep if pipeline == "blocks" else OwnStep)
+    if isinstance(found, LayersRole):
+        assert type(found.steps) is (EveryStep if pipeline == "blocks" else StageSteps)
 
 
 class Doubler:
@@ -83,28 +83,33 @@ class Doubler:
 def test_stages_that_own_a_step_pass_latents_through_all_steps() -> None:
     """Each runs the step of its number; the last one keeps what came to it, and says so once."""
     model: Any = Doubler()
-    chunks = [SimpleNamespace(request_id=name, step=0, num_steps=3, latents=torch.full((2,), 1.0)) for name in "ab"]
+    chunks = [
+        SimpleNamespace(request_id=name, step=0, num_steps=3, latents=torch.full((2,), 1.0))
+        for name in "ab"
+    ]
     latents = None
     for stage in range(3):
-        taker = OwnStep(model, stage, 3)
+        taker = StageSteps(model, stage, 3)
         entered = latents
         for chunk in chunks:
             chunk.step = 0
-        latents = taker.take(chunks, latents)  # type: ignore[arg-type]
+        latents = taker.run_steps(chunks, latents)  # type: ignore[arg-type]
         assert [chunk.step for chunk in chunks] == [3, 3]
         if stage < 2:
             with pytest.raises(KeyError):
-                taker.answer(chunks[0])  # type: ignore[arg-type]
+                taker.latents_for_earlier_stages(chunks[0])  # type: ignore[arg-type]
     assert latents is not None and latents.tolist() == [[12.0, 12.0]] * 2  # 1 -> 2 -> 5 -> 12
     assert entered is not None
     for chunk in chunks:
-        assert torch.equal(taker.answer(chunk), entered[0])  # type: ignore[arg-type]
+        assert torch.equal(taker.latents_for_earlier_stages(chunk), entered[0])  # type: ignore[arg-type]
         with pytest.raises(KeyError):
-            taker.answer(chunk)  # type: ignore[arg-type]
+            taker.latents_for_earlier_stages(chunk)  # type: ignore[arg-type]
 
 
 class Adder:
-    """A model in two parts: the first layers hand their latents on, the last ones add what arrives."""
+    """A model in two parts: the first layers hand their latents on, the last ones add what
+    arrives.
+    """
 
     def latents(self, request: Any) -> torch.Tensor:
         return request.latents
@@ -119,20 +124,29 @@ class Adder:
 
 
 def test_layers_compute_from_the_hidden_states_of_the_stage_before() -> None:
-    """Both stages count the step; the last one runs the schedule and answers with each request's latents."""
+    """Both stages count the step; the last one runs the schedule and answers with each request's
+    latents.
+    """
     model: Any = Adder()
-    chunks: Any = [SimpleNamespace(step=1, latents=torch.full((2,), value)) for value in (1.0, 10.0)]
+    chunks: Any = [
+        SimpleNamespace(step=1, latents=torch.full((2,), value)) for value in (1.0, 10.0)
+    ]
     first, last = EveryStep(model, ends_steps=False), EveryStep(model, ends_steps=True)
-    hidden = first.take(chunks, None)
+    hidden = first.run_steps(chunks, None)
     assert [chunk.step for chunk in chunks] == [2, 2]
     assert [chunk.latents.tolist() for chunk in chunks] == [[1.0, 1.0], [10.0, 10.0]]
-    last.take(chunks, hidden)
+    last.run_steps(chunks, hidden)
     assert [chunk.step for chunk in chunks] == [3, 3]
-    assert [last.answer(chunk).tolist() for chunk in chunks] == [[2.0, 2.0], [20.0, 20.0]]
+    assert [last.latents_for_earlier_stages(chunk).tolist() for chunk in chunks] == [
+        [2.0, 2.0],
+        [20.0, 20.0],
+    ]
 
 
 def test_a_stage_steps_with_what_it_received(make_runner: Any, null_world: Path) -> None:
-    """The message of the stage before reaches the micro-step, and its outcome is handed on as it is."""
+    """The message of the stage before reaches the micro-step, and its outcome is handed on as it
+    is.
+    """
 
     class Repeats(LayersStage):
         def micro_step(self, states: Any, received: Any, outputs: Any) -> Any:
@@ -140,11 +154,18 @@ def test_a_stage_steps_with_what_it_received(make_runner: Any, null_world: Path)
 
     runner = make_runner(null_world)
     message = IntermediateTensors({"x": torch.zeros(1)})
-    assert Repeats(runner.parts, EveryStep(runner.model, ends_steps=False)).step([], message) is message
+    assert (
+        Repeats(runner.parts, EveryStep(runner.model, ends_steps=False)).step([], message)
+        is message
+    )
 
 
-def test_whole_chunks_of_a_session_are_made_in_the_order_of_their_index(make_runner: Any, null_world: Path) -> None:
-    """Whatever their order in the batch, beside another session and a request that cannot be read."""
+def test_whole_chunks_of_a_session_are_made_in_the_order_of_their_index(
+    make_runner: Any, null_world: Path
+) -> None:
+    """Whatever their order in the batch, beside another session and a request that cannot be
+    read.
+    """
     runner = make_runner(null_world, scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")
     assert isinstance(runner.role, WholeChunks)
     wrong = new_request("wrong", session_id="w")

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runner offers everything that vLLM's worker asks of one: read from the worker's source, so it follows vLLM.
+"""The runner offers everything that vLLM's worker asks of one: read from the worker's source, so it
+follows vLLM.
 
 Here names; with which arguments the worker calls them is held by tests/seams/test_called_on_us.py.
 """
@@ -16,9 +17,11 @@ from vllm_omni.worker.diffusion.surface import RunnerSurface
 
 # Paths that a diffusion worker can never take, each with the reason.
 UNREACHABLE = {
-    "_init_kv_zero_meta": "guarded by hasattr and by needs_kv_cache_zeroing, which needs a KV group",
+    "_init_kv_zero_meta": "guarded by hasattr and by needs_kv_cache_zeroing, which needs a "
+    "KV group",
     "uniform_decode_query_len": "read with a default",
-    "eplb": "compile_or_warm_up_model of the V2 runner only (0.33), which DiffusionWorkerMixin overrides",
+    "eplb": "compile_or_warm_up_model of the V2 runner only (0.33), which DiffusionWorkerMixin "
+    "overrides",
     "kv_caches": "CPUWorker.compile_or_warm_up_model only, which DiffusionWorkerMixin overrides",
 }
 
@@ -37,17 +40,25 @@ def test_the_pattern_still_finds_the_surface() -> None:
 def test_every_attribute_the_worker_uses_exists(name: str) -> None:
     """Methods on the class, attributes assigned in __init__ or load_model."""
     assigned = inspect.getsource(DiffusionGPUModelRunner)
-    module_like = name in {"GPUModelRunner"} or f"model_runner.{name} import" in inspect.getsource(gpu_worker)
+    module_like = name in {"GPUModelRunner"} or f"model_runner.{name} import" in inspect.getsource(
+        gpu_worker
+    )
     assert module_like or hasattr(DiffusionGPUModelRunner, name) or f"self.{name}" in assigned
 
 
 def test_there_is_nothing_to_capture_to_profile_or_to_run_idly() -> None:
-    """Requests reach vLLM's endpoints as those of a plugin, and an idle rank answers on its own device."""
+    """Requests reach vLLM's endpoints as those of a plugin, and an idle rank answers on its own
+    device.
+    """
     surface = RunnerSurface()
     surface.device = torch.device("meta")
     assert surface.get_supported_tasks() == ("plugin",)
     assert surface.get_kv_cache_spec() == surface.get_encoder_timing_stats() == {}
-    assert (surface.profile_cudagraph_memory(), surface.capture_model(), surface.needs_cudagraph_capture()) == (
+    assert (
+        surface.profile_cudagraph_memory(),
+        surface.capture_model(),
+        surface.needs_cudagraph_capture(),
+    ) == (
         0,
         0,
         False,

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weights of a runner: counted, kept on the host, replaced in place, and made up where none are needed."""
+"""The weights of a runner: counted, kept on the host, replaced in place, and made up where none
+are needed.
+"""
 
 import shutil
 from collections.abc import Callable
@@ -12,7 +14,7 @@ from helpers.snapshot_steps import Worker, text_chunk
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_omni.model_executor import tensor_files
+from vllm_omni.model_executor.checkpoint import tensor_files
 from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.worker.diffusion.runner import DiffusionGPUModelRunner
 
@@ -29,14 +31,18 @@ def other_world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def bytes_of(runner: Any) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in runner.network.parameters())
+    return sum(
+        parameter.numel() * parameter.element_size() for parameter in runner.network.parameters()
+    )
 
 
 def first_frames(runner: Any, session_id: str) -> torch.Tensor:
     return text_chunk(Worker(runner), session_id, 0)["frames"]
 
 
-def test_weights_and_the_room_for_adapters_are_counted(make_runner: MakeRunner, causal_wan: Path) -> None:
+def test_weights_and_the_room_for_adapters_are_counted(
+    make_runner: MakeRunner, causal_wan: Path
+) -> None:
     """vLLM logs the sum."""
     runner = make_runner(causal_wan, SMALL, enable_lora=True, max_loras=1, max_lora_rank=8)
     assert runner.adapters.nbytes > 0
@@ -45,19 +51,27 @@ def test_weights_and_the_room_for_adapters_are_counted(make_runner: MakeRunner, 
 
 @pytest.mark.usefixtures("no_offloader_left")
 def test_weights_on_the_host_are_not_counted(make_runner: MakeRunner, causal_wan: Path) -> None:
-    """The slots that they pass through are. Frames are the same, also when they were loaded anew."""
+    """The slots that they pass through are.
+
+    Frames are the same, also when they were loaded anew.
+    """
     plain = make_runner(causal_wan, SMALL)
     expected = first_frames(plain, "a")
     runner = make_runner(causal_wan, SMALL, cpu_offload_gb=1)
     assert runner.offloader.host_bytes > 0
-    assert runner.model_memory_usage == bytes_of(plain) + runner.offloader.slot_bytes - runner.offloader.host_bytes
+    assert (
+        runner.model_memory_usage
+        == bytes_of(plain) + runner.offloader.slot_bytes - runner.offloader.host_bytes
+    )
     assert torch.equal(first_frames(runner, "a"), expected)
     with torch.inference_mode():  # in which `make_runner` has made the weights
         runner.reload_weights()
     assert torch.equal(first_frames(runner, "b"), expected)
 
 
-def test_weights_are_replaced_in_place(make_runner: MakeRunner, null_world: Path, other_world: Path) -> None:
+def test_weights_are_replaced_in_place(
+    make_runner: MakeRunner, null_world: Path, other_world: Path
+) -> None:
     """By those of another checkpoint of the same shape; the next reload reads that one again."""
     runner, other = make_runner(null_world), make_runner(other_world)
     expected = first_frames(other, "a")
@@ -74,7 +88,10 @@ def test_weights_are_replaced_in_place(make_runner: MakeRunner, null_world: Path
 def test_weights_are_reloaded_from_files_that_are_not_mapped(
     make_runner: MakeRunner, causal_wan: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Somebody may be writing them: a mapped file that is cut ends the process. At start they are mapped."""
+    """Somebody may be writing them: a mapped file that is cut ends the process.
+
+    At start they are mapped.
+    """
     runner = make_runner(causal_wan, SMALL)
     load, unmapped = type(runner.network).load_checkpoint, []
 
@@ -89,16 +106,26 @@ def test_weights_are_reloaded_from_files_that_are_not_mapped(
 
 
 @pytest.mark.parametrize("given", [{"weights_iterator": iter(())}, {"is_checkpoint_format": False}])
-def test_weights_come_from_a_checkpoint_only(make_runner: MakeRunner, null_world: Path, given: dict[str, Any]) -> None:
+def test_weights_come_from_a_checkpoint_only(
+    make_runner: MakeRunner, null_world: Path, given: dict[str, Any]
+) -> None:
     runner = make_runner(null_world)
-    with pytest.raises(ValueError, match=r"^reload_weights takes a checkpoint directory \(weights_path\) or nothing"):
+    with pytest.raises(
+        ValueError,
+        match=r"^reload_weights takes a checkpoint directory \(weights_path\) or nothing",
+    ):
         runner.reload_weights(**given)
 
 
 def test_weights_may_be_made_up(single_rank: None, null_world: Path, tmp_path: Path) -> None:
     """As vLLM's worker asks for where others will send them: nothing is read."""
     shutil.copytree(null_world, tmp_path / "empty", ignore=shutil.ignore_patterns("*.safetensors"))
-    args = EngineArgs(model=str(tmp_path / "empty"), config_format="omni", skip_tokenizer_init=True, enforce_eager=True)
+    args = EngineArgs(
+        model=str(tmp_path / "empty"),
+        config_format="omni",
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+    )
     vllm_config = args.create_engine_config()
     with set_current_vllm_config(vllm_config), torch.inference_mode():
         runner = DiffusionGPUModelRunner(vllm_config, torch.device("cpu"))
@@ -106,6 +133,8 @@ def test_weights_may_be_made_up(single_rank: None, null_world: Path, tmp_path: P
     assert bytes_of(runner) == runner.model_memory_usage > 0
 
 
-def test_a_model_that_keeps_memory_of_closed_sessions_gives_way(make_runner: MakeRunner, causal_wan: Path) -> None:
+def test_a_model_that_keeps_memory_of_closed_sessions_gives_way(
+    make_runner: MakeRunner, causal_wan: Path
+) -> None:
     runner = make_runner(causal_wan, SMALL)
-    assert runner.sessions.trim_kept == runner.model.trim_kept
+    assert runner.sessions.trim_pool == runner.model.trim_pool

@@ -14,9 +14,11 @@ from vllm_omni.worker.diffusion.pacing import StepPacer
 
 
 def noted(request_id: str, note: SchedulerNote) -> Any:
-    data = new_request(request_id, session_id=request_id, chunk_index=0, prompt="a field", output="latents")
+    data = new_request(
+        request_id, session_id=request_id, chunk_index=0, prompt="a field", output="latents"
+    )
     assert data.pooling_params is not None
-    data.pooling_params = note.attach(data.pooling_params)
+    data.pooling_params = note.attach_to_params(data.pooling_params)
     return data
 
 
@@ -28,7 +30,10 @@ def model(null_world: Path) -> Path:
 def test_a_refused_stream_ends_at_once_without_a_session(make_runner: Any, model: Path) -> None:
     runner = make_runner(model)
     result = execute(runner, step(new=[noted("r", SchedulerNote(refused="no room for it"))]))["r"]
-    assert isinstance(result, RequestFailed) and (result.code, result.message) == ("capacity", "no room for it")
+    assert isinstance(result, RequestFailed) and (result.code, result.message) == (
+        "capacity",
+        "no room for it",
+    )
     assert len(runner.sessions) == 0
 
 
@@ -40,12 +45,14 @@ def test_a_degraded_chunk_takes_fewer_steps_and_says_so(make_runner: Any, model:
     assert "degradations" not in meta and len(meta["timings_ms"]["steps"]) == 5
 
 
-def test_a_server_that_cannot_degrade_that_way_does_not_start(make_runner: Any, model: Path) -> None:
+def test_a_server_that_cannot_degrade_that_way_does_not_start(
+    make_runner: Any, model: Path
+) -> None:
     with pytest.raises(ValueError, match="NullWorldPipeline cannot do 'tiny_vae'"):
         make_runner(model, {"scheduling": "deadline", "degradations": ["tiny_vae"]})
 
 
-def test_progress_of_chunks_that_go_on(make_runner: Any, model: Path) -> None:
+def test_progress_of_chunks_that_continue(make_runner: Any, model: Path) -> None:
     """Steps done, steps in all, elements of the latents; nothing of one that is done."""
     runner = make_runner(model)
     output = runner.execute_model(step(new=[noted("r", SchedulerNote())]))
@@ -55,7 +62,7 @@ def test_progress_of_chunks_that_go_on(make_runner: Any, model: Path) -> None:
     assert runner.execute_model(step(running=["r"])).progress == {}
 
 
-def test_a_chunk_that_was_admitted_and_not_begun_has_no_size_yet(
+def test_a_chunk_that_was_admitted_and_not_started_has_no_size_yet(
     make_runner: Any, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its latents may not be there; it costs a step of the smallest size."""
@@ -68,17 +75,19 @@ def test_a_chunk_that_was_admitted_and_not_begun_has_no_size_yet(
 
     monkeypatch.setattr(runner.role, "step", only_admit)
     with torch.inference_mode():
-        assert runner.execute_model(step(new=[noted("r", SchedulerNote())])).progress == {"r": ChunkProgress(0, 5, 1)}
+        assert runner.execute_model(step(new=[noted("r", SchedulerNote())])).progress == {
+            "r": ChunkProgress(0, 5, 1)
+        }
 
 
 def test_results_are_in_the_order_of_the_requests(make_runner: Any, model: Path) -> None:
     """And the distance that chunks of one session keep is the model's."""
     runner = make_runner(model)
-    runner.parts.in_flight.order.steps_behind = 3
+    runner.parts.in_flight.order.lag_steps = 3
     output = runner.execute_model(step(new=[noted(name, SchedulerNote()) for name in ("a", "b")]))
     assert output.req_ids == ["a", "b"]
     assert output.req_id_to_index == {"a": 0, "b": 1}
-    assert output.steps_behind == 3
+    assert output.lag_steps == 3
 
 
 class Busy(StepPacer):
@@ -93,10 +102,12 @@ class Busy(StepPacer):
         return True
 
 
-def test_the_scheduler_is_told_how_long_the_device_takes(make_runner: Any, model: Path) -> None:
+def test_the_scheduler_is_notified_how_long_the_device_takes(make_runner: Any, model: Path) -> None:
     runner = make_runner(model)
     output = runner.execute_model(step(new=[noted("r", SchedulerNote())]))
-    assert (output.before_s, output.unfinished) == (None, False), "a CPU has ended a step when its launch returns"
+    assert (output.before_s, output.unfinished) == (None, False), (
+        "a CPU has ended a step when its launch returns"
+    )
     runner.role.pacer = Busy(runner.device)
     output = runner.execute_model(step(running=["r"]))
     assert (output.before_s, output.unfinished) == (0.25, True)

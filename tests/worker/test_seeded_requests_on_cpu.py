@@ -22,20 +22,27 @@ from vllm_omni.worker.ar.cpu_worker import ARCPUModelRunner
 def runner(unfinished: list[bool], generators: dict[int, torch.Generator]) -> Any:
     made: Any = ARCPUModelRunner.__new__(ARCPUModelRunner)
     made.input_batch = SimpleNamespace(num_reqs=len(unfinished), generators=generators)
-    made.discard_request_mask = SimpleNamespace(np=np.array([*unfinished, True, True]))  # longer than the batch
+    # longer than the batch
+    made.discard_request_mask = SimpleNamespace(np=np.array([*unfinished, True, True]))
     return made
 
 
-def test_an_unfinished_prompt_draws_nothing_from_its_generator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sampler sees the generators of the other requests only; afterwards all are there again."""
+def test_an_unfinished_prompt_draws_nothing_from_its_generator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The sampler sees the generators of the other requests only; afterwards all are there
+    again.
+    """
     generators = {index: torch.Generator().manual_seed(index) for index in (0, 1, 3)}
-    kept, seen = dict(generators), []
+    retained, seen = dict(generators), []
     monkeypatch.setattr(
-        ARModelRunnerV1Mixin, "sample_tokens", lambda self, output: seen.append(sorted(self.input_batch.generators))
+        ARModelRunnerV1Mixin,
+        "sample_tokens",
+        lambda self, output: seen.append(sorted(self.input_batch.generators)),
     )
     runner([True, False, True, False], generators).sample_tokens(None)
     assert seen == [[1, 3]]
-    assert generators == kept
+    assert generators == retained
 
 
 def test_a_step_that_fails_keeps_the_generators(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,6 +61,9 @@ def test_a_step_that_fails_keeps_the_generators(monkeypatch: pytest.MonkeyPatch)
 def test_stock_code_still_rewinds_by_an_offset_that_a_cpu_lacks() -> None:
     """When this fails, `ARCPUModelRunner.sample_tokens` can go."""
     source = inspect.getsource(GPUModelRunner._bookkeeping_sync)
-    assert "gen.set_offset(gen.get_offset() - 4)" in source and "self.discard_request_mask.np[:num_reqs]" in source
+    assert (
+        "gen.set_offset(gen.get_offset() - 4)" in source
+        and "self.discard_request_mask.np[:num_reqs]" in source
+    )
     with pytest.raises(RuntimeError, match="offset"):
         torch.Generator().get_offset()

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The session store: bytes and counts are bounded, idle sessions make room, sessions at work never do."""
+"""The session store: bytes and counts are bounded, idle sessions make room, sessions at work
+never do.
+"""
 
 from typing import Any
 
@@ -9,7 +11,7 @@ import torch
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import SessionState
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.worker.diffusion.sessions import SessionStore
+from vllm_omni.worker.diffusion.sessions.store import SessionStore
 
 
 class Session(SessionState):
@@ -56,17 +58,19 @@ def store(clock: Clock) -> SessionStore:
 
 def test_bytes_are_bounded_before_the_count(store: SessionStore) -> None:
     """Two sessions of 10 bytes fit into 25, a third does not, though three sessions are allowed."""
-    store.add(Session("a"))
+    store.add_session(Session("a"))
     store.make_room(10)
-    store.add(Session("b"))
+    store.add_session(Session("b"))
     with pytest.raises(RequestFailed, match="capacity"):
         store.make_room(10)
     assert store.nbytes == 20
 
 
-def test_a_session_larger_than_everything_is_refused_without_evicting(store: SessionStore, clock: Clock) -> None:
+def test_a_session_larger_than_everything_is_refused_without_evicting(
+    store: SessionStore, clock: Clock
+) -> None:
     """No idle session is closed for one that could never fit."""
-    store.add(Session("a"))
+    store.add_session(Session("a"))
     clock.now = 1000
     with pytest.raises(RequestFailed, match="capacity"):
         store.make_room(26)
@@ -76,8 +80,8 @@ def test_a_session_larger_than_everything_is_refused_without_evicting(store: Ses
 def test_the_least_recently_used_idle_session_makes_room(store: SessionStore, clock: Clock) -> None:
     """`a` is older but was used again; `b` goes."""
     a, b = Session("a"), Session("b")
-    store.add(a)
-    store.add(b)
+    store.add_session(a)
+    store.add_session(b)
     clock.now = 50
     store.get("a")
     clock.now = 100
@@ -85,10 +89,12 @@ def test_the_least_recently_used_idle_session_makes_room(store: SessionStore, cl
     assert "a" in store and "b" not in store and b.closed == 1
 
 
-def test_a_session_with_a_chunk_in_flight_is_never_evicted(store: SessionStore, clock: Clock) -> None:
+def test_a_session_with_a_chunk_in_flight_is_never_evicted(
+    store: SessionStore, clock: Clock
+) -> None:
     """Pinned sessions stay however idle they look, until the last chunk lets go."""
-    store.add(Session("a"))
-    store.add(Session("b"))
+    store.add_session(Session("a"))
+    store.add_session(Session("b"))
     store.pin("a"), store.pin("a"), store.pin("b")
     clock.now = 1000
     with pytest.raises(RequestFailed, match="capacity"):
@@ -106,7 +112,7 @@ def test_a_session_with_a_chunk_in_flight_is_never_evicted(store: SessionStore, 
 def test_closing_is_idempotent(store: SessionStore) -> None:
     """The session's own close runs once; the second call says there was nothing."""
     session = Session("a")
-    store.add(session)
+    store.add_session(session)
     assert store.close("a") and not store.close("a") and session.closed == 1
 
 
@@ -130,19 +136,20 @@ def test_what_a_refusal_says(store: SessionStore) -> None:
     )
     too_large = ("capacity", "a session needs 26 bytes, all sessions may hold 25")
     assert failure_of(store.make_room, 26) == too_large
-    store.add(Session("a", 20))
+    store.add_session(Session("a", 20))
     assert failure_of(store.make_room, 6) == (
         "capacity",
-        "1 of 3 sessions hold 20 bytes and none has been idle for 60 s: close one or try again later",
+        "1 of 3 sessions hold 20 bytes and none has been idle for 60 s: close one or try "
+        "again later",
     )
 
 
 def test_the_bounds_themselves_are_allowed(store: SessionStore, clock: Clock) -> None:
     """All the bytes, all the sessions, and idle for exactly as long as it takes."""
     store.make_room(25)
-    store.add(Session("a", 15))
+    store.add_session(Session("a", 15))
     store.make_room(10)
-    store.add(Session("b", 10))
+    store.add_session(Session("b", 10))
     clock.now = 59.9
     assert failure_of(store.make_room, 1)[0] == "capacity"
     clock.now = 60.0
@@ -154,17 +161,19 @@ def test_the_number_of_sessions_is_bounded_without_a_bound_on_bytes(clock: Clock
     store = SessionStore(2, 60.0, clock=clock)
     for name in "ab":
         store.make_room(10**15)
-        store.add(Session(name, 10**15))
+        store.add_session(Session(name, 10**15))
     assert failure_of(store.make_room, 1)[0] == "capacity"
     clock.now = 60.0
     store.make_room(1)
     assert len(store) == 1 and store.stats()["max_bytes"] is None
 
 
-def test_a_session_at_work_makes_no_room_but_the_next_idle_one_does(store: SessionStore, clock: Clock) -> None:
+def test_a_session_at_work_makes_no_room_but_the_next_idle_one_does(
+    store: SessionStore, clock: Clock
+) -> None:
     """The pinned one is passed over, and as many go as are needed."""
     for name in "abc":
-        store.add(Session(name, 8))
+        store.add_session(Session(name, 8))
     store.pin("a")
     clock.now = 60.0
     store.make_room(17)
@@ -175,11 +184,11 @@ def test_a_session_at_work_makes_no_room_but_the_next_idle_one_does(store: Sessi
 def test_idle_time_counts_from_the_last_use_by_a_real_clock() -> None:
     """`time.monotonic` unless told otherwise: nothing is idle for a minute within this test."""
     store = SessionStore(1, 60.0)
-    store.add(Session("a"))
+    store.add_session(Session("a"))
     store.get("a")
     assert failure_of(store.make_room, 1)[0] == "capacity"
     at_once = SessionStore(1, 0.0)
-    at_once.add(Session("a"))
+    at_once.add_session(Session("a"))
     at_once.make_room(1)
     assert len(at_once) == 0
 
@@ -189,23 +198,31 @@ def operation(op: str, session_id: str = "a", fork_to: str | None = None) -> Dif
 
 
 @pytest.mark.parametrize("op", ["close", "reset"])
-def test_close_and_reset_free_a_session_and_say_whether_there_was_one(store: SessionStore, op: str) -> None:
+def test_close_and_reset_free_a_session_and_say_whether_there_was_one(
+    store: SessionStore, op: str
+) -> None:
     """The next chunk of a reset session starts afresh under the same id."""
     session = Session("a")
-    store.add(session)
+    store.add_session(session)
     assert store.operate(operation(op)) == {"op": op, "session_id": "a", "existed": True}
     assert store.operate(operation(op)) == {"op": op, "session_id": "a", "existed": False}
     assert session.closed == 1 and "a" not in store
-    store.add(Session("a"))
+    store.add_session(Session("a"))
 
 
-def test_a_fork_is_a_session_of_its_own(store: SessionStore, clock: Clock) -> None:
-    """It goes on from the same chunk, fails as its source does, counts in bytes, and is used now."""
+def test_a_fork_is_a_session_separate(store: SessionStore, clock: Clock) -> None:
+    """It goes on from the same chunk, fails as its source does, counts in bytes, and is used
+    now.
+    """
     source = Session("a")
     source.chunk_index, source.failure = 7, RequestFailed("non_finite", "NaN")
-    store.add(source)
+    store.add_session(source)
     clock.now = 30.0
-    assert store.operate(operation("fork", fork_to="b")) == {"op": "fork", "session_id": "b", "chunk_index": 7}
+    assert store.operate(operation("fork", fork_to="b")) == {
+        "op": "fork",
+        "session_id": "b",
+        "chunk_index": 7,
+    }
     assert store.get("b").failure is source.failure and store.nbytes == 20
     clock.now = 89.0
     assert failure_of(store.make_room, 10)[0] == "capacity", "the source was used for the fork"
@@ -213,15 +230,18 @@ def test_a_fork_is_a_session_of_its_own(store: SessionStore, clock: Clock) -> No
 
 @pytest.mark.parametrize("fork_to", ["a", "b", None])
 def test_a_fork_needs_a_new_name(store: SessionStore, fork_to: str | None) -> None:
-    store.add(Session("a", 1)), store.add(Session("b", 1))
+    store.add_session(Session("a", 1)), store.add_session(Session("b", 1))
     text = f"fork_to must name a new session, got {fork_to!r}"
-    assert failure_of(store.operate, operation("fork", fork_to=fork_to)) == ("invalid_request", text)
+    assert failure_of(store.operate, operation("fork", fork_to=fork_to)) == (
+        "invalid_request",
+        text,
+    )
     assert failure_of(store.operate, operation("fork", "x", "c"))[0] == "unknown_session"
     assert len(store) == 2
 
 
 def test_a_fork_that_does_not_fit_is_refused(store: SessionStore) -> None:
-    store.add(Session("a", 13))
+    store.add_session(Session("a", 13))
     assert failure_of(store.operate, operation("fork", fork_to="b"))[0] == "capacity"
     assert "b" not in store
 
@@ -232,7 +252,7 @@ def test_all_sessions_are_moved_closed_and_listed(store: SessionStore) -> None:
     for index, session in enumerate(sessions):
         session.chunk_index = index
         session.to = lambda device, name=session.session_id: moved.append((name, device))  # type: ignore[misc,assignment]
-        store.add(session)
+        store.add_session(session)
     assert store.stats() == {
         "sessions": 3,
         "max_sessions": 3,
@@ -243,16 +263,22 @@ def test_all_sessions_are_moved_closed_and_listed(store: SessionStore) -> None:
     store.to("cpu")
     assert sorted(moved) == [("a", "cpu"), ("b", "cpu"), ("c", "cpu")]
     store.close_all()
-    assert len(store) == 0 and [session.closed for session in sessions] == [1, 1, 1] and store._last_used == {}
+    assert (
+        len(store) == 0
+        and [session.closed for session in sessions] == [1, 1, 1]
+        and store._last_used == {}
+    )
 
 
-def test_kept_memory_of_closed_sessions_gives_way_to_live_ones(store: SessionStore) -> None:
-    """It counts as free; with every session that is added, no more of it is left than still fits beside them."""
+def test_retained_memory_of_closed_sessions_gives_way_to_live_ones(store: SessionStore) -> None:
+    """It counts as free; with every session that is added, no more of it is left than still fits
+    beside them.
+    """
     limits: list[int] = []
-    store.trim_kept = limits.append
+    store.trim_pool = limits.append
     store.make_room(20)
-    store.add(Session("a"))
-    store.add(Session("b"))
+    store.add_session(Session("a"))
+    store.add_session(Session("b"))
     assert limits == [15, 5]
     store.close("a")
     assert limits == [15, 5], "its memory may be kept"

@@ -13,11 +13,17 @@ from vllm_omni.worker.diffusion.shared_gpu_worker import SharedGPUWorker
 
 
 def test_ranks_are_spread_over_the_gpus_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the stock worker takes its device and starts NCCL; to which each rank is a host of its own."""
-    before = {name: value for name, value in os.environ.items() if not name.startswith(("NCCL_", "VLLM_ALLREDUCE_"))}
+    """Before the stock worker takes its device and starts NCCL; to which each rank is a host of
+    its own.
+    """
+    before = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("NCCL_", "VLLM_ALLREDUCE_"))
+    }
     monkeypatch.setattr(shared_gpu_worker.os, "environ", dict(before))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    places = []
+    positions = []
 
     def stock(worker: Any) -> None:
         assert worker.parallel_config.disable_custom_all_reduce
@@ -28,10 +34,12 @@ def test_ranks_are_spread_over_the_gpus_there_are(monkeypatch: pytest.MonkeyPatc
             "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
         }
         assert before.items() <= os.environ.items()
-        places.append((worker.local_rank, os.environ["NCCL_HOSTID"]))
+        positions.append((worker.local_rank, os.environ["NCCL_HOSTID"]))
 
     monkeypatch.setattr(shared_gpu_worker.DiffusionGPUWorker, "init_device", stock)
-    monkeypatch.setattr(shared_gpu_worker.DiffusionGPUWorker, "compile_or_warm_up_model", lambda worker: "times")
+    monkeypatch.setattr(
+        shared_gpu_worker.DiffusionGPUWorker, "compile_or_warm_up_model", lambda worker: "times"
+    )
     for rank in range(4):
         worker: Any = object.__new__(SharedGPUWorker)
         worker.rank = worker.local_rank = rank
@@ -41,7 +49,7 @@ def test_ranks_are_spread_over_the_gpus_there_are(monkeypatch: pytest.MonkeyPatc
         assert worker.compile_or_warm_up_model() == "times"
         bound = worker.model_runner.sessions.max_bytes
         assert (bound, type(bound)) == (500, int)
-    assert places == [(0, "rank0"), (1, "rank1"), (0, "rank2"), (1, "rank3")]
+    assert positions == [(0, "rank0"), (1, "rank1"), (0, "rank2"), (1, "rank3")]
 
 
 def test_where_there_are_gpus_enough_nothing_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +59,9 @@ def test_where_there_are_gpus_enough_nothing_is_shared(monkeypatch: pytest.Monke
     monkeypatch.setattr(shared_gpu_worker.DiffusionGPUWorker, "init_device", lambda worker: None)
     worker: Any = object.__new__(SharedGPUWorker)
     worker.rank = worker.local_rank = 1
-    worker.parallel_config = SimpleNamespace(world_size=2, data_parallel_size=1, disable_custom_all_reduce=False)
+    worker.parallel_config = SimpleNamespace(
+        world_size=2, data_parallel_size=1, disable_custom_all_reduce=False
+    )
     worker.init_device()
     assert worker.local_rank == 1 and not worker.parallel_config.disable_custom_all_reduce
     assert "NCCL_HOSTID" not in os.environ
@@ -60,5 +70,7 @@ def test_where_there_are_gpus_enough_nothing_is_shared(monkeypatch: pytest.Monke
 def test_several_engines_are_refused() -> None:
     worker: Any = object.__new__(SharedGPUWorker)
     worker.parallel_config = SimpleNamespace(data_parallel_size=2)
-    with pytest.raises(ValueError, match=r"^SharedGPUWorker supports one engine only: remove --data-parallel-size$"):
+    with pytest.raises(
+        ValueError, match=r"^SharedGPUWorker supports one engine only: remove --data-parallel-size$"
+    ):
         worker.init_device()

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of prompts between ranks: sent for chunks at their first step, in order, or the engine ends with the reason."""
+"""Rows of prompts between ranks: sent for chunks at their first step, in order, or the engine
+ends with the reason.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +13,9 @@ from vllm_omni.worker.diffusion.shared_text import SharedText
 
 
 class Group:
-    """A tensor-parallel group as one of its ranks sees it; the first rank's tensors come in the order of its calls."""
+    """A tensor-parallel group as one of its ranks sees it; the first rank's tensors come in the
+    order of its calls.
+    """
 
     def __init__(self, size: int, first: list[torch.Tensor] | None = None) -> None:
         self.world_size, self.sent, self._first = size, [], first
@@ -43,7 +47,9 @@ def rows(length: int, value: float = 0.0) -> torch.Tensor:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_rows_go_from_the_first_rank_to_every_rank_of_every_stage(ranks: int) -> None:
-    """Chunks with one prompt, with none and with two; the messages' lengths never divide by the number of ranks."""
+    """Chunks with one prompt, with none and with two; the messages' lengths never divide by the
+    number of ranks.
+    """
     owner = [request(rows(3, 1.0)), request(), request(rows(2, 2.0), rows(4, 3.0))]
     first = Group(ranks)
     stage = shared(first)
@@ -51,17 +57,17 @@ def test_rows_go_from_the_first_rank_to_every_rank_of_every_stage(ranks: int) ->
     expected = [text for one in owner for text in one.texts]
     assert len(first.sent) == 3
 
-    beside = [request(rows(3)), request(), request(rows(2), rows(4))]
-    shared(Group(ranks, first.sent)).complete(beside, {})
-    behind = [request(rows(3)), request(), request(rows(2), rows(4))]
+    alongside = [request(rows(3)), request(), request(rows(2), rows(4))]
+    shared(Group(ranks, first.sent)).complete(alongside, {})
+    after = [request(rows(3)), request(), request(rows(2), rows(4))]
     message = stage.message(owner)
     assert ranks == 1 or all(tensor.numel() % ranks for tensor in message.values())
     later = shared(Group(ranks), first_stage=False)
-    later.complete(behind, message)
-    for filled in (beside, behind):
+    later.complete(after, message)
+    for filled in (alongside, after):
         got = [text for one in filled for text in one.texts]
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-    assert later.message(behind).keys() == message.keys()
+    assert later.message(after).keys() == message.keys()
 
 
 def test_nothing_is_sent_for_known_prompts_or_for_a_model_without_any() -> None:
@@ -76,9 +82,9 @@ def test_nothing_is_sent_for_known_prompts_or_for_a_model_without_any() -> None:
 
 def test_a_stage_that_knows_the_prompt_leaves_its_rows_out() -> None:
     message = shared(Group(1)).message([request(rows(2, 5.0)), request(rows(3, 6.0))])
-    behind = [request(), request(rows(3))]
-    shared(Group(1), first_stage=False).complete(behind, message)
-    assert torch.equal(behind[1].texts[0], rows(3, 6.0))
+    after = [request(), request(rows(3))]
+    shared(Group(1), first_stage=False).complete(after, message)
+    assert torch.equal(after[1].texts[0], rows(3, 6.0))
 
 
 @pytest.mark.parametrize("sent", [[], [rows(2)]])

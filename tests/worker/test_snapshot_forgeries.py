@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A snapshot whose tensors are not what this model makes is refused by the tensor's name, and nothing else suffers.
+"""A snapshot whose tensors are not what this model makes is refused by the tensor's name, and
+nothing else suffers.
 
-Its file is whole and its header fits: only a forger, or another version of the model, writes such a file.
+Its file is whole and its header fits: only a forger, or another version of the model, writes such a
+file.
 """
 
 import functools
@@ -22,8 +24,18 @@ SMALL = {"window_frames": 7, "sink_frames": 2}
 CASES: dict[str, tuple[str, dict[str, Any], Callable[..., dict[str, torch.Tensor]], int]] = {
     # family, omni, chunk, chunks
     "world": ("lingbot_world", {"model": SMALL}, world_chunk, 2),
-    "world that restarts its decoder": ("lingbot_world", {"model": {**SMALL, "convention": "pr3701"}}, world_chunk, 3),
-    "stream, video in": ("causal_wan", {"model": {**SMALL, "prompt_switch": "recompute"}}, video_chunk, 2),
+    "world that restarts its decoder": (
+        "lingbot_world",
+        {"model": {**SMALL, "convention": "pr3701"}},
+        world_chunk,
+        3,
+    ),
+    "stream, video in": (
+        "causal_wan",
+        {"model": {**SMALL, "prompt_switch": "recompute"}},
+        video_chunk,
+        2,
+    ),
     "stream, tiny decoder": ("causal_wan", {"model": {**SMALL, "decoder": "tiny"}}, text_chunk, 2),
     "stream, renewed sinks": (
         "causal_wan",
@@ -41,8 +53,12 @@ CASES: dict[str, tuple[str, dict[str, Any], Callable[..., dict[str, torch.Tensor
     "null world": ("null_world", {}, text_chunk, 2),
 }
 KINDS = {
-    "world": frozenset({"kv.frame", "decoder.conv", "condition.conv", "condition.last", "camera.pose"}),
-    "stream, video in": frozenset({"kv.frame", "decoder.conv", "encoder.conv", "video.last_frame", "past.latents"}),
+    "world": frozenset(
+        {"kv.frame", "decoder.conv", "condition.conv", "condition.last", "camera.pose"}
+    ),
+    "stream, video in": frozenset(
+        {"kv.frame", "decoder.conv", "encoder.conv", "video.last_frame", "past.latents"}
+    ),
     "stream, renewed sinks": frozenset({"kv.frame", "kv.sink_at"}),
 }
 """What must be among a session's tensors, so that it is forged."""
@@ -80,7 +96,9 @@ class Saved:
 
 @pytest.fixture(
     scope="module",
-    params=[case if case in DAILY else pytest.param(case, marks=pytest.mark.nightly) for case in CASES],
+    params=[
+        case if case in DAILY else pytest.param(case, marks=pytest.mark.nightly) for case in CASES
+    ],
 )
 def saved(
     request: pytest.FixtureRequest, make_runner: Any, tmp_path_factory: pytest.TempPathFactory
@@ -93,12 +111,22 @@ def saved(
     worker.save("a", path)
     with safe_open(path, framework="pt") as file:
         metadata = dict(file.metadata())
-    yield Saved(worker, chunk, chunks, path, KINDS.get(request.param, frozenset()), load(path.read_bytes()), metadata)
+    yield Saved(
+        worker,
+        chunk,
+        chunks,
+        path,
+        KINDS.get(request.param, frozenset()),
+        load(path.read_bytes()),
+        metadata,
+    )
     worker.runner.sessions.close_all()
 
 
 def forgeries(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Other tensors than the one that belongs there: by shape, by shape with as many bytes, by dtype, none."""
+    """Other tensors than the one that belongs there: by shape, by shape with as many bytes, by
+    dtype, none.
+    """
     longer = list(tensor.shape)
     longer[-2 if len(longer) > 1 else -1] += 1
     yield "one row more", torch.zeros(longer, dtype=tensor.dtype)
@@ -106,14 +134,18 @@ def forgeries(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tens
     yield "one dimension more", tensor[None]
     yield (
         "as many bytes",
-        tensor.view({1: torch.int8, 4: torch.int32, 8: torch.int64}.get(tensor.itemsize, torch.int16)),
+        tensor.view(
+            {1: torch.int8, 4: torch.int32, 8: torch.int64}.get(tensor.itemsize, torch.int16)
+        ),
     )
     yield "double", tensor.double() if tensor.dtype != torch.float64 else tensor.float()
     yield "missing", None
 
 
 def test_every_tensor_must_be_what_the_model_makes(saved: Saved, tmp_path: Path) -> None:
-    """Another shape or dtype of any tensor, or none: refused by its name, and the other session goes on."""
+    """Another shape or dtype of any tensor, or none: refused by its name, and the other session
+    goes on.
+    """
     path = tmp_path / "forged"
     kinds = {name.removeprefix("rank0.").rstrip("0123456789") for name in saved.tensors}
     assert kinds >= saved.kinds
@@ -123,7 +155,11 @@ def test_every_tensor_must_be_what_the_model_makes(saved: Saved, tmp_path: Path)
             if forged is not None and (forged.dtype, forged.shape) == (tensor.dtype, tensor.shape):
                 continue
             tensors = {**saved.tensors, whole_name: forged}
-            save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path, saved.metadata)
+            save_file(
+                {name: tensor for name, tensor in tensors.items() if tensor is not None},
+                path,
+                saved.metadata,
+            )
             failure = saved.refusal(path)
             assert failure.code == "invalid_snapshot", (name, kind, failure)
             assert name in failure.message, (name, kind, failure)
@@ -131,18 +167,35 @@ def test_every_tensor_must_be_what_the_model_makes(saved: Saved, tmp_path: Path)
 
 
 def test_a_session_has_no_tensor_that_it_would_not_make(saved: Saved, tmp_path: Path) -> None:
-    """A feature more than its decoder has, a cache of what this session does not do, frames out of its window."""
+    """A feature more than its decoder has, a cache of what this session does not do, frames out
+    of its window.
+    """
     path = tmp_path / "forged"
-    for name in ("decoder.conv99", "decoder.tiny.conv00", "encoder.conv00", "condition.conv99", "kv.frame99", "past.x"):
+    for name in (
+        "decoder.conv99",
+        "decoder.tiny.conv00",
+        "encoder.conv00",
+        "condition.conv99",
+        "kv.frame99",
+        "past.x",
+    ):
         if f"rank0.{name}" not in saved.tensors:
-            save_file({**saved.tensors, f"rank0.{name}": torch.zeros(1, 16, 2, 4, 6)}, path, saved.metadata)
+            save_file(
+                {**saved.tensors, f"rank0.{name}": torch.zeros(1, 16, 2, 4, 6)},
+                path,
+                saved.metadata,
+            )
             failure = saved.refusal(path)
             assert failure.code == "invalid_snapshot", (name, failure)
 
 
 @pytest.mark.parametrize("saved", ["stream, video in"], indirect=True)
-def test_what_only_another_servers_decoder_can_use_is_left_out(saved: Saved, tmp_path: Path) -> None:
-    """A stream whose last chunk a server with degradation `tiny_vae` made: it goes on with what the exact one needs."""
+def test_what_only_another_servers_decoder_can_use_is_left_out(
+    saved: Saved, tmp_path: Path
+) -> None:
+    """A stream whose last chunk a server with degradation `tiny_vae` made: it goes on with what
+    the exact one needs.
+    """
     path, cells = tmp_path / "tiny", (1, 16, 3, 4, 6)
     tensors = {name: tensor for name, tensor in saved.tensors.items() if "decoder." not in name}
     tensors["rank0.decoder.tiny.conv00"] = torch.zeros(1, 9, 4, 6)
@@ -151,8 +204,15 @@ def test_what_only_another_servers_decoder_can_use_is_left_out(saved: Saved, tmp
     saved.worker.restore("b", path)
     assert len(saved.chunk(saved.worker, "b", saved.chunks)["frames"]) == 12
     saved.worker.runner.sessions.close("b")
-    for wrong in (torch.zeros(1, 16, 0, 4, 6), torch.zeros(1, 16, 3, 4, 7), torch.zeros(cells).half(), torch.zeros(3)):
-        assert "decoder.newest" in str(refused(saved, {**tensors, "rank0.decoder.newest": wrong}, path))
+    for wrong in (
+        torch.zeros(1, 16, 0, 4, 6),
+        torch.zeros(1, 16, 3, 4, 7),
+        torch.zeros(cells).half(),
+        torch.zeros(3),
+    ):
+        assert "decoder.newest" in str(
+            refused(saved, {**tensors, "rank0.decoder.newest": wrong}, path)
+        )
 
 
 def refused(saved: Saved, tensors: dict[str, torch.Tensor], path: Path) -> RequestFailed:
@@ -160,7 +220,9 @@ def refused(saved: Saved, tensors: dict[str, torch.Tensor], path: Path) -> Reque
     return saved.refusal(path)
 
 
-@pytest.mark.parametrize("case", [{"noise_scale": None}, {"noise_scale": 2.5}, {"noise_scale": -0.5}])
+@pytest.mark.parametrize(
+    "case", [{"noise_scale": None}, {"noise_scale": 2.5}, {"noise_scale": -0.5}]
+)
 @pytest.mark.parametrize("saved", ["stream, video in"], indirect=True)
 def test_a_streams_video_input_is_whole(saved: Saved, tmp_path: Path, case: dict[str, Any]) -> None:
     """Its noise scale is there and one that the noise controller can have."""
@@ -184,7 +246,9 @@ def test_a_streams_video_input_is_whole(saved: Saved, tmp_path: Path, case: dict
     ],
 )
 @pytest.mark.parametrize("saved", ["world"], indirect=True)
-def test_a_worlds_condition_and_camera_are_whole(saved: Saved, tmp_path: Path, case: dict[str, Any]) -> None:
+def test_a_worlds_condition_and_camera_are_whole(
+    saved: Saved, tmp_path: Path, case: dict[str, Any]
+) -> None:
     """A condition that says it settled has no cache; a camera has finite angles."""
     forged_scalars_are_refused(saved, tmp_path, case)
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which model a snapshot belongs to: digests of its configuration and its weights.
 
-Both are part of every file that was ever saved: another digest of the same model makes all of them foreign.
+Both are part of every file that was ever saved: another digest of the same model makes all of them
+foreign.
 """
 
 import hashlib
@@ -15,7 +16,7 @@ from helpers.snapshot_steps import Worker, text_chunk
 
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.sessions.snapshot import ModelIdentity, Parallel
-from vllm_omni.worker.diffusion.snapshots import model_identity, weights_digest
+from vllm_omni.worker.diffusion.sessions.snapshots import model_identity, weights_digest
 
 
 def vllm_config(omni: dict[str, Any] | None, cache_dtype: str = "auto", **hf: Any) -> Any:
@@ -23,7 +24,8 @@ def vllm_config(omni: dict[str, Any] | None, cache_dtype: str = "auto", **hf: An
     fields = {"layers": 4, "torch_dtype": torch.float32, **hf}
     return SimpleNamespace(
         model_config=SimpleNamespace(
-            hf_config=SimpleNamespace(omni_family="a_world", to_dict=lambda: fields), dtype=torch.bfloat16
+            hf_config=SimpleNamespace(omni_family="a_world", to_dict=lambda: fields),
+            dtype=torch.bfloat16,
         ),
         cache_config=SimpleNamespace(cache_dtype=cache_dtype),
         parallel_config=SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=3),
@@ -37,11 +39,18 @@ def identity(text: str, *, sequence: bool = False, decode: bool = False) -> Mode
     return ModelIdentity(family="a_world", config=digest, parallel=Parallel(2, 3, sequence, decode))
 
 
-PLAIN = '{"config": {"layers": 4, "torch_dtype": "torch.float32"}, "dtype": "torch.bfloat16", "options": {}'
+PLAIN = (
+    '{"config": {"layers": 4, "torch_dtype": "torch.float32"}, "dtype": "torch.bfloat16", '
+    '"options": {}'
+)
 
 
-@pytest.mark.parametrize("omni", [None, {}, {"omni": {}}, {"omni": {"model": {}, "vae_stage": False, "height": 64}}])
-def test_a_model_without_options_is_its_configuration_and_its_dtype(omni: dict[str, Any] | None) -> None:
+@pytest.mark.parametrize(
+    "omni", [None, {}, {"omni": {}}, {"omni": {"model": {}, "vae_stage": False, "height": 64}}]
+)
+def test_a_model_without_options_is_its_configuration_and_its_dtype(
+    omni: dict[str, Any] | None,
+) -> None:
     """No matter which version of transformers wrote it, and where it lies."""
     config = vllm_config(omni, transformers_version="5.0", _name_or_path="/models/a")
     assert model_identity(config, False, ()) == identity(PLAIN + "}")
@@ -49,10 +58,15 @@ def test_a_model_without_options_is_its_configuration_and_its_dtype(omni: dict[s
 
 def test_options_caches_and_stages_count() -> None:
     """Keys are sorted: the order of a configuration file's makes no difference."""
-    omni = {"model": {"window_frames": 7, "sequence_parallel": True}, "vae_stage": True, "pipeline": "temporal"}
+    omni = {
+        "model": {"window_frames": 7, "sequence_parallel": True},
+        "vae_stage": True,
+        "pipeline": "temporal",
+    }
     config = vllm_config({"omni": omni}, cache_dtype="fp8")
     text = (
-        '{"config": {"layers": 4, "torch_dtype": "torch.float32"}, "dtype": "torch.bfloat16", "kv_cache_dtype": "fp8", '
+        '{"config": {"layers": 4, "torch_dtype": "torch.float32"}, "dtype": "torch.bfloat16", '
+        '"kv_cache_dtype": "fp8", '
         '"options": {"sequence_parallel": true, "window_frames": 7}, '
         '"stages": {"pipeline": "temporal", "pipeline_partition": [3, 1], "vae_stage": true}}'
     )
@@ -61,10 +75,14 @@ def test_options_caches_and_stages_count() -> None:
 
 def test_layers_that_were_moved_make_another_part_of_a_session() -> None:
     config = vllm_config({"omni": {}})
-    assert model_identity(config, False, (3, 1)) == identity(PLAIN + ', "stages": {"pipeline_partition": [3, 1]}}')
+    assert model_identity(config, False, (3, 1)) == identity(
+        PLAIN + ', "stages": {"pipeline_partition": [3, 1]}}'
+    )
 
 
-def test_a_snapshot_tells_where_layers_are_now(make_runner: Any, null_world: Path, tmp_path: Path) -> None:
+def test_a_snapshot_reports_where_layers_are_now(
+    make_runner: Any, null_world: Path, tmp_path: Path
+) -> None:
     """Not where they were before the warm-up moved them."""
     worker = Worker(make_runner(null_world))
     worker.runner.partition = (3, 1)
@@ -76,14 +94,21 @@ def test_a_snapshot_tells_where_layers_are_now(make_runner: Any, null_world: Pat
 
 
 def test_a_digest_of_weights_is_of_names_types_shapes_and_up_to_sixteen_values_of_each() -> None:
-    """Of a matrix that lies transposed, as quantized ones do, those of its first row: no copy of the rest is made."""
+    """Of a matrix that lies transposed, as quantized ones do, those of its first row: no copy of
+    the rest is made.
+    """
     table = torch.arange(160.0).view(4, 40)
-    weights = {"table": table, "nothing": torch.zeros(0), "turned": table.t(), "bias": torch.arange(3.0)}
+    weights = {
+        "table": table,
+        "nothing": torch.zeros(0),
+        "turned": table.t(),
+        "bias": torch.arange(3.0),
+    }
     text = hashlib.sha256()
     for name, shape, values in (
         ("bias", "[3]", [0.0, 1.0, 2.0]),
         ("nothing", "[0]", []),
-        ("table", "[4, 40]", [float(place) for place in range(0, 160, 10)]),
+        ("table", "[4, 40]", [float(position) for position in range(0, 160, 10)]),
         ("turned", "[40, 4]", [0.0, 40.0, 80.0, 120.0]),
     ):
         text.update(f"{name} torch.float32 {shape}\n".encode())
@@ -91,8 +116,12 @@ def test_a_digest_of_weights_is_of_names_types_shapes_and_up_to_sixteen_values_o
     assert weights_digest(weights) == text.hexdigest()
 
 
-def test_a_snapshot_of_other_weights_is_refused(make_runner: Any, null_world: Path, tmp_path: Path) -> None:
-    """Also by the process that saved it, once it has loaded others; when it has its own again, the session goes on."""
+def test_a_snapshot_of_other_weights_is_refused(
+    make_runner: Any, null_world: Path, tmp_path: Path
+) -> None:
+    """Also by the process that saved it, once it has loaded others; when it has its own again,
+    the session goes on.
+    """
     worker = Worker(make_runner(null_world))
     text_chunk(worker, "a", 0)
     header = worker.save("a", tmp_path / "a")
@@ -102,11 +131,11 @@ def test_a_snapshot_of_other_weights_is_refused(make_runner: Any, null_world: Pa
     with torch.inference_mode():
         before = first.clone()
         first.add_(1)
-        worker.snapshots.forget_weights()
+        worker.snapshots.invalidate_weights()
         with pytest.raises(RequestFailed, match="the weights differ") as failure:
             worker.restore("b", tmp_path / "a")
         first.copy_(before)
     assert failure.value.code == "foreign_snapshot"
-    worker.snapshots.forget_weights()
+    worker.snapshots.invalidate_weights()
     worker.restore("b", tmp_path / "a")
     assert worker.bits("b") == worker.bits("a")

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The format of a snapshot, and every file that must be refused: each with a reason, each without a trace."""
+"""The format of a snapshot, and every file that must be refused: each with a reason, each
+without a trace.
+"""
 
 import errno
 import os
@@ -14,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save_file
 
-import vllm_omni.worker.diffusion.snapshots as worker_snapshots
+import vllm_omni.worker.diffusion.sessions.snapshots as worker_snapshots
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.sessions.snapshot import UNSEEN, Parallel, read_header
 
@@ -67,24 +69,36 @@ def test_what_the_library_writes_is_read_as_well(worker: Worker, snapshot: Path)
     assert worker.runner.sessions.get("b").chunk_index == 2
 
 
-@pytest.mark.parametrize("kept", [0, 7, 8, 100, 0.5, -1])
-def test_a_truncated_file_is_refused(worker: Worker, snapshot: Path, kept: float) -> None:
+@pytest.mark.parametrize("retained", [0, 7, 8, 100, 0.5, -1])
+def test_a_truncated_file_is_refused(worker: Worker, snapshot: Path, retained: float) -> None:
     """Cut anywhere: in the length, in the header, in the tensors, by one byte."""
     content = snapshot.read_bytes()
-    size = int(len(content) * kept) if isinstance(kept, float) else kept if kept >= 0 else len(content) + kept
+    size = (
+        int(len(content) * retained)
+        if isinstance(retained, float)
+        else retained
+        if retained >= 0
+        else len(content) + retained
+    )
     snapshot.write_bytes(content[:size])
     assert refusal(worker, snapshot).code == "invalid_snapshot"
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff" * 64, b"\0" * 4096, b"PK\3\4" + bytes(100), pickle.dumps({"a": 1})])
-def test_a_foreign_file_is_refused_and_never_unpickled(worker: Worker, tmp_path: Path, content: bytes) -> None:
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff" * 64, b"\0" * 4096, b"PK\3\4" + bytes(100), pickle.dumps({"a": 1})]
+)
+def test_a_other_file_is_refused_and_never_unpickled(
+    worker: Worker, tmp_path: Path, content: bytes
+) -> None:
     """Noise, zeros, an archive, a pickle."""
     path = tmp_path / "foreign"
     path.write_bytes(content)
     assert refusal(worker, path).code == "invalid_snapshot"
 
 
-def test_a_longer_file_and_other_safetensors_are_refused(worker: Worker, snapshot: Path, tmp_path: Path) -> None:
+def test_a_longer_file_and_other_safetensors_are_refused(
+    worker: Worker, snapshot: Path, tmp_path: Path
+) -> None:
     """Bytes behind the tensors; a weight file."""
     snapshot.write_bytes(snapshot.read_bytes() + b"\0")
     assert refusal(worker, snapshot).code == "invalid_snapshot"
@@ -99,10 +113,22 @@ def test_a_longer_file_and_other_safetensors_are_refused(worker: Worker, snapsho
     [
         (lambda h, t: h.update(format_version=2), "snapshot_version", "format version 2"),
         (lambda h, t: h.update(format_version="1"), "snapshot_version", "reads version 1"),
-        (lambda h, t: h["model"].update(family="another_world"), "foreign_snapshot", "another_world"),
+        (
+            lambda h, t: h["model"].update(family="another_world"),
+            "foreign_snapshot",
+            "another_world",
+        ),
         (lambda h, t: h["model"].update(config="0" * 64), "foreign_snapshot", "configuration"),
-        (lambda h, t: h["model"]["parallel"].update(tensor=2), "foreign_snapshot", "tensor parallel 2"),
-        (lambda h, t: h["model"]["parallel"].update(decode=True), "foreign_snapshot", "VAE decode in parallel"),
+        (
+            lambda h, t: h["model"]["parallel"].update(tensor=2),
+            "foreign_snapshot",
+            "tensor parallel 2",
+        ),
+        (
+            lambda h, t: h["model"]["parallel"].update(decode=True),
+            "foreign_snapshot",
+            "VAE decode in parallel",
+        ),
         (lambda h, t: h["ranks"][0].update(weights="0" * 64), "foreign_snapshot", "weights"),
         (lambda h, t: h.update(ranks=[]), "invalid_snapshot", "rank 0"),
         (lambda h, t: h.update(more=1), "invalid_snapshot", "more"),
@@ -112,44 +138,82 @@ def test_a_longer_file_and_other_safetensors_are_refused(worker: Worker, snapsho
             "invalid_snapshot",
             "the snapshot's first request has unknown fields ['op']",
         ),
-        (lambda h, t: h["opening"].update(height=4096, width=4096), "unsupported_size", "4096x4096"),
-        (lambda h, t: h["opening"].update(height=-1), "invalid_snapshot", "the snapshot's first request: "),
+        (
+            lambda h, t: h["opening"].update(height=4096, width=4096),
+            "unsupported_size",
+            "4096x4096",
+        ),
+        (
+            lambda h, t: h["opening"].update(height=-1),
+            "invalid_snapshot",
+            "the snapshot's first request: ",
+        ),
         (lambda h, t: h["opening"].update(height=16), "invalid_snapshot", "memory"),
         (lambda h, t: h.update(chunk_index=0), "invalid_snapshot", "chunk_index"),
-        (lambda h, t: h.update(chunk_index=7), "invalid_snapshot", "the snapshot's parts belong to different chunks"),
-        (lambda h, t: h["ranks"][0]["scalars"].update(chunk_index="2"), "invalid_snapshot", "chunk_index"),
+        (
+            lambda h, t: h.update(chunk_index=7),
+            "invalid_snapshot",
+            "the snapshot's parts belong to different chunks",
+        ),
+        (
+            lambda h, t: h["ranks"][0]["scalars"].update(chunk_index="2"),
+            "invalid_snapshot",
+            "chunk_index",
+        ),
         (lambda h, t: h["ranks"][0]["scalars"].update(extra=1), "invalid_snapshot", "extra"),
-        (lambda h, t: t.update({"rank0.more": torch.zeros(1)}), "invalid_snapshot", "unknown tensors ['more']"),
+        (
+            lambda h, t: t.update({"rank0.more": torch.zeros(1)}),
+            "invalid_snapshot",
+            "unknown tensors ['more']",
+        ),
         (lambda h, t: t.pop("rank0.memory"), "invalid_snapshot", "lacks the tensor memory"),
         (lambda h, t: t.update({"rank0.memory": torch.zeros(1)}), "invalid_snapshot", "memory"),
-        (lambda h, t: t.update({"rank0.memory": t["rank0.memory"].half()}), "invalid_snapshot", "float16"),
+        (
+            lambda h, t: t.update({"rank0.memory": t["rank0.memory"].half()}),
+            "invalid_snapshot",
+            "float16",
+        ),
     ],
 )
 def test_a_snapshot_that_does_not_fit_is_refused_by_name(
     worker: Worker, snapshot: Path, change: Any, code: str, reason: str
 ) -> None:
-    """Wrong version, other model, weights, split or sizes, missing and surplus parts: each says what is wrong."""
+    """Wrong version, other model, weights, split or sizes, missing and surplus parts: each says
+    what is wrong.
+    """
     rewrite(snapshot, change)
     failure = refusal(worker, snapshot)
     assert failure.code == code
     assert reason in failure.message
 
 
-def test_a_worker_believes_no_header_that_its_file_does_not_bear_out(worker: Worker, snapshot: Path) -> None:
-    """A file that shrank, or that another machine sees differently, after the front end looked: no memory is taken."""
+def test_a_worker_believes_no_header_that_its_file_does_not_bear_out(
+    worker: Worker, snapshot: Path
+) -> None:
+    """A file that shrank, or that another machine sees differently, after the front end looked:
+    no memory is taken.
+    """
     whole = snapshot.read_bytes()
     length = int.from_bytes(whole[:8], "little")
-    for broken in (whole[:-1], whole[: 8 + length], whole[: length // 2], (1 << 62).to_bytes(8, "little") + whole[8:]):
+    for broken in (
+        whole[:-1],
+        whole[: 8 + length],
+        whole[: length // 2],
+        (1 << 62).to_bytes(8, "little") + whole[8:],
+    ):
         snapshot.write_bytes(broken)
-        (answer,) = worker.rpc("restore_session", ("b", str(snapshot)))
-        assert answer["error"][0] == "invalid_snapshot", answer
+        (response,) = worker.rpc("restore_session", ("b", str(snapshot)))
+        assert response["error"][0] == "invalid_snapshot", response
         assert len(worker.runner.sessions) == 0
 
 
 def test_a_session_too_large_for_the_server_is_refused(
     worker: Worker, snapshot: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By `max_session_bytes`, and by the file's own size where the door knows the bound. One that just fits is not."""
+    """By `max_session_bytes`, and by the file's own size where the door knows the bound.
+
+    One that just fits is not.
+    """
     worker.restore("b", snapshot)
     nbytes = worker.runner.sessions.nbytes
     worker.runner.sessions.close("b")
@@ -165,9 +229,11 @@ def test_a_session_too_large_for_the_server_is_refused(
 
 
 def test_a_file_that_a_worker_does_not_see_is_refused(worker: Worker, tmp_path: Path) -> None:
-    """The front end may run on another machine: the answer says that all of them must see the folder."""
-    (answer,) = worker.rpc("restore_session", ("b", str(tmp_path / "elsewhere")))
-    assert answer == {"error": ["snapshot_storage", UNSEEN]}
+    """The front end may run on another machine: the answer says that all of them must see the
+    folder.
+    """
+    (response,) = worker.rpc("restore_session", ("b", str(tmp_path / "elsewhere")))
+    assert response == {"error": ["snapshot_storage", UNSEEN]}
 
 
 def test_a_live_id_is_not_overwritten(worker: Worker, snapshot: Path) -> None:
@@ -214,7 +280,9 @@ def test_a_session_that_moved_between_the_two_calls_is_not_torn(
 def test_a_full_disk_is_an_error_and_no_file_is_left(
     worker: Worker, snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Known before anything is copied, or, if others fill the disk meanwhile, while the workers write."""
+    """Known before anything is copied, or, if others fill the disk meanwhile, while the workers
+    write.
+    """
     worker.restore("b", snapshot)
 
     def full(*args: Any) -> int:
@@ -232,10 +300,14 @@ def test_a_full_disk_is_an_error_and_no_file_is_left(
 
 
 def test_other_weights_have_another_digest() -> None:
-    """One changed value among the sampled ones, another dtype or another name is another checkpoint."""
+    """One changed value among the sampled ones, another dtype or another name is another
+    checkpoint.
+    """
     weights = {"a": torch.arange(64.0), "b": torch.zeros(3)}
     digest = worker_snapshots.weights_digest(weights)
-    assert digest == worker_snapshots.weights_digest({name: weight.clone() for name, weight in weights.items()})
+    assert digest == worker_snapshots.weights_digest(
+        {name: weight.clone() for name, weight in weights.items()}
+    )
     for other in (
         {**weights, "a": torch.arange(64.0) + 1e-6},
         {**weights, "a": torch.arange(64.0).double()},
@@ -244,8 +316,12 @@ def test_other_weights_have_another_digest() -> None:
         assert worker_snapshots.weights_digest(other) != digest
 
 
-def test_damage_anywhere_is_refused_or_harmless(worker: Worker, snapshot: Path, tmp_path: Path) -> None:
-    """Any byte of the header changed: a `RequestFailed`, or a session like any other; never another exception."""
+def test_damage_anywhere_is_refused_or_harmless(
+    worker: Worker, snapshot: Path, tmp_path: Path
+) -> None:
+    """Any byte of the header changed: a `RequestFailed`, or a session like any other; never
+    another exception.
+    """
     content = snapshot.read_bytes()
     head = 8 + int.from_bytes(content[:8], "little")
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A snapshot's table of tensors is judged as the safetensors library judges it, which does not read a snapshot here."""
+"""A snapshot's table of tensors is judged as the safetensors library judges it, which does not
+read a snapshot here.
+"""
 
 import json
 from pathlib import Path
@@ -66,7 +68,9 @@ def whole() -> bytes:
 
 
 def test_what_the_library_refuses_is_refused(whole: bytes, tmp_path: Path) -> None:
-    """Every byte of the table changed in turn, bytes cut off or added: no file that the library refuses is taken."""
+    """Every byte of the table changed in turn, bytes cut off or added: no file that the library
+    refuses is taken.
+    """
     path = tmp_path / "file"
     length = 8 + int.from_bytes(whole[:8], "little")
     damaged = [whole[:-3], whole[:-1], whole, whole + b"\0", whole + bytes(3)]
@@ -104,7 +108,9 @@ def test_what_the_library_refuses_is_refused(whole: bytes, tmp_path: Path) -> No
 def test_places_that_overlap_or_lie_outside_are_refused(
     whole: bytes, tmp_path: Path, name: str, entry: dict[str, object]
 ) -> None:
-    """By both: shapes that are not their bytes, unknown types, gaps, places before, across or behind others."""
+    """By both: shapes that are not their bytes, unknown types, gaps, places before, across or
+    behind others.
+    """
     length = int.from_bytes(whole[:8], "little")
     table = json.loads(whole[8 : 8 + length])
     table[name] = entry
@@ -117,9 +123,15 @@ def test_places_that_overlap_or_lie_outside_are_refused(
 @pytest.mark.parametrize(
     "table",
     [
-        pytest.param(b"{%s}" % b",".join(b'"%x":{}' % n for n in range(MAX_OBJECTS)), id="entries of nothing"),
         pytest.param(
-            b'{"__metadata__":{"kind":"vllm_omni.session","omni_session":"{\\"format_version\\":1,\\"ranks\\":[%s]}"}}'
+            b"{%s}" % b",".join(b'"%x":{}' % n for n in range(MAX_OBJECTS)), id="entries of nothing"
+        ),
+        pytest.param(
+            (
+                b'{"__metadata__":{"kind":"vllm_omni.session","omni_session":'
+                b'"{\\"format_version\\":'
+                b'1,\\"ranks\\":[%s]}"}}'
+            )
             % b",".join([rb"\u007b}"] * MAX_OBJECTS),
             id="a header of nothing",
         ),
@@ -129,7 +141,9 @@ def test_places_that_overlap_or_lie_outside_are_refused(
 def test_a_table_that_takes_long_to_decode_is_not_decoded(table: bytes, tmp_path: Path) -> None:
     """It is refused for what it costs, before anybody sees what it says."""
     (tmp_path / "file").write_bytes(len(table).to_bytes(8, "little") + table)
-    with pytest.raises(RequestFailed, match=f"at most {MAX_OBJECTS}|at most {MAX_TABLE_BYTES}") as refused:
+    with pytest.raises(
+        RequestFailed, match=f"at most {MAX_OBJECTS}|at most {MAX_TABLE_BYTES}"
+    ) as refused:
         check_table(tmp_path / "file")
     assert refused.value.code == "invalid_snapshot"
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A session saved to a file and restored by another runner goes on bit for bit, for every family and cache."""
+"""A session saved to a file and restored by another runner goes on bit for bit, for every family
+and cache.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -71,20 +73,45 @@ CASES: dict[str, tuple[str, dict[str, Any], Chunk, int]] = {
     "world with poses, its start unknown": ("lingbot_poses", SMALL, world_chunk, 2),
     "world with poses, its start given": ("lingbot_poses", SMALL, placed_chunk, 2),
     "world as SGLang's": ("lingbot_world", {**SMALL, "convention": "sglang"}, world_chunk, 3),
-    "world as SGLang's, before it repeats": ("lingbot_world", {**SMALL, "convention": "sglang"}, world_chunk, 1),
+    "world as SGLang's, before it repeats": (
+        "lingbot_world",
+        {**SMALL, "convention": "sglang"},
+        world_chunk,
+        1,
+    ),
     "world as PR 3701's": ("lingbot_world", {**SMALL, "convention": "pr3701"}, world_chunk, 3),
-    "world as PR 3701's, before it repeats": ("lingbot_world", {**SMALL, "convention": "pr3701"}, world_chunk, 1),
+    "world as PR 3701's, before it repeats": (
+        "lingbot_world",
+        {**SMALL, "convention": "pr3701"},
+        world_chunk,
+        1,
+    ),
     "world before distillation, a window for each branch": ("lingbot_pretrain", {}, world_chunk, 2),
     "game, windows of trunk, mouse and keyboard": ("matrix_game", {}, game_chunk, 3),
     "keys and mouse, two kinds of rings, not full": ("waypoint", {}, frame_chunk, 1),
     "keys and mouse, two kinds of rings": ("waypoint", {}, frame_chunk, 11),
     "stream, moving sinks": ("causal_wan", SMALL, text_chunk, 4),
     "stream, video in": ("causal_wan", SMALL, video_chunk, 3),
-    "stream, recomputed by a new prompt": ("causal_wan", {**SMALL, "prompt_switch": "recompute"}, text_chunk, 4),
-    "stream, a window for every step": ("causal_wan", {**SMALL, "cache": "noise_matched"}, text_chunk, 3),
+    "stream, recomputed by a new prompt": (
+        "causal_wan",
+        {**SMALL, "prompt_switch": "recompute"},
+        text_chunk,
+        4,
+    ),
+    "stream, a window for every step": (
+        "causal_wan",
+        {**SMALL, "cache": "noise_matched"},
+        text_chunk,
+        3,
+    ),
     "stream, renewed sinks": (
         "causal_wan",
-        {"window_frames": 4, "sink_frames": 1, "latent_frames_per_chunk": 1, "sink_refresh_threshold": 0.999},
+        {
+            "window_frames": 4,
+            "sink_frames": 1,
+            "latent_frames_per_chunk": 1,
+            "sink_refresh_threshold": 0.999,
+        },
         text_chunk,
         7,
     ),
@@ -104,10 +131,15 @@ DAILY = (
 
 
 @pytest.mark.parametrize(
-    "case", [case if case in DAILY else pytest.param(case, marks=pytest.mark.nightly) for case in CASES]
+    "case",
+    [case if case in DAILY else pytest.param(case, marks=pytest.mark.nightly) for case in CASES],
 )
-def test_a_restored_session_goes_on_bit_for_bit(case: str, make_worker: Callable[..., Worker], tmp_path: Path) -> None:
-    """On another runner, under another id: all state is equal, so are the next chunk and one under a new prompt."""
+def test_a_restored_session_continues_bit_for_bit(
+    case: str, make_worker: Callable[..., Worker], tmp_path: Path
+) -> None:
+    """On another runner, under another id: all state is equal, so are the next chunk and one
+    under a new prompt.
+    """
     family, model, chunk, chunks = CASES[case]
     here, there = make_worker(family, {"model": model}), make_worker(family, {"model": model})
     for index in range(chunks):
@@ -128,8 +160,13 @@ def test_a_restored_session_goes_on_bit_for_bit(case: str, make_worker: Callable
 def test_a_session_is_saved_as_its_last_chunk_left_it_while_the_next_one_runs(
     make_worker: Callable[..., Worker], tmp_path: Path
 ) -> None:
-    """Between two denoise steps of a chunk a snapshot is the state before that chunk, and saving disturbs nothing."""
-    here, there = make_worker("lingbot_world", {"model": SMALL}), make_worker("lingbot_world", {"model": SMALL})
+    """Between two denoise steps of a chunk a snapshot is the state before that chunk, and saving
+    disturbs nothing.
+    """
+    here, there = (
+        make_worker("lingbot_world", {"model": SMALL}),
+        make_worker("lingbot_world", {"model": SMALL}),
+    )
     for worker in (here, there):
         for index in range(4):
             world_chunk(worker, "a", index)
@@ -149,7 +186,10 @@ def test_a_session_without_a_chunk_and_an_unknown_one_cannot_be_saved(
     """The reason is named and no file is left."""
     worker = make_worker("null_world")
     execute(worker.runner, step(new=[new_request("r", session_id="young", prompt="a field")]))
-    for session_id, reason in (("young", "has no finished chunk yet"), ("nobody", "is not live here")):
+    for session_id, reason in (
+        ("young", "has no finished chunk yet"),
+        ("nobody", "is not live here"),
+    ):
         with pytest.raises(RequestFailed) as failure:
             worker.save(session_id, tmp_path / "none")
         assert failure.value.code == "unknown_session"
@@ -160,7 +200,9 @@ def test_a_session_without_a_chunk_and_an_unknown_one_cannot_be_saved(
 def test_a_session_is_complete_before_it_is_described(
     make_worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Answers of the last stage are applied first, and a GPU has written all that it was asked to."""
+    """Answers of the last stage are applied first, and a GPU has written all that it was asked
+    to.
+    """
     worker = make_worker("null_world")
     calls: list[Any] = []
     text_chunk(worker, "a", 0)
@@ -176,7 +218,7 @@ def test_a_session_is_complete_before_it_is_described(
 def test_models_whose_sessions_end_with_their_request_say_so() -> None:
     """There is nothing to carry over for an image model."""
     session = OneShotSession("a", 1)
-    for call in (session.opening_params, lambda: session.restore({}, None)):  # type: ignore[arg-type]
+    for call in (session.start_params, lambda: session.restore({}, None)):  # type: ignore[arg-type]
         with pytest.raises(RequestFailed, match="end with their request") as failure:
             call()
         assert failure.value.code == "unsupported"

@@ -22,7 +22,9 @@ from vllm_omni.model_executor.requests import group_states
 def test_groups(keys: str, limit: int, groups: list[str]) -> None:
     """Letters are batch keys."""
     model = SimpleNamespace(batch_key=lambda request: request.key)
-    chunks = [SimpleNamespace(key=key, number=number, adapters=()) for number, key in enumerate(keys)]
+    chunks = [
+        SimpleNamespace(key=key, number=number, adapters=()) for number, key in enumerate(keys)
+    ]
     states = [SimpleNamespace(chunk=chunk) for chunk in chunks]
     result = group_states(model, states, limit)  # type: ignore[arg-type]
     assert ["".join(state.chunk.key for state in group) for group in result] == groups
@@ -34,7 +36,10 @@ def test_groups(keys: str, limit: int, groups: list[str]) -> None:
 def test_requests_of_different_adapters_take_different_forwards() -> None:
     """Adapters belong to a whole forward."""
     model = SimpleNamespace(batch_key=lambda request: request.key)
-    chunks = [SimpleNamespace(key="a", adapters=adapters) for adapters in ((), ("ink",), (), ("ink",), ("wool",))]
+    chunks = [
+        SimpleNamespace(key="a", adapters=adapters)
+        for adapters in ((), ("ink",), (), ("ink",), ("wool",))
+    ]
     groups = group_states(model, [SimpleNamespace(chunk=chunk) for chunk in chunks], 4)  # type: ignore[misc]
     adapters = [[state.chunk.adapters for state in group] for group in groups]  # type: ignore[union-attr]
     assert adapters == [[()] * 2, [("ink",)] * 2, [("wool",)]]

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks that the scheduler sends to the tiny decoder, in the runner: warm-up, results, snapshots, aborts, failures."""
+"""Chunks that the scheduler sends to the tiny decoder, in the runner: warm-up, results,
+snapshots, aborts, failures.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +13,8 @@ from helpers.scheduling import execute, new_request, run_to_end, step
 from helpers.snapshot_steps import Worker, world_chunk
 
 from vllm_omni.core.step_protocol import SchedulerNote
-from vllm_omni.model_executor.models.wan.tiny_vae import TinyVAEDecoder
-from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE
+from vllm_omni.model_executor.models.wan.vae.tiny_vae import TinyVAEDecoder
+from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE
 from vllm_omni.outputs import RequestFailed
 
 OMNI: dict[str, Any] = {
@@ -32,7 +34,9 @@ def request(session_id: str, index: int, tiny: bool, name: str = "r") -> Any:
     first = {"prompt": "a beach", "seed": 4} if index == 0 else {}
     data = new_request(name, session_id=session_id, chunk_index=index, **first)
     assert data.pooling_params is not None
-    data.pooling_params = SchedulerNote(degradations=["tiny_vae"] * tiny).attach(data.pooling_params)
+    data.pooling_params = SchedulerNote(degradations=["tiny_vae"] * tiny).attach_to_params(
+        data.pooling_params
+    )
     return data
 
 
@@ -67,7 +71,9 @@ def decodes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, bool]]:
 def test_both_decoders_and_the_way_back_have_run_when_a_server_is_ready(
     make_worker: Callable[[], Worker], decodes: list[tuple[str, int, bool]]
 ) -> None:
-    """So no stream pays for a first time (compilation, kernels), and memory for them is reckoned with."""
+    """So no stream pays for a first time (compilation, kernels), and memory for them is reckoned
+    with.
+    """
     wan, tiny = "StreamingWanVAE", "TinyVAEDecoder"
     make_worker()
     as_it_is = [(wan, 3, True), (wan, 3, False)]
@@ -77,7 +83,10 @@ def test_both_decoders_and_the_way_back_have_run_when_a_server_is_ready(
 def test_a_degraded_chunk_is_not_decoded_by_wans_decoder(
     make_worker: Callable[[], Worker], decodes: list[tuple[str, int, bool]]
 ) -> None:
-    """That is what it saves. The tiny one first takes in what was before, in pieces no larger than a chunk."""
+    """That is what it saves.
+
+    The tiny one first takes in what was before, in pieces no larger than a chunk.
+    """
     worker = make_worker()
     decodes.clear()
     chunks(worker, "a", [False, False, True, True, False])
@@ -94,7 +103,9 @@ def test_a_degraded_chunk_is_not_decoded_by_wans_decoder(
     ]
 
 
-def test_a_snapshot_taken_while_degraded_goes_on_bit_for_bit(make_worker: Callable[[], Worker], tmp_path: Path) -> None:
+def test_a_snapshot_taken_while_degraded_continues_bit_for_bit(
+    make_worker: Callable[[], Worker], tmp_path: Path
+) -> None:
     """Still degraded, or on its way back."""
     here, there = make_worker(), make_worker()
     chunks(here, "a", [False, False, True])
@@ -102,13 +113,15 @@ def test_a_snapshot_taken_while_degraded_goes_on_bit_for_bit(make_worker: Callab
     here.restore("a2", tmp_path / "a")
     for ours, theirs, then in (("a", "b", True), ("a2", "b2", False)):
         there.restore(theirs, tmp_path / "a")
-        assert there.bits(theirs) == here.bits(ours) and "decoder.tiny.conv00" in there.bits(theirs)[1]
+        assert (
+            there.bits(theirs) == here.bits(ours) and "decoder.tiny.conv00" in there.bits(theirs)[1]
+        )
         for index, tiny in ((3, then), (4, not then)):
             assert torch.equal(chunk(here, ours, index, tiny), chunk(there, theirs, index, tiny))
     assert there.runner.sessions.nbytes == here.runner.sessions.nbytes
 
 
-def test_a_world_with_the_tiny_decoder_goes_on_from_a_snapshot(
+def test_a_world_with_the_tiny_decoder_continues_from_a_snapshot(
     make_runner: Any, lingbot_world: Path, tmp_path: Path
 ) -> None:
     """LingBot World with `omni.model.decoder` `tiny`: on another server, bit for bit."""
@@ -120,10 +133,14 @@ def test_a_world_with_the_tiny_decoder_goes_on_from_a_snapshot(
     there.restore("b", tmp_path / "a")
     assert there.bits("b") == here.bits("a")
     for index in (2, 3):
-        assert torch.equal(world_chunk(here, "a", index)["frames"], world_chunk(there, "b", index)["frames"])
+        assert torch.equal(
+            world_chunk(here, "a", index)["frames"], world_chunk(there, "b", index)["frames"]
+        )
 
 
-def test_a_snapshot_whose_latents_do_not_fit_is_refused(make_worker: Callable[[], Worker], tmp_path: Path) -> None:
+def test_a_snapshot_whose_latents_do_not_fit_is_refused(
+    make_worker: Callable[[], Worker], tmp_path: Path
+) -> None:
     """More than are ever kept, as no server writes them; nothing is left of the session."""
     here, there = make_worker(), make_worker()
     chunks(here, "a", [True])
@@ -138,7 +155,9 @@ def test_a_snapshot_whose_latents_do_not_fit_is_refused(make_worker: Callable[[]
 def test_an_abort_and_a_failure_in_a_degraded_chunk_leave_the_stream_as_it_was(
     make_worker: Callable[[], Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither changes which decoder comes next or what it begins with; another stream beside them notices nothing."""
+    """Neither changes which decoder comes next or what it begins with; another stream beside
+    them notices nothing.
+    """
     worker = make_worker()
     expected = chunks(worker, "undisturbed", [False, True, False])
     chunks(worker, "a", [False])
@@ -160,7 +179,9 @@ def test_an_abort_and_a_failure_in_a_degraded_chunk_leave_the_stream_as_it_was(
                 each.state.latents = each.state.latents * float("nan")
 
     monkeypatch.setattr(model, "step_scheduler", spoiled)
-    results = run_to_end(worker.runner, request("a", 1, True, "bad"), request("beside", 1, False, "fine"))
+    results = run_to_end(
+        worker.runner, request("a", 1, True, "bad"), request("beside", 1, False, "fine")
+    )
     assert isinstance(results["bad"], RequestFailed) and results["bad"].code == "non_finite"
     assert decoder_bits(worker, "a") == decoder_bits(before)
     monkeypatch.setattr(model, "step_scheduler", original)
@@ -173,11 +194,19 @@ def test_an_abort_and_a_failure_in_a_degraded_chunk_leave_the_stream_as_it_was(
     assert worker.runner.sessions.nbytes == 0
 
 
-def chunks_from(worker: Worker, session_id: str, start: int, tiny: list[bool]) -> list[torch.Tensor]:
-    return [chunk(worker, session_id, start + offset, degraded) for offset, degraded in enumerate(tiny)]
+def chunks_from(
+    worker: Worker, session_id: str, start: int, tiny: list[bool]
+) -> list[torch.Tensor]:
+    return [
+        chunk(worker, session_id, start + offset, degraded) for offset, degraded in enumerate(tiny)
+    ]
 
 
-def decoder_bits(source: Worker | tuple[Any, dict[str, bytes]], session_id: str = "") -> dict[str, bytes]:
-    """What is kept of the decode (an aborted chunk may have overwritten K/V that nobody has seen yet)."""
+def decoder_bits(
+    source: Worker | tuple[Any, dict[str, bytes]], session_id: str = ""
+) -> dict[str, bytes]:
+    """What is kept of the decode (an aborted chunk may have overwritten K/V that nobody has seen
+    yet).
+    """
     tensors = (source if isinstance(source, tuple) else source.bits(session_id))[1]
     return {name: data for name, data in tensors.items() if name.startswith("decoder.")}

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two pipeline stages in this process, each a runner with some of the null world's layers: messages and answers."""
+"""Two pipeline stages in this process, each a runner with some of the null world's layers:
+messages and answers.
+"""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -21,17 +23,22 @@ STEPS = 5
 
 
 class Channel:
-    """Both ends of a return channel. Answers are as `ReturnChannel` carries them: by batch, in their order, flat."""
+    """Both ends of a return channel.
+
+    Answers are as `ReturnChannel` carries them: by batch, in their order, flat.
+    """
 
     def __init__(self) -> None:
         self.expected: list[list[Any]] = []
         self.posted: deque[list[Any]] = deque()
-        self.answers: deque[tuple[list[str], list[bool], list[torch.Tensor]]] = deque()
+        self.responses: deque[tuple[list[str], list[bool], list[torch.Tensor]]] = deque()
 
-    def send(self, requests: Sequence[Any], ok: Sequence[bool], latents: Sequence[torch.Tensor]) -> None:
+    def send(
+        self, requests: Sequence[Any], ok: Sequence[bool], latents: Sequence[torch.Tensor]
+    ) -> None:
         assert len(requests) == len(ok) == len(latents)
         copies = [one.float().flatten().clone() for one in latents]
-        self.answers.append(([request.request_id for request in requests], list(ok), copies))
+        self.responses.append(([request.request_id for request in requests], list(ok), copies))
 
     def expect(self, requests: Sequence[Any]) -> None:
         self.expected.append(list(requests))
@@ -42,11 +49,13 @@ class Channel:
         self.posted.extend(self.expected)
         self.expected.clear()
 
-    def drain(self, request_ids: Iterable[str], apply: Callable[[Any, bool, torch.Tensor], None]) -> None:
+    def drain(
+        self, request_ids: Iterable[str], apply: Callable[[Any, bool, torch.Tensor], None]
+    ) -> None:
         assert not self.expected, "nobody has listened"
         wanted = set(request_ids)
         while any(request.request_id in wanted for batch in self.posted for request in batch):
-            batch, (names, ok, latents) = self.posted.popleft(), self.answers.popleft()
+            batch, (names, ok, latents) = self.posted.popleft(), self.responses.popleft()
             assert [request.request_id for request in batch] == names
             for request, fine, one in zip(batch, ok, latents, strict=True):
                 apply(request, fine, one)
@@ -57,7 +66,9 @@ class Stages:
         self.first, self.last = make_runner(model, omni), make_runner(model, omni)
         layers = list(self.first.model.layers)
         self.first.model.layers, self.last.model.layers = layers[:1], layers[1:]
-        self.first.role = LayersStage(self.first.parts, EveryStep(self.first.model, ends_steps=False))
+        self.first.role = LayersStage(
+            self.first.parts, EveryStep(self.first.model, ends_steps=False)
+        )
         self.last.role = LastStage(self.last.parts, EveryStep(self.last.model, ends_steps=True))
         self.first.role.channel = self.last.role.channel = Channel()
         self.hidden: list[torch.Tensor | None] = []
@@ -98,14 +109,19 @@ class Stages:
 
     def sessions(self, name: str) -> tuple[Any, Any]:
         """What each stage keeps of a session: scalars and bytes."""
-        kept = [runner.sessions.get(name) for runner in (self.first, self.last)]
-        first, last = ((one.scalars(), {key: x.tolist() for key, x in one.tensors().items()}) for one in kept)
+        retained = [runner.sessions.get(name) for runner in (self.first, self.last)]
+        first, last = (
+            (one.scalars(), {key: x.tolist() for key, x in one.tensors().items()})
+            for one in retained
+        )
         return first, last
 
 
 def chunk(name: str, session: str, index: int, **fields: Any) -> Any:
     first = {"prompt": f"field {session}", "seed": ord(session)} if index == 0 else {}
-    return new_request(name, session_id=session, chunk_index=index, output="latents", **{**first, **fields})
+    return new_request(
+        name, session_id=session, chunk_index=index, output="latents", **{**first, **fields}
+    )
 
 
 @pytest.fixture
@@ -114,9 +130,16 @@ def stages(make_runner: Any, null_world: Path) -> Stages:
 
 
 @pytest.mark.parametrize("batch_invariant", [True, False])
-def test_two_stages_make_what_one_rank_makes(make_runner: Any, null_world: Path, batch_invariant: bool) -> None:
-    """Chunks of two sessions, of which one begins a step later; both stages keep the same of each session."""
-    stages, alone = Stages(make_runner, null_world, batch_invariant=batch_invariant), make_runner(null_world)
+def test_two_stages_make_what_one_rank_makes(
+    make_runner: Any, null_world: Path, batch_invariant: bool
+) -> None:
+    """Chunks of two sessions, of which one begins a step later; both stages keep the same of
+    each session.
+    """
+    stages, alone = (
+        Stages(make_runner, null_world, batch_invariant=batch_invariant),
+        make_runner(null_world),
+    )
     results = stages.execute(new=[chunk("a0", "a", 0)])
     results |= stages.execute(running=["a0"], new=[chunk("b0", "b", 0)])
     for _ in range(STEPS - 2):
@@ -134,14 +157,19 @@ def test_two_stages_make_what_one_rank_makes(make_runner: Any, null_world: Path,
     assert len(stages.hidden) == (4 * STEPS if batch_invariant else 2 * STEPS + 1)
 
 
-def test_hidden_states_reach_the_batch_that_they_are_of(stages: Stages, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hidden_states_reach_the_batch_that_they_are_of(
+    stages: Stages, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(
         stages.first.model,
         "denoise_step",
         lambda batch, hidden: torch.full((1, 4, 4, 6), float(ord(batch[0].session.session_id))),
     )
     stages.run(chunk("a", "a", 0), chunk("b", "b", 0))
-    assert [float(hidden.mean()) for hidden in stages.hidden if hidden is not None] == [97.0, 98.0] * STEPS
+    assert [float(hidden.mean()) for hidden in stages.hidden if hidden is not None] == [
+        97.0,
+        98.0,
+    ] * STEPS
 
 
 def test_rows_of_prompts_are_exchanged_for_chunks_at_their_first_step_only(
@@ -151,11 +179,11 @@ def test_rows_of_prompts_are_exchanged_for_chunks_at_their_first_step_only(
     completed: list[tuple[list[str], bool]] = []
     sent: list[list[str]] = []
 
-    def complete(texts: SharedText, beginning: Any, received: Any) -> None:
-        completed.append(([request.request_id for request in beginning], HIDDEN in received))
+    def complete(texts: SharedText, first_part: Any, received: Any) -> None:
+        completed.append(([request.request_id for request in first_part], HIDDEN in received))
 
-    def message(texts: SharedText, beginning: Any) -> dict[str, torch.Tensor]:
-        sent.append([request.request_id for request in beginning])
+    def message(texts: SharedText, start_text: Any) -> dict[str, torch.Tensor]:
+        sent.append([request.request_id for request in start_text])
         return {}
 
     monkeypatch.setattr(SharedText, "complete", complete)
@@ -194,7 +222,9 @@ def test_a_request_that_the_first_stage_holds_back_waits_on_all(
     """Nothing of it is prepared meanwhile; it is made when it is let go."""
     with monkeypatch.context() as patched:
         patched.setattr(
-            stages.first.role.in_flight, "waiting", lambda states: [s for s in states if s.request_id == "b"]
+            stages.first.role.in_flight,
+            "waiting",
+            lambda states: [s for s in states if s.request_id == "b"],
         )
         stages.execute(new=[chunk("b", "b", 0), chunk("a", "a", 0)])
         stages.execute(running=["b", "a"])
@@ -213,17 +243,17 @@ def test_the_last_stage_gives_a_chunk_the_place_that_the_first_gave_it(
     stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request may leave it open, and the last stage may commit earlier."""
-    asked: list[int | None] = []
+    requested: list[int | None] = []
     admit = stages.last.admission.admit
 
     def noted(state: Any, outputs: Any, index: int | None = None) -> None:
-        asked.append(index)
+        requested.append(index)
         admit(state, outputs, index)
 
     monkeypatch.setattr(stages.last.admission, "admit", noted)
     stages.run(chunk("a0", "a", 0))
     stages.run(new_request("a1", session_id="a", output="latents"))
-    assert asked == [0, 1]
+    assert requested == [0, 1]
 
 
 def test_a_chunk_whose_latents_are_not_finite_is_committed_by_no_stage(stages: Stages) -> None:
@@ -242,14 +272,18 @@ def test_a_session_operation_takes_part_in_no_forward(stages: Stages) -> None:
     results = stages.run(new_request("close", session_id="a", op="close"), chunk("b0", "b", 0))
     assert results["close"][0]["existed"]
     assert results["b0"][0]["chunk_index"] == 0
-    assert [("a" in runner.sessions, "b" in runner.sessions) for runner in (stages.first, stages.last)] == [
-        (False, True)
-    ] * 2
+    assert [
+        ("a" in runner.sessions, "b" in runner.sessions) for runner in (stages.first, stages.last)
+    ] == [(False, True)] * 2
 
 
-def test_an_exception_in_a_forward_of_several_ranks_is_raised(make_runner: Any, null_world: Path) -> None:
+def test_an_exception_in_a_forward_of_several_ranks_is_raised(
+    make_runner: Any, null_world: Path
+) -> None:
     """The others are inside its collectives: only the end of the engine is left."""
     runner = make_runner(null_world)
     object.__setattr__(runner.parts, "num_ranks", 2)
     with pytest.raises(RuntimeError, match="injected failure"):
-        execute(runner, step(new=[chunk("a", "a", 0, options={"fail_in": "denoise", "fail_at": 0})]))
+        execute(
+            runner, step(new=[chunk("a", "a", 0, options={"fail_in": "denoise", "fail_at": 0})])
+        )

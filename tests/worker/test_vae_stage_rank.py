@@ -19,7 +19,7 @@ from vllm_omni.worker.diffusion.agreement import RankAgreement
 from vllm_omni.worker.diffusion.decode import ResultStream
 from vllm_omni.worker.diffusion.link import StageNote
 from vllm_omni.worker.diffusion.roles import vae
-from vllm_omni.worker.diffusion.roles.before_vae import hand_over
+from vllm_omni.worker.diffusion.roles.before_vae import send_to_vae_stage
 from vllm_omni.worker.diffusion.roles.vae import VAEStage
 
 STEPS = 5
@@ -45,7 +45,7 @@ class Pair:
     def admit(self, name: str, index: int, **fields: Any) -> tuple[Any, Any]:
         prompt = {"prompt": "a field", "seed": 3} if index == 0 else {}
         request = new_request(name, session_id="s", chunk_index=index, **prompt, **fields)
-        states = tuple(runner.requests.add(request) for runner in self.ranks)
+        states = tuple(runner.requests.add_request(request) for runner in self.ranks)
         for runner, state in zip(self.ranks, states, strict=True):
             runner.admission.admit(state, {})
         return states
@@ -59,8 +59,8 @@ class Pair:
             return self.hand_over([ours], [theirs])
 
     def hand_over(self, ours: list[Any], theirs: list[Any]) -> list[Any]:
-        message = hand_over(self.layers.model, self.layers.parts.in_flight, ours, 1).tensors
-        note = StageNote.read(message)
+        message = send_to_vae_stage(self.layers.model, self.layers.parts.in_flight, ours, 1).tensors
+        note = StageNote.read_tensors(message)
         self.stage.fail(theirs, note)
         return self.stage.advance(theirs, note, note.latents(message))
 
@@ -117,16 +117,18 @@ def test_a_decode_that_fails_too_late_ends_the_session(pair: Pair) -> None:
     assert refused.failure.code == "session_lost"
 
 
-def test_a_chunk_of_a_lost_session_is_told_so_whatever_the_other_rank_says(pair: Pair) -> None:
+def test_a_chunk_of_a_lost_session_is_notified_so_whatever_the_other_rank_says(pair: Pair) -> None:
     """That rank knows nothing of the loss; elsewhere its reason is passed on."""
     pair.close(*pair.chunk(0))
     pair.close(*pair.chunk(1, options={"fail_in": "decode"}))
     for session, code in (("s", "session_lost"), ("t", "capacity")):
         request = new_request(f"{session}-later", session_id=session)
-        ours, theirs = (runner.requests.add(request) for runner in pair.ranks)
+        ours, theirs = (runner.requests.add_request(request) for runner in pair.ranks)
         ours.failure = RequestFailed("capacity", "no room")
-        message = hand_over(pair.layers.model, pair.layers.parts.in_flight, [ours], 1).tensors
-        pair.stage.fail([theirs], StageNote.read(message))
+        message = send_to_vae_stage(
+            pair.layers.model, pair.layers.parts.in_flight, [ours], 1
+        ).tensors
+        pair.stage.fail([theirs], StageNote.read_tensors(message))
         assert theirs.failure.code == code
 
 
@@ -134,9 +136,9 @@ def test_ranks_that_disagree_on_the_chunk_refuse(pair: Pair) -> None:
     """As after a first chunk that this rank had no room for."""
     pair.close(*pair.chunk(0))
     pair.vae.sessions.get("s").chunk_index = 0
-    ours = pair.layers.requests.add(new_request("r", session_id="s"))
+    ours = pair.layers.requests.add_request(new_request("r", session_id="s"))
     pair.layers.admission.admit(ours, {})
-    theirs = pair.vae.requests.add(new_request("r", session_id="s"))
+    theirs = pair.vae.requests.add_request(new_request("r", session_id="s"))
     pair.vae.admission.admit(theirs, {})
     pair.step(ours, theirs)
     assert theirs.failure.code == "session_lost"
@@ -166,7 +168,10 @@ def test_a_chunk_that_is_done_comes_before_the_one_behind_it(pair: Pair) -> None
 def test_a_chunk_that_fails_takes_the_one_behind_it_along(pair: Pair) -> None:
     """At once, on both ranks: it could be done before the scheduler hears of the failure."""
     pair.close(*pair.chunk(0))
-    (ours, theirs), (our_next, their_next) = pair.admit("r1", 1, options={"nan_at": 1}), pair.admit("r2", 2)
+    (ours, theirs), (our_next, their_next) = (
+        pair.admit("r1", 1, options={"nan_at": 1}),
+        pair.admit("r2", 2),
+    )
     with torch.inference_mode():
         for _ in range(STEPS):
             pair.layers.role.forward([ours], None)
@@ -177,70 +182,79 @@ def test_a_chunk_that_fails_takes_the_one_behind_it_along(pair: Pair) -> None:
 
 def test_a_chunk_behind_one_that_is_lost_is_lost_too(pair: Pair) -> None:
     pair.close(*pair.chunk(0))
-    (ours, theirs), (_, behind) = pair.admit("r1", 1, options={"fail_in": "decode"}), pair.admit("r2", 2)
+    (ours, theirs), (_, after) = (
+        pair.admit("r1", 1, options={"fail_in": "decode"}),
+        pair.admit("r2", 2),
+    )
     for _ in range(STEPS):
         pair.step(ours, theirs)
     assert theirs.failure.code == "engine_error" and "cannot continue" in theirs.failure.message
-    assert behind.failure.code == "session_lost"
+    assert after.failure.code == "session_lost"
 
 
-def test_a_chunk_that_is_held_back_there_does_not_begin_here(pair: Pair) -> None:
+def test_a_chunk_that_is_held_back_there_does_not_start_here(pair: Pair) -> None:
     """It would be another chunk of its session when it begins."""
     pair.close(*pair.chunk(0))
     ours, theirs = pair.admit("r1", 1)
-    waits = pair.vae.requests.add(new_request("r2", session_id="s", chunk_index=2))
+    waits = pair.vae.requests.add_request(new_request("r2", session_id="s", chunk_index=2))
     with torch.inference_mode():
         pair.layers.role.forward([ours], None)
-        message = hand_over(pair.layers.model, pair.layers.parts.in_flight, [ours], 1)
+        message = send_to_vae_stage(pair.layers.model, pair.layers.parts.in_flight, [ours], 1)
         pair.stage.micro_step([theirs, waits], message, {})
     assert theirs.chunk.step == 1
     assert waits.chunk is None and waits.failure is None
 
 
 def test_a_whole_chunk_by_messages_alone(pair: Pair) -> None:
-    """From step to step: it begins when the other rank says so, and its result goes out when it is there."""
+    """From step to step: it begins when the other rank says so, and its result goes out when it
+    is there.
+    """
     request = new_request("r", session_id="s", chunk_index=0, prompt="a field", seed=3)
-    ours, theirs = (runner.requests.add(request) for runner in pair.ranks)
+    ours, theirs = (runner.requests.add_request(request) for runner in pair.ranks)
     pair.layers.admission.admit(ours, {})
     with torch.inference_mode():
         for _ in range(STEPS):
             pair.layers.role.forward([ours], None)
             if ours.done:
                 pair.layers.chunk_end.commit(ours.chunk)
-            message = hand_over(pair.layers.model, pair.layers.parts.in_flight, [ours], 1)
-            answer = pair.stage.step([theirs], message)
+            message = send_to_vae_stage(pair.layers.model, pair.layers.parts.in_flight, [ours], 1)
+            response = pair.stage.step([theirs], message)
             assert theirs.chunk is not None and theirs.chunk.step == ours.chunk.step
-        nothing = hand_over(pair.layers.model, pair.layers.parts.in_flight, [], 1)
-        answer = answer or pair.stage.step([theirs], nothing)
-    assert unpack(answer["r"])[1]["frames"].shape == (9, 32, 48, 3)
+        nothing = send_to_vae_stage(pair.layers.model, pair.layers.parts.in_flight, [], 1)
+        response = response or pair.stage.step([theirs], nothing)
+    assert unpack(response["r"])[1]["frames"].shape == (9, 32, 48, 3)
 
 
-def test_what_the_model_says_of_a_chunk_arrives_with_its_latents(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_model_says_of_a_chunk_arrives_with_its_latents(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Once, when they are final; times are told with the last step."""
-    told: list[Any] = []
-    asked: list[str] = []
-    model, take_over = pair.layers.model, pair.vae.model.take_over
+    reported: list[Any] = []
+    requested: list[str] = []
+    model, take_over = pair.layers.model, pair.vae.model.unpack_decode_state
 
     def say(request: Any) -> dict[str, Any]:
-        asked.append(request.request_id)
+        requested.append(request.request_id)
         return {"fact": 5}
 
-    def hear(request: Any, latents: torch.Tensor, facts: Any) -> None:
-        told.append(facts)
-        take_over(request, latents, facts)
+    def hear(request: Any, latents: torch.Tensor, info: Any) -> None:
+        reported.append(info)
+        take_over(request, latents, info)
 
-    monkeypatch.setattr(model, "hand_over", say)
-    monkeypatch.setattr(pair.vae.model, "take_over", hear)
+    monkeypatch.setattr(model, "pack_decode_state", say)
+    monkeypatch.setattr(pair.vae.model, "unpack_decode_state", hear)
     ours, theirs = pair.admit("r", 0, options={"clean_pass": True})
     for step in range(1, STEPS + 1):
         with torch.inference_mode():
             pair.layers.role.forward([ours], None)
-            message = hand_over(model, pair.layers.parts.in_flight, [ours], 1).tensors
-            note = StageNote.read(message)
+            message = send_to_vae_stage(model, pair.layers.parts.in_flight, [ours], 1).tensors
+            note = StageNote.read_tensors(message)
             [chunk] = note.chunks
-            assert bool(chunk.timings_ms) == (step == STEPS) and chunk.facts == ({"fact": 5} if chunk.clean else {})
+            assert bool(chunk.timings_ms) == (step == STEPS) and chunk.info == (
+                {"fact": 5} if chunk.clean else {}
+            )
             pair.stage.advance([theirs], note, note.latents(message))
-    assert told == [{"fact": 5}] and asked == ["r"]
+    assert reported == [{"fact": 5}] and requested == ["r"]
 
 
 def test_a_failure_that_is_known_early_says_what_was_wrong(pair: Pair) -> None:
@@ -248,7 +262,7 @@ def test_a_failure_that_is_known_early_says_what_was_wrong(pair: Pair) -> None:
     with torch.inference_mode():
         for _ in range(STEPS - 1):
             pair.layers.role.forward([ours], None)
-        hand_over(pair.layers.model, pair.layers.parts.in_flight, [ours], 1)
+        send_to_vae_stage(pair.layers.model, pair.layers.parts.in_flight, [ours], 1)
     assert "the chunk's latents" in str(ours.failure)
 
 
@@ -256,9 +270,9 @@ def test_what_the_other_rank_refuses_is_not_done_here(pair: Pair) -> None:
     """A fork, for instance, for which only this rank has room."""
     pair.close(*pair.chunk(0))
     fork = new_request("fork", session_id="s", op="fork", fork_to="copy")
-    ours, theirs = (runner.requests.add(fork) for runner in pair.ranks)
+    ours, theirs = (runner.requests.add_request(fork) for runner in pair.ranks)
     ours.failure = RequestFailed("capacity", "no room")
-    message = hand_over(pair.layers.model, pair.layers.parts.in_flight, [ours], 1)
+    message = send_to_vae_stage(pair.layers.model, pair.layers.parts.in_flight, [ours], 1)
     outputs: dict[str, torch.Tensor] = {}
     pair.stage.micro_step([theirs], message, outputs)
     with pytest.raises(RequestFailed, match="no room"):
@@ -280,63 +294,82 @@ def test_a_chunk_that_fails_in_its_clean_pass_is_not_delivered(pair: Pair) -> No
         pair.step(ours, theirs)
     assert theirs.pending.ready()
     ours.failure = RequestFailed("engine_error", "the clean pass failed")
-    message = hand_over(pair.layers.model, pair.layers.parts.in_flight, [ours], 1)
+    message = send_to_vae_stage(pair.layers.model, pair.layers.parts.in_flight, [ours], 1)
     with pytest.raises(RequestFailed, match="the clean pass failed"):
         unpack(pair.stage.step([theirs], message)["r"])
 
 
 def test_a_chunk_that_has_failed_here_takes_no_further_step(pair: Pair) -> None:
-    """Its clean pass runs where the layers are; here it never gets done, so nobody waits for its result."""
+    """Its clean pass runs where the layers are; here it never gets done, so nobody waits for its
+    result.
+    """
     ours, theirs = pair.admit("r", 0, options={"clean_pass": True, "fail_in": "decode"})
     for _ in range(STEPS):
         pair.step(ours, theirs)
     assert ours.done and not theirs.done and theirs.chunk.step == STEPS - 1
 
 
-def test_a_reason_that_is_known_here_is_kept(pair: Pair) -> None:
+def test_a_reason_that_is_known_here_is_retained(pair: Pair) -> None:
     """The other rank's comes later, and may only be what follows from the first."""
     ours, theirs = pair.admit("r", 0)
     ours.failure, theirs.failure = RequestFailed("capacity", "there"), RequestFailed("oom", "here")
-    message = hand_over(pair.layers.model, pair.layers.parts.in_flight, [ours], 1).tensors
-    pair.stage.fail([theirs], StageNote.read(message))
+    message = send_to_vae_stage(pair.layers.model, pair.layers.parts.in_flight, [ours], 1).tensors
+    pair.stage.fail([theirs], StageNote.read_tensors(message))
     assert theirs.failure.code == "oom"
 
 
-@pytest.mark.parametrize("begun", [True, False], ids=["a chunk that has begun", "an operation"])
-def test_only_a_chunk_that_begins_is_told_of_its_lost_session(pair: Pair, begun: bool) -> None:
-    """Closing such a session is what its client was asked to do: a refusal elsewhere has a reason of its own."""
+@pytest.mark.parametrize("started", [True, False], ids=["a chunk that has begun", "an operation"])
+def test_only_a_chunk_that_starts_is_notified_of_its_lost_session(
+    pair: Pair, started: bool
+) -> None:
+    """Closing such a session is what its client was asked to do: a refusal elsewhere has a
+    reason of its own.
+    """
     pair.close(*pair.chunk(0))
-    if begun:
+    if started:
         ours, theirs = pair.admit("r", 1)
     else:
-        ours, theirs = (runner.requests.add(new_request("r", session_id="s", op="close")) for runner in pair.ranks)
+        ours, theirs = (
+            runner.requests.add_request(new_request("r", session_id="s", op="close"))
+            for runner in pair.ranks
+        )
     pair.vae.sessions.get("s").failure = RequestFailed("session_lost", "a chunk is missing")
     ours.failure = RequestFailed("engine_error", "a reason of its own")
-    message = hand_over(pair.layers.model, pair.layers.parts.in_flight, [ours], 1).tensors
-    pair.stage.fail([theirs], StageNote.read(message))
+    message = send_to_vae_stage(pair.layers.model, pair.layers.parts.in_flight, [ours], 1).tensors
+    pair.stage.fail([theirs], StageNote.read_tensors(message))
     assert theirs.failure.message == "a reason of its own"
 
 
-def test_an_operation_is_done_and_answered_here_too(pair: Pair) -> None:
+def test_an_operation_is_done_and_served_here_too(pair: Pair) -> None:
     pair.close(*pair.chunk(0))
     fork = new_request("fork", session_id="s", op="fork", fork_to="copy")
-    ours, theirs = (runner.requests.add(fork) for runner in pair.ranks)
+    ours, theirs = (runner.requests.add_request(fork) for runner in pair.ranks)
     outputs: dict[str, torch.Tensor] = {}
     pair.layers.admission.admit(ours, outputs)
-    message = hand_over(pair.layers.model, pair.layers.parts.in_flight, [], 1)
-    answers: dict[str, torch.Tensor] = {}
-    pair.stage.micro_step([theirs], message, answers)
-    assert unpack(answers["fork"])[0] == unpack(outputs["fork"])[0] and "copy" in pair.vae.sessions
+    message = send_to_vae_stage(pair.layers.model, pair.layers.parts.in_flight, [], 1)
+    responses: dict[str, torch.Tensor] = {}
+    pair.stage.micro_step([theirs], message, responses)
+    assert (
+        unpack(responses["fork"])[0] == unpack(outputs["fork"])[0] and "copy" in pair.vae.sessions
+    )
 
 
 @pytest.mark.parametrize("reason", ["unreadable", "no room"])
-def test_a_chunk_that_is_made_elsewhere_but_never_began_here_is_lost(pair: Pair, reason: str) -> None:
-    """Its client reads so; there is no session here to remember it, and the others' chunks go on."""
-    ours = pair.layers.requests.add(new_request("r", session_id="s", prompt="a field", seed=3))
+def test_a_chunk_that_is_made_elsewhere_but_never_started_here_is_lost(
+    pair: Pair, reason: str
+) -> None:
+    """Its client reads so; there is no session here to remember it, and the others' chunks go
+    on.
+    """
+    ours = pair.layers.requests.add_request(
+        new_request("r", session_id="s", prompt="a field", seed=3)
+    )
     pair.layers.admission.admit(ours, {})
     if reason == "no room":
         pair.vae.sessions.max_sessions = 0
-    theirs = pair.vae.requests.add(new_request("r", session_id="s") if reason == "no room" else unreadable("r"))
+    theirs = pair.vae.requests.add_request(
+        new_request("r", session_id="s") if reason == "no room" else unreadable("r")
+    )
     if theirs.failure is None:
         pair.vae.admission.admit(theirs, {})
     code = theirs.failure.code
@@ -365,7 +398,7 @@ def test_ranks_that_decode_together_decode_or_fail_together(pair: Pair, others_f
     assert theirs.chunk.session.chunk_index == 0
 
 
-def test_an_error_inside_a_shared_decode_is_not_kept(pair: Pair) -> None:
+def test_an_error_inside_a_shared_decode_is_not_retained(pair: Pair) -> None:
     """Other ranks are waiting inside its collectives: the engine must end."""
     share_decode(pair, True)
     ours, theirs = pair.admit("r", 0, options={"clean_pass": True, "fail_in": "decode"})
@@ -382,7 +415,9 @@ def test_several_ranks_hand_over_the_same(pair: Pair, ranks: int) -> None:
     with torch.inference_mode():
         for _ in range(STEPS - 1):
             pair.layers.role.forward([ours], None)
-        note = StageNote.read(hand_over(pair.layers.model, pair.layers.parts.in_flight, [ours], ranks).tensors)
+        note = StageNote.read_tensors(
+            send_to_vae_stage(pair.layers.model, pair.layers.parts.in_flight, [ours], ranks).tensors
+        )
     assert [chunk.clean for chunk in note.chunks] == ([True] if ranks > 1 else [])
     assert (note.failure("r") is None) == (ranks > 1)
 
@@ -400,10 +435,16 @@ class Slow(PendingResult):
         self.waited = True
 
 
-def test_only_results_that_are_ready_hold_up_a_step(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_results_that_are_ready_hold_up_a_step(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(vae, "_WAIT_S", 1.0)
     _, theirs = pair.chunk(0)
-    for seconds, alone, found, at_least in ((9, False, 0, 0.0), (9, True, 0, 1.0), (0.05, True, 1, 0.04)):
+    for seconds, alone, found, at_least in (
+        (9, False, 0, 0.0),
+        (9, True, 0, 1.0),
+        (0.05, True, 1, 0.04),
+    ):
         theirs.pending = Slow(seconds)
         start = time.perf_counter()
         assert len(pair.stage.ready([theirs], alone=alone)) == found
@@ -424,7 +465,9 @@ def test_decodes_in_flight_are_bounded(pair: Pair, monkeypatch: pytest.MonkeyPat
     assert [slow.waited for slow in made] == [True, False, False, False]
 
 
-def test_a_rank_beside_the_one_that_decodes_only_follows(make_runner: Any, null_world: Path) -> None:
+def test_a_rank_alongside_the_one_that_decodes_only_follows(
+    make_runner: Any, null_world: Path
+) -> None:
     pair = Pair(make_runner, null_world)
     pair.become(decodes=False)
     _, theirs = pair.chunk(0)

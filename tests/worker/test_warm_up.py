@@ -35,11 +35,16 @@ def admitted(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[RequestState]
 def test_a_warm_up_fixes_the_bytes_of_sessions(
     make_runner: Any, null_world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The budget of this rank, and no more than `max_session_bytes`; all ranks take the least. No session is left."""
+    """The budget of this rank, and no more than `max_session_bytes`; all ranks take the least.
+
+    No session is left.
+    """
     runner = make_runner(null_world, {"max_session_bytes": 3 << 28, "max_sessions": 5})
     one = 4 * 4 * 6 * 4
     budgets: list[tuple[int, int]] = []
-    monkeypatch.setattr(runner.agreement, "budget", lambda *asked: budgets.append(asked) or (1 << 29))
+    monkeypatch.setattr(
+        runner.agreement, "budget", lambda *requested: budgets.append(requested) or (1 << 29)
+    )
     runner.model_config.dtype = torch.float32
     runner.vllm_config.cache_config.kv_cache_memory_bytes = 1 << 30
     with logged(module.logger) as messages:
@@ -48,21 +53,29 @@ def test_a_warm_up_fixes_the_bytes_of_sessions(
     assert budgets == [(3 << 28, one)]
     assert runner.sessions.max_bytes == 1 << 29
     assert len(runner.sessions) == 0
-    assert messages == ["sessions may hold 0.50 GiB (0.00 GiB for one of the largest shape, at most 5 sessions)"]
+    assert messages == [
+        "sessions may hold 0.50 GiB (0.00 GiB for one of the largest shape, at most 5 sessions)"
+    ]
 
 
 def test_the_first_chunk_of_a_warm_up_loses_all_that_it_may(
     make_runner: Any, null_world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A session at full quality, then one whose first chunk has every degradation: both take memory."""
+    """A session at full quality, then one whose first chunk has every degradation: both take
+    memory.
+    """
     runner = make_runner(null_world, {"scheduling": "deadline", "degradations": ["fewer_steps"]})
     chunks = 2
     inputs = chunks * list(runner.model.warmup_inputs())
     monkeypatch.setattr(runner.model, "warmup_inputs", lambda: inputs)
     found = admitted(runner, monkeypatch)
     warm_up(runner)
-    assert [state.request_id for state in found] == 2 * [f"warm-up-{number}" for number in range(chunks)]
-    assert [state.degradations for state in found] == chunks * [()] + [("fewer_steps",)] + (chunks - 1) * [()]
+    assert [state.request_id for state in found] == 2 * [
+        f"warm-up-{number}" for number in range(chunks)
+    ]
+    assert [state.degradations for state in found] == chunks * [()] + [("fewer_steps",)] + (
+        chunks - 1
+    ) * [()]
     for state in found:
         assert state.done
         assert state.chunk is not None
@@ -134,15 +147,20 @@ def test_a_stage_behind_others_computes_from_what_they_sent() -> None:
         return IntermediateTensors(sent)
 
     state: Any = SimpleNamespace(request_id="r", failure=None)
-    pp = SimpleNamespace(is_first_rank=False, recv_tensor_dict=recv_tensor_dict, send_tensor_dict=send_tensor_dict)
-    role = SimpleNamespace(take_answers=seen.append, micro_step=micro_step, listen=lambda: seen.append("listens"))
+    pp = SimpleNamespace(
+        is_first_rank=False, recv_tensor_dict=recv_tensor_dict, send_tensor_dict=send_tensor_dict
+    )
+    role = SimpleNamespace(
+        receive_results=seen.append, micro_step=micro_step, listen=lambda: seen.append("listens")
+    )
     module._step(SimpleNamespace(pp=pp, tp=tp, role=role), state)  # type: ignore[arg-type]
     assert seen == [["r"], [state], received, {}, sent, "listens"]
 
 
 def test_layers_that_cannot_move_are_an_error(make_runner: Any, null_world: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"^omni\.pipeline_partition 'measured': the layers of NullWorldPipeline cannot"
+        ValueError,
+        match=r"^omni\.pipeline_partition 'measured': the layers of NullWorldPipeline cannot",
     ):
         make_runner(null_world, {"pipeline_partition": "measured"})
 
@@ -153,16 +171,22 @@ def test_one_stage_keeps_all_layers(make_runner: Any, causal_wan: Path) -> None:
 
 
 class Pipeline:
-    """One rank of two stages of two ranks each, and one that only decodes. times: of the others, by rank."""
+    """One rank of two stages of two ranks each, and one that only decodes. times: of the others,
+    by rank.
+    """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, times: dict[int, tuple[int, float, int, float]]) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, times: dict[int, tuple[int, float, int, float]]
+    ) -> None:
         self.times = times
         self.shared: list[Any] = []
         self.model = mock.MagicMock(partition=(5, 5), num_layers=10)
         self.moves: list[Any] = []
         monkeypatch.setattr(module, "LayerMove", lambda *args: args)
         self.model.move_layers.side_effect = self.moves.append
-        monkeypatch.setattr(parallel_state, "_WORLD", SimpleNamespace(world_size=5, cpu_group="all"))
+        monkeypatch.setattr(
+            parallel_state, "_WORLD", SimpleNamespace(world_size=5, cpu_group="all")
+        )
         monkeypatch.setattr(dist, "all_gather_object", self.gather)
 
     def gather(self, found: list[Any], mine: Any, group: str) -> None:
@@ -172,9 +196,13 @@ class Pipeline:
         found[:] = [*self.times.values(), mine]
 
     def runner(self, stage: int) -> Any:
-        pp = SimpleNamespace(rank_in_group=stage, world_size=3, ranks=[1, 3, 4], device_group="stages")
+        pp = SimpleNamespace(
+            rank_in_group=stage, world_size=3, ranks=[1, 3, 4], device_group="stages"
+        )
         omni = SimpleNamespace(vae_stage=True)
-        return SimpleNamespace(pp=pp, omni=omni, model=self.model, device=torch.device("cpu"), partition=())
+        return SimpleNamespace(
+            pp=pp, omni=omni, model=self.model, device=torch.device("cpu"), partition=()
+        )
 
 
 def others(*of_stages: tuple[int, float, int, float]) -> dict[int, tuple[int, float, int, float]]:
@@ -216,7 +244,10 @@ def test_layers_move_so_that_the_slowest_stage_is_as_fast_as_can_be(
 
 def test_memory_of_layers_that_went_away_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """To the device, once nothing uses it: the budget of sessions is measured after that."""
-    pipeline = Pipeline(monkeypatch, others((0, 5.0, 3, 0.0), (1, 10.0, 3, 0.0), (1, 10.0, 3, 0.0), (2, 0.0, 1, 0.0)))
+    pipeline = Pipeline(
+        monkeypatch,
+        others((0, 5.0, 3, 0.0), (1, 10.0, 3, 0.0), (1, 10.0, 3, 0.0), (2, 0.0, 1, 0.0)),
+    )
     runner = pipeline.runner(0)
     runner.device = torch.device("cuda", 1)
     monkeypatch.setattr(torch.cuda, "synchronize", pipeline.moves.append)
@@ -225,7 +256,9 @@ def test_memory_of_layers_that_went_away_is_given_back(monkeypatch: pytest.Monke
     assert pipeline.moves[1:] == [runner.device, ("empty",)]
 
 
-def test_a_stage_without_layers_has_no_times_and_moves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_without_layers_has_no_times_and_moves_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """But it knows the partition, which is part of every snapshot."""
     rest = [(0, 5.0, 3, 0.0), (0, 5.0, 3, 0.0), (1, 10.0, 3, 0.0), (1, 10.0, 3, 0.0)]
     pipeline = Pipeline(monkeypatch, others(*rest))

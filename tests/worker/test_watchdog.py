@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks as real processes: one is stopped, one is killed, all are stopped together, all end in order."""
+"""Ranks as real processes: one is stopped, one is killed, all are stopped together, all end in
+order.
+"""
 
 import os
 import signal
@@ -11,12 +13,12 @@ from collections.abc import Iterator
 import pytest
 from helpers.waits import pause, seconds
 
-from vllm_omni.exit_codes import ENGINE_DIED
+from vllm_omni.runtime.exit_codes import ENGINE_DIED
 
 RANKS, TIMEOUT_S = 3, 2.0
 _RANK = """
 import socket, sys, time
-from vllm_omni.processes import machine_id
+from vllm_omni.runtime.processes import machine_id
 from vllm_omni.worker.diffusion.liveness import Peer, Watchdog
 
 rank, timeout_s = int(sys.argv[1]), float(sys.argv[2])
@@ -27,12 +29,12 @@ print(os.getpid(), listen.getsockname()[1], flush=True)
 others = [line.split() for line in sys.stdin.readline().split(";")]
 peers = [Peer(int(r), int(pid), machine_id(), ("127.0.0.1", int(port))) for r, pid, port in others if int(r) != rank]
 dog = Watchdog(rank, listen, peers, machine_id(), b"token", timeout_s)
-dog.start()
+dog.start_watching()
 print("watching", flush=True)
 sys.stdin.readline()
 dog.stop()
 time.sleep(0.2 * rank)
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture
@@ -46,7 +48,9 @@ def ranks() -> Iterator[list[subprocess.Popen[str]]]:
         )
         for rank in range(RANKS)
     ]
-    addresses = [f"{rank} {process.stdout.readline().strip()}" for rank, process in enumerate(processes)]  # type: ignore[union-attr]
+    addresses = [
+        f"{rank} {process.stdout.readline().strip()}" for rank, process in enumerate(processes)
+    ]  # type: ignore[union-attr]
     for process in processes:
         process.stdin.write(";".join(addresses) + "\n")  # type: ignore[union-attr]
         process.stdin.flush()  # type: ignore[union-attr]
@@ -69,8 +73,10 @@ def test_all_end_when_one_is_gone(ranks: list[subprocess.Popen[str]], how: signa
 
 
 @pytest.mark.nightly
-def test_nobody_ends_when_all_were_stopped(ranks: list[subprocess.Popen[str]]) -> None:
-    """Longer than the timeout, as by Ctrl-Z; and a shutdown one after the other is no reason either."""
+def test_no_one_ends_when_all_were_stopped(ranks: list[subprocess.Popen[str]]) -> None:
+    """Longer than the timeout, as by Ctrl-Z; and a shutdown one after the other is no reason
+    either.
+    """
     pause(1)
     for process in ranks:
         process.send_signal(signal.SIGSTOP)

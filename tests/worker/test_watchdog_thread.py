@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's watchdog: its datagrams, whom it believes to be alive, and the end of its process (here only noted)."""
+"""One rank's watchdog: its datagrams, whom it believes to be alive, and the end of its process
+(here only noted).
+"""
 
 import os
 import queue
@@ -19,13 +21,20 @@ from helpers.waits import exactly
 from vllm.distributed import parallel_state
 from vllm.utils import network_utils
 
-from vllm_omni.exit_codes import ENGINE_DIED
-from vllm_omni.processes import machine_id
-from vllm_omni.worker.diffusion.liveness import Peer, Watchdog, answers_steps, end_rank, watch_other_ranks
+from vllm_omni.runtime.exit_codes import ENGINE_DIED
+from vllm_omni.runtime.processes import machine_id
+from vllm_omni.worker.diffusion.liveness import (
+    Peer,
+    Watchdog,
+    end_rank,
+    runs_steps,
+    watch_other_ranks,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning"),
-    pytest.mark.filterwarnings("ignore:(?s)Exception in thread RankWatchdog.*SystemExit"),  # by `exits`
+    # by `exits`
+    pytest.mark.filterwarnings("ignore:(?s)Exception in thread RankWatchdog.*SystemExit"),
 ]
 TOKEN, RANK, BEAT_S = b"token of sixteen", 258, 0.1
 HERE, ELSEWHERE = "this machine", "another machine"
@@ -66,12 +75,16 @@ def process() -> Iterator["subprocess.Popen[bytes]"]:
 
 @pytest.fixture
 def watch() -> Iterator[Callable[..., Watchdog]]:
-    """`watch(*peers, timeout_s=..., listen=...)` -> a watchdog that was started; its end is awaited."""
+    """`watch(*peers, timeout_s=..., listen=...)` -> a watchdog that was started; its end is
+    awaited.
+    """
     dogs: list[Watchdog] = []
 
-    def start(*peers: Peer, timeout_s: float = 60.0, listen: socket.socket | None = None) -> Watchdog:
+    def start(
+        *peers: Peer, timeout_s: float = 60.0, listen: socket.socket | None = None
+    ) -> Watchdog:
         dog = Watchdog(RANK, listen or bound(), peers, HERE, TOKEN, timeout_s, beat_s=BEAT_S)
-        dog.start()
+        dog.start_watching()
         dogs.append(dog)
         return dog
 
@@ -95,15 +108,18 @@ def test_every_other_rank_gets_a_datagram_at_each_beat(watch: Callable[..., Watc
     """Also behind one whose address takes none, and no sooner because others send many."""
     first, second = bound(), bound()
     unreachable = Peer(1, NO_PROCESS, ELSEWHERE, ("127.0.0.1", 0))
-    peers = [Peer(rank, NO_PROCESS, ELSEWHERE, end.getsockname()) for rank, end in ((2, first), (3, second))]
+    peers = [
+        Peer(rank, NO_PROCESS, ELSEWHERE, end.getsockname())
+        for rank, end in ((2, first), (3, second))
+    ]
     dog = watch(unreachable, *peers)
     address = dog.listen.getsockname()
-    began_s = time.monotonic()
+    started_s = time.monotonic()
     for _ in range(6):
         for listen in (first, second):
             assert listen.recv(64) == TOKEN + b"\2\1\0\0"
             listen.sendto(beat(2), address)
-    assert 4.5 * BEAT_S < time.monotonic() - began_s < 5 * 1.0
+    assert 4.5 * BEAT_S < time.monotonic() - started_s < 5 * 1.0
 
 
 def test_silent_ranks_of_other_machines_are_named_and_left_alone(
@@ -114,13 +130,14 @@ def test_silent_ranks_of_other_machines_are_named_and_left_alone(
 ) -> None:
     end = bound()
     others = [Peer(rank, process.pid, ELSEWHERE, end.getsockname()) for rank in (1, 2)]
-    began_s = time.monotonic()
+    started_s = time.monotonic()
     watch(*others, timeout_s=0.5)
     assert exits.get(timeout=SOON_S) == ENGINE_DIED
-    assert time.monotonic() - began_s > 0.5
+    assert time.monotonic() - started_s > 0.5
     pid = process.pid
     assert caplog.messages == [
-        f"rank {RANK} exits, so that the engine is reported dead: no datagram arrived from rank 1 (process {pid}), "
+        f"rank {RANK} exits, so that the engine is reported dead: no datagram arrived from rank 1 "
+        f"(process {pid}), "
         f"2 (process {pid}) for 0.5 s"
     ]
     assert process.poll() is None
@@ -149,7 +166,10 @@ def test_a_rank_outlives_another_for_some_beats_only(
     process: "subprocess.Popen[bytes]",
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Its process has ended: nobody waits for its silence. Another one lives, and there is one elsewhere."""
+    """Its process has ended: nobody waits for its silence.
+
+    Another one lives, and there is one elsewhere.
+    """
     address = bound().getsockname()
     living = Peer(1, os.getpid(), HERE, address)
     ending = Peer(2, process.pid, HERE, address)
@@ -157,9 +177,9 @@ def test_a_rank_outlives_another_for_some_beats_only(
     exactly(6 * BEAT_S)
     assert exits.empty()
     process.kill()
-    began_s = time.monotonic()
+    started_s = time.monotonic()
     assert exits.get(timeout=SOON_S) == ENGINE_DIED
-    assert time.monotonic() - began_s > 3.5 * BEAT_S
+    assert time.monotonic() - started_s > 3.5 * BEAT_S
     assert caplog.text.rstrip().endswith(f"rank 2 (process {process.pid}) has ended")
 
 
@@ -191,14 +211,21 @@ def test_only_datagrams_with_the_token_count(
     deadline_s = time.monotonic() + SOON_S
     while exits.empty() and time.monotonic() < deadline_s:
         for datagram in (beat(1), beat(2, b"token of another"), beat(3), b"", b"\xff" * 64):
-            sender.sendto(datagram, dog.listen.getsockname() if dog.listen.fileno() >= 0 else address)
+            sender.sendto(
+                datagram, dog.listen.getsockname() if dog.listen.fileno() >= 0 else address
+            )
         time.sleep(BEAT_S)
     assert exits.get(timeout=SOON_S) == ENGINE_DIED
     assert f"no datagram arrived from rank 2 (process {NO_PROCESS}) for 1 s" in caplog.text
 
 
-def test_a_rank_that_is_heard_is_alive(watch: Callable[..., Watchdog], exits: "queue.Queue[int]") -> None:
-    dog, sender = watch(Peer(1, NO_PROCESS, ELSEWHERE, bound().getsockname()), timeout_s=1.0), bound()
+def test_a_rank_that_is_heard_is_alive(
+    watch: Callable[..., Watchdog], exits: "queue.Queue[int]"
+) -> None:
+    dog, sender = (
+        watch(Peer(1, NO_PROCESS, ELSEWHERE, bound().getsockname()), timeout_s=1.0),
+        bound(),
+    )
     address = dog.listen.getsockname()
     for _ in range(15):
         sender.sendto(beat(1), address)
@@ -223,47 +250,57 @@ def test_a_rank_that_was_held_up_itself_counts_afresh(
 ) -> None:
     listen = HeldUp(socket.AF_INET, socket.SOCK_DGRAM)
     listen.bind(("127.0.0.1", 0))
-    began_s = time.monotonic()
+    started_s = time.monotonic()
     watch(Peer(1, NO_PROCESS, ELSEWHERE, bound().getsockname()), timeout_s=0.5, listen=listen)
     assert exits.get(timeout=SOON_S) == ENGINE_DIED
-    assert time.monotonic() - began_s > 8 * BEAT_S + 0.5
+    assert time.monotonic() - started_s > 8 * BEAT_S + 0.5
 
 
-def test_a_rank_that_ends_itself_logs_the_error(exits: "queue.Queue[int]", caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rank_that_ends_itself_logs_the_error(
+    exits: "queue.Queue[int]", caplog: pytest.LogCaptureFixture
+) -> None:
     error = ValueError("injected failure")
     with pytest.raises(SystemExit):
         end_rank(3, "its work failed", error)
     assert exits.get_nowait() == ENGINE_DIED
     (record,) = caplog.records
-    assert record.getMessage() == "rank 3 exits, so that the engine is reported dead: its work failed"
+    assert (
+        record.getMessage() == "rank 3 exits, so that the engine is reported dead: its work failed"
+    )
     assert record.exc_info is not None
     assert record.exc_info[1] is error
 
 
 @pytest.mark.parametrize("last_stage", [False, True])
 @pytest.mark.parametrize("first_of_its_stage", [False, True])
-def test_steps_are_answered_by_the_first_rank_of_the_last_stage(
+def test_steps_are_served_by_the_first_rank_of_the_last_stage(
     monkeypatch: pytest.MonkeyPatch, last_stage: bool, first_of_its_stage: bool
 ) -> None:
     monkeypatch.setattr(parallel_state, "_PP", SimpleNamespace(is_last_rank=last_stage))
     monkeypatch.setattr(parallel_state, "_TP", SimpleNamespace(is_first_rank=first_of_its_stage))
-    assert answers_steps() == (last_stage and first_of_its_stage)
+    assert runs_steps() == (last_stage and first_of_its_stage)
 
 
 class Groups:
-    """vLLM's groups of the second of four ranks, two stages of two. machines: those of both stages."""
+    """vLLM's groups of the second of four ranks, two stages of two. machines: those of both
+    stages.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *machines: str) -> None:
         self.machines = machines
         self.entries: list[tuple[Any, ...]] = []
         monkeypatch.setattr(parallel_state, "_WORLD", SimpleNamespace(rank=1, world_size=4))
-        monkeypatch.setattr(parallel_state, "_TP", SimpleNamespace(world_size=2, cpu_group="ranks of a stage"))
-        monkeypatch.setattr(parallel_state, "_PP", SimpleNamespace(world_size=2, cpu_group="stages"))
+        monkeypatch.setattr(
+            parallel_state, "_TP", SimpleNamespace(world_size=2, cpu_group="ranks of a stage")
+        )
+        monkeypatch.setattr(
+            parallel_state, "_PP", SimpleNamespace(world_size=2, cpu_group="stages")
+        )
         monkeypatch.setattr(dist, "all_gather_object", self.gather)
 
     def gather(self, found: list[Any], mine: Any, group: str) -> None:
         if group == "stages":
-            found[:] = [mine, [self.of(2 + place, each) for place, each in enumerate(mine)]]
+            found[:] = [mine, [self.of(2 + position, each) for position, each in enumerate(mine)]]
         else:
             found[:] = [self.of(0, mine), mine]
 
@@ -273,12 +310,18 @@ class Groups:
         if isinstance(mine, str):
             return machine
         _, _, _, host, _, token = mine
-        self.entries.append((rank, 1000 + rank, machine, host, 5000 + rank, b"token of rank %02d" % rank))
+        self.entries.append(
+            (rank, 1000 + rank, machine, host, 5000 + rank, b"token of rank %02d" % rank)
+        )
         assert len(token) == 16
         return self.entries[-1]
 
 
-IPV6 = "lo" in Path("/proc/net/if_inet6").read_text().split() if Path("/proc/net/if_inet6").exists() else False
+IPV6 = (
+    "lo" in Path("/proc/net/if_inet6").read_text().split()
+    if Path("/proc/net/if_inet6").exists()
+    else False
+)
 
 
 @pytest.mark.parametrize(
@@ -286,18 +329,26 @@ IPV6 = "lo" in Path("/proc/net/if_inet6").read_text().split() if Path("/proc/net
     [
         (False, "127.0.0.2", socket.AF_INET, "127.0.0.1"),
         (True, "127.0.0.2", socket.AF_INET, "127.0.0.2"),
-        pytest.param(True, "::1", socket.AF_INET6, "::1", marks=pytest.mark.skipif(not IPV6, reason="no IPv6 here")),
+        pytest.param(
+            True,
+            "::1",
+            socket.AF_INET6,
+            "::1",
+            marks=pytest.mark.skipif(not IPV6, reason="no IPv6 here"),
+        ),
     ],
 )
 def test_ranks_exchange_addresses_and_a_token(
     monkeypatch: pytest.MonkeyPatch, other_machine: bool, address: str, family: int, used: str
 ) -> None:
-    """On one machine all listen on the loopback interface, else on the host's address; the first one's token counts."""
+    """On one machine all listen on the loopback interface, else on the host's address; the first
+    one's token counts.
+    """
     here = machine_id()
     groups = Groups(monkeypatch, here, "another machine" if other_machine else here)
     monkeypatch.setattr(network_utils, "get_ip", lambda: address)
     started: list[Watchdog] = []
-    monkeypatch.setattr(Watchdog, "start", lambda dog: started.append(dog))
+    monkeypatch.setattr(Watchdog, "start_watching", lambda dog: started.append(dog))
     dog = watch_other_ranks(7.5)
     with dog.listen as listen:
         assert (listen.family, listen.type) == (family, socket.SOCK_DGRAM)

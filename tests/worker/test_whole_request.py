@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models without the step protocol: which method runs, in which order it is looked for, what failures become."""
+"""Models without the step protocol: which method runs, in which order it is looked for, what
+failures become.
+"""
 
 import dataclasses
 import shutil
@@ -53,13 +55,18 @@ FAMILY = dataclasses.replace(
     null_world_family.FAMILY,
     name="doubler",
     detect=lambda path: (path / "doubler").exists(),
-    hf_config=lambda path: {**null_world_family.FAMILY.hf_config(path), "architectures": ["Doubler"]},
+    hf_config=lambda path: {
+        **null_world_family.FAMILY.hf_config(path),
+        "architectures": ["Doubler"],
+    },
 )
 
 
 @pytest.fixture
 def doubler(tmp_path: Path, null_world: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkpoint of the family `doubler`, whose model class is registered through vLLM's public registry."""
+    """A checkpoint of the family `doubler`, whose model class is registered through vLLM's
+    public registry.
+    """
     ModelRegistry.register_model("Doubler", Doubler)
     monkeypatch.setitem(registry._FAMILY_MODULES, "doubler", __name__)
     shutil.copyfile(null_world / "model.safetensors", tmp_path / "model.safetensors")
@@ -70,7 +77,9 @@ def doubler(tmp_path: Path, null_world: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_runner_serves_a_model_without_steps_and_says_how(
     doubler: Path, make_runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One request is one engine step; failures stay with their request; the log names the method."""
+    """One request is one engine step; failures stay with their request; the log names the
+    method.
+    """
     said: list[str] = []
     monkeypatch.setattr(whole_request.logger, "info", lambda text, *args: said.append(text % args))
     runner = make_runner(doubler)
@@ -109,9 +118,13 @@ def test_runner_serves_a_model_without_steps_and_says_how(
     ],
 )
 def test_order_of_looking(methods: tuple[str, ...], found: str) -> None:
-    """`sample` before `forward` before `diffuse`; what nn.Module and StepPipeline define does not count."""
+    """`sample` before `forward` before `diffuse`; what nn.Module and StepPipeline define does
+    not count.
+    """
     for base in (nn.Module, StepPipeline):
-        model = type("Model", (base,), dict.fromkeys(methods, lambda self, params, tensors: ({}, {})))
+        model = type(
+            "Model", (base,), dict.fromkeys(methods, lambda self, params, tensors: ({}, {}))
+        )
         assert find_method(model.__new__(model)) == found
 
 

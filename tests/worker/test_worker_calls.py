@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`DiffusionWorkerMixin`: a worker's calls, on a stock worker that does nothing and a runner in this process."""
+"""`DiffusionWorkerMixin`: a worker's calls, on a stock worker that does nothing and a runner in
+this process.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -64,12 +66,16 @@ def test_a_worker_takes_no_path_of_a_second_generation_runner(worker: Any) -> No
     assert worker.use_v2_model_runner is False
 
 
-def test_a_worker_makes_our_runner_for_its_device(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_makes_our_runner_for_its_device(
+    worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(diffusion_worker, "DiffusionGPUModelRunner", lambda *args: args)
     worker.vllm_config = SimpleNamespace(model_config=SimpleNamespace(architecture="LancePipeline"))
     assert worker._make_model_runner() == (worker.vllm_config, worker.device)
     worker.vllm_config.model_config.architecture = "Qwen2ForCausalLM"
-    with pytest.raises(ValueError, match="runs diffusion models; for a language model drop the flag"):
+    with pytest.raises(
+        ValueError, match="runs diffusion models; for a language model drop the flag"
+    ):
         worker._make_model_runner()
 
 
@@ -89,27 +95,37 @@ def test_sessions_are_saved_and_restored_by_calls(
     assert worker.session_stats()["sessions"] == 3
 
 
-def test_a_session_at_work_is_not_closed_by_a_call(worker: Any, make_runner: Any, null_world: Path) -> None:
+def test_a_session_at_work_is_not_closed_by_a_call(
+    worker: Any, make_runner: Any, null_world: Path
+) -> None:
     called = Called(worker, make_runner(null_world))
     text_chunk(called, "idle", 0)
     execute(called.runner, step(new=[new_request("r", session_id="busy", prompt="a field")]))
-    assert [worker.close_session(session_id) for session_id in ("idle", "busy", "nobody")] == [True, False, False]
+    assert [worker.close_session(session_id) for session_id in ("idle", "busy", "nobody")] == [
+        True,
+        False,
+        False,
+    ]
     assert "busy" in called.runner.sessions
     assert "idle" not in called.runner.sessions
 
 
 def test_a_reload_passes_on_and_makes_digests_void(worker: Any) -> None:
     worker.model_runner = SimpleNamespace()
-    forgotten: list[bool] = []
-    worker.snapshots.forget_weights = lambda: forgotten.append(True)
+    evicted: list[bool] = []
+    worker.snapshots.invalidate_weights = lambda: evicted.append(True)
     worker.reload_weights("iterator", weights_path="there")
     assert worker.calls[1:] == [(("iterator",), {"weights_path": "there"})]
-    assert forgotten == [True]
+    assert evicted == [True]
 
 
-@pytest.mark.parametrize("answers", [False, True])
-def test_the_rank_that_answers_steps_is_heard(worker: Any, monkeypatch: pytest.MonkeyPatch, answers: bool) -> None:
-    """An exception of its step is the engine's answer; of another rank's the engine would never learn."""
+@pytest.mark.parametrize("responses", [False, True])
+def test_the_rank_that_responses_steps_is_heard(
+    worker: Any, monkeypatch: pytest.MonkeyPatch, responses: bool
+) -> None:
+    """An exception of its step is the engine's answer; of another rank's the engine would never
+    learn.
+    """
     heard: list[bool] = []
 
     @contextlib.contextmanager
@@ -117,20 +133,32 @@ def test_the_rank_that_answers_steps_is_heard(worker: Any, monkeypatch: pytest.M
         heard.append(how["heard"])
         yield
 
-    monkeypatch.setattr(diffusion_worker, "get_world_group", lambda: SimpleNamespace(rank=0, world_size=2))
-    monkeypatch.setattr(diffusion_worker, "answers_steps", lambda: answers)
+    monkeypatch.setattr(
+        diffusion_worker, "get_world_group", lambda: SimpleNamespace(rank=0, world_size=2)
+    )
+    monkeypatch.setattr(diffusion_worker, "runs_steps", lambda: responses)
     monkeypatch.setattr(diffusion_worker, "failing_together", failing_together)
-    worker.model_runner = SimpleNamespace(role=SimpleNamespace(listen=lambda: worker.calls.append("listens")))
+    worker.model_runner = SimpleNamespace(
+        role=SimpleNamespace(listen=lambda: worker.calls.append("listens"))
+    )
     assert worker.execute_model("step") == "output"
     assert worker.calls[1:] == ["step", "listens"]
-    assert heard == [answers]
+    assert heard == [responses]
 
 
-@pytest.mark.parametrize(("ranks", "timeout_s", "watched"), [(1, 5.0, []), (2, None, []), (2, 5.0, [5.0, "stopped"])])
+@pytest.mark.parametrize(
+    ("ranks", "timeout_s", "watched"), [(1, 5.0, []), (2, None, []), (2, 5.0, [5.0, "stopped"])]
+)
 def test_ranks_watch_each_other_from_the_warm_up_to_the_shutdown(
-    worker: Any, monkeypatch: pytest.MonkeyPatch, ranks: int, timeout_s: float | None, watched: list[Any]
+    worker: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: int,
+    timeout_s: float | None,
+    watched: list[Any],
 ) -> None:
-    """An engine of one rank has nobody to watch, and `rank_timeout_s` may say that none are watched."""
+    """An engine of one rank has nobody to watch, and `rank_timeout_s` may say that none are
+    watched.
+    """
     seen: list[Any] = []
     used: list[int] = []
 
@@ -139,8 +167,12 @@ def test_ranks_watch_each_other_from_the_warm_up_to_the_shutdown(
         return SimpleNamespace(stop=lambda: seen.append("stopped"))
 
     monkeypatch.setattr(diffusion_worker, "watch_other_ranks", watch_other_ranks)
-    monkeypatch.setattr(diffusion_worker, "get_world_group", lambda: SimpleNamespace(rank=0, world_size=ranks))
-    monkeypatch.setattr(diffusion_worker, "warm_up", lambda runner, before: used.append(before) or 1.5)
+    monkeypatch.setattr(
+        diffusion_worker, "get_world_group", lambda: SimpleNamespace(rank=0, world_size=ranks)
+    )
+    monkeypatch.setattr(
+        diffusion_worker, "warm_up", lambda runner, before: used.append(before) or 1.5
+    )
     monkeypatch.setattr(diffusion_worker, "freeze_gc_heap", lambda: None)
     worker.model_runner = SimpleNamespace(omni=SimpleNamespace(rank_timeout_s=timeout_s))
     assert worker.compile_or_warm_up_model().language_model == 1.5
@@ -150,13 +182,26 @@ def test_ranks_watch_each_other_from_the_warm_up_to_the_shutdown(
     assert worker.calls[1:] == ["shutdown"]
 
 
-def test_memory_of_a_device_is_told_by_a_call(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_a_device_is_notified_by_a_call(
+    worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing on a CPU."""
     assert worker.device_memory() == {}
     worker.device = torch.device("cuda", 1)
-    answers = {"mem_get_info": (60, 100), "memory_allocated": 10, "memory_reserved": 20, "max_memory_allocated": 30}
-    for name, answer in answers.items():
-        found = {worker.device: answer}
+    responses = {
+        "mem_get_info": (60, 100),
+        "memory_allocated": 10,
+        "memory_reserved": 20,
+        "max_memory_allocated": 30,
+    }
+    for name, response in responses.items():
+        found = {worker.device: response}
         monkeypatch.setattr(torch.cuda, name, found.__getitem__)
-    expected = {"used": 40, "total": 100, "torch_allocated": 10, "torch_reserved": 20, "torch_peak": 30}
+    expected = {
+        "used": 40,
+        "total": 100,
+        "torch_allocated": 10,
+        "torch_reserved": 20,
+        "torch_peak": 30,
+    }
     assert worker.device_memory() == expected

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A manifest tells a whole directory from a damaged one, in one line that says how to write it again."""
+"""A manifest tells a whole directory from a damaged one, in one line that says how to write it
+again.
+"""
 
 import json
 from pathlib import Path
@@ -38,7 +40,10 @@ def test_a_directory_without_manifest_is_not_checked(tmp_path: Path) -> None:
     [
         (lambda path: path.unlink(), "is missing or cannot be read"),
         (lambda path: path.write_bytes(b"short"), r"is damaged \(5 bytes, 200 expected\)"),
-        (lambda path: path.write_bytes(bytes(200)), r"is damaged \(its SHA-256 is not the manifest's\)"),
+        (
+            lambda path: path.write_bytes(bytes(200)),
+            r"is damaged \(its SHA-256 is not the manifest's\)",
+        ),
         (lambda path: (path.unlink(), path.mkdir()), "is damaged|cannot be read"),
     ],
 )
@@ -63,7 +68,9 @@ def test_a_damaged_file_is_one_line(folder: Path, damage: object, what: str) -> 
         "[]",
         '{"write_again": "x"}',
         json.dumps({"write_again": "x", "files": {"../secret": {"bytes": 1, "sha256": "0" * 64}}}),
-        json.dumps({"write_again": "x", "files": {"/etc/passwd": {"bytes": 1, "sha256": "0" * 64}}}),
+        json.dumps(
+            {"write_again": "x", "files": {"/etc/passwd": {"bytes": 1, "sha256": "0" * 64}}}
+        ),
         json.dumps({"write_again": "x", "files": {"a": {"bytes": -1, "sha256": "0" * 64}}}),
         json.dumps({"write_again": "x", "files": {"a": {"bytes": 1, "sha256": "0"}}}),
     ],

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Held controls move cameras: look first, then walk; walls stop a walker and let it slide along them."""
+"""Held controls move cameras: look first, then walk; walls stop a walker and let it slide along
+them.
+"""
 
 from pathlib import Path
 
@@ -34,22 +36,35 @@ def _walk(pose: torch.Tensor, keys: str, count: int, grid: OccupancyGrid | None)
 
 @pytest.mark.parametrize(
     ("keys", "x", "z"),
-    [("w", 0.0, 0.5), ("s", 0.0, -0.5), ("d", 0.5, 0.0), ("a", -0.5, 0.0), ("wd", 0.5, 0.5), ("ws", 0.0, 0.0)],
+    [
+        ("w", 0.0, 0.5),
+        ("s", 0.0, -0.5),
+        ("d", 0.5, 0.0),
+        ("a", -0.5, 0.0),
+        ("wd", 0.5, 0.5),
+        ("ws", 0.0, 0.0),
+    ],
 )
 def test_movement_keys_walk_along_the_view(keys: str, x: float, z: float) -> None:
-    """To the north, a step ahead adds to z and a step to the right adds to x; opposite keys cancel."""
+    """To the north, a step ahead adds to z and a step to the right adds to x; opposite keys
+    cancel.
+    """
     pose = _walk(world_pose(0, 0, 0), keys, 1, None)
     assert pose[:3, 3].tolist() == pytest.approx([x, 0.0, z], abs=1e-5)
 
 
 def test_a_camera_looks_before_it_walks() -> None:
     pose = _walk(world_pose(0, 0, 84), "wl", 1, None)
-    assert heading_of(pose) == pytest.approx(90) and pose[:3, 3].tolist() == pytest.approx([0.5, 0, 0], abs=1e-5)
+    assert heading_of(pose) == pytest.approx(90) and pose[:3, 3].tolist() == pytest.approx(
+        [0.5, 0, 0], abs=1e-5
+    )
 
 
 def test_looking_up_neither_slows_nor_lifts_a_walker() -> None:
     pose = _walk(world_pose(0, 0, 0, pitch_degrees=60), "w", 2, None)
-    assert pose[:3, 3].tolist() == pytest.approx([0, 0, 1], abs=1e-5) and pitch_of(pose) == pytest.approx(60)
+    assert pose[:3, 3].tolist() == pytest.approx([0, 0, 1], abs=1e-5) and pitch_of(
+        pose
+    ) == pytest.approx(60)
 
 
 def test_a_wall_ends_a_straight_walk() -> None:
@@ -72,9 +87,13 @@ def test_nothing_is_jumped_over_at_the_largest_speed() -> None:
     cells = torch.zeros(200, 200, dtype=torch.bool)
     cells[60:66] = True
     motion = Motion.of_keys(["w"])
-    fast = Motion(8 * motion.ahead, motion.aside, motion.up, motion.yaw_degrees, motion.pitch_degrees)
+    fast = Motion(
+        8 * motion.ahead, motion.aside, motion.up, motion.yaw_degrees, motion.pitch_degrees
+    )
     start = world_pose(0, 0, 0)
-    poses, _ = move_cameras(start[None], torch.zeros(1, dtype=torch.float64), fast, STEP, OccupancyGrid(cells, 20.0))
+    poses, _ = move_cameras(
+        start[None], torch.zeros(1, dtype=torch.float64), fast, STEP, OccupancyGrid(cells, 20.0)
+    )
     assert float(poses[0, 2, 3]) < 3.4
 
 
@@ -86,16 +105,21 @@ def test_a_walker_inside_an_obstacle_can_leave_it() -> None:
 
 def test_the_world_repeats_after_its_side() -> None:
     grid = _grid()
-    places = torch.tensor([[0.0, 6.0], [0.0, -14.0], [20.0, 26.0], [0.0, 0.0], [-20.0, 20.0]], dtype=torch.float64)
-    assert grid.blocked(places).tolist() == [True, True, True, False, False]
-    south = _walk(world_pose(0, -15.5, 0), "s", 60, grid)  # the next wall in the south is the one of the period below
+    positions = torch.tensor(
+        [[0.0, 6.0], [0.0, -14.0], [20.0, 26.0], [0.0, 0.0], [-20.0, 20.0]], dtype=torch.float64
+    )
+    assert grid.blocked(positions).tolist() == [True, True, True, False, False]
+    # the next wall in the south is the one of the period below
+    south = _walk(world_pose(0, -15.5, 0), "s", 60, grid)
     assert -30.0 <= float(south[2, 3]) < -29.9
 
 
 def test_cameras_move_independently_of_each_other() -> None:
     grid, keys = _grid(), ["w", "wl", "sd", ""]
     starts = torch.stack([world_pose(x, 4.6, 20 * x) for x in range(4)])
-    together, _ = move_cameras(starts, torch.zeros(4, dtype=torch.float64), Motion.of_keys(keys), STEP, grid)
+    together, _ = move_cameras(
+        starts, torch.zeros(4, dtype=torch.float64), Motion.of_keys(keys), STEP, grid
+    )
     alone = [_walk(start, held, 1, grid) for start, held in zip(starts, keys, strict=True)]
     assert torch.allclose(together, torch.stack(alone), atol=1e-12)
 
@@ -104,12 +128,12 @@ def test_a_grid_survives_its_file(tmp_path: Path) -> None:
     """North is the first row; black cells are blocked."""
     cells = torch.rand(30, 40, generator=torch.Generator().manual_seed(3)) < 0.4
     OccupancyGrid(cells, 12.0).write(tmp_path / "grid.png")
-    read = OccupancyGrid.read(tmp_path / "grid.png", 12.0)
+    read = OccupancyGrid.read_image(tmp_path / "grid.png", 12.0)
     assert torch.equal(read.cells, cells) and read.side_m == 12.0
 
 
 def test_a_file_that_is_no_image_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "grid.png").write_bytes(b"no image")
     with pytest.raises(ValueError, match="cannot be read as an occupancy grid") as caught:
-        OccupancyGrid.read(tmp_path / "grid.png", 12.0)
+        OccupancyGrid.read_image(tmp_path / "grid.png", 12.0)
     assert "\n" not in str(caught.value)

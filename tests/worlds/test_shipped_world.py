@@ -9,15 +9,20 @@ import pytest
 from PIL import Image
 
 import vllm_omni.worlds
-from vllm_omni.entrypoints.cli import make_world, serve
+from vllm_omni.entrypoints.cli import serve
+from vllm_omni.entrypoints.cli.checkpoints import make_world
 from vllm_omni.entrypoints.cli.errors import CommandError
 from vllm_omni.entrypoints.cli.main import main
-from vllm_omni.entrypoints.media import decode_mp4
+from vllm_omni.entrypoints.media.mp4 import decode_mp4
 from vllm_omni.worlds import village_checkpoint
-from vllm_omni.worlds.card import card_file, read_card
+from vllm_omni.worlds.description import description_file, read_description
 from vllm_omni.worlds.manifest import read_manifest
 
-WEIGHTS = ("transformers/diffusion_pytorch_model.safetensors", "Wan2.1_VAE.pth", "taew2_1.safetensors")
+WEIGHTS = (
+    "transformers/diffusion_pytorch_model.safetensors",
+    "Wan2.1_VAE.pth",
+    "taew2_1.safetensors",
+)
 
 
 @pytest.fixture
@@ -37,22 +42,28 @@ def test_everything_is_there_and_small(village: Path) -> None:
     assert sum(path.stat().st_size for path in village.rglob("*") if path.is_file()) <= 25e6
 
 
-def test_the_card_fits_the_files(village: Path) -> None:
-    """Start pictures are of the trained size; the tour's truth has a frame for each of the tour's."""
-    card = read_card(village)
-    assert card is not None
-    assert card.domain == "tiny_village"
-    assert [prompt.name for prompt in card.prompts] == ["day", "dusk", "snow"]
-    assert {Image.open(village / start.file).size for start in card.starts} == set(card.sizes)
-    assert card.tour is not None
-    assert card.tour.truth is not None
-    frames_THWC, _ = decode_mp4(card_file(village, card.tour.truth).read_bytes())
-    assert (frames_THWC.shape[2], frames_THWC.shape[1]) == card.sizes[0]
-    assert len(frames_THWC) == 4 * len(card.tour.keys) - 3
-    assert len(card.tour.keys) % 3 == 0, "it fills chunks of three latent frames"
+def test_the_description_fits_the_files(village: Path) -> None:
+    """Start pictures are of the trained size; the tour's truth has a frame for each of the
+    tour's.
+    """
+    description = read_description(village)
+    assert description is not None
+    assert description.domain == "tiny_village"
+    assert [prompt.name for prompt in description.prompts] == ["day", "dusk", "snow"]
+    assert {Image.open(village / start.file).size for start in description.starts} == set(
+        description.sizes
+    )
+    assert description.tour is not None
+    assert description.tour.truth is not None
+    frames_THWC, _ = decode_mp4(description_file(village, description.tour.truth).read_bytes())
+    assert (frames_THWC.shape[2], frames_THWC.shape[1]) == description.sizes[0]
+    assert len(frames_THWC) == 4 * len(description.tour.keys) - 3
+    assert len(description.tour.keys) % 3 == 0, "it fills chunks of three latent frames"
 
 
-def test_what_is_written_is_the_same(village: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_written_is_the_same(
+    village: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Byte for byte, and the command that serves it is printed."""
     written = tmp_path / "world"
     with pytest.raises(SystemExit, match="0"):
@@ -70,24 +81,30 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
 
 
 def test_serving_it_needs_no_option(written: Path) -> None:
-    """The size is the trained one, the decoder the world's choice, the focal length that of keys."""
+    """The size is the trained one, the decoder the world's choice, the focal length that of
+    keys.
+    """
     from vllm.engine.arg_utils import EngineArgs
 
     from vllm_omni.config import OmniConfig
-    from vllm_omni.entrypoints.realtime.facts import WorldFacts
+    from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
 
-    config = EngineArgs(model=str(written), config_format="omni", skip_tokenizer_init=True).create_engine_config()
+    config = EngineArgs(
+        model=str(written), config_format="omni", skip_tokenizer_init=True
+    ).create_engine_config()
     omni = OmniConfig.from_additional_config(config.additional_config)
-    card = read_card(written)
-    assert card is not None
-    assert (omni.width, omni.height) == card.sizes[0] == (160, 96)
-    assert omni.model == card.model
-    facts = WorldFacts.from_vllm_config(config, "world")
-    assert facts.card == card
+    description = read_description(written)
+    assert description is not None
+    assert (omni.width, omni.height) == description.sizes[0] == (160, 96)
+    assert omni.model == description.model
+    info = StreamInfo.from_vllm_config(config, "world")
+    assert info.card == description
     serve.check(serve.ServeFlags.scan([str(written), "--port", "0"]))
 
 
-def test_a_size_it_was_not_trained_for_is_warned_of(written: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_size_it_was_not_trained_for_is_warned_of(
+    written: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """At start, with the size that would be right; it is served all the same."""
     from vllm.engine.arg_utils import EngineArgs
 
@@ -116,7 +133,9 @@ def test_a_damaged_copy_is_refused_before_anything_starts(written: Path, name: s
         serve.check(serve.ServeFlags.scan([str(written), "--port", "0"]))
 
 
-def test_a_damaged_installation_says_so(written: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_damaged_installation_says_so(
+    written: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """`make-world` cannot help then."""
     monkeypatch.setattr(vllm_omni.worlds, "__file__", str(tmp_path / "package" / "__init__.py"))
     with pytest.raises(ValueError, match=r"manifest\.json is missing; install vllm-omni again"):

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wan 2.1's video autoencoder over whole clips, fast to train, under the original's parameter names.
+"""Wan 2.1's video autoencoder over whole clips, fast to train, under the original's parameter
+names.
 
-Frames of all clips lie in one batch of pictures; a causal convolution over time is a 2-D one over three frames laid
-side by side in its channels. As in the original, the first latent frame skips the convolutions that change the frame
-rate, and those of the decoder see zeros before the second. Its result equals the serving package's, which streams.
+Frames of all clips lie in one batch of pictures; a causal convolution over time is a 2-D one over
+three frames laid side by side in its channels. As in the original, the first latent frame skips the
+convolutions that change the frame rate, and those of the decoder see zeros before the second. Its
+result equals the serving package's, which streams.
 Held by tests/training/tiny_world/test_autoencoder.py.
 """
 
@@ -47,7 +49,9 @@ def _merge(clips_BTCHW: torch.Tensor) -> torch.Tensor:
 
 
 class CausalConv3d(nn.Module):
-    """A convolution over a frame and the two before it (kernel 3 in time) or over single frames (kernel 1)."""
+    """A convolution over a frame and the two before it (kernel 3 in time) or over single frames
+    (kernel 1).
+    """
 
     def __init__(self, inputs: int, outputs: int, kernel: tuple[int, int, int]) -> None:
         super().__init__()
@@ -59,7 +63,9 @@ class CausalConv3d(nn.Module):
         taps = self.weight.shape[2]
         if taps == 1:
             return x.like(
-                functional.conv2d(x.pixels, self.weight[:, :, 0], self.bias, padding=self.weight.shape[3] // 2)
+                functional.conv2d(
+                    x.pixels, self.weight[:, :, 0], self.bias, padding=self.weight.shape[3] // 2
+                )
             )
         clips = x.split()
         history = torch.cat((clips.new_zeros(x.clips, taps - 1, *clips.shape[2:]), clips), dim=1)
@@ -74,26 +80,38 @@ class CausalConv3d(nn.Module):
     def _convolve(self, taps_BTCHW: list[torch.Tensor]) -> torch.Tensor:
         stacked = _merge(torch.cat(taps_BTCHW, dim=2))
         return functional.conv2d(
-            stacked, self.weight.transpose(1, 2).flatten(1, 2), self.bias, padding=self.weight.shape[3] // 2
+            stacked,
+            self.weight.transpose(1, 2).flatten(1, 2),
+            self.bias,
+            padding=self.weight.shape[3] // 2,
         )
 
 
 class RMSNorm(nn.Module):
     def __init__(self, channels: int, *, video: bool = True) -> None:
         super().__init__()
-        self.gamma = nn.Parameter(torch.ones(channels, 1, 1, 1) if video else torch.ones(channels, 1, 1))
+        self.gamma = nn.Parameter(
+            torch.ones(channels, 1, 1, 1) if video else torch.ones(channels, 1, 1)
+        )
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
         wide = pixels.float()
-        scale = wide.square().sum(dim=1, keepdim=True).clamp(min=1e-24).rsqrt() * math.sqrt(pixels.shape[1])
+        scale = wide.square().sum(dim=1, keepdim=True).clamp(min=1e-24).rsqrt() * math.sqrt(
+            pixels.shape[1]
+        )
         return (wide * scale * self.gamma.view(1, -1, 1, 1)).to(pixels.dtype)
 
 
 class ResidualBlock(nn.Module):
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
-        first, last = CausalConv3d(inputs, outputs, (3, 3, 3)), CausalConv3d(outputs, outputs, (3, 3, 3))
-        self.residual = nn.ModuleDict({"0": RMSNorm(inputs), "2": first, "3": RMSNorm(outputs), "6": last})
+        first, last = (
+            CausalConv3d(inputs, outputs, (3, 3, 3)),
+            CausalConv3d(outputs, outputs, (3, 3, 3)),
+        )
+        self.residual = nn.ModuleDict(
+            {"0": RMSNorm(inputs), "2": first, "3": RMSNorm(outputs), "6": last}
+        )
         nn.init.zeros_(last.weight)
         self.shortcut = CausalConv3d(inputs, outputs, (1, 1, 1)) if inputs != outputs else None
 
@@ -117,7 +135,9 @@ class Attention(nn.Module):
     def forward(self, x: Frames) -> Frames:
         height, width = x.pixels.shape[2:]
         q, k, v = self.to_qkv(self.norm(x.pixels)).flatten(2).mT.unsqueeze(1).chunk(3, dim=-1)
-        mixed = functional.scaled_dot_product_attention(q, k, v)[:, 0].mT.unflatten(2, (height, width))
+        mixed = functional.scaled_dot_product_attention(q, k, v)[:, 0].mT.unflatten(
+            2, (height, width)
+        )
         return x.like(x.pixels + self.proj(mixed))
 
 
@@ -128,10 +148,16 @@ class Resample(nn.Module):
         super().__init__()
         self.down = down
         conv = nn.Conv2d(
-            channels, channels if down else channels // 2, 3, stride=2 if down else 1, padding=0 if down else 1
+            channels,
+            channels if down else channels // 2,
+            3,
+            stride=2 if down else 1,
+            padding=0 if down else 1,
         )
         self.resample = nn.ModuleDict({"1": conv})
-        self.time_conv = CausalConv3d(channels, channels * (1 if down else 2), (3, 1, 1)) if in_time else None
+        self.time_conv = (
+            CausalConv3d(channels, channels * (1 if down else 2), (3, 1, 1)) if in_time else None
+        )
 
     def forward(self, x: Frames) -> Frames:
         if self.down:
@@ -144,9 +170,15 @@ class Resample(nn.Module):
             clips = x.split()
             grown = self.time_conv(Frames(_merge(clips[:, 1:]), x.clips)).split()
             channels = clips.shape[2]
-            pairs = torch.stack((grown[:, :, :channels], grown[:, :, channels:]), dim=2).flatten(1, 2)
+            pairs = torch.stack((grown[:, :, :channels], grown[:, :, channels:]), dim=2).flatten(
+                1, 2
+            )
             x = Frames(_merge(torch.cat((clips[:, :1], pairs), dim=1)), x.clips)
-        return x.like(self.resample["1"](functional.interpolate(x.pixels, scale_factor=2.0, mode="nearest-exact")))
+        return x.like(
+            self.resample["1"](
+                functional.interpolate(x.pixels, scale_factor=2.0, mode="nearest-exact")
+            )
+        )
 
 
 class Encoder(nn.Module):
@@ -162,10 +194,15 @@ class Encoder(nn.Module):
                 layers.append(Resample(outputs, down=True, in_time=_DOWN_IN_TIME[level]))
         self.downsamples = nn.Sequential(*layers)
         self.middle = nn.Sequential(
-            ResidualBlock(widths[-1], widths[-1]), Attention(widths[-1]), ResidualBlock(widths[-1], widths[-1])
+            ResidualBlock(widths[-1], widths[-1]),
+            Attention(widths[-1]),
+            ResidualBlock(widths[-1], widths[-1]),
         )
         self.head = nn.ModuleDict(
-            {"0": RMSNorm(widths[-1]), "2": CausalConv3d(widths[-1], 2 * LATENT_CHANNELS, (3, 3, 3))}
+            {
+                "0": RMSNorm(widths[-1]),
+                "2": CausalConv3d(widths[-1], 2 * LATENT_CHANNELS, (3, 3, 3)),
+            }
         )
 
     def forward(self, x: Frames) -> Frames:
@@ -179,7 +216,9 @@ class Decoder(nn.Module):
         widths = [width * multiple for multiple in (_MULTIPLES[-1], *reversed(_MULTIPLES))]
         self.conv1 = CausalConv3d(LATENT_CHANNELS, widths[0], (3, 3, 3))
         self.middle = nn.Sequential(
-            ResidualBlock(widths[0], widths[0]), Attention(widths[0]), ResidualBlock(widths[0], widths[0])
+            ResidualBlock(widths[0], widths[0]),
+            Attention(widths[0]),
+            ResidualBlock(widths[0], widths[0]),
         )
         layers: list[nn.Module] = []
         for level, (inputs, outputs) in enumerate(itertools.pairwise(widths)):
@@ -189,7 +228,9 @@ class Decoder(nn.Module):
             if level < len(_DOWN_IN_TIME):
                 layers.append(Resample(outputs, down=False, in_time=_DOWN_IN_TIME[-1 - level]))
         self.upsamples = nn.Sequential(*layers)
-        self.head = nn.ModuleDict({"0": RMSNorm(widths[-1]), "2": CausalConv3d(widths[-1], 3, (3, 3, 3))})
+        self.head = nn.ModuleDict(
+            {"0": RMSNorm(widths[-1]), "2": CausalConv3d(widths[-1], 3, (3, 3, 3))}
+        )
 
     def forward(self, x: Frames) -> Frames:
         x = self.upsamples(self.middle(self.conv1(x)))
@@ -199,7 +240,8 @@ class Decoder(nn.Module):
 class Autoencoder(nn.Module):
     """Pixels [B, T, 3, H, W] in [-1, 1], T = 1 + 4 n, to latents [B, 1 + n, 16, H/8, W/8] and back.
 
-    Latents are those that the transformer sees; `export.py` folds Wan's fixed normalisation into `conv1` and `conv2`.
+    Latents are those that the transformer sees; `export.py` folds Wan's fixed normalisation into
+    `conv1` and `conv2`.
     """
 
     def __init__(self, width: int = BASE_WIDTH) -> None:
@@ -224,7 +266,9 @@ class Autoencoder(nn.Module):
 def with_latents_scaled(
     state: dict[str, torch.Tensor], centre_C: torch.Tensor, scale_C: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """The same autoencoder with latents (z - centre) / scale, by its last and first convolutions over single cells."""
+    """The same autoencoder with latents (z - centre) / scale, by its last and first convolutions
+    over single cells.
+    """
     out = {name: value.clone() for name, value in state.items()}
     own = slice(0, LATENT_CHANNELS)
     out["conv1.weight"][own] /= scale_C.view(-1, 1, 1, 1, 1)
@@ -243,6 +287,8 @@ def load_autoencoder(path: Path, device: torch.device | str) -> Autoencoder:
 
 
 def load_decoder(path: Path, device: torch.device | str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Latents [B, n, 16, h, w] to video [B, 3, 4 n - 3, H, W] in about [-1, 1]; gradients pass through."""
+    """Latents [B, n, 16, h, w] to video [B, 3, 4 n - 3, H, W] in about [-1, 1]; gradients pass
+    through.
+    """
     model = load_autoencoder(path, device)
     return lambda latents: model.decode(latents).transpose(1, 2)

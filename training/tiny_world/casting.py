@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rays against the village: which bodies are near a camera, and what each ray meets first.
 
-Every body is seen with its repetitions in the periodic ground plane, the camera at the origin. `cast` is written for
-torch's compiler: one fused reduction over the bodies.
+Every body is seen with its repetitions in the periodic ground plane, the camera at the origin.
+`cast` is written for torch's compiler: one fused reduction over the bodies.
 Held by tests/training/tiny_world/test_render.py.
 """
 
@@ -21,7 +21,9 @@ _NEAREST = (52, 28)
 
 
 def rotate(rays_R3: torch.Tensor, yaw_B: torch.Tensor, pitch_B: torch.Tensor) -> torch.Tensor:
-    """Camera axes -> world axes: pitch about x, then yaw about y, as `camera.py` composes held keys."""
+    """Camera axes -> world axes: pitch about x, then yaw about y, as `camera.py` composes held
+    keys.
+    """
     cp, sp = pitch_B.cos()[:, None], pitch_B.sin()[:, None]
     cy, sy = yaw_B.cos()[:, None], yaw_B.sin()[:, None]
     x, y, z = rays_R3.unbind(1)
@@ -30,7 +32,9 @@ def rotate(rays_R3: torch.Tensor, yaw_B: torch.Tensor, pitch_B: torch.Tensor) ->
 
 
 def copies(centres_N3: torch.Tensor, positions_B2: torch.Tensor) -> torch.Tensor:
-    """Centres as seen from each camera, [B, 4 N, 3]: the nearest copy and the next one along each axis."""
+    """Centres as seen from each camera, [B, 4 N, 3]: the nearest copy and the next one along
+    each axis.
+    """
     dx = wrap(centres_N3[:, 0] - positions_B2[:, :1])
     dz = wrap(centres_N3[:, 2] - positions_B2[:, 1:])
     y = centres_N3[:, 1].expand_as(dx)
@@ -44,8 +48,12 @@ def closest(centres_BN3: torch.Tensor, radius_N: torch.Tensor, keep: int) -> tor
     return distance.topk(min(keep, distance.shape[1]), dim=1, largest=False).indices
 
 
-def nearest_polyhedra(village: Village, positions_B2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Normals [B, K, P, 3], offsets [B, K, P] with the camera at the origin, and which polyhedron each is [B, K]."""
+def nearest_polyhedra(
+    village: Village, positions_B2: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Normals [B, K, P, 3], offsets [B, K, P] with the camera at the origin, and which
+    polyhedron each is [B, K].
+    """
     centres = copies(village.centres_O3, positions_B2)
     chosen = closest(centres, village.radius_O.repeat(4), _NEAREST[0])
     which = chosen % len(village.centres_O3)
@@ -55,7 +63,9 @@ def nearest_polyhedra(village: Village, positions_B2: torch.Tensor) -> tuple[tor
     return normals, offsets, which
 
 
-def nearest_ellipsoids(village: Village, positions_B2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def nearest_ellipsoids(
+    village: Village, positions_B2: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     centres = copies(village.ellipsoid_centres_E3, positions_B2)
     chosen = closest(centres, village.ellipsoid_radii_E3[:, 0].repeat(4), _NEAREST[1])
     which = chosen % len(village.ellipsoid_centres_E3)
@@ -69,7 +79,9 @@ def nearest_ellipsoids(village: Village, positions_B2: torch.Tensor) -> tuple[to
 def slabs(
     rays: torch.Tensor, normals: torch.Tensor, offsets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Where rays from the origin enter and leave convex bodies, and the plane they enter by; offsets [..., P]."""
+    """Where rays from the origin enter and leave convex bodies, and the plane they enter by;
+    offsets [..., P].
+    """
     enter = torch.full_like(offsets[..., 0] * rays[..., 0], -FAR)
     leave = torch.full_like(enter, FAR)
     face = torch.zeros_like(enter)
@@ -85,9 +97,15 @@ def slabs(
 
 
 def cast(
-    rays_BR3: torch.Tensor, normals: torch.Tensor, offsets: torch.Tensor, centres: torch.Tensor, radii: torch.Tensor
+    rays_BR3: torch.Tensor,
+    normals: torch.Tensor,
+    offsets: torch.Tensor,
+    centres: torch.Tensor,
+    radii: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Distance [B, R] to the nearest body (else `FAR`) and its index: polyhedra first, then ellipsoids."""
+    """Distance [B, R] to the nearest body (else `FAR`) and its index: polyhedra first, then
+    ellipsoids.
+    """
     rays = rays_BR3[:, :, None, :]
     enter, leave, _ = slabs(rays, normals[:, None], offsets[:, None])
     solid = torch.where((enter < leave) & (enter > 0.02), enter, FAR)
@@ -100,23 +118,30 @@ def cast(
     solid_distance, solid_index = solid.min(dim=2)
     ball_distance, ball_index = balls.min(dim=2)
     nearer = ball_distance < solid_distance
-    return torch.minimum(solid_distance, ball_distance), torch.where(nearer, ball_index + normals.shape[1], solid_index)
+    return torch.minimum(solid_distance, ball_distance), torch.where(
+        nearer, ball_index + normals.shape[1], solid_index
+    )
 
 
 def shadow_patch(
     centre_3: torch.Tensor, radius: float, sun_3: torch.Tensor, side: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Points x, z of the ground that a body can shade, each [n], and the index of the texel each lies in."""
+    """Points x, z of the ground that a body can shade, each [n], and the index of the texel each
+    lies in.
+    """
     sx, sy, sz = sun_3.tolist()
     x, y, z = centre_3.tolist()
-    reach = (EYE_HEIGHT - y + radius) / -sy  # the shadow ends so many times the sun's horizontal part away
+    # the shadow ends so many times the sun's horizontal part away
+    reach = (EYE_HEIGHT - y + radius) / -sy
     low_x, high_x = sorted((x, x - sx * reach))
     low_z, high_z = sorted((z, z - sz * reach))
     texel = PERIOD / side
 
     def cells(low: float, high: float) -> torch.Tensor:
         return torch.arange(
-            math.floor((low - radius) / texel), math.ceil((high + radius) / texel), device=centre_3.device
+            math.floor((low - radius) / texel),
+            math.ceil((high + radius) / texel),
+            device=centre_3.device,
         )
 
     rows, columns = torch.meshgrid(cells(low_z, high_z), cells(low_x, high_x), indexing="ij")

@@ -3,8 +3,8 @@
 
     torchrun --nproc-per-node 2 -m training.tiny_world.clips --vae vae.pt --out DIR --seconds 90
 
-Each process writes `clips-R.pt`, the first one also `clips-held.pt`; README.md describes the format. A quarter of the
-walks is filmed in two styles, for prompts that change on the way.
+Each process writes `clips-R.pt`, the first one also `clips-held.pt`; README.md describes the
+format. A quarter of the walks is filmed in two styles, for prompts that change on the way.
 """
 
 import argparse
@@ -15,14 +15,17 @@ from pathlib import Path
 import torch
 
 from training.tiny_world.autoencoder import Autoencoder, load_autoencoder
-from training.tiny_world.footage import film, pixels
+from training.tiny_world.footage import pixels, render_video
 from training.tiny_world.ranks import Clock, Ranks
 from training.tiny_world.render import FOCAL, Renderer
 from training.tiny_world.village import STYLES
 from training.tiny_world.walks import Walks, random_walks
 
 LATENTS = 21
-"""Latent frames of a clip, unless told otherwise: a window and its sink. Longer ones make longer roll-outs."""
+"""Latent frames of a clip, unless told otherwise: a window and its sink.
+
+Longer ones make longer roll-outs.
+"""
 CONDITION_LATENTS = 6
 """Latent frames of [image, grey, grey, ...] that are stored; the rest equals the last of them."""
 _HELD_OUT_SEED = 880_001
@@ -35,7 +38,11 @@ class Encoder:
 
     def __init__(self, model: Autoencoder) -> None:
         self.model = model
-        self.run = torch.compile(self._run, dynamic=False) if next(model.parameters()).is_cuda else self._run
+        self.run = (
+            torch.compile(self._run, dynamic=False)
+            if next(model.parameters()).is_cuda
+            else self._run
+        )
 
     @torch.no_grad()
     def __call__(self, clips_BTCHW: torch.Tensor, at_once: int = 16) -> torch.Tensor:
@@ -54,11 +61,15 @@ class Encoder:
             return self.model.moments(clips_BTCHW)[0]
 
 
-def encode_walks(walks: Walks, style_N: torch.Tensor, renderer: Renderer, encoder: Encoder, *, at_once: int) -> Shard:
+def encode_walks(
+    walks: Walks, style_N: torch.Tensor, renderer: Renderer, encoder: Encoder, *, at_once: int
+) -> Shard:
     """Film and encode walks; tensors on the renderer's device."""
     parts: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for begin in range(0, len(walks), at_once):
-        clips = film(renderer, walks.part(begin, begin + at_once), style_N[begin : begin + at_once])
+    for start in range(0, len(walks), at_once):
+        clips = render_video(
+            renderer, walks.part(start, start + at_once), style_N[start : start + at_once]
+        )
         latents = torch.cat([encoder(pixels(part), at_once) for part in clips.split(at_once)])
         still = pixels(clips[:, :1])
         grey = still.new_zeros(len(still), 4 * (CONDITION_LATENTS - 1), *still.shape[2:])
@@ -86,15 +97,19 @@ def make_clips(
     at_once: int = 16,
     paired: float = 0.25,
 ) -> Shard:
-    """One batch of the data set; `number` walks of `latents` latent frames and, for a share of them, the same walk in a
-    second style."""
+    """One batch of the data set; `number` walks of `latents` latent frames and, for a share of
+    them, the same walk in a second style."""
     generator = torch.Generator().manual_seed(seed)
     walks = random_walks(number, latents, seed)
     style = torch.randint(len(STYLES), (number,), generator=generator)
     pairs = int(number * paired)
     twins = walks.part(0, pairs)
-    both = Walks(*(torch.cat((getattr(walks, f.name), getattr(twins, f.name))) for f in fields(Walks)))
-    other = (style[:pairs] + torch.randint(1, len(STYLES), (pairs,), generator=generator)) % len(STYLES)
+    both = Walks(
+        *(torch.cat((getattr(walks, f.name), getattr(twins, f.name))) for f in fields(Walks))
+    )
+    other = (style[:pairs] + torch.randint(1, len(STYLES), (pairs,), generator=generator)) % len(
+        STYLES
+    )
     shard = encode_walks(both, torch.cat((style, other)), renderer, encoder, at_once=at_once)
     total, device = number + pairs, shard["latents"].device
     twin = torch.full((total,), -1)
@@ -105,20 +120,26 @@ def make_clips(
 
 def joined(shards: list[Shard]) -> Shard:
     """One shard of several, twins pointing to where they are now."""
-    begin, twins = 0, []
+    start, twins = 0, []
     for shard in shards:
-        twins.append(torch.where(shard["twin"] >= 0, shard["twin"] + begin, -1))
-        begin += len(shard["twin"])
-    return {name: torch.cat([shard[name] for shard in shards]) for name in shards[0]} | {"twin": torch.cat(twins)}
+        twins.append(torch.where(shard["twin"] >= 0, shard["twin"] + start, -1))
+        start += len(shard["twin"])
+    return {name: torch.cat([shard[name] for shard in shards]) for name in shards[0]} | {
+        "twin": torch.cat(twins)
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--vae", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=90.0, help="wall time of rendering and encoding")
+    parser.add_argument(
+        "--seconds", type=float, default=90.0, help="wall time of rendering and encoding"
+    )
     parser.add_argument("--largest", type=int, default=24_000, help="clips a process")
-    parser.add_argument("--latents", type=int, default=LATENTS, help="latent frames of a clip, a multiple of 3")
+    parser.add_argument(
+        "--latents", type=int, default=LATENTS, help="latent frames of a clip, a multiple of 3"
+    )
     parser.add_argument("--held", type=int, default=96, help="held-out clips")
     parser.add_argument("--at-once", type=int, default=16)
     parser.add_argument("--seed", type=int, default=1)
@@ -132,19 +153,24 @@ def main() -> None:
     renderer = Renderer(ranks.device, *args.size)
     args.out.mkdir(parents=True, exist_ok=True)
     if ranks.leads:
-        held = make_clips(args.held, _HELD_OUT_SEED, renderer, encoder, latents=args.latents, at_once=args.at_once)
+        held = make_clips(
+            args.held, _HELD_OUT_SEED, renderer, encoder, latents=args.latents, at_once=args.at_once
+        )
         torch.save(held, args.out / "clips-held.pt")
     clock, count = Clock(args.seconds / 60), 0
     shards: list[Shard] = []
     number = args.at_once * (16 if ranks.device.type == "cuda" else 1)
     while not shards or (clock.fraction() < 1 and count < args.largest):
         seed = args.seed * 1_000_003 + 10_007 * ranks.rank + len(shards)
-        shards.append(make_clips(number, seed, renderer, encoder, latents=args.latents, at_once=args.at_once))
+        shards.append(
+            make_clips(number, seed, renderer, encoder, latents=args.latents, at_once=args.at_once)
+        )
         count += len(shards[-1]["twin"])
-    begun = time.monotonic()
+    started = time.monotonic()
     torch.save(joined(shards), args.out / f"clips-{ranks.rank}.pt")
     print(
-        f"rank {ranks.rank}: {count} clips in {clock.elapsed():.0f} s, saved in {time.monotonic() - begun:.0f} s",
+        f"rank {ranks.rank}: {count} clips in {clock.elapsed():.0f} s, saved in "
+        f"{time.monotonic() - started:.0f} s",
         flush=True,
     )
 

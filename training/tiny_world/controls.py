@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a video shows of its camera: how far it turned from frame to frame, how far it has walked.
 
-Both search the movement that explains a frame best, by correlation, which no change of brightness or contrast moves.
-Frames are [N, H, W, 3], uint8 or float. Held by tests/training/tiny_world/test_score_controls.py.
+Both search the movement that explains a frame best, by correlation, which no change of brightness
+or contrast moves. Frames are [N, H, W, 3], uint8 or float. Held by
+tests/training/tiny_world/test_score_controls.py.
 """
 
 import math
@@ -20,18 +21,19 @@ _COARSE, _FINE = 0.5, 0.05
 def turns(frames_NHW3: torch.Tensor) -> torch.Tensor:
     """Degrees to the right that the camera turned from each frame to the next, [N - 1].
 
-    A camera that turns in place maps one picture onto the next whatever the depth; the angle is the one for which the
-    warped frame correlates best with the next, where the two overlap: first at half the size, then finely at the whole.
+    A camera that turns in place maps one picture onto the next whatever the depth; the angle is the
+    one for which the warped frame correlates best with the next, where the two overlap: first at
+    half the size, then finely at the whole.
     """
-    pictures = _channels_first(frames_NHW3)
-    half = functional.avg_pool2d(pictures, 2)
+    images = _channels_first(frames_NHW3)
+    half = functional.avg_pool2d(images, 2)
     grid = torch.arange(-LARGEST_TURN, LARGEST_TURN + _COARSE / 2, _COARSE)
     fine = torch.arange(-_COARSE, _COARSE + _FINE / 2, _FINE)
     found = []
-    for index in range(len(pictures) - 1):
+    for index in range(len(images) - 1):
         coarse = grid[_turned_correlation(half[index], half[index + 1], grid).argmax()]
         near = coarse + fine
-        found.append(_peak(near, _turned_correlation(pictures[index], pictures[index + 1], near)))
+        found.append(_peak(near, _turned_correlation(images[index], images[index + 1], near)))
     return torch.tensor(found)
 
 
@@ -40,12 +42,17 @@ def pixels_at_centre(degrees: torch.Tensor, width: int) -> torch.Tensor:
     return FOCAL * width * torch.tan(torch.deg2rad(degrees))
 
 
-def distances_walked(frames_NHW3: torch.Tensor, rendered_DHW3: torch.Tensor, distances_D: torch.Tensor) -> torch.Tensor:
-    """Metres walked at each frame, [N]: of views rendered along the way, the place of the most alike.
+def distances_walked(
+    frames_NHW3: torch.Tensor, rendered_DHW3: torch.Tensor, distances_D: torch.Tensor
+) -> torch.Tensor:
+    """Metres walked at each frame, [N]: of views rendered along the way, the place of the most
+    alike.
 
     distances_D: evenly spaced, increasing. Both are blurred a little: noise shall not decide.
     """
-    made, along = (_standardised(_channels_first(frames)) for frames in (frames_NHW3, rendered_DHW3))
+    made, along = (
+        _standardised(_channels_first(frames)) for frames in (frames_NHW3, rendered_DHW3)
+    )
     alike = made @ along.mT
     return torch.tensor([_peak(distances_D, row) for row in alike])
 
@@ -54,8 +61,12 @@ def _channels_first(frames_NHW3: torch.Tensor) -> torch.Tensor:
     return frames_NHW3.float().permute(0, 3, 1, 2).cpu()
 
 
-def _turned_correlation(before_3HW: torch.Tensor, after_3HW: torch.Tensor, degrees_K: torch.Tensor) -> torch.Tensor:
-    """Correlation [K] of `after` with `before` as a camera sees it that turned right by each angle."""
+def _turned_correlation(
+    before_3HW: torch.Tensor, after_3HW: torch.Tensor, degrees_K: torch.Tensor
+) -> torch.Tensor:
+    """Correlation [K] of `after` with `before` as a camera sees it that turned right by each
+    angle.
+    """
     height, width = before_3HW.shape[1:]
     focal = FOCAL * width
     x = (torch.arange(width) + 0.5 - width / 2) / focal
@@ -66,33 +77,38 @@ def _turned_correlation(before_3HW: torch.Tensor, after_3HW: torch.Tensor, degre
     v = y[None, :, None] / ahead[:, None, :] * focal * 2 / height
     grid = torch.stack((u[:, None, :].expand_as(v), v), dim=-1)
     turned = functional.grid_sample(
-        before_3HW.expand(len(degrees_K), *before_3HW.shape), grid, mode="bilinear", align_corners=False
+        before_3HW.expand(len(degrees_K), *before_3HW.shape),
+        grid,
+        mode="bilinear",
+        align_corners=False,
     )
     edge = torch.tensor([1 - 1 / width, 1 - 1 / height])
     seen = ((grid.abs() <= edge).all(dim=-1) & (ahead > 0)[:, None, :]).unsqueeze(1).float()
     count = seen.sum(dim=(2, 3), keepdim=True).clamp(min=1)
 
-    def centred(pictures: torch.Tensor) -> torch.Tensor:
-        kept = pictures * seen
-        return (kept - kept.sum(dim=(2, 3), keepdim=True) / count) * seen
+    def centred(images: torch.Tensor) -> torch.Tensor:
+        retained = images * seen
+        return (retained - retained.sum(dim=(2, 3), keepdim=True) / count) * seen
 
     a, b = centred(turned), centred(after_3HW.expand_as(turned))
     power = (a.square().sum(dim=(1, 2, 3)) * b.square().sum(dim=(1, 2, 3))).sqrt()
     return (a * b).sum(dim=(1, 2, 3)) / power.clamp(min=1e-6)
 
 
-def _standardised(pictures_NCHW: torch.Tensor) -> torch.Tensor:
-    soft = functional.avg_pool2d(pictures_NCHW, 3, stride=1)
+def _standardised(images_NCHW: torch.Tensor) -> torch.Tensor:
+    soft = functional.avg_pool2d(images_NCHW, 3, stride=1)
     flat = (soft - soft.mean(dim=(2, 3), keepdim=True)).flatten(1)
     return flat / flat.norm(dim=1, keepdim=True).clamp(min=1e-6)
 
 
-def _peak(places_K: torch.Tensor, values_K: torch.Tensor) -> float:
-    """Where the largest value lies, between the places by a parabola through it and its neighbours."""
+def _peak(positions_K: torch.Tensor, values_K: torch.Tensor) -> float:
+    """Where the largest value lies, between the places by a parabola through it and its
+    neighbours.
+    """
     best = int(values_K.argmax())
     if best in (0, len(values_K) - 1):
-        return float(places_K[best])
+        return float(positions_K[best])
     left, middle, right = (float(value) for value in values_K[best - 1 : best + 2].double())
     bend = left - 2 * middle + right
     shift = 0.0 if math.isclose(bend, 0.0, abs_tol=1e-12) else 0.5 * (left - right) / bend
-    return float(places_K[best]) + shift * float(places_K[best] - places_K[best - 1])
+    return float(positions_K[best]) + shift * float(positions_K[best] - positions_K[best - 1])

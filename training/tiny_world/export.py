@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write the trained world as a checkpoint in LingBot World 2's own layout, with its start pictures.
 
-    python -m training.tiny_world.export --vae vae.pt --tiny-decoder tiny_decoder.pt --transformer STATE_DIR --out DIR
+    python -m training.tiny_world.export --vae vae.pt --tiny-decoder tiny_decoder.pt --transformer
+    STATE_DIR --out DIR
 
-All weights are fp16. The layout fixes what latents are normalised by, so the autoencoder's outermost convolutions take
-the difference; the text encoder is copied from the checkpoint whose embeddings were trained on (see `embed_prompts`).
+All weights are fp16. The layout fixes what latents are normalised by, so the autoencoder's
+outermost convolutions take the difference; the text encoder is copied from the checkpoint whose
+embeddings were trained on (see `embed_prompts`).
 """
 
 import argparse
@@ -37,7 +39,9 @@ def export_world(
     chunk_frames: int | None = None,
     text_encoder: Path = SHIPPED,
 ) -> None:
-    """Write the checkpoint into the directory `out`. text_encoder: checkpoint whose text encoder it takes over."""
+    """Write the checkpoint into the directory `out`. text_encoder: checkpoint whose text encoder
+    it takes over.
+    """
     out.mkdir(parents=True, exist_ok=True)
     export_transformer(transformer, out / "transformers", chunk_frames)
     config = VAEConfig()
@@ -46,22 +50,24 @@ def export_world(
     served = with_latents_scaled(weights, -mean / std, 1 / std)
     torch.save({name: value.half() for name, value in served.items()}, out / "Wan2.1_VAE.pth")
     cheap = torch.load(tiny_decoder, map_location="cpu", weights_only=True)
-    save_file({name: value.half().contiguous() for name, value in cheap.items()}, out / TINY_DECODER)
+    save_file(
+        {name: value.half().contiguous() for name, value in cheap.items()}, out / TINY_DECODER
+    )
     shutil.copy(text_encoder / _TEXT_WEIGHTS, out)
     shutil.copytree(text_encoder / "google", out / "google", dirs_exist_ok=True)
-    write_start_pictures(out / "start")
+    write_start_images(out / "start")
 
 
-def write_start_pictures(folder: Path) -> None:
+def write_start_images(folder: Path) -> None:
     """Render each view in each style, `VIEW_STYLE.png`, at the size the world is made in."""
     folder.mkdir(parents=True, exist_ok=True)
     positions = torch.tensor([[x, z] for _, x, z, _ in VIEWS for _ in STYLES])
     yaw = torch.deg2rad(torch.tensor([heading for *_, heading in VIEWS for _ in STYLES]))
     style = torch.arange(len(STYLES)).repeat(len(VIEWS))
     frames = Renderer(frames_per_call=1).render(positions, yaw, torch.zeros_like(yaw), style)
-    for index, picture in enumerate(frames):
-        name, place = STYLES[index % len(STYLES)], VIEWS[index // len(STYLES)][0]
-        Image.fromarray(picture.numpy()).save(folder / f"{place}_{name}.png")
+    for index, image in enumerate(frames):
+        name, position = STYLES[index % len(STYLES)], VIEWS[index // len(STYLES)][0]
+        Image.fromarray(image.numpy()).save(folder / f"{position}_{name}.png")
 
 
 def main() -> None:
@@ -70,8 +76,15 @@ def main() -> None:
     parser.add_argument("--tiny-decoder", type=Path, required=True)
     parser.add_argument("--transformer", type=Path, required=True, help="folder of state-*.bin")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--chunk-frames", type=int, choices=(1, 3), help="latent frames of a served chunk")
-    parser.add_argument("--text-encoder", type=Path, default=SHIPPED, help="checkpoint to take the text encoder from")
+    parser.add_argument(
+        "--chunk-frames", type=int, choices=(1, 3), help="latent frames of a served chunk"
+    )
+    parser.add_argument(
+        "--text-encoder",
+        type=Path,
+        default=SHIPPED,
+        help="checkpoint to take the text encoder from",
+    )
     args = parser.parse_args()
     export_world(
         args.vae,

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rendered clips of random walks, kept on the device: what the autoencoder and the decoders learn from."""
+"""Rendered clips of random walks, kept on the device: what the autoencoder and the decoders
+learn from.
+"""
 
 import time
 
@@ -10,13 +12,13 @@ from training.tiny_world.village import STYLES
 from training.tiny_world.walks import Walks, random_walks
 
 
-def film(renderer: Renderer, walks: Walks, style_N: torch.Tensor) -> torch.Tensor:
+def render_video(renderer: Renderer, walks: Walks, style_N: torch.Tensor) -> torch.Tensor:
     """Render walks, each in its style: uint8 [N, T, H, W, 3] on the renderer's device."""
     positions, yaw, pitch = walks.frames()
     number, frames = yaw.shape
     styles = style_N[:, None].expand(number, frames).flatten()
-    pictures = renderer.render(positions.flatten(0, 1), yaw.flatten(), pitch.flatten(), styles)
-    return pictures.view(number, frames, *pictures.shape[1:])
+    images = renderer.render(positions.flatten(0, 1), yaw.flatten(), pitch.flatten(), styles)
+    return images.view(number, frames, *images.shape[1:])
 
 
 def pixels(clips_BTHW3: torch.Tensor) -> torch.Tensor:
@@ -31,14 +33,23 @@ class Footage:
     """
 
     def __init__(
-        self, renderer: Renderer, latents: int, seed: int, *, seconds: float, largest: int = 6000, at_once: int = 256
+        self,
+        renderer: Renderer,
+        latents: int,
+        seed: int,
+        *,
+        seconds: float,
+        largest: int = 6000,
+        at_once: int = 256,
     ) -> None:
-        begun = time.monotonic()
+        started = time.monotonic()
         parts: list[torch.Tensor] = []
-        while not parts or (time.monotonic() - begun < seconds and at_once * len(parts) < largest):
+        while not parts or (
+            time.monotonic() - started < seconds and at_once * len(parts) < largest
+        ):
             walks = random_walks(at_once, latents, seed + 7919 * len(parts))
             style = torch.arange(at_once) % len(STYLES)
-            parts.append(film(renderer, walks, style))
+            parts.append(render_video(renderer, walks, style))
             if renderer.device.type == "cuda":
                 torch.cuda.synchronize(renderer.device)
         self.clips = torch.cat(parts)
@@ -47,8 +58,12 @@ class Footage:
         return len(self.clips)
 
     def sample(self, number: int, frames: int) -> torch.Tensor:
-        """Pixels [number, frames, 3, H, W] of clips cut at random places (at whole latent frames)."""
+        """Pixels [number, frames, 3, H, W] of clips cut at random places (at whole latent
+        frames).
+        """
         device = self.clips.device
         which = torch.randint(len(self.clips), (number, 1), device=device)
-        begin = 4 * torch.randint((self.clips.shape[1] - frames) // 4 + 1, (number, 1), device=device)
-        return pixels(self.clips[which, begin + torch.arange(frames, device=device)])
+        start = 4 * torch.randint(
+            (self.clips.shape[1] - frames) // 4 + 1, (number, 1), device=device
+        )
+        return pixels(self.clips[which, start + torch.arange(frames, device=device)])

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How near a video is to the rendered truth: PSNR, and sharpness beside it, since PSNR alone rewards blur.
+"""How near a video is to the rendered truth: PSNR, and sharpness beside it, since PSNR alone
+rewards blur.
 
 Frames are [B, T, 3, H, W] in [0, 1]. Held by tests/training/tiny_world/test_measure.py.
 """
@@ -35,7 +36,8 @@ def sharpness(made: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
 def ssim(made: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
     """Structural similarity of each frame, [B, T]: 1 for equal pictures, near 0 for unrelated ones.
 
-    Wang et al. 2004: Gaussian windows of 11 pixels (sigma 1.5), whole windows only, mean over the three colours.
+    Wang et al. 2004: Gaussian windows of 11 pixels (sigma 1.5), whole windows only, mean over the
+    three colours.
     """
     shape = made.shape[:2]
     a, b = (frames.flatten(0, 1).float() for frames in (made, truth))
@@ -62,17 +64,19 @@ def _edges(frames: torch.Tensor) -> torch.Tensor:
     return (frames[..., 1:] - frames[..., :-1]).abs().float().flatten(1).mean(dim=1)
 
 
-def _window_mean(pictures_BCHW: torch.Tensor) -> torch.Tensor:
-    away = torch.arange(_SSIM_TAPS, device=pictures_BCHW.device) - _SSIM_TAPS // 2
+def _window_mean(images_BCHW: torch.Tensor) -> torch.Tensor:
+    away = torch.arange(_SSIM_TAPS, device=images_BCHW.device) - _SSIM_TAPS // 2
     taps = torch.exp(-away.float().square() / (2 * _SSIM_SIGMA**2))
-    taps = (taps / taps.sum()).expand(pictures_BCHW.shape[1], 1, 1, -1)
+    taps = (taps / taps.sum()).expand(images_BCHW.shape[1], 1, 1, -1)
     groups = len(taps)
-    rows = functional.conv2d(pictures_BCHW, taps, groups=groups)
+    rows = functional.conv2d(images_BCHW, taps, groups=groups)
     return functional.conv2d(rows, taps.mT.contiguous(), groups=groups)
 
 
-def picture_errors(made: torch.Tensor, truth: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Means of the error's size, its square, and its steps across and down, for decoders to learn by; [..., H, W]."""
+def image_errors(made: torch.Tensor, truth: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Means of the error's size, its square, and its steps across and down, for decoders to
+    learn by; [..., H, W].
+    """
     error = made - truth
     across, down = error[..., 1:] - error[..., :-1], error[..., 1:, :] - error[..., :-1, :]
     return {
@@ -82,5 +86,5 @@ def picture_errors(made: torch.Tensor, truth: torch.Tensor) -> dict[str, torch.T
     }
 
 
-def picture_loss(errors: dict[str, torch.Tensor]) -> torch.Tensor:
+def image_loss(errors: dict[str, torch.Tensor]) -> torch.Tensor:
     return errors["l1"] + errors["mse"] + 0.4 * errors["gradient"]

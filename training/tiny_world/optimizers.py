@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Muon for matrices, AdamW for all other parameters, one learning-rate schedule and the running mean of the weights.
+"""Muon for matrices, AdamW for all other parameters, one learning-rate schedule and the running
+mean of the weights.
 
-Muon: K. Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; the scale of its update (RMS 0.2, AdamW's) is
-Moonlight's, arXiv 2502.16982. Every weight is seen as a matrix [outputs, everything else], so convolutions are covered.
-A step neither reads the device from the host nor changes the shape of anything, so it may be captured in a CUDA graph.
+Muon: K. Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; the scale of its update
+(RMS 0.2, AdamW's) is Moonlight's, arXiv 2502.16982. Every weight is seen as a matrix [outputs,
+everything else], so convolutions are covered. A step neither reads the device from the host nor
+changes the shape of anything, so it may be captured in a CUDA graph.
 Held by tests/training/tiny_world/test_optimizers.py.
 """
 
@@ -16,7 +18,9 @@ import torch
 from torch import nn
 
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-"""Quintic coefficients that pull singular values from (0, 1] to about 1 (0.7 to 1.2) in five rounds."""
+"""Quintic coefficients that pull singular values from (0, 1] to about 1 (0.7 to 1.2) in five
+rounds.
+"""
 _ROUNDS = 5
 _EPS = 1e-7
 FIRST_AND_LAST = (
@@ -30,11 +34,14 @@ FIRST_AND_LAST = (
     "decoder.conv1",
     "decoder.head",
 )
-"""Names of the first and last layers of the tiny world's networks: AdamW's, though they are matrices."""
+"""Names of the first and last layers of the tiny world's networks: AdamW's, though they are
+matrices.
+"""
 
 
 def orthogonalised(update_GMN: torch.Tensor) -> torch.Tensor:
-    """Return the matrices with their singular values moved to about 1; [G, M, N], M <= N, on any device.
+    """Return the matrices with their singular values moved to about 1; [G, M, N], M <= N, on any
+    device.
 
     bf16 on a GPU, where five rounds forgive it; the input's type elsewhere.
     """
@@ -52,8 +59,9 @@ def parameter_groups(
 ) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
     """Split the parameters that need gradients into (Muon's, AdamW's), by name.
 
-    AdamW's: vectors (also those that are stored with more axes, such as norms and modulations), embedding tables, and
-    what a name in `adam` leads to: the whole name or its beginning up to a dot.
+    AdamW's: vectors (also those that are stored with more axes, such as norms and modulations),
+    embedding tables, and what a name in `adam` leads to: the whole name or its beginning up to a
+    dot.
     """
     tables = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
     matrices: dict[str, nn.Parameter] = {}
@@ -72,7 +80,9 @@ def _as_matrix(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Muon:
-    """Momentum, then the nearest orthogonal matrix, for matrices; equal shapes are orthogonalised together."""
+    """Momentum, then the nearest orthogonal matrix, for matrices; equal shapes are
+    orthogonalised together.
+    """
 
     def __init__(
         self,
@@ -84,8 +94,15 @@ class Muon:
         update_rms: float = 0.2,
     ) -> None:
         self.parameters = dict(parameters)
-        self.lr, self.momentum, self.weight_decay, self.update_rms = lr, momentum, weight_decay, update_rms
-        self.buffers = {name: torch.zeros_like(parameter) for name, parameter in self.parameters.items()}
+        self.lr, self.momentum, self.weight_decay, self.update_rms = (
+            lr,
+            momentum,
+            weight_decay,
+            update_rms,
+        )
+        self.buffers = {
+            name: torch.zeros_like(parameter) for name, parameter in self.parameters.items()
+        }
         self._groups: dict[tuple[int, int], list[str]] = {}
         for name, parameter in self.parameters.items():
             rows, columns = _as_matrix(parameter).shape
@@ -93,19 +110,25 @@ class Muon:
 
     @torch.no_grad()
     def step(self, scale: torch.Tensor) -> None:
-        """Apply the parameters' gradients; `scale` multiplies the learning rate and lies on their device."""
+        """Apply the parameters' gradients; `scale` multiplies the learning rate and lies on
+        their device.
+        """
         if not self.parameters:
             return
         parameters: list[torch.Tensor] = list(self.parameters.values())
         buffers = list(self.buffers.values())
         grads = [_gradient(name, parameter) for name, parameter in self.parameters.items()]
         torch._foreach_lerp_(buffers, grads, 1 - self.momentum)
-        ahead = dict(zip(self.parameters, torch._foreach_lerp(grads, buffers, self.momentum), strict=True))
+        ahead = dict(
+            zip(self.parameters, torch._foreach_lerp(grads, buffers, self.momentum), strict=True)
+        )
         if self.weight_decay:
             torch._foreach_mul_(parameters, 1 - scale * (self.lr * self.weight_decay))
         for (_, columns), names in self._groups.items():
             wide = [_wide(_as_matrix(ahead[name])) for name in names]
-            step_GMN = orthogonalised(torch.stack(wide)) * (scale * (-self.lr * self.update_rms * math.sqrt(columns)))
+            step_GMN = orthogonalised(torch.stack(wide)) * (
+                scale * (-self.lr * self.update_rms * math.sqrt(columns))
+            )
             changes = []
             for name, step_MN in zip(names, step_GMN, strict=True):
                 parameter = self.parameters[name]
@@ -140,13 +163,24 @@ def _wide(matrix: torch.Tensor) -> torch.Tensor:
 def _check_names(state: Mapping[str, Any], own: Mapping[str, Any], what: str) -> None:
     wrong = sorted(set(state) ^ set(own))
     if wrong:
-        raise ValueError(f"{len(wrong)} names of {what} do not belong to this network, e.g. {wrong[:3]}")
+        raise ValueError(
+            f"{len(wrong)} names of {what} do not belong to this network, e.g. {wrong[:3]}"
+        )
 
 
 class Optimizer:
-    """Both optimisers of one network as one object. `scale` of `step` is the schedule's factor, 0 to 1."""
+    """Both optimisers of one network as one object.
 
-    def __init__(self, muon: Muon, adam: torch.optim.AdamW, adam_parameters: dict[str, nn.Parameter], lr: float):
+    `scale` of `step` is the schedule's factor, 0 to 1.
+    """
+
+    def __init__(
+        self,
+        muon: Muon,
+        adam: torch.optim.AdamW,
+        adam_parameters: dict[str, nn.Parameter],
+        lr: float,
+    ):
         self.muon, self.adam, self.adam_parameters, self.adam_lr = muon, adam, adam_parameters, lr
         some = next(iter((muon.parameters | adam_parameters).values()))
         self.scale = torch.ones((), device=some.device)
@@ -158,7 +192,9 @@ class Optimizer:
         self.apply()
 
     def set_scale(self, scale: float) -> None:
-        """Set the factor of both learning rates; apart from `apply` so that this one stays out of a CUDA graph."""
+        """Set the factor of both learning rates; apart from `apply` so that this one stays out
+        of a CUDA graph.
+        """
         self.scale.fill_(scale)
         for group in self.adam.param_groups:
             if isinstance(group["lr"], torch.Tensor):
@@ -176,14 +212,20 @@ class Optimizer:
             for parameter in self.parameters:
                 parameter.grad = None
         else:
-            torch._foreach_zero_([parameter.grad for parameter in self.parameters if parameter.grad is not None])
+            torch._foreach_zero_(
+                [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+            )
 
     def clip(self, largest_norm: float) -> torch.Tensor:
-        """Scale all gradients so that their common norm is at most this; returns the norm, on the device."""
+        """Scale all gradients so that their common norm is at most this; returns the norm, on
+        the device.
+        """
         return torch.nn.utils.clip_grad_norm_(self.parameters, largest_norm)
 
     def state_dict(self, dtype: torch.dtype | None = None) -> dict[str, Any]:
-        """Everything that `load_state_dict` needs, by parameter name; `dtype`: momenta in that type (smaller)."""
+        """Everything that `load_state_dict` needs, by parameter name; `dtype`: momenta in that
+        type (smaller).
+        """
 
         def kept(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.detach().to("cpu", dtype or tensor.dtype, copy=True)
@@ -204,7 +246,9 @@ class Optimizer:
             self.adam.state.clear()
             return
         _check_names(state["adam"], self.adam_parameters, "AdamW moments")
-        on_device = any(group.get("fused") or group.get("capturable") for group in self.adam.param_groups)
+        on_device = any(
+            group.get("fused") or group.get("capturable") for group in self.adam.param_groups
+        )
         for name, parameter in self.adam_parameters.items():
             average, square = state["adam"][name]
             steps = torch.tensor(state["adam_steps"], dtype=torch.float32)
@@ -233,11 +277,15 @@ def build_optimizer(
     matrices, others = parameter_groups(module, adam)
     if not matrices and not others:
         raise ValueError("no parameter needs a gradient")
-    muon = Muon(matrices, muon_lr, momentum=momentum, weight_decay=weight_decay, update_rms=update_rms)
+    muon = Muon(
+        matrices, muon_lr, momentum=momentum, weight_decay=weight_decay, update_rms=update_rms
+    )
     cuda = bool(others) and next(iter(others.values())).is_cuda
     first_lr = torch.tensor(adam_lr, device=next(iter(others.values())).device) if cuda else adam_lr
     of_adam = list(others.values()) or [nn.Parameter(torch.zeros(1))]
-    optimiser = torch.optim.AdamW(of_adam, lr=first_lr, betas=betas, weight_decay=0.0, fused=cuda, capturable=cuda)
+    optimiser = torch.optim.AdamW(
+        of_adam, lr=first_lr, betas=betas, weight_decay=0.0, fused=cuda, capturable=cuda
+    )
     return Optimizer(muon, optimiser, others, adam_lr)
 
 
@@ -249,7 +297,9 @@ def learning_rate(
     last: float = 0.0,
     shape: Literal["linear", "cosine"] = "linear",
 ) -> float:
-    """Return the schedule's factor at `fraction` of the training's whole time: up over `warmup`, flat, then down."""
+    """Return the schedule's factor at `fraction` of the training's whole time: up over `warmup`,
+    flat, then down.
+    """
     fraction = min(max(fraction, 0.0), 1.0)
     if fraction < warmup:
         return max(fraction / warmup, 1e-3)
@@ -263,13 +313,16 @@ def learning_rate(
 class Ema:
     """Exponential running mean of a module's parameters, kept in fp32.
 
-    Update n counts with at most (1 + n) / (10 + n), so that a young mean forgets the random start. Buffers are not
-    averaged.
+    Update n counts with at most (1 + n) / (10 + n), so that a young mean forgets the random start.
+    Buffers are not averaged.
     """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
         self.module, self.decay, self.num_updates = module, decay, 0
-        self.means = {name: parameter.detach().float().clone() for name, parameter in module.named_parameters()}
+        self.means = {
+            name: parameter.detach().float().clone()
+            for name, parameter in module.named_parameters()
+        }
 
     @torch.no_grad()
     def update(self) -> None:

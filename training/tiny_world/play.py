@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Walks made by the model through the real engine: vLLM's `LLM`, one request a chunk, several sessions at once.
+"""Walks made by the model through the real engine: vLLM's `LLM`, one request a chunk, several
+sessions at once.
 
-`Played` is a walk as the model is asked for it; a `World` makes videos of such walks. `score.py` measures any world,
-and its tests measure one that shows the rendered truth.
+`Played` is a walk as the model is asked for it; a `World` makes videos of such walks. `score.py`
+measures any world, and its tests measure one that shows the rendered truth.
 
-On a GPU this model is so small that the host's work for each session is what takes time: `SeveralEngines` shares walks
-out to engines that have one core each.
+On a GPU this model is so small that the host's work for each session is what takes time:
+`SeveralEngines` shares walks out to engines that have one core each.
 """
 
 import math
@@ -32,8 +33,8 @@ LATENTS_A_CHUNK = 3
 
 @dataclass(frozen=True)
 class Played:
-    """One walk. start: x, z in metres; yaw in radians; keys: held at each latent frame. prompts: latent frame -> prompt
-    from there on, one at 0.
+    """One walk. start: x, z in metres; yaw in radians; keys: held at each latent frame. prompts:
+    latent frame -> prompt from there on, one at 0.
 
     The start image is the first latent frame, which no key moves.
     """
@@ -59,8 +60,10 @@ class Played:
 class World(Protocol):
     """Makes videos of walks."""
 
-    def play(self, walks: Sequence[Played], pictures_NHW3: torch.Tensor) -> list[torch.Tensor]:
-        """A video for each walk, uint8 [4 L - 3, H, W, 3]; pictures: what each starts from, uint8."""
+    def play(self, walks: Sequence[Played], images_NHW3: torch.Tensor) -> list[torch.Tensor]:
+        """A video for each walk, uint8 [4 L - 3, H, W, 3]; pictures: what each starts from,
+        uint8.
+        """
         ...
 
 
@@ -76,9 +79,13 @@ class Times:
         """Wall seconds a chunk, all sessions counted, and milliseconds of each stage of it."""
         chunks = max(self.chunks, 1e-9)
         stages = {name: round(value / chunks, 1) for name, value in self.stages_ms.items()}
-        return {"wall": round(self.wall_s / chunks, 4), "stages_ms": stages, "chunks": round(self.chunks)}
+        return {
+            "wall": round(self.wall_s / chunks, 4),
+            "stages_ms": stages,
+            "chunks": round(self.chunks),
+        }
 
-    def add(self, other: "Times") -> None:
+    def add_engine(self, other: "Times") -> None:
         """Count another engine's; wall seconds are then seconds of engines."""
         self.chunks += other.chunks
         self.wall_s += other.wall_s
@@ -87,9 +94,11 @@ class Times:
 
 
 class EngineWorld:
-    """The model in vLLM's engine. omni: `additional_config.omni` without size and sessions; batch: sessions at once.
+    """The model in vLLM's engine. omni: `additional_config.omni` without size and sessions; batch:
+    sessions at once.
 
-    snapshot_every: after so many of the model's chunks each session is saved, closed and restored; None = never.
+    snapshot_every: after so many of the model's chunks each session is saved, closed and restored;
+    None = never.
     """
 
     def __init__(
@@ -103,11 +112,12 @@ class EngineWorld:
         **engine_args: Any,
     ) -> None:
         self.snapshot_every = snapshot_every
-        # GiB that sessions may hold on a CPU; unset, vLLM's CPU worker wants 92 % of the memory to be free.
+        # GiB that sessions may hold on a CPU; unset, vLLM's CPU worker wants 92 % of the memory to
+        # be free.
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
         from vllm import LLM  # takes seconds; `--help` should not
 
-        from vllm_omni.entrypoints.realtime.facts import WorldFacts
+        from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
 
         height, width = size
         self.batch = batch
@@ -116,21 +126,25 @@ class EngineWorld:
             model=str(model),
             config_format="omni",
             skip_tokenizer_init=True,
-            additional_config={"omni": {"height": height, "width": width, "max_sessions": batch, **omni}},
+            additional_config={
+                "omni": {"height": height, "width": width, "max_sessions": batch, **omni}
+            },
             **engine_args,
         )
-        transformer = self.llm.llm_engine.vllm_config.model_config.hf_config.lingbot_world["transformer"]
+        transformer = self.llm.llm_engine.vllm_config.model_config.hf_config.lingbot_world[
+            "transformer"
+        ]
         self.has_poses = transformer.get("control_type") == "world"
-        facts = WorldFacts.from_vllm_config(self.llm.llm_engine.vllm_config, model=model.name)
-        self.later = facts.latent_frames_per_chunk
-        self.first = facts.first_chunk_latent_frames or self.later
+        info = StreamInfo.from_vllm_config(self.llm.llm_engine.vllm_config, model=model.name)
+        self.later = info.latent_frames_per_chunk
+        self.first = info.first_chunk_latent_frames or self.later
         self._sessions = 0
 
-    def play(self, walks: Sequence[Played], pictures_NHW3: torch.Tensor) -> list[torch.Tensor]:
+    def play(self, walks: Sequence[Played], images_NHW3: torch.Tensor) -> list[torch.Tensor]:
         videos: dict[int, torch.Tensor] = {}
         by_length = sorted(range(len(walks)), key=lambda index: len(walks[index].keys))
         for group in _runs(by_length, [len(walks[index].keys) for index in by_length], self.batch):
-            made = self._together([walks[index] for index in group], pictures_NHW3[group])
+            made = self._together([walks[index] for index in group], images_NHW3[group])
             videos.update(zip(group, made, strict=True))
         return [videos[index] for index in range(len(walks))]
 
@@ -138,64 +152,85 @@ class EngineWorld:
         """Stop the engine's processes."""
         self.llm.llm_engine.engine_core.shutdown()
 
-    def _together(self, walks: Sequence[Played], pictures_NHW3: torch.Tensor) -> list[torch.Tensor]:
+    def _together(self, walks: Sequence[Played], images_NHW3: torch.Tensor) -> list[torch.Tensor]:
         """Walks of one length, a chunk of each at a time."""
         length = len(walks[0].keys)
         names = [f"walk-{self._sessions + index}" for index in range(len(walks))]
         self._sessions += len(walks)
         parts: list[list[torch.Tensor]] = [[] for _ in walks]
-        for number, (begin, end) in enumerate(self._chunks(length)):
+        for number, (begin_at, end) in enumerate(self._chunks(length)):
             if self.snapshot_every and number and number % self.snapshot_every == 0:
                 self._save_and_restore(names)
             requests = []
-            for name, walk, picture in zip(names, walks, pictures_NHW3, strict=True):
-                fields: dict[str, Any] = {"session_id": name, "chunk_index": number, "prompt": walk.prompts.get(begin)}
+            for name, walk, image in zip(names, walks, images_NHW3, strict=True):
+                fields: dict[str, Any] = {
+                    "session_id": name,
+                    "chunk_index": number,
+                    "prompt": walk.prompts.get(begin_at),
+                }
                 if number == 0:
-                    height, width = picture.shape[:2]
+                    height, width = image.shape[:2]
                     fields |= {"seed": walk.seed, "height": height, "width": width}
-                    fields |= {"options": {"start_pose": walk.start_pose()}} if self.has_poses else {}
-                data = {"image": Image.fromarray(picture.cpu().numpy())} if number == 0 else {}
-                requests.append((fields | {"actions": [list(keys) for keys in walk.keys[begin:end]]}, data))
-            began = time.perf_counter()
-            answers = self._send(requests)
-            self.times.wall_s += time.perf_counter() - began
-            if 10 * end // length > 10 * begin // length:
-                print(
-                    f"{len(walks)} walks: {end} of {length} latent frames, {self.times.wall_s:.0f} s", file=sys.stderr
+                    fields |= (
+                        {"options": {"start_pose": walk.start_pose()}} if self.has_poses else {}
+                    )
+                data = {"image": Image.fromarray(image.cpu().numpy())} if number == 0 else {}
+                requests.append(
+                    (fields | {"actions": [list(keys) for keys in walk.keys[begin_at:end]]}, data)
                 )
-            for made, (meta, tensors) in zip(parts, answers, strict=True):
+            started = time.perf_counter()
+            responses = self._send(requests)
+            self.times.wall_s += time.perf_counter() - started
+            if 10 * end // length > 10 * begin_at // length:
+                print(
+                    f"{len(walks)} walks: {end} of {length} latent frames, "
+                    f"{self.times.wall_s:.0f} s",
+                    file=sys.stderr,
+                )
+            for made, (meta, tensors) in zip(parts, responses, strict=True):
                 made.append(tensors["frames"].clone())
-                self.times.chunks += (end - begin) / LATENTS_A_CHUNK
+                self.times.chunks += (end - begin_at) / LATENTS_A_CHUNK
                 for name, spans in meta["timings_ms"].items():
                     self.times.stages_ms[name] += sum(spans)
         self._send([({"session_id": name, "op": "close"}, {}) for name in names])
         return [torch.cat(made) for made in parts]
 
     def _save_and_restore(self, names: Sequence[str]) -> None:
-        from vllm_omni.sessions.snapshot_exchange import package_version, restore_exchange, run_exchange, save_exchange
+        from vllm_omni.sessions.snapshot_exchange import (
+            package_version,
+            restore_exchange,
+            run_exchange,
+            save_exchange,
+        )
 
-        ask = self.llm.collective_rpc
+        request = self.llm.collective_rpc
         with tempfile.TemporaryDirectory() as folder:
             for name in names:
                 path = Path(folder) / f"{name}.safetensors"
-                run_exchange(save_exchange(name, path, package_version()), ask)
+                run_exchange(save_exchange(name, path, package_version()), request)
                 self._send([({"session_id": name, "op": "close"}, {})])
-                run_exchange(restore_exchange(name, path), ask)
+                run_exchange(restore_exchange(name, path), request)
 
     def _chunks(self, length: int) -> Iterator[tuple[int, int]]:
-        begin, end = 0, self.first
+        begin_at, end = 0, self.first
         while end <= length:
-            yield begin, end
-            begin, end = end, end + self.later
-        if begin != length:
-            raise ValueError(f"chunks of {self.first}, then {self.later} latent frames do not fill a walk of {length}")
+            yield begin_at, end
+            begin_at, end = end, end + self.later
+        if begin_at != length:
+            raise ValueError(
+                f"chunks of {self.first}, then {self.later} latent frames do not fill a walk of "
+                f"{length}"
+            )
 
-    def _send(self, requests: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> list[tuple[dict[str, Any], Any]]:
+    def _send(
+        self, requests: Sequence[tuple[dict[str, Any], dict[str, Any]]]
+    ) -> list[tuple[dict[str, Any], Any]]:
         from vllm_omni.inputs import DiffusionParams
         from vllm_omni.outputs import unpack
 
         prompts: Any = [
-            {"prompt_token_ids": [0], **({"multi_modal_data": data} if data else {})} for _, data in requests
+            {"prompt_token_ids": [0], **({"multi_modal_data": data} if data else {})}
+            for _, data in requests
         ]
         params = [DiffusionParams(**fields).to_pooling_params() for fields, _ in requests]
         outputs = self.llm.encode(prompts, params, pooling_task="plugin", use_tqdm=False)
@@ -203,26 +238,35 @@ class EngineWorld:
 
 
 class SeveralEngines:
-    """`EngineWorld`s of the same arguments in processes of their own; each takes every so manieth walk."""
+    """`EngineWorld`s of the same arguments in processes of their own; each takes every so
+    manieth walk.
+    """
 
     def __init__(self, engines: int, model: Path, size: tuple[int, int], **options: Any) -> None:
         self.engines = engines
         self.times = Times()
         self._pool = ProcessPoolExecutor(
-            engines, multiprocessing.get_context("spawn"), _Worker.begin, (model, size, options)
+            engines,
+            multiprocessing.get_context("spawn"),
+            _Worker.start_worker,
+            (model, size, options),
         )
 
-    def play(self, walks: Sequence[Played], pictures_NHW3: torch.Tensor) -> list[torch.Tensor]:
-        shares = [range(first, len(walks), self.engines) for first in range(min(self.engines, len(walks)))]
+    def play(self, walks: Sequence[Played], images_NHW3: torch.Tensor) -> list[torch.Tensor]:
+        shares = [
+            range(first, len(walks), self.engines) for first in range(min(self.engines, len(walks)))
+        ]
         tasks = [
-            self._pool.submit(_Worker.play, [walks[index] for index in share], pictures_NHW3[list(share)].numpy())
+            self._pool.submit(
+                _Worker.play, [walks[index] for index in share], images_NHW3[list(share)].numpy()
+            )
             for share in shares
         ]
         videos: dict[int, torch.Tensor] = {}
         for share, task in zip(shares, tasks, strict=True):
             made, times = task.result()
             videos.update(zip(share, (torch.from_numpy(video) for video in made), strict=True))
-            self.times.add(times)
+            self.times.add_engine(times)
         return [videos[index] for index in range(len(walks))]
 
     def close(self) -> None:
@@ -236,16 +280,16 @@ class _Worker:
     world: EngineWorld
 
     @classmethod
-    def begin(cls, model: Path, size: tuple[int, int], options: Mapping[str, Any]) -> None:
+    def start_worker(cls, model: Path, size: tuple[int, int], options: Mapping[str, Any]) -> None:
         cls.world = EngineWorld(model, size, **options)
         # Before this process waits for its children, which the engine's process is.
         multiprocessing.util.Finalize(None, cls.world.close, exitpriority=100)
 
     @classmethod
-    def play(cls, walks: Sequence[Played], pictures_NHW3: Any) -> tuple[list[Any], Times]:
+    def play(cls, walks: Sequence[Played], images_NHW3: Any) -> tuple[list[Any], Times]:
         """Pictures and videos are NumPy arrays: those of torch would go through shared memory."""
         cls.world.times = Times()
-        videos = cls.world.play(walks, torch.from_numpy(pictures_NHW3))
+        videos = cls.world.play(walks, torch.from_numpy(images_NHW3))
         return [video.numpy() for video in videos], cls.world.times
 
 

@@ -1,20 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Walks as people play them, and what a world shows in each second of them, against the rendered truth.
+"""Walks as people play them, and what a world shows in each second of them, against the rendered
+truth.
 
     python -m training.tiny_world.score --model DIR --seed 1 --players               # all scenarios
     python -m training.tiny_world.score --model DIR --seed 1 --players still bot
 
-Held-out walks of `score.py` come from the training's walker. These do not: they stand still for minutes, walk into
-walls, hold one key across the border of the period, and switch prompts at any time. Where a walk is, is decided by the
-same integrator and occupancy grid that the server uses.
+Held-out walks of `score.py` come from the training's walker. These do not: they stand still for
+minutes, walk into walls, hold one key across the border of the period, and switch prompts at any
+time. Where a walk is, is decided by the same integrator and occupancy grid that the server uses.
 
 Measured are latent frames, four a second, without the start image. Per second of each walk:
 
     psnr, start_psnr    against the truth, and against the start image (`still` and `home`)
     sharpness           mean horizontal difference of neighbouring pixels over the truth's
     contrast            standard deviation over the truth's
-    village             share of frames that `recognise.py` takes for a village in the prompt's style; None where it
-                        does not take the truth for one. In the second after a prompt the style before it counts too
+    village
+        share of frames that `recognise.py` takes for a village in the prompt's style; None where
+        it
+                        does not take the truth for one. In the second after a prompt the style
+                        before it counts too
 
 `table` holds the measures that have a target, and whether it is met.
 Held by tests/training/tiny_world/test_players.py.
@@ -59,16 +63,30 @@ AGAIN_S = 3.0
 
 # (keys, weight): what a player holds next
 _HABITS = (
-    ("w", 0.34), ("wl", 0.11), ("wj", 0.11), ("l", 0.09), ("j", 0.09), ("s", 0.06), ("a", 0.05), ("d", 0.05),
-    ("wa", 0.02), ("wd", 0.02), ("i", 0.02), ("k", 0.02), ("wli", 0.01), ("jk", 0.01),
-)  # fmt: skip
+    ("w", 0.34),
+    ("wl", 0.11),
+    ("wj", 0.11),
+    ("l", 0.09),
+    ("j", 0.09),
+    ("s", 0.06),
+    ("a", 0.05),
+    ("d", 0.05),
+    ("wa", 0.02),
+    ("wd", 0.02),
+    ("i", 0.02),
+    ("k", 0.02),
+    ("wli", 0.01),
+    ("jk", 0.01),
+)
 _OPPOSITE = str.maketrans("wsadjlik", "swdaljki")
 _STYLE_OF = {prompt: style for style, name in enumerate(STYLES) for prompt in PROMPTS[name]}
 
 
 @dataclass(frozen=True)
 class Player:
-    """A walk. turned_at: the latent frame from which on the camera looks away from the wall again; None = no wall."""
+    """A walk. turned_at: the latent frame from which on the camera looks away from the wall
+    again; None = no wall.
+    """
 
     walk: Played
     turned_at: int | None = None
@@ -94,9 +112,11 @@ class Player:
 
 @dataclass(frozen=True)
 class Scenario:
-    """How to draw walks. walks: how many when not asked for another number. seconds: of play, at most.
+    """How to draw walks. walks: how many when not asked for another number. seconds: of play, at
+    most.
 
-    make: (walks, seconds, seed, generator) -> players; lengths may be longer by what a scenario adds at its end.
+    make: (walks, seconds, seed, generator) -> players; lengths may be longer by what a scenario
+    adds at its end.
     """
 
     walks: int
@@ -104,7 +124,7 @@ class Scenario:
     make: Callable[[int, int, int, torch.Generator], list[Player]]
 
 
-# -- scenarios ---------------------------------------------------------------------------------------------------------
+# -- scenarios -------------------------------------------------------------------------------------
 
 
 def _still(number: int, seconds: int, seed: int, generator: torch.Generator) -> list[Player]:
@@ -120,7 +140,9 @@ def _idle_spells(number: int, seconds: int, seed: int, generator: torch.Generato
 
 
 def _straight(number: int, seconds: int, seed: int, generator: torch.Generator) -> list[Player]:
-    """`w` held where the way is longest and crosses the period's border; then turn around and walk back."""
+    """`w` held where the way is longest and crosses the period's border; then turn around and
+    walk back.
+    """
     latents = LATENTS_A_SECOND * seconds
     starts, yaw = free_places(128 * number, generator)
     path = _along(starts, yaw, latents)
@@ -128,8 +150,13 @@ def _straight(number: int, seconds: int, seed: int, generator: torch.Generator) 
     cell = torch.floor(path / PERIOD + 0.5)
     crosses = (cell != cell[:, :1]).any(dim=2).any(dim=1)
     chosen = (walked + crosses * latents * STEP_M).argsort(descending=True, stable=True)[:number]
-    keys = [["w"] * latents + [side] * HALF_TURN + ["w"] * 5 * LATENTS_A_SECOND for side in _sides(number)]
-    return _players((starts[chosen], yaw[chosen]), keys, seed, generator, turned_at=1 + latents + HALF_TURN)
+    keys = [
+        ["w"] * latents + [side] * HALF_TURN + ["w"] * 5 * LATENTS_A_SECOND
+        for side in _sides(number)
+    ]
+    return _players(
+        (starts[chosen], yaw[chosen]), keys, seed, generator, turned_at=1 + latents + HALF_TURN
+    )
 
 
 def _wall(number: int, seconds: int, seed: int, generator: torch.Generator) -> list[Player]:
@@ -137,7 +164,9 @@ def _wall(number: int, seconds: int, seed: int, generator: torch.Generator) -> l
     latents = LATENTS_A_SECOND * seconds
     starts, yaw = free_places(64 * number, generator)
     moved = _along(starts, yaw, APPROACH_LATENTS + 8).diff(dim=1).norm(dim=2)
-    stopped = (moved[:, APPROACH_LATENTS - 4 :].amax(dim=1) < 1e-4) & (moved[:, :4].amin(dim=1) > 0.9 * STEP_M)
+    stopped = (moved[:, APPROACH_LATENTS - 4 :].amax(dim=1) < 1e-4) & (
+        moved[:, :4].amin(dim=1) > 0.9 * STEP_M
+    )
     chosen = stopped.nonzero()[:number, 0]
     assert len(chosen) == number, "a way in twelve ends at a wall"
     keys = [
@@ -154,8 +183,12 @@ def _spin(number: int, seconds: int, seed: int, generator: torch.Generator) -> l
     return _players(free_places(number, generator), keys, seed, generator)
 
 
-def _back_and_forth(number: int, seconds: int, seed: int, generator: torch.Generator) -> list[Player]:
-    """One key for one to four seconds, its opposite for as long, and so on: ahead, aside, or looking, in turn."""
+def _back_and_forth(
+    number: int, seconds: int, seed: int, generator: torch.Generator
+) -> list[Player]:
+    """One key for one to four seconds, its opposite for as long, and so on: ahead, aside, or
+    looking, in turn.
+    """
     keys = []
     for index in range(number):
         key = "wal"[index % 3]
@@ -167,7 +200,9 @@ def _back_and_forth(number: int, seconds: int, seed: int, generator: torch.Gener
 
 
 def _bot(number: int, seconds: int, seed: int, generator: torch.Generator) -> list[Player]:
-    """Random keys, a third of the time none, another prompt now and then; a start for each three walks."""
+    """Random keys, a third of the time none, another prompt now and then; a start for each three
+    walks.
+    """
     latents = LATENTS_A_SECOND * seconds
     starts, yaw = _open_places(math.ceil(number / len(STYLES)), generator)
     three = torch.arange(number) // len(STYLES)
@@ -179,7 +214,9 @@ def _home(number: int, seconds: int, seed: int, generator: torch.Generator) -> l
     """Walk away for `seconds`, undo every key, rest for a second where the walk started."""
     starts, yaw = _open_places(number, generator)
     away = _free_keys(starts, yaw, LATENTS_A_SECOND * seconds, generator)
-    return _players((starts, yaw), [[*keys, *undone(keys), *_rest(1)] for keys in away], seed, generator)
+    return _players(
+        (starts, yaw), [[*keys, *undone(keys), *_rest(1)] for keys in away], seed, generator
+    )
 
 
 SCENARIOS: dict[str, Scenario] = {
@@ -194,10 +231,16 @@ SCENARIOS: dict[str, Scenario] = {
 }
 
 
-def players(name: str, seed: int, *, walks: int | None = None, seconds: int | None = None) -> list[Player]:
-    """Draw a scenario's walks from the seed alone. walks: None = its own number; seconds: at most so many of play."""
+def players(
+    name: str, seed: int, *, walks: int | None = None, seconds: int | None = None
+) -> list[Player]:
+    """Draw a scenario's walks from the seed alone. walks: None = its own number; seconds: at
+    most so many of play.
+    """
     scenario = SCENARIOS[name]
-    generator = torch.Generator().manual_seed(seed + HELD_OUT + 10_000 * (1 + list(SCENARIOS).index(name)))
+    generator = torch.Generator().manual_seed(
+        seed + HELD_OUT + 10_000 * (1 + list(SCENARIOS).index(name))
+    )
     length = scenario.seconds if seconds is None else min(scenario.seconds, seconds)
     return scenario.make(scenario.walks if walks is None else walks, length, seed, generator)
 
@@ -205,8 +248,8 @@ def players(name: str, seed: int, *, walks: int | None = None, seconds: int | No
 def undone(keys: Sequence[str]) -> list[str]:
     """Keys that lead back to where `keys` began, if nothing was in the way; one latent frame more.
 
-    A camera looks first and moves then. So the way back moves first: each movement is undone together with the look
-    of the latent frame after it.
+    A camera looks first and moves then. So the way back moves first: each movement is undone
+    together with the look of the latent frame after it.
     """
     looks = [_only(held, "jlik").translate(_OPPOSITE) for held in keys]
     moves = [_only(held, "wsad").translate(_OPPOSITE) for held in keys]
@@ -215,7 +258,7 @@ def undone(keys: Sequence[str]) -> list[str]:
 
 
 def _players(
-    places: tuple[torch.Tensor, torch.Tensor],
+    positions: tuple[torch.Tensor, torch.Tensor],
     keys: Sequence[Sequence[str]],
     seed: int,
     generator: torch.Generator,
@@ -223,7 +266,10 @@ def _players(
     turned_at: int | None = None,
     switches: bool = False,
 ) -> list[Player]:
-    """Walks whose first latent frame is the start image; styles take turns. Chunks of three latent frames fill them."""
+    """Walks whose first latent frame is the start image; styles take turns.
+
+    Chunks of three latent frames fill them.
+    """
     out = []
     for index, held in enumerate(keys):
         fill = -(1 + len(held)) % LATENTS_A_CHUNK
@@ -235,16 +281,22 @@ def _players(
             if at >= len(held):
                 break
             last = _STYLE_OF[prompts[max(prompts)]]
-            prompts[at] = _prompt((last + int(torch.randint(1, 3, (), generator=generator))) % 3, generator)
-        x_m, z_m = places[0][index].tolist()
+            prompts[at] = _prompt(
+                (last + int(torch.randint(1, 3, (), generator=generator))) % 3, generator
+            )
+        x_m, z_m = positions[0][index].tolist()
         all_keys = ("", *held, *[""] * fill)
-        walk = Played((x_m, z_m), float(places[1][index]), all_keys, style, prompts, seed * 1000 + index)
+        walk = Played(
+            (x_m, z_m), float(positions[1][index]), all_keys, style, prompts, seed * 1000 + index
+        )
         out.append(Player(walk, turned_at))
     return out
 
 
 def _open_places(number: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Places with three metres of free way ahead: a wall at arm's length has no sharpness to compare with."""
+    """Places with three metres of free way ahead: a wall at arm's length has no sharpness to
+    compare with.
+    """
     starts, yaw = free_places(16 * number, generator)
     path = _along(starts, yaw, 6)
     free = ((path[:, -1] - path[:, 0]).norm(dim=1) > 0.999 * 6 * STEP_M).nonzero()[:number, 0]
@@ -259,12 +311,18 @@ def _along(starts: torch.Tensor, yaw: torch.Tensor, latents: int) -> torch.Tenso
 
 
 def _bot_keys(latents: int, generator: torch.Generator) -> list[str]:
-    """Keys follow each pause; so a larger share than `IDLE_SHARE` of the spells of keys has a pause behind it."""
+    """Keys follow each pause; so a larger share than `IDLE_SHARE` of the spells of keys has a
+    pause behind it.
+    """
     return _played_keys(latents, generator, idle=IDLE_SHARE / (1 - IDLE_SHARE), idle_s=BURST_S)
 
 
-def _played_keys(latents: int, generator: torch.Generator, *, idle: float, idle_s: tuple[float, float]) -> list[str]:
-    """Spells of keys, each other ones than before. idle: how likely a pause follows a spell, for `idle_s` seconds."""
+def _played_keys(
+    latents: int, generator: torch.Generator, *, idle: float, idle_s: tuple[float, float]
+) -> list[str]:
+    """Spells of keys, each other ones than before. idle: how likely a pause follows a spell, for
+    `idle_s` seconds.
+    """
     out: list[str] = []
     held, pitch, may_pause = "", 0.0, False
     while len(out) < latents:
@@ -290,19 +348,27 @@ def _other_keys(last: str, generator: torch.Generator) -> str:
     return _HABITS[int(torch.multinomial(weights, 1, generator=generator))][0]
 
 
-def _free_keys(starts: torch.Tensor, yaw: torch.Tensor, latents: int, generator: torch.Generator) -> list[list[str]]:
-    """A bot's keys for each start, but a player who would touch a wall turns instead, and so can be undone."""
+def _free_keys(
+    starts: torch.Tensor, yaw: torch.Tensor, latents: int, generator: torch.Generator
+) -> list[list[str]]:
+    """A bot's keys for each start, but a player who would touch a wall turns instead, and so can
+    be undone.
+    """
     number = len(starts)
     wished = [_bot_keys(latents, generator) for _ in range(number)]
     headings = torch.rad2deg(yaw.double()).tolist()
-    places = starts.double().tolist()
-    poses = torch.stack([world_pose(x, z, heading) for (x, z), heading in zip(places, headings, strict=True)])
+    positions = starts.double().tolist()
+    poses = torch.stack(
+        [world_pose(x, z, heading) for (x, z), heading in zip(positions, headings, strict=True)]
+    )
     pitch = torch.zeros(number, dtype=torch.float64)
     out: list[list[str]] = [[] for _ in range(number)]
     evading = [0] * number
     sides = _sides(number)
     for latent in range(latents):
-        held = [sides[index] if evading[index] else wished[index][latent] for index in range(number)]
+        held = [
+            sides[index] if evading[index] else wished[index][latent] for index in range(number)
+        ]
         free, _ = move_cameras(poses, pitch, Motion.of_keys(held), STEP_M)
         after, _ = move_cameras(poses, pitch, Motion.of_keys(held), STEP_M, village_grid())
         touches = ((free - after)[:, 0:3:2, 3].norm(dim=1) > 1e-9).tolist()
@@ -332,7 +398,9 @@ def _between(low: float, high: float, generator: torch.Generator) -> float:
 
 def _latents(shortest_s: float, longest_s: float, generator: torch.Generator) -> int:
     """A time as latent frames, drawn evenly in its logarithm."""
-    return round(LATENTS_A_SECOND * math.exp(_between(math.log(shortest_s), math.log(longest_s), generator)))
+    return round(
+        LATENTS_A_SECOND * math.exp(_between(math.log(shortest_s), math.log(longest_s), generator))
+    )
 
 
 def _prompt(style: int, generator: torch.Generator) -> str:
@@ -340,23 +408,30 @@ def _prompt(style: int, generator: torch.Generator) -> str:
     return prompts[int(torch.randint(len(prompts), (), generator=generator))]
 
 
-# -- measures ----------------------------------------------------------------------------------------------------------
+# -- measures --------------------------------------------------------------------------------------
 
 
 def truth_of(renderer: Renderer, player: Player) -> torch.Tensor:
-    """What a walk should look like, uint8 [L, H, W, 3] on the CPU; equal views are rendered once."""
+    """What a walk should look like, uint8 [L, H, W, 3] on the CPU; equal views are rendered
+    once.
+    """
     path, styles = player.walk.walk(), player.styles()
     views = torch.cat(
-        (path.positions[0].double(), path.yaw[0, :, None], path.pitch[0, :, None], styles[:, None]), dim=1
+        (path.positions[0].double(), path.yaw[0, :, None], path.pitch[0, :, None], styles[:, None]),
+        dim=1,
     )
     views, which = torch.unique(views, dim=0, return_inverse=True)
-    pictures = renderer.render(views[:, :2].float(), views[:, 2].float(), views[:, 3].float(), views[:, 4].long())
-    return pictures.cpu()[which]
+    images = renderer.render(
+        views[:, :2].float(), views[:, 2].float(), views[:, 3].float(), views[:, 4].long()
+    )
+    return images.cpu()[which]
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """One walk's measures, a value for each second, and what the classifier says of each latent frame, [L]."""
+    """One walk's measures, a value for each second, and what the classifier says of each latent
+    frame, [L].
+    """
 
     values: dict[str, list[float | None]]
     village: torch.Tensor
@@ -367,7 +442,9 @@ class Seconds:
         return float(self.village[self.village_of_truth].float().mean())
 
 
-def measured(made_LHW3: torch.Tensor, truth_LHW3: torch.Tensor, player: Player, recogniser: Recogniser) -> Seconds:
+def measured(
+    made_LHW3: torch.Tensor, truth_LHW3: torch.Tensor, player: Player, recogniser: Recogniser
+) -> Seconds:
     """Measure one walk. Frames are uint8, one a latent frame, the start image first."""
     styles, before = player.styles(), player.styles_before()
     accepted = recogniser.villages(made_LHW3, styles)
@@ -387,7 +464,9 @@ def measured(made_LHW3: torch.Tensor, truth_LHW3: torch.Tensor, player: Player, 
         values["sharpness"].append(_rounded(measure.sharpness(made, truth)))
         values["contrast"].append(_rounded(_deviation(made) / _deviation(truth).clamp(min=1e-6)))
         judged = of_truth[part]
-        values["village"].append(_rounded(accepted[part][judged].float().mean()) if bool(judged.any()) else None)
+        values["village"].append(
+            _rounded(accepted[part][judged].float().mean()) if bool(judged.any()) else None
+        )
     return Seconds(values, accepted, of_truth)
 
 
@@ -407,7 +486,10 @@ def tens(values: Sequence[float | None]) -> list[float]:
     """Means over every ten seconds; shorter walks have one mean over all."""
     numbers = [value for value in values if value is not None]
     step = min(10, len(numbers))
-    return [round(sum(numbers[at : at + step]) / step, 3) for at in range(0, len(numbers) - step + 1, step)]
+    return [
+        round(sum(numbers[at : at + step]) / step, 3)
+        for at in range(0, len(numbers) - step + 1, step)
+    ]
 
 
 def _deviation(frames_1T3HW: torch.Tensor) -> torch.Tensor:
@@ -419,7 +501,7 @@ def _rounded(value: torch.Tensor) -> float:
     return round(float(value), 3)
 
 
-# -- everything together -----------------------------------------------------------------------------------------------
+# -- everything together ---------------------------------------------------------------------------
 
 
 def score_players(
@@ -438,7 +520,9 @@ def score_players(
         drawn = players(name, seed, walks=walks, seconds=seconds)
         truths = [truth_of(renderer, player) for player in drawn]
         print(f"{name}: {len(drawn)} walks of {drawn[0].seconds} s", file=sys.stderr, flush=True)
-        videos = world.play([player.walk for player in drawn], torch.stack([truth[0] for truth in truths]))
+        videos = world.play(
+            [player.walk for player in drawn], torch.stack([truth[0] for truth in truths])
+        )
         found = [
             measured(video[::4], truth, player, recogniser)
             for video, truth, player in zip(videos, truths, drawn, strict=True)
@@ -459,34 +543,74 @@ def _summary(name: str, drawn: Sequence[Player], found: Sequence[Seconds]) -> di
     turned = [(walk, player.turned_at) for walk, player in zip(found, drawn, strict=True)]
     if name in ("straight", "wall"):
         out["again_s"] = [again(walk, at) for walk, at in turned if at is not None]
-    kept = ["psnr", "sharpness", "contrast", "village"]
-    kept += ["start_psnr"] if name in ("still", "home") else []
-    return out | {key: [walk.values[key] for walk in found] for key in kept}
+    retained = ["psnr", "sharpness", "contrast", "village"]
+    retained += ["start_psnr"] if name in ("still", "home") else []
+    return out | {key: [walk.values[key] for walk in found] for key in retained}
 
 
 def table(scenarios: dict[str, Any]) -> list[dict[str, Any]]:
-    """What has a target, for the scenarios that were played: measure, value, target, and whether it is met."""
+    """What has a target, for the scenarios that were played: measure, value, target, and whether
+    it is met.
+    """
     rows: list[dict[str, Any]] = []
 
     def add(measure_: str, value: Any, target: str, met: bool, aim: str = "") -> None:
-        rows.append({"measure": measure_, "value": value, "target": target, "met": met} | ({"aim": aim} if aim else {}))
+        rows.append(
+            {"measure": measure_, "value": value, "target": target, "met": met}
+            | ({"aim": aim} if aim else {})
+        )
 
     if still := scenarios.get("still"):
         lowest = min(min(walk) for walk in still["start_psnr"])
-        add("still: PSNR against the start image, lowest second", lowest, ">= 22 dB", lowest >= 22, "27 dB")
-        low, high = min(min(walk) for walk in still["sharpness"]), max(max(walk) for walk in still["sharpness"])
-        add("still: sharpness, lowest and highest second", [low, high], "0.8 to 1.2", low >= 0.8 and high <= 1.2)
+        add(
+            "still: PSNR against the start image, lowest second",
+            lowest,
+            ">= 22 dB",
+            lowest >= 22,
+            "27 dB",
+        )
+        low, high = (
+            min(min(walk) for walk in still["sharpness"]),
+            max(max(walk) for walk in still["sharpness"]),
+        )
+        add(
+            "still: sharpness, lowest and highest second",
+            [low, high],
+            "0.8 to 1.2",
+            low >= 0.8 and high <= 1.2,
+        )
     if bot := scenarios.get("bot"):
         lowest = bot["lowest_ten_seconds_psnr"]
         add("bot: PSNR, lowest mean of ten seconds", lowest, ">= 18 dB", lowest >= 18, "22 dB")
         share = min(bot["village_share"])
-        add("bot: share of frames that are a village, lowest walk", share, ">= 0.98", share >= 0.98, "1")
-    turned = [value for name in ("straight", "wall") for value in scenarios.get(name, {}).get("again_s", ())]
+        add(
+            "bot: share of frames that are a village, lowest walk",
+            share,
+            ">= 0.98",
+            share >= 0.98,
+            "1",
+        )
+    turned = [
+        value
+        for name in ("straight", "wall")
+        for value in scenarios.get(name, {}).get("again_s", ())
+    ]
     if turned:
         soon = sum(value is not None and value <= AGAIN_S for value in turned)
         target = f"{len(turned)} of {len(turned)} within {AGAIN_S:g} s"
-        add("straight and wall: a village again after turning away", soon, target, soon == len(turned))
+        add(
+            "straight and wall: a village again after turning away",
+            soon,
+            target,
+            soon == len(turned),
+        )
     if home := scenarios.get("home"):
         lowest = min(walk[-1] for walk in home["start_psnr"])
-        add("home: PSNR against the start image, last second", lowest, ">= 20 dB", lowest >= 20, "24 dB")
+        add(
+            "home: PSNR against the start image, last second",
+            lowest,
+            ">= 20 dB",
+            lowest >= 20,
+            "24 dB",
+        )
     return rows

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sixty prompts for each style of the village. The first of each is the one that the demo and the page offer."""
+"""Sixty prompts for each style of the village.
+
+The first of each is the one that the demo and the page offer.
+"""
 
 from training.tiny_world.village import STYLES
 
@@ -51,5 +54,6 @@ _LIGHTS: dict[str, tuple[str, ...]] = {
 }
 
 PROMPTS: dict[str, list[str]] = {
-    style: [template.format(place=place) for template in _LIGHTS[style] for place in _PLACES] for style in STYLES
+    style: [template.format(place=place) for template in _LIGHTS[style] for place in _PLACES]
+    for style in STYLES
 }

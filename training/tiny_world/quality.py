@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The quality page: what each option costs and gives, by `score.py` on the same held-out walks.
 
-    python -m training.tiny_world.quality --model DIR --out DIR --walks 24 --chunks 100 --page quality.md
+    python -m training.tiny_world.quality --model DIR --out DIR --walks 24 --chunks 100 --page
+    quality.md
 
-Every variant is measured as `score.py` does against a truth that is rendered once, and is one file in --out; a result
-that is there already, of the same walks, options and model, is not made again, so the command may be stopped and
-started, several may run at once with --only, and what needs more devices than there are may be made elsewhere. --page
-writes the page and its plot (SVG), unless a variant is missing.
+Every variant is measured as `score.py` does against a truth that is rendered once, and is one file
+in --out; a result that is there already, of the same walks, options and model, is not made again,
+so the command may be stopped and started, several may run at once with --only, and what needs more
+devices than there are may be made elsewhere. --page writes the page and its plot (SVG), unless a
+variant is missing.
 Held by tests/training/tiny_world/test_quality.py.
 """
 
@@ -31,16 +33,27 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "no sink": ("--sink", "0"),
     "bfloat16": ("--dtype", "bfloat16"),
     "float16": ("--dtype", "float16"),
-    "snapshot every 10 chunks": ("--snapshot-every", "30"),  # the model's own chunks are one latent frame
+    # the model's own chunks are one latent frame
+    "snapshot every 10 chunks": ("--snapshot-every", "30"),
     "as SGLang serves it": ("--model-options", '{"convention": "sglang"}'),
 }
-"""Name -> arguments of `score.py`; the world is shipped with the tiny decoder, 4 steps, window 18, sink 3, and runs in
-fp32 unless a row says otherwise. What a late chunk may go without (`degradations`), here every chunk goes without.
-`vae_parallel` needs no row: it gives the exact decoder's frames, to rounding."""
+"""Name -> arguments of `score.py`; the world is shipped with the tiny decoder, 4 steps, window 18,
+sink 3, and runs in fp32 unless a row says otherwise. What a late chunk may go without
+(`degradations`), here every chunk goes without. `vae_parallel` needs no row: it gives the exact
+decoder's frames, to rounding."""
 SHOWN = (1, 5, 20, 100)
-LOSSES = {"PSNR": 1.0, "sharpness": 0.1, "turn": 0.1, "step": 0.02, "style": 0.1, "return": 1.0, "level": 0.1}
-"""How much worse than as shipped is a loss: in dB, of the truth's, of the command (twice), of the walks, in dB, of 2.
-Three times what the row that changes no arithmetic (snapshots) differs by, or more."""
+LOSSES = {
+    "PSNR": 1.0,
+    "sharpness": 0.1,
+    "turn": 0.1,
+    "step": 0.02,
+    "style": 0.1,
+    "return": 1.0,
+    "level": 0.1,
+}
+"""How much worse than as shipped is a loss: in dB, of the truth's, of the command (twice), of the
+walks, in dB, of 2. Three times what the row that changes no arithmetic (snapshots) differs by, or
+more."""
 _COLOURS = [
     "#1b6ca8",
     "#c0392b",
@@ -58,7 +71,16 @@ _COLOURS = [
 
 def arguments(args: argparse.Namespace, name: str) -> list[str]:
     """What decides a variant's result, as arguments of `score.py`."""
-    common = ("--seed", args.seed, "--walks", args.walks, "--chunks", args.chunks, "--dtype", "float32")
+    common = (
+        "--seed",
+        args.seed,
+        "--walks",
+        args.walks,
+        "--chunks",
+        args.chunks,
+        "--dtype",
+        "float32",
+    )
     return [str(value) for value in (*common, *VARIANTS[name])]
 
 
@@ -73,7 +95,9 @@ def command(args: argparse.Namespace, name: str) -> list[str]:
 def digest_of(model: Path) -> str:
     """Names the weights that a result is of; card and pictures beside them may change."""
     digest = hashlib.sha256()
-    for path in sorted(path for path in model.rglob("*") if path.suffix in (".safetensors", ".pth")):
+    for path in sorted(
+        path for path in model.rglob("*") if path.suffix in (".safetensors", ".pth")
+    ):
         digest.update(path.relative_to(model).as_posix().encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
@@ -94,7 +118,8 @@ def run_all(args: argparse.Namespace, out: TextIO) -> dict[str, Any]:
     truth: Truth | None = None
     for name in args.only or VARIANTS:
         path = args.out / f"{name.replace(' ', '_')}.json"
-        key = {"weights": weights, "arguments": arguments(args, name)}  # wherever model and engines are
+        # wherever model and engines are
+        key = {"weights": weights, "arguments": arguments(args, name)}
         result = kept(path, key)
         if result is None:
             options = score.make_parser().parse_args(command(args, name))
@@ -103,7 +128,13 @@ def run_all(args: argparse.Namespace, out: TextIO) -> dict[str, Any]:
             path.write_text(json.dumps({"key": key, "result": result}))
         results[name] = result
         print(f"{name}: {row(result)}", file=out, flush=True)
-    return {"weights": weights, "walks": args.walks, "chunks": args.chunks, "seed": args.seed, "variants": results}
+    return {
+        "weights": weights,
+        "walks": args.walks,
+        "chunks": args.chunks,
+        "seed": args.seed,
+        "variants": results,
+    }
 
 
 def shown(chunks: int) -> list[int]:
@@ -113,7 +144,8 @@ def shown(chunks: int) -> list[int]:
 def row(result: Mapping[str, Any]) -> list[str]:
     """A line of the table: PSNR / sharpness by chunk, turn, step, styles, return, level."""
     by_chunk = [
-        f"{result['psnr'][chunk - 1]:.1f} / {result['sharpness'][chunk - 1]:.2f}" for chunk in shown(result["chunks"])
+        f"{result['psnr'][chunk - 1]:.1f} / {result['sharpness'][chunk - 1]:.2f}"
+        for chunk in shown(result["chunks"])
     ]
     return [
         *by_chunk,
@@ -126,7 +158,9 @@ def row(result: Mapping[str, Any]) -> list[str]:
 
 
 def measures(result: Mapping[str, Any]) -> dict[str, tuple[str, float, float]]:
-    """By what is measured: its key in `LOSSES`, the value, and how far it is from perfect (only differences count)."""
+    """By what is measured: its key in `LOSSES`, the value, and how far it is from perfect (only
+    differences count).
+    """
     by_chunk: dict[str, tuple[str, float, float]] = {}
     for chunk in shown(result["chunks"]):
         psnr, sharpness = result["psnr"][chunk - 1], result["sharpness"][chunk - 1]
@@ -156,7 +190,10 @@ def losses(result: Mapping[str, Any], shipped: Mapping[str, Any]) -> list[str]:
 
 
 def page(quality: Mapping[str, Any], plot: str) -> str:
-    """The page's text. Raises ValueError while a variant is missing: half a comparison is not published."""
+    """The page's text.
+
+    Raises ValueError while a variant is missing: half a comparison is not published.
+    """
     missing = [name for name in VARIANTS if name not in quality["variants"]]
     if missing:
         raise ValueError(f"no result yet of: {', '.join(missing)}")
@@ -167,14 +204,21 @@ def page(quality: Mapping[str, Any], plot: str) -> str:
     for name, result in quality["variants"].items():
         elsewhere = "" if result["device"] == some["device"] else f" (on {result['device']})"
         lines.append("| " + " | ".join([name + elsewhere, *row(result)]) + " |")
-    worse = {name: losses(result, some) for name, result in quality["variants"].items() if name != "as shipped"}
+    worse = {
+        name: losses(result, some)
+        for name, result in quality["variants"].items()
+        if name != "as shipped"
+    }
     return "\n".join(
         [
             "# Quality of the options, on the village",
             "",
-            f"{quality['walks']} walks of {quality['chunks']} chunks that the village was never shown (seed "
-            f"{quality['seed']}), {some['size'][0]}x{some['size'][1]}, on {some['device']}, weights "
-            f"`{quality['weights']}`. Every row is the same walks with one option changed; as shipped means the tiny "
+            f"{quality['walks']} walks of {quality['chunks']} chunks that the village was never "
+            "shown (seed "
+            f"{quality['seed']}), {some['size'][0]}x{some['size'][1]}, on {some['device']}, "
+            "weights "
+            f"`{quality['weights']}`. Every row is the same walks with one option changed; as "
+            "shipped means the tiny "
             "decoder, 4 steps, a window of 18 latent frames and a sink of 3, in fp32.",
             "",
             *lines,
@@ -185,17 +229,23 @@ def page(quality: Mapping[str, Any], plot: str) -> str:
             "",
             *(f"- {name}: {', '.join(found)}" for name, found in worse.items() if found),
             "",
-            f"No worse in any column: {', '.join(name for name, found in worse.items() if not found)}.",
+            "No worse in any column: "
+            f"{', '.join(name for name, found in worse.items() if not found)}.",
             "",
             "The columns:",
             "",
-            "- By chunk: PSNR in dB against the rendered truth / sharpness over the truth's. PSNR rewards blur.",
-            "- Turn: of a held look key over the commanded 6 degrees, median; wrong: latent frames that turned the "
+            "- By chunk: PSNR in dB against the rendered truth / sharpness over the truth's. PSNR "
+            "rewards blur.",
+            "- Turn: of a held look key over the commanded 6 degrees, median; wrong: latent frames "
+            "that turned the "
             "other way. Step: the same of `w`.",
-            "- Style: walks named right by their mean colour at chunk 1, and two chunks after a new prompt.",
-            "- Return: PSNR after turning away for 6 latent frames and back. Level: largest difference from a style's "
+            "- Style: walks named right by their mean colour at chunk 1, and two chunks after a "
+            "new prompt.",
+            "- Return: PSNR after turning away for 6 latent frames and back. Level: largest "
+            "difference from a style's "
             "mean over the last tenth of the chunks, in a range of 2.",
-            "- `vae_parallel` has no row: ranks that decode a frame in bands make the exact decoder's frames, to "
+            "- `vae_parallel` has no row: ranks that decode a frame in bands make the exact "
+            "decoder's frames, to "
             "rounding (tests/model_executor/models/wan/test_split_decode.py).",
             "",
             "Made by `python -m training.tiny_world.quality`; every value is in "
@@ -209,9 +259,12 @@ def svg(quality: Mapping[str, Any], names: Sequence[str]) -> str:
     """PSNR (left) and sharpness (right) by chunk, a line a variant."""
     width, height, gap = 360, 220, 60
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * (width + gap)} {height + 90 + 16 * len(names)}">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * (width + gap)} '
+        f'{height + 90 + 16 * len(names)}">'
     ]
-    parts.append("<style>text{font:12px sans-serif;fill:#444}path{fill:none;stroke-width:1.5}</style>")
+    parts.append(
+        "<style>text{font:12px sans-serif;fill:#444}path{fill:none;stroke-width:1.5}</style>"
+    )
     for panel, (key, top) in enumerate((("psnr", 32.0), ("sharpness", 1.2))):
         left = gap + panel * (width + gap)
         parts.append(f'<text x="{left}" y="18">{key} by chunk</text>')
@@ -226,7 +279,9 @@ def svg(quality: Mapping[str, Any], names: Sequence[str]) -> str:
                 f"{left + step * at:.1f} {30 + height * (1 - min(value, top) / top):.1f}"
                 for at, value in enumerate(values)
             ]
-            parts.append(f'<path d="M{" L".join(points)}" stroke="{_COLOURS[index % len(_COLOURS)]}"/>')
+            parts.append(
+                f'<path d="M{" L".join(points)}" stroke="{_COLOURS[index % len(_COLOURS)]}"/>'
+            )
         parts.append(f'<text x="{left}" y="{height + 48}">1</text>')
         parts.append(f'<text x="{left + width - 20}" y="{height + 48}">{quality["chunks"]}</text>')
     for index, name in enumerate(names):
@@ -239,16 +294,28 @@ def svg(quality: Mapping[str, Any], names: Sequence[str]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True, help="folder of results, one file a variant")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder of results, one file a variant"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--walks", type=int, default=24)
     parser.add_argument("--chunks", type=int, default=100)
-    parser.add_argument("--engines", type=int, default=1, help="walks of a variant are shared out to so many engines")
+    parser.add_argument(
+        "--engines",
+        type=int,
+        default=1,
+        help="walks of a variant are shared out to so many engines",
+    )
     parser.add_argument("--only", nargs="*", choices=list(VARIANTS), help="variants to run now")
     parser.add_argument(
-        "--gpu-memory-utilization", type=float, default=0.6, help="of each run: several may share a GPU"
+        "--gpu-memory-utilization",
+        type=float,
+        default=0.6,
+        help="of each run: several may share a GPU",
     )
-    parser.add_argument("--page", type=Path, help="Markdown file to write; its plot (SVG) lies beside it")
+    parser.add_argument(
+        "--page", type=Path, help="Markdown file to write; its plot (SVG) lies beside it"
+    )
     args = parser.parse_args()
     quality = run_all(args, score.own_stdout())
     if args.page is not None:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process a GPU under `torchrun`, or a single process: who one is, and how gradients become their mean."""
+"""One process a GPU under `torchrun`, or a single process: who one is, and how gradients become
+their mean.
+"""
 
 import os
 import time
@@ -20,15 +22,22 @@ class Ranks:
 
     @classmethod
     def join(cls, device: str | None = None) -> "Ranks":
-        """Meet the other processes, if there are any. device: `cpu` or `cuda`; None = CUDA where there is one."""
-        world, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+        """Meet the other processes, if there are any. device: `cpu` or `cuda`; None = CUDA where
+        there is one.
+        """
+        world, local = (
+            int(os.environ.get("WORLD_SIZE", "1")),
+            int(os.environ.get("LOCAL_RANK", "0")),
+        )
         cuda = torch.cuda.is_available() if device is None else device == "cuda"
-        place = torch.device("cuda", local) if cuda else torch.device("cpu")
+        position = torch.device("cuda", local) if cuda else torch.device("cpu")
         if cuda:
-            torch.cuda.set_device(place)
+            torch.cuda.set_device(position)
         if world > 1 and not distributed.is_initialized():
-            distributed.init_process_group("nccl" if cuda else "gloo", device_id=place if cuda else None)
-        return cls(int(os.environ.get("RANK", "0")), world, place)
+            distributed.init_process_group(
+                "nccl" if cuda else "gloo", device_id=position if cuda else None
+            )
+        return cls(int(os.environ.get("RANK", "0")), world, position)
 
     @property
     def leads(self) -> bool:
@@ -42,8 +51,10 @@ class Ranks:
         flat = torch.cat([grad.flatten() for grad in grads])
         distributed.all_reduce(flat)
         flat /= self.world
-        pieces = flat.split([grad.numel() for grad in grads])
-        torch._foreach_copy_(grads, [piece.view_as(grad) for piece, grad in zip(pieces, grads, strict=True)])
+        parts = flat.split([grad.numel() for grad in grads])
+        torch._foreach_copy_(
+            grads, [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)]
+        )
 
     def agree(self, values: Sequence[float]) -> list[float]:
         """Return the first rank's values."""
@@ -59,7 +70,7 @@ class Ranks:
             for parameter in module.parameters():
                 distributed.broadcast(parameter.data, 0)
 
-    def leave(self) -> None:
+    def destroy_group(self) -> None:
         if self.world > 1 and distributed.is_initialized():
             distributed.destroy_process_group()
 

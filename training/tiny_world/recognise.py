@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recognise a village: whether a frame shows the village in a given style, or a mosaic, fog, a smear, another style.
+"""Recognise a village: whether a frame shows the village in a given style, or a mosaic, fog, a
+smear, another style.
 
-    python -m training.tiny_world.recognise --train       # minutes on a CPU; writes recognise.safetensors
+    # minutes on a CPU; writes recognise.safetensors
+    python -m training.tiny_world.recognise --train
     python -m training.tiny_world.recognise --calibrate   # its threshold alone
-    python -m training.tiny_world.recognise --seed 2      # measures the shipped classifier on fresh renders
+    # measures the shipped classifier on fresh renders
+    python -m training.tiny_world.recognise --seed 2
 
-A small network reads hand-made features of a frame at 48x80 pixels: colours in a coarse grid, histograms of gradients
-at two scales, and the autocorrelation of gradients, in which repeated edges stand out. It is trained on renders, on
-damaged renders, and on frames of `broken.webp`: what the world without world poses made after 40 s and more of standing
-still or walking, chosen by eye. The threshold comes from other renders, of which 99.5 % are accepted.
-Renders are views without a wall or a tree at arm's length, see `open_views`.
+A small network reads hand-made features of a frame at 48x80 pixels: colours in a coarse grid,
+histograms of gradients at two scales, and the autocorrelation of gradients, in which repeated edges
+stand out. It is trained on renders, on damaged renders, and on frames of `broken.webp`: what the
+world without world poses made after 40 s and more of standing still or walking, chosen by eye. The
+threshold comes from other renders, of which 99.5 % are accepted. Renders are views without a wall
+or a tree at arm's length, see `open_views`.
 Held by tests/training/tiny_world/test_recognise.py.
 """
 
@@ -36,14 +40,18 @@ from training.tiny_world.walks import random_walks, village_grid
 
 WEIGHTS = Path(__file__).with_name("recognise.safetensors")
 BROKEN = Path(__file__).with_name("broken.webp")
-"""Frames that are no village, at the size that the classifier reads; a row shows a session of `STYLES[row % 3]`."""
+"""Frames that are no village, at the size that the classifier reads; a row shows a session of
+`STYLES[row % 3]`.
+"""
 BROKEN_COLUMNS = 10
 UNSEEN_ROWS = 11, 14
 """Rows of `broken.webp` that training leaves out: another session."""
 SIZE = 48, 80
 """Pixels that a frame is reduced to, so that worlds of any size are measured alike."""
 ACCEPTED = 0.995
-"""Share of the calibration's renders that is accepted; 0.99 is promised, for renders of any seed."""
+"""Share of the calibration's renders that is accepted; 0.99 is promised, for renders of any
+seed.
+"""
 _VIEW_LATENT = 40
 """Renders show what a random walker sees after so many latent frames."""
 _LARGEST_PITCH = 0.6
@@ -54,7 +62,10 @@ _SEEDS = {"train": 880_001, "calibrate": 880_002, "check": 880_003}
 
 
 class Recogniser(nn.Module):
-    """Says whether frames are a village in a style. Same frames, same result: no randomness, fp32 on the CPU."""
+    """Says whether frames are a village in a style.
+
+    Same frames, same result: no randomness, fp32 on the CPU.
+    """
 
     mean: torch.Tensor
     deviation: torch.Tensor
@@ -82,9 +93,14 @@ class Recogniser(nn.Module):
         return logits[chosen] - logits.masked_fill(chosen, -torch.inf).logsumexp(dim=1)
 
     def villages(self, frames_NHW3: torch.Tensor, style_N: torch.Tensor) -> torch.Tensor:
-        """Return whether each uint8 frame [N, H, W, 3] is a village in its style (index into `STYLES`), bool [N]."""
+        """Return whether each uint8 frame [N, H, W, 3] is a village in its style (index into
+        `STYLES`), bool [N].
+        """
         parts = zip(frames_NHW3.split(256), style_N.split(256), strict=True)
-        found = [self.margins(features(reduced(frames)), styles) > self.threshold for frames, styles in parts]
+        found = [
+            self.margins(features(reduced(frames)), styles) > self.threshold
+            for frames, styles in parts
+        ]
         return torch.cat(found) if found else torch.zeros(0, dtype=torch.bool)
 
 
@@ -97,7 +113,7 @@ def shipped() -> Recogniser:
     return recogniser.eval()
 
 
-# -- features ----------------------------------------------------------------------------------------------------------
+# -- features --------------------------------------------------------------------------------------
 
 
 def reduced(frames_NHW3: torch.Tensor) -> torch.Tensor:
@@ -110,12 +126,21 @@ def features(frames_N3HW: torch.Tensor) -> torch.Tensor:
     grey = frames_N3HW.mean(dim=1, keepdim=True)
     half = functional.avg_pool2d(grey, 2)
     cells = functional.avg_pool2d(frames_N3HW, 8)  # 6 x 10
-    in_cells = (functional.avg_pool2d(grey.square(), 8) - functional.avg_pool2d(grey, 8).square()).clamp(min=0).sqrt()
+    in_cells = (
+        (functional.avg_pool2d(grey.square(), 8) - functional.avg_pool2d(grey, 8).square())
+        .clamp(min=0)
+        .sqrt()
+    )
     saturation = frames_N3HW.amax(dim=1, keepdim=True) - frames_N3HW.amin(dim=1, keepdim=True)
     parts = [cells, in_cells, functional.avg_pool2d(saturation, 8)]
-    for picture in (grey, half):
-        across, down = picture.diff(dim=3), picture.diff(dim=2)
-        parts += [_histogram(across), _histogram(down), _autocorrelation(across), _autocorrelation(down)]
+    for image in (grey, half):
+        across, down = image.diff(dim=3), image.diff(dim=2)
+        parts += [
+            _histogram(across),
+            _histogram(down),
+            _autocorrelation(across),
+            _autocorrelation(down),
+        ]
         parts += [_autocorrelation(step.transpose(2, 3)) for step in (across, down)]
     return torch.cat([part.flatten(1) for part in parts], dim=1)
 
@@ -133,13 +158,15 @@ def _autocorrelation(steps_N1HW: torch.Tensor) -> torch.Tensor:
     return torch.stack([product.flatten(1).mean(dim=1) / power for product in lags], dim=1)
 
 
-# -- frames ------------------------------------------------------------------------------------------------------------
+# -- frames ----------------------------------------------------------------------------------------
 
 
 def renders(
     walkers: int, seed: int, size: tuple[int, int], *, compiled: bool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What random walkers see, uint8 [N, H, W, 3], and the styles, which take turns; N: those with an open view."""
+    """What random walkers see, uint8 [N, H, W, 3], and the styles, which take turns; N: those
+    with an open view.
+    """
     renderer = Renderer("cpu", *size, compiled=compiled, frames_per_call=8 if compiled else 2)
     walks = random_walks(walkers, _VIEW_LATENT + 1, seed)
     position, yaw, pitch = walks.positions[:, -1], walks.yaw[:, -1], walks.pitch[:, -1]
@@ -148,10 +175,13 @@ def renders(
     return renderer.render(position[seen], yaw[seen], pitch[seen], style[seen]), style[seen]
 
 
-def open_views(position_N2: torch.Tensor, yaw_N: torch.Tensor, pitch_N: torch.Tensor) -> torch.Tensor:
+def open_views(
+    position_N2: torch.Tensor, yaw_N: torch.Tensor, pitch_N: torch.Tensor
+) -> torch.Tensor:
     """Whether nothing stands within a metre ahead and the view is not far up or down, bool [N].
 
-    A wall or a tree that fills the view looks like fog, in any style, and nobody could tell; so could not a classifier.
+    A wall or a tree that fills the view looks like fog, in any style, and nobody could tell; so
+    could not a classifier.
     """
     ahead_N2 = torch.stack((yaw_N.sin(), yaw_N.cos()), dim=1)
     probes = torch.stack([(position_N2 + metres * ahead_N2).double() for metres in (0.5, 1.0)])
@@ -160,7 +190,9 @@ def open_views(position_N2: torch.Tensor, yaw_N: torch.Tensor, pitch_N: torch.Te
 
 
 def broken_frames() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Frames of `broken.webp`, uint8 [N, 48, 80, 3], their styles [N], and whether training sees them, bool [N]."""
+    """Frames of `broken.webp`, uint8 [N, 48, 80, 3], their styles [N], and whether training sees
+    them, bool [N].
+    """
     import numpy as np
 
     with Image.open(BROKEN) as image:
@@ -207,7 +239,9 @@ def _fog(frames: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 def _melted(frames: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Soft, flat and darker at once."""
     soft = _blur(frames, generator)
-    flat = torch.lerp(soft, soft.mean(dim=(2, 3), keepdim=True), _uniform(len(frames), 0.0, 0.8, generator))
+    flat = torch.lerp(
+        soft, soft.mean(dim=(2, 3), keepdim=True), _uniform(len(frames), 0.0, 0.8, generator)
+    )
     return flat * _uniform(len(frames), 0.2, 1.0, generator)
 
 
@@ -218,8 +252,12 @@ def _dark(frames: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 def _noisy(frames: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     cell = (1, 2, 4, 8, 16)[int(torch.randint(5, (1,), generator=generator))]
     own = frames.mean(dim=(2, 3), keepdim=True)
-    base = torch.lerp(frames, own.expand_as(frames), _uniform(len(frames), 0.0, 1.0, generator).round())
-    return (base + _noise(frames.shape, cell, generator) * _uniform(len(frames), 0.15, 0.4, generator)).clamp(0, 1)
+    base = torch.lerp(
+        frames, own.expand_as(frames), _uniform(len(frames), 0.0, 1.0, generator).round()
+    )
+    return (
+        base + _noise(frames.shape, cell, generator) * _uniform(len(frames), 0.15, 0.4, generator)
+    ).clamp(0, 1)
 
 
 def _mosaic(frames: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -240,8 +278,8 @@ def _repeated(frames: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     part = (4, 8, 16)[int(torch.randint(3, (1,), generator=generator))]
     along = 3 if float(torch.rand(1, generator=generator)) < 0.6 else 2
     length = frames.shape[along]
-    begin = int(torch.randint(length - part + 1, (1,), generator=generator))
-    return frames.index_select(along, begin + torch.arange(length) % part)
+    start = int(torch.randint(length - part + 1, (1,), generator=generator))
+    return frames.index_select(along, start + torch.arange(length) % part)
 
 
 def _smear(frames: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -250,7 +288,9 @@ def _smear(frames: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     along = 3 if float(torch.rand(1, generator=generator)) < 0.5 else 2
     length = frames.shape[along]
     part = min(part, length // 6)
-    narrow = frames.narrow(along, int(torch.randint(length - part + 1, (1,), generator=generator)), part)
+    narrow = frames.narrow(
+        along, int(torch.randint(length - part + 1, (1,), generator=generator)), part
+    )
     return functional.interpolate(narrow, frames.shape[2:], mode="bilinear", align_corners=False)
 
 
@@ -279,19 +319,21 @@ _HARDER = "mosaic", "noise", "melted"
 def damaged(
     frames_N3HW: torch.Tensor, generator: torch.Generator, names: Sequence[str] = tuple(DAMAGES)
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Damage reduced frames, each way in turn; returns those that are clearly damaged, and their indices.
+    """Damage reduced frames, each way in turn; returns those that are clearly damaged, and their
+    indices.
 
-    What hardly changes (a wall that fills the view, blurred) is still a view of the village and is left out.
+    What hardly changes (a wall that fills the view, blurred) is still a view of the village and is
+    left out.
     """
-    out, kept = [], []
+    out, retained = [], []
     for first in range(len(names)):
         indices = torch.arange(first, len(frames_N3HW), len(names))
         for part in indices.split(32):
             made = DAMAGES[names[first]](frames_N3HW[part], generator)
             clearly = (made - frames_N3HW[part]).square().mean(dim=(1, 2, 3)) > 0.01  # 20 dB
             out.append(made[clearly])
-            kept.append(part[clearly])
-    return torch.cat(out), torch.cat(kept)
+            retained.append(part[clearly])
+    return torch.cat(out), torch.cat(retained)
 
 
 def _uniform(number: int, low: float, high: float, generator: torch.Generator) -> torch.Tensor:
@@ -301,7 +343,9 @@ def _uniform(number: int, low: float, high: float, generator: torch.Generator) -
 def _noise(shape: torch.Size, cell: int, generator: torch.Generator) -> torch.Tensor:
     """Normal noise whose grains are `cell` pixels wide."""
     number, channels, height, width = shape
-    small = torch.randn(number, channels, -(-height // cell), -(-width // cell), generator=generator)
+    small = torch.randn(
+        number, channels, -(-height // cell), -(-width // cell), generator=generator
+    )
     return functional.interpolate(small, (height, width), mode="bilinear", align_corners=False)
 
 
@@ -314,7 +358,7 @@ def _blurred(frames_N3HW: torch.Tensor, sigma: float) -> torch.Tensor:
     return functional.conv2d(rows, taps.mT.contiguous(), groups=3)
 
 
-# -- training ----------------------------------------------------------------------------------------------------------
+# -- training --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -326,17 +370,22 @@ class Examples:
 
 
 def examples(
-    frames_NHW3: torch.Tensor, style_N: torch.Tensor, broken_NHW3: torch.Tensor, generator: torch.Generator
+    frames_NHW3: torch.Tensor,
+    style_N: torch.Tensor,
+    broken_NHW3: torch.Tensor,
+    generator: torch.Generator,
 ) -> Examples:
-    """Renders as they are and slightly off, damaged renders, and broken frames; all of them mirrored as well."""
+    """Renders as they are and slightly off, damaged renders, and broken frames; all of them
+    mirrored as well.
+    """
     order = style_N.argsort(stable=True)  # ghosts are of one style
     good, style_N = reduced(frames_NHW3)[order], style_N[order]
     no_village = len(STYLES)
     parts, shown = [], []
 
-    def add(pictures: torch.Tensor, what: torch.Tensor | int) -> None:
-        parts.append(_features_by_part(pictures))
-        shown.append(torch.full((len(pictures),), what) if isinstance(what, int) else what)
+    def add(images: torch.Tensor, what: torch.Tensor | int) -> None:
+        parts.append(_features_by_part(images))
+        shown.append(torch.full((len(images),), what) if isinstance(what, int) else what)
 
     for source in (good, good.flip(3)):
         add(source, style_N)
@@ -365,10 +414,16 @@ def trained(data: Examples, *, steps: int, seed: int) -> Recogniser:
     village = data.shown < len(STYLES)
     groups = [group.nonzero()[:, 0] for group in (village, ~village)]
     for _ in range(steps):
-        chosen = torch.cat([group[torch.randint(len(group), (512,), generator=generator)] for group in groups])
+        chosen = torch.cat(
+            [group[torch.randint(len(group), (512,), generator=generator)] for group in groups]
+        )
         inputs = data.features[chosen]
-        inputs = inputs + _JITTER * recogniser.deviation * torch.randn(inputs.shape, generator=generator)
-        loss = functional.cross_entropy(recogniser(inputs), data.shown[chosen], label_smoothing=0.01)
+        inputs = inputs + _JITTER * recogniser.deviation * torch.randn(
+            inputs.shape, generator=generator
+        )
+        loss = functional.cross_entropy(
+            recogniser(inputs), data.shown[chosen], label_smoothing=0.01
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -382,13 +437,15 @@ def calibrate(recogniser: Recogniser, frames_NHW3: torch.Tensor, style_N: torch.
     recogniser.threshold.copy_(margins.quantile(1 - ACCEPTED))
 
 
-def checked(recogniser: Recogniser, frames_NHW3: torch.Tensor, style_N: torch.Tensor, seed: int) -> dict[str, Any]:
+def checked(
+    recogniser: Recogniser, frames_NHW3: torch.Tensor, style_N: torch.Tensor, seed: int
+) -> dict[str, Any]:
     """Shares accepted: of renders, and of everything that is no village in the style asked for."""
     generator = torch.Generator().manual_seed(seed)
     good = reduced(frames_NHW3)
 
-    def share(pictures: torch.Tensor, styles: torch.Tensor) -> float:
-        margins = recogniser.margins(_features_by_part(pictures), styles)
+    def share(images: torch.Tensor, styles: torch.Tensor) -> float:
+        margins = recogniser.margins(_features_by_part(images), styles)
         return round(float((margins > recogniser.threshold).float().mean()), 4)
 
     out: dict[str, Any] = {
@@ -411,11 +468,21 @@ def _features_by_part(frames_N3HW: torch.Tensor) -> torch.Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--train", action="store_true", help="train, calibrate and write the classifier first")
-    parser.add_argument("--calibrate", action="store_true", help="set the threshold of the shipped one first")
-    parser.add_argument("--renders", type=int, default=6000, help="walkers whose views it is trained on")
-    parser.add_argument("--calibration", type=int, default=5400, help="walkers whose views decide the threshold")
-    parser.add_argument("--check", type=int, default=1000, help="walkers whose views it is measured on")
+    parser.add_argument(
+        "--train", action="store_true", help="train, calibrate and write the classifier first"
+    )
+    parser.add_argument(
+        "--calibrate", action="store_true", help="set the threshold of the shipped one first"
+    )
+    parser.add_argument(
+        "--renders", type=int, default=6000, help="walkers whose views it is trained on"
+    )
+    parser.add_argument(
+        "--calibration", type=int, default=5400, help="walkers whose views decide the threshold"
+    )
+    parser.add_argument(
+        "--check", type=int, default=1000, help="walkers whose views it is measured on"
+    )
     parser.add_argument("--steps", type=int, default=2500)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
@@ -423,7 +490,9 @@ def main() -> None:
     if args.train:
         generator = torch.Generator().manual_seed(args.seed)
         frames, _, seen = broken_frames()
-        data = examples(*renders(args.renders, _SEEDS["train"], SIZE, compiled=True), frames[seen], generator)
+        data = examples(
+            *renders(args.renders, _SEEDS["train"], SIZE, compiled=True), frames[seen], generator
+        )
         save_file(trained(data, steps=args.steps, seed=args.seed).state_dict(), WEIGHTS)
     if args.train or args.calibrate:
         recogniser = shipped()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A ray caster for the village: poses in, pictures out, the same on a CPU and on a GPU.
 
-Every frame casts 2x2 rays a pixel. The bodies nearest to the camera are tested by slabs (`casting.py`) and shaded by
-their faces' directions, the ground and its baked sun shadows come from a mip-mapped texture (`shading.py`). Two
-functions do the work and are compiled by torch into a few fused kernels; without a compiler they run as they stand,
-slower.
+Every frame casts 2x2 rays a pixel. The bodies nearest to the camera are tested by slabs
+(`casting.py`) and shaded by their faces' directions, the ground and its baked sun shadows come from
+a mip-mapped texture (`shading.py`). Two functions do the work and are compiled by torch into a few
+fused kernels; without a compiler they run as they stand, slower.
 Held by tests/training/tiny_world/test_render.py.
 """
 
@@ -15,7 +15,14 @@ from functools import cached_property
 
 import torch
 
-from training.tiny_world.casting import cast, nearest_ellipsoids, nearest_polyhedra, rotate, shadow_patch, slabs
+from training.tiny_world.casting import (
+    cast,
+    nearest_ellipsoids,
+    nearest_polyhedra,
+    rotate,
+    shadow_patch,
+    slabs,
+)
 from training.tiny_world.shading import LEVELS, LIGHTS, TEXELS, ground_masks, shade
 from training.tiny_world.village import EYE_HEIGHT, PERIOD, Village
 
@@ -48,20 +55,33 @@ class Renderer:
         self._shade = torch.compile(shade, dynamic=False) if compiled else shade
 
     def render(
-        self, positions_B2: torch.Tensor, yaw_B: torch.Tensor, pitch_B: torch.Tensor, style_B: torch.Tensor
+        self,
+        positions_B2: torch.Tensor,
+        yaw_B: torch.Tensor,
+        pitch_B: torch.Tensor,
+        style_B: torch.Tensor,
     ) -> torch.Tensor:
         """Return frames uint8 [B, height, width, 3] on the device.
 
-        positions: x, z in metres; yaw to the right and pitch upwards in radians; style: index into `STYLES`.
+        positions: x, z in metres; yaw to the right and pitch upwards in radians; style: index into
+        `STYLES`.
         """
-        out = torch.empty(len(yaw_B), self.height, self.width, 3, dtype=torch.uint8, device=self.device)
+        out = torch.empty(
+            len(yaw_B), self.height, self.width, 3, dtype=torch.uint8, device=self.device
+        )
         step = self.frames_per_call
-        for begin in range(0, len(yaw_B), step):
-            views = [value[begin : begin + step].to(self.device) for value in (positions_B2, yaw_B, pitch_B, style_B)]
+        for start in range(0, len(yaw_B), step):
+            views = [
+                value[start : start + step].to(self.device)
+                for value in (positions_B2, yaw_B, pitch_B, style_B)
+            ]
             count = len(views[1])
             if self.compiled and count < step:  # one shape, so that nothing is compiled twice
-                views = [torch.cat((value, value[-1:].expand(step - count, *value.shape[1:]))) for value in views]
-            out[begin : begin + count] = self._frames(*views)[:count]
+                views = [
+                    torch.cat((value, value[-1:].expand(step - count, *value.shape[1:])))
+                    for value in views
+                ]
+            out[start : start + count] = self._frames(*views)[:count]
         return out
 
     def _frames(
@@ -84,16 +104,30 @@ class Renderer:
         leaf = torch.gather(ball, 1, round_one)
         style_R = style[:, None]
         linear = self._shade(
-            rays_BR3, distance, index >= facing, hit_normals, hit_offsets, hit_centres, hit_radii,
-            village.pattern_O[original], village.albedo_SO3[style_R, original], village.accent_SO3[style_R, original],
-            village.ellipsoid_colour_SE3[style_R, leaf], positions, style, self._ground, self._lights,
+            rays_BR3,
+            distance,
+            index >= facing,
+            hit_normals,
+            hit_offsets,
+            hit_centres,
+            hit_radii,
+            village.pattern_O[original],
+            village.albedo_SO3[style_R, original],
+            village.accent_SO3[style_R, original],
+            village.ellipsoid_colour_SE3[style_R, leaf],
+            positions,
+            style,
+            self._ground,
+            self._lights,
             2 * self.width * FOCAL,
-        )  # fmt: skip
+        )
         pixels = linear.view(len(yaw), self.height, 2, self.width, 2, 3).mean(dim=(2, 4))
         return (pixels.clamp(0, 1) * 255).round().to(torch.uint8)
 
     def ground(self, style: int) -> torch.Tensor:
-        """The lit ground from above, [texels z, texels x, 3] in [0, 1], (0, 0) in the first corner."""
+        """The lit ground from above, [texels z, texels x, 3] in [0, 1], (0, 0) in the first
+        corner.
+        """
         return self._ground[style, : TEXELS * TEXELS, :3].reshape(TEXELS, TEXELS, 3)
 
     @cached_property
@@ -103,7 +137,9 @@ class Renderer:
         u = (torch.arange(2 * self.width, device=self.device) + 0.5 - self.width) / focal
         v = (torch.arange(2 * self.height, device=self.device) + 0.5 - self.height) / focal
         y, x = torch.meshgrid(v, u, indexing="ij")
-        return torch.nn.functional.normalize(torch.stack((x, y, torch.ones_like(x)), dim=-1).view(-1, 3), dim=1)
+        return torch.nn.functional.normalize(
+            torch.stack((x, y, torch.ones_like(x)), dim=-1).view(-1, 3), dim=1
+        )
 
     @cached_property
     def _lights(self) -> torch.Tensor:
@@ -128,7 +164,9 @@ class Renderer:
 
     @cached_property
     def _ground(self) -> torch.Tensor:
-        """The ground's colours as lit, fp32 [S, texels of all levels, 4]; the fourth channel is water."""
+        """The ground's colours as lit, fp32 [S, texels of all levels, 4]; the fourth channel is
+        water.
+        """
         lights = self._lights
         cells = (torch.arange(TEXELS, device=self.device) + 0.5) * (PERIOD / TEXELS)
         z, x = torch.meshgrid(cells, cells, indexing="ij")
@@ -153,23 +191,38 @@ class Renderer:
         return torch.cat(flat, dim=1).contiguous()
 
     def _in_shadow(self, sun_3: torch.Tensor) -> torch.Tensor:
-        """How much of each texel's sunlight is blocked, [texels]; cast at half the texture's resolution."""
+        """How much of each texel's sunlight is blocked, [texels]; cast at half the texture's
+        resolution.
+        """
         side = TEXELS // 2
         shadow = torch.zeros(side * side, device=self.device)
         village = self.village
         for index, radius in enumerate(village.radius_O.tolist()):
             x, z, where = shadow_patch(village.centres_O3[index], radius, sun_3, side)
             normals, offsets = village.normals_OP3[index], village.offsets_OP[index]
-            ground = torch.stack((x, torch.full_like(x, EYE_HEIGHT - 0.01), z), dim=1) - village.centres_O3[index]
-            enter, leave, _ = slabs(sun_3.expand(len(x), 3), normals[None], offsets - ground @ normals.mT)
+            ground = (
+                torch.stack((x, torch.full_like(x, EYE_HEIGHT - 0.01), z), dim=1)
+                - village.centres_O3[index]
+            )
+            enter, leave, _ = slabs(
+                sun_3.expand(len(x), 3), normals[None], offsets - ground @ normals.mT
+            )
             shadow.scatter_reduce_(0, where, ((enter < leave) & (leave > 0)).float(), "amax")
-        for centre_3, radii_3 in zip(village.ellipsoid_centres_E3, village.ellipsoid_radii_E3, strict=True):
+        for centre_3, radii_3 in zip(
+            village.ellipsoid_centres_E3, village.ellipsoid_radii_E3, strict=True
+        ):
             x, z, where = shadow_patch(centre_3, float(radii_3.max()), sun_3, side)
-            c = (centre_3 - torch.stack((x, torch.full_like(x, EYE_HEIGHT - 0.01), z), dim=1)) / radii_3
+            c = (
+                centre_3 - torch.stack((x, torch.full_like(x, EYE_HEIGHT - 0.01), z), dim=1)
+            ) / radii_3
             q = sun_3 / radii_3
             qc, qq = c @ q, (q * q).sum()
             meets = (qc * qc - qq * ((c * c).sum(-1) - 1) > 0) & (qc > 0)
             shadow.scatter_reduce_(0, where, meets.float(), "amax")
-        image = torch.nn.functional.pad(shadow.view(1, 1, side, side), (1, 1, 1, 1), mode="circular")
-        image = torch.nn.functional.interpolate(image, scale_factor=2.0, mode="bilinear", align_corners=False)
+        image = torch.nn.functional.pad(
+            shadow.view(1, 1, side, side), (1, 1, 1, 1), mode="circular"
+        )
+        image = torch.nn.functional.interpolate(
+            image, scale_factor=2.0, mode="bilinear", align_corners=False
+        )
         return image[0, 0, 2:-2, 2:-2].reshape(-1)

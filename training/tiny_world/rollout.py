@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The second phase: own roll-outs as context, the truth as target.
 
-    torchrun --nproc-per-node N -m training.tiny_world.rollout --data DIR --prompts prompts.pt --out DIR
-        --resume DIR_OF_TEACHER --minutes M [--total-minutes T] [--decay]
+    torchrun --nproc-per-node N -m training.tiny_world.rollout --data DIR --prompts prompts.pt --out
+        DIR --resume DIR_OF_TEACHER --minutes M [--total-minutes T] [--decay]
 
-Clips are made chunk by chunk by the present weights, as served: few steps, keys and values kept, no gradients. That
-yields each chunk's own result and what the network was given at each of its steps. One packed pass then predicts, at
-one step of every chunk drawn at random, the true frames from its own input behind its own earlier chunks; gradients go
-through that step and through the pass that keeps keys and values, not through the steps before it (their gradient is
-that of other draws). Longer clips in the shards make longer roll-outs; nothing else changes.
+Clips are made chunk by chunk by the present weights, as served: few steps, keys and values kept, no
+gradients. That yields each chunk's own result and what the network was given at each of its steps.
+One packed pass then predicts, at one step of every chunk drawn at random, the true frames from its
+own input behind its own earlier chunks; gradients go through that step and through the pass that
+keeps keys and values, not through the steps before it (their gradient is that of other draws).
+Longer clips in the shards make longer roll-outs; nothing else changes.
 
-A roll-out serves several updates, each with other steps, because making it takes longer than an update.
+A roll-out serves several updates, each with other steps, because making it takes longer than an
+update.
 Held by tests/training/tiny_world/test_rollout.py.
 """
 
@@ -31,8 +33,10 @@ _SOON = 9
 
 @dataclass
 class OwnClips:
-    """made: [B, F, 16, h, w], the network's clips. inputs: [steps, B, F, 16, h, w], what each step was given.
-    age: int64 [B, F], how many frames the network has made by then; at most 0 where they are given."""
+    """made: [B, F, 16, h, w], the network's clips. inputs: [steps, B, F, 16, h, w], what each step
+    was given.
+    age: int64 [B, F], how many frames the network has made by then; at most 0 where they are given.
+    """
 
     batch: Batch
     made: torch.Tensor
@@ -41,7 +45,8 @@ class OwnClips:
 
 
 class RollOuts:
-    """Own clips for training, whole walks long; each roll-out serves `reuse` updates, each with other crops of it.
+    """Own clips for training, whole walks long; each roll-out serves `reuse` updates, each with
+    other crops of it.
 
     given: at most so many true threes of frames come first. batch: walks of a roll-out, a GPU.
     """
@@ -53,7 +58,12 @@ class RollOuts:
         single = float((trainer.chunk_B == 1).float().mean())
         sampler = trainer.sampler
         self.sampler = Sampler(
-            sampler.shard, sampler.prompts, sampler.sizes, sampler.mix, chunk_lengths(batch, single), whole=True
+            sampler.shard,
+            sampler.prompts,
+            sampler.sizes,
+            sampler.mix,
+            chunk_lengths(batch, single),
+            whole=True,
         )
 
     def next(self) -> OwnClips:
@@ -68,15 +78,25 @@ class RollOuts:
         sampler, sigmas = self.sampler, self.trainer.mix.sigmas
         batch = sampler.draw()
         threes = torch.randint(self.given + 1, (len(batch.latents),), device=sampler.device)
-        # Behind foreign sinks a clip whose pose is unknown has to be shown before it can be gone on with.
+        # Behind foreign sinks a clip whose pose is unknown has to be shown before it can be gone on
+        # with.
         threes = torch.where(batch.weights[:, sampler.sizes.sink] == 0, 3, threes)
         made, inputs = [], []
         for chunk, rows in same_lengths(sampler.chunk_B1[:, 0]):
             known = threes[rows] * (3 // chunk)
-            own = roll_out(self.trainer.model, batch.clips.rows(rows), batch.latents[rows], known, chunk, sigmas)
+            own = roll_out(
+                self.trainer.model,
+                batch.clips.rows(rows),
+                batch.latents[rows],
+                known,
+                chunk,
+                sigmas,
+            )
             made.append(own[0])
             inputs.append(own[1])
-        age = torch.arange(1, batch.latents.shape[1] + 1, device=sampler.device) - 3 * threes.unsqueeze(1)
+        age = torch.arange(
+            1, batch.latents.shape[1] + 1, device=sampler.device
+        ) - 3 * threes.unsqueeze(1)
         return OwnClips(batch, torch.cat(made), torch.cat(inputs, dim=1), age)
 
     def _cropped(self, own: OwnClips) -> OwnClips:
@@ -85,16 +105,22 @@ class RollOuts:
         wanted = sampler.chunk_B1[:, 0]
         rows = [
             torch.where(self.sampler.chunk_B1[:, 0] == chunk)[0][
-                torch.randint(int((self.sampler.chunk_B1 == chunk).sum()), (int((wanted == chunk).sum()),))
+                torch.randint(
+                    int((self.sampler.chunk_B1 == chunk).sum()), (int((wanted == chunk).sum()),)
+                )
             ]
             for chunk, _ in same_lengths(wanted)
         ]
         row_B = torch.cat(rows)
         crop_B = sampler.crops(len(row_B))
-        frame_BF = sampler.frame_F + torch.where(sampler.frame_F < sampler.sizes.sink, 0, crop_B.unsqueeze(1))
+        frame_BF = sampler.frame_F + torch.where(
+            sampler.frame_F < sampler.sizes.sink, 0, crop_B.unsqueeze(1)
+        )
         at = row_B.unsqueeze(1), frame_BF
         # The first frames after the gap miss most of what they were made from.
-        soon = (sampler.frame_F >= sampler.sizes.sink) & (sampler.frame_F < sampler.sizes.sink + _SOON)
+        soon = (sampler.frame_F >= sampler.sizes.sink) & (
+            sampler.frame_F < sampler.sizes.sink + _SOON
+        )
         weights = torch.where((crop_B > 0).unsqueeze(1) & soon, 0.3, 1.0) * own.batch.weights[at]
         batch = Batch(own.batch.latents[at], own.batch.clips.picked(row_B, frame_BF), weights)
         inputs = own.inputs[:, row_B.unsqueeze(1), frame_BF]
@@ -144,7 +170,9 @@ def squares(x0: torch.Tensor, truth: torch.Tensor, sigma: torch.Tensor) -> torch
 
 
 class OwnContext:
-    """The objective. true: fraction of clips that are teacher-forced, so that what was learnt stays."""
+    """The objective. true: fraction of clips that are teacher-forced, so that what was learnt
+    stays.
+    """
 
     def __init__(self, trainer: Trainer, rollouts: RollOuts, true: float) -> None:
         self.trainer, self.rollouts, self.true = trainer, rollouts, true
@@ -156,7 +184,9 @@ class OwnContext:
         x0, sigma = predicted(self.trainer, own, drawn_steps(self.trainer), true_B)
         by_frame = squares(x0, own.batch.latents, sigma)
         drift = (own.made - own.batch.latents).square().mean()
-        return Losses((by_frame * weights).mean(), by_frame.detach(), sigma, weights, {"drift": drift})
+        return Losses(
+            (by_frame * weights).mean(), by_frame.detach(), sigma, weights, {"drift": drift}
+        )
 
     def extra_state(self) -> Any:
         return None
@@ -168,12 +198,18 @@ class OwnContext:
 def add_rollout_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reuse", type=int, default=16, help="updates for each roll-out")
     parser.add_argument("--rolled", type=int, default=128, help="walks of a roll-out, a GPU")
-    parser.add_argument("--given", type=int, default=1, help="most true threes of frames before a roll-out")
-    parser.add_argument("--true", type=float, default=0.2, help="fraction of clips that are teacher-forced")
+    parser.add_argument(
+        "--given", type=int, default=1, help="most true threes of frames before a roll-out"
+    )
+    parser.add_argument(
+        "--true", type=float, default=0.2, help="fraction of clips that are teacher-forced"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Train the tiny world's transformer behind its own roll-outs.")
+    parser = argparse.ArgumentParser(
+        description="Train the tiny world's transformer behind its own roll-outs."
+    )
     add_common_options(parser)
     add_rollout_options(parser)
     parser.set_defaults(muon_lr=1e-3, adam_lr=5e-4, decay_from=0.2)
@@ -182,8 +218,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if getattr(options, name) is None:
             parser.error(f"--{name} is needed")
     trainer = Trainer(options, "rollout")
-    trainer.run(OwnContext(trainer, RollOuts(trainer, options.reuse, options.given, options.rolled), options.true))
-    trainer.ranks.leave()
+    trainer.run_objective(
+        OwnContext(
+            trainer, RollOuts(trainer, options.reuse, options.given, options.rolled), options.true
+        )
+    )
+    trainer.ranks.destroy_group()
 
 
 if __name__ == "__main__":

@@ -1,20 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Score a trained world: walks it was never shown, made through the real engine, measured against the rendered truth.
+"""Score a trained world: walks it was never shown, made through the real engine, measured against
+the rendered truth.
 
     python -m training.tiny_world.score --model DIR --seed 1 --walks 24 --chunks 100 --json
 
-Prints one JSON object (logs go to stderr). A chunk is three latent frames, 12 video frames, whatever the model's own
-chunks are. Lists hold a value a chunk, the mean over walks:
+Prints one JSON object (logs go to stderr). A chunk is three latent frames, 12 video frames,
+whatever the model's own chunks are. Lists hold a value a chunk, the mean over walks:
 
-    psnr, ssim          of the latent frames, each weighted by the video frames it stands for (4; the first one 1)
+    psnr, ssim
+        of the latent frames, each weighted by the video frames it stands for (4; the first one 1)
     sharpness           mean horizontal difference over the truth's
-    style               share of walks whose mean colour is nearest to that of the same views rendered in their own
-                        style, not in another (over all views, the styles' mean colours name a fifth of the truth wrong)
-    turn                `l` or `j` held for 20 latents: median turn of a latent over the commanded one, wrong signs
+    style
+        share of walks whose mean colour is nearest to that of the same views rendered in their
+        own
+                        style, not in another (over all views, the styles' mean colours name a fifth
+                        of the truth wrong)
+    turn
+        `l` or `j` held for 20 latents: median turn of a latent over the commanded one, wrong
+        signs
     step                `w` held for 8 latents: median way walked over the commanded one
-    switch              share of walks named after their new prompt's style, one and two chunks after the switch
-    level               mean level of the last tenth of the chunks minus the style's mean, in a range of 2
-    loop                two latents of rest, 6 turning away, 6 turning back, rest: PSNR of the last chunk against the
+    switch
+        share of walks named after their new prompt's style, one and two chunks after the switch
+    level
+        mean level of the last tenth of the chunks minus the style's mean, in a range of 2
+    loop
+        two latents of rest, 6 turning away, 6 turning back, rest: PSNR of the last chunk against
+        the
                         first chunk's last frame
     seconds_per_chunk   wall time of the engine (of all engines together), and each stage's
 
@@ -50,10 +61,12 @@ TURN_LATENTS, STEP_LATENTS, AWAY_LATENTS = 20, 8, 6
 SWITCH_AT, SWITCH_LATENTS = 6, 12
 DRILLS = ("turn", "step", "switch", "loop")
 _STEP_RANGE, _STEP_GRID = 1.5, 0.125
-"""Places that are compared with a frame: up to so many times the commanded way, so many metres apart."""
+"""Places that are compared with a frame: up to so many times the commanded way, so many metres
+apart.
+"""
 
 
-# -- which walks -------------------------------------------------------------------------------------------------------
+# -- which walks -----------------------------------------------------------------------------------
 
 
 def wandering(number: int, chunks: int, seed: int) -> list[Played]:
@@ -97,7 +110,9 @@ def switching(number: int, seed: int) -> list[Played]:
     out = []
     for index, walk in enumerate(wanders):
         prompts = {**walk.prompts, SWITCH_AT: _prompt(switched_to(index), generator)}
-        out.append(Played(walk.start, walk.yaw, walk.keys, walk.style, prompts, walk.seed + 400_000))
+        out.append(
+            Played(walk.start, walk.yaw, walk.keys, walk.style, prompts, walk.seed + 400_000)
+        )
     return out
 
 
@@ -109,7 +124,9 @@ def switched_to(index: int) -> int:
 def looping(number: int, seed: int) -> list[Played]:
     """Rest, turn away, turn back, rest."""
     rest = ("",) * LATENTS_A_CHUNK
-    ways = [(*rest, *away * AWAY_LATENTS, *back * AWAY_LATENTS, *rest) for away, back in ("lj", "jl")]
+    ways = [
+        (*rest, *away * AWAY_LATENTS, *back * AWAY_LATENTS, *rest) for away, back in ("lj", "jl")
+    ]
     return _drill(number, seed, 5, lambda index: ways[index % 2])
 
 
@@ -118,10 +135,10 @@ def _drill(
     seed: int,
     kind: int,
     keys: Callable[[int], tuple[str, ...]],
-    places: tuple[torch.Tensor, torch.Tensor] | None = None,
+    positions: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> list[Played]:
     generator = torch.Generator().manual_seed(seed + HELD_OUT + 100 * kind)
-    starts, yaw = free_places(number, generator) if places is None else places
+    starts, yaw = free_places(number, generator) if positions is None else positions
     return [
         Played(
             _place(starts[index]),
@@ -150,21 +167,25 @@ def _turn(keys: str) -> float:
     return math.radians(YAW_DEGREES) * (("l" in keys) - ("j" in keys))
 
 
-# -- measures ----------------------------------------------------------------------------------------------------------
+# -- measures --------------------------------------------------------------------------------------
 
 
 def latent_frames(videos: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Of videos of one length the frames at latent frames, [N, L, H, W, 3]: the last of each four."""
+    """Of videos of one length the frames at latent frames, [N, L, H, W, 3]: the last of each
+    four.
+    """
     return torch.stack([video[::4] for video in videos])
 
 
 def against_truth(made_NLHW3: torch.Tensor, truth_NLHW3: torch.Tensor) -> dict[str, list[float]]:
     """psnr, ssim and sharpness by chunk, means over walks."""
     out: dict[str, list[float]] = {"psnr": [], "ssim": [], "sharpness": []}
-    for begin in range(0, made_NLHW3.shape[1], LATENTS_A_CHUNK):
-        made, truth = (unit(frames[:, begin : begin + LATENTS_A_CHUNK]) for frames in (made_NLHW3, truth_NLHW3))
+    for start in range(0, made_NLHW3.shape[1], LATENTS_A_CHUNK):
+        made, truth = (
+            unit(frames[:, start : start + LATENTS_A_CHUNK]) for frames in (made_NLHW3, truth_NLHW3)
+        )
         weight = torch.full((made.shape[1],), 4.0, device=made.device)
-        if begin == 0:
+        if start == 0:
             weight[0] = 1.0
         weight /= weight.sum()
         out["psnr"].append(_mean(measure.decibels(measure.squared_error(made, truth) @ weight)))
@@ -173,11 +194,15 @@ def against_truth(made_NLHW3: torch.Tensor, truth_NLHW3: torch.Tensor) -> dict[s
     return out
 
 
-def style_shares(frames_NLHW3: torch.Tensor, style_N: torch.Tensor, palette_NLS3: torch.Tensor) -> list[float]:
+def style_shares(
+    frames_NLHW3: torch.Tensor, style_N: torch.Tensor, palette_NLS3: torch.Tensor
+) -> list[float]:
     """By chunk: share of walks whose mean colour is nearest to the palette's of their own style."""
     shares = []
     for part, colours in zip(
-        frames_NLHW3.split(LATENTS_A_CHUNK, dim=1), palette_NLS3.split(LATENTS_A_CHUNK, dim=1), strict=True
+        frames_NLHW3.split(LATENTS_A_CHUNK, dim=1),
+        palette_NLS3.split(LATENTS_A_CHUNK, dim=1),
+        strict=True,
     ):
         named = measure.named_style(measure.mean_colour(unit(part)), colours.mean(dim=1))
         shares.append(_mean((named == style_N).float()))
@@ -185,7 +210,9 @@ def style_shares(frames_NLHW3: torch.Tensor, style_N: torch.Tensor, palette_NLS3
 
 
 def turn_score(videos: Sequence[torch.Tensor], walks: Sequence[Played]) -> dict[str, Any]:
-    """Turn of each latent against the commanded one. ratio: median; pixels: of the picture's middle, median."""
+    """Turn of each latent against the commanded one. ratio: median; pixels: of the picture's
+    middle, median.
+    """
     ratios, signs = [], 0
     for video, walk in zip(videos, walks, strict=True):
         commanded = torch.tensor([math.degrees(_turn(keys)) for keys in walk.keys[1:]])
@@ -204,15 +231,21 @@ def turn_score(videos: Sequence[torch.Tensor], walks: Sequence[Played]) -> dict[
     }
 
 
-def step_score(videos: Sequence[torch.Tensor], walks: Sequence[Played], renderer: Renderer) -> dict[str, Any]:
-    """How far the camera walked at each latent frame over what was commanded so far: median, and by latent frame."""
+def step_score(
+    videos: Sequence[torch.Tensor], walks: Sequence[Played], renderer: Renderer
+) -> dict[str, Any]:
+    """How far the camera walked at each latent frame over what was commanded so far: median, and
+    by latent frame.
+    """
     rows = []
     distances = torch.arange(0, STEP_LATENTS * STEP_M * _STEP_RANGE + 1e-6, _STEP_GRID)
     for video, walk in zip(videos, walks, strict=True):
         ahead = torch.tensor([math.sin(walk.yaw), math.cos(walk.yaw)])
-        places = torch.tensor(walk.start) + distances[:, None] * ahead
-        yaw = torch.full((len(places),), walk.yaw)
-        along = renderer.render(places, yaw, torch.zeros_like(yaw), torch.full((len(places),), walk.style))
+        positions = torch.tensor(walk.start) + distances[:, None] * ahead
+        yaw = torch.full((len(positions),), walk.yaw)
+        along = renderer.render(
+            positions, yaw, torch.zeros_like(yaw), torch.full((len(positions),), walk.style)
+        )
         found = distances_walked(video[4::4], along, distances)
         rows.append(found / (STEP_M * torch.arange(1, len(found) + 1)))
     ratio = torch.stack(rows)
@@ -225,32 +258,51 @@ def step_score(videos: Sequence[torch.Tensor], walks: Sequence[Played], renderer
 
 
 def switch_score(videos: Sequence[torch.Tensor], palette_NLS3: torch.Tensor) -> dict[str, Any]:
-    """Share of walks named after the new prompt's style, by chunks after the switch (1 = the first under it)."""
+    """Share of walks named after the new prompt's style, by chunks after the switch (1 = the
+    first under it).
+    """
     frames = latent_frames(videos)[:, SWITCH_AT:]
     target = torch.tensor([switched_to(index) for index in range(len(videos))])
-    return {"share": style_shares(frames, target, palette_NLS3[:, SWITCH_AT:]), "walks": len(videos)}
+    return {
+        "share": style_shares(frames, target, palette_NLS3[:, SWITCH_AT:]),
+        "walks": len(videos),
+    }
 
 
 def loop_score(videos: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """PSNR of the last chunk's frames against the first chunk's last one; the camera stands the same in both."""
+    """PSNR of the last chunk's frames against the first chunk's last one; the camera stands the
+    same in both.
+    """
     rows = []
     for video in videos:
         first = video[4 * (LATENTS_A_CHUNK - 1)]
         last = video[-4 * (LATENTS_A_CHUNK - 1) :]  # the chunk's first frames still turn
         rows.append(measure.decibels((unit(last) - unit(first)).square().mean()))
-    return {"psnr": _mean(torch.stack(rows)), "worst": round(float(torch.stack(rows).min()), 3), "walks": len(rows)}
+    return {
+        "psnr": _mean(torch.stack(rows)),
+        "worst": round(float(torch.stack(rows).min()), 3),
+        "walks": len(rows),
+    }
 
 
 def level_score(
-    made_NLHW3: torch.Tensor, truth_NLHW3: torch.Tensor, style_N: torch.Tensor, means_S3: torch.Tensor
+    made_NLHW3: torch.Tensor,
+    truth_NLHW3: torch.Tensor,
+    style_N: torch.Tensor,
+    means_S3: torch.Tensor,
 ) -> dict[str, Any]:
-    """Mean level of the last tenth of the chunks minus the style's mean (range 2); the truth's beside it.
+    """Mean level of the last tenth of the chunks minus the style's mean (range 2); the truth's
+    beside it.
 
     A style's walks count together: places differ, so one walk's level says little.
     """
     chunks = made_NLHW3.shape[1] // LATENTS_A_CHUNK
     first = min(math.floor(0.9 * chunks), chunks - 1)
-    out: dict[str, Any] = {"chunks": [first + 1, chunks], "difference": {}, "difference_of_truth": {}}
+    out: dict[str, Any] = {
+        "chunks": [first + 1, chunks],
+        "difference": {},
+        "difference_of_truth": {},
+    }
     for style, name in enumerate(STYLES):
         own = style_N == style
         for key, frames in (("difference", made_NLHW3), ("difference_of_truth", truth_NLHW3)):
@@ -269,7 +321,7 @@ def _median(values: torch.Tensor) -> float:
     return round(float(values.median()), 4)
 
 
-# -- everything together -----------------------------------------------------------------------------------------------
+# -- everything together ---------------------------------------------------------------------------
 
 
 def score(
@@ -282,7 +334,9 @@ def score(
     drills: Sequence[str] = DRILLS,
     strip: Path | None = None,
 ) -> dict[str, Any]:
-    """Measure a world. drills: of `DRILLS`, which to make beside the random walks. strip: a picture to write."""
+    """Measure a world. drills: of `DRILLS`, which to make beside the random walks. strip: a
+    picture to write.
+    """
     wander = wandering(walks, chunks, seed)
     made = latent_frames(world.play(wander, truth.starts(wander)))
     should, device = truth.frames(wander), truth.renderer.device
@@ -312,10 +366,16 @@ def score(
     return out
 
 
-def write_strip(path: Path, made_NLHW3: torch.Tensor, truth_NLHW3: torch.Tensor, *, walks: int = 3) -> None:
-    """Rows of truth above made, a pair a walk; columns: the ends of chunks 1, 2, 5, 10, 20, 50, 100 that there are."""
+def write_strip(
+    path: Path, made_NLHW3: torch.Tensor, truth_NLHW3: torch.Tensor, *, walks: int = 3
+) -> None:
+    """Rows of truth above made, a pair a walk; columns: the ends of chunks 1, 2, 5, 10, 20, 50,
+    100 that there are.
+    """
     chunks = made_NLHW3.shape[1] // LATENTS_A_CHUNK
-    latents = [LATENTS_A_CHUNK * chunk - 1 for chunk in (1, 2, 5, 10, 20, 50, 100) if chunk <= chunks]
+    latents = [
+        LATENTS_A_CHUNK * chunk - 1 for chunk in (1, 2, 5, 10, 20, 50, 100) if chunk <= chunks
+    ]
     rows = []
     for index in range(min(walks, len(made_NLHW3))):
         for frames in (truth_NLHW3, made_NLHW3):
@@ -362,26 +422,45 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="only these scenarios; no name: all",
     )
-    parser.add_argument("--player-walks", type=int, help="of each scenario; default: its own number")
-    parser.add_argument("--player-seconds", type=int, help="of play, at most; default: each scenario's own length")
+    parser.add_argument(
+        "--player-walks", type=int, help="of each scenario; default: its own number"
+    )
+    parser.add_argument(
+        "--player-seconds", type=int, help="of play, at most; default: each scenario's own length"
+    )
     parser.add_argument("--batch", type=int, default=8, help="sessions at once, of each engine")
-    parser.add_argument("--engines", type=int, default=1, help="walks are shared out to so many engines")
+    parser.add_argument(
+        "--engines", type=int, default=1, help="walks are shared out to so many engines"
+    )
     parser.add_argument("--decoder", choices=("wan", "tiny"))
     parser.add_argument("--steps", type=int, choices=(1, 2, 4), help="denoise steps")
     parser.add_argument("--window", type=int, help="latent frames a chunk sees")
     parser.add_argument("--sink", type=int, help="first latent frames kept for ever")
     parser.add_argument("--quantization", help="as vLLM's")
-    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="as vLLM's")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: the checkpoint's")
+    parser.add_argument(
+        "--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="as vLLM's"
+    )
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="default: the checkpoint's"
+    )
     parser.add_argument("--model-options", type=json.loads, default={}, help="JSON for omni.model")
-    parser.add_argument("--omni", type=json.loads, default={}, help="JSON for the rest of additional_config.omni")
-    parser.add_argument("--snapshot-every", type=int, help="save, close and restore sessions after so many chunks")
+    parser.add_argument(
+        "--omni", type=json.loads, default={}, help="JSON for the rest of additional_config.omni"
+    )
+    parser.add_argument(
+        "--snapshot-every", type=int, help="save, close and restore sessions after so many chunks"
+    )
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--size", type=int, nargs=2, default=(96, 160), metavar=("HEIGHT", "WIDTH"))
     parser.add_argument(
-        "--gpu-memory-utilization", type=float, default=0.6, help="the renderer works on the same device"
+        "--gpu-memory-utilization",
+        type=float,
+        default=0.6,
+        help="the renderer works on the same device",
     )
-    parser.add_argument("--eager", action="store_true", help="compile neither the renderer nor the model")
+    parser.add_argument(
+        "--eager", action="store_true", help="compile neither the renderer nor the model"
+    )
     return parser
 
 
@@ -414,7 +493,9 @@ def run_players(args: argparse.Namespace, truth: Truth) -> dict[str, Any]:
     return {"model": args.model.name, **shape, **result, "seconds_per_chunk": world.times.summary()}
 
 
-def make_world(args: argparse.Namespace, device: str) -> tuple[EngineWorld | SeveralEngines, dict[str, Any]]:
+def make_world(
+    args: argparse.Namespace, device: str
+) -> tuple[EngineWorld | SeveralEngines, dict[str, Any]]:
     """The engine that the arguments name, and what a result says of it."""
     engine: dict[str, Any] = {
         "tensor_parallel_size": args.tensor_parallel_size,
@@ -430,11 +511,21 @@ def make_world(args: argparse.Namespace, device: str) -> tuple[EngineWorld | Sev
     if device == "cuda":
         engine["gpu_memory_utilization"] = args.gpu_memory_utilization
         if args.tensor_parallel_size > torch.cuda.device_count():
-            engine |= {"worker_cls": "vllm_omni.worker.SharedGPUWorker", "distributed_executor_backend": "mp"}
-    together = {"max_requests_per_step": args.batch, "batch_invariant": False}  # one forward for all
+            engine |= {
+                "worker_cls": "vllm_omni.worker.SharedGPUWorker",
+                "distributed_executor_backend": "mp",
+            }
+    # one forward for all
+    together = {"max_requests_per_step": args.batch, "batch_invariant": False}
     omni = {**together, **args.omni, "model": model_options(args)}
     engine |= {"omni": omni, "batch": args.batch}
-    shape = {"size": list(args.size), "device": device, "dtype": args.dtype, "engines": args.engines, "omni": omni}
+    shape = {
+        "size": list(args.size),
+        "device": device,
+        "dtype": args.dtype,
+        "engines": args.engines,
+        "omni": omni,
+    }
     if args.engines > 1:
         return SeveralEngines(args.engines, args.model, tuple(args.size), **engine), shape
     return EngineWorld(args.model, tuple(args.size), **engine), shape
@@ -446,12 +537,18 @@ def table(result: dict[str, Any]) -> str:
     for index in range(result["chunks"]):
         row = [result[name][index] for name in ("psnr", "ssim", "sharpness", "style")]
         lines.append(f"{index + 1:>6} {row[0]:>7.2f} {row[1]:>6.3f} {row[2]:>6.3f} {row[3]:>6.2f}")
-    lines += [f"{name}: {result[name]}" for name in ("level", *DRILLS, "seconds_per_chunk") if name in result]
+    lines += [
+        f"{name}: {result[name]}"
+        for name in ("level", *DRILLS, "seconds_per_chunk")
+        if name in result
+    ]
     return "\n".join(lines)
 
 
 def own_stdout() -> TextIO:
-    """The standard output for the result alone: vLLM logs to it, in its processes too, and from here on to stderr."""
+    """The standard output for the result alone: vLLM logs to it, in its processes too, and from
+    here on to stderr.
+    """
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return out

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Colours of the village: light and sky of the three styles, the ground's pattern, faces, leaves, water and fog.
+"""Colours of the village: light and sky of the three styles, the ground's pattern, faces, leaves,
+water and fog.
 
-`shade` is written for torch's compiler; where a ray's body is gathered from is the caller's business.
+`shade` is written for torch's compiler; where a ray's body is gathered from is the caller's
+business.
 Held by tests/training/tiny_world/test_render.py.
 """
 
@@ -40,22 +42,48 @@ class Light:
 
 LIGHTS = (
     Light(
-        (0.45, -0.75, -0.48), (0.78, 0.74, 0.64), (0.42, 0.45, 0.50), (0.27, 0.50, 0.86), (0.74, 0.86, 0.95),
-        (0.36, 0.52, 0.50), (0.36, 0.56, 0.22), (0.74, 0.64, 0.48), (0.22, 0.42, 0.60), 0.0,
+        (0.45, -0.75, -0.48),
+        (0.78, 0.74, 0.64),
+        (0.42, 0.45, 0.50),
+        (0.27, 0.50, 0.86),
+        (0.74, 0.86, 0.95),
+        (0.36, 0.52, 0.50),
+        (0.36, 0.56, 0.22),
+        (0.74, 0.64, 0.48),
+        (0.22, 0.42, 0.60),
+        0.0,
     ),
     Light(
-        (-0.88, -0.30, 0.37), (0.78, 0.40, 0.16), (0.26, 0.22, 0.34), (0.16, 0.13, 0.34), (0.95, 0.52, 0.28),
-        (0.22, 0.14, 0.28), (0.30, 0.40, 0.20), (0.60, 0.50, 0.42), (0.20, 0.20, 0.36), 0.0,
+        (-0.88, -0.30, 0.37),
+        (0.78, 0.40, 0.16),
+        (0.26, 0.22, 0.34),
+        (0.16, 0.13, 0.34),
+        (0.95, 0.52, 0.28),
+        (0.22, 0.14, 0.28),
+        (0.30, 0.40, 0.20),
+        (0.60, 0.50, 0.42),
+        (0.20, 0.20, 0.36),
+        0.0,
     ),
     Light(
-        (0.30, -0.60, 0.74), (0.34, 0.34, 0.34), (0.60, 0.62, 0.66), (0.66, 0.72, 0.80), (0.90, 0.92, 0.95),
-        (0.78, 0.82, 0.88), (0.92, 0.94, 0.97), (0.66, 0.62, 0.60), (0.60, 0.72, 0.82), 1.0,
+        (0.30, -0.60, 0.74),
+        (0.34, 0.34, 0.34),
+        (0.60, 0.62, 0.66),
+        (0.66, 0.72, 0.80),
+        (0.90, 0.92, 0.95),
+        (0.78, 0.82, 0.88),
+        (0.92, 0.94, 0.97),
+        (0.66, 0.62, 0.60),
+        (0.60, 0.72, 0.82),
+        1.0,
     ),
-)  # fmt: skip
+)
 
 
 def ground_masks(here_N2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Paths, the pond, and soft patches of grass at points x, z: each [N], paths and pond in [0, 1]."""
+    """Paths, the pond, and soft patches of grass at points x, z: each [N], paths and pond in [0,
+    1].
+    """
     x, z = here_N2.unbind(1)
     turn = 2 * math.pi / PERIOD
 
@@ -63,14 +91,14 @@ def ground_masks(here_N2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tor
         return (0.5 - distance / 0.12).clamp(0, 1)
 
     street = wrap(x - 1.6 - 1.5 * torch.sin(turn * z + 0.6)).abs() - 1.0
-    lane = wrap(z + 1.5 - 1.8 * torch.sin(turn * x)).abs() - 0.9
+    thread = wrap(z + 1.5 - 1.8 * torch.sin(turn * x)).abs() - 0.9
     square = torch.hypot(wrap(x), wrap(z - 0.6)) - 3.4
-    path = edge(torch.minimum(torch.minimum(street, lane), square))
+    path = edge(torch.minimum(torch.minimum(street, thread), square))
     px, pz, half_x, half_z = POND
     water = edge((torch.hypot(wrap(x - px) / half_x, wrap(z - pz) / half_z) - 1) * half_z)
-    patches = torch.sin(turn * (3 * x + 2 * z)) * torch.sin(turn * (2 * x - 4 * z) + 1) + 0.5 * torch.sin(
-        turn * 5 * z + 2
-    )
+    patches = torch.sin(turn * (3 * x + 2 * z)) * torch.sin(
+        turn * (2 * x - 4 * z) + 1
+    ) + 0.5 * torch.sin(turn * 5 * z + 2)
     return path * (1 - water), water, patches
 
 
@@ -80,7 +108,9 @@ def _texture(
     """Trilinear look-up of the periodic ground: [B, R, 4]."""
     low = level.floor().clamp(0, LEVELS - 2)
     blend = (level - low).clamp(0, 1)[..., None]
-    return torch.lerp(_bilinear(ground, style, x, z, low), _bilinear(ground, style, x, z, low + 1), blend)
+    return torch.lerp(
+        _bilinear(ground, style, x, z, low), _bilinear(ground, style, x, z, low + 1), blend
+    )
 
 
 def _bilinear(
@@ -88,7 +118,7 @@ def _bilinear(
 ) -> torch.Tensor:
     side = TEXELS / torch.exp2(level)
     # texels of the levels before: side0^2 (1 + 1/4 + ...) = 4/3 side0^2 (1 - 4^-level)
-    begin = (TEXELS * TEXELS * 4 / 3 * (1 - torch.exp2(-2 * level))).round().long()
+    start = (TEXELS * TEXELS * 4 / 3 * (1 - torch.exp2(-2 * level))).round().long()
     u, v = x / PERIOD * side - 0.5, z / PERIOD * side - 0.5
     u0, v0 = u.floor(), v.floor()
     fu, fv = (u - u0)[..., None], (v - v0)[..., None]
@@ -96,7 +126,7 @@ def _bilinear(
     columns = [torch.remainder(u0 + step, side).long().clamp(max=side_long - 1) for step in (0, 1)]
     rows = [torch.remainder(v0 + step, side).long().clamp(max=side_long - 1) for step in (0, 1)]
     flat = ground.view(-1, 4)
-    base = (style * ground.shape[1])[:, None] + begin
+    base = (style * ground.shape[1])[:, None] + start
     (a, b), (c, d) = ([flat[base + row * side_long + column] for column in columns] for row in rows)
     return torch.lerp(torch.lerp(a, b, fu), torch.lerp(c, d, fu), fv)
 
@@ -113,22 +143,30 @@ def _sky(rays: torch.Tensor, lights: torch.Tensor) -> torch.Tensor:
     glow = (towards**12 * 0.35 + ((towards - 0.9965) * 900).clamp(0, 1))[..., None]
     sky = sky + glow * lights[..., 1, :]
     drift = up * 6
-    cloud = torch.sin(3 * heading + 0.7) * torch.sin(drift + torch.sin(5 * heading)) + 0.6 * torch.sin(
-        7 * heading + 2 * drift
-    )
+    cloud = torch.sin(3 * heading + 0.7) * torch.sin(
+        drift + torch.sin(5 * heading)
+    ) + 0.6 * torch.sin(7 * heading + 2 * drift)
     sky = torch.lerp(
         sky,
         lights[..., 4, :] * 1.05,
         ((cloud - 0.35) * 2.5).clamp(0, 0.75)[..., None] * (up * 5).clamp(0, 1)[..., None],
     )
     near = (
-        0.10 + 0.035 * torch.sin(3 * heading + 1) + 0.03 * torch.sin(7 * heading) + 0.015 * torch.sin(13 * heading + 2)
+        0.10
+        + 0.035 * torch.sin(3 * heading + 1)
+        + 0.03 * torch.sin(7 * heading)
+        + 0.015 * torch.sin(13 * heading + 2)
     )
-    peak = 0.24 * (1 - ((torch.remainder(heading - 0.6 + math.pi, 2 * math.pi) - math.pi).abs() / 0.32)).clamp(min=0)
-    twin = 0.18 * (1 - ((torch.remainder(heading + 1.9 + math.pi, 2 * math.pi) - math.pi).abs() / 0.18)).clamp(min=0)
+    peak = 0.24 * (
+        1 - ((torch.remainder(heading - 0.6 + math.pi, 2 * math.pi) - math.pi).abs() / 0.32)
+    ).clamp(min=0)
+    twin = 0.18 * (
+        1 - ((torch.remainder(heading + 1.9 + math.pi, 2 * math.pi) - math.pi).abs() / 0.18)
+    ).clamp(min=0)
     far = 0.06 + torch.maximum(peak, twin)
     far_hills = torch.lerp(lights[..., 5, :], lights[..., 4, :], 0.45)
-    cap = torch.where((up > far - 0.06)[..., None], far_hills * 0.4 + 0.6, far_hills)  # snow on the peaks
+    # snow on the peaks
+    cap = torch.where((up > far - 0.06)[..., None], far_hills * 0.4 + 0.6, far_hills)
     sky = torch.where((up < far)[..., None], cap, sky)
     return torch.where((up < near)[..., None], lights[..., 5, :].expand_as(sky), sky)
 
@@ -160,7 +198,8 @@ def shade(
     _, _, face = slabs(rays, normals, offsets)
     chosen = face.long()[..., None, None].expand(*face.shape, 1, 3)
     normal = torch.gather(normals, 2, chosen)[..., 0, :]
-    # distances along the wall from its middle, whatever copy it is: the middle lies on the planes' offsets
+    # distances along the wall from its middle, whatever copy it is: the middle lies on the planes'
+    # offsets
     side = torch.where(face < 2, 2.0, 0.0)
     pair = torch.stack((side, side + 1), dim=-1).long()
     low = torch.gather(offsets, 2, pair)
@@ -175,13 +214,21 @@ def shade(
     in_window = ((cell - cell.floor() - 0.5).abs() < 0.26) & (u.abs() < half) & upright
     storey = torch.where(height > 3.4, height - 2.6, height)
     window = in_window & (storey > 1.05) & (storey < 1.95)
-    frame = ((cell - cell.floor() - 0.5).abs() < 0.36) & (u.abs() < half) & upright & (storey > 0.93) & (storey < 2.07)
-    door = (face == 3) & (u.abs() < 0.42) & (height < 1.9) & upright
+    frame = (
+        ((cell - cell.floor() - 0.5).abs() < 0.36)
+        & (u.abs() < half)
+        & upright
+        & (storey > 0.93)
+        & (storey < 2.07)
+    )
+    endpoint = (face == 3) & (u.abs() < 0.42) & (height < 1.9) & upright
     is_wall = pattern == WALL
     body = torch.where((is_wall & frame)[..., None], torch.ones_like(albedo) * 0.95, albedo)
     body = torch.where((is_wall & window)[..., None], accent, body)
     body = torch.where(
-        (is_wall & door)[..., None], torch.stack((0.30 + 0 * u, 0.17 + 0 * u, 0.10 + 0 * u), dim=-1), body
+        (is_wall & endpoint)[..., None],
+        torch.stack((0.30 + 0 * u, 0.17 + 0 * u, 0.10 + 0 * u), dim=-1),
+        body,
     )
     base = is_wall & (height < 0.35) & upright
     body = torch.where(base[..., None], albedo * 0.62, body)
@@ -206,7 +253,10 @@ def shade(
     # the ground plane
     down = rays[..., 1].clamp(min=1e-6)
     to_ground = EYE_HEIGHT / down
-    gx, gz = positions[:, :1] + rays[..., 0] * to_ground, positions[:, 1:] + rays[..., 2] * to_ground
+    gx, gz = (
+        positions[:, :1] + rays[..., 0] * to_ground,
+        positions[:, 1:] + rays[..., 2] * to_ground,
+    )
     footprint = to_ground / focal / down.sqrt() * (TEXELS / PERIOD)
     texel = _texture(ground, style, gx, gz, torch.log2(footprint.clamp(min=1.0)))
     mirror = _sky(rays * torch.tensor((1.0, -1.0, 1.0), device=rays.device), lights)
@@ -217,6 +267,10 @@ def shade(
     colour = torch.where(is_ground[..., None], earth, lit)
     fog = torch.exp(-((reach / _FOG_M) ** 3))[..., None]
     # the ground reaches the horizon, where the hills begin
-    haze = torch.where(is_ground[..., None], torch.lerp(lights[..., 5, :], lights[..., 4, :], 0.15).expand_as(sky), sky)
+    haze = torch.where(
+        is_ground[..., None],
+        torch.lerp(lights[..., 5, :], lights[..., 4, :], 0.15).expand_as(sky),
+        sky,
+    )
     colour = torch.lerp(haze, colour, fog)
     return torch.where((is_ground | (distance < FAR))[..., None], colour, sky)

@@ -1,23 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The third phase: an adversary that tells own roll-outs from the truth, beside the regression that keeps obedience.
+"""The third phase: an adversary that tells own roll-outs from the truth, beside the regression that
+keeps obedience.
 
-    torchrun --nproc-per-node N -m training.tiny_world.sharpen --data DIR --prompts prompts.pt --out DIR
-        --resume DIR_OF_ROLLOUT --minutes M [--decoder FILE] [--adversarial R]
+    torchrun --nproc-per-node N -m training.tiny_world.sharpen --data DIR --prompts prompts.pt --out
+        DIR --resume DIR_OF_ROLLOUT --minutes M [--decoder FILE] [--adversarial R]
 
-Regression gives the mean of what may come, which is soft; the few-step sampler's last step then has nothing to undo
-that. The adversary (a patch network over space and time) sees a few latent frames of the last step's result, decoded
-by the frozen decoder (`--decoder`) or, without one, as latents. Why not distribution matching: it needs a second
-network that follows the generator's distribution and a teacher good at every sigma; this teacher is trained for a
-handful of steps, and the time is better spent on one small adversary.
+Regression gives the mean of what may come, which is soft; the few-step sampler's last step then has
+nothing to undo that. The adversary (a patch network over space and time) sees a few latent frames
+of the last step's result, decoded by the frozen decoder (`--decoder`) or, without one, as latents.
+Why not distribution matching: it needs a second network that follows the generator's distribution
+and a teacher good at every sigma; this teacher is trained for a handful of steps, and the time is
+better spent on one small adversary.
 
-- Pairs: the adversary compares a clip with the truth of the same walk, so style, place and motion are no way to tell
-  them apart (relativistic loss: softplus of fake minus real). Its slope is held down at real and at made clips by
-  finite differences (no second derivatives).
-- Balance: the adversary's gradient at x0 is scaled to R times the regression's, by running means of both norms, so
-  R means the same whatever the decoder and the adversary do. With `--sharpness` R follows the sharpness of made frames.
-- Half of the clips (every second one) take part with all frames at the last step; the others go on as in phase two.
-- Behind own frames by the dozen the true place cannot be known, and regression there asks for blur. It fades (`Late`):
-  what is left of it holds the level of a frame, and what such frames show is the adversary's.
+- Pairs: the adversary compares a clip with the truth of the same walk, so style, place and motion
+  are no way to tell them apart (relativistic loss: softplus of fake minus real). Its slope is held
+  down at real and at made clips by finite differences (no second derivatives).
+- Balance: the adversary's gradient at x0 is scaled to R times the regression's, by running means of
+  both norms, so R means the same whatever the decoder and the adversary do. With `--sharpness` R
+  follows the sharpness of made frames.
+- Half of the clips (every second one) take part with all frames at the last step; the others go on
+  as in phase two.
+- Behind own frames by the dozen the true place cannot be known, and regression there asks for blur.
+  It fades (`Late`): what is left of it holds the level of a frame, and what such frames show is the
+  adversary's.
 
 Held by tests/training/tiny_world/test_sharpen.py.
 """
@@ -31,12 +36,20 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from training.tiny_world.rollout import RollOuts, add_rollout_options, drawn_steps, predicted, squares
+from training.tiny_world.rollout import (
+    RollOuts,
+    add_rollout_options,
+    drawn_steps,
+    predicted,
+    squares,
+)
 from training.tiny_world.train_world import Decode, Losses, Ranks, Trainer, add_common_options
 
 
 class Adversary(nn.Module):
-    """Logits for patches of a clip [B, c, T, H, W]. strides: spatial, one for each layer but the last."""
+    """Logits for patches of a clip [B, c, T, H, W]. strides: spatial, one for each layer but the
+    last.
+    """
 
     def __init__(self, channels: int, widths: Sequence[int], strides: Sequence[int]) -> None:
         super().__init__()
@@ -47,7 +60,10 @@ class Adversary(nn.Module):
             time = 1 if number == 0 else 3
             size = 4 if stride == 2 else 3
             padding = (time // 2, 1, 1)
-            layers += [nn.Conv3d(before, width, (time, size, size), (1, stride, stride), padding), nn.LeakyReLU(0.2)]
+            layers += [
+                nn.Conv3d(before, width, (time, size, size), (1, stride, stride), padding),
+                nn.LeakyReLU(0.2),
+            ]
             before = width
         layers.append(nn.Conv3d(before, 1, (1, 3, 3), padding=(0, 1, 1)))
         self.layers = nn.Sequential(*layers)
@@ -70,7 +86,14 @@ class Contest:
     """The adversary, its optimiser, and the running norms by which its gradient is scaled."""
 
     def __init__(
-        self, ranks: Ranks, decode: Decode | None, *, lr: float, slope: float, noise: float, seed: int
+        self,
+        ranks: Ranks,
+        decode: Decode | None,
+        *,
+        lr: float,
+        slope: float,
+        noise: float,
+        seed: int,
     ) -> None:
         self.ranks, self.decode, self.slope, self.noise = ranks, decode, slope, noise
         with torch.random.fork_rng(devices=[ranks.device] if ranks.device.type == "cuda" else []):
@@ -89,8 +112,12 @@ class Contest:
         with torch.autocast(latents.device.type, torch.bfloat16, enabled=latents.is_cuda):
             return self.decode(latents).float()
 
-    def gradient(self, x0: torch.Tensor, truth: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Train the adversary on these clips; return its gradient at x0 (uphill for the generator's loss)."""
+    def gradient(
+        self, x0: torch.Tensor, truth: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Train the adversary on these clips; return its gradient at x0 (uphill for the
+        generator's loss).
+        """
         leaf = x0.detach().requires_grad_()
         fake = self.look(leaf)
         with torch.no_grad():
@@ -108,39 +135,53 @@ class Contest:
         logits = network(both)
         nudged = network(both + self.noise * torch.randn_like(both))
         real_logits, fake_logits = logits.chunk(2)
-        told = functional.softplus(fake_logits - real_logits).mean()
+        reported = functional.softplus(fake_logits - real_logits).mean()
         steep = (logits - nudged).square().mean()
         self.optimizer.zero_grad()
-        (told + self.slope * steep).backward()
+        (reported + self.slope * steep).backward()
         self.ranks.average_gradients(list(network.parameters()))
         self.optimizer.step()
         self.rounds += 1
-        return {"told": told.detach(), "steep": steep.detach(), "gap": (real_logits - fake_logits).mean().detach()}
+        return {
+            "told": reported.detach(),
+            "steep": steep.detach(),
+            "gap": (real_logits - fake_logits).mean().detach(),
+        }
 
     def scale(self, regression: torch.Tensor, adversary: torch.Tensor) -> torch.Tensor:
-        """Factor that makes the adversary's gradient as long as the regression's, by their running means."""
+        """Factor that makes the adversary's gradient as long as the regression's, by their
+        running means.
+        """
         now = torch.stack((regression.norm(), adversary.norm()))
         keep = min(0.98, self.rounds / (self.rounds + 10))
         self.norms = keep * self.norms + (1 - keep) * now
         return self.norms[0] / self.norms[1].clamp_min(1e-12)
 
     def state(self) -> dict[str, Any]:
-        half = {name: value.detach().to("cpu", torch.float16) for name, value in self.network.state_dict().items()}
+        half = {
+            name: value.detach().to("cpu", torch.float16)
+            for name, value in self.network.state_dict().items()
+        }
         return {"network": half, "norms": self.norms.cpu(), "rounds": self.rounds}
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on; the adversary's momenta begin anew."""
-        self.network.load_state_dict({name: value.float() for name, value in state["network"].items()})
+        self.network.load_state_dict(
+            {name: value.float() for name, value in state["network"].items()}
+        )
         self.norms, self.rounds = state["norms"].to(self.norms.device), int(state["rounds"])
 
 
 def sharpness(made: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
-    """Mean horizontal difference of neighbouring pixels (or latent values) over the truth's, a scalar."""
+    """Mean horizontal difference of neighbouring pixels (or latent values) over the truth's, a
+    scalar.
+    """
     return made.diff(dim=-1).abs().mean() / truth.diff(dim=-1).abs().mean().clamp_min(1e-6)
 
 
 class AdversaryWeight:
-    """The ratio of the adversary's gradient to the regression's, moved until made frames are as sharp as wanted.
+    """The ratio of the adversary's gradient to the regression's, moved until made frames are as
+    sharp as wanted.
 
     Args:
         ratio: The first ratio, and with `target` None the only one.
@@ -149,12 +190,16 @@ class AdversaryWeight:
         rate: Relative change of the ratio per update and unit of missing sharpness.
     """
 
-    def __init__(self, ratio: float, target: float | None, *, largest: float = 6.0, rate: float = 0.05) -> None:
+    def __init__(
+        self, ratio: float, target: float | None, *, largest: float = 6.0, rate: float = 0.05
+    ) -> None:
         self.value: float | torch.Tensor = ratio
         self.target, self.largest, self.rate, self.smallest = target, largest, rate, 0.05
 
     def follow(self, measured: torch.Tensor) -> None:
-        """Move the ratio after an update whose frames had the sharpness `measured`; stays on its device."""
+        """Move the ratio after an update whose frames had the sharpness `measured`; stays on its
+        device.
+        """
         if self.target is not None:
             change = torch.exp(self.rate * (self.target - measured))
             self.value = (self.value * change).clamp(self.smallest, self.largest)
@@ -162,35 +207,46 @@ class AdversaryWeight:
 
 @dataclass
 class Late:
-    """How the regression fades with the frames that a clip's network has made: from 1 at `begin` to `weight` at `end`.
-    level: weight of the squared error of a frame's mean (of each channel) there, in place of what has faded."""
+    """How the regression fades with the frames that a clip's network has made: from 1 at `begin` to
+    `weight` at `end`.
+    level: weight of the squared error of a frame's mean (of each channel) there, in place of what
+    has faded."""
 
     weight: float
     level: float
-    begin: int = 15
+    start: int = 15
     end: int = 24
 
     def weights(self, age: torch.Tensor) -> torch.Tensor:
-        faded = ((age - self.begin) / (self.end - self.begin)).clamp(0, 1)
+        faded = ((age - self.start) / (self.end - self.start)).clamp(0, 1)
         return 1 - (1 - self.weight) * faded
 
     def levels(self, x0: torch.Tensor, truth: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
-        """Square of v's error in a frame's means, weighted; [B, F]. As `squares`, of means over places."""
+        """Square of v's error in a frame's means, weighted; [B, F].
+
+        As `squares`, of means over places.
+        """
         means = (x0 - truth).mean((3, 4), keepdim=True)
         return self.level * squares(means, torch.zeros_like(means), sigma)
 
 
 class Sharpening:
-    """The objective. late: the regression's fading. weight: of the adversary's gradient. alone: rounds that the
-    adversary is trained before it is heeded. window: latent frames that it sees. keep: weight of the regression where
-    it acts."""
+    """The objective. late: the regression's fading. weight: of the adversary's gradient. alone:
+    rounds that the adversary is trained before it is heeded. window: latent frames that it sees.
+    keep: weight of the regression where it acts."""
 
     def __init__(
         self, trainer: Trainer, rollouts: RollOuts, contest: Contest, *,
         weight: AdversaryWeight, alone: int, window: int, keep: float, true: float, late: Late,
     ) -> None:  # fmt: skip
         self.trainer, self.rollouts, self.contest, self.late = trainer, rollouts, contest, late
-        self.weight, self.alone, self.window, self.keep, self.true = weight, alone, window, keep, true
+        self.weight, self.alone, self.window, self.keep, self.true = (
+            weight,
+            alone,
+            window,
+            keep,
+            true,
+        )
         self.rows = torch.arange(0, len(trainer.chunk_B), 2, device=trainer.ranks.device)
 
     def losses(self) -> Losses:
@@ -202,28 +258,39 @@ class Sharpening:
         true_B[self.rows] = False
         x0, sigma = predicted(trainer, own, steps, true_B)
         by_frame = squares(x0, truth, sigma)
-        kept = weights.clone()
-        kept[self.rows] *= self.keep
+        retained = weights.clone()
+        retained[self.rows] *= self.keep
         here = torch.where(true_B.unsqueeze(1), 1.0, self.late.weights(own.age))
-        total = (by_frame * kept * here + self.late.levels(x0, truth, sigma) * weights * (1 - here)).mean()
+        total = (
+            by_frame * retained * here + self.late.levels(x0, truth, sigma) * weights * (1 - here)
+        ).mean()
 
         rows, frames = self.rows.unsqueeze(1), self._frames(weights)
         seen = x0[rows, frames]
         gradient, parts = self.contest.gradient(seen, truth[rows, frames])
         leaf = seen.detach().requires_grad_()
-        (regression,) = torch.autograd.grad(squares(leaf, truth[rows, frames], sigma[rows, frames]).sum(), leaf)
+        (regression,) = torch.autograd.grad(
+            squares(leaf, truth[rows, frames], sigma[rows, frames]).sum(), leaf
+        )
         scale = self.contest.scale(regression / by_frame.numel(), gradient)
         if self.contest.rounds > self.alone:
             total = total + (seen * (gradient * scale * self.weight.value)).sum()
             self.weight.follow(parts["sharpness"])
         ratio = torch.as_tensor(self.weight.value, device=scale.device)
-        return Losses(total, by_frame.detach(), sigma, weights, parts | {"scale": scale, "ratio": ratio})
+        return Losses(
+            total, by_frame.detach(), sigma, weights, parts | {"scale": scale, "ratio": ratio}
+        )
 
     def _frames(self, weights: torch.Tensor) -> torch.Tensor:
-        """Which frames of each row the adversary sees, [rows, window]; none that could be anything."""
+        """Which frames of each row the adversary sees, [rows, window]; none that could be
+        anything.
+        """
         num, frames = len(self.rows), weights.shape[1]
         first = (weights[self.rows] == 0).any(1) * 6
-        start = first + (torch.rand(num, device=weights.device) * (frames - self.window + 1 - first)).long()
+        start = (
+            first
+            + (torch.rand(num, device=weights.device) * (frames - self.window + 1 - first)).long()
+        )
         return start.unsqueeze(1) + torch.arange(self.window, device=weights.device)
 
     def extra_state(self) -> Any:
@@ -234,19 +301,41 @@ class Sharpening:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Sharpen the tiny world's transformer by an adversary.")
+    parser = argparse.ArgumentParser(
+        description="Sharpen the tiny world's transformer by an adversary."
+    )
     add_common_options(parser)
     add_rollout_options(parser)
-    parser.add_argument("--adversarial", type=float, default=1.0, help="the adversary's gradient over the regression's")
-    parser.add_argument("--sharpness", type=float, help="move that ratio until made frames are so sharp, e.g. 0.95")
-    parser.add_argument("--keep", type=float, default=1.0, help="weight of the regression on the adversary's clips")
-    parser.add_argument("--seen-frames", type=int, default=5, help="latent frames that the adversary sees")
-    parser.add_argument("--late", type=float, default=1.0, help="weight of the regression behind 24 own frames")
+    parser.add_argument(
+        "--adversarial",
+        type=float,
+        default=1.0,
+        help="the adversary's gradient over the regression's",
+    )
+    parser.add_argument(
+        "--sharpness", type=float, help="move that ratio until made frames are so sharp, e.g. 0.95"
+    )
+    parser.add_argument(
+        "--keep", type=float, default=1.0, help="weight of the regression on the adversary's clips"
+    )
+    parser.add_argument(
+        "--seen-frames", type=int, default=5, help="latent frames that the adversary sees"
+    )
+    parser.add_argument(
+        "--late", type=float, default=1.0, help="weight of the regression behind 24 own frames"
+    )
     parser.add_argument("--level", type=float, default=0.0, help="weight of frames' means there")
-    parser.add_argument("--alone", type=int, default=200, help="updates of the adversary before it is heeded")
+    parser.add_argument(
+        "--alone", type=int, default=200, help="updates of the adversary before it is heeded"
+    )
     parser.add_argument("--adversary-lr", type=float, default=3e-4)
     parser.add_argument("--slope", type=float, default=20.0, help="weight of the adversary's slope")
-    parser.add_argument("--slope-noise", type=float, default=0.1, help="deviation of the nudge that measures the slope")
+    parser.add_argument(
+        "--slope-noise",
+        type=float,
+        default=0.1,
+        help="deviation of the nudge that measures the slope",
+    )
     parser.set_defaults(muon_lr=5e-4, adam_lr=2e-4, decay_from=0.5, ema=0.998)
     options = parser.parse_args(arguments)
     for name in ("data", "prompts", "out", "resume"):
@@ -272,8 +361,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         true=options.true,
         late=Late(options.late, options.level),
     )
-    trainer.run(objective)
-    trainer.ranks.leave()
+    trainer.run_objective(objective)
+    trainer.ranks.destroy_group()
 
 
 if __name__ == "__main__":

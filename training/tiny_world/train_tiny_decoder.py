@@ -3,8 +3,9 @@
 
     python -m training.tiny_world.train_tiny_decoder --vae vae.pt --out DIR --minutes 4
 
-Writes `tiny_decoder.pt` (TAEHV's names, fp32) and `tiny_decoder_curve.jsonl`. The latents are the autoencoder's, with
-noise, since those of the transformer are never exact; the target is the rendered picture.
+Writes `tiny_decoder.pt` (TAEHV's names, fp32) and `tiny_decoder_curve.jsonl`. The latents are the
+autoencoder's, with noise, since those of the transformer are never exact; the target is the
+rendered picture.
 """
 
 import argparse
@@ -34,8 +35,13 @@ class Memory(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        convolutions = [nn.Conv2d(inputs, channels, 3, padding=1) for inputs in (2 * channels, channels, channels)]
-        self.conv = nn.Sequential(convolutions[0], nn.ReLU(), convolutions[1], nn.ReLU(), convolutions[2])
+        convolutions = [
+            nn.Conv2d(inputs, channels, 3, padding=1)
+            for inputs in (2 * channels, channels, channels)
+        ]
+        self.conv = nn.Sequential(
+            convolutions[0], nn.ReLU(), convolutions[1], nn.ReLU(), convolutions[2]
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         before = torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), dim=1)
@@ -61,7 +67,11 @@ class TinyDecoder(nn.Module):
 
     def __init__(self, widths: tuple[int, ...] = WIDTHS) -> None:
         super().__init__()
-        layers: list[nn.Module] = [nn.Identity(), nn.Conv2d(LATENT_CHANNELS, widths[0], 3, padding=1), nn.ReLU()]
+        layers: list[nn.Module] = [
+            nn.Identity(),
+            nn.Conv2d(LATENT_CHANNELS, widths[0], 3, padding=1),
+            nn.ReLU(),
+        ]
         for level, factor in enumerate(_GROWTH):
             layers += [Memory(widths[level]) for _ in range(_MEMORIES)]
             layers += [nn.Upsample(scale_factor=2), Grow(widths[level], factor)]
@@ -72,7 +82,11 @@ class TinyDecoder(nn.Module):
     def forward(self, latents: torch.Tensor) -> torch.Tensor:
         x = torch.tanh(latents / 3) * 3
         for layer in self.decoder:
-            x = layer(x) if isinstance(layer, Memory | Grow) else layer(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+            x = (
+                layer(x)
+                if isinstance(layer, Memory | Grow)
+                else layer(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+            )
         return x[:, 3:]
 
 
@@ -102,7 +116,12 @@ def main() -> None:
     autoencoder = load_autoencoder(args.vae, ranks.device)
     renderer = Renderer(ranks.device, *args.size)
     footage = Footage(
-        renderer, 5, args.seed * 1000, seconds=args.footage_seconds, largest=4000, at_once=256 if cuda else 3
+        renderer,
+        5,
+        args.seed * 1000,
+        seconds=args.footage_seconds,
+        largest=4000,
+        at_once=256 if cuda else 3,
     )
     held = Footage(renderer, 5, _HELD_OUT_SEED, seconds=0, at_once=96 if cuda else 3)
     model = TinyDecoder().to(ranks.device)
@@ -118,7 +137,7 @@ def main() -> None:
     def loss_of(latents: torch.Tensor, clips: torch.Tensor) -> torch.Tensor:
         with torch.autocast(ranks.device.type, torch.bfloat16, enabled=cuda):
             made = model(latents).float() * 2 - 1
-        return measure.picture_loss(measure.picture_errors(made, clips))
+        return measure.image_loss(measure.image_errors(made, clips))
 
     encode = torch.compile(latents_of, dynamic=False) if cuda else latents_of
     run = torch.compile(loss_of, dynamic=False) if cuda else loss_of
@@ -146,7 +165,11 @@ def main() -> None:
             ema.update()
             step += 1
             if step % 20 == 0 and clock.elapsed() > next_report:
-                row = {"step": step, "seconds": round(clock.elapsed(), 1), "loss": round(float(loss.detach()), 5)}
+                row = {
+                    "step": step,
+                    "seconds": round(clock.elapsed(), 1),
+                    "loss": round(float(loss.detach()), 5),
+                }
                 print(json.dumps(row), flush=True)
                 curve.write(json.dumps(row) + "\n")
                 next_report = clock.elapsed() + 30

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train the world's autoencoder: pictures as close as may be, latents smooth enough to be predicted.
+"""Train the world's autoencoder: pictures as close as may be, latents smooth enough to be
+predicted.
 
     torchrun --nproc-per-node 2 -m training.tiny_world.train_vae --out DIR --minutes 7
 
-Writes `vae.pt` (running mean of the weights, latents normalised, fp32), `vae_state.pt` (for --resume) and
-`vae_curve.jsonl`. Noise on what the decoder sees, and a divergence from the normal distribution, keep detail that no
-context could predict out of the latents; a share of the clips is a picture and grey frames, which the served model's
-condition is made of.
+Writes `vae.pt` (running mean of the weights, latents normalised, fp32), `vae_state.pt` (for
+--resume) and `vae_curve.jsonl`. Noise on what the decoder sees, and a divergence from the normal
+distribution, keep detail that no context could predict out of the latents; a share of the clips is
+a picture and grey frames, which the served model's condition is made of.
 """
 
 import argparse
@@ -26,15 +27,17 @@ _HELD_OUT_SEED = 990_001
 _GREY_SHARE = 0.05
 
 
-def loss_of(model: Autoencoder, clips_BTCHW: torch.Tensor, divergence: float, noise: float) -> dict[str, torch.Tensor]:
+def loss_of(
+    model: Autoencoder, clips_BTCHW: torch.Tensor, divergence: float, noise: float
+) -> dict[str, torch.Tensor]:
     """Terms of the loss of one batch; `total` is what is minimised."""
     mean, log_variance = model.moments(clips_BTCHW)
     deviation = (0.5 * log_variance).exp()
     extra = noise * torch.rand(len(mean), 1, 1, 1, 1, device=mean.device)
     latents = mean + torch.sqrt(deviation.square() + extra.square()) * torch.randn_like(mean)
-    errors = measure.picture_errors(model.decode(latents), clips_BTCHW)
+    errors = measure.image_errors(model.decode(latents), clips_BTCHW)
     kl = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).mean()
-    return {**errors, "kl": kl, "total": measure.picture_loss(errors) + divergence * kl}
+    return {**errors, "kl": kl, "total": measure.image_loss(errors) + divergence * kl}
 
 
 @torch.no_grad()
@@ -45,7 +48,13 @@ def evaluate(model: Autoencoder, clips: torch.Tensor) -> dict[str, float]:
         mean, _ = model.moments(part)
         made = (model.decode(mean).clamp(-1, 1) + 1) / 2
         truth = (part + 1) / 2
-        rows.append((measure.psnr(made, truth), measure.sharpness(made, truth), mean.square().flatten(1).mean(dim=1)))
+        rows.append(
+            (
+                measure.psnr(made, truth),
+                measure.sharpness(made, truth),
+                mean.square().flatten(1).mean(dim=1),
+            )
+        )
     db, sharp, power = (torch.cat(column).mean() for column in zip(*rows, strict=True))
     return {"psnr": float(db), "sharpness": float(sharp), "latent_power": float(power)}
 
@@ -54,7 +63,8 @@ def evaluate(model: Autoencoder, clips: torch.Tensor) -> dict[str, float]:
 def normalised(model: Autoencoder, clips: torch.Tensor) -> dict[str, torch.Tensor]:
     """The model's state dict with latents of zero mean and unit deviation on `clips`.
 
-    The deviation counts the posterior's own, so channels that carry nothing stay near zero instead of being blown up.
+    The deviation counts the posterior's own, so channels that carry nothing stay near zero instead
+    of being blown up.
     """
     moments = [model.moments(part) for part in clips.split(16)]
     mean, log_variance = (torch.cat(column) for column in zip(*moments, strict=True))
@@ -67,14 +77,18 @@ def normalised(model: Autoencoder, clips: torch.Tensor) -> dict[str, torch.Tenso
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=7.0, help="wall time of this piece, everything included")
+    parser.add_argument(
+        "--minutes", type=float, default=7.0, help="wall time of this piece, everything included"
+    )
     parser.add_argument("--steps", type=int, help="stop after so many steps (tests)")
     parser.add_argument("--resume", type=Path, help="a folder with vae_state.pt")
     parser.add_argument("--batch", type=int, default=16, help="clips a process and step")
     parser.add_argument("--frames", type=int, default=9)
     parser.add_argument("--width", type=int, default=BASE_WIDTH)
     parser.add_argument("--divergence", type=float, default=1e-3, help="weight of the KL term")
-    parser.add_argument("--noise", type=float, default=0.25, help="largest extra deviation of the latents decoded")
+    parser.add_argument(
+        "--noise", type=float, default=0.25, help="largest extra deviation of the latents decoded"
+    )
     parser.add_argument("--footage-seconds", type=float, default=25.0)
     parser.add_argument("--footage-clips", type=int, default=6000)
     parser.add_argument("--muon-lr", type=float, default=2e-3)
@@ -107,7 +121,9 @@ def main() -> None:
 
     model = Autoencoder(args.width).to(ranks.device)
     if args.resume:
-        state = torch.load(args.resume / "vae_state.pt", map_location=ranks.device, weights_only=True)
+        state = torch.load(
+            args.resume / "vae_state.pt", map_location=ranks.device, weights_only=True
+        )
         model.load_state_dict(state["model"])
     ranks.share(model)
     optimizer = build_optimizer(model, args.muon_lr, args.adam_lr)
@@ -166,11 +182,15 @@ def main() -> None:
         with ema.applied():
             score = evaluate(model, held_clips)
         report(terms, **{name: round(value, 4) for name, value in score.items()})
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(torch.bfloat16), "step": step}
+        state = {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(torch.bfloat16),
+            "step": step,
+        }
         torch.save(state, args.out / "vae_state.pt")
         with ema.applied():
             torch.save(normalised(model, held_clips), args.out / "vae.pt")
-    ranks.leave()
+    ranks.destroy_group()
 
 
 if __name__ == "__main__":

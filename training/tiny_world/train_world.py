@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train the tiny world's transformer: the loop that all phases share, and the first phase, `teacher`.
+"""Train the tiny world's transformer: the loop that all phases share, and the first phase,
+`teacher`.
 
-    torchrun --nproc-per-node N -m training.tiny_world.train_world --phase teacher --data DIR --prompts prompts.pt
-        --out DIR --minutes M [--total-minutes T] [--resume DIR] [--decay]
+    torchrun --nproc-per-node N -m training.tiny_world.train_world --phase teacher --data DIR
+        --prompts prompts.pt --out DIR --minutes M [--total-minutes T] [--resume DIR] [--decay]
 
-A piece stops after M minutes of wall time, compiling included, and leaves `state-*.bin` (resumable) and `curve.jsonl`
-in `--out`. The learning rate follows the minutes that all pieces together have had, of T. `--selftest` checks in under
-a minute what only a GPU can show; `--export` writes the averaged weights as a checkpoint's transformer folder.
+A piece stops after M minutes of wall time, compiling included, and leaves `state-*.bin` (resumable)
+and `curve.jsonl` in `--out`. The learning rate follows the minutes that all pieces together have
+had, of T. `--selftest` checks in under a minute what only a GPU can show; `--export` writes the
+averaged weights as a checkpoint's transformer folder.
 
-Phase `teacher`: packed teacher forcing. The network predicts v = eps - x0 at x = (1 - sigma) x0 + sigma eps, fed
-t = 1000 sigma: what the package's sampler subtracts, sigma v, to get x0. The loss is the mean square of v's error. An
-x0-loss is sigma^2 times that; of the sigmas served, it would give the last (.625 in v2), which decides what is seen,
-0.39 of the first one's weight, where the first mostly places things; v weighs all the same.
+Phase `teacher`: packed teacher forcing. The network predicts v = eps - x0 at x = (1 - sigma) x0 +
+sigma eps, fed t = 1000 sigma: what the package's sampler subtracts, sigma v, to get x0. The loss is
+the mean square of v's error. An x0-loss is sigma^2 times that; of the sigmas served, it would give
+the last (.625 in v2), which decides what is seen, 0.39 of the first one's weight, where the first
+mostly places things; v weighs all the same.
 
 Held by tests/training/tiny_world/test_train_world.py.
 """
@@ -64,7 +67,7 @@ Decode = Callable[[torch.Tensor], torch.Tensor]
 """Latents [B, F, 16, h, w] -> video [B, 3, 4 F - 3, H, W] in [-1, 1]."""
 
 
-# -- state -------------------------------------------------------------------------------------------------------------
+# -- state -----------------------------------------------------------------------------------------
 
 
 def write_parts(state: Any, folder: Path, name: str = "state") -> list[Path]:
@@ -93,7 +96,7 @@ def read_parts(folder: Path, name: str = "state") -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
-# -- settings ----------------------------------------------------------------------------------------------------------
+# -- settings --------------------------------------------------------------------------------------
 
 
 def add_common_options(parser: argparse.ArgumentParser) -> None:
@@ -102,32 +105,54 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=Path, help="what world_data --embed-prompts wrote")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--resume", type=Path, help="folder of a state to go on from")
-    parser.add_argument("--minutes", type=float, default=8.0, help="of wall time for this piece, compiling included")
-    parser.add_argument("--total-minutes", type=float, help="of the phase, all pieces together; default: --minutes")
-    parser.add_argument("--decay", action="store_true", help="let the learning rate fall to zero over this piece")
+    parser.add_argument(
+        "--minutes", type=float, default=8.0, help="of wall time for this piece, compiling included"
+    )
+    parser.add_argument(
+        "--total-minutes", type=float, help="of the phase, all pieces together; default: --minutes"
+    )
+    parser.add_argument(
+        "--decay", action="store_true", help="let the learning rate fall to zero over this piece"
+    )
     parser.add_argument("--decay-from", type=float, default=0.4, help="fraction of the total time")
     parser.add_argument(
-        "--reserve-seconds", type=float, default=15.0, help="kept for the last evaluation and the state"
+        "--reserve-seconds",
+        type=float,
+        default=15.0,
+        help="kept for the last evaluation and the state",
     )
     parser.add_argument("--evaluate-minutes", type=float, default=2.0)
-    parser.add_argument("--held-rollouts", type=int, default=32, help="held-out walks that are rolled out whole")
+    parser.add_argument(
+        "--held-rollouts", type=int, default=32, help="held-out walks that are rolled out whole"
+    )
     parser.add_argument("--save-minutes", type=float, default=3.0)
     parser.add_argument("--max-steps", type=int, help="stop after so many steps of this piece")
     parser.add_argument("--log-steps", type=int, default=100)
     parser.add_argument("--batch", type=int, default=32, help="clips a GPU")
-    parser.add_argument("--single", type=float, default=0.5, help="fraction of clips with chunks of one latent frame")
+    parser.add_argument(
+        "--single",
+        type=float,
+        default=0.5,
+        help="fraction of clips with chunks of one latent frame",
+    )
     parser.add_argument("--muon-lr", type=float, default=2e-3)
     parser.add_argument("--adam-lr", type=float, default=1e-3)
-    parser.add_argument("--clip", type=float, default=1.0, help="largest norm of all gradients together")
+    parser.add_argument(
+        "--clip", type=float, default=1.0, help="largest norm of all gradients together"
+    )
     parser.add_argument("--weight-decay", type=float, default=0.0)
     parser.add_argument("--ema", type=float, default=0.999)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--eager", action="store_true", help="compile nothing")
-    parser.add_argument("--dense", action="store_true", help="no FlexAttention: slower, should it not compile")
+    parser.add_argument(
+        "--dense", action="store_true", help="no FlexAttention: slower, should it not compile"
+    )
     parser.add_argument("--decoder", type=Path, help="vae.pt: adds PSNR and sharpness to roll-outs")
     for name in ("dim", "layers", "heads", "ffn", "window", "sink", "chunk-frames"):
         parser.add_argument(f"--{name}", type=int, help="of a new network; see `Sizes`")
-    parser.add_argument("--grid", type=int, nargs=2, help="latent rows and columns of a new network")
+    parser.add_argument(
+        "--grid", type=int, nargs=2, help="latent rows and columns of a new network"
+    )
     for name in (
         "switch",
         "far",
@@ -145,14 +170,17 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     for name in ("far-frames", "crop"):
         parser.add_argument(f"--{name}", type=int, help="see `Mix`")
     parser.add_argument(
-        "--indices", type=int, nargs="+", help="denoise steps that are trained for most, as `denoise_indices`; v2's"
+        "--indices",
+        type=int,
+        nargs="+",
+        help="denoise steps that are trained for most, as `denoise_indices`; v2's",
     )
 
 
 def read_sizes(options: argparse.Namespace) -> Sizes:
     names = ("dim", "layers", "heads", "ffn", "window", "sink", "chunk_frames", "grid")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    return Sizes.read(Sizes().to_dict() | given)
+    return Sizes.read_values(Sizes().to_dict() | given)
 
 
 def read_mix(options: argparse.Namespace) -> Mix:
@@ -161,7 +189,9 @@ def read_mix(options: argparse.Namespace) -> Mix:
         *("second_chunk", "other_sink", "unknown", "crop", "start", "other_context"),
     )
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    sigmas = few_step_sigmas() if options.indices is None else few_step_sigmas(indices=options.indices)
+    sigmas = (
+        few_step_sigmas() if options.indices is None else few_step_sigmas(indices=options.indices)
+    )
     return replace(Mix(sigmas), **given)
 
 
@@ -171,13 +201,13 @@ def chunk_lengths(batch: int, single: float) -> torch.Tensor:
     return torch.tensor([3] * (batch - ones) + [1] * ones)
 
 
-# -- the curve ---------------------------------------------------------------------------------------------------------
+# -- the curve -------------------------------------------------------------------------------------
 
 
 @dataclass
 class Losses:
-    """What an objective computed. total: scalar, to be differentiated. by_frame: [B, F], detached, and the sigmas and
-    weights it was made with; `parts`: other scalars for the curve, detached."""
+    """What an objective computed. total: scalar, to be differentiated. by_frame: [B, F], detached,
+    and the sigmas and weights it was made with; `parts`: other scalars for the curve, detached."""
 
     total: torch.Tensor
     by_frame: torch.Tensor
@@ -199,7 +229,7 @@ class Sums:
         self.sums: dict[str, torch.Tensor] = {}
 
     @torch.no_grad()
-    def add(self, losses: Losses, norm: torch.Tensor) -> None:
+    def add_losses(self, losses: Losses, norm: torch.Tensor) -> None:
         self.steps += 1
         self._add("loss", losses.total.detach())
         self._add("norm", norm)
@@ -208,7 +238,9 @@ class Sums:
         counted = (losses.weights > 0).float()
         values = losses.by_frame * counted
         few = (losses.sigma.unsqueeze(-1) == self.sigmas).float() * counted.unsqueeze(-1)
-        self._add("by_sigma", torch.stack(((values.unsqueeze(-1) * few).sum((0, 1)), few.sum((0, 1)))))
+        self._add(
+            "by_sigma", torch.stack(((values.unsqueeze(-1) * few).sum((0, 1)), few.sum((0, 1))))
+        )
         rest = counted - few.sum(-1)
         self._add("continuous", torch.stack(((values * rest).sum(), rest.sum())))
         for name, rows in (("by_frame_3", ~self.singles), ("by_frame_1", self.singles)):
@@ -218,7 +250,7 @@ class Sums:
     def _add(self, name: str, value: torch.Tensor) -> None:
         self.sums[name] = value if name not in self.sums else self.sums[name] + value
 
-    def read(self) -> dict[str, Any]:
+    def read_means(self) -> dict[str, Any]:
         """Means since the last `reset`; waits for the device."""
 
         def mean(name: str) -> Any:
@@ -227,24 +259,33 @@ class Sums:
 
         pairs = ("by_sigma", "continuous", "by_frame_3", "by_frame_1")
         out: dict[str, Any] = {
-            name: float(value) / self.steps for name, value in self.sums.items() if name not in pairs
+            name: float(value) / self.steps
+            for name, value in self.sums.items()
+            if name not in pairs
         }
-        out["by_sigma"] = {f"{s:.4g}": round(v, 4) for s, v in zip(self.sigmas.tolist(), mean("by_sigma"), strict=True)}
+        out["by_sigma"] = {
+            f"{s:.4g}": round(v, 4)
+            for s, v in zip(self.sigmas.tolist(), mean("by_sigma"), strict=True)
+        }
         if float(self.sums["continuous"][1]):
             out["by_sigma"]["other"] = round(mean("continuous"), 4)
         threes, ones = mean("by_frame_3"), mean("by_frame_1")
         if not bool(self.singles.all()):
-            out["by_chunk"] = [round(sum(threes[i : i + 3]) / 3, 4) for i in range(0, len(threes), 3)]
+            out["by_chunk"] = [
+                round(sum(threes[i : i + 3]) / 3, 4) for i in range(0, len(threes), 3)
+            ]
         if bool(self.singles.any()):
             out["by_frame"] = [round(value, 4) for value in ones]
         return out
 
 
-# -- the loop ----------------------------------------------------------------------------------------------------------
+# -- the loop --------------------------------------------------------------------------------------
 
 
 class Objective(Protocol):
-    """What a phase minimises. extra_state: more than weights and momenta that it needs to go on, or None."""
+    """What a phase minimises. extra_state: more than weights and momenta that it needs to go on,
+    or None.
+    """
 
     def losses(self) -> Losses: ...
     def extra_state(self) -> Any: ...
@@ -259,7 +300,7 @@ class Trainer:
         self.ranks = ranks or Ranks.join()
         device = self.ranks.device
         resumed = None if options.resume is None else read_parts(options.resume)
-        self.sizes = Sizes.read(resumed["sizes"]) if resumed else read_sizes(options)
+        self.sizes = Sizes.read_values(resumed["sizes"]) if resumed else read_sizes(options)
         if resumed and options.chunk_frames:
             self.sizes = replace(self.sizes, chunk_frames=options.chunk_frames)
         self.mix = read_mix(options)
@@ -277,7 +318,9 @@ class Trainer:
         )
         self.extra: Any = None
         if resumed:
-            self.ema.load_state_dict({"means": resumed["ema"], "num_updates": resumed["ema_updates"]})
+            self.ema.load_state_dict(
+                {"means": resumed["ema"], "num_updates": resumed["ema_updates"]}
+            )
             if resumed["phase"] == phase:
                 self.optimizer.load_state_dict(resumed["optimizer"])
                 self.step, self.minutes_before = resumed["step"], resumed["minutes"]
@@ -288,15 +331,21 @@ class Trainer:
         torch.manual_seed(1_000_003 * (options.seed + 1) + 1009 * self.step + self.ranks.rank)
 
         prompts = Prompts.load(options.prompts, device)
-        shard = Shard.load(find_shards(options.data, self.ranks.rank, self.ranks.world), device, self.sizes)
+        shard = Shard.load(
+            find_shards(options.data, self.ranks.rank, self.ranks.world), device, self.sizes
+        )
         self.chunk_B = chunk_lengths(options.batch, options.single)
         self.sampler = Sampler(shard, prompts, self.sizes, self.mix, self.chunk_B)
-        self.mask = make_mask(self.sizes, self.sampler.frames, self.chunk_B, device, dense=options.dense)
+        self.mask = make_mask(
+            self.sizes, self.sampler.frames, self.chunk_B, device, dense=options.dense
+        )
         held = options.data / "clips-held.pt"
         self.held: Sampler | None = None
         if held.exists() and self.ranks.leads:
             plain = replace(self.mix, switch=0.0, far=0.0, second_chunk=1.0)
-            self.held = Sampler(Shard.load([held], device, self.sizes), prompts, self.sizes, plain, self.chunk_B)
+            self.held = Sampler(
+                Shard.load([held], device, self.sizes), prompts, self.sizes, plain, self.chunk_B
+            )
         self.sums = Sums(self.mix, self.chunk_B, device)
         self.decode: Decode | None = None
         if options.decoder is not None:
@@ -308,7 +357,7 @@ class Trainer:
     def _load_weights(self, weights: dict[str, torch.Tensor]) -> None:
         self.model.load_state_dict({name: value.float() for name, value in weights.items()})
 
-    # -- time ----------------------------------------------------------------------------------------------------------
+    # -- time --------------------------------------------------------------------------------------
 
     def minutes(self) -> float:
         """Wall time of this piece."""
@@ -322,7 +371,7 @@ class Trainer:
         fraction = (self.minutes_before + now) / (options.total_minutes or options.minutes)
         return learning_rate(fraction, warmup=0.0, decay_from=options.decay_from, last=0.01)
 
-    def run(self, objective: Objective) -> None:
+    def run_objective(self, objective: Objective) -> None:
         """Train until the piece's time is up; leaves state and curve in `--out`."""
         options, leads = self.options, self.ranks.leads
         if self.extra is not None:
@@ -330,7 +379,14 @@ class Trainer:
         if leads:
             options.out.mkdir(parents=True, exist_ok=True)
             clips = options.batch * self.ranks.world
-            self._note({"phase": self.phase, "begins": self.step, "sizes": self.sizes.to_dict(), "batch": clips})
+            self._note(
+                {
+                    "phase": self.phase,
+                    "begins": self.step,
+                    "sizes": self.sizes.to_dict(),
+                    "batch": clips,
+                }
+            )
         reserve = options.reserve_seconds / 60
         first, last_log = self.step, (self.step, time.monotonic())
         evaluated = saved = self.minutes()
@@ -344,7 +400,8 @@ class Trainer:
                 rate, stop, look, keep = self.ranks.agree([self._rate(), stop, look, keep])
                 if stop:
                     break
-                # A phase begins slowly by steps: compiling may take longer than any part of its time.
+                # A phase begins slowly by steps: compiling may take longer than any part of its
+                # time.
                 rate *= min(1.0, (self.step + _SYNC_STEPS) / _WARMUP_STEPS)
                 self.optimizer.set_scale(rate)
                 if look:
@@ -373,18 +430,22 @@ class Trainer:
         norm = self.optimizer.clip(self.options.clip)
         self.optimizer.apply()
         self.ema.update()
-        self.sums.add(losses, norm)
+        self.sums.add_losses(losses, norm)
         self.step += 1
 
-    # -- what is written -----------------------------------------------------------------------------------------------
+    # -- what is written ---------------------------------------------------------------------------
 
     def _log(self, rate: float, steps_per_second: float) -> None:
-        means = self.sums.read()
+        means = self.sums.read_means()
         self.sums.reset()
         if not torch.isfinite(torch.tensor(means["loss"])):
-            raise RuntimeError(f"the loss is {means['loss']} at step {self.step}; the last saved state is kept")
+            raise RuntimeError(
+                f"the loss is {means['loss']} at step {self.step}; the last saved state is kept"
+            )
         if self.ranks.leads:
-            rounded = {name: round(v, 5) if isinstance(v, float) else v for name, v in means.items()}
+            rounded = {
+                name: round(v, 5) if isinstance(v, float) else v for name, v in means.items()
+            }
             self._note(
                 {
                     "step": self.step,
@@ -404,16 +465,17 @@ class Trainer:
         """Note the averaged weights' losses and roll-outs on the held-out clips."""
         if self.held is None:
             return
-        began = time.monotonic()
+        started = time.monotonic()
         with fixed_draws(self.held.device), self.ema.applied():
             line = {"step": self.step, "held": self._held_losses(self.held)}
             singles = sorted(set(self.chunk_B.tolist()), reverse=True)
             line |= {f"rollout_{chunk}": self._held_rollouts(self.held, chunk) for chunk in singles}
-        self._note({**line, "seconds": round(time.monotonic() - began, 1)})
+        self._note({**line, "seconds": round(time.monotonic() - started, 1)})
 
     def _held_losses(self, held: Sampler) -> dict[str, Any]:
-        """Teacher-forced losses at each of the few steps' sigmas. Keeps gradients on, so that no other graph is
-        compiled for this."""
+        """Teacher-forced losses at each of the few steps' sigmas.
+
+        Keeps gradients on, so that no other graph is compiled for this."""
         sums = Sums(self.mix, self.chunk_B, held.device)
         batch = len(self.chunk_B)
         never = torch.zeros(batch, dtype=torch.bool, device=held.device)
@@ -423,17 +485,23 @@ class Trainer:
             for sigma in self.mix.sigmas:
                 levels = torch.full_like(given.weights, sigma)
                 losses = packed_losses(self.model, given, levels, given.latents, self.mask)
-                sums.add(losses, losses.total.detach())
+                sums.add_losses(losses, losses.total.detach())
                 del losses
-        means = sums.read()
-        return {name: means[name] for name in ("loss", "by_sigma", "by_chunk", "by_frame") if name in means}
+        means = sums.read_means()
+        return {
+            name: means[name]
+            for name in ("loss", "by_sigma", "by_chunk", "by_frame")
+            if name in means
+        }
 
     def _held_rollouts(self, held: Sampler, chunk: int) -> dict[str, Any]:
-        """Scores of own roll-outs of whole held-out walks from the image alone, with one, two and four denoise steps;
-        `still`: of cameras that never move, against the start image."""
+        """Scores of own roll-outs of whole held-out walks from the image alone, with one, two and
+        four denoise steps; `still`: of cameras that never move, against the start image."""
         batch = min(len(held.shard), self.options.held_rollouts)
         index = torch.arange(batch, device=held.device)
-        drawn = Sampler(held.shard, held.prompts, self.sizes, held.mix, torch.full((batch,), chunk), whole=True)
+        drawn = Sampler(
+            held.shard, held.prompts, self.sizes, held.mix, torch.full((batch,), chunk), whole=True
+        )
         never = torch.zeros(batch, dtype=torch.bool, device=held.device)
         given = drawn.batch(index, never, never)
         clips, truth = given.clips, given.latents
@@ -442,31 +510,48 @@ class Trainer:
             for sigmas in rollout_sigmas(self.mix.sigmas):
                 out[str(len(sigmas))] = self._scored(self._made(clips, truth, chunk, sigmas), truth)
             still = self._made(clips.standing(), truth, chunk, self.mix.sigmas)
-            out["still"] = self._scored(still, truth[:, :1].expand_as(truth), standing=True)
+            out["still"] = self._scored(still, truth[:, :1].expand_as(truth), still=True)
         return out
 
-    def _made(self, clips: Clips, given: torch.Tensor, chunk: int, sigmas: tuple[float, ...]) -> torch.Tensor:
+    def _made(
+        self, clips: Clips, given: torch.Tensor, chunk: int, sigmas: tuple[float, ...]
+    ) -> torch.Tensor:
         none = torch.zeros(len(given), device=given.device)
         return roll_out(self.model, clips, given, none, chunk, sigmas)[0]
 
-    def _scored(self, made: torch.Tensor, truth: torch.Tensor, *, standing: bool = False) -> dict[str, Any]:
-        """Mean square error by three latent frames of a few places; with a decoder, the frames' scores there."""
+    def _scored(
+        self, made: torch.Tensor, truth: torch.Tensor, *, still: bool = False
+    ) -> dict[str, Any]:
+        """Mean square error by three latent frames of a few places; with a decoder, the frames'
+        scores there.
+        """
         error = (made - truth).square().mean((0, 2, 3, 4)).unfold(0, 3, 3).mean(1)
-        places = [place for place in (0, 4, 19, 43) if place < len(error)]
-        out: dict[str, Any] = {"mse": [round(float(error[place]), 4) for place in places]}
+        positions = [position for position in (0, 4, 19, 43) if position < len(error)]
+        out: dict[str, Any] = {"mse": [round(float(error[position]), 4) for position in positions]}
         if self.decode is not None:
-            scores = frame_scores(self.decode, made[:8], truth[:8], standing=standing)
-            out |= {name: [values[place] for place in places] for name, values in scores.items()}
+            scores = frame_scores(self.decode, made[:8], truth[:8], standing=still)
+            out |= {
+                name: [values[position] for position in positions]
+                for name, values in scores.items()
+            }
         return out
 
     def save(self, objective: Objective) -> None:
-        """Write a state to go on from. Lost: weights and means are rounded to fp16, momenta to bf16."""
+        """Write a state to go on from.
+
+        Lost: weights and means are rounded to fp16, momenta to bf16.
+        """
         if not self.ranks.leads:
             return
-        half = {name: value.detach().to("cpu", torch.float16) for name, value in self.model.state_dict().items()}
+        half = {
+            name: value.detach().to("cpu", torch.float16)
+            for name, value in self.model.state_dict().items()
+        }
         state = {
             "phase": self.phase,
-            "sizes": {n: list(v) if isinstance(v, tuple) else v for n, v in self.sizes.to_dict().items()},
+            "sizes": {
+                n: list(v) if isinstance(v, tuple) else v for n, v in self.sizes.to_dict().items()
+            },
             "weights": half,
             "ema": {name: mean.to("cpu", torch.float16) for name, mean in self.ema.means.items()},
             "ema_updates": self.ema.num_updates,
@@ -479,7 +564,9 @@ class Trainer:
 
 
 def rollout_sigmas(trained: tuple[float, ...]) -> list[tuple[float, ...]]:
-    """Schedules that roll-outs are scored with: the trained one, and those of one, two and four steps."""
+    """Schedules that roll-outs are scored with: the trained one, and those of one, two and four
+    steps.
+    """
     others = [few_step_sigmas(indices=indices) for indices in ((0,), (0, 750), (0, 250, 500, 750))]
     return [trained, *(sigmas for sigmas in others if len(sigmas) != len(trained))]
 
@@ -493,13 +580,21 @@ def fixed_draws(device: torch.device) -> Iterator[None]:
 
 
 def uncompiled() -> Any:
-    """A context in which compiled parts run as they are written: nothing is compiled for shapes met once."""
+    """A context in which compiled parts run as they are written: nothing is compiled for shapes
+    met once.
+    """
     return torch.compiler.set_stance("force_eager")
 
 
-def make_mask(sizes: Sizes, frames: int, chunk_B: torch.Tensor, device: torch.device, *, dense: bool = False) -> Any:
-    """Return what `WorldTransformer.packed` takes as its mask: FlexAttention's on a GPU, unless it is to be dense."""
-    seen = torch.stack([visibility(frames, chunk, sizes.window, sizes.sink) for chunk in (3, 1)]).to(device)
+def make_mask(
+    sizes: Sizes, frames: int, chunk_B: torch.Tensor, device: torch.device, *, dense: bool = False
+) -> Any:
+    """Return what `WorldTransformer.packed` takes as its mask: FlexAttention's on a GPU, unless
+    it is to be dense.
+    """
+    seen = torch.stack(
+        [visibility(frames, chunk, sizes.window, sizes.sink) for chunk in (3, 1)]
+    ).to(device)
     mode_B = (chunk_B == 1).long().to(device)
     if device.type == "cuda" and not dense:
         return block_mask(seen, mode_B, sizes.tokens)
@@ -518,8 +613,9 @@ def load_decoder(path: Path, device: torch.device) -> Decode:
 def frame_scores(
     decode: Decode, made: torch.Tensor, truth: torch.Tensor, *, standing: bool = False
 ) -> dict[str, list[float]]:
-    """PSNR of the video against the decoded truth, and sharpness (mean horizontal difference over the truth's), for
-    every three latent frames. standing: the truth is its first frame, all along."""
+    """PSNR of the video against the decoded truth, and sharpness (mean horizontal difference over
+    the truth's), for every three latent frames. standing: the truth is its first frame, all along.
+    """
 
     def shown(latents: torch.Tensor) -> torch.Tensor:
         return torch.cat([decode(part).float().clamp(-1, 1) for part in latents.split(2)])
@@ -530,12 +626,14 @@ def frame_scores(
     psnr, sharpness = [], []
     for start, stop in itertools.pairwise(edges):
         a, b = own[:, :, start:stop], true[:, :, start:stop]
-        psnr.append(round(float((10 * torch.log10(4 / (a - b).square().mean((1, 2, 3, 4)))).mean()), 2))
+        psnr.append(
+            round(float((10 * torch.log10(4 / (a - b).square().mean((1, 2, 3, 4)))).mean()), 2)
+        )
         sharpness.append(round(float(a.diff(dim=-1).abs().mean() / b.diff(dim=-1).abs().mean()), 3))
     return {"psnr": psnr, "sharpness": sharpness}
 
 
-# -- phase teacher -----------------------------------------------------------------------------------------------------
+# -- phase teacher ---------------------------------------------------------------------------------
 
 
 def packed_losses(
@@ -543,14 +641,18 @@ def packed_losses(
 ) -> Losses:
     """v-loss of every chunk at `sigma` [B, F], behind clean frames `context`."""
     noise = torch.randn_like(batch.latents)
-    flow = model.packed(context, noised(batch.latents, sigma, noise), 1000 * sigma, batch.clips, mask)
+    flow = model.packed(
+        context, noised(batch.latents, sigma, noise), 1000 * sigma, batch.clips, mask
+    )
     by_frame = (flow - (noise - batch.latents)).square().mean((2, 3, 4))
     total = (by_frame * batch.weights).mean()
     return Losses(total, by_frame.detach(), sigma, batch.weights, {})
 
 
 class TeacherForcing:
-    """True frames, slightly noised, as context; every chunk of a clip at once, each at its own sigma."""
+    """True frames, slightly noised, as context; every chunk of a clip at once, each at its own
+    sigma.
+    """
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
@@ -559,7 +661,13 @@ class TeacherForcing:
         trainer = self.trainer
         sampler = trainer.sampler
         batch = sampler.draw()
-        return packed_losses(trainer.model, batch, sampler.noise_levels(), sampler.context(batch.latents), trainer.mask)
+        return packed_losses(
+            trainer.model,
+            batch,
+            sampler.noise_levels(),
+            sampler.context(batch.latents),
+            trainer.mask,
+        )
 
     def extra_state(self) -> Any:
         return None
@@ -568,14 +676,15 @@ class TeacherForcing:
         pass
 
 
-# -- export and selftest -----------------------------------------------------------------------------------------------
+# -- export and selftest ---------------------------------------------------------------------------
 
 
 def export(state_folder: Path, out: Path, chunk_frames: int | None) -> None:
-    """Write the averaged weights of a state as a transformer's folder. Name it `transformers`: that is v2's layout,
-    whose schedule was trained for."""
+    """Write the averaged weights of a state as a transformer's folder.
+
+    Name it `transformers`: that is v2's layout, whose schedule was trained for."""
     state = read_parts(state_folder)
-    sizes = Sizes.read(state["sizes"])
+    sizes = Sizes.read_values(state["sizes"])
     if chunk_frames is not None:
         sizes = replace(sizes, chunk_frames=chunk_frames)
     WorldTransformer(sizes).export(out, state["ema"])
@@ -592,7 +701,9 @@ def write_synthetic_data(folder: Path, sizes: Sizes, ranks: int, clips: int, fra
 
 
 def selftest(options: argparse.Namespace) -> None:
-    """Check what only the training machine can show; prints one line a check and raises on the first fault."""
+    """Check what only the training machine can show; prints one line a check and raises on the
+    first fault.
+    """
     ranks, clock = Ranks.join(), Clock(options.minutes)
     sizes = read_sizes(options)
     folder = options.out or Path("/tmp/tiny_world_selftest")
@@ -600,7 +711,12 @@ def selftest(options: argparse.Namespace) -> None:
     if ranks.leads:
         write_synthetic_data(data, sizes, ranks.world, 48, 21)
     ranks.agree([0.0])  # a barrier
-    options.data, options.prompts, options.out, options.resume = data, data / "prompts.pt", folder, None
+    options.data, options.prompts, options.out, options.resume = (
+        data,
+        data / "prompts.pt",
+        folder,
+        None,
+    )
     options.minutes, options.total_minutes = 60.0, 60.0
 
     def say(text: str) -> None:
@@ -615,12 +731,15 @@ def selftest(options: argparse.Namespace) -> None:
     say("one step")
     if ranks.device.type == "cuda":
         torch.cuda.synchronize()
-    began, steps = time.monotonic(), 20
+    started, steps = time.monotonic(), 20
     for _ in range(steps):
         trainer.train_step(objective)
-    means = trainer.sums.read()
+    means = trainer.sums.read_means()
     memory = torch.cuda.max_memory_allocated() / 2**30 if ranks.device.type == "cuda" else 0.0
-    say(f"{steps / (time.monotonic() - began):.2f} steps/s, loss {means['loss']:.3f}, {memory:.1f} GiB")
+    say(
+        f"{steps / (time.monotonic() - started):.2f} steps/s, loss {means['loss']:.3f}, "
+        f"{memory:.1f} GiB"
+    )
     if options.profile:
         profile(trainer, objective, say)
     trainer.evaluate()
@@ -640,22 +759,26 @@ def selftest(options: argparse.Namespace) -> None:
     if ranks.leads:
         export(folder, folder / "transformers", None)
     say("selftest passed")
-    ranks.leave()
+    ranks.destroy_group()
 
 
-def profile(trainer: Trainer, objective: Objective, say: Callable[[str], None], steps: int = 4) -> None:
+def profile(
+    trainer: Trainer, objective: Objective, say: Callable[[str], None], steps: int = 4
+) -> None:
     """Say where the time of a step goes: the longest kernels, and all of them against the clock."""
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if trainer.ranks.device.type == "cuda":
         kinds.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=kinds) as recorded:
-        began = time.monotonic()
+        started = time.monotonic()
         for _ in range(steps):
             trainer.train_step(objective)
-        trainer.sums.read()
-        wall = time.monotonic() - began
+        trainer.sums.read_means()
+        wall = time.monotonic() - started
     kernels = [event for event in recorded.key_averages() if event.self_cpu_time_total == 0]
-    rows = sorted(((event.self_device_time_total, event.count, event.key) for event in kernels), reverse=True)
+    rows = sorted(
+        ((event.self_device_time_total, event.count, event.key) for event in kernels), reverse=True
+    )
     busy = sum(micros for micros, _, _ in rows) / 1000 / steps
     say(f"profile: {1000 * wall / steps:.1f} ms a step, kernels {busy:.1f} ms")
     for micros, count, name in rows[:24]:
@@ -663,13 +786,18 @@ def profile(trainer: Trainer, objective: Objective, say: Callable[[str], None], 
 
 
 def check_mask(trainer: Trainer, say: Callable[[str], None]) -> None:
-    """Compiled FlexAttention against plain masked attention: flows and gradients, in the products' type."""
+    """Compiled FlexAttention against plain masked attention: flows and gradients, in the
+    products' type.
+    """
     batch = trainer.sampler.draw()
     sigma = trainer.sampler.noise_levels()
     dense = dense_mask(
-        torch.stack([visibility(batch.latents.shape[1], c, trainer.sizes.window, trainer.sizes.sink) for c in (3, 1)])[
-            (trainer.chunk_B == 1).long()
-        ],
+        torch.stack(
+            [
+                visibility(batch.latents.shape[1], c, trainer.sizes.window, trainer.sizes.sink)
+                for c in (3, 1)
+            ]
+        )[(trainer.chunk_B == 1).long()],
         trainer.sizes.tokens,
     ).to(trainer.ranks.device)
     with torch.no_grad():  # a fresh head is zero
@@ -686,12 +814,17 @@ def check_mask(trainer: Trainer, say: Callable[[str], None]) -> None:
                 batch.latents, noised(batch.latents, sigma, noise), 1000 * sigma, batch.clips, mask
             )
         flow.square().mean().backward()
-        grads = torch.cat([p.grad.flatten() for p in trainer.optimizer.parameters if p.grad is not None])
+        grads = torch.cat(
+            [p.grad.flatten() for p in trainer.optimizer.parameters if p.grad is not None]
+        )
         results.append((flow.detach(), grads.double()))
     (flow, grad), (flow_dense, grad_dense) = results
     away = float((flow - flow_dense).norm() / flow_dense.norm())
     angle = float(1 - torch.nn.functional.cosine_similarity(grad, grad_dense, dim=0))
-    say(f"flex against dense attention: flows differ by {away:.1e}, gradients by an angle of {angle:.1e} (1 - cos)")
+    say(
+        f"flex against dense attention: flows differ by {away:.1e}, gradients by an angle of "
+        f"{angle:.1e} (1 - cos)"
+    )
     if not (away < 5e-2 and angle < 1e-2):
         raise RuntimeError("the compiled packed forward is not the plain one")
     with torch.no_grad():
@@ -703,9 +836,17 @@ def check_mask(trainer: Trainer, say: Callable[[str], None]) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Train the tiny world's transformer.")
     parser.add_argument("--phase", choices=["teacher"], default="teacher")
-    parser.add_argument("--selftest", action="store_true", help="check this machine; --out is a folder for its files")
-    parser.add_argument("--profile", action="store_true", help="in the selftest: say where a step's time goes")
-    parser.add_argument("--export", type=Path, metavar="FOLDER", help="write the state of --resume as a checkpoint")
+    parser.add_argument(
+        "--selftest",
+        action="store_true",
+        help="check this machine; --out is a folder for its files",
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="in the selftest: say where a step's time goes"
+    )
+    parser.add_argument(
+        "--export", type=Path, metavar="FOLDER", help="write the state of --resume as a checkpoint"
+    )
     add_common_options(parser)
     options = parser.parse_args(arguments)
     if options.export is not None:
@@ -720,8 +861,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if getattr(options, name) is None:
             parser.error(f"--{name} is needed")
     trainer = Trainer(options, options.phase)
-    trainer.run(TeacherForcing(trainer))
-    trainer.ranks.leave()
+    trainer.run_objective(TeacherForcing(trainer))
+    trainer.ranks.destroy_group()
 
 
 if __name__ == "__main__":

@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiny world's transformer as it is trained: LingBot World's parameters and maths, whole clips at once.
+"""The tiny world's transformer as it is trained: LingBot World's parameters and maths, whole clips
+at once.
 
-`packed` runs a clip as one sequence, the clean frames before the noisy ones; a mask by pairs of frames (`visibility`)
-shows each frame what its chunk sees when served. `ClipWindow` and `chunk` run chunk by chunk with keys and values
-kept, as served, without gradients. Parameter names are the original checkpoint's, so `vllm_omni` loads them; nothing
-of `vllm_omni` is imported but what needs torch alone, since the machine that trains need not have what the rest needs.
+`packed` runs a clip as one sequence, the clean frames before the noisy ones; a mask by pairs of
+frames (`visibility`) shows each frame what its chunk sees when served. `ClipWindow` and `chunk` run
+chunk by chunk with keys and values kept, as served, without gradients. Parameter names are the
+original checkpoint's, so `vllm_omni` loads them; nothing of `vllm_omni` is imported but what needs
+torch alone, since the machine that trains need not have what the rest needs.
 
-The camera map is linear in a frame's motion (translation and rotation) for a given focal length, so its embedding is
-12 numbers times a basis that the weights are folded into: no 384-channel maps.
+The camera map is linear in a frame's motion (translation and rotation) for a given focal length, so
+its embedding is 12 numbers times a basis that the weights are folded into: no 384-channel maps.
 
-Held by tests/training/tiny_world/test_world_transformer.py, which drives `LingBotTransformer` beside it.
+Held by tests/training/tiny_world/test_world_transformer.py, which drives `LingBotTransformer`
+beside it.
 """
 
-# B clips, F latent frames of a clip, G = 2 F (clean, then noisy), P tokens of a frame, S = G P, D width, N heads,
-# H head dim, C = H/2 rotary lanes, E text width, X text tokens, K kept frames of a window
+# B clips, F latent frames of a clip, G = 2 F (clean, then noisy), P tokens of a frame, S = G P, D
+# width, N heads, H head dim, C = H/2 rotary lanes, E text width, X text tokens, K kept frames of a
+# window
 
 import json
 import math
@@ -39,8 +43,9 @@ _MOTION = 12
 
 @dataclass(frozen=True)
 class Sizes:
-    """Architecture and how it is served. grid: latent rows and columns. focals: focal lengths, in pixels of the
-    output, for which camera maps can be embedded. chunk_frames: what the exported checkpoint names as its chunk."""
+    """Architecture and how it is served. grid: latent rows and columns. focals: focal lengths, in
+    pixels of the output, for which camera maps can be embedded. chunk_frames: what the exported
+    checkpoint names as its chunk."""
 
     dim: int = 256
     layers: int = 6
@@ -66,9 +71,11 @@ class Sizes:
         return self.grid[0] * self.grid[1] // 4
 
     @classmethod
-    def read(cls, values: Mapping[str, Any]) -> "Sizes":
+    def read_values(cls, values: Mapping[str, Any]) -> "Sizes":
         """From what `asdict` made, tuples possibly as lists."""
-        read: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+        read: dict[str, Any] = {
+            name: tuple(v) if isinstance(v, list) else v for name, v in values.items()
+        }
         return cls(**read)
 
     def to_dict(self) -> dict[str, Any]:
@@ -98,35 +105,40 @@ class Sizes:
         }
 
 
-# -- what is seen ------------------------------------------------------------------------------------------------------
+# -- what is seen ----------------------------------------------------------------------------------
 
 
 def visibility(frames: int, chunk: int, window: int, sink: int) -> torch.Tensor:
     """Return which frame sees which, bool [2 frames, 2 frames], clean before noisy ones.
 
-    A clean frame sees the clean ones of its chunk's window, a noisy one the same but its own chunk's noisy ones for
-    the clean ones. A chunk [a, b) has in its window the first `sink` frames and those from b - (window - sink) on.
+    A clean frame sees the clean ones of its chunk's window, a noisy one the same but its own
+    chunk's noisy ones for the clean ones. A chunk [a, b) has in its window the first `sink` frames
+    and those from b - (window - sink) on.
     """
     frame = torch.arange(frames)
     start = frame // chunk * chunk
     end = (start + chunk).unsqueeze(1)
     other = frame.unsqueeze(0)
-    kept = (other < sink) | (other >= end - (window - sink))
-    before = kept & (other < start.unsqueeze(1))
+    retained = (other < sink) | (other >= end - (window - sink))
+    before = retained & (other < start.unsqueeze(1))
     own = (other >= start.unsqueeze(1)) & (other < end)
     clean = torch.cat((before | own, torch.zeros_like(own)), dim=1)
     return torch.cat((clean, torch.cat((before, own), dim=1)))
 
 
 def dense_mask(seen: torch.Tensor, tokens: int) -> torch.Tensor:
-    """[M, 2F, 2F] of `visibility` -> bool [M, 1, S, S], for attention without FlexAttention (CPU)."""
+    """[M, 2F, 2F] of `visibility` -> bool [M, 1, S, S], for attention without FlexAttention
+    (CPU).
+    """
     return seen.repeat_interleave(tokens, 1).repeat_interleave(tokens, 2).unsqueeze(1)
 
 
 def seen_runs(seen: torch.Tensor, tokens: int) -> torch.Tensor:
-    """`visibility` tables [M, 2F, 2F] -> int32 [M, 6, S]: of each token, the three runs of tokens that it sees.
+    """`visibility` tables [M, 2F, 2F] -> int32 [M, 6, S]: of each token, the three runs of tokens
+    that it sees.
 
-    Rows are first and end of the sinks, of the later clean frames and of the noisy ones; an empty run is (0, 0).
+    Rows are first and end of the sinks, of the later clean frames and of the noisy ones; an empty
+    run is (0, 0).
     """
     modes, frames = seen.shape[0], seen.shape[1]
     runs = torch.zeros(modes, 6, frames, dtype=torch.int32)
@@ -138,17 +150,24 @@ def seen_runs(seen: torch.Tensor, tokens: int) -> torch.Tensor:
                 if row[first] and (first == 0 or not row[first - 1])
             ]
             if len(found) > 3:
-                raise ValueError(f"frame {frame} sees {len(found)} runs of frames, at most 3 can be told")
+                raise ValueError(
+                    f"frame {frame} sees {len(found)} runs of frames, at most 3 can be told"
+                )
             for number, (first, end) in enumerate(found):
-                runs[mode, 2 * number, frame], runs[mode, 2 * number + 1, frame] = tokens * first, tokens * end
+                runs[mode, 2 * number, frame], runs[mode, 2 * number + 1, frame] = (
+                    tokens * first,
+                    tokens * end,
+                )
     return runs.repeat_interleave(tokens, 2).contiguous()
 
 
 def block_mask(seen: torch.Tensor, clip_mode: torch.Tensor, tokens: int) -> BlockMask:
-    """Return FlexAttention's mask of clips whose `visibility` is `seen[clip_mode[b]]`. All on one device.
+    """Return FlexAttention's mask of clips whose `visibility` is `seen[clip_mode[b]]`.
 
-    Tokens of one frame are no whole blocks, so more than half of the blocks are masked one by one: each query's runs
-    are read once, a key is only compared.
+    All on one device.
+
+    Tokens of one frame are no whole blocks, so more than half of the blocks are masked one by one:
+    each query's runs are read once, a key is only compared.
     """
     length = seen.shape[1] * tokens
     runs = seen_runs(seen.cpu(), tokens).to(seen.device)
@@ -164,7 +183,7 @@ def block_mask(seen: torch.Tensor, clip_mode: torch.Tensor, tokens: int) -> Bloc
     return create_block_mask(sees, len(clip_mode), None, length, length, device=seen.device)
 
 
-# -- parts -------------------------------------------------------------------------------------------------------------
+# -- parts -----------------------------------------------------------------------------------------
 
 
 def linear(x: torch.Tensor, *layers: nn.Linear) -> torch.Tensor:
@@ -206,14 +225,17 @@ def unpatchify(tokens: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
 
 
 def camera_basis(focal: float, grid: tuple[int, int]) -> torch.Tensor:
-    """Return fp32 [P, 12, 1536]: what each of a frame's 12 numbers adds to its tokens of the camera map.
+    """Return fp32 [P, 12, 1536]: what each of a frame's 12 numbers adds to its tokens of the camera
+    map.
 
     The 12: translation x y z, then the rotation's rows. fp64 inside.
     """
     height, width = 8 * grid[0], 8 * grid[1]
     x = (torch.arange(width, dtype=torch.float64) + 0.5 - width / 2) / focal
     y = (torch.arange(height, dtype=torch.float64) + 0.5 - height / 2) / focal
-    rays = torch.stack((x.expand(height, width), y.unsqueeze(1).expand(height, width), torch.ones(height, width)))
+    rays = torch.stack(
+        (x.expand(height, width), y.unsqueeze(1).expand(height, width), torch.ones(height, width))
+    )
     rays = rays / rays.norm(dim=0)
     planes = torch.zeros(_MOTION, 6, height, width, dtype=torch.float64)
     for axis in range(3):
@@ -225,7 +247,9 @@ def camera_basis(focal: float, grid: tuple[int, int]) -> torch.Tensor:
 
 
 class RotaryTables(nn.Module):
-    """Rotations by (frame, row, column); frames come with each clip, in fp64 so that far ones keep their place."""
+    """Rotations by (frame, row, column); frames come with each clip, in fp64 so that far ones
+    keep their place.
+    """
 
     frequencies: torch.Tensor
     cos_hw: torch.Tensor
@@ -240,7 +264,9 @@ class RotaryTables(nn.Module):
         def rates(size: int) -> torch.Tensor:
             return theta ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
 
-        row_PC = torch.outer(torch.arange(rows).double(), rates(spatial)).repeat_interleave(columns, 0)
+        row_PC = torch.outer(torch.arange(rows).double(), rates(spatial)).repeat_interleave(
+            columns, 0
+        )
         column_PC = torch.outer(torch.arange(columns).double(), rates(spatial)).repeat(rows, 1)
         angles = torch.cat((row_PC, column_PC), dim=1)
         self.register_buffer("frequencies", rates(temporal), persistent=False)
@@ -255,7 +281,9 @@ class RotaryTables(nn.Module):
 
         def table(temporal: torch.Tensor, spatial: torch.Tensor) -> torch.Tensor:
             first = temporal.float().unsqueeze(2).expand(batch, frames, tokens, -1)
-            return torch.cat((first, spatial.expand(batch, frames, -1, -1)), dim=-1).view(batch, frames * tokens, 1, -1)
+            return torch.cat((first, spatial.expand(batch, frames, -1, -1)), dim=-1).view(
+                batch, frames * tokens, 1, -1
+            )
 
         return table(angles.cos(), self.cos_hw), table(angles.sin(), self.sin_hw)
 
@@ -276,7 +304,10 @@ class _Scale(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer block. Tokens come as [B, g, P, D]: g frames, each with its own modulation."""
+    """One transformer block.
+
+    Tokens come as [B, g, P, D]: g frames, each with its own modulation.
+    """
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -286,7 +317,9 @@ class Block(nn.Module):
         self.self_attn = Attention(dim)
         self.norm3 = nn.LayerNorm(dim, eps=sizes.eps)
         self.cross_attn = Attention(dim)
-        self.ffn = nn.Sequential(nn.Linear(dim, sizes.ffn), nn.GELU(approximate="tanh"), nn.Linear(sizes.ffn, dim))
+        self.ffn = nn.Sequential(
+            nn.Linear(dim, sizes.ffn), nn.GELU(approximate="tanh"), nn.Linear(sizes.ffn, dim)
+        )
         self.cam_injector_layer1 = nn.Linear(dim, dim)
         self.cam_injector_layer2 = nn.Linear(dim, dim)
         self.cam_scale_layer = nn.Linear(dim, dim)
@@ -294,7 +327,12 @@ class Block(nn.Module):
 
     def camera(self, camera: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the camera's (1 + scale, shift), fp32."""
-        hidden = linear(functional.silu(linear(camera, self.cam_injector_layer1)), self.cam_injector_layer2) + camera
+        hidden = (
+            linear(
+                functional.silu(linear(camera, self.cam_injector_layer1)), self.cam_injector_layer2
+            )
+            + camera
+        )
         scale, shift = linear(hidden, self.cam_scale_layer, self.cam_shift_layer).chunk(2, dim=-1)
         return 1 + scale.float(), shift.float()
 
@@ -316,7 +354,9 @@ class Block(nn.Module):
         sin: torch.Tensor,
         dtype: Any,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return q, k (rotated) and v, [B, N, g P, H]; cos, sin: [B, 1, F P, 1, C], g a multiple of F."""
+        """Return q, k (rotated) and v, [B, N, g P, H]; cos, sin: [B, 1, F P, 1, C], g a multiple
+        of F.
+        """
         attn = self.self_attn
         hidden = (layer_norm(x, self.eps) * (1 + scale) + shift).to(dtype)
         q, k, v = linear(hidden, attn.q, attn.k, attn.v).chunk(3, dim=-1)
@@ -338,7 +378,9 @@ class Block(nn.Module):
         text_k: torch.Tensor,
         text_v: torch.Tensor,
     ) -> torch.Tensor:
-        """The block behind self-attention. text_k, text_v: [B, g or 1, X, D], for each frame or for all."""
+        """The block behind self-attention. text_k, text_v: [B, g or 1, X, D], for each frame or
+        for all.
+        """
         gate1, shift2, scale2, gate2 = modulation[2:]
         dtype, cross = attended.dtype, self.cross_attn
         update = linear(attended.transpose(1, 2).flatten(2), self.self_attn.o).view(x.shape)
@@ -351,7 +393,9 @@ class Block(nn.Module):
         q = rms_norm(linear(hidden, cross.q), cross.norm_q.weight, self.eps).to(dtype)
         # Frames of one text are queries of one attention.
         q, k, v = (
-            y.reshape(x.shape[0] * text_k.shape[1], -1, self.heads, x.shape[-1] // self.heads).transpose(1, 2)
+            y.reshape(
+                x.shape[0] * text_k.shape[1], -1, self.heads, x.shape[-1] // self.heads
+            ).transpose(1, 2)
             for y in (q, text_k, text_v)
         )
         seen = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
@@ -373,9 +417,11 @@ class Block(nn.Module):
         sin: torch.Tensor,
         mask: BlockMask | torch.Tensor,
     ) -> torch.Tensor:
-        """A packed clip: x fp32 [B, G, P, D], time [B, G, 6, D], camera [B, F P, D], text [B, 2, X, D].
+        """A packed clip: x fp32 [B, G, P, D], time [B, G, 6, D], camera [B, F P, D], text [B, 2, X,
+        D].
 
-        switched: bool [B, G], frames of the second text. The type of `camera` is the type of the products.
+        switched: bool [B, G], frames of the second text. The type of `camera` is the type of the
+        products.
         """
         modulation = self._modulate(time)
         q, k, v = self._queries_keys_values(x, modulation[0], modulation[1], cos, sin, camera.dtype)
@@ -385,7 +431,9 @@ class Block(nn.Module):
             attended = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         assert isinstance(attended, torch.Tensor)
         which = switched[:, :, None, None]
-        text_k, text_v = (torch.where(which, y[:, 1:], y[:, :1]) for y in self.text_keys_values(text))
+        text_k, text_v = (
+            torch.where(which, y[:, 1:], y[:, :1]) for y in self.text_keys_values(text)
+        )
         scale, shift = self.camera(camera)
         return self._after_attention(x, attended, modulation, (scale, shift), text_k, text_v)
 
@@ -403,11 +451,16 @@ class Block(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """A chunk behind kept keys and values; returns x and the chunk's own k and v.
 
-        past_k, past_v: [B, N, K P, H]. allowed: bool [K P + chunk's tokens]. text: keys and values [B, 1, X, D].
+        past_k, past_v: [B, N, K P, H]. allowed: bool [K P + chunk's tokens]. text: keys and values
+        [B, 1, X, D].
         """
         modulation = self._modulate(time)
         q, k, v = self._queries_keys_values(x, modulation[0], modulation[1], cos, sin, past_k.dtype)
-        bias = torch.zeros_like(allowed, dtype=q.dtype).masked_fill(~allowed, -math.inf).expand(*q.shape[:3], -1)
+        bias = (
+            torch.zeros_like(allowed, dtype=q.dtype)
+            .masked_fill(~allowed, -math.inf)
+            .expand(*q.shape[:3], -1)
+        )
         attended = functional.scaled_dot_product_attention(
             q, torch.cat((past_k, k), 2), torch.cat((past_v, v), 2), attn_mask=bias
         )
@@ -427,18 +480,19 @@ class WorldHead(nn.Module):
         return linear(layer_norm(x, self.eps) * (1 + scale) + shift, self.head)
 
 
-# -- the network -------------------------------------------------------------------------------------------------------
+# -- the network -----------------------------------------------------------------------------------
 
 
 @dataclass
 class Clips:
     """What clips bring beside their latents, on the model's device.
 
-    condition: fp32 [B, F, 20, h, w], mask and image latents. motion: fp32 [B, F, 3, 4], rotation and, last,
-    translation. focal: int64 [B], index into `Sizes.focals`. text: fp32 [B, 2, X, E], zero rows behind each prompt.
+    condition: fp32 [B, F, 20, h, w], mask and image latents. motion: fp32 [B, F, 3, 4], rotation
+    and, last, translation. focal: int64 [B], index into `Sizes.focals`. text: fp32 [B, 2, X, E],
+    zero rows behind each prompt.
     switched: bool [B, F], frames of the second text. positions: [B, F], absolute.
-    rotation: fp32 [B, F, 3, 3], camera to world; place: fp32 [B, F, 33] (`frame_features`). Both are zero in clips
-    whose world pose is unknown.
+    rotation: fp32 [B, F, 3, 3], camera to world; place: fp32 [B, F, 33] (`frame_features`). Both
+    are zero in clips whose world pose is unknown.
     """
 
     condition: torch.Tensor
@@ -456,13 +510,18 @@ class Clips:
 
     def picked(self, row_R: torch.Tensor, frame_RK: torch.Tensor) -> "Clips":
         """Clips [R] with frames [R, K] of each."""
-        return self._each(lambda whole: whole[row_R], lambda by_frame: by_frame[row_R.unsqueeze(1), frame_RK])
+        return self._each(
+            lambda whole: whole[row_R], lambda by_frame: by_frame[row_R.unsqueeze(1), frame_RK]
+        )
 
     def standing(self) -> "Clips":
         """The same clips of cameras that stay where they begin."""
         motion = torch.eye(3, 4, device=self.motion.device).expand_as(self.motion)
-        rotation, place = self.rotation[:, :1].expand_as(self.rotation), self.place[:, :1].expand_as(self.place)
-        return replace(self, motion=motion, rotation=rotation, place=place)
+        rotation, position = (
+            self.rotation[:, :1].expand_as(self.rotation),
+            self.place[:, :1].expand_as(self.place),
+        )
+        return replace(self, motion=motion, rotation=rotation, place=position)
 
     def rows(self, which: slice) -> "Clips":
         """Some of the clips."""
@@ -475,11 +534,15 @@ class Clips:
     ) -> "Clips":
         """Apply one function to what a whole clip has, another to what each of its frames has."""
         names = self.__dataclass_fields__
-        return Clips(*((of_clip if n in ("focal", "text") else of_frames)(getattr(self, n)) for n in names))
+        return Clips(
+            *((of_clip if n in ("focal", "text") else of_frames)(getattr(self, n)) for n in names)
+        )
 
 
 class WorldTransformer(nn.Module):
-    """The network. compute_dtype: of the products; residual stream, norms, modulation and head are fp32."""
+    """The network. compute_dtype: of the products; residual stream, norms, modulation and head
+    are fp32.
+    """
 
     basis: torch.Tensor
     rays: torch.Tensor
@@ -498,7 +561,9 @@ class WorldTransformer(nn.Module):
         self.text_embedding = nn.Sequential(
             nn.Linear(sizes.text_dim, dim), nn.GELU(approximate="tanh"), nn.Linear(dim, dim)
         )
-        self.time_embedding = nn.Sequential(nn.Linear(sizes.freq_dim, dim), nn.SiLU(), nn.Linear(dim, dim))
+        self.time_embedding = nn.Sequential(
+            nn.Linear(sizes.freq_dim, dim), nn.SiLU(), nn.Linear(dim, dim)
+        )
         self.time_projection = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
         self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.layers))
         self.head = WorldHead(sizes)
@@ -506,7 +571,9 @@ class WorldTransformer(nn.Module):
         basis = torch.stack([camera_basis(focal, sizes.grid) for focal in sizes.focals])
         self.register_buffer("basis", basis, persistent=False)
         height, width = 8 * sizes.grid[0], 8 * sizes.grid[1]
-        view = torch.tensor([[FOCAL * width, FOCAL * width, width / 2, height / 2]], dtype=torch.float64)
+        view = torch.tensor(
+            [[FOCAL * width, FOCAL * width, width / 2, height / 2]], dtype=torch.float64
+        )
         self.register_buffer("rays", token_rays(view, height, width)[0].float(), persistent=False)
         half = sizes.freq_dim // 2
         frequencies = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
@@ -542,31 +609,44 @@ class WorldTransformer(nn.Module):
         return layer
 
     def compile_blocks(self) -> None:
-        """Compile one block's packed forward and reuse it for all; and the chunk forward likewise."""
+        """Compile one block's packed forward and reuse it for all; and the chunk forward
+        likewise.
+        """
         for block in self._blocks():
             block.compile(dynamic=False)
             block.chunk = torch.compile(block.chunk, dynamic=False)  # type: ignore[method-assign]
 
-    # -- embeddings ----------------------------------------------------------------------------------------------------
+    # -- embeddings --------------------------------------------------------------------------------
 
     def time(self, timesteps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Timesteps [..., in 0 to 1000] -> (e [..., D], its six modulation rows [..., 6, D]), fp32."""
+        """Timesteps [..., in 0 to 1000] -> (e [..., D], its six modulation rows [..., 6, D]),
+        fp32.
+        """
         angles = timesteps.double().unsqueeze(-1) * self.frequencies
         sinusoid = torch.cat((angles.cos(), angles.sin()), dim=-1).float()
-        first, last, rows = self.time_embedding[0], self.time_embedding[2], self._last_linear(self.time_projection)
+        first, last, rows = (
+            self.time_embedding[0],
+            self.time_embedding[2],
+            self._last_linear(self.time_projection),
+        )
         assert isinstance(first, nn.Linear) and isinstance(last, nn.Linear)
         time = linear(functional.silu(linear(sinusoid, first)), last)
         return time, linear(functional.silu(time), rows).unflatten(-1, (6, -1))
 
     def camera(self, clips: Clips) -> torch.Tensor:
-        """Motion and world pose of clips' frames -> the camera's tokens [B, F P, D] in the products' type."""
+        """Motion and world pose of clips' frames -> the camera's tokens [B, F P, D] in the
+        products' type.
+        """
         motion, focal = clips.motion, clips.focal
         layer = self.patch_embedding_wancamctrl
         folded = torch.einsum("npjc,dc->npjd", self.basis, layer.weight.float())
-        identity = folded[:, :, 3::4].sum(2) + layer.bias.float()  # a camera that stands: R = 1, t = 0
+        # a camera that stands: R = 1, t = 0
+        identity = folded[:, :, 3::4].sum(2) + layer.bias.float()
         turn = motion[..., :3] - torch.eye(3, device=motion.device)
         numbers = torch.cat((motion[..., 3], turn.flatten(2)), dim=-1)
-        chosen = (focal.unsqueeze(1) == torch.arange(len(self.basis), device=focal.device)).to(numbers)
+        chosen = (focal.unsqueeze(1) == torch.arange(len(self.basis), device=focal.device)).to(
+            numbers
+        )
         patches = torch.einsum("bn,bfj,npjd->bfpd", chosen, numbers, folded)
         patches = patches + torch.einsum("bn,npd->bpd", chosen, identity).unsqueeze(1)
         patches = patches.flatten(1, 2).to(self.compute_dtype)
@@ -576,9 +656,9 @@ class WorldTransformer(nn.Module):
     def world(self, clips: Clips) -> torch.Tensor:
         """The world pose's tokens [B, F P, D]."""
         rays = torch.einsum("bfij,pnj->bfpni", clips.rotation, self.rays).flatten(3)
-        place = clips.place.unsqueeze(2).expand(-1, -1, rays.shape[2], -1)
+        position = clips.place.unsqueeze(2).expand(-1, -1, rays.shape[2], -1)
         # In fp32: bf16 rounds a ray's direction by up to half a pixel.
-        hidden = linear(torch.cat((rays, place), dim=3).flatten(1, 2), self.world_pose_layer1)
+        hidden = linear(torch.cat((rays, position), dim=3).flatten(1, 2), self.world_pose_layer1)
         return linear(functional.silu(hidden).to(self.compute_dtype), self.world_pose_layer2)
 
     def text(self, text: torch.Tensor) -> torch.Tensor:
@@ -590,14 +670,16 @@ class WorldTransformer(nn.Module):
 
     def patches(self, latents: torch.Tensor) -> torch.Tensor:
         """The latents' part of the patch embedding, fp32 [B, F, P, D]."""
-        return functional.linear(patchify(latents), self.patch_embedding.weight[:, :LATENTS].flatten(1))
+        return functional.linear(
+            patchify(latents), self.patch_embedding.weight[:, :LATENTS].flatten(1)
+        )
 
     def condition_patches(self, condition: torch.Tensor) -> torch.Tensor:
         """The condition's part of the patch embedding, bias included, fp32 [B, F, P, D]."""
         weight = self.patch_embedding.weight[:, LATENTS:].flatten(1)
         return functional.linear(patchify(condition), weight, self.patch_embedding.bias)
 
-    # -- forwards ------------------------------------------------------------------------------------------------------
+    # -- forwards ----------------------------------------------------------------------------------
 
     def packed(
         self,
@@ -609,7 +691,8 @@ class WorldTransformer(nn.Module):
     ) -> torch.Tensor:
         """Predict the flow of every noisy frame, fp32 [B, F, 16, h, w].
 
-        clean, noisy: fp32 [B, F, 16, h, w]. timesteps: [B, F], of the noisy frames; the clean ones are at 0.
+        clean, noisy: fp32 [B, F, 16, h, w]. timesteps: [B, F], of the noisy frames; the clean ones
+        are at 0.
         """
         time, rows = self.time(timesteps)
         _, clean_rows = self.time(timesteps.new_zeros(1, 1))
@@ -625,25 +708,36 @@ class WorldTransformer(nn.Module):
         return unpatchify(self.head(x[:, clean.shape[1] :], time), self.sizes.grid)
 
     def export(self, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Write `config.json` and one fp16 safetensors file; `weights`: other values for the parameters (means)."""
+        """Write `config.json` and one fp16 safetensors file; `weights`: other values for the
+        parameters (means).
+        """
         from safetensors.torch import save_file
 
         state = dict(self.state_dict() if weights is None else weights)
-        halves = {name: value.detach().to("cpu", torch.float16).contiguous() for name, value in state.items()}
+        halves = {
+            name: value.detach().to("cpu", torch.float16).contiguous()
+            for name, value in state.items()
+        }
         broken = [name for name, value in halves.items() if not bool(torch.isfinite(value).all())]
         if broken:
-            raise ValueError(f"{len(broken)} tensors hold values that fp16 has not, e.g. {broken[:3]}")
+            raise ValueError(
+                f"{len(broken)} tensors hold values that fp16 has not, e.g. {broken[:3]}"
+            )
         folder.mkdir(parents=True, exist_ok=True)
         save_file(halves, folder / "diffusion_pytorch_model.safetensors", {"format": "pt"})
-        (folder / "config.json").write_text(json.dumps(self.sizes.config_json(), indent=2, sort_keys=True) + "\n")
+        (folder / "config.json").write_text(
+            json.dumps(self.sizes.config_json(), indent=2, sort_keys=True) + "\n"
+        )
 
 
-def _slot(frame: int, kept: int, sink: int) -> int:
-    return frame if frame < sink else sink + (frame - sink) % (kept - sink)
+def _slot(frame: int, retained: int, sink: int) -> int:
+    return frame if frame < sink else sink + (frame - sink) % (retained - sink)
 
 
 @cache  # a copy to the device waits for it: once for each chunk of a clip
-def _allowed(window: int, sink: int, chunk: int, start: int, tokens: int, device: torch.device) -> torch.Tensor:
+def _allowed(
+    window: int, sink: int, chunk: int, start: int, tokens: int, device: torch.device
+) -> torch.Tensor:
     past = torch.zeros(window - chunk, dtype=torch.bool)
     oldest = start + chunk - (window - sink)
     for frame in range(start):
@@ -656,7 +750,8 @@ def _allowed(window: int, sink: int, chunk: int, start: int, tokens: int, device
 class ClipWindow:
     """The keys and values that clips keep while they are made chunk by chunk; without gradients.
 
-    Sink frames and a ring, as `KVWindow`, but without room for the chunk itself: shapes stay the same for every chunk.
+    Sink frames and a ring, as `KVWindow`, but without room for the chunk itself: shapes stay the
+    same for every chunk.
     """
 
     def __init__(self, model: WorldTransformer, batch: int, chunk: int) -> None:
@@ -664,7 +759,10 @@ class ClipWindow:
         self.model, self.size = model, chunk
         self.kept = sizes.window - chunk
         if self.kept < sizes.sink:
-            raise ValueError(f"a window of {sizes.window} frames has no room for {sizes.sink} sinks beside {chunk}")
+            raise ValueError(
+                f"a window of {sizes.window} frames has no room for {sizes.sink} sinks "
+                f"beside {chunk}"
+            )
         device = model.basis.device
         shape = (sizes.layers, 2, batch, sizes.heads, self.kept * sizes.tokens, sizes.head_dim)
         self.buffer = torch.zeros(shape, dtype=model.compute_dtype, device=device)
@@ -676,7 +774,9 @@ class ClipWindow:
     def allowed(self, start: int) -> torch.Tensor:
         """bool [kept tokens + chunk's tokens]: what chunk [start, ...) sees."""
         sizes = self.model.sizes
-        return _allowed(sizes.window, sizes.sink, self.size, start, sizes.tokens, self.buffer.device)
+        return _allowed(
+            sizes.window, sizes.sink, self.size, start, sizes.tokens, self.buffer.device
+        )
 
     def write(self, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
         tokens = self.model.sizes.tokens
@@ -690,7 +790,10 @@ class ClipWindow:
 
 
 class ChunkRun:
-    """One chunk [start, start + size) of clips: what every pass shares is computed once. Use under `no_grad`."""
+    """One chunk [start, start + size) of clips: what every pass shares is computed once.
+
+    Use under `no_grad`.
+    """
 
     def __init__(self, window: ClipWindow, clips: Clips, start: int) -> None:
         model = window.model
@@ -706,15 +809,27 @@ class ChunkRun:
         self.cos, self.sin = (table.unsqueeze(1) for table in model.rotary(own.positions))
         self.allowed = window.allowed(start)
 
-    def predict(self, latents: torch.Tensor, timestep: torch.Tensor, *, write: bool = False) -> torch.Tensor:
-        """Flow of latents [B, f, 16, h, w] at timesteps [B, f]; `write`: keep the keys and values (at 0: clean)."""
+    def predict(
+        self, latents: torch.Tensor, timestep: torch.Tensor, *, write: bool = False
+    ) -> torch.Tensor:
+        """Flow of latents [B, f, 16, h, w] at timesteps [B, f]; `write`: keep the keys and
+        values (at 0: clean).
+        """
         model = self.model
         time, rows = model.time(timestep)
         x = model.patches(latents) + self.condition
         for layer, block in enumerate(model._blocks()):
             past = self.window.buffer[layer]
             x, k, v = block.chunk(
-                x, rows, self.camera[layer], self.text[layer], self.cos, self.sin, past[0], past[1], self.allowed
+                x,
+                rows,
+                self.camera[layer],
+                self.text[layer],
+                self.cos,
+                self.sin,
+                past[0],
+                past[1],
+                self.allowed,
             )
             if write:
                 self.window.write(layer, self.start, k, v)
@@ -731,10 +846,13 @@ def roll_out(
     sigmas: tuple[float, ...],
     generator: torch.Generator | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make clips chunk by chunk as served. Returns (latents [B, F, 16, h, w], step inputs [steps, B, F, 16, h, w]).
+    """Make clips chunk by chunk as served.
 
-    given: [B, F, 16, h, w], true latents; the first num_given [B] chunks of a clip are taken from them. step inputs:
-    what the network was given at each step, its own x0 of the step before with fresh noise.
+    Returns (latents [B, F, 16, h, w], step inputs [steps, B, F, 16, h, w]).
+
+    given: [B, F, 16, h, w], true latents; the first num_given [B] chunks of a clip are taken from
+    them. step inputs: what the network was given at each step, its own x0 of the step before with
+    fresh noise.
     """
     frames = given.shape[1]
     window = ClipWindow(model, len(given), chunk)

@@ -3,8 +3,9 @@
 
     python -m training.tiny_world.unpack DIR --out start
 
-Writes `vae.pt`, `tiny_decoder.pt`, and the transformer as a state of phase `shipped`. Weights are as exported, in fp16;
-layers that the exported transformer did not have begin as `WorldTransformer.initialise` leaves them.
+Writes `vae.pt`, `tiny_decoder.pt`, and the transformer as a state of phase `shipped`. Weights are
+as exported, in fp16; layers that the exported transformer did not have begin as
+`WorldTransformer.initialise` leaves them.
 Held by tests/training/tiny_world/test_export.py.
 """
 
@@ -47,7 +48,9 @@ def unpack_world(world: Path, out: Path) -> None:
         chunk_frames=values["num_frames_per_block"],
     )
     fresh = WorldTransformer(sizes).state_dict()
-    known = {name: value.float() for name, value in load_file(next(folder.glob("*.safetensors"))).items()}
+    known = {
+        name: value.float() for name, value in load_file(next(folder.glob("*.safetensors"))).items()
+    }
     if unknown := known.keys() - fresh.keys():
         raise ValueError(f"{folder} has tensors that the network does not: {sorted(unknown)[:3]}")
     state = {name: value.half() for name, value in (fresh | known).items()}
@@ -70,7 +73,13 @@ def unpack_world(world: Path, out: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("world", type=Path, nargs="?", default=SHIPPED, help="checkpoint directory; the shipped world")
+    parser.add_argument(
+        "world",
+        type=Path,
+        nargs="?",
+        default=SHIPPED,
+        help="checkpoint directory; the shipped world",
+    )
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     unpack_world(args.world, args.out)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The village: what stands where, and what each of three styles does to its colours.
 
-A square of `PERIOD` metres that repeats in both directions. Houses stand around a wide place, so that few walls come
-within arm's length; a church with a spire, a striped tower, a pond and hills on the horizon tell the directions apart.
-Axes are those of `camera.py`: x right (east), y down, z forward (north), and the ground lies `EYE_HEIGHT` below the
-camera. Built from numbers alone: the same tensors on every machine.
+A square of `PERIOD` metres that repeats in both directions. Houses stand around a wide place, so
+that few walls come within arm's length; a church with a spire, a striped tower, a pond and hills on
+the horizon tell the directions apart. Axes are those of `camera.py`: x right (east), y down, z
+forward (north), and the ground lies `EYE_HEIGHT` below the camera. Built from numbers alone: the
+same tensors on every machine.
 Held by tests/training/tiny_world/test_render.py.
 """
 
@@ -79,7 +80,14 @@ TREES = (
 )
 PINES = ((-13.8, 8.2, 4.6), (13.9, -12.6, 5.2), (7.4, 12.6, 4.4), (-5.4, -13.6, 4.8))
 """x, z, height."""
-BUSHES = ((-6.2, 9.6, 0.6), (2.9, 7.9, 0.55), (6.6, 9.4, 0.6), (9.0, 1.6, 0.5), (-8.1, -3.9, 0.55), (0.9, -8.0, 0.5))
+BUSHES = (
+    (-6.2, 9.6, 0.6),
+    (2.9, 7.9, 0.55),
+    (6.6, 9.4, 0.6),
+    (9.0, 1.6, 0.5),
+    (-8.1, -3.9, 0.55),
+    (0.9, -8.0, 0.5),
+)
 WELL = (0.0, 0.6, 0.75)
 """x, z, half width."""
 
@@ -93,9 +101,10 @@ def wrap(offset: torch.Tensor) -> torch.Tensor:
 class Village:
     """Everything the ray caster needs; fp32, on one device.
 
-    normals_OP3, offsets_OP: a point p is inside a polyhedron when normal . (p - centre) <= offset for all six planes.
-    pattern_O; albedo_SO3 and accent_SO3: faces and windows, gables or stripes. ellipsoid_colour_SE3. blocked: walls and
-    trunks as (x, z, half width, half depth, heading) with the distance a walker keeps.
+    normals_OP3, offsets_OP: a point p is inside a polyhedron when normal . (p - centre) <= offset
+    for all six planes. pattern_O; albedo_SO3 and accent_SO3: faces and windows, gables or stripes.
+    ellipsoid_colour_SE3. blocked: walls and trunks as (x, z, half width, half depth, heading) with
+    the distance a walker keeps.
     """
 
     centres_O3: torch.Tensor
@@ -122,7 +131,9 @@ class Village:
         for x, z, height in PINES:
             parts.pine(x, z, height)
         for x, z, radius in BUSHES:
-            parts.ellipsoid((x, radius * 0.7, z), (radius, radius * 0.8, radius), (0.20, 0.42, 0.16))
+            parts.ellipsoid(
+                (x, radius * 0.7, z), (radius, radius * 0.8, radius), (0.20, 0.42, 0.16)
+            )
         parts.well(*WELL)
         parts.obstacle(POND[0], POND[1], POND[2] * 0.85, POND[3] * 0.85, 0.0, 0.3)
         return parts.village(torch.device(device))
@@ -143,7 +154,9 @@ class _Parts:
     )
     obstacles: list[tuple[float, float, float, float, float, float]] = field(default_factory=list)
 
-    def obstacle(self, x: float, z: float, width: float, depth: float, heading: float, clearance: float) -> None:
+    def obstacle(
+        self, x: float, z: float, width: float, depth: float, heading: float, clearance: float
+    ) -> None:
         self.obstacles.append((x, z, width, depth, math.radians(heading), clearance))
 
     def polyhedron(
@@ -156,9 +169,13 @@ class _Parts:
         albedo: Colour,
         accent: Colour,
     ) -> None:
-        """local: planes (nx, n up, nz, offset) in the object's own axes, turned by `heading` degrees."""
+        """local: planes (nx, n up, nz, offset) in the object's own axes, turned by `heading`
+        degrees.
+        """
         cos, sin = math.cos(math.radians(heading)), math.sin(math.radians(heading))
-        planes = [(cos * nx + sin * nz, -up, -sin * nx + cos * nz, offset) for nx, up, nz, offset in local]
+        planes = [
+            (cos * nx + sin * nz, -up, -sin * nx + cos * nz, offset) for nx, up, nz, offset in local
+        ]
         planes += [planes[-1]] * (6 - len(planes))
         self.centres.append((centre[0], EYE_HEIGHT - centre[1], centre[2]))
         self.planes.append(planes)
@@ -197,7 +214,10 @@ class _Parts:
         roof: Colour,
         wall: Colour,
     ) -> None:
-        """A roof whose ridge runs along the object's own z; half: (width, rise / 2, depth). Gable ends are walls."""
+        """A roof whose ridge runs along the object's own z; half: (width, rise / 2, depth).
+
+        Gable ends are walls.
+        """
         width, rise, depth = half[0], 2 * half[1], half[2]
         slope = math.hypot(width, rise)
         up, out = width / slope, rise / slope
@@ -208,25 +228,54 @@ class _Parts:
             (-out, up, 0.0, up * rise),
             (0.0, -1.0, 0.0, 0.0),
         ]
-        self.polyhedron((x, eaves, z), heading, local, math.hypot(width, rise, depth), ROOF, roof, wall)
+        self.polyhedron(
+            (x, eaves, z), heading, local, math.hypot(width, rise, depth), ROOF, roof, wall
+        )
 
     def pyramid(
-        self, x: float, z: float, base: float, half: float, rise: float, heading: float, albedo: Colour
+        self,
+        x: float,
+        z: float,
+        base: float,
+        half: float,
+        rise: float,
+        heading: float,
+        albedo: Colour,
     ) -> None:
         slope = math.hypot(half, rise)
         up, out = half / slope, rise / slope
-        local = [(sx * out, up, sz * out, up * rise) for sx, sz in ((1, 0), (-1, 0), (0, 1), (0, -1))]
+        local = [
+            (sx * out, up, sz * out, up * rise) for sx, sz in ((1, 0), (-1, 0), (0, 1), (0, -1))
+        ]
         self.polyhedron(
-            (x, base, z), heading, [*local, (0.0, -1.0, 0.0, 0.0)], math.hypot(half * 1.42, rise), PLAIN, albedo, albedo
+            (x, base, z),
+            heading,
+            [*local, (0.0, -1.0, 0.0, 0.0)],
+            math.hypot(half * 1.42, rise),
+            PLAIN,
+            albedo,
+            albedo,
         )
 
-    def ellipsoid(self, centre: tuple[float, float, float], radii: tuple[float, float, float], colour: Colour) -> None:
+    def ellipsoid(
+        self, centre: tuple[float, float, float], radii: tuple[float, float, float], colour: Colour
+    ) -> None:
         self.ellipsoids.append(((centre[0], EYE_HEIGHT - centre[1], centre[2]), radii, colour))
 
     def house(
-        self, x: float, z: float, width: float, depth: float, height: float, heading: float, wall: Colour, roof: Colour
+        self,
+        x: float,
+        z: float,
+        width: float,
+        depth: float,
+        height: float,
+        heading: float,
+        wall: Colour,
+        roof: Colour,
     ) -> None:
-        self.box((x, height / 2, z), (width, height / 2, depth), heading, WALL, wall, (0.25, 0.32, 0.40))
+        self.box(
+            (x, height / 2, z), (width, height / 2, depth), heading, WALL, wall, (0.25, 0.32, 0.40)
+        )
         self.gable(x, z, height, (width + 0.25, 0.75, depth + 0.2), heading, roof, wall)
         turn = math.radians(heading)
         chimney = (
@@ -237,9 +286,13 @@ class _Parts:
         self.box(chimney, (0.25, 0.75, 0.25), heading, PLAIN, (0.50, 0.30, 0.25))
         self.obstacle(x, z, width, depth, heading, 1.3)
 
-    def church(self, x: float, z: float, width: float, depth: float, height: float, heading: float) -> None:
+    def church(
+        self, x: float, z: float, width: float, depth: float, height: float, heading: float
+    ) -> None:
         white, slate = (0.94, 0.93, 0.90), (0.20, 0.38, 0.62)
-        self.box((x, height / 2, z), (width, height / 2, depth), heading, WALL, white, (0.25, 0.28, 0.45))
+        self.box(
+            (x, height / 2, z), (width, height / 2, depth), heading, WALL, white, (0.25, 0.28, 0.45)
+        )
         self.gable(x, z, height, (width + 0.2, 0.9, depth + 0.2), heading, slate, white)
         turn = math.radians(heading)
         tx, tz = x + (depth + 1.0) * math.sin(turn), z + (depth + 1.0) * math.cos(turn)
@@ -249,7 +302,14 @@ class _Parts:
         self.obstacle(tx, tz, 1.1, 1.1, heading, 1.3)
 
     def tower(self, x: float, z: float, half: float, height: float) -> None:
-        self.box((x, height / 2, z), (half, height / 2, half), 45.0, STRIPES, (0.93, 0.92, 0.90), (0.80, 0.16, 0.14))
+        self.box(
+            (x, height / 2, z),
+            (half, height / 2, half),
+            45.0,
+            STRIPES,
+            (0.93, 0.92, 0.90),
+            (0.80, 0.16, 0.14),
+        )
         self.pyramid(x, z, height, half * 1.35, 1.6, 45.0, (0.30, 0.10, 0.10))
         self.obstacle(x, z, half, half, 45.0, 1.2)
 
@@ -268,8 +328,12 @@ class _Parts:
         stone = (0.62, 0.60, 0.58)
         self.box((x, 0.45, z), (half, 0.45, half), 0.0, PLAIN, stone)
         for side in (-1, 1):
-            self.box((x + side * (half - 0.1), 1.2, z), (0.09, 1.2, 0.09), 0.0, PLAIN, (0.40, 0.26, 0.16))
-        self.gable(x, z, 2.3, (half + 0.3, 0.3, half + 0.2), 90.0, (0.62, 0.20, 0.55), (0.45, 0.30, 0.20))
+            self.box(
+                (x + side * (half - 0.1), 1.2, z), (0.09, 1.2, 0.09), 0.0, PLAIN, (0.40, 0.26, 0.16)
+            )
+        self.gable(
+            x, z, 2.3, (half + 0.3, 0.3, half + 0.2), 90.0, (0.62, 0.20, 0.55), (0.45, 0.30, 0.20)
+        )
         self.obstacle(x, z, half, half, 0.0, 0.9)
 
     def village(self, device: torch.device) -> Village:
@@ -292,6 +356,8 @@ class _Parts:
             accent_SO3=torch.stack((accent, torch.where(windows, lit, accent), accent)),
             ellipsoid_centres_E3=tensor([centre for centre, _, _ in self.ellipsoids]),
             ellipsoid_radii_E3=tensor([radii for _, radii, _ in self.ellipsoids]),
-            ellipsoid_colour_SE3=torch.stack((colours, colours, colours * 0.4 + tensor([0.50, 0.53, 0.56]))),
+            ellipsoid_colour_SE3=torch.stack(
+                (colours, colours, colours * 0.4 + tensor([0.50, 0.53, 0.56]))
+            ),
             obstacles_N6=tensor(self.obstacles),
         )

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Walks through the village: what is held, and where it leads.
 
-The package's own integrator (`vllm_omni.worlds.movement`) moves the walkers among the village's walls, so training,
-truth and server agree. A walk's first latent frame is the start image: nothing held moves it. The network is given the
-motion that really happened.
-Everything is drawn from one seed on the CPU, so a walk is the same on every machine.
+The package's own integrator (`vllm_omni.worlds.movement`) moves the walkers among the village's
+walls, so training, truth and server agree. A walk's first latent frame is the start image: nothing
+held moves it. The network is given the motion that really happened. Everything is drawn from one
+seed on the CPU, so a walk is the same on every machine.
 Held by tests/training/tiny_world/test_walks.py.
 """
 
@@ -20,7 +20,14 @@ import torch
 from training.tiny_world.village import PERIOD, Village, wrap
 from vllm_omni.model_executor.models.lingbot_world.camera import ACTION_SPACE
 from vllm_omni.worlds.grid import OccupancyGrid
-from vllm_omni.worlds.movement import PITCH_DEGREES, YAW_DEGREES, Motion, inverse_poses, move_cameras, rotation
+from vllm_omni.worlds.movement import (
+    PITCH_DEGREES,
+    YAW_DEGREES,
+    Motion,
+    inverse_poses,
+    move_cameras,
+    rotation,
+)
 
 STEP_M = 0.5
 """What one latent frame with a movement key covers: 2 m/s at 16 frames a second."""
@@ -35,15 +42,29 @@ _LOOK_VERTICALLY = _BIT["i"] | _BIT["k"]
 
 # (keys, weight): what a random walker holds next
 _HABITS = (
-    ("w", 0.40), ("wl", 0.13), ("wj", 0.13), ("l", 0.05), ("j", 0.05), ("", 0.03), ("s", 0.04), ("a", 0.03),
-    ("d", 0.03), ("wa", 0.015), ("wd", 0.015), ("i", 0.02), ("k", 0.02), ("li", 0.01), ("jk", 0.01),
-)  # fmt: skip
+    ("w", 0.40),
+    ("wl", 0.13),
+    ("wj", 0.13),
+    ("l", 0.05),
+    ("j", 0.05),
+    ("", 0.03),
+    ("s", 0.04),
+    ("a", 0.03),
+    ("d", 0.03),
+    ("wa", 0.015),
+    ("wd", 0.015),
+    ("i", 0.02),
+    ("k", 0.02),
+    ("li", 0.01),
+    ("jk", 0.01),
+)
 
 
 @dataclass(frozen=True)
 class Walks:
-    """keys: uint8 [N, L], bits in the order of `KEYS`. positions [N, L, 2] in metres (x, z), yaw and pitch [N, L] in
-    radians. relative: fp32 [N, L, 3, 4], each pose relative to the one before, a step being one unit long.
+    """keys: uint8 [N, L], bits in the order of `KEYS`. positions [N, L, 2] in metres (x, z), yaw
+    and pitch [N, L] in radians. relative: fp32 [N, L, 3, 4], each pose relative to the one before,
+    a step being one unit long.
     """
 
     keys: torch.Tensor
@@ -56,23 +77,33 @@ class Walks:
         return len(self.keys)
 
     def frames(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Positions [N, T, 2], yaw and pitch [N, T] of the video frames, linear between latent frames."""
-        return _between(self.positions), _between(self.yaw[..., None])[..., 0], _between(self.pitch[..., None])[..., 0]
+        """Positions [N, T, 2], yaw and pitch [N, T] of the video frames, linear between latent
+        frames.
+        """
+        return (
+            _between(self.positions),
+            _between(self.yaw[..., None])[..., 0],
+            _between(self.pitch[..., None])[..., 0],
+        )
 
     def held(self, walk: int) -> list[str]:
         """The keys of one walk, a string for each latent frame."""
-        return ["".join(key for key in KEYS if bits & _BIT[key]) for bits in self.keys[walk].tolist()]
+        return [
+            "".join(key for key in KEYS if bits & _BIT[key]) for bits in self.keys[walk].tolist()
+        ]
 
     def world_poses(self) -> torch.Tensor:
         """Camera-to-world poses in metres, fp64 [N, L, 4, 4]."""
         return poses_of(self.positions, self.yaw, self.pitch)
 
-    def part(self, begin: int, end: int) -> "Walks":
-        return Walks(*(getattr(self, field.name)[begin:end] for field in fields(self)))
+    def part(self, start: int, end: int) -> "Walks":
+        return Walks(*(getattr(self, field.name)[start:end] for field in fields(self)))
 
 
 def poses_of(positions: torch.Tensor, yaw: torch.Tensor, pitch: torch.Tensor) -> torch.Tensor:
-    """Poses, fp64 [..., 4, 4], of cameras at x, z [..., 2] that look at yaw and pitch [...], radians."""
+    """Poses, fp64 [..., 4, 4], of cameras at x, z [..., 2] that look at yaw and pitch [...],
+    radians.
+    """
     yaw_N, pitch_N = (torch.rad2deg(angle.double().flatten()) for angle in (yaw, pitch))
     poses = torch.eye(4, dtype=torch.float64).repeat(len(yaw_N), 1, 1)
     poses[:, :3, :3] = rotation(1, yaw_N) @ rotation(0, pitch_N)
@@ -82,19 +113,23 @@ def poses_of(positions: torch.Tensor, yaw: torch.Tensor, pitch: torch.Tensor) ->
 
 @cache
 def village_grid() -> OccupancyGrid:
-    """Where a walker of the village cannot stand: in an obstacle, or nearer to it than its clearance."""
+    """Where a walker of the village cannot stand: in an obstacle, or nearer to it than its
+    clearance.
+    """
     middle = (torch.arange(_GRID_CELLS, dtype=torch.float64) + 0.5) / _GRID_CELLS - 0.5
     z, x = torch.meshgrid(-middle * PERIOD, middle * PERIOD, indexing="ij")
-    return OccupancyGrid(_obstructed(torch.stack((x, z), dim=-1), Village.build().obstacles_N6.double()), PERIOD)
+    return OccupancyGrid(
+        _obstructed(torch.stack((x, z), dim=-1), Village.build().obstacles_N6.double()), PERIOD
+    )
 
 
 def random_walks(number: int, length: int, seed: int, *, drills: float = 0.1) -> Walks:
     """Draw walks from free places, at arm's length of walls as well.
 
-    A walker wanders and turns away from walls, walks into them, stands still for up to a minute, spins, presses keys at
-    random, holds any keys for up to eight seconds, looks up or down, or moves with a stick at any speed; each for a
-    while. drills: share that only turns in place, or away and
-    back.
+    A walker wanders and turns away from walls, walks into them, stands still for up to a minute,
+    spins, presses keys at random, holds any keys for up to eight seconds, looks up or down, or
+    moves with a stick at any speed; each for a while. drills: share that only turns in place, or
+    away and back.
     """
     generator = torch.Generator().manual_seed(seed)
     start, yaw = free_places(number, generator)
@@ -110,9 +145,14 @@ def random_walks(number: int, length: int, seed: int, *, drills: float = 0.1) ->
 
 
 def scripted_walks(
-    start_N2: torch.Tensor, yaw_N: torch.Tensor, keys_NL: torch.Tensor, pitch_N: torch.Tensor | None = None
+    start_N2: torch.Tensor,
+    yaw_N: torch.Tensor,
+    keys_NL: torch.Tensor,
+    pitch_N: torch.Tensor | None = None,
 ) -> Walks:
-    """Walk given keys (bits as in `Walks.keys`) from given places; pitch_N: radians, None = level."""
+    """Walk given keys (bits as in `Walks.keys`) from given places; pitch_N: radians, None =
+    level.
+    """
     walker = _Walker(start_N2, yaw_N, pitch_N)
     for latent in range(keys_NL.shape[1]):
         walker.step(keys_NL[:, latent])
@@ -133,7 +173,9 @@ def free_places(number: int, generator: torch.Generator) -> tuple[torch.Tensor, 
 
 
 class _Habits:
-    """What many random walkers hold: each keeps to one way of playing for a while, then draws another."""
+    """What many random walkers hold: each keeps to one way of playing for a while, then draws
+    another.
+    """
 
     # way of playing: weight, shortest and longest latent frames (drawn evenly in their logarithm)
     WAYS: ClassVar[dict[str, tuple[float, int, int]]] = {
@@ -152,7 +194,9 @@ class _Habits:
         self.codes = torch.tensor([key_bits(keys) for keys, _ in _HABITS], dtype=torch.uint8)
         self.weights = torch.tensor([weight for _, weight in _HABITS])
         self.ways = torch.tensor([weight for weight, _, _ in self.WAYS.values()])
-        self.spans = torch.tensor([[low, high] for _, low, high in self.WAYS.values()], dtype=torch.float64)
+        self.spans = torch.tensor(
+            [[low, high] for _, low, high in self.WAYS.values()], dtype=torch.float64
+        )
         self.way = torch.zeros(number, dtype=torch.long)
         self.way_left = torch.zeros(number)
         self.keys = torch.zeros(number, dtype=torch.uint8)
@@ -163,7 +207,9 @@ class _Habits:
         self.largest_pitch = torch.where(rare, _RARE_PITCH, _COMMON_PITCH)
 
     def next(self, walker: "_Walker") -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what each walker holds in the next latent frame, uint8 [N], and the scale of its motion."""
+        """Return what each walker holds in the next latent frame, uint8 [N], and the scale of
+        its motion.
+        """
         names = list(self.WAYS)
         fresh = self.way_left <= 0
         way = torch.multinomial(self.ways, self.number, replacement=True, generator=self.generator)
@@ -173,7 +219,9 @@ class _Habits:
         is_way = {name: self.way == index for index, name in enumerate(names)}
 
         over = fresh | (self.keys_left <= 0) | is_way["mash"]
-        drawn = self.codes[torch.multinomial(self.weights, self.number, replacement=True, generator=self.generator)]
+        drawn = self.codes[
+            torch.multinomial(self.weights, self.number, replacement=True, generator=self.generator)
+        ]
         mashed = torch.randint(256, (self.number,), generator=self.generator).to(torch.uint8)
         mashed &= torch.randint(256, (self.number,), generator=self.generator).to(torch.uint8)
         drawn = torch.where(is_way["mash"], mashed, drawn)
@@ -183,7 +231,9 @@ class _Habits:
         drawn = torch.where(is_way["gaze"], (mashed & ~_LOOK_VERTICALLY) | vertical, drawn)
         drawn = torch.where(is_way["hold"], mashed, drawn).to(torch.uint8)
         whole_way = is_way["spin"] | is_way["idle"] | is_way["gaze"]
-        span = torch.where(whole_way, 10_000, torch.randint(2, 9, (self.number,), generator=self.generator))
+        span = torch.where(
+            whole_way, 10_000, torch.randint(2, 9, (self.number,), generator=self.generator)
+        )
         span = torch.where(is_way["hold"], (2 * 16 ** self._uniform()).long(), span)
         self.keys = torch.where(over, drawn, self.keys)
         self.keys_left = torch.where(over, span, self.keys_left) - 1
@@ -196,7 +246,9 @@ class _Habits:
         self.keys = torch.where(free_again, _BIT["w"], self.keys).to(torch.uint8)
         stuck = is_way["wander"] & ((self.keys & _BIT["w"]) > 0) & blocked
         slides = self._uniform() < 0.6  # along what is in the way, while it turns
-        self.keys = torch.where(stuck & ~self.evading, torch.where(slides, side | _BIT["w"], side), self.keys)
+        self.keys = torch.where(
+            stuck & ~self.evading, torch.where(slides, side | _BIT["w"], side), self.keys
+        )
         self.keys_left = torch.where((stuck & ~self.evading) | free_again, span, self.keys_left)
         self.evading = stuck | (self.evading & blocked & ~over)
         return self.keys, self.scale
@@ -206,7 +258,9 @@ class _Habits:
 
 
 def _drills(number: int, length: int, generator: torch.Generator) -> torch.Tensor:
-    """uint8 [number, length]: one direction all along, or away for some latents and back for as many."""
+    """uint8 [number, length]: one direction all along, or away for some latents and back for as
+    many.
+    """
     direction = torch.where(torch.rand(number, generator=generator) < 0.5, _BIT["j"], _BIT["l"])
     back = torch.where(direction == _BIT["j"], _BIT["l"], _BIT["j"])
     period = torch.randint(3, 16, (number,), generator=generator)
@@ -215,7 +269,9 @@ def _drills(number: int, length: int, generator: torch.Generator) -> torch.Tenso
     walks = torch.rand(number, generator=generator) < 0.15
     latent = torch.arange(length)[None] - pause[:, None]
     phase = torch.remainder(latent, 2 * period[:, None])
-    keys = torch.where(returns[:, None] & (phase >= period[:, None]), back[:, None], direction[:, None])
+    keys = torch.where(
+        returns[:, None] & (phase >= period[:, None]), back[:, None], direction[:, None]
+    )
     keys = keys | torch.where(walks, _BIT["w"], 0)[:, None]
     return torch.where(latent < 0, 0, keys).to(torch.uint8)
 
@@ -223,9 +279,13 @@ def _drills(number: int, length: int, generator: torch.Generator) -> torch.Tenso
 class _Walker:
     """Many walkers at once; remembers every latent frame."""
 
-    def __init__(self, start_N2: torch.Tensor, yaw_N: torch.Tensor, pitch_N: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, start_N2: torch.Tensor, yaw_N: torch.Tensor, pitch_N: torch.Tensor | None = None
+    ) -> None:
         self.yaw = torch.rad2deg(yaw_N.double())
-        self.degrees = torch.zeros_like(self.yaw) if pitch_N is None else torch.rad2deg(pitch_N.double())
+        self.degrees = (
+            torch.zeros_like(self.yaw) if pitch_N is None else torch.rad2deg(pitch_N.double())
+        )
         self.poses = poses_of(start_N2, yaw_N, torch.deg2rad(self.degrees))
         self.rows: list[tuple[torch.Tensor, ...]] = []
 
@@ -251,7 +311,9 @@ class _Walker:
         relative[:, :, 3] /= STEP_M
         position = self.poses[:, 0:3:2, 3]
         yaw, pitch = torch.deg2rad(self.yaw), torch.deg2rad(self.degrees)
-        self.rows.append((keys_N.to(torch.uint8), position.float(), yaw.float(), pitch.float(), relative.float()))
+        self.rows.append(
+            (keys_N.to(torch.uint8), position.float(), yaw.float(), pitch.float(), relative.float())
+        )
 
     def walks(self) -> Walks:
         return Walks(*(torch.stack(values, dim=1) for values in zip(*self.rows, strict=True)))
@@ -269,10 +331,10 @@ def _motion(keys_N: torch.Tensor, scale_N: torch.Tensor | float) -> Motion:
     )
 
 
-def _obstructed(places: torch.Tensor, obstacles_N6: torch.Tensor) -> torch.Tensor:
+def _obstructed(slots: torch.Tensor, obstacles_N6: torch.Tensor) -> torch.Tensor:
     """Whether a place [..., 2] is nearer to an obstacle (a turned rectangle) than its clearance."""
-    x, z, width, depth, heading, clearance = obstacles_N6.to(places.dtype).unbind(1)
-    dx, dz = places[..., :1] - x, places[..., 1:] - z
+    x, z, width, depth, heading, clearance = obstacles_N6.to(slots.dtype).unbind(1)
+    dx, dz = slots[..., :1] - x, slots[..., 1:] - z
     dx, dz = wrap(dx), wrap(dz)
     cos, sin = heading.cos(), heading.sin()
     along = ((cos * dx - sin * dz).abs() - width).clamp(min=0)

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training clips on the device: shards, prompts, and the batches that make sessions of every kind likely.
+"""Training clips on the device: shards, prompts, and the batches that make sessions of every kind
+likely.
 
-A batch holds what a served session may meet: prompts that change in mid-clip (the same walk in another style), places
-far from the start (later positions, sink frames of another walk), either length of chunk. All draws happen on the
-device. `--embed-prompts OUT.pt` writes the prompts' embeddings where `vllm_omni` can be imported; nothing else here
-needs it.
+A batch holds what a served session may meet: prompts that change in mid-clip (the same walk in
+another style), places far from the start (later positions, sink frames of another walk), either
+length of chunk. All draws happen on the device. `--embed-prompts OUT.pt` writes the prompts'
+embeddings where `vllm_omni` can be imported; nothing else here needs it.
 
-Shards are described in training/tiny_world/README.md; held by tests/training/tiny_world/test_world_data.py.
+Shards are described in training/tiny_world/README.md; held by
+tests/training/tiny_world/test_world_data.py.
 """
 
 # N clips of a shard, B clips of a batch, F latent frames
@@ -33,7 +35,9 @@ _FIELDS = ("latents", "condition", "relative", "positions", "angles", "focal", "
 
 
 class Prompts:
-    """Embedded prompts by style: rows fp32 [prompts, X, E] on a device, zero behind each prompt's end."""
+    """Embedded prompts by style: rows fp32 [prompts, X, E] on a device, zero behind each
+    prompt's end.
+    """
 
     def __init__(self, rows: torch.Tensor, counts: Sequence[int]) -> None:
         self.rows = rows
@@ -61,7 +65,9 @@ def _below(count: torch.Tensor) -> torch.Tensor:
 class Shard:
     """Clips on one device. The fields are described in training/tiny_world/README.md."""
 
-    def __init__(self, fields: Mapping[str, torch.Tensor], device: torch.device, sizes: Sizes) -> None:
+    def __init__(
+        self, fields: Mapping[str, torch.Tensor], device: torch.device, sizes: Sizes
+    ) -> None:
         missing = [name for name in _FIELDS if name not in fields]
         if missing:
             raise ValueError(f"the shard has no {', '.join(missing)}; it has {', '.join(fields)}")
@@ -78,7 +84,9 @@ class Shard:
         }
         for name, shape in wanted.items():
             if tuple(fields[name].shape) != shape:
-                raise ValueError(f"{name} of a shard must be {list(shape)}, got {list(fields[name].shape)}")
+                raise ValueError(
+                    f"{name} of a shard must be {list(shape)}, got {list(fields[name].shape)}"
+                )
         focals = torch.tensor(sizes.focals)
         away = (fields["focal"].float().unsqueeze(1) - focals).abs()
         if float(away.min(dim=1).values.max()) > 0.5:
@@ -87,7 +95,9 @@ class Shard:
         self.condition = fields["condition"].to(device, torch.float16)
         self.motion = fields["relative"].to(device, torch.float32)
         positions = fields["positions"].to(device, torch.float64)
-        self.place = frame_features(positions.flatten(0, 1), PERIOD).float().unflatten(0, (num, frames))
+        self.place = (
+            frame_features(positions.flatten(0, 1), PERIOD).float().unflatten(0, (num, frames))
+        )
         yaw, pitch = fields["angles"].to(device, torch.float32).unbind(-1)
         self.rotation = rotations(yaw, pitch)
         self.focal = away.argmin(dim=1).to(device)
@@ -107,18 +117,25 @@ class Shard:
     @classmethod
     def load(cls, paths: Sequence[Path], device: torch.device, sizes: Sizes) -> "Shard":
         """Read files as one shard; twins stay twins."""
-        parts = [torch.load(path, map_location="cpu", weights_only=True, mmap=True) for path in paths]
+        parts = [
+            torch.load(path, map_location="cpu", weights_only=True, mmap=True) for path in paths
+        ]
         if not parts:
             raise ValueError("no shard to read")
         before = 0
         for part in parts:
             part["twin"] = torch.where(part["twin"] >= 0, part["twin"] + before, part["twin"])
             before += len(part["latents"])
-        return cls({name: torch.cat([part[name] for part in parts]) for name in _FIELDS}, device, sizes)
+        return cls(
+            {name: torch.cat([part[name] for part in parts]) for name in _FIELDS}, device, sizes
+        )
 
 
 def find_shards(folder: Path, rank: int, world: int) -> list[Path]:
-    """Return the files `clips-N.pt` of this rank: every `world`-th of them. Raises ValueError if there is none."""
+    """Return the files `clips-N.pt` of this rank: every `world`-th of them.
+
+    Raises ValueError if there is none.
+    """
     numbered = sorted(
         (int(path.stem.removeprefix("clips-")), path)
         for path in folder.glob("clips-*.pt")
@@ -126,7 +143,9 @@ def find_shards(folder: Path, rank: int, world: int) -> list[Path]:
     )
     own = [path for number, path in numbered if number % world == rank]
     if not own:
-        raise ValueError(f"{folder} has no clips-N.pt for rank {rank} of {world}; it has {len(numbered)} shards")
+        raise ValueError(
+            f"{folder} has no clips-N.pt for rank {rank} of {world}; it has {len(numbered)} shards"
+        )
     return own
 
 
@@ -134,20 +153,26 @@ def rotations(yaw: torch.Tensor, pitch: torch.Tensor) -> torch.Tensor:
     """Camera-to-world rotations [..., 3, 3] of radians to the right and upwards."""
     cy, sy, cp, sp = yaw.cos(), yaw.sin(), pitch.cos(), pitch.sin()
     zero = torch.zeros_like(yaw)
-    return torch.stack((cy, sy * sp, sy * cp, zero, cp, -sp, -sy, cy * sp, cy * cp), dim=-1).unflatten(-1, (3, 3))
+    return torch.stack(
+        (cy, sy * sp, sy * cp, zero, cp, -sp, -sy, cy * sp, cy * cp), dim=-1
+    ).unflatten(-1, (3, 3))
 
 
 @dataclass(frozen=True)
 class Mix:
     """How batches are drawn; probabilities of a clip unless said otherwise.
 
-    switch: the prompt changes in mid-clip, where the walk exists in another style. far: the clip plays up to
-    far_frames latent frames after the start, with sinks of another walk; other_sink: of those, sinks of any style.
-    few: of a chunk's noise, that it is one of the few steps' sigmas (`sigmas`); else continuous with `shift`.
+    switch: the prompt changes in mid-clip, where the walk exists in another style. far: the clip
+    plays up to far_frames latent frames after the start, with sinks of another walk; other_sink: of
+    those, sinks of any style.
+    few: of a chunk's noise, that it is one of the few steps' sigmas (`sigmas`); else continuous
+    with `shift`.
     noisy_context, context_sigma: of a clean chunk, that it is noised, and by how much at most.
-    second_chunk: weight of frames 3 to 5, which have the least to go by. unknown: the world pose is left out.
-    crop: latent frames of a packed clip; the sinks are the walk's first, the rest a run from anywhere in it (start:
-    from its beginning). other_context: clips whose clean frames are another walk's, so that the pose decides.
+    second_chunk: weight of frames 3 to 5, which have the least to go by. unknown: the world pose is
+    left out.
+    crop: latent frames of a packed clip; the sinks are the walk's first, the rest a run from
+    anywhere in it (start: from its beginning). other_context: clips whose clean frames are another
+    walk's, so that the pose decides.
     """
 
     sigmas: tuple[float, ...]
@@ -166,15 +191,21 @@ class Mix:
     other_context: float = 0.05
 
 
-def few_step_sigmas(shift: float = 5.0, indices: Sequence[int] = (0, 250, 500, 750)) -> tuple[float, ...]:
-    """The sigmas at which a served chunk is denoised; the defaults are LingBot World v2's schedule, `exact`."""
+def few_step_sigmas(
+    shift: float = 5.0, indices: Sequence[int] = (0, 250, 500, 750)
+) -> tuple[float, ...]:
+    """The sigmas at which a served chunk is denoised; the defaults are LingBot World v2's
+    schedule, `exact`.
+    """
     flat = (1 - index / 1000 for index in indices)
     return tuple(shift * sigma / (1 + (shift - 1) * sigma) for sigma in flat)
 
 
 @dataclass
 class Batch:
-    """latents: fp32 [B, F, 16, h, w], the truth. weights: fp32 [B, F], of frames in the loss, mean about 1."""
+    """latents: fp32 [B, F, 16, h, w], the truth. weights: fp32 [B, F], of frames in the loss,
+    mean about 1.
+    """
 
     latents: torch.Tensor
     clips: Clips
@@ -182,13 +213,21 @@ class Batch:
 
 
 class Sampler:
-    """Draws batches from a shard. chunk_B: each clip's chunk length, fixed by its place in the batch.
+    """Draws batches from a shard. chunk_B: each clip's chunk length, fixed by its place in the
+    batch.
 
     whole: batches hold whole clips, from their beginning; else they are crops (`Mix.crop`).
     """
 
     def __init__(
-        self, shard: Shard, prompts: Prompts, sizes: Sizes, mix: Mix, chunk_B: torch.Tensor, *, whole: bool = False
+        self,
+        shard: Shard,
+        prompts: Prompts,
+        sizes: Sizes,
+        mix: Mix,
+        chunk_B: torch.Tensor,
+        *,
+        whole: bool = False,
     ) -> None:
         self.shard, self.prompts, self.sizes, self.mix = shard, prompts, sizes, mix
         self.device = shard.latents.device
@@ -212,7 +251,9 @@ class Sampler:
         )
 
     def crops(self, batch: int) -> torch.Tensor:
-        """How many latent frames each crop leaves out after its sinks, a multiple of three; [batch]."""
+        """How many latent frames each crop leaves out after its sinks, a multiple of three;
+        [batch].
+        """
         most = (self.shard.frames - self.frames) // 3
         drawn = 3 * (torch.rand(batch, device=self.device) * (most + 1)).long()
         return torch.where(self._chance(batch, self.mix.start), 0, drawn)
@@ -225,7 +266,9 @@ class Sampler:
         unknown_B: torch.Tensor | None = None,
         crop_B: torch.Tensor | None = None,
     ) -> Batch:
-        """A batch of given clips; `switches_B` holds where a clip has a twin. unknown_B, crop_B: None = never, none."""
+        """A batch of given clips; `switches_B` holds where a clip has a twin. unknown_B, crop_B:
+        None = never, none.
+        """
         shard, sizes, batch = self.shard, self.sizes, len(index_B)
         sink_F = self.frame_F < sizes.sink
         crop_B = torch.zeros_like(index_B) if crop_B is None else crop_B
@@ -238,17 +281,23 @@ class Sampler:
         twin = shard.twin[index_B]
         switches = switches_B & (twin >= 0) & ~long_ago
         other = torch.where(switches, twin, index_B)
-        start = sizes.sink + (torch.rand(batch, 1, device=self.device) * self._num_switches()).long() * self.chunk_B1
+        start = (
+            sizes.sink
+            + (torch.rand(batch, 1, device=self.device) * self._num_switches()).long()
+            * self.chunk_B1
+        )
         start = torch.where(long_ago.unsqueeze(1), sizes.sink, start)
         switched = (switches | long_ago).unsqueeze(1) & (self.frame_F >= start)
 
         walk = torch.where(sink_F, sink_clip.unsqueeze(1), index_B.unsqueeze(1))
-        filmed = torch.where(switched, other.unsqueeze(1), walk)
-        latents = shard.latents[filmed, frame_BF].float()
+        recorded = torch.where(switched, other.unsqueeze(1), walk)
+        latents = shard.latents[recorded, frame_BF].float()
         motion = shard.motion[walk, frame_BF]
         known = 1.0 if unknown_B is None else (~unknown_B).float().view(-1, 1, 1)
-        place = shard.place[walk, frame_BF] * known
-        rotation = shard.rotation[walk, frame_BF] * (known if isinstance(known, float) else known.unsqueeze(-1))
+        position = shard.place[walk, frame_BF] * known
+        rotation = shard.rotation[walk, frame_BF] * (
+            known if isinstance(known, float) else known.unsqueeze(-1)
+        )
 
         # Whoever is far from the start has long been on the condition's last frame.
         last = far_B.unsqueeze(1) & ~sink_F
@@ -256,19 +305,24 @@ class Sampler:
         image = shard.condition[sink_clip.unsqueeze(1), row].float()
         mask = image.new_zeros(batch, self.frames, CONDITION - LATENTS, *sizes.grid)
         mask[:, 0] = 1
-        shift = (torch.rand(batch, 1, device=self.device) * self.mix.far_frames).long() * far_B.unsqueeze(1)
+        shift = (
+            torch.rand(batch, 1, device=self.device) * self.mix.far_frames
+        ).long() * far_B.unsqueeze(1)
 
         clips = Clips(
             condition=torch.cat((mask, image), dim=2),
             motion=motion,
             focal=shard.focal[index_B],
-            text=torch.stack((self.prompts.draw(sink_style), self.prompts.draw(shard.style[other])), dim=1),
+            text=torch.stack(
+                (self.prompts.draw(sink_style), self.prompts.draw(shard.style[other])), dim=1
+            ),
             switched=switched,
             positions=frame_BF + shift * ~sink_F,
             rotation=rotation,
-            place=place,
+            place=position,
         )
-        # Without what was shown before them and without a pose, the first frames after a gap could be anything.
+        # Without what was shown before them and without a pose, the first frames after a gap could
+        # be anything.
         gap = far_B | (crop_B > 0)
         lost = gap if unknown_B is None else gap & unknown_B
         second = (self.frame_F >= sizes.sink) & (self.frame_F < sizes.sink + 3)
@@ -278,7 +332,9 @@ class Sampler:
         return Batch(latents, clips, weights)
 
     def context(self, latents: torch.Tensor) -> torch.Tensor:
-        """Clean frames as training shows them: noised a little, and some clips' exchanged for their neighbour's."""
+        """Clean frames as training shows them: noised a little, and some clips' exchanged for
+        their neighbour's.
+        """
         swapped = self._chance(len(latents), self.mix.other_context).view(-1, 1, 1, 1, 1)
         shown = torch.where(swapped, latents.roll(1, dims=0), latents)
         return noised(shown, self.context_levels(), torch.randn_like(latents))
@@ -321,20 +377,37 @@ def noised(latents: torch.Tensor, sigma_BF: torch.Tensor, noise: torch.Tensor) -
 
 
 def synthetic_shard(num: int, frames: int, sizes: Sizes, seed: int = 0) -> dict[str, torch.Tensor]:
-    """A shard of smooth random latents that move, for tests of the trainer: no picture of anything."""
+    """A shard of smooth random latents that move, for tests of the trainer: no picture of
+    anything.
+    """
     generator = torch.Generator().manual_seed(seed)
     rows, columns = sizes.grid
     style = torch.arange(num) % 3
     field = torch.randn(3, LATENTS, rows, columns, generator=generator)
     latents = torch.stack(
         [
-            torch.stack([field[int(style[clip])].roll(frame + clip, dims=-1) for frame in range(frames)])
+            torch.stack(
+                [field[int(style[clip])].roll(frame + clip, dims=-1) for frame in range(frames)]
+            )
             for clip in range(num)
         ]
     )
     turn = torch.linspace(-0.1, 0.1, num)[:, None].expand(num, frames)
     zero, one = torch.zeros_like(turn), torch.ones_like(turn)
-    matrix = (turn.cos(), zero, turn.sin(), zero, zero, one, zero, zero, -turn.sin(), zero, turn.cos(), one)
+    matrix = (
+        turn.cos(),
+        zero,
+        turn.sin(),
+        zero,
+        zero,
+        one,
+        zero,
+        zero,
+        -turn.sin(),
+        zero,
+        turn.cos(),
+        one,
+    )
     return {
         "latents": latents.half(),
         "condition": latents[:, :CONDITION_FRAMES].half(),
@@ -351,19 +424,24 @@ def synthetic_prompts(sizes: Sizes, counts: Sequence[int] = (3, 3, 3)) -> dict[s
     """What `--embed-prompts` writes, with random rows."""
     generator = torch.Generator().manual_seed(1)
     styles = [f"style {number}" for number in range(len(counts))]
-    rows = [torch.randn(count, sizes.text_len, sizes.text_dim, generator=generator) for count in counts]
+    rows = [
+        torch.randn(count, sizes.text_len, sizes.text_dim, generator=generator) for count in counts
+    ]
     return {"styles": styles, "embeddings": dict(zip(styles, rows, strict=True))}
 
 
-def embed_prompts(prompts: Mapping[str, Sequence[str]], sizes: Sizes, world: Path = SHIPPED) -> dict[str, Any]:
+def embed_prompts(
+    prompts: Mapping[str, Sequence[str]], sizes: Sizes, world: Path = SHIPPED
+) -> dict[str, Any]:
     """Embed prompts by the text encoder of the checkpoint `world`. Raises ValueError if one is cut.
 
-    That encoder's weights are random, and drawing them again gives others with other versions of torch and
-    transformers: a world trained on one version's embeddings does not understand another's.
+    That encoder's weights are random, and drawing them again gives others with other versions of
+    torch and transformers: a world trained on one version's embeddings does not understand
+    another's.
 
     Rows behind a prompt's end are zero and take part in attention, as in the served network.
     """
-    from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder
+    from vllm_omni.model_executor.models.wan.text_encoder.encoder import TextEncoder
     from vllm_omni.testing.tiny.wan import TEXT
 
     tokenizer = world / "google" / "umt5-xxl"
@@ -375,20 +453,32 @@ def embed_prompts(prompts: Mapping[str, Sequence[str]], sizes: Sizes, world: Pat
         for index, text in enumerate(texts):
             length = len(encoder.prompts.tokenize(text))
             if length > sizes.text_len:
-                raise ValueError(f"prompt {text!r} has more than {sizes.text_len} tokens: it would be cut")
+                raise ValueError(
+                    f"prompt {text!r} has more than {sizes.text_len} tokens: it would be cut"
+                )
             rows[index, :length] = encoder.encode(text)
         embedded[style] = rows
-    return {"styles": list(prompts), "embeddings": embedded, "prompts": {s: list(p) for s, p in prompts.items()}}
+    return {
+        "styles": list(prompts),
+        "embeddings": embedded,
+        "prompts": {s: list(p) for s, p in prompts.items()},
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Embed all prompts of the tiny world (needs vllm_omni).")
+    parser = argparse.ArgumentParser(
+        description="Embed all prompts of the tiny world (needs vllm_omni)."
+    )
     parser.add_argument("--embed-prompts", type=Path, required=True, metavar="OUT.pt")
-    parser.add_argument("--text-encoder", type=Path, default=SHIPPED, help="checkpoint whose text encoder it is")
+    parser.add_argument(
+        "--text-encoder", type=Path, default=SHIPPED, help="checkpoint whose text encoder it is"
+    )
     options = parser.parse_args(arguments)
     from training.tiny_world.prompts import PROMPTS, STYLES  # type: ignore[import-not-found,unused-ignore]
 
-    saved = embed_prompts({style: PROMPTS[style] for style in STYLES}, Sizes(), options.text_encoder)
+    saved = embed_prompts(
+        {style: PROMPTS[style] for style in STYLES}, Sizes(), options.text_encoder
+    )
     torch.save(saved, options.embed_prompts)
     longest = max(int((rows != 0).any(-1).sum(-1).max()) for rows in saved["embeddings"].values())
     counts = ", ".join(f"{style} {len(rows)}" for style, rows in saved["embeddings"].items())

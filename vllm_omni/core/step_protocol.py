@@ -8,10 +8,11 @@
   `ModelRunnerOutput` with additional fields and travels from the worker process to the engine.
   Stock schedulers read only vLLM's fields.
 - `ChunkOrder`: when a chunk may run a step while others of its session are in flight. The rule
-  applies twice: the scheduler applies it to requests (`Streams`), and the first pipeline stage
-  applies it to the chunks that it has started (`ChunksInFlight`). A chunk may start, and run each
-  further step, while its predecessor in the session is at least `steps_behind` steps ahead. The
-  first chunk of a session runs alone, because until it is committed there is no session to continue.
+  applies twice: the scheduler applies it to requests (`ScheduledStreams`), and the first pipeline
+  stage applies it to the chunks that it has started (`ChunksInFlight`). A chunk may start, and run
+  each further step, while its predecessor in the session is at least `lag_steps` steps ahead. The
+  first chunk of a session runs alone, because until it is committed there is no session to
+  continue.
 """
 
 import copy
@@ -41,7 +42,7 @@ class ChunkOrder:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.steps_behind = 1
+        self.lag_steps = 1
 
     def may_move(self, step: int | None, ahead: Sequence[float], *, established: bool) -> bool:
         """Whether a chunk may run its next step.
@@ -56,7 +57,7 @@ class ChunkOrder:
             return True
         if step is None and len(ahead) >= self.limit:
             return False
-        return established and (step or 0) + self.steps_behind <= ahead[-1]
+        return established and (step or 0) + self.lag_steps <= ahead[-1]
 
 
 def turn(chunk_index: int | None) -> float:
@@ -76,11 +77,11 @@ class SchedulerNote(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """Degradations to apply to the request's chunk."""
 
     @classmethod
-    def read(cls, extra_kwargs: Mapping[str, Any] | None) -> "SchedulerNote":
+    def read_extra_kwargs(cls, extra_kwargs: Mapping[str, Any] | None) -> "SchedulerNote":
         """Return the note of a request, which is empty if the request has none."""
         return msgspec.convert((extra_kwargs or {}).get(_KEY, {}), cls)
 
-    def attach(self, params: "PoolingParams") -> "PoolingParams":
+    def attach_to_params(self, params: "PoolingParams") -> "PoolingParams":
         """Return a copy of `params` with this note. The client's object is not modified."""
         noted = copy.copy(params)
         noted.extra_kwargs = {**(params.extra_kwargs or {}), _KEY: msgspec.to_builtins(self)}
@@ -116,7 +117,7 @@ class StepOutput(ModelRunnerOutput):
     scheduled once more to deliver the result; the session's next chunk may start at once."""
     committed: tuple[str, ...] = ()
     """Requests whose chunk was committed in this step."""
-    steps_behind: int = 1
+    lag_steps: int = 1
     """Number of steps between a chunk and its predecessor (`omni.chunks_in_flight`)."""
     progress: dict[str, ChunkProgress] = field(default_factory=dict)
     """Progress of this step's unfinished chunks by request id."""

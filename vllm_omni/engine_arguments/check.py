@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares a start with the table: a refused argument ends it with one line.
 
-A user's arguments are read in two places. `vllm serve --omni` has the parsed command line, where a value that differs
-from vLLM's default was given (`asked_on_command_line`). Plain `vllm serve` and `LLM(...)` leave only a `VllmConfig`
-(`asked_in_config`): every argument has a place in it, and the config hook runs before platform, model and optimisation
-level fill anything in. Where vLLM has decided even earlier, `_DECIDED_BY_VLLM` says how. A value equal to vLLM's own is
-never refused. Held by tests/test_engine_arguments.py.
+A user's arguments are read in two places. `vllm serve --omni` has the parsed command line, where a
+value that differs from vLLM's default was given (`requested_on_command_line`). Plain `vllm serve`
+and `LLM(...)` leave only a `VllmConfig` (`requested_in_config`): every argument has a place in it,
+and the config hook runs before platform, model and optimisation level fill anything in. Where vLLM
+has decided even earlier, `_DECIDED_BY_VLLM` says how. A value equal to vLLM's own is never refused.
+Held by tests/test_engine_arguments.py.
 """
 
 import dataclasses
@@ -59,31 +60,41 @@ _PARTS = {
     "compilation_config": {"cudagraph_capture_sizes", "max_cudagraph_capture_size"},
     "aux_output_config": {"enable_return_routed_experts"},
 }
-"""Arguments that vLLM folds into another: that one then differs, too, and would be named beside them."""
+"""Arguments that vLLM folds into another: that one then differs, too, and would be named beside
+them.
+"""
 
 
 def check_config(worker: Worker, vllm_config: "VllmConfig") -> None:
     """Raise ValueError, one line, for arguments that `worker` refuses."""
-    names = [name for name, argument in ARGUMENTS.items() if argument.verdicts[worker].kind == "refused"]
-    if refusal := refusal_of(worker, asked_in_config(vllm_config, names)):
+    names = [
+        name for name, argument in ARGUMENTS.items() if argument.verdicts[worker].kind == "refused"
+    ]
+    if refusal := refusal_of(worker, requested_in_config(vllm_config, names)):
         raise ValueError(refusal)
 
 
-def refusal_of(worker: Worker, asked: Mapping[str, Any]) -> str | None:
-    """One line that names the refused arguments, each with an alternative; None if there are none."""
+def refusal_of(worker: Worker, requested: Mapping[str, Any]) -> str | None:
+    """One line that names the refused arguments, each with an alternative; None if there are
+    none.
+    """
     refused = []
-    for name in ARGUMENTS.keys() & asked.keys():
-        argument, value = ARGUMENTS[name], asked[name]
+    for name in ARGUMENTS.keys() & requested.keys():
+        argument, value = ARGUMENTS[name], requested[name]
         verdict = argument.verdicts[worker]
         if verdict.kind == "refused" and value not in verdict.unless:
             refused.append(f"the {worker} cannot honour {_shown(argument, value)}: {verdict.why}")
     return "; ".join(sorted(refused)) or None
 
 
-def asked_on_command_line(parsed: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, Any]:
-    """The engine's arguments among `parsed`, a namespace of vLLM's parser, that differ from vLLM's defaults.
+def requested_on_command_line(
+    parsed: Mapping[str, Any], plain: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The engine's arguments among `parsed`, a namespace of vLLM's parser, that differ from vLLM's
+    defaults.
 
-    plain: the parser's namespace for an empty command line; a few of its defaults are not those of the engine.
+    plain: the parser's namespace for an empty command line; a few of its defaults are not those of
+    the engine.
     """
     defaults = _defaults()
     return {
@@ -93,9 +104,11 @@ def asked_on_command_line(parsed: Mapping[str, Any], plain: Mapping[str, Any]) -
     }
 
 
-def asked_in_config(vllm_config: "VllmConfig", names: Iterable[str]) -> dict[str, Any]:
-    """Those of `names` whose place in the config holds something else than vLLM would have put there by itself."""
-    defaults, asked = _defaults(), {}
+def requested_in_config(vllm_config: "VllmConfig", names: Iterable[str]) -> dict[str, Any]:
+    """Those of `names` whose place in the config holds something else than vLLM would have put
+    there by itself.
+    """
+    defaults, requested = _defaults(), {}
     for name in names:
         if name not in defaults:
             continue  # of a later vLLM
@@ -104,15 +117,21 @@ def asked_in_config(vllm_config: "VllmConfig", names: Iterable[str]) -> dict[str
             found, value = True, vllm_config.lora_config is not None
         own = _DECIDED_BY_VLLM[name](vllm_config) if name in _DECIDED_BY_VLLM else defaults[name]
         if found and value != own:
-            asked[name] = value
-    return {name: value for name, value in asked.items() if not _PARTS.get(name, set()) & asked.keys()}
+            requested[name] = value
+    return {
+        name: value
+        for name, value in requested.items()
+        if not _PARTS.get(name, set()) & requested.keys()
+    }
 
 
 def _defaults() -> dict[str, Any]:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     return {
-        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        field.name: field.default
+        if field.default_factory is dataclasses.MISSING
+        else field.default_factory()
         for field in dataclasses.fields(AsyncEngineArgs)
     }
 
@@ -130,7 +149,9 @@ def _look_up(vllm_config: "VllmConfig", name: str) -> tuple[bool, Any]:
 
 def _follow(owner: Any, path: str) -> tuple[bool, Any]:
     for step in path.split("."):
-        held = owner if isinstance(owner, dict) else vars(owner) if hasattr(owner, "__dict__") else {}
+        held = (
+            owner if isinstance(owner, dict) else vars(owner) if hasattr(owner, "__dict__") else {}
+        )
         if step not in held:
             return False, None
         owner = held[step]
@@ -143,4 +164,8 @@ def _shown(argument: Argument, value: Any) -> str:
         return argument.flag.replace("--", "--no-", 1)
     if isinstance(value, enum.Enum):
         value = value.name
-    return f"{argument.flag} {value}" if isinstance(value, str | int | float) and value is not True else argument.flag
+    return (
+        f"{argument.flag} {value}"
+        if isinstance(value, str | int | float) and value is not True
+        else argument.flag
+    )

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields of vLLM's `AsyncEngineArgs` that a worker refuses or whose effect differs here. It imports nothing of vLLM.
+"""Fields of vLLM's `AsyncEngineArgs` that a worker refuses or whose effect differs here.
 
-A field is *refused* if it promises memory, speed, precision, data or a split that would not come; a refusal names an
-alternative. It is *honoured* with a note if its effect differs from vLLM's documentation. All other fields are names in
-`PLAIN_FIELDS`, so that a new field of vLLM is decided on before it is served.
-Held by tests/test_engine_arguments.py: rows and names together are the fields of the installed vLLM.
+It imports nothing of vLLM.
+
+A field is *refused* if it promises memory, speed, precision, data or a split that would not come; a
+refusal names an alternative. It is *honoured* with a note if its effect differs from vLLM's
+documentation. All other fields are names in `PLAIN_FIELDS`, so that a new field of vLLM is decided
+on before it is served.
+Held by tests/test_engine_arguments.py: rows and names together are the fields of the installed
+vLLM.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,7 +18,9 @@ from typing import Any, Final, Literal
 
 
 class Worker(StrEnum):
-    """Who serves: the diffusion worker, the executor without a worker, the autoregressive worker."""
+    """Who serves: the diffusion worker, the executor without a worker, the autoregressive
+    worker.
+    """
 
     DIFFUSION = "diffusion worker"
     DIFFUSERS = "diffusers executor"
@@ -61,7 +67,11 @@ class Row:
 
     def arguments(self) -> Iterator[Argument]:
         diffusers = self.diffusion if self.diffusers is None else self.diffusers
-        verdicts = {Worker.DIFFUSION: self.diffusion, Worker.DIFFUSERS: diffusers, Worker.AR: self.ar}
+        verdicts = {
+            Worker.DIFFUSION: self.diffusion,
+            Worker.DIFFUSERS: diffusers,
+            Worker.AR: self.ar,
+        }
         for name in self.names.split():
             yield Argument(name, verdicts, self.since)
 
@@ -76,47 +86,85 @@ def refused(instead: str, *unless: Any) -> Verdict:
 
 _ONLINE_FP8 = ("fp8", "fp8_per_channel", "fp8_per_tensor", "fp8_per_block")
 STORED_METHODS = ("modelopt", "modelopt_fp4", "compressed-tensors")
-_COMPONENT_TYPES = refused("weights are served in the type that --dtype or omni.model.component_dtypes names: drop it")
+_COMPONENT_TYPES = refused(
+    "weights are served in the type that --dtype or omni.model.component_dtypes names: drop it"
+)
 DIFFUSION_WORKERS = (
     "vllm_omni.worker.DiffusionGPUWorker",
     "vllm_omni.worker.diffusion_gpu_worker.DiffusionGPUWorker",
 )
-"""Names of this package's worker that users give to every diffusion checkpoint; a pipeline runs without it."""
+"""Names of this package's worker that users give to every diffusion checkpoint; a pipeline runs
+without it.
+"""
 _WITHOUT_WORKER = refused("the pipeline runs without a worker: drop it")
-_ONE_DEVICE = refused("it runs one process on one device: drop it, or add engines with --data-parallel-size")
-_ONE_OFFLOADER = refused("--cpu-offload-gb fetches weights ahead of their use, evenly over all blocks: use it alone")
+_ONE_DEVICE = refused(
+    "it runs one process on one device: drop it, or add engines with --data-parallel-size"
+)
+_ONE_OFFLOADER = refused(
+    "--cpu-offload-gb fetches weights ahead of their use, evenly over all blocks: use it alone"
+)
 _PIPELINE_OFFLOAD = refused("use omni.model.offload")
 _OWN_COMPILE = refused("use omni.model.compile and omni.model.cuda_graphs, or --enforce-eager")
 _NEVER_COMPILED = refused("a pipeline is not compiled: drop it")
 _OWN_ATTENTION = refused("attention is torch's and this package's own: drop it")
-_BY_REQUEST = "a request that asks for hidden states gets an error that says why; its text would be right"
+_BY_REQUEST = (
+    "a request that asks for hidden states gets an error that says why; its text would be right"
+)
 
 ROWS = (
-    # ---- the checkpoint -------------------------------------------------------------------------------------------
-    Row("dtype", honoured("`auto` is what the checkpoint stores: the config hook undoes vLLM's fp32 to fp16")),
+    # ---- the checkpoint
+    # -------------------------------------------------------------------------------------------
+    Row(
+        "dtype",
+        honoured(
+            "`auto` is what the checkpoint stores: the config hook undoes vLLM's fp32 to fp16"
+        ),
+    ),
     Row(
         "load_format",
-        refused("only auto, hf, safetensors and dummy exist here", "auto", "hf", "safetensors", "dummy"),
+        refused(
+            "only auto, hf, safetensors and dummy exist here", "auto", "hf", "safetensors", "dummy"
+        ),
     ),
     Row(
         "hf_config_path hf_overrides",
-        refused("the configuration is the checkpoint's, checked against its weights: edit its own files"),
+        refused(
+            "the configuration is the checkpoint's, checked against its weights: edit its own files"
+        ),
     ),
     Row("model_weights", refused("download the checkpoint and pass its directory")),
-    Row("model_class_overrides", honoured("a class for an architecture of this package"), _WITHOUT_WORKER),
-    Row("model_impl", refused("only this package's implementation exists: drop it", "auto", "vllm")),
+    Row(
+        "model_class_overrides",
+        honoured("a class for an architecture of this package"),
+        _WITHOUT_WORKER,
+    ),
+    Row(
+        "model_impl", refused("only this package's implementation exists: drop it", "auto", "vllm")
+    ),
     Row(
         "runner",
         refused("requests are pooling requests: drop it", "auto", "pooling"),
-        ar=refused("pooling gives no text beside hidden states: use vLLM's own worker for it", "auto", "generate"),
+        ar=refused(
+            "pooling gives no text beside hidden states: use vLLM's own worker for it",
+            "auto",
+            "generate",
+        ),
     ),
-    Row("convert", refused("requests are pooling requests of the task 'plugin': drop it", "auto", "none")),
-    Row("skip_tokenizer_init tokens_only", honoured("no tokenizer of vLLM's is ever made: the config hook sees to it")),
-    # ---- precision and adapters -----------------------------------------------------------------------------------
+    Row(
+        "convert",
+        refused("requests are pooling requests of the task 'plugin': drop it", "auto", "none"),
+    ),
+    Row(
+        "skip_tokenizer_init tokens_only",
+        honoured("no tokenizer of vLLM's is ever made: the config hook sees to it"),
+    ),
+    # ---- precision and adapters
+    # -----------------------------------------------------------------------------------
     Row(
         "quantization",
         refused(
-            f"weights are quantized as they are loaded, by one of {', '.join(_ONLINE_FP8)}, or stored quantized by "
+            f"weights are quantized as they are loaded, by one of {', '.join(_ONLINE_FP8)}, or "
+            "stored quantized by "
             f"{', '.join(STORED_METHODS)}",
             *(*_ONLINE_FP8, "online", *STORED_METHODS),
         ),
@@ -130,27 +178,52 @@ ROWS = (
     Row(
         "enable_lora",
         honoured("adapters of Wan models, Matrix-Game and Lance: docs/how_to/lora.md"),
-        refused("name adapters in omni.model.loras, or load them with the RPC load_lora; requests choose in options"),
+        refused(
+            "name adapters in omni.model.loras, or load them with the RPC load_lora; requests "
+            "choose in options"
+        ),
     ),
-    Row("max_loras", honoured("adapters in the device's memory, so the most that act on one chunk"), NO_EFFECT),
-    Row("max_cpu_loras", honoured("one that is in neither memory is read again when it is asked for"), NO_EFFECT),
+    Row(
+        "max_loras",
+        honoured("adapters in the device's memory, so the most that act on one chunk"),
+        NO_EFFECT,
+    ),
+    Row(
+        "max_cpu_loras",
+        honoured("one that is in neither memory is read again when it is asked for"),
+        NO_EFFECT,
+    ),
     Row(
         "fully_sharded_loras",
         refused("every rank holds whole first factors, and sums once: drop it"),
         NO_EFFECT,
     ),
-    Row("lora_target_modules", refused("an adapter acts wherever it was trained: drop it"), NO_EFFECT),
+    Row(
+        "lora_target_modules",
+        refused("an adapter acts wherever it was trained: drop it"),
+        NO_EFFECT,
+    ),
     Row("default_mm_loras", refused("a request names its adapters in `lora`: drop it"), NO_EFFECT),
-    # ---- memory ---------------------------------------------------------------------------------------------------
+    # ---- memory
+    # ----------------------------------------------------------------------------------------------
     Row(
         "gpu_memory_utilization",
         honoured("what weights and one chunk leave of it is for sessions"),
         NO_EFFECT,
     ),
-    Row("kv_cache_memory_bytes", honoured("bytes that the sessions of a rank may hold together"), NO_EFFECT),
+    Row(
+        "kv_cache_memory_bytes",
+        honoured("bytes that the sessions of a rank may hold together"),
+        NO_EFFECT,
+    ),
     Row(
         "kv_cache_dtype",
-        refused("sessions keep keys and values as --dtype says or as fp8 (e4m3)", "auto", "fp8", "fp8_e4m3"),
+        refused(
+            "sessions keep keys and values as --dtype says or as fp8 (e4m3)",
+            "auto",
+            "fp8",
+            "fp8_e4m3",
+        ),
         refused("a pipeline keeps no keys and values between requests: drop it"),
     ),
     Row(
@@ -160,20 +233,32 @@ ROWS = (
     ),
     Row(
         "kv_offloading_size",
-        refused("sessions stay on the device: bound them with omni.max_session_bytes, or save them as snapshots"),
+        refused(
+            "sessions stay on the device: bound them with omni.max_session_bytes, or save them as "
+            "snapshots"
+        ),
         refused("a pipeline keeps nothing between requests: drop it"),
     ),
-    Row("enable_prefix_caching", refused("always off (the config hook sets it): no two requests share computed state")),
+    Row(
+        "enable_prefix_caching",
+        refused("always off (the config hook sets it): no two requests share computed state"),
+    ),
     Row("kv_sharing_fast_prefill", NO_EFFECT, ar=honoured(_BY_REQUEST)),
     Row(
         "cpu_offload_gb",
-        honoured("so much of the blocks' weights lies in pinned host memory, and is fetched ahead of its use"),
+        honoured(
+            "so much of the blocks' weights lies in pinned host memory, and is fetched ahead "
+            "of its use"
+        ),
         _PIPELINE_OFFLOAD,
     ),
     Row("cpu_offload_params offload_group_size", _ONE_OFFLOADER, _PIPELINE_OFFLOAD),
     Row(
         "offload_backend",
-        refused("--cpu-offload-gb fetches weights ahead of their use, evenly over all blocks: drop it", "auto"),
+        refused(
+            "--cpu-offload-gb fetches weights ahead of their use, evenly over all blocks: drop it",
+            "auto",
+        ),
         _PIPELINE_OFFLOAD,
     ),
     Row("enable_sleep_mode", honoured("level 1 keeps sessions, level 2 drops them"), honoured()),
@@ -184,18 +269,24 @@ ROWS = (
         refused("graphs are this package's own and stay on the device: drop it"),
         _NEVER_COMPILED,
     ),
-    # ---- speed ----------------------------------------------------------------------------------------------------
+    # ---- speed
+    # ----------------------------------------------------------------------------------------------
     Row(
         "enforce_eager",
         honoured("also the default of omni.model.compile and omni.model.cuda_graphs"),
         honoured("a pipeline is never compiled"),
     ),
     Row(
-        "compilation_config cudagraph_capture_sizes max_cudagraph_capture_size optimization_level performance_mode",
+        "compilation_config cudagraph_capture_sizes max_cudagraph_capture_size optimization_level "
+        "performance_mode",
         _OWN_COMPILE,
         _NEVER_COMPILED,
     ),
-    Row("attention_backend attention_config", _OWN_ATTENTION, refused("use omni.model.attention_backend")),
+    Row(
+        "attention_backend attention_config",
+        _OWN_ATTENTION,
+        refused("use omni.model.attention_backend"),
+    ),
     Row(
         "linear_backend kernel_config ir_op_priority",
         refused("kernels are torch's and this package's own: drop it"),
@@ -207,8 +298,13 @@ ROWS = (
         refused("there are no drafts of frames: use fewer denoise steps"),
         ar=honoured(f"with adaptive verification {_BY_REQUEST}"),
     ),
-    Row("diffusion_config", refused("is of diffusion language models: use omni.model"), ar=honoured(_BY_REQUEST)),
-    # ---- several devices ------------------------------------------------------------------------------------------
+    Row(
+        "diffusion_config",
+        refused("is of diffusion language models: use omni.model"),
+        ar=honoured(_BY_REQUEST),
+    ),
+    # ---- several devices
+    # ------------------------------------------------------------------------------------------
     Row("tensor_parallel_size pipeline_parallel_size", honoured(), _ONE_DEVICE),
     Row(
         "prefill_context_parallel_size",
@@ -222,7 +318,11 @@ ROWS = (
         _ONE_DEVICE,
     ),
     Row("nnodes node_rank", honoured(), _ONE_DEVICE),
-    Row("distributed_executor_backend", honoured("uni, mp, ray"), honoured("the config hook sets it")),
+    Row(
+        "distributed_executor_backend",
+        honoured("uni, mp, ray"),
+        honoured("the config hook sets it"),
+    ),
     Row(
         "worker_cls",
         honoured("the config hook sets it"),
@@ -238,38 +338,50 @@ ROWS = (
         refused("is of engines with experts: a lost rank ends its engine, see omni.rank_timeout_s"),
         _ONE_DEVICE,
     ),
-    # ---- scheduling -----------------------------------------------------------------------------------------------
+    # ---- scheduling
+    # ----------------------------------------------------------------------------------------------
     Row("scheduler_cls", honoured("the config hook sets it if it is not given")),
     Row(
-        "max_num_seqs max_num_active_seqs max_num_queued_reqs max_num_queued_tokens", honoured("requests in the engine")
+        "max_num_seqs max_num_active_seqs max_num_queued_reqs max_num_queued_tokens",
+        honoured("requests in the engine"),
     ),
     Row(
         "max_num_batched_tokens max_num_scheduled_tokens",
-        honoured("one token is one denoise step of one request: a bound beside omni.max_requests_per_step"),
+        honoured(
+            "one token is one denoise step of one request: a bound beside "
+            "omni.max_requests_per_step"
+        ),
     ),
     Row(
         "async_scheduling",
-        refused("does not pay for diffusion (empty steps in flight, about 4x slower): drop it", False),
+        refused(
+            "does not pay for diffusion (empty steps in flight, about 4x slower): drop it", False
+        ),
     ),
     Row("scheduling_policy", refused("order by deadline instead: omni.scheduling")),
-    # ---- tokens ---------------------------------------------------------------------------------------------------
+    # ---- tokens
+    # ----------------------------------------------------------------------------------------------
     Row(
         "return_sampling_mask",
         refused("no token is sampled: drop it"),
-        ar=honoured("without ARHiddenStatesScheduler, which needs the same field and refuses to start"),
+        ar=honoured(
+            "without ARHiddenStatesScheduler, which needs the same field and refuses to start"
+        ),
     ),
     Row(
         "enable_trace_replay enable_return_routed_experts aux_output_config watermark_config",
         refused("no token is sampled: drop it"),
     ),
-    # ---- inputs ---------------------------------------------------------------------------------------------------
+    # ---- inputs
+    # ----------------------------------------------------------------------------------------------
     Row("language_model_only", refused("images and cameras are inputs of these models: drop it")),
     Row(
         "mm_encoder_only",
         refused("there is no encoder to run alone: drop it"),
         ar=refused("an encoder-only instance generates nothing: run it with vLLM's own worker"),
     ),
-    # ---- other instances ------------------------------------------------------------------------------------------
+    # ---- other instances
+    # ------------------------------------------------------------------------------------------
     Row(
         "kv_transfer_config kv_events_config",
         refused("there are no blocks to send: move sessions as snapshots"),
@@ -336,10 +448,12 @@ PLAIN_FIELDS: Final[Mapping[str, str]] = {
     ),
     "0.33": ("monokernel watchdog_config"),
 }
-"""First vLLM that has them -> fields without a row: they work as vLLM documents, or set something that does not exist
-here."""
+"""First vLLM that has them -> fields without a row: they work as vLLM documents, or set something
+that does not exist here."""
 
-ARGUMENTS: dict[str, Argument] = {argument.name: argument for row in ROWS for argument in row.arguments()}
+ARGUMENTS: dict[str, Argument] = {
+    argument.name: argument for row in ROWS for argument in row.arguments()
+}
 
 KNOWN_FIELDS: Final = {
     **{argument.name: argument.since for argument in ARGUMENTS.values()},

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `vllm.endpoint_plugins` entry point `vllm_omni_ar`: hidden states over HTTP.
 
-        POST /v1/chat/completions, /v1/completions    stock vLLM; request with `vllm_xargs: {"omni": "{...}"}`
-        GET  /v1/hidden_states/{response id}          hidden states of one choice as safetensors, once
+        POST /v1/chat/completions, /v1/completions
+            stock vLLM; request with `vllm_xargs: {"omni": "{...}"}`
+        GET
+            /v1/hidden_states/{response id}          hidden states of one choice as safetensors,
+            once
 
 vLLM loads it when `VLLM_PLUGINS` names it. vLLM's handlers of the two text routes do not change.
 They receive an engine client that stores hidden states for requests that include them
-(`EngineClientWithRows`); other requests pass through.
+(`EngineClientWithHiddenStates`); other requests pass through.
 """
 
 import copy
@@ -27,15 +30,21 @@ from vllm.outputs import RequestOutput
 from vllm.tasks import SupportedTask
 
 from vllm_omni.config import OmniConfig
-from vllm_omni.entrypoints.access import configured_keys
-from vllm_omni.entrypoints.engine import OmniEngine
-from vllm_omni.entrypoints.engine_watch import EngineWatch
+from vllm_omni.entrypoints.engine.client import OmniEngine
+from vllm_omni.entrypoints.engine.engine_watch import EngineWatch
 from vllm_omni.entrypoints.hidden_states_store import HiddenStatesStore, StoreLimits
+from vllm_omni.entrypoints.limits.access import configured_keys
 from vllm_omni.entrypoints.operations import Operations
-from vllm_omni.entrypoints.realtime.connection import ANONYMOUS, principal_of
-from vllm_omni.hidden_states import HiddenStates, HiddenStatesRequest, concat, hidden_states_of, to_safetensors
+from vllm_omni.entrypoints.realtime.connection.connection import ANONYMOUS, principal_of
+from vllm_omni.hidden_states import (
+    HiddenStates,
+    HiddenStatesRequest,
+    concat,
+    hidden_states_of,
+    to_safetensors,
+)
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.processes import end_with_parent
+from vllm_omni.runtime.processes import end_with_parent
 
 ROUTE = "/v1/hidden_states/{response_id}"
 _STATUS = {"not_found": 404, "not_finished": 409}
@@ -51,7 +60,7 @@ It is a context variable, because vLLM's handlers pass only the request's id to 
 
 
 def _with_principal(app: ASGIApp) -> ASGIApp:
-    """ASGI middleware that records the client for `EngineClientWithRows`."""
+    """ASGI middleware that records the client for `EngineClientWithHiddenStates`."""
 
     async def noted(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":  # the server runs each request in a separate task
@@ -76,19 +85,21 @@ class HiddenStatesEndpoint:
         app.add_api_route(ROUTE, self._fetch, methods=["GET"], response_class=Response)
         if configured_keys(app.state.args):
             app.add_middleware(_with_principal)
-        self._watch.attach(app)
-        self._operations.attach(app)
+        self._watch.attach_to_app(app)
+        self._operations.attach_to_app(app)
 
-    async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
+    async def init_state(
+        self, engine_client: EngineClient | None, state: State, args: Namespace
+    ) -> None:
         # A render-only server has no engine. `required_tasks` excludes this plugin there.
         if engine_client is None:
             return
         end_with_parent()  # this may be one of several API server processes
         omni = OmniConfig.from_additional_config(engine_client.vllm_config.additional_config)
-        await self._operations.start(engine_client, omni)
+        await self._operations.start_serving(engine_client, omni)
         await self._watch_engine(engine_client, omni)
         self._store = HiddenStatesStore(StoreLimits.from_env())
-        client = EngineClientWithRows(engine_client, self._store)
+        client = EngineClientWithHiddenStates(engine_client, self._store)
         for name in ("openai_serving_chat", "openai_serving_completion"):
             serving = getattr(state, name)
             if serving is not None:
@@ -97,7 +108,8 @@ class HiddenStatesEndpoint:
                 setattr(state, name, ours)
         if (args.api_server_count or 1) > 1:
             logger.warning(
-                "Hidden states are stored by the API server process that responded; with --api-server-count %d a fetch "
+                "Hidden states are stored by the API server process that responded; with "
+                "--api-server-count %d a fetch "
                 "may reach another one",
                 args.api_server_count,
             )
@@ -108,7 +120,7 @@ class HiddenStatesEndpoint:
             pids = await engine.process_ids()
         except RequestFailed:  # a worker of another package
             pids = []
-        self._watch.start(lambda: engine.is_dead, pids, omni.rank_timeout_s)
+        self._watch.start_watching(lambda: engine.is_dead, pids, omni.rank_timeout_s)
 
     async def _fetch(self, response_id: str, index: int = Query(default=0, ge=0)) -> Response:
         assert self._store is not None, "vLLM initialises state before it serves"
@@ -121,7 +133,7 @@ class HiddenStatesEndpoint:
         return Response(to_safetensors(states), media_type="application/vnd.safetensors")
 
 
-class EngineClientWithRows:
+class EngineClientWithHiddenStates:
     """An engine client that stores the hidden states of requests that include them.
 
     Other attributes are those of the wrapped client, because vLLM's handlers read many of them, and
@@ -140,19 +152,23 @@ class EngineClientWithRows:
         if not sampling_params.extra_args:
             return outputs
         try:
-            asked = HiddenStatesRequest.from_extra_args(sampling_params.extra_args)
+            requested = HiddenStatesRequest.from_extra_args(sampling_params.extra_args)
         except RequestFailed as failed:
             raise VLLMValidationError(failed.message, parameter="vllm_xargs") from failed
-        return outputs if asked is None else self._keep(outputs, request_id, sampling_params.n)
+        return (
+            outputs
+            if requested is None
+            else self._store_states(outputs, request_id, sampling_params.n)
+        )
 
-    async def _keep(
+    async def _store_states(
         self, outputs: AsyncGenerator[RequestOutput, None], request_id: str, num_completions: int
     ) -> AsyncGenerator[RequestOutput, None]:
         """Forward outputs. Hidden states are stored before the client sees the end."""
         found: dict[int, list[HiddenStates | None]] = {}
         principal = _principal.get()
-        self._store.begin(request_id, principal)
-        kept: dict[int, HiddenStates] = {}
+        self._store.open_request(request_id, principal)
+        retained: dict[int, HiddenStates] = {}
         open_ = True
         try:
             async for output in outputs:
@@ -161,11 +177,16 @@ class EngineClientWithRows:
                         found.setdefault(completion.index, []).append(hidden_states_of(completion))
                     except RequestFailed as failed:
                         raise VLLMValidationError(
-                            f"hidden states: {failed.message}", parameter=f"vllm_xargs.omni ({failed.code})"
+                            f"hidden states: {failed.message}",
+                            parameter=f"vllm_xargs.omni ({failed.code})",
                         ) from failed
                 if output.finished:
-                    kept = {i: rows for i, parts in found.items() if (rows := concat(parts)) is not None}
-                    self._store.end(request_id, kept, num_completions, principal)
+                    retained = {
+                        i: states
+                        for i, parts in found.items()
+                        if (states := concat(parts)) is not None
+                    }
+                    self._store.end(request_id, retained, num_completions, principal)
                     open_ = False
                 yield output
         finally:

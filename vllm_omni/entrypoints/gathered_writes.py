@@ -28,7 +28,9 @@ EXTENSION: Final = "omni.websocket.messages"
 
 _FINAL: Final = 0x80
 _SHORT, _MEDIUM = 126, 1 << 16
-_pack_short, _pack_medium, _pack_long = (struct.Struct(layout).pack for layout in ("!BB", "!BBH", "!BBQ"))
+_pack_short, _pack_medium, _pack_long = (
+    struct.Struct(layout).pack for layout in ("!BB", "!BBH", "!BBQ")
+)
 
 
 class MessageWriter(Protocol):

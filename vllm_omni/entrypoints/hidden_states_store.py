@@ -13,7 +13,7 @@ from typing import Annotated
 
 import msgspec
 
-from vllm_omni.entrypoints.environment import read_struct
+from vllm_omni.entrypoints.engine.environment import read_struct
 from vllm_omni.hidden_states import HiddenStates
 from vllm_omni.outputs import RequestFailed
 
@@ -66,7 +66,7 @@ class HiddenStatesStore:
         it."""
         self.nbytes = 0
 
-    def begin(self, request_id: str, principal: str = "") -> None:
+    def open_request(self, request_id: str, principal: str = "") -> None:
         """Record the start of a request.
 
         Args:
@@ -77,7 +77,11 @@ class HiddenStatesStore:
         self._running[key] = self._running.get(key, 0) + 1
 
     def end(
-        self, request_id: str, completions: dict[int, HiddenStates], num_completions: int = 1, principal: str = ""
+        self,
+        request_id: str,
+        completions: dict[int, HiddenStates],
+        num_completions: int = 1,
+        principal: str = "",
     ) -> None:
         """Store the hidden states of a finished request.
 
@@ -116,7 +120,9 @@ class HiddenStatesStore:
         """
         self.drop_expired()
         if any(owner == principal and _belongs(name, response_id) for owner, name in self._running):
-            raise RequestFailed("not_finished", f"{response_id!r} is still running: fetch when it has been answered")
+            raise RequestFailed(
+                "not_finished", f"{response_id!r} is still running: fetch when it has been answered"
+            )
         own = [name for owner, name in self._entries if owner == principal]
         for name in [name for name in own if _belongs(name, response_id)]:
             entry = self._entries[principal, name]
@@ -129,8 +135,10 @@ class HiddenStatesStore:
                 return states
         raise RequestFailed(
             "not_found",
-            f"no hidden states of choice {index} of {response_id!r}: it did not ask for them, it has none (one "
-            "generated token alone has no `generated` row), or they were fetched already, have expired, or were "
+            f"no hidden states of choice {index} of {response_id!r}: it did not ask for them, it "
+            "has none (one "
+            "generated token alone has no `generated` row), or they were fetched already, have "
+            "expired, or were "
             "dropped for newer ones",
         )
 

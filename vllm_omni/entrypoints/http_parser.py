@@ -4,7 +4,7 @@
 uvicorn prefers httptools if it is installed. httptools stops reading a request that offers an
 unknown upgrade, so it loses the body of every request of Java's HttpClient, which offers `Upgrade:
 h2c` by default. RFC 9110 allows servers to ignore such an offer, and h11 does. h11 also limits the
-bytes of headers (`header_limits.py`).
+bytes of headers (`limits/header_limits.py`).
 """
 
 from collections.abc import AsyncIterator

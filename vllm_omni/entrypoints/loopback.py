@@ -24,7 +24,9 @@ def is_loopback(url: str) -> bool:
     except ValueError:
         return False
     mapped = getattr(address, "ipv4_mapped", None)
-    return any(one.is_loopback or one.is_unspecified for one in (address, mapped) if one is not None)
+    return any(
+        one.is_loopback or one.is_unspecified for one in (address, mapped) if one is not None
+    )
 
 
 def websocket_proxy(url: str) -> Literal[True] | None:

@@ -13,12 +13,13 @@ from fastapi import FastAPI
 from vllm.engine.protocol import EngineClient
 
 from vllm_omni.config import OmniConfig
-from vllm_omni.entrypoints import header_limits, media_policy, request_id, tracing
-from vllm_omni.entrypoints.access import OriginGuard
 from vllm_omni.entrypoints.http_parser import use_h11
-from vllm_omni.entrypoints.quota_guard import QuotaGuard
-from vllm_omni.entrypoints.quotas import FileQuotas, QuotaFile, Quotas
-from vllm_omni.heap import collect_after_freeze
+from vllm_omni.entrypoints.limits import header_limits, media_policy
+from vllm_omni.entrypoints.limits.access import OriginGuard
+from vllm_omni.entrypoints.limits.quota_guard import QuotaGuard
+from vllm_omni.entrypoints.limits.quotas import FileQuotas, QuotaFile, Quotas
+from vllm_omni.entrypoints.telemetry import request_id, tracing
+from vllm_omni.runtime.heap import collect_after_freeze
 
 
 class Operations:
@@ -31,7 +32,7 @@ class Operations:
     def quotas(self) -> Quotas:
         return self._guard.quotas
 
-    def attach(self, app: FastAPI) -> None:
+    def attach_to_app(self, app: FastAPI) -> None:
         """Add the middleware, before the server starts."""
         media_policy.apply()
         use_h11(app)
@@ -41,7 +42,7 @@ class Operations:
         app.add_middleware(self._guard.around)
         app.add_middleware(OriginGuard, origins=app.state.args.allowed_origins)
 
-    async def start(self, engine_client: EngineClient, omni: OmniConfig) -> None:
+    async def start_serving(self, engine_client: EngineClient, omni: OmniConfig) -> None:
         """Apply the options, before the server serves.
 
         Raises:
@@ -50,4 +51,4 @@ class Operations:
         if await engine_client.is_tracing_enabled():
             tracing.start()
         if omni.quotas is not None:
-            self._guard.quotas = FileQuotas(QuotaFile.read(Path(omni.quotas)))
+            self._guard.quotas = FileQuotas(QuotaFile.read_file(Path(omni.quotas)))

@@ -13,7 +13,7 @@ from vllm.engine.protocol import EngineClient
 from vllm.tasks import SupportedTask
 
 from vllm_omni.entrypoints.server import OmniServer
-from vllm_omni.processes import end_with_parent
+from vllm_omni.runtime.processes import end_with_parent
 
 
 class OmniEndpoints:
@@ -28,7 +28,9 @@ class OmniEndpoints:
     def attach_router(self, app: FastAPI) -> None:
         self._server.attach(app)
 
-    async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
+    async def init_state(
+        self, engine_client: EngineClient | None, state: State, args: Namespace
+    ) -> None:
         # A render-only server has no engine. `required_tasks` excludes this plugin there.
         if engine_client is None:
             return

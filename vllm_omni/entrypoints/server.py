@@ -24,31 +24,33 @@ from vllm.engine.protocol import EngineClient
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.entrypoints import websocket as websocket_options
-from vllm_omni.entrypoints.access import BrowserAccess, configured_keys
-from vllm_omni.entrypoints.body_pace import BodyLimits, BodyPace
-from vllm_omni.entrypoints.drain import GracefulStop
-from vllm_omni.entrypoints.engine import OmniEngine
-from vllm_omni.entrypoints.engine_watch import EngineWatch
-from vllm_omni.entrypoints.environment import read_struct
-from vllm_omni.entrypoints.flood_delay import FloodDelay
-from vllm_omni.entrypoints.handshake_guard import HandshakeGuard
+from vllm_omni.entrypoints.engine.client import OmniEngine
+from vllm_omni.entrypoints.engine.drain import GracefulStop
+from vllm_omni.entrypoints.engine.engine_watch import EngineWatch
+from vllm_omni.entrypoints.engine.environment import read_struct
+from vllm_omni.entrypoints.engine.ranks import SessionRanks, num_ranks
+from vllm_omni.entrypoints.engine.readiness import Readiness, ReadyRoute
+from vllm_omni.entrypoints.limits.access import BrowserAccess, configured_keys
+from vllm_omni.entrypoints.limits.body_timeout import BodyLimits, BodyTimeout
+from vllm_omni.entrypoints.limits.flood_delay import FloodDelay
+from vllm_omni.entrypoints.limits.handshake_guard import HandshakeGuard
 from vllm_omni.entrypoints.openai import adapter_route
 from vllm_omni.entrypoints.openai.limits import MediaLimits
 from vllm_omni.entrypoints.openai.routes import OpenAIRoutes
 from vllm_omni.entrypoints.openai.served import ServedModel
 from vllm_omni.entrypoints.operations import Operations
-from vllm_omni.entrypoints.owner_lock import Spool
-from vllm_omni.entrypoints.ranks import SessionRanks, num_ranks
-from vllm_omni.entrypoints.readiness import Readiness, ReadyRoute
-from vllm_omni.entrypoints.realtime import generate_door, video_door, world_camera
-from vllm_omni.entrypoints.realtime.engine import WorldEngine
-from vllm_omni.entrypoints.realtime.facts import WorldFacts
-from vllm_omni.entrypoints.realtime.limits import DoorLimits
-from vllm_omni.entrypoints.realtime.live import RealtimeEndpoint
-from vllm_omni.entrypoints.realtime.mobility import SessionMobility
-from vllm_omni.entrypoints.realtime.recorder import Recorder, recording_header
-from vllm_omni.entrypoints.realtime.session_manager import SessionManager
+from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
+from vllm_omni.entrypoints.realtime.connection.live_client import RealtimeEndpoint
+from vllm_omni.entrypoints.realtime.connection.session_engine import SessionEngine
+from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
+from vllm_omni.entrypoints.realtime.generate import handler
+from vllm_omni.entrypoints.realtime.sessions.migration import SessionMigration
+from vllm_omni.entrypoints.realtime.sessions.recorder import Recorder, recording_header
+from vllm_omni.entrypoints.realtime.sessions.session_manager import SessionManager
+from vllm_omni.entrypoints.realtime.video import handler as video_handler
+from vllm_omni.entrypoints.realtime.world_camera import handler as world_camera_handler
 from vllm_omni.entrypoints.session_routes import SessionRoutes
+from vllm_omni.entrypoints.staging_directory import StagingDirectory
 from vllm_omni.entrypoints.webui import pages
 
 _CODEC_THREADS: Final = 4
@@ -62,7 +64,8 @@ logger = logging.getLogger("vllm." + __name__)
 class ServerContext:
     """What endpoints may use after the engine has started.
 
-    Endpoints start in the order of `ENDPOINTS`; each may replace `media_bytes` and append to `room_checks`.
+    Endpoints start in the order of `ENDPOINTS`; each may replace `media_bytes` and append to
+    `room_checks`.
     """
 
     client: EngineClient
@@ -71,7 +74,7 @@ class ServerContext:
     """The server's parsed arguments."""
     omni: OmniConfig
     """Options of this package."""
-    limits: DoorLimits
+    limits: EndpointLimits
     """Limits of WebSocket connections and sessions."""
     ranks: SessionRanks
     """Which data-parallel rank serves a session; shared by all endpoints."""
@@ -99,8 +102,8 @@ class ServerContext:
     ) -> "ServerContext":
         """Build the context of one API server process and start what all endpoints share."""
         omni = OmniConfig.from_additional_config(client.vllm_config.additional_config)
-        await operations.start(client, omni)
-        limits = DoorLimits.from_env()
+        await operations.start_serving(client, omni)
+        limits = EndpointLimits.from_env()
         name = args.served_model_name[0] if args.served_model_name else Path(args.model).name
         names = list(dict.fromkeys([*(args.served_model_name or [args.model]), name]))
         ranks = SessionRanks(num_ranks(client.vllm_config), offset=os.getpid())
@@ -109,18 +112,23 @@ class ServerContext:
         if omni.record_dir is not None:
             recorder = Recorder(Path(omni.record_dir), recording_header(client.vllm_config))
         sessions = SessionManager(
-            WorldEngine(client, ranks, recorder),
-            WorldFacts.from_vllm_config(client.vllm_config, model=name),
+            SessionEngine(client, ranks, recorder),
+            StreamInfo.from_vllm_config(client.vllm_config, model=name),
             limits,
             threads,
             args.allowed_origins,
             operations.quotas,
         )
-        # vLLM lists these adapters at /v1/models; the state has them before it starts endpoint plugins.
+        # vLLM lists these adapters at /v1/models; the state has them before it starts endpoint
+        # plugins.
         adapters = state.openai_serving_models.lora_requests
         sessions.adapters = lambda: adapters
-        served = replace(ServedModel.from_vllm_config(client.vllm_config, names), adapters=lambda: adapters)
-        return cls(client, args, omni, limits, ranks, threads, sessions, served, OmniEngine(client, ranks))
+        served = replace(
+            ServedModel.from_vllm_config(client.vllm_config, names), adapters=lambda: adapters
+        )
+        return cls(
+            client, args, omni, limits, ranks, threads, sessions, served, OmniEngine(client, ranks)
+        )
 
 
 class Endpoint(Protocol):
@@ -142,7 +150,9 @@ class Endpoint(Protocol):
 class WebSocketEndpoint:
     """WebSocket endpoint of models with sessions. Other models refuse the handshake with 404."""
 
-    def __init__(self, paths: Sequence[str], create: Callable[[ServerContext], RealtimeEndpoint]) -> None:
+    def __init__(
+        self, paths: Sequence[str], create: Callable[[ServerContext], RealtimeEndpoint]
+    ) -> None:
         """Initialize the endpoint.
 
         Args:
@@ -170,7 +180,7 @@ class WebSocketEndpoint:
 
 def _world_camera(server: ServerContext) -> RealtimeEndpoint:
     max_bytes = websocket_options.WebSocketOptions.from_args(server.args).max_bytes
-    return world_camera.world_camera_endpoint(server.sessions, max_bytes)
+    return world_camera_handler.world_camera_endpoint(server.sessions, max_bytes)
 
 
 class OpenAIEndpoint:
@@ -180,11 +190,11 @@ class OpenAIEndpoint:
         self._routes = OpenAIRoutes()
 
     def add_routes(self, app: FastAPI) -> Iterable[str]:
-        self._routes.attach(app)
+        self._routes.attach_to_app(app)
         return ()
 
     async def start(self, server: ServerContext) -> None:
-        self._routes.start(server.engine, server.served, server.limits, server.threads)
+        self._routes.start_serving(server.engine, server.served, server.limits, server.threads)
         server.room_checks.append(self._routes.has_room)
         server.media_bytes = self._routes.media_bytes
 
@@ -207,22 +217,24 @@ class SessionsEndpoint:
         self._routes = SessionRoutes()
 
     def add_routes(self, app: FastAPI) -> Iterable[str]:
-        self._routes.attach(app)
+        self._routes.attach_to_app(app)
         return ()
 
     async def start(self, server: ServerContext) -> None:
         if not server.is_world:
             return
         omni = server.omni
-        spool = Spool(Path(omni.snapshot_dir or tempfile.gettempdir()))
+        staging = StagingDirectory(Path(omni.snapshot_dir or tempfile.gettempdir()))
         drained = None if omni.drain_snapshot_dir is None else Path(omni.drain_snapshot_dir)
-        mobility = SessionMobility(server.sessions, spool, drained, omni.checkpoint_s)
+        migration = SessionMigration(server.sessions, staging, drained, omni.snapshot_period_s)
         (stats, *_) = await server.engine.session_stats()
         world_size = server.client.vllm_config.parallel_config.world_size
-        max_bytes = None if stats["max_bytes"] is None else stats["max_bytes"] * world_size + _HEADER_BYTES
-        self._routes.start(mobility, max_bytes)
-        await asyncio.to_thread(mobility.sweep)
-        if count := await mobility.take_over():
+        max_bytes = (
+            None if stats["max_bytes"] is None else stats["max_bytes"] * world_size + _HEADER_BYTES
+        )
+        self._routes.start_serving(migration, max_bytes)
+        await asyncio.to_thread(migration.sweep)
+        if count := await migration.take_over():
             logger.info("sessions_taken_over count=%d", count)
 
 
@@ -233,7 +245,7 @@ class ReadyEndpoint:
         self._route = ReadyRoute()
 
     def add_routes(self, app: FastAPI) -> Iterable[str]:
-        self._route.attach(app)
+        self._route.attach_to_app(app)
         return ()
 
     async def start(self, server: ServerContext) -> None:
@@ -264,9 +276,13 @@ class WebPageEndpoint:
 
 
 ENDPOINTS: Final[tuple[Callable[[], Endpoint], ...]] = (
-    lambda: WebSocketEndpoint(world_camera.PATHS, _world_camera),
-    lambda: WebSocketEndpoint(generate_door.PATHS, lambda server: generate_door.generate_endpoint(server.sessions)),
-    lambda: WebSocketEndpoint(video_door.PATHS, lambda server: video_door.video_endpoint(server.sessions)),
+    lambda: WebSocketEndpoint(world_camera_handler.PATHS, _world_camera),
+    lambda: WebSocketEndpoint(
+        handler.PATHS, lambda server: handler.generate_endpoint(server.sessions)
+    ),
+    lambda: WebSocketEndpoint(
+        video_handler.PATHS, lambda server: video_handler.video_endpoint(server.sessions)
+    ),
     OpenAIEndpoint,
     AdapterEndpoint,
     SessionsEndpoint,
@@ -287,16 +303,16 @@ class OmniServer:
 
     def attach(self, app: FastAPI) -> None:
         """Add all routes and middleware. Middleware that is added later sees a request earlier."""
-        limits = DoorLimits.from_env()
+        limits = EndpointLimits.from_env()
         open_paths = [path for endpoint in self._endpoints for path in endpoint.add_routes(app)]
         websocket_options.apply_at_startup(app, limits.frame_budget)
-        HandshakeGuard(limits.handshake_timeout_s).attach(app)
-        app.add_middleware(BodyPace, limits=read_struct(BodyLimits))
+        HandshakeGuard(limits.handshake_timeout_s).attach_to_app(app)
+        app.add_middleware(BodyTimeout, limits=read_struct(BodyLimits))
         app.add_middleware(FloodDelay)
-        self._stop.attach(app)
-        self._watch.attach(app)
-        self._operations.attach(app)
-        BrowserAccess(configured_keys(app.state.args)).attach(app, open_paths=open_paths)
+        self._stop.attach_to_app(app)
+        self._watch.attach_to_app(app)
+        self._operations.attach_to_app(app)
+        BrowserAccess(configured_keys(app.state.args)).attach_to_app(app, open_paths=open_paths)
 
     async def start(self, client: EngineClient, state: State, args: Namespace) -> None:
         """Start every endpoint, the graceful stop and the watch over the engine."""
@@ -304,8 +320,10 @@ class OmniServer:
         for endpoint in self._endpoints:
             await endpoint.start(server)
         sessions, engine = server.sessions, server.engine
-        self._stop.start(lambda: sessions.drain.run(sessions), server.omni.drain_timeout_s)
-        self._watch.start(
+        self._stop.start_handling_signals(
+            lambda: sessions.drain.drain_sessions(sessions), server.omni.drain_timeout_s
+        )
+        self._watch.start_watching(
             lambda: engine.is_dead,
             await engine.process_ids(),
             server.omni.rank_timeout_s,

@@ -25,18 +25,22 @@ from pydantic import BaseModel
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from vllm_omni import log_context
-from vllm_omni.entrypoints.openai.errors import answer_errors, from_failure, not_found
+from vllm_omni.entrypoints.errors import EndpointError
+from vllm_omni.entrypoints.openai.errors import from_failure, not_found, respond_to_errors
 from vllm_omni.entrypoints.openai.protocol import ErrorReply
-from vllm_omni.entrypoints.realtime.connection import client_of, principal_of, transport_of
-from vllm_omni.entrypoints.realtime.errors import DoorError
-from vllm_omni.entrypoints.realtime.mobility import SessionMobility
-from vllm_omni.entrypoints.realtime.session import Session, new_session_id
-from vllm_omni.entrypoints.realtime.session_host import SessionKey
+from vllm_omni.entrypoints.realtime.connection.connection import (
+    client_of,
+    principal_of,
+    transport_of,
+)
+from vllm_omni.entrypoints.realtime.sessions.migration import SessionMigration
+from vllm_omni.entrypoints.realtime.sessions.session import Session, new_session_id
+from vllm_omni.entrypoints.realtime.sessions.session_host import SessionKey
 from vllm_omni.inputs import SessionId
 from vllm_omni.outputs import RequestFailed
+from vllm_omni.runtime import log_context
+from vllm_omni.runtime.storage import STORAGE_FULL
 from vllm_omni.sessions.snapshot import LENGTH_BYTES, check_length
-from vllm_omni.storage import STORAGE_FULL
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -94,21 +98,21 @@ class SessionRoutes:
     """
 
     def __init__(self) -> None:
-        self._mobility: SessionMobility | None = None
+        self._migration: SessionMigration | None = None
         self._max_bytes: int | None = None
         self._exchanges = asyncio.Semaphore(_EXCHANGES)
         self._uploads: Counter[str] = Counter()
 
-    def start(self, mobility: SessionMobility, max_bytes: int | None) -> None:
+    def start_serving(self, migration: SessionMigration, max_bytes: int | None) -> None:
         """Connect the routes to the sessions.
 
         Args:
             mobility: Saves and restores sessions.
             max_bytes: Maximum size of a snapshot. None: unknown.
         """
-        self._mobility, self._max_bytes = mobility, max_bytes
+        self._migration, self._max_bytes = migration, max_bytes
 
-    def attach(self, app: FastAPI) -> None:
+    def attach_to_app(self, app: FastAPI) -> None:
         body = {"requestBody": {"required": True, "content": _BINARY}}
         errors: dict[int | str, dict[str, Any]] = {
             "4XX": {"model": ErrorReply, "description": "The request is refused."},
@@ -117,26 +121,41 @@ class SessionRoutes:
         created = {**errors, 201: {"model": SessionReply, "description": "The restored session."}}
         snapshot = {**errors, 200: {"content": _BINARY, "description": "The snapshot."}}
         for path, method, route, extra in (
-            (PATH, "POST", self._create, {"openapi_extra": body, "responses": created, "status_code": 201}),
+            (
+                PATH,
+                "POST",
+                self._create,
+                {"openapi_extra": body, "responses": created, "status_code": 201},
+            ),
             (
                 f"{PATH}/{{session_id}}",
                 "PUT",
                 self._put,
                 {"openapi_extra": body, "responses": created, "status_code": 201},
             ),
-            (f"{PATH}/{{session_id}}", "DELETE", self._delete, {"responses": errors, "status_code": 204}),
+            (
+                f"{PATH}/{{session_id}}",
+                "DELETE",
+                self._delete,
+                {"responses": errors, "status_code": 204},
+            ),
             (f"{PATH}/{{session_id}}/snapshot", "GET", self._snapshot, {"responses": snapshot}),
         ):
-            settings: dict[str, Any] = {"response_class": Response, "response_model": None, "tags": ["omni"], **extra}
+            settings: dict[str, Any] = {
+                "response_class": Response,
+                "response_model": None,
+                "tags": ["omni"],
+                **extra,
+            }
             app.add_api_route(path, route, methods=[method], **settings)
 
     @property
-    def mobility(self) -> SessionMobility:
-        if self._mobility is None:
+    def migration(self) -> SessionMigration:
+        if self._migration is None:
             raise not_found("the served model is no world: it has no sessions")
-        return self._mobility
+        return self._migration
 
-    @answer_errors
+    @respond_to_errors
     async def _snapshot(self, request: Request, session_id: str) -> Response:
         """Download the session as of its last finished chunk."""
         session = self._known(request, session_id)
@@ -144,56 +163,61 @@ class SessionRoutes:
             path = self._new_path()
             try:
                 async with self._exchanges:
-                    header = await self.mobility.save(session, path)
+                    header = await self.migration.save(session, path)
                 file = await asyncio.to_thread(path.open, "rb")
             finally:
                 path.unlink(missing_ok=True)  # the open file stays readable until the response ends
         headers = {
             "Content-Length": str(os.fstat(file.fileno()).st_size),
-            "Content-Disposition": f'attachment; filename="{session_id.replace(":", "_")}.session.safetensors"',
+            "Content-Disposition": "attachment; "
+            f'filename="{session_id.replace(":", "_")}.session.safetensors"',
             "X-Next-Chunk-Index": str(header.chunk_index),
         }
-        deadline_s = self.mobility.manager.limits.send_deadline_s
+        deadline_s = self.migration.manager.limits.send_deadline_s
         return Download(file, deadline_s, media_type=MEDIA_TYPE, headers=headers)
 
-    @answer_errors
+    @respond_to_errors
     async def _create(self, request: Request) -> Response:
         """Restore a session under an id that the server chooses."""
         return await self._restore(request, new_session_id())
 
-    @answer_errors
+    @respond_to_errors
     async def _put(self, request: Request, session_id: str) -> Response:
         """Restore a session under this id, which must be free."""
         return await self._restore(request, _checked(session_id))
 
-    @answer_errors
+    @respond_to_errors
     async def _delete(self, request: Request, session_id: str) -> Response:
         """Close a session and cancel its requests."""
         await self._known(request, session_id).reset()
         return Response(status_code=204)
 
     async def _restore(self, request: Request, session_id: str) -> Response:
-        mobility, key = self.mobility, _key(request, session_id)
+        migration, key = self.migration, _key(request, session_id)
         client = client_of(request)
         with _statuses():
-            if mobility.manager.find(key) is not None:  # before the body is read
-                raise DoorError("session_exists", "a session with this id is live; choose another", param="session_id")
-            mobility.manager.drain.check()
+            if migration.manager.find(key) is not None:  # before the body is read
+                raise EndpointError(
+                    "session_exists",
+                    "a session with this id is live; choose another",
+                    param="session_id",
+                )
+            migration.manager.drain.check()
             path = self._new_path()
             try:
                 with self._upload(client):
                     await self._receive(request, path)
                 async with self._exchanges:
-                    session = await mobility.restore(key, client, path, _ENDPOINT)
+                    session = await migration.restore(key, client, path, _ENDPOINT)
             finally:
                 path.unlink(missing_ok=True)
         return JSONResponse(_reply(session).model_dump(), 201)
 
     async def _receive(self, request: Request, path: Path) -> None:
-        """Stream the body to a file. `BodyPace` limits the time.
+        """Stream the body to a file. `BodyTimeout` limits the time.
 
         Raises:
-            DoorError: The body is too large.
+            EndpointError: The body is too large.
             RequestFailed: The header is too long. Its length is checked before the rest arrives.
         """
         limit = self._max_bytes
@@ -201,26 +225,33 @@ class SessionRoutes:
         with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
             stream = aiter(request.stream())
             while True:
-                piece = await anext(stream, None)
-                total += len(piece or b"")
+                part = await anext(stream, None)
+                total += len(part or b"")
                 if limit is not None and total > limit:
-                    raise DoorError("snapshot_too_large", f"sessions here may hold {limit} bytes")
-                held += piece or b""
+                    raise EndpointError(
+                        "snapshot_too_large", f"sessions here may hold {limit} bytes"
+                    )
+                held += part or b""
                 if not is_checked and len(held) >= LENGTH_BYTES:
                     check_length(int.from_bytes(held[:LENGTH_BYTES], "little"))
                     is_checked = True
-                if held and (piece is None or len(held) >= _PIECE_BYTES):
+                if held and (part is None or len(held) >= _PIECE_BYTES):
                     await asyncio.to_thread(file.write, bytes(held))
                     held.clear()
-                if piece is None:
+                if part is None:
                     return
 
     @contextlib.contextmanager
     def _upload(self, client: str) -> Iterator[None]:
         if self._uploads[client] >= _UPLOADS_PER_CLIENT:
-            raise DoorError("busy", f"{_UPLOADS_PER_CLIENT} snapshots of yours are on their way in; try again later")
+            raise EndpointError(
+                "busy",
+                f"{_UPLOADS_PER_CLIENT} snapshots of yours are on their way in; try again later",
+            )
         if self._uploads.total() >= _UPLOADS:
-            raise DoorError("busy", f"{_UPLOADS} snapshots are on their way in; try again later")
+            raise EndpointError(
+                "busy", f"{_UPLOADS} snapshots are on their way in; try again later"
+            )
         self._uploads[client] += 1
         try:
             yield
@@ -229,13 +260,15 @@ class SessionRoutes:
             self._uploads += Counter()  # remove clients without uploads
 
     def _known(self, request: Request, session_id: str) -> Session:
-        session = self.mobility.manager.find(_key(request, _checked(session_id)))
+        session = self.migration.manager.find(_key(request, _checked(session_id)))
         if session is None:
-            raise not_found("the server has no such session", param="session_id", code="unknown_session")
+            raise not_found(
+                "the server has no such session", param="session_id", code="unknown_session"
+            )
         return session
 
     def _new_path(self) -> Path:
-        return self.mobility.spool.new_path()
+        return self.migration.staging.new_path()
 
 
 @contextlib.contextmanager
@@ -243,7 +276,7 @@ def _statuses() -> Iterator[None]:
     """Map errors of sessions to HTTP statuses."""
     try:
         yield
-    except (DoorError, RequestFailed) as failure:
+    except (EndpointError, RequestFailed) as failure:
         error = from_failure(failure)
         error.status = _STATUS.get(failure.code, error.status)
         error.retry_after_s = _RETRY_AFTER_S.get(failure.code, error.retry_after_s)
@@ -254,7 +287,9 @@ def _checked(session_id: str) -> str:
     try:
         return msgspec.convert(session_id, Annotated[str, *SessionId.__metadata__])  # type: ignore[attr-defined]
     except msgspec.ValidationError:
-        raise not_found("no session has such an id", param="session_id", code="unknown_session") from None
+        raise not_found(
+            "no session has such an id", param="session_id", code="unknown_session"
+        ) from None
 
 
 def _key(request: Request, session_id: str) -> SessionKey:
@@ -274,7 +309,10 @@ def _reply(session: Session) -> SessionReply:
 
 
 class Download(Response):
-    """Streams a file. A client that receives less than 64 KiB within the deadline is disconnected."""
+    """Streams a file.
+
+    A client that receives less than 64 KiB within the deadline is disconnected.
+    """
 
     def __init__(self, file: BinaryIO, deadline_s: float, **options: Any) -> None:
         super().__init__(**options)
@@ -283,15 +321,25 @@ class Download(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._file as file:
             try:
-                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-                while piece := await asyncio.to_thread(file.read, _PIECE_BYTES):
-                    for start in range(0, len(piece), _SENT_BYTES):
-                        body = piece[start : start + _SENT_BYTES]
+                await send(
+                    {
+                        "type": "http.response.start",
+                        "status": self.status_code,
+                        "headers": self.raw_headers,
+                    }
+                )
+                while part := await asyncio.to_thread(file.read, _PIECE_BYTES):
+                    for start in range(0, len(part), _SENT_BYTES):
+                        body = part[start : start + _SENT_BYTES]
                         async with asyncio.timeout(self._deadline_s):
-                            await send({"type": "http.response.body", "body": body, "more_body": True})
+                            await send(
+                                {"type": "http.response.body", "body": body, "more_body": True}
+                            )
                 await send({"type": "http.response.body", "body": b""})
             except TimeoutError:
-                logger.info("a reader of a snapshot took nothing for %g s; cutting it off", self._deadline_s)
+                logger.info(
+                    "a reader of a snapshot took nothing for %g s; cutting it off", self._deadline_s
+                )
                 if (transport := transport_of(Request(scope))) is not None:
                     transport.abort()
                     while (await receive())["type"] != "http.disconnect":

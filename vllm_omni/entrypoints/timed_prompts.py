@@ -32,11 +32,17 @@ class TimedPrompt:
 
     def __post_init__(self) -> None:
         if not self.prompt.strip() or len(self.prompt) > _MAX_CHARS:
-            raise ValueError(f"a timed prompt must have 1 to {_MAX_CHARS} characters, got {len(self.prompt)}")
+            raise ValueError(
+                f"a timed prompt must have 1 to {_MAX_CHARS} characters, got {len(self.prompt)}"
+            )
         if (self.seconds is None) == (self.chunk is None):
-            raise ValueError(f"a timed prompt needs either seconds or chunk, got {self.seconds} and {self.chunk}")
+            raise ValueError(
+                f"a timed prompt needs either seconds or chunk, got {self.seconds} and {self.chunk}"
+            )
         if self.seconds is not None and not 0 <= self.seconds <= _MAX_SECONDS:
-            raise ValueError(f"seconds of a timed prompt must be from 0 to {_MAX_SECONDS:g}, got {self.seconds}")
+            raise ValueError(
+                f"seconds of a timed prompt must be from 0 to {_MAX_SECONDS:g}, got {self.seconds}"
+            )
         if self.chunk is not None and self.chunk < 0:
             raise ValueError(f"chunk of a timed prompt must be at least 0, got {self.chunk}")
 
@@ -54,12 +60,13 @@ class TimedPrompt:
             return cls(prompt=prompt, chunk=int(where))
         except ValueError:
             raise ValueError(
-                f"expected CHUNK:PROMPT or SECONDSs:PROMPT, for example '3:a town at night' or '7.5s:a town at night', "
+                "expected CHUNK:PROMPT or SECONDSs:PROMPT, for example '3:a town at night' or "
+                "'7.5s:a town at night', "
                 f"got {text[:80]!r}"
             ) from None
 
     @classmethod
-    def read(cls, value: Any) -> "TimedPrompt":
+    def read_json(cls, value: Any) -> "TimedPrompt":
         """Parse a JSON object.
 
         Raises:
@@ -70,30 +77,37 @@ class TimedPrompt:
         except msgspec.ValidationError as error:
             raise ValueError(str(error)) from None
 
-    def has_begun(self, chunk_index: int, seconds: float) -> bool:
+    def has_started(self, chunk_index: int, seconds: float) -> bool:
         """Return whether the prompt applies to a chunk.
 
         Args:
             chunk_index: Number of the chunk.
             seconds: Start of the chunk in seconds.
         """
-        return seconds >= self.seconds if self.seconds is not None else chunk_index >= (self.chunk or 0)
+        return (
+            seconds >= self.seconds
+            if self.seconds is not None
+            else chunk_index >= (self.chunk or 0)
+        )
 
 
-def _schema(place: str, other: str, kind: str, **limits: float) -> dict[str, Any]:
+def _schema(position: str, other: str, kind: str, **limits: float) -> dict[str, Any]:
     return {
         "properties": {
             "prompt": {"type": "string", "minLength": 1, "maxLength": _MAX_CHARS, "pattern": r"\S"},
-            place: {"type": kind, "minimum": 0, **limits},
+            position: {"type": kind, "minimum": 0, **limits},
             other: {"type": "null"},
         },
-        "required": ["prompt", place],
+        "required": ["prompt", position],
     }
 
 
 JSON_SCHEMA: Final[dict[str, Any]] = {
     "type": "object",
-    "oneOf": [_schema("seconds", "chunk", "number", maximum=_MAX_SECONDS), _schema("chunk", "seconds", "integer")],
+    "oneOf": [
+        _schema("seconds", "chunk", "number", maximum=_MAX_SECONDS),
+        _schema("chunk", "seconds", "integer"),
+    ],
 }
 """JSON schema of a `TimedPrompt`."""
 
@@ -109,7 +123,7 @@ class PromptSchedule:
     def __init__(self, prompts: Sequence[TimedPrompt], fps: float) -> None:
         self._coming, self._fps = tuple(prompts), fps
 
-    def take(self, chunk_index: int, first_frame: int) -> str | None:
+    def take_prompt(self, chunk_index: int, first_frame: int) -> str | None:
         """Return the prompt that starts with a chunk; None if the current one stays.
 
         Each prompt is returned once. If several start with the chunk, the last one in the list is
@@ -122,6 +136,8 @@ class PromptSchedule:
         if not self._coming:
             return None
         seconds = first_frame / self._fps
-        begun = [prompt for prompt in self._coming if prompt.has_begun(chunk_index, seconds)]
-        self._coming = tuple(prompt for prompt in self._coming if not prompt.has_begun(chunk_index, seconds))
-        return begun[-1].prompt if begun else None
+        started = [prompt for prompt in self._coming if prompt.has_started(chunk_index, seconds)]
+        self._coming = tuple(
+            prompt for prompt in self._coming if not prompt.has_started(chunk_index, seconds)
+        )
+        return started[-1].prompt if started else None

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI
 
-from vllm_omni.entrypoints.frame_budget import FrameBudget
+from vllm_omni.entrypoints.limits.frame_budget import FrameBudget
 
 MIB = 1 << 20
 _LIBRARIES = ("auto", "websockets", "websockets-sansio")
@@ -39,12 +39,15 @@ class WebSocketOptions(msgspec.Struct, frozen=True, kw_only=True):
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         """Add the flags to a parser of `vllm serve`."""
         defaults = WebSocketOptions()
-        group = parser.add_argument_group("WebSocket", "Limits of the realtime WebSockets (added by vllm_omni).")
+        group = parser.add_argument_group(
+            "WebSocket", "Limits of the realtime WebSockets (added by vllm_omni)."
+        )
         group.add_argument(
             "--ws",
             choices=_LIBRARIES,
             default=_LIBRARIES[0],
-            help="Accepted because uvicorn and other servers have it; all of these are the package `websockets`.",
+            help="Accepted because uvicorn and other servers have it; all of these are the package "
+            "`websockets`.",
         )
         group.add_argument(
             "--ws-max-size",
@@ -74,7 +77,9 @@ class WebSocketOptions(msgspec.Struct, frozen=True, kw_only=True):
         if "ws_max_size" not in args:
             return cls()
         return cls(
-            max_bytes=args.ws_max_size, ping_interval_s=args.ws_ping_interval, ping_timeout_s=args.ws_ping_timeout
+            max_bytes=args.ws_max_size,
+            ping_interval_s=args.ws_ping_interval,
+            ping_timeout_s=args.ws_ping_timeout,
         )
 
     def apply(self, uvicorn_config: Any) -> None:
@@ -113,7 +118,9 @@ def apply_at_startup(app: FastAPI, frames: FrameBudget | None = None) -> None:
 
 def _message_bytes(text: str) -> int:
     if not text.isdecimal() or not 1024 <= int(text) <= 1 << 30:
-        raise argparse.ArgumentTypeError(f"must be a whole number of bytes from 1024 to {1 << 30}, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"must be a whole number of bytes from 1024 to {1 << 30}, got {text!r}"
+        )
     return int(text)
 
 

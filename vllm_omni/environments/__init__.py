@@ -8,5 +8,6 @@ import importlib.util
 
 if importlib.util.find_spec("gymnasium") is None:
     raise ModuleNotFoundError(
-        "vllm_omni.environments needs gymnasium: pip install '.[env]' in the checkout", name="gymnasium"
+        "vllm_omni.environments needs gymnasium: pip install '.[env]' in the checkout",
+        name="gymnasium",
     )

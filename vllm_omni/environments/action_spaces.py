@@ -27,7 +27,9 @@ def gymnasium_space(space: ActionSpace) -> spaces.Dict | spaces.Discrete:
         kinds["buttons"] = spaces.MultiBinary(len(space.buttons))
     if space.axes:
         low, high = ([getattr(axis, side) for axis in space.axes] for side in ("low", "high"))
-        kinds["axes"] = spaces.Box(np.array(low, np.float32), np.array(high, np.float32), dtype=np.float32)
+        kinds["axes"] = spaces.Box(
+            np.array(low, np.float32), np.array(high, np.float32), dtype=np.float32
+        )
     if space.scroll:
         kinds["scroll"] = spaces.Discrete(3, start=-1)
     return spaces.Dict(kinds) if kinds else spaces.Discrete(1)
@@ -37,7 +39,10 @@ def with_rest(taken: spaces.Space[Any], action: Any) -> Any:
     """Fill in neutral values for controls that an action, or a batch of actions, omits."""
     if not isinstance(taken, spaces.Dict) or not isinstance(action, Mapping):
         return action
-    return {**{name: np.zeros(kind.shape or (), kind.dtype) for name, kind in taken.items()}, **action}
+    return {
+        **{name: np.zeros(kind.shape or (), kind.dtype) for name, kind in taken.items()},
+        **action,
+    }
 
 
 def action_frame(space: ActionSpace, action: Action) -> ActionFrame:
@@ -54,7 +59,8 @@ def action_frame(space: ActionSpace, action: Action) -> ActionFrame:
     if not isinstance(action, Mapping) or not action.keys() <= taken.keys():
         found = sorted(action) if isinstance(action, Mapping) else type(action).__name__
         raise ValueError(
-            f"an action may contain {sorted(taken.keys())}, got {found}; the model takes {space.describe()}"
+            f"an action may contain {sorted(taken.keys())}, got {found}; the model takes "
+            f"{space.describe()}"
         )
     names: tuple[str, ...] = ()
     if "buttons" in action:

@@ -29,7 +29,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, iterate
 
 from vllm_omni.actions import ActionFrame
-from vllm_omni.entrypoints.realtime.facts import WorldFacts
+from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
 from vllm_omni.environments.action_spaces import action_frame, gymnasium_space, idle, with_rest
 from vllm_omni.inputs import DiffusionParams, engine_prompt
 from vllm_omni.outputs import RequestFailed, unpack
@@ -109,11 +109,12 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
             ValueError: The model is not a world, or the engine cannot hold so many sessions.
         """
         config = llm.llm_engine.vllm_config
-        self.facts = WorldFacts.from_vllm_config(config, model="world")
-        self.model_actions = self.facts.actions
-        if num_envs > self.facts.max_sessions:
+        self.info = StreamInfo.from_vllm_config(config, model="world")
+        self.model_actions = self.info.actions
+        if num_envs > self.info.max_sessions:
             raise ValueError(
-                f"the engine holds {self.facts.max_sessions} sessions, but {num_envs} environments were requested; "
+                f"the engine holds {self.info.max_sessions} sessions, but {num_envs} environments "
+                "were requested; "
                 "start it with additional_config omni.max_sessions"
             )
         self.num_envs = num_envs
@@ -121,9 +122,11 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
         self._own_engine = False
         self._prompts = [prompt] * num_envs if isinstance(prompt, str) else list(prompt)
         if len(self._prompts) != num_envs:
-            raise ValueError(f"prompt must be one, or one per environment ({num_envs}); got {len(self._prompts)}")
-        self._size = (height or self.facts.height, width or self.facts.width)
-        shape = (self.facts.chunk_frames, *self._size, 3)
+            raise ValueError(
+                f"prompt must be one, or one per environment ({num_envs}); got {len(self._prompts)}"
+            )
+        self._size = (height or self.info.height, width or self.info.width)
+        shape = (self.info.chunk_frames, *self._size, 3)
         self.single_observation_space: spaces.Space[Any] = spaces.Box(0, 255, shape, np.uint8)
         self.single_action_space: spaces.Space[Any] = gymnasium_space(self.model_actions)
         self.observation_space = batch_space(self.single_observation_space, num_envs)
@@ -137,7 +140,13 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
 
     @classmethod
     def load(
-        cls, model: str | Path, num_envs: int, *, exact: bool = True, omni: dict[str, Any] | None = None, **env: Any
+        cls,
+        model: str | Path,
+        num_envs: int,
+        *,
+        exact: bool = True,
+        omni: dict[str, Any] | None = None,
+        **env: Any,
     ) -> "WorldVectorEnv":
         """Start vLLM's offline engine on a checkpoint and create environments in it.
 
@@ -158,7 +167,12 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
         from vllm import LLM
 
         sizes = {name: env[name] for name in ("height", "width") if env.get(name)}
-        options = {"max_sessions": 2 * num_envs, "batch_invariant": exact, "max_requests_per_step": num_envs, **sizes}
+        options = {
+            "max_sessions": 2 * num_envs,
+            "batch_invariant": exact,
+            "max_requests_per_step": num_envs,
+            **sizes,
+        }
         llm = LLM(
             model=str(model),
             config_format="omni",
@@ -190,18 +204,28 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
         mask = np.asarray(options.pop("reset_mask", np.ones(self.num_envs, bool)))
         given = _start_poses(options.pop(START_POSE, None), self.num_envs)
         if options:
-            raise ValueError(f"unknown options: {', '.join(sorted(options))}; known: reset_mask, {START_POSE}")
+            raise ValueError(
+                f"unknown options: {', '.join(sorted(options))}; known: reset_mask, {START_POSE}"
+            )
         seeds: Sequence[int | None] = [None] * self.num_envs
         if seed is not None:
-            seeds = seed if not isinstance(seed, int) else [nth_seed(seed, index) for index in range(self.num_envs)]
+            seeds = (
+                seed
+                if not isinstance(seed, int)
+                else [nth_seed(seed, index) for index in range(self.num_envs)]
+            )
         which = np.flatnonzero(mask).tolist()
         for index in which:
             self._starts[index] = given[index]
-        self._begin(which, [seeds[index] for index in which], starts=[given[index] for index in which])
+        self._start(
+            which, [seeds[index] for index in which], starts=[given[index] for index in which]
+        )
         self._ended[which] = False
         return self._frames.copy(), self._infos()
 
-    def step(self, actions: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
+    def step(
+        self, actions: Any
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
         """Generate one chunk of every environment.
 
         Environments whose episode has ended start a new one and ignore their action.
@@ -210,19 +234,26 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
             actions: Batch of actions. Omitted controls (`buttons`, `axes`, `scroll`) are neutral.
         """
         complete = with_rest(self.action_space, actions)
-        taken = [action_frame(self.model_actions, action) for action in iterate(self.action_space, complete)]
-        begins = np.flatnonzero(self._ended).tolist()
+        taken = [
+            action_frame(self.model_actions, action)
+            for action in iterate(self.action_space, complete)
+        ]
+        starts = np.flatnonzero(self._ended).tolist()
         goes_on = [index for index in range(self.num_envs) if not self._ended[index]]
-        self._begin(begins, [None] * len(begins), starts=[self._starts[index] for index in begins])
+        self._start(starts, [None] * len(starts), starts=[self._starts[index] for index in starts])
         self._advance(goes_on, [taken[index] for index in goes_on])
-        steps = np.array([0 if episode is None else len(episode.actions) for episode in self.episodes])
-        truncations = np.zeros(self.num_envs, bool) if self._max_steps is None else steps >= self._max_steps
+        steps = np.array(
+            [0 if episode is None else len(episode.actions) for episode in self.episodes]
+        )
+        truncations = (
+            np.zeros(self.num_envs, bool) if self._max_steps is None else steps >= self._max_steps
+        )
         self._ended = truncations.copy()
         infos = self._infos()
         rewards = np.zeros(self.num_envs)
         if self._reward is not None:
             rewards = np.asarray(self._reward(self._frames, infos["latents"]), np.float64)
-            rewards[begins] = 0.0
+            rewards[starts] = 0.0
         return self._frames.copy(), rewards, np.zeros(self.num_envs, bool), truncations, infos
 
     def close_extras(self, **kwargs: Any) -> None:
@@ -244,9 +275,13 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
         """
         origin = self._episode(source)
         targets = [target for target in targets if target != source]
-        self._close([old.session_id for target in targets if (old := self.episodes[target]) is not None])
+        self._close(
+            [old.session_id for target in targets if (old := self.episodes[target]) is not None]
+        )
         ids = [_new_id() for _ in targets]
-        self._encode([DiffusionParams(session_id=origin.session_id, op="fork", fork_to=new) for new in ids])
+        self._encode(
+            [DiffusionParams(session_id=origin.session_id, op="fork", fork_to=new) for new in ids]
+        )
         for target, new in zip(targets, ids, strict=True):
             self.episodes[target] = replace(origin, session_id=new, actions=list(origin.actions))
             self._frames[target], self._ended[target] = self._frames[source], self._ended[source]
@@ -263,8 +298,8 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
         Returns:
             Its frames, uint8 [frames, H, W, 3], bit-identical to the original ones (with `exact`).
         """
-        self._begin([target], [episode.seed], [episode.prompt], [episode.start_pose])
-        parts = [self._frames[target][-self.facts.first_chunk_frames :].copy()]
+        self._start([target], [episode.seed], [episode.prompt], [episode.start_pose])
+        parts = [self._frames[target][-self.info.first_chunk_frames :].copy()]
         for action in tuple(episode.actions):
             self._advance([target], [action])
             parts.append(self._frames[target].copy())
@@ -272,7 +307,7 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
 
     # -- the engine --------------------------------------------------------------------------------
 
-    def _begin(
+    def _start(
         self,
         which: list[int],
         seeds: Sequence[int | None],
@@ -282,15 +317,17 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
         """Run the first chunk of new episodes."""
         if not which:
             return
-        self._close([old.session_id for index in which if (old := self.episodes[index]) is not None])
+        self._close(
+            [old.session_id for index in which if (old := self.episodes[index]) is not None]
+        )
         prompts = prompts or [self._prompts[index] for index in which]
         starts = starts or [None] * len(which)
-        begun = [
+        started = [
             Episode(_new_id(), definite_seed(seed), prompt, start_pose=start)
             for seed, prompt, start in zip(seeds, prompts, starts, strict=True)
         ]
         height, width = self._size
-        latent_frames = self.facts.first_chunk_latent_frames or self.facts.latent_frames_per_chunk
+        latent_frames = self.info.first_chunk_latent_frames or self.info.latent_frames_per_chunk
         params = [
             self._params(
                 episode,
@@ -303,17 +340,17 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
                 width=width,
                 options={} if episode.start_pose is None else episode.start_pose.as_option(),
             )
-            for episode in begun
+            for episode in started
         ]
         image = {} if self._image is None else {"image": torch.from_numpy(np.array(self._image))}
-        for index, episode in zip(which, begun, strict=True):
+        for index, episode in zip(which, started, strict=True):
             self.episodes[index] = episode
         self._run(which, params, image)
 
     def _advance(self, which: list[int], actions: Sequence[ActionFrame]) -> None:
         """Run the next chunk of episodes."""
         episodes = [self._episode(index) for index in which]
-        count = self.facts.latent_frames_per_chunk
+        count = self.info.latent_frames_per_chunk
         params = [
             self._params(episode, episode.chunks, count, action)
             for episode, action in zip(episodes, actions, strict=True)
@@ -323,7 +360,12 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
             episode.actions.append(action)
 
     def _params(
-        self, episode: Episode, chunk: int, latent_frames: int, action: ActionFrame | None, **first: Any
+        self,
+        episode: Episode,
+        chunk: int,
+        latent_frames: int,
+        action: ActionFrame | None,
+        **first: Any,
     ) -> DiffusionParams:
         held = idle(self.model_actions) if action is None else action
         return DiffusionParams(
@@ -335,7 +377,10 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
         )
 
     def _run(
-        self, which: Sequence[int], params: Sequence[DiffusionParams], tensors: dict[str, torch.Tensor] | None = None
+        self,
+        which: Sequence[int],
+        params: Sequence[DiffusionParams],
+        tensors: dict[str, torch.Tensor] | None = None,
     ) -> None:
         """Generate one chunk of each environment.
 
@@ -370,8 +415,10 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
         frames, latents = result["frames"].numpy(), result["latents"].float().numpy()
         missing = self._frames.shape[1] - len(frames)
         self._frames[index, :missing], self._frames[index, missing:] = frames[0], frames
-        missing = self.facts.latent_frames_per_chunk - latents.shape[1]
-        self._latents[index] = np.pad(latents, ((0, 0), (max(0, missing), 0), (0, 0), (0, 0)), mode="edge")
+        missing = self.info.latent_frames_per_chunk - latents.shape[1]
+        self._latents[index] = np.pad(
+            latents, ((0, 0), (max(0, missing), 0), (0, 0), (0, 0)), mode="edge"
+        )
         unknown = [[math.nan] * 4] * latents.shape[1]
         poses = np.array(meta.get("world_poses", unknown), np.float64)
         self._poses[index] = np.pad(poses, ((max(0, missing), 0), (0, 0)), mode="edge")
@@ -407,7 +454,9 @@ def _start_poses(given: Any, count: int) -> list[StartPose | None]:
     """
     each = [given] * count if given is None or isinstance(given, Mapping) else list(given)
     if len(each) != count:
-        raise ValueError(f"{START_POSE} must be one, or one per environment ({count}); got {len(each)}")
+        raise ValueError(
+            f"{START_POSE} must be one, or one per environment ({count}); got {len(each)}"
+        )
     try:
         return [None if start is None else msgspec.convert(start, StartPose) for start in each]
     except msgspec.ValidationError as error:

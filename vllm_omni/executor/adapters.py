@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from vllm_omni.model_executor.checkpoint.tensor_files import copy_unchanged
 from vllm_omni.model_executor.models.diffusers_pipeline.options import LoraSource
-from vllm_omni.model_executor.tensor_files import copy_unchanged
 from vllm_omni.outputs import RequestFailed
 
 logger = logging.getLogger("vllm." + __name__)
@@ -61,7 +61,9 @@ class Adapters:
             self._active = None
         self.activate(pipeline, ())
 
-    def add(self, pipeline: Any, name: str, source: LoraSource, number: int | None = None) -> bool:
+    def add_adapter(
+        self, pipeline: Any, name: str, source: LoraSource, number: int | None = None
+    ) -> bool:
         """Load one more adapter.
 
         Args:
@@ -114,7 +116,9 @@ class Adapters:
         if isinstance(wanted, str):
             wanted = [wanted]
         if isinstance(wanted, list) and all(isinstance(name, str) for name in wanted):
-            wanted = {name: self._sources[name].scale if name in self._sources else 1.0 for name in wanted}
+            wanted = {
+                name: self._sources[name].scale if name in self._sources else 1.0 for name in wanted
+            }
         if not isinstance(wanted, Mapping) or not all(
             isinstance(name, str)
             and isinstance(scale, int | float)
@@ -124,12 +128,15 @@ class Adapters:
         ):
             raise RequestFailed(
                 "invalid_request",
-                "options.lora must be a name, a list of names or an object of names and strengths from -100 to 100",
+                "options.lora must be a name, a list of names or an object of names and strengths "
+                "from -100 to 100",
             )
         for name in wanted:
             if name not in self._sources:
                 known = ", ".join(self._sources) or "none is loaded"
-                raise RequestFailed("invalid_request", f"options.lora: no adapter {name!r}; available: {known}")
+                raise RequestFailed(
+                    "invalid_request", f"options.lora: no adapter {name!r}; available: {known}"
+                )
         return tuple((name, float(scale)) for name, scale in wanted.items())
 
     def activate(self, pipeline: Any, selection: Selection) -> None:
@@ -138,7 +145,9 @@ class Adapters:
             return
         if selection:
             pipeline.enable_lora()
-            pipeline.set_adapters([name for name, _ in selection], [scale for _, scale in selection])
+            pipeline.set_adapters(
+                [name for name, _ in selection], [scale for _, scale in selection]
+            )
         elif self._sources:
             pipeline.disable_lora()
         self._active = selection
@@ -146,11 +155,15 @@ class Adapters:
 
 def _load(pipeline: Any, name: str, source: LoraSource) -> None:
     if not hasattr(pipeline, "load_lora_weights"):
-        raise ValueError(f"LoRA adapter {name!r}: {type(pipeline).__name__} does not support adapters")
+        raise ValueError(
+            f"LoRA adapter {name!r}: {type(pipeline).__name__} does not support adapters"
+        )
     try:
         import peft  # noqa: F401 - diffusers would report it only after loading half of the weights
     except ImportError as error:
-        raise ValueError(f"LoRA adapter {name!r} requires the package 'peft': pip install peft") from error
+        raise ValueError(
+            f"LoRA adapter {name!r} requires the package 'peft': pip install peft"
+        ) from error
     path = Path(source.path)
     if not path.exists():
         raise ValueError(f"LoRA adapter {name!r}: {path} does not exist")
@@ -159,7 +172,8 @@ def _load(pipeline: Any, name: str, source: LoraSource) -> None:
         files = sorted(file.name for file in folder.glob("*.safetensors"))
         if len(files) != 1:
             raise ValueError(
-                f"LoRA adapter {name!r}: {folder} holds {len(files)} *.safetensors files; name one with weight_name"
+                f"LoRA adapter {name!r}: {folder} holds {len(files)} *.safetensors files; name one "
+                "with weight_name"
             )
         weight_name = files[0]
     try:
@@ -175,12 +189,19 @@ def _load(pipeline: Any, name: str, source: LoraSource) -> None:
                 local_files_only=True,
             )
     except Exception as error:  # boundary: a file from elsewhere can make the loader raise anything
-        raise ValueError(f"LoRA adapter {name!r} from {folder / weight_name} does not fit: {error}") from error
+        raise ValueError(
+            f"LoRA adapter {name!r} from {folder / weight_name} does not fit: {error}"
+        ) from error
     if not any(name in names for names in pipeline.get_list_adapters().values()):
-        raise ValueError(f"LoRA adapter {name!r}: {folder / weight_name} has no weights for {type(pipeline).__name__}")
+        raise ValueError(
+            f"LoRA adapter {name!r}: {folder / weight_name} has no weights for "
+            f"{type(pipeline).__name__}"
+        )
     if problem := _not_finite(pipeline, name):
         pipeline.delete_adapters(name)
-        raise ValueError(f"LoRA adapter {name!r} from {folder / weight_name} has NaN or Inf: {problem}")
+        raise ValueError(
+            f"LoRA adapter {name!r} from {folder / weight_name} has NaN or Inf: {problem}"
+        )
     logger.info("LoRA adapter %s loaded from %s", name, folder / weight_name)
 
 
@@ -189,12 +210,16 @@ def _not_finite(pipeline: Any, name: str) -> str | None:
     from peft.tuners.lora import LoraLayer
 
     for component in pipeline.components.values():
-        for place, module in component.named_modules() if isinstance(component, nn.Module) else ():
+        for position, module in (
+            component.named_modules() if isinstance(component, nn.Module) else ()
+        ):
             if not isinstance(module, LoraLayer) or name not in module.scaling:
                 continue
             if not math.isfinite(module.scaling[name]):
-                return f"the strength of {place} is {module.scaling[name]}"
+                return f"the strength of {position} is {module.scaling[name]}"
             halves = [half[name] for half in (module.lora_A, module.lora_B) if name in half]
-            if not all(torch.isfinite(tensor).all() for half in halves for tensor in half.parameters()):
-                return f"the tensors of {place}"
+            if not all(
+                torch.isfinite(tensor).all() for half in halves for tensor in half.parameters()
+            ):
+                return f"the tensors of {position}"
     return None

@@ -16,7 +16,11 @@ import torch
 
 from vllm_omni.executor.call_tensors import tensor_arguments
 from vllm_omni.inputs import DiffusionParams
-from vllm_omni.model_executor.models.diffusers_pipeline.conventions import Conventions, conventions_of, language_of
+from vllm_omni.model_executor.models.diffusers_pipeline.conventions import (
+    Conventions,
+    conventions_of,
+    language_of,
+)
 from vllm_omni.model_executor.models.diffusers_pipeline.options import DiffusersOptions
 from vllm_omni.model_executor.models.diffusers_pipeline.tasks import (
     Parameters,
@@ -35,9 +39,30 @@ from vllm_omni.seeds import definite_seed
 _OURS = ("aspect_ratio", "lora", "prompt_suffix", "first_block_cache")
 """Options that are not arguments of a pipeline."""
 _FROM_FIELDS = (
-    *("prompt", "negative_prompt", "height", "width", "num_frames", "num_inference_steps", "generator", "latents"),
-    *("num_images_per_prompt", "num_videos_per_prompt", "output_type", "return_dict", "callback", "callback_steps"),
-    *("callback_on_step_end", "callback_on_step_end_tensor_inputs", "attention_kwargs", "joint_attention_kwargs"),
+    *(
+        "prompt",
+        "negative_prompt",
+        "height",
+        "width",
+        "num_frames",
+        "num_inference_steps",
+        "generator",
+        "latents",
+    ),
+    *(
+        "num_images_per_prompt",
+        "num_videos_per_prompt",
+        "output_type",
+        "return_dict",
+        "callback",
+        "callback_steps",
+    ),
+    *(
+        "callback_on_step_end",
+        "callback_on_step_end_tensor_inputs",
+        "attention_kwargs",
+        "joint_attention_kwargs",
+    ),
     *("cross_attention_kwargs", "padding_mask_crop"),
 )
 """Arguments that requests set through their fields, or not at all."""
@@ -51,7 +76,7 @@ _Change = Annotated[float, msgspec.Meta(gt=0, le=10)]
 
 
 @dataclass(frozen=True)
-class PipelineFacts:
+class PipelineInfo:
     """Properties of a loaded pipeline. They are read once; requests are validated against them."""
 
     class_name: str
@@ -78,19 +103,30 @@ class PipelineFacts:
         return makes_video(self.parameters)
 
     @classmethod
-    def of(cls, pipeline: Any) -> "PipelineFacts":
+    def of_pipeline(cls, pipeline: Any) -> "PipelineInfo":
         parts = pipeline.components
-        denoiser = next((parts[name] for name in ("transformer", "unet", "prior") if parts.get(name) is not None), None)
+        denoiser = next(
+            (
+                parts[name]
+                for name in ("transformer", "unet", "prior")
+                if parts.get(name) is not None
+            ),
+            None,
+        )
         config = {} if denoiser is None else dict(denoiser.config)
         parameters = call_parameters(type(pipeline))
         attributes = vars(pipeline)
-        widths = [config.get(key) for key in ("joint_attention_dim", "text_dim", "cross_attention_dim")]
+        widths = [
+            config.get(key) for key in ("joint_attention_dim", "text_dim", "cross_attention_dim")
+        ]
         return cls(
             class_name=type(pipeline).__name__,
             parameters=parameters,
             conventions=conventions_of(type(pipeline).__name__),
             size_multiple=_size_multiple(attributes, config),
-            frame_stride=int(attributes.get("vae_scale_factor_temporal") or 1) if makes_video(parameters) else 1,
+            frame_stride=int(attributes.get("vae_scale_factor_temporal") or 1)
+            if makes_video(parameters)
+            else 1,
             guidance=guidance_argument(parameters, distilled=config.get("guidance_embeds") is True),
             text_widths=tuple(width for width in widths if isinstance(width, int)),
             tensor_dtype=torch.float32 if denoiser is None else denoiser.dtype,
@@ -108,7 +144,11 @@ def _size_multiple(attributes: Mapping[str, Any], denoiser_config: Mapping[str, 
     patch = patch[-1] if isinstance(patch, list | tuple) else patch
     multiple = int(scale) * (patch if isinstance(patch, int) else 1)
     processors = (attributes.get("image_processor"), attributes.get("video_processor"))
-    steps = [processor.config.get("vae_scale_factor", 1) for processor in processors if processor is not None]
+    steps = [
+        processor.config.get("vae_scale_factor", 1)
+        for processor in processors
+        if processor is not None
+    ]
     return max(multiple, *steps, 1)
 
 
@@ -137,7 +177,7 @@ class PipelineCall:
 def pipeline_call(
     params: DiffusionParams,
     tensors: Mapping[str, torch.Tensor],
-    facts: PipelineFacts,
+    info: PipelineInfo,
     options: DiffusersOptions,
     device: torch.device,
 ) -> PipelineCall:
@@ -154,37 +194,45 @@ def pipeline_call(
         RequestFailed: `invalid_request`, `unsupported_size` or `invalid_image`.
     """
     _check_fields(params)
-    asked = dict(params.options)
-    own = {name: asked.pop(name) for name in _OURS if name in asked}
-    arguments = {name: value for name, value in options.call_defaults().items() if name in facts.parameters}
-    arguments |= _checked_options(asked, facts)
-    arguments |= tensor_arguments(tensors, facts.parameters, facts.text_widths, device, facts.tensor_dtype)
-    meta: dict[str, Any] = {"pipeline": facts.class_name}
-    meta |= _texts(arguments, params, own, facts, options)
-    _size(arguments, params, own, facts, options)
-    _counts(arguments, params, facts, options)
-    _guidance(arguments, params, facts)
+    requested = dict(params.options)
+    own = {name: requested.pop(name) for name in _OURS if name in requested}
+    arguments = {
+        name: value for name, value in options.call_defaults().items() if name in info.parameters
+    }
+    arguments |= _checked_options(requested, info)
+    arguments |= tensor_arguments(
+        tensors, info.parameters, info.text_widths, device, info.tensor_dtype
+    )
+    meta: dict[str, Any] = {"pipeline": info.class_name}
+    meta |= _texts(arguments, params, own, info, options)
+    _size(arguments, params, own, info, options)
+    _counts(arguments, params, info, options)
+    _guidance(arguments, params, info)
     if "image" not in arguments and not any(
-        task.startswith("text") for task in tasks_of(facts.class_name, facts.parameters)
+        task.startswith("text") for task in tasks_of(info.class_name, info.parameters)
     ):
-        raise _invalid(f"{facts.class_name} needs an image: send the tensor image, uint8 [H, W, 3]")
-    for name in facts.parameters:
-        if is_required(facts.parameters, name) and name not in arguments and name not in ("args", "kwargs"):
-            raise _invalid(f"{facts.class_name} needs {name!r}, and the request has none")
-    if params.fps is not None and not facts.video:
-        raise _invalid(f"{facts.class_name} generates images: leave fps out")
+        raise _invalid(f"{info.class_name} needs an image: send the tensor image, uint8 [H, W, 3]")
+    for name in info.parameters:
+        if (
+            is_required(info.parameters, name)
+            and name not in arguments
+            and name not in ("args", "kwargs")
+        ):
+            raise _invalid(f"{info.class_name} needs {name!r}, and the request has none")
+    if params.fps is not None and not info.video:
+        raise _invalid(f"{info.class_name} generates images: leave fps out")
     fps = params.fps or options.request_defaults().fps
     for name in _FRAME_RATE:
-        if params.fps is not None and name in facts.parameters:
-            arguments[name] = type(default_of(facts.parameters, name) or 1.0)(params.fps)
+        if params.fps is not None and name in info.parameters:
+            arguments[name] = type(default_of(info.parameters, name) or 1.0)(params.fps)
     if params.output == "both":
         raise _invalid("output 'both' requires a streaming model; allowed: 'rgb', 'latents'")
     arguments["output_type"] = "latent" if params.output == "latents" else "pt"
-    steps = arguments.get("num_inference_steps", default_of(facts.parameters, "num_inference_steps"))
+    steps = arguments.get("num_inference_steps", default_of(info.parameters, "num_inference_steps"))
     return PipelineCall(
         arguments=arguments,
         seed=definite_seed(params.seed),
-        num_images=1 if facts.video else params.num_images,
+        num_images=1 if info.video else params.num_images,
         num_steps=steps if isinstance(steps, int) else 0,
         fps=fps,
         lora=_adapters(params, own),
@@ -208,7 +256,8 @@ def _first_block_cache(own: Mapping[str, Any], options: DiffusersOptions) -> flo
         return None
     if options.interleave > 1:
         raise _invalid(
-            f"first_block_cache requires omni.model.interleave 1, this server's is {options.interleave}: interleaved "
+            "first_block_cache requires omni.model.interleave 1, this server's is "
+            f"{options.interleave}: interleaved "
             "requests would share one transformer's cache"
         )
     try:
@@ -223,35 +272,53 @@ def _invalid(message: str) -> RequestFailed:
 
 def _check_fields(params: DiffusionParams) -> None:
     if params.chunk_index not in (None, 0):
-        raise _invalid(f"chunk_index {params.chunk_index}: a pipeline has no sessions, each request is independent")
+        raise _invalid(
+            f"chunk_index {params.chunk_index}: a pipeline has no sessions, each request is "
+            "independent"
+        )
     if params.actions is not None:
         raise _invalid("actions steer worlds; a diffusers pipeline does not support them")
 
 
-def _checked_options(asked: Mapping[str, Any], facts: PipelineFacts) -> dict[str, Any]:
+def _checked_options(requested: Mapping[str, Any], info: PipelineInfo) -> dict[str, Any]:
     """Return the options that are arguments of the pipeline, unchanged."""
-    allowed = [name for name in facts.parameters if name not in _FROM_FIELDS and not _is_tensor_argument(name)]
-    for name, value in asked.items():
+    allowed = [
+        name
+        for name in info.parameters
+        if name not in _FROM_FIELDS and not _is_tensor_argument(name)
+    ]
+    for name, value in requested.items():
         if name not in allowed:
             raise _invalid(
-                f"options: {facts.class_name} has no option {name!r}; it has {', '.join([*_OURS, *sorted(allowed)])}"
+                f"options: {info.class_name} has no option {name!r}; it has "
+                f"{', '.join([*_OURS, *sorted(allowed)])}"
             )
-        if isinstance(value, dict) or (isinstance(value, list) and len(json.dumps(value)) > 16 * _MAX_LIST):
+        if isinstance(value, dict) or (
+            isinstance(value, list) and len(json.dumps(value)) > 16 * _MAX_LIST
+        ):
             raise _invalid(f"options.{name} must be a number, a text, true, false or a short list")
-    length = asked.get("max_sequence_length", 1)
-    if not isinstance(length, int) or isinstance(length, bool) or not 1 <= length <= _MAX_SEQUENCE_LENGTH:
-        raise _invalid(f"options.max_sequence_length must be an integer from 1 to {_MAX_SEQUENCE_LENGTH}")
+    length = requested.get("max_sequence_length", 1)
+    if (
+        not isinstance(length, int)
+        or isinstance(length, bool)
+        or not 1 <= length <= _MAX_SEQUENCE_LENGTH
+    ):
+        raise _invalid(
+            f"options.max_sequence_length must be an integer from 1 to {_MAX_SEQUENCE_LENGTH}"
+        )
     for name in ("sigmas", "timesteps"):
-        if asked.get(name) is not None and not _is_numbers(asked[name]):
+        if requested.get(name) is not None and not _is_numeric(requested[name]):
             raise _invalid(f"options.{name} must be a list of 1 to {_MAX_LIST} numbers")
-    return dict(asked)
+    return dict(requested)
 
 
 def _is_tensor_argument(name: str) -> bool:
-    return name.endswith(("_embeds", "_embeds_mask", "image", "_mask", "video", "latents", "attention_mask"))
+    return name.endswith(
+        ("_embeds", "_embeds_mask", "image", "_mask", "video", "latents", "attention_mask")
+    )
 
 
-def _is_numbers(value: Any) -> bool:
+def _is_numeric(value: Any) -> bool:
     return (
         isinstance(value, list)
         and 1 <= len(value) <= _MAX_LIST
@@ -263,7 +330,7 @@ def _texts(
     arguments: dict[str, Any],
     params: DiffusionParams,
     own: Mapping[str, Any],
-    facts: PipelineFacts,
+    info: PipelineInfo,
     options: DiffusersOptions,
 ) -> dict[str, Any]:
     """Set the prompts, with the suffix of the prompt's language if requested.
@@ -277,26 +344,34 @@ def _texts(
         if prompt:
             raise _invalid("send either a prompt or prompt_embeds, not both")
         arguments.pop("prompt", None)
-    elif "prompt" in facts.parameters:
+    elif "prompt" in info.parameters:
         if prompt is None:
             raise _invalid("a prompt or the tensor prompt_embeds is needed")
-        if not facts.encodes_text:
-            raise _invalid("the pipeline is served without its text encoder: send the tensor prompt_embeds")
+        if not info.encodes_text:
+            raise _invalid(
+                "the pipeline is served without its text encoder: send the tensor prompt_embeds"
+            )
         language = own.get("prompt_suffix", options.request_defaults().prompt_suffix)
-        suffixes = facts.conventions.prompt_suffixes
+        suffixes = info.conventions.prompt_suffixes
         if language not in ("off", "auto", *suffixes):
-            raise _invalid(f"options.prompt_suffix must be one of off, auto, {', '.join(suffixes)}; got {language!r}")
+            raise _invalid(
+                f"options.prompt_suffix must be one of off, auto, {', '.join(suffixes)}; got "
+                f"{language!r}"
+            )
         if language != "off" and suffixes:
             suffix = suffixes[language_of(prompt) if language == "auto" else language]
             prompt, meta["prompt_suffix"] = prompt + suffix, suffix
         arguments["prompt"] = prompt
     elif prompt:
-        raise _invalid(f"{facts.class_name} takes no prompt")
+        raise _invalid(f"{info.class_name} takes no prompt")
     if params.negative_prompt is not None:
-        if "negative_prompt" not in facts.parameters:
-            raise _invalid(f"{facts.class_name} takes no negative prompt")
-        if params.negative_prompt and not facts.encodes_text:
-            raise _invalid("the pipeline is served without its text encoder: send the tensor negative_prompt_embeds")
+        if "negative_prompt" not in info.parameters:
+            raise _invalid(f"{info.class_name} takes no negative prompt")
+        if params.negative_prompt and not info.encodes_text:
+            raise _invalid(
+                "the pipeline is served without its text encoder: send the tensor "
+                "negative_prompt_embeds"
+            )
         arguments["negative_prompt"] = params.negative_prompt
     if "negative_prompt_embeds" in arguments:
         if params.negative_prompt:
@@ -309,7 +384,7 @@ def _size(
     arguments: dict[str, Any],
     params: DiffusionParams,
     own: Mapping[str, Any],
-    facts: PipelineFacts,
+    info: PipelineInfo,
     options: DiffusersOptions,
 ) -> None:
     """Set height and width.
@@ -321,9 +396,9 @@ def _size(
     width, height = params.width, params.height
     ratio = own.get("aspect_ratio")
     if ratio is not None:
-        table = facts.conventions.aspect_ratios
+        table = info.conventions.aspect_ratios
         if ratio not in table:
-            known = ", ".join(table) or f"{facts.class_name} has none; send width and height"
+            known = ", ".join(table) or f"{info.class_name} has none; send width and height"
             raise _invalid(f"options.aspect_ratio {ratio!r} is unknown; known: {known}")
         # takes precedence over width and height, which endpoints always send
         width, height = table[ratio]
@@ -333,58 +408,76 @@ def _size(
     width, height = width or defaults.width, height or defaults.height
     if width is None or height is None:
         return
-    if "width" not in facts.parameters or "height" not in facts.parameters:
-        raise _invalid(f"{facts.class_name} derives its size from the input; send no width and height")
-    multiple = facts.size_multiple
+    if "width" not in info.parameters or "height" not in info.parameters:
+        raise _invalid(
+            f"{info.class_name} derives its size from the input; send no width and height"
+        )
+    multiple = info.size_multiple
     if width % multiple or height % multiple:
         near = [max(multiple, round(side / multiple) * multiple) for side in (width, height)]
         raise RequestFailed(
             "unsupported_size",
-            f"{width}x{height}: width and height must be multiples of {multiple}, for example {near[0]}x{near[1]}",
+            f"{width}x{height}: width and height must be multiples of {multiple}, for example "
+            f"{near[0]}x{near[1]}",
         )
-    default_width, default_height = default_size(facts.parameters, options)
-    limit = max(max_pixels(facts.parameters, options), default_width * default_height)
+    default_width, default_height = default_size(info.parameters, options)
+    limit = max(max_pixels(info.parameters, options), default_width * default_height)
     if width * height > limit:
-        raise RequestFailed("unsupported_size", f"{width}x{height} exceeds the limit of {limit} pixels on this server")
+        raise RequestFailed(
+            "unsupported_size",
+            f"{width}x{height} exceeds the limit of {limit} pixels on this server",
+        )
     arguments["width"], arguments["height"] = width, height
 
 
 def _counts(
-    arguments: dict[str, Any], params: DiffusionParams, facts: PipelineFacts, options: DiffusersOptions
+    arguments: dict[str, Any],
+    params: DiffusionParams,
+    info: PipelineInfo,
+    options: DiffusersOptions,
 ) -> None:
     """Set the numbers of steps, frames and images."""
     if params.num_inference_steps is not None:
-        if "num_inference_steps" not in facts.parameters:
-            raise _invalid(f"{facts.class_name} has a fixed number of steps")
+        if "num_inference_steps" not in info.parameters:
+            raise _invalid(f"{info.class_name} has a fixed number of steps")
         if params.num_inference_steps > options.max_num_inference_steps:
             raise _invalid(
-                f"num_inference_steps {params.num_inference_steps} is more than {options.max_num_inference_steps}"
+                f"num_inference_steps {params.num_inference_steps} is more than "
+                f"{options.max_num_inference_steps}"
             )
         arguments["num_inference_steps"] = params.num_inference_steps
-    frames = params.num_frames if params.num_frames is not None else options.request_defaults().num_frames
-    if facts.video and frames is not None:
-        stride = facts.frame_stride
+    frames = (
+        params.num_frames
+        if params.num_frames is not None
+        else options.request_defaults().num_frames
+    )
+    if info.video and frames is not None:
+        stride = info.frame_stride
         if (frames - 1) % stride:
             near = 1 + stride * round((frames - 1) / stride)
-            raise _invalid(f"num_frames {frames}: must be 1 + a multiple of {stride}, for example {near}")
+            raise _invalid(
+                f"num_frames {frames}: must be 1 + a multiple of {stride}, for example {near}"
+            )
         if frames > options.max_num_frames:
             raise _invalid(f"num_frames {frames} is more than {options.max_num_frames}")
         arguments["num_frames"] = frames
     elif params.num_frames is not None:
-        raise _invalid(f"{facts.class_name} generates images; send no num_frames")
+        raise _invalid(f"{info.class_name} generates images; send no num_frames")
     if params.num_images > 1:
-        if facts.video or "num_images_per_prompt" not in facts.parameters:
-            raise _invalid(f"{facts.class_name} generates one result per request; num_images must be 1")
+        if info.video or "num_images_per_prompt" not in info.parameters:
+            raise _invalid(
+                f"{info.class_name} generates one result per request; num_images must be 1"
+            )
         if params.num_images > _MAX_IMAGES:
             raise _invalid(f"num_images {params.num_images} is more than {_MAX_IMAGES}")
         arguments["num_images_per_prompt"] = params.num_images
 
 
-def _guidance(arguments: dict[str, Any], params: DiffusionParams, facts: PipelineFacts) -> None:
+def _guidance(arguments: dict[str, Any], params: DiffusionParams, info: PipelineInfo) -> None:
     if params.guidance_scale is None:
         return
-    if facts.guidance is None:
-        raise _invalid(f"{facts.class_name} has no guidance scale")
+    if info.guidance is None:
+        raise _invalid(f"{info.class_name} has no guidance scale")
     # The option of that name takes precedence, because endpoints always send guidance_scale.
-    if facts.guidance not in params.options:
-        arguments[facts.guidance] = params.guidance_scale
+    if info.guidance not in params.options:
+        arguments[info.guidance] = params.guidance_scale

@@ -45,7 +45,9 @@ def latents_tensor(output: Mapping[str, Any]) -> torch.Tensor:
     """Return the unmodified latents of a pipeline that was called with `output_type="latent"`."""
     value = _main_value(output)
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"the pipeline returned {type(value).__name__} for output_type='latent', not a tensor")
+        raise TypeError(
+            f"the pipeline returned {type(value).__name__} for output_type='latent', not a tensor"
+        )
     return value.contiguous()
 
 
@@ -53,22 +55,32 @@ def _main_value(output: Mapping[str, Any]) -> Any:
     for key in _KEYS:
         if key in output:
             return output[key]
-    raise TypeError(f"the pipeline returned {', '.join(output) or 'nothing'}; supported: {', '.join(_KEYS)}")
+    raise TypeError(
+        f"the pipeline returned {', '.join(output) or 'nothing'}; supported: {', '.join(_KEYS)}"
+    )
 
 
 def _to_uint8(value: Any) -> torch.Tensor:
     """Convert to uint8 with channels last, on the device of the value."""
     if isinstance(value, torch.Tensor):
-        pixels = value if value.dtype == torch.uint8 else (value.float() * 255).round().to(torch.uint8)
+        pixels = (
+            value if value.dtype == torch.uint8 else (value.float() * 255).round().to(torch.uint8)
+        )
         return pixels.movedim(-3, -1)
     if isinstance(value, np.ndarray):
-        array = value if value.dtype == np.uint8 else (value.astype(np.float32, copy=False) * 255).round()
+        array = (
+            value
+            if value.dtype == np.uint8
+            else (value.astype(np.float32, copy=False) * 255).round()
+        )
         return torch.from_numpy(array.astype(np.uint8))
     if isinstance(value, list) and value:
         if isinstance(value[0], list | torch.Tensor | np.ndarray):
             return torch.stack([_to_uint8(item) for item in value])
         return torch.stack([torch.from_numpy(np.array(image.convert("RGB"))) for image in value])
-    raise TypeError(f"the pipeline returned {type(value).__name__}; supported: tensors, arrays and PIL images")
+    raise TypeError(
+        f"the pipeline returned {type(value).__name__}; supported: tensors, arrays and PIL images"
+    )
 
 
 def _rgb(pixels: torch.Tensor) -> torch.Tensor:

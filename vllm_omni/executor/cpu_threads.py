@@ -24,7 +24,7 @@ class CpuThreads:
         if self._count is not None:
             torch.set_num_threads(1)
 
-    def give(self) -> None:
+    def set_threads(self) -> None:
         """Give the CPU threads to the calling thread. Idempotent.
 
         A worker thread calls it when it starts, the engine's thread when no worker thread is left.

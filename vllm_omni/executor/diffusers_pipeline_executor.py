@@ -35,8 +35,8 @@ from vllm_omni.executor.pipeline_host import PipelineHost
 from vllm_omni.executor.pipeline_runner import PipelineRunner
 from vllm_omni.model_executor.models.diffusers_pipeline.options import DiffusersOptions, LoraSource
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.processes import end_with_parent, engine_processes
 from vllm_omni.registration import steps_one_at_a_time
+from vllm_omni.runtime.processes import end_with_parent, engine_processes
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -47,7 +47,8 @@ class DiffusersPipelineExecutor(Executor):
     def _init_executor(self) -> None:
         if self.parallel_config.world_size != 1:
             raise ValueError(
-                "DiffusersPipelineExecutor runs one process on one device: tensor, pipeline and context parallel sizes "
+                "DiffusersPipelineExecutor runs one process on one device: tensor, pipeline and "
+                "context parallel sizes "
                 f"must be 1, their product is {self.parallel_config.world_size}"
             )
         self.worker = PipelineWorker(self.vllm_config)
@@ -86,7 +87,9 @@ class DiffusersPipelineExecutor(Executor):
         """Return an empty output. Pooling requests get their output from `execute_model`."""
         return _done(EMPTY_MODEL_RUNNER_OUTPUT) if non_block else EMPTY_MODEL_RUNNER_OUTPUT
 
-    def profile(self, is_start: bool = True, profile_prefix: str | None = None, **options: Any) -> None:
+    def profile(
+        self, is_start: bool = True, profile_prefix: str | None = None, **options: Any
+    ) -> None:
         self.worker.profile(is_start, profile_prefix, **options)
 
     def check_health(self) -> None:
@@ -101,8 +104,12 @@ class DiffusersPipelineExecutor(Executor):
         """Stop calls at their next step and free the pipeline. Idempotent."""
         self.worker.shutdown()
 
-    def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int | None = None) -> None:
-        raise NotImplementedError("a diffusers pipeline is saved with diffusers' own save_pretrained")
+    def save_sharded_state(
+        self, path: str, pattern: str | None = None, max_size: int | None = None
+    ) -> None:
+        raise NotImplementedError(
+            "a diffusers pipeline is saved with diffusers' own save_pretrained"
+        )
 
 
 def _done(output: ModelRunnerOutput) -> Future[ModelRunnerOutput]:
@@ -120,7 +127,9 @@ class PipelineWorker:
         omni = OmniConfig.from_additional_config(vllm_config.additional_config)
         self.device = _device(vllm_config)
         dtype = vllm_config.model_config.dtype
-        assert isinstance(dtype, torch.dtype), "vLLM resolves dtype names before it creates an executor"
+        assert isinstance(dtype, torch.dtype), (
+            "vLLM resolves dtype names before it creates an executor"
+        )
         self._cpu_threads = CpuThreads(self.device)
         host = PipelineHost(
             Path(vllm_config.model_config.model),
@@ -132,7 +141,7 @@ class PipelineWorker:
         self.runner = PipelineRunner(
             host,
             step_at_a_time=steps_one_at_a_time(vllm_config),
-            on_lane_start=self._cpu_threads.give,
+            on_thread_start=self._cpu_threads.set_threads,
         )
         self._profiler: Any = None
         self._shut_down = False
@@ -170,13 +179,17 @@ class PipelineWorker:
 
         return [layout.name for layout in get_supported_kv_cache_layouts([])]
 
-    def set_kv_cache_layout(self, kv_cache_layout: str, cp_kv_cache_interleave_size: int = 1) -> None: ...
+    def set_kv_cache_layout(
+        self, kv_cache_layout: str, cp_kv_cache_interleave_size: int = 1
+    ) -> None: ...
 
     def _nothing(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing. (Data-parallel engines are independent and need no lockstep.)"""
 
     initialize_from_config = update_max_model_len = execute_dummy_batch = _nothing
-    get_kv_connector_handshake_metadata = get_simple_cpu_offload_num_cpu_blocks = take_draft_token_ids = _nothing
+    get_kv_connector_handshake_metadata = get_simple_cpu_offload_num_cpu_blocks = (
+        take_draft_token_ids
+    ) = _nothing
     reset_mm_cache = reset_encoder_cache = _nothing
 
     def determine_available_memory(self) -> int:
@@ -200,7 +213,11 @@ class PipelineWorker:
         if self.device.type != "cuda":
             return {}
         free, total = torch.cuda.mem_get_info(self.device)
-        return {"used": total - free, "total": total, "torch_peak": torch.cuda.max_memory_allocated(self.device)}
+        return {
+            "used": total - free,
+            "total": total,
+            "torch_peak": torch.cuda.max_memory_allocated(self.device),
+        }
 
     def sleep(self, level: int = 1) -> dict[str, int]:
         """Free device memory.
@@ -210,9 +227,13 @@ class PipelineWorker:
         aborted it.
         """
         if level == 2:
-            self.runner.cancel_all(RequestFailed("capacity", "the engine was put to sleep during this request"))
+            self.runner.cancel_all(
+                RequestFailed("capacity", "the engine was put to sleep during this request")
+            )
         freed = self.runner.host.sleep(level)
-        logger.info("sleep level %d freed %.2f GiB on %s", level, freed["freed"] / 2**30, self.device)
+        logger.info(
+            "sleep level %d freed %.2f GiB on %s", level, freed["freed"] / 2**30, self.device
+        )
         return freed
 
     def wake_up(self, tags: list[str] | None = None) -> None:
@@ -237,8 +258,13 @@ class PipelineWorker:
             ValueError: The arguments are not supported.
         """
         if kwargs.get("weights_iterator") is not None:
-            raise ValueError("reload_weights accepts a pipeline directory (weights_path) or nothing, not an iterator")
-        self.runner.cancel_all(RequestFailed("capacity", "the weights were reloaded during this request"))
+            raise ValueError(
+                "reload_weights accepts a pipeline directory (weights_path) or nothing, not an "
+                "iterator"
+            )
+        self.runner.cancel_all(
+            RequestFailed("capacity", "the weights were reloaded during this request")
+        )
         self.runner.host.reload(None if weights_path is None else Path(weights_path))
 
     # -- adapters ----------------------------------------------------------------------------------
@@ -246,7 +272,9 @@ class PipelineWorker:
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter for vLLM's own call. Requests then use its name in `options.lora`."""
         host, source = self.runner.host, LoraSource(path=lora_request.lora_path)
-        return host.adapters.add(host.pipeline, lora_request.lora_name, source, lora_request.lora_int_id)
+        return host.adapters.add_adapter(
+            host.pipeline, lora_request.lora_name, source, lora_request.lora_int_id
+        )
 
     def remove_lora(self, lora_id: int) -> bool:
         host = self.runner.host
@@ -259,7 +287,9 @@ class PipelineWorker:
     def list_loras(self) -> set[int]:
         return self.runner.host.adapters.ids
 
-    def load_lora(self, name: str, path: str, weight_name: str | None = None, scale: float = 1.0) -> bool:
+    def load_lora(
+        self, name: str, path: str, weight_name: str | None = None, scale: float = 1.0
+    ) -> bool:
         """Load an adapter. For `collective_rpc("load_lora", args=(name, path))`.
 
         Args:
@@ -275,7 +305,9 @@ class PipelineWorker:
             ValueError: It cannot be loaded.
         """
         host = self.runner.host
-        return host.adapters.add(host.pipeline, name, LoraSource(path=path, weight_name=weight_name, scale=scale))
+        return host.adapters.add_adapter(
+            host.pipeline, name, LoraSource(path=path, weight_name=weight_name, scale=scale)
+        )
 
     def unload_lora(self, name: str) -> bool:
         host = self.runner.host
@@ -311,15 +343,17 @@ class PipelineWorker:
         name = f"{profile_prefix}_pipeline" if profile_prefix else "pipeline"
         if self._profiler is None:
             self._profiler = create_worker_profiler(config, worker_name=name, local_rank=0)
-            self.runner.on_turn = self._profiler.step
+            self.runner.on_step = self._profiler.step
         if is_start:
             self._profiler.set_output_name(name)  # an earlier session may have set another name
             set_profiler_kwargs(self._profiler, profiler_kwargs)
-            self.runner.on_lane(
-                lambda: self._profiler.start(delay_iterations=delay_iterations, max_iterations=max_iterations)
+            self.runner.on_worker_thread(
+                lambda: self._profiler.start(
+                    delay_iterations=delay_iterations, max_iterations=max_iterations
+                )
             )
         else:
-            self.runner.on_lane(self._profiler.stop)
+            self.runner.on_worker_thread(self._profiler.stop)
 
     def check_health(self) -> None:
         if self._shut_down:
@@ -331,7 +365,7 @@ class PipelineWorker:
         self._shut_down = True
         self.runner.close()
         self.runner.host.close()
-        self._cpu_threads.give()
+        self._cpu_threads.set_threads()
 
 
 def _device(vllm_config: VllmConfig) -> torch.device:

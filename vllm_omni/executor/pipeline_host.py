@@ -2,7 +2,7 @@
 """`PipelineHost`: owns one loaded pipeline, its weights and its adapters.
 
 This module depends neither on requests nor on the scheduler. Weights are safetensors files. Code
-from checkpoints is never executed.
+from periodic_snapshots is never executed.
 """
 
 import copy
@@ -56,7 +56,8 @@ class PipelineHost:
         self.random_weights = random_weights
         if options.offload != "none" and device.type == "cpu":
             raise ValueError(
-                f"omni.model.offload {options.offload!r} requires an accelerator: on a CPU the weights are already in "
+                f"omni.model.offload {options.offload!r} requires an accelerator: on a CPU the "
+                "weights are already in "
                 "host memory; remove the option"
             )
         if options.offload != "none":
@@ -79,7 +80,9 @@ class PipelineHost:
             RuntimeError: Its weights are discarded (sleep level 2).
         """
         if self._pipeline is None:
-            raise RuntimeError("the pipeline's weights were discarded by sleep level 2; wake it up first")
+            raise RuntimeError(
+                "the pipeline's weights were discarded by sleep level 2; wake it up first"
+            )
         return self._pipeline
 
     @property
@@ -87,8 +90,14 @@ class PipelineHost:
         """Bytes of all parameters and buffers on all devices."""
         if self._pipeline is None:
             return 0
-        modules = [part for part in self._pipeline.components.values() if isinstance(part, torch.nn.Module)]
-        tensors = {id(tensor): tensor for module in modules for tensor in (*module.parameters(), *module.buffers())}
+        modules = [
+            part for part in self._pipeline.components.values() if isinstance(part, torch.nn.Module)
+        ]
+        tensors = {
+            id(tensor): tensor
+            for module in modules
+            for tensor in (*module.parameters(), *module.buffers())
+        }
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
     def load(self) -> None:
@@ -100,19 +109,24 @@ class PipelineHost:
         import diffusers
 
         options, started_s = self.options, time.perf_counter()
-        index = PipelineIndex.read(self.path)
+        index = PipelineIndex.read_folder(self.path)
         class_name = options.pipeline_class or index.class_name
         check_class(class_name)
         check_components(self.path, index, options.without)
         unknown = sorted(set(options.component_dtypes) - set(index.components))
         if unknown:
-            raise ValueError(f"omni.model.component_dtypes: {unknown[0]!r} is none of {', '.join(index.components)}")
+            raise ValueError(
+                f"omni.model.component_dtypes: {unknown[0]!r} is none of "
+                f"{', '.join(index.components)}"
+            )
         dtypes = {name: getattr(torch, dtype) for name, dtype in options.component_dtypes.items()}
         random: dict[str, Any] = {}
         if self.random_weights:
             # With offloading, weights stay on the host until a hook moves them.
-            place = self.device if options.offload == "none" else torch.device("cpu")
-            random = random_components(self.path, index, options.without, dtypes, self.dtype, place)
+            position = self.device if options.offload == "none" else torch.device("cpu")
+            random = random_components(
+                self.path, index, options.without, dtypes, self.dtype, position
+            )
         else:
             check_weights(self.path, index, options.without)
         pipeline = getattr(diffusers, class_name).from_pretrained(
@@ -153,9 +167,11 @@ class PipelineHost:
             ValueError: The class differs, or the directory is not supported.
         """
         if path is not None:
-            other = PipelineIndex.read(path).class_name
-            if other != PipelineIndex.read(self.path).class_name:
-                raise ValueError(f"{path} contains a {other}, not the pipeline class that is served")
+            other = PipelineIndex.read_folder(path).class_name
+            if other != PipelineIndex.read_folder(self.path).class_name:
+                raise ValueError(
+                    f"{path} contains a {other}, not the pipeline class that is served"
+                )
             self.path = path
         self._pipeline = None
         gc.collect()
@@ -173,7 +189,9 @@ class PipelineHost:
         if self.options.vae_tiling:
             vae = pipeline.components.get("vae")
             if not hasattr(vae, "enable_tiling"):
-                raise ValueError(f"omni.model.vae_tiling: the VAE of {type(pipeline).__name__} has no tiling")
+                raise ValueError(
+                    f"omni.model.vae_tiling: the VAE of {type(pipeline).__name__} has no tiling"
+                )
             vae.enable_tiling()
             if hasattr(vae, "enable_slicing"):
                 vae.enable_slicing()
@@ -207,7 +225,10 @@ class PipelineHost:
         Returns:
             A list, or a single generator if `count` is 1.
         """
-        sources = [torch.Generator(self.device).manual_seed(nth_seed(seed, number)) for number in range(count)]
+        sources = [
+            torch.Generator(self.device).manual_seed(nth_seed(seed, number))
+            for number in range(count)
+        ]
         return sources[0] if count == 1 else sources
 
     # -- sleep -------------------------------------------------------------------------------------

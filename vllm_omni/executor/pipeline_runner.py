@@ -2,10 +2,10 @@
 """`PipelineRunner`: runs scheduled requests, one denoise step of each per engine step.
 
 It sequences its parts: requests (`RequestStates`), the pipeline (`PipelineHost`), and one worker
-thread (`Lane`) for each request that may run at once (`omni.model.interleave`, by default one;
-other requests wait in the scheduler's order). In its first engine step a request runs its encoding
-and first denoise step, then one step each, and finally its decode. Between engine steps its thread
-is paused, so an abort takes effect before the next step.
+thread (`WorkerThread`) for each request that may run at once (`omni.model.interleave`, by default
+one; other requests wait in the scheduler's order). In its first engine step a request runs its
+encoding and first denoise step, then one step each, and finally its decode. Between engine steps
+its thread is paused, so an abort takes effect before the next step.
 
 Invariants (tests/executor/):
 - The result is bit-identical to calling the pipeline directly, whatever else is served.
@@ -25,11 +25,11 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from vllm_omni.executor.adapters import Selection
-from vllm_omni.executor.call_arguments import PipelineCall, PipelineFacts, pipeline_call
+from vllm_omni.executor.call_arguments import PipelineCall, PipelineInfo, pipeline_call
 from vllm_omni.executor.call_results import latents_tensor, result_tensors
-from vllm_omni.executor.lane import Gate, Lane
 from vllm_omni.executor.pipeline_host import PipelineHost
 from vllm_omni.executor.transformer_cache import cached_steps
+from vllm_omni.executor.worker_thread import PausePoint, WorkerThread
 from vllm_omni.model_executor.requests import RequestState, RequestStates
 from vllm_omni.model_executor.results import FiniteCheck
 from vllm_omni.outputs import RequestFailed, pack, pack_error
@@ -50,13 +50,13 @@ class RunningCall:
     """The validated request."""
     lora: Selection
     """Its LoRA adapters."""
-    lane: Lane[Result]
+    thread: WorkerThread[Result]
     """Its worker thread."""
     step: int = 0
     """Steps done."""
     num_steps: int = 0
     """Steps in total, as reported by the pipeline once it is known."""
-    turn_ms: list[float] = field(default_factory=list)
+    step_ms: list[float] = field(default_factory=list)
     """Duration of each of its engine steps in milliseconds."""
 
 
@@ -67,27 +67,32 @@ class PipelineRunner:
         host: The pipeline.
         step_at_a_time: Whether an engine step runs one denoise step. If false, it runs a whole
             request.
-        on_lane_start: Called first on every worker thread.
+        on_thread_start: Called first on every worker thread.
     """
 
     def __init__(
-        self, host: PipelineHost, *, step_at_a_time: bool, on_lane_start: Callable[[], None] = lambda: None
+        self,
+        host: PipelineHost,
+        *,
+        step_at_a_time: bool,
+        on_thread_start: Callable[[], None] = lambda: None,
     ) -> None:
         self.host = host
-        self.facts = PipelineFacts.of(host.pipeline)
+        self.info = PipelineInfo.of_pipeline(host.pipeline)
         self.requests = RequestStates()
         self.step_at_a_time = step_at_a_time
         self._running: dict[str, RunningCall] = {}
-        self._on_lane_start = on_lane_start
-        self._lanes: list[Lane[Result]] = [
-            Lane(f"pipeline-{number}", self._start_lane) for number in range(host.options.interleave)
+        self._on_thread_start = on_thread_start
+        self._threads: list[WorkerThread[Result]] = [
+            WorkerThread(f"pipeline-{number}", self._start_thread)
+            for number in range(host.options.interleave)
         ]
-        self.on_turn: Callable[[], None] = lambda: None
+        self.on_step: Callable[[], None] = lambda: None
         """Called after each step on the worker thread, for example by a profiler that counts
         steps."""
 
-    def _start_lane(self) -> None:
-        self._on_lane_start()
+    def _start_thread(self) -> None:
+        self._on_thread_start()
         if self.host.device.type == "cuda":
             torch.cuda.set_device(self.host.device)
 
@@ -98,18 +103,18 @@ class PipelineRunner:
         for request_id in scheduler_output.finished_req_ids:
             self._drop(request_id)
         for data in scheduler_output.scheduled_new_reqs:
-            self.requests.add(data)
+            self.requests.add_request(data)
         scheduled = list(scheduler_output.num_scheduled_tokens)
         if not scheduled:
             return EMPTY_MODEL_RUNNER_OUTPUT
-        outputs = [self._turn(self.requests[request_id]) for request_id in scheduled]
+        outputs = [self._step(self.requests[request_id]) for request_id in scheduled]
         return ModelRunnerOutput(
             req_ids=scheduled,
             req_id_to_index={request_id: index for index, request_id in enumerate(scheduled)},
             pooler_output=outputs,
         )
 
-    def _turn(self, state: RequestState) -> torch.Tensor | None:
+    def _step(self, state: RequestState) -> torch.Tensor | None:
         """Return the envelope of a request that has finished or failed, else None."""
         try:
             if state.failure is not None:
@@ -136,23 +141,27 @@ class PipelineRunner:
 
     def _admit(self, state: RequestState) -> bool:
         """Validate a request and assign a worker thread. Returns False if none is free."""
-        lane = next((lane for lane in self._lanes if not lane.busy), None)
-        if lane is None:
+        thread = next((thread for thread in self._threads if not thread.busy), None)
+        if thread is None:
             return False
         if self.host.asleep:
             raise RequestFailed("capacity", "the pipeline is asleep; wake it up first")
         assert state.params is not None
-        call = pipeline_call(state.params, state.tensors, self.facts, self.host.options, self.host.device)
-        running = RunningCall(call, self.host.adapters.select(call.lora), lane, num_steps=call.num_steps)
-        lane.start(lambda gate: self._run(running, gate))
+        call = pipeline_call(
+            state.params, state.tensors, self.info, self.host.options, self.host.device
+        )
+        running = RunningCall(
+            call, self.host.adapters.select(call.lora), thread, num_steps=call.num_steps
+        )
+        thread.start_work(lambda pause: self._run(running, pause))
         self._running[state.request_id] = running
         return True
 
     def _advance(self, state: RequestState, running: RunningCall) -> torch.Tensor | None:
         self.host.adapters.activate(self.host.pipeline, running.lora)
         started_s = time.perf_counter()
-        finished, result = running.lane.advance()
-        running.turn_ms.append(round((time.perf_counter() - started_s) * 1e3, 3))
+        finished, result = running.thread.advance()
+        running.step_ms.append(round((time.perf_counter() - started_s) * 1e3, 3))
         if not finished:
             return None
         del self._running[state.request_id]
@@ -168,33 +177,37 @@ class PipelineRunner:
         }
         if running.lora:
             meta["lora"] = dict(running.lora)
-        first, *later = running.turn_ms
+        first, *later = running.step_ms
         total_ms = round((time.perf_counter() - state.started_s) * 1e3, 3)
         # The pipeline does not separate encoding from the first step. Without a step callback, all
         # is one.
         stages = {"encode_and_first_step": [first], "steps": later[:-1], "decode": later[-1:]}
         return pack({**meta, "timings_ms": {**stages, "total": [total_ms]}}, tensors)
 
-    def _run(self, running: RunningCall, gate: Gate) -> Result:
+    def _run(self, running: RunningCall, pause: PausePoint) -> Result:
         """Run the whole pipeline call. Executed on the worker thread."""
-        call, video = running.call, self.facts.video
+        call, video = running.call, self.info.video
         pipeline = self.host.call_object()
         arguments = dict(call.arguments)
-        if "generator" in self.facts.parameters:
+        if "generator" in self.info.parameters:
             arguments["generator"] = self.host.generators(call.seed, call.num_images)
-        pace = _Pace(self.host.device)
+        pace = _StepTimes(self.host.device)
 
-        def on_step_end(pipe: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        def on_step_end(
+            pipe: Any, index: int, timestep: Any, tensors: dict[str, Any]
+        ) -> dict[str, Any]:
             running.step = index + 1
             running.num_steps = max(int(pipe.num_timesteps), running.step)
-            if running.step == running.num_steps and isinstance(tensors.get("latents"), torch.Tensor):
+            if running.step == running.num_steps and isinstance(
+                tensors.get("latents"), torch.Tensor
+            ):
                 FiniteCheck(tensors["latents"]).require("the request's latents")
             pace.step_launched()
-            self.on_turn()
-            gate()
+            self.on_step()
+            pause()
             return {}
 
-        if "callback_on_step_end" in self.facts.parameters:
+        if "callback_on_step_end" in self.info.parameters:
             arguments["callback_on_step_end"] = on_step_end
         meta: dict[str, Any] = {}
         with cached_steps(pipeline, call.first_block_cache) as counted:
@@ -221,7 +234,7 @@ class PipelineRunner:
     def _release(self, request_id: str) -> None:
         running = self._running.pop(request_id)
         try:
-            running.lane.cancel()
+            running.thread.cancel()
         except Exception:  # boundary: cleanup code of a pipeline may fail
             logger.exception("the pipeline failed while its call was cancelled")
 
@@ -235,25 +248,31 @@ class PipelineRunner:
         self.host.after_abandoned_call()
 
     def close(self) -> None:
-        for lane in self._lanes:
-            lane.close()
+        for thread in self._threads:
+            thread.close()
 
     def request_progress(self) -> dict[str, list[int]]:
         """Return `{session id: [steps done, steps in total]}` of all unfinished requests."""
         progress = {}
         for state in self.requests.values():
-            if state.params is not None and state.failure is None and not state.is_session_operation:
+            if (
+                state.params is not None
+                and state.failure is None
+                and not state.is_session_operation
+            ):
                 running = self._running.get(state.request_id)
                 wanted = state.params.num_inference_steps or 0
-                progress[state.params.session_id] = [running.step, running.num_steps] if running else [0, wanted]
+                progress[state.params.session_id] = (
+                    [running.step, running.num_steps] if running else [0, wanted]
+                )
         return progress
 
-    def on_lane(self, function: Callable[[], None]) -> None:
+    def on_worker_thread(self, function: Callable[[], None]) -> None:
         """Run a function on the first worker thread, the only one without interleaving."""
-        self._lanes[0].call(function)
+        self._threads[0].call(function)
 
 
-class _Pace:
+class _StepTimes:
     """Limits the host to one step ahead of the device, so that aborts take effect within a step."""
 
     def __init__(self, device: torch.device) -> None:
@@ -272,7 +291,9 @@ class _Pace:
 def _session_operation(state: RequestState) -> dict[str, Any]:
     assert state.params is not None
     if state.params.op == "fork":
-        raise RequestFailed("invalid_request", "a diffusers pipeline has no sessions, so nothing can be forked")
+        raise RequestFailed(
+            "invalid_request", "a diffusers pipeline has no sessions, so nothing can be forked"
+        )
     return {"op": state.params.op, "session_id": state.params.session_id, "existed": False}
 
 
@@ -294,4 +315,6 @@ def _as_failure(error: Exception, *, started: bool) -> RequestFailed:
         text = " ".join(str(error).split())
         quoted = f": {text}" if 0 < len(text) <= _MAX_QUOTED and not _PRIVATE.search(text) else ""
         return RequestFailed("invalid_request", f"the pipeline refused the request{quoted}")
-    return RequestFailed("engine_error", "the pipeline failed on this request; the server's log has the details")
+    return RequestFailed(
+        "engine_error", "the pipeline failed on this request; the server's log has the details"
+    )

@@ -50,11 +50,15 @@ def random_components(
     }
 
 
-def _random(folder: Path, library: str, class_name: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def _random(
+    folder: Path, library: str, class_name: str, dtype: torch.dtype, device: torch.device
+) -> nn.Module:
     from accelerate import init_empty_weights
 
     if library not in ("diffusers", "transformers"):
-        raise ValueError(f"component {folder.name!r} of library {library!r} cannot have random weights")
+        raise ValueError(
+            f"component {folder.name!r} of library {library!r} cannot have random weights"
+        )
     model_class = getattr(importlib.import_module(library), class_name)
     # Parameters are created as meta tensors; tables that a constructor computes stay real.
     with init_empty_weights(include_buffers=False):
@@ -64,12 +68,14 @@ def _random(folder: Path, library: str, class_name: str, dtype: torch.dtype, dev
             model = model_class(model_class.config_class.from_pretrained(folder))
     generator = torch.Generator(device).manual_seed(zlib.crc32(folder.name.encode()))
     drawn: dict[int, nn.Parameter] = {}  # by id, so that tied parameters stay tied
-    in_float32 = _kept_in_float32(model_class, library, dtype)
+    in_float32 = _stays_in_float32(model_class, library, dtype)
     for path, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) not in drawn:
                 keep = in_float32 & {*path.split("."), name}
-                data = torch.empty(parameter.shape, dtype=torch.float32 if keep else dtype, device=device)
+                data = torch.empty(
+                    parameter.shape, dtype=torch.float32 if keep else dtype, device=device
+                )
                 if data.dim() > 1:
                     data.normal_(std=_STD, generator=generator)
                 else:
@@ -81,13 +87,19 @@ def _random(folder: Path, library: str, class_name: str, dtype: torch.dtype, dev
             # in.
             persistent = name not in module._non_persistent_buffers_set
             wanted = dtype if persistent and buffer.is_floating_point() else buffer.dtype
-            module.register_buffer(name, buffer.to(device=device, dtype=wanted), persistent=persistent)
+            module.register_buffer(
+                name, buffer.to(device=device, dtype=wanted), persistent=persistent
+            )
     return model.eval()
 
 
-def _kept_in_float32(model_class: Any, library: str, dtype: torch.dtype) -> set[str]:
+def _stays_in_float32(model_class: Any, library: str, dtype: torch.dtype) -> set[str]:
     """Return the modules that the model's class keeps in float32 when loaded in another dtype."""
-    names = _names(model_class, "_keep_in_fp32_modules") if library == "diffusers" or dtype == torch.float16 else set()
+    names = (
+        _names(model_class, "_keep_in_fp32_modules")
+        if library == "diffusers" or dtype == torch.float16
+        else set()
+    )
     return names | _names(model_class, "_keep_in_fp32_modules_strict")
 
 

@@ -39,7 +39,9 @@ def cached_steps(pipeline: Any, threshold: float | None) -> Iterator[Callable[[]
         return
     from diffusers import FirstBlockCacheConfig
 
-    denoisers = [found for name in _DENOISERS if (found := pipeline.components.get(name)) is not None]
+    denoisers = [
+        found for name in _DENOISERS if (found := pipeline.components.get(name)) is not None
+    ]
     counts: list[_Forwards] = []
     with ExitStack() as after:
         for denoiser in denoisers:
@@ -53,8 +55,15 @@ def cached_steps(pipeline: Any, threshold: float | None) -> Iterator[Callable[[]
             raise _refused(pipeline)
 
         def entry() -> dict[str, Any]:
-            begun, whole = (sum(getattr(count, name) for count in counts) for name in ("begun", "whole"))
-            return {"first_block_cache": {"threshold": threshold, "computed_share": round(whole / max(1, begun), 4)}}
+            begun, whole = (
+                sum(getattr(count, name) for count in counts) for name in ("begun", "whole")
+            )
+            return {
+                "first_block_cache": {
+                    "threshold": threshold,
+                    "computed_share": round(whole / max(1, begun), 4),
+                }
+            }
 
         yield entry
 
@@ -66,7 +75,11 @@ class _Forwards:
         self.begun = self.whole = 0
         lists = [part for part in denoiser.children() if isinstance(part, nn.ModuleList)]
         last_block = max(lists, key=len)[-1]
-        inner = [layer for layer in last_block.modules() if not list(layer.children()) and list(layer.parameters())]
+        inner = [
+            layer
+            for layer in last_block.modules()
+            if not list(layer.children()) and list(layer.parameters())
+        ]
         for layer, name in ((denoiser, "begun"), (inner[0], "whole")):
             handle = layer.register_forward_pre_hook(lambda *_, name=name: self._count(name))
             after.callback(handle.remove)
@@ -78,5 +91,6 @@ class _Forwards:
 def _refused(pipeline: Any) -> RequestFailed:
     return RequestFailed(
         "invalid_request",
-        f"first_block_cache: diffusers has no first-block cache for {type(pipeline).__name__}; leave it out",
+        f"first_block_cache: diffusers has no first-block cache for {type(pipeline).__name__}; "
+        "leave it out",
     )

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Types of parameters, and of sessions' keys and values. Imports no vLLM: `vllm-omni verify` works without."""
+"""Types of parameters, and of sessions' keys and values.
+
+Imports no vLLM: `vllm-omni verify` works without.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

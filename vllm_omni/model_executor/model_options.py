@@ -15,9 +15,10 @@ class ModelOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     vae_dtype: type of the VAE; None = the transformer's.
     sequence_parallel: use the tensor-parallel ranks for Ulysses sequence parallelism instead.
-    compile: fuse elementwise chains and streaming decoders with torch.compile, for every size when it is first seen
-        (the largest at start), but for those that have kernels on CUDA: the Wan transformers' chains, and the Wan VAE's
-        decoder in half precision. None = on CUDA, unless the engine runs with --enforce-eager.
+    compile: fuse elementwise chains and streaming decoders with torch.compile, for every size when
+        it is first seen (the largest at start), but for those that have kernels on CUDA: the Wan
+        transformers' chains, and the Wan VAE's decoder in half precision. None = on CUDA, unless
+        the engine runs with --enforce-eager.
     """
 
     vae_dtype: Literal["fp32", "bf16"] | None = None

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`OneShotSession`: the session of a request that leaves nothing behind; it only carries bytes for admission."""
+"""`OneShotSession`: the session of a request that leaves nothing behind; it only carries bytes
+for admission.
+"""
 
 from typing import Any
 

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`RequestStates`: the chunks in flight on one rank, from the scheduler's first mention to its last.
+"""`RequestStates`: the chunks in flight on one rank, from the scheduler's first mention to its
+last.
 
-A request that cannot be read becomes a failed state instead of an exception: one request's error is one request's
-error. Workers and the executor without workers share it. Held by tests/model_executor/test_requests.py.
+A request that cannot be read becomes a failed state instead of an exception: one request's error is
+one request's error. Workers and the executor without workers share it. Held by
+tests/model_executor/test_requests.py.
 """
 
 import logging
@@ -26,7 +28,10 @@ logger = logging.getLogger("vllm." + __name__)
 
 @dataclass(eq=False)
 class RequestState:
-    """One scheduled request. `chunk` exists from admission on; `failure` ends the request at its next output."""
+    """One scheduled request.
+
+    `chunk` exists from admission on; `failure` ends the request at its next output.
+    """
 
     request_id: str
     params: DiffusionParams | None
@@ -43,8 +48,10 @@ class RequestState:
     pending: PendingResult | None = None
     """The chunk's result, on its way to the host; delivered when the chunk is done."""
     decode_failure: RequestFailed | None = None
-    """Why there is no `pending`: the decode of the final latents failed; the chunk fails after its last step."""
-    held_back: torch.Tensor | None = None
+    """Why there is no `pending`: the decode of the final latents failed; the chunk fails after
+    its last step.
+    """
+    deferred: torch.Tensor | None = None
     """A finished envelope that waits for room in the next step's message."""
     degradations: tuple[str, ...] = ()
     """Degradations that the scheduler has chosen for the chunk."""
@@ -63,7 +70,7 @@ class RequestState:
 class RequestStates(dict[str, RequestState]):
     """Request id -> its state, oldest first."""
 
-    def add(self, data: NewRequestData) -> RequestState:
+    def add_request(self, data: NewRequestData) -> RequestState:
         """Read a newly scheduled request; a malformed one becomes a state with `failure` set."""
         extra = data.pooling_params.extra_kwargs if data.pooling_params is not None else None
         try:
@@ -71,7 +78,7 @@ class RequestStates(dict[str, RequestState]):
             tensors = request_tensors(extra)
             if data.mm_features:
                 tensors |= feature_tensors(data.mm_features)
-            note = SchedulerNote.read(extra)
+            note = SchedulerNote.read_extra_kwargs(extra)
             if note.refused is not None:
                 raise RequestFailed("capacity", note.refused)
             state = RequestState(
@@ -91,9 +98,12 @@ class RequestStates(dict[str, RequestState]):
         return state
 
     def progress(self) -> dict[str, list[int]]:
-        """`{session id: [steps done, steps in all]}` of the chunks in flight (vLLM renames request ids)."""
+        """`{session id: [steps done, steps in all]}` of the chunks in flight (vLLM renames
+        request ids).
+        """
         found: dict[str, list[int]] = {}
-        for state in self.values():  # oldest first: of several chunks of a session, the one that is done next
+        # oldest first: of several chunks of a session, the one that is done next
+        for state in self.values():
             if state.chunk is not None:
                 session_id = state.chunk.session.session_id
                 step, num_steps = found.get(session_id, (0, 0))
@@ -103,19 +113,26 @@ class RequestStates(dict[str, RequestState]):
 
 
 def as_failure(error: Exception, request_id: str) -> RequestFailed:
-    """Map an exception to an error for the client: `RequestFailed` unchanged, any other without its text.
+    """Map an exception to an error for the client: `RequestFailed` unchanged, any other without its
+    text.
 
     request_id: vLLM's; it contains the ids that the client knows.
     """
     if isinstance(error, RequestFailed):
         return error
     if isinstance(error, torch.OutOfMemoryError):
-        return RequestFailed("oom", "the device ran out of memory on this chunk; the session is unchanged")
+        return RequestFailed(
+            "oom", "the device ran out of memory on this chunk; the session is unchanged"
+        )
     logger.exception("request %s failed", request_id)
-    return RequestFailed("engine_error", "the model failed on this chunk; the server's log has the details")
+    return RequestFailed(
+        "engine_error", "the model failed on this chunk; the server's log has the details"
+    )
 
 
-def group_states(model: SupportsStepExecution, states: Sequence[RequestState], limit: int) -> list[list[RequestState]]:
+def group_states(
+    model: SupportsStepExecution, states: Sequence[RequestState], limit: int
+) -> list[list[RequestState]]:
     """Split requests into batches of equal `batch_key` and adapters, in order.
 
     Each batch shares a forward pass, at whatever denoise step its requests are. The order is the

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results that are still on the device: a chunk's frames on their way to the host, and whether its latents are finite.
+"""Results that are still on the device: a chunk's frames on their way to the host, and whether its
+latents are finite.
 
-A request keeps both (`RequestState`); reading either waits for the device. On other devices than CUDA each call
-returns when its work is done. Held by tests/worker/test_overlap.py.
+A request keeps both (`RequestState`); reading either waits for the device. On other devices than
+CUDA each call returns when its work is done. Held by tests/worker/test_overlap.py.
 """
 
 import time
@@ -14,14 +15,15 @@ import torch
 
 from vllm_omni.model_executor.device_async import Arriving
 from vllm_omni.model_executor.interfaces import DiffusionRequest
-from vllm_omni.model_executor.lora.store import named
+from vllm_omni.model_executor.layers.lora.store import named
 from vllm_omni.outputs import RequestFailed, pack
 
 
 class PendingResult:
     """One finished chunk's result; the device may still be decoding it or copying it to the host.
 
-    tensors: on the host, to be read after `done`. The request must keep the decode's inputs until then.
+    tensors: on the host, to be read after `done`. The request must keep the decode's inputs until
+    then.
     """
 
     def __init__(
@@ -33,7 +35,11 @@ class PendingResult:
         started_s: float,
     ) -> None:
         self._request = request
-        self._meta = {"session_id": request.session.session_id, "chunk_index": request.session.chunk_index, **meta}
+        self._meta = {
+            "session_id": request.session.session_id,
+            "chunk_index": request.session.chunk_index,
+            **meta,
+        }
         if request.degradations:
             self._meta["degradations"] = list(request.degradations)
         if request.adapters:
@@ -52,11 +58,15 @@ class PendingResult:
             self._done.synchronize()
 
     def envelope(self) -> torch.Tensor:
-        """Wait, then pack the result, with the device time of the stages that have ended (a clean pass may run on)."""
+        """Wait, then pack the result, with the device time of the stages that have ended (a
+        clean pass may run on).
+        """
         self.wait()
         stages = self._request.timer.milliseconds_so_far()
         elapsed_ms = (time.perf_counter() - self._started_s) * 1e3
-        return pack({**self._meta, "timings_ms": {**stages, "total": [round(elapsed_ms, 3)]}}, self._tensors)
+        return pack(
+            {**self._meta, "timings_ms": {**stages, "total": [round(elapsed_ms, 3)]}}, self._tensors
+        )
 
 
 class FiniteCheck:
@@ -72,8 +82,11 @@ class FiniteCheck:
         return self._finite.known
 
     def require(self, what: str) -> None:
-        """Wait for the answer; raises `RequestFailed("non_finite", ...)` if the tensor holds NaN or Inf."""
+        """Wait for the answer; raises `RequestFailed("non_finite", ...)` if the tensor holds NaN
+        or Inf.
+        """
         if not self._finite.wait():
             raise RequestFailed(
-                "non_finite", f"{what} contains NaN or Inf; the session is unchanged, send the chunk again"
+                "non_finite",
+                f"{what} contains NaN or Inf; the session is unchanged, send the chunk again",
             )

@@ -3,14 +3,17 @@
 
 Such a model has one method that takes a request and returns its result:
 
-    sample | forward | diffuse (params: DiffusionParams, tensors: Mapping[str, Tensor]) -> (meta, tensors)
+    sample | forward | diffuse (params: DiffusionParams, tensors: Mapping[str, Tensor]) -> (meta,
+    tensors)
 
-looked for in that order (`METHODS`); a method inherited from `torch.nn.Module` or `StepPipeline` does not count.
-`tensors` arrive on the CPU; the result may live anywhere. `RequestFailed` raised by it reaches the client as it is.
-A method named `forward` also takes `**kwargs`: vLLM refuses classes whose `forward` could not take its own keywords.
+looked for in that order (`METHODS`); a method inherited from `torch.nn.Module` or `StepPipeline`
+does not count. `tensors` arrive on the CPU; the result may live anywhere. `RequestFailed` raised by
+it reaches the client as it is. A method named `forward` also takes `**kwargs`: vLLM refuses classes
+whose `forward` could not take its own keywords.
 
-Costs: an abort takes effect only when the request is over, requests share no batch, one pipeline stage only. A model
-that can be cut into steps implements `SupportsStepExecution` instead. Held by tests/worker/test_whole_request.py.
+Costs: an abort takes effect only when the request is over, requests share no batch, one pipeline
+stage only. A model that can be cut into steps implements `SupportsStepExecution` instead. Held by
+tests/worker/test_whole_request.py.
 """
 
 import inspect
@@ -22,7 +25,12 @@ import torch
 from torch import nn
 
 from vllm_omni.inputs import DiffusionParams
-from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, Result, SupportsStepExecution
+from vllm_omni.model_executor.interfaces import (
+    DiffusionRequest,
+    Inputs,
+    Result,
+    SupportsStepExecution,
+)
 from vllm_omni.model_executor.one_shot import OneShotSession
 from vllm_omni.model_executor.vllm_model import StepPipeline
 from vllm_omni.outputs import RequestFailed
@@ -33,13 +41,18 @@ METHODS = ("sample", "forward", "diffuse")
 """Where a whole request may be run, in the order of looking."""
 
 _NOMINAL_BYTES = 1
-"""The memory of such a model while it runs is not known before; admission then goes by `omni.max_sessions` alone."""
+"""The memory of such a model while it runs is not known before; admission then goes by
+`omni.max_sessions` alone.
+"""
 
 Request = DiffusionRequest[OneShotSession, Result]
 
 
 def find_method(model: nn.Module) -> str:
-    """Return the first of `METHODS` that the model's own class defines. Raises TypeError with the missing ones."""
+    """Return the first of `METHODS` that the model's own class defines.
+
+    Raises TypeError with the missing ones.
+    """
     for name in METHODS:
         found = inspect.getattr_static(type(model), name, None)
         inherited = (inspect.getattr_static(base, name, None) for base in (nn.Module, StepPipeline))
@@ -52,24 +65,34 @@ def find_method(model: nn.Module) -> str:
 
 
 class WholeRequestModel:
-    """Implements `SupportsStepExecution` over a model that runs a request in one call; one step per request."""
+    """Implements `SupportsStepExecution` over a model that runs a request in one call; one step
+    per request.
+    """
 
     supports_step_execution: ClassVar[bool] = True
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.method = find_method(model)
-        self._run: Callable[[DiffusionParams, Mapping[str, torch.Tensor]], Result] = getattr(model, self.method)
-        logger.info("%s runs whole requests through its method %r", type(model).__name__, self.method)
+        self._run: Callable[[DiffusionParams, Mapping[str, torch.Tensor]], Result] = getattr(
+            model, self.method
+        )
+        logger.info(
+            "%s runs whole requests through its method %r", type(model).__name__, self.method
+        )
 
     def session_nbytes(self, params: DiffusionParams) -> int:
         return _NOMINAL_BYTES
 
     def new_session(self, params: DiffusionParams) -> OneShotSession:
         if not params.one_shot:
-            raise RequestFailed("invalid_request", "this model keeps nothing between requests: send one_shot")
+            raise RequestFailed(
+                "invalid_request", "this model keeps nothing between requests: send one_shot"
+            )
         if params.output == "both":
-            raise RequestFailed("invalid_request", "output 'both' is of streaming models; allowed: 'rgb', 'latents'")
+            raise RequestFailed(
+                "invalid_request", "output 'both' is of streaming models; allowed: 'rgb', 'latents'"
+            )
         return OneShotSession(params.session_id, _NOMINAL_BYTES)
 
     def prepare_encode(self, request: Request) -> None:
@@ -78,7 +101,9 @@ class WholeRequestModel:
     def batch_key(self, request: Request) -> Hashable:
         return request.request_id  # a batch of one: the model takes one request
 
-    def denoise_step(self, batch: Sequence[Request], hidden: torch.Tensor | None = None) -> torch.Tensor:
+    def denoise_step(
+        self, batch: Sequence[Request], hidden: torch.Tensor | None = None
+    ) -> torch.Tensor:
         for request in batch:
             request.state = self._run(request.params, request.tensors)
         return self.latents(batch[0])
@@ -88,7 +113,9 @@ class WholeRequestModel:
     def latents(self, request: Request) -> torch.Tensor:
         """The runner's check for NaN and Inf: a sum over the result's floating tensors."""
         result = request.state[1] if request.state is not None else {}
-        sums = [tensor.float().sum().cpu() for tensor in result.values() if tensor.is_floating_point()]
+        sums = [
+            tensor.float().sum().cpu() for tensor in result.values() if tensor.is_floating_point()
+        ]
         return torch.stack(sums) if sums else torch.zeros(1)
 
     def set_latents(self, request: Request, latents: torch.Tensor) -> None:
@@ -102,13 +129,18 @@ class WholeRequestModel:
         request.session.chunk_index += 1
 
     def warmup_inputs(self) -> list[Inputs]:
-        """The model's own `warmup_inputs()` if it defines them; otherwise nothing is run before the first request."""
+        """The model's own `warmup_inputs()` if it defines them; otherwise nothing is run before
+        the first request.
+        """
         own = inspect.getattr_static(type(self.model), "warmup_inputs", None)
         return [] if own is None else self.model.warmup_inputs()  # type: ignore[operator]
 
 
 def in_steps(network: nn.Module) -> SupportsStepExecution:
-    """The model as it is, or served whole if it has no steps. Raises TypeError if it can be served neither way."""
+    """The model as it is, or served whole if it has no steps.
+
+    Raises TypeError if it can be served neither way.
+    """
     if isinstance(network, SupportsStepExecution) and network.supports_step_execution:
         return network
     return WholeRequestModel(network)

@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from vllm.sampling_params import SamplingParams
 
-from vllm_omni.hidden_states import FINAL, HiddenStates, HiddenStatesRequest, concat, hidden_states_of
+from vllm_omni.hidden_states import (
+    FINAL,
+    HiddenStates,
+    HiddenStatesRequest,
+    concat,
+    hidden_states_of,
+)
 from vllm_omni.pipeline.stage import Stage
 
 
@@ -45,15 +51,24 @@ def prompt_embeds_tensors(
     Raises:
         ValueError: No token is left.
     """
-    rows = states[layer][drop_first:]
-    if not len(rows):
-        raise ValueError(f"drop_first={drop_first} leaves none of {states.num_rows} tokens")
-    mask = torch.ones(len(rows), dtype=torch.bool)
-    return {f"{prefix}prompt_embeds": rows.contiguous(), f"{prefix}prompt_embeds_mask": mask}
+    token_states = states[layer][drop_first:]
+    if not len(token_states):
+        raise ValueError(f"drop_first={drop_first} leaves none of {states.num_positions} tokens")
+    mask = torch.ones(len(token_states), dtype=torch.bool)
+    return {
+        f"{prefix}prompt_embeds": token_states.contiguous(),
+        f"{prefix}prompt_embeds_mask": mask,
+    }
 
 
 async def encode_prompt(
-    stage: Stage, prompt: Any, request_id: str, *, layer: int = FINAL, drop_first: int = 0, prefix: str = ""
+    stage: Stage,
+    prompt: Any,
+    request_id: str,
+    *,
+    layer: int = FINAL,
+    drop_first: int = 0,
+    prefix: str = "",
 ) -> dict[str, torch.Tensor]:
     """Run a prompt through an AR stage and return the text embeddings of a diffusion request.
 
@@ -74,6 +89,7 @@ async def encode_prompt(
     states = concat(parts)
     if states is None:
         raise RuntimeError(
-            f"stage {stage.name!r} returned no hidden states: does it run on the AR worker and scheduler?"
+            f"stage {stage.name!r} returned no hidden states: does it run on the AR worker and "
+            "scheduler?"
         )
     return prompt_embeds_tensors(states, layer=layer, drop_first=drop_first, prefix=prefix)

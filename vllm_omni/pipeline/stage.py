@@ -17,9 +17,9 @@ from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from vllm_omni import trace_context
 from vllm_omni.inputs import DiffusionParams, engine_prompt
 from vllm_omni.outputs import RequestFailed, unpack
+from vllm_omni.runtime import trace_context
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -73,7 +73,7 @@ class Stage:
             RuntimeError: The engine failed on this request.
         """
         finished = False
-        span = trace_context.begin(self.name)
+        span = trace_context.start_span(self.name)
         trace = await self._below(span)
         try:
             async for output in self.engine.generate(prompt, params, request_id, **trace):
@@ -113,7 +113,7 @@ class Stage:
             RuntimeError: The engine failed on this request.
         """
         last: PoolingRequestOutput[Any] | None = None
-        span = trace_context.begin(self.name)
+        span = trace_context.start_span(self.name)
         trace = await self._below(span)
         pooling = params.to_pooling_params(tensors)
         try:
@@ -142,7 +142,9 @@ class Stage:
 
     def _no_room(self) -> RequestFailed:
         """Return the error of an engine that is paused or has a full queue."""
-        return RequestFailed("capacity", f"stage {self.name!r} takes no requests now; try again later")
+        return RequestFailed(
+            "capacity", f"stage {self.name!r} takes no requests now; try again later"
+        )
 
     async def _abort(self, request_id: str) -> None:
         """Abort a request in the engine, even while this task is being cancelled."""
@@ -151,7 +153,9 @@ class Stage:
         try:
             await asyncio.shield(self.engine.abort(request_id))
         except EngineDeadError:
-            logger.warning("stage %r died before request %s could be aborted", self.name, request_id)
+            logger.warning(
+                "stage %r died before request %s could be aborted", self.name, request_id
+            )
 
     def shutdown(self) -> None:
         """Stop the engine and everything it started. Idempotent."""

@@ -49,7 +49,9 @@ class MeasuredRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 @cache
 def all_runs() -> tuple[MeasuredRun, ...]:
     """Return every row of the table."""
-    return msgspec.json.decode(files(__package__).joinpath(_FILE).read_bytes(), type=tuple[MeasuredRun, ...])
+    return msgspec.json.decode(
+        files(__package__).joinpath(_FILE).read_bytes(), type=tuple[MeasuredRun, ...]
+    )
 
 
 def find_runs(model: StreamModel, gpu: str, gpus: int) -> list[MeasuredRun]:
@@ -58,7 +60,11 @@ def find_runs(model: StreamModel, gpu: str, gpus: int) -> list[MeasuredRun]:
     A checkpoint counts as the network of the same number of parameters and tokens per frame.
     """
     return sorted(
-        (run for run in all_runs() if run.gpu == gpu and run.gpus <= gpus and _is_network(model, run.model)),
+        (
+            run
+            for run in all_runs()
+            if run.gpu == gpu and run.gpus <= gpus and _is_network(model, run.model)
+        ),
         key=lambda run: (run.gpus, run.fps),
     )
 

@@ -39,7 +39,9 @@ class _Rank:
     """Bytes per session."""
 
 
-def plan_memory(model: StreamModel, gpu_bytes: float, split: Split, sessions: int = 1) -> MemoryPlan:
+def plan_memory(
+    model: StreamModel, gpu_bytes: float, split: Split, sessions: int = 1
+) -> MemoryPlan:
     """Compute the memory of an engine.
 
     Args:
@@ -71,8 +73,15 @@ def _cross_kv_bytes(model: StreamModel, split: Split) -> float:
 
 
 def session_bytes(model: StreamModel, split: Split, *, last_stage: bool = True) -> float:
-    """Bytes of one session on the first rank of a stage with layers. The last such stage decodes unless `vae_stage`."""
-    frames = model.window + (model.sinks if model.moving_sinks else 0) + (model.in_flight - 1) * model.chunk
+    """Bytes of one session on the first rank of a stage with layers.
+
+    The last such stage decodes unless `vae_stage`.
+    """
+    frames = (
+        model.window
+        + (model.sinks if model.moving_sinks else 0)
+        + (model.in_flight - 1) * model.chunk
+    )
     windows = model.denoise if model.noise_matched and not split.temporal else 1
     window = windows * window_bytes(model, frames) / (split.ranks * split.layer_parts)
     decodes = last_stage and not split.vae_stage
@@ -83,15 +92,22 @@ def session_bytes(model: StreamModel, split: Split, *, last_stage: bool = True) 
 
 
 def _modulation_bytes(model: StreamModel, split: Split) -> float:
-    """Bytes of the camera's scales and shifts of all layers, which a chunk holds until it is done."""
+    """Bytes of the camera's scales and shifts of all layers, which a chunk holds until it is
+    done.
+    """
     if not model.camera:
         return 0.0
-    elements = 2 * model.chunk * model.tokens_per_frame * model.dim * model.layers / split.layer_parts
+    elements = (
+        2 * model.chunk * model.tokens_per_frame * model.dim * model.layers / split.layer_parts
+    )
     return elements * BF16 / (1 if split.tensor else split.ranks)
 
 
 def weight_bytes(model: StreamModel, split: Split, *, first_stage: bool = True) -> float:
-    """Bytes of weights on the first rank of a stage with layers. That of the first stage has the text encoder."""
+    """Bytes of weights on the first rank of a stage with layers.
+
+    That of the first stage has the text encoder.
+    """
     shared = split.layer_parts * (split.ranks if split.tensor else 1)
     saved = model.block_parameters * (BF16 - model.weight_itemsize)
     if model.weight_itemsize < BF16:
@@ -103,19 +119,26 @@ def weight_bytes(model: StreamModel, split: Split, *, first_stage: bool = True) 
 
 
 def _adapter_bytes(model: StreamModel, split: Split) -> float:
-    """Bytes of the slots of LoRA adapters. Tensor parallel ranks share one of an adapter's two factors."""
+    """Bytes of the slots of LoRA adapters.
+
+    Tensor parallel ranks share one of an adapter's two factors.
+    """
     whole = model.adapters * model.adapter_rank * model.sides * BF16 / split.layer_parts
     return whole * (1 + 1 / split.ranks) / 2 if split.tensor else whole
 
 
 def _fullest_ranks(model: StreamModel, split: Split) -> list[_Rank]:
-    """Return the ranks that can be the fullest: the first of the first stage, of the last, and of a VAE stage."""
+    """Return the ranks that can be the fullest: the first of the first stage, of the last, and
+    of a VAE stage.
+    """
     decodes = 1 if split.stages == 1 else 2  # the next chunk decodes while results wait for a step
     workspace = decodes * model.autoencoder.workspace * model.area
     if not model.image:  # ranks do not share the encoder of an image condition
         workspace /= split.decode_ranks
     found = []
-    for first, last in ((True, True),) if split.layer_stages == 1 else ((True, False), (False, True)):
+    for first, last in (
+        ((True, True),) if split.layer_stages == 1 else ((True, False), (False, True))
+    ):
         transient = workspace if last and not split.vae_stage else 0.0
         fixed = weight_bytes(model, split, first_stage=first) + transient
         found.append(_Rank(fixed, session_bytes(model, split, last_stage=last)))
@@ -134,10 +157,15 @@ def splits(model: StreamModel, gpus: int) -> list[Split]:
         for stages in range(1, gpus // ranks + 1):
             if ranks * stages == 1 or stages > model.layers:
                 continue
-            tensors = (False,) if ranks == 1 else (False, True) if model.sequence_parallel else (True,)
+            tensors = (
+                (False,) if ranks == 1 else (False, True) if model.sequence_parallel else (True,)
+            )
             together = ranks > 1 and model.sequence_parallel
             for vae_stage in (False, True) if stages > 1 else (False,):
-                found += [Split(ranks, stages, tensor, vae_stage, vae_parallel=together) for tensor in tensors]
+                found += [
+                    Split(ranks, stages, tensor, vae_stage, vae_parallel=together)
+                    for tensor in tensors
+                ]
                 if model.noise_matched and 1 < stages - vae_stage == model.denoise:
                     found += [replace(split, temporal=True) for split in found[-len(tensors) :]]
     return found

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The networks that `plan` knows by name or by checkpoint directory: those of the families that have a `FamilyPlan`.
+"""The networks that `plan` knows by name or by checkpoint directory: those of the families that
+have a `FamilyPlan`.
 
 Reads configs, no weights; names no model. Held by tests/planning/.
 """
@@ -11,9 +12,13 @@ from typing import Any, Final
 
 from vllm_omni.model_executor.models.registry import detect_family, family_names, get_family
 from vllm_omni.planning.stream_model import FamilyPlan, StreamModel
-from vllm_omni.worlds.card import read_card
+from vllm_omni.worlds.description import read_description
 
-_OPTIONS: Final = {"window_frames": "window", "sink_frames": "sinks", "latent_frames_per_chunk": "chunk"}
+_OPTIONS: Final = {
+    "window_frames": "window",
+    "sink_frames": "sinks",
+    "latent_frames_per_chunk": "chunk",
+}
 """Option of `omni.model` -> field of `StreamModel`."""
 
 
@@ -34,7 +39,9 @@ def known_names() -> list[str]:
 
 
 def model_of(name: str, **changes: Any) -> StreamModel:
-    """A model by name (`known_names`) or checkpoint directory. changes: fields of `StreamModel`. Raises ValueError.
+    """A model by name (`known_names`) or checkpoint directory. changes: fields of `StreamModel`.
+
+    Raises ValueError.
 
     A directory of a release's name comes before the release, the names of sizes before both.
     """
@@ -43,7 +50,9 @@ def model_of(name: str, **changes: Any) -> StreamModel:
         if name in plan.sizes or (name in plan.releases and not path.is_dir()):
             return plan.named(name, changes)
     if not path.is_dir():
-        raise ValueError(f"{name} is neither a checkpoint directory nor one of {', '.join(known_names())}")
+        raise ValueError(
+            f"{name} is neither a checkpoint directory nor one of {', '.join(known_names())}"
+        )
     family = detect_family(path)
     if family.plan is None:
         *others, last = family_plans()
@@ -55,11 +64,11 @@ def model_of(name: str, **changes: Any) -> StreamModel:
 
 def _described(path: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of `StreamModel` that the directory's world description sets for a server."""
-    card = read_card(path)
-    if card is None:
+    gpu = read_description(path)
+    if gpu is None:
         return {}
-    fields = {field: card.model[option] for option, field in _OPTIONS.items() if option in card.model}
+    fields = {field: gpu.model[option] for option, field in _OPTIONS.items() if option in gpu.model}
     if not {"height", "width"} & changes.keys():
-        width, height = card.sizes[0]
+        width, height = gpu.sizes[0]
         fields |= {"height": height, "width": width}
     return fields

@@ -51,7 +51,9 @@ def plan_text(model: StreamModel, gpu: str, gpus: int, sessions: int) -> str:
 def room_text(model: StreamModel) -> str:
     """Return how many sessions one GPU of each common size holds, at 10^9 bytes per GB."""
     counts = [plan_memory(model, size * 1e9, Split()).max_sessions for size in _GPU_SIZES_GB]
-    held = (f"{size} GB: {count or 'none'}" for size, count in zip(_GPU_SIZES_GB, counts, strict=True))
+    held = (
+        f"{size} GB: {count or 'none'}" for size, count in zip(_GPU_SIZES_GB, counts, strict=True)
+    )
     return f"sessions that one GPU holds: {', '.join(held)}"
 
 
@@ -66,7 +68,9 @@ def fits_text(models: Sequence[StreamModel]) -> str:
         for name, fields in _PRECISIONS.items():
             for device, on_cpu in (("host", True), ("GPU", False)):
                 served = replace(model, text_on_cpu=on_cpu, **fields)
-                counts = (plan_memory(served, size * 1e9, Split()).max_sessions for size in _GPU_SIZES_GB)
+                counts = (
+                    plan_memory(served, size * 1e9, Split()).max_sessions for size in _GPU_SIZES_GB
+                )
                 row = f"{model.name}, {name}, text encoder on the {device}"
                 lines.append(f"{row:70s}" + "".join(f"{count:8d}" for count in counts))
     return "\n".join(lines)
@@ -76,7 +80,9 @@ def _measured_lines(model: StreamModel, gpu: str, gpus: int) -> list[str]:
     runs = find_runs(model, gpu, gpus)
     if not runs:
         return [f"measured: no run of this model and size on up to {gpus} {gpu}"]
-    lines = [f"{'measured':24s} {'GPUs':>4s} {'FPS in all':>10s} {'first frame':>12s} {'memory':>9s}"]
+    lines = [
+        f"{'measured':24s} {'GPUs':>4s} {'FPS in all':>10s} {'first frame':>12s} {'memory':>9s}"
+    ]
     for run in runs:
         details = [run.precision]
         details += [f"window {run.window}"] if run.window else []
@@ -95,8 +101,14 @@ def _settings(model: StreamModel) -> str:
     parts += [f"{model.in_flight} chunks in flight"] if model.in_flight > 1 else []
     parts += ["video to video"] if model.video_input else []
     parts += ["FP8 keys and values"] if model.kv_itemsize == 1 else []
-    parts += [f"{name.upper()} weights" for name in ("fp8", "nvfp4") if model.weight_itemsize == WEIGHT_ITEMSIZES[name]]
-    parts += [f"{model.adapters} LoRA adapters of rank {model.adapter_rank}"] if model.adapters else []
+    parts += [
+        f"{name.upper()} weights"
+        for name in ("fp8", "nvfp4")
+        if model.weight_itemsize == WEIGHT_ITEMSIZES[name]
+    ]
+    parts += (
+        [f"{model.adapters} LoRA adapters of rank {model.adapter_rank}"] if model.adapters else []
+    )
     return "".join(f", {part}" for part in parts)
 
 
@@ -128,5 +140,7 @@ def _options(model: StreamModel, split: Split) -> list[str]:
     if model.weight_itemsize == WEIGHT_ITEMSIZES["fp8"]:
         flags.append("--quantization fp8")
     if model.adapters:
-        flags.append(f"--enable-lora --max-loras {model.adapters} --max-lora-rank {model.adapter_rank}")
+        flags.append(
+            f"--enable-lora --max-loras {model.adapters} --max-lora-rank {model.adapter_rank}"
+        )
     return flags + [f"--additional-config.omni.{name} {value}" for name, value in options.items()]

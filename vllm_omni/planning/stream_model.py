@@ -20,21 +20,32 @@ _TEXT_WEIGHTS = 11.4e9
 
 @dataclass(frozen=True)
 class Autoencoder:
-    """Memory of the autoencoder at 480x832, or at the model's fixed token grid. Defaults: Wan's VAE, bf16."""
+    """Memory of the autoencoder at 480x832, or at the model's fixed token grid.
+
+    Defaults: Wan's VAE, bf16.
+    """
 
     decoder_cache: float = 1801 * 2**20
     """Bytes that the decoder caches per session."""
     encoder_cache: float = 1070 * 2**20
-    """Bytes that the encoder caches per session, of models with an image condition or video input."""
+    """Bytes that the encoder caches per session, of models with an image condition or video
+    input.
+    """
     weights: float = 0.25e9
     """Bytes of its weights."""
     workspace: float = 4.0e9
-    """Bytes of its largest transient: the decode of one chunk. Measured on one H200: peak less held memory."""
+    """Bytes of its largest transient: the decode of one chunk.
+
+    Measured on one H200: peak less held memory.
+    """
 
 
 @dataclass(frozen=True)
 class StreamModel:
-    """One model as it is served. Fields that are 0 by default and say so are computed by Wan's formulas."""
+    """One model as it is served.
+
+    Fields that are 0 by default and say so are computed by Wan's formulas.
+    """
 
     name: str
     """Name or directory that the user gave."""
@@ -77,9 +88,14 @@ class StreamModel:
     kv_itemsize: int = BF16
     """Bytes of one stored key or value element."""
     weight_itemsize: float = BF16
-    """Bytes of one weight of a block's linear layers and its scale. Camera layers are int8 below bf16."""
+    """Bytes of one weight of a block's linear layers and its scale.
+
+    Camera layers are int8 below bf16.
+    """
     side_kv: int = 0
-    """K/V elements per token in addition to those of the transformer blocks, for example of action modules."""
+    """K/V elements per token in addition to those of the transformer blocks, for example of
+    action modules.
+    """
     context_length: int = _TEXT_LENGTH
     """Tokens that cross-attention reads."""
     context_weights: float = _TEXT_WEIGHTS
@@ -107,7 +123,9 @@ class StreamModel:
 
     @property
     def tokens_per_frame(self) -> int:
-        return self.grid_tokens or self.height // (2 * _LATENT_CELL) * (self.width // (2 * _LATENT_CELL))
+        return self.grid_tokens or self.height // (2 * _LATENT_CELL) * (
+            self.width // (2 * _LATENT_CELL)
+        )
 
     @property
     def frames_per_chunk(self) -> int:
@@ -135,7 +153,10 @@ Changes = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class FamilyPlan:
-    """Networks of a model family, for `vllm-omni plan`. Both functions raise ValueError for unsupported changes."""
+    """Networks of a model family, for `vllm-omni plan`.
+
+    Both functions raise ValueError for unsupported changes.
+    """
 
     sizes: tuple[str, ...]
     """Names of networks of different sizes; rows of `plan all`."""

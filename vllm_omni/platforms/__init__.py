@@ -16,8 +16,8 @@ VARIABLE: Final = "VLLM_OMNI_RAY_ON_CPU"
 
 def platform() -> str | None:
     """Return the platform class for this process; None leaves the choice to vLLM."""
-    asked = os.environ.get(VARIABLE) == "1"
-    return "vllm_omni.platforms.ray_cpu.RayCpuPlatform" if asked and is_cpu_build() else None
+    requested = os.environ.get(VARIABLE) == "1"
+    return "vllm_omni.platforms.ray_cpu.RayCpuPlatform" if requested and is_cpu_build() else None
 
 
 def is_cpu_build() -> bool:

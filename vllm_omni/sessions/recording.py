@@ -110,7 +110,9 @@ def write_chunk(file: BinaryIO, chunk: RecordedChunk) -> None:
 
 
 def _write(file: BinaryIO, meta: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-    tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
+    tensors = {
+        name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()
+    }
     envelope = pack(meta, tensors).numpy().tobytes()
     file.write(len(envelope).to_bytes(8, "little") + envelope)
     file.flush()
@@ -128,7 +130,8 @@ def read(path: Path) -> tuple[RecordingHeader, list[RecordedChunk], bool]:
     with path.open("rb") as file:
         if file.read(len(MAGIC)) != MAGIC:
             raise ValueError(
-                f"{path} is not a recording of this version (it should start with {MAGIC.decode().strip()!r})"
+                f"{path} is not a recording of this version (it should start with "
+                f"{MAGIC.decode().strip()!r})"
             )
         records = _records(file, path)
         try:
@@ -141,8 +144,12 @@ def read(path: Path) -> tuple[RecordingHeader, list[RecordedChunk], bool]:
                 if meta is None:
                     whole = False
                     break
-                outcome = None if meta["outcome"] is None else msgspec.convert(meta["outcome"], Outcome)
-                chunks.append(RecordedChunk(msgspec.convert(meta["params"], DiffusionParams), arrays, outcome))
+                outcome = (
+                    None if meta["outcome"] is None else msgspec.convert(meta["outcome"], Outcome)
+                )
+                chunks.append(
+                    RecordedChunk(msgspec.convert(meta["params"], DiffusionParams), arrays, outcome)
+                )
         except (ValueError, KeyError, TypeError, RequestFailed, msgspec.ValidationError) as error:
             raise ValueError(f"{path} is damaged: {error}") from error
     return header, chunks, whole
@@ -174,7 +181,7 @@ def committed(chunks: list[RecordedChunk]) -> Iterator[tuple[int, RecordedChunk]
         ValueError: Chunks are missing from the recording.
     """
     following: int | None = None  # index of the next committed chunk; the loop runs from the end
-    kept: list[tuple[int, RecordedChunk]] = []
+    retained: list[tuple[int, RecordedChunk]] = []
     for chunk in reversed(chunks):
         if chunk.outcome is not None:
             index = chunk.outcome.chunk_index
@@ -185,11 +192,13 @@ def committed(chunks: list[RecordedChunk]) -> Iterator[tuple[int, RecordedChunk]
         else:
             # cancelled before it was committed, or no later chunk shows that it was committed
             continue
-        kept.append((index, chunk))
+        retained.append((index, chunk))
         following = index
     if following not in (None, 0):
-        raise ValueError(f"the recording starts at chunk {following}, not at the first chunk of the session")
-    return reversed(kept)
+        raise ValueError(
+            f"the recording starts at chunk {following}, not at the first chunk of the session"
+        )
+    return reversed(retained)
 
 
 def _known(chunks: list[RecordedChunk], index: int) -> bool:

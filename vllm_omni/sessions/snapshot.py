@@ -28,7 +28,14 @@ import torch
 
 from vllm_omni.inputs import UsedLora, UsedLoras
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.saved_tensors import CHANNELS_LAST, DTYPE_BYTES, DTYPE_NAMES, ChunkIndex, SavedTensors, StoredTensor
+from vllm_omni.tensors.saved import (
+    CHANNELS_LAST,
+    DTYPE_BYTES,
+    DTYPE_NAMES,
+    ChunkIndex,
+    SavedTensors,
+    StoredTensor,
+)
 
 FORMAT_VERSION: Final = 1
 KIND: Final = "vllm_omni.session"
@@ -159,7 +166,11 @@ def describe(
     Raises:
         TypeError: safetensors does not support the dtype of a tensor.
     """
-    unknown = [f"{name} ({tensor.dtype})" for name, tensor in tensors.items() if tensor.dtype not in DTYPE_NAMES]
+    unknown = [
+        f"{name} ({tensor.dtype})"
+        for name, tensor in tensors.items()
+        if tensor.dtype not in DTYPE_NAMES
+    ]
     if unknown:
         raise TypeError(f"a snapshot cannot hold {', '.join(unknown[:3])}")
     return RankDescription(
@@ -170,10 +181,15 @@ def describe(
             weights=weights,
             scalars=dict(scalars),
             channels_last=[
-                name for name, tensor in tensors.items() if not tensor.is_contiguous() and _is_channels_last(tensor)
+                name
+                for name, tensor in tensors.items()
+                if not tensor.is_contiguous() and _is_channels_last(tensor)
             ],
         ),
-        tensors={name: (DTYPE_NAMES[tensor.dtype], list(tensor.shape)) for name, tensor in tensors.items()},
+        tensors={
+            name: (DTYPE_NAMES[tensor.dtype], list(tensor.shape))
+            for name, tensor in tensors.items()
+        },
         lora=list(lora),
     )
 
@@ -202,7 +218,10 @@ def check_length(length: int) -> None:
         RequestFailed: `invalid_snapshot`: the table is too long.
     """
     if length > MAX_TABLE_BYTES:
-        raise RequestFailed("invalid_snapshot", f"the snapshot's header has {length} bytes, at most {MAX_TABLE_BYTES}")
+        raise RequestFailed(
+            "invalid_snapshot",
+            f"the snapshot's header has {length} bytes, at most {MAX_TABLE_BYTES}",
+        )
 
 
 def _check_objects(count: int) -> None:
@@ -217,7 +236,9 @@ def _check_objects(count: int) -> None:
         RequestFailed: `invalid_snapshot`: there are too many.
     """
     if count > MAX_OBJECTS:
-        raise RequestFailed("invalid_snapshot", f"the snapshot's header has {count} objects, at most {MAX_OBJECTS}")
+        raise RequestFailed(
+            "invalid_snapshot", f"the snapshot's header has {count} objects, at most {MAX_OBJECTS}"
+        )
 
 
 def read_header(path: Path, max_bytes: int | None = None) -> SnapshotHeader:
@@ -233,7 +254,8 @@ def read_header(path: Path, max_bytes: int | None = None) -> SnapshotHeader:
     """
     if max_bytes is not None and (size := path.stat().st_size) > max_bytes:
         raise RequestFailed(
-            "snapshot_too_large", f"the snapshot has {size} bytes; sessions here may hold {max_bytes} bytes"
+            "snapshot_too_large",
+            f"the snapshot has {size} bytes; sessions here may hold {max_bytes} bytes",
         )
     with OpenSnapshot.open(path) as snapshot:
         return snapshot.header
@@ -251,7 +273,8 @@ def _checked_header(metadata: Mapping[str, str]) -> SnapshotHeader:
         raise RequestFailed(
             "snapshot_version",
             f"the snapshot has format version {raw.get('format_version')!r} (written by vllm_omni "
-            f"{str(raw.get('package_version'))[:40]!r}); this server reads version {FORMAT_VERSION}",
+            f"{str(raw.get('package_version'))[:40]!r}); this server reads version "
+            f"{FORMAT_VERSION}",
         )
     try:
         return msgspec.convert(raw, SnapshotHeader)
@@ -277,16 +300,22 @@ def check_fits(header: SnapshotHeader, model: ModelIdentity, rank: int, weights:
         ("the split over ranks", str(header.model.parallel), str(model.parallel)),
     ):
         if theirs != ours:
-            raise RequestFailed("foreign_snapshot", f"{what} differs: the snapshot's is {theirs}, this server's {ours}")
+            raise RequestFailed(
+                "foreign_snapshot",
+                f"{what} differs: the snapshot's is {theirs}, this server's {ours}",
+            )
     if header.model.config != model.config:
         raise RequestFailed(
-            "foreign_snapshot", "the model's configuration, its options (omni.model) or its dtype differ"
+            "foreign_snapshot",
+            "the model's configuration, its options (omni.model) or its dtype differ",
         )
     if not 0 <= rank < len(header.ranks):
         raise RequestFailed("invalid_snapshot", f"the snapshot has no part for rank {rank}")
     part = header.ranks[rank]
     if part.weights != weights:
-        raise RequestFailed("foreign_snapshot", "the weights differ from those that the session was created with")
+        raise RequestFailed(
+            "foreign_snapshot", "the weights differ from those that the session was created with"
+        )
     return part
 
 
@@ -323,8 +352,16 @@ class OpenSnapshot:
                 text = os.pread(descriptor, length, 8)
                 _check_objects(text.count(b"{"))
                 yield cls(descriptor, text, _checked_header(_METADATA_OF.decode(text).metadata))
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError, EOFError) as error:
-                raise RequestFailed("invalid_snapshot", "the snapshot is damaged or truncated") from error
+            except (
+                msgspec.DecodeError,
+                UnicodeDecodeError,
+                RecursionError,
+                OSError,
+                EOFError,
+            ) as error:
+                raise RequestFailed(
+                    "invalid_snapshot", "the snapshot is damaged or truncated"
+                ) from error
 
     def rank(self, rank: int, part: RankPart) -> SavedTensors:
         """Return the tensors of one rank after validating the table of the whole file.
@@ -339,7 +376,11 @@ class OpenSnapshot:
         """
         start, table = 8 + len(self._text), self._table()
         prefix = f"rank{rank}."
-        left = {name.removeprefix(prefix): stored for name, stored in table.items() if name.startswith(prefix)}
+        left = {
+            name.removeprefix(prefix): stored
+            for name, stored in table.items()
+            if name.startswith(prefix)
+        }
         return SavedTensors(self._file, start, left, frozenset(part.channels_last))
 
     def check_table(self) -> None:
@@ -354,7 +395,7 @@ class OpenSnapshot:
     def _table(self) -> dict[str, StoredTensor]:
         table = _TABLE.decode(self._text)
         table.pop(METADATA, None)
-        _check_places(table, os.fstat(self._file).st_size - 8 - len(self._text))
+        _check_offsets(table, os.fstat(self._file).st_size - 8 - len(self._text))
         return table
 
 
@@ -368,7 +409,7 @@ def check_table(path: Path) -> None:
         snapshot.check_table()
 
 
-def _check_places(table: Mapping[str, StoredTensor], nbytes: int) -> None:
+def _check_offsets(table: Mapping[str, StoredTensor], nbytes: int) -> None:
     """Check that tensors are contiguous in the file, as long as their shapes, and fill it exactly.
 
     The safetensors library makes the same checks; tests/worker/test_snapshot_table.py compares

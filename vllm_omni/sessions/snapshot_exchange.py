@@ -67,12 +67,16 @@ def save_exchange(
     Raises:
         RequestFailed: The session could not be saved.
     """
-    answers = _results((yield Call("describe_session", (session_id,))))
-    planned = plan([msgspec.json.decode(answer, type=RankDescription) for answer in answers], package_version, owner)
+    responses = _results((yield Call("describe_session", (session_id,))))
+    planned = plan(
+        [msgspec.json.decode(response, type=RankDescription) for response in responses],
+        package_version,
+        owner,
+    )
     create_file(path, planned)
     try:
-        place = (session_id, str(path), planned.header.chunk_index, planned.starts)
-        _results((yield Call("write_session", place)))
+        position = (session_id, str(path), planned.header.chunk_index, planned.starts)
+        _results((yield Call("write_session", position)))
     except BaseException:
         path.unlink(missing_ok=True)
         raise
@@ -88,19 +92,23 @@ def checkpoint_exchange(
         The header of the file, and the engine's time that the snapshot took in seconds, on the rank
         where it took most.
     """
-    answers = _results((yield Call("stage_checkpoint", (session_id,))))
-    staged = [msgspec.json.decode(answer, type=StagedRank) for answer in answers]
+    responses = _results((yield Call("stage_checkpoint", (session_id,))))
+    staged = [msgspec.json.decode(response, type=StagedRank) for response in responses]
     planned = plan([rank.described for rank in staged], package_version, owner)
     create_file(path, planned)
     try:
         _results((yield Call("write_checkpoint", (session_id, str(path), planned.starts))))
         pause_s = _FIRST_LOOK_S
-        while None in (spent_s := _results((yield Call("checkpoint_written", (session_id,), pause_s)))):
+        while None in (
+            spent_s := _results((yield Call("checkpoint_written", (session_id,), pause_s)))
+        ):
             pause_s = min(_LONGEST_LOOK_S, 2 * pause_s)
     except BaseException:
         path.unlink(missing_ok=True)
         raise
-    return planned.header, max(rank.held_s + spent for rank, spent in zip(staged, spent_s, strict=True))
+    return planned.header, max(
+        rank.held_s + spent for rank, spent in zip(staged, spent_s, strict=True)
+    )
 
 
 def restore_exchange(
@@ -129,11 +137,11 @@ def restore_exchange(
     return header, header.ranks[0].scalars
 
 
-def _results(answers: Sequence[dict[str, Any]]) -> list[Any]:
-    for answer in answers:
-        if "error" in answer:
-            raise RequestFailed(*answer["error"])
-    return [answer["ok"] for answer in answers]
+def _results(responses: Sequence[dict[str, Any]]) -> list[Any]:
+    for response in responses:
+        if "error" in response:
+            raise RequestFailed(*response["error"])
+    return [response["ok"] for response in responses]
 
 
 def run_exchange(exchange: Exchange[T], rpc: Callable[..., list[dict[str, Any]]]) -> T:
@@ -143,17 +151,19 @@ def run_exchange(exchange: Exchange[T], rpc: Callable[..., list[dict[str, Any]]]
         while True:
             try:
                 time.sleep(call.after_s)
-                answers = rpc(call.method, args=call.args)
+                responses = rpc(call.method, args=call.args)
             except Exception as error:  # the exchange cleans up and may continue
                 call = exchange.throw(error)
             else:
-                call = exchange.send(answers)
+                call = exchange.send(responses)
     except StopIteration as end:
         result: T = end.value
         return result
 
 
-async def run_exchange_async(exchange: Exchange[T], rpc: Callable[[Call], Awaitable[list[dict[str, Any]]]]) -> T:
+async def run_exchange_async(
+    exchange: Exchange[T], rpc: Callable[[Call], Awaitable[list[dict[str, Any]]]]
+) -> T:
     """Run an exchange over an asynchronous RPC."""
     try:
         call = next(exchange)
@@ -161,11 +171,11 @@ async def run_exchange_async(exchange: Exchange[T], rpc: Callable[[Call], Awaita
             try:
                 if call.after_s:
                     await asyncio.sleep(call.after_s)
-                answers = await rpc(call)
+                responses = await rpc(call)
             except BaseException as error:
                 call = exchange.throw(error)
             else:
-                call = exchange.send(answers)
+                call = exchange.send(responses)
     except StopIteration as end:
         result: T = end.value
         return result

@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.saved_tensors import DTYPE_BYTES, StoredTensor
+from vllm_omni.runtime.storage import STORAGE_FULL, is_disk_full
 from vllm_omni.sessions.snapshot import (
     FORMAT_VERSION,
     KEY,
@@ -30,8 +30,8 @@ from vllm_omni.sessions.snapshot import (
     RankDescription,
     SnapshotHeader,
 )
-from vllm_omni.storage import STORAGE_FULL, is_disk_full
-from vllm_omni.tensor_bytes import write_at
+from vllm_omni.tensors.file_io import write_at
+from vllm_omni.tensors.saved import DTYPE_BYTES, StoredTensor
 
 _ALIGN: Final = 64
 
@@ -53,7 +53,9 @@ class SnapshotPlan:
         return self.starts[-1]
 
 
-def plan(described: Sequence[RankDescription], package_version: str, owner: Mapping[str, str] | None) -> SnapshotPlan:
+def plan(
+    described: Sequence[RankDescription], package_version: str, owner: Mapping[str, str] | None
+) -> SnapshotPlan:
     """Lay out a snapshot file.
 
     Args:
@@ -78,20 +80,27 @@ def plan(described: Sequence[RankDescription], package_version: str, owner: Mapp
         owner=None if owner is None else dict(owner),
         lora=first.lora,
     )
-    entries: dict[str, Any] = {METADATA: {"format": "pt", "kind": KIND, KEY: msgspec.json.encode(header).decode()}}
+    entries: dict[str, Any] = {
+        METADATA: {"format": "pt", "kind": KIND, KEY: msgspec.json.encode(header).decode()}
+    }
     ends = [0]
     for number, rank in enumerate(described):
         position = ends[-1]
         for name, (dtype, shape) in rank.tensors.items():
-            begin, position = position, position + DTYPE_BYTES[dtype] * math.prod(shape)
-            entries[f"rank{number}.{name}"] = StoredTensor(dtype, shape, (begin, position))
+            begin_at, position = position, position + DTYPE_BYTES[dtype] * math.prod(shape)
+            entries[f"rank{number}.{name}"] = StoredTensor(dtype, shape, (begin_at, position))
         ends.append(position)
     text = msgspec.json.encode(entries)
     text += b" " * (-(8 + len(text)) % _ALIGN)  # padded with spaces, as by safetensors
     if len(text) > MAX_TABLE_BYTES or text.count(b"{") > MAX_OBJECTS:
-        raise RequestFailed("snapshot_too_large", f"a snapshot of {len(entries) - 1} tensors could not be read again")
+        raise RequestFailed(
+            "snapshot_too_large",
+            f"a snapshot of {len(entries) - 1} tensors could not be read again",
+        )
     start = 8 + len(text)
-    return SnapshotPlan(header, len(text).to_bytes(8, "little") + text, [start + end for end in ends])
+    return SnapshotPlan(
+        header, len(text).to_bytes(8, "little") + text, [start + end for end in ends]
+    )
 
 
 def create_file(path: Path, planned: SnapshotPlan) -> None:
@@ -117,7 +126,9 @@ def create_file(path: Path, planned: SnapshotPlan) -> None:
         os.close(descriptor)
 
 
-def write_tensors(path: Path, starts: Sequence[int], rank: int, tensors: Mapping[str, torch.Tensor]) -> None:
+def write_tensors(
+    path: Path, starts: Sequence[int], rank: int, tensors: Mapping[str, torch.Tensor]
+) -> None:
     """Copy a rank's tensors from their device to their positions in the file.
 
     Args:
@@ -129,17 +140,19 @@ def write_tensors(path: Path, starts: Sequence[int], rank: int, tensors: Mapping
     Raises:
         RequestFailed: The tensors have changed, or the file cannot be written.
     """
-    position, places = starts[rank], []
+    position, positions = starts[rank], []
     for tensor in tensors.values():
-        places.append((position, tensor))
+        positions.append((position, tensor))
         position += tensor.nbytes
     if position != starts[rank + 1]:
         raise RequestFailed("session_busy", "this session changed in the meantime; try again")
     with _planned_file(path, starts) as descriptor:
-        write_at(descriptor, places)
+        write_at(descriptor, positions)
 
 
-def write_bytes(path: Path, starts: Sequence[int], rank: int, own: memoryview, piece_bytes: int) -> None:
+def write_bytes(
+    path: Path, starts: Sequence[int], rank: int, own: memoryview, part_bytes: int
+) -> None:
     """Write a copy of a rank's tensors and wait until it is on disk.
 
     Args:
@@ -147,7 +160,7 @@ def write_bytes(path: Path, starts: Sequence[int], rank: int, own: memoryview, p
         starts: As `SnapshotPlan.starts`.
         rank: Rank of this process.
         own: The adjacent data of the tensors.
-        piece_bytes: Bytes per system call. Other threads can run between two calls.
+        part_bytes: Bytes per system call. Other threads can run between two calls.
 
     Raises:
         RequestFailed: The file cannot be written.
@@ -155,7 +168,7 @@ def write_bytes(path: Path, starts: Sequence[int], rank: int, own: memoryview, p
     with _planned_file(path, starts) as descriptor:
         done = 0
         while done < len(own):
-            done += os.pwrite(descriptor, own[done : done + piece_bytes], starts[rank] + done)
+            done += os.pwrite(descriptor, own[done : done + part_bytes], starts[rank] + done)
         os.fsync(descriptor)
 
 
@@ -177,4 +190,6 @@ def _planned_file(path: Path, starts: Sequence[int]) -> Iterator[int]:
 
 def _no_room(nbytes: int, error: OSError) -> RequestFailed:
     code = STORAGE_FULL if is_disk_full(error) else "snapshot_storage"
-    return RequestFailed(code, f"there is no room for a snapshot of {nbytes} bytes ({error.strerror})")
+    return RequestFailed(
+        code, f"there is no room for a snapshot of {nbytes} bytes ({error.strerror})"
+    )

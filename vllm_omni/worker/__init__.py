@@ -10,8 +10,14 @@ from typing import Any
 
 _CLASSES = {
     "ARGPUWorker": ("ar.gpu_worker:ARGPUWorker", "ar.cpu_worker:ARCPUWorker"),
-    "DiffusionGPUWorker": ("diffusion.gpu_worker:DiffusionGPUWorker", "diffusion.cpu_worker:DiffusionCPUWorker"),
-    "SharedGPUWorker": ("diffusion.shared_gpu_worker:SharedGPUWorker", "diffusion.cpu_worker:DiffusionCPUWorker"),
+    "DiffusionGPUWorker": (
+        "diffusion.gpu_worker:DiffusionGPUWorker",
+        "diffusion.cpu_worker:DiffusionCPUWorker",
+    ),
+    "SharedGPUWorker": (
+        "diffusion.shared_gpu_worker:SharedGPUWorker",
+        "diffusion.cpu_worker:DiffusionCPUWorker",
+    ),
 }
 """Class on GPUs and class on a CPU, by name."""
 __all__ = ["ARGPUWorker", "DiffusionGPUWorker", "SharedGPUWorker"]

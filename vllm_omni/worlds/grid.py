@@ -37,7 +37,7 @@ class OccupancyGrid:
         return self.cells[row, column]
 
     @classmethod
-    def read(cls, path: Path, side_m: float) -> "OccupancyGrid":
+    def read_image(cls, path: Path, side_m: float) -> "OccupancyGrid":
         """Read an image file.
 
         Raises:
@@ -58,4 +58,6 @@ class OccupancyGrid:
         from PIL import Image
 
         pixels = (~self.cells).byte().mul(255).numpy()
-        Image.fromarray(pixels, "L").convert("1", dither=Image.Dither.NONE).save(path, optimize=True)
+        Image.fromarray(pixels, "L").convert("1", dither=Image.Dither.NONE).save(
+            path, optimize=True
+        )

@@ -29,7 +29,10 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     write_again: Annotated[str, msgspec.Meta(max_length=200)]
     """Command that writes the directory again."""
-    files: dict[Annotated[str, msgspec.Meta(pattern=r"^(?!.*\.\.)[A-Za-z0-9_][A-Za-z0-9_./-]*\Z")], FileEntry]
+    files: dict[
+        Annotated[str, msgspec.Meta(pattern=r"^(?!.*\.\.)[A-Za-z0-9_][A-Za-z0-9_./-]*\Z")],
+        FileEntry,
+    ]
     """Files by path relative to the directory, with `/` as the separator."""
 
 
@@ -40,7 +43,9 @@ def write_manifest(folder: Path, write_again: str) -> Manifest:
         folder: The directory.
         write_again: As `Manifest.write_again`.
     """
-    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
+    paths = sorted(
+        path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST
+    )
     files = {path.relative_to(folder).as_posix(): _entry(path) for path in paths}
     manifest = Manifest(write_again, files)
     (folder / MANIFEST).write_text(json.dumps(msgspec.to_builtins(manifest), indent=1) + "\n")
@@ -83,7 +88,9 @@ def check_files(folder: Path, remedy: str | None = None) -> None:
         try:
             found_bytes = path.stat().st_size
             if found_bytes != expected.bytes:
-                raise ValueError(f"{path} is damaged ({found_bytes} bytes, {expected.bytes} expected); {remedy}")
+                raise ValueError(
+                    f"{path} is damaged ({found_bytes} bytes, {expected.bytes} expected); {remedy}"
+                )
             if _entry(path) != expected:
                 raise ValueError(f"{path} is damaged (its SHA-256 is not the manifest's); {remedy}")
         except OSError as error:

@@ -50,7 +50,11 @@ class Motion:
 
     @classmethod
     def of_keys(
-        cls, held: Sequence[str], *, yaw_degrees: float = YAW_DEGREES, pitch_degrees: float = PITCH_DEGREES
+        cls,
+        held: Sequence[str],
+        *,
+        yaw_degrees: float = YAW_DEGREES,
+        pitch_degrees: float = PITCH_DEGREES,
     ) -> "Motion":
         """Return the motion of each camera's held keys. Opposite keys cancel.
 
@@ -61,7 +65,9 @@ class Motion:
         """
 
         def difference(plus: str, minus: str) -> torch.Tensor:
-            return torch.tensor([float(plus in k) - float(minus in k) for k in held], dtype=torch.float64)
+            return torch.tensor(
+                [float(plus in k) - float(minus in k) for k in held], dtype=torch.float64
+            )
 
         return cls(
             ahead=difference("w", "s"),
@@ -94,7 +100,9 @@ def move_cameras(
     Returns:
         The new poses and pitches as new tensors.
     """
-    look_N = torch.where((pitch_N + motion.pitch_degrees).abs() > PITCH_LIMIT_DEGREES, 0.0, motion.pitch_degrees)
+    look_N = torch.where(
+        (pitch_N + motion.pitch_degrees).abs() > PITCH_LIMIT_DEGREES, 0.0, motion.pitch_degrees
+    )
     poses = poses_N44.clone()
     poses[:, :3, :3] = rotation(1, motion.yaw_degrees) @ poses_N44[:, :3, :3] @ rotation(0, look_N)
     ahead_N3, aside_N3 = _horizontal(poses[:, :3, 2]), _horizontal(poses[:, :3, 0])
@@ -118,7 +126,9 @@ def rotation(axis: int, degrees_N: torch.Tensor) -> torch.Tensor:
     return torch.stack(rows[axis], dim=-1).view(-1, 3, 3)
 
 
-def world_pose(x_m: float, z_m: float, heading_degrees: float, pitch_degrees: float = 0.0) -> torch.Tensor:
+def world_pose(
+    x_m: float, z_m: float, heading_degrees: float, pitch_degrees: float = 0.0
+) -> torch.Tensor:
     """Return the fp64 pose [4, 4] in metres of a camera at eye height.
 
     Args:
@@ -128,7 +138,9 @@ def world_pose(x_m: float, z_m: float, heading_degrees: float, pitch_degrees: fl
         pitch_degrees: Angle of the view above the horizon.
     """
     pose_44 = torch.eye(4, dtype=torch.float64)
-    yaw, pitch = (torch.tensor([angle], dtype=torch.float64) for angle in (heading_degrees, pitch_degrees))
+    yaw, pitch = (
+        torch.tensor([angle], dtype=torch.float64) for angle in (heading_degrees, pitch_degrees)
+    )
     pose_44[:3, :3] = (rotation(1, yaw) @ rotation(0, pitch))[0]
     pose_44[0, 3], pose_44[2, 3] = x_m, z_m
     return pose_44
@@ -176,7 +188,9 @@ def _slide(position_N2: torch.Tensor, part_N2: torch.Tensor, grid: OccupancyGrid
     slides = torch.deg2rad(torch.tensor(_SLIDES_DEGREES, dtype=torch.float64))
     cos_K, sin_K = slides.cos(), slides.sin()
     x, z = part_N2[:, :1], part_N2[:, 1:]
-    moves_NK2 = torch.stack((cos_K * (cos_K * x + sin_K * z), cos_K * (cos_K * z - sin_K * x)), dim=-1)
+    moves_NK2 = torch.stack(
+        (cos_K * (cos_K * x + sin_K * z), cos_K * (cos_K * z - sin_K * x)), dim=-1
+    )
     moves_NK2 = torch.cat((moves_NK2, torch.zeros_like(moves_NK2[:, :1])), dim=1)
     each = torch.arange(len(position_N2))
     for _ in range(_SUBSTEPS):

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from vllm_omni.worlds.card import StartPicture, WorldCard, card_file
+from vllm_omni.worlds.description import StartImage, WorldDescription, description_file
 
 _FINE: Final = (40, 24)
 _COARSE: Final = (20, 12)
@@ -38,7 +38,7 @@ _LARGEST_BLOCK: Final = 0.38
 class StartImages:
     """The start images of a world."""
 
-    starts: tuple[StartPicture, ...]
+    starts: tuple[StartImage, ...]
     """Descriptions of the start images."""
     fine_SHW3: np.ndarray
     """The images scaled down to 40x24, int64, in the same order."""
@@ -46,19 +46,23 @@ class StartImages:
     """The images scaled down to 20x12, int64, in the same order."""
 
     @classmethod
-    def load(cls, folder: Path, card: WorldCard) -> "StartImages":
+    def load(cls, folder: Path, description: WorldDescription) -> "StartImages":
         """Read the start images of a world description.
 
         Raises:
             ValueError: An image cannot be read. The message is one line.
         """
-        images = [_read(card_file(folder, start.file)) for start in card.starts]
+        images = [_read(description_file(folder, start.file)) for start in description.starts]
         fine = [_scaled(image, _FINE) for image in images]
         coarse = [_scaled(image, _COARSE) for image in images]
         empty = np.empty((0, 1, 1, 3), np.int64)
-        return cls(card.starts, np.stack(fine) if fine else empty, np.stack(coarse) if coarse else empty)
+        return cls(
+            description.starts,
+            np.stack(fine) if fine else empty,
+            np.stack(coarse) if coarse else empty,
+        )
 
-    def recognise(self, image_HW3: torch.Tensor) -> StartPicture | None:
+    def recognise(self, image_HW3: torch.Tensor) -> StartImage | None:
         """Return the start image that an image shows, or None if it is another image.
 
         Takes less than a millisecond for an image of a session's size.
@@ -73,7 +77,9 @@ class StartImages:
         nearest = int(rms_S.argmin())
         if rms_S[nearest] > _LARGEST_RMS:
             return None
-        block_S = _distances(self.coarse_SHW3[nearest : nearest + 1], _scaled(image, _COARSE), block=2)
+        block_S = _distances(
+            self.coarse_SHW3[nearest : nearest + 1], _scaled(image, _COARSE), block=2
+        )
         return self.starts[nearest] if block_S[0] <= _LARGEST_BLOCK else None
 
 
@@ -104,5 +110,9 @@ def _distances(known_SHW3: np.ndarray, image_HW3: np.ndarray, block: int | None)
         total_S = (difference_SHW3**2).reshape(len(known_SHW3), -1).sum(axis=1)
         return np.sqrt(total_S / image_HW3.size) / spread_S
     count, height, width, _ = difference_SHW3.shape
-    blocks = np.abs(difference_SHW3).reshape(count, height // block, block, width // block, block, 3)
-    return blocks.sum(axis=(2, 4, 5)).reshape(count, -1).max(axis=1) / (3 * block * block) / spread_S
+    blocks = np.abs(difference_SHW3).reshape(
+        count, height // block, block, width // block, block, 3
+    )
+    return (
+        blocks.sum(axis=(2, 4, 5)).reshape(count, -1).max(axis=1) / (3 * block * block) / spread_S
+    )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from vllm_omni.worlds.card import card_file, read_card
+from vllm_omni.worlds.description import description_file, read_description
 from vllm_omni.worlds.grid import OccupancyGrid
 from vllm_omni.worlds.movement import world_pose
 from vllm_omni.worlds.recognition import StartImages
@@ -32,13 +32,20 @@ class ServedWorld:
         Raises:
             ValueError: A file is invalid. The message is one line.
         """
-        card = read_card(folder)
-        if card is None:
+        description = read_description(folder)
+        if description is None:
             return None
         grid = None
-        if card.grid is not None:
-            grid = OccupancyGrid.read(card_file(folder, card.grid.file), card.grid.side_m)
-        return cls(card.metres_per_unit, card.focal, grid, StartImages.load(folder, card))
+        if description.grid is not None:
+            grid = OccupancyGrid.read_image(
+                description_file(folder, description.grid.file), description.grid.side_m
+            )
+        return cls(
+            description.metres_per_unit,
+            description.focal,
+            grid,
+            StartImages.load(folder, description),
+        )
 
     def recognised_pose(self, image_HW3: torch.Tensor) -> torch.Tensor | None:
         """Return the world pose [4, 4] of a start image, or None for any other image.

@@ -35,7 +35,9 @@ def run(*arguments: str) -> int:
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkout with one benchmark, in which the command runs; the package is installed from elsewhere."""
+    """A checkout with one benchmark, in which the command runs; the package is installed from
+    elsewhere.
+    """
     folder = tmp_path / "benchmarks"
     folder.mkdir()
     (folder / "common.py").write_text("")
@@ -51,18 +53,26 @@ def test_the_repositorys_benchmarks_are_listed(capsys: pytest.CaptureFixture[str
     assert run() == 0
     lines = capsys.readouterr().out.splitlines()
     names = {line.split()[0] for line in lines}
-    assert {"engine_overhead", "diffusers_executor", "lingbot_world"} <= names and "common" not in names
+    assert {
+        "engine_overhead",
+        "diffusers_executor",
+        "lingbot_world",
+    } <= names and "common" not in names
     assert all(len(line.split()) > 3 for line in lines)
 
 
-def test_a_benchmark_runs_with_its_own_arguments_and_status(checkout: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_benchmark_runs_with_its_own_arguments_and_status(
+    checkout: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Its output is passed through; its failure is the command's."""
     assert run("count", "--out", str(checkout)) == 0
     assert capfd.readouterr().out == "chatter\n"
     assert run("count", "--out", str(checkout), "--fail") == 3
 
 
-def test_json_prints_the_result_and_nothing_else(checkout: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_json_prints_the_result_and_nothing_else(
+    checkout: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """For programs: chatter goes to stderr."""
     assert run("--json", "count") == 0
     captured = capfd.readouterr()
@@ -70,7 +80,9 @@ def test_json_prints_the_result_and_nothing_else(checkout: Path, capfd: pytest.C
     assert run("--json", "count", "--fail") == 3
 
 
-@pytest.mark.parametrize("arguments", [("nonsense",), ("compare", "one.json"), ("compare", "no.json", "none.json")])
+@pytest.mark.parametrize(
+    "arguments", [("nonsense",), ("compare", "one.json"), ("compare", "no.json", "none.json")]
+)
 def test_mistakes_end_with_one_line(
     checkout: Path, arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,7 +107,9 @@ def write(path: Path, **content: Any) -> str:
 
 @pytest.fixture
 def results(tmp_path: Path) -> tuple[str, str]:
-    """Two results: a row moved, a time got worse, a rate got worse, a count changed, a row is new."""
+    """Two results: a row moved, a time got worse, a rate got worse, a count changed, a row is
+    new.
+    """
     common = {"date": "2026-01-01", "versions": {"torch": "2"}}
     slow = {"name": "slow", "wall_ms": {"p50": 10.0}}
     fast = {"name": "fast", "wall_ms": {"p50": 2.0}, "fps": 30}
@@ -103,14 +117,22 @@ def results(tmp_path: Path) -> tuple[str, str]:
     after = write(
         tmp_path / "b.json",
         **{**common, "versions": {"torch": "3"}},
-        rows=[{**fast, "fps": 24}, {**slow, "wall_ms": {"p50": 11.0}}, {"name": "new", "wall_ms": {"p50": 1.0}}],
+        rows=[
+            {**fast, "fps": 24},
+            {**slow, "wall_ms": {"p50": 11.0}},
+            {"name": "new", "wall_ms": {"p50": 1.0}},
+        ],
         frames=13,
     )
     return before, after
 
 
-def test_compare_matches_rows_by_their_texts(results: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Not by position; direction comes from the unit in the name; numbers about the machine are left out."""
+def test_compare_matches_rows_by_their_texts(
+    results: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not by position; direction comes from the unit in the name; numbers about the machine are
+    left out.
+    """
     assert run("--json", "compare", *results) == 0
     document = json.loads(capsys.readouterr().out)
     changes = {row["name"]: row for row in document["changes"]}
@@ -122,7 +144,9 @@ def test_compare_matches_rows_by_their_texts(results: tuple[str, str], capsys: p
         "rows[fast].fps": True,
         "frames": None,
     }
-    assert document["only_in_one"] == ["rows[new].wall_ms.p50"] and document["differing"] == ["versions"]
+    assert document["only_in_one"] == ["rows[new].wall_ms.p50"] and document["differing"] == [
+        "versions"
+    ]
 
 
 @pytest.mark.parametrize(("threshold", "status"), [("5", 1), ("15", 1), ("25", 0)])
@@ -132,11 +156,15 @@ def test_a_threshold_makes_it_a_gate(results: tuple[str, str], threshold: str, s
     assert run("compare", "--threshold", threshold, *results) == status
 
 
-def test_compare_prints_a_table(results: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_prints_a_table(
+    results: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
     """Before, after, change, and a warning where the two were made differently."""
     assert run("compare", *results) == 0
     text = capsys.readouterr().out
-    assert "+10.0 %  worse" in text and "differ in versions" in text and "only in one of them" in text
+    assert (
+        "+10.0 %  worse" in text and "differ in versions" in text and "only in one of them" in text
+    )
 
 
 def test_results_of_different_benchmarks_are_refused(tmp_path: Path) -> None:

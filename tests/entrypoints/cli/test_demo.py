@@ -27,7 +27,7 @@ from websockets.sync.server import ServerConnection, serve
 from vllm_omni.entrypoints.cli import demo
 from vllm_omni.entrypoints.cli.errors import CommandError
 from vllm_omni.entrypoints.cli.main import make_parser
-from vllm_omni.entrypoints.media import decode_mp4, encode_mp4
+from vllm_omni.entrypoints.media.mp4 import decode_mp4, encode_mp4
 
 CONSOLE = Console(quiet=True)
 WALK = demo.Walk(b"picture", {0: "hills", 7: "hills in the snow"})
@@ -39,7 +39,9 @@ def noise(num_frames: int, seed: int = 0) -> np.ndarray:
 
 
 def chunk(frames_THWC: np.ndarray) -> demo.Chunk:
-    return demo.Chunk(frames_THWC, 0.1, 1000, {"queue_ms": 1.0, "denoise_ms": 60.0, "total_ms": 90.0})
+    return demo.Chunk(
+        frames_THWC, 0.1, 1000, {"queue_ms": 1.0, "denoise_ms": 60.0, "total_ms": 90.0}
+    )
 
 
 def running(belongs: Callable[[psutil.Process], bool]) -> list[str]:
@@ -56,10 +58,11 @@ def running(belongs: Callable[[psutil.Process], bool]) -> list[str]:
         pause(0.1)
 
 
-# ---- the walk -------------------------------------------------------------------------------------------------------
+# ---- the walk
+# --------------------------------------------------------------------------------------------------
 
 
-def test_the_walk_goes_on_and_comes_back_to_its_direction() -> None:
+def test_the_walk_continues_and_comes_back_to_its_direction() -> None:
     """Always forward, and as often left as right: wherever chunks are cut."""
     walk = demo.Walk(b"", {0: "hills"})
     keys = walk.held(range(16))
@@ -74,18 +77,24 @@ def arguments(*argv: str) -> argparse.Namespace:
 
 
 def test_the_demo_takes_the_tour_of_the_trained_world(tmp_path: Path, village: Path) -> None:
-    """Its start picture, its keys, its prompts where they change, and the video of how it should look."""
-    model, card = demo.find_world(arguments("--out", str(tmp_path)), CONSOLE)
+    """Its start picture, its keys, its prompts where they change, and the video of how it should
+    look.
+    """
+    model, description = demo.find_world(arguments("--out", str(tmp_path)), CONSOLE)
     assert model == village
-    assert card is not None
-    assert card.tour is not None
-    walk = demo.plan_walk(arguments(), model, card)
-    assert Image.open(io.BytesIO(walk.image)).size == card.sizes[0]
-    assert [walk.prompt(range(i, i + 3)) is not None for i in range(0, len(card.tour.keys), 3)].count(True) == 2
-    assert walk.prompt(range(3)) == card.prompt("day")
-    assert ["".join(held) for held in walk.held(range(len(card.tour.keys)))] == card.tour.keys
-    assert walk.num_chunks(3, 3) == len(card.tour.keys) // 3
-    assert walk.num_chunks(1, 1) == len(card.tour.keys)
+    assert description is not None
+    assert description.tour is not None
+    walk = demo.plan_walk(arguments(), model, description)
+    assert Image.open(io.BytesIO(walk.image)).size == description.sizes[0]
+    assert [
+        walk.prompt(range(i, i + 3)) is not None for i in range(0, len(description.tour.keys), 3)
+    ].count(True) == 2
+    assert walk.prompt(range(3)) == description.prompt("day")
+    assert [
+        "".join(held) for held in walk.held(range(len(description.tour.keys)))
+    ] == description.tour.keys
+    assert walk.num_chunks(3, 3) == len(description.tour.keys) // 3
+    assert walk.num_chunks(1, 1) == len(description.tour.keys)
     assert walk.truth is not None
 
 
@@ -96,18 +105,20 @@ def test_another_walk_has_no_truth(tmp_path: Path, village: Path, other: list[st
         (tmp_path / "own.png").write_bytes(demo.start_image())
         other = ["--image", str(tmp_path / "own.png")]
     args = arguments(*other)
-    model, card = demo.find_world(args, CONSOLE)
-    walk = demo.plan_walk(args, model, card)
+    model, description = demo.find_world(args, CONSOLE)
+    walk = demo.plan_walk(args, model, description)
     assert walk.truth is None
     assert walk.prompt(range(3)) == (args.prompt or "the village on a sunny day")
 
 
 def test_a_random_world_is_behind_a_flag(tmp_path: Path) -> None:
-    """It has no card, so it is walked as any other; the flag and a checkpoint exclude each other."""
-    model, card = demo.find_world(arguments("--random", "--out", str(tmp_path)), CONSOLE)
+    """It has no card, so it is walked as any other; the flag and a checkpoint exclude each
+    other.
+    """
+    model, description = demo.find_world(arguments("--random", "--out", str(tmp_path)), CONSOLE)
     assert model == tmp_path / "demo_world"
-    assert card is None
-    walk = demo.plan_walk(arguments("--random"), model, card)
+    assert description is None
+    walk = demo.plan_walk(arguments("--random"), model, description)
     assert (walk.image, walk.truth, walk.num_chunks(3, 3)) == (demo.start_image(), None, 5)
     with pytest.raises(SystemExit):
         arguments("--random", "--model", "somewhere")
@@ -119,7 +130,9 @@ def test_the_strip_shows_the_world_above_its_truth(tmp_path: Path) -> None:
     true_THWC[10:] = 255 - true_THWC[10:]
     (tmp_path / "truth.mp4").write_bytes(encode_mp4(true_THWC, 16))
     shown = io.StringIO()
-    demo.write_truth(true_THWC[:10], tmp_path / "truth.mp4", tmp_path, Console(file=shown, width=300))
+    demo.write_truth(
+        true_THWC[:10], tmp_path / "truth.mp4", tmp_path, Console(file=shown, width=300)
+    )
     sheet = np.asarray(Image.open(tmp_path / "demo_truth.png")).astype(int)
     assert sheet.shape == (2 * 36 + 4, 8 * 52 + 4, 3)
     for column in range(8):
@@ -130,25 +143,29 @@ def test_the_strip_shows_the_world_above_its_truth(tmp_path: Path) -> None:
     levels = [float(text) for text in re.findall(r"(\d+\.\d)(?:,| dB)", shown.getvalue())]
     assert len(levels) == 3
     assert min(levels) > 20
-    with pytest.raises(CommandError, match=r"has frames \(32, 48, 3\), the world made \(16, 48, 3\)"):
+    with pytest.raises(
+        CommandError, match=r"has frames \(32, 48, 3\), the world made \(16, 48, 3\)"
+    ):
         demo.write_truth(true_THWC[:, :16], tmp_path / "truth.mp4", tmp_path, CONSOLE)
 
 
-def test_the_bundled_start_image_is_small_and_a_picture() -> None:
+def test_the_bundled_start_image_is_small_and_a_image() -> None:
     """It ships with the package."""
     data = demo.start_image()
     assert len(data) < 10_000
     assert Image.open(io.BytesIO(data)).size == (416, 240)
 
 
-class Door:
-    """A WebSocket server that speaks the door's messages; `answer` makes the reply to each request."""
+class Endpoint:
+    """A WebSocket server that speaks the door's messages; `answer` makes the reply to each
+    request.
+    """
 
-    def __init__(self, answer: Callable[[int, dict[str, Any]], list[Any]]) -> None:
+    def __init__(self, response: Callable[[int, dict[str, Any]], list[Any]]) -> None:
         self.requests: list[dict[str, Any]] = []
-        self._answer = answer
+        self._response = response
         self._server = serve(self._handle, "127.0.0.1", 0)
-        self.url = f"ws://127.0.0.1:{self._server.socket.getsockname()[1]}{demo.DOOR}"
+        self.url = f"ws://127.0.0.1:{self._server.socket.getsockname()[1]}{demo.Endpoint}"
         self._thread = threading.Thread(target=self._server.serve_forever)
 
     def _handle(self, connection: ServerConnection) -> None:
@@ -156,10 +173,12 @@ class Door:
         for data in connection:
             request = msgspec.msgpack.decode(data)
             self.requests.append(request)
-            for message in self._answer(len(self.requests) - 1, request):
-                connection.send(message if isinstance(message, str) else msgspec.msgpack.encode(message))
+            for message in self._response(len(self.requests) - 1, request):
+                connection.send(
+                    message if isinstance(message, str) else msgspec.msgpack.encode(message)
+                )
 
-    def __enter__(self) -> "Door":
+    def __enter__(self) -> "Endpoint":
         self._thread.start()
         return self
 
@@ -169,13 +188,21 @@ class Door:
 
 
 def frame(video: bytes, index: int = 0, total: int = 1) -> dict[str, Any]:
-    return {"type": "frame", "index": index, "total": total, "video": video, "timing": {"denoise_ms": 5.0}}
+    return {
+        "type": "frame",
+        "index": index,
+        "total": total,
+        "video": video,
+        "timing": {"denoise_ms": 5.0},
+    }
 
 
-def test_each_chunk_is_asked_for_with_its_part_of_the_walk() -> None:
-    """The first request carries image and prompt; keys continue; a chunk in two messages is put together."""
+def test_each_chunk_is_requested_for_with_its_part_of_the_walk() -> None:
+    """The first request carries image and prompt; keys continue; a chunk in two messages is put
+    together.
+    """
 
-    def answer(index: int, request: dict[str, Any]) -> list[Any]:
+    def response(index: int, request: dict[str, Any]) -> list[Any]:
         count = 4 * len(request["actions"]) - 3 * (index == 0)
         frames = noise(count, index)
         half = count // 2
@@ -185,42 +212,57 @@ def test_each_chunk_is_asked_for_with_its_part_of_the_walk() -> None:
             frame(encode_mp4(frames[half:], 16), 1, 2),
         ]
 
-    with Door(answer) as door:
-        chunks = demo.stream(door.url, WALK, 32, 48, 3, CONSOLE)
+    with Endpoint(response) as endpoint:
+        chunks = demo.stream(endpoint.url, WALK, 32, 48, 3, CONSOLE)
     assert [len(part.frames) for part in chunks] == [9, 12, 12]
-    assert not any({"camera", "cameras"} & request.keys() for request in door.requests), "keys: the view is the model's"
-    assert [("image" in request, request.get("prompt")) for request in door.requests] == [
+    assert not any({"camera", "cameras"} & request.keys() for request in endpoint.requests), (
+        "keys: the view is the model's"
+    )
+    assert [("image" in request, request.get("prompt")) for request in endpoint.requests] == [
         (True, "hills"),
         (False, None),
         (False, "hills in the snow"),
     ]
-    assert [held for request in door.requests for held in request["actions"]] == WALK.held(range(9))
+    assert [held for request in endpoint.requests for held in request["actions"]] == WALK.held(
+        range(9)
+    )
     assert all(part.wall_s > 0 and part.wire_bytes > 0 and part.timing for part in chunks)
 
 
 @pytest.mark.parametrize(
-    ("answer", "complaint"),
+    ("response", "complaint"),
     [
-        ([{"type": "error", "code": "capacity", "error": "full"}], r"refused the request: .*capacity"),
+        (
+            [{"type": "error", "code": "capacity", "error": "full"}],
+            r"refused the request: .*capacity",
+        ),
         ([frame(encode_mp4(noise(5), 16))], r"chunk 0 has 5 frames, 9 were requested"),
         ([frame(b"not a video")], r"streaming from .* failed: ValueError: not a readable video"),
         (["hello in text"], r"expected a binary message, got text"),
         ([{"type": "frame", "index": 0}], r"streaming from .* failed: KeyError"),
     ],
 )
-def test_a_wrong_answer_is_a_failure_that_says_what_came(answer: list[Any], complaint: str) -> None:
+def test_a_wrong_response_is_a_failure_that_says_what_came(
+    response: list[Any], complaint: str
+) -> None:
     """Nothing that is not the asked-for video passes."""
-    with Door(lambda index, request: answer) as door, pytest.raises(CommandError, match=complaint):
-        demo.stream(door.url, WALK, 32, 48, 2, CONSOLE)
+    with (
+        Endpoint(lambda index, request: response) as endpoint,
+        pytest.raises(CommandError, match=complaint),
+    ):
+        demo.stream(endpoint.url, WALK, 32, 48, 2, CONSOLE)
 
 
 def test_no_server_is_a_failure() -> None:
     """A refused connection is named with its address."""
-    with pytest.raises(CommandError, match=r"streaming from ws://127.0.0.1:1/x failed: ConnectionRefusedError"):
+    with pytest.raises(
+        CommandError, match=r"streaming from ws://127.0.0.1:1/x failed: ConnectionRefusedError"
+    ):
         demo.stream("ws://127.0.0.1:1/x", WALK, 32, 48, 1, CONSOLE)
 
 
-# ---- the files ------------------------------------------------------------------------------------------------------
+# ---- the files
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_video_holds_every_frame(tmp_path: Path) -> None:
@@ -231,7 +273,9 @@ def test_the_video_holds_every_frame(tmp_path: Path) -> None:
     assert (len(frames_THWC), fps) == (21, 16)
     sheet = np.asarray(Image.open(tmp_path / "demo.png"))
     np.testing.assert_array_equal(sheet[4:36, 4:52], chunks[0].frames[0])
-    np.testing.assert_array_equal(sheet[2 * 36 + 4 : 2 * 36 + 36, 3 * 52 + 4 : 4 * 52], chunks[1].frames[-1])
+    np.testing.assert_array_equal(
+        sheet[2 * 36 + 4 : 2 * 36 + 36, 3 * 52 + 4 : 4 * 52], chunks[1].frames[-1]
+    )
 
 
 def test_a_world_that_does_not_move_is_a_failure(tmp_path: Path) -> None:
@@ -240,21 +284,29 @@ def test_a_world_that_does_not_move_is_a_failure(tmp_path: Path) -> None:
         demo.write_files([chunk(np.full((9, 32, 48, 3), 90, np.uint8))], tmp_path, CONSOLE)
 
 
-def test_a_video_that_lost_frames_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_video_that_lost_frames_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The file is read back and counted."""
-    import vllm_omni.entrypoints.media as media
+    import vllm_omni.entrypoints.media.mp4 as media
 
-    monkeypatch.setattr(media, "encode_mp4", lambda frames_THWC, fps: encode_mp4(frames_THWC[:-1], fps))
+    monkeypatch.setattr(
+        media, "encode_mp4", lambda frames_THWC, fps: encode_mp4(frames_THWC[:-1], fps)
+    )
     with pytest.raises(CommandError, match=r"holds 8 frames, 9 arrived"):
         demo.write_files([chunk(noise(9))], tmp_path, CONSOLE)
 
 
 def test_a_chunk_is_described_on_one_line() -> None:
     """Frames, time, rate, size and the stages."""
-    assert demo.describe(3, chunk(noise(12))) == "chunk 3: 12 frames in 100 ms (120/s), 1 kB; ms: queue 1, denoise 60"
+    assert (
+        demo.describe(3, chunk(noise(12)))
+        == "chunk 3: 12 frames in 100 ms (120/s), 1 kB; ms: queue 1, denoise 60"
+    )
 
 
-# ---- the server -----------------------------------------------------------------------------------------------------
+# ---- the server
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -271,12 +323,17 @@ def fake_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[st
 def test_a_server_that_dies_shows_the_cause(
     fake_server: Callable[[str], Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The exceptions in its log are shown, not the traceback's last lines; warnings are left out."""
+    """The exceptions in its log are shown, not the traceback's last lines; warnings are left
+    out.
+    """
     code = (
         "print('WARNING x'); print('(A) WARNING may cause OSError: files')\n"
         "print('(E) ERROR ValueError: no such key'); print('  File x'); raise SystemExit(3)"
     )
-    with pytest.raises(CommandError, match="ended with status 3 while starting"), fake_server(code) as process:
+    with (
+        pytest.raises(CommandError, match="ended with status 3 while starting"),
+        fake_server(code) as process,
+    ):
         demo.wait_until_healthy(process, 30, CONSOLE)
     shown = capsys.readouterr().err
     assert "ValueError: no such key" in shown
@@ -300,10 +357,13 @@ def test_a_demo_that_is_terminated_takes_its_server_along(tmp_path: Path) -> Non
         "import sys\n"
         "from vllm_omni.entrypoints.cli import demo\n"
         "from vllm_omni.entrypoints.cli.main import main\n"
-        "demo.serve_command = lambda *args: [sys.executable, '-c', 'import time; time.sleep(600)']\n"
+        "demo.serve_command = lambda *args: [sys.executable, '-c', 'import time; "
+        "time.sleep(600)']\n"
         f"main(['demo', '--model', {str(tmp_path)!r}, '--out', {str(tmp_path)!r}, '--port', '0'])"
     )
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     while not process.stdout.readline().startswith("started: "):
         assert process.poll() is None
@@ -329,17 +389,28 @@ def test_the_command_is_the_documented_one(tmp_path: Path) -> None:
     assert command[1:4] == ["serve", str(tmp_path), "--omni"]
 
 
-# ---- all of it ------------------------------------------------------------------------------------------------------
+# ---- all of it
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.engine
 def test_the_demo_walks_through_the_trained_world(tmp_path: Path, village: Path) -> None:
-    """`make demo ONCE=1`: a real server on the shipped world, all files, status 0, nothing left running.
+    """`make demo ONCE=1`: a real server on the shipped world, all files, status 0, nothing left
+    running.
 
-    Its first chunk shows what the renderer shows: 24 dB is the goal, 18 tells the village from anything else.
+    Its first chunk shows what the renderer shows: 24 dB is the goal, 18 tells the village from
+    anything else.
     """
     result = subprocess.run(
-        [Path(sys.executable).with_name("vllm-omni"), "demo", "--once", "--chunks", "6", "--port", "0"],
+        [
+            Path(sys.executable).with_name("vllm-omni"),
+            "demo",
+            "--once",
+            "--chunks",
+            "6",
+            "--port",
+            "0",
+        ],
         cwd=tmp_path,
         capture_output=True,
         text=True,

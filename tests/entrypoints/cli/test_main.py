@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `vllm-omni` command: dispatch, exit codes, and nothing heavy where nothing heavy is needed."""
+"""The `vllm-omni` command: dispatch, exit codes, and nothing heavy where nothing heavy is
+needed.
+"""
 
 import importlib.metadata
 import json
@@ -22,16 +24,23 @@ def exit_code(*argv: str) -> int:
     return int(ended.value.code or 0)
 
 
-@pytest.mark.parametrize("argv", [["--version"], ["--help"], ["demo", "--help"], ["make-tiny", "--help"]])
+@pytest.mark.parametrize(
+    "argv", [["--version"], ["--help"], ["demo", "--help"], ["make-tiny", "--help"]]
+)
 def test_help_loads_neither_torch_nor_vllm(argv: list[str]) -> None:
     """It answers at once."""
     code = (
         "import sys, json\nfrom vllm_omni.entrypoints.cli.main import main\n"
         f"try: main({argv!r})\nexcept SystemExit as end: code = end.code\n"
-        "print(json.dumps([code or 0, sorted({'torch', 'vllm', 'transformers', 'av'} & set(sys.modules))]))"
+        "print(json.dumps([code or 0, sorted({'torch', 'vllm', 'transformers', 'av'} & "
+        "set(sys.modules))]))"
     )
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=seconds(300), check=True
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=seconds(300),
+        check=True,
     )
     assert json.loads(result.stdout.splitlines()[-1]) == [0, []]
 
@@ -40,7 +49,10 @@ def test_version_names_all_three(capsys: pytest.CaptureFixture[str]) -> None:
     """A bug report needs this package's, vLLM's and torch's version."""
     assert exit_code("--version") == 0
     out = capsys.readouterr().out
-    assert all(name in out for name in ("vllm-omni 0.", f"vllm {importlib.metadata.version('vllm')}", "torch 2."))
+    assert all(
+        name in out
+        for name in ("vllm-omni 0.", f"vllm {importlib.metadata.version('vllm')}", "torch 2.")
+    )
 
 
 def test_serve_is_reached_from_both_commands(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +84,9 @@ def test_omni_with_another_command_runs_stock_vllm(
     assert "--omni adds nothing to the vllm command 'bench'" in capsys.readouterr().err
 
 
-def test_make_tiny_writes_a_checkpoint_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_make_tiny_writes_a_checkpoint_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The directory is recognised as its family's; nothing is overwritten."""
     out = tmp_path / "world"
     assert exit_code("make-tiny", "null_world", str(out)) == 0
@@ -86,7 +100,10 @@ def test_make_tiny_writes_a_checkpoint_once(tmp_path: Path, capsys: pytest.Captu
     ("argv", "complaint"),
     [
         (["make-tiny", "no_such", "x"], "unknown model 'no_such'; known: "),
-        (["make-tiny", "null_world", "x", "--layout", "odd"], "unknown layout 'odd' for null_world; allowed: original"),
+        (
+            ["make-tiny", "null_world", "x", "--layout", "odd"],
+            "unknown layout 'odd' for null_world; allowed: original",
+        ),
         (["make-tiny", "null_world", "x", "--seed", "-1"], "--seed must be from 0"),
         (["verify", "no_such", "--golden", "x"], "unknown model 'no_such'; known: "),
         (["verify", "null_world", "--golden", "x"], "null_world has no golden comparison"),
@@ -96,7 +113,11 @@ def test_make_tiny_writes_a_checkpoint_once(tmp_path: Path, capsys: pytest.Captu
     ],
 )
 def test_bad_input_is_one_line_and_status_2(
-    argv: list[str], complaint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    argv: list[str],
+    complaint: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     """What arrived, what is allowed, what to do."""
     monkeypatch.chdir(tmp_path)
@@ -122,7 +143,11 @@ class FakeReport:
 
 @pytest.mark.parametrize(("ok", "status"), [(True, 0), (False, 1)])
 def test_verify_fails_when_the_report_does(
-    ok: bool, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ok: bool,
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     """The exit status is the report's verdict, as text or as JSON."""
     monkeypatch.setattr(parity, "verify", lambda family, golden: FakeReport(ok))

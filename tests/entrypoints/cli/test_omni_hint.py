@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from helpers.waits import seconds
 
-from vllm_omni.entrypoints.cli.make_tiny import write_tiny
+from vllm_omni.entrypoints.cli.checkpoints.make_tiny import write_tiny
 from vllm_omni.entrypoints.cli.omni_hint import missing_omni
 
 
@@ -27,11 +27,16 @@ def test_the_last_line_of_a_failed_start_is_the_hint(world: Path) -> None:
         "raise ValueError('no config.json')"
     )
     ended = subprocess.run(
-        [sys.executable, "-c", program, world], capture_output=True, text=True, timeout=seconds(120), check=False
+        [sys.executable, "-c", program, world],
+        capture_output=True,
+        text=True,
+        timeout=seconds(120),
+        check=False,
     )
     *above, last = ended.stderr.splitlines()
     assert last == (
-        f"vllm_omni: {world} is a checkpoint of null_world; serve it with: vllm serve '{world}' --port 1 --omni"
+        f"vllm_omni: {world} is a checkpoint of null_world; serve it with: vllm serve '{world}' "
+        "--port 1 --omni"
     )
     assert above[-1] == "ValueError: no config.json"
 
@@ -55,7 +60,9 @@ def test_a_command_that_needs_no_hint_gets_none(world: Path, tmp_path: Path) -> 
 
 
 def test_a_language_model_gets_no_hint(tmp_path: Path) -> None:
-    """Its `config.json` names an architecture that stock vLLM serves, whatever else lies beside it."""
+    """Its `config.json` names an architecture that stock vLLM serves, whatever else lies beside
+    it.
+    """
     write_tiny("qwen2_5_omni", tmp_path / "model")
     assert json.loads((tmp_path / "model" / "config.json").read_text())["architectures"]
     assert missing_omni(["vllm", "serve", str(tmp_path / "model")]) is None

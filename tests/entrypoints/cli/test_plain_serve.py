@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command that `--omni` prints is the real thing: pasted into a shell, it serves the same world."""
+"""The command that `--omni` prints is the real thing: pasted into a shell, it serves the same
+world.
+"""
 
 import contextlib
 import os
@@ -19,7 +21,9 @@ from vllm_omni.entrypoints.cli import demo, serve
 
 @pytest.mark.engine
 def test_the_printed_command_serves(null_world: Path, tmp_path: Path) -> None:
-    """Plain `vllm serve` with the printed flags and variable has the door, and its hello is the model's."""
+    """Plain `vllm serve` with the printed flags and variable has the door, and its hello is the
+    model's.
+    """
     port = port_for_a_server()
     planned = serve.plan(
         [str(null_world), "--host", "127.0.0.1", "--port", str(port), "--max-num-seqs", "4"],
@@ -41,11 +45,11 @@ def test_the_printed_command_serves(null_world: Path, tmp_path: Path) -> None:
 
         def is_up() -> bool:
             assert process.poll() is None, log.read_text()[-3000:]
-            return demo.answers(f"http://127.0.0.1:{port}/health")
+            return demo.responses(f"http://127.0.0.1:{port}/health")
 
         wait_until(is_up, 600, lambda: log.read_text()[-3000:], every_s=0.25)
-        with connect(f"ws://127.0.0.1:{port}{demo.DOOR}", compression=None) as door:
-            hello = msgspec.msgpack.decode(door.recv(timeout=seconds(30)))
+        with connect(f"ws://127.0.0.1:{port}{demo.Endpoint}", compression=None) as endpoint:
+            hello = msgspec.msgpack.decode(endpoint.recv(timeout=seconds(30)))
         assert (hello["first_chunk_frames"], hello["chunk_frames"]) == (9, 12)
         process.terminate()
         assert process.wait(seconds(30)) == 0

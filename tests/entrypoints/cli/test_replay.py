@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni replay`: a recording run again is identical, a difference is named by its chunk, wrong input in a line."""
+"""`vllm-omni replay`: a recording run again is identical, a difference is named by its chunk,
+wrong input in a line.
+"""
 
 import os
 import re
@@ -35,7 +37,9 @@ CHUNKS = 3
 
 
 def record(path: Path, runner: Any, family: str, model: Path) -> Path:
-    """Record a walk of three chunks on a runner in this process; the prompt changes at the last one."""
+    """Record a walk of three chunks on a runner in this process; the prompt changes at the last
+    one.
+    """
     image = torch.arange(32 * 48 * 3, dtype=torch.uint8).view(32, 48, 3)
     header = RecordingHeader(
         package_version="0.1.0",
@@ -47,7 +51,9 @@ def record(path: Path, runner: Any, family: str, model: Path) -> Path:
         tensor_parallel_size=1,
         pipeline_parallel_size=1,
     )
-    header = msgspec.structs.replace(header, dtype=str(runner.model_config.dtype).removeprefix("torch."))
+    header = msgspec.structs.replace(
+        header, dtype=str(runner.model_config.dtype).removeprefix("torch.")
+    )
     with path.open("wb") as file:
         write_header(file, header)
         for index in range(CHUNKS):
@@ -58,21 +64,38 @@ def record(path: Path, runner: Any, family: str, model: Path) -> Path:
             )
             tensors = {"image": image} if index == 0 else {}
             fields = msgspec.structs.asdict(params)
-            frames = run_to_end(runner, new_request("r", tensors, **fields))["r"][1]["frames"].numpy()
+            frames = run_to_end(runner, new_request("r", tensors, **fields))["r"][1][
+                "frames"
+            ].numpy()
             outcome = Outcome(chunk_index=index, digest=digest_of(frames), num_frames=len(frames))
-            write_chunk(file, RecordedChunk(params, {name: t.numpy() for name, t in tensors.items()}, outcome))
+            write_chunk(
+                file,
+                RecordedChunk(params, {name: t.numpy() for name, t in tensors.items()}, outcome),
+            )
     return path
 
 
 def replay(*arguments: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "vllm_omni.entrypoints.cli.main", "replay", *map(str, arguments)]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm_omni.entrypoints.cli.main",
+        "replay",
+        *map(str, arguments),
+    ]
     environ = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=seconds(300), check=False, env=environ)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=seconds(300), check=False, env=environ
+    )
 
 
 def lines(result: subprocess.CompletedProcess[str]) -> list[str]:
     """What the command printed, without vLLM's own lines."""
-    return [line for line in result.stdout.splitlines() if line.startswith(("chunk", "identical", "DIFF", "wrote"))]
+    return [
+        line
+        for line in result.stdout.splitlines()
+        if line.startswith(("chunk", "identical", "DIFF", "wrote"))
+    ]
 
 
 @pytest.mark.nightly
@@ -99,7 +122,10 @@ def test_a_recording_replays_identically_and_a_difference_is_named(
             assert chunk.outcome is not None
             wrong = msgspec.structs.replace(chunk.outcome, digest="0" * 32)
             write_chunk(
-                file, chunk if chunk.outcome.chunk_index != 1 else RecordedChunk(chunk.params, chunk.arrays, wrong)
+                file,
+                chunk
+                if chunk.outcome.chunk_index != 1
+                else RecordedChunk(chunk.params, chunk.arrays, wrong),
             )
     result = replay(path)
     assert (result.returncode, lines(result)[-1]) == (1, "DIFFERENT from chunk 1 on")
@@ -135,10 +161,14 @@ def record_with_adapters(path: Path, runner: Any, model: Path) -> Path:
         write_header(file, header)
         for index, fields in enumerate(({"prompt": "a field", "seed": 3}, {"lora": INK})):
             params = DiffusionParams(session_id="s", chunk_index=index, **fields)  # type: ignore[arg-type]
-            meta, tensors = run_to_end(runner, new_request("r", {}, **msgspec.structs.asdict(params)))["r"]
+            meta, tensors = run_to_end(
+                runner, new_request("r", {}, **msgspec.structs.asdict(params))
+            )["r"]
             frames = tensors["frames"].numpy()
             used = msgspec.convert(meta.get("lora", []), UsedLoras)
-            outcome = Outcome(chunk_index=index, digest=digest_of(frames), num_frames=len(frames), lora=used)
+            outcome = Outcome(
+                chunk_index=index, digest=digest_of(frames), num_frames=len(frames), lora=used
+            )
             write_chunk(file, RecordedChunk(params, {}, outcome))
     return path
 
@@ -147,7 +177,10 @@ def record_with_adapters(path: Path, runner: Any, model: Path) -> Path:
 def test_a_recording_with_adapters_replays_with_the_same_and_with_no_others(
     make_runner: Any, causal_wan: Path, tmp_path: Path
 ) -> None:
-    paths = [lora_files.write_causal_wan(causal_wan, tmp_path / f"{seed}.safetensors", seed) for seed in (1, 2)]
+    paths = [
+        lora_files.write_causal_wan(causal_wan, tmp_path / f"{seed}.safetensors", seed)
+        for seed in (1, 2)
+    ]
     runner = make_runner(causal_wan, dtype="float32", enable_lora=True, max_lora_rank=8)
     assert runner.add_lora(LoRARequest("ink", 1, str(paths[0])))
     path = record_with_adapters(tmp_path / "walk.recording", runner, causal_wan)
@@ -161,14 +194,17 @@ def test_a_recording_with_adapters_replays_with_the_same_and_with_no_others(
     result = replay(path, "--lora-modules", f"ink={paths[1]}")
     assert result.returncode == 2
     assert re.search(
-        r"chunk 1 was made with other adapters: recorded 'ink' at 0.5, weights \w{32}; here ", result.stderr
+        r"chunk 1 was made with other adapters: recorded 'ink' at 0.5, weights \w{32}; here ",
+        result.stderr,
     )
 
 
 def test_a_recording_names_the_adapters_it_needs(
     make_runner: Any, causal_wan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before anything heavy: a dry run lists them, and a replay without them is refused in a line."""
+    """Before anything heavy: a dry run lists them, and a replay without them is refused in a
+    line.
+    """
     adapter = lora_files.write_causal_wan(causal_wan, tmp_path / "1.safetensors", 1)
     runner = make_runner(causal_wan, dtype="float32", enable_lora=True, max_lora_rank=8)
     assert runner.add_lora(LoRARequest("ink", 1, str(adapter)))
@@ -194,10 +230,18 @@ def exit_code(*arguments: Any) -> int:
 
 
 def test_the_file_and_the_model_are_checked_before_anything_heavy(
-    make_runner: Any, null_world: Path, lingbot_world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    make_runner: Any,
+    null_world: Path,
+    lingbot_world: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A dry run says what is in the file; no file, no recording, no model, another family: one line each."""
-    path = record(tmp_path / "walk.recording", make_runner(null_world), "null_world", tmp_path / "gone")
+    """A dry run says what is in the file; no file, no recording, no model, another family: one
+    line each.
+    """
+    path = record(
+        tmp_path / "walk.recording", make_runner(null_world), "null_world", tmp_path / "gone"
+    )
     capsys.readouterr()
     assert exit_code(path, "--dry-run") == 0
     assert "walk.recording: 3 chunks of null_world" in capsys.readouterr().out

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm serve DIR --omni`: added and refused arguments, and the time it takes; no server runs here."""
+"""`vllm serve DIR --omni`: added and refused arguments, and the time it takes; no server runs
+here.
+"""
 
 import json
 import resource
@@ -16,8 +18,8 @@ from helpers.waits import seconds
 
 from vllm_omni.engine_arguments.table import Worker
 from vllm_omni.entrypoints.cli import serve
+from vllm_omni.entrypoints.cli.checkpoints.make_tiny import write_tiny
 from vllm_omni.entrypoints.cli.errors import CommandError
-from vllm_omni.entrypoints.cli.make_tiny import write_tiny
 
 
 @pytest.fixture
@@ -26,7 +28,9 @@ def world(null_world: Path) -> str:
     return str(null_world)
 
 
-def plan(*argv: str, environ: dict[str, str] | None = None, plugins: Sequence[str] = ()) -> serve.ServePlan:
+def plan(
+    *argv: str, environ: dict[str, str] | None = None, plugins: Sequence[str] = ()
+) -> serve.ServePlan:
     return serve.plan([*argv, "--port", "0"], environ or {}, plugins)
 
 
@@ -41,7 +45,13 @@ def test_a_directory_is_all_it_takes(world: str) -> None:
 
 def test_what_the_user_gave_stays(world: str) -> None:
     """Flags are added only where the user gave none, in either spelling."""
-    planned = plan(world, "--scheduler_cls=my.Scheduler", "--worker-cls", "my.Worker", "--no-skip-tokenizer-init")
+    planned = plan(
+        world,
+        "--scheduler_cls=my.Scheduler",
+        "--worker-cls",
+        "my.Worker",
+        "--no-skip-tokenizer-init",
+    )
     assert planned.argv[-2:] == ["--config-format", "omni"]
 
 
@@ -55,7 +65,9 @@ def test_what_the_user_gave_stays(world: str) -> None:
         ("", ["lora"], "vllm_omni"),
     ],
 )
-def test_our_plugin_is_added_and_the_others_are_kept(given: str | None, installed: list[str], expected: str) -> None:
+def test_our_plugin_is_added_and_the_others_are_retained(
+    given: str | None, installed: list[str], expected: str
+) -> None:
     """Unset means all plugins load, so naming ours must not switch the others off."""
     assert serve.plugin_names(given, installed) == expected
 
@@ -72,16 +84,27 @@ def test_our_plugin_is_added_and_the_others_are_kept(given: str | None, installe
     ],
 )
 def test_data_parallel_ranks_share_one_api_server(world: str, argv: list[str], added: bool) -> None:
-    """Stock vLLM would start one for each rank, and a client that comes back would meet one without its session."""
+    """Stock vLLM would start one for each rank, and a client that comes back would meet one
+    without its session.
+    """
     planned = plan(world, *argv).argv
     assert (planned[-2:] == ["--api-server-count", "1"]) == added
     serve.serve_parser().parse_args(["serve", *planned])
 
 
 def test_the_printed_command_is_one_line_that_vllm_accepts(world: str) -> None:
-    """The plain command parses with vLLM's own parser to the same arguments, less the WebSocket flags."""
+    """The plain command parses with vLLM's own parser to the same arguments, less the WebSocket
+    flags.
+    """
     planned = plan(
-        world, "--ws-max-size", "4096", "--ws", "websockets", "--ws_ping_timeout=5", "--served-model-name", "a world"
+        world,
+        "--ws-max-size",
+        "4096",
+        "--ws",
+        "websockets",
+        "--ws_ping_timeout=5",
+        "--served-model-name",
+        "a world",
     )
     assert "\n" not in planned.plain_command
     assert "--ws" not in planned.plain_command
@@ -100,16 +123,24 @@ def test_the_printed_command_is_one_line_that_vllm_accepts(world: str) -> None:
 
 
 def test_what_the_worker_would_ignore_is_refused_and_nothing_else(world: str) -> None:
-    """By vLLM's own parser, whose defaults are no wishes; all refusals: tests/test_engine_arguments.py."""
+    """By vLLM's own parser, whose defaults are no wishes; all refusals:
+    tests/test_engine_arguments.py.
+    """
     parser = serve.serve_parser()
     empty = parser.parse_args(["serve"])
     for worker in Worker:
         serve.refuse_ignored(worker, parser.parse_args(["serve", world]), empty)
-        serve.refuse_ignored(worker, parser.parse_args(["serve", world, "--kv-cache-dtype", "auto"]), empty)
+        serve.refuse_ignored(
+            worker, parser.parse_args(["serve", world, "--kv-cache-dtype", "auto"]), empty
+        )
     planned = plan(world)
     serve.refuse_ignored(planned.worker, parser.parse_args(["serve", *planned.argv]), empty)
-    given = parser.parse_args(["serve", *planned.argv, "--kv-cache-dtype", "fp8_e5m2", "--max-logprobs", "3"])
-    with pytest.raises(CommandError, match=r"^the diffusion worker cannot honour --kv-cache-dtype fp8_e5m2: [^;]*$"):
+    given = parser.parse_args(
+        ["serve", *planned.argv, "--kv-cache-dtype", "fp8_e5m2", "--max-logprobs", "3"]
+    )
+    with pytest.raises(
+        CommandError, match=r"^the diffusion worker cannot honour --kv-cache-dtype fp8_e5m2: [^;]*$"
+    ):
         serve.refuse_ignored(planned.worker, given, empty)
 
 
@@ -125,8 +156,14 @@ def test_what_the_worker_would_ignore_is_refused_and_nothing_else(world: str) ->
             ["--additional-config.omni.vae_stage=true"],
             r"omni.vae_stage reserves the last .* --pipeline-parallel-size 2",
         ),
-        (["-pp", "2", "--additional-config.omni.pipeline_partition=[4]"], r"lists 1 stages, but 2 hold layers"),
-        (["--tensor-parallel-size=none"], r"--tensor-parallel-size must be a whole number >= 1, got 'none'"),
+        (
+            ["-pp", "2", "--additional-config.omni.pipeline_partition=[4]"],
+            r"lists 1 stages, but 2 hold layers",
+        ),
+        (
+            ["--tensor-parallel-size=none"],
+            r"--tensor-parallel-size must be a whole number >= 1, got 'none'",
+        ),
         (
             ["-pp", "2", "--scheduler-cls", "vllm.v1.core.sched.scheduler.Scheduler"],
             r"--pipeline-parallel-size 2 .* drop --scheduler-cls",
@@ -152,7 +189,10 @@ def test_what_cannot_work_is_refused(world: str, argv: list[str], complaint: str
 def test_options_in_every_spelling_mean_the_same(world: str, tmp_path: Path) -> None:
     """JSON, dotted keys and a YAML file; the command line wins over the file."""
     config = tmp_path / "serve.yaml"
-    config.write_text(f"model: {world}\nadditional-config:\n  omni:\n    max_sessions: 3\nasync_scheduling: false\n")
+    config.write_text(
+        f"model: {world}\nadditional-config:\n  omni:\n    max_sessions: "
+        "3\nasync_scheduling: false\n"
+    )
     for argv in (
         [world, "--additional-config", '{"omni": {"max_sessions": 3}}'],
         [world, "--additional_config.omni.max_sessions", "3"],
@@ -169,12 +209,18 @@ def test_options_in_every_spelling_mean_the_same(world: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("given", ["command line", "file"])
-def test_json_and_dotted_keys_together_are_one_configuration(world: str, tmp_path: Path, given: str) -> None:
-    """Stock vLLM would drop the JSON without a word; the printed command for plain `vllm serve` says the same."""
+def test_json_and_dotted_keys_together_are_one_configuration(
+    world: str, tmp_path: Path, given: str
+) -> None:
+    """Stock vLLM would drop the JSON without a word; the printed command for plain `vllm serve`
+    says the same.
+    """
     omni = {"omni": {"max_sessions": 3}}
     config = tmp_path / "serve.yaml"
     config.write_text(json.dumps({"additional-config": omni}))
-    first = ["--config", str(config)] if given == "file" else ["--additional_config", json.dumps(omni)]
+    first = (
+        ["--config", str(config)] if given == "file" else ["--additional_config", json.dumps(omni)]
+    )
     planned = plan(world, *first, "--additional-config.omni.height=64", "--api-key", "secret")
     merged = {"omni": {"max_sessions": 3, "height": 64}}
     for argv in (planned.argv, shlex.split(planned.plain_command.partition("vllm serve ")[2])):
@@ -185,36 +231,45 @@ def test_json_and_dotted_keys_together_are_one_configuration(world: str, tmp_pat
 
 
 def test_on_a_cpu_the_machine_need_not_be_empty(world: str) -> None:
-    """vLLM's CPU worker wants nearly all memory free unless told how much it may use; the user's own word wins."""
+    """vLLM's CPU worker wants nearly all memory free unless told how much it may use; the user's
+    own word wins.
+    """
     argv = [world, "--port", "0"]
     planned = serve.plan(argv, {}, [], on_cpu=True)
     assert planned.environ["VLLM_CPU_KVCACHE_SPACE"] == "4"
     assert "VLLM_CPU_KVCACHE_SPACE=4 vllm serve" in planned.plain_command
-    for environ, flags in (({"VLLM_CPU_KVCACHE_SPACE": "1"}, []), ({}, ["--gpu-memory-utilization", "0.3"])):
+    for environ, flags in (
+        ({"VLLM_CPU_KVCACHE_SPACE": "1"}, []),
+        ({}, ["--gpu-memory-utilization", "0.3"]),
+    ):
         planned = serve.plan([*argv, *flags], environ, [], on_cpu=True)
         assert list(planned.environ) == ["VLLM_PLUGINS"]
     assert list(serve.plan(argv, {}, [], on_cpu=False).environ) == ["VLLM_PLUGINS"]
 
 
 @pytest.mark.parametrize(
-    ("layout", "piece", "complaint"),
+    ("layout", "part", "complaint"),
     [
         ("original", "Wan2.1_VAE.pth", r"lacks vae \(looked for vae: Wan2.1_VAE.pth or"),
         ("original", "models_t5_umt5-xxl-enc-bf16.pth", r"lacks text_encoder"),
         ("original", "google", r"lacks tokenizer"),
-        ("diffusers", "transformer/diffusion_pytorch_model-00001-of-00002.safetensors", r"00001-of-00002"),
+        (
+            "diffusers",
+            "transformer/diffusion_pytorch_model-00001-of-00002.safetensors",
+            r"00001-of-00002",
+        ),
         ("v2", "transformers/config.json", r"width 64 is no multiple of 128"),
         ("v2_1_3b", "assets/Wan2.1_VAE.pth", r"lacks vae .*download lingbot_world_v2_1_3b"),
     ],
 )
-def test_a_missing_piece_is_named_before_anything_loads(
-    tmp_path: Path, layout: str, piece: str, complaint: str
+def test_a_missing_part_is_named_before_anything_loads(
+    tmp_path: Path, layout: str, part: str, complaint: str
 ) -> None:
     """One line; with `--load-format dummy` weights need not be there."""
     world = tmp_path / "world"
     write_tiny("lingbot_world", world, layout=layout)
     plan(str(world))
-    gone = world / piece
+    gone = world / part
     shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
     with pytest.raises(CommandError, match=complaint) as refused:
         plan(str(world))
@@ -251,12 +306,15 @@ def test_a_busy_port_is_found_before_anything_loads(world: str) -> None:
     """The port is tried on the given host."""
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
-        with pytest.raises(CommandError, match=rf"port {port} of 127.0.0.1 is in use; pass another --port"):
+        with pytest.raises(
+            CommandError, match=rf"port {port} of 127.0.0.1 is in use; pass another --port"
+        ):
             serve.plan([world, "--host", "127.0.0.1", "--port", str(port)], {}, [])
 
 
 def test_stock_vllm_hands_over_and_a_bad_directory_ends_within_10_s(tmp_path: Path) -> None:
-    """`vllm serve DIR --omni` reaches this package through vLLM's own hook; exit code 2, one line on stderr.
+    """`vllm serve DIR --omni` reaches this package through vLLM's own hook; exit code 2, one line
+    on stderr.
 
     Processor time is what is counted: another process on the machine must not fail this one.
     """
@@ -272,7 +330,10 @@ def test_stock_vllm_hands_over_and_a_bad_directory_ends_within_10_s(tmp_path: Pa
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert result.returncode == 2
     errors = [line for line in result.stderr.splitlines() if line.startswith("vllm-omni: error: ")]
-    assert errors == [f"vllm-omni: error: {tmp_path}/nowhere is not a directory; pass a local checkpoint directory"]
+    assert errors == [
+        f"vllm-omni: error: {tmp_path}/nowhere is not a directory; pass a local checkpoint "
+        "directory"
+    ]
     assert "Traceback" not in result.stderr
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10
 
@@ -284,15 +345,22 @@ def test_the_checks_import_neither_vllm_nor_networks(null_world: Path, lingbot_w
         "from vllm_omni.entrypoints.cli import serve\n"
         f"for world in {[str(null_world), str(lingbot_world)]!r}:\n"
         "    serve.plan([world, '--port', '0'], {}, [])\n"
-        "print(json.dumps(sorted({'vllm', 'transformers', 'diffusers', 'torch._dynamo'} & set(sys.modules))))"
+        "print(json.dumps(sorted({'vllm', 'transformers', 'diffusers', 'torch._dynamo'} & "
+        "set(sys.modules))))"
     )
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=seconds(300), check=True
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=seconds(300),
+        check=True,
     )
     assert json.loads(result.stdout) == []
 
 
-@pytest.mark.parametrize("given", [("--api-key", "sesame", "street"), ("--api-key=sesame",), ("--api_key", "sesame")])
+@pytest.mark.parametrize(
+    "given", [("--api-key", "sesame", "street"), ("--api-key=sesame",), ("--api_key", "sesame")]
+)
 def test_the_printed_command_holds_no_key(world: str, given: tuple[str, ...]) -> None:
     """The server gets the keys, the printed command says KEY instead."""
     planned = plan(world, *given)
@@ -311,19 +379,27 @@ def test_the_printed_command_holds_no_key(world: str, given: tuple[str, ...]) ->
         (("--uds", "world.sock"), None),
     ],
 )
-def test_the_pages_address_is_known_beforehand(world: str, given: tuple[str, ...], page: str | None) -> None:
+def test_the_pages_address_is_known_beforehand(
+    world: str, given: tuple[str, ...], page: str | None
+) -> None:
     """It is printed at once, before the minute that the engine takes."""
     assert plan(world, *given).page == page
 
 
 @pytest.mark.parametrize(
     ("environ", "timeout"),
-    [({}, "2"), ({"OTEL_EXPORTER_OTLP_TIMEOUT": "7"}, None), ({"OTEL_EXPORTER_OTLP_TRACES_TIMEOUT": "7"}, None)],
+    [
+        ({}, "2"),
+        ({"OTEL_EXPORTER_OTLP_TIMEOUT": "7"}, None),
+        ({"OTEL_EXPORTER_OTLP_TRACES_TIMEOUT": "7"}, None),
+    ],
 )
 def test_an_exit_does_not_wait_long_for_a_collector_that_is_down(
     environ: dict[str, str], timeout: str | None, world: str
 ) -> None:
-    """The batches of spans that are left have two seconds each, unless the operator says otherwise."""
+    """The batches of spans that are left have two seconds each, unless the operator says
+    otherwise.
+    """
     planned = plan(world, "--otlp-traces-endpoint", "http://localhost:1", environ=environ)
     assert planned.environ.get("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT") == timeout
     assert "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT" not in plan(world).environ

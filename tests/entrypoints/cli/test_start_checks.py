@@ -36,10 +36,16 @@ def test_a_start_that_has_all_it_needs_is_not_refused(tmp_path: Path) -> None:
     assert not missing.exists()
 
 
-def test_a_long_temporary_directory_is_refused(null_world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's socket files lie there, and their paths have at most 107 bytes; another variable moves them."""
+def test_a_long_temporary_directory_is_refused(
+    null_world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's socket files lie there, and their paths have at most 107 bytes; another variable
+    moves them.
+    """
     monkeypatch.setattr(tempfile, "tempdir", "/" + "t" * 70)
-    with pytest.raises(CommandError, match=r"TMPDIR /t+ has 71 bytes.*VLLM_RPC_BASE_PATH=/tmp$") as refused:
+    with pytest.raises(
+        CommandError, match=r"TMPDIR /t+ has 71 bytes.*VLLM_RPC_BASE_PATH=/tmp$"
+    ) as refused:
         serve.plan([str(null_world), "--port", "0"], {}, [])
     assert "\n" not in str(refused.value)
     check(environ={"VLLM_RPC_BASE_PATH": "/tmp"})
@@ -86,7 +92,9 @@ def test_a_socket_file_to_listen_on_must_be_possible(tmp_path: Path) -> None:
 def test_a_directory_below_a_file_is_refused(name: str, tmp_path: Path) -> None:
     """It could not be created."""
     (tmp_path / "file").touch()
-    with pytest.raises(CommandError, match=rf"^omni.{name} .*file is not a directory; name another$"):
+    with pytest.raises(
+        CommandError, match=rf"^omni.{name} .*file is not a directory; name another$"
+    ):
         check(omni={name: str(tmp_path / "file" / "below")})
     with pytest.raises(CommandError, match=r"^VLLM_OMNI_MEDIA_DIR .*file is not a directory"):
         check(environ={"VLLM_OMNI_MEDIA_DIR": str(tmp_path / "file")})
@@ -95,7 +103,9 @@ def test_a_directory_below_a_file_is_refused(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("flag", ["ssl-keyfile", "ssl-certfile", "ssl-ca-certs", "log-config-file"])
 def test_a_missing_file_is_named(flag: str) -> None:
     """With its flag."""
-    with pytest.raises(CommandError, match=rf"^--{flag} /nowhere.pem does not exist or cannot be read$"):
+    with pytest.raises(
+        CommandError, match=rf"^--{flag} /nowhere.pem does not exist or cannot be read$"
+    ):
         check({flag: "/nowhere.pem"})
 
 
@@ -120,9 +130,11 @@ def test_a_missing_optional_package_is_named(
     check({flag: value}, is_language_model=True)
 
 
-def test_load_formats_that_the_diffusion_worker_refuses_need_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_formats_that_the_diffusion_worker_refuses_need_no_package(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Otherwise one would install a package and be refused afterwards."""
-    asked: list[str] = []
-    monkeypatch.setattr(importlib.util, "find_spec", asked.append)
+    requested: list[str] = []
+    monkeypatch.setattr(importlib.util, "find_spec", requested.append)
     check({"load-format": "tensorizer"})
-    assert asked == []
+    assert requested == []

@@ -24,11 +24,18 @@ torch.library.register_fake("torchvision::nms")(lambda dets, scores, iou_thresho
 
 def imports(folder: Path) -> bool:
     code = "import torchvision, torch; torch.ops.torchvision.nms"
-    return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, check=False).returncode == 0
+    return (
+        subprocess.run(
+            [sys.executable, "-c", code], cwd=folder, capture_output=True, check=False
+        ).returncode
+        == 0
+    )
 
 
 def test_declared_operators_make_the_import_work(tmp_path: Path) -> None:
-    """A stand-in with torchvision's own import order fails before and works after; doing it twice changes nothing."""
+    """A stand-in with torchvision's own import order fails before and works after; doing it
+    twice changes nothing.
+    """
     package = tmp_path / "torchvision"
     package.mkdir()
     (package / "__init__.py").write_text(_INIT)
@@ -41,5 +48,5 @@ def test_declared_operators_make_the_import_work(tmp_path: Path) -> None:
     assert (package / "extension.py").read_text() == text
 
 
-def test_nothing_to_mend(tmp_path: Path) -> None:
+def test_nothing_to_fix(tmp_path: Path) -> None:
     assert not declare_missing_operators(tmp_path / "extension.py")

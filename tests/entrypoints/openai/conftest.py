@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Servers of the tests of the OpenAI routes: one for single images and videos, one for a world.
 
-Each ends with its module: a worker that is asked for statistics more than once a second never stops polling its queue.
+Each ends with its module: a worker that is asked for statistics more than once a second never stops
+polling its queue.
 """
 
 from collections.abc import Iterator

@@ -13,13 +13,19 @@ from vllm_omni.entrypoints.openai import adapter_route
 
 
 @pytest.mark.parametrize(("is_dead", "status"), [(False, 400), (True, 500)])
-def test_an_adapter_that_cannot_be_loaded_is_the_request_s_fault(is_dead: bool, status: int) -> None:
+def test_an_adapter_that_cannot_be_loaded_is_the_request_s_fault(
+    is_dead: bool, status: int
+) -> None:
     """400 with vLLM's text; an engine that has died is still 500."""
     app = FastAPI()
     app.state.engine_client = SimpleNamespace(errored=is_dead)
 
     async def stock(request: LoadLoRAAdapterRequest) -> JSONResponse:
-        error = {"message": f"{request.lora_name} has rank 0", "type": "InternalServerError", "code": 500}
+        error = {
+            "message": f"{request.lora_name} has rank 0",
+            "type": "InternalServerError",
+            "code": 500,
+        }
         return JSONResponse({"error": error}, 500)
 
     async def called(request: LoadLoRAAdapterRequest, raw_request: object) -> JSONResponse:
@@ -28,7 +34,8 @@ def test_an_adapter_that_cannot_be_loaded_is_the_request_s_fault(is_dead: bool, 
     app.add_api_route(adapter_route.PATH, stock, methods=["POST"])
     app.routes[-1].endpoint = called  # type: ignore[attr-defined]
     adapter_route.attach(app)
-    app.router.routes.insert(0, app.router.routes.pop())  # as vLLM does for routes of endpoint plugins
+    # as vLLM does for routes of endpoint plugins
+    app.router.routes.insert(0, app.router.routes.pop())
     reply = TestClient(app).post(adapter_route.PATH, json={"lora_name": "ink", "lora_path": "/ink"})
     assert reply.status_code == status == reply.json()["error"]["code"]
     assert reply.json()["error"]["message"] == "ink has rank 0"

@@ -8,7 +8,7 @@ import pytest
 from vllm_omni.entrypoints.openai.chat_request import ChatRequest, read_chat, read_conversation
 from vllm_omni.entrypoints.openai.errors import ApiError
 
-PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+Image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
 USER = {"role": "user", "content": "hello"}
 
 
@@ -21,41 +21,67 @@ def read(*messages: Any, **fields: Any) -> ChatRequest:
     return read_chat({"messages": list(messages), **fields}, "lance")
 
 
-def test_turns_are_kept_in_order_and_the_picture_where_it_was_shown() -> None:
-    """System texts are one, an empty answer is no turn, and the last user message is the question."""
+def test_turns_are_retained_in_order_and_the_image_where_it_was_shown() -> None:
+    """System texts are one, an empty answer is no turn, and the last user message is the
+    question.
+    """
     talk = read_conversation(
         read(
             said("system", "Be brief."),
             said("developer", "Be kind."),
             said("user", "hello"),
             {"role": "assistant", "content": None, "refusal": None, "tool_calls": []},
-            said("user", PICTURE, "look", "here"),
+            said("user", Image, "look", "here"),
             {"role": "assistant", "content": "A cat."},
             said("user", "What colour?"),
         ).messages
     )
     assert (talk.system, talk.question, talk.seen_in) == ("Be brief.\nBe kind.", "What colour?", 1)
-    assert talk.turns == [
+    assert talk.messages == [
         {"role": "user", "text": "hello"},
         {"role": "user", "text": "look\nhere"},
         {"role": "assistant", "text": "A cat."},
     ]
     assert talk.seen is not None
-    alone = read_conversation(read(said("user", PICTURE, "what?")).messages)
-    assert (alone.turns, alone.seen_in, alone.seen is None) == ([], None, False)
+    alone = read_conversation(read(said("user", Image, "what?")).messages)
+    assert (alone.messages, alone.seen_in, alone.seen is None) == ([], None, False)
 
 
 @pytest.mark.parametrize(
     "fields",
     [
-        {"tools": None, "tool_choice": "none", "functions": [], "function_call": "auto", "parallel_tool_calls": True},
-        {"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "logprobs": False, "top_logprobs": 0},
-        {"n": 1, "stop": None, "stream": None, "response_format": {"type": "text"}, "modalities": ["text"]},
+        {
+            "tools": None,
+            "tool_choice": "none",
+            "functions": [],
+            "function_call": "auto",
+            "parallel_tool_calls": True,
+        },
+        {
+            "presence_penalty": 0,
+            "frequency_penalty": 0.0,
+            "logit_bias": {},
+            "logprobs": False,
+            "top_logprobs": 0,
+        },
+        {
+            "n": 1,
+            "stop": None,
+            "stream": None,
+            "response_format": {"type": "text"},
+            "modalities": ["text"],
+        },
         {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}},
-        {"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "prompt_cache_key": "k"},
+        {
+            "user": "u",
+            "metadata": {"a": "b"},
+            "store": False,
+            "service_tier": "auto",
+            "prompt_cache_key": "k",
+        },
     ],
 )
-def test_values_that_ask_for_nothing_are_taken(fields: dict[str, Any]) -> None:
+def test_values_that_request_for_nothing_are_taken(fields: dict[str, Any]) -> None:
     assert read(USER, **fields).messages
 
 
@@ -79,22 +105,28 @@ def test_values_that_ask_for_nothing_are_taken(fields: dict[str, Any]) -> None:
 def test_what_these_models_cannot_do_names_the_field(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(ApiError, match="lance cannot") as refused:
         read(USER, **fields)
-    assert (refused.value.status, refused.value.code, refused.value.param) == (400, "unsupported_parameter", param)
+    assert (refused.value.status, refused.value.code, refused.value.param) == (
+        400,
+        "unsupported_parameter",
+        param,
+    )
 
 
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ([said("user", PICTURE, "a"), said("user", PICTURE, "b")], "2 images and clips"),
+        ([said("user", Image, "a"), said("user", Image, "b")], "2 images and clips"),
         ([USER, {"role": "assistant", "content": "hi"}], "last message must be a user"),
         ([said("system", "a")], "last message must be a user"),
         ([USER, said("system", "a"), USER], "system messages come before"),
-        ([said("system", PICTURE), USER], "system message must be text"),
-        ([said("user", PICTURE)], "must hold a text part"),
+        ([said("system", Image), USER], "system message must be text"),
+        ([said("user", Image)], "must hold a text part"),
         ([{"role": "user", "content": "x" * 16000}] * 5, "80000 characters"),
     ],
 )
-def test_a_conversation_that_cannot_be_answered_is_an_error(messages: list[Any], message: str) -> None:
+def test_a_conversation_that_cannot_be_served_is_an_error(
+    messages: list[Any], message: str
+) -> None:
     with pytest.raises(ApiError, match=message):
         read_conversation(read(*messages).messages)
 
@@ -104,7 +136,7 @@ def test_a_conversation_that_cannot_be_answered_is_an_error(messages: list[Any],
     [
         ({"role": "tool", "content": "1", "tool_call_id": "a"}, "messages"),
         ({"role": "assistant", "content": None, "tool_calls": [{"id": "a"}]}, "messages"),
-        ({"role": "assistant", "content": [PICTURE]}, "messages"),
+        ({"role": "assistant", "content": [Image]}, "messages"),
         ("hello", "messages"),
     ],
 )

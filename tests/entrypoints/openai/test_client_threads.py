@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding of clients' files: whose turn it is, and what ends when a client leaves. No file is decoded here."""
+"""Decoding of clients' files: whose turn it is, and what ends when a client leaves.
+
+No file is decoded here.
+"""
 
 import asyncio
 import threading
@@ -32,7 +35,11 @@ class Work:
     """Stands for a clip that takes until its client has left, or `done` is set."""
 
     def __init__(self) -> None:
-        self.started, self.done, self.stopped = threading.Event(), threading.Event(), threading.Event()
+        self.started, self.done, self.stopped = (
+            threading.Event(),
+            threading.Event(),
+            threading.Event(),
+        )
 
     def __call__(self, has_left: Callable[[], bool]) -> str:
         self.started.set()
@@ -111,7 +118,8 @@ def test_images_do_not_wait_for_clips() -> None:
     async def test(threads: ClientThreads) -> None:
         client, clips = Client("a"), [Work(), Work()]
         tasks = [
-            asyncio.create_task(threads.clip(Client(name).request, one)) for name, one in zip("ab", clips, strict=True)
+            asyncio.create_task(threads.clip(Client(name).request, one))
+            for name, one in zip("ab", clips, strict=True)
         ]
         await until(lambda: all(one.started.is_set() for one in clips))
         assert await threads.image(client.request, str.upper, "pixels") == "PIXELS"

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Video jobs with an engine that answers at once: chunks of a world, waiting for room, endings, failures, bounds."""
+"""Video jobs with an engine that answers at once: chunks of a world, waiting for room, endings,
+failures, bounds.
+"""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -14,29 +16,35 @@ from helpers.instant_engine import InstantEngine, Results
 from helpers.waits import pause_task, seconds, until
 
 from vllm_omni.actions import CAMERA_SPACE
-from vllm_omni.entrypoints.media import decode_mp4
+from vllm_omni.entrypoints.media.mp4 import decode_mp4
+from vllm_omni.entrypoints.openai.engine_requests import plan_video
 from vllm_omni.entrypoints.openai.errors import ApiError
-from vllm_omni.entrypoints.openai.jobs import VideoJobs
 from vllm_omni.entrypoints.openai.limits import MediaLimits
-from vllm_omni.entrypoints.openai.plan import plan_video
 from vllm_omni.entrypoints.openai.protocol import VideoRequest, read_request
 from vllm_omni.entrypoints.openai.served import ServedModel
-from vllm_omni.entrypoints.openai.store import JobRecord, MediaStore
-from vllm_omni.entrypoints.openai.videos import as_video
-from vllm_omni.entrypoints.realtime.facts import WorldFacts
+from vllm_omni.entrypoints.openai.videos.jobs import VideoJobs
+from vllm_omni.entrypoints.openai.videos.routes import as_video
+from vllm_omni.entrypoints.openai.videos.store import JobRecord, MediaStore
+from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.models.capabilities import Capabilities
 from vllm_omni.outputs import RequestFailed
 
 
 def served(world: bool) -> ServedModel:
-    facts = (
-        WorldFacts(height=32, width=48, actions=msgspec.structs.replace(CAMERA_SPACE, image="optional"))
+    info = (
+        StreamInfo(
+            height=32, width=48, actions=msgspec.structs.replace(CAMERA_SPACE, image="optional")
+        )
         if world
         else None
     )
-    tasks: Any = ("world", "text_to_video", "image_to_video") if world else ("text_to_video", "image_to_video")
-    return ServedModel(("m",), Capabilities(tasks=tasks, frame_stride=4), 48, 32, 48 * 32, 4, facts)
+    tasks: Any = (
+        ("world", "text_to_video", "image_to_video")
+        if world
+        else ("text_to_video", "image_to_video")
+    )
+    return ServedModel(("m",), Capabilities(tasks=tasks, frame_stride=4), 48, 32, 48 * 32, 4, info)
 
 
 def run(
@@ -55,7 +63,9 @@ def run(
     asyncio.run(main())
 
 
-async def submit(jobs: VideoJobs, world: bool = True, image: bool = False, **fields: Any) -> JobRecord:
+async def submit(
+    jobs: VideoJobs, world: bool = True, image: bool = False, **fields: Any
+) -> JobRecord:
     request = read_request(VideoRequest, {"prompt": "p", **fields})
     arrays = {"image": np.zeros((32, 48, 3), np.uint8)} if image else {}
     return await jobs.submit(plan_video(request, served(world), image), arrays)
@@ -63,7 +73,7 @@ async def submit(jobs: VideoJobs, world: bool = True, image: bool = False, **fie
 
 async def end_of(jobs: VideoJobs, job_id: str) -> JobRecord:
     def ended() -> JobRecord | None:
-        record = jobs.store.read(job_id)
+        record = jobs.store.read_record(job_id)
         assert record is not None
         return record if record.is_terminal else None
 
@@ -72,15 +82,22 @@ async def end_of(jobs: VideoJobs, job_id: str) -> JobRecord:
     return record
 
 
-def test_a_world_is_asked_chunk_after_chunk_in_one_session(tmp_path: Path) -> None:
-    """Prompt, seed, size and image with the first chunk; held keys with each, idle behind their end; then it closes."""
+def test_a_world_is_requested_chunk_after_chunk_in_one_session(tmp_path: Path) -> None:
+    """Prompt, seed, size and image with the first chunk; held keys with each, idle behind their
+    end; then it closes.
+    """
     engine = InstantEngine()
 
     async def work(jobs: VideoJobs) -> None:
         keys = [["w"]] * 4
         record = await submit(jobs, image=True, num_frames=25, seed=7, camera_actions=keys)
         record = await end_of(jobs, record.id)
-        assert (record.status, record.num_frames, record.progress, record.size) == ("completed", 25, 100, "48x32")
+        assert (record.status, record.num_frames, record.progress, record.size) == (
+            "completed",
+            25,
+            100,
+            "48x32",
+        )
         assert len(decode_mp4(jobs.store.path(record.id, "mp4").read_bytes())[0]) == 25
 
     run(tmp_path, engine, work)
@@ -88,7 +105,11 @@ def test_a_world_is_asked_chunk_after_chunk_in_one_session(tmp_path: Path) -> No
     assert (first.prompt, first.seed, first.height, with_first) == ("p", 7, 32, ("image",))
     assert (second.prompt, second.seed, second.height, with_second) == (None, None, None, ())
     assert [params.chunk_index for params, _ in engine.requests] == [0, 1, 2]
-    assert [params.actions for params in (first, second, third)] == [[["w"]] * 3, [["w"], [], []], [[]] * 3]
+    assert [params.actions for params in (first, second, third)] == [
+        [["w"]] * 3,
+        [["w"], [], []],
+        [[]] * 3,
+    ]
     assert {params.session_id for params, _ in engine.requests} == set(engine.closed)
     assert not first.one_shot
 
@@ -99,22 +120,31 @@ def test_a_start_pose_goes_with_the_first_chunk_alone(tmp_path: Path) -> None:
     start = {"x_m": 1.0, "z_m": 2.0, "heading_degrees": 90.0}
 
     async def work(jobs: VideoJobs) -> None:
-        record = await submit(jobs, num_frames=21, extra_params={"start_pose": start, "camera_scale": 0.1})
+        record = await submit(
+            jobs, num_frames=21, extra_params={"start_pose": start, "camera_scale": 0.1}
+        )
         assert (await end_of(jobs, record.id)).status == "completed"
 
     run(tmp_path, engine, work)
     scale = {"camera_scale": 0.1}
-    assert [params.options for params, _ in engine.requests] == [{"start_pose": start, **scale}, scale]
+    assert [params.options for params, _ in engine.requests] == [
+        {"start_pose": start, **scale},
+        scale,
+    ]
 
 
 def test_a_video_of_a_known_pose_reports_the_world_poses(tmp_path: Path) -> None:
-    """One for each latent frame that the video keeps; none of a world that does not know its camera's pose."""
+    """One for each latent frame that the video keeps; none of a world that does not know its
+    camera's pose.
+    """
 
     class PosedEngine(InstantEngine):
-        async def run(self, params: DiffusionParams, arrays: Any) -> Results:
-            meta, results = await super().run(params, arrays)
+        async def run_request(self, params: DiffusionParams, arrays: Any) -> Results:
+            meta, results = await super().run_request(params, arrays)
             if params.op == "generate":
-                meta["world_poses"] = [[float(params.chunk_index), float(row), 0.0, 0.0] for row in range(3)]
+                meta["world_poses"] = [
+                    [float(params.chunk_index), float(row), 0.0, 0.0] for row in range(3)
+                ]
             return meta, results
 
     async def work(jobs: VideoJobs) -> None:
@@ -124,7 +154,9 @@ def test_a_video_of_a_known_pose_reports_the_world_poses(tmp_path: Path) -> None
         assert [pose[:2] for pose in poses] == [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1]]
 
     async def unposed(jobs: VideoJobs) -> None:
-        assert as_video(await end_of(jobs, (await submit(jobs, num_frames=9)).id)).world_poses is None
+        assert (
+            as_video(await end_of(jobs, (await submit(jobs, num_frames=9)).id)).world_poses is None
+        )
 
     run(tmp_path, PosedEngine(), work)
     run(tmp_path, InstantEngine(), unposed)
@@ -185,14 +217,14 @@ def test_a_failure_in_a_later_chunk_closes_the_session_and_leaves_no_file(tmp_pa
     """The job tells the model's words."""
     engine = InstantEngine()
     failing = [None, RequestFailed("non_finite", "NaN")]
-    answer = engine.run
+    response = engine.run_request
 
     async def sometimes(params: DiffusionParams, arrays: Any) -> Results:
         if params.op == "generate" and (failure := failing.pop(0)) is not None:
             raise failure
-        return await answer(params, arrays)
+        return await response(params, arrays)
 
-    engine.run = sometimes  # type: ignore[method-assign]
+    engine.run_request = sometimes  # type: ignore[method-assign]
 
     async def work(jobs: VideoJobs) -> None:
         record = await end_of(jobs, (await submit(jobs, num_frames=21)).id)
@@ -205,7 +237,9 @@ def test_a_failure_in_a_later_chunk_closes_the_session_and_leaves_no_file(tmp_pa
 
 @pytest.mark.parametrize("from_elsewhere", [False, True])
 @pytest.mark.parametrize("ending", ["cancel", "delete"])
-def test_ending_a_job_cancels_its_request(tmp_path: Path, ending: Any, from_elsewhere: bool) -> None:
+def test_ending_a_job_cancels_its_request(
+    tmp_path: Path, ending: Any, from_elsewhere: bool
+) -> None:
     """In this process at once, from another one through the store."""
     engine = InstantEngine()
 
@@ -214,13 +248,13 @@ def test_ending_a_job_cancels_its_request(tmp_path: Path, ending: Any, from_else
         record = await submit(jobs, num_frames=9)
         await until(lambda: engine.requests)
         if from_elsewhere:
-            jobs.store.ask_to_end(record.id, ending)
+            jobs.store.request_stop(record.id, ending)
         else:
             await jobs.end(record.id, ending)
         await until(lambda: engine.closed)
         assert engine.cancelled == 1
         if ending == "delete":
-            assert jobs.store.read(record.id) is None
+            assert jobs.store.read_record(record.id) is None
         else:
             ended = await end_of(jobs, record.id)
             assert ended.error is not None and ended.error["code"] == "cancelled"
@@ -245,7 +279,9 @@ def test_a_waiting_job_that_is_deleted_never_reaches_the_engine(tmp_path: Path) 
 
 
 def test_jobs_are_bounded(tmp_path: Path) -> None:
-    """`max_running_videos` in the engine, `max_queued_videos` behind; 429 for the next, until one has ended."""
+    """`max_running_videos` in the engine, `max_queued_videos` behind; 429 for the next, until
+    one has ended.
+    """
     engine = InstantEngine()
 
     async def work(jobs: VideoJobs) -> None:
@@ -276,7 +312,7 @@ def test_progress_never_falls_and_ends_at_100_with_the_file(tmp_path: Path) -> N
         for steps in ((3, 10), (1, 10), (10, 10)):
             engine.steps = steps
             await pause_task(0.6)
-            stored = jobs.store.read(record.id)
+            stored = jobs.store.read_record(record.id)
             assert stored is not None
             seen.append((stored.status, stored.progress))
         assert seen == [("in_progress", 15), ("in_progress", 15), ("in_progress", 50)]
@@ -292,7 +328,10 @@ def test_records_survive_json(tmp_path: Path) -> None:
 
     async def work(jobs: VideoJobs) -> None:
         record = await submit(jobs, num_frames=9, prompt="a \0 ' \" \u2028 😀")
-        assert msgspec.json.decode(jobs.store.path(record.id, "json").read_bytes())["prompt"] == record.prompt
+        assert (
+            msgspec.json.decode(jobs.store.path(record.id, "json").read_bytes())["prompt"]
+            == record.prompt
+        )
         await end_of(jobs, record.id)
 
     run(tmp_path, engine, work)

@@ -35,11 +35,21 @@ def adapters(causal_wan: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
 
 
 @pytest.fixture(scope="module")
-def server(causal_wan: Path, adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def server(
+    causal_wan: Path, adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
     yield from serve(
         causal_wan,
         tmp_path_factory.mktemp("lora_server") / "server.log",
-        ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--lora-modules", f"ink={adapters['ink']}"],
+        [
+            "--enable-lora",
+            "--max-loras",
+            "2",
+            "--max-lora-rank",
+            "8",
+            "--lora-modules",
+            f"ink={adapters['ink']}",
+        ],
         {"height": SIZE[1], "width": SIZE[0], "model": {"window_frames": 7, "sink_frames": 2}},
         VLLM_ALLOW_RUNTIME_LORA_UPDATING="1",
     )
@@ -49,16 +59,22 @@ def post(server: Served, path: str, body: dict[str, Any]) -> tuple[int, str]:
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
     request = urllib.request.Request(server.url + path, json.dumps(body).encode(), headers)
     try:
-        with urllib.request.urlopen(request, timeout=seconds(60)) as answer:
-            return answer.status, answer.read().decode()
+        with urllib.request.urlopen(request, timeout=seconds(60)) as response:
+            return response.status, response.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
 
 
-def chunks(server: Served, count: int, events: dict[int, Any] | None = None, **fields: Any) -> list[np.ndarray]:
-    """Frames of a stream from text; events: number of chunks seen -> adapters that are then sent."""
+def chunks(
+    server: Served, count: int, events: dict[int, Any] | None = None, **fields: Any
+) -> list[np.ndarray]:
+    """Frames of a stream from text; events: number of chunks seen -> adapters that are then
+    sent.
+    """
     seen = []
-    with GenerateClient(server.port, additional_headers={"Authorization": f"Bearer {KEY}"}) as client:
+    with GenerateClient(
+        server.port, additional_headers={"Authorization": f"Bearer {KEY}"}
+    ) as client:
         client.init(first_frame=None, seed=3, max_chunks=count, **fields)
         for index in range(count):
             seen.append(client.chunk(60).frames())
@@ -71,8 +87,12 @@ def equal(got: list[np.ndarray], expected: list[np.ndarray]) -> bool:
     return all(np.array_equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-def test_adapters_through_the_doors_and_vllm_s_routes(server: Served, adapters: dict[str, Path]) -> None:
-    """Listed, chosen at the start or while a stream runs, loaded while serving; a stranger harms nothing."""
+def test_adapters_through_the_endpoints_and_vllm_s_routes(
+    server: Served, adapters: dict[str, Path]
+) -> None:
+    """Listed, chosen at the start or while a stream runs, loaded while serving; a stranger harms
+    nothing.
+    """
     assert [model.id for model in server.client.models.list()] == ["null", "ink"]
     plain = chunks(server, 3)
     ink = chunks(server, 3, lora=INK)
@@ -80,9 +100,13 @@ def test_adapters_through_the_doors_and_vllm_s_routes(server: Served, adapters: 
     switched = chunks(server, 12, {1: INK})
     assert np.array_equal(switched[0], plain[0]) and not equal(switched[:12], chunks(server, 12))
 
-    status, text = post(server, "/v1/load_lora_adapter", {"lora_name": "x", "lora_path": str(adapters["stranger"])})
+    status, text = post(
+        server, "/v1/load_lora_adapter", {"lora_name": "x", "lora_path": str(adapters["stranger"])}
+    )
     assert status == 400 and "tensors for modules that this model lacks" in text
-    status, text = post(server, "/v1/load_lora_adapter", {"lora_name": "wool", "lora_path": str(adapters["wool"])})
+    status, text = post(
+        server, "/v1/load_lora_adapter", {"lora_name": "wool", "lora_path": str(adapters["wool"])}
+    )
     assert status == 200, text
     assert [model.id for model in server.client.models.list()] == ["null", "ink", "wool"]
     both = chunks(server, 2, lora=[*INK, {"name": "wool"}])
@@ -91,12 +115,16 @@ def test_adapters_through_the_doors_and_vllm_s_routes(server: Served, adapters: 
 
 
 def test_a_video_with_adapters(server: Served) -> None:
-    """Of the OpenAI route, whose client sends a form; a name that is not there fails the job alone."""
+    """Of the OpenAI route, whose client sends a form; a name that is not there fails the job
+    alone.
+    """
 
     def made(**fields: Any) -> Any:
         extra = {"seed": 1, "num_frames": 9, **fields}
         job = server.client.videos.create(prompt="a field", extra_body=extra)
-        wait_until(lambda: server.client.videos.retrieve(job.id).status in ("completed", "failed"), 60)
+        wait_until(
+            lambda: server.client.videos.retrieve(job.id).status in ("completed", "failed"), 60
+        )
         return server.client.videos.retrieve(job.id)
 
     files_of = [
@@ -106,5 +134,7 @@ def test_a_video_with_adapters(server: Served) -> None:
     assert files_of[0] == files_of[2] != files_of[1]
     failed = made(lora=json.dumps([{"name": "nowhere"}]))
     assert failed.status == "failed" and "no adapter 'nowhere'" in failed.error.message
-    status, text = post(server, "/v1/videos", {"prompt": "a", "lora": [{"name": "ink", "scale": "much"}]})
+    status, text = post(
+        server, "/v1/videos", {"prompt": "a", "lora": [{"name": "ink", "scale": "much"}]}
+    )
     assert status == 400 and "lora" in text

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lance (tiny) behind `vllm serve --omni`, asked with the `openai` client: pictures, edits, videos, answers."""
+"""Lance (tiny) behind `vllm serve --omni`, asked with the `openai` client: pictures, edits,
+videos, answers.
+"""
 
 import base64
 import http.client
@@ -17,12 +19,17 @@ from helpers.waits import wait_until
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from vllm_omni.entrypoints.media import encode_mp4
+from vllm_omni.entrypoints.media.mp4 import encode_mp4
 from vllm_omni.model_executor.models.registry import get_family
 
 pytestmark = pytest.mark.nightly
 
-SMALL = {"max_image_pixels": 128 * 128, "max_video_pixels": 64 * 96, "max_num_frames": 9, "max_new_tokens": 40_000}
+SMALL = {
+    "max_image_pixels": 128 * 128,
+    "max_video_pixels": 64 * 96,
+    "max_num_frames": 9,
+    "max_new_tokens": 40_000,
+}
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +40,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def serve_lance(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     model = tmp_path_factory.mktemp("lance")
     get_family("lance").make_tiny(model, 0, "video")
-    never_end_an_answer(model / "Lance_3B_Video")
+    never_end_an_response(model / "Lance_3B_Video")
     omni = {"batch_invariant": False, "max_sessions": 8, "model": SMALL}
     yield from serve(model, tmp_path_factory.mktemp("lance_server") / "server.log", omni=omni)
 
 
-def never_end_an_answer(decoder: Path) -> None:
-    """Make the end token's logit 0, below many others in every row: the likeliest token is always another one."""
+def never_end_an_response(decoder: Path) -> None:
+    """Make the end token's logit 0, below many others in every row: the likeliest token is
+    always another one.
+    """
     end_token = json.loads((decoder / "generation_config.json").read_text())["eos_token_id"]
     weights = load_file(decoder / "model.safetensors")
     for name in ("lm_head", "model.embed_tokens"):  # tied
@@ -55,7 +64,9 @@ def png(seed: int = 0, width: int = 90, height: int = 60) -> bytes:
 
 
 def mp4(frames: int = 9) -> bytes:
-    return encode_mp4(np.random.default_rng(0).integers(0, 256, (frames, 64, 96, 3), dtype=np.uint8), fps=12)
+    return encode_mp4(
+        np.random.default_rng(0).integers(0, 256, (frames, 64, 96, 3), dtype=np.uint8), fps=12
+    )
 
 
 def data_url(data: bytes, kind: str) -> str:
@@ -63,40 +74,48 @@ def data_url(data: bytes, kind: str) -> str:
 
 
 def question(part: dict[str, Any] | None, text: str = "What is it?") -> list[dict[str, Any]]:
-    return [{"role": "user", "content": [*([part] if part else []), {"type": "text", "text": text}]}]
+    return [
+        {"role": "user", "content": [*([part] if part else []), {"type": "text", "text": text}]}
+    ]
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": data_url(png(), "image/png")}}
 VIDEO = {"type": "video_url", "video_url": {"url": data_url(mp4(), "video/mp4")}}
 SMALL_READING = {"extra_params": {"resolution": "image_256res"}}
 LONG: dict[str, Any] = {"max_tokens": 40_000, "temperature": 0}
-"""The likeliest tokens never end an answer (`never_end_an_answer`); drawn ones may at any time.
+"""The likeliest tokens never end an answer (`never_end_an_response`); drawn ones may at any time.
 
-This takes 90 s on two cores: longer than `wait_until` has patience, and than a client may wait for a turn beside other
-work (10 s seen), since engine and worker keep two cores busy.
+This takes 90 s on two cores: longer than `wait_until` has patience, and than a client may wait for
+a turn beside other work (10 s seen), since engine and worker keep two cores busy.
 """
 
 
-def ask(server: Served, part: dict[str, Any] | None, **fields: Any) -> Any:
+def send(server: Served, part: dict[str, Any] | None, **fields: Any) -> Any:
     fields = {"max_tokens": 20, "messages": question(part), "extra_body": SMALL_READING, **fields}
     return server.client.chat.completions.create(model="null", **fields)
 
 
-def test_a_picture_is_drawn_and_edited(server: Served) -> None:
+def test_a_image_is_generated_and_edited(server: Served) -> None:
     steps = {"num_inference_steps": 2}
-    drawn = server.client.images.generate(model="null", prompt="a cat", n=2, size="96x64", extra_body=steps)
+    drawn = server.client.images.generate(
+        model="null", prompt="a cat", n=2, size="96x64", extra_body=steps
+    )
     assert drawn.data is not None and len(drawn.data) == 2
     assert drawn.data[0].b64_json != drawn.data[1].b64_json
     edited = server.client.images.edit(
         model="null", image=("a.png", png()), prompt="no hat", extra_body={**steps, **SMALL_READING}
     )
     assert edited.data is not None
-    picture = Image.open(io.BytesIO(base64.b64decode(edited.data[0].b64_json or "")))
-    assert picture.size == (304, 224)
+    image = Image.open(io.BytesIO(base64.b64decode(edited.data[0].b64_json or "")))
+    assert image.size == (304, 224)
 
 
-@pytest.mark.parametrize(("width", "height", "size"), [(1920, 1080, (336, 192)), (1200, 1600, (224, 304))])
-def test_a_photograph_of_any_shape_is_edited(server: Served, width: int, height: int, size: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("width", "height", "size"), [(1920, 1080, (336, 192)), (1200, 1600, (224, 304))]
+)
+def test_a_photograph_of_any_shape_is_edited(
+    server: Served, width: int, height: int, size: tuple[int, int]
+) -> None:
     """The result has the size of the nearest bucket, here of about 256x256 pixels."""
     edited = server.client.images.edit(
         model="null",
@@ -110,13 +129,17 @@ def test_a_photograph_of_any_shape_is_edited(server: Served, width: int, height:
 
 def finished(server: Served, **fields: Any) -> Any:
     video = server.client.videos.create(model="null", **fields)
-    wait_until(lambda: server.client.videos.retrieve(video.id).status in ("completed", "failed"), 60)
+    wait_until(
+        lambda: server.client.videos.retrieve(video.id).status in ("completed", "failed"), 60
+    )
     return server.client.videos.retrieve(video.id)
 
 
 @pytest.mark.parametrize("as_url", [False, True])
 def test_a_video_is_edited(server: Served, as_url: bool) -> None:
-    """A clip as `input_reference`, a file or a data: URL: size and length of the result follow it."""
+    """A clip as `input_reference`, a file or a data: URL: size and length of the result follow
+    it.
+    """
     extra = {"num_inference_steps": 2, "extra_params": {"resolution": "video_192p"}}
     if as_url:
         extra["input_reference"] = {"video_url": data_url(mp4(), "video/mp4")}
@@ -131,68 +154,93 @@ def test_a_video_is_edited(server: Served, as_url: bool) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"input_reference": ("a.mp4", mp4(), "video/mp4"), "seconds": "4"}, "seconds follows the video"),
+        (
+            {"input_reference": ("a.mp4", mp4(), "video/mp4"), "seconds": "4"},
+            "seconds follows the video",
+        ),
         ({"input_reference": ("a.mp4", mp4()[:300], "video/mp4")}, "as a video"),
         ({"extra_body": {"size": "1024x1024", "num_frames": 9}}, "allowed and near"),
     ],
 )
-def test_a_wrong_video_call_is_refused_with_a_reason(server: Served, fields: dict[str, Any], message: str) -> None:
+def test_a_wrong_video_call_is_refused_with_a_reason(
+    server: Served, fields: dict[str, Any], message: str
+) -> None:
     with pytest.raises(openai.BadRequestError, match=message):
         server.client.videos.create(model="null", prompt="waves", **fields)
 
 
-@pytest.mark.parametrize("starts_with_a_picture", [False, True])
-def test_a_video_is_filmed(server: Served, starts_with_a_picture: bool) -> None:
+@pytest.mark.parametrize("starts_with_a_image", [False, True])
+def test_a_video_is_filmed(server: Served, starts_with_a_image: bool) -> None:
     extra: dict[str, Any] = {"size": "96x64", "num_inference_steps": 2, "num_frames": 9}
-    reference = {"input_reference": ("a.png", png())} if starts_with_a_picture else {}
+    reference = {"input_reference": ("a.png", png())} if starts_with_a_image else {}
     video = server.client.videos.create(model="null", prompt="waves", extra_body=extra, **reference)
-    wait_until(lambda: server.client.videos.retrieve(video.id).status in ("completed", "failed"), 60)
+    wait_until(
+        lambda: server.client.videos.retrieve(video.id).status in ("completed", "failed"), 60
+    )
     assert server.client.videos.retrieve(video.id).status == "completed"
     assert server.client.videos.download_content(video.id).read()[4:8] == b"ftyp"
 
 
 @pytest.mark.parametrize("part", [IMAGE, VIDEO], ids=["image", "video"])
-def test_an_answer_streams_what_it_is_whole(server: Served, part: dict[str, Any]) -> None:
-    whole = ask(server, part)
+def test_an_response_streams_what_it_is_whole(server: Served, part: dict[str, Any]) -> None:
+    whole = send(server, part)
     assert whole.choices[0].message.role == "assistant"
     assert whole.choices[0].finish_reason in ("stop", "length")
     assert whole.usage.completion_tokens <= 20 and whole.usage.prompt_tokens > 60
-    chunks = list(ask(server, part, stream=True, stream_options={"include_usage": True}))
+    chunks = list(send(server, part, stream=True, stream_options={"include_usage": True}))
     texts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
     assert "".join(texts) == whole.choices[0].message.content
     assert sum(1 for text in texts if text) > 1
-    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == whole.choices[0].finish_reason
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][
+        -1
+    ] == whole.choices[0].finish_reason
     assert chunks[-1].usage == whole.usage
 
 
 def test_a_system_message_and_a_stop_text_matter(server: Served) -> None:
-    plain = ask(server, IMAGE).choices[0].message.content
+    plain = send(server, IMAGE).choices[0].message.content
     system = [{"role": "system", "content": "Be brief."}, *question(IMAGE)]
-    assert ask(server, None, messages=system).choices[0].message.content != plain
-    stopped = ask(server, IMAGE, stop=plain[2:4]).choices[0]
-    assert (stopped.message.content, stopped.finish_reason) == (plain[: plain.index(plain[2:4])], "stop")
+    assert send(server, None, messages=system).choices[0].message.content != plain
+    stopped = send(server, IMAGE, stop=plain[2:4]).choices[0]
+    assert (stopped.message.content, stopped.finish_reason) == (
+        plain[: plain.index(plain[2:4])],
+        "stop",
+    )
 
 
 HELLO = [{"role": "user", "content": "hello"}]
-TALK = [*question(IMAGE), {"role": "assistant", "content": "A cat."}, {"role": "user", "content": "What colour?"}]
+TALK = [
+    *question(IMAGE),
+    {"role": "assistant", "content": "A cat."},
+    {"role": "user", "content": "What colour?"},
+]
 
 
-def test_a_conversation_needs_no_picture_and_remembers_its_turns(server: Served) -> None:
-    """Text alone is answered; each earlier turn is part of what the model reads, the picture where it was shown."""
-    hello = ask(server, None, messages=HELLO)
+def test_a_conversation_needs_no_image_and_remembers_its_turns(server: Served) -> None:
+    """Text alone is answered; each earlier turn is part of what the model reads, the picture
+    where it was shown.
+    """
+    hello = send(server, None, messages=HELLO)
     assert hello.choices[0].message.content
-    later = ask(server, None, messages=TALK)
-    alone = ask(server, None, messages=TALK[-1:])
-    other = ask(server, None, messages=[TALK[0], {"role": "assistant", "content": "A tall dog."}, TALK[2]])
-    tokens = [answer.usage.prompt_tokens for answer in (hello, alone, later, other)]
+    later = send(server, None, messages=TALK)
+    alone = send(server, None, messages=TALK[-1:])
+    other = send(
+        server, None, messages=[TALK[0], {"role": "assistant", "content": "A tall dog."}, TALK[2]]
+    )
+    tokens = [response.usage.prompt_tokens for response in (hello, alone, later, other)]
     assert tokens[0] < tokens[1] + 20 < tokens[2] and tokens[2] != tokens[3]
     assert later.choices[0].message.content != other.choices[0].message.content
-    pieces = ask(server, None, messages=TALK, stream=True)
-    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == later.choices[0].message.content
+    parts = send(server, None, messages=TALK, stream=True)
+    assert (
+        "".join(part.choices[0].delta.content or "" for part in parts)
+        == later.choices[0].message.content
+    )
 
 
-def test_a_chat_program_is_answered_as_it_asks(server: Served) -> None:
-    """The fields of LibreChat's and similar programs' requests, with the values that they send unasked."""
+def test_a_chat_program_is_served_as_it_requests(server: Served) -> None:
+    """The fields of LibreChat's and similar programs' requests, with the values that they send
+    unasked.
+    """
     fields: dict[str, Any] = {
         "temperature": 1,
         "top_p": 1,
@@ -211,16 +259,28 @@ def test_a_chat_program_is_answered_as_it_asks(server: Served) -> None:
         "store": False,
     }
     chunks = list(
-        ask(server, None, messages=[{"role": "system", "content": "Be brief."}, *TALK], stream=True, **fields)
+        send(
+            server,
+            None,
+            messages=[{"role": "system", "content": "Be brief."}, *TALK],
+            stream=True,
+            **fields,
+        )
     )
     assert chunks[0].choices[0].delta.role == "assistant"
-    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] in ("stop", "length")
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] in (
+        "stop",
+        "length",
+    )
     assert chunks[-1].usage.total_tokens > chunks[-1].usage.completion_tokens
     del fields["stream_options"]
-    assert ask(server, None, messages=HELLO, **fields).choices[0].message.role == "assistant"
+    assert send(server, None, messages=HELLO, **fields).choices[0].message.role == "assistant"
 
 
-TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 @pytest.mark.parametrize(
@@ -238,42 +298,69 @@ def test_what_only_openais_models_do_is_an_error_of_openais_shape(
     server: Served, fields: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(openai.BadRequestError, match="cannot") as refused:
-        ask(server, None, messages=HELLO, **fields)
+        send(server, None, messages=HELLO, **fields)
     error = refused.value
-    assert (error.code, error.param, error.type) == ("unsupported_parameter", param, "invalid_request_error")
+    assert (error.code, error.param, error.type) == (
+        "unsupported_parameter",
+        param,
+        "invalid_request_error",
+    )
 
 
-def test_a_client_that_leaves_a_whole_answer_frees_the_engine(server: Served) -> None:
+def test_a_client_that_leaves_a_whole_response_frees_the_engine(server: Served) -> None:
     """The answer is not streamed, so the server has nothing to write and must notice by itself."""
-    assert ask(server, IMAGE, **{**LONG, "max_tokens": 4000}).choices[0].finish_reason == "length", "it never ends"
+    assert (
+        send(server, IMAGE, **{**LONG, "max_tokens": 4000}).choices[0].finish_reason == "length"
+    ), "it never ends"
     wait_until(lambda: server.ready()[1]["sessions"] == 0)
-    asked = {"model": "null", "messages": question(IMAGE), **SMALL_READING, **LONG}
+    requested = {"model": "null", "messages": question(IMAGE), **SMALL_READING, **LONG}
     connection = http.client.HTTPConnection("127.0.0.1", server.port)
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
-    connection.request("POST", "/v1/chat/completions", json.dumps(asked), headers)
+    connection.request("POST", "/v1/chat/completions", json.dumps(requested), headers)
     wait_until(lambda: server.ready()[1]["sessions"] == 1)
     connection.close()
     wait_until(lambda: server.ready()[1]["sessions"] == 0)
 
 
 def test_a_client_that_leaves_frees_its_session(server: Served) -> None:
-    stream = ask(server, IMAGE, stream=True, **LONG)
+    stream = send(server, IMAGE, stream=True, **LONG)
     next(iter(stream))
     wait_until(lambda: server.ready()[1]["sessions"] == 1)
     stream.close()
     wait_until(lambda: server.ready()[1]["sessions"] == 0)
-    assert ask(server, IMAGE).choices[0].message.content
+    assert send(server, IMAGE).choices[0].message.content
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"messages": question(IMAGE) + question(IMAGE)}, "2 pictures and clips"),
-        ({"messages": [*question(IMAGE), {"role": "assistant", "content": "A cat."}]}, "last message must be a user"),
-        ({"messages": question({"type": "image_url", "image_url": {"url": "http://example.org/a.png"}})}, "data: URLs"),
-        ({"messages": question({"type": "image_url", "image_url": {"url": data_url(b"x", "image/png")}})}, "image"),
         (
-            {"messages": question({"type": "video_url", "video_url": {"url": data_url(b"x", "video/mp4")}})},
+            {"messages": [*question(IMAGE), {"role": "assistant", "content": "A cat."}]},
+            "last message must be a user",
+        ),
+        (
+            {
+                "messages": question(
+                    {"type": "image_url", "image_url": {"url": "http://example.org/a.png"}}
+                )
+            },
+            "data: URLs",
+        ),
+        (
+            {
+                "messages": question(
+                    {"type": "image_url", "image_url": {"url": data_url(b"x", "image/png")}}
+                )
+            },
+            "image",
+        ),
+        (
+            {
+                "messages": question(
+                    {"type": "video_url", "video_url": {"url": data_url(b"x", "video/mp4")}}
+                )
+            },
             "as a video",
         ),
         ({"messages": question(IMAGE, "")}, "at least 1 character"),
@@ -283,7 +370,9 @@ def test_a_client_that_leaves_frees_its_session(server: Served) -> None:
         ({"messages": []}, "messages"),
     ],
 )
-def test_a_wrong_call_is_refused_with_a_reason(server: Served, fields: dict[str, Any], message: str) -> None:
+def test_a_wrong_call_is_refused_with_a_reason(
+    server: Served, fields: dict[str, Any], message: str
+) -> None:
     with pytest.raises(openai.BadRequestError, match=message):
         server.client.chat.completions.create(model="null", **fields)
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny Qwen-Image behind `vllm serve DIR --omni`: pictures over HTTP equal diffusers' own, byte for byte."""
+"""A tiny Qwen-Image behind `vllm serve DIR --omni`: pictures over HTTP equal diffusers' own,
+byte for byte.
+"""
 
 import base64
 import io
@@ -28,7 +30,10 @@ def qwen_image(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(qwen_image: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    options = {"max_pixels": 64 * 64, "defaults": {"width": 48, "height": 32, "num_inference_steps": STEPS}}
+    options = {
+        "max_pixels": 64 * 64,
+        "defaults": {"width": 48, "height": 32, "num_inference_steps": STEPS},
+    }
     log = tmp_path_factory.mktemp("diffusers_server") / "server.log"
     yield from serve(qwen_image, log, omni={"model": options})
 
@@ -37,15 +42,17 @@ def pixels(data: Any) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(data.b64_json))).convert("RGB"))
 
 
-def test_pictures_over_http_equal_diffusers(server: Served, qwen_image: Path) -> None:
-    """Two pictures with guidance and a negative prompt at the deployment's default size and steps."""
+def test_images_over_http_equal_diffusers(server: Served, qwen_image: Path) -> None:
+    """Two pictures with guidance and a negative prompt at the deployment's default size and
+    steps.
+    """
     import diffusers
 
     extra = {"seed": 5, "negative_prompt": "rain", "guidance_scale": 3.0}
-    answer = server.client.images.generate(prompt="a red fox", n=2, extra_body=extra)
-    assert answer.data is not None
+    response = server.client.images.generate(prompt="a red fox", n=2, extra_body=extra)
+    assert response.data is not None
     pipeline = diffusers.QwenImagePipeline.from_pretrained(qwen_image)
-    for number, data in enumerate(answer.data):
+    for number, data in enumerate(response.data):
         expected = pipeline(
             "a red fox",
             negative_prompt="rain",
@@ -59,9 +66,13 @@ def test_pictures_over_http_equal_diffusers(server: Served, qwen_image: Path) ->
 
 
 def test_the_pipelines_own_options_and_refusals_reach_the_client(server: Served) -> None:
-    """`extra_params` go to the pipeline; what it does not know, and sizes it cannot make, are 400 with the reason."""
+    """`extra_params` go to the pipeline; what it does not know, and sizes it cannot make, are
+    400 with the reason.
+    """
     suffixed = server.client.images.generate(
-        prompt="a red fox", size="64x64", extra_body={"seed": 1, "extra_params": {"prompt_suffix": "en"}}
+        prompt="a red fox",
+        size="64x64",
+        extra_body={"seed": 1, "extra_params": {"prompt_suffix": "en"}},
     )
     plain = server.client.images.generate(prompt="a red fox", size="64x64", extra_body={"seed": 1})
     assert suffixed.data is not None and plain.data is not None
@@ -69,7 +80,9 @@ def test_the_pipelines_own_options_and_refusals_reach_the_client(server: Served)
     with pytest.raises(openai.BadRequestError, match="has no option 'strength'; it has"):
         server.client.images.generate(prompt="a", extra_body={"extra_params": {"strength": 0.5}})
     with pytest.raises(openai.BadRequestError, match="5:4"):
-        server.client.images.generate(prompt="a", extra_body={"extra_params": {"aspect_ratio": "5:4"}})
+        server.client.images.generate(
+            prompt="a", extra_body={"extra_params": {"aspect_ratio": "5:4"}}
+        )
     with pytest.raises(openai.BadRequestError):
         server.client.images.generate(prompt="a", size="1024x1024")
     buffer = io.BytesIO()

@@ -21,34 +21,41 @@ from PIL import Image
 from starlette.requests import Request
 
 from vllm_omni.entrypoints.json_values import MAX_JSON_VALUES
-from vllm_omni.entrypoints.media import encode_mp4
-from vllm_omni.entrypoints.openai import clips
+from vllm_omni.entrypoints.media.mp4 import encode_mp4
 from vllm_omni.entrypoints.openai.body import Body, read_body
 from vllm_omni.entrypoints.openai.chat import ChatRoutes
 from vllm_omni.entrypoints.openai.client_threads import ClientThreads
-from vllm_omni.entrypoints.openai.clips import is_clip, read_clip
-from vllm_omni.entrypoints.openai.errors import ApiError, answer_errors, from_failure
+from vllm_omni.entrypoints.openai.errors import ApiError, from_failure, respond_to_errors
+from vllm_omni.entrypoints.openai.image_files import encode_image_file, read_mask, read_upload
 from vllm_omni.entrypoints.openai.limits import MediaLimits
-from vllm_omni.entrypoints.openai.pictures import encode_picture, read_mask, read_upload
 from vllm_omni.entrypoints.openai.protocol import ImageGenerationRequest, VideoRequest, read_request
 from vllm_omni.entrypoints.openai.served import ServedModel
-from vllm_omni.entrypoints.realtime.limits import DoorLimits
+from vllm_omni.entrypoints.openai.videos import clips
+from vllm_omni.entrypoints.openai.videos.clips import is_clip, read_clip
+from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
 from vllm_omni.model_executor.models.capabilities import Capabilities
 from vllm_omni.outputs import RequestFailed
 
-LIMITS = DoorLimits(max_image_pixels=100 * 100)
+LIMITS = EndpointLimits(max_image_pixels=100 * 100)
 
 
-def body_of(data: bytes, content_type: str = "application/json", max_bytes: int = 10_000, parts: int = 1) -> Body:
+def body_of(
+    data: bytes, content_type: str = "application/json", max_bytes: int = 10_000, parts: int = 1
+) -> Body:
     """Read a body that arrives in several parts."""
     step = -(-len(data) // parts) if data else 1
-    pieces = [data[start : start + step] for start in range(0, len(data), step)] or [b""]
+    items = [data[start : start + step] for start in range(0, len(data), step)] or [b""]
 
     async def receive() -> dict[str, Any]:
-        piece = pieces.pop(0)
-        return {"type": "http.request", "body": piece, "more_body": bool(pieces)}
+        part = items.pop(0)
+        return {"type": "http.request", "body": part, "more_body": bool(items)}
 
-    scope = {"type": "http", "method": "POST", "path": "/", "headers": [(b"content-type", content_type.encode())]}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/",
+        "headers": [(b"content-type", content_type.encode())],
+    }
     return asyncio.run(read_body(Request(scope, receive), max_bytes))
 
 
@@ -58,7 +65,11 @@ def form(*parts: tuple[str, str | bytes]) -> tuple[bytes, str]:
     for name, value in parts:
         kind = '; filename="f.png"\r\nContent-Type: image/png' if isinstance(value, bytes) else ""
         data = value if isinstance(value, bytes) else value.encode()
-        lines += f'--B\r\nContent-Disposition: form-data; name="{name}"{kind}\r\n\r\n'.encode() + data + b"\r\n"
+        lines += (
+            f'--B\r\nContent-Disposition: form-data; name="{name}"{kind}\r\n\r\n'.encode()
+            + data
+            + b"\r\n"
+        )
     return lines + b"--B--\r\n", "multipart/form-data; boundary=B"
 
 
@@ -68,7 +79,7 @@ def encoded(image: Image.Image, file_format: str = "PNG", **options: Any) -> byt
     return buffer.getvalue()
 
 
-# -- bodies ----------------------------------------------------------------------------------------------------------
+# -- bodies ----------------------------------------------------------------------------------------
 
 
 def test_a_form_gives_fields_and_files_in_order() -> None:
@@ -122,10 +133,16 @@ def test_bodies_that_are_none(data: bytes, content_type: str, code: str) -> None
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.binary(max_size=300), st.sampled_from(["application/json", "multipart/form-data; boundary=B"]))
+@given(
+    st.binary(max_size=300),
+    st.sampled_from(["application/json", "multipart/form-data; boundary=B"]),
+)
 def test_any_bytes_are_a_body_or_an_api_error(data: bytes, content_type: str) -> None:
     """Nothing else comes out of reading a body."""
-    for candidate in (data, b"--B\r\nContent-Disposition: form-data; name=" + data + b"\r\n\r\nx\r\n--B--"):
+    for candidate in (
+        data,
+        b"--B\r\nContent-Disposition: form-data; name=" + data + b"\r\n\r\nx\r\n--B--",
+    ):
         try:
             body = body_of(candidate, content_type)
         except ApiError:
@@ -136,10 +153,15 @@ def test_any_bytes_are_a_body_or_an_api_error(data: bytes, content_type: str) ->
 @settings(max_examples=300, deadline=None)
 @given(
     st.dictionaries(
-        st.sampled_from([*ImageGenerationRequest.model_fields, *VideoRequest.model_fields, "bogus"]),
+        st.sampled_from(
+            [*ImageGenerationRequest.model_fields, *VideoRequest.model_fields, "bogus"]
+        ),
         st.recursive(
             st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+            lambda inner: (
+                st.lists(inner, max_size=3)
+                | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+            ),
             max_leaves=5,
         ),
         max_size=6,
@@ -167,7 +189,9 @@ def test_any_fields_are_a_request_or_an_api_error(fields: dict[str, Any]) -> Non
         (VideoRequest, "seed", False),
     ],
 )
-def test_a_truth_value_is_no_number_and_a_number_no_truth_value(cls: Any, field: str, value: Any) -> None:
+def test_a_truth_value_is_no_number_and_a_number_no_truth_value(
+    cls: Any, field: str, value: Any
+) -> None:
     """As the description says; in a form text is both, since it has nothing else."""
     with pytest.raises(ApiError, match=f"'{field}': Input should be a valid") as refused:
         read_request(cls, {"prompt": "a", field: value})
@@ -177,7 +201,7 @@ def test_a_truth_value_is_no_number_and_a_number_no_truth_value(cls: Any, field:
     assert (request.n, request.stream) == (3, True)
 
 
-# -- errors ----------------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -211,7 +235,7 @@ def test_an_unforeseen_error_says_nothing_of_the_server() -> None:
     """Its text stays in the log."""
 
     class Routes:
-        @answer_errors
+        @respond_to_errors
         async def route(self) -> Any:
             raise RuntimeError("secret /path")
 
@@ -220,7 +244,7 @@ def test_an_unforeseen_error_says_nothing_of_the_server() -> None:
     assert response.status_code == 500 and b"secret" not in response.body
 
 
-# -- pictures --------------------------------------------------------------------------------------------------------
+# -- pictures --------------------------------------------------------------------------------------
 
 
 def test_uploads_keep_their_size_and_lose_alpha_and_rotation() -> None:
@@ -245,7 +269,10 @@ def test_a_mask_is_white_where_the_upload_is_transparent() -> None:
     mask.paste((0, 0, 0, 0), (0, 0, 10, 20))
     read = read_mask(encoded(mask), 20, 30, LIMITS)
     assert read.shape == (20, 30) and (read[:, :10] == 255).all() and (read[:, 10:] == 0).all()
-    for wrong, says in ((mask.resize((20, 20)), "must be equal"), (mask.convert("RGB"), "no alpha")):
+    for wrong, says in (
+        (mask.resize((20, 20)), "must be equal"),
+        (mask.convert("RGB"), "no alpha"),
+    ):
         with pytest.raises(ApiError, match=says):
             read_mask(encoded(wrong), 20, 30, LIMITS)
     with pytest.raises(ApiError, match="no alpha"):
@@ -265,27 +292,29 @@ def test_a_mask_is_turned_as_its_image_is() -> None:
 def test_png_is_lossless() -> None:
     """The others have the quality asked for."""
     image = np.random.default_rng(0).integers(0, 255, (20, 30, 3), dtype=np.uint8)
-    back = np.asarray(Image.open(io.BytesIO(encode_picture(image, "png", None, None))))
+    back = np.asarray(Image.open(io.BytesIO(encode_image_file(image, "png", None, None))))
     assert np.array_equal(image, back)
-    assert len(encode_picture(image, "jpeg", 5, None)) < len(encode_picture(image, "jpeg", None, None))
+    assert len(encode_image_file(image, "jpeg", 5, None)) < len(
+        encode_image_file(image, "jpeg", None, None)
+    )
 
 
 @pytest.mark.parametrize("name", ["AVIF", "BMP", "TIFF", "ICO", "JPEG2000"])
-def test_a_picture_in_another_format_is_refused_by_name(name: str) -> None:
+def test_a_image_in_another_format_is_refused_by_name(name: str) -> None:
     buffer = io.BytesIO()
     Image.new("RGB", (48, 32), "red").save(buffer, name)
     said = "JPEG 2000" if name == "JPEG2000" else name
     assert not is_clip(buffer.getvalue())
     with pytest.raises(ApiError, match=f"{said} is not read here; send PNG, JPEG, WebP or GIF"):
-        read_upload(buffer.getvalue(), "image", DoorLimits())
+        read_upload(buffer.getvalue(), "image", EndpointLimits())
 
 
-def test_heic_is_a_picture_that_is_refused_by_name() -> None:
+def test_heic_is_a_image_that_is_refused_by_name() -> None:
     """It begins as MP4 does."""
     data = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(64)
     assert not is_clip(data)
     with pytest.raises(ApiError, match="HEIC is not read here"):
-        read_upload(data, "image", DoorLimits())
+        read_upload(data, "image", EndpointLimits())
 
 
 @pytest.mark.parametrize("name", ["PNG", "WEBP", "GIF"])
@@ -293,7 +322,7 @@ def test_of_an_animation_the_first_frame_is_taken(name: str) -> None:
     buffer = io.BytesIO()
     first, second = (Image.new("RGB", (48, 32), color) for color in ("red", "blue"))
     first.save(buffer, name, save_all=True, append_images=[second])
-    red, _, blue = read_upload(buffer.getvalue(), "image", DoorLimits())[0, 0]
+    red, _, blue = read_upload(buffer.getvalue(), "image", EndpointLimits())[0, 0]
     assert red > 240 and blue < 40
 
 
@@ -312,7 +341,9 @@ def test_containers_of_clips_are_recognised_and_read(container: str, codec: str)
         stream: Any = file.add_stream(codec, rate=24)
         stream.width, stream.height, stream.pix_fmt = 48, 32, "yuv420p"
         for level in range(9):
-            frame = av.VideoFrame.from_ndarray(np.full((32, 48, 3), 20 * level, np.uint8), format="rgb24")
+            frame = av.VideoFrame.from_ndarray(
+                np.full((32, 48, 3), 20 * level, np.uint8), format="rgb24"
+            )
             file.mux(stream.encode(frame))
         file.mux(stream.encode(None))
     assert is_clip(buffer.getvalue())
@@ -321,14 +352,19 @@ def test_containers_of_clips_are_recognised_and_read(container: str, codec: str)
 
 
 def clip(frames: int, fps: int) -> bytes:
-    return encode_mp4(np.random.default_rng(0).integers(0, 256, (frames, 64, 96, 3), dtype=np.uint8), fps=fps)
+    return encode_mp4(
+        np.random.default_rng(0).integers(0, 256, (frames, 64, 96, 3), dtype=np.uint8), fps=fps
+    )
 
 
 @pytest.mark.parametrize(
-    ("frames", "fps", "most", "read"), [(9, 12, 72, 9), (30, 30, 72, 12), (48, 12, 17, 17), (1, 12, 72, 1)]
+    ("frames", "fps", "most", "read"),
+    [(9, 12, 72, 9), (30, 30, 72, 12), (48, 12, 17, 17), (1, 12, 72, 1)],
 )
 def test_a_clip_is_read_at_the_models_rate(frames: int, fps: int, most: int, read: int) -> None:
-    """At most 12 frames a second and as many as the model takes, from a file as from a data: URL."""
+    """At most 12 frames a second and as many as the model takes, from a file as from a data:
+    URL.
+    """
     data = clip(frames, fps)
     assert is_clip(data)
     assert read_clip(data, 12.0, most, "input_reference").shape == (read, 64, 96, 3)
@@ -337,7 +373,8 @@ def test_a_clip_is_read_at_the_models_rate(frames: int, fps: int, most: int, rea
 
 
 @pytest.mark.parametrize(
-    ("name", "bound"), [("_MAX_FRAMES", 29), ("_MAX_PIXELS", 30 * 64 * 96 - 1), ("_MAX_FRAME_PIXELS", 64 * 96 - 1)]
+    ("name", "bound"),
+    [("_MAX_FRAMES", 29), ("_MAX_PIXELS", 30 * 64 * 96 - 1), ("_MAX_FRAME_PIXELS", 64 * 96 - 1)],
 )
 def test_a_clip_that_is_too_large_is_refused_before_it_is_decoded(
     name: str, bound: int, monkeypatch: pytest.MonkeyPatch
@@ -351,7 +388,7 @@ def test_a_clip_that_is_too_large_is_refused_before_it_is_decoded(
 
 
 @pytest.mark.parametrize(("name", "bound"), [("_MAX_FRAMES", 20), ("_MAX_PIXELS", 20 * 64 * 96)])
-def test_a_clip_of_more_frames_than_its_packets_tell_is_refused_while_it_is_decoded(
+def test_a_clip_of_more_frames_than_its_packets_report_is_refused_while_it_is_decoded(
     name: str, bound: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(clips, name, bound)
@@ -362,7 +399,7 @@ def test_a_clip_of_more_frames_than_its_packets_tell_is_refused_while_it_is_deco
 
 def test_a_clip_is_decoded_only_while_its_client_is_there() -> None:
     calls = iter([False] * 40)
-    with pytest.raises(clips.ClientLeftError):
+    with pytest.raises(clips.ClientDisconnectedError):
         read_clip(clip(30, 30), 12.0, 72, "messages", lambda: next(calls, True))
 
 
@@ -370,7 +407,9 @@ def test_an_upright_clip_of_a_phone_is_read_upright() -> None:
     """It is stored lying, with a matrix that says how to rotate it."""
     data = bytearray(clip(9, 12))
     matrix = data.find(b"tkhd") + 44
-    data[matrix : matrix + 36] = struct.pack(">9i", 0, 1 << 16, 0, -1 << 16, 0, 0, 64 << 16, 0, 1 << 30)
+    data[matrix : matrix + 36] = struct.pack(
+        ">9i", 0, 1 << 16, 0, -1 << 16, 0, 0, 64 << 16, 0, 1 << 30
+    )
     assert read_clip(bytes(data), 12.0, 72, "input_reference").shape == (9, 96, 64, 3)
 
 
@@ -380,15 +419,21 @@ def test_a_quicktime_file_is_a_clip(box: bytes) -> None:
     assert is_clip(bytes(4) + box + bytes(8))
 
 
-@pytest.mark.parametrize("wrong", [clip(9, 12)[:300], b"\0\0\0\x18ftypnothing", "data:video/mp4;base64,%%%"])
+@pytest.mark.parametrize(
+    "wrong", [clip(9, 12)[:300], b"\0\0\0\x18ftypnothing", "data:video/mp4;base64,%%%"]
+)
 def test_what_is_no_clip_is_refused(wrong: bytes | str) -> None:
     assert is_clip(wrong)
     with pytest.raises(ApiError) as refused:
         read_clip(wrong, 12.0, 72, "input_reference")
-    assert (refused.value.status, refused.value.code, refused.value.param) == (400, "invalid_video", "input_reference")
+    assert (refused.value.status, refused.value.code, refused.value.param) == (
+        400,
+        "invalid_video",
+        "input_reference",
+    )
 
 
-def test_a_picture_is_no_clip() -> None:
+def test_a_image_is_no_clip() -> None:
     for name in ("PNG", "JPEG", "WEBP"):
         buffer = io.BytesIO()
         Image.new("RGB", (8, 8)).save(buffer, name)
@@ -396,33 +441,44 @@ def test_a_picture_is_no_clip() -> None:
     assert not is_clip("data:image/png;base64,AAAA")
 
 
-def test_a_client_that_leaves_a_whole_answer_ends_it() -> None:
-    """The question has arrived, the answer is being decoded, the connection goes: the engine's request is cancelled."""
+def test_a_client_that_leaves_a_whole_response_ends_it() -> None:
+    """The question has arrived, the answer is being decoded, the connection goes: the engine's
+    request is cancelled.
+    """
     buffer = io.BytesIO()
     Image.new("RGB", (32, 32)).save(buffer, "PNG")
     url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
     content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what?"}]
     messages = [{"role": "user", "content": content}]
-    pieces = [
-        {"type": "http.request", "body": json.dumps({"messages": messages}).encode(), "more_body": False},
+    parts = [
+        {
+            "type": "http.request",
+            "body": json.dumps({"messages": messages}).encode(),
+            "more_body": False,
+        },
         {"type": "http.disconnect"},
     ]
 
     async def receive() -> dict[str, Any]:
-        if len(pieces) == 1:
+        if len(parts) == 1:
             await until(lambda: engine.requests)
-        return pieces.pop(0)
+        return parts.pop(0)
 
-    async def ask() -> None:
+    async def send() -> None:
         engine.release = asyncio.Event()  # never set: the answer would take for ever
         scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
         with ThreadPoolExecutor(1) as executor:
             routes = ChatRoutes(engine, served, MediaLimits(), LIMITS, ClientThreads(executor))
-            await asyncio.wait([asyncio.create_task(routes.completions(Request(scope, receive)))], timeout=seconds(20))
+            await asyncio.wait(
+                [asyncio.create_task(routes.completions(Request(scope, receive)))],
+                timeout=seconds(20),
+            )
 
     engine = InstantEngine()
-    served = ServedModel(("m",), Capabilities(tasks=("text_to_image",), reads=("image",)), 96, 64, 96 * 64, 4)
-    asyncio.run(ask())
+    served = ServedModel(
+        ("m",), Capabilities(tasks=("text_to_image",), reads=("image",)), 96, 64, 96 * 64, 4
+    )
+    asyncio.run(send())
     assert (len(engine.requests), engine.cancelled) == (1, 1)
 
 
@@ -438,7 +494,12 @@ def test_a_body_of_very_many_values_is_refused_before_it_is_decoded() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value", "kind"),
-    [("seed", 3, "number"), ("n", 3, "number"), ("guidance_scale", 3, "number"), ("stream", 1, "boolean")],
+    [
+        ("seed", 3, "number"),
+        ("n", 3, "number"),
+        ("guidance_scale", 3, "number"),
+        ("stream", 1, "boolean"),
+    ],
 )
 def test_numbers_and_truth_values_are_text_in_forms_only(field: str, value: int, kind: str) -> None:
     """As the schema says of JSON."""

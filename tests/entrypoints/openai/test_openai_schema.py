@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""schemathesis over the OpenAPI description of the image and video routes, over real HTTP; the engine answers at once.
+"""schemathesis over the OpenAPI description of the image and video routes, over real HTTP; the
+engine answers at once.
 
-Calls that follow the description and calls that break it: no 5xx, no undocumented status or content type, replies as
-described, and what breaks the description refused. A short run for every merge, a long one at night.
-Its pytest fixtures do not work with pytest 9, so operations are drawn from here.
+Calls that follow the description and calls that break it: no 5xx, no undocumented status or content
+type, replies as described, and what breaks the description refused. A short run for every merge, a
+long one at night. Its pytest fixtures do not work with pytest 9, so operations are drawn from here.
 """
 
 import contextlib
@@ -31,13 +32,13 @@ from schemathesis.specs.openapi.checks import (
 
 from vllm_omni.entrypoints.openai.client_threads import ClientThreads
 from vllm_omni.entrypoints.openai.images import ImageRoutes
-from vllm_omni.entrypoints.openai.jobs import VideoJobs
 from vllm_omni.entrypoints.openai.limits import MediaLimits
 from vllm_omni.entrypoints.openai.routes import OpenAIRoutes
 from vllm_omni.entrypoints.openai.served import ServedModel
-from vllm_omni.entrypoints.openai.store import MediaStore
-from vllm_omni.entrypoints.openai.videos import VideoRoutes
-from vllm_omni.entrypoints.realtime.limits import DoorLimits
+from vllm_omni.entrypoints.openai.videos.jobs import VideoJobs
+from vllm_omni.entrypoints.openai.videos.routes import VideoRoutes
+from vllm_omni.entrypoints.openai.videos.store import MediaStore
+from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
 from vllm_omni.testing.null.image.family import CAPABILITIES
 
 ROUTES = [
@@ -69,7 +70,9 @@ CHECKS = [
 
 REFUSED = [400, 401, 403, 404, 405, 406, 409, 413, 415, 422, 428, 429]
 """What breaks the description may also be too large (413), which is found out first."""
-CONFIG = schemathesis.Config.from_dict({"checks": {"negative_data_rejection": {"expected-statuses": REFUSED}}})
+CONFIG = schemathesis.Config.from_dict(
+    {"checks": {"negative_data_rejection": {"expected-statuses": REFUSED}}}
+)
 
 
 @pytest.fixture(scope="module")
@@ -86,12 +89,16 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         async def start(app: FastAPI) -> AsyncIterator[None]:
             store = MediaStore(limits)
             jobs = VideoJobs(engine, model, store, limits, executor)
-            routes._images = ImageRoutes(engine, model, store, limits, DoorLimits(), ClientThreads(executor))
-            routes._videos = VideoRoutes(jobs, model, limits, DoorLimits(), ClientThreads(executor))
+            routes._images = ImageRoutes(
+                engine, model, store, limits, EndpointLimits(), ClientThreads(executor)
+            )
+            routes._videos = VideoRoutes(
+                jobs, model, limits, EndpointLimits(), ClientThreads(executor)
+            )
             yield
 
         app = FastAPI(lifespan=start)
-        routes.attach(app)
+        routes.attach_to_app(app)
 
         server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
         thread = threading.Thread(target=server.run)
@@ -123,7 +130,9 @@ def run(api: Any, path: str, method: str, mode: GenerationMode, max_examples: in
 
 
 @pytest.mark.parametrize(("path", "method", "mode"), CALLS)
-def test_a_route_does_what_its_description_says(api: Any, path: str, method: str, mode: GenerationMode) -> None:
+def test_a_route_does_what_its_description_says(
+    api: Any, path: str, method: str, mode: GenerationMode
+) -> None:
     """Ten calls of each kind to each route."""
     run(api, path, method, mode, 10)
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images and videos through the official `openai` client, from a real server with a real engine behind an API key."""
+"""Images and videos through the official `openai` client, from a real server with a real engine
+behind an API key.
+"""
 
 import base64
 import io
@@ -19,9 +21,10 @@ from helpers.openai_server import HEIGHT, KEY, WIDTH, Served, seconds_until
 from helpers.waits import pause, seconds, wait_until
 from PIL import Image
 
-from vllm_omni.entrypoints.media import decode_mp4
+from vllm_omni.entrypoints.media.mp4 import decode_mp4
 
-pytestmark = pytest.mark.filterwarnings("ignore:The Sora API")  # of the client: it is about OpenAI's own service
+# of the client: it is about OpenAI's own service
+pytestmark = pytest.mark.filterwarnings("ignore:The Sora API")
 
 RED = (200, 10, 30)
 
@@ -31,7 +34,9 @@ def client(image_server: Served) -> openai.OpenAI:
     return image_server.client
 
 
-def png(color: tuple[int, ...] = RED, size: tuple[int, int] = (64, 48), mode: str = "RGB") -> tuple[str, bytes]:
+def png(
+    color: tuple[int, ...] = RED, size: tuple[int, int] = (64, 48), mode: str = "RGB"
+) -> tuple[str, bytes]:
     buffer = io.BytesIO()
     Image.new(mode, size, color).save(buffer, "PNG")
     return "picture.png", buffer.getvalue()
@@ -50,7 +55,7 @@ def reference(**fields: str) -> dict[str, Any]:
     return {"extra_body": {"input_reference": fields}}
 
 
-# -- models and access -----------------------------------------------------------------------------------------------
+# -- models and access -----------------------------------------------------------------------------
 
 
 def test_the_served_model_is_listed(client: openai.OpenAI) -> None:
@@ -72,16 +77,18 @@ def test_every_route_wants_the_key(image_server: Served) -> None:
             call()
 
 
-# -- images ----------------------------------------------------------------------------------------------------------
+# -- images ----------------------------------------------------------------------------------------
 
 
-def test_pictures_are_reproducible_and_do_not_depend_on_how_they_are_batched(client: openai.OpenAI) -> None:
+def test_images_are_reproducible_and_do_not_depend_on_how_they_are_batched(
+    client: openai.OpenAI,
+) -> None:
     """Picture i of a call is drawn with `seed + i`, whether n makes one engine request or two."""
     six = client.images.generate(prompt="a cat", n=6, extra_body={"seed": 3})
     one = client.images.generate(prompt="a cat", extra_body={"seed": 8})
     assert len(six.data) == 6 and six.size == f"{WIDTH}x{HEIGHT}" and six.output_format == "png"
     assert np.array_equal(pixels(six.data[5]), pixels(one.data[0]))
-    assert len({pixels(picture).tobytes() for picture in six.data}) == 6
+    assert len({pixels(image).tobytes() for image in six.data}) == 6
     assert one.seed == 8
 
 
@@ -96,8 +103,12 @@ def test_every_extension_reaches_the_model(client: openai.OpenAI, change: dict[s
     assert not np.array_equal(pixels(plain.data[0]), pixels(changed.data[0]))
 
 
-@pytest.mark.parametrize(("output_format", "magic"), [("png", b"\x89PNG"), ("jpeg", b"\xff\xd8"), ("webp", b"RIFF")])
-def test_files_come_in_the_format_asked_for(client: openai.OpenAI, output_format: Any, magic: bytes) -> None:
+@pytest.mark.parametrize(
+    ("output_format", "magic"), [("png", b"\x89PNG"), ("jpeg", b"\xff\xd8"), ("webp", b"RIFF")]
+)
+def test_files_come_in_the_format_requested_for(
+    client: openai.OpenAI, output_format: Any, magic: bytes
+) -> None:
     """And in the size asked for."""
     reply = client.images.generate(prompt="a", output_format=output_format, size="80x64")  # type: ignore[call-overload]
     data = base64.b64decode(reply.data[0].b64_json)
@@ -109,14 +120,16 @@ def test_compression_and_quality_set_the_size_of_the_file(client: openai.OpenAI)
     """`output_compression` wins over `quality`."""
 
     def size(**fields: Any) -> int:
-        reply = client.images.generate(prompt="a", output_format="jpeg", extra_body={"seed": 1}, **fields)
+        reply = client.images.generate(
+            prompt="a", output_format="jpeg", extra_body={"seed": 1}, **fields
+        )
         return len(base64.b64decode(reply.data[0].b64_json))
 
     assert size(output_compression=10) < size(quality="low") < size(quality="high")
     assert size(quality="high", output_compression=10) == size(output_compression=10)
 
 
-def test_a_url_leads_to_the_picture_and_needs_the_key(image_server: Served) -> None:
+def test_a_url_leads_to_the_image_and_needs_the_key(image_server: Served) -> None:
     """`response_format="url"`: the file lies on the server for a while."""
     fields = {"prompt": "a", "output_format": "webp", "extra_body": {"seed": 1}}
     url = image_server.client.images.generate(response_format="url", **fields).data[0].url
@@ -130,22 +143,28 @@ def test_a_url_leads_to_the_picture_and_needs_the_key(image_server: Served) -> N
     assert image_server.get("/v1/files/..%2f..%2fetc%2fpasswd/content")[0] == 404
 
 
-def test_pictures_can_be_streamed(client: openai.OpenAI) -> None:
+def test_images_can_be_streamed(client: openai.OpenAI) -> None:
     """Each finished picture is an event; they are the pictures of the plain call."""
     plain = client.images.generate(prompt="a", n=5, extra_body={"seed": 2})
     events = list(client.images.generate(prompt="a", n=5, stream=True, extra_body={"seed": 2}))
     assert [event.type for event in events] == ["image_generation.completed"] * 5
-    assert [event.b64_json for event in events] == [picture.b64_json for picture in plain.data]
+    assert [event.b64_json for event in events] == [image.b64_json for image in plain.data]
 
 
 def test_a_failure_while_streaming_is_an_error_event(client: openai.OpenAI) -> None:
     """The client raises it."""
     with pytest.raises(openai.APIError, match="failed"):
-        list(client.images.generate(prompt="a", stream=True, extra_body={"extra_params": {"fail_in": "decode"}}))
+        list(
+            client.images.generate(
+                prompt="a", stream=True, extra_body={"extra_params": {"fail_in": "decode"}}
+            )
+        )
 
 
-def test_an_edit_gets_all_pictures_and_the_mask(client: openai.OpenAI) -> None:
-    """The picture keeps its size; the null model shows mean colour and number of what it was given."""
+def test_an_edit_gets_all_images_and_the_mask(client: openai.OpenAI) -> None:
+    """The picture keeps its size; the null model shows mean colour and number of what it was
+    given.
+    """
     mask = png((0, 0, 0, 0), mode="RGBA")
     one = pixels(client.images.edit(image=png(), prompt="a").data[0])
     two = pixels(client.images.edit(image=[png(), png((0, 90, 30))], prompt="a", mask=mask).data[0])
@@ -163,12 +182,12 @@ def test_an_edit_takes_json_with_data_urls(image_server: Served) -> None:
         json.dumps(body).encode(),
         {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request) as answer:
-        reply = json.load(answer)
+    with urllib.request.urlopen(request) as response:
+        reply = json.load(response)
     assert reply["size"] == "64x48"
 
 
-# -- refusals --------------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -178,20 +197,55 @@ def test_an_edit_takes_json_with_data_urls(image_server: Served) -> None:
         ({"size": "81x64"}, 400, "invalid_value", "size", "multiple of 8.*allowed and near: 80x64"),
         ({"size": "8000x8000"}, 400, "invalid_value", "size", "at most 15360"),
         ({"size": "big"}, 400, "invalid_value", "size", "got 'big'"),
-        ({"output_format": "gif"}, 400, "invalid_value", "output_format", "'png', 'jpeg' or 'webp'"),
+        (
+            {"output_format": "gif"},
+            400,
+            "invalid_value",
+            "output_format",
+            "'png', 'jpeg' or 'webp'",
+        ),
         ({"background": "transparent"}, 400, "invalid_value", "background", "'auto', 'opaque'"),
         ({"model": "other"}, 404, "model_not_found", "model", "served: null"),
         ({"extra_body": {"steps": 3}}, 400, "unknown_parameter", "steps", "num_inference_steps"),
-        ({"extra_body": {"num_inference_steps": 201}}, 400, "invalid_value", "num_inference_steps", "1 to 200"),
+        (
+            {"extra_body": {"num_inference_steps": 201}},
+            400,
+            "invalid_value",
+            "num_inference_steps",
+            "1 to 200",
+        ),
         ({"extra_body": {"seed": -2}}, 400, "invalid_value", "seed", "greater than or equal to -1"),
-        ({"extra_body": {"extra_params": {"bogus": 1}}}, 400, "invalid_request", None, "allowed keys: step_ms"),
-        ({"extra_body": {"extra_params": {"step_ms": 2**70}}}, 400, "invalid_value", "extra_params", "cannot be sent"),
-        ({"extra_body": {"extra_params": {"fail_in": "denoise"}}}, 500, "engine_error", None, "failed"),
+        (
+            {"extra_body": {"extra_params": {"bogus": 1}}},
+            400,
+            "invalid_request",
+            None,
+            "allowed keys: step_ms",
+        ),
+        (
+            {"extra_body": {"extra_params": {"step_ms": 2**70}}},
+            400,
+            "invalid_value",
+            "extra_params",
+            "cannot be sent",
+        ),
+        (
+            {"extra_body": {"extra_params": {"fail_in": "denoise"}}},
+            500,
+            "engine_error",
+            None,
+            "failed",
+        ),
         ({"extra_body": {"extra_params": {"nan_at": 1}}}, 500, "non_finite", None, "NaN"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_openais_words(
-    image_server: Served, fields: dict[str, Any], status: int, code: str, param: str | None, says: str
+    image_server: Served,
+    fields: dict[str, Any],
+    status: int,
+    code: str,
+    param: str | None,
+    says: str,
 ) -> None:
     """Status, type, code, param and what is allowed; nothing of the server's insides."""
     with pytest.raises(openai.APIStatusError) as refused:
@@ -213,7 +267,9 @@ def test_what_cannot_be_done_is_said_in_openais_words(
         (png()[1][:60], "invalid_image"),
     ],
 )
-def test_bad_uploads_are_refused_by_content(client: openai.OpenAI, upload: bytes, code: str) -> None:
+def test_bad_uploads_are_refused_by_content(
+    client: openai.OpenAI, upload: bytes, code: str
+) -> None:
     """Format and pixels are read from the header."""
     with pytest.raises(openai.BadRequestError) as refused:
         client.images.edit(image=("picture.png", upload), prompt="a")
@@ -227,7 +283,7 @@ def test_a_body_beyond_the_limit_is_refused_while_it_arrives(client: openai.Open
     assert (refused.value.status_code, refused.value.code) == (413, "body_too_large")
 
 
-# -- videos ----------------------------------------------------------------------------------------------------------
+# -- videos ----------------------------------------------------------------------------------------
 
 
 def test_a_video_is_made_polled_listed_downloaded_and_deleted(image_server: Served) -> None:
@@ -243,15 +299,21 @@ def test_a_video_is_made_polled_listed_downloaded_and_deleted(image_server: Serv
     )
     assert (video.status, video.progress, video.error) == ("completed", 100, None)
     assert video.object == "video" and video.model == "null" and video.prompt == "waves"
-    assert (video.size, video.num_frames, video.seed) == ("80x64", 25, 5)  # 24 frames asked for, 1 + 4 k can be made
+    # 24 frames asked for, 1 + 4 k can be made
+    assert (video.size, video.num_frames, video.seed) == ("80x64", 25, 5)
     assert float(video.seconds) == pytest.approx(25 / 24, rel=1e-4)
     assert video.completed_at >= video.created_at and video.expires_at > video.completed_at
     frames, fps = decode_mp4(client.videos.download_content(video.id).content)
     assert frames.shape == (25, 64, 80, 3) and fps == pytest.approx(24)
-    assert np.abs(frames[:, 40, 40, 0].astype(int) - np.arange(25)).max() <= 3  # frame n has grey level n
+    # frame n has grey level n
+    assert np.abs(frames[:, 40, 40, 0].astype(int) - np.arange(25)).max() <= 3
     assert np.abs(frames[3, 2, 2].astype(int) - RED).max() <= 12  # the start image's colour
-    thumbnail = Image.open(io.BytesIO(client.videos.download_content(video.id, variant="thumbnail").content))
-    sheet = Image.open(io.BytesIO(client.videos.download_content(video.id, variant="spritesheet").content))
+    thumbnail = Image.open(
+        io.BytesIO(client.videos.download_content(video.id, variant="thumbnail").content)
+    )
+    sheet = Image.open(
+        io.BytesIO(client.videos.download_content(video.id, variant="spritesheet").content)
+    )
     assert thumbnail.size == (80, 64) and sheet.width > 4 * 80
     assert video.id in [listed.id for listed in client.videos.list()]
     assert client.videos.delete(video.id).deleted
@@ -263,12 +325,14 @@ def test_a_video_is_made_polled_listed_downloaded_and_deleted(image_server: Serv
 def test_a_start_image_may_be_a_data_url(client: openai.OpenAI) -> None:
     """In a form and in JSON alike."""
     url = "data:image/png;base64," + base64.b64encode(png()[1]).decode()
-    video = client.videos.create_and_poll(prompt="a", poll_interval_ms=20, **reference(image_url=url))
+    video = client.videos.create_and_poll(
+        prompt="a", poll_interval_ms=20, **reference(image_url=url)
+    )
     frames, _ = decode_mp4(client.videos.download_content(video.id).content)
     assert np.abs(frames[3, 2, 2].astype(int) - RED).max() <= 12
 
 
-def test_a_download_may_ask_for_a_part(image_server: Served) -> None:
+def test_a_download_may_request_for_a_part(image_server: Served) -> None:
     """`Range`, as players and resuming downloads do."""
     video = image_server.client.videos.create_and_poll(prompt="a", poll_interval_ms=50)
     path = f"/v1/videos/{video.id}/content"
@@ -298,7 +362,9 @@ def test_progress_rises_and_the_content_is_not_there_before_the_end(client: open
 
 @pytest.mark.parametrize("how", ["delete", "cancel"])
 def test_ending_a_job_frees_the_engine_within_a_step(image_server: Served, how: str) -> None:
-    """A job of 20 s with steps of 0.2 s: its session is gone long before its end; `cancel` keeps the record."""
+    """A job of 20 s with steps of 0.2 s: its session is gone long before its end; `cancel` keeps
+    the record.
+    """
     client = image_server.client
     video = client.videos.create(prompt="a", extra_body=slow(100, 200.0))
     wait_until(lambda: client.videos.retrieve(video.id).progress > 0)
@@ -331,8 +397,12 @@ def test_a_client_that_leaves_frees_the_engine(image_server: Served) -> None:
     assert seconds_until(lambda: image_server.ready()[1]["sessions"] == 0) < seconds(1.5)
 
 
-def test_jobs_beyond_the_queue_are_refused_with_429_and_when_to_come_back(image_server: Served) -> None:
-    """One runs, two wait; what waits and is deleted never runs; readiness says `capacity`, health stays 200."""
+def test_jobs_beyond_the_queue_are_refused_with_429_and_when_to_come_back(
+    image_server: Served,
+) -> None:
+    """One runs, two wait; what waits and is deleted never runs; readiness says `capacity`,
+    health stays 200.
+    """
     client = image_server.client
     videos = [client.videos.create(prompt="a", extra_body=slow(100, 100.0)) for _ in range(3)]
     with pytest.raises(openai.RateLimitError) as refused:
@@ -348,34 +418,59 @@ def test_jobs_beyond_the_queue_are_refused_with_429_and_when_to_come_back(image_
     assert image_server.ready()[1]["status"] == "ready"
 
 
-def test_more_pictures_than_sessions_wait_their_turn(image_server: Served) -> None:
+def test_more_images_than_sessions_wait_their_turn(image_server: Served) -> None:
     """Eight calls at a server of three sessions: all are answered."""
-    answers: list[int] = []
+    responses: list[int] = []
 
-    def ask() -> None:
+    def send() -> None:
         reply = image_server.connect().images.generate(prompt="a", extra_body=slow(4, 20.0))
-        answers.append(len(reply.data))
+        responses.append(len(reply.data))
 
-    threads = [threading.Thread(target=ask) for _ in range(8)]
+    threads = [threading.Thread(target=send) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(seconds(60))
-    assert answers == [1] * 8
+    assert responses == [1] * 8
 
 
 @pytest.mark.parametrize(
     ("fields", "code", "param", "says"),
     [
-        ({"extra_body": {"num_frames": 18}}, "invalid_value", "num_frames", "1 \\+ 4 k, at most 241; near: 17"),
+        (
+            {"extra_body": {"num_frames": 18}},
+            "invalid_value",
+            "num_frames",
+            "1 \\+ 4 k, at most 241; near: 17",
+        ),
         ({"extra_body": {"num_frames": 242}}, "invalid_value", "num_frames", "near: 241"),
         ({"seconds": "60"}, "invalid_value", "seconds", "at most 241"),
         ({"seconds": "abc"}, "invalid_value", "seconds", "valid number"),
-        ({"seconds": "1", "extra_body": {"num_frames": 17}}, "invalid_value", "num_frames", "not both"),
-        ({"extra_body": {"camera_actions": '[["w"]]'}}, "unsupported_by_model", "camera_actions", "it can:"),
-        (reference(image_url="http://127.0.0.1/x.png"), "invalid_value", "input_reference", "no URLs"),
+        (
+            {"seconds": "1", "extra_body": {"num_frames": 17}},
+            "invalid_value",
+            "num_frames",
+            "not both",
+        ),
+        (
+            {"extra_body": {"camera_actions": '[["w"]]'}},
+            "unsupported_by_model",
+            "camera_actions",
+            "it can:",
+        ),
+        (
+            reference(image_url="http://127.0.0.1/x.png"),
+            "invalid_value",
+            "input_reference",
+            "no URLs",
+        ),
         (reference(file_id="file_1"), "invalid_value", "input_reference", "no URLs"),
-        ({"input_reference": ("a.png", b"nothing")}, "invalid_image", "input_reference", "cannot be read"),
+        (
+            {"input_reference": ("a.png", b"nothing")},
+            "invalid_image",
+            "input_reference",
+            "cannot be read",
+        ),
     ],
 )
 def test_videos_that_cannot_be_made_are_refused_at_once(
@@ -390,7 +485,9 @@ def test_videos_that_cannot_be_made_are_refused_at_once(
 
 def test_a_failed_job_is_a_job(client: openai.OpenAI) -> None:
     """Polling answers 200 with `failed` and a reason, as `create_and_poll` needs."""
-    video = client.videos.create_and_poll(prompt="a", extra_body={"extra_params": {"fail_in": "decode"}})
+    video = client.videos.create_and_poll(
+        prompt="a", extra_body={"extra_params": {"fail_in": "decode"}}
+    )
     assert video.status == "failed"
     assert video.error is not None and video.error.code == "engine_error"
 
@@ -408,14 +505,17 @@ def test_lists_are_paged(client: openai.OpenAI) -> None:
             client.videos.list(**kwargs)  # type: ignore[arg-type]
 
 
-# -- operations ------------------------------------------------------------------------------------------------------
+# -- operations ------------------------------------------------------------------------------------
 
 
 def test_metrics_count_calls_jobs_and_bytes(image_server: Served) -> None:
     """On stock vLLM's own /metrics."""
     before = image_server.metric('omni_requests_total{endpoint="images",status="completed"}')
     image_server.client.images.generate(prompt="a")
-    assert image_server.metric('omni_requests_total{endpoint="images",status="completed"}') == before + 1
+    assert (
+        image_server.metric('omni_requests_total{endpoint="images",status="completed"}')
+        == before + 1
+    )
     assert image_server.metric('omni_rt_chunk_seconds_count{endpoint="images",stage="denoise"}') > 0
     assert image_server.metric("omni_engine_session_slots") == 3
     assert image_server.metric('omni_held_bytes{kind="sessions_limit"}') > 0
@@ -433,7 +533,7 @@ def test_the_log_says_what_happened_in_few_lines_and_without_prompts(image_serve
     assert not any(secret in line for line in lines)
 
 
-def test_realtime_doors_are_closed_for_a_model_that_is_no_world(image_server: Served) -> None:
+def test_realtime_endpoints_are_closed_for_a_model_that_is_no_world(image_server: Served) -> None:
     """The handshake is refused with 404."""
     from websockets.exceptions import InvalidStatus
     from websockets.sync.client import connect

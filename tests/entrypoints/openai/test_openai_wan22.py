@@ -39,56 +39,71 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         "model": {"max_num_frames": 9, "max_num_inference_steps": MANY_STEPS},
     }
     log = tmp_path_factory.mktemp("wan2_2_server") / "server.log"
-    yield from serve(model, log, omni=omni, VLLM_OMNI_MAX_RUNNING_VIDEOS="3", VLLM_OMNI_STATS_INTERVAL_S="3")
+    yield from serve(
+        model, log, omni=omni, VLLM_OMNI_MAX_RUNNING_VIDEOS="3", VLLM_OMNI_STATS_INTERVAL_S="3"
+    )
 
 
 def frames_of(server: Served, video_id: str) -> bytes:
-    """The sheet of all frames (JPEG): unlike the video's encoder, its own gives equal bytes for equal frames."""
+    """The sheet of all frames (JPEG): unlike the video's encoder, its own gives equal bytes for
+    equal frames.
+    """
     return server.client.videos.download_content(video_id, variant="spritesheet").content
 
 
 def make(server: Served, **fields: Any) -> bytes:
-    video = server.client.videos.create_and_poll(prompt="a lighthouse", poll_interval_ms=50, extra_body=fields)
+    video = server.client.videos.create_and_poll(
+        prompt="a lighthouse", poll_interval_ms=50, extra_body=fields
+    )
     assert video.status == "completed", video.error
     return frames_of(server, video.id)
 
 
-def picture() -> str:
+def image() -> str:
     buffer = io.BytesIO()
     gradient = np.linspace(0, 255, HEIGHT * WIDTH * 3).reshape(HEIGHT, WIDTH, 3).astype(np.uint8)
     Image.fromarray(gradient).save(buffer, "PNG")
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
-def test_a_video_follows_prompt_seed_guidance_and_picture(server: Served) -> None:
-    """Text to video and image to video from one checkpoint; the same request gives the same file."""
+def test_a_video_follows_prompt_seed_guidance_and_image(server: Served) -> None:
+    """Text to video and image to video from one checkpoint; the same request gives the same
+    file.
+    """
     plain = make(server, **SMALL)
     assert make(server, **SMALL) == plain
     for change in (
         {"seed": 6},
         {"guidance_scale": 1.0},
         {"negative_prompt": "no cars"},
-        {"input_reference": {"image_url": picture()}},
+        {"input_reference": {"image_url": image()}},
         {"extra_params": {"flow_shift": 1.0}},
     ):
         assert make(server, **{**SMALL, **change}) != plain, change
 
 
 def test_videos_made_together_equal_videos_made_alone(server: Served) -> None:
-    """Three jobs at different steps in one engine, of different lengths of schedule: each is what it is alone."""
+    """Three jobs at different steps in one engine, of different lengths of schedule: each is
+    what it is alone.
+    """
     wanted = [{**SMALL, "seed": seed, "num_inference_steps": 8 + seed} for seed in range(3)]
     alone = [make(server, **fields) for fields in wanted]
-    jobs = [server.client.videos.create(prompt="a lighthouse", extra_body=fields) for fields in wanted]
+    jobs = [
+        server.client.videos.create(prompt="a lighthouse", extra_body=fields) for fields in wanted
+    ]
     for job, expected in zip(jobs, alone, strict=True):
         wait_until(lambda job=job: server.client.videos.retrieve(job.id).status == "completed", 60)  # type: ignore[misc]
         assert frames_of(server, job.id) == expected
 
 
-def test_progress_is_told_and_a_cancelled_job_stops_at_its_next_step(server: Served) -> None:
-    """Steps are counted while the job runs; after a cancel the engine has no session and no request left."""
+def test_progress_is_notified_and_a_cancelled_job_stops_at_its_next_step(server: Served) -> None:
+    """Steps are counted while the job runs; after a cancel the engine has no session and no
+    request left.
+    """
     client = server.client
     video = client.videos.create(
-        prompt="a lighthouse", extra_body={**SMALL, "num_frames": 9, "num_inference_steps": MANY_STEPS}
+        prompt="a lighthouse",
+        extra_body={**SMALL, "num_frames": 9, "num_inference_steps": MANY_STEPS},
     )
     wait_until(lambda: 0 < client.videos.retrieve(video.id).progress < 100)
     before = client.videos.retrieve(video.id).progress
@@ -98,7 +113,9 @@ def test_progress_is_told_and_a_cancelled_job_stops_at_its_next_step(server: Ser
     assert stopped_at < 100
     wait_until(lambda: server.metric("vllm:num_requests_running") == 0, 5)
     assert json.loads(server.get(f"/v1/videos/{video.id}")[2])["status"] != "completed"
-    video = client.videos.create_and_poll(prompt="a lighthouse", poll_interval_ms=50, extra_body=SMALL)
+    video = client.videos.create_and_poll(
+        prompt="a lighthouse", poll_interval_ms=50, extra_body=SMALL
+    )
     with av.open(io.BytesIO(client.videos.download_content(video.id).content), "r") as file:
         frames = [frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)]
     assert np.stack(frames).shape == (5, HEIGHT, WIDTH, 3) and frames[0].std() > 1
@@ -113,6 +130,8 @@ def test_progress_is_told_and_a_cancelled_job_stops_at_its_next_step(server: Ser
         ({"size": "80x64"}, "multiple of 32"),
     ],
 )
-def test_videos_that_cannot_be_made_are_refused_at_once(server: Served, fields: dict[str, Any], words: str) -> None:
+def test_videos_that_cannot_be_made_are_refused_at_once(
+    server: Served, fields: dict[str, Any], words: str
+) -> None:
     with pytest.raises(openai.BadRequestError, match=words):
         server.client.videos.create(prompt="a", extra_body=fields)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`/v1/videos` of a world behind two API server processes: chunk after chunk in one session, polled from either."""
+"""`/v1/videos` of a world behind two API server processes: chunk after chunk in one session,
+polled from either.
+"""
 
 from typing import Any
 
@@ -9,9 +11,10 @@ import pytest
 from helpers.openai_server import Served, seconds_until
 from helpers.waits import pause, seconds, wait_until
 
-from vllm_omni.entrypoints.media import decode_mp4
+from vllm_omni.entrypoints.media.mp4 import decode_mp4
 
-pytestmark = [pytest.mark.filterwarnings("ignore:The Sora API"), pytest.mark.nightly]  # five processes: 1 to 4 min
+# five processes: 1 to 4 min
+pytestmark = [pytest.mark.filterwarnings("ignore:The Sora API"), pytest.mark.nightly]
 
 
 def make(client: openai.OpenAI, **fields: Any) -> Any:
@@ -34,9 +37,16 @@ def frames_of(served: Served, video_id: str) -> np.ndarray:
 
 
 def test_a_world_makes_a_video_of_any_length_chunk_by_chunk(world_server: Served) -> None:
-    """25 frames are two chunks and a part of a third; frame n of the null world has grey level n."""
+    """25 frames are two chunks and a part of a third; frame n of the null world has grey level
+    n.
+    """
     video = poll(world_server, make(world_server.client, num_frames=25).id)
-    assert (video.status, video.progress, video.num_frames, video.fps) == ("completed", 100, 25, 16.0)
+    assert (video.status, video.progress, video.num_frames, video.fps) == (
+        "completed",
+        100,
+        25,
+        16.0,
+    )
     frames = frames_of(world_server, video.id)
     assert len(frames) == 25
     assert np.abs(frames[:, 40, 40, 0].astype(int) - np.arange(25)).max() <= 3
@@ -59,7 +69,9 @@ def test_every_process_knows_every_job(world_server: Served) -> None:
 
 
 def test_any_process_ends_a_job(world_server: Served) -> None:
-    """Six jobs of 60 s each, ended over new connections: the engine is free in a second, whoever owns them."""
+    """Six jobs of 60 s each, ended over new connections: the engine is free in a second, whoever
+    owns them.
+    """
     slow = {"num_frames": 9, "extra_params": {"steps": 300, "step_ms": 200.0}}
     for _ in range(6):
         with world_server.connect() as client:
@@ -100,26 +112,33 @@ def test_the_camera_can_be_steered(world_server: Served) -> None:
         ({"guidance_scale": 3.0}, "guidance_scale"),
     ],
 )
-def test_what_a_world_cannot_do_is_refused(world_server: Served, fields: dict[str, Any], param: str) -> None:
+def test_what_a_world_cannot_do_is_refused(
+    world_server: Served, fields: dict[str, Any], param: str
+) -> None:
     """Steps and guidance are fixed in a distilled model."""
     with pytest.raises(openai.BadRequestError) as refused:
         make(world_server.client, **fields)
     assert (refused.value.code, refused.value.param) == ("unsupported_by_model", param)
 
 
-def test_a_world_makes_no_pictures(world_server: Served) -> None:
+def test_a_world_makes_no_images(world_server: Served) -> None:
     """400 that says what it can do."""
     for call in (
         lambda: world_server.client.images.generate(prompt="a"),
         lambda: world_server.client.images.edit(image=("a.png", b"x"), prompt="a"),
     ):
-        with pytest.raises(openai.BadRequestError, match="it can: world, text_to_video, image_to_video") as refused:
+        with pytest.raises(
+            openai.BadRequestError, match="it can: world, text_to_video, image_to_video"
+        ) as refused:
             call()
         assert refused.value.code == "unsupported_by_model"
 
 
 def test_full_means_not_ready_and_a_video_waits_for_room(world_server: Served) -> None:
-    """Two videos run, a third waits; ended, the third runs. Readiness follows the engine's sessions."""
+    """Two videos run, a third waits; ended, the third runs.
+
+    Readiness follows the engine's sessions.
+    """
     slow = {"num_frames": 9, "extra_params": {"steps": 300, "step_ms": 100.0}}
     assert world_server.ready()[1]["status"] == "ready"
     videos = [make(world_server.client, **slow).id for _ in range(3)]
@@ -142,13 +161,17 @@ def test_metrics_are_summed_over_processes(world_server: Served) -> None:
 
 
 def test_a_realtime_session_is_counted_and_timed(world_server: Served) -> None:
-    """Through the camera door: sessions, chunks, frames, time to first frame, gaps; gauges end at zero."""
+    """Through the camera door: sessions, chunks, frames, time to first frame, gaps; gauges end
+    at zero.
+    """
     import msgpack
     from websockets.sync.client import connect
 
     opened = world_server.metric('omni_rt_sessions_opened_total{endpoint="realtime/world/camera"}')
     url = f"ws://127.0.0.1:{world_server.port}/v1/realtime/world/camera"
-    with connect(url, additional_headers={"Authorization": "Bearer a-key-for-tests"}, compression=None) as socket:
+    with connect(
+        url, additional_headers={"Authorization": "Bearer a-key-for-tests"}, compression=None
+    ) as socket:
         socket.recv()
         image = np.zeros((96, 160, 3), np.uint8)
         poses = np.tile(np.eye(4), (21, 1, 1))
@@ -160,8 +183,8 @@ def test_a_realtime_session_is_counted_and_timed(world_server: Served) -> None:
             "extra_body": {"height": 96, "width": 160},
         }
         socket.send(msgpack.packb(message))
-        answers = [msgpack.unpackb(socket.recv(timeout=seconds(30))) for _ in range(2)]
-        assert all("video" in answer for answer in answers), answers
+        responses = [msgpack.unpackb(socket.recv(timeout=seconds(30))) for _ in range(2)]
+        assert all("video" in response for response in responses), responses
         socket.send(msgpack.packb({"endpoint": "close"}))
         socket.recv(timeout=seconds(30))
     label = '{endpoint="realtime/world/camera"'

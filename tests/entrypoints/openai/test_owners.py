@@ -11,16 +11,16 @@ from helpers.instant_engine import InstantEngine
 from helpers.waits import wait_until
 from starlette.testclient import TestClient
 
-from vllm_omni.entrypoints.access import BrowserAccess
+from vllm_omni.entrypoints.limits.access import BrowserAccess
 from vllm_omni.entrypoints.openai.client_threads import ClientThreads
 from vllm_omni.entrypoints.openai.images import ImageRoutes
-from vllm_omni.entrypoints.openai.jobs import VideoJobs
 from vllm_omni.entrypoints.openai.limits import MediaLimits
 from vllm_omni.entrypoints.openai.routes import OpenAIRoutes
 from vllm_omni.entrypoints.openai.served import ServedModel
-from vllm_omni.entrypoints.openai.store import MediaStore
-from vllm_omni.entrypoints.openai.videos import VideoRoutes
-from vllm_omni.entrypoints.realtime.limits import DoorLimits
+from vllm_omni.entrypoints.openai.videos.jobs import VideoJobs
+from vllm_omni.entrypoints.openai.videos.routes import VideoRoutes
+from vllm_omni.entrypoints.openai.videos.store import MediaStore
+from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
 from vllm_omni.testing.null.image.family import CAPABILITIES
 
 ONE, TWO = {"Authorization": "Bearer k1"}, {"Authorization": "Bearer k2"}
@@ -37,25 +37,35 @@ def serve(tmp_path: Path) -> Iterator[object]:
         def make(*keys: str) -> TestClient:
             routes, store = OpenAIRoutes(), MediaStore(limits)
             jobs = VideoJobs(engine, model, store, limits, executor)  # type: ignore[arg-type]
-            routes._images = ImageRoutes(engine, model, store, limits, DoorLimits(), ClientThreads(executor))  # type: ignore[arg-type]
-            routes._videos = VideoRoutes(jobs, model, limits, DoorLimits(), ClientThreads(executor))
+            routes._images = ImageRoutes(
+                engine, model, store, limits, EndpointLimits(), ClientThreads(executor)
+            )  # type: ignore[arg-type]
+            routes._videos = VideoRoutes(
+                jobs, model, limits, EndpointLimits(), ClientThreads(executor)
+            )
             app = FastAPI()
-            routes.attach(app)
-            BrowserAccess(keys, {}).attach(app)
+            routes.attach_to_app(app)
+            BrowserAccess(keys, {}).attach_to_app(app)
             return TestClient(app)
 
         yield make
 
 
 def test_a_video_is_there_for_its_own_key_alone(serve: "type[TestClient]") -> None:
-    """Another key cannot list, read, download, cancel or delete it: for that key there is no such video."""
+    """Another key cannot list, read, download, cancel or delete it: for that key there is no
+    such video.
+    """
     with serve("k1", "k2") as client:  # type: ignore[arg-type]
-        made = client.post("/v1/videos", json={"prompt": "a secret", "seconds": "1"}, headers=ONE).json()["id"]
+        made = client.post(
+            "/v1/videos", json={"prompt": "a secret", "seconds": "1"}, headers=ONE
+        ).json()["id"]
         path = f"/v1/videos/{made}"
         wait_until(lambda: client.get(path, headers=ONE).json()["status"] == "completed", 30)
         assert client.get("/v1/videos", headers=TWO).json()["data"] == []
         assert (
-            client.get(path, headers=TWO).status_code == client.get(f"{path}/content", headers=TWO).status_code == 404
+            client.get(path, headers=TWO).status_code
+            == client.get(f"{path}/content", headers=TWO).status_code
+            == 404
         )
         assert (
             client.post(f"{path}/cancel", headers=TWO).status_code
@@ -68,10 +78,16 @@ def test_a_video_is_there_for_its_own_key_alone(serve: "type[TestClient]") -> No
 
 
 @pytest.mark.parametrize(("keys", "status"), [(("k1", "k2"), 404), ((), 200)])
-def test_an_image_s_url_belongs_to_its_key(serve: "type[TestClient]", keys: tuple[str, ...], status: int) -> None:
-    """On a server without keys the URL works for everyone, whatever header a client's library sends."""
+def test_an_image_s_url_belongs_to_its_key(
+    serve: "type[TestClient]", keys: tuple[str, ...], status: int
+) -> None:
+    """On a server without keys the URL works for everyone, whatever header a client's library
+    sends.
+    """
     with serve(*keys) as client:  # type: ignore[arg-type]
-        asked = {"prompt": "a", "response_format": "url"}
-        url = client.post("/v1/images/generations", json=asked, headers=ONE).json()["data"][0]["url"]
+        requested = {"prompt": "a", "response_format": "url"}
+        url = client.post("/v1/images/generations", json=requested, headers=ONE).json()["data"][0][
+            "url"
+        ]
         assert client.get(url, headers=ONE).status_code == 200
         assert client.get(url, headers=TWO).status_code == status

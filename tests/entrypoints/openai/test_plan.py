@@ -7,12 +7,17 @@ from typing import Any
 import msgspec
 import pytest
 
+from vllm_omni.entrypoints.openai.engine_requests import (
+    fit_size,
+    plan_images,
+    plan_video,
+    plan_video_edit,
+)
 from vllm_omni.entrypoints.openai.errors import ApiError
-from vllm_omni.entrypoints.openai.plan import fit_size, plan_pictures, plan_video, plan_video_edit
 from vllm_omni.entrypoints.openai.protocol import ImageGenerationRequest, VideoRequest, read_request
 from vllm_omni.entrypoints.openai.served import ServedModel
 from vllm_omni.inputs import Lora
-from vllm_omni.model_executor.models.capabilities import Capabilities, PictureSizes
+from vllm_omni.model_executor.models.capabilities import Capabilities, ImageSizes
 from vllm_omni.model_executor.models.registry import family_names, get_family
 
 IMAGE_MODEL = Capabilities(
@@ -37,17 +42,19 @@ def served(capabilities: Capabilities = IMAGE_MODEL, **changes: Any) -> ServedMo
     )
 
 
-def pictures(**fields: Any) -> Any:
-    return plan_pictures(read_request(ImageGenerationRequest, {"prompt": "p", **fields}), served())
+def images(**fields: Any) -> Any:
+    return plan_images(read_request(ImageGenerationRequest, {"prompt": "p", **fields}), served())
 
 
 def video(model: ServedModel | None = None, **fields: Any) -> Any:
-    return plan_video(read_request(VideoRequest, {"prompt": "p", **fields}), model or served(), has_image=False)
+    return plan_video(
+        read_request(VideoRequest, {"prompt": "p", **fields}), model or served(), has_image=False
+    )
 
 
 def test_defaults_come_from_the_model() -> None:
     """Size from the deployment, steps and guidance from the family, a seed drawn by the door."""
-    (params,) = pictures().requests()
+    (params,) = images().requests()
     assert (params.width, params.height, params.num_images, params.one_shot) == (832, 480, 1, True)
     assert (params.num_inference_steps, params.guidance_scale, params.num_frames) == (20, 4.0, None)
     assert params.seed is not None and params.prompt == "p" and params.negative_prompt is None
@@ -56,8 +63,10 @@ def test_defaults_come_from_the_model() -> None:
 @pytest.mark.parametrize("size", [{}, {"size": "auto"}, {"size": "160x96"}])
 def test_width_and_height_are_another_way_to_say_size(size: dict[str, str]) -> None:
     """Clients of vLLM-Omni (LiteLLM, ComfyUI) send them; a form's values are text."""
-    (params,) = pictures(width=160, height=96, **size).requests()
-    form = read_request(VideoRequest, {"prompt": "p", "width": "160", "height": "96", "n": "1"}, is_form=True)
+    (params,) = images(width=160, height=96, **size).requests()
+    form = read_request(
+        VideoRequest, {"prompt": "p", "width": "160", "height": "96", "n": "1"}, is_form=True
+    )
     sampling = plan_video(form, served(), has_image=False).sampling
     assert (params.width, params.height) == (sampling.width, sampling.height) == (160, 96)
 
@@ -66,13 +75,16 @@ def test_width_and_height_are_another_way_to_say_size(size: dict[str, str]) -> N
     ("fields", "says"),
     [
         ({"width": 160}, "go together, or send size: height is missing"),
-        ({"width": 160, "height": 96, "size": "320x96"}, "size 320x96 and width x height 160x96 differ"),
+        (
+            {"width": 160, "height": 96, "size": "320x96"},
+            "size 320x96 and width x height 160x96 differ",
+        ),
         ({"width": 161, "height": 96}, "size 161x96: width must be a multiple of 16"),
     ],
 )
 def test_half_a_size_and_two_sizes_are_refused(fields: dict[str, Any], says: str) -> None:
     with pytest.raises(ApiError, match=says):
-        pictures(**fields)
+        images(**fields)
 
 
 @pytest.mark.parametrize(
@@ -84,16 +96,20 @@ def test_half_a_size_and_two_sizes_are_refused(fields: dict[str, Any], says: str
         ({"true_cfg_scale": 7.5, "guidance_scale": 7.5}, 7.5),
     ],
 )
-def test_true_cfg_scale_is_another_name_of_guidance_scale(fields: dict[str, float], guidance: float) -> None:
+def test_true_cfg_scale_is_another_name_of_guidance_scale(
+    fields: dict[str, float], guidance: float
+) -> None:
     """vLLM-Omni's nodes always send both; 1 is no guidance."""
-    (params,) = pictures(**fields, vae_use_slicing=False, vae_use_tiling=True).requests()
+    (params,) = images(**fields, vae_use_slicing=False, vae_use_tiling=True).requests()
     assert (params.guidance_scale, params.options) == (guidance, {})
 
 
 def test_true_cfg_scale_is_an_option_of_pipelines_that_have_it() -> None:
     """There it differs from `guidance_scale`."""
-    request = read_request(ImageGenerationRequest, {"prompt": "p", "true_cfg_scale": 2.0, "guidance_scale": 3.5})
-    (params,) = plan_pictures(request, served(true_cfg_scale=True)).requests()
+    request = read_request(
+        ImageGenerationRequest, {"prompt": "p", "true_cfg_scale": 2.0, "guidance_scale": 3.5}
+    )
+    (params,) = plan_images(request, served(true_cfg_scale=True)).requests()
     assert (params.guidance_scale, params.options) == (3.5, {"true_cfg_scale": 2.0})
 
 
@@ -103,12 +119,12 @@ def test_guidance_that_a_model_lacks_is_refused() -> None:
     for scale, allowed in ((1.0, True), (2.0, False)):
         request = read_request(ImageGenerationRequest, {"prompt": "p", "true_cfg_scale": scale})
         if allowed:
-            assert plan_pictures(request, fixed).sampling.guidance is None
+            assert plan_images(request, fixed).sampling.guidance is None
         else:
             with pytest.raises(ApiError, match="cannot change its true_cfg_scale"):
-                plan_pictures(request, fixed)
+                plan_images(request, fixed)
     with pytest.raises(ApiError, match="send guidance_scale alone"):
-        pictures(guidance_scale=3.0, true_cfg_scale=2.0)
+        images(guidance_scale=3.0, true_cfg_scale=2.0)
 
 
 @pytest.mark.parametrize(
@@ -116,23 +132,30 @@ def test_guidance_that_a_model_lacks_is_refused() -> None:
 )
 def test_one_adapter_alone_may_be_an_object(lora: dict[str, Any]) -> None:
     """With the names of vLLM-Omni's clients, too."""
-    assert pictures(lora=lora).sampling.lora == [Lora(name="snow", scale=0.5)]
+    assert images(lora=lora).sampling.lora == [Lora(name="snow", scale=0.5)]
 
 
 def test_an_adapter_is_selected_by_its_name_as_model() -> None:
-    """As vLLM's clients do; adapters of `lora` act besides, and one named twice counts once, at the strength there."""
+    """As vLLM's clients do; adapters of `lora` act besides, and one named twice counts once, at
+    the strength there.
+    """
     model = dataclasses.replace(served(), adapters=lambda: {"snow", "ink"})
     for fields, lora in (
         ({"model": "m"}, None),
         ({"model": "snow"}, [Lora(name="snow")]),
         ({"model": "snow", "lora": [{"name": "ink"}]}, [Lora(name="snow"), Lora(name="ink")]),
-        ({"model": "snow", "lora": [{"name": "snow", "scale": 0.5}]}, [Lora(name="snow", scale=0.5)]),
+        (
+            {"model": "snow", "lora": [{"name": "snow", "scale": 0.5}]},
+            [Lora(name="snow", scale=0.5)],
+        ),
     ):
         request = read_request(VideoRequest, {"prompt": "p", **fields})
         sampling = plan_video(request, model, has_image=False).sampling
         assert (sampling.lora, sampling.model) == (lora, fields["model"])
     with pytest.raises(ApiError, match="'wool' does not exist; served: m, alias, ") as refused:
-        plan_video(read_request(VideoRequest, {"prompt": "p", "model": "wool"}), model, has_image=False)
+        plan_video(
+            read_request(VideoRequest, {"prompt": "p", "model": "wool"}), model, has_image=False
+        )
     assert (refused.value.status, refused.value.code) == (404, "model_not_found")
 
 
@@ -143,65 +166,91 @@ def test_an_adapter_is_selected_by_its_name_as_model() -> None:
         ({"frames": 3}, "it is num_frames here"),
         ({"first_frame": "x"}, "it is input_reference here"),
         ({"flow_shift": 3.0}, "options of the model itself go into extra_params"),
-        ({"lora": {"name": "snow", "local_path": "/x"}}, "POST /v1/load_lora_adapter, then send its name"),
+        (
+            {"lora": {"name": "snow", "local_path": "/x"}},
+            "POST /v1/load_lora_adapter, then send its name",
+        ),
         ({"lora": [{"name": "snow", "weight": 1}]}, "allowed: name, scale"),
     ],
 )
-def test_a_field_of_another_server_is_refused_with_this_servers_name(fields: dict[str, Any], says: str) -> None:
+def test_a_field_of_another_server_is_refused_with_this_servers_name(
+    fields: dict[str, Any], says: str
+) -> None:
     with pytest.raises(ApiError, match=says):
         video(**fields)
 
 
 def test_n_is_cut_into_requests_whose_seeds_continue() -> None:
     """Ten pictures at four a request: 4 + 4 + 2, each with a session of its own."""
-    requests = pictures(n=10, seed=100).requests()
-    assert [(params.num_images, params.seed) for params in requests] == [(4, 100), (4, 104), (2, 108)]
+    requests = images(n=10, seed=100).requests()
+    assert [(params.num_images, params.seed) for params in requests] == [
+        (4, 100),
+        (4, 104),
+        (2, 108),
+    ]
     assert len({params.session_id for params in requests}) == 3
 
 
 def test_zero_is_a_value() -> None:
     """A guidance of 0.0 or a seed of 0 is not "none given"."""
-    (params,) = pictures(guidance_scale=0.0, seed=0).requests()
+    (params,) = images(guidance_scale=0.0, seed=0).requests()
     assert (params.guidance_scale, params.seed) == (0.0, 0)
 
 
 @pytest.mark.parametrize(
     ("width", "height", "fitted"),
-    [(832, 480, (832, 480)), (800, 470, (800, 464)), (4000, 3000, (720, 544)), (5, 5, (16, 16)), (8192, 8, (8192, 16))],
+    [
+        (832, 480, (832, 480)),
+        (800, 470, (800, 464)),
+        (4000, 3000, (720, 544)),
+        (5, 5, (16, 16)),
+        (8192, 8, (8192, 16)),
+    ],
 )
-def test_a_size_near_any_other_can_be_found(width: int, height: int, fitted: tuple[int, int]) -> None:
+def test_a_size_near_any_other_can_be_found(
+    width: int, height: int, fitted: tuple[int, int]
+) -> None:
     """Multiples of 16 within the area, with about the same shape."""
-    assert fit_size(width, height, served().pictures) == fitted
+    assert fit_size(width, height, served().images) == fitted
     assert fitted[0] * fitted[1] <= 832 * 480
 
 
 @pytest.mark.parametrize(
     ("width", "height", "fitted"),
-    [(1920, 1080, (512, 288)), (1080, 1920, (288, 512)), (3000, 40, (512, 16)), (500, 500, (496, 496))],
+    [
+        (1920, 1080, (512, 288)),
+        (1080, 1920, (288, 512)),
+        (3000, 40, (512, 16)),
+        (500, 500, (496, 496)),
+    ],
 )
-def test_no_side_becomes_longer_than_the_model_allows(width: int, height: int, fitted: tuple[int, int]) -> None:
+def test_no_side_becomes_longer_than_the_model_allows(
+    width: int, height: int, fitted: tuple[int, int]
+) -> None:
     """A photograph is edited whatever its shape: its longer side is made to fit."""
     model = served(max_side=512)
-    assert fit_size(width, height, model.pictures) == fitted
+    assert fit_size(width, height, model.images) == fitted
     request = read_request(ImageGenerationRequest, {"prompt": "p"})
-    sampling = plan_pictures(request, model, input_size=(width, height)).sampling
+    sampling = plan_images(request, model, input_size=(width, height)).sampling
     assert (sampling.width, sampling.height) == fitted
 
 
 def test_a_side_that_is_too_long_is_refused_with_what_is_near() -> None:
     request = read_request(ImageGenerationRequest, {"prompt": "p", "size": "640x320"})
     with pytest.raises(ApiError, match=r"both at most 512.*allowed and near: 512x256"):
-        plan_pictures(request, served(max_side=512))
+        plan_images(request, served(max_side=512))
 
 
-def test_pictures_may_have_other_sizes_than_videos() -> None:
+def test_images_may_have_other_sizes_than_videos() -> None:
     """Defaults and limits are those of what is asked for."""
-    model = served(pictures=PictureSizes(width=512, height=512, max_pixels=1024 * 1024))
-    pictured = plan_pictures(read_request(ImageGenerationRequest, {"prompt": "p"}), model).sampling
+    model = served(images=ImageSizes(width=512, height=512, max_pixels=1024 * 1024))
+    pictured = plan_images(read_request(ImageGenerationRequest, {"prompt": "p"}), model).sampling
     assert (pictured.width, pictured.height) == (512, 512)
-    filmed = video(model).sampling
-    assert (filmed.width, filmed.height) == (832, 480)
-    assert plan_pictures(read_request(ImageGenerationRequest, {"prompt": "p", "size": "1024x1024"}), model)
+    recorded = video(model).sampling
+    assert (recorded.width, recorded.height) == (832, 480)
+    assert plan_images(
+        read_request(ImageGenerationRequest, {"prompt": "p", "size": "1024x1024"}), model
+    )
     with pytest.raises(ApiError, match="width x height at most 399360"):
         video(model, size="1024x1024")
 
@@ -224,9 +273,13 @@ def test_the_length_of_a_video(fields: dict[str, Any], num_frames: int, fps: flo
     assert (plan.num_frames, plan.fps) == (num_frames, fps)
 
 
-@pytest.mark.parametrize(("seconds", "message"), [("8", "5.0625 seconds.*values 4$"), (12, "values 4$")])
+@pytest.mark.parametrize(
+    ("seconds", "message"), [("8", "5.0625 seconds.*values 4$"), (12, "values 4$")]
+)
 def test_a_length_that_cannot_be_made_says_which_can(seconds: Any, message: str) -> None:
-    """Of the values that OpenAI's client knows, too; a frame rate that none of them fits says none."""
+    """Of the values that OpenAI's client knows, too; a frame rate that none of them fits says
+    none.
+    """
     with pytest.raises(ApiError, match=message):
         video(seconds=seconds)
     with pytest.raises(ApiError, match=r"values none$"):
@@ -250,7 +303,11 @@ def test_what_the_model_cannot_do_is_refused(
     """400 `unsupported_by_model` with what it can do."""
     with pytest.raises(ApiError, match="it can: ") as refused:
         video(served(**changes), **fields)
-    assert (refused.value.status, refused.value.code, refused.value.param) == (400, "unsupported_by_model", param)
+    assert (refused.value.status, refused.value.code, refused.value.param) == (
+        400,
+        "unsupported_by_model",
+        param,
+    )
 
 
 def test_a_model_that_needs_a_start_image_says_so() -> None:
@@ -273,7 +330,7 @@ def test_an_edited_video_is_as_long_as_the_clip(clip_frames: int, num_frames: in
 
 
 @pytest.mark.parametrize("fields", [{"seconds": "4"}, {"num_frames": 9}, {"fps": 24}])
-def test_what_an_edited_video_cannot_be_told_is_refused(fields: dict[str, Any]) -> None:
+def test_what_an_edited_video_cannot_be_notified_is_refused(fields: dict[str, Any]) -> None:
     request = read_request(VideoRequest, {"prompt": "p", **fields})
     with pytest.raises(ApiError, match="follows the video that is edited"):
         plan_video_edit(request, served(tasks=("text_to_video", "video_edit")), 9)
@@ -283,16 +340,18 @@ def test_what_an_edited_video_cannot_be_told_is_refused(fields: dict[str, Any]) 
 
 def test_the_model_may_be_called_by_any_of_its_names() -> None:
     """The reply uses the one the client used."""
-    assert pictures(model="alias").sampling.model == "alias"
+    assert images(model="alias").sampling.model == "alias"
     with pytest.raises(ApiError, match="served: m, alias") as refused:
-        pictures(model="other")
+        images(model="other")
     assert (refused.value.status, refused.value.code) == (404, "model_not_found")
 
 
-@pytest.mark.parametrize(("asked", "near"), [(1, 1), (2, 1), (3, 1), (4, 5), (5, 5), (80, 81), (500, 81)])
-def test_the_nearest_number_of_frames(asked: int, near: int) -> None:
+@pytest.mark.parametrize(
+    ("requested", "near"), [(1, 1), (2, 1), (3, 1), (4, 5), (5, 5), (80, 81), (500, 81)]
+)
+def test_the_nearest_number_of_frames(requested: int, near: int) -> None:
     """Of 1 + 4 k, the smaller of two as near."""
-    assert IMAGE_MODEL.nearest_num_frames(asked) == near
+    assert IMAGE_MODEL.nearest_num_frames(requested) == near
 
 
 @pytest.mark.parametrize("name", ["null_world", "null_image", "lingbot_world"])
@@ -304,6 +363,10 @@ def test_families_state_what_they_can_do(name: str, tmp_path: Any) -> None:
     assert name in family_names()
     family.make_tiny(tmp_path / name, 0, family.layouts[0])
     hf_config = {"omni_family": name, **family.hf_config(tmp_path / name)}
-    capabilities = Capabilities() if family.capabilities is None else family.capabilities(hf_config, OmniConfig())
+    capabilities = (
+        Capabilities()
+        if family.capabilities is None
+        else family.capabilities(hf_config, OmniConfig())
+    )
     assert capabilities.makes_videos
     assert capabilities.is_world == (name != "null_image")

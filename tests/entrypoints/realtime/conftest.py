@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.fake_engine import Client, DoorServer, FakeEngine
+from helpers.fake_engine import Client, EndpointServer, FakeEngine
 from helpers.served import Served
 
-from vllm_omni.entrypoints.realtime.facts import WorldFacts
-from vllm_omni.entrypoints.realtime.limits import DoorLimits
+from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
+from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
 
 
 @pytest.fixture
@@ -20,25 +20,31 @@ def engine() -> FakeEngine:
 
 
 @pytest.fixture
-def make_door(engine: FakeEngine) -> Iterator[Callable[..., DoorServer]]:
-    """`make_door(facts={...}, origins=[...], **limits)` -> a running server; it stops after the test."""
+def make_endpoint(engine: FakeEngine) -> Iterator[Callable[..., EndpointServer]]:
+    """`make_endpoint(facts={...}, origins=[...], **limits)` -> a running server; it stops after
+    the test.
+    """
     with ExitStack() as stack:
 
-        def make(facts: dict[str, Any] | None = None, origins: Sequence[str] = (), **limits: Any) -> DoorServer:
-            world = WorldFacts(**{"height": 32, "width": 48, "model": "null", **(facts or {})})
-            return stack.enter_context(DoorServer(engine, DoorLimits(**limits), world, origins))
+        def make(
+            info: dict[str, Any] | None = None, origins: Sequence[str] = (), **limits: Any
+        ) -> EndpointServer:
+            world = StreamInfo(**{"height": 32, "width": 48, "model": "null", **(info or {})})
+            return stack.enter_context(
+                EndpointServer(engine, EndpointLimits(**limits), world, origins)
+            )
 
         yield make
 
 
 @pytest.fixture
-def door(make_door: Callable[..., DoorServer]) -> DoorServer:
-    return make_door()
+def endpoint(make_endpoint: Callable[..., EndpointServer]) -> EndpointServer:
+    return make_endpoint()
 
 
 @pytest.fixture
-def client(door: DoorServer) -> Iterator[Client]:
-    with door.client() as client:
+def client(endpoint: EndpointServer) -> Iterator[Client]:
+    with endpoint.client() as client:
         yield client
 
 
@@ -52,10 +58,16 @@ def _served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Served]]:
 
 
 @pytest.fixture
-def served(_served: list[Served], null_world: Path, tmp_path_factory: pytest.TempPathFactory) -> Served:
-    """A real server, started once for all tests of all doors; started again if the last test left none alive."""
+def served(
+    _served: list[Served], null_world: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Served:
+    """A real server, started once for all tests of all doors; started again if the last test
+    left none alive.
+    """
     if not _served or not _served[-1].is_healthy():
-        server = Served(null_world, tmp_path_factory.mktemp("served"), environ={"VLLM_LOGGING_LEVEL": "INFO"})
+        server = Served(
+            null_world, tmp_path_factory.mktemp("served"), environ={"VLLM_LOGGING_LEVEL": "INFO"}
+        )
         _served.append(server)
         server.wait_until_healthy()
     return _served[-1]

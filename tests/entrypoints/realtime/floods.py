@@ -15,20 +15,25 @@ from helpers.waits import pause, seconds
 from websockets.exceptions import ConnectionClosed
 
 PING = b"\x89\x80\0\0\0\0"
-BINARY_BEGIN = b"\x02\x81\0\0\0\0x"
+BINARY_Start = b"\x02\x81\0\0\0\0x"
 FRAGMENT = b"\x00\x81\0\0\0\0x"
 EMPTY_FRAGMENT = b"\x00\x80\0\0\0\0"
 
 
 @dataclass
 class Felt:
-    """The longest a neighbour waited: for `/health` over a kept connection, and for the pong of a quiet socket."""
+    """The longest a neighbour waited: for `/health` over a kept connection, and for the pong of
+    a quiet socket.
+    """
 
     health_ms: list[float] = field(default_factory=list)
     ping_ms: list[float] = field(default_factory=list)
 
     def __str__(self) -> str:
-        return f"health max {max(self.health_ms):.0f} ms, ping max {max(self.ping_ms):.0f} ms ({len(self.ping_ms)})"
+        return (
+            f"health max {max(self.health_ms):.0f} ms, ping max {max(self.ping_ms):.0f} ms "
+            f"({len(self.ping_ms)})"
+        )
 
 
 def _timed(work: Callable[[], Any], into: list[float], stop: threading.Event) -> None:
@@ -41,18 +46,23 @@ def _timed(work: Callable[[], Any], into: list[float], stop: threading.Event) ->
 
 @contextlib.contextmanager
 def neighbour(served: Served) -> Iterator[Felt]:
-    """Ask for `/health` and ping over a quiet world-camera socket, again and again, while the block runs."""
+    """Ask for `/health` and ping over a quiet world-camera socket, again and again, while the
+    block runs.
+    """
     felt, stop = Felt(), threading.Event()
     health = http.client.HTTPConnection("127.0.0.1", served.port, timeout=seconds(60))
 
-    def ask() -> None:
+    def send() -> None:
         health.request("GET", "/health")
         assert health.getresponse().read() is not None
 
     with served.client() as quiet:
         threads = [
             threading.Thread(target=_timed, args=(work, into, stop), daemon=True)
-            for work, into in ((ask, felt.health_ms), (lambda: quiet.connection.ping().wait(seconds(60)), felt.ping_ms))
+            for work, into in (
+                (send, felt.health_ms),
+                (lambda: quiet.connection.ping().wait(seconds(60)), felt.ping_ms),
+            )
         ]
         for thread in threads:
             thread.start()
@@ -67,7 +77,9 @@ def neighbour(served: Served) -> Iterator[Felt]:
 
 
 def flood(client: Client, data: bytes, timeout_s: float = 8.0) -> tuple[int, str] | None:
-    """Send raw bytes; returns the code and the reason of the close that answers them, None if there is none."""
+    """Send raw bytes; returns the code and the reason of the close that answers them, None if
+    there is none.
+    """
     with contextlib.suppress(OSError):
         client.connection.socket.sendall(data)
     try:

@@ -19,18 +19,25 @@ def request(num_frames: int = LATER, **fields: Any) -> dict[str, Any]:
 
 def signatures(messages: list[dict[str, Any]]) -> list[tuple[int, int]]:
     """(first frame, signature of the latents) of every chunk."""
-    return [(int(message["video"][0, 5, 5, 0]), int(message["video"][0, 0, 0, 1])) for message in messages]
+    return [
+        (int(message["video"][0, 5, 5, 0]), int(message["video"][0, 0, 0, 1]))
+        for message in messages
+    ]
 
 
 def call(
-    server: Served, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
+    server: Served,
+    method: str,
+    path: str,
+    body: bytes | None = None,
+    headers: dict[str, str] | None = None,
 ) -> tuple[int, bytes, dict[str, str]]:
     """One HTTP call; `(status, body, headers)`, also of a refusal."""
     url = f"http://127.0.0.1:{server.port}{path}"
     sent = urllib.request.Request(url, body, headers or AUTHORIZED, method=method)
     try:
-        with urllib.request.urlopen(sent, timeout=seconds(60)) as answer:
-            return answer.status, answer.read(), dict(answer.headers)
+        with urllib.request.urlopen(sent, timeout=seconds(60)) as response:
+            return response.status, response.read(), dict(response.headers)
     except HTTPError as refused:
         return refused.code, refused.read(), dict(refused.headers)
 

@@ -6,9 +6,13 @@ from typing import Any
 import pytest
 
 from vllm_omni.actions import CAMERA_SPACE, ActionFrame, ActionSpace, Axis, Button
-from vllm_omni.entrypoints.realtime.action_messages import camera_buttons, camera_frames, read_actions_message
-from vllm_omni.entrypoints.realtime.controls import Script, States, Transition
-from vllm_omni.entrypoints.realtime.errors import DoorError
+from vllm_omni.entrypoints.errors import EndpointError
+from vllm_omni.entrypoints.realtime.controls.action_messages import (
+    camera_buttons,
+    camera_frames,
+    read_actions_message,
+)
+from vllm_omni.entrypoints.realtime.controls.control_track import Script, States, Transition
 
 SPACE = ActionSpace(
     buttons=(Button("w", "forward", ("KeyW",)), Button("leap", "jump", ("KeyI", "Space"))),
@@ -24,19 +28,30 @@ ONE = ActionSpace(buttons=SPACE.buttons, exclusive=True)
 def test_frames_become_a_script() -> None:
     """Names alone, or a map; each name counts once."""
     read = read_actions_message([["w", "w"], {"axes": {"dx": 3}, "scroll": -2}, []], SPACE)
-    assert read == Script((ActionFrame(("w",)), ActionFrame(axes={"dx": 3.0}, scroll=-2.0), ActionFrame()))
+    assert read == Script(
+        (ActionFrame(("w",)), ActionFrame(axes={"dx": 3.0}, scroll=-2.0), ActionFrame())
+    )
 
 
 def test_transitions_change_what_they_name() -> None:
     """Absent keys leave things as they are; motion is a part of a sum and may be large."""
-    message = {"mode": "state", "transitions": [{"buttons": []}, {"axes": {"dx": 500.0}, "client_ts_ms": 1.5}]}
-    assert read_actions_message(message, SPACE) == States((Transition(()), Transition(None, {"dx": 500.0})))
+    message = {
+        "mode": "state",
+        "transitions": [{"buttons": []}, {"axes": {"dx": 500.0}, "client_ts_ms": 1.5}],
+    }
+    assert read_actions_message(message, SPACE) == States(
+        (Transition(()), Transition(None, {"dx": 500.0}))
+    )
 
 
 @pytest.mark.parametrize(
     ("value", "says"),
     [
-        ([["fly"]], r"actions\[0\] holds the button 'fly'; this model takes buttons w, leap; axes steer, dx; scroll"),
+        (
+            [["fly"]],
+            r"actions\[0\] holds the button 'fly'; this model takes buttons w, leap; axes steer, "
+            r"dx; scroll",
+        ),
         ([{"axes": {"yaw": 1}}], r"actions\[0\] moves the axis 'yaw'; this model takes buttons w"),
         ([{"axes": {"dx": 6}}], r"the axis dx must lie in \[-5, 5\] pixels, got 6"),
         ([{"axes": {"dx": float("nan")}}], "this model takes buttons w"),
@@ -44,21 +59,30 @@ def test_transitions_change_what_they_name() -> None:
         ([["w"]] * 513, "513 frames arrived; at most 512"),
         ("w", "this model takes buttons w"),
         ({"mode": "state"}, "missing required field"),
-        ({"mode": "state", "transitions": [{"buttons": ["fly"]}]}, r"transitions\[0\] holds the button 'fly'"),
+        (
+            {"mode": "state", "transitions": [{"buttons": ["fly"]}]},
+            r"transitions\[0\] holds the button 'fly'",
+        ),
         ({"mode": "state", "transitions": [{"axes": {"steer": 2}}]}, "steer must lie in"),
-        ({"mode": "state", "transitions": [{"axes": {"dx": float("inf")}}]}, "this model takes buttons w"),
+        (
+            {"mode": "state", "transitions": [{"axes": {"dx": float("inf")}}]},
+            "this model takes buttons w",
+        ),
         ({"mode": "state", "transitions": [{}] * 513}, "length <= 512"),
     ],
 )
 def test_other_actions_are_refused_with_what_the_model_takes(value: Any, says: str) -> None:
-    with pytest.raises(DoorError, match=says) as refused:
+    with pytest.raises(EndpointError, match=says) as refused:
         read_actions_message(value, SPACE)
     assert refused.value.code == "invalid_action"
 
 
 def test_a_model_that_takes_one_button_refuses_two_and_scrolling() -> None:
-    for value, says in (([["w", "leap"]], "one at a time"), ([{"scroll": 1}], "scrolls; this model takes")):
-        with pytest.raises(DoorError, match=says):
+    for value, says in (
+        ([["w", "leap"]], "one at a time"),
+        ([{"scroll": 1}], "scrolls; this model takes"),
+    ):
+        with pytest.raises(EndpointError, match=says):
             read_actions_message(value, ONE)
 
 
@@ -66,4 +90,6 @@ def test_camera_keys_press_the_buttons_they_belong_to() -> None:
     """By name, else by the key that presses it; keys without a button do nothing."""
     assert camera_buttons(["W", "i", "k", "x", "wa"], SPACE) == ("w", "leap")
     assert camera_buttons(["i", "w"], ONE) == ("leap",)
-    assert camera_frames([["w"], ["d", "l"]], CAMERA_SPACE) == Script((ActionFrame(("w",)), ActionFrame(("d", "l"))))
+    assert camera_frames([["w"], ["d", "l"]], CAMERA_SPACE) == Script(
+        (ActionFrame(("w",)), ActionFrame(("d", "l")))
+    )

@@ -1,13 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Axes and wheel beside buttons: what a chunk gets of them, what becomes of their events, and the bounds."""
+"""Axes and wheel beside buttons: what a chunk gets of them, what becomes of their events, and
+the bounds.
+"""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_omni.actions import ActionFrame, ActionSpace, Axis, Button
-from vllm_omni.entrypoints.realtime.analog_track import MAX_WAITING
-from vllm_omni.entrypoints.realtime.controls import ControlTrack, Script, States, TooManyEvents, Transition
+from vllm_omni.entrypoints.realtime.controls.analog_track import MAX_WAITING
+from vllm_omni.entrypoints.realtime.controls.control_track import (
+    ControlTrack,
+    Script,
+    States,
+    TooManyEvents,
+    Transition,
+)
 
 SPACE = ActionSpace(
     buttons=(Button("w", "forward"), Button("jump", "jump")),
@@ -53,21 +61,30 @@ def test_motion_beyond_the_range_of_a_frame_is_dropped(track: ControlTrack) -> N
     assert track.sample(1).actions == [[]]
 
 
-@pytest.mark.parametrize(("notches", "expected"), [((1, 1), [1, 1, 0]), ((-1,), [-1, 0, 0]), ((5,), [1, 1, 1])])
-def test_notches_come_one_a_frame(track: ControlTrack, notches: tuple[float, ...], expected: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("notches", "expected"), [((1, 1), [1, 1, 0]), ((-1,), [-1, 0, 0]), ((5,), [1, 1, 1])]
+)
+def test_notches_come_one_a_frame(
+    track: ControlTrack, notches: tuple[float, ...], expected: list[int]
+) -> None:
     """What a chunk cannot take is dropped."""
     for notch in notches:
         track.apply([state(scroll=notch)])
     sample = track.sample(3)
     assert sample.actions is not None
-    assert [frame.scroll if isinstance(frame, ActionFrame) else 0 for frame in sample.actions] == expected
+    assert [
+        frame.scroll if isinstance(frame, ActionFrame) else 0 for frame in sample.actions
+    ] == expected
     assert track.sample(3).actions == [[], [], []]
 
 
-def test_a_button_pressed_between_chunks_acts_beside_motion(track: ControlTrack) -> None:
+def test_a_button_pressed_between_chunks_acts_alongside_motion(track: ControlTrack) -> None:
     """For one frame, as without axes."""
     track.apply([States((Transition(("jump",)), Transition(axes={"dx": 2.0}), Transition(())))])
-    assert track.sample(2).actions == [ActionFrame(("jump",), {"dx": 1.0}), ActionFrame(axes={"dx": 1.0})]
+    assert track.sample(2).actions == [
+        ActionFrame(("jump",), {"dx": 1.0}),
+        ActionFrame(axes={"dx": 1.0}),
+    ]
 
 
 def test_a_script_replaces_everything_and_is_taken_as_it_is(track: ControlTrack) -> None:
@@ -80,7 +97,7 @@ def test_a_script_replaces_everything_and_is_taken_as_it_is(track: ControlTrack)
     assert track.sample(1).actions == [ActionFrame(axes={"steer": -1.0})]
 
 
-def test_what_became_of_each_event_is_told(track: ControlTrack) -> None:
+def test_what_became_of_each_event_is_notified(track: ControlTrack) -> None:
     """Every mover acts, a rate that was replaced before a chunk never does, a held one goes on."""
     assert track.apply([state(axes={"steer": 0.1})], "a") == []
     assert track.apply([state(axes={"steer": 0.2})], "b") == ["a"]
@@ -92,7 +109,9 @@ def test_what_became_of_each_event_is_told(track: ControlTrack) -> None:
     assert (sample.applied, sample.active, sample.event_id) == ((), ("b",), "b")
 
 
-def test_too_many_events_of_motion_are_refused_and_nothing_of_them_is_taken(track: ControlTrack) -> None:
+def test_too_many_events_of_motion_are_refused_and_nothing_of_them_is_taken(
+    track: ControlTrack,
+) -> None:
     """A button can still be released."""
     track.apply([state(buttons=("w",))])
     for number in range(MAX_WAITING):
@@ -108,12 +127,15 @@ def test_too_many_events_of_motion_are_refused_and_nothing_of_them_is_taken(trac
 
 axes = st.dictionaries(st.sampled_from(["steer", "dx"]), st.floats(-1, 1), max_size=2)
 transitions = st.builds(
-    Transition, st.none() | st.sampled_from([(), ("w",), ("jump",)]), axes, st.sampled_from([0.0, 1.0, -1.0])
+    Transition,
+    st.none() | st.sampled_from([(), ("w",), ("jump",)]),
+    axes,
+    st.sampled_from([0.0, 1.0, -1.0]),
 )
 frames = st.builds(ActionFrame, st.sampled_from([(), ("w",)]), axes)
-updates = st.lists(transitions, max_size=4).map(lambda held: States(tuple(held))) | st.lists(frames, max_size=4).map(
-    lambda entries: Script(tuple(entries))
-)
+updates = st.lists(transitions, max_size=4).map(lambda held: States(tuple(held))) | st.lists(
+    frames, max_size=4
+).map(lambda entries: Script(tuple(entries)))
 
 
 @given(st.lists(st.tuples(updates, st.integers(0, 2))))

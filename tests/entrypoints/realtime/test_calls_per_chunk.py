@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A chunk's way through a live door is bounded in Python calls, which any machine counts alike, as it does not time."""
+"""A chunk's way through a live door is bounded in Python calls, which any machine counts alike,
+as it does not time.
+"""
 
 import asyncio
 import sys
@@ -12,7 +14,7 @@ from typing import Any
 
 import pytest
 from helpers import fake_engine
-from helpers.fake_engine import DoorServer, FakeEngine
+from helpers.fake_engine import EndpointServer, FakeEngine
 from helpers.live_clients import ExtendedClient
 from helpers.waits import seconds
 
@@ -26,8 +28,8 @@ class LoopEngine(FakeEngine):
 
     async def encode(self, *args: Any) -> AsyncIterator[Any]:
         self.loop = asyncio.get_running_loop()
-        async for answer in super().encode(*args):
-            yield answer
+        async for response in super().encode(*args):
+            yield response
 
 
 class CallCounter:
@@ -40,7 +42,9 @@ class CallCounter:
     def note(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
         if code.co_filename in (fake_engine.__file__, __file__):
-            self._engine_depth = max(0, self._engine_depth + (event == "call") - (event == "return"))
+            self._engine_depth = max(
+                0, self._engine_depth + (event == "call") - (event == "return")
+            )
         elif event == "call" and not self._engine_depth:
             self.calls[code.co_qualname] += 1
 
@@ -66,19 +70,24 @@ def engine() -> LoopEngine:
 
 
 @pytest.mark.parametrize(
-    ("asks", "most"), [pytest.param(False, 95, id="without end"), pytest.param(True, 210, id="asked for each")]
+    ("requests", "most"),
+    [pytest.param(False, 95, id="without end"), pytest.param(True, 210, id="asked for each")],
 )
-def test_a_chunk_takes_few_calls(door: DoorServer, engine: LoopEngine, asks: bool, most: int) -> None:
-    """From the engine's answer to the socket; with `credit` also the client's message that asks for it."""
+def test_a_chunk_takes_few_calls(
+    endpoint: EndpointServer, engine: LoopEngine, requests: bool, most: int
+) -> None:
+    """From the engine's answer to the socket; with `credit` also the client's message that asks
+    for it.
+    """
     counter = CallCounter()
-    with ExtendedClient(door.port) as client:
+    with ExtendedClient(endpoint.port) as client:
 
         def next_chunk() -> None:
-            if asks:
+            if requests:
                 client.send({"type": "credit", "chunks": 1})
             client.chunk()
 
-        client.init(extensions=["credit"] if asks else ["receipts"])
+        client.init(extensions=["credit"] if requests else ["receipts"])
         assert client.receive()["type"] == "session"
         for _ in range(10):
             next_chunk()

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan is cut into chunks as its client wrote it; a live request has no end unless it names one."""
+"""A plan is cut into chunks as its client wrote it; a live request has no end unless it names
+one.
+"""
 
 from itertools import islice
 from typing import Any
@@ -8,15 +10,21 @@ import numpy as np
 import pytest
 from helpers.fake_engine import FIRST, LATER, camera
 
-from vllm_omni.entrypoints.realtime.camera import CameraPath
-from vllm_omni.entrypoints.realtime.chunk_source import ChunkSource, ChunkSpan, Controls, LiveChunks, PlannedChunks
-from vllm_omni.entrypoints.realtime.errors import DoorError
-from vllm_omni.entrypoints.realtime.facts import WorldFacts
-from vllm_omni.entrypoints.realtime.limits import DoorLimits
-from vllm_omni.entrypoints.realtime.run import Job, ReplyOptions, Run
+from vllm_omni.entrypoints.errors import EndpointError
+from vllm_omni.entrypoints.realtime.chunk_source import (
+    ChunkSource,
+    ChunkSpan,
+    Controls,
+    LiveChunks,
+    PlannedChunks,
+)
+from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
+from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
+from vllm_omni.entrypoints.realtime.controls.camera import CameraPath
+from vllm_omni.entrypoints.realtime.sessions.run import Job, ReplyOptions, Run
 
-FACTS = WorldFacts()
-LIMITS = DoorLimits()
+FACTS = StreamInfo()
+LIMITS = EndpointLimits()
 
 
 class Live(LiveChunks):
@@ -28,9 +36,11 @@ def path(num_poses: int) -> CameraPath:
     return CameraPath.parse(*camera(num_poses).values(), max_poses=1000, size=(832, 480))
 
 
-def run_of(source: ChunkSource, *, starts_world: bool = True, first_chunk: int = 0, completed: int = 0) -> Run:
+def run_of(
+    source: ChunkSource, *, starts_session: bool = True, first_chunk: int = 0, completed: int = 0
+) -> Run:
     run = Run(Job(request_id="r", source=source, replies=ReplyOptions(render=lambda chunk: [])))
-    run.sizes = source.plan(FACTS, LIMITS, starts_world=starts_world)
+    run.sizes = source.plan(FACTS, LIMITS, starts_session=starts_session)
     run.first_chunk, run.completed = first_chunk, completed
     return run
 
@@ -56,12 +66,16 @@ def test_a_path_that_ends_within_a_chunk_holds_its_last_pose() -> None:
     assert (held.poses_N44 == camera_path.poses_N44[-1]).all()
 
 
-def test_a_request_that_was_cut_goes_on_in_the_middle_of_its_script() -> None:
+def test_a_request_that_was_cut_continues_in_the_middle_of_its_script() -> None:
     """Keys are per latent frame; what the script does not reach is held by no key."""
     script = [[key] for key in "wasdwas"]
-    source = PlannedChunks(actions=script, num_frames=FIRST + 2 * LATER, policy="hold_last", prompt="dusk")
+    source = PlannedChunks(
+        actions=script, num_frames=FIRST + 2 * LATER, policy="hold_last", prompt="dusk"
+    )
     spans = list(islice(run_of(source, first_chunk=4, completed=1).spans(FACTS), 2))
-    assert [(span.chunk_index, span.number, span.first_latent, span.first_frame) for span in spans] == [
+    assert [
+        (span.chunk_index, span.number, span.first_latent, span.first_frame) for span in spans
+    ] == [
         (5, 1, 3, FIRST),
         (6, 2, 6, FIRST + LATER),
     ]
@@ -79,14 +93,16 @@ def test_a_request_that_was_cut_goes_on_in_the_middle_of_its_script() -> None:
         ({"actions": [["w"]] * 3 * 1000}, "invalid_request"),
     ],
 )
-def test_a_plan_that_is_no_whole_number_of_chunks_or_too_long_is_refused(plan: dict[str, Any], code: str) -> None:
+def test_a_plan_that_is_no_whole_number_of_chunks_or_too_long_is_refused(
+    plan: dict[str, Any], code: str
+) -> None:
     fields = {**plan, "camera": path(plan["camera"])} if "camera" in plan else plan
-    with pytest.raises(DoorError) as refused:
-        PlannedChunks(**fields).plan(FACTS, LIMITS, starts_world=True)
+    with pytest.raises(EndpointError) as refused:
+        PlannedChunks(**fields).plan(FACTS, LIMITS, starts_session=True)
     assert refused.value.code == code
 
 
-def test_a_live_request_goes_on_until_it_is_cancelled() -> None:
+def test_a_live_request_continues_until_it_is_cancelled() -> None:
     run = run_of(Live())
     assert (run.sizes, run.num_chunks) == ((), None)
     spans = list(islice(run.spans(FACTS), 100))
@@ -94,19 +110,25 @@ def test_a_live_request_goes_on_until_it_is_cancelled() -> None:
     assert [span.chunk_index for span in spans] == list(range(100))
 
 
-def test_a_live_request_that_continues_a_world_begins_with_a_later_chunk() -> None:
-    assert next(run_of(Live(), starts_world=False, first_chunk=3).spans(FACTS)).num_frames == LATER
+def test_a_live_request_that_continues_a_world_starts_with_a_later_chunk() -> None:
+    assert (
+        next(run_of(Live(), starts_session=False, first_chunk=3).spans(FACTS)).num_frames == LATER
+    )
 
 
 def test_controls_of_a_live_request_are_taken_as_late_as_the_engine_allows() -> None:
     planned, live = PlannedChunks(), Live()
     assert live.most_in_flight(FACTS, LIMITS) == 1 < planned.most_in_flight(FACTS, LIMITS)
-    several = WorldFacts(chunks_in_flight=3)
+    several = StreamInfo(chunks_in_flight=3)
     assert (live.most_in_flight(several, LIMITS), planned.most_in_flight(several, LIMITS)) == (3, 4)
 
 
 def test_a_script_of_a_model_whose_first_latent_frame_is_as_long_as_the_others() -> None:
     """Three actions are three latent frames of four pixel frames, also where a world begins."""
-    facts = WorldFacts(latent_frames_per_chunk=1, first_stride=4)
+    info = StreamInfo(latent_frames_per_chunk=1, first_stride=4)
     script = PlannedChunks(actions=[["w"], [], ["w"]])
-    assert script.plan(facts, LIMITS, starts_world=True) == script.plan(facts, LIMITS, starts_world=False) == (4, 4, 4)
+    assert (
+        script.plan(info, LIMITS, starts_session=True)
+        == script.plan(info, LIMITS, starts_session=False)
+        == (4, 4, 4)
+    )

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The codec: every dialect in, both out, nothing but `CodecError` for bytes nobody should have sent."""
+"""The codec: every dialect in, both out, nothing but `CodecError` for bytes nobody should have
+sent.
+"""
 
 import contextlib
 import random
@@ -15,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from vllm_omni.entrypoints.realtime.codec import (
+from vllm_omni.entrypoints.realtime.connection.codec import (
     MAX_DEPTH,
     MAX_ENTRIES,
     MAX_NODES,
@@ -60,7 +62,11 @@ MESSAGES = st.dictionaries(
 
 def same(left: Any, right: Any) -> bool:
     if isinstance(left, np.ndarray):
-        return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
+        return (
+            left.dtype == right.dtype
+            and left.shape == right.shape
+            and left.tobytes() == right.tobytes()
+        )
     if isinstance(left, dict):
         return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
     if isinstance(left, list):
@@ -86,11 +92,19 @@ def test_messages_without_arrays_are_plain_msgpack(message: dict[str, Any]) -> N
 def _holds_array(value: Any) -> bool:
     if isinstance(value, dict):
         return any(map(_holds_array, value.values()))
-    return any(map(_holds_array, value)) if isinstance(value, list) else isinstance(value, np.ndarray)
+    return (
+        any(map(_holds_array, value)) if isinstance(value, list) else isinstance(value, np.ndarray)
+    )
 
 
 def openpi(**changes: Any) -> dict[Any, Any]:
-    fields = {"__ndarray__": True, "data": struct.pack("<4f", 1, 2, 3, 4), "dtype": "<f4", "shape": [2, 2], **changes}
+    fields = {
+        "__ndarray__": True,
+        "data": struct.pack("<4f", 1, 2, 3, 4),
+        "dtype": "<f4",
+        "shape": [2, 2],
+        **changes,
+    }
     return {key.encode(): value for key, value in fields.items()}
 
 
@@ -120,7 +134,10 @@ def classic(**changes: Any) -> dict[Any, Any]:
     ],
 )
 def test_every_spelling_of_an_array_is_read(marked: dict[Any, Any], dialect: Dialect) -> None:
-    """Keys as bytes or text, either byte order; the dialect is reported. The result is in native order."""
+    """Keys as bytes or text, either byte order; the dialect is reported.
+
+    The result is in native order.
+    """
     decoded = decode(pack({"a": [marked]}))
     array = decoded.value["a"][0]
     assert decoded.dialect is dialect
@@ -215,7 +232,9 @@ def nested(depth: int) -> bytes:
     ],
 )
 def test_malformed_and_oversized_messages_are_refused(data: bytes) -> None:
-    """Truncated, trailing bytes, odd keys, extension types, bad UTF-8, too deep, too many, too long."""
+    """Truncated, trailing bytes, odd keys, extension types, bad UTF-8, too deep, too many, too
+    long.
+    """
     started_s = time.perf_counter()
     with pytest.raises(CodecError):
         decode(data)
@@ -251,7 +270,11 @@ SEEDS = [
             "endpoint": "infer",
             "prompt": "a path",
             "camera": {"poses": np.zeros((2, 4, 4), np.float32), "intrinsics": np.ones(4)},
-            "extra_body": {"height": 480, "seed": 2**40, "options": {"list": [1, 2.5, None, True, "x"]}},
+            "extra_body": {
+                "height": 480,
+                "seed": 2**40,
+                "options": {"list": [1, 2.5, None, True, "x"]},
+            },
         },
         dialect,
     )
@@ -277,7 +300,8 @@ def mutated(data: bytes, random_: random.Random) -> bytes:
                 mutant[at:at] = mutant[random_.randrange(len(mutant) + 1) :][:40]
             case 5:
                 mutant[at:at] = (
-                    random_.choice([b"\xdd", b"\xdf", b"\xc6", b"\xdb", b"\x92", b"\x82"]) + b"\x7f\xff\xff\xff"
+                    random_.choice([b"\xdd", b"\xdf", b"\xc6", b"\xdb", b"\x92", b"\x82"])
+                    + b"\x7f\xff\xff\xff"
                 )
     return bytes(mutant)
 
@@ -308,8 +332,10 @@ def test_any_bytes_raise_nothing_but_codec_errors(data: bytes) -> None:
         assert encode(decode(again).value, message.dialect) == again
 
 
-@pytest.mark.parametrize(("dialect", "mark"), [(Dialect.CLASSIC, b"nd"), (Dialect.OPENPI, b"__ndarray__")])
-def test_arrays_are_written_in_the_dialect_asked_for(dialect: Dialect, mark: bytes) -> None:
+@pytest.mark.parametrize(
+    ("dialect", "mark"), [(Dialect.CLASSIC, b"nd"), (Dialect.OPENPI, b"__ndarray__")]
+)
+def test_arrays_are_written_in_the_dialect_requested_for(dialect: Dialect, mark: bytes) -> None:
     """A client that knows one dialect must not be answered in the other."""
     data = encode({"x": np.zeros(3, np.float32)}, dialect)
     assert msgspec.msgpack.decode(data)["x"][mark] is True
@@ -317,8 +343,16 @@ def test_arrays_are_written_in_the_dialect_asked_for(dialect: Dialect, mark: byt
 
 
 @pytest.mark.parametrize(
-    "array", [np.arange(6).reshape(2, 3).T, np.zeros(2, object), np.zeros(2, np.complex64), np.zeros(2, "U1")]
+    "array",
+    [
+        np.arange(6).reshape(2, 3).T,
+        np.zeros(2, object),
+        np.zeros(2, np.complex64),
+        np.zeros(2, "U1"),
+    ],
 )
 def test_arrays_that_cannot_be_sent_are_refused(array: np.ndarray) -> None:
-    with pytest.raises(TypeError, match=f"only C-contiguous numbers and booleans are sent, got {array.dtype}"):
+    with pytest.raises(
+        TypeError, match=f"only C-contiguous numbers and booleans are sent, got {array.dtype}"
+    ):
         encode({"x": array})

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The codec byte by byte: what each refusal says, the limits themselves, and what is written for each length."""
+"""The codec byte by byte: what each refusal says, the limits themselves, and what is written for
+each length.
+"""
 
 import struct
 from typing import Any
@@ -8,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from vllm_omni.entrypoints.realtime.codec import (
+from vllm_omni.entrypoints.realtime.connection.codec import (
     MAX_DEPTH,
     MAX_ENTRIES,
     MAX_NDIM,
@@ -42,7 +44,11 @@ def list_of(count: int) -> bytes:
 
 
 def map_of(count: int) -> bytes:
-    return b"\xdf" + struct.pack(">I", count) + b"".join(b"\xa5%05d\xc0" % number for number in range(count))
+    return (
+        b"\xdf"
+        + struct.pack(">I", count)
+        + b"".join(b"\xa5%05d\xc0" % number for number in range(count))
+    )
 
 
 def openpi(**changes: Any) -> dict[str, Any]:
@@ -70,12 +76,15 @@ def classic(**changes: Any) -> dict[str, Any]:
         (list_of(MAX_ENTRIES + 1), "a list or map of 8193 entries; at most 8192 are allowed"),
         (b"\x91" * (MAX_DEPTH + 1) + NIL, "nested deeper than 32 levels"),
         (b"\x81\xa1a" * (MAX_DEPTH + 1) + NIL, "nested deeper than 32 levels"),
-        (b"\xdb" + struct.pack(">I", MAX_STR_BYTES + 1), "a string of 1048577 bytes; at most 1048576 are allowed"),
+        (
+            b"\xdb" + struct.pack(">I", MAX_STR_BYTES + 1),
+            "a string of 1048577 bytes; at most 1048576 are allowed",
+        ),
         (b"\xdb" + struct.pack(">I", MAX_STR_BYTES), TRUNCATED),
         (b"\xc6\xff\xff\xff\xff", TRUNCATED),
     ],
 )
-def test_a_refused_message_is_told_why(data: bytes, text: str) -> None:
+def test_a_refused_message_is_notified_why(data: bytes, text: str) -> None:
     """In words that name the limit, so that a client's author need not guess."""
     assert refusal(data) == text
 
@@ -83,11 +92,16 @@ def test_a_refused_message_is_told_why(data: bytes, text: str) -> None:
 @pytest.mark.parametrize("code", [0xC1, 0xC7, 0xC8, 0xC9, *range(0xD4, 0xD9)])
 def test_every_extension_type_is_refused(code: int) -> None:
     """Whatever its length says, and however much of it has arrived."""
-    assert refusal(bytes([code])) == refusal(bytes([code]) + bytes(18)) == "extension types are not allowed"
+    assert (
+        refusal(bytes([code]))
+        == refusal(bytes([code]) + bytes(18))
+        == "extension types are not allowed"
+    )
 
 
 ALL_FORMS = (
-    b"\xdc\x00\x19"  # a list of 25: small and sized integers, floats, every length of text, bytes, list and map
+    # a list of 25: small and sized integers, floats, every length of text, bytes, list and map
+    b"\xdc\x00\x19"
     b"\x7f\xff\xcc\xff\xcd\xff\xff\xce\xff\xff\xff\xff\xcf\xff\xff\xff\xff\xff\xff\xff\xff"
     b"\xd0\x80\xd1\x80\x00\xd2\x80\x00\x00\x00\xd3\x80\x00\x00\x00\x00\x00\x00\x00"
     b"\xca\x3f\xc0\x00\x00\xcb\x3f\xf8\x00\x00\x00\x00\x00\x00"
@@ -115,7 +129,9 @@ def test_a_message_that_ends_early_or_late_is_refused() -> None:
 
 
 def test_each_limit_is_the_last_that_is_allowed() -> None:
-    """Entries of a list and of a map, depth of both, values in all; only text is bounded in bytes."""
+    """Entries of a list and of a map, depth of both, values in all; only text is bounded in
+    bytes.
+    """
     assert decode(list_of(MAX_ENTRIES)).value == [None] * MAX_ENTRIES
     assert len(decode(map_of(MAX_ENTRIES)).value) == MAX_ENTRIES
     decode(b"\x91" * MAX_DEPTH + NIL)
@@ -150,11 +166,17 @@ def test_each_limit_is_the_last_that_is_allowed() -> None:
         (classic(kind="O"), OBJECTS),
         (classic(type="<c8"), DTYPES),
         (classic(shape=None), SHAPES),
-        ({"nd": False, "type": "<f8", "data": b"12"}, "array data has 2 bytes; its shape and dtype need 8"),
-        ({"__npgeneric__": True, "dtype": "<f8", "data": b"12"}, "array data has 2 bytes; its shape and dtype need 8"),
+        (
+            {"nd": False, "type": "<f8", "data": b"12"},
+            "array data has 2 bytes; its shape and dtype need 8",
+        ),
+        (
+            {"__npgeneric__": True, "dtype": "<f8", "data": b"12"},
+            "array data has 2 bytes; its shape and dtype need 8",
+        ),
     ],
 )
-def test_a_refused_array_is_told_why(marked: dict[str, Any], text: str) -> None:
+def test_a_refused_array_is_notified_why(marked: dict[str, Any], text: str) -> None:
     assert refusal(msgspec.msgpack.encode({"a": marked})) == text
 
 
@@ -169,7 +191,9 @@ def test_a_refused_array_is_told_why(marked: dict[str, Any], text: str) -> None:
         ({"data": b"1", "kind": "x"}, {"data": b"1", "kind": "x"}, None),
     ],
 )
-def test_only_marked_maps_become_numbers(marked: dict[str, Any], value: Any, dialect: Dialect | None) -> None:
+def test_only_marked_maps_become_numbers(
+    marked: dict[str, Any], value: Any, dialect: Dialect | None
+) -> None:
     """A map that has only one of a dialect's keys is a map, and no dialect is reported for it."""
     decoded = decode(msgspec.msgpack.encode([marked]))
     assert decoded == Decoded([value], dialect, 2 + 2 * len(marked))
@@ -187,7 +211,9 @@ def test_arrays_come_back_in_native_byte_order(order: str, shape: list[int]) -> 
 
 
 def test_a_large_array_in_native_order_is_not_copied() -> None:
-    """It shares the message's bytes, read-only; one of booleans is copied, byte by byte made 0 or 1."""
+    """It shares the message's bytes, read-only; one of booleans is copied, byte by byte made 0
+    or 1.
+    """
     native = decode(msgspec.msgpack.encode(openpi())).value
     assert not native.flags.owndata and not native.flags.writeable
     booleans = decode(msgspec.msgpack.encode(openpi(dtype="|b1", shape=[16]))).value
@@ -232,10 +258,15 @@ def test_what_does_not_fit_msgpack_is_refused() -> None:
     ("dialect", "keys"),
     [
         (Dialect.OPENPI, {b"__ndarray__": True, b"dtype": "<f4", b"shape": [2, 2], b"data": DATA}),
-        (Dialect.CLASSIC, {b"nd": True, b"type": "<f4", b"kind": b"", b"shape": [2, 2], b"data": DATA}),
+        (
+            Dialect.CLASSIC,
+            {b"nd": True, b"type": "<f4", b"kind": b"", b"shape": [2, 2], b"data": DATA},
+        ),
     ],
 )
-def test_an_array_is_written_with_the_dialects_keys(dialect: Dialect, keys: dict[bytes, Any]) -> None:
+def test_an_array_is_written_with_the_dialects_keys(
+    dialect: Dialect, keys: dict[bytes, Any]
+) -> None:
     """And no others; inside lists, tuples and maps, and without elements."""
     array = np.frombuffer(DATA, np.float32).reshape(2, 2)
     message = {"a": array, "b": [array], "c": ({"d": array},), "e": [[1, array]]}
@@ -252,5 +283,7 @@ def test_the_default_dialect_is_openpi() -> None:
 def test_a_large_arrays_bytes_are_handed_on_as_they_are() -> None:
     """The message is joined from the array's own memory, without a copy in between."""
     array = np.zeros(4096, np.uint8)
-    (view,) = [part for part in _parts({"a": array}, Dialect.OPENPI) if isinstance(part, memoryview)]
+    (view,) = [
+        part for part in _parts({"a": array}, Dialect.OPENPI) if isinstance(part, memoryview)
+    ]
     assert np.shares_memory(np.frombuffer(view, np.uint8), array)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Connection.send`: messages that belong together stay together, and a peer that does not read is given up."""
+"""`Connection.send`: messages that belong together stay together, and a peer that does not read
+is given up.
+"""
 
 import asyncio
 from types import SimpleNamespace
@@ -8,9 +10,9 @@ from typing import Any
 import pytest
 from virtual_time import run_in_virtual_time
 
-from vllm_omni.entrypoints.realtime.connection import Connection
-from vllm_omni.entrypoints.realtime.errors import ClientGone
-from vllm_omni.entrypoints.realtime.limits import DoorLimits
+from vllm_omni.entrypoints.errors import ClientDisconnected
+from vllm_omni.entrypoints.realtime.connection.connection import Connection
+from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
 
 
 class Peer:
@@ -31,14 +33,20 @@ class Peer:
 
 def connect(seconds_a_message: float) -> tuple[Peer, Connection]:
     peer: Any = Peer(seconds_a_message)
-    return peer, Connection(peer, DoorLimits(send_deadline_s=3.0))
+    return peer, Connection(peer, EndpointLimits(send_deadline_s=3.0))
 
 
 @pytest.mark.parametrize(
-    ("cancelled_after_s", "taken"), [(0.1, [b"other"]), (0.7, [b"1", b"2", b"3", b"other"])], ids=["none", "all"]
+    ("cancelled_after_s", "taken"),
+    [(0.1, [b"other"]), (0.7, [b"1", b"2", b"3", b"other"])],
+    ids=["none", "all"],
 )
-def test_a_cancelled_group_is_sent_whole_or_not_at_all(cancelled_after_s: float, taken: list[bytes]) -> None:
-    """A peer takes what follows a header for its payload, so another message may not come between."""
+def test_a_cancelled_group_is_sent_whole_or_not_at_all(
+    cancelled_after_s: float, taken: list[bytes]
+) -> None:
+    """A peer takes what follows a header for its payload, so another message may not come
+    between.
+    """
 
     async def scenario() -> None:
         peer, connection = connect(0.5)
@@ -65,8 +73,10 @@ def test_a_peer_that_does_not_read_is_given_up_at_the_deadline(is_cancelled: boo
             group.cancel()
         await asyncio.wait([group])
         assert asyncio.get_running_loop().time() == 3.0
-        assert group.cancelled() if is_cancelled else isinstance(group.exception(), ClientGone)
-        with pytest.raises(ClientGone):
+        assert (
+            group.cancelled() if is_cancelled else isinstance(group.exception(), ClientDisconnected)
+        )
+        with pytest.raises(ClientDisconnected):
             await connection.send(b"other")
         assert peer.taken == [b"1"]
 

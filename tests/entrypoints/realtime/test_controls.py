@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What steers the next chunk: scripts, held keys, pulses, prompts, and what becomes of events that never act."""
+"""What steers the next chunk: scripts, held keys, pulses, prompts, and what becomes of events
+that never act.
+"""
 
 import sys
 
@@ -8,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_omni.actions import ActionFrame
-from vllm_omni.entrypoints.realtime.controls import (
+from vllm_omni.entrypoints.realtime.controls.control_track import (
     MAX_SCRIPT_ENTRIES,
     Adapters,
     ControlTrack,
@@ -38,7 +40,9 @@ def test_no_key_was_ever_spoken_of() -> None:
 
 
 def test_a_script_is_consumed_in_order_and_then_idle() -> None:
-    """Four entries, three a chunk: the rest waits for the next one, which is filled up with idle."""
+    """Four entries, three a chunk: the rest waits for the next one, which is filled up with
+    idle.
+    """
     track = ControlTrack()
     track.apply([script(W, D, A, W)], 4)
     first, second, third = track.sample(3), track.sample(3), track.sample(3)
@@ -91,8 +95,12 @@ def test_a_held_key_is_held() -> None:
         (tuple([W, NONE] * 500), [["w"], [], []]),
     ],
 )
-def test_what_happened_between_two_chunks(transitions: tuple[Held, ...], expected: list[list[str]]) -> None:
-    """A press and release act for one entry; otherwise only the newest state counts, however many there were."""
+def test_what_happened_between_two_chunks(
+    transitions: tuple[Held, ...], expected: list[list[str]]
+) -> None:
+    """A press and release act for one entry; otherwise only the newest state counts, however
+    many there were.
+    """
     track = ControlTrack()
     for keys in transitions:
         track.apply([states(keys)])
@@ -171,7 +179,9 @@ updates = st.lists(
 @given(st.lists(st.tuples(updates, st.integers(0, 3))))
 @settings(max_examples=200, deadline=None)
 def test_every_event_has_at_most_one_fate(events: list[tuple[list, int]]) -> None:
-    """Applied or superseded, never both, never twice; chunks always have as many entries as latent frames."""
+    """Applied or superseded, never both, never twice; chunks always have as many entries as
+    latent frames.
+    """
     track, fates = ControlTrack(), []
     for event_id, (update, samples) in enumerate(events):
         fates += track.apply(update, event_id)

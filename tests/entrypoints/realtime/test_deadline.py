@@ -6,28 +6,30 @@ import asyncio
 import pytest
 from virtual_time import run_in_virtual_time
 
-from vllm_omni.entrypoints.realtime.deadline import Deadline
+from vllm_omni.entrypoints.realtime.connection.deadline import Deadline
 
 
 def test_a_block_that_takes_too_long_is_ended() -> None:
     """With TimeoutError, after `on_expiry` was told; the deadline can be used again."""
 
     async def scenario() -> None:
-        told: list[float] = []
+        reported: list[float] = []
         loop = asyncio.get_running_loop()
-        deadline = Deadline(3.0, lambda: told.append(loop.time()))
+        deadline = Deadline(3.0, lambda: reported.append(loop.time()))
         for started_s in (0.0, 3.0):
             with pytest.raises(TimeoutError), deadline:
                 await asyncio.sleep(10)
             assert deadline.expired
-            assert loop.time() == told[-1] == started_s + 3.0
+            assert loop.time() == reported[-1] == started_s + 3.0
         assert asyncio.current_task().cancelling() == 0  # type: ignore[union-attr]
 
     run_in_virtual_time(scenario())
 
 
 def test_many_short_blocks_have_their_whole_time() -> None:
-    """The timer of an earlier block does not end a later one early, and the last one is still ended."""
+    """The timer of an earlier block does not end a later one early, and the last one is still
+    ended.
+    """
 
     async def scenario() -> None:
         deadline = Deadline(3.0)
@@ -65,7 +67,7 @@ def test_a_cancellation_from_outside_stays_one() -> None:
     run_in_virtual_time(scenario())
 
 
-def test_a_block_can_be_told_that_its_time_is_up() -> None:
+def test_a_block_can_be_notified_that_its_time_is_up() -> None:
     """Twice does no harm, and neither does it between two blocks."""
 
     async def scenario() -> None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes of a real `vllm serve --omni` die or stop, or its disk is full: who is told, how soon, what is left over.
+"""Processes of a real `vllm serve --omni` die or stop, or its disk is full: who is told, how soon,
+what is left over.
 
-Times are bounds on what the operations page promises; each test prints what it measured (`pytest -s`).
-`VLLM_OMNI_KILLS` sets how often each kind of process is killed in the nightly tests.
+Times are bounds on what the operations page promises; each test prints what it measured (`pytest
+-s`). `VLLM_OMNI_KILLS` sets how often each kind of process is killed in the nightly tests.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ from session_calls import call, code_of, request
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
-from vllm_omni.exit_codes import ENGINE_DIED
+from vllm_omni.runtime.exit_codes import ENGINE_DIED
 from vllm_omni.sessions.recording import read as read_recording
 
 RANK_TIMEOUT_S = 2.0
@@ -74,7 +75,11 @@ class Watcher:
                     message = msgspec.msgpack.decode(connection.recv(timeout_s))
                     code = message.get("code", message.get("type", ""))
             except ConnectionClosed as closed:
-                return time.monotonic() - since_s, closed.rcvd.code if closed.rcvd is not None else 1006, code
+                return (
+                    time.monotonic() - since_s,
+                    closed.rcvd.code if closed.rcvd is not None else 1006,
+                    code,
+                )
 
         connections = {
             "idle": self._idle.connection,
@@ -82,30 +87,43 @@ class Watcher:
             "silent": self._silent,
         }
         with ThreadPoolExecutor(len(connections)) as threads:
-            futures = {name: threads.submit(ended, connection) for name, connection in connections.items()}
+            futures = {
+                name: threads.submit(ended, connection) for name, connection in connections.items()
+            }
             return {name: future.result() for name, future in futures.items()}
 
 
 def gone_after(processes: list[psutil.Process], since_s: float, timeout_s: float) -> float:
     """Seconds until none of them runs."""
     psutil.wait_procs(processes, timeout=timeout_s)
-    alive = [process for process in processes if process.is_running() and not has_ended(process.pid)]
+    alive = [
+        process for process in processes if process.is_running() and not has_ended(process.pid)
+    ]
     assert not alive, [" ".join(process.cmdline())[:80] for process in alive]
     return time.monotonic() - since_s
 
 
-def check_engine_death(server: Served, victim: psutil.Process, how: signal.Signals, told_within_s: float) -> None:
-    """Every client is told in time, the server ends with the documented status, and nothing is left."""
+def check_engine_death(
+    server: Served, victim: psutil.Process, how: signal.Signals, reported_within_s: float
+) -> None:
+    """Every client is told in time, the server ends with the documented status, and nothing is
+    left.
+    """
     watcher, others = Watcher(server), family(server)
     since_s = time.monotonic()
     victim.send_signal(how)
-    told = watcher.wait(since_s, told_within_s + 10)
+    reported = watcher.wait(since_s, reported_within_s + 10)
     status = server.process.wait(seconds(20))
     exited_s = time.monotonic() - since_s
-    print(how.name, {name: (round(s, 2), code, error) for name, (s, code, error) in told.items()}, status, exited_s)
-    assert {code for _, code, _ in told.values()} == {1011}
-    assert told["idle"][2] == told["busy"][2] == "engine_error"
-    assert max(seconds for seconds, _, _ in told.values()) < told_within_s
+    print(
+        how.name,
+        {name: (round(s, 2), code, error) for name, (s, code, error) in reported.items()},
+        status,
+        exited_s,
+    )
+    assert {code for _, code, _ in reported.values()} == {1011}
+    assert reported["idle"][2] == reported["busy"][2] == "engine_error"
+    assert max(seconds for seconds, _, _ in reported.values()) < reported_within_s
     assert status == ENGINE_DIED
     gone_after(others, since_s, 5)
 
@@ -122,12 +140,21 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def small(null_world: Path, disk: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def small(
+    null_world: Path, disk: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
     """A server that keeps everything it writes on that disk; the last test kills it."""
     omni = {**SIZES, **OMNI, "snapshot_dir": str(disk), "record_dir": str(disk / "records")}
     environ = {"VLLM_OMNI_MEDIA_DIR": str(disk / "media"), "VLLM_LOGGING_LEVEL": "INFO"}
     config = msgspec.json.encode({"omni": omni}).decode()
-    server = Served(null_world, tmp_path_factory.mktemp("small"), "--additional-config", config, *MP, environ=environ)
+    server = Served(
+        null_world,
+        tmp_path_factory.mktemp("small"),
+        "--additional-config",
+        config,
+        *MP,
+        environ=environ,
+    )
     try:
         server.wait_until_healthy()
         left = family(server)
@@ -150,20 +177,31 @@ def full(disk: Path) -> Iterator[None]:
         filler.unlink()
 
 
-def post(server: Served, path: str, body: bytes, kind: str = "application/json") -> tuple[int, bytes, dict[str, str]]:
+def post(
+    server: Served, path: str, body: bytes, kind: str = "application/json"
+) -> tuple[int, bytes, dict[str, str]]:
     return call(server, "POST", path, body, {**AUTHORIZED, "Content-Type": kind})
 
 
 def files_of(disk: Path) -> set[str]:
-    return {str(path.relative_to(disk)) for path in disk.rglob("*") if path.is_file() and "records" not in path.parts}
+    return {
+        str(path.relative_to(disk))
+        for path in disk.rglob("*")
+        if path.is_file() and "records" not in path.parts
+    }
 
 
 VIDEO = b'{"prompt": "a field", "num_frames": 9, "seed": 1}'
-SLOW_VIDEO = b'{"prompt": "a field", "num_frames": 9, "seed": 1, "extra_params": {"steps": 10, "step_ms": 200.0}}'
+SLOW_VIDEO = (
+    b'{"prompt": "a field", "num_frames": 9, "seed": 1, "extra_params": {"steps": 10, '
+    b'"step_ms": 200.0}}'
+)
 
 
 def test_a_full_disk_is_a_typed_error_and_nothing_is_left(small: Served, disk: Path) -> None:
-    """Routes that store answer 507 `storage_full`, a running job fails with it; the rest goes on, and then they do."""
+    """Routes that store answer 507 `storage_full`, a running job fails with it; the rest goes
+    on, and then they do.
+    """
     with small.client() as client:
         client.send(request(FIRST, session_id="walk"))
         client.frames()
@@ -177,10 +215,12 @@ def test_a_full_disk_is_a_typed_error_and_nothing_is_left(small: Served, disk: P
                 "snapshot in": call(small, "PUT", "/v1/sessions/other", snapshot),
                 "video": post(small, "/v1/videos", VIDEO),
             }
-            assert {name: (status, code_of(body)) for name, (status, body, _) in refused.items()} == dict.fromkeys(
-                refused, (507, "storage_full")
+            assert {
+                name: (status, code_of(body)) for name, (status, body, _) in refused.items()
+            } == dict.fromkeys(refused, (507, "storage_full"))
+            assert all(
+                "retry-after" in map(str.lower, headers) for _, _, headers in refused.values()
             )
-            assert all("retry-after" in map(str.lower, headers) for _, _, headers in refused.values())
 
             def state() -> Any:
                 return json.loads(call(small, "GET", f"/v1/videos/{job}")[1])
@@ -189,7 +229,9 @@ def test_a_full_disk_is_a_typed_error_and_nothing_is_left(small: Served, disk: P
             assert (state()["status"], state()["error"]["code"]) == ("failed", "storage_full")
             client.send(request(LATER, session_id="walk", image=None))
             client.frames()
-            assert [call(small, "GET", path)[0] for path in ("/health", "/omni/ready", "/metrics")] == [200] * 3
+            assert [
+                call(small, "GET", path)[0] for path in ("/health", "/omni/ready", "/metrics")
+            ] == [200] * 3
             assert files_of(disk) - {"filler"} == before
         status, body, _ = call(small, "GET", f"/v1/videos/{job}")
         assert (status, json.loads(body)["error"]["code"]) == (200, "storage_full")
@@ -197,7 +239,9 @@ def test_a_full_disk_is_a_typed_error_and_nothing_is_left(small: Served, disk: P
         assert call(small, "PUT", "/v1/sessions/other", snapshot)[0] == 201
         assert call(small, "DELETE", "/v1/sessions/other")[0] == 204
         made = json.loads(post(small, "/v1/videos", VIDEO)[1])["id"]
-        wait_until(lambda: json.loads(call(small, "GET", f"/v1/videos/{made}")[1])["status"] == "completed")
+        wait_until(
+            lambda: json.loads(call(small, "GET", f"/v1/videos/{made}")[1])["status"] == "completed"
+        )
     assert not list(disk.rglob("*.part"))
     for recording in (disk / "records").iterdir():
         assert read_recording(recording)[2], "a recording ends with a whole record"
@@ -205,7 +249,9 @@ def test_a_full_disk_is_a_typed_error_and_nothing_is_left(small: Served, disk: P
 
 
 def test_nothing_outlives_a_killed_server(small: Served) -> None:
-    """`kill -9` of the server's own process, while a chunk is made: its engine and worker end within 5 s."""
+    """`kill -9` of the server's own process, while a chunk is made: its engine and worker end
+    within 5 s.
+    """
     Watcher(small)
     others = family(small)
     assert any("EngineCore" in " ".join(process.cmdline()) for process in others)
@@ -218,7 +264,9 @@ def test_nothing_outlives_a_killed_server(small: Served) -> None:
 
 @pytest.mark.nightly
 def test_a_stopped_worker_counts_as_a_dead_engine(start: Start) -> None:
-    """One rank, stopped (SIGSTOP): after `rank_timeout_s` it is ended, clients are told, the server exits with 70."""
+    """One rank, stopped (SIGSTOP): after `rank_timeout_s` it is ended, clients are told, the
+    server exits with 70.
+    """
     server = start(*MP)
     check_engine_death(server, named(server, "Worker"), signal.SIGSTOP, RANK_TIMEOUT_S + 1)
 
@@ -245,7 +293,7 @@ def test_every_kill_of_the_server_leaves_nothing(start: Start, round_number: int
 
 
 @pytest.mark.nightly
-def test_a_stop_that_was_asked_for_exits_with_0(start: Start) -> None:
+def test_a_stop_that_was_requested_for_exits_with_0(start: Start) -> None:
     """Ctrl-C reaches the engine as well, at the same moment; that is no death."""
     server = start(*MP)
     os.killpg(server.process.pid, signal.SIGINT)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The size of a video where nobody names one: the model's own, the same for the engine, the doors and `plan`."""
+"""The size of a video where nobody names one: the model's own, the same for the engine, the
+doors and `plan`.
+"""
 
 import json
 from pathlib import Path
@@ -9,27 +11,31 @@ import pytest
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.entrypoints.cli import serve
-from vllm_omni.entrypoints.cli.make_world import write_world
+from vllm_omni.entrypoints.cli.checkpoints.make_world import write_world
 from vllm_omni.entrypoints.openai.served import ServedModel
-from vllm_omni.entrypoints.realtime.facts import WorldFacts
+from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
 from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.model_executor.models.waypoint.config import WaypointConfig
 from vllm_omni.planning.models import model_of
 from vllm_omni.testing.tiny.waypoint import CONFIGS
-from vllm_omni.worlds.card import CARD
+from vllm_omni.worlds.description import CARD
 
 
 def engine_config(model: Path, omni: dict[str, Any]) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
     arguments = EngineArgs(
-        model=str(model), config_format="omni", skip_tokenizer_init=True, additional_config={"omni": omni}
+        model=str(model),
+        config_format="omni",
+        skip_tokenizer_init=True,
+        additional_config={"omni": omni},
     )
     return arguments.create_engine_config()
 
 
 @pytest.mark.parametrize(
-    ("name", "layout", "size"), [("matrix_game", "original", (352, 640)), ("waypoint", "v1_5", (88, 160))]
+    ("name", "layout", "size"),
+    [("matrix_game", "original", (352, 640)), ("waypoint", "v1_5", (88, 160))],
 )
 def test_a_model_is_served_at_the_size_it_was_trained_at(
     tmp_path: Path, name: str, layout: str, size: tuple[int, int]
@@ -40,8 +46,11 @@ def test_a_model_is_served_at_the_size_it_was_trained_at(
     config = engine_config(model, {"max_sessions": 2})
     omni = OmniConfig.from_additional_config(config.additional_config)
     assert (omni.height, omni.width, omni.max_sessions) == (*size, 2)
-    facts, served = WorldFacts.from_vllm_config(config, "m"), ServedModel.from_vllm_config(config, ["m"])
-    assert (facts.height, facts.width) == (served.height, served.width) == size
+    info, served = (
+        StreamInfo.from_vllm_config(config, "m"),
+        ServedModel.from_vllm_config(config, ["m"]),
+    )
+    assert (info.height, info.width) == (served.height, served.width) == size
     serve.check(serve.ServeFlags.scan([str(model), "--port", "0"]))
 
 
@@ -49,14 +58,18 @@ def test_a_model_is_served_at_the_size_it_was_trained_at(
     ("layout", "cells", "size"),
     [("v1_5", (16, 32), (720, 1280)), ("v1_5", (8, 16), (360, 640)), ("v1", (16, 16), (360, 640))],
 )
-def test_waypoints_make_frames_of_16_to_9(layout: str, cells: tuple[int, int], size: tuple[int, int]) -> None:
+def test_waypoints_make_frames_of_16_to_9(
+    layout: str, cells: tuple[int, int], size: tuple[int, int]
+) -> None:
     """The grid of the checkpoint tells the two sizes apart."""
     height, width = cells
     grid = {"height": height, "width": width, "tokens_per_frame": height * width}
     assert WaypointConfig.from_checkpoint({**CONFIGS[layout], **grid}).native_size == size
 
 
-@pytest.mark.parametrize(("name", "size"), [("matrix_game", (352, 640)), ("causal_wan_1_3b", (480, 832))])
+@pytest.mark.parametrize(
+    ("name", "size"), [("matrix_game", (352, 640)), ("causal_wan_1_3b", (480, 832))]
+)
 def test_the_planner_counts_with_the_same_size(name: str, size: tuple[int, int]) -> None:
     model = model_of(name)
     assert (model.height, model.width) == size

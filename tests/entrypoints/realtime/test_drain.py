@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draining without a server: what is finished, what is refused, which sessions are saved and when."""
+"""Draining without a server: what is finished, what is refused, which sessions are saved and
+when.
+"""
 
 import asyncio
 from typing import Any
@@ -9,10 +11,10 @@ from helpers.fake_engine import FIRST, LATER, FakeEngine
 from helpers.waits import pause_task, until
 from test_session import ended, job, payloads, scenario
 
+from vllm_omni.entrypoints.errors import Close, EndpointError
 from vllm_omni.entrypoints.realtime.chunk_source import ChunkSpan, Controls, LiveChunks
-from vllm_omni.entrypoints.realtime.errors import Close, DoorError
-from vllm_omni.entrypoints.realtime.session import Session
-from vllm_omni.entrypoints.realtime.session_manager import SessionManager
+from vllm_omni.entrypoints.realtime.sessions.session import Session
+from vllm_omni.entrypoints.realtime.sessions.session_manager import SessionManager
 
 
 class Keeper:
@@ -26,7 +28,7 @@ class Keeper:
     async def save(self, session: Session) -> None:
         await pause_task(0.01)
         if self._fails:
-            raise DoorError("engine_error", "no room on the disk")
+            raise EndpointError("engine_error", "no room on the disk")
         self.saved.append((session.session_id, session.next_chunk))
 
 
@@ -45,30 +47,39 @@ class Source(LiveChunks):
             await asyncio.Event().wait()
 
     def sample(self, span: ChunkSpan) -> Controls:
-        return Controls(actions=[[]] * span.num_latents, prompt="a" if span.chunk_index == 0 else None)
+        return Controls(
+            actions=[[]] * span.num_latents, prompt="a" if span.chunk_index == 0 else None
+        )
 
 
 def live(request_id: str, source: Source) -> Any:
     return job(FIRST, request_id, image=True, source=source)
 
 
-def test_chunks_in_flight_are_finished_and_no_other_is_begun() -> None:
-    """Of ten chunks, those that the engine has are delivered; the request ends with `draining` and where to go on."""
+def test_chunks_in_flight_are_finished_and_no_other_is_started() -> None:
+    """Of ten chunks, those that the engine has are delivered; the request ends with `draining`
+    and where to go on.
+    """
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
         keeper = Keeper(manager)
         engine.delay_s = 0.05
         run = session.submit(job(FIRST + 9 * LATER, "r", image=True))
-        await until(lambda: run.completed >= 2 and engine.running == 2)  # what has been asked for has begun
-        begun = len(engine.chunks)
-        await manager.drain.run(manager)
+        # what has been asked for has begun
+        await until(lambda: run.completed >= 2 and engine.running == 2)
+        started = len(engine.chunks)
+        await manager.drain.drain_sessions(manager)
         error = await ended(run)
         assert error is not None
-        assert (error.code, error.close, error.details["next_chunk_index"]) == ("draining", Close.CAPACITY, begun)
+        assert (error.code, error.close, error.details["next_chunk_index"]) == (
+            "draining",
+            Close.CAPACITY,
+            started,
+        )
         assert error.retryable
-        assert payloads(run) == [str(index).encode() for index in range(begun)]
-        assert (len(engine.chunks), engine.aborted) == (begun, [])
-        assert keeper.saved == [("s", begun)]
+        assert payloads(run) == [str(index).encode() for index in range(started)]
+        assert (len(engine.chunks), engine.aborted) == (started, [])
+        assert keeper.saved == [("s", started)]
         assert session.in_step
 
     scenario(test)
@@ -81,7 +92,7 @@ def test_a_request_that_is_complete_with_its_last_chunk_is_not_an_error() -> Non
         engine.delay_s = 0.05
         run = session.submit(job(FIRST, "r", image=True))
         await until(lambda: engine.running == 1)
-        await manager.drain.run(manager)
+        await manager.drain.drain_sessions(manager)
         assert await ended(run) is None
         assert payloads(run) == [b"0"]
 
@@ -89,8 +100,12 @@ def test_a_request_that_is_complete_with_its_last_chunk_is_not_an_error() -> Non
 
 
 @pytest.mark.parametrize("paused", [False, True])
-def test_a_live_stream_ends_after_its_chunk_and_is_saved_before_its_client_hears(paused: bool) -> None:
-    """Its world is freed with its connection, so it must be saved where the run ends; a paused one does not hang."""
+def test_a_live_stream_ends_after_its_chunk_and_is_saved_before_its_client_hears(
+    paused: bool,
+) -> None:
+    """Its world is freed with its connection, so it must be saved where the run ends; a paused
+    one does not hang.
+    """
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
         keeper = Keeper(manager)
@@ -102,12 +117,14 @@ def test_a_live_stream_ends_after_its_chunk_and_is_saved_before_its_client_hears
         async def deliver(payload: bytes) -> None:
             delivered.append(payload)
 
-        following = asyncio.create_task(run.follow(deliver, object(), manager.pace(None)))
+        following = asyncio.create_task(
+            run.follow(deliver, object(), manager.delivery_window(None))
+        )
         await until(lambda: run.completed == 2)
         source.paused = paused
         await until(lambda: not paused or engine.running == 0)
-        await manager.drain.run(manager)
-        with pytest.raises(DoorError, match="stopping"):
+        await manager.drain.drain_sessions(manager)
+        with pytest.raises(EndpointError, match="stopping"):
             await following
         assert delivered == payloads(run)
         assert keeper.saved == [("s", run.completed)]
@@ -115,28 +132,30 @@ def test_a_live_stream_ends_after_its_chunk_and_is_saved_before_its_client_hears
     scenario(test)
 
 
-def test_draining_lasts_until_the_last_client_is_told() -> None:
-    """The server's end would close the socket with another code, before or in the middle of the last words."""
+def test_draining_lasts_until_the_last_client_is_notified() -> None:
+    """The server's end would close the socket with another code, before or in the middle of the
+    last words.
+    """
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
         engine.delay_s = 0.02
         run = session.submit(job(FIRST + 9 * LATER, "r", image=True))
-        told: list[str] = []
+        reported: list[str] = []
 
         async def deliver(payload: bytes) -> None:
             pass
 
-        async def answer() -> None:
+        async def response() -> None:
             try:
-                await run.follow(deliver, object(), manager.pace(None))
-            except DoorError as error:
+                await run.follow(deliver, object(), manager.delivery_window(None))
+            except EndpointError as error:
                 await pause_task(0.2)  # the message, then the close frame
-                told.append(error.code)
+                reported.append(error.code)
 
-        manager.spawn(answer())
+        manager.spawn(response())
         await until(lambda: run.completed == 1)
-        await manager.drain.run(manager)
-        assert told == ["draining"]
+        await manager.drain.drain_sessions(manager)
+        assert reported == ["draining"]
 
     scenario(test)
 
@@ -148,15 +167,17 @@ def test_an_idle_session_is_saved_once_and_an_empty_one_not() -> None:
         keeper = Keeper(manager)
         assert await ended(session.submit(job(FIRST, "r", image=True))) is None
         manager.open(("me", "empty"))
-        await manager.drain.run(manager)
-        await manager.drain.run(manager)
+        await manager.drain.drain_sessions(manager)
+        await manager.drain.drain_sessions(manager)
         assert keeper.saved == [("s", 1)]
 
     scenario(test)
 
 
-def test_nothing_new_begins() -> None:
-    """Neither a session, nor a request, nor a waiting request; the world of a `restart` is not thrown away."""
+def test_nothing_new_starts() -> None:
+    """Neither a session, nor a request, nor a waiting request; the world of a `restart` is not
+    thrown away.
+    """
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
         keeper = Keeper(manager)
@@ -164,10 +185,13 @@ def test_nothing_new_begins() -> None:
         running = session.submit(job(FIRST, "r", image=True))
         waiting = session.submit(job(FIRST, "again", image=True, restart=True))
         await until(lambda: engine.running == 1)
-        draining = asyncio.create_task(manager.drain.run(manager))
+        draining = asyncio.create_task(manager.drain.drain_sessions(manager))
         await asyncio.sleep(0)
-        for refused in (lambda: manager.open(("me", "new")), lambda: session.submit(job(LATER, "late"))):
-            with pytest.raises(DoorError) as failure:
+        for refused in (
+            lambda: manager.open(("me", "new")),
+            lambda: session.submit(job(LATER, "late")),
+        ):
+            with pytest.raises(EndpointError) as failure:
                 refused()
             assert failure.value.code == "draining"
         await draining
@@ -182,13 +206,13 @@ def test_nothing_new_begins() -> None:
     scenario(test)
 
 
-def test_a_session_that_cannot_be_saved_holds_nobody_up() -> None:
+def test_a_session_that_cannot_be_saved_holds_no_one_up() -> None:
     """It is logged."""
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
         keeper = Keeper(manager, fails=True)
         assert await ended(session.submit(job(FIRST, "r", image=True))) is None
-        await manager.drain.run(manager)
+        await manager.drain.drain_sessions(manager)
         assert keeper.saved == []
 
     scenario(test)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SIGTERM to a real `vllm serve`: it finishes its chunk, saves its sessions, and the next server takes them over."""
+"""SIGTERM to a real `vllm serve`: it finishes its chunk, saves its sessions, and the next server
+takes them over.
+"""
 
 import json
 import signal
@@ -16,8 +18,13 @@ from websockets.exceptions import InvalidStatus
 from vllm_omni.sessions.snapshot import read_header
 
 
-def options(kept: Path) -> list[str]:
-    omni = {"height": HEIGHT, "width": WIDTH, "max_sessions": MAX_SESSIONS, "drain_snapshot_dir": str(kept)}
+def options(retained: Path) -> list[str]:
+    omni = {
+        "height": HEIGHT,
+        "width": WIDTH,
+        "max_sessions": MAX_SESSIONS,
+        "drain_snapshot_dir": str(retained),
+    }
     return ["--additional-config", json.dumps({"omni": {**omni, "drain_timeout_s": 20}})]
 
 
@@ -27,8 +34,10 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def first(null_world: Path, kept: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    server = Served(null_world, tmp_path_factory.mktemp("first"), *options(kept))
+def first(
+    null_world: Path, retained: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    server = Served(null_world, tmp_path_factory.mktemp("first"), *options(retained))
     try:
         server.wait_until_healthy()
         yield server
@@ -37,10 +46,13 @@ def first(null_world: Path, kept: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.mark.nightly
-def test_sigterm_finishes_the_chunk_saves_and_the_next_server_goes_on(
-    first: Served, kept: Path, null_world: Path, tmp_path: Path
+def test_sigterm_finishes_the_chunk_saves_and_the_next_server_continues(
+    first: Served, retained: Path, null_world: Path, tmp_path: Path
 ) -> None:
-    """A walk of four slow chunks is cut after the chunk in flight; an idle session is kept, too. Then both go on."""
+    """A walk of four slow chunks is cut after the chunk in flight; an idle session is kept, too.
+
+    Then both go on.
+    """
     slow = {"step_ms": 150.0}
     path = camera(FIRST + 3 * LATER)
     with first.client() as expected:
@@ -60,7 +72,7 @@ def test_sigterm_finishes_the_chunk_saves_and_the_next_server_goes_on(
     with pytest.raises(InvalidStatus) as refused:
         first.client()
     assert refused.value.response.status_code == 503
-    late = idler.ask(request(LATER, session_id="idle", image=None))
+    late = idler.request(request(LATER, session_id="idle", image=None))
     assert (late["type"], late["code"], late["retryable"]) == ("error", "draining", True)
     assert close_code(idler) == 1013
     while (message := walker.receive())["type"] == "frame":
@@ -69,15 +81,20 @@ def test_sigterm_finishes_the_chunk_saves_and_the_next_server_goes_on(
     assert close_code(walker) == 1013
     assert 2 <= len(frames) <= 3  # the one that was delivered, and what was in the engine
     assert first.process.wait(seconds(20)) == 0
-    headers = {file.name: read_header(file) for file in kept.glob("*.session.safetensors")}
-    assert sorted(header.owner["session_id"] for header in headers.values() if header.owner) == ["idle", "walk"]
+    headers = {file.name: read_header(file) for file in retained.glob("*.session.safetensors")}
+    assert sorted(header.owner["session_id"] for header in headers.values() if header.owner) == [
+        "idle",
+        "walk",
+    ]
 
-    second = Served(null_world, tmp_path, *options(kept))
+    second = Served(null_world, tmp_path, *options(retained))
     try:
         second.wait_until_healthy()
-        assert list(kept.iterdir()) == []
+        assert list(retained.iterdir()) == []
         with second.client() as client:
-            resumed = client.ask({"endpoint": "resume", "session_id": "walk", "last_chunk_id": len(frames) - 1})
+            resumed = client.request(
+                {"endpoint": "resume", "session_id": "walk", "last_chunk_id": len(frames) - 1}
+            )
             assert resumed["next_chunk_index"] == len(frames)
             rest = {**path, "poses": path["poses"][FIRST + LATER * (len(frames) - 1) :]}
             client.send(request(session_id="walk", cameras=rest, image=None))

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The example client under examples/online_serving, run as a program against a real server with a fake engine."""
+"""The example client under examples/online_serving, run as a program against a real server with
+a fake engine.
+"""
 
 import asyncio
 import contextlib
@@ -12,13 +14,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.fake_engine import FIRST, LATER, DoorServer, FakeEngine, camera
+from helpers.fake_engine import FIRST, LATER, EndpointServer, FakeEngine, camera
 from helpers.forked_scripts import run_script
 from helpers.waits import seconds
 from PIL import Image
 
 from vllm_omni.actions import ActionFrame, ActionSpace, Axis, Button
-from vllm_omni.entrypoints.media import decode_mp4
+from vllm_omni.entrypoints.media.mp4 import decode_mp4
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.outputs import RequestFailed
 
@@ -35,24 +37,48 @@ def image(tmp_path: Path) -> Path:
 Finished = subprocess.CompletedProcess[str]
 
 
-def run(door: DoorServer, *arguments: object, script: str = "world_camera.py") -> Finished:
-    return run_script(SCRIPT.with_name(script), "--server", f"ws://127.0.0.1:{door.port}", *arguments)
+def run(endpoint: EndpointServer, *arguments: object, script: str = "world_camera.py") -> Finished:
+    return run_script(
+        SCRIPT.with_name(script), "--server", f"ws://127.0.0.1:{endpoint.port}", *arguments
+    )
 
 
-def run_in_a_new_python(door: DoorServer, *arguments: object, script: str = "world_camera.py") -> Finished:
+def run_in_a_new_python(
+    endpoint: EndpointServer, *arguments: object, script: str = "world_camera.py"
+) -> Finished:
     path = SCRIPT.with_name(script)
-    command = [sys.executable, *map(str, (path, "--server", f"ws://127.0.0.1:{door.port}", *arguments))]
-    return subprocess.run(command, capture_output=True, text=True, timeout=seconds(600), check=False)
+    command = [
+        sys.executable,
+        *map(str, (path, "--server", f"ws://127.0.0.1:{endpoint.port}", *arguments)),
+    ]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=seconds(600), check=False
+    )
 
 
-def test_a_camera_path_becomes_a_video(door: DoorServer, engine: FakeEngine, image: Path, tmp_path: Path) -> None:
-    """Two calls of 24 poses continue one another without losing a pose; the file holds every frame that arrived."""
+def test_a_camera_path_becomes_a_video(
+    endpoint: EndpointServer, engine: FakeEngine, image: Path, tmp_path: Path
+) -> None:
+    """Two calls of 24 poses continue one another without losing a pose; the file holds every
+    frame that arrived.
+    """
     path = camera(48)
     np.save(tmp_path / "poses.npy", path["poses"])
     np.save(tmp_path / "intrinsics.npy", np.tile(path["intrinsics"], (48, 1)))
     output = tmp_path / "out" / "walk.mp4"
-    arguments = ("--camera-path", tmp_path, "--num-frames", 24, "--num-calls", 2, "--fps", 8, "--output", output)
-    finished = run_in_a_new_python(door, "--image", image, *arguments)
+    arguments = (
+        "--camera-path",
+        tmp_path,
+        "--num-frames",
+        24,
+        "--num-calls",
+        2,
+        "--fps",
+        8,
+        "--output",
+        output,
+    )
+    finished = run_in_a_new_python(endpoint, "--image", image, *arguments)
     assert finished.returncode == 0, finished.stderr
     frames_THWC, fps = decode_mp4(output.read_bytes())
     assert (len(frames_THWC), fps) == (FIRST + LATER + 2 * LATER, 8.0)
@@ -62,62 +88,86 @@ def test_a_camera_path_becomes_a_video(door: DoorServer, engine: FakeEngine, ima
 
 
 @pytest.mark.parametrize("codec", ["mp4", "jpeg", "ndarray_u8", "ndarray_f32"])
-def test_keys_and_every_codec(door: DoorServer, engine: FakeEngine, image: Path, tmp_path: Path, codec: str) -> None:
+def test_keys_and_every_codec(
+    endpoint: EndpointServer, engine: FakeEngine, image: Path, tmp_path: Path, codec: str
+) -> None:
     """Frames are the same whatever they travelled as, up to the codec's loss."""
     output = tmp_path / "walk.npy"
-    finished = run(door, "--image", image, "--keys", "w*2 wl - j", "--codec", codec, "--output", output)
+    finished = run(
+        endpoint, "--image", image, "--keys", "w*2 wl - j", "--codec", codec, "--output", output
+    )
     assert finished.returncode == 0, finished.stderr
     frames_THWC = np.load(output)
     assert frames_THWC.shape == (FIRST + LATER, 32, 48, 3)
     assert np.abs(frames_THWC[:, 16, 24, 0].astype(int) - np.arange(FIRST + LATER)).max() <= 3
-    assert [call.params.actions for call in engine.chunks] == [[["w"], ["w"], ["w", "l"]], [[], ["j"], []]]
+    assert [call.params.actions for call in engine.chunks] == [
+        [["w"], ["w"], ["w", "l"]],
+        [[], ["j"], []],
+    ]
 
 
 @pytest.mark.parametrize("script", ["world_camera.py", "realtime_video.py"])
 def test_actions_of_any_model(
-    make_door: Callable[..., DoorServer], engine: FakeEngine, tmp_path: Path, script: str
+    make_endpoint: Callable[..., EndpointServer], engine: FakeEngine, tmp_path: Path, script: str
 ) -> None:
-    """Buttons and axes of a world without prompt and start image; a control it does not have is refused by name."""
+    """Buttons and axes of a world without prompt and start image; a control it does not have is
+    refused by name.
+    """
     axis = Axis(name="yaw", title="turn", unit="of a turn", low=-1, high=1)
     buttons = (Button("run", "run"), Button("jump", "jump"))
-    door = make_door(facts={"actions": ActionSpace(buttons=buttons, axes=(axis,), prompt="none", image="none")})
+    endpoint = make_endpoint(
+        info={"actions": ActionSpace(buttons=buttons, axes=(axis,), prompt="none", image="none")}
+    )
     more: list[object] = ["--prompt", "", "--chunks", 2] if script == "realtime_video.py" else []
     output = tmp_path / ("live.mp4" if more else "walk.npy")
     text = "run*2 run+jump yaw=-0.5*2 -"
-    finished = run(door, "--actions", text, "--output", output, *more, script=script)
+    finished = run(endpoint, "--actions", text, "--output", output, *more, script=script)
     assert finished.returncode == 0, finished.stderr
     turn = ActionFrame(axes={"yaw": -0.5})
     sent = [call.params.actions for call in engine.chunks[:2]]
     assert sent == [[["run"], ["run"], ["run", "jump"]], [turn, turn, []]]
     assert {call.params.prompt for call in engine.chunks} == {None}
-    refused = run(door, "--actions", "fly", "--output", output, *more, script=script)
+    refused = run(endpoint, "--actions", "fly", "--output", output, *more, script=script)
     assert refused.returncode == 1
     assert "this model takes buttons run, jump; axes yaw" in " ".join(refused.stderr.split())
 
 
-def test_a_session_may_be_named_when_it_begins(
-    door: DoorServer, engine: FakeEngine, image: Path, tmp_path: Path
+def test_a_session_may_be_named_when_it_starts(
+    endpoint: EndpointServer, engine: FakeEngine, image: Path, tmp_path: Path
 ) -> None:
     """An image that is given is sent, whoever named the session."""
-    arguments = ("--image", image, "--session-id", "mine", "--keys", "w*3", "--output", tmp_path / "walk.npy")
-    finished = run(door, *arguments)
+    arguments = (
+        "--image",
+        image,
+        "--session-id",
+        "mine",
+        "--keys",
+        "w*3",
+        "--output",
+        tmp_path / "walk.npy",
+    )
+    finished = run(endpoint, *arguments)
     assert finished.returncode == 0, finished.stderr
     assert "image" in engine.chunks[0].arrays
 
 
-def test_an_output_of_another_kind_is_refused_before_anything_is_made(door: DoorServer, image: Path) -> None:
-    finished = run(door, "--image", image, "--keys", "w*3", "--output", "walk.gif")
+def test_an_output_of_another_kind_is_refused_before_anything_is_made(
+    endpoint: EndpointServer, image: Path
+) -> None:
+    finished = run(endpoint, "--image", image, "--keys", "w*3", "--output", "walk.gif")
     assert finished.returncode == 2 and "must end in .mp4 or .npy" in finished.stderr
 
 
-def test_a_refusal_is_one_line_and_status_1(door: DoorServer, engine: FakeEngine, image: Path, tmp_path: Path) -> None:
+def test_a_refusal_is_one_line_and_status_1(
+    endpoint: EndpointServer, engine: FakeEngine, image: Path, tmp_path: Path
+) -> None:
     """The server's own words."""
 
     def fail(params: DiffusionParams) -> None:
         raise RequestFailed("oom", "the device ran out of memory")
 
     engine.fail = fail
-    finished = run(door, "--image", image, "--output", tmp_path / "x.mp4")
+    finished = run(endpoint, "--image", image, "--output", tmp_path / "x.mp4")
     assert finished.returncode == 1
     assert "oom: the device ran out of memory" in finished.stderr
     assert "Traceback" not in finished.stderr
@@ -125,13 +175,15 @@ def test_a_refusal_is_one_line_and_status_1(door: DoorServer, engine: FakeEngine
 
 
 def test_what_went_wrong_is_said_and_no_empty_bar_is_left(
-    door: DoorServer, engine: FakeEngine, image: Path, tmp_path: Path
+    endpoint: EndpointServer, engine: FakeEngine, image: Path, tmp_path: Path
 ) -> None:
     """An unknown session by its name, a start image that is not there by its path."""
-    unknown = run(door, "--session-id", "gone", "--output", tmp_path / "x.mp4")
+    unknown = run(endpoint, "--session-id", "gone", "--output", tmp_path / "x.mp4")
     assert unknown.returncode == 1
     assert "keeps no session 'gone'" in " ".join(unknown.stderr.split())
-    missing = run(door, "--image", tmp_path / "start.png.missing", "--output", tmp_path / "x.mp4")
+    missing = run(
+        endpoint, "--image", tmp_path / "start.png.missing", "--output", tmp_path / "x.mp4"
+    )
     assert missing.returncode == 2
     assert f"there is no file {tmp_path / 'start.png.missing'}" in missing.stderr
     for finished in (unknown, missing):
@@ -140,31 +192,39 @@ def test_what_went_wrong_is_said_and_no_empty_bar_is_left(
 
 
 @pytest.mark.parametrize("script", ["world_camera.py", "realtime_video.py"])
-def test_a_server_that_does_not_answer_is_named(door: DoorServer, image: Path, script: str) -> None:
+def test_a_server_that_does_not_response_is_named(
+    endpoint: EndpointServer, image: Path, script: str
+) -> None:
     """In one line, with what to look at."""
-    nobody = ("--server", "ws://127.0.0.1:9")
-    finished = run(door, *nobody, "--image", image, "--keys", "w*3", "--output", "x.mp4", script=script)
+    no_client = ("--server", "ws://127.0.0.1:9")
+    finished = run(
+        endpoint, *no_client, "--image", image, "--keys", "w*3", "--output", "x.mp4", script=script
+    )
     assert finished.returncode == 1
     (error,) = [line for line in finished.stderr.splitlines() if line.startswith("error:")]
-    assert error == "error: no server answers at ws://127.0.0.1:9 (Connection refused); is it still starting?"
+    assert error == (
+        "error: no server answers at ws://127.0.0.1:9 (Connection refused); is it still starting?"
+    )
 
 
 def test_a_cut_connection_is_taken_up_again(
-    make_door: Callable[..., DoorServer], engine: FakeEngine, image: Path, tmp_path: Path
+    make_endpoint: Callable[..., EndpointServer], engine: FakeEngine, image: Path, tmp_path: Path
 ) -> None:
     """The connection is cut in the middle of the walk; the video is complete all the same."""
-    door = make_door()
+    endpoint = make_endpoint()
     cut = []
 
     def cut_once(params: DiffusionParams) -> None:
         if params.chunk_index == 2 and not cut:
             cut.append(params)
-            for protocol in list(door.server.server_state.connections):
+            for protocol in list(endpoint.server.server_state.connections):
                 protocol.transport.abort()
 
     engine.fail, engine.delay_s = cut_once, 0.1
     output = tmp_path / "walk.npy"
-    finished = run(door, "--image", image, "--keys", "w*15", "--codec", "ndarray_u8", "--output", output)
+    finished = run(
+        endpoint, "--image", image, "--keys", "w*15", "--codec", "ndarray_u8", "--output", output
+    )
     assert finished.returncode == 0, finished.stderr
     assert cut
     assert "connection lost" in finished.stderr
@@ -214,11 +274,17 @@ class Port:
 
 @pytest.mark.parametrize("comes_back", [True, False])
 def test_a_server_that_is_restarted_is_waited_for(
-    make_door: Callable[..., DoorServer], engine: FakeEngine, image: Path, tmp_path: Path, comes_back: bool
+    make_endpoint: Callable[..., EndpointServer],
+    engine: FakeEngine,
+    image: Path,
+    tmp_path: Path,
+    comes_back: bool,
 ) -> None:
-    """Connections are refused meanwhile; the walk goes on where it stopped, or ends with the limit in one line."""
-    door = make_door()
-    front = Port(door.port)
+    """Connections are refused meanwhile; the walk goes on where it stopped, or ends with the
+    limit in one line.
+    """
+    endpoint = make_endpoint()
+    front = Port(endpoint.port)
     gone = []
 
     def restart_once(params: DiffusionParams) -> None:
@@ -231,7 +297,18 @@ def test_a_server_that_is_restarted_is_waited_for(
     engine.fail, engine.delay_s = restart_once, 0.1
     output = tmp_path / "walk.npy"
     where = ("--server", f"ws://127.0.0.1:{front.port}", "--retry-s", 20 if comes_back else 1)
-    finished = run(door, *where, "--image", image, "--keys", "w*15", "--codec", "ndarray_u8", "--output", output)
+    finished = run(
+        endpoint,
+        *where,
+        "--image",
+        image,
+        "--keys",
+        "w*15",
+        "--codec",
+        "ndarray_u8",
+        "--output",
+        output,
+    )
     front.take_away()
     assert gone
     if comes_back:
@@ -244,24 +321,28 @@ def test_a_server_that_is_restarted_is_waited_for(
 
 
 @pytest.mark.parametrize("steering", ["keys", "path"])
-def test_a_walk_goes_on_from_the_checkpoint_of_a_server_that_was_started_again(
-    make_door: Callable[..., DoorServer], engine: FakeEngine, image: Path, tmp_path: Path, steering: str
+def test_a_walk_continues_from_the_checkpoint_of_a_server_that_was_started_again(
+    make_endpoint: Callable[..., EndpointServer],
+    engine: FakeEngine,
+    image: Path,
+    tmp_path: Path,
+    steering: str,
 ) -> None:
-    """The world stands two chunks back and the request is unknown there: what is left is asked for, without the image,
-    and each frame is in the video once."""
-    door = make_door()
+    """The world stands two chunks back and the request is unknown there: what is left is asked for,
+    without the image, and each frame is in the video once."""
+    endpoint = make_endpoint()
     restarted = []
 
     def restart() -> None:
-        (session,) = door.manager.sessions()
-        session.journal.runs.clear()
+        (session,) = endpoint.manager.sessions()
+        session.delivery_log.runs.clear()
         session.next_chunk, session.in_step = 2, True
         engine.worlds[session.engine_id].chunk_index = 2
         restarted.append(len(engine.chunks))
 
     def die_once(params: DiffusionParams) -> None:
         if params.chunk_index == 4 and not restarted:
-            for protocol in list(door.server.server_state.connections):
+            for protocol in list(endpoint.server.server_state.connections):
                 protocol.transport.abort()
             asyncio.get_running_loop().call_later(0.1, restart)
 
@@ -275,7 +356,7 @@ def test_a_walk_goes_on_from_the_checkpoint_of_a_server_that_was_started_again(
         np.save(folder / "poses.npy", poses["poses"])
         np.save(folder / "intrinsics.npy", poses["intrinsics"])
         how = ["--camera-path", str(folder)]
-    finished = run(door, "--image", image, *how, "--codec", "ndarray_u8", "--output", output)
+    finished = run(endpoint, "--image", image, *how, "--codec", "ndarray_u8", "--output", output)
     assert finished.returncode == 0, finished.stderr
     assert "from its checkpoint, chunk 2" in " ".join(finished.stderr.split())
     after = engine.chunks[restarted[0] :]
@@ -288,40 +369,59 @@ LIVE = "realtime_video.py"
 
 
 @pytest.mark.parametrize(
-    "how", [("--format", "jpeg"), ("--format", "delta-gzip"), ("--door", "video")], ids=["jpeg", "delta", "video"]
+    "how",
+    [("--format", "jpeg"), ("--format", "delta-gzip"), ("--door", "video")],
+    ids=["jpeg", "delta", "video"],
 )
 def test_a_live_stream_becomes_a_video(
-    door: DoorServer, engine: FakeEngine, image: Path, tmp_path: Path, how: tuple[str, str]
+    endpoint: EndpointServer, engine: FakeEngine, image: Path, tmp_path: Path, how: tuple[str, str]
 ) -> None:
     """Keys steer it, a prompt switches, every frame is in the file."""
     engine.delay_s = 0.1
     output = tmp_path / "live.mp4"
     switch = ("--switch-prompt", 1, "rain")
     start = run_in_a_new_python if "video" in how else run
-    arguments = ("--image", image, "--keys", "w*2 wl -", "--chunks", 4, *switch, *how, "--output", output)
-    finished = start(door, *arguments, script=LIVE)
+    arguments = (
+        "--image",
+        image,
+        "--keys",
+        "w*2 wl -",
+        "--chunks",
+        4,
+        *switch,
+        *how,
+        "--output",
+        output,
+    )
+    finished = start(endpoint, *arguments, script=LIVE)
     assert finished.returncode == 0, finished.stderr
     frames_THWC, fps = decode_mp4(output.read_bytes())
     assert (frames_THWC.shape[1:], fps) == ((32, 48, 3), 16.0)
     assert np.abs(frames_THWC[:, 16, 24, 0].astype(int) - np.arange(FIRST + 3 * LATER)).max() <= 6
-    assert [call.params.actions for call in engine.chunks][:2] == [[["w"], ["w"], ["w", "l"]], [[], [], []]]
+    assert [call.params.actions for call in engine.chunks][:2] == [
+        [["w"], ["w"], ["w", "l"]],
+        [[], [], []],
+    ]
     assert [call.params.prompt for call in engine.chunks].count("rain") == 1
 
 
-def test_a_live_stream_that_is_refused_is_one_line(door: DoorServer, tmp_path: Path) -> None:
+def test_a_live_stream_that_is_refused_is_one_line(
+    endpoint: EndpointServer, tmp_path: Path
+) -> None:
     """The server's own words, status 1."""
     for how, said in (("generate", "invalid generate request"), ("video", "image_reference")):
-        finished = run(door, "--door", how, "--output", tmp_path / "x.mp4", script=LIVE)
+        finished = run(endpoint, "--door", how, "--output", tmp_path / "x.mp4", script=LIVE)
         assert finished.returncode == 1
         assert said in finished.stderr
         assert "Traceback" not in finished.stderr
 
 
 @pytest.mark.parametrize(
-    ("script", "more"), [("world_camera.py", ("--keys", "w*3")), ("realtime_video.py", ("--chunks", 1))]
+    ("script", "more"),
+    [("world_camera.py", ("--keys", "w*3")), ("realtime_video.py", ("--chunks", 1))],
 )
-def test_a_proxy_in_the_environment_is_not_asked_for_this_machine(
-    door: DoorServer,
+def test_a_proxy_in_the_environment_is_not_requested_for_this_machine(
+    endpoint: EndpointServer,
     image: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -333,5 +433,7 @@ def test_a_proxy_in_the_environment_is_not_asked_for_this_machine(
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    finished = run(door, "--image", image, *more, "--output", tmp_path / "walk.mp4", script=script)
+    finished = run(
+        endpoint, "--image", image, *more, "--output", tmp_path / "walk.mp4", script=script
+    )
     assert finished.returncode == 0, finished.stderr + finished.stdout

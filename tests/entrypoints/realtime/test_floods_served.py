@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One socket that floods a real server: it is closed with its reason, and its neighbours hardly notice."""
+"""One socket that floods a real server: it is closed with its reason, and its neighbours hardly
+notice.
+"""
 
 import contextlib
 import http.client
@@ -11,20 +13,21 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from floods import BINARY_BEGIN, EMPTY_FRAGMENT, FRAGMENT, PING, flood, neighbour
+from floods import EMPTY_FRAGMENT, FRAGMENT, PING, BINARY_Start, flood, neighbour
 from helpers.fake_engine import FIRST, LATER, Client
 from helpers.served import AUTHORIZED, Served
 from helpers.waits import pause, seconds
 from session_calls import call, code_of, request
 from websockets.exceptions import ConnectionClosed
 
-from vllm_omni.entrypoints.flood_delay import DELAY_S
-from vllm_omni.entrypoints.realtime import codec, generate_door
+from vllm_omni.entrypoints.limits.flood_delay import DELAY_S
+from vllm_omni.entrypoints.realtime.connection import codec
+from vllm_omni.entrypoints.realtime.generate import handler
 from vllm_omni.sessions.snapshot import MAX_TABLE_BYTES
 
 HANDSHAKE = "\r\n".join(
     [
-        f"GET {generate_door.PATHS[0]} HTTP/1.1",
+        f"GET {handler.PATHS[0]} HTTP/1.1",
         "Host: x",
         f"Authorization: {AUTHORIZED['Authorization']}",
         "Upgrade: websocket",
@@ -37,13 +40,17 @@ HANDSHAKE = "\r\n".join(
 ).encode()
 
 HELD_MS = 800.0
-"""What a neighbour may wait at most, client and server on two cores that others use; 3.9 to 9.7 s before the budget."""
+"""What a neighbour may wait at most, client and server on two cores that others use; 3.9 to 9.7
+s before the budget.
+"""
 
 
 def shortest_wait_ms(attack: Callable[[], float], tries: int = 3) -> float:
-    """Of up to `tries` attacks, until one is below `HELD_MS`; attack: returns how long its neighbours waited at most.
+    """Of up to `tries` attacks, until one is below `HELD_MS`; attack: returns how long its
+    neighbours waited at most.
 
-    A server that the attack holds is held each time; the processor that another test took for a moment is not.
+    A server that the attack holds is held each time; the processor that another test took for a
+    moment is not.
     """
     waits_ms: list[float] = []
     while len(waits_ms) < tries and min(waits_ms, default=HELD_MS) >= HELD_MS:
@@ -55,8 +62,8 @@ def shortest_wait_ms(attack: Callable[[], float], tries: int = 3) -> float:
 @pytest.mark.parametrize(
     "data",
     [
-        pytest.param(BINARY_BEGIN + FRAGMENT * 1_000_000, id="one-byte fragments"),
-        pytest.param(BINARY_BEGIN + EMPTY_FRAGMENT * 1_000_000, id="empty fragments"),
+        pytest.param(BINARY_Start + FRAGMENT * 1_000_000, id="one-byte fragments"),
+        pytest.param(BINARY_Start + EMPTY_FRAGMENT * 1_000_000, id="empty fragments"),
         pytest.param(PING * 400_000, id="pings"),
     ],
 )
@@ -83,9 +90,11 @@ def opening_s(served: Served, address: str) -> float:
     return time.monotonic() - started_s
 
 
-def test_who_flooded_waits_for_the_next_socket_and_nobody_else_does(served: Served) -> None:
+def test_who_flooded_waits_for_the_next_socket_and_no_one_else_does(served: Served) -> None:
     """However often it comes again, floods of one address take little of the processor."""
-    with socket.create_connection(("127.0.0.1", served.port), source_address=("127.0.0.7", 0)) as raw:
+    with socket.create_connection(
+        ("127.0.0.1", served.port), source_address=("127.0.0.7", 0)
+    ) as raw:
         raw.sendall(HANDSHAKE)
         raw.recv(1024)
         raw.sendall(PING * 10_000)
@@ -100,13 +109,22 @@ def values(count: int) -> bytes:
     """A camera request of so many values that no door can use."""
     rows = [[0.0] * 15] * (count // 16)
     return codec.encode(
-        {"endpoint": "infer", "camera": [rows[start : start + 1000] for start in range(0, len(rows), 1000)]}
+        {
+            "endpoint": "infer",
+            "camera": [rows[start : start + 1000] for start in range(0, len(rows), 1000)],
+        }
     )
 
 
-@pytest.mark.parametrize(("count", "code"), [(260_000, "invalid_msgpack"), (30_000, "rate_limited")])
-def test_messages_of_many_values_end_their_own_socket_only(served: Served, count: int, code: str) -> None:
-    """Eight sockets send them as fast as they may, again a moment after they are closed; a neighbour's chunks go on."""
+@pytest.mark.parametrize(
+    ("count", "code"), [(260_000, "invalid_msgpack"), (30_000, "rate_limited")]
+)
+def test_messages_of_many_values_end_their_own_socket_only(
+    served: Served, count: int, code: str
+) -> None:
+    """Eight sockets send them as fast as they may, again a moment after they are closed; a
+    neighbour's chunks go on.
+    """
     message = values(count)
     stop, ends = threading.Event(), []
 
@@ -115,8 +133,8 @@ def test_messages_of_many_values_end_their_own_socket_only(served: Served, count
             with served.client() as client, contextlib.suppress(ConnectionClosed):
                 for _ in range(40):
                     client.connection.send(message)
-                    answer = client.receive()
-            ends.append((answer["code"], client.connection.protocol.close_rcvd.code))
+                    response = client.receive()
+            ends.append((response["code"], client.connection.protocol.close_rcvd.code))
             stop.wait(0.25)
 
     with served.client() as client:
@@ -131,8 +149,11 @@ def test_messages_of_many_values_end_their_own_socket_only(served: Served, count
         stop.set()
         for thread in threads:
             thread.join(seconds(30))
-        client.ask({"endpoint": "close", "session_id": "neighbour"})
-    print(f"{count} values: a chunk takes {quiet_ms:.0f} ms, under attack {felt_ms:.0f} ms, {len(ends)} sockets closed")
+        client.request({"endpoint": "close", "session_id": "neighbour"})
+    print(
+        f"{count} values: a chunk takes {quiet_ms:.0f} ms, under attack {felt_ms:.0f} ms, "
+        f"{len(ends)} sockets closed"
+    )
     assert set(ends) == {(code, 1008)}
 
 
@@ -173,15 +194,20 @@ def test_a_snapshot_of_a_long_table_is_refused_by_its_first_bytes(served: Served
         for name, value in {**AUTHORIZED, "Content-Length": 96 << 20}.items():
             connection.putheader(name, value)
         connection.endheaders((MAX_TABLE_BYTES + 1).to_bytes(8, "little"))
-        answer = connection.getresponse()
-        assert (answer.status, code_of(answer.read())) == (400, "invalid_snapshot")
+        response = connection.getresponse()
+        assert (response.status, code_of(response.read())) == (400, "invalid_snapshot")
 
 
 def test_a_snapshot_of_a_million_tensors_is_refused_unread(served: Served, snapshot: bytes) -> None:
-    """Neither chunks nor sockets wait for it; so is one whose header is short enough and names too many."""
+    """Neither chunks nor sockets wait for it; so is one whose header is short enough and names
+    too many.
+    """
     empty = {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
     large, small = (
-        with_header(snapshot, lambda table, header, n=count: table.update({f"rank0.{i:x}": empty for i in range(n)}))
+        with_header(
+            snapshot,
+            lambda table, header, n=count: table.update({f"rank0.{i:x}": empty for i in range(n)}),
+        )
         for count in (1_120_000, 40_000)
     )
 
@@ -195,17 +221,19 @@ def test_a_snapshot_of_a_million_tensors_is_refused_unread(served: Served, snaps
         player = threading.Thread(target=play)
         player.start()
         with neighbour(served) as felt:
-            answers = [call(served, "POST", "/v1/sessions", body) for body in (large, small)]
+            responses = [call(served, "POST", "/v1/sessions", body) for body in (large, small)]
         stop.set()
         player.join()
-        assert [(status, code_of(body)) for status, body, _ in answers] == [(400, "invalid_snapshot")] * 2
+        assert [(status, code_of(body)) for status, body, _ in responses] == [
+            (400, "invalid_snapshot")
+        ] * 2
         return max(*chunks_ms, *felt.ping_ms)
 
     with served.client() as client:
         client.send(request(FIRST, session_id="neighbour"))
         client.frames()
         waited_ms = shortest_wait_ms(attack)
-        client.ask({"endpoint": "close", "session_id": "neighbour"})
+        client.request({"endpoint": "close", "session_id": "neighbour"})
     assert waited_ms < HELD_MS
 
 
@@ -222,35 +250,45 @@ def test_a_snapshot_may_hold_what_a_request_may(
     served: Served, snapshot: bytes, field: str, value: Any, code: str
 ) -> None:
     """With the code that the door gives for the same value, wherever in the file it stands."""
-    for place in ("opening", "scalars"):
+    for slot in ("opening", "scalars"):
 
-        def change(table: dict[str, Any], header: dict[str, Any], place: str = place) -> None:
-            (header["opening"] if place == "opening" else header["ranks"][0]["scalars"])[field] = value
+        def change(table: dict[str, Any], header: dict[str, Any], position: str = slot) -> None:
+            (header["opening"] if position == "opening" else header["ranks"][0]["scalars"])[
+                field
+            ] = value
 
         status, body, _ = call(served, "POST", "/v1/sessions", with_header(snapshot, change))
-        assert (status, code_of(body)) == (400, code), place
+        assert (status, code_of(body)) == (400, code), slot
     status, body, _ = call(served, "POST", "/v1/sessions", snapshot)
     assert status == 201
     assert call(served, "DELETE", f"/v1/sessions/{json.loads(body)['id']}")[0] == 204
 
 
-def test_slow_bodies_end_and_block_nobody(served: Served, snapshot: bytes) -> None:
-    """Two uploads of one client and a request for pictures at a byte a second end with 408; snapshots go on."""
+def test_slow_bodies_end_and_block_no_one(served: Served, snapshot: bytes) -> None:
+    """Two uploads of one client and a request for pictures at a byte a second end with 408;
+    snapshots go on.
+    """
     ends: list[tuple[str, int, float]] = []
 
     def drip(method: str, path: str) -> None:
         started_s = time.monotonic()
         connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=seconds(60))
         connection.putrequest(method, path)
-        for name, value in {**AUTHORIZED, "Content-Type": "application/json", "Content-Length": "1000"}.items():
+        for name, value in {
+            **AUTHORIZED,
+            "Content-Type": "application/json",
+            "Content-Length": "1000",
+        }.items():
             connection.putheader(name, value)
         connection.endheaders()
-        answer = threading.Thread(target=lambda: ends.append((path, connection.getresponse().status, 0.0)))
-        answer.start()
-        while answer.is_alive() and time.monotonic() - started_s < seconds(30):
+        response = threading.Thread(
+            target=lambda: ends.append((path, connection.getresponse().status, 0.0))
+        )
+        response.start()
+        while response.is_alive() and time.monotonic() - started_s < seconds(30):
             with contextlib.suppress(OSError):
                 connection.sock.sendall(b"\0")
-            answer.join(1)
+            response.join(1)
         ends[-1] = (*ends[-1][:2], time.monotonic() - started_s)
         connection.close()
 

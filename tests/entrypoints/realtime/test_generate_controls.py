@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How `/v1/realtime_video/generate` is steered, paced and extended. U: unmodified clients depend on it."""
+"""How `/v1/realtime_video/generate` is steered, paced and extended.
+
+U: unmodified clients depend on it.
+"""
 
 import contextlib
 import time
@@ -7,29 +10,29 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from helpers.fake_engine import LATER, DoorServer, FakeEngine
+from helpers.fake_engine import LATER, EndpointServer, FakeEngine
 from helpers.live_clients import HEIGHT, WIDTH, ExtendedClient, GenerateClient, png, webui_unpack
 from helpers.waits import exactly_in_task, pause, wait_until
 from websockets.exceptions import ConnectionClosed
 
-from vllm_omni.entrypoints.realtime import generate_door
-from vllm_omni.entrypoints.realtime.generate_door import PATHS
-from vllm_omni.entrypoints.realtime.generate_frames import FrameMessage
+from vllm_omni.entrypoints.realtime.generate import handler
+from vllm_omni.entrypoints.realtime.generate.frames import FrameMessage
+from vllm_omni.entrypoints.realtime.generate.handler import PATHS
 from vllm_omni.inputs import Lora
 
-MakeDoor = Callable[..., DoorServer]
+MakeEndpoint = Callable[..., EndpointServer]
 INIT = {"type": "init", "prompt": "a path", "size": f"{WIDTH}x{HEIGHT}", "first_frame": png()}
 
 
 @pytest.fixture
-def client(door: DoorServer) -> Iterator[GenerateClient]:
-    with GenerateClient(door.port) as client:
+def client(endpoint: EndpointServer) -> Iterator[GenerateClient]:
+    with GenerateClient(endpoint.port) as client:
         yield client
 
 
 @pytest.fixture
-def extended(door: DoorServer) -> Iterator[ExtendedClient]:
-    with ExtendedClient(door.port) as client:
+def extended(endpoint: EndpointServer) -> Iterator[ExtendedClient]:
+    with ExtendedClient(endpoint.port) as client:
         yield client
 
 
@@ -45,9 +48,13 @@ def test_without_keys_the_camera_rests(client: GenerateClient, engine: FakeEngin
     assert actions(engine) == [[[], [], []], [[], [], []]]
 
 
-def test_a_script_in_init_steers_the_first_chunks(client: GenerateClient, engine: FakeEngine) -> None:
+def test_a_script_in_init_steers_the_first_chunks(
+    client: GenerateClient, engine: FakeEngine
+) -> None:
     """U. Four entries, three a chunk; the rest, then idle. Unknown keys are ignored."""
-    client.init(max_chunks=3, condition_inputs={"camera_actions": [["w"], ["D", "x"], ["a"], ["s"]]})
+    client.init(
+        max_chunks=3, condition_inputs={"camera_actions": [["w"], ["D", "x"], ["a"], ["s"]]}
+    )
     for _ in range(3):
         client.chunk()
     assert actions(engine) == [[["w"], ["d"], ["a"]], [["s"], [], []], [[], [], []]]
@@ -59,9 +66,9 @@ def test_events_act_from_the_next_chunk_on(client: GenerateClient, engine: FakeE
     client.init()
     client.chunk()
     client.state(["w"], event_id=864)
-    told = [client.chunk() for _ in range(3)]
-    assert [chunk.event_id for chunk in told] == [None, 864, 864]
-    assert told[1].stats["event_id"] == 864
+    reported = [client.chunk() for _ in range(3)]
+    assert [chunk.event_id for chunk in reported] == [None, 864, 864]
+    assert reported[1].stats["event_id"] == 864
     client.state(["l"], [], event_id=865)
     client.chunk()
     assert client.chunk().event_id == 865
@@ -69,7 +76,9 @@ def test_events_act_from_the_next_chunk_on(client: GenerateClient, engine: FakeE
     assert [["l"], [], []] in actions(engine)
 
 
-def test_a_prompt_switches_once_and_never_in_chunk_0(client: GenerateClient, engine: FakeEngine) -> None:
+def test_a_prompt_switches_once_and_never_in_chunk_0(
+    client: GenerateClient, engine: FakeEngine
+) -> None:
     """U. The latest of two; the id is not masked by an older key (ours)."""
     engine.delay_s = 0.15
     client.init()
@@ -86,7 +95,9 @@ def test_a_prompt_switches_once_and_never_in_chunk_0(client: GenerateClient, eng
 
 
 def test_adapters_of_init_and_of_an_event(client: GenerateClient, engine: FakeEngine) -> None:
-    """Sent with the chunk from which they act, by name and strength; a malformed list changes nothing."""
+    """Sent with the chunk from which they act, by name and strength; a malformed list changes
+    nothing.
+    """
     engine.delay_s = 0.15
     client.init(lora=[{"name": "ink"}])
     client.chunk()
@@ -111,7 +122,9 @@ def test_a_composite_event_is_all_or_nothing(client: GenerateClient, engine: Fak
     messages = []
     while sum(message["type"] == "chunk_stats" for message in messages) < 4:
         messages.append(client.receive())
-    assert [message["content"] for message in messages if message["type"] == "error"] == ["invalid event"]
+    assert [message["content"] for message in messages if message["type"] == "error"] == [
+        "invalid event"
+    ]
     assert {message.get("event_id") for message in messages} <= {None, 2}
     assert [call.params.prompt for call in engine.chunks].count("rain") == 1
     assert [["w"], [], []] in actions(engine)
@@ -130,7 +143,11 @@ def test_a_composite_event_is_all_or_nothing(client: GenerateClient, engine: Fak
         {"type": "event", "kind": "camera_actions", "payload": [["w"], "w"]},
         {"type": "event", "kind": "camera_actions", "payload": [["w"]] * 513},
         {"type": "event", "kind": "camera_actions", "payload": {"mode": "state"}},
-        {"type": "event", "kind": "camera_actions", "payload": {"mode": "state", "transitions": [["w"]]}},
+        {
+            "type": "event",
+            "kind": "camera_actions",
+            "payload": {"mode": "state", "transitions": [["w"]]},
+        },
         {"type": "event", "kind": "prompt", "payload": "rain", "event_id": -1},
         {"type": "event", "kind": "prompt", "payload": "rain", "event_id": 1 << 32},
         {"type": "event", "kind": "composite_input", "payload": {"input_types": ["prompt"]}},
@@ -138,7 +155,7 @@ def test_a_composite_event_is_all_or_nothing(client: GenerateClient, engine: Fak
         INIT,
     ],
 )
-def test_an_invalid_event_is_one_error_and_the_session_goes_on(
+def test_an_invalid_event_is_one_error_and_the_session_continues(
     client: GenerateClient, engine: FakeEngine, event: Any
 ) -> None:
     """U. Nothing of it applies; extensions that were not asked for do not exist."""
@@ -173,15 +190,19 @@ def test_a_repeated_event_has_no_second_effect(client: GenerateClient, engine: F
 def test_the_next_chunk_is_made_while_this_one_is_sent(
     client: GenerateClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """U. Ten chunks that take 0.1 s to make and as long to send: a second, where one after the other takes two."""
-    sends, took_s = generate_door._Client.deliver, 0.1
+    """U.
 
-    async def send_slowly(self: generate_door._Client, payload: FrameMessage) -> None:
+    Ten chunks that take 0.1 s to make and as long to send: a second, where one after the other
+    takes two.
+    """
+    sends, took_s = handler._Client.deliver, 0.1
+
+    async def send_slowly(self: handler._Client, payload: FrameMessage) -> None:
         if payload.is_first:
             await exactly_in_task(took_s)
         await sends(self, payload)
 
-    monkeypatch.setattr(generate_door._Client, "deliver", send_slowly)
+    monkeypatch.setattr(handler._Client, "deliver", send_slowly)
     engine.delay_s = took_s
     client.init(max_chunks=10)
     client.chunk()
@@ -220,7 +241,11 @@ def test_extensions_are_granted_by_name(extended: ExtendedClient) -> None:
     """The first message says which; unknown ones are left out."""
     extended.init(extensions=["receipts", "ping", "teleport"])
     session = extended.receive()
-    assert (session["type"], session["protocol"], session["granted"]) == ("session", 1, ["receipts", "ping"])
+    assert (session["type"], session["protocol"], session["granted"]) == (
+        "session",
+        1,
+        ["receipts", "ping"],
+    )
     extended.send({"type": "ping", "t": 1.5})
     assert extended.receive()["type"] in ("pong", "frame_batch")
 
@@ -229,7 +254,9 @@ def test_unknown_extensions_change_nothing(client: GenerateClient) -> None:
     """Nothing granted, nothing said."""
     client.init(max_chunks=1, extensions=["teleport"])
     messages = [client.connection.recv() for _ in range(2)]
-    assert [webui_unpack(message)["type"] for message in messages if isinstance(message, bytes)] == [
+    assert [
+        webui_unpack(message)["type"] for message in messages if isinstance(message, bytes)
+    ] == [
         "frame_batch",
         "chunk_stats",
     ]
@@ -250,9 +277,11 @@ def test_receipts_say_what_became_of_an_event(extended: ExtendedClient, engine: 
             acks.append(message)
         elif message["type"] == "chunk_stats":
             chunks.append(message["chunk_index"])
-    told = [(ack["event_id"], ack["status"]) for ack in acks if ack["type"] == "event_ack"]
-    assert told == [(1, "accepted"), (1, "superseded"), (2, "accepted"), (3, "rejected")]
-    assert [(ack["event_id"], ack["chunk_index"]) for ack in acks if ack["type"] == "event_applied"] == [(2, 1)]
+    reported = [(ack["event_id"], ack["status"]) for ack in acks if ack["type"] == "event_ack"]
+    assert reported == [(1, "accepted"), (1, "superseded"), (2, "accepted"), (3, "rejected")]
+    assert [
+        (ack["event_id"], ack["chunk_index"]) for ack in acks if ack["type"] == "event_applied"
+    ] == [(2, 1)]
     (error,) = [ack for ack in acks if ack["type"] == "error"]
     assert (error["code"], error["content"]) == ("invalid_request", "invalid event")
 
@@ -272,7 +301,9 @@ def test_credit_is_what_may_be_made(extended: ExtendedClient, engine: FakeEngine
 
 
 def test_pause_resume_reset_and_stop(extended: ExtendedClient, engine: FakeEngine) -> None:
-    """A paused session costs the engine nothing; reset begins the same world again; stop closes normally."""
+    """A paused session costs the engine nothing; reset begins the same world again; stop closes
+    normally.
+    """
     engine.delay_s = 0.02
     extended.init(extensions=["control"])
     extended.receive()
@@ -298,19 +329,21 @@ def test_pause_resume_reset_and_stop(extended: ExtendedClient, engine: FakeEngin
     assert extended.close_code() == (1000, "stopped by the client")
 
 
-def test_a_paused_session_without_a_word_is_idle(make_door: MakeDoor, engine: FakeEngine) -> None:
+def test_a_paused_session_without_a_word_is_idle(
+    make_endpoint: MakeEndpoint, engine: FakeEngine
+) -> None:
     """It would keep its place for ever."""
-    with ExtendedClient(make_door(idle_timeout_s=0.3).port) as client:
+    with ExtendedClient(make_endpoint(idle_timeout_s=0.3).port) as client:
         client.init(extensions=["credit"])
         client.receive()
         assert client.close_code()[0] == 4010
 
 
-def test_no_compression_is_negotiated(door: DoorServer) -> None:
+def test_no_compression_is_negotiated(endpoint: EndpointServer) -> None:
     """Browsers always offer it; it would cost a core for fifty sessions."""
     from websockets.sync.client import connect
 
-    with connect(f"ws://127.0.0.1:{door.port}{PATHS[0]}") as connection:
+    with connect(f"ws://127.0.0.1:{endpoint.port}{PATHS[0]}") as connection:
         assert connection.response is not None
         assert "Sec-WebSocket-Extensions" not in connection.response.headers
 

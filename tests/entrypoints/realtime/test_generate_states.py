@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages of `/v1/realtime_video/generate` in any order: a model of what must come back, driven by hypothesis."""
+"""Messages of `/v1/realtime_video/generate` in any order: a model of what must come back, driven
+by hypothesis.
+"""
 
 from typing import Any
 
-from helpers.fake_engine import DoorServer, FakeEngine, first_frame_of
+from helpers.fake_engine import EndpointServer, FakeEngine, first_frame_of
 from helpers.live_clients import ExtendedClient
 from helpers.waits import wait_until
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from vllm_omni.entrypoints.realtime.facts import WorldFacts
-from vllm_omni.entrypoints.realtime.limits import DoorLimits
+from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
+from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
 
 KEYS = st.lists(st.sampled_from(["w", "a", "l", "x"]), max_size=3)
 BAD = [
@@ -27,19 +29,20 @@ BAD = [
 class GenerateStates(RuleBasedStateMachine):
     """One connection with credit and receipts, so that chunks come exactly when they are asked for.
 
-    Invariants: chunk and frame numbers are contiguous; each event has one receipt and at most one fate; each mistake
-    one error; the engine holds one world while a session runs and none otherwise.
+    Invariants: chunk and frame numbers are contiguous; each event has one receipt and at most one
+    fate; each mistake one error; the engine holds one world while a session runs and none
+    otherwise.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.engine = FakeEngine()
-        facts = WorldFacts(height=32, width=48, max_sessions=2)
-        self.door = DoorServer(self.engine, DoorLimits(), facts).__enter__()
+        info = StreamInfo(height=32, width=48, max_sessions=2)
+        self.endpoint = EndpointServer(self.engine, EndpointLimits(), info).__enter__()
         self.connect()
 
     def connect(self) -> None:
-        self.client = ExtendedClient(self.door.port)
+        self.client = ExtendedClient(self.endpoint.port)
         self.running = False
         self.next_chunk = 0
         self.next_event = 1
@@ -48,7 +51,7 @@ class GenerateStates(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.client.__exit__()
-        self.door.__exit__()
+        self.endpoint.__exit__()
 
     def receive(self, kind: str) -> dict[str, Any]:
         message = self.client.receive()
@@ -57,11 +60,11 @@ class GenerateStates(RuleBasedStateMachine):
 
     @initialize()
     def start(self) -> None:
-        self.begin()
+        self.start_now()
 
     @precondition(lambda self: not self.running)
     @rule()
-    def begin(self) -> None:
+    def start_now(self) -> None:
         """A valid init starts a session."""
         self.client.init(extensions=["credit", "receipts", "control", "ping"])
         self.receive("session")
@@ -80,7 +83,9 @@ class GenerateStates(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(count=st.integers(1, 3))
     def chunks(self, count: int) -> None:
-        """As many chunks as credit was given, in order, each with its frames; events act in them."""
+        """As many chunks as credit was given, in order, each with its frames; events act in
+        them.
+        """
         self.client.send({"type": "credit", "chunks": count})
         wanted = self.next_chunk + count
         while self.next_chunk < wanted:
@@ -101,12 +106,22 @@ class GenerateStates(RuleBasedStateMachine):
         self.applied.add(message["event_id"])
 
     @precondition(lambda self: self.running)
-    @rule(held=st.lists(KEYS, max_size=3), script=st.booleans(), prompt=st.sampled_from([None, "rain", "snow"]))
+    @rule(
+        held=st.lists(KEYS, max_size=3),
+        script=st.booleans(),
+        prompt=st.sampled_from([None, "rain", "snow"]),
+    )
     def event(self, held: list[list[str]], script: bool, prompt: str | None) -> None:
         """Accepted; what it replaces before that acted is superseded, once."""
-        keys: Any = held if script else {"mode": "state", "transitions": [{"actions": one} for one in held]}
+        keys: Any = (
+            held if script else {"mode": "state", "transitions": [{"actions": one} for one in held]}
+        )
         if prompt is not None:
-            keys = {"input_types": ["prompt", "camera_actions"], "prompt": prompt, "camera_actions": keys}
+            keys = {
+                "input_types": ["prompt", "camera_actions"],
+                "prompt": prompt,
+                "camera_actions": keys,
+            }
         kind = "camera_actions" if prompt is None else "composite_input"
         self.client.event(kind, keys, self.next_event)
         while True:
@@ -158,13 +173,13 @@ class GenerateStates(RuleBasedStateMachine):
     def the_engine_agrees(self) -> None:
         """One world for a session that has begun, and nothing runs between chunks."""
         if hasattr(self, "client"):
-            begun = int(self.running and self.next_chunk > 0)
-            wait_until(lambda: len(self.engine.worlds) == begun and not self.engine.running)
-            wait_until(lambda: len(self.door.manager) == int(self.running))
-            if begun:
+            started = int(self.running and self.next_chunk > 0)
+            wait_until(lambda: len(self.engine.worlds) == started and not self.engine.running)
+            wait_until(lambda: len(self.endpoint.manager) == int(self.running))
+            if started:
                 (world,) = self.engine.worlds.values()
                 assert world.chunk_index == self.next_chunk
-            wait_until(lambda: self.door.manager.held_bytes == 0)
+            wait_until(lambda: self.endpoint.manager.held_bytes == 0)
 
 
 GenerateStates.TestCase.settings = settings(max_examples=20, stateful_step_count=25, deadline=None)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The streaming doors behind the real thing: `vllm serve --omni` as a subprocess, its engine, its API key."""
+"""The streaming doors behind the real thing: `vllm serve --omni` as a subprocess, its engine,
+its API key.
+"""
 
 import base64
 import contextlib
@@ -16,28 +18,34 @@ from helpers.waits import pause, wait_until
 from test_live_faults import vanish
 from websockets.exceptions import InvalidStatus
 
-from vllm_omni.entrypoints.media import decode_mp4
+from vllm_omni.entrypoints.media.mp4 import decode_mp4
 
 
 @contextlib.contextmanager
 def generating(served: Served, **fields: Any) -> Iterator[GenerateClient]:
     with GenerateClient(served.port, additional_headers=AUTHORIZED) as client:
-        client.init(**{"size": f"{WIDTH}x{HEIGHT}", "first_frame": png(WIDTH, HEIGHT), "seed": 3, **fields})
+        client.init(
+            **{"size": f"{WIDTH}x{HEIGHT}", "first_frame": png(WIDTH, HEIGHT), "seed": 3, **fields}
+        )
         yield client
 
 
 def signatures(client: GenerateClient, count: int) -> list[int]:
-    """What the null world paints of each chunk's content into its first pixel; frame numbers are checked on the way."""
+    """What the null world paints of each chunk's content into its first pixel; frame numbers are
+    checked on the way.
+    """
     found: list[int] = []
     for index in range(count):
         frames_THWC = client.chunk(60).frames()
         first = 0 if index == 0 else FIRST + LATER * (index - 1)
-        np.testing.assert_array_equal(frames_THWC[:, 5, 5, 0], (first + np.arange(len(frames_THWC))) % 256)
+        np.testing.assert_array_equal(
+            frames_THWC[:, 5, 5, 0], (first + np.arange(len(frames_THWC))) % 256
+        )
         found.append(int(frames_THWC[0, 0, 0, 1]))
     return found
 
 
-def test_the_api_key_guards_both_doors(served: Served) -> None:
+def test_the_api_key_guards_both_endpoints(served: Served) -> None:
     """401 before the upgrade."""
     for client in (GenerateClient, VideoClient):
         with pytest.raises(InvalidStatus) as refused:
@@ -65,7 +73,9 @@ def test_a_stream_is_reproducible_and_a_prompt_changes_it(served: Served) -> Non
 
 
 def test_as_many_sessions_as_the_engine_has_room_for(served: Served) -> None:
-    """Three side by side; the fourth is refused; when one vanishes in mid-stream its room is free again."""
+    """Three side by side; the fourth is refused; when one vanishes in mid-stream its room is
+    free again.
+    """
     with contextlib.ExitStack() as stack:
         slow = {"realtime_output_pacing": True, "fps": 24}
         clients = [stack.enter_context(generating(served, **slow)) for _ in range(MAX_SESSIONS)]
@@ -87,7 +97,12 @@ def test_as_many_sessions_as_the_engine_has_room_for(served: Served) -> None:
 def test_fragments_of_a_real_stream_are_a_video(served: Served) -> None:
     """JSON in, fragmented MP4 out, through the real engine; stop ends it."""
     image = "data:image/png;base64," + base64.b64encode(png(WIDTH, HEIGHT)).decode()
-    start = {"type": "session.start", "prompt": "a path", "image_reference": {"image_url": image}, "seed": 3}
+    start = {
+        "type": "session.start",
+        "prompt": "a path",
+        "image_reference": {"image_url": image},
+        "seed": 3,
+    }
     with VideoClient(served.port, additional_headers=AUTHORIZED) as client:
         client.send({**start, "num_frames": FIRST + 2 * LATER})
         assert client.receive(60)["type"] == "video.start"

@@ -29,7 +29,9 @@ report({{"latencies_ms": [0.25] * {NUM_LATENCIES}}})
 def test_a_signal_does_not_cut_the_result() -> None:
     """It exceeds the pipe, is written without a buffer, and the write is interrupted."""
     environ = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(BENCHMARKS)}
-    with subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE, env=environ) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD], stdout=subprocess.PIPE, env=environ
+    ) as child:
         assert child.stdout is not None
         pipe = child.stdout.fileno()
         waiting = array.array("i", [0])

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator relies on, at a real `vllm serve --omni`: ids in lines and answers, spans, quotas, a quiet start.
+"""What an operator relies on, at a real `vllm serve --omni`: ids in lines and answers, spans,
+quotas, a quiet start.
 
-The shared server logs text; `operated` logs JSON, exports spans to a collector that runs here and has quotas.
+The shared server logs text; `operated` logs JSON, exports spans to a collector that runs here and
+has quotas.
 """
 
 import hashlib
@@ -37,15 +39,26 @@ def collector() -> Iterator[Collector]:
 
 
 @pytest.fixture(scope="module")
-def operated(null_world: Path, tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Served]:
+def operated(
+    null_world: Path, tmp_path_factory: pytest.TempPathFactory, collector: Collector
+) -> Iterator[Served]:
     """A server with two keys, one of them with a small quota."""
     folder = tmp_path_factory.mktemp("operated")
     quotas = folder / "quotas.toml"
     digest = hashlib.sha256(SMALL_KEY.encode()).hexdigest()
     quotas.write_text(f'[keys.small]\nsha256 = "{digest}"\nsessions = 1\nchunks_per_minute = 3\n')
     omni = {"height": HEIGHT, "width": WIDTH, "max_sessions": MAX_SESSIONS, "quotas": str(quotas)}
-    flags = ["--additional-config", json.dumps({"omni": omni}), "--logging-config.formatter", "json"]
-    flags += ["--otlp-traces-endpoint", f"http://127.0.0.1:{collector.port}", "--enable-request-id-headers"]
+    flags = [
+        "--additional-config",
+        json.dumps({"omni": omni}),
+        "--logging-config.formatter",
+        "json",
+    ]
+    flags += [
+        "--otlp-traces-endpoint",
+        f"http://127.0.0.1:{collector.port}",
+        "--enable-request-id-headers",
+    ]
     flags += ["--api-key", KEY, SMALL_KEY]
     variables = {"VLLM_OMNI_IDLE_TIMEOUT_S": "120", "OTEL_BSP_SCHEDULE_DELAY": "200"}
     variables |= {"VLLM_LOGGING_LEVEL": "INFO"}
@@ -60,13 +73,13 @@ def operated(null_world: Path, tmp_path_factory: pytest.TempPathFactory, collect
 def get(server: Served, path: str, **headers: str) -> http.client.HTTPResponse:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=seconds(20))
     connection.request("GET", path, headers=headers)
-    answer = connection.getresponse()
-    answer.read()
-    return answer
+    response = connection.getresponse()
+    response.read()
+    return response
 
 
-def ids(answer: http.client.HTTPResponse) -> list[str]:
-    return [value for name, value in answer.getheaders() if name.lower() == "x-request-id"]
+def ids(response: http.client.HTTPResponse) -> list[str]:
+    return [value for name, value in response.getheaders() if name.lower() == "x-request-id"]
 
 
 def walk(server: Served, session_id: str, headers: dict[str, str], num_chunks: int = 2) -> None:
@@ -75,20 +88,22 @@ def walk(server: Served, session_id: str, headers: dict[str, str], num_chunks: i
         for number in range(num_chunks):
             client.send(request(LATER if number else FIRST, session_id=session_id))
             client.frames()
-        client.ask({"endpoint": "close", "session_id": session_id, "protocol_version": 1})
+        client.request({"endpoint": "close", "session_id": session_id, "protocol_version": 1})
 
 
-# -- ids ---------------------------------------------------------------------------------------------------------------
+# -- ids -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["served", "operated"])
-def test_every_http_answer_carries_one_request_id(kind: str, request: pytest.FixtureRequest) -> None:
-    """The client's own if it brought one; also where there is no route, no key or no page, and beside vLLM's own flag
-    for it, which `operated` has."""
+def test_every_http_response_carries_one_request_id(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
+    """The client's own if it brought one; also where there is no route, no key or no page, and
+    beside vLLM's own flag for it, which `operated` has."""
     server: Served = request.getfixturevalue(kind)
     for path, status in (("/health", 200), ("/v1/models", 401), ("/v1/nothing", 401), ("/", 307)):
-        answer = get(server, path, **{"X-Request-Id": "mine-1"})
-        assert (answer.status, ids(answer)) == (status, ["mine-1"])
+        response = get(server, path, **{"X-Request-Id": "mine-1"})
+        assert (response.status, ids(response)) == (status, ["mine-1"])
         (made,) = ids(get(server, path))
         assert len(made) == 32
     assert get(server, "/v1/nothing", **AUTHORIZED).status == 404
@@ -97,10 +112,16 @@ def test_every_http_answer_carries_one_request_id(kind: str, request: pytest.Fix
 
 
 def test_a_handshake_carries_the_request_id_whether_it_succeeds_or_not(served: Served) -> None:
-    url, mine = f"ws://127.0.0.1:{served.port}/v1/realtime/world/camera", {"X-Request-Id": "shake-1"}
+    url, mine = (
+        f"ws://127.0.0.1:{served.port}/v1/realtime/world/camera",
+        {"X-Request-Id": "shake-1"},
+    )
     with connect(url, additional_headers={**AUTHORIZED, **mine}) as socket:
         assert socket.response is not None and socket.response.headers["X-Request-Id"] == "shake-1"
-    for headers, status in (({}, 401), ({**AUTHORIZED, "Origin": "https://elsewhere.example"}, 403)):
+    for headers, status in (
+        ({}, 401),
+        ({**AUTHORIZED, "Origin": "https://elsewhere.example"}, 403),
+    ):
         with pytest.raises(InvalidStatus) as refused:
             connect(url, additional_headers={**headers, **mine})
         assert refused.value.response.status_code == status
@@ -116,10 +137,15 @@ def test_every_line_of_a_session_names_it_and_the_request(served: Served) -> Non
     own = [
         line
         for line in lines
-        if any(word in line for word in ("session_opened", "session_closed", "realtime/world/camera ended"))
+        if any(
+            word in line
+            for word in ("session_opened", "session_closed", "realtime/world/camera ended")
+        )
     ]
     assert len(own) == 3
-    assert all(line.endswith(" request_id=logged-request session_id=logged-session") for line in own), own
+    assert all(
+        line.endswith(" request_id=logged-request session_id=logged-session") for line in own
+    ), own
     (handshake,) = [line for line in lines if '"WebSocket /v1' in line]
     assert handshake.endswith(" request_id=logged-request")
 
@@ -136,75 +162,115 @@ def test_json_lines_have_the_ids_as_fields(operated: Served) -> None:
     ]
     assert [line["session_id"] for line in own] == ["json-session"] * 3
     assert [line["request_id"] for line in own] == ["json-request"] * 3
-    others = [line for line in found if line["name"] == "uvicorn.access" or "WebSocket" in line["message"]]
+    others = [
+        line for line in found if line["name"] == "uvicorn.access" or "WebSocket" in line["message"]
+    ]
     assert others and all(line["request_id"] == "json-request" for line in others)
 
 
-# -- spans -------------------------------------------------------------------------------------------------------------
+# -- spans -----------------------------------------------------------------------------------------
 
 
-def test_spans_of_a_session_hang_below_the_callers_trace(operated: Served, collector: Collector) -> None:
-    """A session of two chunks: every span is there once a chunk, below the right parent, inside its parent's time."""
+def test_spans_of_a_session_hang_below_the_callers_trace(
+    operated: Served, collector: Collector
+) -> None:
+    """A session of two chunks: every span is there once a chunk, below the right parent, inside
+    its parent's time.
+    """
     walk(operated, "traced", {**AUTHORIZED, "traceparent": f"00-{TRACE_ID}-{CALLER_SPAN}-01"})
     wait_until(lambda: any(span.name == "session" for span in collector.spans(TRACE_ID)), 20)
-    wait_until(lambda: sum(span.name == "llm_request" for span in collector.spans(TRACE_ID)) == 3, 20)
+    wait_until(
+        lambda: sum(span.name == "llm_request" for span in collector.spans(TRACE_ID)) == 3, 20
+    )
     spans = collector.spans(TRACE_ID)
     (session,) = [span for span in spans if span.name == "session"]
     assert session.parent_span_id.hex() == CALLER_SPAN
-    facts = {item.key: item.value.string_value for item in session.attributes}
-    assert facts["omni.session_id"] == "traced" and facts["omni.endpoint"] == "realtime/world/camera"
-    assert len(facts["omni.request_id"]) == 32
+    info = {item.key: item.value.string_value for item in session.attributes}
+    assert info["omni.session_id"] == "traced" and info["omni.endpoint"] == "realtime/world/camera"
+    assert len(info["omni.request_id"]) == 32
     chunks = [span for span in spans if span.name == "chunk"]
     assert len(chunks) == 2
     for chunk in chunks:
         assert chunk.parent_span_id == session.span_id
         below = {span.name: span for span in spans if span.parent_span_id == chunk.span_id}
-        assert {"queue", "encode", "denoise", "decode", "render", "transport", "llm_request"} == set(below)
+        assert {
+            "queue",
+            "encode",
+            "denoise",
+            "decode",
+            "render",
+            "transport",
+            "llm_request",
+        } == set(below)
         for name in ("queue", "encode", "denoise", "decode"):
             stage = below[name]
-            assert chunk.start_time_unix_nano <= stage.start_time_unix_nano <= stage.end_time_unix_nano
+            assert (
+                chunk.start_time_unix_nano <= stage.start_time_unix_nano <= stage.end_time_unix_nano
+            )
             assert stage.end_time_unix_nano <= below["render"].start_time_unix_nano
-        assert below["render"].end_time_unix_nano <= chunk.end_time_unix_nano <= session.end_time_unix_nano
-    assert [span.name for span in spans if span.parent_span_id == session.span_id and span not in chunks] == [
+        assert (
+            below["render"].end_time_unix_nano
+            <= chunk.end_time_unix_nano
+            <= session.end_time_unix_nano
+        )
+    assert [
+        span.name for span in spans if span.parent_span_id == session.span_id and span not in chunks
+    ] == [
         "llm_request"  # the engine's close of the world
     ]
-    numbers = [item.value.int_value for chunk in chunks for item in chunk.attributes if item.key == "omni.chunk_index"]
+    numbers = [
+        item.value.int_value
+        for chunk in chunks
+        for item in chunk.attributes
+        if item.key == "omni.chunk_index"
+    ]
     assert sorted(numbers) == [0, 1]
 
 
 def test_without_a_collector_no_line_is_lost_to_tracing(served: Served) -> None:
     """A `traceparent` at a server without tracing is no error and no warning."""
     before = len(served.log)
-    walk(served, "untraced", {**AUTHORIZED, "traceparent": f"00-{TRACE_ID}-{CALLER_SPAN}-01"}, num_chunks=1)
+    walk(
+        served,
+        "untraced",
+        {**AUTHORIZED, "traceparent": f"00-{TRACE_ID}-{CALLER_SPAN}-01"},
+        num_chunks=1,
+    )
     assert "tracing" not in served.log[before:].lower()
 
 
-# -- quotas ------------------------------------------------------------------------------------------------------------
+# -- quotas ----------------------------------------------------------------------------------------
 
 
 def test_a_key_beyond_its_quota_is_refused_at_the_socket_and_over_http(operated: Served) -> None:
-    """Two sessions at once, a fourth chunk, an HTTP request: typed, with a time; others are not touched; metrics count
-    it under the key's name; no key is in the log."""
+    """Two sessions at once, a fourth chunk, an HTTP request: typed, with a time; others are not
+    touched; metrics count it under the key's name; no key is in the log."""
     with operated.client(**SMALL) as client:
         client.send(request(FIRST, session_id="small"))
         client.frames()
-        error = client.ask(request(FIRST, session_id="second"))
-        assert (error["code"], error["quota"], error["retryable"]) == ("quota_exceeded", "sessions", True)
+        error = client.request(request(FIRST, session_id="second"))
+        assert (error["code"], error["quota"], error["retryable"]) == (
+            "quota_exceeded",
+            "sessions",
+            True,
+        )
         client.send(request(2 * LATER, session_id="small"))
         client.frames()
-        error = client.ask(request(LATER, session_id="small"))
+        error = client.request(request(LATER, session_id="small"))
         assert (error["code"], error["quota"]) == ("quota_exceeded", "chunks")
         assert 0 < error["retry_after_ms"] <= 20_000  # three a minute
         connection = http.client.HTTPConnection("127.0.0.1", operated.port, timeout=seconds(20))
         body = json.dumps({"prompt": "a path"})
-        connection.request("POST", "/v1/images/generations", body, {**SMALL, "Content-Type": "application/json"})
-        answer = connection.getresponse()
-        error = msgspec.json.decode(answer.read())["error"]
-        assert (answer.status, error["code"]) == (429, "quota_exceeded")
-        assert 0 < int(answer.headers["Retry-After"]) <= 20
+        connection.request(
+            "POST", "/v1/images/generations", body, {**SMALL, "Content-Type": "application/json"}
+        )
+        response = connection.getresponse()
+        error = msgspec.json.decode(response.read())["error"]
+        assert (response.status, error["code"]) == (429, "quota_exceeded")
+        assert 0 < int(response.headers["Retry-After"]) <= 20
         walk(operated, "free", AUTHORIZED)
         page = metrics(operated)
-        client.ask({"endpoint": "close", "session_id": "small", "protocol_version": 1})
+        client.request({"endpoint": "close", "session_id": "small", "protocol_version": 1})
     assert 'omni_quota_refusals_total{key="small",quota="sessions"} 1.0' in page
     assert 'omni_quota_refusals_total{key="small",quota="chunks"} 2.0' in page
     assert 'omni_quota_chunks_total{key="small"} 3.0' in page
@@ -237,7 +303,11 @@ def unknown_names(expression: str, known: dict[str, set[str]]) -> list[str]:
     for name, selector in selectors:
         labels = re.findall(r"(\w+)\s*(?:=~|!=|!~|=)", selector)
         missing += [name] if name not in known else []
-        missing += [f"{name}{{{label}}}" for label in labels if label not in known.get(name, set()) | TARGET_LABELS]
+        missing += [
+            f"{name}{{{label}}}"
+            for label in labels
+            if label not in known.get(name, set()) | TARGET_LABELS
+        ]
     for grouped in re.findall(r"\b(?:by|ignoring|on) \(([^)]*)\)", expression):
         for label in re.split(r",\s*", grouped):
             if not any(label in known.get(name, set()) | TARGET_LABELS for name, _ in selectors):
@@ -246,27 +316,41 @@ def unknown_names(expression: str, known: dict[str, set[str]]) -> list[str]:
 
 
 def test_rules_and_dashboard_name_what_the_server_exports(operated: Served) -> None:
-    """After chunks that failed and came late, a refusal and a video job, each metric and label of theirs is there."""
+    """After chunks that failed and came late, a refusal and a video job, each metric and label
+    of theirs is there.
+    """
     with operated.client(**AUTHORIZED, **{"X-Request-Id": "engine-line"}) as client:
-        failed = client.ask(request(FIRST, session_id="failing", options={"fail_in": "denoise"}))
+        failed = client.request(
+            request(FIRST, session_id="failing", options={"fail_in": "denoise"})
+        )
         assert failed["code"] == "engine_error"
     (trace,) = [line for line in operated.log.splitlines() if "injected failure" in line]
     assert "-engine-line-failing-" in json.loads(trace)["message"]  # the worker's line has both ids
     with operated.client(**AUTHORIZED) as client:
-        client.send(request(FIRST + LATER, session_id="late", options={"steps": 2, "step_ms": 400.0}))
+        client.send(
+            request(FIRST + LATER, session_id="late", options={"steps": 2, "step_ms": 400.0})
+        )
         client.frames()
     with operated.client(**SMALL) as client:
-        answers = [client.ask(request(FIRST, session_id=f"asking-{number}")) for number in range(2)]
-        assert answers[-1]["code"] == "quota_exceeded"
-        client.ask({"endpoint": "close", "session_id": "asking-0", "protocol_version": 1})
+        responses = [
+            client.request(request(FIRST, session_id=f"asking-{number}")) for number in range(2)
+        ]
+        assert responses[-1]["code"] == "quota_exceeded"
+        client.request({"endpoint": "close", "session_id": "asking-0", "protocol_version": 1})
     body = json.dumps({"prompt": "a path", "num_frames": FIRST}).encode()
-    status, made, _ = call(operated, "POST", "/v1/videos", body, {**AUTHORIZED, "Content-Type": "application/json"})
+    status, made, _ = call(
+        operated, "POST", "/v1/videos", body, {**AUTHORIZED, "Content-Type": "application/json"}
+    )
     assert status == 200, made
     path = f"/v1/videos/{json.loads(made)['id']}"
     wait_until(lambda: json.loads(call(operated, "GET", path)[1])["progress"] == 100)
-    known, asked = exported(metrics(operated)), list(expressions())
-    assert len(asked) > 30
-    assert [(expression, missing) for expression in asked if (missing := unknown_names(expression, known))] == []
+    known, requested = exported(metrics(operated)), list(expressions())
+    assert len(requested) > 30
+    assert [
+        (expression, missing)
+        for expression in requested
+        if (missing := unknown_names(expression, known))
+    ] == []
     assert unknown_names('sum by (colour) (omni_rt_sessions{place="x"}) / omni_nothing', known) == [
         "omni_rt_sessions{place}",
         "omni_nothing",
@@ -280,12 +364,12 @@ def metrics(server: Served) -> str:
     return connection.getresponse().read().decode()
 
 
-# -- the start ---------------------------------------------------------------------------------------------------------
+# -- the start -------------------------------------------------------------------------------------
 
 
 def test_the_start_is_quiet(operated: Served) -> None:
-    """No traceback, no warning of a variable that the server knows, no line for each route; and none of a handshake
-    that was refused. What must be seen is."""
+    """No traceback, no warning of a variable that the server knows, no line for each route; and
+    none of a handshake that was refused. What must be seen is."""
     url = f"ws://127.0.0.1:{operated.port}/v1/realtime/world/camera"
     for headers in ({}, {**AUTHORIZED, "Origin": "https://elsewhere.example"}):
         with pytest.raises(InvalidStatus):
@@ -300,6 +384,6 @@ def test_the_start_is_quiet(operated: Served) -> None:
 
 
 def test_the_root_leads_to_the_page(served: Served) -> None:
-    answer = get(served, "/")
-    assert (answer.status, answer.headers["Location"]) == (307, "omni/")
+    response = get(served, "/")
+    assert (response.status, response.headers["Location"]) == (307, "omni/")
     assert get(served, "/omni/").status == 200

@@ -6,13 +6,19 @@ import math
 import numpy as np
 import pytest
 
-from vllm_omni.entrypoints.realtime.camera import CameraPath
-from vllm_omni.entrypoints.realtime.pose_track import Command, PoseTrack, unit_quaternion
+from vllm_omni.entrypoints.realtime.controls.camera import CameraPath
+from vllm_omni.entrypoints.realtime.controls.pose_track import Command, PoseTrack, unit_quaternion
 
 INTRINSICS = [40.0, 40.0, 24.0, 16.0]
 
 
-def command(event_id: str, mode: str = "target", move: tuple = (0, 0, 0), turn: tuple = (0, 0, 0, 1), chunks: int = 1):
+def command(
+    event_id: str,
+    mode: str = "target",
+    move: tuple = (0, 0, 0),
+    turn: tuple = (0, 0, 0, 1),
+    chunks: int = 1,
+):
     return Command(event_id, mode, np.array(move, float), unit_quaternion(turn), chunks)
 
 
@@ -29,7 +35,9 @@ def test_without_a_command_the_camera_rests() -> None:
 
 
 def test_a_target_is_reached_evenly() -> None:
-    """Over one chunk: the last pose is the target, steps between pixel frames are equal. y up becomes y down."""
+    """Over one chunk: the last pose is the target, steps between pixel frames are equal. y up
+    becomes y down.
+    """
     track = PoseTrack()
     track.sample(9, 3)
     track.push(command("t", move=(0, 1.2, 2.4)))
@@ -43,9 +51,14 @@ def test_a_target_may_take_several_chunks() -> None:
     """It is active until it has arrived."""
     track = PoseTrack()
     track.push(command("t", turn=about_y(90), chunks=2))
-    first, begun = track.sample(9, 3)
+    first, started = track.sample(9, 3)
     second, ended = track.sample(12, 3)
-    assert (begun.active, begun.completed, ended.active, ended.completed) == (("t",), (), (), ("t",))
+    assert (started.active, started.completed, ended.active, ended.completed) == (
+        ("t",),
+        (),
+        (),
+        ("t",),
+    )
     angle = np.degrees(np.arctan2(second[-1, 0, 2], second[-1, 2, 2]))
     assert angle == pytest.approx(90, abs=1e-4)
     assert np.degrees(np.arctan2(first[-1, 0, 2], first[-1, 2, 2])) == pytest.approx(45, abs=1e-4)
@@ -64,7 +77,9 @@ def test_a_velocity_is_a_step_per_latent_frame_until_replaced() -> None:
 
 
 def test_sixty_small_turns_make_a_circle() -> None:
-    """6 degrees sixty times is the identity again within 1e-3; every pose passes the check that clients' poses pass."""
+    """6 degrees sixty times is the identity again within 1e-3; every pose passes the check that
+    clients' poses pass.
+    """
     track = PoseTrack()
     track.push(command("v", "velocity", turn=about_y(6)))
     for number in range(20):
@@ -84,7 +99,9 @@ def test_only_the_last_of_many_commands_acts() -> None:
     assert progress.completed == progress.started
 
 
-@pytest.mark.parametrize("values", [(0, 0, 0, 0), (1e-9, 0, 0, 0), (math.nan, 0, 0, 1), (math.inf, 0, 0, 1)])
+@pytest.mark.parametrize(
+    "values", [(0, 0, 0, 0), (1e-9, 0, 0, 0), (math.nan, 0, 0, 1), (math.inf, 0, 0, 1)]
+)
 def test_a_rotation_needs_a_direction(values: tuple[float, ...]) -> None:
     """Zero and not-a-number are refused."""
     with pytest.raises(ValueError, match="quaternion"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages: any decoded value is a message or a `DoorError`, never a surprise."""
+"""Messages: any decoded value is a message or a `EndpointError`, never a surprise."""
 
 import random
 import re
@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_codec import MESSAGES, SEEDS, mutated
 
-from vllm_omni.entrypoints.realtime import protocol
-from vllm_omni.entrypoints.realtime.codec import CodecError, Dialect, decode, encode
-from vllm_omni.entrypoints.realtime.errors import DoorError
-from vllm_omni.entrypoints.realtime.limits import DoorLimits
-from vllm_omni.entrypoints.realtime.session import new_session_id
+from vllm_omni.entrypoints.errors import EndpointError
+from vllm_omni.entrypoints.realtime.connection.codec import CodecError, Dialect, decode, encode
+from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
+from vllm_omni.entrypoints.realtime.sessions.session import new_session_id
+from vllm_omni.entrypoints.realtime.world_camera import protocol
 
-LIMITS = DoorLimits()
+LIMITS = EndpointLimits()
 CODES = {
     "invalid_request",
     "unknown_endpoint",
@@ -31,12 +31,12 @@ CODES = {
 
 def understand(value: object) -> None:
     """What the door does with a decoded value before it looks for a session."""
-    refusal: DoorError | None = None
+    refusal: EndpointError | None = None
     try:
         message = protocol.parse(value, LIMITS)
         if isinstance(message, protocol.Infer):
             message.camera_path(max_poses=100, size=(832, 480))
-    except DoorError as error:
+    except EndpointError as error:
         refusal = error
     if refusal is not None:
         assert refusal.code in CODES
@@ -45,16 +45,24 @@ def understand(value: object) -> None:
 
 def test_whole_floats_are_integers() -> None:
     """JavaScript sends 100000.0 where it means 100000; fractions are refused."""
-    message = protocol.parse(infer(extra_body={"seed": 100000.0, "height": 32.0, "fps": 16}), LIMITS)
+    message = protocol.parse(
+        infer(extra_body={"seed": 100000.0, "height": 32.0, "fps": 16}), LIMITS
+    )
     assert isinstance(message, protocol.Infer)
-    assert (message.extra_body.seed, message.extra_body.height, message.extra_body.fps) == (100000, 32, 16.0)
-    with pytest.raises(DoorError, match="invalid_request"):
+    assert (message.extra_body.seed, message.extra_body.height, message.extra_body.fps) == (
+        100000,
+        32,
+        16.0,
+    )
+    with pytest.raises(EndpointError, match="invalid_request"):
         protocol.parse(infer(extra_body={"seed": 1.5}), LIMITS)
 
 
 def test_unknown_keys_are_ignored_and_null_is_absent() -> None:
     """Other clients of this protocol send keys of their own, and null for what they do not set."""
-    message = protocol.parse(infer(robot="arm", session_id=None, extra_body={"session_id": None, "zoom": 3}), LIMITS)
+    message = protocol.parse(
+        infer(robot="arm", session_id=None, extra_body={"session_id": None, "zoom": 3}), LIMITS
+    )
     assert message.session_id is None
 
 
@@ -80,24 +88,35 @@ def test_session_ids_are_unguessable_and_legal() -> None:
         protocol.parse({"endpoint": "ping", "session_id": session_id}, LIMITS)
 
 
-@given(MESSAGES | st.dictionaries(st.sampled_from(list(infer())), st.integers() | st.text() | st.lists(st.integers())))
+@given(
+    MESSAGES
+    | st.dictionaries(
+        st.sampled_from(list(infer())), st.integers() | st.text() | st.lists(st.integers())
+    )
+)
 @settings(max_examples=300, deadline=None)
-def test_any_decoded_value_is_a_message_or_a_door_error(value: object) -> None:
+def test_any_decoded_value_is_a_message_or_a_endpoint_error(value: object) -> None:
     """Types, ranges and keys of all kinds."""
     understand(decode(encode(value)).value if isinstance(value, dict) and _fits(value) else value)
 
 
 def _fits(value: dict) -> bool:
-    return all(not isinstance(item, int) or -(2**63) <= item < 2**64 for item in value.values()) and not any(
-        isinstance(item, list) and any(not -(2**63) <= n < 2**64 for n in item if isinstance(n, int))
+    return all(
+        not isinstance(item, int) or -(2**63) <= item < 2**64 for item in value.values()
+    ) and not any(
+        isinstance(item, list)
+        and any(not -(2**63) <= n < 2**64 for n in item if isinstance(n, int))
         for item in value.values()
     )
 
 
 def test_mutated_messages_end_in_a_message_or_a_typed_error() -> None:
-    """Bytes to message, the whole way: nothing but `CodecError` and `DoorError`."""
+    """Bytes to message, the whole way: nothing but `CodecError` and `EndpointError`."""
     random_ = random.Random(7)
-    seeds = [*SEEDS, *(encode(infer(image=np.zeros((2, 2, 3), np.uint8)), dialect) for dialect in Dialect)]
+    seeds = [
+        *SEEDS,
+        *(encode(infer(image=np.zeros((2, 2, 3), np.uint8)), dialect) for dialect in Dialect),
+    ]
     understood = 0
     for _ in range(10_000):
         try:

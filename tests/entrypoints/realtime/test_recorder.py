@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recorder at the doors: every chunk in order, cancelled ones as such, branches with their past."""
+"""The recorder at the doors: every chunk in order, cancelled ones as such, branches with their
+past.
+"""
 
 import asyncio
 from pathlib import Path
@@ -11,9 +13,9 @@ import pytest
 from helpers.fake_engine import FIRST, LATER, FakeEngine
 from helpers.waits import until
 
-from vllm_omni.entrypoints.realtime.engine import WorldEngine
-from vllm_omni.entrypoints.realtime.errors import DoorError
-from vllm_omni.entrypoints.realtime.recorder import Recorder
+from vllm_omni.entrypoints.errors import EndpointError
+from vllm_omni.entrypoints.realtime.connection.session_engine import SessionEngine
+from vllm_omni.entrypoints.realtime.sessions.recorder import Recorder
 from vllm_omni.inputs import DiffusionParams, UsedLora
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.sessions.recording import RecordingHeader, committed, digest_of, read
@@ -30,10 +32,14 @@ HEADER = RecordingHeader(
 )
 
 
-async def chunk(world: WorldEngine, index: int, session_id: str = "s", **fields: Any) -> np.ndarray:
+async def chunk(
+    world: SessionEngine, index: int, session_id: str = "s", **fields: Any
+) -> np.ndarray:
     first = {"prompt": "a", "seed": 1, "height": 32, "width": 48} if index == 0 else {}
     params = DiffusionParams(session_id=session_id, chunk_index=index, **{**first, **fields})
-    return (await world.generate(params, {"poses": np.full((1, 4, 4), index, np.float32)})).frames_THWC
+    return (
+        await world.generate(params, {"poses": np.full((1, 4, 4), index, np.float32)})
+    ).frames_THWC
 
 
 def recorded(folder: Path, session_id: str) -> list[tuple[int, int, str | None]]:
@@ -42,13 +48,16 @@ def recorded(folder: Path, session_id: str) -> list[tuple[int, int, str | None]]
     header, chunks, whole = read(path)
     assert (header, whole) == (HEADER, True)
     assert path.stat().st_mode & 0o777 == 0o600
-    return [(i, int(c.arrays["poses"][0, 0, 0]), c.outcome and c.outcome.digest) for i, c in committed(chunks)]
+    return [
+        (i, int(c.arrays["poses"][0, 0, 0]), c.outcome and c.outcome.digest)
+        for i, c in committed(chunks)
+    ]
 
 
 def test_a_session_is_recorded_chunk_by_chunk_and_a_branch_with_its_past(tmp_path: Path) -> None:
     """Also a chunk that was cancelled and asked for again; a refused one is no part of it."""
     engine, recorder = FakeEngine(), Recorder(tmp_path / "new", HEADER)
-    world = WorldEngine(engine, recorder=recorder)  # type: ignore[arg-type]
+    world = SessionEngine(engine, recorder=recorder)  # type: ignore[arg-type]
 
     def refuse_prompt(params: DiffusionParams) -> None:
         if params.prompt == "refused":
@@ -58,7 +67,7 @@ def test_a_session_is_recorded_chunk_by_chunk_and_a_branch_with_its_past(tmp_pat
 
     async def scenario() -> list[np.ndarray]:
         frames = [await chunk(world, 0), await chunk(world, 1)]
-        with pytest.raises(DoorError):
+        with pytest.raises(EndpointError):
             await chunk(world, 2, prompt="refused")
         engine.delay_s = 10.0
         cancelled = asyncio.create_task(chunk(world, 2))
@@ -80,13 +89,13 @@ def test_a_session_is_recorded_chunk_by_chunk_and_a_branch_with_its_past(tmp_pat
     assert recorded(tmp_path / "new", "branch") == [(i, i, digests[i]) for i in range(4)]
 
 
-def test_a_session_that_began_elsewhere_is_not_recorded(tmp_path: Path) -> None:
+def test_a_session_that_started_elsewhere_is_not_recorded(tmp_path: Path) -> None:
     """There would be no start to replay it from."""
     engine, recorder = FakeEngine(), Recorder(tmp_path, HEADER)
 
     async def scenario() -> None:
-        await chunk(WorldEngine(engine), 0)  # type: ignore[arg-type]
-        await chunk(WorldEngine(engine, recorder=recorder), 1)  # type: ignore[arg-type]
+        await chunk(SessionEngine(engine), 0)  # type: ignore[arg-type]
+        await chunk(SessionEngine(engine, recorder=recorder), 1)  # type: ignore[arg-type]
 
     asyncio.run(scenario())
     recorder.flush()
@@ -95,8 +104,15 @@ def test_a_session_that_began_elsewhere_is_not_recorded(tmp_path: Path) -> None:
 
 def test_a_chunk_s_adapters_are_recorded_with_their_digests(tmp_path: Path) -> None:
     recorder, used = Recorder(tmp_path, HEADER), UsedLora(name="ink", scale=0.5, digest="0" * 32)
-    params, frames = DiffusionParams(session_id="s", chunk_index=0), np.zeros((1, 2, 2, 3), np.uint8)
-    asyncio.run(recorder.finished(params, {}, {"chunk_index": 0, "lora": [msgspec.to_builtins(used)]}, frames))
+    params, frames = (
+        DiffusionParams(session_id="s", chunk_index=0),
+        np.zeros((1, 2, 2, 3), np.uint8),
+    )
+    asyncio.run(
+        recorder.finished(
+            params, {}, {"chunk_index": 0, "lora": [msgspec.to_builtins(used)]}, frames
+        )
+    )
     recorder.flush()
     (path,) = tmp_path.iterdir()
     (one,) = read(path)[1]
@@ -107,6 +123,6 @@ def test_a_folder_that_is_gone_stops_no_session(tmp_path: Path) -> None:
     """The recording is lost and logged; the chunk is delivered."""
     engine, recorder = FakeEngine(), Recorder(tmp_path / "gone", HEADER)
     (tmp_path / "gone").rmdir()
-    frames = asyncio.run(chunk(WorldEngine(engine, recorder=recorder), 0))  # type: ignore[arg-type]
+    frames = asyncio.run(chunk(SessionEngine(engine, recorder=recorder), 0))  # type: ignore[arg-type]
     recorder.flush()
     assert len(frames) == FIRST

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The session core without a door: what is committed, what is kept and what is certain when a request is cut off."""
+"""The session core without a door: what is committed, what is kept and what is certain when a
+request is cut off.
+"""
 
 import asyncio
 import threading
@@ -11,15 +13,27 @@ import pytest
 from helpers.fake_engine import FIRST, LATER, FakeEngine, camera
 from helpers.waits import pause_task, seconds, until
 
-from vllm_omni.entrypoints.realtime.camera import CameraPath
-from vllm_omni.entrypoints.realtime.chunk_source import ChunkSource, ChunkSpan, Controls, LiveChunks, PlannedChunks
-from vllm_omni.entrypoints.realtime.engine import WorldEngine
-from vllm_omni.entrypoints.realtime.errors import DoorError
-from vllm_omni.entrypoints.realtime.facts import WorldFacts
-from vllm_omni.entrypoints.realtime.limits import DoorLimits
-from vllm_omni.entrypoints.realtime.run import FinishedChunk, Job, ReplyOptions, Run, WorldStart
-from vllm_omni.entrypoints.realtime.session import Session
-from vllm_omni.entrypoints.realtime.session_manager import SessionManager
+from vllm_omni.entrypoints.errors import EndpointError
+from vllm_omni.entrypoints.realtime.chunk_source import (
+    ChunkSource,
+    ChunkSpan,
+    Controls,
+    LiveChunks,
+    PlannedChunks,
+)
+from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
+from vllm_omni.entrypoints.realtime.connection.session_engine import SessionEngine
+from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
+from vllm_omni.entrypoints.realtime.controls.camera import CameraPath
+from vllm_omni.entrypoints.realtime.sessions.run import (
+    FinishedChunk,
+    Job,
+    ReplyOptions,
+    Run,
+    WorldStart,
+)
+from vllm_omni.entrypoints.realtime.sessions.session import Session
+from vllm_omni.entrypoints.realtime.sessions.session_manager import SessionManager
 from vllm_omni.inputs import DiffusionParams
 
 
@@ -32,7 +46,9 @@ def job(
     restart: bool = False,
     fps: float | None = None,
 ) -> Job:
-    """A request whose replies are its chunks' indices as text. source: None = a camera path of `num_frames` poses."""
+    """A request whose replies are its chunks' indices as text. source: None = a camera path of
+    `num_frames` poses.
+    """
 
     def render(chunk: FinishedChunk) -> list[bytes]:
         if render_after is not None:
@@ -44,13 +60,15 @@ def job(
         request_id=request_id,
         digest=request_id.encode(),
         source=source
-        or PlannedChunks(camera=CameraPath.parse(*camera(num_frames).values(), max_poses=1000, size=(832, 480))),
+        or PlannedChunks(
+            camera=CameraPath.parse(*camera(num_frames).values(), max_poses=1000, size=(832, 480))
+        ),
         start=WorldStart(load_image=load_image, restart=restart),
         replies=ReplyOptions(render=render, fps=fps),
     )
 
 
-async def ended(run: Run) -> DoorError | None:
+async def ended(run: Run) -> EndpointError | None:
     """Wait for a run without following it."""
     assert run.task is not None
     await asyncio.wait([run.task])
@@ -63,8 +81,8 @@ def scenario(test: Callable[[SessionManager, Session, FakeEngine], Awaitable[Non
 
     async def run() -> None:
         engine = FakeEngine()
-        limits, facts = DoorLimits(unsent_chunks=1000), WorldFacts(height=32, width=48)
-        manager = SessionManager(WorldEngine(engine), facts, limits, ThreadPoolExecutor(1))  # type: ignore[arg-type]
+        limits, info = EndpointLimits(unsent_chunks=1000), StreamInfo(height=32, width=48)
+        manager = SessionManager(SessionEngine(engine), info, limits, ThreadPoolExecutor(1))  # type: ignore[arg-type]
         await test(manager, manager.open(("me", "s")), engine)
         await manager.shutdown()
         assert len(asyncio.all_tasks()) == 1
@@ -76,8 +94,10 @@ def payloads(run: Run) -> list[bytes]:
     return [reply.payload for reply in run.replies]
 
 
-def test_what_the_engine_had_answered_is_kept_when_a_request_is_cut_off() -> None:
-    """Chunk 0 is being rendered, 1 is answered, 2 runs: 0 and 1 are in the journal; what became of 2 is uncertain."""
+def test_what_the_engine_had_served_is_retained_when_a_request_is_cut_off() -> None:
+    """Chunk 0 is being rendered, 1 is answered, 2 runs: 0 and 1 are in the journal; what became
+    of 2 is uncertain.
+    """
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
         def slow_third(params: DiffusionParams) -> None:
@@ -101,8 +121,10 @@ def test_what_the_engine_had_answered_is_kept_when_a_request_is_cut_off() -> Non
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_an_uncertain_place_is_asked_for(late: bool) -> None:
-    """A new request takes the engine's next chunk, whichever that is; a cut-off one insists on its own."""
+def test_an_uncertain_place_is_requested_for(late: bool) -> None:
+    """A new request takes the engine's next chunk, whichever that is; a cut-off one insists on
+    its own.
+    """
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
         await ended(session.submit(job(FIRST, "first", image=True)))
@@ -130,7 +152,7 @@ def test_an_uncertain_place_is_asked_for(late: bool) -> None:
     scenario(test)
 
 
-def test_a_request_cancelled_before_it_began_still_ends() -> None:
+def test_a_request_cancelled_before_it_started_still_ends() -> None:
     """A task that never ran its first step must not leave the session busy."""
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
@@ -172,16 +194,16 @@ def test_inputs_are_let_go_when_a_request_ends() -> None:
     """Sixty-four remembered requests must not hold sixty-four start images."""
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
-        asked = job(FIRST, "r", image=True)
-        run = session.submit(asked)
+        requested = job(FIRST, "r", image=True)
+        run = session.submit(requested)
         await ended(run)
         assert run.job.start.load_image is None
-        assert run.job.source is not asked.source
+        assert run.job.source is not requested.source
 
     scenario(test)
 
 
-def test_a_live_request_paused_again_before_its_chunk_begins_goes_on_when_it_may() -> None:
+def test_a_live_request_paused_again_before_its_chunk_starts_continues_when_it_may() -> None:
     """It had ended, as if it were complete."""
 
     class PausedAgain(LiveChunks):
@@ -198,7 +220,9 @@ def test_a_live_request_paused_again_before_its_chunk_begins_goes_on_when_it_may
             self.waits += 1
 
         def sample(self, span: ChunkSpan) -> Controls:
-            return Controls(actions=[[]] * span.num_latents, prompt="a" if span.number == 0 else None)
+            return Controls(
+                actions=[[]] * span.num_latents, prompt="a" if span.number == 0 else None
+            )
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
         run = session.submit(job(FIRST, "r", image=True, source=PausedAgain()))

@@ -9,7 +9,9 @@ from session_calls import call, code_of, request, signatures
 
 
 def test_a_session_comes_and_goes_over_http(served: Served) -> None:
-    """Downloaded, uploaded under two ids, continued over the WebSocket: the same frames as the original."""
+    """Downloaded, uploaded under two ids, continued over the WebSocket: the same frames as the
+    original.
+    """
     with served.client() as client:
         client.send(request(FIRST + LATER, session_id="origin"))
         client.frames()
@@ -22,7 +24,12 @@ def test_a_session_comes_and_goes_over_http(served: Served) -> None:
         assert len(snapshot) == int(headers["content-length"])
         status, body, _ = call(served, "PUT", "/v1/sessions/copy", snapshot)
         reply = json.loads(body)
-        assert (status, reply["id"], reply["next_chunk_index"], reply["seed"]) == (201, "copy", 2, 3)
+        assert (status, reply["id"], reply["next_chunk_index"], reply["seed"]) == (
+            201,
+            "copy",
+            2,
+            3,
+        )
         status, body, _ = call(served, "POST", "/v1/sessions", snapshot)
         third = json.loads(body)["id"]
         assert status == 201
@@ -32,22 +39,30 @@ def test_a_session_comes_and_goes_over_http(served: Served) -> None:
             following.append(signatures(client.frames()))
         assert following[0] == following[1] == following[2]
         assert [number for number, _ in following[0]] == [FIRST + LATER, FIRST + 2 * LATER]
-        resumed = client.ask({"endpoint": "resume", "session_id": "copy", "last_chunk_id": 3})
+        resumed = client.request({"endpoint": "resume", "session_id": "copy", "last_chunk_id": 3})
         assert (resumed["type"], resumed["next_chunk_index"]) == ("resumed", 4)
         for session_id in ("origin", "copy", third):
             assert call(served, "DELETE", f"/v1/sessions/{session_id}")[0] == 204
 
 
 def test_refusals_over_http_name_their_reason(served: Served) -> None:
-    """Status and code: key, unknown ids, ids in use, damage, other models, sizes; nothing is left behind."""
+    """Status and code: key, unknown ids, ids in use, damage, other models, sizes; nothing is
+    left behind.
+    """
     with served.client() as client:
         client.send(request(FIRST, session_id="one"))
         client.frames()
         snapshot = call(served, "GET", "/v1/sessions/one/snapshot")[1]
         head = 8 + int.from_bytes(snapshot[:8], "little")
         header = snapshot[8:head]
-        foreign = snapshot[:8] + header.replace(b"null_world", b"lost_world") + snapshot[head:]
-        newer = snapshot[:8] + header.replace(rb"\"format_version\":1", rb"\"format_version\":9") + snapshot[head:]
+        other_package = (
+            snapshot[:8] + header.replace(b"null_world", b"lost_world") + snapshot[head:]
+        )
+        newer = (
+            snapshot[:8]
+            + header.replace(rb"\"format_version\":1", rb"\"format_version\":9")
+            + snapshot[head:]
+        )
         for method, path, body, status, code in (
             ("GET", "/v1/sessions/nobody/snapshot", None, 404, "unknown_session"),
             ("GET", "/v1/sessions/a%20b/snapshot", None, 404, "unknown_session"),
@@ -55,12 +70,12 @@ def test_refusals_over_http_name_their_reason(served: Served) -> None:
             ("PUT", "/v1/sessions/two", snapshot[:-1], 400, "invalid_snapshot"),
             ("PUT", "/v1/sessions/two", b"", 400, "invalid_snapshot"),
             ("PUT", "/v1/sessions/two", b"\x80\x04K\x01.", 400, "invalid_snapshot"),
-            ("PUT", "/v1/sessions/two", foreign, 409, "foreign_snapshot"),
+            ("PUT", "/v1/sessions/two", other_package, 409, "foreign_snapshot"),
             ("PUT", "/v1/sessions/two", newer, 400, "snapshot_version"),
             ("DELETE", "/v1/sessions/two", None, 404, "unknown_session"),
         ):
-            got, answer, _ = call(served, method, path, body)
-            assert (got, code_of(answer)) == (status, code), (path, answer)
+            got, response, _ = call(served, method, path, body)
+            assert (got, code_of(response)) == (status, code), (path, response)
         for headers in ({"X": "y"}, {"Authorization": "Bearer wrong"}):
             assert call(served, "GET", "/v1/sessions/one/snapshot", headers=headers)[0] == 401
         assert call(served, "DELETE", "/v1/sessions/one")[0] == 204

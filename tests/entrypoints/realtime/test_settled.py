@@ -6,21 +6,21 @@ import asyncio
 import pytest
 from virtual_time import run_in_virtual_time
 
-from vllm_omni.entrypoints.realtime.errors import DoorError
-from vllm_omni.entrypoints.realtime.settled import settled
+from vllm_omni.entrypoints.errors import EndpointError
+from vllm_omni.entrypoints.realtime.connection.settled import settled
 
 
-async def answer() -> str:
+async def response() -> str:
     await asyncio.sleep(2.0)
     return "chunk"
 
 
 async def refusal() -> str:
     await asyncio.sleep(2.0)
-    raise DoorError("capacity", "no room")
+    raise EndpointError("capacity", "no room")
 
 
-@pytest.mark.parametrize("request_chunk", [answer, refusal])
+@pytest.mark.parametrize("request_chunk", [response, refusal])
 def test_waiting_ends_with_the_request_however_it_ends(request_chunk) -> None:
     """At once for a request that has ended before."""
 
@@ -30,19 +30,19 @@ def test_waiting_ends_with_the_request_however_it_ends(request_chunk) -> None:
             await settled(task)
             assert asyncio.get_running_loop().time() == 2.0
             assert task.done()
-        if request_chunk is answer:
+        if request_chunk is response:
             assert task.result() == "chunk"
         else:
-            assert isinstance(task.exception(), DoorError)
+            assert isinstance(task.exception(), EndpointError)
 
     run_in_virtual_time(scenario())
 
 
-def test_the_request_goes_on_when_waiting_is_cancelled() -> None:
+def test_the_request_continues_when_waiting_is_cancelled() -> None:
     """And may be waited for again."""
 
     async def scenario() -> None:
-        task = asyncio.create_task(answer())
+        task = asyncio.create_task(response())
         waiting = asyncio.create_task(settled(task))
         await asyncio.sleep(1.0)
         waiting.cancel()
@@ -55,12 +55,12 @@ def test_the_request_goes_on_when_waiting_is_cancelled() -> None:
     run_in_virtual_time(scenario())
 
 
-def test_waiting_ends_when_somebody_else_cancels_the_request_before_it_begins() -> None:
+def test_waiting_ends_when_someone_else_cancels_the_request_before_it_starts() -> None:
     """As the end of the event loop does with every task."""
 
     async def scenario() -> None:
         asyncio.get_running_loop().call_soon(lambda: task.cancel())
-        task = asyncio.create_task(answer())
+        task = asyncio.create_task(response())
         await settled(task)
         assert task.cancelled()
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client of `/v1/realtime/world/camera` sees when all goes well: real sockets and server, a fake engine."""
+"""What a client of `/v1/realtime/world/camera` sees when all goes well: real sockets and server,
+a fake engine.
+"""
 
 import io
 import re
@@ -8,24 +10,38 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.fake_engine import FIRST, LATER, Client, DoorServer, FakeEngine, camera, close_code, infer, numbers
+from helpers.fake_engine import (
+    FIRST,
+    LATER,
+    Client,
+    EndpointServer,
+    FakeEngine,
+    camera,
+    close_code,
+    infer,
+    numbers,
+)
 from PIL import Image
 
 from vllm_omni.actions import ActionSpace
-from vllm_omni.entrypoints.media import decode_mp4
-from vllm_omni.entrypoints.realtime import codec
-from vllm_omni.entrypoints.realtime.world_camera import PATHS
+from vllm_omni.entrypoints.media.mp4 import decode_mp4
+from vllm_omni.entrypoints.realtime.connection import codec
+from vllm_omni.entrypoints.realtime.world_camera.handler import PATHS
 from vllm_omni.inputs import Lora
-from vllm_omni.worlds.card import read_card
+from vllm_omni.worlds.description import read_description
 
-MakeDoor = Callable[..., DoorServer]
+MakeEndpoint = Callable[..., EndpointServer]
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_hello_comes_first_and_describes_the_model(door: DoorServer, path: str) -> None:
+def test_hello_comes_first_and_describes_the_model(endpoint: EndpointServer, path: str) -> None:
     """A client learns the geometry, its session id and the bounds before it says anything."""
-    with door.client(path) as client:
-        documented = {"patch_size": [1, 2, 2], "vae_stride": [4, 8, 8], "latent_frames_per_chunk": 3}
+    with endpoint.client(path) as client:
+        documented = {
+            "patch_size": [1, 2, 2],
+            "vae_stride": [4, 8, 8],
+            "latent_frames_per_chunk": 3,
+        }
         assert documented.items() <= client.hello.items()
         assert client.hello["max_area"] == 32 * 48
         assert (client.hello["first_chunk_frames"], client.hello["chunk_frames"]) == (FIRST, LATER)
@@ -33,43 +49,52 @@ def test_hello_comes_first_and_describes_the_model(door: DoorServer, path: str) 
         assert client.hello["limits"]["max_message_bytes"] == 1 << 20
 
 
-def test_hello_tells_of_a_trained_world(make_door: MakeDoor, village: Path) -> None:
-    """Its domain, its prompts and where its pictures are; other models' greetings have no such keys."""
-    card = read_card(village)
-    assert card is not None
-    with make_door({"card": card, "height": 96, "width": 160}).client() as client:
+def test_hello_reports_of_a_trained_world(make_endpoint: MakeEndpoint, village: Path) -> None:
+    """Its domain, its prompts and where its pictures are; other models' greetings have no such
+    keys.
+    """
+    description = read_description(village)
+    assert description is not None
+    with make_endpoint({"card": description, "height": 96, "width": 160}).client() as client:
         assert client.hello["domain"] == "tiny_village"
         world = client.hello["world"]
         assert [prompt["name"] for prompt in world["prompts"]] == ["day", "dusk", "snow"]
-        assert {start["file"] for start in world["starts"]} == {start.file for start in card.starts}
+        assert {start["file"] for start in world["starts"]} == {
+            start.file for start in description.starts
+        }
         assert world["sizes"] == [[160, 96]]
-    with make_door().client() as client:
+    with make_endpoint().client() as client:
         assert not {"domain", "world"} & client.hello.keys()
 
 
 @pytest.mark.parametrize(("height", "width", "warned"), [(96, 160, False), (48, 80, True)])
 def test_a_size_the_world_was_not_trained_for_is_made_with_a_warning(
-    make_door: MakeDoor, village: Path, height: int, width: int, warned: bool
+    make_endpoint: MakeEndpoint, village: Path, height: int, width: int, warned: bool
 ) -> None:
     """It says which size was asked for and which it was trained at, once, with the first chunk."""
-    with make_door({"card": read_card(village), "height": 96, "width": 160}).client() as client:
+    with make_endpoint(
+        {"card": read_description(village), "height": 96, "width": 160}
+    ).client() as client:
         client.send(infer(FIRST + LATER, extra_body={"height": height, "width": width}))
         first, later = client.frames()
     assert (first["height"], first["width"]) == (height, width)
-    text = "untrained size: 80x48 was requested, this world was trained at 160x96; expect poor image quality"
+    text = (
+        "untrained size: 80x48 was requested, this world was trained at 160x96; expect poor "
+        "image quality"
+    )
     assert first.get("warnings", []) == ([text] if warned else [])
     assert "warnings" not in later
 
 
-def test_the_subprotocol_is_echoed(door: DoorServer) -> None:
+def test_the_subprotocol_is_echoed(endpoint: EndpointServer) -> None:
     """A client that offers the protocol's name gets it back."""
-    with door.client(subprotocols=["other", "omni.world.camera.v1"]) as client:
+    with endpoint.client(subprotocols=["other", "omni.world.camera.v1"]) as client:
         assert client.connection.subprotocol == "omni.world.camera.v1"
 
 
-def test_a_model_that_nothing_steers_closes_with_policy(make_door: MakeDoor) -> None:
+def test_a_model_that_nothing_steers_closes_with_policy(make_endpoint: MakeEndpoint) -> None:
     """The client is told why before the connection closes."""
-    with make_door(facts={"actions": ActionSpace()}).client() as client:
+    with make_endpoint(info={"actions": ActionSpace()}).client() as client:
         assert client.hello["code"] == "unsupported"
         assert close_code(client) == 1008
 
@@ -78,7 +103,10 @@ def test_chunks_arrive_one_by_one_and_continue(client: Client, engine: FakeEngin
     """An infer of 9 + 12k poses gives k + 1 messages; the next infer goes on from there."""
     client.send(infer(FIRST + 2 * LATER))
     messages = client.frames()
-    assert [(m["index"], m["total"], m["chunk_index"], m["first_frame"], m["num_frames"]) for m in messages] == [
+    assert [
+        (m["index"], m["total"], m["chunk_index"], m["first_frame"], m["num_frames"])
+        for m in messages
+    ] == [
         (0, 3, 0, 0, 9),
         (1, 3, 1, 9, 12),
         (2, 3, 2, 21, 12),
@@ -115,7 +143,12 @@ def test_a_client_that_names_the_protocol_gets_done(client: Client) -> None:
     client.send(infer(protocol_version=1, request_id="r1"))
     client.frames()
     done = client.receive()
-    assert (done["type"], done["request_id"], done["next_chunk_index"], done["frames"]) == ("done", "r1", 1, FIRST)
+    assert (done["type"], done["request_id"], done["next_chunk_index"], done["frames"]) == (
+        "done",
+        "r1",
+        1,
+        FIRST,
+    )
 
 
 def test_mp4_messages_play_alone(client: Client) -> None:
@@ -128,7 +161,9 @@ def test_mp4_messages_play_alone(client: Client) -> None:
 
 
 @pytest.mark.parametrize(("scale", "size"), [(1, (32, 48)), (4, (128, 192)), (8, (256, 384))])
-def test_a_file_beside_the_frames_may_be_larger(client: Client, scale: int, size: tuple[int, int]) -> None:
+def test_a_file_alongside_the_frames_may_be_larger(
+    client: Client, scale: int, size: tuple[int, int]
+) -> None:
     """For recordings of small worlds: each pixel becomes a square."""
     message = infer()
     message["extra_body"] |= {"with_mp4": True, "mp4_scale": scale}
@@ -140,7 +175,9 @@ def test_a_file_beside_the_frames_may_be_larger(client: Client, scale: int, size
 
 def test_jpeg_messages_hold_one_file_a_frame(client: Client) -> None:
     """`jpeg` gives a list of files."""
-    client.send(infer(extra_body={"height": 32, "width": 48, "video_format": "jpeg", "frames_per_chunk": 4}))
+    client.send(
+        infer(extra_body={"height": 32, "width": 48, "video_format": "jpeg", "frames_per_chunk": 4})
+    )
     messages = client.frames()
     assert [len(message["video"]) for message in messages] == [4, 4, 1]
     assert np.asarray(Image.open(io.BytesIO(messages[1]["video"][2]))).shape == (32, 48, 3)
@@ -148,8 +185,14 @@ def test_jpeg_messages_hold_one_file_a_frame(client: Client) -> None:
 
 @pytest.mark.parametrize("dialect", codec.Dialect)
 def test_first_version_clients_get_what_they_expect(client: Client, dialect: codec.Dialect) -> None:
-    """`camera` with array markers: float frames in groups of four, `total` right from the start, 24 poses are fine."""
-    fields = {"cameras": None, "camera": camera(24), "extra_body": {"height": 32, "width": 48, "num_frames": 24}}
+    """`camera` with array markers: float frames in groups of four, `total` right from the start,
+    24 poses are fine.
+    """
+    fields = {
+        "cameras": None,
+        "camera": camera(24),
+        "extra_body": {"height": 32, "width": 48, "num_frames": 24},
+    }
     client.send(infer(session_id="w1", **fields), dialect)
     messages = client.frames()
     assert [len(m["video"]) for m in messages] == [4, 4, 1, 4, 4, 4]
@@ -159,17 +202,19 @@ def test_first_version_clients_get_what_they_expect(client: Client, dialect: cod
     np.testing.assert_allclose(frames_THWC[20, 5, 5, 0], 20 / 255, rtol=1e-6)
 
 
-def test_another_connection_continues_a_named_session(door: DoorServer) -> None:
+def test_another_connection_continues_a_named_session(endpoint: EndpointServer) -> None:
     """One connection a call works, as clients of the first version do it."""
-    with door.client() as client:
+    with endpoint.client() as client:
         client.send(infer(session_id="w1"))
         client.frames()
-    with door.client() as client:
+    with endpoint.client() as client:
         client.send(infer(LATER, session_id="w1", image=None))
         assert client.frames()[0]["chunk_index"] == 1
 
 
-def test_two_sessions_of_one_connection_run_side_by_side(client: Client, engine: FakeEngine) -> None:
+def test_two_sessions_of_one_connection_run_side_by_side(
+    client: Client, engine: FakeEngine
+) -> None:
     """Requests of different sessions do not wait for each other."""
     engine.delay_s = 0.2
     client.send(infer(session_id="a"))
@@ -186,7 +231,9 @@ def test_two_sessions_of_one_connection_run_side_by_side(client: Client, engine:
         pytest.param("url", id="data-url"),
     ],
 )
-def test_images_reach_the_engine_at_the_sessions_size(client: Client, engine: FakeEngine, image: str) -> None:
+def test_images_reach_the_engine_at_the_sessions_size(
+    client: Client, engine: FakeEngine, image: str
+) -> None:
     """Bytes, arrays and data URLs all become uint8 RGB of the requested height and width."""
     array = np.full((64, 96, 4), 200, np.uint8)
     array[..., 3] = 255
@@ -212,7 +259,9 @@ def test_actions_replace_a_camera(client: Client, engine: FakeEngine) -> None:
 
 
 def test_a_new_prompt_is_sent_once(client: Client, engine: FakeEngine) -> None:
-    """A prompt switch reaches the engine with its first chunk; repeating the prompt is no switch."""
+    """A prompt switch reaches the engine with its first chunk; repeating the prompt is no
+    switch.
+    """
     client.send(infer())
     client.frames()
     client.send(infer(2 * LATER, image=None, prompt="rain"))
@@ -222,7 +271,9 @@ def test_a_new_prompt_is_sent_once(client: Client, engine: FakeEngine) -> None:
     assert [call.params.prompt for call in engine.chunks] == ["a path", "rain", None, None]
 
 
-def test_adapters_are_sent_with_the_first_chunk_of_their_request(client: Client, engine: FakeEngine) -> None:
+def test_adapters_are_sent_with_the_first_chunk_of_their_request(
+    client: Client, engine: FakeEngine
+) -> None:
     """The session goes on with them until a request names others."""
     ink = [{"name": "ink", "scale": 0.5}]
     client.send(infer(extra_body={**infer().get("extra_body", {}), "lora": ink}))
@@ -231,12 +282,17 @@ def test_adapters_are_sent_with_the_first_chunk_of_their_request(client: Client,
     client.frames()
     client.send(infer(LATER, image=None, extra_body={**infer().get("extra_body", {}), "lora": []}))
     client.frames()
-    assert [call.params.lora for call in engine.chunks] == [[Lora(name="ink", scale=0.5)], None, None, []]
+    assert [call.params.lora for call in engine.chunks] == [
+        [Lora(name="ink", scale=0.5)],
+        None,
+        None,
+        [],
+    ]
     client.send(infer(LATER, image=None, extra_body={"lora": [{"name": ""}]}))
     assert client.receive()["code"] == "invalid_request"
 
 
-def test_an_image_for_a_begun_session_is_a_warning(client: Client) -> None:
+def test_an_image_for_a_started_session_is_a_warning(client: Client) -> None:
     """It is ignored, visibly; `restart` begins again."""
     client.send(infer())
     client.frames()

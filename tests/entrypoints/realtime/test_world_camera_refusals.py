@@ -9,14 +9,24 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.fake_engine import FIRST, LATER, Client, DoorServer, FakeEngine, camera, close_code, infer, numbers
+from helpers.fake_engine import (
+    FIRST,
+    LATER,
+    Client,
+    EndpointServer,
+    FakeEngine,
+    camera,
+    close_code,
+    infer,
+    numbers,
+)
 from websockets.exceptions import ConnectionClosed
 
-from vllm_omni.entrypoints.realtime import codec
+from vllm_omni.entrypoints.realtime.connection import codec
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.outputs import RequestFailed
 
-MakeDoor = Callable[..., DoorServer]
+MakeEndpoint = Callable[..., EndpointServer]
 
 
 EYE = np.eye(4, dtype=np.float32)
@@ -38,7 +48,10 @@ def bent(row: int, column: int, value: float) -> np.ndarray:
     [
         ({"cameras": None}, "missing_camera"),
         ({"cameras": {"poses": camera(9)["poses"]}}, "missing_camera"),
-        ({"camera": camera(9), "cameras": poses(poses=bent(0, 3, 1.0))["cameras"]}, "invalid_camera"),
+        (
+            {"camera": camera(9), "cameras": poses(poses=bent(0, 3, 1.0))["cameras"]},
+            "invalid_camera",
+        ),
         ({"actions": [["w"]] * 3}, "invalid_camera"),
         (poses(poses=bent(0, 3, float("nan"))), "non_finite_pose"),
         (poses(poses=bent(1, 3, float("inf"))), "non_finite_pose"),
@@ -91,19 +104,31 @@ def test_bad_requests_are_refused_by_name_and_change_nothing(
     assert numbers(client.frames()) == list(range(FIRST))
 
 
-def test_a_pose_within_rounding_of_a_rotation_is_made_one(client: Client, engine: FakeEngine) -> None:
+def test_a_pose_within_rounding_of_a_rotation_is_made_one(
+    client: Client, engine: FakeEngine
+) -> None:
     """What the engine gets is orthonormal to float32 precision."""
     client.send(infer(**poses(poses=bent(0, 1, 4e-3))))
     client.frames()
     rotation_N33 = engine.chunks[0].arrays["poses"][:, :3, :3]
-    np.testing.assert_allclose(rotation_N33 @ rotation_N33.transpose(0, 2, 1), np.tile(np.eye(3), (9, 1, 1)), atol=1e-6)
+    np.testing.assert_allclose(
+        rotation_N33 @ rotation_N33.transpose(0, 2, 1), np.tile(np.eye(3), (9, 1, 1)), atol=1e-6
+    )
 
 
 @pytest.mark.parametrize(
     ("policy", "count", "frames"),
-    [("trim", 24, 21), ("trim", 9, 9), ("hold_last", 10, 21), ("hold_last", 3, 9), ("error", 21, 21)],
+    [
+        ("trim", 24, 21),
+        ("trim", 9, 9),
+        ("hold_last", 10, 21),
+        ("hold_last", 3, 9),
+        ("error", 21, 21),
+    ],
 )
-def test_pose_policies(client: Client, engine: FakeEngine, policy: str, count: int, frames: int) -> None:
+def test_pose_policies(
+    client: Client, engine: FakeEngine, policy: str, count: int, frames: int
+) -> None:
     """`trim` drops the rest of a chunk, `hold_last` repeats the last pose to fill it."""
     client.send(infer(count, extra_body={"pose_policy": policy, "video_format": "ndarray_u8"}))
     assert sum(message["num_frames"] for message in client.frames()) == frames
@@ -111,12 +136,18 @@ def test_pose_policies(client: Client, engine: FakeEngine, policy: str, count: i
     np.testing.assert_array_equal(sent[-1], camera(count)["poses"][min(count, frames) - 1])
 
 
-def test_intrinsics_of_another_picture_are_scaled(client: Client, engine: FakeEngine) -> None:
+def test_intrinsics_of_another_image_are_scaled(client: Client, engine: FakeEngine) -> None:
     """By `intrinsics_size`, the picture that they are for."""
-    path = {**camera(FIRST), "intrinsics": np.array([1280.0, 720.0, 640.0, 360.0]), "intrinsics_size": [1280, 720]}
+    path = {
+        **camera(FIRST),
+        "intrinsics": np.array([1280.0, 720.0, 640.0, 360.0]),
+        "intrinsics_size": [1280, 720],
+    }
     client.send(infer(cameras=path))
     client.frames()
-    np.testing.assert_allclose(engine.chunks[0].arrays["intrinsics"], np.tile([832, 480, 416, 240], (9, 1)), rtol=1e-6)
+    np.testing.assert_allclose(
+        engine.chunks[0].arrays["intrinsics"], np.tile([832, 480, 416, 240], (9, 1)), rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,17 +168,19 @@ def test_intrinsics_of_another_picture_are_scaled(client: Client, engine: FakeEn
         ([500.0, 500.0, 416.0, 240.0], [832, 0], "intrinsics_size must lie within"),
     ],
 )
-def test_intrinsics_that_fit_no_picture_are_refused(
+def test_intrinsics_that_fit_no_image_are_refused(
     client: Client, engine: FakeEngine, intrinsics: list[float], size: list[int] | None, said: str
 ) -> None:
     path = {**camera(FIRST), "intrinsics": np.array(intrinsics), "intrinsics_size": size}
-    error = client.ask(infer(cameras=path))
+    error = client.request(infer(cameras=path))
     assert error["code"] == "invalid_camera" and said in error["message"]
     assert not engine.chunks
 
 
 @pytest.mark.parametrize("shape", [(4,), (9, 4), (3, 3), (9, 3, 3), (4, 4), (9, 4, 4)])
-def test_intrinsics_come_in_six_shapes(client: Client, engine: FakeEngine, shape: tuple[int, ...]) -> None:
+def test_intrinsics_come_in_six_shapes(
+    client: Client, engine: FakeEngine, shape: tuple[int, ...]
+) -> None:
     """A vector or matrix, for all frames or for each."""
     matrix = np.eye(4)
     matrix[0, 0], matrix[1, 1], matrix[0, 2], matrix[1, 2] = 40, 41, 24, 16
@@ -158,12 +191,14 @@ def test_intrinsics_come_in_six_shapes(client: Client, engine: FakeEngine, shape
     )
     client.send(infer(**poses(intrinsics=np.broadcast_to(one, shape).copy())))
     client.frames()
-    np.testing.assert_array_equal(engine.chunks[0].arrays["intrinsics"], np.tile([40, 41, 24, 16], (9, 1)))
+    np.testing.assert_array_equal(
+        engine.chunks[0].arrays["intrinsics"], np.tile([40, 41, 24, 16], (9, 1))
+    )
 
 
-def test_size_of_a_begun_session_is_fixed(make_door: MakeDoor) -> None:
+def test_size_of_a_started_session_is_fixed(make_endpoint: MakeEndpoint) -> None:
     """Another size is an error, not a silent change."""
-    with make_door(facts={"height": 64, "width": 64}).client() as client:
+    with make_endpoint(info={"height": 64, "width": 64}).client() as client:
         client.send(infer())
         client.frames()
         again = infer(LATER, image=None, extra_body={"height": 48, "width": 48})
@@ -192,11 +227,13 @@ def test_other_values_than_maps_are_refused_and_forgiven(client: Client) -> None
     """Well-formed msgpack of the wrong shape does not count as noise."""
     for _ in range(5):
         assert client.error(codec.encode({})[:0] + b"\x91\x01") == "invalid_request"
-    assert client.ask({"endpoint": "ping", "t": 1.5})["t"] == 1.5
+    assert client.request({"endpoint": "ping", "t": 1.5})["t"] == 1.5
 
 
 def test_errors_name_the_request(client: Client) -> None:
-    """`request_id` and `session_id` of the failed request come back, also when it was not understood."""
+    """`request_id` and `session_id` of the failed request come back, also when it was not
+    understood.
+    """
     client.send(infer(request_id="r9", cameras=None))
     assert client.receive()["request_id"] == "r9"
     client.send({"request_id": "r10", "endpoint": "dance"})
@@ -227,7 +264,7 @@ def test_unforeseen_failures_say_nothing_of_the_server(client: Client, engine: F
         raise ZeroDivisionError("/secret/path 0x7f00")
 
     engine.fail = fail
-    error = client.ask(infer())
+    error = client.request(infer())
     assert error["code"] == "engine_error"
     assert not re.search("secret|0x|Traceback|ZeroDivision", json.dumps(error))
     engine.fail = lambda params: None
@@ -235,9 +272,9 @@ def test_unforeseen_failures_say_nothing_of_the_server(client: Client, engine: F
     client.frames()
 
 
-def test_too_many_messages_close_with_policy(make_door: MakeDoor) -> None:
+def test_too_many_messages_close_with_policy(make_endpoint: MakeEndpoint) -> None:
     """A flood is cut off."""
-    with make_door(max_messages_per_s=20).client() as client:
+    with make_endpoint(max_messages_per_s=20).client() as client:
         with contextlib.suppress(ConnectionClosed):
             for _ in range(10_000):
                 client.send({"endpoint": "ping"})
@@ -247,6 +284,6 @@ def test_too_many_messages_close_with_policy(make_door: MakeDoor) -> None:
 def test_an_oversized_message_closes_with_1009(client: Client) -> None:
     """The limit that hello announced is the one that counts."""
     with pytest.raises(ConnectionClosed) as closed:
-        client.ask(bytes(client.hello["limits"]["max_message_bytes"] + 1))
+        client.request(bytes(client.hello["limits"]["max_message_bytes"] + 1))
     assert closed.value.rcvd is not None
     assert closed.value.rcvd.code == 1009

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a session starts in its world, and where its camera is: the same at every endpoint. The engine is a fake."""
+"""Where a session starts in its world, and where its camera is: the same at every endpoint.
+
+The engine is a fake.
+"""
 
 import base64
 from collections.abc import Callable
@@ -9,26 +12,28 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from helpers.fake_engine import FIRST, LATER, DoorServer, FakeEngine, infer
+from helpers.fake_engine import FIRST, LATER, EndpointServer, FakeEngine, infer
 from helpers.live_clients import HEIGHT, WIDTH, ExtendedClient, GenerateClient, VideoClient, png
 from helpers.waits import wait_until
 from helpers.walking import SPACE, Walker
 
-from vllm_omni.worlds.card import WorldCard
+from vllm_omni.worlds.description import WorldDescription
 from vllm_omni.worlds.grid import OccupancyGrid
 from vllm_omni.worlds.start_pose import StartPose
 
-MakeDoor = Callable[..., DoorServer]
+MakeEndpoint = Callable[..., EndpointServer]
 
 START: Final = {"x_m": 1.0, "z_m": -4.0, "heading_degrees": 90.0, "pitch_degrees": 5.0}
 KEYS: Final = [["w"], ["w", "l"], [], ["a"], ["i"], ["w"]]
-CARD: Final = WorldCard(domain="d", title="t", about="", sizes=((WIDTH, HEIGHT),), metres_per_unit=10.0)
+CARD: Final = WorldDescription(
+    domain="d", title="t", about="", sizes=((WIDTH, HEIGHT),), metres_per_unit=10.0
+)
 IMAGE: Final = {"image_url": "data:image/png;base64," + base64.b64encode(png()).decode()}
 
 
 @pytest.fixture
-def door(make_door: MakeDoor) -> DoorServer:
-    return make_door(facts={"actions": SPACE, "card": CARD})
+def endpoint(make_endpoint: MakeEndpoint) -> EndpointServer:
+    return make_endpoint(info={"actions": SPACE, "card": CARD})
 
 
 def expected() -> list[list[float]]:
@@ -36,8 +41,8 @@ def expected() -> list[list[float]]:
     return [*walker.walk(KEYS[:3], starts=True), *walker.walk(KEYS[3:], starts=False)]
 
 
-def at_camera(door: DoorServer, start_pose: dict[str, float] | None) -> list[Any]:
-    with door.client() as client:
+def at_camera(endpoint: EndpointServer, start_pose: dict[str, float] | None) -> list[Any]:
+    with endpoint.client() as client:
         message = infer(FIRST + LATER, cameras=None, actions=KEYS, protocol_version=1)
         if start_pose is not None:
             message["extra_body"] |= {"start_pose": start_pose}
@@ -45,9 +50,12 @@ def at_camera(door: DoorServer, start_pose: dict[str, float] | None) -> list[Any
         return [message.get("world_poses") for message in client.frames()]
 
 
-def at_video(door: DoorServer, start_pose: dict[str, float] | None) -> list[Any]:
-    with VideoClient(door.port) as client:
-        extra: dict[str, Any] = {"action_script": KEYS, **({} if start_pose is None else {"start_pose": start_pose})}
+def at_video(endpoint: EndpointServer, start_pose: dict[str, float] | None) -> list[Any]:
+    with VideoClient(endpoint.port) as client:
+        extra: dict[str, Any] = {
+            "action_script": KEYS,
+            **({} if start_pose is None else {"start_pose": start_pose}),
+        }
         start = {
             "type": "session.start",
             "prompt": "a path",
@@ -55,7 +63,7 @@ def at_video(door: DoorServer, start_pose: dict[str, float] | None) -> list[Any]
             "height": HEIGHT,
             "image_reference": IMAGE,
         }
-        client.ask({**start, "num_frames": FIRST + LATER, "extra_params": extra})
+        client.request({**start, "num_frames": FIRST + LATER, "extra_params": extra})
         return [chunk.get("world_poses") for chunk in client.until("session.done")[1]]
 
 
@@ -64,39 +72,48 @@ ENDPOINTS = pytest.mark.parametrize("endpoint", [at_camera, at_video], ids=["cam
 
 @ENDPOINTS
 def test_the_same_keys_from_the_same_start_give_the_same_poses(
-    door: DoorServer, engine: FakeEngine, endpoint: Callable[..., list[Any]]
+    door: EndpointServer, engine: FakeEngine, endpoint: Callable[..., list[Any]]
 ) -> None:
-    """The start pose goes with the session's first chunk alone; a row for each latent frame comes back."""
+    """The start pose goes with the session's first chunk alone; a row for each latent frame
+    comes back.
+    """
     first, second = endpoint(door, START)
     assert [*first, *second] == [pytest.approx(row) for row in expected()]
     assert [call.params.options.get("start_pose") for call in engine.chunks] == [START, None]
 
 
-def test_the_same_at_the_endpoint_of_sglang(door: DoorServer, engine: FakeEngine) -> None:
+def test_the_same_at_the_endpoint_of_sglang(endpoint: EndpointServer, engine: FakeEngine) -> None:
     """Poses come in messages of an extension, since other clients know no such message."""
-    with ExtendedClient(door.port) as client:
+    with ExtendedClient(endpoint.port) as client:
         client.init(
-            extensions=["actions", "world_poses"], condition_inputs={"actions": KEYS}, max_chunks=3, start_pose=START
+            extensions=["actions", "world_poses"],
+            condition_inputs={"actions": KEYS},
+            max_chunks=3,
+            start_pose=START,
         )
         client.receive()
         for _ in range(3):
             client.chunk()
-        told = [message["world_poses"] for message in client.taken("world_poses")]
-    assert [*told[0], *told[1]] == [pytest.approx(row) for row in expected()]
+        reported = [message["world_poses"] for message in client.taken("world_poses")]
+    assert [*reported[0], *reported[1]] == [pytest.approx(row) for row in expected()]
     assert [call.params.options.get("start_pose") for call in engine.chunks] == [START, None, None]
-    with GenerateClient(door.port) as plain:
+    with GenerateClient(endpoint.port) as plain:
         plain.init(max_chunks=2, start_pose=START)
         assert [plain.chunk().index, plain.chunk().index] == [0, 1]
 
 
 @ENDPOINTS
-def test_an_unknown_pose_is_not_reported(door: DoorServer, endpoint: Callable[..., list[Any]]) -> None:
+def test_an_unknown_pose_is_not_reported(
+    door: EndpointServer, endpoint: Callable[..., list[Any]]
+) -> None:
     assert endpoint(door, None) == [None, None]
 
 
-def test_a_chunk_in_several_messages_has_its_poses_in_the_first(door: DoorServer, engine: FakeEngine) -> None:
+def test_a_chunk_in_several_messages_has_its_poses_in_the_first(
+    endpoint: EndpointServer, engine: FakeEngine
+) -> None:
     engine.start_pose = StartPose(**START)
-    with door.client() as client:
+    with endpoint.client() as client:
         message = infer(cameras=None, actions=KEYS[:3], protocol_version=1)
         message["extra_body"] |= {"frames_per_chunk": 4}
         client.send(message)
@@ -108,26 +125,32 @@ def test_a_chunk_in_several_messages_has_its_poses_in_the_first(door: DoorServer
     [{"x_m": 1.0}, {**START, "y_m": 1.0}, {**START, "pitch_degrees": 86}, {**START, "x_m": "1"}, 7],
     ids=["incomplete", "unknown key", "beyond the zenith", "text", "no map"],
 )
-def test_a_wrong_start_pose_is_refused(door: DoorServer, engine: FakeEngine, wrong: Any) -> None:
+def test_a_wrong_start_pose_is_refused(
+    endpoint: EndpointServer, engine: FakeEngine, wrong: Any
+) -> None:
     """Before anything reaches the engine, by an error that names it."""
-    with door.client() as client:
+    with endpoint.client() as client:
         message = infer(cameras=None, actions=KEYS[:3])
         message["extra_body"] |= {"start_pose": wrong}
-        refusal = client.ask(message)
+        refusal = client.request(message)
         assert refusal["code"] == "invalid_request" and "start_pose" in refusal["message"]
-    with VideoClient(door.port) as video:
-        video.send({"type": "session.start", "prompt": "a path", "extra_params": {"start_pose": wrong}})
+    with VideoClient(endpoint.port) as video:
+        video.send(
+            {"type": "session.start", "prompt": "a path", "extra_params": {"start_pose": wrong}}
+        )
         assert "start_pose" in video.receive()["message"]
-    with ExtendedClient(door.port) as generate:
+    with ExtendedClient(endpoint.port) as generate:
         generate.init(extensions=["receipts"], start_pose=wrong)
         refusal = generate.receive()
         assert refusal["code"] == "invalid_request" and "start_pose" in refusal["message"]
     assert engine.chunks == []
 
 
-def test_a_later_request_with_a_start_pose_reaches_the_engine(door: DoorServer, engine: FakeEngine) -> None:
+def test_a_later_request_with_a_start_pose_reaches_the_engine(
+    endpoint: EndpointServer, engine: FakeEngine
+) -> None:
     """Which refuses it by name: the session has started."""
-    with door.client() as client:
+    with endpoint.client() as client:
         client.send(infer(cameras=None, actions=KEYS[:3], protocol_version=1))
         client.frames()
         client.receive()
@@ -138,28 +161,37 @@ def test_a_later_request_with_a_start_pose_reaches_the_engine(door: DoorServer, 
     assert engine.chunks[-1].params.options["start_pose"] == START
 
 
-def test_a_world_has_its_own_focal_length(make_door: MakeDoor) -> None:
+def test_a_world_has_its_own_focal_length(make_endpoint: MakeEndpoint) -> None:
     """It grows with the width of the video, where the model's own is a number of pixels."""
     own = msgspec.structs.replace(CARD, focal=0.65)
-    with make_door(facts={"actions": SPACE, "card": own}).client() as client:
+    with make_endpoint(info={"actions": SPACE, "card": own}).client() as client:
         assert client.hello["key_focal"] == pytest.approx(0.65 * WIDTH)
-    with make_door(facts={"actions": SPACE, "card": CARD}).client() as client:
+    with make_endpoint(info={"actions": SPACE, "card": CARD}).client() as client:
         assert client.hello["key_focal"] == 500.0
 
 
-# -- velocity commands -----------------------------------------------------------------------------------------------
+# -- velocity commands -----------------------------------------------------------------------------
 
 
-def open_video(door: DoorServer, **extra: Any) -> VideoClient:
-    client = VideoClient(door.port)
-    start = {"type": "session.start", "prompt": "a path", "width": WIDTH, "height": HEIGHT, "image_reference": IMAGE}
-    client.ask({**start, "extra_params": extra})
+def open_video(endpoint: EndpointServer, **extra: Any) -> VideoClient:
+    client = VideoClient(endpoint.port)
+    start = {
+        "type": "session.start",
+        "prompt": "a path",
+        "width": WIDTH,
+        "height": HEIGHT,
+        "image_reference": IMAGE,
+    }
+    client.request({**start, "extra_params": extra})
     return client
 
 
 def command(mode: str, translation: Any = (0, 0, 0), **fields: Any) -> dict[str, Any]:
     camera = {"mode": mode, "data": {"translation": translation, **fields}}
-    return {"type": "session.interaction", "interaction": {"event": {"multi_modal_data": {"camera": camera}}}}
+    return {
+        "type": "session.interaction",
+        "interaction": {"event": {"multi_modal_data": {"camera": camera}}},
+    }
 
 
 def moving(engine: FakeEngine) -> list[Any]:
@@ -171,21 +203,30 @@ def moving(engine: FakeEngine) -> list[Any]:
     ]
 
 
-def test_a_velocity_becomes_axes(door: DoorServer, engine: FakeEngine) -> None:
-    """0.05 units are a step; a quarter turn per second stays one. The camera is moved by the model, not by poses."""
+def test_a_velocity_becomes_axes(endpoint: EndpointServer, engine: FakeEngine) -> None:
+    """0.05 units are a step; a quarter turn per second stays one.
+
+    The camera is moved by the model, not by poses.
+    """
     engine.start_pose = StartPose(**START)
     engine.delay_s = 0.02
-    with open_video(door) as client:
+    with open_video(endpoint) as client:
         half = np.radians(6) / 2
-        client.send(command("velocity", (0.05, 0, 0.1), rotation=(0, np.sin(half), 0, np.cos(half))))
+        client.send(
+            command("velocity", (0.05, 0, 0.1), rotation=(0, np.sin(half), 0, np.cos(half)))
+        )
         wait_until(lambda: moving(engine))
     entry = moving(engine)[0].params.actions[0]
-    assert entry.axes == pytest.approx({"forward": 2.0, "right": 1.0, "up": 0.0, "yaw": 6.0, "pitch": 0.0})
+    assert entry.axes == pytest.approx(
+        {"forward": 2.0, "right": 1.0, "up": 0.0, "yaw": 6.0, "pitch": 0.0}
+    )
     assert all("poses" not in call.arrays for call in engine.chunks)
 
 
-def test_a_velocity_beyond_the_axes_is_refused(door: DoorServer, engine: FakeEngine) -> None:
-    with open_video(door) as client:
+def test_a_velocity_beyond_the_axes_is_refused(
+    endpoint: EndpointServer, engine: FakeEngine
+) -> None:
+    with open_video(endpoint) as client:
         client.send(command("velocity", (0, 0, 5.0)))
         while (message := client.receive())["type"] == "video.chunk_metadata":
             pass
@@ -193,14 +234,18 @@ def test_a_velocity_beyond_the_axes_is_refused(door: DoorServer, engine: FakeEng
     assert "forward must lie in [-8, 8] steps per latent frame" in message["message"]
 
 
-def test_a_target_sets_out_from_where_a_wall_has_stopped_a_velocity(door: DoorServer, engine: FakeEngine) -> None:
-    """Targets are relative to the start image, and reach the engine in the session's own coordinates."""
+def test_a_target_sets_out_from_where_a_wall_has_stopped_a_velocity(
+    endpoint: EndpointServer, engine: FakeEngine
+) -> None:
+    """Targets are relative to the start image, and reach the engine in the session's own
+    coordinates.
+    """
     cells = torch.zeros(30, 30, dtype=torch.bool)
     cells[14 - 3] = True  # blocked from 3 m to the north on
     engine.grid = OccupancyGrid(cells, 30.0)
     engine.start_pose = StartPose(x_m=2.0, z_m=0.0, heading_degrees=0.0)
     engine.delay_s = 0.02
-    with open_video(door) as client:
+    with open_video(endpoint) as client:
         client.send(command("velocity", (0, 0, 0.05)))
         wait_until(lambda: len(moving(engine)) >= 5)
         client.send(command("target", (0, 0, 0)))
@@ -211,9 +256,16 @@ def test_a_target_sets_out_from_where_a_wall_has_stopped_a_velocity(door: DoorSe
     assert call.arrays["poses"][-1, :3, 3] == pytest.approx([0.2, 0, 0], abs=1e-5)
 
 
-def test_without_axes_a_velocity_stays_a_path(make_door: MakeDoor, engine: FakeEngine) -> None:
+def test_without_axes_a_velocity_stays_a_path(
+    make_endpoint: MakeEndpoint, engine: FakeEngine
+) -> None:
     """A model that takes keys and poses alone."""
-    with open_video(make_door()) as client:
+    with open_video(make_endpoint()) as client:
         client.send(command("velocity", (0, 0, 0.05)))
-        wait_until(lambda: any("poses" in call.arrays and call.arrays["poses"][-1, 2, 3] > 0 for call in engine.chunks))
+        wait_until(
+            lambda: any(
+                "poses" in call.arrays and call.arrays["poses"][-1, 2, 3] > 0
+                for call in engine.chunks
+            )
+        )
     assert not moving(engine)

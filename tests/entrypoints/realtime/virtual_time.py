@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`run_in_virtual_time`: a coroutine whose waits take no time, and exactly as long as they say by the loop's clock."""
+"""`run_in_virtual_time`: a coroutine whose waits take no time, and exactly as long as they say
+by the loop's clock.
+"""
 
 import asyncio
 import selectors

@@ -16,7 +16,7 @@ TONE = 0.5 * torch.sin(torch.arange(RATE) * 2 * torch.pi * 440 / RATE)
 
 def in_pieces(audio_format: str) -> bytes:
     encoder = make_encoder(audio_format, RATE)
-    return b"".join(encoder.feed(piece) for piece in TONE.split(5000)) + encoder.finish()
+    return b"".join(encoder.feed(part) for part in TONE.split(5000)) + encoder.finish()
 
 
 @pytest.mark.parametrize("audio_format", ["mp3", "opus", "aac", "flac", "wav"])

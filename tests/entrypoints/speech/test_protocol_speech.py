@@ -11,13 +11,17 @@ from vllm_omni.outputs import RequestFailed
 from vllm_omni.pipeline.stage import StageDied
 
 
-@pytest.mark.parametrize("extra", [None, {}, {"modalities": ["text"]}, {"modalities": None, "audio": {"format": "?"}}])
+@pytest.mark.parametrize(
+    "extra", [None, {}, {"modalities": ["text"]}, {"modalities": None, "audio": {"format": "?"}}]
+)
 def test_text_only_requests_are_left_to_vllm(extra: dict[str, Any] | None) -> None:
     assert wants_audio(extra) is None
 
 
 def test_audio_parameters() -> None:
-    audio = wants_audio({"modalities": ["text", "audio"], "audio": {"voice": {"id": "Ethan"}, "format": "pcm16"}})
+    audio = wants_audio(
+        {"modalities": ["text", "audio"], "audio": {"voice": {"id": "Ethan"}, "format": "pcm16"}}
+    )
     assert audio is not None
     assert (audio.voice_name, audio.format) == ("Ethan", "pcm16")
 
@@ -37,7 +41,9 @@ def test_refusals_name_the_field(extra: dict[str, Any], says: str) -> None:
     assert failed.value.code == "invalid_request" and says in failed.value.message
 
 
-@pytest.mark.parametrize("body", [{"input": ""}, {"input": "x" * 4097}, {"input": "x", "speed": 2}, {"voice": "a"}])
+@pytest.mark.parametrize(
+    "body", [{"input": ""}, {"input": "x" * 4097}, {"input": "x", "speed": 2}, {"voice": "a"}]
+)
 def test_speech_requests_out_of_range(body: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         SpeechRequest.model_validate(body)

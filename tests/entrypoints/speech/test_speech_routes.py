@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The speech routes without engines: any model that keeps their contract, and clients that leave."""
+"""The speech routes without engines: any model that keeps their contract, and clients that
+leave.
+"""
 
 import asyncio
 import json
@@ -24,7 +26,11 @@ from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.pipeline.speech import AudioChunk
 
-CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "modalities": ["text", "audio"]}
+CHAT = {
+    "model": "m",
+    "messages": [{"role": "user", "content": "hello"}],
+    "modalities": ["text", "audio"],
+}
 
 
 class Hummer:
@@ -33,7 +39,7 @@ class Hummer:
     sample_rate = 16_000
 
     def __init__(self) -> None:
-        self.asked: list[tuple[list[int], list[int], str | None, int | None]] = []
+        self.requested: list[tuple[list[int], list[int], str | None, int | None]] = []
 
     def check_voice(self, voice: str | None) -> None:
         if voice not in (None, "", "low"):
@@ -43,9 +49,15 @@ class Hummer:
         pass
 
     async def read_aloud(
-        self, prompt_ids: list[int], text_ids: list[int], request_id: str, *, voice: str | None, seed: int | None
+        self,
+        prompt_ids: list[int],
+        text_ids: list[int],
+        request_id: str,
+        *,
+        voice: str | None,
+        seed: int | None,
     ) -> AsyncIterator[AudioChunk]:
-        self.asked.append((prompt_ids, text_ids, voice, seed))
+        self.requested.append((prompt_ids, text_ids, voice, seed))
         yield AudioChunk(torch.full([160], 0.5), self.sample_rate)
 
 
@@ -61,47 +73,61 @@ def client(hummer: Hummer) -> TestClient:
 
     tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: [len(text)], eos_token_id=0)
     app, routes, state = FastAPI(), SpeechRoutes(), State()
-    routes.attach(app)
+    routes.attach_to_app(app)
     state.openai_serving_chat = SimpleNamespace(
         render_chat_request=render, renderer=SimpleNamespace(get_tokenizer=lambda: tokenizer)
     )
     model: Any = hummer
-    routes.start(model, state)
+    routes.start_serving(model, state)
     return TestClient(app)
 
 
-def test_any_model_that_speaks_is_served_at_its_own_sample_rate(client: TestClient, hummer: Hummer) -> None:
+def test_any_model_that_speaks_is_served_at_its_own_sample_rate(
+    client: TestClient, hummer: Hummer
+) -> None:
     body = {"input": "hello", "voice": "low", "seed": 3, "response_format": "wav"}
-    answer = client.post("/v1/audio/speech", json=body)
-    assert answer.status_code == 200
-    assert answer.content[24:28] == wav_file(torch.zeros(1), 16_000)[24:28] == (16_000).to_bytes(4, "little")
-    assert len(answer.content) == 44 + 2 * 160
-    assert hummer.asked == [([7, 8], [5, 0], "low", 3)]
+    response = client.post("/v1/audio/speech", json=body)
+    assert response.status_code == 200
+    assert (
+        response.content[24:28]
+        == wav_file(torch.zeros(1), 16_000)[24:28]
+        == (16_000).to_bytes(4, "little")
+    )
+    assert len(response.content) == 44 + 2 * 160
+    assert hummer.requested == [([7, 8], [5, 0], "low", 3)]
 
 
-def test_a_drawn_seed_is_returned_in_a_header(client: TestClient, hummer: Hummer) -> None:
+def test_a_generated_seed_is_returned_in_a_header(client: TestClient, hummer: Hummer) -> None:
     """Sound has no place for it; a request without a seed has no header."""
-    drawn = client.post("/v1/audio/speech", json={"input": "hello", "seed": -1, "response_format": "wav"})
+    drawn = client.post(
+        "/v1/audio/speech", json={"input": "hello", "seed": -1, "response_format": "wav"}
+    )
     plain = client.post("/v1/audio/speech", json={"input": "hello", "response_format": "wav"})
-    assert [seed for *_, seed in hummer.asked] == [int(drawn.headers["x-seed"]), None]
+    assert [seed for *_, seed in hummer.requested] == [int(drawn.headers["x-seed"]), None]
     assert int(drawn.headers["x-seed"]) >= 0 and "x-seed" not in plain.headers
 
 
 def test_a_voice_is_the_models_to_refuse(client: TestClient, hummer: Hummer) -> None:
-    answer = client.post("/v1/audio/speech", json={"input": "hello", "voice": "high"})
-    assert answer.status_code == 400 and "known: low" in answer.json()["error"]["message"]
-    assert hummer.asked == []
+    response = client.post("/v1/audio/speech", json={"input": "hello", "voice": "high"})
+    assert response.status_code == 400 and "known: low" in response.json()["error"]["message"]
+    assert hummer.requested == []
 
 
 def test_a_model_that_does_not_speak_is_refused_at_start(tmp_path: Path) -> None:
     get_family("null_world").make_tiny(tmp_path, 0, get_family("null_world").layouts[0])
     engine = AsyncLLM.__new__(AsyncLLM)
     with pytest.raises(ValueError, match="is a null_world, which does not speak"):
-        asyncio.run(SpeechEndpoints().init_state(engine, State(), Namespace(api_server_count=1, model=str(tmp_path))))
+        asyncio.run(
+            SpeechEndpoints().init_state(
+                engine, State(), Namespace(api_server_count=1, model=str(tmp_path))
+            )
+        )
 
 
-def test_a_client_that_left_is_not_answered_with_success() -> None:
-    """499 for the access log, whatever this version of vLLM makes of it; the work for it is cancelled."""
+def test_a_client_that_left_is_not_served_with_success() -> None:
+    """499 for the access log, whatever this version of vLLM makes of it; the work for it is
+    cancelled.
+    """
     cancelled = []
 
     async def render_forever(request: Any) -> None:
@@ -112,19 +138,30 @@ def test_a_client_that_left_is_not_answered_with_success() -> None:
             raise
 
     app, routes, state = FastAPI(), SpeechRoutes(), State()
-    routes.attach(app)
+    routes.attach_to_app(app)
     state.openai_serving_chat = SimpleNamespace(render_chat_request=render_forever)
     model: Any = SimpleNamespace(check_voice=str, check_alive=lambda: None)
-    routes.start(model, state)
+    routes.start_serving(model, state)
     assert asyncio.run(post_and_leave(app, "/v1/chat/completions", CHAT)) == 499
     assert cancelled == ["hello"]
 
 
 async def post_and_leave(app: FastAPI, path: str, body: dict[str, Any]) -> int:
-    """The status of the answer to a client that closes the connection once it has sent everything."""
+    """The status of the answer to a client that closes the connection once it has sent
+    everything.
+    """
     headers = [(b"content-type", b"application/json")]
-    scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b"", "app": app}
-    messages = iter([{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}])
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "headers": headers,
+        "query_string": b"",
+        "app": app,
+    }
+    messages = iter(
+        [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+    )
     statuses = []
 
     async def receive() -> dict[str, Any]:

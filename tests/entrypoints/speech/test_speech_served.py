@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speech over HTTP: `vllm serve --omni` of a tiny Qwen2.5-Omni (three engines, one address) and the `openai` client."""
+"""Speech over HTTP: `vllm serve --omni` of a tiny Qwen2.5-Omni (three engines, one address) and
+the `openai` client.
+"""
 
 import base64
 import hashlib
@@ -29,7 +31,10 @@ PIECE = 2
 SMALL_KEY = "a-key-with-a-small-quota"
 SAMPLES_PER_CODE = 480
 MESSAGES: list[Any] = [{"role": "user", "content": "Good morning!"}]
-SPEECH: dict[str, Any] = {"modalities": ["text", "audio"], "audio": {"voice": "Ethan", "format": "wav"}}
+SPEECH: dict[str, Any] = {
+    "modalities": ["text", "audio"],
+    "audio": {"voice": "Ethan", "format": "wav"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +52,22 @@ def speech_server(
     quotas = folder / "quotas.toml"
     digest = hashlib.sha256(SMALL_KEY.encode()).hexdigest()
     quotas.write_text(f'[keys.small]\nsha256 = "{digest}"\nchunks_per_minute = 1\n')
-    flags = ["--api-key", KEY, SMALL_KEY, "--otlp-traces-endpoint", f"http://127.0.0.1:{collector.port}"]
+    flags = [
+        "--api-key",
+        KEY,
+        SMALL_KEY,
+        "--otlp-traces-endpoint",
+        f"http://127.0.0.1:{collector.port}",
+    ]
     log = folder / "server.log"
-    yield from serve_speech(qwen2_5_omni, log, *flags, OTEL_BSP_SCHEDULE_DELAY="200", quotas=str(quotas))
+    yield from serve_speech(
+        qwen2_5_omni, log, *flags, OTEL_BSP_SCHEDULE_DELAY="200", quotas=str(quotas)
+    )
 
 
-def serve_speech(model: Path, log: Path, *flags: str, quotas: str | None = None, **environ: str) -> Iterator[Served]:
+def serve_speech(
+    model: Path, log: Path, *flags: str, quotas: str | None = None, **environ: str
+) -> Iterator[Served]:
     engine = {"enforce_eager": True, "max_model_len": 256, "max_num_seqs": 2}
     speech = {
         "chunk_codes": 2,
@@ -85,14 +100,21 @@ def num_codes(samples: bytes) -> int:
     return codes
 
 
-def spoken(served: Served, **asked: Any) -> Any:
+def spoken(served: Served, **requested: Any) -> Any:
     return served.client.chat.completions.create(
-        model="null", messages=MESSAGES, temperature=0, max_tokens=12, seed=5, **{**SPEECH, **asked}
+        model="null",
+        messages=MESSAGES,
+        temperature=0,
+        max_tokens=12,
+        seed=5,
+        **{**SPEECH, **requested},
     )
 
 
 def test_a_reply_is_text_and_sound(speech_server: Served) -> None:
-    """The transcript is what the thinker alone says; the sound is all of the talker's codes; a seed repeats it."""
+    """The transcript is what the thinker alone says; the sound is all of the talker's codes; a
+    seed repeats it.
+    """
     silent = speech_server.client.chat.completions.create(
         model="null", messages=MESSAGES, temperature=0, max_tokens=12, seed=5
     )
@@ -107,15 +129,19 @@ def test_a_reply_is_text_and_sound(speech_server: Served) -> None:
     assert other.message.audio.data != choice.message.audio.data
 
 
-def test_a_streamed_reply_is_the_whole_one_in_pieces(speech_server: Served) -> None:
+def test_a_streamed_reply_is_the_whole_one_in_parts(speech_server: Served) -> None:
     whole = spoken(speech_server).choices[0].message.audio
     pcm16 = {"voice": "Ethan", "format": "pcm16"}
     text, sound, last = "", [], None
-    for chunk in spoken(speech_server, audio=pcm16, stream=True, stream_options={"include_usage": True}):
+    for chunk in spoken(
+        speech_server, audio=pcm16, stream=True, stream_options={"include_usage": True}
+    ):
         for choice in chunk.choices:
             if choice.delta.audio is not None:
                 text += choice.delta.audio.transcript or ""
-                sound += [base64.b64decode(choice.delta.audio.data)] if choice.delta.audio.data else []
+                sound += (
+                    [base64.b64decode(choice.delta.audio.data)] if choice.delta.audio.data else []
+                )
             last = choice.finish_reason or last
         usage = chunk.usage
     expected = wav_samples(base64.b64decode(whole.data))
@@ -128,7 +154,10 @@ def test_a_streamed_reply_is_the_whole_one_in_pieces(speech_server: Served) -> N
 def test_a_text_is_read_aloud(speech_server: Served, audio_format: Any) -> None:
     """A file in the wanted format that lasts as long as the codes do (mp3 pads its ends)."""
     with speech_server.client.audio.speech.with_streaming_response.create(
-        model="null", voice="Ethan", input="The harbour is quiet today.", response_format=audio_format
+        model="null",
+        voice="Ethan",
+        input="The harbour is quiet today.",
+        response_format=audio_format,
     ) as speech:
         data = speech.read()
     with av.open(io.BytesIO(data), "r") as container:
@@ -138,45 +167,64 @@ def test_a_text_is_read_aloud(speech_server: Served, audio_format: Any) -> None:
 
 def test_speech_as_events(speech_server: Served) -> None:
     body = {"model": "null", "voice": "Ethan", "input": "Rain.", "stream_format": "sse"}
-    answer = httpx.post(
+    response = httpx.post(
         f"{speech_server.url}/v1/audio/speech",
         json=body,
         headers={"Authorization": f"Bearer {KEY}"},
         timeout=seconds(60),
     )
-    events = [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line]
-    assert [event["type"] for event in events] == ["speech.audio.delta"] * (len(events) - 1) + ["speech.audio.done"]
+    events = [
+        json.loads(line.removeprefix("data: ")) for line in response.text.splitlines() if line
+    ]
+    assert [event["type"] for event in events] == ["speech.audio.delta"] * (len(events) - 1) + [
+        "speech.audio.done"
+    ]
     assert len(events) > 2
 
 
 def test_wrong_requests_say_what_is_allowed(speech_server: Served) -> None:
-    for asked, says in (
+    for requested, says in (
         ({"audio": {"voice": "Nobody"}}, "Chelsie, Ethan"),
         ({"audio": {"format": "midi"}}, "format"),
         ({"stream": True, "audio": {"format": "mp3"}}, "pcm16"),
         ({"n": 2}, "n=2"),
     ):
         with pytest.raises(openai.BadRequestError, match=says):
-            spoken(speech_server, **asked)
+            spoken(speech_server, **requested)
     with pytest.raises(openai.AuthenticationError):
         speech_server.connect("wrong").audio.speech.create(model="null", voice="Ethan", input="x")
     assert spoken(speech_server).choices[0].message.audio.data
 
 
 def test_a_spoken_reply_is_traced_and_named(speech_server: Served, collector: Collector) -> None:
-    """Every stage is a span of the reply's, which is one of the caller's trace; answer and lines carry the id."""
+    """Every stage is a span of the reply's, which is one of the caller's trace; answer and lines
+    carry the id.
+    """
     body = {"model": "null", "messages": MESSAGES, "max_tokens": 12, **SPEECH}
     own = {"Authorization": f"Bearer {KEY}", "X-Request-Id": "spoken-1", "traceparent": TRACEPARENT}
-    answer = httpx.post(f"{speech_server.url}/v1/chat/completions", json=body, headers=own, timeout=seconds(60))
-    assert (answer.status_code, answer.headers.get_list("x-request-id")) == (200, ["spoken-1"])
+    response = httpx.post(
+        f"{speech_server.url}/v1/chat/completions", json=body, headers=own, timeout=seconds(60)
+    )
+    assert (response.status_code, response.headers.get_list("x-request-id")) == (200, ["spoken-1"])
     wait_until(lambda: any(span.name == "speech" for span in collector.spans(TRACE_ID)))
     spans = collector.spans(TRACE_ID)
     (speech,) = [span for span in spans if span.name == "speech"]
     assert speech.parent_span_id.hex() == CALLER_SPAN
-    assert {span.name for span in spans if span.parent_span_id == speech.span_id} == {"thinker", "talker", "token2wav"}
+    assert {span.name for span in spans if span.parent_span_id == speech.span_id} == {
+        "thinker",
+        "talker",
+        "token2wav",
+    }
     (thinker,) = [span for span in spans if span.name == "thinker"]
-    assert [span.name for span in spans if span.parent_span_id == thinker.span_id] == ["llm_request"]
-    wait_until(lambda: '/v1/chat/completions HTTP/1.1" 200 OK request_id=spoken-1' in speech_server.log.read_text())
+    assert [span.name for span in spans if span.parent_span_id == thinker.span_id] == [
+        "llm_request"
+    ]
+    wait_until(
+        lambda: (
+            '/v1/chat/completions HTTP/1.1" 200 OK request_id=spoken-1'
+            in speech_server.log.read_text()
+        )
+    )
     refused = httpx.get(f"{speech_server.url}/v1/models", headers={"X-Request-Id": "spoken-2"})
     assert (refused.status_code, refused.headers.get_list("x-request-id")) == (401, ["spoken-2"])
 
@@ -190,7 +238,9 @@ def test_a_key_beyond_its_quota_may_not_speak(speech_server: Served) -> None:
 
 
 def test_a_client_that_leaves_holds_no_slot(speech_server: Served) -> None:
-    """More clients than the talker has slots leave after the first event; later ones are served at once."""
+    """More clients than the talker has slots leave after the first event; later ones are served
+    at once.
+    """
     pcm16 = {"voice": "Ethan", "format": "pcm16"}
     for _ in range(4):
         stream = spoken(speech_server, audio=pcm16, stream=True)
@@ -199,8 +249,10 @@ def test_a_client_that_leaves_holds_no_slot(speech_server: Served) -> None:
     assert spoken(speech_server).choices[0].message.audio.data
 
 
-def test_a_dead_engine_is_told(speech_server: Served) -> None:
-    """The process of one engine is killed: requests that need it get 503, `/health` says which it was. Runs last."""
+def test_a_dead_engine_is_notified(speech_server: Served) -> None:
+    """The process of one engine is killed: requests that need it get 503, `/health` says which
+    it was. Runs last.
+    """
     workers = [
         child
         for child in psutil.Process(speech_server.process.pid).children(recursive=True)
@@ -210,6 +262,6 @@ def test_a_dead_engine_is_told(speech_server: Served) -> None:
     max(workers, key=lambda process: process.create_time()).send_signal(signal.SIGKILL)
     wait_until(lambda: speech_server.get("/health")[0] == 503)
     assert len(json.loads(speech_server.get("/health")[2])["stages"]) == 1
-    with pytest.raises(openai.InternalServerError) as told:
+    with pytest.raises(openai.InternalServerError) as reported:
         spoken(speech_server)
-    assert told.value.status_code == 503
+    assert reported.value.status_code == 503

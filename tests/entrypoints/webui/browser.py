@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small driver of headless Chromium over its DevTools protocol: pages, keys, pointers, pictures. No other package.
+"""A small driver of headless Chromium over its DevTools protocol: pages, keys, pointers, pictures.
 
-`CHROMIUM` is the browser found, or None. Everything waits with a deadline; errors of the page are kept in `errors`.
+No other package.
+
+`CHROMIUM` is the browser found, or None. Everything waits with a deadline; errors of the page are
+kept in `errors`.
 """
 
 import base64
@@ -22,14 +25,38 @@ from helpers.waits import exactly, seconds, wait_until
 from websockets.sync.client import ClientConnection, connect
 
 CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"))), None
+    filter(
+        None,
+        map(
+            shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+        ),
+    ),
+    None,
 )
-WHY_NOT = "no Chromium on PATH (Debian, Ubuntu: `apt install chromium`): the web page cannot be tested here"
+WHY_NOT = (
+    "no Chromium on PATH (Debian, Ubuntu: `apt install chromium`): the web page cannot be "
+    "tested here"
+)
 
 _FLAGS = (
-    *("--headless=new", "--remote-debugging-port=0", "--no-first-run", "--disable-extensions", "--mute-audio"),
-    *("--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking", "--disable-component-update"),
-    *("--disable-background-timer-throttling", "--disable-renderer-backgrounding", "--force-color-profile=srgb"),
+    *(
+        "--headless=new",
+        "--remote-debugging-port=0",
+        "--no-first-run",
+        "--disable-extensions",
+        "--mute-audio",
+    ),
+    *(
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--disable-background-networking",
+        "--disable-component-update",
+    ),
+    *(
+        "--disable-background-timer-throttling",
+        "--disable-renderer-backgrounding",
+        "--force-color-profile=srgb",
+    ),
 )
 _KEYS = {" ": ("Space", 32)}
 
@@ -66,7 +93,9 @@ class Page:
         match event.get("method"):
             case "Runtime.exceptionThrown":
                 details = event["params"]["exceptionDetails"]
-                self.errors.append(details.get("exception", {}).get("description") or details["text"])
+                self.errors.append(
+                    details.get("exception", {}).get("description") or details["text"]
+                )
             case "Log.entryAdded":
                 entry = event["params"]["entry"]
                 if entry["level"] == "error":
@@ -84,23 +113,34 @@ class Page:
     def leave(self) -> None:
         """Forget what the page stored, and end it."""
         self.send("Network.clearBrowserCookies")
-        self.run("document.URL.startsWith('http') && (sessionStorage.clear(), localStorage.clear())")
+        self.run(
+            "document.URL.startsWith('http') && (sessionStorage.clear(), localStorage.clear())"
+        )
         self.open("about:blank")
 
     def run(self, expression: str) -> Any:
         """Value of a JavaScript expression; promises are awaited."""
-        answer = self.send(
-            "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True, userGesture=True
+        response = self.send(
+            "Runtime.evaluate",
+            expression=expression,
+            awaitPromise=True,
+            returnByValue=True,
+            userGesture=True,
         )
-        if "exceptionDetails" in answer:
-            details = answer["exceptionDetails"]
+        if "exceptionDetails" in response:
+            details = response["exceptionDetails"]
             raise PageError(details.get("exception", {}).get("description") or details["text"])
-        return answer["result"].get("value")
+        return response["result"].get("value")
 
     def call(self, module: str, code: str, *arguments: Any) -> Any:
-        """Import a module of the page and run `code` (a function body) with it as `m` and `arguments` as `a`."""
+        """Import a module of the page and run `code` (a function body) with it as `m` and
+        `arguments` as `a`.
+        """
         arguments_json = json.dumps(arguments)
-        return self.run(f"import({json.dumps(module)}).then(async (m) => {{ const a = {arguments_json}; {code} }})")
+        return self.run(
+            f"import({json.dumps(module)}).then(async (m) => {{ const a = {arguments_json}; "
+            f"{code} }})"
+        )
 
     def wait_for(self, expression: str, timeout_s: float = 15.0) -> Any:
         """Return the expression's value once it is true. Fails with the page's errors."""
@@ -110,15 +150,19 @@ class Page:
                 if value := self.run(expression):
                     return value
             if time.monotonic() > deadline_s:
-                raise PageError(f"not within {timeout_s:g} s: {expression}; errors of the page: {self.errors}")
+                raise PageError(
+                    f"not within {timeout_s:g} s: {expression}; errors of the page: {self.errors}"
+                )
             exactly(0.05)
 
-    # -- what a person does ------------------------------------------------------------------------------------------
+    # -- what a person does ------------------------------------------------------------------------
 
     def key(self, kind: str, key: str) -> None:
         """`kind`: keyDown or keyUp; `key`: a letter, or a space."""
         code, number = _KEYS.get(key, (f"Key{key.upper()}", ord(key.upper())))
-        self.send("Input.dispatchKeyEvent", type=kind, key=key, code=code, windowsVirtualKeyCode=number)
+        self.send(
+            "Input.dispatchKeyEvent", type=kind, key=key, code=code, windowsVirtualKeyCode=number
+        )
 
     def press(self, key: str, hold_s: float = 0.0) -> None:
         self.key("keyDown", key)
@@ -135,15 +179,28 @@ class Page:
 
     def drag(self, selector: str, dx: float, dy: float) -> None:
         x, y = self.middle_of(selector)
-        self.send("Input.dispatchMouseEvent", type="mousePressed", x=x, y=y, button="left", clickCount=1)
+        self.send(
+            "Input.dispatchMouseEvent", type="mousePressed", x=x, y=y, button="left", clickCount=1
+        )
         for step in (0.5, 1.0):
             where = {"x": x + dx * step, "y": y + dy * step}
-            self.send("Input.dispatchMouseEvent", type="mouseMoved", button="left", buttons=1, **where)
-        self.send("Input.dispatchMouseEvent", type="mouseReleased", x=x + dx, y=y + dy, button="left", clickCount=1)
+            self.send(
+                "Input.dispatchMouseEvent", type="mouseMoved", button="left", buttons=1, **where
+            )
+        self.send(
+            "Input.dispatchMouseEvent",
+            type="mouseReleased",
+            x=x + dx,
+            y=y + dy,
+            button="left",
+            clickCount=1,
+        )
 
     def touch(self, kind: str, *points: tuple[float, float]) -> None:
         """`kind`: touchStart, touchMove or touchEnd."""
-        self.send("Input.dispatchTouchEvent", type=kind, touchPoints=[{"x": x, "y": y} for x, y in points])
+        self.send(
+            "Input.dispatchTouchEvent", type=kind, touchPoints=[{"x": x, "y": y} for x, y in points]
+        )
 
     def middle_of(self, selector: str) -> tuple[float, float]:
         box = self.run(
@@ -154,21 +211,33 @@ class Page:
         assert box[2] > 0, f"{selector} is not shown"
         return box[0], box[1]
 
-    # -- what a person sees ------------------------------------------------------------------------------------------
+    # -- what a person sees ------------------------------------------------------------------------
 
     def phone(self, width: int = 390, height: int = 844) -> None:
         """Be a phone with a touch screen."""
-        self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=2, mobile=True)
+        self.send(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=2,
+            mobile=True,
+        )
         self.send("Emulation.setTouchEmulationEnabled", enabled=True, maxTouchPoints=5)
 
     def desktop(self, width: int = 1280, height: int = 760, scale: float = 1) -> None:
         self.send(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=False
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=scale,
+            mobile=False,
         )
         self.send("Emulation.setTouchEmulationEnabled", enabled=False)
 
     def screenshot(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"]))
+        path.write_bytes(
+            base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"])
+        )
 
     def text(self, selector: str) -> str:
         return str(self.run(f"document.querySelector({json.dumps(selector)}).textContent"))
@@ -185,8 +254,9 @@ class _Tab:
 class Browser:
     """A running Chromium with a profile of its own.
 
-    One tab serves one page after another: a new one, with its own process, costs more than most tests do in it. What a
-    page changed in it goes with its DevTools connection (window, touch, media) or is cleared when the page is left.
+    One tab serves one page after another: a new one, with its own process, costs more than most
+    tests do in it. What a page changed in it goes with its DevTools connection (window, touch,
+    media) or is cleared when the page is left.
     """
 
     def __init__(self, popen: "subprocess.Popen[bytes]", port: int, folder: Path) -> None:
@@ -195,7 +265,9 @@ class Browser:
 
     @contextlib.contextmanager
     def page(self, url: str = "about:blank") -> Iterator[Page]:
-        """A tab without cookies or storage; one of its own where another page is open, or the last one failed."""
+        """A tab without cookies or storage; one of its own where another page is open, or the
+        last one failed.
+        """
         tab, self._resting = self._resting or self._new_tab(), None
         try:
             with self._connect(f"/devtools/page/{tab.target}") as connection:
@@ -217,7 +289,9 @@ class Browser:
 
     def _new_tab(self) -> "_Tab":
         context = self._admin("Target.createBrowserContext")["browserContextId"]
-        target = self._admin("Target.createTarget", url="about:blank", browserContextId=context)["targetId"]
+        target = self._admin("Target.createTarget", url="about:blank", browserContextId=context)[
+            "targetId"
+        ]
         return _Tab(context, target)
 
     def _close(self, tab: "_Tab") -> None:
@@ -234,8 +308,15 @@ class Browser:
         return result
 
     def videos(self) -> set[Path]:
-        """Downloaded so far. Chromium first makes an empty file of the name, and at the end renames another to it."""
-        return {file for file in self.downloads.iterdir() if file.suffix == ".mp4" and file.stat().st_size}
+        """Downloaded so far.
+
+        Chromium first makes an empty file of the name, and at the end renames another to it.
+        """
+        return {
+            file
+            for file in self.downloads.iterdir()
+            if file.suffix == ".mp4" and file.stat().st_size
+        }
 
     def _browser_path(self) -> str:
         return (self.downloads.parent / "DevToolsActivePort").read_text().split()[1]
@@ -258,14 +339,21 @@ def running_browser(folder: Path) -> Iterator[Browser]:
     """Run Chromium while the block runs; its profile and downloads are under `folder`."""
     assert CHROMIUM is not None, WHY_NOT
     (folder / "downloads").mkdir(parents=True)
-    sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium refuses to sandbox itself as root
+    # Chromium refuses to sandbox itself as root
+    sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
     command = [CHROMIUM, *_FLAGS, *sandbox, f"--user-data-dir={folder}", "about:blank"]
     with (folder / "chromium.log").open("wb") as log:
-        popen = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+        popen = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
     browser = None
     try:
         port_file = folder / "DevToolsActivePort"
-        _wait(lambda: port_file.exists() and port_file.read_text().count("\n") >= 1, popen, folder / "chromium.log")
+        _wait(
+            lambda: port_file.exists() and port_file.read_text().count("\n") >= 1,
+            popen,
+            folder / "chromium.log",
+        )
         browser = Browser(popen, int(port_file.read_text().split()[0]), folder)
         yield browser
     finally:
@@ -273,6 +361,10 @@ def running_browser(folder: Path) -> Iterator[Browser]:
 
 
 def _wait(ready: Callable[[], bool], popen: "subprocess.Popen[bytes]", log: Path) -> None:
-    wait_until(lambda: popen.poll() is not None or ready(), 60, lambda: log.read_text(errors="replace")[-800:])
+    wait_until(
+        lambda: popen.poll() is not None or ready(),
+        60,
+        lambda: log.read_text(errors="replace")[-800:],
+    )
     if popen.poll() is not None:
         raise PageError(f"Chromium did not start: {log.read_text(errors='replace')[-800:]}")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures of the web page: one headless Chromium for all tests, servers with a fake engine.
 
-Without Chromium the tests that need one are skipped with the reason; `OMNI_REQUIRE_BROWSER=1` (`.ci/run` sets it where
-it could install one) makes that a failure.
+Without Chromium the tests that need one are skipped with the reason; `OMNI_REQUIRE_BROWSER=1`
+(`.ci/run` sets it where it could install one) makes that a failure.
 """
 
 import os
@@ -17,9 +17,9 @@ from helpers.fake_engine import FakeEngine
 from helpers.walking import SPACE
 from page_server import MakeServer, PageServer
 
-from vllm_omni.entrypoints.realtime.facts import WorldFacts
-from vllm_omni.entrypoints.realtime.limits import DoorLimits
-from vllm_omni.worlds.card import read_card
+from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
+from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
+from vllm_omni.worlds.description import read_description
 
 
 @pytest.fixture(scope="package")
@@ -39,21 +39,35 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 def make_server(engine: FakeEngine) -> Iterator[MakeServer]:
-    """`make_server(keys=[...], environ={...}, facts={...}, world=DIR, **limits)` -> a server that runs for one test."""
+    """`make_server(keys=[...], environ={...}, facts={...}, world=DIR, **limits)` -> a server
+    that runs for one test.
+    """
     with ExitStack() as stack:
 
         def make(
             keys: list[str] | None = None,
             environ: dict[str, str] | None = None,
-            facts: dict[str, Any] | None = None,
+            info: dict[str, Any] | None = None,
             world: Path | None = None,
             origins: Sequence[str] = (),
             **limits: Any,
         ) -> PageServer:
-            told = {"card": read_card(world), "height": 96, "width": 160} if world is not None else {}
+            reported = (
+                {"card": read_description(world), "height": 96, "width": 160}
+                if world is not None
+                else {}
+            )
             base = {"actions": SPACE, "height": 48, "width": 80, "model": "fake"}
-            all_facts = WorldFacts(**{**base, **told, **(facts or {})})
-            server = PageServer(engine, DoorLimits(**limits), all_facts, keys or [], environ or {}, world, origins)
+            all_info = StreamInfo(**{**base, **reported, **(info or {})})
+            server = PageServer(
+                engine,
+                EndpointLimits(**limits),
+                all_info,
+                keys or [],
+                environ or {},
+                world,
+                origins,
+            )
             return stack.enter_context(server)
 
         yield make
@@ -61,7 +75,7 @@ def make_server(engine: FakeEngine) -> Iterator[MakeServer]:
 
 @pytest.fixture
 def server(make_server: MakeServer) -> PageServer:
-    return make_server(facts={"fps": 48.0})  # a chunk of 12 frames plays for a quarter of a second
+    return make_server(info={"fps": 48.0})  # a chunk of 12 frames plays for a quarter of a second
 
 
 @pytest.fixture

@@ -1,40 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The realtime doors with the web page, behind stock vLLM's own key check if there are keys; the engine is a fake."""
+"""The realtime doors with the web page, behind stock vLLM's own key check if there are keys; the
+engine is a fake.
+"""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fastapi import FastAPI
-from helpers.fake_engine import DoorServer, FakeEngine
+from helpers.fake_engine import EndpointServer, FakeEngine
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
-from vllm_omni.entrypoints.access import BrowserAccess
-from vllm_omni.entrypoints.realtime.facts import WorldFacts
-from vllm_omni.entrypoints.realtime.limits import DoorLimits
+from vllm_omni.entrypoints.limits.access import BrowserAccess
+from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
+from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
 from vllm_omni.entrypoints.webui import pages
 
 MakeServer = Callable[..., "PageServer"]
 
 
-class PageServer(DoorServer):
-    """`keys`: API keys; none = open. world: a checkpoint with a card. Put together as vLLM and the plugin do."""
+class PageServer(EndpointServer):
+    """`keys`: API keys; none = open. world: a checkpoint with a card.
+
+    Put together as vLLM and the plugin do.
+    """
 
     def __init__(
         self,
         engine: FakeEngine,
-        limits: DoorLimits,
-        facts: WorldFacts,
+        limits: EndpointLimits,
+        info: StreamInfo,
         keys: list[str],
         environ: dict[str, str],
         world: Path | None = None,
         origins: Sequence[str] = (),
     ) -> None:
-        super().__init__(engine, limits, facts, origins)
+        super().__init__(engine, limits, info, origins)
         app = self.server.config.app
         assert isinstance(app, FastAPI)
         for path in ("/work", "/v1/models", "/health"):
             app.add_api_route(path, _work, methods=["GET", "POST"])
-        BrowserAccess(keys, environ).attach(app, open_paths=pages.attach(app, world))
+        BrowserAccess(keys, environ).attach_to_app(app, open_paths=pages.attach(app, world))
         if keys:
             app.add_middleware(AuthenticationMiddleware, tokens=keys)
 
@@ -44,7 +49,11 @@ class PageServer(DoorServer):
 
     def cut_connections(self) -> int:
         """Drop every open WebSocket as a network would; returns how many there were."""
-        sockets = [item for item in self.server.server_state.connections if item.transport and not _is_http(item)]
+        sockets = [
+            item
+            for item in self.server.server_state.connections
+            if item.transport and not _is_http(item)
+        ]
         for item in sockets:
             item.loop.call_soon_threadsafe(item.transport.abort)
         return len(sockets)

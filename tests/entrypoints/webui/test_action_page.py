@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page in a world of buttons, axes and a wheel: it shows what the model takes, and just that reaches it."""
+"""The page in a world of buttons, axes and a wheel: it shows what the model takes, and just that
+reaches it.
+"""
 
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +15,7 @@ from page_server import MakeServer, PageServer
 
 from vllm_omni.actions import ActionFrame, ActionSpace, Axis, Button
 
-HAS_PICTURE = "document.querySelector('#view').classList.contains('has-picture')"
+HAS_Image = "document.querySelector('#view').classList.contains('has-picture')"
 IS_SHOWN = "getComputedStyle(document.querySelector('{}')).display !== 'none'"
 PLAY = ActionSpace(
     buttons=(
@@ -56,7 +58,7 @@ def open_page(browser: Browser, make_server: MakeServer) -> Callable[[ActionSpac
     """`with open_page(space) as page`: the page of a server whose model takes that, connected."""
 
     def opened(space: ActionSpace) -> Any:
-        server: PageServer = make_server(facts={"actions": space, "fps": 48.0})
+        server: PageServer = make_server(info={"actions": space, "fps": 48.0})
         return browser.page(server.url)
 
     return opened
@@ -70,18 +72,24 @@ def play(open_page: Callable[[ActionSpace], Any]) -> Iterator[Page]:
         assert page.errors == []
 
 
-def begin(page: Page) -> None:
+def start_now(page: Page) -> None:
     page.click("#start .main")
-    page.wait_for(HAS_PICTURE)
+    page.wait_for(HAS_Image)
 
 
 def test_the_page_shows_what_the_model_takes_and_just_that(play: Page, engine: FakeEngine) -> None:
-    """Buttons by name and key, a slider, the mouse; neither prompt nor pictures, nor the camera's keys and map."""
-    assert not play.run(IS_SHOWN.format("#start .gallery")) and not play.run(IS_SHOWN.format(".prompt-field"))
-    begin(play)
+    """Buttons by name and key, a slider, the mouse; neither prompt nor pictures, nor the
+    camera's keys and map.
+    """
+    assert not play.run(IS_SHOWN.format("#start .gallery")) and not play.run(
+        IS_SHOWN.format(".prompt-field")
+    )
+    start_now(play)
     labels = play.run("[...document.querySelectorAll('#actions button')].map((b) => b.textContent)")
     assert labels == ["Wrun", "A←step left", "Spacejump", "mouse leftFfire"]
-    assert play.run("[...document.querySelectorAll('#actions input')].map((i) => i.dataset.axis)") == ["throttle"]
+    assert play.run(
+        "[...document.querySelectorAll('#actions input')].map((i) => i.dataset.axis)"
+    ) == ["throttle"]
     assert play.run(IS_SHOWN.format("#look"))
     for hidden in (".keys", "#map", "#prompt-form", "#speed"):
         assert not play.run(f"document.querySelector('{hidden}').offsetParent !== null"), hidden
@@ -92,35 +100,50 @@ def test_the_page_shows_what_the_model_takes_and_just_that(play: Page, engine: F
 
 
 def test_keys_hold_buttons_and_a_touch_counts(play: Page, engine: FakeEngine) -> None:
-    """A key held is held in every frame; one pressed and released between two requests acts in one."""
-    begin(play)
+    """A key held is held in every frame; one pressed and released between two requests acts in
+    one.
+    """
+    start_now(play)
     play.key("keyDown", "w")
     reaches(engine, lambda got: got[-3:] == [(("forward",), {}, 0.0)] * 3)
-    play.wait_for("document.querySelector('#actions [aria-pressed=true]').dataset.button === 'forward'")
+    play.wait_for(
+        "document.querySelector('#actions [aria-pressed=true]').dataset.button === 'forward'"
+    )
     play.key("keyUp", "w")
     play.press(" ")
     reaches(engine, lambda got: any("jump" in buttons for buttons, _, _ in got))
     reaches(engine, lambda got: got[-3:] == [((), {}, 0.0)] * 3)
-    assert play.run("document.body.dataset.live") == "true", "the space bar jumps, it does not pause"
+    assert play.run("document.body.dataset.live") == "true", (
+        "the space bar jumps, it does not pause"
+    )
 
 
 def test_the_mouse_moves_axes_and_the_wheel_scrolls(play: Page, engine: FakeEngine) -> None:
-    """A drag by 40 pixels to the left looks right by 40 pixels; up is a positive y; one notch is one."""
-    begin(play)
+    """A drag by 40 pixels to the left looks right by 40 pixels; up is a positive y; one notch is
+    one.
+    """
+    start_now(play)
     play.drag("#view", -40, -20)
 
     def total(axis: str) -> float:
         return sum(axes.get(axis, 0.0) for _, axes, _ in frames(engine))
 
-    wait_until(lambda: total("dx") == pytest.approx(40, abs=0.01) and total("dy") == pytest.approx(-20, abs=0.01))
+    wait_until(
+        lambda: (
+            total("dx") == pytest.approx(40, abs=0.01)
+            and total("dy") == pytest.approx(-20, abs=0.01)
+        )
+    )
     x, y = play.middle_of("#view")
     play.send("Input.dispatchMouseEvent", type="mouseWheel", x=x, y=y, deltaX=0, deltaY=100)
     reaches(engine, lambda got: [scroll for _, _, scroll in got if scroll] == [-1.0])
 
 
 def test_a_captured_mouse_moves_and_its_button_fires(play: Page, engine: FakeEngine) -> None:
-    """The Look button locks the pointer; from then on motion needs no button, and a click is an action."""
-    begin(play)
+    """The Look button locks the pointer; from then on motion needs no button, and a click is an
+    action.
+    """
+    start_now(play)
     play.click("#look")
     play.wait_for("document.pointerLockElement === document.querySelector('#view')")
     x, y = play.middle_of("#view")
@@ -133,7 +156,7 @@ def test_a_captured_mouse_moves_and_its_button_fires(play: Page, engine: FakeEng
 
 
 def test_a_slider_sets_an_axis_until_it_is_moved(play: Page, engine: FakeEngine) -> None:
-    begin(play)
+    start_now(play)
     play.run(
         "(() => { const s = document.querySelector('#actions input'); s.value = 0.5;"
         " s.dispatchEvent(new Event('input', { bubbles: true })); })()"
@@ -144,7 +167,7 @@ def test_a_slider_sets_an_axis_until_it_is_moved(play: Page, engine: FakeEngine)
 def test_fingers_hold_the_buttons_on_the_page(play: Page, engine: FakeEngine) -> None:
     """On a phone; the left stick presses the four ways, the right one moves the mouse's axes."""
     play.phone()
-    begin(play)
+    start_now(play)
     play.touch("touchStart", play.middle_of("[data-button=jump]"))
     reaches(engine, lambda got: got[-3:] == [(("jump",), {}, 0.0)] * 3)
     play.touch("touchEnd")
@@ -161,14 +184,18 @@ def test_fingers_hold_the_buttons_on_the_page(play: Page, engine: FakeEngine) ->
     play.touch("touchEnd")
 
 
-def test_one_button_at_a_time_where_the_model_takes_one(open_page: Callable[..., Any], engine: FakeEngine) -> None:
-    """The newest counts; there is no mouse to capture; prompt and picture are there and may be left out."""
+def test_one_button_at_a_time_where_the_model_takes_one(
+    open_page: Callable[..., Any], engine: FakeEngine
+) -> None:
+    """The newest counts; there is no mouse to capture; prompt and picture are there and may be
+    left out.
+    """
     with open_page(RUNNER) as page:
         page.wait_for("document.body.dataset.link === 'up'")
         assert page.text("#start .tile .caption") == "No picture"
         page.run("document.querySelector('[name=sample]').click()")
         page.run("document.querySelector('#start').elements.prompt.value = ''")
-        begin(page)
+        start_now(page)
         assert not page.run("document.querySelector('#look').offsetParent !== null")
         page.key("keyDown", "w")
         page.key("keyDown", "a")
@@ -181,14 +208,14 @@ def test_one_button_at_a_time_where_the_model_takes_one(open_page: Callable[...,
         assert page.errors == []
 
 
-def test_held_buttons_go_on_after_a_lost_connection(
+def test_held_buttons_continue_after_a_lost_connection(
     browser: Browser, make_server: MakeServer, engine: FakeEngine
 ) -> None:
     """The session is resumed and the key is still down."""
-    server = make_server(facts={"actions": PLAY, "fps": 48.0})
+    server = make_server(info={"actions": PLAY, "fps": 48.0})
     with browser.page(server.url) as page:
         page.wait_for("document.body.dataset.link === 'up'")
-        begin(page)
+        start_now(page)
         page.key("keyDown", "w")
         reaches(engine, lambda got: got[-1:] == [(("forward",), {}, 0.0)])
         assert server.cut_connections() == 1
@@ -202,13 +229,13 @@ def test_held_buttons_go_on_after_a_lost_connection(
         )
 
 
-def test_a_lost_world_without_pictures_is_started_over(
+def test_a_lost_world_without_images_is_started_over(
     browser: Browser, make_server: MakeServer, engine: FakeEngine
 ) -> None:
     """The notice offers that, since there is no picture to go on from."""
-    with browser.page(make_server(facts={"actions": PLAY, "fps": 48.0}).url) as page:
+    with browser.page(make_server(info={"actions": PLAY, "fps": 48.0}).url) as page:
         page.wait_for("document.body.dataset.link === 'up'")
-        begin(page)
+        start_now(page)
         engine.worlds.clear()
         page.wait_for("document.querySelector('#notices').textContent.includes('lost')")
         started_s = time.monotonic()

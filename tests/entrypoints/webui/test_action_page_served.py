@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A world of buttons, mouse and wheel as `vllm serve --omni` serves it: the page plays it, frames show what arrived.
+"""A world of buttons, mouse and wheel as `vllm serve --omni` serves it: the page plays it, frames
+show what arrived.
 
 Real engine, headless Chromium; every session is recorded, and the recording runs again identically.
 """
@@ -26,7 +27,7 @@ from vllm_omni.actions import ActionFrame
 from vllm_omni.sessions.recording import RecordedChunk, read
 from vllm_omni.testing.null.world import marks
 
-HAS_PICTURE = "document.querySelector('#view').classList.contains('has-picture')"
+HAS_Image = "document.querySelector('#view').classList.contains('has-picture')"
 SPACE = {
     **PLAY,
     "buttons": [
@@ -45,7 +46,9 @@ def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def played(null_world: Path, recordings: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def played(
+    null_world: Path, recordings: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
     omni = {**SIZES, "model": {"actions": SPACE}, "record_dir": str(recordings)}
     flags = ("--additional-config", msgspec.json.encode({"omni": omni}).decode())
     server = Served(null_world, tmp_path_factory.mktemp("played"), *flags)
@@ -63,19 +66,23 @@ def chunks_of(recordings: Path) -> list[RecordedChunk]:
 def squares(page: Page) -> list[int]:
     """The squares of the picture that is on the screen, as the null world draws them."""
     url = page.run("document.querySelector('#view').toDataURL('image/png')")
-    picture = Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).convert("RGB")
-    return marks.read(np.asarray(picture), 4)
+    image = Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).convert("RGB")
+    return marks.read(np.asarray(image), 4)
 
 
 def sees(page: Page, low: list[int], high: list[int]) -> None:
     """Wait for a picture whose squares lie in between; JPEG moves gray values a little."""
-    wait_until(lambda: all(a <= x <= b for a, x, b in zip(low, squares(page), high, strict=True)), 60)
+    wait_until(
+        lambda: all(a <= x <= b for a, x, b in zip(low, squares(page), high, strict=True)), 60
+    )
 
 
 def test_the_page_plays_the_world_and_the_recording_runs_again(
     browser: Browser, played: Served, recordings: Path, null_world: Path
 ) -> None:
-    """A held key, a jump, a drag and a notch are seen in the pictures; then the same frames come from the recording."""
+    """A held key, a jump, a drag and a notch are seen in the pictures; then the same frames come
+    from the recording.
+    """
     with browser.page(f"http://127.0.0.1:{played.port}/omni/") as page:
         page.wait_for("document.querySelector('#key-dialog').open")
         page.run("document.querySelector('#key-dialog input').focus()")
@@ -83,7 +90,7 @@ def test_the_page_plays_the_world_and_the_recording_runs_again(
         page.click("#key-dialog .main")
         page.wait_for("document.body.dataset.link === 'up'")
         page.click("#start .main")
-        page.wait_for(HAS_PICTURE, 60)
+        page.wait_for(HAS_Image, 60)
         page.key("keyDown", "w")
         sees(page, [240, 0, 120, 120], [255, 15, 136, 136])
         page.press(" ")
@@ -100,14 +107,18 @@ def test_the_page_plays_the_world_and_the_recording_runs_again(
     def frames() -> list[Any]:
         return [entry for chunk in chunks_of(recordings) for entry in chunk.params.actions or []]
 
-    wait_until(lambda: any(isinstance(frame, ActionFrame) and frame.scroll == 1.0 for frame in frames()))
+    wait_until(
+        lambda: any(isinstance(frame, ActionFrame) and frame.scroll == 1.0 for frame in frames())
+    )
     typed = [frame for frame in frames() if isinstance(frame, ActionFrame)]
     assert sum(frame.axes.get("dx", 0.0) for frame in typed) == pytest.approx(60.0)
     assert ["run", "jump"] in frames()
     (path,) = recordings.glob("*.recording")
     command = [sys.executable, "-m", "vllm_omni.entrypoints.cli.main", "replay", str(path)]
     environ = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=seconds(300), check=False, env=environ)
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=seconds(300), check=False, env=environ
+    )
     assert result.returncode == 0, result.stderr[-2000:]
     assert "identical" in result.stdout.splitlines()[-1]
 
@@ -116,8 +127,8 @@ def test_what_the_model_does_not_take_is_refused_before_the_engine(played: Serve
     """Through the real server: the list comes from the served model's options."""
     with played.client(**AUTHORIZED) as client:
         assert [button["name"] for button in client.hello["actions"]["buttons"]] == ["run", "jump"]
-        answer = client.ask({"endpoint": "infer", "actions": [["fly"]] * 3})
-        assert answer["code"] == "invalid_action"
-        assert "this model takes buttons run, jump; axes dx; scroll" in answer["message"]
-        answer = client.ask({"endpoint": "infer", "actions": [["run"]] * 3, "prompt": "rain"})
-        assert answer["code"] == "invalid_prompt"
+        response = client.request({"endpoint": "infer", "actions": [["fly"]] * 3})
+        assert response["code"] == "invalid_action"
+        assert "this model takes buttons run, jump; axes dx; scroll" in response["message"]
+        response = client.request({"endpoint": "infer", "actions": [["run"]] * 3, "prompt": "rain"})
+        assert response["code"] == "invalid_prompt"

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys on every route, tickets for WebSockets, origins: real sockets, stock vLLM's own check in front."""
+"""Keys on every route, tickets for WebSockets, origins: real sockets, stock vLLM's own check in
+front.
+"""
 
 import json
 import urllib.error
@@ -14,10 +16,10 @@ from page_server import MakeServer, PageServer
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
-from vllm_omni.entrypoints.access import OPEN_PATHS, TICKET_PATH
+from vllm_omni.entrypoints.limits.access import OPEN_PATHS, TICKET_PATH
 
 KEYS = ["first key", "second key"]
-DOOR = "/omni/ws/realtime/world/camera"
+Endpoint = "/omni/ws/realtime/world/camera"
 
 
 @pytest.fixture
@@ -25,22 +27,26 @@ def guarded(make_server: MakeServer) -> PageServer:
     return make_server(keys=KEYS)
 
 
-def ask(server: PageServer, path: str, method: str = "GET", **headers: str) -> tuple[int, bytes]:
-    request = urllib.request.Request(f"http://127.0.0.1:{server.port}{path}", method=method, headers=headers)
+def send(server: PageServer, path: str, method: str = "GET", **headers: str) -> tuple[int, bytes]:
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{server.port}{path}", method=method, headers=headers
+    )
     try:
-        with urllib.request.urlopen(request, timeout=seconds(10)) as answer:
-            return answer.status, answer.read()
+        with urllib.request.urlopen(request, timeout=seconds(10)) as response:
+            return response.status, response.read()
     except urllib.error.HTTPError as error:
         return error.code, error.read()
 
 
 def ticket(server: PageServer, key: str = KEYS[0], **headers: str) -> str:
-    status, body = ask(server, TICKET_PATH, "POST", Authorization=f"Bearer {key}", **headers)
+    status, body = send(server, TICKET_PATH, "POST", Authorization=f"Bearer {key}", **headers)
     assert status == 200, body
     return json.loads(body)["ticket"]
 
 
-def door(server: PageServer, path: str = DOOR, shown: str | None = None, **options: Any) -> Client:
+def endpoint(
+    server: PageServer, path: str = Endpoint, shown: str | None = None, **options: Any
+) -> Client:
     """A connected client, or InvalidStatus."""
     protocols = ["omni.world.camera.v1", *([f"ticket.{shown}"] if shown is not None else [])]
     url = f"ws://127.0.0.1:{server.port}{path}"
@@ -49,55 +55,63 @@ def door(server: PageServer, path: str = DOOR, shown: str | None = None, **optio
 
 def refusal(server: PageServer, *args: Any, **options: Any) -> int:
     with pytest.raises(InvalidStatus) as refused:
-        door(server, *args, **options)
+        endpoint(server, *args, **options)
     return refused.value.response.status_code
 
 
-@pytest.mark.parametrize("header", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {KEYS[0]}"}])
+@pytest.mark.parametrize(
+    "header", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {KEYS[0]}"}]
+)
 def test_every_route_needs_the_key(guarded: PageServer, header: dict[str, str]) -> None:
-    """Every route of the application is refused without the key, but for probes and the page's own files."""
+    """Every route of the application is refused without the key, but for probes and the page's
+    own files.
+    """
     app: Any = guarded.server.config.app
-    paths = {route.path for route in app.routes if hasattr(route, "methods")} | {"/docs", "/nothing"}
-    open_to_all = {path for path in paths if ask(guarded, path, **header)[0] not in (401, 405)}
+    paths = {route.path for route in app.routes if hasattr(route, "methods")} | {
+        "/docs",
+        "/nothing",
+    }
+    open_to_all = {path for path in paths if send(guarded, path, **header)[0] not in (401, 405)}
     page_files = {path for path in paths if path.startswith("/omni")} - {"/omni/ready"}
     assert open_to_all == {"/", "/health"} | page_files
-    assert ask(guarded, "/work", "POST", **header)[0] == 401
-    assert ask(guarded, TICKET_PATH, "POST", **header)[0] == 401
+    assert send(guarded, "/work", "POST", **header)[0] == 401
+    assert send(guarded, TICKET_PATH, "POST", **header)[0] == 401
 
 
 @pytest.mark.parametrize(
-    "path", ["/omni/../work", "/omni//work", "//work", "/omni/ws/../../work", "/OMNI/x", "/health/../work"]
+    "path",
+    ["/omni/../work", "/omni//work", "//work", "/omni/ws/../../work", "/OMNI/x", "/health/../work"],
 )
 def test_no_spelling_of_a_path_goes_round_the_key(guarded: PageServer, path: str) -> None:
     """Only exact paths are open."""
-    assert ask(guarded, path)[0] in (401, 404)
+    assert send(guarded, path)[0] in (401, 404)
 
 
 @pytest.mark.parametrize("path", sorted(OPEN_PATHS - {"/metrics"}))
 @pytest.mark.parametrize("more", ["x", "/x", "/../work"])
-def test_what_begins_like_an_open_path_is_closed(guarded: PageServer, path: str, more: str) -> None:
+def test_what_starts_like_an_open_path_is_closed(guarded: PageServer, path: str, more: str) -> None:
     """Whether such a route exists or not: the question is not even passed on."""
-    assert ask(guarded, path + more)[0] == 401
+    assert send(guarded, path + more)[0] == 401
 
 
 def test_with_the_key_everything_works(guarded: PageServer) -> None:
     """Either key opens routes outside `/v1`, too; the scheme's case does not matter."""
     for key in KEYS:
-        assert ask(guarded, "/work", Authorization=f"bearer {key}") == (200, b'{"done":true}')
+        assert send(guarded, "/work", Authorization=f"bearer {key}") == (200, b'{"done":true}')
 
 
-def test_without_keys_nothing_is_asked(server: PageServer) -> None:
+def test_without_keys_nothing_is_requested(server: PageServer) -> None:
     """No ticket is needed, and the page is told so."""
-    assert ask(server, TICKET_PATH, "POST") == (200, b'{"required":false}')
-    assert ask(server, "/work")[0] == 200
-    with door(server) as client:
+    assert send(server, TICKET_PATH, "POST") == (200, b'{"required":false}')
+    assert send(server, "/work")[0] == 200
+    with endpoint(server) as client:
         assert client.hello["protocol"] == "omni.world.camera"
 
 
 def test_a_ticket_opens_one_websocket(guarded: PageServer) -> None:
     """It works as a subprotocol, which is not echoed, and not twice."""
     shown = ticket(guarded)
-    with door(guarded, shown=shown) as client:
+    with endpoint(guarded, shown=shown) as client:
         assert client.hello["model"] == "fake"
         assert client.connection.subprotocol == "omni.world.camera.v1"
     assert refusal(guarded, shown=shown) == 401
@@ -105,76 +119,94 @@ def test_a_ticket_opens_one_websocket(guarded: PageServer) -> None:
 
 def test_a_ticket_may_stand_in_the_query(guarded: PageServer) -> None:
     """For clients that cannot offer subprotocols; the door does not see it."""
-    with door(guarded, f"{DOOR}?ticket={ticket(guarded)}") as client:
+    with endpoint(guarded, f"{Endpoint}?ticket={ticket(guarded)}") as client:
         assert client.hello["model"] == "fake"
 
 
-@pytest.mark.parametrize("shown", [None, "", "x", "A" * 47, "é".encode("latin-1").decode("latin-1") * 3])
-def test_without_a_ticket_the_door_is_closed(guarded: PageServer, shown: str | None) -> None:
+@pytest.mark.parametrize(
+    "shown", [None, "", "x", "A" * 47, "é".encode("latin-1").decode("latin-1") * 3]
+)
+def test_without_a_ticket_the_endpoint_is_closed(guarded: PageServer, shown: str | None) -> None:
     """401 before the model is touched, whatever is shown."""
-    path = DOOR if shown is None else f"{DOOR}?ticket={urllib.parse.quote(shown)}"
+    path = Endpoint if shown is None else f"{Endpoint}?ticket={urllib.parse.quote(shown)}"
     assert refusal(guarded, path) == 401
     assert guarded.engine.calls == []
 
 
-def test_doors_under_v1_still_take_the_header_only(guarded: PageServer) -> None:
+def test_endpoints_under_v1_still_take_the_header_only(guarded: PageServer) -> None:
     """Stock vLLM's check is untouched: a ticket means nothing there, the key does."""
     path = "/v1/realtime/world/camera"
     assert refusal(guarded, path, shown=ticket(guarded)) == 401
-    with door(guarded, path, additional_headers={"Authorization": f"Bearer {KEYS[1]}"}) as client:
+    with endpoint(
+        guarded, path, additional_headers={"Authorization": f"Bearer {KEYS[1]}"}
+    ) as client:
         assert client.hello["model"] == "fake"
 
 
 def test_the_key_itself_also_opens_the_browsers_path(guarded: PageServer) -> None:
     """Programs may use one path for everything."""
-    with door(guarded, additional_headers={"Authorization": f"Bearer {KEYS[1]}"}) as client:
+    with endpoint(guarded, additional_headers={"Authorization": f"Bearer {KEYS[1]}"}) as client:
         assert client.hello["model"] == "fake"
 
 
 def test_a_ticket_is_for_the_page_that_bought_it(guarded: PageServer) -> None:
-    """Bought by this server's own page, it is of no use to another site, nor to a program, and the other way round."""
-    own, foreign = f"http://127.0.0.1:{guarded.port}", "https://elsewhere.example"
-    with door(guarded, shown=ticket(guarded, Origin=own), origin=own) as client:
+    """Bought by this server's own page, it is of no use to another site, nor to a program, and
+    the other way round.
+    """
+    own, other_package = f"http://127.0.0.1:{guarded.port}", "https://elsewhere.example"
+    with endpoint(guarded, shown=ticket(guarded, Origin=own), origin=own) as client:
         assert client.hello["model"] == "fake"
-    assert refusal(guarded, shown=ticket(guarded, Origin=own), origin=foreign) == 401
+    assert refusal(guarded, shown=ticket(guarded, Origin=own), origin=other_package) == 401
     assert refusal(guarded, shown=ticket(guarded, Origin=own)) == 401
     assert refusal(guarded, shown=ticket(guarded), origin=own) == 401
 
 
-def test_a_foreign_origin_is_refused_even_with_its_own_ticket(guarded: PageServer, make_server: MakeServer) -> None:
+def test_a_other_origin_is_refused_even_with_its_own_ticket(
+    guarded: PageServer, make_server: MakeServer
+) -> None:
     """The origin must be this server's, or listed; with or without keys."""
-    foreign = "https://elsewhere.example"
-    assert refusal(guarded, shown=ticket(guarded, Origin=foreign), origin=foreign) == 403
+    other_package = "https://elsewhere.example"
+    assert (
+        refusal(guarded, shown=ticket(guarded, Origin=other_package), origin=other_package) == 403
+    )
     open_server = make_server()
-    assert refusal(open_server, origin=foreign) == 403
-    listing = make_server(origins=[foreign])
-    with door(listing, origin=foreign) as client:
+    assert refusal(open_server, origin=other_package) == 403
+    listing = make_server(origins=[other_package])
+    with endpoint(listing, origin=other_package) as client:
         assert client.hello["model"] == "fake"
 
 
 def test_sessions_belong_to_the_key_behind_the_ticket(guarded: PageServer) -> None:
-    """The page and a program with the same key share worlds; another key's do not exist for them."""
-    with door(guarded, shown=ticket(guarded)) as client:
+    """The page and a program with the same key share worlds; another key's do not exist for
+    them.
+    """
+    with endpoint(guarded, shown=ticket(guarded)) as client:
         client.send(infer(session_id="walk"))
         client.frames()
     resume = {"endpoint": "resume", "session_id": "walk", "last_chunk_id": 0}
-    with door(guarded, "/v1/realtime/world/camera", additional_headers={"Authorization": f"Bearer {KEYS[0]}"}) as same:
-        assert same.ask(resume)["type"] == "resumed"
-    with door(guarded, shown=ticket(guarded, KEYS[1])) as other:
+    with endpoint(
+        guarded,
+        "/v1/realtime/world/camera",
+        additional_headers={"Authorization": f"Bearer {KEYS[0]}"},
+    ) as same:
+        assert same.request(resume)["type"] == "resumed"
+    with endpoint(guarded, shown=ticket(guarded, KEYS[1])) as other:
         assert other.error(resume) == "session_evicted"
 
 
-def test_processes_that_share_keys_and_environment_take_each_others_tickets(make_server: MakeServer) -> None:
+def test_processes_that_share_keys_and_environment_take_each_others_tickets(
+    make_server: MakeServer,
+) -> None:
     """`--api-server-count 2`: a ticket from one process opens a WebSocket of the other."""
     environ = {"VLLM_OMNI_TICKET_SECRET": "of this start"}
     one, two = (make_server(keys=KEYS, environ=environ) for _ in range(2))
-    with door(two, shown=ticket(one)) as client:
+    with endpoint(two, shown=ticket(one)) as client:
         assert client.hello["model"] == "fake"
     later = make_server(keys=KEYS, environ={"VLLM_OMNI_TICKET_SECRET": "of the next"})
     assert refusal(later, shown=ticket(one)) == 401
 
 
-def test_other_doors_open_with_tickets_too(guarded: PageServer) -> None:
+def test_other_endpoints_open_with_tickets_too(guarded: PageServer) -> None:
     """The browsers' path leads to every WebSocket under `/v1`, and to nothing else."""
     url = f"ws://127.0.0.1:{guarded.port}/omni/ws/realtime_video/generate"
     with connect(url, compression=None, subprotocols=[f"ticket.{ticket(guarded)}"]) as socket:  # type: ignore[list-item]

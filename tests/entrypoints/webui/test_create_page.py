@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of servers that serve no world: headless Chromium, real routes, an engine that answers at once."""
+"""The page of servers that serve no world: headless Chromium, real routes, an engine that
+answers at once.
+"""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,25 +16,27 @@ from fastapi import FastAPI
 from helpers.instant_engine import InstantEngine, Results
 from helpers.uvicorn_thread import serving
 
-from vllm_omni.entrypoints.access import BrowserAccess
+from vllm_omni.entrypoints.limits.access import BrowserAccess
 from vllm_omni.entrypoints.openai.chat import ChatRoutes
 from vllm_omni.entrypoints.openai.client_threads import ClientThreads
 from vllm_omni.entrypoints.openai.images import ImageRoutes
-from vllm_omni.entrypoints.openai.jobs import VideoJobs
 from vllm_omni.entrypoints.openai.limits import MediaLimits
 from vllm_omni.entrypoints.openai.routes import OpenAIRoutes
 from vllm_omni.entrypoints.openai.served import ServedModel
-from vllm_omni.entrypoints.openai.store import MediaStore
-from vllm_omni.entrypoints.openai.videos import VideoRoutes
-from vllm_omni.entrypoints.realtime.limits import DoorLimits
+from vllm_omni.entrypoints.openai.videos.jobs import VideoJobs
+from vllm_omni.entrypoints.openai.videos.routes import VideoRoutes
+from vllm_omni.entrypoints.openai.videos.store import MediaStore
+from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
 from vllm_omni.entrypoints.webui import pages
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.models.capabilities import Capabilities
 
 LANCE = Capabilities(
-    tasks=("text_to_image", "image_edit", "text_to_video", "image_to_video"), reads=("image",), frame_stride=4
+    tasks=("text_to_image", "image_edit", "text_to_video", "image_to_video"),
+    reads=("image",),
+    frame_stride=4,
 )
-PICTURES = Capabilities(tasks=("text_to_image",))
+Images = Capabilities(tasks=("text_to_image",))
 
 
 class MediaEngine(InstantEngine):
@@ -42,11 +46,16 @@ class MediaEngine(InstantEngine):
         super().__init__()
         self.is_world = False
 
-    async def run(self, params: DiffusionParams, arrays: Any) -> Results:
+    async def run_request(self, params: DiffusionParams, arrays: Any) -> Results:
         if params.op == "generate" and params.options.get("modalities") == ["text"]:
             self.requests.append((params, tuple(arrays)))
-            return {"text": "a grey square", "finish_reason": "stop", "prompt_tokens": 9, "completion_tokens": 3}, {}
-        return await super().run(params, arrays)
+            return {
+                "text": "a grey square",
+                "finish_reason": "stop",
+                "prompt_tokens": 9,
+                "completion_tokens": 3,
+            }, {}
+        return await super().run_request(params, arrays)
 
 
 @pytest.fixture
@@ -62,18 +71,20 @@ def open_page(browser: Browser, engine: MediaEngine, tmp_path: Path) -> Iterator
         def opened(capabilities: Capabilities, keys: tuple[str, ...] = ()) -> Any:
             executor = stack.enter_context(ThreadPoolExecutor(2))
             threads = ClientThreads(executor)
-            limits, doors = MediaLimits(media_dir=str(tmp_path)), DoorLimits()
+            limits, endpoints = MediaLimits(media_dir=str(tmp_path)), EndpointLimits()
             served = ServedModel(("painter",), capabilities, 64, 48, 64 * 48, 4)
             store = MediaStore(limits)
             routes = OpenAIRoutes()
             routes.served = served
-            routes._images = ImageRoutes(engine, served, store, limits, doors, threads)
+            routes._images = ImageRoutes(engine, served, store, limits, endpoints, threads)
             jobs = VideoJobs(engine, served, store, limits, executor)
-            routes._videos = VideoRoutes(jobs, served, limits, doors, threads)
-            routes._chat = ChatRoutes(engine, served, limits, doors, threads)
+            routes._videos = VideoRoutes(jobs, served, limits, endpoints, threads)
+            routes._chat = ChatRoutes(engine, served, limits, endpoints, threads)
             app = FastAPI()
-            routes.attach(app)
-            BrowserAccess(keys, {}).attach(app, pages.attach(app, is_world=lambda: capabilities.is_world))
+            routes.attach_to_app(app)
+            BrowserAccess(keys, {}).attach_to_app(
+                app, pages.attach(app, is_world=lambda: capabilities.is_world)
+            )
             port = stack.enter_context(serving(uvicorn.Config(app, log_level="warning")))
             return stack.enter_context(browser.page(f"http://127.0.0.1:{port}/omni/"))
 
@@ -88,23 +99,30 @@ def create(page: Page, mode: str, prompt: str) -> None:
     page.run(f"document.querySelector('[data-name={mode}]').click()")
     page.run(f"document.querySelector('#form').elements.prompt.value = {prompt!r}")
     page.run("document.querySelector('#form').requestSubmit()")
-    page.wait_for("document.querySelector('#results li') !== null || !document.querySelector('#wrong').hidden")
+    page.wait_for(
+        "document.querySelector('#results li') !== null || !document.querySelector('#wrong').hidden"
+    )
     ready(page)
 
 
 CHOOSE = """(async () => { const canvas = new OffscreenCanvas(64, 48); canvas.getContext("2d").fillRect(0, 0, 64, 48);
     const files = new DataTransfer();
     files.items.add(new File([await canvas.convertToBlob()], "mine.png", { type: "image/png" }));
-    document.querySelector("#form").elements.file.files = files.files; })()"""
-SIZE = "(i => i && i.naturalWidth && [i.naturalWidth, i.naturalHeight])(document.querySelector('#results img'))"
+    document.querySelector("#form").elements.file.files = files.files; })()"""  # noqa: E501
+SIZE = (
+    "(i => i && i.naturalWidth && [i.naturalWidth, "
+    "i.naturalHeight])(document.querySelector('#results img'))"
+)
 
 
 def test_a_prompt_becomes_an_image(open_page: Any, engine: MediaEngine) -> None:
     """At the model's size, with the seed that was given; only what the model can do is offered."""
-    page = open_page(PICTURES)
+    page = open_page(Images)
     ready(page)
     assert page.text("#model") == "painter"
-    assert page.run("[...document.querySelectorAll('#modes button')].map((b) => b.dataset.name)") == ["make"]
+    assert page.run(
+        "[...document.querySelectorAll('#modes button')].map((b) => b.dataset.name)"
+    ) == ["make"]
     assert not page.run("document.querySelector('.takes-file').offsetParent !== null")
     page.run("document.querySelector('#form').elements.seed.value = 7")
     create(page, "make", "a grey square")
@@ -115,7 +133,9 @@ def test_a_prompt_becomes_an_image(open_page: Any, engine: MediaEngine) -> None:
     assert page.errors == []
 
 
-def test_an_image_is_edited_and_asked_about_and_a_video_made(open_page: Any, engine: MediaEngine) -> None:
+def test_an_image_is_edited_and_requested_about_and_a_video_made(
+    open_page: Any, engine: MediaEngine
+) -> None:
     page = open_page(LANCE)
     ready(page)
     page.run(CHOOSE)
@@ -133,7 +153,7 @@ def test_an_image_is_edited_and_asked_about_and_a_video_made(open_page: Any, eng
 
 
 def test_a_refusal_is_said_in_the_servers_words(open_page: Any) -> None:
-    page = open_page(PICTURES)
+    page = open_page(Images)
     ready(page)
     page.run("document.querySelector('#form').elements.size.value = '63x48'")
     create(page, "make", "a cat")
@@ -141,9 +161,9 @@ def test_a_refusal_is_said_in_the_servers_words(open_page: Any) -> None:
     assert page.run("document.querySelector('#results').children.length") == 0
 
 
-def test_the_page_asks_for_the_key(open_page: Any) -> None:
+def test_the_page_requests_for_the_key(open_page: Any) -> None:
     """And goes on with it."""
-    page = open_page(PICTURES, ("sesame",))
+    page = open_page(Images, ("sesame",))
     page.wait_for("document.querySelector('#key-dialog').open")
     page.run("document.querySelector('#key-dialog input').focus()")
     page.write("sesame")

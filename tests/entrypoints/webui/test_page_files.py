@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page's files as they are sent: complete, with the right headers, and with nothing from elsewhere."""
+"""The page's files as they are sent: complete, with the right headers, and with nothing from
+elsewhere.
+"""
 
 import re
 import subprocess
@@ -25,8 +27,8 @@ REFERENCE = re.compile(r"""(?:\b(?:src|href)="|\bfrom "|\bfile: ")([^"#]+)""")
 def get(server: PageServer, name: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
     request = urllib.request.Request(server.url + name, headers=headers)
     try:
-        with urllib.request.urlopen(request, timeout=seconds(10)) as answer:
-            return answer.status, dict(answer.headers), answer.read()
+        with urllib.request.urlopen(request, timeout=seconds(10)) as response:
+            return response.status, dict(response.headers), response.read()
     except urllib.error.HTTPError as error:
         return error.code, dict(error.headers), error.read()
 
@@ -49,15 +51,17 @@ def test_an_unchanged_file_is_not_sent_again(server: PageServer) -> None:
     assert get(server, "js/main.js", **{"If-None-Match": headers["etag"]})[0] == 304
 
 
-@pytest.mark.parametrize("name", ["nothing.js", "../webui/pages.py", "..%2fpages.py", "js/", "static/index.html"])
+@pytest.mark.parametrize(
+    "name", ["nothing.js", "../webui/pages.py", "..%2fpages.py", "js/", "static/index.html"]
+)
 def test_nothing_else_is_served(server: PageServer, name: str) -> None:
     assert get(server, name)[0] == 404
 
 
 def test_the_address_without_a_slash_leads_to_the_page(server: PageServer) -> None:
-    with urllib.request.urlopen(server.url.rstrip("/"), timeout=seconds(10)) as answer:
-        assert answer.url == server.url
-        assert b"<!doctype html>" in answer.read()
+    with urllib.request.urlopen(server.url.rstrip("/"), timeout=seconds(10)) as response:
+        assert response.url == server.url
+        assert b"<!doctype html>" in response.read()
 
 
 def test_all_references_are_to_files_of_the_page() -> None:
@@ -71,19 +75,21 @@ def test_all_references_are_to_files_of_the_page() -> None:
         for reference in REFERENCE.findall(text):
             base = file.parent if reference.startswith((".", "/")) else STATIC
             assert (base / reference).resolve().is_file(), f"{file.name} names {reference}"
-        assert not re.search(r"""<script(?![^>]*\bsrc=)|\son[a-z]+="|\sstyle="|<style|innerHTML|\beval\(""", text), file
+        assert not re.search(
+            r"""<script(?![^>]*\bsrc=)|\son[a-z]+="|\sstyle="|<style|innerHTML|\beval\(""", text
+        ), file
     assert "script-src 'self';" in pages.HEADERS["Content-Security-Policy"]
 
 
-def test_every_element_the_scripts_ask_for_exists() -> None:
+def test_every_element_the_scripts_request_for_exists() -> None:
     """Ids in `main.js` are ids of `index.html`, and labels name real fields."""
     html = (STATIC / "index.html").read_text()
     ids = re.findall(r'\bid="([^"]+)"', html)
     assert len(ids) == len(set(ids))
     script = (STATIC / "js/main.js").read_text()
-    asked = set(re.findall(r'\bby\("([^"]+)"\)', script))
-    assert len(asked) > 15
-    assert asked <= set(ids)
+    requested = set(re.findall(r'\bby\("([^"]+)"\)', script))
+    assert len(requested) > 15
+    assert requested <= set(ids)
     for attribute in ("for", "aria-labelledby"):
         assert set(re.findall(rf'\b{attribute}="([^"]+)"', html)) <= set(ids)
 
@@ -94,7 +100,10 @@ def test_every_element_the_scripts_ask_for_exists() -> None:
         ({"host": None, "port": 8000}, "http://localhost:8000/omni/"),
         ({"host": "0.0.0.0", "port": 80}, "http://localhost:80/omni/"),
         ({"host": "::1", "port": 8000}, "http://[::1]:8000/omni/"),
-        ({"host": "gpu.example", "port": 443, "ssl_certfile": "c"}, "https://gpu.example:443/omni/"),
+        (
+            {"host": "gpu.example", "port": 443, "ssl_certfile": "c"},
+            "https://gpu.example:443/omni/",
+        ),
         ({"host": "h", "port": 1, "root_path": "/proxy/"}, "http://h:1/proxy/omni/"),
         ({"host": "h", "port": 1, "uds": "/run/s"}, None),
     ],
@@ -109,18 +118,31 @@ def test_the_pages_address(args: dict[str, object], expected: str | None) -> Non
 def test_wheel_and_source_archive_hold_the_page(tmp_path: Path) -> None:
     """What is installed from a package is what is in the repository."""
     names = {
-        f"vllm_omni/entrypoints/webui/static/{file.relative_to(STATIC).as_posix()}" for file in STATIC.rglob("*.*")
+        f"vllm_omni/entrypoints/webui/static/{file.relative_to(STATIC).as_posix()}"
+        for file in STATIC.rglob("*.*")
     }
-    code = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv.pop(1))(sys.argv.pop(1))"
+    code = (
+        "import sys; from setuptools import build_meta; getattr(build_meta, "
+        "sys.argv.pop(1))(sys.argv.pop(1))"
+    )
     clone = tmp_path / "clone"
     subprocess.run(["git", "clone", "-q", REPO, clone], check=True)
     world = subprocess.run(
-        ["git", "ls-files", "vllm_omni/worlds"], cwd=clone, check=True, capture_output=True, text=True
+        ["git", "ls-files", "vllm_omni/worlds"],
+        cwd=clone,
+        check=True,
+        capture_output=True,
+        text=True,
     )
     names |= set(world.stdout.split())
     assert "vllm_omni/worlds/village/world.json" in names
     for build in ("build_sdist", "build_wheel"):
-        subprocess.run([sys.executable, "-c", code, build, tmp_path], cwd=clone, check=True, capture_output=True)
+        subprocess.run(
+            [sys.executable, "-c", code, build, tmp_path],
+            cwd=clone,
+            check=True,
+            capture_output=True,
+        )
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
         assert names <= set(wheel.namelist())
     with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:

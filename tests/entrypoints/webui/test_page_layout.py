@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where things are on the page, by their rectangles in Chromium, in the windows that people have."""
+"""Where things are on the page, by their rectangles in Chromium, in the windows that people
+have.
+"""
 
 import time
 from collections.abc import Iterator
@@ -18,7 +20,7 @@ SIZES = [(832, 480), (160, 96)]
 """Of the reference model's pictures, and of the packaged world's."""
 
 BOX = """((selector) => { const e = document.querySelector(selector); const b = e.getBoundingClientRect();
-    return { left: b.left, top: b.top, right: b.right, bottom: b.bottom, width: b.width, height: b.height }; })"""
+    return { left: b.left, top: b.top, right: b.right, bottom: b.bottom, width: b.width, height: b.height }; })"""  # noqa: E501
 
 
 @pytest.fixture(params=SIZES, ids=lambda size: f"{size[0]}-wide")
@@ -31,7 +33,9 @@ def shape(request: pytest.FixtureRequest) -> tuple[int, int]:
 def page(browser: Browser, make_server: MakeServer, shape: tuple[int, int]) -> Iterator[Page]:
     """The page before a world begins, for pictures of `shape`."""
     width, height = shape
-    with browser.page(make_server(facts={"height": height, "width": width, "fps": 16.0}).url) as page:
+    with browser.page(
+        make_server(info={"height": height, "width": width, "fps": 16.0}).url
+    ) as page:
         page.wait_for("document.body.dataset.link === 'up'")
         yield page
         assert page.errors == []
@@ -39,16 +43,21 @@ def page(browser: Browser, make_server: MakeServer, shape: tuple[int, int]) -> I
 
 def be(page: Page, window: tuple[int, int], scheme: str = "dark") -> None:
     (page.phone if min(window) < 500 else page.desktop)(*window)
-    page.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+    page.send(
+        "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}]
+    )
     settle(page)
 
 
 def settle(page: Page) -> None:
     """Wait until observers and styles have done their work."""
-    page.run("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done, 50))))")
+    page.run(
+        "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => "
+        "setTimeout(done, 50))))"
+    )
 
 
-def begin(page: Page) -> None:
+def start(page: Page) -> None:
     page.run("document.querySelector('#start').requestSubmit()")
     page.wait_for("document.querySelector('#view').classList.contains('has-picture')")
     settle(page)
@@ -71,19 +80,21 @@ def scrolls(page: Page, selector: str = "html") -> bool:
 
 
 @pytest.mark.parametrize("window", WINDOWS, ids=lambda window: "x".join(map(str, window)))
-def test_the_picture_has_its_own_shape_and_what_room_there_is(
+def test_the_image_has_its_own_shape_and_what_room_there_is(
     page: Page, shape: tuple[int, int], window: tuple[int, int]
 ) -> None:
     """In the dark and in the light."""
     be(page, window, "dark")
-    begin(page)
-    check_picture(page, shape, window)
+    start(page)
+    check_image(page, shape, window)
     be(page, window, "light")
-    check_picture(page, shape, window)
+    check_image(page, shape, window)
 
 
-def check_picture(page: Page, shape: tuple[int, int], window: tuple[int, int]) -> None:
-    """No bars: the frame is as wide as the column, or ends just above what stands below it; nothing lies on it."""
+def check_image(page: Page, shape: tuple[int, int], window: tuple[int, int]) -> None:
+    """No bars: the frame is as wide as the column, or ends just above what stands below it;
+    nothing lies on it.
+    """
     frame, view, column = box(page, "#frame"), box(page, "#view"), box(page, ".stage-column")
     assert frame == view
     assert frame["width"] / frame["height"] == pytest.approx(shape[0] / shape[1], rel=0.01)
@@ -91,7 +102,9 @@ def check_picture(page: Page, shape: tuple[int, int], window: tuple[int, int]) -
     assert frame["bottom"] <= window[1] + 0.5
     below = box(page, ".tools")
     full_width = frame["width"] >= 0.94 * column["width"]
-    full_height = below["bottom"] >= window[1] - 24 and box(page, ".hud")["top"] - frame["bottom"] <= 32
+    full_height = (
+        below["bottom"] >= window[1] - 24 and box(page, ".hud")["top"] - frame["bottom"] <= 32
+    )
     assert full_width or full_height
     for part in (".hud", ".tools", ".bar"):
         assert overlap(frame, box(page, part)) == 0, part
@@ -101,7 +114,7 @@ def check_picture(page: Page, shape: tuple[int, int], window: tuple[int, int]) -
 def test_the_numbers_are_one_line_with_a_detail(page: Page, window: tuple[int, int]) -> None:
     """Three numbers are seen whole; the detail opens beside nothing that it would cover."""
     be(page, window)
-    begin(page)
+    start(page)
     assert not page.run("document.querySelector('#hud').open")
     line = box(page, ".hud summary")
     parts = [box(page, f".hud summary span:nth-child({number})") for number in (1, 2, 3)]
@@ -124,13 +137,17 @@ def test_the_numbers_are_one_line_with_a_detail(page: Page, window: tuple[int, i
         assert box(page, ".tools")["bottom"] <= window[1]
 
 
-@pytest.mark.parametrize("window", [*DESKTOPS, SIDEWAYS], ids=lambda window: "x".join(map(str, window)))
+@pytest.mark.parametrize(
+    "window", [*DESKTOPS, SIDEWAYS], ids=lambda window: "x".join(map(str, window))
+)
 def test_nothing_scrolls_before_or_in_a_world(page: Page, window: tuple[int, int]) -> None:
-    """Neither the page nor the panel; on a phone held upright the settings are below, and the width fits."""
+    """Neither the page nor the panel; on a phone held upright the settings are below, and the
+    width fits.
+    """
     be(page, window)
     assert not scrolls(page)
     assert box(page, "#start .main")["bottom"] <= window[1]
-    begin(page)
+    start(page)
     assert not scrolls(page)
     assert box(page, ".tools")["bottom"] <= window[1]
     if window != SIDEWAYS:
@@ -143,17 +160,19 @@ def test_nothing_scrolls_before_or_in_a_world(page: Page, window: tuple[int, int
 
 def test_an_upright_phone_fits_its_width_and_shows_the_controls_at_once(page: Page) -> None:
     be(page, UPRIGHT)
-    begin(page)
+    start(page)
     assert page.run("document.documentElement.scrollWidth <= innerWidth")
     for part in (".sticks", ".hud", ".tools"):
         assert box(page, part)["bottom"] <= UPRIGHT[1], part
 
 
-@pytest.mark.parametrize("window", [UPRIGHT, SIDEWAYS], ids=lambda window: "x".join(map(str, window)))
-def test_sticks_are_beside_the_picture(page: Page, window: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    "window", [UPRIGHT, SIDEWAYS], ids=lambda window: "x".join(map(str, window))
+)
+def test_sticks_are_alongside_the_image(page: Page, window: tuple[int, int]) -> None:
     """Thumbs hide nothing, whether the numbers' detail is open or not."""
     be(page, window)
-    begin(page)
+    start(page)
     for _ in range(2):
         for stick in ("#stick-move", "#stick-look"):
             stick_box = box(page, stick)
@@ -166,7 +185,7 @@ def test_sticks_are_beside_the_picture(page: Page, window: tuple[int, int]) -> N
 
 def test_a_phone_held_sideways_has_its_settings_behind_a_button(page: Page) -> None:
     be(page, SIDEWAYS)
-    begin(page)
+    start(page)
     assert box(page, ".panel")["width"] == 0
     page.click("#settings")
     panel = box(page, ".panel")
@@ -188,7 +207,7 @@ def test_labels_are_aligned(page: Page, window: tuple[int, int]) -> None:
             const range = document.createRange(); range.selectNode(label.firstChild);
             return Math.round(range.getBoundingClientRect().top); })""")
         assert len(set(labels)) == 1
-    begin(page)
+    start(page)
     if window == SIDEWAYS:
         page.click("#settings")
     for edge, kinds in {"left": ("label", "input"), "right": ("input", "output")}.items():
@@ -200,18 +219,25 @@ def test_labels_are_aligned(page: Page, window: tuple[int, int]) -> None:
             assert len(edges) == 3
             assert len(set(edges)) == 1, (kind, edge, edges)
     middles = page.run("""[...document.querySelectorAll('.slider')].map((row) => [...row.children].map((e) => {
-        const b = e.getBoundingClientRect(); return (b.top + b.bottom) / 2; }))""")
+        const b = e.getBoundingClientRect(); return (b.top + b.bottom) / 2; }))""")  # noqa: E501
     assert all(max(row) - min(row) < 2 for row in middles)
 
 
 def test_hints_of_keys_go_once_they_are_known(page: Page) -> None:
-    """They take a twentieth of the picture at most; a key that was used is shown only while it is held."""
+    """They take a twentieth of the picture at most; a key that was used is shown only while it
+    is held.
+    """
     be(page, (1280, 800))
-    begin(page)
+    start(page)
     frame = box(page, "#frame")
     pads = [box(page, f"#keys span:nth-child({number})") for number in (1, 2)]
-    assert sum(pad["width"] * pad["height"] for pad in pads) < 0.05 * frame["width"] * frame["height"]
-    opacity = "[...document.querySelectorAll('#keys kbd')].map((e) => Number(getComputedStyle(e).opacity))"
+    assert (
+        sum(pad["width"] * pad["height"] for pad in pads) < 0.05 * frame["width"] * frame["height"]
+    )
+    opacity = (
+        "[...document.querySelectorAll('#keys kbd')].map((e) => "
+        "Number(getComputedStyle(e).opacity))"
+    )
     assert page.run(opacity) == [1] * 8
     page.key("keyDown", "w")
     assert page.run(opacity) == [1, 0, 0, 0, 1, 1, 1, 1]
@@ -219,7 +245,9 @@ def test_hints_of_keys_go_once_they_are_known(page: Page) -> None:
     assert page.run(opacity) == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
-def test_the_start_image_is_shown_at_once(page: Page, engine: FakeEngine, shape: tuple[int, int]) -> None:
+def test_the_start_image_is_shown_at_once(
+    page: Page, engine: FakeEngine, shape: tuple[int, int]
+) -> None:
     """While the first chunk is made, at the size that the frames will have; not a black picture."""
     engine.delay_s = 2.0
     page.run("document.querySelectorAll('.tile input')[1].click()")
@@ -234,7 +262,7 @@ def test_the_start_image_is_shown_at_once(page: Page, engine: FakeEngine, shape:
         const [a, b] = [view.getContext("2d"), other].map((c) => c.getImageData(0, 0, view.width, view.height).data);
         return { size: [view.width, view.height], off: a.reduce((sum, v, i) => sum + Math.abs(v - b[i]), 0) / a.length,
             mean: a.reduce((sum, v) => sum + v, 0) / a.length, opacity: getComputedStyle(view).opacity,
-            words: document.querySelector("#notices").textContent }; })()""")
+            words: document.querySelector("#notices").textContent }; })()""")  # noqa: E501
     assert time.monotonic() - started_s < seconds(2.0)
     assert seen["size"] == list(shape)
     assert seen["off"] < 2
@@ -242,19 +270,26 @@ def test_the_start_image_is_shown_at_once(page: Page, engine: FakeEngine, shape:
     assert "first pictures" in seen["words"]
     page.wait_for("document.querySelector('#view').classList.contains('has-picture')")
     page.wait_for("document.querySelector('#notices').hidden")
-    assert page.run("document.querySelector('#view').getContext('2d').getImageData(40, 24, 1, 1).data[1] < 40")
+    assert page.run(
+        "document.querySelector('#view').getContext('2d').getImageData(40, 24, 1, 1).data[1] < 40"
+    )
 
 
-def test_full_screen_shows_the_picture_alone_as_large_as_it_can(page: Page) -> None:
+def test_full_screen_shows_the_image_alone_as_large_as_it_can(page: Page) -> None:
     """Nothing but the picture, up to two edges of the screen; afterwards everything is back."""
     be(page, (1280, 800))
-    begin(page)
+    start(page)
     page.click("#full")
     page.wait_for("document.fullscreenElement !== null")
     settle(page)
     view = box(page, "#view")
     width, height = page.run("[innerWidth, innerHeight]")
-    assert max((view["right"] - view["left"]) / width, (view["bottom"] - view["top"]) / height) > 0.99
+    assert (
+        max((view["right"] - view["left"]) / width, (view["bottom"] - view["top"]) / height) > 0.99
+    )
     assert not page.run("document.querySelector('.tools').offsetParent !== null")
     page.press("f")
-    page.wait_for("document.fullscreenElement === null && document.querySelector('.tools').offsetParent !== null")
+    page.wait_for(
+        "document.fullscreenElement === null && document.querySelector('.tools').offsetParent "
+        "!== null"
+    )

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page's modules on their own, in the browser that will run them, held against this package's Python."""
+"""The page's modules on their own, in the browser that will run them, held against this
+package's Python.
+"""
 
 import base64
 import io
@@ -19,10 +21,10 @@ from helpers.walking import SPACE
 from page_server import PageServer
 
 from vllm_omni.actions import ActionFrame, check_frame
-from vllm_omni.entrypoints.media import decode_mp4, encode_mp4
-from vllm_omni.entrypoints.realtime.codec import decode
-from vllm_omni.entrypoints.realtime.facts import WorldFacts
-from vllm_omni.entrypoints.realtime.limits import DoorLimits
+from vllm_omni.entrypoints.media.mp4 import decode_mp4, encode_mp4
+from vllm_omni.entrypoints.realtime.connection.codec import decode
+from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
+from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
 from vllm_omni.worlds.start_pose import StartPose
 
 NUM_VALUES = 1000
@@ -31,8 +33,14 @@ NUM_VALUES = 1000
 @pytest.fixture(scope="module")
 def module_page(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     """A tab on the page's origin, so that modules can be imported; nothing is served but files."""
-    with PageServer(FakeEngine(), DoorLimits(), WorldFacts(), [], {}) as server, browser.page(server.url) as page:
-        page.run("window.b64 = (bytes) => btoa(Array.from(bytes, (b) => String.fromCharCode(b)).join(''))")
+    with (
+        PageServer(FakeEngine(), EndpointLimits(), StreamInfo(), [], {}) as server,
+        browser.page(server.url) as page,
+    ):
+        page.run(
+            "window.b64 = (bytes) => btoa(Array.from(bytes, (b) => "
+            "String.fromCharCode(b)).join(''))"
+        )
         page.run("window.raw = (text) => Uint8Array.from(atob(text), (c) => c.charCodeAt(0))")
         yield page
 
@@ -41,7 +49,8 @@ def b64(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-# ---- msgpack ------------------------------------------------------------------------------------------------------
+# ---- msgpack
+# --------------------------------------------------------------------------------------------------
 
 EDGES = [0, 127, 128, 255, 256, 65535, 65536, 2**32 - 1, 2**32, 2**53 - 1]
 EDGES += [-1, -32, -33, -128, -129, -32768, -32769, -(2**31), -(2**31) - 1, -(2**53) + 1]
@@ -78,20 +87,28 @@ def values(count: int) -> list[Any]:
 def test_what_the_browser_encodes_the_server_reads(module_page: Page) -> None:
     """Values of every kind arrive as they were sent."""
     sent = values(NUM_VALUES)
-    texts = module_page.call("/omni/js/msgpack.js", "return a[0].map((v) => b64(m.encode(v)))", sent)
-    assert [_plain(decode(base64.b64decode(text)).value) for text in texts] == [_plain(value) for value in sent]
+    texts = module_page.call(
+        "/omni/js/msgpack.js", "return a[0].map((v) => b64(m.encode(v)))", sent
+    )
+    assert [_plain(decode(base64.b64decode(text)).value) for text in texts] == [
+        _plain(value) for value in sent
+    ]
 
 
 def test_what_the_server_encodes_the_browser_reads(module_page: Page) -> None:
     """And the other way round."""
     sent = values(NUM_VALUES)
     data = [b64(msgspec.msgpack.encode(value)) for value in sent]
-    read = module_page.call("/omni/js/msgpack.js", "return a[0].map((t) => JSON.stringify(m.decode(raw(t))))", data)
+    read = module_page.call(
+        "/omni/js/msgpack.js", "return a[0].map((t) => JSON.stringify(m.decode(raw(t))))", data
+    )
     assert [_plain(json.loads(text)) for text in read] == [_plain(value) for value in sent]
 
 
 def _plain(value: Any) -> Any:
-    """JavaScript has one kind of number: whole floats are integers there; key order of objects is its own."""
+    """JavaScript has one kind of number: whole floats are integers there; key order of objects
+    is its own.
+    """
     if isinstance(value, dict):
         return sorted([key, _plain(item)] for key, item in value.items())
     if isinstance(value, list | tuple):
@@ -107,16 +124,24 @@ def test_bytes_and_long_things_survive(module_page: Page) -> None:
     code = """return a[0].map((n) => { const bytes = new Uint8Array(n).map((_, i) => i * 7);
         const back = m.decode(m.encode({ bytes, text: "é".repeat(n), list: new Array(n).fill(null) }));
         return back.bytes.length === n && back.bytes.every((b, i) => b === ((i * 7) & 255))
-            && back.text.length === n && back.list.length === n; })"""
+            && back.text.length === n && back.list.length === n; })"""  # noqa: E501
     assert module_page.call("/omni/js/msgpack.js", code, sizes) == [True] * len(sizes)
-    text = module_page.call("/omni/js/msgpack.js", "return b64(m.encode({x: new Uint8Array(70000)}))")
+    text = module_page.call(
+        "/omni/js/msgpack.js", "return b64(m.encode({x: new Uint8Array(70000)}))"
+    )
     assert decode(base64.b64decode(text)).value == {"x": bytes(70000)}
 
 
 def test_broken_messages_are_refused(module_page: Page) -> None:
-    """Truncations, trailing bytes, lying lengths, extension types, deep nesting: `MsgpackError`, nothing else."""
+    """Truncations, trailing bytes, lying lengths, extension types, deep nesting: `MsgpackError`,
+    nothing else.
+    """
     good = msgspec.msgpack.encode({"a": [1, 2.5, "text", b"bytes", {"b": None}], "c": -70000})
-    bad = [good[:cut] for cut in range(len(good))] + [good + b"\0", b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff"]
+    bad = [good[:cut] for cut in range(len(good))] + [
+        good + b"\0",
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+    ]
     bad += [
         b"\xc7\x01\x01\x00",
         b"\xc1",
@@ -127,10 +152,13 @@ def test_broken_messages_are_refused(module_page: Page) -> None:
     ]
     code = """return a[0].map((t) => { try { m.decode(raw(t)); return "read"; }
         catch (e) { return e instanceof m.MsgpackError ? "refused" : String(e); } })"""
-    assert set(module_page.call("/omni/js/msgpack.js", code, [b64(data) for data in bad])) == {"refused"}
+    assert set(module_page.call("/omni/js/msgpack.js", code, [b64(data) for data in bad])) == {
+        "refused"
+    }
 
 
-# ---- MP4 ----------------------------------------------------------------------------------------------------------
+# ---- MP4
+# --------------------------------------------------------------------------------------------------
 
 
 def clips(counts: list[int], fps: float = 16, size: tuple[int, int] = (64, 48)) -> list[bytes]:
@@ -138,7 +166,10 @@ def clips(counts: list[int], fps: float = 16, size: tuple[int, int] = (64, 48)) 
     walk = np.cumsum(rng.integers(-3, 4, (sum(counts), size[1] // 8, size[0] // 8, 3)), 0) + 128
     frames_THWC = np.clip(walk, 0, 255).astype(np.uint8).repeat(8, 1).repeat(8, 2)
     starts = np.cumsum([0, *counts])
-    return [encode_mp4(frames_THWC[start : start + count], fps) for start, count in zip(starts, counts, strict=False)]
+    return [
+        encode_mp4(frames_THWC[start : start + count], fps)
+        for start, count in zip(starts, counts, strict=False)
+    ]
 
 
 JOIN = "return b64(new Uint8Array(await new Blob(m.joinMp4(a[0].map(raw))).arrayBuffer()))"
@@ -147,9 +178,13 @@ JOIN = "return b64(new Uint8Array(await new Blob(m.joinMp4(a[0].map(raw))).array
 @pytest.mark.parametrize("counts", [[9], [9, 12], [9, 12, 12, 12], [1, 1, 12], [3, 40, 2]])
 @pytest.mark.parametrize("fps", [16, 24, 29.97])
 def test_joined_chunks_are_one_video(module_page: Page, counts: list[int], fps: float) -> None:
-    """Every frame, in order, bit for bit as in its chunk, evenly timed, in one file with its index in front."""
+    """Every frame, in order, bit for bit as in its chunk, evenly timed, in one file with its
+    index in front.
+    """
     files = clips(counts, fps)
-    joined = base64.b64decode(module_page.call("/omni/js/mp4.js", JOIN, [b64(file) for file in files]))
+    joined = base64.b64decode(
+        module_page.call("/omni/js/mp4.js", JOIN, [b64(file) for file in files])
+    )
     frames_THWC, rate = decode_mp4(joined)
     expected_THWC = np.concatenate([decode_mp4(file)[0] for file in files])
     assert np.array_equal(frames_THWC, expected_THWC)
@@ -159,14 +194,18 @@ def test_joined_chunks_are_one_video(module_page: Page, counts: list[int], fps: 
         stream = container.streams.video[0]
         assert stream.frames == sum(counts)
         times = [float(frame.time) for frame in container.decode(stream)]
-        assert float(stream.duration * stream.time_base) == pytest.approx(sum(counts) / fps, abs=0.5 / fps)
+        assert float(stream.duration * stream.time_base) == pytest.approx(
+            sum(counts) / fps, abs=0.5 / fps
+        )
     assert times[0] == 0
     assert np.allclose(np.diff(times), 1 / fps, atol=1e-3)
 
 
 def test_a_joined_video_can_be_sought(module_page: Page) -> None:
     """Each chunk starts with a key frame that the index names."""
-    joined = base64.b64decode(module_page.call("/omni/js/mp4.js", JOIN, [b64(file) for file in clips([9, 12, 12])]))
+    joined = base64.b64decode(
+        module_page.call("/omni/js/mp4.js", JOIN, [b64(file) for file in clips([9, 12, 12])])
+    )
     with av.open(io.BytesIO(joined)) as container:
         stream = container.streams.video[0]
         container.seek(int(24 / 16 / stream.time_base), stream=stream, backward=True)
@@ -184,13 +223,17 @@ def test_a_joined_video_can_be_sought(module_page: Page) -> None:
     ],
 )
 def test_what_cannot_be_joined_says_why(module_page: Page, files: list[bytes], why: str) -> None:
-    code = f"try {{ {JOIN} }} catch (e) {{ return e instanceof m.Mp4Error ? e.message : 'unexpected ' + e; }}"
+    code = (
+        f"try {{ {JOIN} }} catch (e) {{ return e instanceof m.Mp4Error ? e.message : "
+        f"'unexpected ' + e; }}"
+    )
     message = module_page.call("/omni/js/mp4.js", code, [b64(file) for file in files])
     assert not message.startswith("unexpected")
     assert why in message
 
 
-# ---- walking --------------------------------------------------------------------------------------------------------
+# ---- walking
+# --------------------------------------------------------------------------------------------------
 
 STILL = dict.fromkeys(("forward", "right", "up", "yaw", "pitch"), 0)
 
@@ -200,20 +243,29 @@ def frames(page: Page, count: int, speed: float = 1, **reading: Any) -> list[Any
     held, taps = {**STILL, **reading.pop("held", {})}, {**STILL, **reading.pop("taps", {})}
     full = {"held": held, "taps": taps, "turnYaw": 0, "turnPitch": 0, **reading}
     how = {"speed": speed, "turnSpeed": speed, "space": SPACE.as_json()}
-    return page.call("/omni/js/walking.js", "return m.walkingFrames(a[0], a[1], a[2])", full, count, how)
+    return page.call(
+        "/omni/js/walking.js", "return m.walkingFrames(a[0], a[1], a[2])", full, count, how
+    )
 
 
 def test_keys_move_as_the_reference_does(module_page: Page) -> None:
-    """One latent frame of W is a step ahead, of L 6 degrees to the right, of I 4 degrees up; speeds multiply that."""
+    """One latent frame of W is a step ahead, of L 6 degrees to the right, of I 4 degrees up;
+    speeds multiply that.
+    """
     assert frames(module_page, 2, held={"forward": 1}) == [{"axes": {"forward": 1}}] * 2
     assert frames(module_page, 1, held={"yaw": 1, "pitch": 1}) == [{"axes": {"yaw": 6, "pitch": 4}}]
-    assert frames(module_page, 1, 2, held={"right": -1, "yaw": -1}) == [{"axes": {"right": -2, "yaw": -12}}]
+    assert frames(module_page, 1, 2, held={"right": -1, "yaw": -1}) == [
+        {"axes": {"right": -2, "yaw": -12}}
+    ]
     assert frames(module_page, 1) == [[]]
 
 
 def test_walking_is_no_faster_diagonally(module_page: Page) -> None:
     [frame] = frames(module_page, 1, held={"forward": 1, "right": 1})
-    assert frame["axes"] == {"forward": pytest.approx(math.sqrt(0.5)), "right": pytest.approx(math.sqrt(0.5))}
+    assert frame["axes"] == {
+        "forward": pytest.approx(math.sqrt(0.5)),
+        "right": pytest.approx(math.sqrt(0.5)),
+    }
 
 
 def test_a_tap_is_one_latent_frame(module_page: Page) -> None:
@@ -223,7 +275,9 @@ def test_a_tap_is_one_latent_frame(module_page: Page) -> None:
 
 def test_a_drag_is_spread_over_the_chunk(module_page: Page) -> None:
     """Within the range of a latent frame."""
-    assert frames(module_page, 3, turnYaw=30, turnPitch=-6) == [{"axes": {"turn": 10, "look": -2}}] * 3
+    assert (
+        frames(module_page, 3, turnYaw=30, turnPitch=-6) == [{"axes": {"turn": 10, "look": -2}}] * 3
+    )
     assert frames(module_page, 1, turnYaw=300) == [{"axes": {"turn": 90}}]
 
 
@@ -234,19 +288,27 @@ def test_every_frame_is_one_the_server_takes(module_page: Page) -> None:
     check_frame(SPACE, msgspec.convert(frame, ActionFrame))
 
 
-def places(page: Page, rows: list[list[float]], count: int, before: dict[str, float] | None) -> list[Any]:
-    return page.call("/omni/js/walking.js", "return m.placesOf(a[0], a[1], a[2])", rows, count, before)
+def places(
+    page: Page, rows: list[list[float]], count: int, before: dict[str, float] | None
+) -> list[Any]:
+    return page.call(
+        "/omni/js/walking.js", "return m.placesOf(a[0], a[1], a[2])", rows, count, before
+    )
 
 
 def test_world_poses_become_a_place_for_each_video_frame(module_page: Page) -> None:
     """A row is the pose of its latent frame's last video frame; in between, the way is straight."""
     rows = [[1.0, 2.0, 350.0, 0.0], [1.0, 4.0, 10.0, 8.0]]
     first = places(module_page, rows, 5, None)
-    assert [place["z"] for place in first] == pytest.approx([2, 2.5, 3, 3.5, 4])
-    assert [math.degrees(place["yaw"]) for place in first] == pytest.approx([350, 355, 360, 365, 370])
+    assert [position["z"] for position in first] == pytest.approx([2, 2.5, 3, 3.5, 4])
+    assert [math.degrees(position["yaw"]) for position in first] == pytest.approx(
+        [350, 355, 360, 365, 370]
+    )
     later = places(module_page, rows, 8, {"x": 0, "z": 2, "yaw": math.radians(350), "pitch": 0})
-    assert [place["x"] for place in later] == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1, 1, 1])
-    assert [math.degrees(place["pitch"]) for place in later] == pytest.approx([0, 0, 0, 0, 2, 4, 6, 8])
+    assert [position["x"] for position in later] == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1, 1, 1])
+    assert [math.degrees(position["pitch"]) for position in later] == pytest.approx(
+        [0, 0, 0, 0, 2, 4, 6, 8]
+    )
     assert len(places(module_page, rows[:1], 1, None)) == 1
 
 
@@ -254,10 +316,13 @@ def test_a_place_is_a_start_pose(module_page: Page) -> None:
     """The same numbers that came; the heading within one turn."""
     code = "return m.startPoseOf(m.placeOf(a[0]))"
     pose = module_page.call("/omni/js/walking.js", code, [1.5, -2.0, -90.0, 12.0])
-    assert msgspec.convert(pose, StartPose) == StartPose(x_m=1.5, z_m=-2.0, heading_degrees=270.0, pitch_degrees=12.0)
+    assert msgspec.convert(pose, StartPose) == StartPose(
+        x_m=1.5, z_m=-2.0, heading_degrees=270.0, pitch_degrees=12.0
+    )
 
 
-# ---- the watch on the picture ---------------------------------------------------------------------------------------
+# ---- the watch on the picture
+# ---------------------------------------------------------------------------------------
 
 WATCH = """const watch = new m.Watch(); let now = 0; const seen = [];
     for (const [quiet, lively, count] of a[0]) {
@@ -267,8 +332,10 @@ WATCH = """const watch = new m.Watch(); let now = 0; const seen = [];
     return seen;"""
 
 
-@pytest.mark.parametrize(("quiet", "lively"), [(0.1, 0.4), (0.3, 2.6), (6.1, 18)], ids=["dark", "fog", "a mosaic"])
-def test_a_picture_that_stays_broken_is_noticed_after_three_seconds(
+@pytest.mark.parametrize(
+    ("quiet", "lively"), [(0.1, 0.4), (0.3, 2.6), (6.1, 18)], ids=["dark", "fog", "a mosaic"]
+)
+def test_a_image_that_stays_broken_is_noticed_after_three_seconds(
     module_page: Page, quiet: float, lively: float
 ) -> None:
     """Usual pictures, two seconds of broken ones, one good one, then broken ones for longer."""
@@ -289,7 +356,7 @@ def test_nothing_is_said_of_a_world_that_is_flat_from_the_start(module_page: Pag
     assert module_page.call("/omni/js/watch.js", WATCH, parts) == [[True, False]] * 3
 
 
-def test_detail_is_measured_in_the_parts_of_a_picture(module_page: Page) -> None:
+def test_detail_is_measured_in_the_parts_of_a_image(module_page: Page) -> None:
     """Stripes of 0 and 100 in the left half, nothing in the right one."""
     code = """const data = new Uint8ClampedArray(4 * 80 * 48).map((_, i) => {
         const x = (i >> 2) % 80; return i % 4 === 3 ? 255 : x < 40 && x % 2 ? 100 : 0; });
@@ -299,41 +366,67 @@ def test_detail_is_measured_in_the_parts_of_a_picture(module_page: Page) -> None
     assert flat == {"quiet": 0, "lively": 0}
 
 
-# ---- pacing and playing ---------------------------------------------------------------------------------------------
+# ---- pacing and playing
+# ---------------------------------------------------------------------------------------------
 
 
-def test_the_next_chunk_is_asked_for_in_time(module_page: Page) -> None:
-    """At once while nothing is known, then as late as the measured waiting time and the margin allow."""
+def test_the_next_chunk_is_requested_for_in_time(module_page: Page) -> None:
+    """At once while nothing is known, then as late as the measured waiting time and the margin
+    allow.
+    """
     code = """const pacer = new m.Pacer(); pacer.marginMs = 100; const before = pacer.isTime(10000, 0);
         for (let i = 0; i < 20; i++) pacer.add(300, 12);
-        return [before, pacer.isTime(1000, 0), pacer.isTime(390, 0), pacer.isTime(0, 1), pacer.supply()]"""
-    assert module_page.call("/omni/js/pacer.js", code) == [True, False, True, False, pytest.approx(40)]
+        return [before, pacer.isTime(1000, 0), pacer.isTime(390, 0), pacer.isTime(0, 1), pacer.supply()]"""  # noqa: E501
+    assert module_page.call("/omni/js/pacer.js", code) == [
+        True,
+        False,
+        True,
+        False,
+        pytest.approx(40),
+    ]
 
 
-def test_the_margin_grows_with_uneven_answers(module_page: Page) -> None:
+def test_the_margin_grows_with_uneven_responses(module_page: Page) -> None:
     code = """const pacer = new m.Pacer(); pacer.marginMs = 0;
-        for (let i = 0; i < 40; i++) pacer.add(i % 2 ? 100 : 500, 12); return pacer.isTime(550, 0)"""
+        for (let i = 0; i < 40; i++) pacer.add(i % 2 ? 100 : 500, 12); return pacer.isTime(550, 0)"""  # noqa: E501
     assert module_page.call("/omni/js/pacer.js", code) is True
 
 
 NEEDED = """const pacer = new m.Pacer(); pacer.marginMs = 0;
-    return a[0].map((ms, i) => { pacer.add(ms, i ? a[1] : 1); return [pacer.neededMs, pacer.supply()]; })"""
+    return a[0].map((ms, i) => { pacer.add(ms, i ? a[1] : 1); return [pacer.neededMs, pacer.supply()]; })"""  # noqa: E501
 
 
-@pytest.mark.parametrize("numbers", [[9000, 300, 300], [9000, 8000, 300], [300, 9000, 300], [50, 300, 300]])
-def test_the_waiting_time_is_known_after_three_chunks(module_page: Page, numbers: list[int]) -> None:
-    """Compiling makes the first chunk, or the first two, take long: the buffer is that of the others by the third."""
+@pytest.mark.parametrize(
+    "numbers", [[9000, 300, 300], [9000, 8000, 300], [300, 9000, 300], [50, 300, 300]]
+)
+def test_the_waiting_time_is_known_after_three_chunks(
+    module_page: Page, numbers: list[int]
+) -> None:
+    """Compiling makes the first chunk, or the first two, take long: the buffer is that of the
+    others by the third.
+    """
     for frames in (4, 12):
         *_, (needed_ms, supply) = module_page.call("/omni/js/pacer.js", NEEDED, numbers, frames)
         assert needed_ms == pytest.approx(300)
         assert supply == pytest.approx(frames / 0.3)
 
 
-def test_one_late_chunk_does_not_swell_the_buffer_and_a_slower_server_is_learned(module_page: Page) -> None:
-    """A hiccup of three seconds leaves the buffer as it is; a server that stays slower is known by the third chunk."""
-    needed = [ms for ms, _ in module_page.call("/omni/js/pacer.js", NEEDED, [300] * 8 + [3000] + [300] * 3, 12)]
+def test_one_late_chunk_does_not_swell_the_buffer_and_a_slower_server_is_learned(
+    module_page: Page,
+) -> None:
+    """A hiccup of three seconds leaves the buffer as it is; a server that stays slower is known
+    by the third chunk.
+    """
+    needed = [
+        ms
+        for ms, _ in module_page.call(
+            "/omni/js/pacer.js", NEEDED, [300] * 8 + [3000] + [300] * 3, 12
+        )
+    ]
     assert max(needed) == pytest.approx(300)
-    needed = [ms for ms, _ in module_page.call("/omni/js/pacer.js", NEEDED, [300] * 8 + [600] * 8, 12)]
+    needed = [
+        ms for ms, _ in module_page.call("/omni/js/pacer.js", NEEDED, [300] * 8 + [600] * 8, 12)
+    ]
     assert needed[10] >= 600
     assert needed[-1] == pytest.approx(600)
 
@@ -354,17 +447,25 @@ SIMULATED = """
         if (buffered < 0) { stalls.push([next, -buffered]); buffered = 0; }
     }
     return [buffers, [...new Set(stalls.map(([chunk]) => chunk))], pacer.marginMs];
+"""  # noqa: E501
+"""Video in hand, in ms, when each chunk came, and the chunks during whose making the picture
+stood still.
 """
-"""Video in hand, in ms, when each chunk came, and the chunks during whose making the picture stood still."""
 
 
 @pytest.mark.parametrize(("frames", "mean_ms"), [(4, 120), (12, 400)])
 @pytest.mark.parametrize("jitter_ms", [0, 5, 20, 60])
-def test_the_buffer_is_what_the_jitter_asks(module_page: Page, frames: int, mean_ms: int, jitter_ms: int) -> None:
-    """With the slider as it comes: hardly a wait, and no more video in hand than jitter and margin need."""
+def test_the_buffer_is_what_the_jitter_requests(
+    module_page: Page, frames: int, mean_ms: int, jitter_ms: int
+) -> None:
+    """With the slider as it comes: hardly a wait, and no more video in hand than jitter and
+    margin need.
+    """
     rng = random.Random(jitter_ms)
     waits = [20 * mean_ms] + [max(10.0, rng.gauss(mean_ms, jitter_ms)) for _ in range(200)]
-    buffers, stalls, margin_ms = module_page.call("/omni/js/pacer.js", SIMULATED, waits, frames, None)
+    buffers, stalls, margin_ms = module_page.call(
+        "/omni/js/pacer.js", SIMULATED, waits, frames, None
+    )
     learned = buffers[3:]
     assert float(np.median(learned)) <= margin_ms + 3 * jitter_ms + 20
     assert sum(chunk > 3 for chunk in stalls) <= 0.04 * len(waits)
@@ -383,14 +484,18 @@ PLAY = """
         player.push(new Array(12).fill(jpeg), tag); player.numBuffered === before + 12 || drawn.push("lost");
         for (let i = 0; i < 200 && player.numReady < before + 12; i++) await new Promise((r) => setTimeout(r, 5)); };
     const run = (seconds) => { for (const end = now + 1000 * seconds; now < end; now += 1000 / 60) player.tick(now); };
-"""
+"""  # noqa: E501
 
 
 def test_frames_are_shown_evenly_and_in_order(module_page: Page) -> None:
-    """On a display of 60 Hz each of 16 frames a second stays for 3 or 4 pictures; chunks join seamlessly."""
+    """On a display of 60 Hz each of 16 frames a second stays for 3 or 4 pictures; chunks join
+    seamlessly.
+    """
     code = "for (const tag of [0, 1, 2]) await push(tag); run(3); return [drawn, player.numStalls]"
     drawn, stalls = module_page.call("/omni/js/player.js", PLAY + code)
-    assert [frame[:2] for frame in drawn] == [[tag, index] for tag in range(3) for index in range(12)]
+    assert [frame[:2] for frame in drawn] == [
+        [tag, index] for tag in range(3) for index in range(12)
+    ]
     gaps_ms = np.diff([time for _, _, time in drawn])
     assert gaps_ms.min() > 45
     assert gaps_ms.max() < 70
@@ -402,9 +507,14 @@ def test_a_player_that_expects_no_more_does_not_stall(module_page: Page) -> None
     assert module_page.call("/omni/js/player.js", PLAY + code) == [12, 0]
 
 
-def test_a_slow_supply_slows_the_picture_evenly(module_page: Page) -> None:
-    """Half as many frames as the video has are shown at about half the speed, without a stop in between."""
-    code = "player.setSupply(8); for (const tag of [0, 1]) await push(tag); run(2.5); return [drawn, player.numStalls]"
+def test_a_slow_supply_slows_the_image_evenly(module_page: Page) -> None:
+    """Half as many frames as the video has are shown at about half the speed, without a stop in
+    between.
+    """
+    code = (
+        "player.setSupply(8); for (const tag of [0, 1]) await push(tag); run(2.5); return "
+        "[drawn, player.numStalls]"
+    )
     drawn, stalls = module_page.call("/omni/js/player.js", PLAY + code)
     gaps_ms = np.diff([time for _, _, time in drawn])
     assert stalls == 0
@@ -414,7 +524,7 @@ def test_a_slow_supply_slows_the_picture_evenly(module_page: Page) -> None:
 def test_the_speed_of_the_supply_holds_at_once(module_page: Page) -> None:
     """A first chunk that took long makes the picture slow only until the next one tells better."""
     code = """player.setSupply(2); await push(0); run(1); const slow = drawn.length; player.setSupply(40);
-        await push(1); run(0.5); return [slow, drawn.length - slow]"""
+        await push(1); run(0.5); return [slow, drawn.length - slow]"""  # noqa: E501
     slow, fast = module_page.call("/omni/js/player.js", PLAY + code)
     assert slow <= 3
     assert 7 <= fast <= 9
@@ -431,7 +541,7 @@ def test_a_frame_need_not_wait_for_those_after_it(module_page: Page) -> None:
         waiting[1][0](); await soon(); ready.push(player.numReady);
         waiting[0][0](); await soon(); ready.push(player.numReady, player.numBuffered);
         waiting[2][1](new Error("broken")); waiting[3][0](); await soon(); ready.push(player.numReady);
-        run(1); return [ready, drawn.map(([, index]) => index)];"""
+        run(1); return [ready, drawn.map(([, index]) => index)];"""  # noqa: E501
     ready, drawn = module_page.call("/omni/js/player.js", PLAY + code)
     assert ready == [0, 2, 4, 3]
     assert drawn == [0, 1, 3]
@@ -440,9 +550,16 @@ def test_a_frame_need_not_wait_for_those_after_it(module_page: Page) -> None:
 FIT = "return a[0].map((b) => { const { width, height } = m.fit(...b); return [width, height]; })"
 
 
-def test_the_stage_is_the_largest_of_the_pictures_shape(module_page: Page) -> None:
-    """A whole number of device pixels for each pixel where that costs at most a twentieth; else what fits."""
-    boxes = [(160, 96, 980, 700, 1), (160, 96, 940, 700, 1), (832, 480, 980, 700, 1), (832, 480, 1000, 290, 2)]
+def test_the_stage_is_the_largest_of_the_images_shape(module_page: Page) -> None:
+    """A whole number of device pixels for each pixel where that costs at most a twentieth; else
+    what fits.
+    """
+    boxes = [
+        (160, 96, 980, 700, 1),
+        (160, 96, 940, 700, 1),
+        (832, 480, 980, 700, 1),
+        (832, 480, 1000, 290, 2),
+    ]
     assert module_page.call("/omni/js/stage.js", FIT, boxes) == [
         [960, 576],
         [pytest.approx(940), pytest.approx(564)],
@@ -456,20 +573,33 @@ def test_pausing_and_forgetting(module_page: Page) -> None:
     """Nothing is shown while paused; what was flushed never is."""
     code = """await push(0); run(0.3); const before = drawn.length; player.isPaused = true; run(1);
         const paused = drawn.length; player.isPaused = false; player.flush(); await push(1); run(0.2);
-        return [before, paused, drawn.slice(paused).map(([tag]) => tag)]"""
+        return [before, paused, drawn.slice(paused).map(([tag]) => tag)]"""  # noqa: E501
     before, paused, after = module_page.call("/omni/js/player.js", PLAY + code)
     assert before == paused > 0
     assert set(after) == {1}
 
 
 def test_short_touches_are_not_lost_and_held_keys_are_not_doubled(module_page: Page) -> None:
-    """A key pressed and released between two readings is a tap; one still down is held; opposite keys cancel."""
+    """A key pressed and released between two readings is a tap; one still down is held; opposite
+    keys cancel.
+    """
     code = """const c = new m.Controls(); c.press("KeyW", "forward", 1); c.release("KeyW"); c.press("KeyD", "right", 1);
         c.press("KeyL", "yaw", 1); c.press("KeyJ", "yaw", -1); c.turn(0.5, 0);
         const one = c.take(); const two = c.take();
         return [one.taps.forward, one.taps.right, one.held.right, one.held.yaw, one.turnYaw, one.inputAt !== null,
-                two.taps.forward, two.held.right, two.turnYaw, two.inputAt]"""
-    assert module_page.call("/omni/js/input/controls.js", code) == [1, 0, 1, 0, 0.5, True, 0, 1, 0, None]
+                two.taps.forward, two.held.right, two.turnYaw, two.inputAt]"""  # noqa: E501
+    assert module_page.call("/omni/js/input/controls.js", code) == [
+        1,
+        0,
+        1,
+        0,
+        0.5,
+        True,
+        0,
+        1,
+        0,
+        None,
+    ]
 
 
 def test_errors_in_a_module_reach_the_test(module_page: Page) -> None:
@@ -478,7 +608,8 @@ def test_errors_in_a_module_reach_the_test(module_page: Page) -> None:
         module_page.call("/omni/js/walking.js", "throw new Error('nonsense')")
 
 
-# ---- the world ----------------------------------------------------------------------------------------------------
+# ---- the world
+# --------------------------------------------------------------------------------------------------
 
 WORLD = """
 const {World} = await import('/omni/js/world.js');
@@ -491,11 +622,13 @@ for (const name of ['chunk', 'resumed', 'rewound', 'trouble']) {
   world.addEventListener(name, ({detail}) => told.push([name, detail.message?.chunk_index ?? null]));
 }
 const hear = (message) => link.dispatchEvent(new CustomEvent('message', {detail: {message}}));
-"""
+"""  # noqa: E501
 
 
 def test_a_world_that_went_back_is_gone_on_with_from_there(module_page: Page) -> None:
-    """A server that was started anew names an earlier chunk: later ones are new again, what was pending is dropped."""
+    """A server that was started anew names an earlier chunk: later ones are new again, what was
+    pending is dropped.
+    """
     script = (
         WORLD
         + """
@@ -520,7 +653,7 @@ def test_a_world_that_went_back_is_gone_on_with_from_there(module_page: Page) ->
       answer(2);
       return {told, last: resume.last_chunk_id, again, lastChunk: world.lastChunk, pending: world.numPending};
     } finally { Link.pack = pack; }
-    """
+    """  # noqa: E501
     )
     seen = module_page.run(f"(async () => {{{script}}})()")
     assert seen["told"] == [

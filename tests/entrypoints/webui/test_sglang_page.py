@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang 0.5.23's own page, unchanged, against `vllm serve --omni`: from its wheel, in Chromium, on a real engine.
+"""SGLang 0.5.23's own page, unchanged, against `vllm serve --omni`: from its wheel, in Chromium, on
+a real engine.
 
-As its README says it is opened as a file; a static server on another port is the other way. Either way it is a page of
-a foreign origin: `--allowed-origins` lets it in, and without that it is kept out.
+As its README says it is opened as a file; a static server on another port is the other way. Either
+way it is a page of a foreign origin: `--allowed-origins` lets it in, and without that it is kept
+out.
 """
 
 import contextlib
@@ -33,7 +35,16 @@ PAGE = "sglang/multimodal_gen/apps/realtime_webui"
 @pytest.fixture(scope="module")
 def page_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sglang")
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", WHEEL]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--only-binary=:all:",
+        WHEEL,
+    ]
     subprocess.run([*command, "--dest", str(folder)], check=True, timeout=seconds(300))
     [wheel] = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
@@ -52,7 +63,9 @@ def elsewhere(page_folder: Path) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def served(village: Path, elsewhere: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[demo.ServerProcess]:
+def served(
+    village: Path, elsewhere: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[demo.ServerProcess]:
     from rich.console import Console
 
     log = tmp_path_factory.mktemp("served") / "server.log"
@@ -62,15 +75,21 @@ def served(village: Path, elsewhere: str, tmp_path_factory: pytest.TempPathFacto
         yield process
 
 
-def fill(page: Page, port: int, picture: Path) -> None:
+def fill(page: Page, port: int, image: Path) -> None:
     """What its user enters: the server, the size, a reference picture."""
     page.wait_for("document.querySelector('#presetList button') !== null")
-    for name, value in {"serverUrl": f"ws://127.0.0.1:{port}/v1/realtime_video/generate", "size": "160x96"}.items():
+    for name, value in {
+        "serverUrl": f"ws://127.0.0.1:{port}/v1/realtime_video/generate",
+        "size": "160x96",
+    }.items():
         page.run(f"document.querySelector('#{name}').value = {json.dumps(value)}")
     root = page.send("DOM.getDocument")["root"]["nodeId"]
     node = page.send("DOM.querySelector", nodeId=root, selector="#firstFrame")["nodeId"]
-    page.send("DOM.setFileInputFiles", nodeId=node, files=[str(picture)])
-    page.run("document.querySelector('#firstFrame').dispatchEvent(new Event('change', { bubbles: true }))")
+    page.send("DOM.setFileInputFiles", nodeId=node, files=[str(image)])
+    page.run(
+        "document.querySelector('#firstFrame').dispatchEvent(new Event('change', { bubbles: "
+        "true }))"
+    )
 
 
 def seen(page: Page) -> str:
@@ -78,25 +97,36 @@ def seen(page: Page) -> str:
 
 
 @contextlib.contextmanager
-def opened(browser: Browser, url: str, port: int, picture: Path) -> Iterator[Page]:
+def opened(browser: Browser, url: str, port: int, image: Path) -> Iterator[Page]:
     with browser.page(url) as page:
-        fill(page, port, picture)
+        fill(page, port, image)
         yield page
         page.run("document.querySelector('#stopBtn').click()")
 
 
 @pytest.mark.parametrize("way", ["file", "another port"])
 def test_the_page_plays_steers_and_knows_the_model(
-    way: str, browser: Browser, served: demo.ServerProcess, page_folder: Path, elsewhere: str, village: Path
+    way: str,
+    browser: Browser,
+    served: demo.ServerProcess,
+    page_folder: Path,
+    elsewhere: str,
+    village: Path,
 ) -> None:
-    url = page_folder.joinpath("index.html").as_uri() if way == "file" else f"{elsewhere}/index.html"
+    url = (
+        page_folder.joinpath("index.html").as_uri() if way == "file" else f"{elsewhere}/index.html"
+    )
     server = f"?server=ws://127.0.0.1:{served.port}/v1/realtime_video/generate"
     with opened(browser, url + server, served.port, village / "start" / "street_day.png") as page:
         page.click("#connectBtn")
-        page.wait_for("Number(document.querySelector('#frameText').textContent.split(' ')[1]) >= 12", 90)
+        page.wait_for(
+            "Number(document.querySelector('#frameText').textContent.split(' ')[1]) >= 12", 90
+        )
         before = seen(page)
         page.key("keyDown", "w")
-        page.wait_for("Number(document.querySelector('#frameText').textContent.split(' ')[1]) >= 40", 90)
+        page.wait_for(
+            "Number(document.querySelector('#frameText').textContent.split(' ')[1]) >= 40", 90
+        )
         page.key("keyUp", "w")
         assert seen(page) != before
         history = page.text("#historyList")
@@ -104,7 +134,7 @@ def test_the_page_plays_steers_and_knows_the_model(
         assert served.log.read_text().count("origin_refused") == 0
 
 
-def test_without_the_switch_it_is_kept_out(
+def test_without_the_switch_it_is_retained_out(
     browser: Browser, make_server: MakeServer, page_folder: Path, village: Path
 ) -> None:
     """A fake engine behind the real doors: the refusal is before any engine."""

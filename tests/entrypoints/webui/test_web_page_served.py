@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page as `vllm serve MODEL --omni --api-key` serves it: a real engine, the shipped world, headless Chromium.
+"""The page as `vllm serve MODEL --omni --api-key` serves it: a real engine, the shipped world,
+headless Chromium.
 
 `OMNI_SCREENSHOT=docs/how_to/web_page.png pytest THIS_FILE` writes the picture in the guide anew.
 """
@@ -22,11 +23,11 @@ from helpers.waits import pause, seconds, wait_until
 from PIL import Image
 
 from vllm_omni.entrypoints.cli import demo
-from vllm_omni.entrypoints.media import decode_mp4
-from vllm_omni.worlds.card import read_card
+from vllm_omni.entrypoints.media.mp4 import decode_mp4
+from vllm_omni.worlds.description import read_description
 
 KEY = "key-of-this-test"
-HAS_PICTURE = "document.querySelector('#view').classList.contains('has-picture')"
+HAS_Image = "document.querySelector('#view').classList.contains('has-picture')"
 PARTS = "import('/omni/js/main.js').then((m) => m.parts)"
 
 
@@ -59,13 +60,13 @@ def page(browser: Browser, served: demo.ServerProcess) -> Iterator[Page]:
         assert all("401" in error for error in page.errors), page.errors
 
 
-def begin(page: Page) -> None:
+def start(page: Page) -> None:
     page.run("document.querySelector('#start').elements.seed.value = 5")
     page.click("#start .main")
-    page.wait_for(HAS_PICTURE, 60)
+    page.wait_for(HAS_Image, 60)
 
 
-def picture_of(page: Page, chunk: int) -> np.ndarray:
+def image_of(page: Page, chunk: int) -> np.ndarray:
     """The last frame of a chunk behind which nothing is asked for, as pixels."""
     code = f"""{PARTS}.then(async ({{ app }}) => {{
         while (!(app.world.lastChunk >= {chunk} && app.player.numBuffered === 0)) {{
@@ -92,17 +93,20 @@ def held_at_chunk(page: Page, chunk: int, key: str | None) -> np.ndarray:
     page.wait_for("document.body.dataset.live === 'true'")
     if key:
         page.key("keyDown", key)
-    shown = picture_of(page, chunk)
+    shown = image_of(page, chunk)
     if key:
         page.key("keyUp", key)
     return shown
 
 
 def test_keys_steer_the_model(page: Page, browser: Browser, served: demo.ServerProcess) -> None:
-    """Same picture and seed: the same world without keys, another one while a key is held. So keys reach the model."""
+    """Same picture and seed: the same world without keys, another one while a key is held.
+
+    So keys reach the model.
+    """
     still = held_at_chunk(page, 8, None)
     url = f"http://127.0.0.1:{served.port}/omni/"
-    pictures = []
+    images = []
     for key in (None, "w"):
         with browser.page(url) as other:
             other.wait_for("document.querySelector('#key-dialog').open")
@@ -110,8 +114,8 @@ def test_keys_steer_the_model(page: Page, browser: Browser, served: demo.ServerP
             other.write(KEY)
             other.click("#key-dialog .main")
             other.wait_for("document.body.dataset.link === 'up'")
-            pictures.append(held_at_chunk(other, 8, key))
-    again, walked = pictures
+            images.append(held_at_chunk(other, 8, key))
+    again, walked = images
     assert still.shape == (96, 160, 3)
     assert np.abs(still - again).max() <= 2
     assert np.abs(still - walked).mean() > 1
@@ -131,16 +135,20 @@ COLUMNS = f"""{PARTS}.then(({{ app }}) => {{
             }}
         }}
         window.seen.push(columns);
-    }}; }})"""
+    }}; }})"""  # noqa: E501
 """From now on, remember the green of four bands of every shown frame, column by column."""
 
 
 def shift_px(before: np.ndarray, after: np.ndarray) -> int:
-    """By how many columns a picture `[W, 4]` has moved to the right (negative: left), where the two overlap best."""
+    """By how many columns a picture `[W, 4]` has moved to the right (negative: left), where the
+    two overlap best.
+    """
     width = len(before)
     candidates = range(-40, 41)
     differences = [
-        np.abs(after[max(0, by) : width + min(0, by)] - before[max(0, -by) : width - max(0, by)]).mean()
+        np.abs(
+            after[max(0, by) : width + min(0, by)] - before[max(0, -by) : width - max(0, by)]
+        ).mean()
         for by in candidates
     ]
     return candidates[int(np.argmin(differences))]
@@ -149,21 +157,25 @@ def shift_px(before: np.ndarray, after: np.ndarray) -> int:
 def season(page: Page, village: Path) -> str:
     """The prompt whose start pictures are nearest to the shown picture in mean colour."""
     shown = pixels(page.run("document.querySelector('#view').toDataURL('image/png')")).mean((0, 1))
-    card = read_card(village)
-    assert card is not None
+    description = read_description(village)
+    assert description is not None
     means = {}
-    for prompt in card.prompts:
-        files = [start.file for start in card.starts if start.prompt == prompt.name]
-        means[prompt.name] = np.mean([np.asarray(Image.open(village / file)).mean((0, 1)) for file in files], axis=0)
+    for prompt in description.prompts:
+        files = [start.file for start in description.starts if start.prompt == prompt.name]
+        means[prompt.name] = np.mean(
+            [np.asarray(Image.open(village / file)).mean((0, 1)) for file in files], axis=0
+        )
     return min(means, key=lambda name: float(np.linalg.norm(means[name] - shown)))
 
 
 def test_keys_do_what_they_say_and_prompts_choose_the_season(page: Page, village: Path) -> None:
-    """`l` looks right, so the picture moves left, `j` the other way; the snow's button makes it winter."""
+    """`l` looks right, so the picture moves left, `j` the other way; the snow's button makes it
+    winter.
+    """
     page.run("document.querySelector('#start').elements.seed.value = 5")
     page.run(COLUMNS)
     page.click("#start .main")
-    page.wait_for(HAS_PICTURE, 60)
+    page.wait_for(HAS_Image, 60)
     count = f"{PARTS}.then(({{ app }}) => app.world.lastChunk)"
     for key, sign in (("l", -1), ("j", 1)):
         page.key("keyDown", key)
@@ -175,18 +187,24 @@ def test_keys_do_what_they_say_and_prompts_choose_the_season(page: Page, village
         page.key("keyUp", key)
         seen = np.asarray(page.run("window.seen.slice(0, 9)")).reshape(9, -1, 4)
         moved = [shift_px(seen[frame], seen[frame + 4]) for frame in range(5)]
-        assert 6 <= sign * float(np.median(moved)) <= 20, (key, moved)  # 12 px: 6 degrees of a view 75 degrees wide
+        # 12 px: 6 degrees of a view 75 degrees wide
+        assert 6 <= sign * float(np.median(moved)) <= 20, (key, moved)
     assert season(page, village) == "day"
     page.click("#prompts button:nth-child(3)")
-    page.wait_for("document.querySelector('#prompts [aria-pressed=true]')?.textContent === 'Snow'", 60)
+    page.wait_for(
+        "document.querySelector('#prompts [aria-pressed=true]')?.textContent === 'Snow'", 60
+    )
     rested = "then(({ app }) => app.isResting && app.player.numBuffered === 0)"
-    page.wait_for(f"{PARTS}.{rested}", 120)  # the prompt has had its time, and what was made before is shown no more
+    # the prompt has had its time, and what was made before is shown no more
+    page.wait_for(f"{PARTS}.{rested}", 120)
     assert season(page, village) == "snow"
 
 
 def test_a_walk_with_everything(page: Page, browser: Browser) -> None:
-    """Frames change, a recording holds them, a mark is gone back to, a cut connection is taken up again."""
-    begin(page)
+    """Frames change, a recording holds them, a mark is gone back to, a cut connection is taken
+    up again.
+    """
+    start(page)
     page.key("keyDown", "w")
     before = browser.videos()
     page.press("v")
@@ -212,7 +230,9 @@ def test_a_walk_with_everything(page: Page, browser: Browser) -> None:
     page.wait_for(f"{chunks}.then((n) => n >= {reached + 2})", 60)
     page.key("keyUp", "l")
     page.click("#marks button[data-act=back]")
-    page.wait_for(f"{PARTS}.then(({{ app }}) => app.world.lastChunk < {reached + 2} && !app.world.isHeld)", 30)
+    page.wait_for(
+        f"{PARTS}.then(({{ app }}) => app.world.lastChunk < {reached + 2} && !app.world.isHeld)", 30
+    )
     reached = page.run(chunks)
     page.wait_for(f"{chunks}.then((n) => n >= {reached + 1})", 60)
 
@@ -224,25 +244,43 @@ def test_the_key_guards_what_works_and_the_page_is_open(served: demo.ServerProce
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         request = urllib.request.Request(f"http://127.0.0.1:{served.port}{path}", headers=headers)
         try:
-            with urllib.request.urlopen(request, timeout=seconds(10)) as answer:
-                return int(answer.status)
+            with urllib.request.urlopen(request, timeout=seconds(10)) as response:
+                return int(response.status)
         except urllib.error.HTTPError as error:
             return error.code
 
-    for path in ("/v1/models", "/openapi.json", "/pooling", "/tokenize", "/invocations", "/nothing"):
+    for path in (
+        "/v1/models",
+        "/openapi.json",
+        "/pooling",
+        "/tokenize",
+        "/invocations",
+        "/nothing",
+    ):
         assert status(path, None) == 401, path
         assert status(path, KEY) != 401, path
-    for path in ("/omni/", "/omni/js/main.js", "/omni/world/map.png", "/omni/ready", "/health", "/metrics", "/version"):
+    for path in (
+        "/omni/",
+        "/omni/js/main.js",
+        "/omni/world/map.png",
+        "/omni/ready",
+        "/health",
+        "/metrics",
+        "/version",
+    ):
         assert status(path, None) == 200, path
     routes = json.loads(
         urllib.request.urlopen(
             urllib.request.Request(
-                f"http://127.0.0.1:{served.port}/openapi.json", headers={"Authorization": f"Bearer {KEY}"}
+                f"http://127.0.0.1:{served.port}/openapi.json",
+                headers={"Authorization": f"Bearer {KEY}"},
             ),
             timeout=seconds(10),
         ).read()
     )["paths"]
-    open_routes = {path for path in routes if "{" not in path and status(path, None) not in (401, 405)}
+    open_routes = {
+        path for path in routes if "{" not in path and status(path, None) not in (401, 405)
+    }
     assert open_routes <= {"/health", "/omni/ready", "/ping", "/version", "/load", "/metrics"}
 
 
@@ -259,12 +297,15 @@ def test_the_log_names_the_page_and_holds_no_key(served: demo.ServerProcess) -> 
 def test_screenshot_for_the_guide(page: Page, tmp_path: Path) -> None:
     """The guide's picture can be made anew at any time; it stays below 300 kB."""
     target = Path(os.environ.get("OMNI_SCREENSHOT", tmp_path / "web_page.png"))
-    page.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+    page.send(
+        "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}]
+    )
     page.desktop(1280, 800)
     pause(0.5)  # colours fade
     page.screenshot(tmp_path / "start.png")
-    page.run("document.querySelectorAll('[name=sample]')[1].click()")  # down the street, towards the well
-    begin(page)
+    # down the street, towards the well
+    page.run("document.querySelectorAll('[name=sample]')[1].click()")
+    start(page)
     chunk = f"{PARTS}.then(({{ app }}) => app.world.lastChunk)"
     reached = page.run(chunk)
     page.key("keyDown", "w")
@@ -277,9 +318,9 @@ def test_screenshot_for_the_guide(page: Page, tmp_path: Path) -> None:
     pause(1.5)
     page.screenshot(tmp_path / "walk.png")
     page.key("keyUp", "a")
-    pictures = [Image.open(tmp_path / f"{name}.png").convert("RGB") for name in ("start", "walk")]
+    images = [Image.open(tmp_path / f"{name}.png").convert("RGB") for name in ("start", "walk")]
     sheet = Image.new("RGB", (1280, 400), (12, 14, 20))
-    for index, picture in enumerate(pictures):
-        sheet.paste(picture.resize((640, 400), Image.Resampling.LANCZOS), (640 * index, 0))
+    for index, image in enumerate(images):
+        sheet.paste(image.resize((640, 400), Image.Resampling.LANCZOS), (640 * index, 0))
     sheet.quantize(160, dither=Image.Dither.NONE).save(target, optimize=True)
     assert 20_000 < target.stat().st_size < 300_000

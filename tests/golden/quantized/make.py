@@ -2,7 +2,7 @@
 """Write the quantized transformers of this folder, each by the library whose format it is. See README.md.
 
 python tests/golden/quantized/make.py FORMAT [FORMAT ...]
-"""
+"""  # noqa: E501
 
 import json
 import shutil
@@ -38,7 +38,9 @@ def by_modelopt(recipe: str, out: Path) -> None:
         for timestep in (900.0, 300.0):
             latents = torch.randn(1, SIZES["in_channels"], 3, 4, 6, generator=generator).bfloat16()
             text = torch.randn(1, 8, SIZES["text_dim"], generator=generator).bfloat16()
-            model(hidden_states=latents, timestep=torch.tensor([timestep]), encoder_hidden_states=text)
+            model(
+                hidden_states=latents, timestep=torch.tensor([timestep]), encoder_hidden_states=text
+            )
 
     model = plain()
     mtq.quantize(model, getattr(mtq, recipe), calibrate)
@@ -53,8 +55,13 @@ def by_llmcompressor(scheme: str, out: Path) -> None:
         source = Path(folder) / "source"
         plain().save_pretrained(source)
         (source / FILE).rename(source / "model.safetensors")
-        kept = [*(f"re:.*{name}.*" for name in KEPT), "re:.*scale_shift_table", "re:.*patch_embedding", "re:.*norm.*"]
-        model_free_ptq(str(source), str(out), scheme=scheme, ignore=kept, device="cpu")
+        retained = [
+            *(f"re:.*{name}.*" for name in KEPT),
+            "re:.*scale_shift_table",
+            "re:.*patch_embedding",
+            "re:.*norm.*",
+        ]
+        model_free_ptq(str(source), str(out), scheme=scheme, ignore=retained, device="cpu")
     (out / "model.safetensors").rename(out / FILE)
     (out / "model.safetensors.index.json").unlink()
 
@@ -67,9 +74,19 @@ def by_torchao(config: Any, out: Path) -> None:
 
     model = plain()
     model.save_config(out)
-    quantize_(model, config, filter_fn=lambda module, name: isinstance(module, torch.nn.Linear) and "blocks" in name)
-    tensors, metadata = flatten_tensor_state_dict({name: value.data for name, value in model.state_dict().items()})
-    save_file({name: value.contiguous() for name, value in tensors.items()}, out / FILE, {**metadata, "format": "pt"})
+    quantize_(
+        model,
+        config,
+        filter_fn=lambda module, name: isinstance(module, torch.nn.Linear) and "blocks" in name,
+    )
+    tensors, metadata = flatten_tensor_state_dict(
+        {name: value.data for name, value in model.state_dict().items()}
+    )
+    save_file(
+        {name: value.contiguous() for name, value in tensors.items()},
+        out / FILE,
+        {**metadata, "format": "pt"},
+    )
     described = json.loads((out / "config.json").read_text())
     described["quantization_config"] = {
         "quant_method": "torchao",
@@ -91,7 +108,9 @@ def make(name: str) -> None:
     else:
         from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
 
-        by_torchao({"fp8": Float8WeightOnlyConfig(), "int8": Int8WeightOnlyConfig(version=2)}[kind], out)
+        by_torchao(
+            {"fp8": Float8WeightOnlyConfig(), "int8": Int8WeightOnlyConfig(version=2)}[kind], out
+        )
 
 
 for each in sys.argv[1:]:

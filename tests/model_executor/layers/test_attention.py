@@ -5,14 +5,18 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from vllm_omni.model_executor.layers.attention import attention, cross_attention
+from vllm_omni.model_executor.layers.attention.attention import attention, cross_attention
 
 
-def reference(q_TNH: torch.Tensor, k_SNH: torch.Tensor, v_SNH: torch.Tensor, causal: bool = False) -> torch.Tensor:
+def reference(
+    q_TNH: torch.Tensor, k_SNH: torch.Tensor, v_SNH: torch.Tensor, causal: bool = False
+) -> torch.Tensor:
     scores = torch.einsum("tnh,snh->nts", q_TNH.double(), k_SNH.double()) / q_TNH.shape[-1] ** 0.5
     if causal:
         queries, keys = scores.shape[1:]
-        scores = scores.masked_fill(~torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries), -torch.inf)
+        scores = scores.masked_fill(
+            ~torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries), -torch.inf
+        )
     return torch.einsum("nts,snh->tnh", scores.softmax(-1), v_SNH.double())
 
 
@@ -26,7 +30,9 @@ def test_every_query_attends_to_every_key(queries: int, keys: int) -> None:
 
 @pytest.mark.parametrize(("queries", "keys"), [(6, 6), (6, 24), (1, 7)])
 def test_causal_attention_is_aligned_to_the_last_key(queries: int, keys: int) -> None:
-    """fp32 within 1e-5 of the definition: the last query sees all keys, the one before all but one."""
+    """fp32 within 1e-5 of the definition: the last query sees all keys, the one before all but
+    one.
+    """
     torch.manual_seed(0)
     q, k, v = torch.randn(queries, 2, 16), torch.randn(keys, 2, 16), torch.randn(keys, 2, 16)
     torch.testing.assert_close(
@@ -63,7 +69,9 @@ def test_attention_to_a_prompt_is_attention() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("heads", "keys"), [(12, 512), (40, 512), (12, 257)])
 def test_attention_to_a_prompt_agrees_within_bf16(heads: int, keys: int) -> None:
-    """Keys and values of one layer among several, as models keep them; the result's tokens lie one behind the other."""
+    """Keys and values of one layer among several, as models keep them; the result's tokens lie
+    one behind the other.
+    """
     torch.manual_seed(0)
     q = torch.randn(300, heads, 128, dtype=torch.bfloat16, device="cuda")
     k, v = torch.randn(3, 2, keys, heads, 128, dtype=torch.bfloat16, device="cuda")[1]
@@ -78,7 +86,9 @@ def test_attention_to_a_prompt_agrees_within_bf16(heads: int, keys: int) -> None
         torch.cuda.synchronize()
     assert torch.equal(captured, found)
     if torch.cuda.get_device_capability() == (9, 0):
-        assert any("cudnn" in event.key for event in traced.key_averages()), "vLLM turns it off in torch's own choice"
+        assert any("cudnn" in event.key for event in traced.key_averages()), (
+            "vLLM turns it off in torch's own choice"
+        )
 
 
 @pytest.mark.parametrize("seen", [1, 5, 9])
@@ -93,7 +103,9 @@ def test_a_number_of_keys_that_the_host_does_not_know(seen: int) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_number_of_keys_that_is_only_known_on_the_device(dtype: torch.dtype) -> None:
-    """Grouped-query attention over a ring that is not full, as Waypoint's is: 512 queries, heads of 64."""
+    """Grouped-query attention over a ring that is not full, as Waypoint's is: 512 queries, heads
+    of 64.
+    """
     torch.manual_seed(0)
     q = torch.randn(512, 4, 64, dtype=dtype, device="cuda")
     k, v = (torch.randn(2048, 2, 64, dtype=dtype, device="cuda") for _ in range(2))
@@ -101,4 +113,6 @@ def test_a_number_of_keys_that_is_only_known_on_the_device(dtype: torch.dtype) -
         key_range = torch.tensor([0, seen], dtype=torch.int32, device="cuda")
         found = attention(q, k, v, key_range=key_range).double()
         wide = (x[:seen].repeat_interleave(2, dim=1) for x in (k, v))
-        torch.testing.assert_close(found, reference(q, *wide), atol=2e-2 if dtype == torch.bfloat16 else 1e-4, rtol=0)
+        torch.testing.assert_close(
+            found, reference(q, *wide), atol=2e-2 if dtype == torch.bfloat16 else 1e-4, rtol=0
+        )

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forwards by graph equal forwards as they are; on a host a "graph" is the forward as it was at its capture."""
+"""Forwards by graph equal forwards as they are; on a host a "graph" is the forward as it was at
+its capture.
+"""
 
 import contextlib
 import itertools
@@ -9,20 +11,22 @@ import pytest
 import torch
 from helpers.host_capture import hold
 
-from vllm_omni.model_executor.layers.forward_graphs import (
+from vllm_omni.model_executor.layers.cuda_graphs import (
     CudaCapture,
     ForwardGraphs,
     Inputs,
     Replay,
     between_graphs,
     identity,
-    kept_buffer,
-    kept_copy,
+    persistent_buffer,
+    persistent_copy,
 )
 
 
 class Adder:
-    """forward = x + offset, with the offset a decision of the host; counts how often the host decides."""
+    """forward = x + offset, with the offset a decision of the host; counts how often the host
+    decides.
+    """
 
     def __init__(self) -> None:
         self.calls: list[float] = []
@@ -49,16 +53,26 @@ def test_a_key_that_leaves_something_out_is_wrong() -> None:
 
 
 def test_a_kind_that_has_run_is_captured_at_a_new_keys_first_forward() -> None:
-    """Only the tensors differ: nothing is left to compile. Another kind, another shape and no kind run as they are."""
+    """Only the tensors differ: nothing is left to compile.
+
+    Another kind, another shape and no kind run as they are.
+    """
     graphs = ForwardGraphs(capture=hold)
 
     def call(key: str, kind: str | None, size: int = 1) -> int:
         graphs((kind, key), {"x": torch.zeros(size)}, Adder().at(1), kind=kind)
         return len(graphs)
 
-    assert [call("a", "plain"), call("b", "plain"), call("b", "plain"), call("a", "plain")] == [0, 1, 1, 2]
-    assert [call("c", "other"), call("c", "plain", size=2), call("d", None), call("e", None)] == [2] * 4
-    graphs.forget()
+    assert [call("a", "plain"), call("b", "plain"), call("b", "plain"), call("a", "plain")] == [
+        0,
+        1,
+        1,
+        2,
+    ]
+    assert [call("c", "other"), call("c", "plain", size=2), call("d", None), call("e", None)] == [
+        2
+    ] * 4
+    graphs.clear_graphs()
     assert call("f", "plain") == 0
 
 
@@ -83,7 +97,9 @@ def test_another_shape_is_another_graph_and_none_is_no_graph() -> None:
 
 
 def test_while_all_graphs_are_in_use_nothing_makes_room() -> None:
-    """More keys in turn than graphs: those that came first keep theirs, and nothing is captured again and again."""
+    """More keys in turn than graphs: those that came first keep theirs, and nothing is captured
+    again and again.
+    """
     captures = 0
 
     def count(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Replay]:
@@ -111,17 +127,22 @@ def test_a_graph_out_of_use_makes_room() -> None:
 def test_graphs_whose_tensors_are_gone_make_room_at_once() -> None:
     graphs = ForwardGraphs(capacity=2, capture=hold)
     lasting, gone = torch.zeros(1), torch.zeros(1)
-    for place in (gone, gone, lasting, lasting):
-        graphs("key", {"x": torch.zeros(1)}, Adder().at(1), places=[place])
+    for position in (gone, gone, lasting, lasting):
+        graphs("key", {"x": torch.zeros(1)}, Adder().at(1), buffers=[position])
     other = torch.zeros(1)
-    for place in (other, other):
-        assert float(graphs("key", {"x": torch.zeros(1)}, Adder().at(2), places=[place])) == 2
-    assert float(graphs("key", {"x": torch.zeros(1)}, Adder().at(0), places=[other])) == 0, "there is no room"
-    del gone, place
+    for position in (other, other):
+        assert float(graphs("key", {"x": torch.zeros(1)}, Adder().at(2), buffers=[position])) == 2
+    assert float(graphs("key", {"x": torch.zeros(1)}, Adder().at(0), buffers=[other])) == 0, (
+        "there is no room"
+    )
+    del gone, position
     for _ in range(2):
-        graphs("key", {"x": torch.zeros(1)}, Adder().at(2), places=[other])
+        graphs("key", {"x": torch.zeros(1)}, Adder().at(2), buffers=[other])
     assert len(graphs) == 2
-    assert [float(graphs("key", {"x": torch.zeros(1)}, Adder().at(0), places=[each])) for each in (lasting, other)] == [
+    assert [
+        float(graphs("key", {"x": torch.zeros(1)}, Adder().at(0), buffers=[each]))
+        for each in (lasting, other)
+    ] == [
         1,
         2,
     ]
@@ -133,11 +154,16 @@ def test_a_steady_input_is_copied_when_another_tensor_comes() -> None:
     prompts = [torch.full((1,), float(n)) for n in range(2)]
     for n in (0, 0, 1, 1, 0, 1, 0, 0):
         inputs = {"x": torch.zeros(1), "prompt": prompts[n]}
-        assert float(graphs("key", inputs, lambda own: own["x"] + own["prompt"], steady=["prompt"])) == n
+        assert (
+            float(graphs("key", inputs, lambda own: own["x"] + own["prompt"], steady=["prompt"]))
+            == n
+        )
     assert len(graphs) == 1
     prompts[0].fill_(5)  # which nobody does: so it is not seen
     inputs = {"x": torch.zeros(1), "prompt": prompts[0]}
-    assert float(graphs("key", inputs, lambda own: own["x"] + own["prompt"], steady=["prompt"])) == 0
+    assert (
+        float(graphs("key", inputs, lambda own: own["x"] + own["prompt"], steady=["prompt"])) == 0
+    )
 
 
 def test_what_cannot_be_captured_runs_as_it_is() -> None:
@@ -160,19 +186,22 @@ def test_a_failing_forward_is_the_callers_error() -> None:
                 graphs("key", {"x": torch.zeros(1)}, broken)
 
 
-def test_forgotten_graphs_are_captured_again() -> None:
+def test_evicted_graphs_are_captured_again() -> None:
     graphs, adder = ForwardGraphs(capture=hold), Adder()
     for offset in (1, 1):
         graphs("key", {"x": torch.zeros(1)}, adder.at(offset))
-    graphs.forget()
+    graphs.clear_graphs()
     assert float(graphs("key", {"x": torch.zeros(1)}, adder.at(2))) == 2 and len(graphs) == 0
 
 
 def test_no_tensor_has_the_number_of_one_that_is_gone() -> None:
-    """Memory of a closed session may be a new session's; a graph of the old one must not serve it."""
+    """Memory of a closed session may be a new session's; a graph of the old one must not serve
+    it.
+    """
     seen = set()
     for _ in range(50):
-        tensor = torch.empty(1 << 20)  # freed at the next turn, and very likely found at the same address again
+        # freed at the next turn, and very likely found at the same address again
+        tensor = torch.empty(1 << 20)
         number = identity(tensor)
         assert number == identity(tensor) and number not in seen
         seen.add(number)
@@ -181,7 +210,9 @@ def test_no_tensor_has_the_number_of_one_that_is_gone() -> None:
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_on_a_device() -> None:
-    """Real graphs: in-place writes and results equal those of plain launches, in one memory pool."""
+    """Real graphs: in-place writes and results equal those of plain launches, in one memory
+    pool.
+    """
     weight, ring = torch.randn(64, 64, device="cuda"), torch.zeros(4, 8, 64, device="cuda")
     expected = ring.clone()
 
@@ -200,10 +231,12 @@ def test_on_a_device() -> None:
 
 
 def exchanged_twice(x: torch.Tensor) -> torch.Tensor:
-    """Two pieces of work with something between them that no graph holds: here, adding what the host counts."""
+    """Two pieces of work with something between them that no graph holds: here, adding what the
+    host counts.
+    """
     for factor in (2.0, 3.0):
-        sent = kept_copy("sent", (x * factor).t())
-        received = kept_buffer("received", sent.shape, sent)
+        sent = persistent_copy("sent", (x * factor).t())
+        received = persistent_buffer("received", sent.shape, sent)
         between_graphs(lambda sent=sent, received=received: received.copy_(sent + next(COUNTER)))  # type: ignore[misc]
         x = received.t() + 1
     return x
@@ -219,7 +252,10 @@ def test_without_a_capture_everything_happens_at_once() -> None:
 
 
 def test_a_capture_is_cut_at_what_comes_between(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a device: the order of pieces, and that what is read between them lies still. Nothing is called early."""
+    """Without a device: the order of pieces, and that what is read between them lies still.
+
+    Nothing is called early.
+    """
     log: list[str] = []
 
     class Graph:
@@ -242,7 +278,12 @@ def test_a_capture_is_cut_at_what_comes_between(monkeypatch: pytest.MonkeyPatch)
 
         def wait_stream(self, other: object) -> None: ...
 
-    fakes = {"CUDAGraph": Graph, "Stream": Stream, "current_stream": Stream, "graph_pool_handle": object}
+    fakes = {
+        "CUDAGraph": Graph,
+        "Stream": Stream,
+        "current_stream": Stream,
+        "graph_pool_handle": object,
+    }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
@@ -250,27 +291,33 @@ def test_a_capture_is_cut_at_what_comes_between(monkeypatch: pytest.MonkeyPatch)
 
     def forward() -> torch.Tensor:
         for value in (1.0, 2.0):
-            seen.append(kept_copy("sent", torch.full((2, 3), value).t()))
+            seen.append(persistent_copy("sent", torch.full((2, 3), value).t()))
             between_graphs(lambda value=value: log.append(f"exchange {value:g}"))  # type: ignore[misc]
-        return kept_buffer("received", (2,), seen[0])
+        return persistent_buffer("received", (2,), seen[0])
 
     capture = CudaCapture()
     _, replay = capture(forward)
-    current, own, *pieces = log
-    assert own == current == "stream of priority -1", "kernels keep the priority of the stream of their capture"
-    assert pieces == ["begin", "end"] * 3 and seen[0] is seen[1] and seen[0].is_contiguous()
+    current, own, *parts = log
+    assert own == current == "stream of priority -1", (
+        "kernels keep the priority of the stream of their capture"
+    )
+    assert parts == ["begin", "end"] * 3 and seen[0] is seen[1] and seen[0].is_contiguous()
     log.clear()
     replay()
     assert log == ["graph 0", "exchange 1", "graph 1", "exchange 2", "graph 2"]
     capture(forward)
     assert seen[2] is seen[0], "captures share what is read between graphs"
-    assert kept_buffer("sent", (3, 2), seen[0]) is not seen[0], "outside a capture nothing is kept"
+    assert persistent_buffer("sent", (3, 2), seen[0]) is not seen[0], (
+        "outside a capture nothing is kept"
+    )
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_what_comes_between_graphs_is_called_at_each_replay() -> None:
-    """In order, once a forward, and on the values of that forward. (The first runs as it is, the second captures.)"""
+    """In order, once a forward, and on the values of that forward. (The first runs as it is, the
+    second captures.)
+    """
     graphs = ForwardGraphs()
     for _ in range(5):
         first, x = next(COUNTER) + 1, torch.randn(2, 3, device="cuda")
@@ -279,7 +326,9 @@ def test_what_comes_between_graphs_is_called_at_each_replay() -> None:
         torch.testing.assert_close(got, want, rtol=0, atol=0)
         assert next(COUNTER) == first + 2
     assert len(graphs) == 1
-    graphs.forget()
+    graphs.clear_graphs()
     for _ in range(3):
-        graphs("key", {"x": torch.randn(2, 3, device="cuda")}, lambda own: exchanged_twice(own["x"]))
+        graphs(
+            "key", {"x": torch.randn(2, 3, device="cuda")}, lambda own: exchanged_twice(own["x"])
+        )
     assert len(graphs) == 1, "captured again, in another pool"

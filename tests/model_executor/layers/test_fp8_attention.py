@@ -5,10 +5,10 @@ import pytest
 import torch
 from helpers.fp8_product import as_on_hopper, exact_product
 
-from vllm_omni.model_executor.layers import fp8_attention as module
-from vllm_omni.model_executor.layers.attention import attention
-from vllm_omni.model_executor.layers.fp8_kernels import FP8, narrow, plain_widen
-from vllm_omni.model_executor.layers.kv_format import ScaledFP8
+from vllm_omni.model_executor.layers.attention import fp8_attention as module
+from vllm_omni.model_executor.layers.attention.attention import attention
+from vllm_omni.model_executor.layers.kv_cache.format import ScaledFP8
+from vllm_omni.model_executor.layers.quantization.fp8_kernels import FP8, plain_dequantize, quantize
 
 TOKENS, KEYS, HEADS, DIM = 24, 96, 3, 16
 
@@ -16,14 +16,16 @@ TOKENS, KEYS, HEADS, DIM = 24, 96, 3, 16
 def window(
     device: str, *, tokens: int = TOKENS, keys: int = KEYS, heads: int = HEADS, width: int = DIM
 ) -> tuple[torch.Tensor, torch.Tensor, ScaledFP8]:
-    """Queries in bf16, stored keys and values, their format; head n has keys 30^n times as large, and small queries."""
+    """Queries in bf16, stored keys and values, their format; head n has keys 30^n times as
+    large, and small queries.
+    """
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(tokens, heads, width, generator=generator)
     kv = torch.randn(2, keys, heads, width, generator=generator)
     sizes = 30.0 ** torch.arange(heads)[:, None]
     q, kv = (q / sizes).to(device, torch.bfloat16), (kv * sizes).to(device, torch.bfloat16)
     stored_as = ScaledFP8(torch.bfloat16, 1, heads, device)
-    stored_as.fit(0, *kv)
+    stored_as.fit_scales(0, *kv)
     stored = torch.empty(kv.shape, dtype=FP8, device=device)
     stored_as.store(0, *kv, stored)
     return q, stored, stored_as
@@ -34,33 +36,41 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def test_each_head_s_scale_is_undone() -> None:
-    """The result is that of the stored numbers, to the rounding of queries, probabilities and result."""
+    """The result is that of the stored numbers, to the rounding of queries, probabilities and
+    result.
+    """
     q, stored, stored_as = window("cpu")
     scales = stored_as.scales()
     assert scales is not None
     found = module.by_product(exact_product, q, stored, scales[0])
-    wanted = attention(q.float(), *plain_widen(stored, scales[0], torch.float32))
+    wanted = attention(q.float(), *plain_dequantize(stored, scales[0], torch.float32))
     assert found.dtype == torch.bfloat16 and found.shape == q.shape
     for head in range(HEADS):
         assert relative(found[:, head], wanted[:, head]) < 0.06, head
 
 
 def test_queries_may_be_rounded_before_they_come() -> None:
-    """The same bits, from queries that are a part of a wider tensor; of all tokens and of chosen ones."""
+    """The same bits, from queries that are a part of a wider tensor; of all tokens and of chosen
+    ones.
+    """
     q, stored, stored_as = window("cpu")
     scales = stored_as.scales()
     assert scales is not None
-    assert not stored_as.rounds_queries(TOKENS, stored), "this machine multiplies widened numbers"
-    rounded = torch.empty(TOKENS, 3, HEADS, DIM, dtype=FP8)[:, 1]
-    narrow((q,), module.query_scales(scales[0, :1]), rounded.unsqueeze(0))
+    assert not stored_as.quantizes_queries(TOKENS, stored), (
+        "this machine multiplies widened numbers"
+    )
+    quantized = torch.empty(TOKENS, 3, HEADS, DIM, dtype=FP8)[:, 1]
+    quantize((q,), module.query_scales(scales[0, :1]), quantized.unsqueeze(0))
     with as_on_hopper():
         for tokens in (None, torch.arange(KEYS).roll(7)[: 3 * TOKENS]):
-            assert stored_as.rounds_queries(TOKENS, stored, tokens)
-            found = stored_as.attend_rounded(rounded, stored, tokens)
+            assert stored_as.quantizes_queries(TOKENS, stored, tokens)
+            found = stored_as.attend_quantized(quantized, stored, tokens)
             assert found.dtype == FP8
-            widened = plain_widen(found.unsqueeze(0), module.result_scales(scales[0, 1:]), torch.bfloat16)[0]
+            widened = plain_dequantize(
+                found.unsqueeze(0), module.result_scales(scales[0, 1:]), torch.bfloat16
+            )[0]
             assert torch.equal(widened, stored_as.attend(0, q, stored, tokens))
-        assert not stored_as.rounds_queries(TOKENS, stored[:, : 2 * TOKENS - 1]), "too few keys"
+        assert not stored_as.quantizes_queries(TOKENS, stored[:, : 2 * TOKENS - 1]), "too few keys"
 
 
 def test_a_cpu_attends_to_widened_numbers() -> None:
@@ -68,26 +78,31 @@ def test_a_cpu_attends_to_widened_numbers() -> None:
     scales = stored_as.scales()
     assert scales is not None
     assert module.fp8_attention(q, stored, scales[0]) is None
-    wanted = attention(q, *plain_widen(stored, scales[0], torch.bfloat16))
+    wanted = attention(q, *plain_dequantize(stored, scales[0], torch.bfloat16))
     assert torch.equal(stored_as.attend(0, q, stored), wanted)
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper card"
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="no Hopper card",
 )
 def test_cudnn_computes_that_product() -> None:
-    """Of all tokens and of chosen ones, in and out of CUDA graphs, as near to the attention of the stored numbers.
+    """Of all tokens and of chosen ones, in and out of CUDA graphs, as near to the attention of the
+    stored numbers.
 
-    Not the same numbers: cuDNN rounds probabilities as they are against the largest score so far, not of all.
+    Not the same numbers: cuDNN rounds probabilities as they are against the largest score so far,
+    not of all.
     """
-    pytest.importorskip("cudnn", reason="needs cuDNN's Python package: pip install nvidia-cudnn-frontend")
+    pytest.importorskip(
+        "cudnn", reason="needs cuDNN's Python package: pip install nvidia-cudnn-frontend"
+    )
     q, stored, stored_as = window("cuda", tokens=300, keys=1300, heads=4, width=128)
     scales = stored_as.scales()
     assert scales is not None
     found = module.fp8_attention(q, stored, scales[0])
     assert found is not None
-    wanted = attention(q.float(), *plain_widen(stored, scales[0], torch.float32))
+    wanted = attention(q.float(), *plain_dequantize(stored, scales[0], torch.float32))
     emulated = module.by_product(exact_product, q, stored, scales[0])
     for head in range(q.shape[1]):
         error, expected = (relative(each[:, head], wanted[:, head]) for each in (found, emulated))

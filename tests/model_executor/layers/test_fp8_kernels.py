@@ -1,27 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One-pass kernels over FP8 numbers give what the plain versions give, which are what FP8 windows are defined by."""
+"""One-pass kernels over FP8 numbers give what the plain versions give, which are what FP8
+windows are defined by.
+"""
 
 import pytest
 import torch
 from helpers.triton_interpreter import interpret
 
-from vllm_omni.model_executor.layers import fp8_kernels
-from vllm_omni.model_executor.layers.attention import attention
-from vllm_omni.model_executor.layers.fp8_kernels import (
+from vllm_omni.model_executor.layers.attention.attention import attention
+from vllm_omni.model_executor.layers.quantization import fp8_kernels
+from vllm_omni.model_executor.layers.quantization.fp8_kernels import (
     FP8,
-    narrow,
-    plain_narrow,
-    plain_widen,
-    plain_widen_rows,
-    widen,
-    widen_into,
-    widen_rows,
+    dequantize,
+    dequantize_into,
+    dequantize_rows,
+    plain_dequantize,
+    plain_dequantize_rows,
+    plain_quantize,
+    quantize,
 )
 
 DEVICES = [
     "cpu",
     pytest.param(
-        "cuda", marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+        "cuda",
+        marks=[
+            pytest.mark.cuda,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+        ],
     ),
 ]
 SHAPES = [(7, 3, 16), (50, 5, 128), (9, 2, 24)]
@@ -49,12 +55,14 @@ def test_stored_numbers_are_multiplied_by_the_scale_of_their_head(
     """To the bit: e4m3 fits either type, and a power of two scales exactly."""
     buffer, scales_KN = stored(2, shape, device, spare=4), scales(2, shape[1], device)
     wanted = buffer.double() * scales_KN.double()[:, None, :, None]
-    assert torch.equal(widen(buffer, scales_KN, dtype).double(), wanted)
+    assert torch.equal(dequantize(buffer, scales_KN, dtype).double(), wanted)
     order = torch.arange(shape[0], device=device).flip(0)[::2].contiguous()
-    assert torch.equal(widen(buffer, scales_KN, dtype, order).double(), wanted[:, order])
-    apart = torch.empty(shape[0], 2, *shape[1:], dtype=FP8, device=device).copy_(buffer.transpose(0, 1))
+    assert torch.equal(dequantize(buffer, scales_KN, dtype, order).double(), wanted[:, order])
+    apart = torch.empty(shape[0], 2, *shape[1:], dtype=FP8, device=device).copy_(
+        buffer.transpose(0, 1)
+    )
     out = torch.zeros(shape[0], 3, *shape[1:], dtype=dtype, device=device)
-    widen_into(apart.transpose(0, 1), scales_KN, out.transpose(0, 1)[1:])
+    dequantize_into(apart.transpose(0, 1), scales_KN, out.transpose(0, 1)[1:])
     assert torch.equal(out.transpose(0, 1)[1:].double(), wanted) and not out[:, 0].any()
 
 
@@ -70,67 +78,83 @@ def test_numbers_are_rounded_to_the_nearest_and_cut(
     kv = (200 * torch.randn(tokens, 3, heads, width, generator=generator)).to(device, dtype)
     scales_KN = scales(2, heads, device)
     target = stored(2, shape, device, spare=3)
-    apart = torch.zeros(tokens, 3, heads, width, dtype=FP8, device=device)  # a token's kinds side by side
-    for place in (target, apart.transpose(0, 1)[1:]):
-        narrow((kv[:, 1], kv[:, 2]), scales_KN, place)
+    # a token's kinds side by side
+    apart = torch.zeros(tokens, 3, heads, width, dtype=FP8, device=device)
+    for position in (target, apart.transpose(0, 1)[1:]):
+        quantize((kv[:, 1], kv[:, 2]), scales_KN, position)
         for kind in range(2):
             wanted = kv[:, 1 + kind].double() / scales_KN[kind].double().unsqueeze(-1)
             wanted = wanted.clamp(-448, 448).to(dtype).to(FP8)
-            assert torch.equal(place[kind].float(), wanted.float())
+            assert torch.equal(position[kind].float(), wanted.float())
     assert not apart[:, 0].float().any()
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(5, 24), (3, 5120)])
-def test_each_row_of_a_weight_has_a_scale_of_its_own(shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+def test_each_row_of_a_weight_has_a_scale_separate(
+    shape: tuple[int, int], dtype: torch.dtype, device: str
+) -> None:
     """Any scale: the product is rounded once."""
     generator = torch.Generator().manual_seed(2)
     weight = torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8).to(device)
     scale = torch.rand(shape[0], 1, generator=generator).to(device)
-    assert torch.equal(widen_rows(weight, scale, dtype), (weight.float() * scale).to(dtype))
+    assert torch.equal(dequantize_rows(weight, scale, dtype), (weight.float() * scale).to(dtype))
 
 
 def test_scales_may_stand_before_or_behind_the_products() -> None:
-    """Keys' scales multiplied into queries and values' into the result give the bits of scaled keys and values."""
+    """Keys' scales multiplied into queries and values' into the result give the bits of scaled
+    keys and values.
+    """
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(6, 4, 16, generator=generator).bfloat16()
-    buffer, scales_KN = (torch.randn(2, 20, 4, 16, generator=generator)).to(FP8), scales(2, 4, "cpu")
+    buffer, scales_KN = (
+        (torch.randn(2, 20, 4, 16, generator=generator)).to(FP8),
+        scales(2, 4, "cpu"),
+    )
     k_scale, v_scale = scales_KN.bfloat16().unsqueeze(-1)
     folded = attention(q * k_scale, *buffer.bfloat16()) * v_scale
-    assert torch.equal(folded, attention(q, *plain_widen(buffer, scales_KN, torch.bfloat16)))
+    assert torch.equal(folded, attention(q, *plain_dequantize(buffer, scales_KN, torch.bfloat16)))
 
 
 def _interpreted(rank: int) -> None:
-    from vllm_omni.model_executor.layers import fp8_triton
+    from vllm_omni.model_executor.layers.quantization import fp8_triton
 
     generator = torch.Generator().manual_seed(0)
     for tokens, heads, width in [(7, 3, 16), (9, 2, 24)]:
-        buffer = (100 * torch.randn(2, tokens + 4, heads, width, generator=generator)).to(FP8)[:, :tokens]
+        buffer = (100 * torch.randn(2, tokens + 4, heads, width, generator=generator)).to(FP8)[
+            :, :tokens
+        ]
         scales = 2.0 ** (torch.arange(2 * heads).view(2, heads) - 2)
         order = torch.arange(tokens).flip(0)[::2].contiguous()
         for dtype in (torch.float32, torch.bfloat16):
             for tokens_S in (None, order):
-                found = fp8_triton.widen(buffer, scales, dtype, tokens_S)
-                assert torch.equal(found, plain_widen(buffer, scales, dtype, tokens_S))
+                found = fp8_triton.dequantize(buffer, scales, dtype, tokens_S)
+                assert torch.equal(found, plain_dequantize(buffer, scales, dtype, tokens_S))
             stored = buffer.transpose(0, 1).contiguous().transpose(0, 1)
             out = torch.zeros(tokens, 3, heads, width, dtype=dtype)
-            fp8_triton.widen_into(stored, scales, out.transpose(0, 1)[1:])
-            assert torch.equal(out.transpose(0, 1)[1:], plain_widen(buffer, scales, dtype)) and not out[:, 0].any()
+            fp8_triton.dequantize_into(stored, scales, out.transpose(0, 1)[1:])
+            assert (
+                torch.equal(out.transpose(0, 1)[1:], plain_dequantize(buffer, scales, dtype))
+                and not out[:, 0].any()
+            )
         # Of numbers that need no rounding: the interpreter's own rounding to e4m3 loses carries.
         exact = (300 * torch.randn(tokens, 3, heads, width, generator=generator)).to(FP8).float()
         kv = torch.where(exact.abs() == 448, 2 * exact, exact)
         apart = torch.zeros(tokens, 3, heads, width, dtype=FP8)
-        for place in (buffer, apart.transpose(0, 1)[1:]):
-            fp8_triton.narrow((kv[:, 1], kv[:, 2]), scales, place)
+        for position in (buffer, apart.transpose(0, 1)[1:]):
+            fp8_triton.quantize((kv[:, 1], kv[:, 2]), scales, position)
             for kind in range(2):
-                assert torch.equal(place[kind].float(), plain_narrow(kv[:, 1 + kind], scales[kind]).float())
+                assert torch.equal(
+                    position[kind].float(), plain_quantize(kv[:, 1 + kind], scales[kind]).float()
+                )
         assert not apart[:, 0].float().any()
     weight = torch.randint(-127, 128, (5, 24), generator=generator, dtype=torch.int8)
-    scale = 2.0 ** torch.arange(-2, 3).view(5, 1)  # the interpreter cuts where it should round to bf16
+    # the interpreter cuts where it should round to bf16
+    scale = 2.0 ** torch.arange(-2, 3).view(5, 1)
     for dtype in (torch.float32, torch.bfloat16):
-        found = fp8_triton.widen(weight[None, None], scale.view(1, -1), dtype, rows=1)
-        assert torch.equal(found[0, 0], plain_widen_rows(weight, scale, dtype))
+        found = fp8_triton.dequantize(weight[None, None], scale.view(1, -1), dtype, rows=1)
+        assert torch.equal(found[0, 0], plain_dequantize_rows(weight, scale, dtype))
 
 
 def test_kernels_address_what_the_plain_versions_do() -> None:
@@ -140,4 +164,4 @@ def test_kernels_address_what_the_plain_versions_do() -> None:
 def test_a_cpu_runs_the_plain_versions() -> None:
     assert fp8_kernels._kernels(torch.device("cpu")) is None
     x, scale_N = torch.tensor([[[1000.0, 3.3]]]), torch.tensor([2.0])
-    assert plain_narrow(x, scale_N).float().tolist() == [[[448.0, 1.625]]]
+    assert plain_quantize(x, scale_N).float().tolist() == [[[448.0, 1.625]]]

@@ -9,16 +9,18 @@ from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.kernels.linear.scaled_mm import cutlass
 from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassFP8ScaledMMLinearKernel
-from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearLayerConfig
+from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
+    FP8ScaledMMLinearLayerConfig,
+)
 from vllm.model_executor.layers.quantization.utils.quant_utils import (
     kFp8DynamicTokenSym,
     kFp8StaticChannelSym,
     kFp8StaticTensorSym,
 )
 
-from vllm_omni.model_executor.layers import fp8_linear
-from vllm_omni.model_executor.layers.fp8_linear import RowwiseFP8Kernel, choose_kernel
-from vllm_omni.model_executor.layers.rounded_input import round_tokens
+from vllm_omni.model_executor.layers.linear import fp8_linear
+from vllm_omni.model_executor.layers.linear.fp8_linear import RowwiseFP8Kernel, choose_kernel
+from vllm_omni.model_executor.layers.linear.quantized_input import quantize_tokens
 
 Cutlass = CutlassFP8ScaledMMLinearKernel
 
@@ -27,13 +29,17 @@ def chosen(
     monkeypatch: pytest.MonkeyPatch,
     *,
     weights: Any = kFp8StaticChannelSym,
-    card: bool = True,
+    description: bool = True,
     shape: tuple[int, int] = (13824, 5120),
 ) -> type:
-    """The class of the kernel of a layer to which vLLM has given its CUTLASS kernel. card: whether it has the other."""
+    """The class of the kernel of a layer to which vLLM has given its CUTLASS kernel. card:
+    whether it has the other.
+    """
     monkeypatch.setattr(cutlass, "cutlass_fp8_supported", lambda: True)
-    monkeypatch.setattr(fp8_linear, "has_rowwise_cublas", lambda: card)
-    config = FP8ScaledMMLinearLayerConfig(weights, kFp8DynamicTokenSym, shape, torch.bfloat16, torch.bfloat16)
+    monkeypatch.setattr(fp8_linear, "has_rowwise_cublas", lambda: description)
+    config = FP8ScaledMMLinearLayerConfig(
+        weights, kFp8DynamicTokenSym, shape, torch.bfloat16, torch.bfloat16
+    )
     layer = nn.Module()
     layer.weight = torch.empty(shape, device="meta")
     layer.quant_method = type("Method", (), {})()
@@ -52,9 +58,9 @@ def test_wide_layers_with_scales_of_rows_take_cublas(monkeypatch: pytest.MonkeyP
     assert chosen(monkeypatch, shape=(2560, 5120)) is Cutlass
 
 
-def test_other_scales_and_cards_keep_vllms_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_scales_and_gpus_keep_vllms_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen(monkeypatch, weights=kFp8StaticTensorSym) is Cutlass
-    assert chosen(monkeypatch, card=False) is Cutlass
+    assert chosen(monkeypatch, description=False) is Cutlass
 
 
 def test_the_batch_invariant_mode_keeps_vllms_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,23 +76,34 @@ def test_layers_without_fp8_weights_are_left_alone() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper card"
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs a Hopper card",
 )
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("sizes", [(4680, 5120, 13824), (4680, 13824, 5120), (2340, 1536, 1536), (7, 512, 256)])
+@pytest.mark.parametrize(
+    "sizes", [(4680, 5120, 13824), (4680, 13824, 5120), (2340, 1536, 1536), (7, 512, 256)]
+)
 def test_cublas_and_cutlass_give_the_same(sizes: tuple[int, int, int], bias: bool) -> None:
     from vllm import _custom_ops as ops
 
     tokens, width, out = sizes
     generator = torch.Generator("cuda").manual_seed(0)
-    x, weight = (torch.randn(shape, width, device="cuda", generator=generator) for shape in (tokens, out))
-    a, b = round_tokens(x, torch.bfloat16), round_tokens(weight / width**0.5, torch.bfloat16)
+    x, weight = (
+        torch.randn(shape, width, device="cuda", generator=generator) for shape in (tokens, out)
+    )
+    a, b = quantize_tokens(x, torch.bfloat16), quantize_tokens(weight / width**0.5, torch.bfloat16)
     terms = torch.randn(out, device="cuda", generator=generator).bfloat16() if bias else None
     exact = (a.data.float() * a.scale).double() @ (b.data.float() * b.scale).double().t()
     exact = exact if terms is None else exact + terms.double()
     kernel = RowwiseFP8Kernel.__new__(RowwiseFP8Kernel)
     found = kernel.apply_scaled_mm(
-        A=a.data, B=b.data.t(), out_dtype=torch.bfloat16, As=a.scale, Bs=b.scale, bias=terms, output_shape=[tokens, out]
+        A=a.data,
+        B=b.data.t(),
+        out_dtype=torch.bfloat16,
+        As=a.scale,
+        Bs=b.scale,
+        bias=terms,
+        output_shape=[tokens, out],
     )
     of_vllm = ops.cutlass_scaled_mm(a.data, b.data.t(), a.scale, b.scale, torch.bfloat16, terms)
 

@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional
 from vllm.model_executor.layers.linear import LinearBase
 
-from vllm_omni.model_executor.layers.int8_weights import Int8WeightMethod
-from vllm_omni.model_executor.layers.linear import PlainLinearMethod
+from vllm_omni.model_executor.layers.linear.int8_weights import Int8WeightMethod
+from vllm_omni.model_executor.layers.linear.linear import PlainLinearMethod
 
 pytestmark = pytest.mark.usefixtures("uncompiled")
 
@@ -49,8 +49,12 @@ def test_weights_lie_within_half_a_step_and_inputs_are_not_rounded(
         assert torch.equal(layer(x), expected)
 
 
-def test_what_a_user_keeps_back_stays_as_loaded(lingbot_world: Path, make_runner: Callable[..., Any]) -> None:
-    kept = {"ignore": ["re:.*cam_scale_layer"]}
-    layers = camera_layers(make_runner(lingbot_world, **FP8, quantization_config=kept))
-    plain = {name for name, layer in layers.items() if isinstance(layer.quant_method, PlainLinearMethod)}
+def test_what_a_user_keeps_back_stays_as_loaded(
+    lingbot_world: Path, make_runner: Callable[..., Any]
+) -> None:
+    retained = {"ignore": ["re:.*cam_scale_layer"]}
+    layers = camera_layers(make_runner(lingbot_world, **FP8, quantization_config=retained))
+    plain = {
+        name for name, layer in layers.items() if isinstance(layer.quant_method, PlainLinearMethod)
+    }
     assert plain == {name for name in layers if name.endswith("cam_scale_layer")}

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_omni.model_executor.layers.kv_cache import KVWindow, kv_window_nbytes
+from vllm_omni.model_executor.layers.kv_cache.window import KVWindow, kv_window_nbytes
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.testing.parity.windows import chronological, ends
 
@@ -30,7 +30,9 @@ def make_window(window: int, sink: int, **options: Any) -> KVWindow:
 
 
 def tokens_of(frames: range, noise: float = 0.0) -> torch.Tensor:
-    """Token t of frame f carries the number f + t/10 (+ noise), so that any position can be told from its value."""
+    """Token t of frame f carries the number f + t/10 (+ noise), so that any position can be told
+    from its value.
+    """
     values = [[frame + token / 10 + noise] for frame in frames for token in range(S)]
     return torch.tensor(values).unsqueeze(1)
 
@@ -42,7 +44,9 @@ def write(window: KVWindow, frames: range, noise: float = 0.0) -> None:
 
 
 class RollingBuffer:
-    """The original's rule, literally: append while there is room, else shift everything behind the sinks left."""
+    """The original's rule, literally: append while there is room, else shift everything behind
+    the sinks left.
+    """
 
     def __init__(self, capacity_frames: int, sink_frames: int) -> None:
         self.capacity = capacity_frames * S
@@ -68,19 +72,23 @@ class RollingBuffer:
 def test_a_chunk_sees_exactly_the_keys_the_rolling_buffer_shows_it(
     sink: int, extra: int, chunk: int, chunks: int, limit: int | None
 ) -> None:
-    """For every window, sink and chunk length: same set of keys, same counters, same buffer once put in order."""
+    """For every window, sink and chunk length: same set of keys, same counters, same buffer once
+    put in order.
+    """
     window = make_window(sink + chunk + extra, sink, max_attention_tokens=limit)
     reference = RollingBuffer(sink + chunk + extra, sink)
     for index in range(chunks):
         frames = range(index * chunk, (index + 1) * chunk)
-        window.check_fits(frames)
+        window.check_frames(frames)
         write(window, frames, noise=0.5)  # a noisy step first
         write(window, frames)
         reference.append(frames)
         visible = reference.tokens if limit is None else reference.tokens[-limit:]
         for layer in range(2):
             k, v = window.visible(layer, frames)
-            assert sorted((k.flatten() - 1000 * layer).tolist()) == pytest.approx(sorted(visible), abs=1e-3)
+            assert sorted((k.flatten() - 1000 * layer).tolist()) == pytest.approx(
+                sorted(visible), abs=1e-3
+            )
             torch.testing.assert_close(v, -k)
         window.commit(frames.stop)
         assert ends(window) == (reference.total, len(reference.tokens))
@@ -140,17 +148,17 @@ def test_a_fork_diverges() -> None:
 def test_global_attention_keeps_everything_and_says_when_it_is_full() -> None:
     window = make_window(6, 6)
     for start in (0, 3):
-        window.check_fits(range(start, start + 3))
+        window.check_frames(range(start, start + 3))
         write(window, range(start, start + 3))
         window.commit(start + 3)
     assert window.visible(0, range(3, 6))[0].shape[0] == 6 * S
     with pytest.raises(RequestFailed, match="session_full: global attention holds 6 latent frames"):
-        window.check_fits(range(6, 9))
+        window.check_frames(range(6, 9))
 
 
 def test_a_chunk_that_cannot_see_itself_is_refused() -> None:
     with pytest.raises(RequestFailed, match="chunk_too_large: a chunk of 4 latent frames"):
-        make_window(6, 3).check_fits(range(6, 10))
+        make_window(6, 3).check_frames(range(6, 10))
 
 
 @pytest.mark.parametrize(("window", "sink"), [(0, 0), (3, 4), (3, -1)])
@@ -162,7 +170,12 @@ def test_impossible_windows_are_refused(window: int, sink: int) -> None:
 def test_size_is_known_beforehand_and_close_frees() -> None:
     window = make_window(7, 2)
     expected = kv_window_nbytes(
-        num_layers=2, window_frames=7, tokens_per_frame=S, num_heads=1, head_dim=1, dtype=torch.float32
+        num_layers=2,
+        window_frames=7,
+        tokens_per_frame=S,
+        num_heads=1,
+        head_dim=1,
+        dtype=torch.float32,
     )
     assert window.nbytes == expected
     window.close()

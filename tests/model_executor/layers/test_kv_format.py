@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Windows of FP8 keys and values: half the bytes, within the precision of e4m3, and as invariant as the plain ones."""
+"""Windows of FP8 keys and values: half the bytes, within the precision of e4m3, and as invariant
+as the plain ones.
+"""
 
 from typing import Any
 
 import pytest
 import torch
 
-from vllm_omni.model_executor.layers.kv_cache import KVWindow, kv_window_nbytes
-from vllm_omni.model_executor.layers.kv_format import FP8
-from vllm_omni.model_executor.layers.sink_window import SinkWindow, sink_window_extra_nbytes
+from vllm_omni.model_executor.layers.kv_cache.format import FP8
+from vllm_omni.model_executor.layers.kv_cache.sink_window import (
+    SinkWindow,
+    sink_window_extra_nbytes,
+)
+from vllm_omni.model_executor.layers.kv_cache.window import KVWindow, kv_window_nbytes
 from vllm_omni.model_executor.models.causal_wan.cache import ChunkCache
 
 LAYERS, TOKENS, HEADS, DIM = 2, 5, 3, 16
@@ -24,8 +29,12 @@ E4M3 = 2.0**-4
 """Largest relative error of a number with four significant bits."""
 
 
-def make_window(window_type: type[KVWindow] = KVWindow, storage: torch.dtype | None = FP8, **options: Any) -> KVWindow:
-    return window_type(**{**SIZES, "sink_frames": 2, "device": "cpu", "storage": storage, **options})
+def make_window(
+    window_type: type[KVWindow] = KVWindow, storage: torch.dtype | None = FP8, **options: Any
+) -> KVWindow:
+    return window_type(
+        **{**SIZES, "sink_frames": 2, "device": "cpu", "storage": storage, **options}
+    )
 
 
 def chunk_kv(frames: range, heads: int = HEADS, size: float = 1.0) -> list[torch.Tensor]:
@@ -56,14 +65,18 @@ def seen(window: KVWindow, frames: range) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_each_number_is_kept_to_four_bits(dtype: torch.dtype) -> None:
-    """Whatever the size of its head; numbers a thousand times smaller than a head's largest may be less precise."""
+def test_each_number_is_retained_to_four_bits(dtype: torch.dtype) -> None:
+    """Whatever the size of its head; numbers a thousand times smaller than a head's largest may
+    be less precise.
+    """
     fp8, plain = (run(make_window(storage=storage, dtype=dtype), 15) for storage in (FP8, None))
-    kept, wanted = (seen(window, range(12, 15)) for window in (fp8, plain))
-    assert kept.dtype == dtype and fp8.buffer.dtype == FP8
+    retained, wanted = (seen(window, range(12, 15)) for window in (fp8, plain))
+    assert retained.dtype == dtype and fp8.buffer.dtype == FP8
     floor = 2.0**-13 * wanted.abs().amax(dim=(2, 4), keepdim=True).float()
-    assert ((kept.float() - wanted.float()).abs() <= 1.01 * E4M3 * wanted.float().abs() + floor).all()
-    assert not torch.equal(kept, wanted)
+    assert (
+        (retained.float() - wanted.float()).abs() <= 1.01 * E4M3 * wanted.float().abs() + floor
+    ).all()
+    assert not torch.equal(retained, wanted)
 
 
 def test_bytes_are_what_is_counted_and_half_of_bfloat16() -> None:
@@ -74,7 +87,9 @@ def test_bytes_are_what_is_counted_and_half_of_bfloat16() -> None:
     )
     assert window.nbytes == kv_window_nbytes(**sizes) + extra
     full = {**SIZES, "tokens_per_frame": 1560, "dtype": torch.bfloat16}
-    assert kv_window_nbytes(**full, storage=FP8) == pytest.approx(kv_window_nbytes(**full) / 2, rel=1e-3)
+    assert kv_window_nbytes(**full, storage=FP8) == pytest.approx(
+        kv_window_nbytes(**full) / 2, rel=1e-3
+    )
 
 
 def test_a_heads_numbers_do_not_depend_on_the_other_heads() -> None:
@@ -88,7 +103,9 @@ def test_a_heads_numbers_do_not_depend_on_the_other_heads() -> None:
 
 
 def test_the_last_pass_over_the_first_chunk_sets_the_scale() -> None:
-    """What an earlier pass wrote, however large, leaves nothing behind; nor does an abandoned chunk."""
+    """What an earlier pass wrote, however large, leaves nothing behind; nor does an abandoned
+    chunk.
+    """
     window, other = make_window(), make_window()
     write(window, range(3), size=1000.0)
     run(window, 6)
@@ -102,12 +119,14 @@ def test_later_numbers_beyond_the_range_are_cut_to_its_end() -> None:
     window = run(make_window(), 3)
     largest = seen(window, range(3)).abs().amax(dim=(2, 4))
     write(window, range(3, 6), size=1000.0)
-    kept = seen(window, range(3, 6))
-    assert kept.isfinite().all()
-    assert (kept.abs().amax(dim=(2, 4)) > 10 * largest).all(), "there is room above the first chunk"
+    retained = seen(window, range(3, 6))
+    assert retained.isfinite().all()
+    assert (retained.abs().amax(dim=(2, 4)) > 10 * largest).all(), (
+        "there is room above the first chunk"
+    )
 
 
-def test_a_head_of_zeros_is_kept() -> None:
+def test_a_head_of_zeros_is_retained() -> None:
     window = make_window()
     for layer in range(LAYERS):
         window.write(layer, range(3), *torch.zeros(2, 3 * TOKENS, HEADS, DIM))
@@ -124,20 +143,24 @@ def test_a_fork_keeps_its_own_scales() -> None:
 
 
 def test_moved_sinks_are_those_of_the_plain_window_but_for_rounding() -> None:
-    """A sink is rotated from what was kept, not from what was rotated before: errors do not add up."""
+    """A sink is rotated from what was kept, not from what was rotated before: errors do not add
+    up.
+    """
     fp8, plain = (run(make_window(SinkWindow, storage, moving=True), 60) for storage in (FP8, None))
     for window in (fp8, plain):
         assert isinstance(window, SinkWindow)
         window.open(range(60, 63))
-    kept, wanted = (window.buffer[:, :, : 2 * TOKENS].float() for window in (fp8, plain))
+    retained, wanted = (window.buffer[:, :, : 2 * TOKENS].float() for window in (fp8, plain))
     scales = fp8.format.scales()
     assert scales is not None
-    error = (kept * scales[:, :, None, :, None] - wanted).abs()
+    error = (retained * scales[:, :, None, :, None] - wanted).abs()
     assert (error <= 2.2 * E4M3 * wanted.abs().amax(dim=-1, keepdim=True)).all()
 
 
 def test_the_same_sinks_are_renewed() -> None:
-    """Resemblance is computed of the numbers, not of the bytes: heads of all sizes count as in plain windows."""
+    """Resemblance is computed of the numbers, not of the bytes: heads of all sizes count as in
+    plain windows.
+    """
     renewed = []
     for storage in (FP8, None):
         window = make_window(SinkWindow, storage, moving=True, refresh_threshold=0.9)

@@ -11,16 +11,24 @@ import torch.distributed as dist
 from helpers.rank_processes import run_ranks
 from torch import nn
 
-from vllm_omni.model_executor.layers.layer_moves import LayerMove, StageCost, balanced_partition, stage_costs
+from vllm_omni.model_executor.layers.layer_moves import (
+    LayerMove,
+    StageCost,
+    balanced_partition,
+    stage_costs,
+)
 
 LAYERS, STAGES = 7, 3
 PARTITIONS = ([3, 2, 2], [1, 1, 5], [5, 1, 1], [2, 3, 2])
 
 
 @pytest.mark.parametrize(
-    ("fixed_ms", "expected"), [((0, 0, 0), [3, 2, 2]), ((0, 0, 20), [3, 3, 1]), ((25, 0, 25), [2, 4, 1])]
+    ("fixed_ms", "expected"),
+    [((0, 0, 0), [3, 2, 2]), ((0, 0, 20), [3, 3, 1]), ((25, 0, 25), [2, 4, 1])],
 )
-def test_layers_go_where_the_slowest_stage_stays_fastest(fixed_ms: tuple[float, ...], expected: list[int]) -> None:
+def test_layers_go_where_the_slowest_stage_stays_fastest(
+    fixed_ms: tuple[float, ...], expected: list[int]
+) -> None:
     """Against every other partition; each stage keeps one layer."""
     costs = [StageCost(10.0, ms) for ms in fixed_ms]
 
@@ -33,8 +41,10 @@ def test_layers_go_where_the_slowest_stage_stays_fastest(fixed_ms: tuple[float, 
     assert got == expected
 
 
-def test_what_a_stage_does_beside_its_layers_is_told_apart() -> None:
-    """30 layers in two halves; the second stage has a head of 5 ms and decodes for 100 ms a chunk of 5 passes."""
+def test_what_a_stage_does_alongside_its_layers_is_notified_apart() -> None:
+    """30 layers in two halves; the second stage has a head of 5 ms and decodes for 100 ms a
+    chunk of 5 passes.
+    """
     costs = stage_costs([30.0, 35.0], [15, 15], 5, [0.0, 100.0])
     assert costs == [StageCost(10.0, 0.0), StageCost(10.0, 125.0)]
     assert balanced_partition(costs, 30) == [21, 9]
@@ -51,7 +61,11 @@ class Layer(nn.Module):
 
 def _move(stage: int, rendezvous: str) -> None:
     dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=stage, world_size=STAGES, timeout=timedelta(seconds=60)
+        "gloo",
+        init_method=f"file://{rendezvous}",
+        rank=stage,
+        world_size=STAGES,
+        timeout=timedelta(seconds=60),
     )
     try:
 
@@ -65,10 +79,15 @@ def _move(stage: int, rendezvous: str) -> None:
             old = dict(layers)
             layers = move.modules(layers, lambda layer: Layer(-1.0))
             gone = [module for name, module in old.items() if name not in layers]
-            assert not any(parameter.numel() for module in gone for parameter in module.parameters())
+            assert not any(
+                parameter.numel() for module in gone for parameter in module.parameters()
+            )
             assert list(layers) == [str(layer) for layer in mine(after)]
             for layer in mine(after):
-                assert all(bool((tensor == layer).all()) for tensor in layers[str(layer)].state_dict().values())
+                assert all(
+                    bool((tensor == layer).all())
+                    for tensor in layers[str(layer)].state_dict().values()
+                )
     finally:
         dist.destroy_process_group()
 

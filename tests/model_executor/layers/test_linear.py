@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's linear layers as the transformers use them: what a rank holds, how it is filled, what it computes."""
+"""vLLM's linear layers as the transformers use them: what a rank holds, how it is filled, what
+it computes.
+"""
 
 from collections.abc import Callable
 
@@ -12,7 +14,8 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
-from vllm_omni.model_executor.layers.linear import (
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext, checkpoint_slots
+from vllm_omni.model_executor.layers.linear.linear import (
     ColumnLinear,
     LinearPrecision,
     MergedLinear,
@@ -20,7 +23,6 @@ from vllm_omni.model_executor.layers.linear import (
     RowLinear,
     StackedLinear,
 )
-from vllm_omni.model_executor.layers.parallel import ParallelContext, checkpoint_slots
 from vllm_omni.registration import use_quantization_kernel
 
 IN, OUT, RANKS = 12, 8, 2
@@ -29,9 +31,13 @@ PRECISION = LinearPrecision()
 Make = Callable[[ParallelContext], LinearBase]
 LAYERS: dict[str, Make] = {
     "column": lambda parallel: ColumnLinear(IN, OUT, parallel, PRECISION, "layer"),
-    "merged": lambda parallel: MergedLinear(IN, ("k", "v"), (OUT, OUT), parallel, PRECISION, "layer"),
+    "merged": lambda parallel: MergedLinear(
+        IN, ("k", "v"), (OUT, OUT), parallel, PRECISION, "layer"
+    ),
     "qkv": lambda parallel: QKVLinear(IN, 2, 4, 2, parallel, PRECISION, "layer"),
-    "stacked": lambda parallel: StackedLinear(IN, (OUT // 2, OUT // 2), parallel, PRECISION, "layer"),
+    "stacked": lambda parallel: StackedLinear(
+        IN, (OUT // 2, OUT // 2), parallel, PRECISION, "layer"
+    ),
     "row": lambda parallel: RowLinear(IN, OUT, parallel, PRECISION, "layer"),
 }
 
@@ -62,15 +68,20 @@ def shards(kind: str) -> list[LinearBase]:
             },
         ),
         ("stacked", {"layer.weight": (OUT, IN), "layer.bias": (OUT,)}),
-        ("merged", {"k.weight": (OUT, IN), "k.bias": (OUT,), "v.weight": (OUT, IN), "v.bias": (OUT,)}),
+        (
+            "merged",
+            {"k.weight": (OUT, IN), "k.bias": (OUT,), "v.weight": (OUT, IN), "v.bias": (OUT,)},
+        ),
     ],
 )
 @pytest.mark.parametrize("size", [1, RANKS])
-def test_a_layer_asks_for_whole_tensors_by_the_checkpoints_names(
+def test_a_layer_requests_for_whole_tensors_by_the_checkpoints_names(
     kind: str, names: dict[str, tuple[int, ...]], size: int
 ) -> None:
     holder = nn.ModuleDict({"layer": LAYERS[kind](ParallelContext(size - 1, size))})
-    assert {name.lstrip("."): slot.shape for name, slot in checkpoint_slots(holder).items()} == names
+    assert {
+        name.lstrip("."): slot.shape for name, slot in checkpoint_slots(holder).items()
+    } == names
 
 
 def test_ranks_of_a_column_layer_compute_its_channels_in_order() -> None:
@@ -95,7 +106,9 @@ def test_ranks_hold_their_heads_and_the_key_value_heads_that_those_read(ranks: i
     q, k, v = model("qkv", ParallelContext())["layer"](x).split([8, 4, 4], dim=-1)
     kv_rows = 4 // min(ranks, 2)
     for rank in range(ranks):
-        own = model("qkv", ParallelContext(rank, ranks))["layer"](x).split([8 // ranks, kv_rows, kv_rows], dim=-1)
+        own = model("qkv", ParallelContext(rank, ranks))["layer"](x).split(
+            [8 // ranks, kv_rows, kv_rows], dim=-1
+        )
         kv_rank = rank * 2 // max(2, ranks)
         torch.testing.assert_close(own[0], q.chunk(ranks, dim=-1)[rank])
         torch.testing.assert_close(own[1], k.split(kv_rows, dim=-1)[kv_rank])
@@ -121,7 +134,9 @@ def test_sequence_parallel_ranks_hold_whole_layers() -> None:
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_vllms_processing_of_loaded_weights_leaves_them_alone(kind: str) -> None:
-    """vLLM's own method packs them on a CPU: nothing would be left to move to another stage or to load again into."""
+    """vLLM's own method packs them on a CPU: nothing would be left to move to another stage or
+    to load again into.
+    """
     holder = model(kind, ParallelContext())
     layer = holder["layer"]
     weight, before = layer.weight, layer.weight.clone()
@@ -144,10 +159,14 @@ def test_a_tensor_of_another_shape_is_refused() -> None:
             slot.load(torch.zeros(OUT + 1, IN + 1))
 
 
-@pytest.mark.parametrize(("asked", "used"), [([], True), (["-quant_fp8"], False), (["+quant_fp8"], True)])
-def test_inputs_are_quantized_by_vllms_kernel(asked: list[str], used: bool) -> None:
-    """Where vLLM compiles it would compile its plain version for each layer, unless the user has said otherwise."""
-    compilation = CompilationConfig(custom_ops=["none", *asked])
+@pytest.mark.parametrize(
+    ("requested", "used"), [([], True), (["-quant_fp8"], False), (["+quant_fp8"], True)]
+)
+def test_inputs_are_quantized_by_vllms_kernel(requested: list[str], used: bool) -> None:
+    """Where vLLM compiles it would compile its plain version for each layer, unless the user has
+    said otherwise.
+    """
+    compilation = CompilationConfig(custom_ops=["none", *requested])
     use_quantization_kernel(compilation.custom_ops)
     with set_current_vllm_config(VllmConfig(compilation_config=compilation)):
         assert QuantFP8.enabled() == used

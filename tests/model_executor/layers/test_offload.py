@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LayerOffloader`: layers in host memory compute the same bits, and the budget is kept and spread evenly."""
+"""`LayerOffloader`: layers in host memory compute the same bits, and the budget is kept and
+spread evenly.
+"""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,9 +14,9 @@ from helpers.wan22_driver import load_model, make_video
 from torch import nn
 from vllm.model_executor.offloader import set_offloader
 
-from vllm_omni.model_executor.layers.linear import ColumnLinear, LinearPrecision
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
+from vllm_omni.model_executor.layers.linear.linear import ColumnLinear, LinearPrecision
 from vllm_omni.model_executor.layers.offload import LayerOffloader, offloader_for, spread
-from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.registry import get_family
 
 CPU = torch.device("cpu")
@@ -32,7 +34,8 @@ def t2v(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def layers(count: int, seed: int = 0) -> list[nn.Module]:
     torch.manual_seed(seed)
     made: list[nn.Module] = [
-        ColumnLinear(16, 16, ParallelContext(), LinearPrecision(), f"layer{index}") for index in range(count)
+        ColumnLinear(16, 16, ParallelContext(), LinearPrecision(), f"layer{index}")
+        for index in range(count)
     ]
     for layer in made:
         for parameter in layer.parameters():
@@ -48,30 +51,45 @@ def offloaded(*networks: list[nn.Module], budget: int = ALL) -> LayerOffloader:
     return offloader
 
 
-@pytest.mark.parametrize(("gibibytes", "stage", "offloads"), [(0, 0, False), (1, 0, True), (1, 1, False)])
-def test_ranks_that_hold_layers_have_an_offloader(gibibytes: float, stage: int, offloads: bool) -> None:
+@pytest.mark.parametrize(
+    ("gibibytes", "stage", "offloads"), [(0, 0, False), (1, 0, True), (1, 1, False)]
+)
+def test_ranks_that_hold_layers_have_an_offloader(
+    gibibytes: float, stage: int, offloads: bool
+) -> None:
     """If it was asked for; the stage that only decodes has none."""
     config: Any = SimpleNamespace(
         offload_config=SimpleNamespace(uva=SimpleNamespace(cpu_offload_gb=gibibytes)),
         load_config=SimpleNamespace(load_format="auto"),
     )
-    place = ParallelContext(stage=stage, num_stages=1, vae_stage=True)
-    assert (offloader_for(config, CPU, place) is not None) == offloads
+    position = ParallelContext(stage=stage, num_stages=1, vae_stage=True)
+    assert (offloader_for(config, CPU, position) is not None) == offloads
 
 
 @pytest.mark.parametrize("share", [0.3, 1.0])
 def test_two_experts_in_host_memory_make_the_same_bits(t2v: Path, share: float) -> None:
-    """Two requests over both experts, the second one with a new prompt, so that keys and values come in between."""
+    """Two requests over both experts, the second one with a new prompt, so that keys and values
+    come in between.
+    """
     plain = load_model(t2v)
-    expected = [make_video(plain, prompt=prompt, seed=3, output="latents")[1]["latents"] for prompt in ("a", "b")]
-    total = sum(p.nbytes for name, p in plain.experts.named_parameters() if ".blocks." in name and p.dim() == 2)
+    expected = [
+        make_video(plain, prompt=prompt, seed=3, output="latents")[1]["latents"]
+        for prompt in ("a", "b")
+    ]
+    total = sum(
+        p.nbytes
+        for name, p in plain.experts.named_parameters()
+        if ".blocks." in name and p.dim() == 2
+    )
     offloader = LayerOffloader(int(share * total), CPU)
     set_offloader(offloader)
     model = load_model(t2v)
     offloader.post_init()
     assert 0.5 * share * total < offloader.host_bytes
     for prompt, latents in zip(("a", "b"), expected, strict=True):
-        assert torch.equal(make_video(model, prompt=prompt, seed=3, output="latents")[1]["latents"], latents)
+        assert torch.equal(
+            make_video(model, prompt=prompt, seed=3, output="latents")[1]["latents"], latents
+        )
 
 
 def test_no_layer_of_wan_is_used_without_its_fetch(t2v: Path) -> None:
@@ -82,61 +100,65 @@ def test_no_layer_of_wan_is_used_without_its_fetch(t2v: Path) -> None:
 
 def test_layers_in_any_order_use_their_own_weights() -> None:
     """More layers than slots, in turns that repeat, change, and come back."""
-    plain, kept = layers(9), layers(9)
-    offloaded(kept[:5], kept[5:])
+    plain, retained = layers(9), layers(9)
+    offloaded(retained[:5], retained[5:])
     x = torch.randn(3, 16)
     order = [*range(9), *range(9), 3, 3, 8, 0, 8, 0, *reversed(range(9)), *range(9), *range(9)]
     for index in order:
-        assert torch.equal(kept[index](x), plain[index](x)), index
+        assert torch.equal(retained[index](x), plain[index](x)), index
 
 
 def test_weights_are_fetched_before_their_layer_is_called() -> None:
     """The second time through, the next layers' weights are on the device already."""
-    kept = layers(8)
-    offloader = offloaded(kept)
+    retained = layers(8)
+    offloader = offloaded(retained)
     x = torch.randn(1, 16)
-    for layer in kept:
+    for layer in retained:
         layer(x)
-    kept[0](x)
-    held = {slot.holds.layer for slot in offloader._slots if slot.holds is not None}
-    assert held == set(kept[:4])
+    retained[0](x)
+    held = {slot.layer.layer for slot in offloader._slots if slot.layer is not None}
+    assert held == set(retained[:4])
 
 
 def test_only_a_few_layers_are_on_the_device() -> None:
-    kept = layers(16)
-    offloader = offloaded(kept)
+    retained = layers(16)
+    offloader = offloaded(retained)
     nbytes = offloader.host_bytes // 16
     assert offloader.slot_bytes == 4 * nbytes
 
 
 def test_new_weights_are_used_after_a_reload() -> None:
     """Loaded in place on the host, or put in the parameter's place by vLLM's reload."""
-    kept, other = layers(6), layers(6, seed=1)
-    offloader = offloaded(kept)
+    retained, other = layers(6), layers(6, seed=1)
+    offloader = offloaded(retained)
     x = torch.randn(1, 16)
-    for layer in kept:
+    for layer in retained:
         layer(x)
-    for index, (layer, new) in enumerate(zip(kept, other, strict=True)):
+    for index, (layer, new) in enumerate(zip(retained, other, strict=True)):
         for parameter, source in zip(layer.parameters(), new.parameters(), strict=True):
             if index % 2:
                 parameter.data = source.data.clone()
             else:
                 parameter.data.copy_(source.data)
     offloader.post_init()
-    assert all(torch.equal(layer(x), new(x)) for layer, new in zip(kept, other, strict=True))
+    assert all(torch.equal(layer(x), new(x)) for layer, new in zip(retained, other, strict=True))
 
 
 def test_a_layer_that_fails_gives_its_weights_back() -> None:
-    kept, plain = layers(6), layers(6)
-    offloaded(kept)
+    retained, plain = layers(6), layers(6)
+    offloaded(retained)
     with pytest.raises(RuntimeError):
-        kept[0](torch.randn(1, 5))
+        retained[0](torch.randn(1, 5))
     x = torch.randn(1, 16)
-    assert all(torch.equal(layer(x), other(x)) for layer, other in zip(kept, plain, strict=True))
+    assert all(
+        torch.equal(layer(x), other(x)) for layer, other in zip(retained, plain, strict=True)
+    )
 
 
-@pytest.mark.parametrize(("budget", "chosen"), [(0, 0), (10, 1), (50, 5), (95, 9), (100, 10), (1000, 10)])
-def test_a_budget_is_kept_and_spread_evenly(budget: int, chosen: int) -> None:
+@pytest.mark.parametrize(
+    ("budget", "chosen"), [(0, 0), (10, 1), (50, 5), (95, 9), (100, 10), (1000, 10)]
+)
+def test_a_budget_is_retained_and_spread_evenly(budget: int, chosen: int) -> None:
     """Ten layers of ten bytes: in no half of them are two more than in the other."""
     on_host = spread([10] * 10, budget)
     assert sum(on_host) == chosen
@@ -156,8 +178,13 @@ def test_memory_of_other_strides_keeps_them() -> None:
 
 @pytest.mark.parametrize(
     ("network", "budget", "line"),
-    [([], ALL, "has no layers for it"), (layers(2), 8, "leaves nothing on the host: its smallest layer takes")],
+    [
+        ([], ALL, "has no layers for it"),
+        (layers(2), 8, "leaves nothing on the host: its smallest layer takes"),
+    ],
 )
-def test_a_budget_that_would_do_nothing_is_refused(network: list[nn.Module], budget: int, line: str) -> None:
+def test_a_budget_that_would_do_nothing_is_refused(
+    network: list[nn.Module], budget: int, line: str
+) -> None:
     with pytest.raises(ValueError, match=line):
         offloaded(network, budget=budget)

@@ -6,20 +6,33 @@ import math
 import pytest
 import torch
 
-from vllm_omni.model_executor.layers.rope import apply_rope, axis_dims, rope_tables
+from vllm_omni.model_executor.layers.attention.rope import apply_rope, axis_dims, rope_tables
 
 
-@pytest.mark.parametrize(("head_dim", "dims"), [(128, (44, 42, 42)), (16, (8, 4, 4)), (6, (2, 2, 2))])
+@pytest.mark.parametrize(
+    ("head_dim", "dims"), [(128, (44, 42, 42)), (16, (8, 4, 4)), (6, (2, 2, 2))]
+)
 def test_a_head_is_split_over_the_three_axes(head_dim: int, dims: tuple[int, int, int]) -> None:
     assert axis_dims(head_dim) == dims
     assert sum(dims) == head_dim
 
 
-def test_each_lane_turns_by_its_axis_position_times_its_frequency() -> None:
-    """Token (frame 7, row 1, column 2), lane 1 of the temporal axis of a 16-wide head: 7 * 10000^(-2/8) radians."""
+def test_each_thread_turns_by_its_axis_position_times_its_frequency() -> None:
+    """Token (frame 7, row 1, column 2), lane 1 of the temporal axis of a 16-wide head: 7 *
+    10000^(-2/8) radians.
+    """
     cos, sin = rope_tables(16, range(5, 8), 2, 3)
     token = (2 * 2 + 1) * 3 + 2
-    angles = [7.0, 7 * 10000 ** (-2 / 8), 7 * 10000 ** (-4 / 8), 7 * 10000 ** (-6 / 8), 1, 1 / 100, 2, 2 / 100]
+    angles = [
+        7.0,
+        7 * 10000 ** (-2 / 8),
+        7 * 10000 ** (-4 / 8),
+        7 * 10000 ** (-6 / 8),
+        1,
+        1 / 100,
+        2,
+        2 / 100,
+    ]
     assert cos[token].tolist() == pytest.approx([math.cos(angle) for angle in angles], abs=1e-7)
     assert sin[token].tolist() == pytest.approx([math.sin(angle) for angle in angles], abs=1e-7)
 
@@ -28,17 +41,24 @@ def test_rotation_multiplies_interleaved_pairs_as_complex_numbers() -> None:
     torch.manual_seed(0)
     x = torch.randn(12, 3, 16)
     cos, sin = rope_tables(16, range(3, 5), 2, 3)
-    expected = torch.view_as_complex(x.unflatten(-1, (-1, 2))) * torch.complex(cos, sin).unsqueeze(1)
+    expected = torch.view_as_complex(x.unflatten(-1, (-1, 2))) * torch.complex(cos, sin).unsqueeze(
+        1
+    )
     torch.testing.assert_close(apply_rope(x, cos, sin), torch.view_as_real(expected).flatten(-2))
 
 
 def test_a_query_and_a_key_only_feel_their_distance_however_late_the_frame() -> None:
-    """10 hours at 4 latent frames a second: the score of two tokens one frame apart has not drifted (1e-4 in fp32)."""
+    """10 hours at 4 latent frames a second: the score of two tokens one frame apart has not
+    drifted (1e-4 in fp32).
+    """
     torch.manual_seed(0)
     q, k = torch.randn(1, 1, 16), torch.randn(1, 1, 16)
 
     def score(frame: int) -> float:
-        at, after = rope_tables(16, range(frame, frame + 1), 1, 1), rope_tables(16, range(frame + 1, frame + 2), 1, 1)
+        at, after = (
+            rope_tables(16, range(frame, frame + 1), 1, 1),
+            rope_tables(16, range(frame + 1, frame + 2), 1, 1),
+        )
         return float((apply_rope(q, *after) * apply_rope(k, *at)).sum())
 
     assert score(144_000) == pytest.approx(score(0), abs=1e-4)

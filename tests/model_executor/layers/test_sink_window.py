@@ -4,10 +4,13 @@
 import pytest
 import torch
 
-from vllm_omni.model_executor.layers.attention import attention
-from vllm_omni.model_executor.layers.kv_cache import KVWindow, kv_window_nbytes
-from vllm_omni.model_executor.layers.rope import apply_rope, rope_tables
-from vllm_omni.model_executor.layers.sink_window import SinkWindow, sink_window_extra_nbytes
+from vllm_omni.model_executor.layers.attention.attention import attention
+from vllm_omni.model_executor.layers.attention.rope import apply_rope, rope_tables
+from vllm_omni.model_executor.layers.kv_cache.sink_window import (
+    SinkWindow,
+    sink_window_extra_nbytes,
+)
+from vllm_omni.model_executor.layers.kv_cache.window import KVWindow, kv_window_nbytes
 
 HEAD_DIM, HEADS, GRID = 12, 2, (1, 2)
 TOKENS = GRID[0] * GRID[1]
@@ -22,7 +25,14 @@ SIZES = {
 
 
 def make_window(**options: object) -> SinkWindow:
-    arguments = {"moving": True, "window_frames": WINDOW, "sink_frames": SINK, "device": "cpu", **SIZES, **options}
+    arguments = {
+        "moving": True,
+        "window_frames": WINDOW,
+        "sink_frames": SINK,
+        "device": "cpu",
+        **SIZES,
+        **options,
+    }
     return SinkWindow(**arguments)  # type: ignore[arg-type]
 
 
@@ -41,7 +51,9 @@ def run(window: KVWindow, frames: range) -> None:
         window.open(frames)
     for layer in range(2):
         keys = torch.cat([rotated(unrotated(frame, layer), frame) for frame in frames])
-        window.write(layer, frames, keys, torch.cat([unrotated(frame, layer, 1) for frame in frames]))
+        window.write(
+            layer, frames, keys, torch.cat([unrotated(frame, layer, 1) for frame in frames])
+        )
     window.commit(frames.stop)
 
 
@@ -52,12 +64,17 @@ def fill(window: KVWindow, num_frames: int) -> KVWindow:
 
 
 def test_sinks_stand_just_before_the_oldest_frame_of_the_window() -> None:
-    """A query sees the sinks where they would be if the stream had begun one window ago, whatever the frame."""
+    """A query sees the sinks where they would be if the stream had begun one window ago,
+    whatever the frame.
+    """
     window = fill(make_window(), 50)
     keys, values = window.visible(1, range(49, 50))
     query = rotated(unrotated(49, value=2), 49)
-    order = [*((frame, 50 - WINDOW + frame) for frame in range(SINK)), *((frame, frame) for frame in range(46, 50))]
-    expected_keys = torch.cat([rotated(unrotated(frame, 1), place) for frame, place in order])
+    order = [
+        *((frame, 50 - WINDOW + frame) for frame in range(SINK)),
+        *((frame, frame) for frame in range(46, 50)),
+    ]
+    expected_keys = torch.cat([rotated(unrotated(frame, 1), position) for frame, position in order])
     expected_values = torch.cat([unrotated(frame, 1, 1) for frame, _ in order])
     expected = attention(query, expected_keys, expected_values)
     torch.testing.assert_close(attention(query, keys, values), expected, atol=1e-5, rtol=0)
@@ -77,7 +94,9 @@ def test_the_result_depends_on_distances_only() -> None:
                 window.write(layer, range(frame, frame + 1), keys, unrotated(step, 0, 1))
             window.commit(frame + 1)
         last = 9 + offset
-        return attention(rotated(unrotated(9, value=2), last), *window.visible(0, range(last, last + 1)))
+        return attention(
+            rotated(unrotated(9, value=2), last), *window.visible(0, range(last, last + 1))
+        )
 
     ring = WINDOW - SINK
     torch.testing.assert_close(seen(1000 * ring), seen(0), atol=1e-4, rtol=0)
@@ -89,11 +108,16 @@ def test_nothing_changes_while_the_stream_fits_its_window() -> None:
 
 
 def test_an_abandoned_chunk_leaves_no_trace() -> None:
-    window, other = fill(make_window(refresh_threshold=0.5), 20), fill(make_window(refresh_threshold=0.5), 20)
+    window, other = (
+        fill(make_window(refresh_threshold=0.5), 20),
+        fill(make_window(refresh_threshold=0.5), 20),
+    )
     before = {name: tensor.clone() for name, tensor in window.tensors(1).items()}
     window.open(range(20, 21))
     for layer in range(2):
-        window.write(layer, range(20, 21), torch.full((TOKENS, HEADS, HEAD_DIM), 9.0), torch.ones(1))
+        window.write(
+            layer, range(20, 21), torch.full((TOKENS, HEADS, HEAD_DIM), 9.0), torch.ones(1)
+        )
     window.decide(21, window.resemblance(21))
     assert all(torch.equal(window.tensors(1)[name], before[name]) for name in before)
     for one in (window, other):
@@ -103,7 +127,13 @@ def test_an_abandoned_chunk_leaves_no_trace() -> None:
 
 def similarity(a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.Tensor]) -> float:
     cosine = torch.nn.functional.cosine_similarity
-    return float(sum(cosine(x.mean(0).flatten(), y.mean(0).flatten(), dim=0) for x, y in zip(a, b, strict=True)) / 2)
+    return float(
+        sum(
+            cosine(x.mean(0).flatten(), y.mean(0).flatten(), dim=0)
+            for x, y in zip(a, b, strict=True)
+        )
+        / 2
+    )
 
 
 def stored(frame: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -122,11 +152,15 @@ def test_a_leaving_frame_replaces_the_sink_it_resembles_least(threshold: float) 
             window.write(layer, range(frame, run_end), *stored(frame, layer))
         sums = window.resemblance(run_end)
         leaving = run_end - (WINDOW - SINK)
-        assert (sums is not None) == (leaving >= SINK), "only when the ring is full is there a frame that leaves"
+        assert (sums is not None) == (leaving >= SINK), (
+            "only when the ring is full is there a frame that leaves"
+        )
         if sums is not None:
             window.decide(run_end, sums)
             for layer in range(2):
-                close = [similarity(stored(sink, layer), stored(leaving, layer)) for sink in sinks[layer]]
+                close = [
+                    similarity(stored(sink, layer), stored(leaving, layer)) for sink in sinks[layer]
+                ]
                 if min(close) < threshold:
                     sinks[layer][close.index(min(close))] = leaving
         window.commit(run_end)
@@ -147,7 +181,7 @@ def test_a_renewed_sink_is_never_visible_twice() -> None:
         window.commit(frame + 1)
 
 
-def test_a_fork_and_a_moved_window_go_on_alike() -> None:
+def test_a_fork_and_a_moved_window_continue_alike() -> None:
     window = fill(make_window(refresh_threshold=0.3), 12)
     fork = window.fork()
     before = {name: tensor.clone() for name, tensor in fork.tensors(1).items()}
@@ -176,7 +210,9 @@ def test_a_moved_window_has_decided_nothing() -> None:
 
 def test_bytes_are_what_is_counted() -> None:
     window = make_window()
-    expected = kv_window_nbytes(window_frames=WINDOW, **SIZES) + sink_window_extra_nbytes(sink_frames=SINK, **SIZES)  # type: ignore[arg-type]
+    expected = kv_window_nbytes(window_frames=WINDOW, **SIZES) + sink_window_extra_nbytes(
+        sink_frames=SINK, **SIZES
+    )  # type: ignore[arg-type]
     assert window.nbytes == expected
     window.close()
     assert window.nbytes == 0

@@ -4,7 +4,7 @@
 import pytest
 
 from vllm_omni.config import OmniConfig
-from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 
 
 def places(stages: int, *, vae_stage: bool = False, **fields: object) -> list[ParallelContext]:
@@ -25,7 +25,9 @@ def places(stages: int, *, vae_stage: bool = False, **fields: object) -> list[Pa
         (3, {"vae_stage": True, "partition": (2, 5)}, [2, 5, 0]),
     ],
 )
-def test_stages_hold_all_layers_once(stages: int, fields: dict[str, object], lengths: list[int]) -> None:
+def test_stages_hold_all_layers_once(
+    stages: int, fields: dict[str, object], lengths: list[int]
+) -> None:
     ranks = places(stages, **fields)  # type: ignore[arg-type]
     held = [rank.layers(7) for rank in ranks]
     assert [len(layers) for layers in held] == lengths
@@ -37,7 +39,9 @@ def test_stages_hold_all_layers_once(stages: int, fields: dict[str, object], len
 
 
 def test_a_vae_stage_is_neither_first_nor_last() -> None:
-    """What belongs to the network's ends (embedding, head) is elsewhere; of its ranks one decodes."""
+    """What belongs to the network's ends (embedding, head) is elsewhere; of its ranks one
+    decodes.
+    """
     vae = ParallelContext(rank=0, size=1, stage=2, num_stages=2, vae_stage=True)
     assert not vae.first_stage and not vae.last_stage and vae.decodes
     assert not ParallelContext(rank=1, stage=2, num_stages=2, vae_stage=True).decodes
@@ -54,10 +58,16 @@ def test_a_partition_that_does_not_fit_is_refused(partition: tuple[int, ...]) ->
     [
         ({"vae_stage": True}, 1, "--pipeline-parallel-size 2 or more"),
         ({"pipeline_partition": [3, 4]}, 3, "lists 2 stages, but 3 hold layers"),
-        ({"pipeline_partition": [3, 4], "vae_stage": True}, 2, "1 hold layers .*one of them for the VAE"),
+        (
+            {"pipeline_partition": [3, 4], "vae_stage": True},
+            2,
+            "1 hold layers .*one of them for the VAE",
+        ),
     ],
 )
-def test_options_that_do_not_fit_the_pipeline_are_refused(options: dict[str, object], stages: int, reason: str) -> None:
+def test_options_that_do_not_fit_the_pipeline_are_refused(
+    options: dict[str, object], stages: int, reason: str
+) -> None:
     with pytest.raises(ValueError, match=reason):
         OmniConfig.from_additional_config({"omni": options}).check_stages(stages)
 

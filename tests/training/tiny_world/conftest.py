@@ -9,8 +9,8 @@ from training.tiny_world.render import Renderer
 
 
 class RememberingRenderer(Renderer):
-    """Eager; each view is rendered once, however many worlds and truths are compared by it, its rays are cast once for
-    all styles.
+    """Eager; each view is rendered once, however many worlds and truths are compared by it, its
+    rays are cast once for all styles.
     """
 
     def __init__(self, height: int, width: int) -> None:
@@ -19,7 +19,9 @@ class RememberingRenderer(Renderer):
         self._hits: dict[tuple[bytes, ...], tuple[torch.Tensor, torch.Tensor]] = {}
         self._cast = self._remembered_cast
 
-    def _remembered_cast(self, rays_BR3: torch.Tensor, *bodies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _remembered_cast(
+        self, rays_BR3: torch.Tensor, *bodies: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         key = tuple(value.numpy().tobytes() for value in (rays_BR3, *bodies))
         if key not in self._hits:
             self._hits[key] = cast(rays_BR3, *bodies)

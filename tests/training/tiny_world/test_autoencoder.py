@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trained autoencoder and the cheap decoder give what the serving package's streams give of the same files."""
+"""The trained autoencoder and the cheap decoder give what the serving package's streams give of
+the same files.
+"""
 
 from pathlib import Path
 
@@ -7,12 +9,21 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from training.tiny_world.autoencoder import Autoencoder, load_autoencoder, load_decoder, with_latents_scaled
+from training.tiny_world.autoencoder import (
+    Autoencoder,
+    load_autoencoder,
+    load_decoder,
+    with_latents_scaled,
+)
 from training.tiny_world.train_tiny_decoder import TinyDecoder
 from vllm_omni.model_executor.models.wan.architecture import VAEConfig
-from vllm_omni.model_executor.models.wan.tiny_vae import TinyVAEDecoder, load_tiny_vae, tiny_vae_channels
-from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE
-from vllm_omni.model_executor.models.wan.weights import load_vae
+from vllm_omni.model_executor.models.wan.checkpoint.loading import load_vae
+from vllm_omni.model_executor.models.wan.vae.tiny_vae import (
+    TinyVAEDecoder,
+    load_tiny_vae,
+    tiny_vae_channels,
+)
+from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE
 
 WIDTH, FRAMES, HEIGHT = 4, 17, 24
 TOLERANCE = 1e-4
@@ -34,7 +45,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def clip() -> torch.Tensor:
-    return torch.rand(1, FRAMES, 3, HEIGHT, HEIGHT + 16, generator=torch.Generator().manual_seed(3)) * 2 - 1
+    return (
+        torch.rand(1, FRAMES, 3, HEIGHT, HEIGHT + 16, generator=torch.Generator().manual_seed(3))
+        * 2
+        - 1
+    )
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +65,9 @@ def served(trained: Path) -> StreamingWanVAE:
     return vae
 
 
-def test_latents_are_those_of_the_served_encoder(trained: Path, served: StreamingWanVAE, clip: torch.Tensor) -> None:
+def test_latents_are_those_of_the_served_encoder(
+    trained: Path, served: StreamingWanVAE, clip: torch.Tensor
+) -> None:
     """A whole clip at once, and the package's stream in two calls."""
     latents, _ = load_autoencoder(trained, "cpu").moments(clip)
     pixels = clip.transpose(1, 2)
@@ -73,7 +90,7 @@ def test_pixels_are_those_of_the_served_decoder(trained: Path, served: Streaming
     assert float((made - expected).abs().max()) < TOLERANCE
 
 
-def test_scaled_latents_decode_to_the_same_picture(trained: Path, clip: torch.Tensor) -> None:
+def test_scaled_latents_decode_to_the_same_image(trained: Path, clip: torch.Tensor) -> None:
     """Other latents, (z - centre) / scale of the old ones, and the same pixels."""
     weights = torch.load(trained, weights_only=True)
     centre, scale = torch.linspace(-1, 1, 16), torch.linspace(0.5, 2, 16)

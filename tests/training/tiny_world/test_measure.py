@@ -34,13 +34,19 @@ def test_psnr_is_that_of_the_error(clip: torch.Tensor) -> None:
     assert measure.psnr(clip + 0.1, clip) == pytest.approx(torch.full((2,), 20.0), abs=1e-3)
     once = clip.clone()
     once[:, 1] += 0.1
-    assert measure.squared_error(once, clip)[0] == pytest.approx(torch.tensor([0.0, 0.01, 0.0]), abs=1e-7)
+    assert measure.squared_error(once, clip)[0] == pytest.approx(
+        torch.tensor([0.0, 0.01, 0.0]), abs=1e-7
+    )
     assert measure.psnr(once, clip) == pytest.approx(torch.full((2,), 24.771), abs=1e-3)
 
 
 def test_ssim_is_the_known_one(clip: torch.Tensor) -> None:
-    """Equal to scikit-image's with Gaussian windows, whose border is cut off as ours is; 1e-5 for fp32 sums."""
-    other = (clip + 0.1 * torch.rand(clip.shape, generator=torch.Generator().manual_seed(5))).clamp(0, 1)
+    """Equal to scikit-image's with Gaussian windows, whose border is cut off as ours is; 1e-5
+    for fp32 sums.
+    """
+    other = (clip + 0.1 * torch.rand(clip.shape, generator=torch.Generator().manual_seed(5))).clamp(
+        0, 1
+    )
     found = measure.ssim(other, clip)[1, 2]
     expected = structural_similarity(
         other[1, 2].permute(1, 2, 0).double().numpy(),
@@ -62,6 +68,12 @@ def test_a_blurred_clip_is_less_sharp(clip: torch.Tensor) -> None:
 
 def test_a_style_is_named_by_the_nearest_mean_colour() -> None:
     means = torch.tensor([[0.5, 0.6, 0.7], [0.3, 0.2, 0.3], [0.9, 0.9, 0.9]])
-    clip = means[[2, 0, 1]].view(3, 1, 3, 1, 1).expand(3, 2, 3, 4, 4) + torch.tensor([0.05, -0.05]).view(1, 2, 1, 1, 1)
+    clip = means[[2, 0, 1]].view(3, 1, 3, 1, 1).expand(3, 2, 3, 4, 4) + torch.tensor(
+        [0.05, -0.05]
+    ).view(1, 2, 1, 1, 1)
     assert measure.mean_colour(clip) == pytest.approx(means[[2, 0, 1]])
-    assert measure.named_style(measure.mean_colour(clip), means.expand(3, 3, 3)).tolist() == [2, 0, 1]
+    assert measure.named_style(measure.mean_colour(clip), means.expand(3, 3, 3)).tolist() == [
+        2,
+        0,
+        1,
+    ]

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`training/tiny_world/optimizers.py`: who optimises which parameter, how far a step goes, and that it resumes."""
+"""`training/tiny_world/optimizers.py`: who optimises which parameter, how far a step goes, and
+that it resumes.
+"""
 
 import copy
 
@@ -7,7 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from training.tiny_world.optimizers import Ema, build_optimizer, learning_rate, orthogonalised, parameter_groups
+from training.tiny_world.optimizers import (
+    Ema,
+    build_optimizer,
+    learning_rate,
+    orthogonalised,
+    parameter_groups,
+)
 
 
 class Network(nn.Module):
@@ -25,9 +33,14 @@ class Network(nn.Module):
         self.head = nn.Linear(8, 8)
 
     def forward(self, index: torch.Tensor) -> torch.Tensor:
-        x = self.patch_embedding(self.table(index)) * (1 + self.modulation[0, 0]) + self.modulation[0, 1]
+        x = (
+            self.patch_embedding(self.table(index)) * (1 + self.modulation[0, 0])
+            + self.modulation[0, 1]
+        )
         x = self.head(x + self.back(torch.tanh(self.middle(x))))
-        return (self.conv(x.view(1, 8, 1, 1, -1)) * self.gamma).square().mean() + (x - 1).square().mean()
+        return (self.conv(x.view(1, 8, 1, 1, -1)) * self.gamma).square().mean() + (
+            x - 1
+        ).square().mean()
 
 
 @pytest.fixture
@@ -48,14 +61,18 @@ def _train(network: Network, optimiser, steps: int) -> list[float]:
 
 
 def test_matrices_between_the_first_and_the_last_layer_are_muons(network: Network) -> None:
-    """Convolutions are matrices; vectors stored with more axes, tables, modulations, first and last layers are not."""
+    """Convolutions are matrices; vectors stored with more axes, tables, modulations, first and
+    last layers are not.
+    """
     matrices, others = parameter_groups(network)
     assert set(matrices) == {"middle.weight", "back.weight", "conv.weight"}
     assert set(matrices) | set(others) == {name for name, _ in network.named_parameters()}
 
 
 def test_a_step_has_the_same_size_whatever_the_gradients(network: Network) -> None:
-    """The root mean square of a matrix's change is near 0.2 of the learning rate for every shape."""
+    """The root mean square of a matrix's change is near 0.2 of the learning rate for every
+    shape.
+    """
     for factor in (1e-3, 1e3):
         module = copy.deepcopy(network)
         before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
@@ -71,7 +88,9 @@ def test_a_step_has_the_same_size_whatever_the_gradients(network: Network) -> No
 
 
 def test_orthogonalised_matrices_have_singular_values_near_one() -> None:
-    values = torch.linalg.svdvals(orthogonalised(torch.randn(3, 16, 40, generator=torch.Generator().manual_seed(1))))
+    values = torch.linalg.svdvals(
+        orthogonalised(torch.randn(3, 16, 40, generator=torch.Generator().manual_seed(1)))
+    )
     assert values.min() > 0.6 and values.max() < 1.3
 
 
@@ -81,16 +100,20 @@ def test_both_optimisers_descend(network: Network) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "largest"), [(None, 0.0), (torch.bfloat16, 0.1)])
-def test_training_goes_on_from_a_saved_state_as_if_it_had_not_stopped(network: Network, dtype, largest) -> None:
-    """Bit for bit in fp32; with bf16 momenta three steps differ by less than a tenth of their way."""
+def test_training_continues_from_a_saved_state_as_if_it_had_not_stopped(
+    network: Network, dtype, largest
+) -> None:
+    """Bit for bit in fp32; with bf16 momenta three steps differ by less than a tenth of their
+    way.
+    """
     optimiser = build_optimizer(network, muon_lr=0.02, adam_lr=0.02, weight_decay=0.1)
     _train(network, optimiser, 5)
     before = nn.utils.parameters_to_vector(network.parameters()).detach()
     ends = []
-    for kept in (None, dtype):
+    for retained in (None, dtype):
         module = copy.deepcopy(network)
         resumed = build_optimizer(module, muon_lr=0.02, adam_lr=0.02, weight_decay=0.1)
-        resumed.load_state_dict(optimiser.state_dict(kept))
+        resumed.load_state_dict(optimiser.state_dict(retained))
         _train(module, resumed, 3)
         ends.append(nn.utils.parameters_to_vector(module.parameters()).detach())
     _train(network, optimiser, 3)
@@ -126,5 +149,8 @@ def test_the_mean_follows_the_weights_and_can_be_put_in_their_place(network: Net
 
 @pytest.mark.parametrize("shape", ["linear", "cosine"])
 def test_the_learning_rate_rises_stays_and_falls(shape) -> None:
-    rates = [learning_rate(x, warmup=0.1, decay_from=0.5, shape=shape) for x in (0, 0.05, 0.1, 0.5, 0.75, 1.0)]
+    rates = [
+        learning_rate(x, warmup=0.1, decay_from=0.5, shape=shape)
+        for x in (0, 0.05, 0.1, 0.5, 0.75, 1.0)
+    ]
     assert rates == pytest.approx([1e-3, 0.5, 1, 1, 0.5, 0])

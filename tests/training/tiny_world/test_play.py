@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Walks through the real engine: sessions side by side, prompts on the way, and sessions saved and restored."""
+"""Walks through the real engine: sessions side by side, prompts on the way, and sessions saved
+and restored.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -21,22 +23,25 @@ def _played(checkpoint: Path, engines: int = 1, **options: int) -> tuple[list[to
         world = SeveralEngines(engines, checkpoint, (32, 48), **shared)
     else:
         world = EngineWorld(checkpoint, (32, 48), **shared)
-    pictures = torch.arange(3 * 32 * 48 * 3).remainder(251).to(torch.uint8).view(3, 32, 48, 3)
-    pictures[2] = pictures[0]
+    images = torch.arange(3 * 32 * 48 * 3).remainder(251).to(torch.uint8).view(3, 32, 48, 3)
+    images[2] = images[0]
     try:
-        return world.play([WALK, OTHER, SWITCHED], pictures), world.times.summary()
+        return world.play([WALK, OTHER, SWITCHED], images), world.times.summary()
     finally:
         world.close()
 
 
 @pytest.mark.nightly
 def test_walks_come_back_in_order_and_a_snapshot_changes_nothing(lingbot_world: Path) -> None:
-    """Videos of 9 + 12 frames; a new prompt changes the chunk it comes with; saved and restored sessions go on bit for
-    bit; times count chunks of three latent frames; two engines make the same videos.
+    """Videos of 9 + 12 frames; a new prompt changes the chunk it comes with; saved and restored
+    sessions go on bit for bit; times count chunks of three latent frames; two engines make the same
+    videos.
     """
     videos, times = _played(lingbot_world)
     assert [len(video) for video in videos] == [21, 9, 21]
-    assert torch.equal(videos[0][:9], videos[2][:9]) and not torch.equal(videos[0][9:], videos[2][9:])
+    assert torch.equal(videos[0][:9], videos[2][:9]) and not torch.equal(
+        videos[0][9:], videos[2][9:]
+    )
     assert not torch.equal(videos[0][:9], videos[1])
     assert times["chunks"] == 5 and times["wall"] > 0 and times["stages_ms"]["decode"] > 0
     restored, _ = _played(lingbot_world, snapshot_every=1)

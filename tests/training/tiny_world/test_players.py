@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Players: their walks are what they are called, a perfect world reaches every target, broken ones do not."""
+"""Players: their walks are what they are called, a perfect world reaches every target, broken
+ones do not.
+"""
 
 import io
 import json
@@ -30,8 +32,8 @@ class Changed:
     renderer: Renderer
     change: Callable[[torch.Tensor], torch.Tensor]
 
-    def play(self, walks: Sequence[Played], pictures_NHW3: torch.Tensor) -> list[torch.Tensor]:
-        videos = RenderedWorld(self.renderer).play(walks, pictures_NHW3)
+    def play(self, walks: Sequence[Played], images_NHW3: torch.Tensor) -> list[torch.Tensor]:
+        videos = RenderedWorld(self.renderer).play(walks, images_NHW3)
         return [torch.cat((video[:1], self.change(video)[1:])) for video in videos]
 
 
@@ -41,13 +43,16 @@ class OtherStyle:
 
     renderer: Renderer
 
-    def play(self, walks: Sequence[Played], pictures_NHW3: torch.Tensor) -> list[torch.Tensor]:
+    def play(self, walks: Sequence[Played], images_NHW3: torch.Tensor) -> list[torch.Tensor]:
         def other(prompt: str) -> str:
             style = next(index for index, name in enumerate(STYLES) if prompt in PROMPTS[name])
             return PROMPTS[STYLES[(style + 1) % len(STYLES)]][0]
 
-        changed = [replace(walk, prompts={at: other(text) for at, text in walk.prompts.items()}) for walk in walks]
-        return RenderedWorld(self.renderer).play(changed, pictures_NHW3)
+        changed = [
+            replace(walk, prompts={at: other(text) for at, text in walk.prompts.items()})
+            for walk in walks
+        ]
+        return RenderedWorld(self.renderer).play(changed, images_NHW3)
 
 
 def _frozen(video: torch.Tensor) -> torch.Tensor:
@@ -55,7 +60,9 @@ def _frozen(video: torch.Tensor) -> torch.Tensor:
 
 
 def _blurred(video: torch.Tensor) -> torch.Tensor:
-    soft = torch.nn.functional.avg_pool2d(unit(video), 9, stride=1, padding=4, count_include_pad=False)
+    soft = torch.nn.functional.avg_pool2d(
+        unit(video), 9, stride=1, padding=4, count_include_pad=False
+    )
     return (soft * 255).round().to(torch.uint8).movedim(1, -1)
 
 
@@ -103,7 +110,11 @@ def test_a_mosaic_misses_every_target(renderer: Renderer) -> None:
 def test_another_style_is_no_village_of_the_prompt(renderer: Renderer) -> None:
     """Its edges are as sharp as the truth's."""
     missed = _missed(OtherStyle(renderer), renderer)
-    assert {"still: PSNR against the start image", "bot: share of frames that are a village", "bot: PSNR"} <= missed
+    assert {
+        "still: PSNR against the start image",
+        "bot: share of frames that are a village",
+        "bot: PSNR",
+    } <= missed
     assert "straight and wall: a village again after turning away" in missed
 
 
@@ -141,14 +152,18 @@ def _spells(keys: Sequence[str]) -> list[tuple[str, int]]:
 
 
 def test_bots_hold_keys_and_pause_as_stated() -> None:
-    """Bursts and pauses of 0.5 to 8 s, 30 % of the time idle, prompts of other styles 10 to 40 s apart."""
+    """Bursts and pauses of 0.5 to 8 s, 30 % of the time idle, prompts of other styles 10 to 40 s
+    apart.
+    """
     bots = players.players("bot", SEED)
     assert len(bots) == 9 and {bot.seconds for bot in bots} == {300}
     assert len({bot.walk.start for bot in bots}) == 3
     assert [bot.walk.style for bot in bots] == [0, 1, 2] * 3
     spells = [spell for bot in bots for spell in _spells(bot.walk.keys[1:1201])]
     assert {2, 32} <= {latents for _, latents in spells} <= set(range(2, 33))
-    idle = sum(latents for held, latents in spells if not held) / sum(latents for _, latents in spells)
+    idle = sum(latents for held, latents in spells if not held) / sum(
+        latents for _, latents in spells
+    )
     assert idle == pytest.approx(0.3, abs=0.05)
     for bot in bots[:3]:
         at = list(bot.walk.prompts)
@@ -169,7 +184,9 @@ def test_idle_spells_are_pauses_between_keys() -> None:
 
 
 def test_home_ends_where_it_started() -> None:
-    """Every key is undone, so the camera's last second is the start pose; on the way it was elsewhere."""
+    """Every key is undone, so the camera's last second is the start pose; on the way it was
+    elsewhere.
+    """
     for player in players.players("home", SEED, seconds=20):
         path = player.walk.walk()
         assert len(player.walk.keys) >= 1 + 80 + 81 + 4
@@ -185,7 +202,9 @@ def test_straight_walks_cross_the_border_and_turn_around() -> None:
         cells = torch.floor(path.positions[0, : 1 + 80] / PERIOD + 0.5)
         assert bool((cells != cells[:1]).any())
         assert float(path.positions[0, :81].diff(dim=0).norm(dim=1).sum()) > 0.7 * 80 * STEP_M
-        assert abs(float(path.yaw[0, turned - 1] - path.yaw[0, 0])) == pytest.approx(torch.pi, abs=1e-4)
+        assert abs(float(path.yaw[0, turned - 1] - path.yaw[0, 0])) == pytest.approx(
+            torch.pi, abs=1e-4
+        )
         assert player.walk.keys[turned - 1] in "lj" and player.walk.keys[turned] == "w"
 
 
@@ -201,7 +220,10 @@ def test_walls_stop_a_player_for_ten_seconds() -> None:
 
 
 def test_spins_and_ways_back_and_forth_hold_what_they_say() -> None:
-    assert {player.walk.keys[1:241] for player in players.players("spin", SEED)} == {("l",) * 240, ("j",) * 240}
+    assert {player.walk.keys[1:241] for player in players.players("spin", SEED)} == {
+        ("l",) * 240,
+        ("j",) * 240,
+    }
     pairs = [set(player.walk.keys[1:241]) for player in players.players("back_and_forth", SEED)]
     assert pairs == [{"w", "s"}, {"a", "d"}, {"l", "j"}]
 
@@ -216,7 +238,9 @@ def test_score_prints_one_json_object(renderer: Renderer, monkeypatch: pytest.Mo
         def close(self) -> None: ...
 
     out = io.StringIO()
-    monkeypatch.setattr(score, "make_world", lambda *_: (Engine(renderer, Times()), {"size": [48, 80]}))
+    monkeypatch.setattr(
+        score, "make_world", lambda *_: (Engine(renderer, Times()), {"size": [48, 80]})
+    )
     monkeypatch.setattr(score, "own_stdout", lambda: out)
     monkeypatch.setattr(score, "make_truth", lambda _: score.Truth(renderer))
     arguments = "score --model DIR --seed 5 --players still --player-walks 2 --player-seconds 1"

@@ -6,7 +6,9 @@ from training.tiny_world.village import STYLES
 
 
 def test_sixty_prompts_a_style_all_different() -> None:
-    """No prompt of one style is another's; each names the village, and comes with every place filled in."""
+    """No prompt of one style is another's; each names the village, and comes with every place
+    filled in.
+    """
     assert tuple(PROMPTS) == STYLES
     assert [len(prompts) for prompts in PROMPTS.values()] == [60, 60, 60]
     everything = [prompt for prompts in PROMPTS.values() for prompt in prompts]

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quality page: what was run is not run again, and nothing is published of half a comparison."""
+"""The quality page: what was run is not run again, and nothing is published of half a
+comparison.
+"""
 
 import argparse
 import json
@@ -45,7 +47,15 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[argparse.Namespace]:
 def _main(monkeypatch: pytest.MonkeyPatch, folder: Path, *more: str) -> None:
     (folder / "model").mkdir(exist_ok=True)
     (folder / "model" / "weights").write_text("1")
-    arguments = ["--model", str(folder / "model"), "--out", str(folder / "out"), "--chunks", "5", *more]
+    arguments = [
+        "--model",
+        str(folder / "model"),
+        "--out",
+        str(folder / "out"),
+        "--chunks",
+        "5",
+        *more,
+    ]
     monkeypatch.setattr(sys, "argv", ["quality", *arguments])
     quality.main()
 
@@ -61,7 +71,9 @@ def test_a_page_is_written_of_all_variants(
     line = "20.0 / 1.00 | 15.0 / 0.61 | 1.010 (2) | 0.980 | 100%, 75% | 25.0 | 0.08 |"
     assert text.count(line) == len(quality.VARIANTS)
     plot = ElementTree.parse(tmp_path / "quality.svg").getroot()
-    lines = [path for path in plot.iter("{http://www.w3.org/2000/svg}path") if "L" in path.get("d", "")]
+    lines = [
+        path for path in plot.iter("{http://www.w3.org/2000/svg}path") if "L" in path.get("d", "")
+    ]
     assert len(lines) == 2 * len(quality.VARIANTS)
     assert len({path.get("stroke") for path in lines}) == len(quality.VARIANTS)
 
@@ -95,7 +107,9 @@ def test_a_row_from_another_device_says_so(
 
 
 def test_what_is_worse_is_named_with_both_values() -> None:
-    """In its own direction: a turn that is too small or too large, a level that is larger, a PSNR that is smaller."""
+    """In its own direction: a turn that is too small or too large, a level that is larger, a
+    PSNR that is smaller.
+    """
     worse = RESULT | {
         "psnr": [18.5, 19.0, 17.0, 16.0, 14.5],
         "turn": {"ratio": 0.85, "wrong_sign": 0},

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The renderer: one picture whatever made it, a world that repeats, walls where the village says they are."""
+"""The renderer: one picture whatever made it, a world that repeats, walls where the village says
+they are.
+"""
 
 import math
 
@@ -12,8 +14,8 @@ from training.tiny_world.walks import _obstructed
 
 # x, z, yaw, pitch, style
 VIEWS = torch.tensor([(1.2, -4.0, 0.0, 0.0, 0), (2.6, 7.4, 3.4, 0.2, 1), (-7.0, 1.5, 1.1, -0.3, 2)])
-# Mean colour of each view, and the mean difference of neighbouring pixels, of 255. To be replaced when the world is
-# meant to look different: print `digest(renderer)`.
+# Mean colour of each view, and the mean difference of neighbouring pixels, of 255. To be replaced
+# when the world is meant to look different: print `digest(renderer)`.
 GOLDEN = [
     [117.62, 127.68, 120.68, 6.39],
     [96.48, 60.53, 63.2, 4.15],
@@ -33,16 +35,22 @@ def digest(renderer: Renderer) -> torch.Tensor:
 
 
 @pytest.mark.nightly
-def test_compiled_and_eager_make_the_same_picture(renderer: Renderer) -> None:
-    """All but single rays at an edge, which fp32 sums of another order may throw to the other side."""
+def test_compiled_and_eager_make_the_same_image(renderer: Renderer) -> None:
+    """All but single rays at an edge, which fp32 sums of another order may throw to the other
+    side.
+    """
     compiled = Renderer("cpu", renderer.height, renderer.width, compiled=True, frames_per_call=1)
     error = (render(compiled).float() - render(renderer).float()).abs()
     assert float(error.mean()) < 0.05 and float((error > 3).float().mean()) < 0.002
 
 
 def test_the_village_looks_as_recorded(renderer: Renderer) -> None:
-    """Half a step of 255 leaves room for another processor's rounding; a moved house or another light is more."""
-    assert digest(renderer).flatten().tolist() == pytest.approx([value for row in GOLDEN for value in row], abs=0.5)
+    """Half a step of 255 leaves room for another processor's rounding; a moved house or another
+    light is more.
+    """
+    assert digest(renderer).flatten().tolist() == pytest.approx(
+        [value for row in GOLDEN for value in row], abs=0.5
+    )
 
 
 def test_frames_do_not_depend_on_who_is_rendered_with_them(renderer: Renderer) -> None:
@@ -52,7 +60,9 @@ def test_frames_do_not_depend_on_who_is_rendered_with_them(renderer: Renderer) -
 
 
 def test_the_world_repeats(renderer: Renderer) -> None:
-    """A period to the east or south the picture is the same, but for rays that rounding throws past an edge."""
+    """A period to the east or south the picture is the same, but for rays that rounding throws
+    past an edge.
+    """
     for shift in ((PERIOD, 0.0), (0.0, -PERIOD), (2 * PERIOD, PERIOD)):
         moved = VIEWS.clone()
         moved[:, :2] += torch.tensor(shift)
@@ -66,7 +76,9 @@ def test_half_a_period_away_is_another_place(renderer: Renderer) -> None:
 
 
 def test_a_house_is_where_the_village_says(renderer: Renderer) -> None:
-    """Looking at the middle of a house from 5 m before its longest side fills the picture's middle with its wall."""
+    """Looking at the middle of a house from 5 m before its longest side fills the picture's
+    middle with its wall.
+    """
     for (x, z, _, depth, _, heading), wall in zip(HOUSES, WALLS, strict=False):
         turn = math.radians(heading)
         away = depth + 2.5
@@ -89,8 +101,10 @@ def test_walls_stop_a_walker_and_the_square_does_not() -> None:
     x, z, width, _, _, heading = HOUSES[0]
     turn = math.radians(heading)
     for gap, blocked in ((1.2, True), (1.4, False)):  # a walker keeps 1.3 m from walls
-        beside = torch.tensor([(x + (width + gap) * math.cos(turn), z - (width + gap) * math.sin(turn))])
-        assert bool(_obstructed(beside, obstacles)) is blocked
+        alongside = torch.tensor(
+            [(x + (width + gap) * math.cos(turn), z - (width + gap) * math.sin(turn))]
+        )
+        assert bool(_obstructed(alongside, obstacles)) is blocked
 
 
 def test_styles_differ_everywhere(renderer: Renderer) -> None:
@@ -105,7 +119,9 @@ def test_looking_up_shows_more_sky_and_right_is_right(renderer: Renderer) -> Non
     """Pitch counts upwards; after a turn to the right the picture has moved to the left."""
     view = VIEWS[:1]
     level, up, right = render(
-        renderer, torch.cat((view, view, view)) + torch.tensor([(0, 0, 0, 0, 0), (0, 0, 0, 0.3, 0), (0, 0, 0.2, 0, 0)])
+        renderer,
+        torch.cat((view, view, view))
+        + torch.tensor([(0, 0, 0, 0, 0), (0, 0, 0, 0.3, 0), (0, 0, 0.2, 0, 0)]),
     ).float()
     assert up[..., 2].mean() - up[..., 1].mean() > level[..., 2].mean() - level[..., 1].mean() + 5
     shift = round(0.65 * renderer.width * math.tan(0.2))

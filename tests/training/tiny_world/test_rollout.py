@@ -10,12 +10,31 @@ import torch
 
 from training.tiny_world import rollout, train_world
 from training.tiny_world.rollout import RollOuts, at_steps, predicted
-from training.tiny_world.train_world import Trainer, add_common_options, read_parts, write_synthetic_data
+from training.tiny_world.train_world import (
+    Trainer,
+    add_common_options,
+    read_parts,
+    write_synthetic_data,
+)
 from training.tiny_world.transformer import Sizes
 
 SIZES = Sizes(dim=48, layers=2, heads=2, ffn=64, grid=(4, 6), window=9)
 SMALL = [
-    *("--dim", "48", "--layers", "2", "--heads", "2", "--ffn", "64", "--grid", "4", "6", "--window", "9"),
+    *(
+        "--dim",
+        "48",
+        "--layers",
+        "2",
+        "--heads",
+        "2",
+        "--ffn",
+        "64",
+        "--grid",
+        "4",
+        "6",
+        "--window",
+        "9",
+    ),
     *("--batch", "4", "--log-steps", "1", "--seed", "3"),
 ]
 
@@ -25,7 +44,13 @@ def taught(tmp_path: Path) -> list[str]:
     """Arguments for a phase that goes on from one step of the first."""
     write_synthetic_data(tmp_path / "data", SIZES, ranks=1, clips=6, frames=12)
     (tmp_path / "data" / "clips-held.pt").unlink()
-    given = ["--data", str(tmp_path / "data"), "--prompts", str(tmp_path / "data" / "prompts.pt"), *SMALL]
+    given = [
+        "--data",
+        str(tmp_path / "data"),
+        "--prompts",
+        str(tmp_path / "data" / "prompts.pt"),
+        *SMALL,
+    ]
     train_world.main([*given, "--max-steps", "1", "--out", str(tmp_path / "teacher")])
     return [*given, "--resume", str(tmp_path / "teacher")]
 
@@ -42,7 +67,9 @@ def _trainer(taught: list[str]) -> Trainer:
 
 
 def test_a_step_of_a_roll_out_is_predicted_again_with_gradients(taught: list[str]) -> None:
-    """Packed, behind its own chunks: the last step's x0 is what the roll-out kept (1e-4, fp32), for both lengths."""
+    """Packed, behind its own chunks: the last step's x0 is what the roll-out kept (1e-4, fp32),
+    for both lengths.
+    """
     trainer = _trainer([*taught, "--start", "1", "--far", "0"])
     own = RollOuts(trainer, reuse=1, given=0, batch=4).next()
     last = torch.full((4, 12), len(trainer.mix.sigmas) - 1)
@@ -60,7 +87,9 @@ def test_a_far_clip_of_unknown_pose_is_shown_before_it_is_gone_on_with(taught: l
 
 
 def test_roll_outs_serve_several_updates_with_other_steps_and_crops(taught: list[str]) -> None:
-    """A crop keeps the roll-out's first frames and leaves out a multiple of three; its clips are the roll-out's."""
+    """A crop keeps the roll-out's first frames and leaves out a multiple of three; its clips are
+    the roll-out's.
+    """
     trainer = _trainer([*taught, "--crop", "6", "--start", "0", "--far", "0"])
     rollouts = RollOuts(trainer, reuse=3, given=0, batch=6)
     rolled = []
@@ -68,21 +97,32 @@ def test_roll_outs_serve_several_updates_with_other_steps_and_crops(taught: list
         own = rollouts.next()
         rolled.append(rollouts.clips)
         whole = rollouts.clips
-        assert whole is not None and own.made.shape[:2] == (4, 6) and whole.made.shape[:2] == (6, 12)
+        assert (
+            whole is not None and own.made.shape[:2] == (4, 6) and whole.made.shape[:2] == (6, 12)
+        )
         for row in own.made:
             walks = (whole.made[:, :3] == row[:3]).all((1, 2, 3, 4)).nonzero()[:, 0]
             assert len(walks) == 1
             starts = [s for s in (3, 6, 9) if torch.equal(whole.made[walks[0], s : s + 3], row[3:])]
             assert len(starts) == 1
     assert rolled[0] is rolled[1] is rolled[2] is not rolled[3]
-    picked = at_steps(torch.arange(4.0).view(4, 1, 1, 1, 1, 1).expand(4, 1, 3, 1, 1, 1), torch.tensor([[2, 0, 3]]))
+    picked = at_steps(
+        torch.arange(4.0).view(4, 1, 1, 1, 1, 1).expand(4, 1, 3, 1, 1, 1), torch.tensor([[2, 0, 3]])
+    )
     assert picked.flatten().tolist() == [2, 0, 3]
 
 
-def test_the_phase_goes_on_from_the_means_and_then_from_itself(taught: list[str], tmp_path: Path) -> None:
+def test_the_phase_continues_from_the_means_and_then_from_itself(
+    taught: list[str], tmp_path: Path
+) -> None:
     """Two steps from the first phase's averaged weights, then one more."""
     rollout.main([*taught, "--max-steps", "2", "--out", str(tmp_path / "a")])
-    rollout.main([*taught[:-1], str(tmp_path / "a"), "--max-steps", "1", "--out", str(tmp_path / "b")])
+    rollout.main(
+        [*taught[:-1], str(tmp_path / "a"), "--max-steps", "1", "--out", str(tmp_path / "b")]
+    )
     lines = [json.loads(line) for line in (tmp_path / "b" / "curve.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "drift" in line] == [1, 2, 3]
-    assert (read_parts(tmp_path / "b")["phase"], read_parts(tmp_path / "b")["step"]) == ("rollout", 3)
+    assert (read_parts(tmp_path / "b")["phase"], read_parts(tmp_path / "b")["step"]) == (
+        "rollout",
+        3,
+    )

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scorer measures a world that shows the truth as perfect, and broken ones as what is broken in them."""
+"""The scorer measures a world that shows the truth as perfect, and broken ones as what is broken
+in them.
+"""
 
 import json
 import math
@@ -53,13 +55,19 @@ def truth(small_renderer: Renderer) -> Truth:
 class Deaf:
     """A world that hears neither the keys nor a new prompt: every frame is the start picture."""
 
-    def play(self, walks: Sequence[Played], pictures_NHW3: torch.Tensor) -> list[torch.Tensor]:
+    def play(self, walks: Sequence[Played], images_NHW3: torch.Tensor) -> list[torch.Tensor]:
         frames = [4 * len(walk.keys) - 3 for walk in walks]
-        return [picture.repeat(count, 1, 1, 1) for picture, count in zip(pictures_NHW3, frames, strict=True)]
+        return [
+            image.repeat(count, 1, 1, 1) for image, count in zip(images_NHW3, frames, strict=True)
+        ]
 
 
-def test_the_truth_is_perfect(small_renderer: Renderer, truth: Truth, tmp_path: Path, few_latents: None) -> None:
-    """Every row of the table at once; JSON holds it; the strip has two rows a walk and a column a chunk named."""
+def test_the_truth_is_perfect(
+    small_renderer: Renderer, truth: Truth, tmp_path: Path, few_latents: None
+) -> None:
+    """Every row of the table at once; JSON holds it; the strip has two rows a walk and a column
+    a chunk named.
+    """
     world = RenderedWorld(small_renderer)
     found = score.score(world, truth, seed=SEED, walks=3, chunks=2, strip=tmp_path / "strip.png")
     found = json.loads(json.dumps(found))
@@ -78,7 +86,9 @@ def test_the_truth_is_perfect(small_renderer: Renderer, truth: Truth, tmp_path: 
         assert strip.size == (2 * 40, 6 * 24)
 
 
-def test_a_truth_is_rendered_once(small_renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_truth_is_rendered_once(
+    small_renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However many worlds are measured against it; other keys are another walk."""
     truth = Truth(small_renderer)
     walks = score.wandering(2, 1, SEED)
@@ -126,7 +136,9 @@ def test_a_late_video_is_not_the_truth(small_renderer: Renderer) -> None:
 
 
 def test_the_first_frame_counts_as_one_frame() -> None:
-    """A chunk's PSNR is over its video frames: of a first chunk's nine, the start picture is one."""
+    """A chunk's PSNR is over its video frames: of a first chunk's nine, the start picture is
+    one.
+    """
     truth = torch.full((1, 6, 16, 16, 3), 100, dtype=torch.uint8)
     made = truth.clone()
     made[:, [0, 3]] += 51  # a fifth of the range
@@ -135,7 +147,7 @@ def test_the_first_frame_counts_as_one_frame() -> None:
     assert second == pytest.approx(-10 * math.log10(0.04 / 3), abs=1e-3)
 
 
-def test_a_style_is_lost_when_the_picture_is_another_ones(small_renderer: Renderer) -> None:
+def test_a_style_is_lost_when_the_image_is_another_ones(small_renderer: Renderer) -> None:
     """Every view of the truth is named right; the same views in another style are not."""
     walks = score.wandering(6, 1, SEED)
     truth = rendered(small_renderer, walks)
@@ -146,7 +158,7 @@ def test_a_style_is_lost_when_the_picture_is_another_ones(small_renderer: Render
     assert score.style_shares(other, style, palette) == [0.0]
 
 
-def test_the_palette_does_not_need_whole_pictures(renderer: Renderer) -> None:
+def test_the_palette_does_not_need_whole_images(renderer: Renderer) -> None:
     """Coarse pictures have the mean colours of large ones, within a fiftieth."""
     walks = score.wandering(3, 1, SEED)
     large = unit(rendered(renderer, walks)).mean(dim=(3, 4))
@@ -177,7 +189,9 @@ def test_the_loop_is_read_where_the_camera_stands_again(small_renderer: Renderer
 
 
 def test_walks_are_those_of_the_training_with_other_seeds() -> None:
-    """Where a walk's keys lead is where the training's walk of the same draw went, from its start picture on."""
+    """Where a walk's keys lead is where the training's walk of the same draw went, from its
+    start picture on.
+    """
     walks = score.wandering(5, 4, KEYS_SEED)
     drawn = random_walks(5, 12, KEYS_SEED + score.HELD_OUT)
     for index, walk in enumerate(walks):
@@ -204,9 +218,22 @@ def test_drills_hold_what_they_say() -> None:
 
 
 @pytest.mark.parametrize(("steps", "expected"), [(4, [0, 250, 500, 750]), (2, [0, 500]), (1, [0])])
-def test_fewer_steps_are_of_the_checkpoints_own(lingbot_world_v2: Path, steps: int, expected: list[int]) -> None:
+def test_fewer_steps_are_of_the_checkpoints_own(
+    lingbot_world_v2: Path, steps: int, expected: list[int]
+) -> None:
     args = score.make_parser().parse_args(
-        ["--model", str(lingbot_world_v2), "--steps", str(steps), "--decoder", "tiny", "--window", "9", "--sink", "3"]
+        [
+            "--model",
+            str(lingbot_world_v2),
+            "--steps",
+            str(steps),
+            "--decoder",
+            "tiny",
+            "--window",
+            "9",
+            "--sink",
+            "3",
+        ]
     )
     assert score.model_options(args) == {
         "decoder": "tiny",

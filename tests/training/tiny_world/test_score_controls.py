@@ -24,9 +24,13 @@ def turning(renderer: Renderer) -> torch.Tensor:
 def along(renderer: Renderer) -> tuple[torch.Tensor, torch.Tensor]:
     """Frames every 0.125 m of a straight way, and how far each is."""
     distances = torch.arange(0, 3.01, 0.125)
-    places = torch.tensor(PLACE) + distances[:, None] * torch.tensor([math.sin(YAW), math.cos(YAW)])
-    yaw = torch.full((len(places),), YAW)
-    return renderer.render(places, yaw, torch.zeros_like(yaw), torch.ones(len(places))), distances
+    positions = torch.tensor(PLACE) + distances[:, None] * torch.tensor(
+        [math.sin(YAW), math.cos(YAW)]
+    )
+    yaw = torch.full((len(positions),), YAW)
+    return renderer.render(
+        positions, yaw, torch.zeros_like(yaw), torch.ones(len(positions))
+    ), distances
 
 
 def test_the_truth_turns_as_commanded(turning: torch.Tensor) -> None:
@@ -58,9 +62,12 @@ def test_the_truth_walks_as_commanded(along: tuple[torch.Tensor, torch.Tensor]) 
     """Half a metre a latent, read off views that lie beside the frames' own places: within 5 cm."""
     frames, distances = along
     latents = frames[4:-4:4]
-    others = [index for index in range(len(frames)) if index % 2]  # none of which is where a frame was made
+    # none of which is where a frame was made
+    others = [index for index in range(len(frames)) if index % 2]
     found = distances_walked(latents, frames[others], distances[others])
-    assert found.tolist() == pytest.approx([STEP_M * (1 + index) for index in range(len(latents))], abs=0.05)
+    assert found.tolist() == pytest.approx(
+        [STEP_M * (1 + index) for index in range(len(latents))], abs=0.05
+    )
 
 
 def test_a_delayed_or_standing_video_walks_less(along: tuple[torch.Tensor, torch.Tensor]) -> None:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer of the tiny world: two steps, a state, one step more; what is logged, kept and exported."""
+"""The trainer of the tiny world: two steps, a state, one step more; what is logged, kept and
+exported.
+"""
 
 import argparse
 import json
@@ -21,7 +23,21 @@ from vllm_omni.model_executor.models.lingbot_world.weights import load_transform
 
 SIZES = Sizes(dim=48, layers=2, heads=2, ffn=64, grid=(4, 6), window=9)
 SMALL = [
-    *("--dim", "48", "--layers", "2", "--heads", "2", "--ffn", "64", "--grid", "4", "6", "--window", "9"),
+    *(
+        "--dim",
+        "48",
+        "--layers",
+        "2",
+        "--heads",
+        "2",
+        "--ffn",
+        "64",
+        "--grid",
+        "4",
+        "6",
+        "--window",
+        "9",
+    ),
     *("--batch", "4", "--log-steps", "1", "--seed", "3"),
 ]
 
@@ -33,16 +49,33 @@ def data(tmp_path: Path) -> Path:
 
 
 def _train(data: Path, out: Path, *more: str) -> list[dict]:
-    main(["--data", str(data), "--prompts", str(data / "prompts.pt"), "--out", str(out), *SMALL, *more])
+    main(
+        [
+            "--data",
+            str(data),
+            "--prompts",
+            str(data / "prompts.pt"),
+            "--out",
+            str(out),
+            *SMALL,
+            *more,
+        ]
+    )
     return [json.loads(line) for line in (out / "curve.jsonl").read_text().splitlines()]
 
 
 def test_training_stops_resumes_and_exports(data: Path, tmp_path: Path) -> None:
-    """Two steps, a state in files, one step more along one curve, and a folder that the package's loader takes."""
+    """Two steps, a state in files, one step more along one curve, and a folder that the
+    package's loader takes.
+    """
     first = _train(data, tmp_path / "a", "--max-steps", "2")
     steps = [line for line in first if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2]
-    assert 0.5 < steps[0]["loss"] < 4 and len(steps[0]["by_chunk"]) == 4 and len(steps[0]["by_frame"]) == 12
+    assert (
+        0.5 < steps[0]["loss"] < 4
+        and len(steps[0]["by_chunk"]) == 4
+        and len(steps[0]["by_frame"]) == 12
+    )
     held = next(line for line in first if "held" in line)
     assert set(held["held"]["by_sigma"]) == {"1", "0.9375", "0.8333", "0.625"}
     for chunk in ("rollout_3", "rollout_1"):
@@ -55,28 +88,45 @@ def test_training_stops_resumes_and_exports(data: Path, tmp_path: Path) -> None:
     files = sorted((tmp_path / "b").iterdir())
     assert len(files) <= 5 and all(path.stat().st_size <= 15 << 20 for path in files)
 
-    main(["--resume", str(tmp_path / "b"), "--export", str(tmp_path / "transformers"), "--chunk-frames", "1"])
-    config = LingBotWorldConfig.from_checkpoint(json.loads((tmp_path / "transformers" / "config.json").read_text()))
+    main(
+        [
+            "--resume",
+            str(tmp_path / "b"),
+            "--export",
+            str(tmp_path / "transformers"),
+            "--chunk-frames",
+            "1",
+        ]
+    )
+    config = LingBotWorldConfig.from_checkpoint(
+        json.loads((tmp_path / "transformers" / "config.json").read_text())
+    )
     assert config.frames_per_chunk == 1
     served = LingBotTransformer(config)
     load_transformer(served, tmp_path / "transformers", config)
-    kept = read_parts(tmp_path / "b")["ema"]["head.head.weight"].float()
-    assert torch.equal(served.head.head.weight, kept) and kept.abs().max() > 0
+    retained = read_parts(tmp_path / "b")["ema"]["head.head.weight"].float()
+    assert torch.equal(served.head.head.weight, retained) and retained.abs().max() > 0
 
 
-def test_training_lowers_the_loss(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_lowers_the_loss(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On clips that repeat, in 60 steps, by a fifth; at every sigma."""
     rates = ("--muon-lr", "0.02", "--adam-lr", "0.01", "--total-minutes", "0.01")
     monkeypatch.setattr(train_world, "_WARMUP_STEPS", 20)
-    curve = _train(data, tmp_path / "a", "--max-steps", "60", "--log-steps", "10", "--decay-from", "1", *rates)
+    curve = _train(
+        data, tmp_path / "a", "--max-steps", "60", "--log-steps", "10", "--decay-from", "1", *rates
+    )
     first, *_, last = [line for line in curve if "loss" in line]
     assert last["loss"] < 0.8 * first["loss"]
     assert all(last["by_sigma"][sigma] < loss for sigma, loss in first["by_sigma"].items())
 
 
-def test_the_rate_follows_the_minutes_of_all_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rate_follows_the_minutes_of_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = object.__new__(train_world.Trainer)
-    trainer.options = argparse.Namespace(decay=False, minutes=8.0, total_minutes=16.0, decay_from=0.5)
+    trainer.options = argparse.Namespace(
+        decay=False, minutes=8.0, total_minutes=16.0, decay_from=0.5
+    )
     trainer.minutes_before = 8.0
     monkeypatch.setattr(train_world.Trainer, "minutes", lambda trainer: 4.0)
     assert trainer._rate() == pytest.approx(0.505)  # half-way down to a hundredth
@@ -84,12 +134,16 @@ def test_the_rate_follows_the_minutes_of_all_pieces(monkeypatch: pytest.MonkeyPa
     assert trainer._rate() == 0.5
 
 
-def test_a_piece_stops_when_its_time_is_up(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_stops_when_its_time_is_up(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without a limit of steps, by the clock."""
     now = iter(range(1000))
     monkeypatch.setattr(train_world.Trainer, "minutes", lambda trainer: 0.2 * next(now))
     monkeypatch.setattr(train_world, "_SYNC_STEPS", 1)
-    curve = _train(data, tmp_path / "a", "--minutes", "4", "--evaluate-minutes", "100", "--save-minutes", "100")
+    curve = _train(
+        data, tmp_path / "a", "--minutes", "4", "--evaluate-minutes", "100", "--save-minutes", "100"
+    )
     assert 1 < sum("loss" in line for line in curve) < 12
     assert read_parts(tmp_path / "a")["minutes"] > 3.5
 
@@ -111,8 +165,23 @@ def test_two_ranks_train_as_one(data: Path, tmp_path: Path) -> None:
     """Under torchrun, each rank with its own shard: one state, gradients averaged."""
     out = tmp_path / "two"
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29533"),
-        *("-m", "training.tiny_world.train_world", "--data", str(data), "--prompts", str(data / "prompts.pt")),
+        *(
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            "2",
+            "--master-port",
+            "29533",
+        ),
+        *(
+            "-m",
+            "training.tiny_world.train_world",
+            "--data",
+            str(data),
+            "--prompts",
+            str(data / "prompts.pt"),
+        ),
         *("--out", str(out), *SMALL, "--max-steps", "2"),
     ]
     root = Path(__file__).parents[3]

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Walks lead where the package's camera goes and stop at walls; the network is given the motion that happened."""
+"""Walks lead where the package's camera goes and stop at walls; the network is given the motion
+that happened.
+"""
 
 import math
 
@@ -29,8 +31,8 @@ def walks() -> Walks:
 
 
 def test_a_walk_goes_where_the_packages_camera_goes() -> None:
-    """Positions and headings are the integrated poses among the same walls; the first latent frame is the start image,
-    whatever is held.
+    """Positions and headings are the integrated poses among the same walls; the first latent frame
+    is the start image, whatever is held.
     """
     held = ["w", "wl", "wl", "d", "s", "ij", "wi", "k", "wa", "", *["w"] * 20]
     bits = torch.tensor([[key_bits(keys) for keys in held]], dtype=torch.uint8)
@@ -46,7 +48,7 @@ def test_a_walk_goes_where_the_packages_camera_goes() -> None:
     assert torch.equal(walk.relative[0, 0], torch.eye(3, 4))
 
 
-def test_nobody_ever_stands_in_an_obstacle(walks: Walks) -> None:
+def test_no_one_ever_stands_in_an_obstacle(walks: Walks) -> None:
     """The grid is the obstacles, to within a cell."""
     obstacles = Village.build().obstacles_N6
     assert not bool(village_grid().blocked(walks.positions.double()).any())
@@ -63,7 +65,10 @@ def test_the_network_is_given_what_a_wall_leaves_of_a_step() -> None:
     walk = scripted_walks(torch.tensor([[0.5, 2.6]]), torch.tensor([0.0]), bits)
     steps = walk.positions[0].diff(dim=0).norm(dim=1)
     assert float(steps[0]) == pytest.approx(STEP_M, abs=1e-5) and float(steps[-1]) < 1e-6
-    assert walk.relative[0, 1, 2, 3] == pytest.approx(1.0, abs=1e-4) and float(walk.relative[0, -1, 2, 3]) < 1e-6
+    assert (
+        walk.relative[0, 1, 2, 3] == pytest.approx(1.0, abs=1e-4)
+        and float(walk.relative[0, -1, 2, 3]) < 1e-6
+    )
 
 
 def test_frames_lie_evenly_between_latent_frames(walks: Walks) -> None:
@@ -86,15 +91,17 @@ def test_walks_come_from_the_seed_alone(walks: Walks) -> None:
 
 
 def test_walks_are_as_people_play(walks: Walks) -> None:
-    """Every key is held, most walkers move, some stand still for long, some turn away and back, some meet walls, nobody
-    looks higher than 80 degrees.
+    """Every key is held, most walkers move, some stand still for long, some turn away and back,
+    some meet walls, nobody looks higher than 80 degrees.
     """
     held = {key for index in range(len(walks)) for keys in walks.held(index) for key in keys}
     assert held == set(KEYS)
     moved = (walks.positions[:, -1] - walks.positions[:, 0]).norm(dim=1)
     assert float((moved > 1).float().mean()) > 0.5
     assert math.radians(20) < float(walks.pitch.abs().max()) <= math.radians(80)
-    back = (walks.yaw.amax(1) - walks.yaw.amin(1) > 0.3) & ((walks.yaw[:, -1] - walks.yaw[:, 0]).abs() < 0.7)
+    back = (walks.yaw.amax(1) - walks.yaw.amin(1) > 0.3) & (
+        (walks.yaw[:, -1] - walks.yaw[:, 0]).abs() < 0.7
+    )
     assert int(back.sum()) >= 3
     idle = (walks.keys == 0).unfold(1, 20, 1).all(dim=2).any(dim=1)
     assert int(idle.sum()) >= 3

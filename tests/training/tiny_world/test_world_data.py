@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of the tiny world's training: every kind of session, and only what such a session would have."""
+"""Batches of the tiny world's training: every kind of session, and only what such a session
+would have.
+"""
 
 from dataclasses import replace
 
@@ -61,7 +63,9 @@ def _first(latents: torch.Tensor) -> torch.Tensor:
 
 def test_a_plain_clip_is_itself(sampler: Sampler) -> None:
     batch = sampler.batch(torch.tensor([0, 1, 4, 5]), NEVER, NEVER)
-    assert _first(batch.latents).tolist() == [[100 * clip + f for f in range(FRAMES)] for clip in (0, 1, 4, 5)]
+    assert _first(batch.latents).tolist() == [
+        [100 * clip + f for f in range(FRAMES)] for clip in (0, 1, 4, 5)
+    ]
     rows = batch.clips.condition[:, :, :, 0, 0]
     assert rows[:, 0, :4].eq(1).all() and not rows[:, 1:, :4].any()
     assert rows[1, :, 4].tolist() == [150, 151, 152, 153, 154, 155, 155, 155, 155]
@@ -82,8 +86,8 @@ def test_a_prompt_changes_between_chunks_to_the_twins_style(sampler: Sampler) ->
             start = int(switched[row].int().argmax())
             starts.add((row, start))
             assert switched[row].tolist() == [frame >= start for frame in range(FRAMES)]
-            told = [frame + (200 if frame >= start else 0) for frame in range(FRAMES)]
-            assert _first(batch.latents)[row].tolist() == told
+            reported = [frame + (200 if frame >= start else 0) for frame in range(FRAMES)]
+            assert _first(batch.latents)[row].tolist() == reported
             assert batch.clips.condition[row, 3, 4, 0, 0] == 53
             assert batch.clips.text[row, :, 0, 0].tolist() == [0, 1]
             assert torch.equal(batch.clips.motion[row], sampler.shard.motion[0])
@@ -92,25 +96,33 @@ def test_a_prompt_changes_between_chunks_to_the_twins_style(sampler: Sampler) ->
 
 
 def test_far_from_the_start_only_the_sinks_are_of_another_time(sampler: Sampler) -> None:
-    """Sinks of a walk of the same style at frames 0 to 2; the rest later by one number; no loss where nothing helps."""
+    """Sinks of a walk of the same style at frames 0 to 2; the rest later by one number; no loss
+    where nothing helps.
+    """
     shifts = []
     for _ in range(20):
         batch = sampler.batch(torch.tensor([4, 4, 5, 5]), NEVER, ALWAYS)
-        told = _first(batch.latents)
-        assert told[:, 3:].tolist() == [[100 * clip + f for f in range(3, FRAMES)] for clip in (4, 4, 5, 5)]
-        assert set((told[:, 0] // 100).tolist()) <= {4, 5}
-        assert torch.equal(told[:, :3], told[:, :1] + torch.arange(3))
+        reported = _first(batch.latents)
+        assert reported[:, 3:].tolist() == [
+            [100 * clip + f for f in range(3, FRAMES)] for clip in (4, 4, 5, 5)
+        ]
+        assert set((reported[:, 0] // 100).tolist()) <= {4, 5}
+        assert torch.equal(reported[:, :3], reported[:, :1] + torch.arange(3))
         assert batch.clips.positions[:, :3].tolist() == [[0, 1, 2]] * 4
         shift = batch.clips.positions[:, 3:] - torch.arange(3, FRAMES)
         assert torch.equal(shift, shift[:, :1].expand_as(shift)) and int(shift.min()) >= 0
         shifts += shift[:, 0].tolist()
-        assert torch.equal(batch.clips.condition[:, 3:, 4, 0, 0], (told[:, :1] + 55).expand(-1, FRAMES - 3))
+        assert torch.equal(
+            batch.clips.condition[:, 3:, 4, 0, 0], (reported[:, :1] + 55).expand(-1, FRAMES - 3)
+        )
         assert batch.weights.tolist() == [[1, 1, 1, 0, 0, 0, 1, 1, 1]] * 4
     assert max(shifts) > 500 and len(set(shifts)) > 20
 
 
 def test_sinks_of_another_style_come_with_their_own_prompt(sampler: Sampler) -> None:
-    """The prompt changed long ago: the first frames are prompted as they look, all later ones as they look."""
+    """The prompt changed long ago: the first frames are prompted as they look, all later ones as
+    they look.
+    """
     sampler.mix = replace(sampler.mix, other_sink=1.0)
     others = 0
     for _ in range(20):
@@ -119,7 +131,9 @@ def test_sinks_of_another_style_come_with_their_own_prompt(sampler: Sampler) -> 
         prompted = batch.clips.text[:, :, 0, 0].gather(1, batch.clips.switched.long())
         assert torch.equal(style.float(), prompted)
         changed = style[:, 0] != torch.tensor([0, 0, 2, 2])
-        assert batch.clips.switched[changed].tolist() == [[f >= 3 for f in range(FRAMES)]] * int(changed.sum())
+        assert batch.clips.switched[changed].tolist() == [[f >= 3 for f in range(FRAMES)]] * int(
+            changed.sum()
+        )
         others += int(changed.sum())
     assert others > 20
 
@@ -139,7 +153,9 @@ def test_noise_is_the_same_throughout_a_chunk(sampler: Sampler) -> None:
 
 def test_noise_has_the_packages_convention() -> None:
     """The sigmas are v2's schedule; sigma 1 is noise alone."""
-    assert few_step_sigmas() == pytest.approx(LingBotOptions.parse({}, "v2").denoise_schedule().sigmas_x0, abs=1e-12)
+    assert few_step_sigmas() == pytest.approx(
+        LingBotOptions.parse({}, "v2").denoise_schedule().sigmas_x0, abs=1e-12
+    )
     assert few_step_sigmas(10.0, (0, 179, 358, 679)) == pytest.approx(
         LingBotOptions.parse({}, "v1").denoise_schedule().sigmas_noise, abs=1e-12
     )
@@ -167,9 +183,14 @@ def test_a_shard_of_another_size_is_refused(fields) -> None:
 
 
 def test_prompts_are_embedded_as_the_served_world_does() -> None:
-    """By the tiny umt5 of a shipped world; zero rows behind; a prompt that would be cut is an error."""
+    """By the tiny umt5 of a shipped world; zero rows behind; a prompt that would be cut is an
+    error.
+    """
     sizes = Sizes()
-    texts = {"day": ["A village by day.", "Snow"], "snow": ["A village in winter, snow on the roofs."]}
+    texts = {
+        "day": ["A village by day.", "Snow"],
+        "snow": ["A village in winter, snow on the roofs."],
+    }
     saved = embed_prompts(texts, sizes)
     assert saved["styles"] == ["day", "snow"] and saved["prompts"] == texts
     rows = saved["embeddings"]["day"]

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trained network is the served one: `WorldTransformer` beside `LingBotTransformer`, which runs chunk by chunk."""
+"""The trained network is the served one: `WorldTransformer` beside `LingBotTransformer`, which
+runs chunk by chunk.
+"""
 
 import itertools
 from pathlib import Path
@@ -23,8 +25,8 @@ from training.tiny_world.transformer import (
 )
 from training.tiny_world.village import PERIOD
 from training.tiny_world.walks import poses_of
-from vllm_omni.model_executor.layers.kv_cache import KVWindow
-from vllm_omni.model_executor.layers.rope import rope_tables
+from vllm_omni.model_executor.layers.attention.rope import rope_tables
+from vllm_omni.model_executor.layers.kv_cache.window import KVWindow
 from vllm_omni.model_executor.models.lingbot_world.camera import (
     CameraTail,
     camera_map,
@@ -32,7 +34,7 @@ from vllm_omni.model_executor.models.lingbot_world.camera import (
     relative_poses,
 )
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotOptions, LingBotWorldConfig
-from vllm_omni.model_executor.models.lingbot_world.transformer import CameraRow, LingBotTransformer
+from vllm_omni.model_executor.models.lingbot_world.transformer import CameraItem, LingBotTransformer
 from vllm_omni.model_executor.models.lingbot_world.weights import load_transformer
 from vllm_omni.model_executor.models.lingbot_world.world_pose import frame_features, world_features
 
@@ -70,7 +72,9 @@ def network() -> WorldTransformer:
 
 
 @pytest.fixture(scope="module")
-def served(network: WorldTransformer, tmp_path_factory: pytest.TempPathFactory) -> LingBotTransformer:
+def served(
+    network: WorldTransformer, tmp_path_factory: pytest.TempPathFactory
+) -> LingBotTransformer:
     """The package's network, filled by its strict loader from the exported folder."""
     folder = Path(tmp_path_factory.mktemp("world")) / "transformers"
     network.export(folder)
@@ -112,20 +116,24 @@ def _world(batch: int) -> dict[str, torch.Tensor]:
     poses = _world_poses(batch)
     known = torch.ones(batch, 1, 1)
     known[-1] = 0
-    place = torch.stack([frame_features(clip[:, 0:3:2, 3], PERIOD) for clip in poses]).float() * known
-    return {"rotation": poses[..., :3, :3].float() * known.unsqueeze(-1), "place": place}
+    position = (
+        torch.stack([frame_features(clip[:, 0:3:2, 3], PERIOD) for clip in poses]).float() * known
+    )
+    return {"rotation": poses[..., :3, :3].float() * known.unsqueeze(-1), "place": position}
 
 
 def _world_poses(batch: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(2)
-    places = 40 * torch.randn(batch, FRAMES, 2, generator=generator)
+    positions = 40 * torch.randn(batch, FRAMES, 2, generator=generator)
     yaw, pitch = torch.randn(2, batch, FRAMES, generator=generator)
-    return poses_of(places, yaw, 0.3 * pitch)
+    return poses_of(positions, yaw, 0.3 * pitch)
 
 
 def _features(clips: Clips, clip: int, own: slice) -> torch.Tensor:
     height, width = 8 * SIZES.grid[0], 8 * SIZES.grid[1]
-    focal = torch.tensor([[FOCAL * width, FOCAL * width, width / 2, height / 2]], dtype=torch.float64)
+    focal = torch.tensor(
+        [[FOCAL * width, FOCAL * width, width / 2, height / 2]], dtype=torch.float64
+    )
     known = bool(clips.place[clip, 0, -1])
     poses = _world_poses(len(clips.focal))[clip, own] if known else None
     count = own.stop - own.start
@@ -133,7 +141,10 @@ def _features(clips: Clips, clip: int, own: slice) -> torch.Tensor:
 
 
 def _rope(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    tables = [rope_tables(SIZES.head_dim, range(p, p + 1), SIZES.grid[0] // 2, SIZES.grid[1] // 2) for p in positions]
+    tables = [
+        rope_tables(SIZES.head_dim, range(p, p + 1), SIZES.grid[0] // 2, SIZES.grid[1] // 2)
+        for p in positions
+    ]
     return torch.cat([cos for cos, _ in tables]), torch.cat([sin for _, sin in tables])
 
 
@@ -161,12 +172,18 @@ def _serve(model, clips, clip, clean, noisy, timesteps, chunk) -> torch.Tensor:
             "condition": clips.condition[clip, own].transpose(0, 1),
             "frames": frames,
             "rope": _rope(clips.positions[clip, own].tolist()),
-            "camera": model.camera_modulation(camera_map(pose, intrinsics, height, width), _features(clips, clip, own)),
-            "cross_kv": model.cross_attention_kv(clips.text[clip, int(clips.switched[clip, start])]),
+            "camera": model.camera_modulation(
+                camera_map(pose, intrinsics, height, width), _features(clips, clip, own)
+            ),
+            "cross_kv": model.cross_attention_kv(
+                clips.text[clip, int(clips.switched[clip, start])]
+            ),
             "window": window,
         }
         for latents, timestep in ((noisy, float(timesteps[clip, start])), (clean, 0.0)):
-            row = CameraRow(latents=latents[clip, own].transpose(0, 1), timestep=timestep, **common)
+            row = CameraItem(
+                latents=latents[clip, own].transpose(0, 1), timestep=timestep, **common
+            )
             flow = model([row])[0].transpose(0, 1)
             if latents is noisy:
                 flows.append(flow)
@@ -177,18 +194,26 @@ def _serve(model, clips, clip, clean, noisy, timesteps, chunk) -> torch.Tensor:
 def _inputs(batch: int, chunk: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(2)
     clean, noisy = torch.randn(2, batch, FRAMES, 16, *SIZES.grid, generator=generator)
-    timesteps = 1000 * torch.rand(batch, FRAMES // chunk, generator=generator).repeat_interleave(chunk, 1)
+    timesteps = 1000 * torch.rand(batch, FRAMES // chunk, generator=generator).repeat_interleave(
+        chunk, 1
+    )
     return clean, noisy, timesteps
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("chunk", [3, 1])
 @pytest.mark.parametrize("far", [0, 1200])
-def test_a_packed_clip_equals_the_served_network_chunk_by_chunk(network, served, chunk, far) -> None:
-    """Every chunk's flow within 1e-5, fp32: window, sinks, camera at two focal lengths, prompts that change."""
+def test_a_packed_clip_equals_the_served_network_chunk_by_chunk(
+    network, served, chunk, far
+) -> None:
+    """Every chunk's flow within 1e-5, fp32: window, sinks, camera at two focal lengths, prompts
+    that change.
+    """
     clips = _clips(2, far=far, switch_at=9)
     clean, noisy, timesteps = _inputs(2, chunk)
-    mask = dense_mask(visibility(FRAMES, chunk, SIZES.window, SIZES.sink).unsqueeze(0), SIZES.tokens)
+    mask = dense_mask(
+        visibility(FRAMES, chunk, SIZES.window, SIZES.sink).unsqueeze(0), SIZES.tokens
+    )
     flows = network.packed(clean, noisy, timesteps, clips, mask)
     assert flows.abs().max() > 0.5
     for clip in range(2):
@@ -201,7 +226,9 @@ def test_a_packed_clip_equals_the_served_network_chunk_by_chunk(network, served,
 def test_clips_made_chunk_by_chunk_see_what_packed_ones_see(network, chunk) -> None:
     clips = _clips(2, switch_at=9)
     clean, noisy, timesteps = _inputs(2, chunk)
-    mask = dense_mask(visibility(FRAMES, chunk, SIZES.window, SIZES.sink).unsqueeze(0), SIZES.tokens)
+    mask = dense_mask(
+        visibility(FRAMES, chunk, SIZES.window, SIZES.sink).unsqueeze(0), SIZES.tokens
+    )
     expected = network.packed(clean, noisy, timesteps, clips, mask)
     window, flows = ClipWindow(network, 2, chunk), []
     for start in range(0, FRAMES, chunk):
@@ -211,9 +238,11 @@ def test_clips_made_chunk_by_chunk_see_what_packed_ones_see(network, chunk) -> N
     torch.testing.assert_close(torch.cat(flows, 1), expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(("chunk", "window", "sink"), [(3, 18, 3), (1, 18, 3), (3, 12, 6), (1, 6, 0)])
+@pytest.mark.parametrize(
+    ("chunk", "window", "sink"), [(3, 18, 3), (1, 18, 3), (3, 12, 6), (1, 6, 0)]
+)
 def test_frames_see_what_the_kv_window_shows(chunk, window, sink) -> None:
-    kept = KVWindow(
+    retained = KVWindow(
         num_layers=1,
         window_frames=window,
         sink_frames=sink,
@@ -226,9 +255,11 @@ def test_frames_see_what_the_kv_window_shows(chunk, window, sink) -> None:
     seen = visibility(30, chunk, window, sink)
     for frame in range(30):
         start = frame // chunk * chunk
-        shown = kept.visible_frames(start + chunk)
+        shown = retained.visible_frames(start + chunk)
         assert seen[frame, :30].nonzero().flatten().tolist() == shown
-        assert seen[30 + frame, :30].nonzero().flatten().tolist() == [other for other in shown if other < start]
+        assert seen[30 + frame, :30].nonzero().flatten().tolist() == [
+            other for other in shown if other < start
+        ]
         assert (seen[30 + frame, 30:].nonzero().flatten() - start).tolist() == list(range(chunk))
         assert not seen[frame, 30:].any()
 
@@ -243,9 +274,13 @@ def test_flex_attentions_mask_is_the_dense_one(window, sink) -> None:
     length = dense.shape[-1]
     index = torch.arange(length)
     for clip in range(3):
-        shown = sparse.mask_mod(torch.tensor(clip), torch.tensor(0), index.unsqueeze(1), index.unsqueeze(0))
+        shown = sparse.mask_mod(
+            torch.tensor(clip), torch.tensor(0), index.unsqueeze(1), index.unsqueeze(0)
+        )
         assert torch.equal(shown, dense[clip, 0])
-    blocks = torch.nn.functional.pad(dense, (0, 384 - length, 0, 384 - length)).unflatten(-1, (3, 128))
+    blocks = torch.nn.functional.pad(dense, (0, 384 - length, 0, 384 - length)).unflatten(
+        -1, (3, 128)
+    )
     some = blocks.unflatten(2, (3, 128)).any(-1).any(3)
     assert torch.equal(sparse.to_dense().bool(), some)
 
@@ -257,7 +292,9 @@ def test_the_camera_map_is_its_basis_times_twelve_numbers(focal) -> None:
     pose = torch.eye(4, dtype=torch.float64).repeat(FRAMES, 1, 1)
     pose[:, :3] = motion
     height, width = 8 * SIZES.grid[0], 8 * SIZES.grid[1]
-    intrinsics = torch.tensor([focal, focal, width / 2, height / 2], dtype=torch.float64).expand(FRAMES, 4)
+    intrinsics = torch.tensor([focal, focal, width / 2, height / 2], dtype=torch.float64).expand(
+        FRAMES, 4
+    )
     expected = patchify(camera_map(pose, intrinsics, height, width).transpose(0, 1).unsqueeze(0))[0]
     numbers = torch.cat((motion[..., 3], motion[..., :3].flatten(1)), dim=1)
     made = torch.einsum("fj,pjc->fpc", numbers, camera_basis(focal, SIZES.grid))
@@ -275,14 +312,22 @@ def test_the_exported_config_is_one_that_the_package_takes() -> None:
 
 @torch.no_grad()
 def test_a_roll_out_is_the_packages_sampler(network, served) -> None:
-    """Four steps a chunk with fresh noise between them, then a pass at 0: as the pipeline's loop, with its noise."""
+    """Four steps a chunk with fresh noise between them, then a pass at 0: as the pipeline's
+    loop, with its noise.
+    """
     sigmas = LingBotOptions.parse({}, "v2").denoise_schedule().sigmas_x0
     clips = _clips(1)
     given = torch.zeros(1, FRAMES, 16, *SIZES.grid)
-    made, inputs = roll_out(network, clips, given, torch.zeros(1), 3, sigmas, torch.Generator().manual_seed(5))
+    made, inputs = roll_out(
+        network, clips, given, torch.zeros(1), 3, sigmas, torch.Generator().manual_seed(5)
+    )
     for step, sigma in enumerate(sigmas):
-        mask = dense_mask(visibility(FRAMES, 3, SIZES.window, SIZES.sink).unsqueeze(0), SIZES.tokens)
-        flow = network.packed(made, inputs[step], torch.full((1, FRAMES), 1000 * sigma), clips, mask)
+        mask = dense_mask(
+            visibility(FRAMES, 3, SIZES.window, SIZES.sink).unsqueeze(0), SIZES.tokens
+        )
+        flow = network.packed(
+            made, inputs[step], torch.full((1, FRAMES), 1000 * sigma), clips, mask
+        )
         x0 = inputs[step] - sigma * flow
         if step + 1 < len(sigmas):
             noise = (inputs[step + 1] - (1 - sigmas[step + 1]) * x0) / sigmas[step + 1]

@@ -4,7 +4,7 @@
 For stock vLLM, a tensor in `ModelRunnerOutput.pooler_output` finishes a request and replaces its
 text. This scheduler removes the tensors before stock code sees them, stores the hidden states of
 each request until its tokens leave the engine, and attaches them to the tokens
-(`vllm_omni.hidden_states.encode_rows`). It changes the stock policy only as follows:
+(`vllm_omni.hidden_states.encode_hidden_states`). It changes the stock policy only as follows:
 
 - A request for all hidden states does not read the prefix cache, because a cached token is not
   computed and would have none.
@@ -31,21 +31,21 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_omni.config import OmniConfig
-from vllm_omni.hidden_states import HiddenStatesRequest, encode_rows, error_text
+from vllm_omni.hidden_states import HiddenStatesRequest, encode_hidden_states, error_text
 from vllm_omni.outputs import RequestFailed, unpack
-from vllm_omni.processes import end_with_parent
+from vllm_omni.runtime.processes import end_with_parent
 
 _HTTP_REQUESTS: Final = ("cmpl-", "chatcmpl-")
 """Prefixes of request ids of vLLM's text endpoints."""
 
 
 @dataclass
-class _Rows:
+class _PendingStates:
     """Progress of one request, and its hidden states that have not left the engine."""
 
     request: Request
     """The request."""
-    asked: HiddenStatesRequest
+    requested: HiddenStatesRequest
     """The requested hidden states."""
     computed: int = 0
     """Number of tokens computed so far. Decreases when a preempted request restarts."""
@@ -60,7 +60,9 @@ class _Rows:
 
 
 class ARHiddenStatesScheduler(Scheduler):
-    def __new__(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> "ARHiddenStatesScheduler":
+    def __new__(
+        cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any
+    ) -> "ARHiddenStatesScheduler":
         if vllm_config.scheduler_config.async_scheduling and not issubclass(cls, AsyncScheduler):
             return super().__new__(_AsyncARHiddenStatesScheduler)
         return super().__new__(cls)
@@ -70,40 +72,45 @@ class ARHiddenStatesScheduler(Scheduler):
         end_with_parent()
         if self.return_sampling_mask:
             raise ValueError(
-                "ARHiddenStatesScheduler sends hidden states in the field of --return-sampling-mask: use one of them"
+                "ARHiddenStatesScheduler sends hidden states in the field of "
+                "--return-sampling-mask: use one of them"
             )
-        self._max_bytes = OmniConfig.from_additional_config(vllm_config.additional_config).max_hidden_states_bytes
-        self._rows: dict[str, _Rows] = {}
+        self._max_bytes = OmniConfig.from_additional_config(
+            vllm_config.additional_config
+        ).max_hidden_states_bytes
+        self._pending: dict[str, _PendingStates] = {}
         named = os.environ.get("VLLM_PLUGINS", "").split(",")
         self._has_endpoint = any(name.startswith("vllm_omni_") for name in named)
         """Whether an API server of this package can deliver hidden states. vLLM loads endpoints by
         name."""
 
     def add_request(self, request: Request) -> None:
-        asked = _asked_by(request)
-        if asked is not None and request.request_id not in self._rows:
-            if asked.hidden_states == "all":
+        requested = _requested_by(request)
+        if requested is not None and request.request_id not in self._pending:
+            if requested.hidden_states == "all":
                 request.skip_reading_prefix_cache = True
-            self._rows[request.request_id] = _Rows(request, asked)
+            self._pending[request.request_id] = _PendingStates(request, requested)
         super().add_request(request)
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
-        self._rows.pop(request.request_id, None)
+        self._pending.pop(request.request_id, None)
         return super()._free_request(request, delay_free_blocks)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         entries = model_runner_output.pooler_output
-        if entries is None and not self._rows:
+        if entries is None and not self._pending:
             return super().update_from_output(scheduler_output, model_runner_output)
         model_runner_output.pooler_output = None
         taken, failed = self._take(scheduler_output, model_runner_output, entries)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for engine_outputs in outputs.values():
             for output in engine_outputs.outputs:
-                if (rows := taken.get(output.request_id)) is not None and output.request_id not in failed:
-                    _attach(rows, output)
+                if (
+                    states := taken.get(output.request_id)
+                ) is not None and output.request_id not in failed:
+                    _attach(states, output)
         if failed:
             self._finish_failed(failed, outputs)
         return outputs
@@ -113,18 +120,20 @@ class ARHiddenStatesScheduler(Scheduler):
         scheduler_output: SchedulerOutput,
         model_runner_output: ModelRunnerOutput,
         entries: list[torch.Tensor | None] | None,
-    ) -> tuple[dict[str, _Rows], dict[str, RequestFailed]]:
+    ) -> tuple[dict[str, _PendingStates], dict[str, RequestFailed]]:
         """Store the hidden states of this step.
 
         Returns:
             The requests in this step, and the failed requests.
         """
-        restarts = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
+        restarts = {
+            new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs
+        }
         cached = scheduler_output.scheduled_cached_reqs
         for req_id, num_computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
             if req_id in cached.resumed_req_ids:
                 restarts[req_id] = num_computed
-        concerned: dict[str, _Rows] = {}
+        concerned: dict[str, _PendingStates] = {}
         failed: dict[str, RequestFailed] = {}
         for req_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
             index = model_runner_output.req_id_to_index.get(req_id)
@@ -132,28 +141,29 @@ class ARHiddenStatesScheduler(Scheduler):
             if entry is not None and entry.dtype == torch.uint8:
                 failed[req_id] = _error_in(entry)
                 continue
-            rows = self._rows.get(req_id)
-            if rows is None or index is None:
+            states = self._pending.get(req_id)
+            if states is None or index is None:
                 continue
             if not self._has_endpoint and req_id.startswith(_HTTP_REQUESTS):
                 failed[req_id] = RequestFailed(
                     "unsupported",
-                    "this server has no endpoint for hidden states: start it with VLLM_PLUGINS=vllm_omni_ar",
+                    "this server has no endpoint for hidden states: start it with "
+                    "VLLM_PLUGINS=vllm_omni_ar",
                 )
                 continue
             sampled = model_runner_output.sampled_token_ids
             num_sampled = len(sampled[index]) if sampled else 0
             num_drafts = len(scheduler_output.scheduled_spec_decode_tokens.get(req_id, ()))
             rejected = num_drafts - (num_sampled - 1) if num_drafts and num_sampled else 0
-            rows.computed = restarts.get(req_id, rows.computed) + num_scheduled - rejected
-            concerned[req_id] = rows
+            states.computed = restarts.get(req_id, states.computed) + num_scheduled - rejected
+            concerned[req_id] = states
             if entry is not None:
-                failure = self._hold(rows, entry)
+                failure = self._hold(states, entry)
                 if failure is not None:
                     failed[req_id] = failure
         return concerned, failed
 
-    def _hold(self, rows: _Rows, entry: torch.Tensor) -> RequestFailed | None:
+    def _hold(self, states: _PendingStates, entry: torch.Tensor) -> RequestFailed | None:
         """Store the hidden states of tokens that have none yet.
 
         Args:
@@ -163,28 +173,32 @@ class ARHiddenStatesScheduler(Scheduler):
         Returns:
             The error if they exceed the limit.
         """
-        first = rows.computed - len(entry)
-        entry = entry[max(0, rows.next_position - first) :]
+        first = states.computed - len(entry)
+        entry = entry[max(0, states.next_position - first) :]
         if not len(entry):
             return None
-        if rows.asked.hidden_states == "last":
-            rows.held.clear()
-            rows.positions.clear()
-            rows.num_bytes = 0
-        rows.num_bytes += entry.nbytes
-        if rows.num_bytes > self._max_bytes:
+        if states.requested.hidden_states == "last":
+            states.held.clear()
+            states.positions.clear()
+            states.num_bytes = 0
+        states.num_bytes += entry.nbytes
+        if states.num_bytes > self._max_bytes:
             return RequestFailed(
                 "too_large",
-                f"{rows.num_bytes} bytes of hidden states at token {rows.computed} exceed the limit of "
-                f"{self._max_bytes} bytes per request (omni.max_hidden_states_bytes): request fewer layers, "
+                f"{states.num_bytes} bytes of hidden states at token {states.computed} exceed the "
+                "limit of "
+                f"{self._max_bytes} bytes per request (omni.max_hidden_states_bytes): request "
+                "fewer layers, "
                 "`generated` or `last` hidden states, or fewer tokens",
             )
-        rows.held.append(entry)
-        rows.positions.extend(range(rows.computed - len(entry), rows.computed))
-        rows.next_position = rows.computed
+        states.held.append(entry)
+        states.positions.extend(range(states.computed - len(entry), states.computed))
+        states.next_position = states.computed
         return None
 
-    def _finish_failed(self, failed: dict[str, RequestFailed], outputs: dict[int, EngineCoreOutputs]) -> None:
+    def _finish_failed(
+        self, failed: dict[str, RequestFailed], outputs: dict[int, EngineCoreOutputs]
+    ) -> None:
         """Finish requests with an error.
 
         Tokens that this step sampled for them are still delivered.
@@ -195,13 +209,17 @@ class ARHiddenStatesScheduler(Scheduler):
             engine_outputs = outputs.setdefault(request.client_index, EngineCoreOutputs())
             output = next((out for out in engine_outputs.outputs if out.request_id == req_id), None)
             if output is None:
-                output = EngineCoreOutput(req_id, [], events=request.take_events(), trace_headers=request.trace_headers)
+                output = EngineCoreOutput(
+                    req_id, [], events=request.take_events(), trace_headers=request.trace_headers
+                )
                 engine_outputs.outputs = [*engine_outputs.outputs, output]
             output.finish_reason = FinishReason.ERROR
             output.stop_reason = error_text(failed[req_id])
         for client_index, finished in (self.finished_req_ids_dict or {}).items():
             engine_outputs = outputs.setdefault(client_index, EngineCoreOutputs())
-            engine_outputs.finished_requests = (engine_outputs.finished_requests or set()) | finished
+            engine_outputs.finished_requests = (
+                engine_outputs.finished_requests or set()
+            ) | finished
         if self.finished_req_ids_dict:
             self.finished_req_ids_dict.clear()
 
@@ -210,7 +228,7 @@ class _AsyncARHiddenStatesScheduler(ARHiddenStatesScheduler, AsyncScheduler):
     """The same scheduler on top of vLLM's asynchronous one, which plans one step ahead."""
 
 
-def _asked_by(request: Request) -> HiddenStatesRequest | None:
+def _requested_by(request: Request) -> HiddenStatesRequest | None:
     """Return the `HiddenStatesRequest` of a request.
 
     None if it has none, or a malformed one, which the worker refuses.
@@ -231,26 +249,32 @@ def _error_in(envelope: torch.Tensor) -> RequestFailed:
     return RequestFailed("internal", "the worker returned an envelope without an error")
 
 
-def _attach(rows: _Rows, output: EngineCoreOutput) -> None:
+def _attach(states: _PendingStates, output: EngineCoreOutput) -> None:
     """Attach the stored hidden states to an output, except those after a stop."""
     num_tokens = len(output.new_token_ids)
-    known = rows.request.num_tokens - 1
-    keep = sum(position < known for position in rows.positions)
-    last_only = rows.asked.hidden_states == "last"
-    if not keep or not num_tokens or (last_only and output.finish_reason is None and not _stops_in_front(rows)):
+    known = states.request.num_tokens - 1
+    keep = sum(position < known for position in states.positions)
+    last_only = states.requested.hidden_states == "last"
+    if (
+        not keep
+        or not num_tokens
+        or (last_only and output.finish_reason is None and not _stops_in_front(states))
+    ):
         return
-    held = torch.cat(rows.held)[:keep]
-    positions = rows.positions[:keep]
-    rows.held.clear()
-    rows.positions.clear()
-    token_ids = [rows.request.all_token_ids[position] for position in positions]
-    output.new_sampling_mask = encode_rows(held, rows.asked.layers, positions, token_ids, num_tokens, last_only)
+    held = torch.cat(states.held)[:keep]
+    positions = states.positions[:keep]
+    states.held.clear()
+    states.positions.clear()
+    token_ids = [states.request.all_token_ids[position] for position in positions]
+    output.new_sampling_mask = encode_hidden_states(
+        held, states.requested.layers, positions, token_ids, num_tokens, last_only
+    )
 
 
-def _stops_in_front(rows: _Rows) -> bool:
+def _stops_in_front(states: _PendingStates) -> bool:
     """Whether the frontend may finish the request (stop strings).
 
     It then needs all hidden states.
     """
-    params = rows.request.sampling_params
+    params = states.request.sampling_params
     return params is not None and bool(params.stop)

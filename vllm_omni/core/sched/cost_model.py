@@ -47,7 +47,12 @@ class StepCostModel:
         self._beta: np.ndarray | None = None
 
     def observe(
-        self, total: float, first: float, last: float, duration_s: float, degraded: Sequence[float] = ()
+        self,
+        total: float,
+        first: float,
+        last: float,
+        duration_s: float,
+        degraded: Sequence[float] = (),
     ) -> None:
         """Add one measured step.
 
@@ -79,7 +84,9 @@ class StepCostModel:
         rows, durations_s, before = self._features[:count], self._durations_s[:count], self._beta
         # An outlier among the first few steps would dominate: start from the median step, not the
         # first.
-        beta = before if count > 3 else self._proportional(float(np.median(durations_s / rows[:, 1])))
+        beta = (
+            before if count > 3 else self._proportional(float(np.median(durations_s / rows[:, 1])))
+        )
         pull = np.full(len(before), _PULL)
         pull[0] *= 10.0  # the constant cost of a step needs the most evidence
         for _ in range(_ITERATIONS):
@@ -87,7 +94,9 @@ class StepCostModel:
             spread = 1.4826 * float(np.median(residuals)) + 1e-6
             weights = np.minimum(1.0, _HUBER * spread / np.maximum(residuals, 1e-12))
             weighted = rows * weights[:, None]
-            beta = np.linalg.solve(weighted.T @ rows + np.diag(pull), weighted.T @ durations_s + pull * before)
+            beta = np.linalg.solve(
+                weighted.T @ rows + np.diag(pull), weighted.T @ durations_s + pull * before
+            )
         self._beta = beta
         step_s, size_s = max(0.0, float(beta[0])), max(0.0, float(beta[1]))
         first_s, *last_s = (float(value) / self._scale for value in (beta[2], *np.cumsum(beta[3:])))

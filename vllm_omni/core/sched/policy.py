@@ -24,10 +24,10 @@ class LiveRequest:
 
     request_id: str
     """Id of the request."""
-    due_s: float
+    deadline_s: float
     """Due time in seconds, absolute. Requests are ordered by it."""
     has_deadline: bool
-    """Whether `due_s` is the deadline of the whole request, not a target for its next step."""
+    """Whether `deadline_s` is the deadline of the whole request, not a target for its next step."""
     steps_left: int
     """Remaining forward passes, at least 1. A guess before the first step."""
     started: bool
@@ -81,7 +81,9 @@ class StepCosts:
         return max(0.0, steps * self.step_s + per_size * size)
 
 
-def choose_batch(now_s: float, live: Iterable[LiveRequest], costs: StepCosts, max_requests: int) -> list[LiveRequest]:
+def choose_batch(
+    now_s: float, live: Iterable[LiveRequest], costs: StepCosts, max_requests: int
+) -> list[LiveRequest]:
     """Return the requests that run a step now: the earliest due ones, as many as deadlines allow.
 
     Candidates are the batches of the first k requests by due time, k <= max_requests. The largest
@@ -111,7 +113,7 @@ def choose_batch(now_s: float, live: Iterable[LiveRequest], costs: StepCosts, ma
     # Slack of each request if the queue were served one request at a time.
     slack_s: list[float] = []
     work_s = 0.0
-    num_deadlines = late_behind = 0
+    num_deadlines = late_after = 0
     for request in queue:
         if not request.has_deadline:
             work_s += max(0.0, step_s + costs.of_step(request))
@@ -122,15 +124,15 @@ def choose_batch(now_s: float, live: Iterable[LiveRequest], costs: StepCosts, ma
         chunk_s = steps * step_s + per_size * request.size
         if chunk_s > 0.0:
             work_s += chunk_s
-        slack = request.due_s - now_s - work_s
+        slack = request.deadline_s - now_s - work_s
         slack_s.append(slack)
         num_deadlines += 1
         if slack < 0.0:
-            late_behind += 1
-    if 2 * late_behind > num_deadlines:
+            late_after += 1
+    if 2 * late_after > num_deadlines:
         # Overload, or only batching can keep the deadlines: minimise the total waiting time.
         slack_s = [-1.0 if request.has_deadline else math.inf for request in queue]
-        late_behind = num_deadlines
+        late_after = num_deadlines
 
     best, best_wait_s = 1, 0.0
     together_s, alone_s = step_s, 0.0  # duration of the batch, and of the same steps one by one
@@ -146,11 +148,11 @@ def choose_batch(now_s: float, live: Iterable[LiveRequest], costs: StepCosts, ma
             slack_inside_s = min(slack_inside_s, slack + alone_s)
         else:
             late_inside, late_alone_s = late_inside + 1, late_alone_s + alone_s
-            late_behind -= 1
+            late_after -= 1
         if index == 0:
             best_wait_s = 0.0
             continue
-        wait_s = late_inside * together_s - late_alone_s + late_behind * (together_s - alone_s)
+        wait_s = late_inside * together_s - late_alone_s + late_after * (together_s - alone_s)
         # Later requests never wait longer than one by one: each member after the first saves a
         # `step_s`.
         if slack_inside_s >= together_s and wait_s <= best_wait_s + 1e-9:
@@ -158,10 +160,12 @@ def choose_batch(now_s: float, live: Iterable[LiveRequest], costs: StepCosts, ma
     return queue[:best]
 
 
-_urgency: Callable[[LiveRequest], tuple[float, int]] = operator.attrgetter("due_s", "order")
+_urgency: Callable[[LiveRequest], tuple[float, int]] = operator.attrgetter("deadline_s", "order")
 
 
-def predicted_end_s(now_s: float, request: LiveRequest, live: Iterable[LiveRequest], costs: StepCosts) -> float:
+def predicted_end_s(
+    now_s: float, request: LiveRequest, live: Iterable[LiveRequest], costs: StepCosts
+) -> float:
     """Return when a request ends if it and all requests due earlier are served one by one."""
     own = _urgency(request)
     ahead = (other for other in live if _urgency(other) <= own)
@@ -196,13 +200,17 @@ def refuses(demands: Sequence[Demand], new: Demand) -> str | None:
     if own + others <= MAX_UTILISATION:
         return None
     return (
-        f"a chunk every {new.period_s:.3g} s would take {own:.0%} of the engine's time, {len(demands)} live streams "
-        f"take {others:.0%}, and at most {MAX_UTILISATION:.0%} can be used: request a lower frame rate or "
+        f"a chunk every {new.period_s:.3g} s would take {own:.0%} of the engine's time, "
+        f"{len(demands)} live streams "
+        f"take {others:.0%}, and at most {MAX_UTILISATION:.0%} can be used: request a lower frame "
+        "rate or "
         "try again later"
     )
 
 
-def choose_level(level: int, costs_s: Sequence[float], due_s: float, start_s: float, period_s: float) -> int:
+def choose_level(
+    level: int, costs_s: Sequence[float], deadline_s: float, start_s: float, period_s: float
+) -> int:
     """Return the degradation level of a chunk that is about to start: the best one in time.
 
     A better quality than that of the last chunk must leave a tenth of `period_s` as margin, so that
@@ -212,12 +220,12 @@ def choose_level(level: int, costs_s: Sequence[float], due_s: float, start_s: fl
     Args:
         level: Level of the stream's last chunk.
         costs_s: Duration of the chunk at each level; 0 is full quality.
-        due_s: Deadline of the chunk.
+        deadline_s: Deadline of the chunk.
         start_s: Predicted start of the chunk.
         period_s: Seconds between two chunks of the stream.
     """
     for candidate, chunk_s in enumerate(costs_s):
         margin_s = 0.1 * period_s if candidate < level else 0.0
-        if start_s + chunk_s + margin_s <= due_s:
+        if start_s + chunk_s + margin_s <= deadline_s:
             return candidate
     return len(costs_s) - 1

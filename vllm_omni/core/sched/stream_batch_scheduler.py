@@ -9,7 +9,7 @@ follows:
 - A request never has two micro-steps in flight, because the token is returned with the output.
 - Chunks of a session run in the order of their chunk index, and of arrival among equals. They run
   one after the other or, with `omni.chunks_in_flight`, several at a time, each
-  `StepOutput.steps_behind` steps after its predecessor.
+  `StepOutput.lag_steps` steps after its predecessor.
 - The next chunk may start while the result of the last one is still being decoded or copied
   (`StepOutput.denoised`).
 - A batch has at most `omni.max_requests_per_step` requests and `--max-num-batched-tokens` (requests
@@ -36,11 +36,11 @@ from vllm.v1.request import Request
 from vllm_omni.config import OmniConfig
 from vllm_omni.core.sched.cost_model import StepCostModel
 from vllm_omni.core.sched.policy import LiveRequest, choose_batch
-from vllm_omni.core.sched.streams import RequestFields, Streams
+from vllm_omni.core.sched.streams import RequestFields, ScheduledStreams
 from vllm_omni.core.step_protocol import SchedulerNote, StepOutput, without_note
 from vllm_omni.inputs import PARAMS_KEY
 from vllm_omni.outputs import opaque
-from vllm_omni.processes import end_with_parent
+from vllm_omni.runtime.processes import end_with_parent
 
 _PATIENCE_S = 0.5
 """Maximum seconds between two steps of the requests without a deadline, taken together."""
@@ -58,7 +58,9 @@ class StreamBatchScheduler(Scheduler):
         # One token is one micro-step, so vLLM's limit on the tokens of a step limits its requests.
         self._max_requests_per_step = min(omni.max_requests_per_step, self.max_num_scheduled_tokens)
         self._num_stages = self.parallel_config.pipeline_parallel_size
-        self._streams = Streams(_PATIENCE_S, 1 + len(omni.degradations), omni.chunks_in_flight)
+        self._streams = ScheduledStreams(
+            _PATIENCE_S, 1 + len(omni.degradations), omni.chunks_in_flight
+        )
         self._holds_back = omni.chunks_in_flight > 1
         self._delivering: set[str] = set()
         """Requests whose chunk is done and whose result is being decoded or copied."""
@@ -89,12 +91,14 @@ class StreamBatchScheduler(Scheduler):
             refused = self._streams.refusal(fields, now_s, self._cost_model.costs)
             if refused is not None:
                 assert request.pooling_params is not None
-                request.pooling_params = SchedulerNote(refused=refused).attach(request.pooling_params)
+                request.pooling_params = SchedulerNote(refused=refused).attach_to_params(
+                    request.pooling_params
+                )
                 fields = RequestFields(request.request_id, math.inf, is_chunk=False)
         super().add_request(request)
         if not _carries_params(request):
             self._without_params.add(request.request_id)
-        self._streams.add(request.request_id, fields, now_s)
+        self._streams.add_request(request.request_id, fields, now_s)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         steps = min(self._max_requests_per_step, math.ceil(len(self._streams) / self._num_stages))
@@ -112,7 +116,11 @@ class StreamBatchScheduler(Scheduler):
         self._choose(now_s, max(1, steps))
         self.max_num_scheduled_tokens = max(1, len(self._chosen))
         output = super().schedule(throttle_prefills)
-        batch = [live for name in output.num_scheduled_tokens if (live := self._streams.get(name)) is not None]
+        batch = [
+            live
+            for name in output.num_scheduled_tokens
+            if (live := self._streams.get(name)) is not None
+        ]
         self._launched[id(output)] = now_s, [(live, not live.started) for live in batch]
         for live in batch:
             self._streams.mark_stepped(live.request_id)
@@ -122,21 +130,29 @@ class StreamBatchScheduler(Scheduler):
     def _choose(self, now_s: float, max_requests: int) -> None:
         """Choose the next batch and make the stock scheduler schedule exactly these requests."""
         live = self._streams.runnable(self._in_flight)
-        room = self.max_num_active_reqs - len(self.running) if self.pause_state == PauseState.UNPAUSED else 0
+        room = (
+            self.max_num_active_reqs - len(self.running)
+            if self.pause_state == PauseState.UNPAUSED
+            else 0
+        )
         if room < len(live):  # rare: paused, or more sessions than vLLM may run at once
-            fresh = sorted((r for r in live if not r.started), key=lambda r: (r.due_s, r.order))[max(0, room) :]
+            fresh = sorted(
+                (r for r in live if not r.started), key=lambda r: (r.deadline_s, r.order)
+            )[max(0, room) :]
             live = [request for request in live if request not in fresh]
         costs = self._cost_model.costs
-        begins_s = max(now_s, self._device_free_s)
-        batch = choose_batch(begins_s, live, costs, max_requests)
+        starts_s = max(now_s, self._device_free_s)
+        batch = choose_batch(starts_s, live, costs, max_requests)
         self._chosen = {request.request_id for request in batch}
         self._chosen.update(self._delivering - self._in_flight)
         for request in self.running:
-            request.next_decode_eligible_step = 0 if request.request_id in self._chosen else _NOT_NOW
+            request.next_decode_eligible_step = (
+                0 if request.request_id in self._chosen else _NOT_NOW
+            )
         starting = [self.requests[request.request_id] for request in batch if not request.started]
         if self._degradations:
             for waiting in starting:
-                level = self._streams.decide_level(waiting.request_id, begins_s, live, costs)
+                level = self._streams.decide_level(waiting.request_id, starts_s, live, costs)
                 self._note_quality(waiting.request_id, level)
         if starting:
             self.waiting.remove_requests(starting)
@@ -147,7 +163,7 @@ class StreamBatchScheduler(Scheduler):
         request = self.requests[request_id]
         if level and request.pooling_params is not None:
             note = SchedulerNote(degradations=list(self._degradations[:level]))
-            request.pooling_params = note.attach(request.pooling_params)
+            request.pooling_params = note.attach_to_params(request.pooling_params)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -155,7 +171,7 @@ class StreamBatchScheduler(Scheduler):
         now_s = time.monotonic()
         step = model_runner_output if isinstance(model_runner_output, StepOutput) else None
         if step is not None:
-            self._streams.order.steps_behind = step.steps_behind
+            self._streams.order.lag_steps = step.lag_steps
             for request_id in step.committed:
                 self._streams.committed(request_id)
         unreadable = self._without_params.intersection(scheduler_output.num_scheduled_tokens)
@@ -166,19 +182,23 @@ class StreamBatchScheduler(Scheduler):
             request = self.requests.get(request_id)
             if request is not None and not request.is_finished():
                 request.num_computed_tokens -= num_tokens
-                self._streams.advance(request_id, step.progress.get(request_id) if step else None, now_s)
+                self._streams.advance(
+                    request_id, step.progress.get(request_id) if step else None, now_s
+                )
         if step is not None:
             for request_id in step.denoised:
                 request = self.requests.get(request_id)
                 if request is not None and not request.is_finished():
-                    self._streams.end_turn(request_id, now_s)
+                    self._streams.finish_request(request_id, now_s)
                     self._delivering.add(request_id)
         if self._by_deadline:
             self._in_flight.difference_update(scheduler_output.num_scheduled_tokens)
             self._measure(scheduler_output, step, now_s)
         return outputs
 
-    def _measure(self, scheduler_output: SchedulerOutput, step: StepOutput | None, now_s: float) -> None:
+    def _measure(
+        self, scheduler_output: SchedulerOutput, step: StepOutput | None, now_s: float
+    ) -> None:
         """Report the duration of a batch to the cost model.
 
         If the device time of the previous batch is known (`StepOutput.before_s`), it is reported.
@@ -190,20 +210,26 @@ class StreamBatchScheduler(Scheduler):
         formed_s, batch = self._launched.pop(id(scheduler_output), (now_s, []))
         going_on = step.progress if step is not None else self.requests
         total = sum(live.size for live, _ in batch)
-        first = sum(live.size for live, begins in batch if begins)
+        first = sum(live.size for live, starts in batch if starts)
         ending = [live for live, _ in batch if live.request_id not in going_on]
         levels = range(1 + len(self._degradations))
-        last, *degraded = (sum(live.size for live in ending if live.level >= level) for level in levels)
+        last, *degraded = (
+            sum(live.size for live in ending if live.level >= level) for level in levels
+        )
         before, self._unmeasured = self._unmeasured, (total, first, last, degraded)
         if step is not None and step.before_s is not None:
             if before is not None:
                 self._cost_model.observe(*before[:3], step.before_s, before[3])
         elif step is None or not step.unfinished:
-            self._cost_model.observe(total, first, last, now_s - max(formed_s, self._last_end_s), degraded)
+            self._cost_model.observe(
+                total, first, last, now_s - max(formed_s, self._last_end_s), degraded
+            )
         self._last_end_s = self._device_free_s = now_s
         if step is not None and step.unfinished:
             costs = self._cost_model.costs
-            own_s = costs.step_s + costs.size_s * total + costs.first_s * first + costs.last_s * last
+            own_s = (
+                costs.step_s + costs.size_s * total + costs.first_s * first + costs.last_s * last
+            )
             self._device_free_s += max(0.0, own_s)
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
@@ -218,14 +244,16 @@ class StreamBatchScheduler(Scheduler):
         return self._streams.may_step(request.request_id)
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
-        self._streams.end_turn(request.request_id, time.monotonic())
+        self._streams.finish_request(request.request_id, time.monotonic())
         self._delivering.discard(request.request_id)
         self._without_params.discard(request.request_id)
         return super()._free_request(request, delay_free_blocks)
 
 
 def _carries_params(request: Request) -> bool:
-    return request.pooling_params is not None and PARAMS_KEY in (request.pooling_params.extra_kwargs or {})
+    return request.pooling_params is not None and PARAMS_KEY in (
+        request.pooling_params.extra_kwargs or {}
+    )
 
 
 def _hide_errors(request_ids: set[str], outputs: dict[int, EngineCoreOutputs]) -> None:
@@ -238,4 +266,4 @@ def _hide_errors(request_ids: set[str], outputs: dict[int, EngineCoreOutputs]) -
 
 def _fields_of(request: Request) -> RequestFields:
     extra = request.pooling_params.extra_kwargs if request.pooling_params is not None else None
-    return RequestFields.read(request.request_id, extra)
+    return RequestFields.read_extra_kwargs(request.request_id, extra)

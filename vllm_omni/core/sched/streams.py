@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Streams`: scheduling state of requests and of the streams (sessions) that they belong to.
+"""`ScheduledStreams`: scheduling state of requests and of the streams (sessions) that they belong
+to.
 
 It tracks the order of requests in each session, due times, remaining steps, steps and sizes of a
 session's earlier chunks, live streams and their demand. It turns these into inputs of `policy.py`
@@ -17,7 +18,14 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_omni.core.sched.policy import Demand, LiveRequest, StepCosts, choose_level, predicted_end_s, refuses
+from vllm_omni.core.sched.policy import (
+    Demand,
+    LiveRequest,
+    StepCosts,
+    choose_level,
+    predicted_end_s,
+    refuses,
+)
 from vllm_omni.core.step_protocol import ChunkOrder, ChunkProgress, turn
 
 _REMEMBERED = 4096
@@ -42,7 +50,9 @@ class RequestFields:
     """Seconds between two chunks of the stream, if known."""
 
     @classmethod
-    def read(cls, request_id: str, extra_kwargs: dict[str, Any] | None) -> "RequestFields":
+    def read_extra_kwargs(
+        cls, request_id: str, extra_kwargs: dict[str, Any] | None
+    ) -> "RequestFields":
         """Read the fields from `PoolingParams.extra_kwargs`.
 
         A malformed request counts as a session of its own; the runner refuses it. A request without
@@ -66,12 +76,12 @@ def _seconds(value: Any) -> float | None:
 
 
 @dataclass(slots=True, eq=False)
-class Stream:
+class ScheduledStream:
     """Scheduling state of one session."""
 
     waiting: dict[str, tuple[float, int]] = field(default_factory=dict)
     """Requests with remaining steps by id, and their sort keys."""
-    begun: list[str] = field(default_factory=list)
+    started: list[str] = field(default_factory=list)
     """Requests of `waiting` that have been in a batch, in that order."""
     next: str | None = None
     """First of the other requests in `waiting`."""
@@ -95,13 +105,13 @@ class _Entry:
 
     fields: RequestFields
     """Fields of the request."""
-    stream: Stream
+    stream: ScheduledStream
     """Stream of the request."""
     live: LiveRequest
     """The request as an input of `policy.py`."""
 
 
-class Streams:
+class ScheduledStreams:
     """All requests with remaining steps.
 
     Args:
@@ -120,11 +130,11 @@ class Streams:
         """When one of them last ran a step, or when the first of them arrived."""
         self._num_levels = num_levels
         self._entries: dict[str, _Entry] = {}
-        self._streams: OrderedDict[str, Stream] = OrderedDict()
-        self._active: dict[str, Stream] = {}
+        self._streams: OrderedDict[str, ScheduledStream] = OrderedDict()
+        self._active: dict[str, ScheduledStream] = {}
         """Streams of `_streams` that have waiting requests."""
         self._num_arrivals = 0
-        self._typical = Stream()
+        self._typical = ScheduledStream()
         """Steps and size of the last chunk of any stream, as a guess for streams without a finished
         one."""
 
@@ -136,21 +146,32 @@ class Streams:
 
     # -- events ------------------------------------------------------------------------------------
 
-    def add(self, request_id: str, fields: RequestFields, now_s: float) -> None:
+    def add_request(self, request_id: str, fields: RequestFields, now_s: float) -> None:
         stream = self._streams.get(fields.session_id)
         if stream is None:
-            stream = self._streams[fields.session_id] = Stream()
-            self._forget_old()
+            stream = self._streams[fields.session_id] = ScheduledStream()
+            self._evict_old()
         self._streams.move_to_end(fields.session_id)
         if fields.period_s is not None:
             stream.period_s = fields.period_s
         order = self._num_arrivals
         self._num_arrivals += 1
         level = stream.level if fields.is_chunk and fields.deadline_s is not None else 0
-        steps, size = (self._steps(stream, level), self._size(stream)) if fields.is_chunk else (1, 0.0)
+        steps, size = (
+            (self._steps(stream, level), self._size(stream)) if fields.is_chunk else (1, 0.0)
+        )
         # Session operations cost nothing and free memory, so they are due immediately.
-        due_s = now_s if fields.deadline_s is None else now_s + fields.deadline_s
-        live = LiveRequest(request_id, due_s, fields.deadline_s is not None, steps, False, size, order, level=level)
+        due_at_s = now_s if fields.deadline_s is None else now_s + fields.deadline_s
+        live = LiveRequest(
+            request_id,
+            due_at_s,
+            fields.deadline_s is not None,
+            steps,
+            False,
+            size,
+            order,
+            level=level,
+        )
         if fields.is_chunk and fields.deadline_s is None:
             if not self._patient:
                 self._patient_step_s = now_s
@@ -172,7 +193,7 @@ class Streams:
         if entry is None:
             return
         live = entry.live
-        self._begin(request_id, entry)
+        self._start(request_id, entry)
         if request_id in self._patient:
             self._patient_step_s = now_s
         if progress is None:
@@ -186,7 +207,7 @@ class Streams:
                 stream.steps[live.level] = progress.num_steps
                 stream.size = live.size
 
-    def end_turn(self, request_id: str, now_s: float) -> None:
+    def finish_request(self, request_id: str, now_s: float) -> None:
         """Remove a request that has no steps left or was aborted. Idempotent."""
         entry = self._entries.pop(request_id, None)
         if entry is None:
@@ -196,7 +217,7 @@ class Streams:
         stream.last_used_s = now_s
         del stream.waiting[request_id]
         if entry.live.started:
-            stream.begun.remove(request_id)
+            stream.started.remove(request_id)
         if not stream.waiting:
             del self._active[session_id]
         self._choose_next(stream)
@@ -205,44 +226,50 @@ class Streams:
             self._streams.pop(session_id, None)
 
     def committed(self, request_id: str) -> None:
-        """Record that the request's chunk was committed. Call it before `end_turn`."""
+        """Record that the request's chunk was committed. Call it before `finish_request`."""
         entry = self._entries.get(request_id)
         if entry is not None:
             entry.stream.established = True
 
-    def _begin(self, request_id: str, entry: _Entry) -> None:
+    def _start(self, request_id: str, entry: _Entry) -> None:
         if not entry.live.started:
             entry.live.started = True
-            entry.stream.begun.append(request_id)
+            entry.stream.started.append(request_id)
             self._choose_next(entry.stream)
 
-    def _choose_next(self, stream: Stream) -> None:
-        others = (request_id for request_id in stream.waiting if not self._entries[request_id].live.started)
+    def _choose_next(self, stream: ScheduledStream) -> None:
+        others = (
+            request_id
+            for request_id in stream.waiting
+            if not self._entries[request_id].live.started
+        )
         stream.next = min(others, key=stream.waiting.__getitem__, default=None)
 
-    def _forget_old(self) -> None:
+    def _evict_old(self) -> None:
         while len(self._streams) > _REMEMBERED:
             session_id, stream = next(iter(self._streams.items()))
             if stream.waiting:
                 return
             del self._streams[session_id]
 
-    # -- queries ------------------------------------------------------------------------------------
+    # -- queries -----------------------------------------------------------------------------------
 
     def may_step(self, request_id: str) -> bool:
         """Whether a request may start or run its next step."""
         entry = self._entries.get(request_id)
         if entry is None:
             return True
-        begun = [self._entries[other] for other in entry.stream.begun]
+        started = [self._entries[other] for other in entry.stream.started]
         if entry.live.started:
-            ahead = begun[: entry.stream.begun.index(request_id)]
+            ahead = started[: entry.stream.started.index(request_id)]
             return self._may_move(entry, entry.live.step, ahead)
-        return entry.stream.next == request_id and self._may_move(entry, None, begun)
+        return entry.stream.next == request_id and self._may_move(entry, None, started)
 
     def _may_move(self, entry: _Entry, step: int | None, ahead: Sequence[_Entry]) -> bool:
         # The oldest chunk in flight is not committed yet; session operations run alone.
-        alone = any(not other.fields.is_chunk or other.fields.chunk_index == 0 for other in (*ahead, entry))
+        alone = any(
+            not other.fields.is_chunk or other.fields.chunk_index == 0 for other in (*ahead, entry)
+        )
         steps = [other.live.step for other in ahead]
         return self.order.may_move(step, steps, established=entry.stream.established and not alone)
 
@@ -254,18 +281,22 @@ class Streams:
         """
         live = []
         for stream in self._active.values():
-            first = stream.begun[0] if stream.begun else stream.next  # may always run a step
+            first = stream.started[0] if stream.started else stream.next  # may always run a step
             if first is not None and first not in busy:
                 live.append(self._entries[first].live)
-            if stream.begun and self.order.limit > 1:
-                for request_id in [*stream.begun[1:], stream.next][: self.order.limit - 1]:
-                    if request_id is not None and request_id not in busy and self.may_step(request_id):
+            if stream.started and self.order.limit > 1:
+                for request_id in [*stream.started[1:], stream.next][: self.order.limit - 1]:
+                    if (
+                        request_id is not None
+                        and request_id not in busy
+                        and self.may_step(request_id)
+                    ):
                         live.append(self._entries[request_id].live)
         if self._patient:
             patient = [request for request in live if request.request_id in self._patient]
             patient.sort(key=lambda request: (not request.started, request.order))
             for rank, request in enumerate(patient, 1):
-                request.due_s = self._patient_step_s + rank * self._patience_s
+                request.deadline_s = self._patient_step_s + rank * self._patience_s
         return live
 
     def get(self, request_id: str) -> LiveRequest | None:
@@ -279,10 +310,10 @@ class Streams:
         """
         entry = self._entries.get(request_id)
         if entry is not None:
-            self._begin(request_id, entry)
+            self._start(request_id, entry)
             entry.live.step += 1
 
-    def _steps(self, stream: Stream, level: int) -> int:
+    def _steps(self, stream: ScheduledStream, level: int) -> int:
         """Return the steps of a chunk, as last seen at that level, else at a better one, else 1."""
         for known in (stream, self._typical):
             for candidate in range(level, -1, -1):
@@ -290,7 +321,7 @@ class Streams:
                     return known.steps[candidate]
         return 1
 
-    def _size(self, stream: Stream) -> float:
+    def _size(self, stream: ScheduledStream) -> float:
         return next((size for size in (stream.size, self._typical.size) if size is not None), 1.0)
 
     # -- admission and quality ---------------------------------------------------------------------
@@ -302,9 +333,17 @@ class Streams:
             The reason; None if it can be sustained or if `fields` belong to an existing stream.
         """
         named_later = 0 < fields.chunk_index < math.inf
-        if not fields.is_chunk or fields.period_s is None or named_later or fields.session_id in self._streams:
+        if (
+            not fields.is_chunk
+            or fields.period_s is None
+            or named_later
+            or fields.session_id in self._streams
+        ):
             return None
-        return refuses(list(self._demands(now_s, costs)), self._demand(Stream(), fields.period_s, costs))
+        return refuses(
+            list(self._demands(now_s, costs)),
+            self._demand(ScheduledStream(), fields.period_s, costs),
+        )
 
     def _demands(self, now_s: float, costs: StepCosts) -> Iterator[Demand]:
         for stream in self._streams.values():
@@ -314,23 +353,32 @@ class Streams:
             if stream.waiting or now_s - stream.last_used_s <= max(1.0, _LIVE_PERIODS * period_s):
                 yield self._demand(stream, period_s, costs)
 
-    def _demand(self, stream: Stream, period_s: float, costs: StepCosts) -> Demand:
+    def _demand(self, stream: ScheduledStream, period_s: float, costs: StepCosts) -> Demand:
         known = stream.size is not None or self._typical.size is not None
         chunk_s = costs.of_chunk(self._steps(stream, 0), self._size(stream)) if known else 0.0
         return Demand(period_s, chunk_s)
 
-    def decide_level(self, request_id: str, now_s: float, live: Sequence[LiveRequest], costs: StepCosts) -> int:
+    def decide_level(
+        self, request_id: str, now_s: float, live: Sequence[LiveRequest], costs: StepCosts
+    ) -> int:
         """Set and return the degradation level of a chunk that is about to run its first step."""
         entry = self._entries[request_id]
         stream, request = entry.stream, entry.live
         if self._num_levels == 1 or not entry.fields.is_chunk or not request.has_deadline:
             return 0
         size = self._size(stream)
-        levels = [costs.of_chunk(self._steps(stream, level), size, level=level) for level in range(self._num_levels)]
+        levels = [
+            costs.of_chunk(self._steps(stream, level), size, level=level)
+            for level in range(self._num_levels)
+        ]
         own_s = costs.of_chunk(request.steps_left, request.size, level=request.level)
         start_s = predicted_end_s(now_s, request, live, costs) - own_s
         request.level = stream.level = choose_level(
-            stream.level, levels, request.due_s, start_s, stream.period_s or request.due_s - now_s
+            stream.level,
+            levels,
+            request.deadline_s,
+            start_s,
+            stream.period_s or request.deadline_s - now_s,
         )
         request.steps_left = self._steps(stream, request.level)
         return request.level

@@ -2,7 +2,8 @@
 """`vllm-omni bench`: run the benchmarks of a checkout, or compare two results.
 
         vllm-omni bench                          list the benchmarks
-        vllm-omni bench NAME [arguments]         run one; `--json` before NAME prints only the result
+        # run one; `--json` before NAME prints only the result
+        vllm-omni bench NAME [arguments]
         vllm-omni bench compare A.json B.json    compare two results
 
 The scripts and their results belong to the repository and not to the installed package, so the
@@ -37,7 +38,8 @@ def add_parser(subparsers: Any) -> None:
         "bench",
         "run a benchmark of this checkout, or compare two results",
         (
-            "Without a name, list the benchmarks. With a name, run that benchmark with the arguments "
+            "Without a name, list the benchmarks. With a name, run that benchmark with the "
+            "arguments "
             "that follow; its own arguments are shown by `vllm-omni bench NAME --help`. `compare` "
             "prints every number of two results side by side."
         ),
@@ -47,12 +49,19 @@ def add_parser(subparsers: Any) -> None:
             "vllm-omni bench compare before.json after.json --threshold 5",
         ],
     )
-    parser.add_argument("--json", action="store_true", help="print the result, or the comparison, as JSON only")
     parser.add_argument(
-        "--threshold", type=float, metavar="PERCENT", help="compare: end with status 1 if something is worse by more"
+        "--json", action="store_true", help="print the result, or the comparison, as JSON only"
+    )
+    parser.add_argument(
+        "--threshold",
+        type=float,
+        metavar="PERCENT",
+        help="compare: end with status 1 if something is worse by more",
     )
     parser.add_argument("name", nargs="?", help="a benchmark, or `compare`; none: list them")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the benchmark's own; `compare`: two files")
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, help="the benchmark's own; `compare`: two files"
+    )
     parser.set_defaults(run=run)
 
 
@@ -67,7 +76,9 @@ def run(args: argparse.Namespace) -> int:
             print(f"{name:{width}}  {title}")
         return 0
     if args.name not in scripts:
-        raise CommandError(f"there is no benchmark {args.name!r}; there are: {', '.join(scripts)}, and `compare`")
+        raise CommandError(
+            f"there is no benchmark {args.name!r}; there are: {', '.join(scripts)}, and `compare`"
+        )
     command = [sys.executable, str(folder / f"{args.name}.py"), *args.arguments]
     if not args.json:
         return subprocess.run(command, check=False).returncode
@@ -87,11 +98,15 @@ def _run_for_json(command: list[str]) -> int:
 
 
 def _folder() -> Path:
-    """Return `benchmarks/` of the checkout that this package or the working directory belongs to."""
+    """Return `benchmarks/` of the checkout that this package or the working directory belongs
+    to.
+    """
     for folder in (_CHECKOUT / "benchmarks", Path.cwd() / "benchmarks"):
         if (folder / "common.py").is_file():
             return folder
-    raise CommandError("benchmarks are part of the repository, not of the package: run this in a checkout of it")
+    raise CommandError(
+        "benchmarks are part of the repository, not of the package: run this in a checkout of it"
+    )
 
 
 def _scripts(folder: Path) -> Iterator[tuple[str, str]]:
@@ -102,11 +117,11 @@ def _scripts(folder: Path) -> Iterator[tuple[str, str]]:
             yield path.stem, (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
 
 
-# -- comparison ----------------------------------------------------------------------------------------------------
+# -- comparison ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Change:
+class MetricChange:
     """One number in two results."""
 
     name: str
@@ -132,35 +147,52 @@ def _compare(arguments: list[str], as_json: bool, threshold: float | None) -> in
     args = parser.parse_args(arguments)
     as_json, threshold, files = args.json, args.threshold, args.files
     if len(files) != 2:
-        raise CommandError(f"compare takes two result files, got {len(files)}: vllm-omni bench compare A.json B.json")
+        raise CommandError(
+            f"compare takes two result files, got {len(files)}: vllm-omni bench compare "
+            "A.json B.json"
+        )
     before, after = (_read(Path(file)) for file in files)
     changes, missing = compare(before, after)
     if not changes:
-        raise CommandError("the two results have no number in common; are they of the same benchmark?")
+        raise CommandError(
+            "the two results have no number in common; are they of the same benchmark?"
+        )
     differing = [key for key in _ABOUT[1:] if before.get(key) != after.get(key)]
     if as_json:
         rows = [
-            {"name": c.name, "before": c.before, "after": c.after, "percent": c.percent, "worse": c.worse}
+            {
+                "name": c.name,
+                "before": c.before,
+                "after": c.after,
+                "percent": c.percent,
+                "worse": c.worse,
+            }
             for c in changes
         ]
-        print(json.dumps({"changes": rows, "only_in_one": missing, "differing": differing}, indent=2))
+        print(
+            json.dumps({"changes": rows, "only_in_one": missing, "differing": differing}, indent=2)
+        )
     else:
         _print(changes, missing, differing)
     over = [
         change
         for change in changes
-        if threshold is not None and change.worse and (change.percent is None or abs(change.percent) > threshold)
+        if threshold is not None
+        and change.worse
+        and (change.percent is None or abs(change.percent) > threshold)
     ]
     for change in over:
         print(f"worse by more than {threshold:g} %: {change.name}", file=sys.stderr)
     return 1 if over else 0
 
 
-def compare(before: dict[str, Any], after: dict[str, Any]) -> tuple[list[Change], list[str]]:
+def compare(before: dict[str, Any], after: dict[str, Any]) -> tuple[list[MetricChange], list[str]]:
     """Return the numbers in both results, in order, and the names in only one of them."""
     old, new = dict(_numbers(before)), dict(_numbers(after))
     changes = [
-        Change(name, value, new[name], _worse(name, value, new[name])) for name, value in old.items() if name in new
+        MetricChange(name, value, new[name], _worse(name, value, new[name]))
+        for name, value in old.items()
+        if name in new
     ]
     return changes, sorted(set(old) ^ set(new))
 
@@ -172,13 +204,20 @@ def _numbers(document: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, float]]:
-    """Yield the numbers below `value` by dotted name. Rows of a table are named by their strings."""
+    """Yield the numbers below `value` by dotted name.
+
+    Rows of a table are named by their strings.
+    """
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _leaves(inner, f"{name}.{key}")
     elif isinstance(value, list):
         for index, inner in enumerate(value):
-            texts = [text for text in inner.values() if isinstance(text, str)] if isinstance(inner, dict) else []
+            texts = (
+                [text for text in inner.values() if isinstance(text, str)]
+                if isinstance(inner, dict)
+                else []
+            )
             yield from _leaves(inner, f"{name}[{', '.join(texts) or index}]")
     elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         yield name, float(value)
@@ -209,13 +248,15 @@ def _read(path: Path) -> dict[str, Any]:
     return document
 
 
-def _print(changes: list[Change], missing: list[str], differing: list[str]) -> None:
+def _print(changes: list[MetricChange], missing: list[str], differing: list[str]) -> None:
     width = max(len(change.name) for change in changes)
     print(f"{'':{width}} {'before':>12} {'after':>12} {'change':>9}")
     for change in changes:
         percent = "" if change.percent is None else f"{change.percent:+.1f} %"
         mark = {True: "  worse", False: "", None: ""}[change.worse]
-        print(f"{change.name:{width}} {change.before:12.6g} {change.after:12.6g} {percent:>9}{mark}")
+        print(
+            f"{change.name:{width}} {change.before:12.6g} {change.after:12.6g} {percent:>9}{mark}"
+        )
     if missing:
         print(f"\nonly in one of them: {', '.join(missing)}")
     if differing:

@@ -34,11 +34,11 @@ from vllm_omni.entrypoints.webui.address import page_url
 if TYPE_CHECKING:
     import numpy as np
 
-    from vllm_omni.worlds.card import WorldCard
+    from vllm_omni.worlds.description import WorldDescription
 
 # N pixel frames, T frames, H height, W width, C = 3 channels
 
-DOOR = "/v1/realtime/world/camera"
+Endpoint = "/v1/realtime/world/camera"
 TINY_MODEL = "lingbot_world"
 _HOST = "127.0.0.1"
 _LOG_LINES_SHOWN = 20
@@ -60,7 +60,8 @@ def add_parser(subparsers: Any) -> None:
         "demo",
         "serve a world, walk through it, write demo.mp4 and demo.png",
         (
-            "Start `vllm serve ... --omni` with a world, stream a walk through it over its WebSocket, "
+            "Start `vllm serve ... --omni` with a world, stream a walk through it over its "
+            "WebSocket, "
             "and write the frames to demo.mp4 and demo.png. The server keeps running until Ctrl-C, "
             "and its page's address is printed."
         ),
@@ -70,17 +71,39 @@ def add_parser(subparsers: Any) -> None:
             "vllm-omni demo --model my_world --chunks 8 --size 160x96",
         ],
     )
-    parser.add_argument("--once", action="store_true", help="stop the server after the files are written")
+    parser.add_argument(
+        "--once", action="store_true", help="stop the server after the files are written"
+    )
     world = parser.add_mutually_exclusive_group()
-    world.add_argument("--model", type=Path, help="checkpoint directory (default: the trained world of this package)")
-    world.add_argument("--random", action="store_true", help="a tiny world with random weights instead")
-    parser.add_argument("--out", type=Path, default=Path(), help="directory for the files (default: here)")
-    parser.add_argument("--chunks", type=int, help="chunks to stream (default: the length of the world's tour, else 5)")
-    parser.add_argument("--size", help="video size, WIDTHxHEIGHT (default: the world's size, else 160x96)")
-    parser.add_argument("--image", type=Path, help="start image (default: the tour's, else a drawn landscape)")
+    world.add_argument(
+        "--model",
+        type=Path,
+        help="checkpoint directory (default: the trained world of this package)",
+    )
+    world.add_argument(
+        "--random", action="store_true", help="a tiny world with random weights instead"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path(), help="directory for the files (default: here)"
+    )
+    parser.add_argument(
+        "--chunks",
+        type=int,
+        help="chunks to stream (default: the length of the world's tour, else 5)",
+    )
+    parser.add_argument(
+        "--size", help="video size, WIDTHxHEIGHT (default: the world's size, else 160x96)"
+    )
+    parser.add_argument(
+        "--image", type=Path, help="start image (default: the tour's, else a drawn landscape)"
+    )
     parser.add_argument("--prompt", help="scene prompt (default: the tour's)")
-    parser.add_argument("--port", type=int, default=8000, help="port; if it is in use, any free one (default: 8000)")
-    parser.add_argument("--start-timeout", type=float, default=600.0, help="seconds the server may take to start")
+    parser.add_argument(
+        "--port", type=int, default=8000, help="port; if it is in use, any free one (default: 8000)"
+    )
+    parser.add_argument(
+        "--start-timeout", type=float, default=600.0, help="seconds the server may take to start"
+    )
     parser.set_defaults(run=run)
 
 
@@ -92,9 +115,15 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(f"--chunks must be >= 1, got {args.chunks}")
     console = Console()
     args.out.mkdir(parents=True, exist_ok=True)
-    model, card = find_world(args, console)
-    width, height = parse_size(args.size) if args.size else card.sizes[0] if card else _RANDOM_SIZE
-    walk = plan_walk(args, model, card)
+    model, description = find_world(args, console)
+    width, height = (
+        parse_size(args.size)
+        if args.size
+        else description.sizes[0]
+        if description
+        else _RANDOM_SIZE
+    )
+    walk = plan_walk(args, model, description)
     port = free_port(args.port)
     if port != args.port:
         console.print(f"port {args.port} is in use or 0; taking {port}")
@@ -103,28 +132,34 @@ def run(args: argparse.Namespace) -> int:
         signal.signal(number, _interrupt)
     with server(model, port, height, width, args.out / "demo_server.log") as process:
         wait_until_healthy(process, args.start_timeout, console)
-        url = f"ws://{_HOST}:{port}{DOOR}"
+        url = f"ws://{_HOST}:{port}{Endpoint}"
         chunks = stream(url, walk, height, width, args.chunks, console, started_s)
         frames_THWC = write_files(chunks, args.out, console)
         if walk.truth is not None:
             write_truth(frames_THWC, walk.truth, args.out, console)
         if not args.once:
             page = page_url(_HOST, port)
-            console.print(f"\nopen {page} in a browser to walk through it yourself", soft_wrap=True, highlight=False)
-            console.print(f"serving {model} at {url} (log: {process.log}); Ctrl-C stops it", soft_wrap=True)
+            console.print(
+                f"\nopen {page} in a browser to walk through it yourself",
+                soft_wrap=True,
+                highlight=False,
+            )
+            console.print(
+                f"serving {model} at {url} (log: {process.log}); Ctrl-C stops it", soft_wrap=True
+            )
             wait_for_interrupt(process)
     return 0
 
 
-def find_world(args: argparse.Namespace, console: Any) -> "tuple[Path, WorldCard | None]":
+def find_world(args: argparse.Namespace, console: Any) -> "tuple[Path, WorldDescription | None]":
     """Return the checkpoint directory to serve, and its world description if it has one.
 
     Raises:
         CommandError: There is no such checkpoint.
     """
-    from vllm_omni.entrypoints.cli.make_tiny import write_tiny
+    from vllm_omni.entrypoints.cli.checkpoints.make_tiny import write_tiny
     from vllm_omni.worlds import village_checkpoint
-    from vllm_omni.worlds.card import read_card
+    from vllm_omni.worlds.description import read_description
 
     try:
         if args.random:
@@ -134,12 +169,13 @@ def find_world(args: argparse.Namespace, console: Any) -> "tuple[Path, WorldCard
                 console.print(f"wrote the tiny random world {model}")
         else:
             model = args.model or village_checkpoint()
-        return model, read_card(model)
+        return model, read_description(model)
     except ValueError as error:
         raise CommandError(str(error)) from error
 
 
-# ---- the server -------------------------------------------------------------------------------------------------
+# ---- the server
+# -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -201,7 +237,12 @@ def server(
     env = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **os.environ}
     with log.open("wb") as output:
         popen = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=env,
+            start_new_session=True,
         )
     process = ServerProcess(popen, port, log)
     try:
@@ -220,7 +261,17 @@ def serve_command(
     options = json.dumps({"omni": {"height": height, "width": width, **chosen}})
     return [
         *([str(vllm)] if vllm.exists() else [sys.executable, "-m", "vllm.entrypoints.cli.main"]),
-        *("serve", str(model), "--omni", "--host", _HOST, "--port", str(port), "--additional-config", options),
+        *(
+            "serve",
+            str(model),
+            "--omni",
+            "--host",
+            _HOST,
+            "--port",
+            str(port),
+            "--additional-config",
+            options,
+        ),
     ]
 
 
@@ -236,19 +287,21 @@ def wait_until_healthy(process: ServerProcess, timeout_s: float, console: Any) -
         while (elapsed_s := time.monotonic() - started) < timeout_s:
             if (code := process.popen.poll()) is not None:
                 raise process.failure(f"the server ended with status {code} while starting")
-            if answers(url):
+            if responses(url):
                 console.print(f"server is up after {elapsed_s:.0f} s")
                 return
-            status.update(f"starting vLLM, {elapsed_s:.0f} s (a first start takes about half a minute)")
+            status.update(
+                f"starting vLLM, {elapsed_s:.0f} s (a first start takes about half a minute)"
+            )
             time.sleep(0.25)
     raise process.failure(f"the server was not ready within {timeout_s:.0f} s")
 
 
-def answers(url: str) -> bool:
+def responses(url: str) -> bool:
     """Return whether an HTTP GET returns 200."""
     try:
-        with open_loopback(url, timeout_s=5) as answer:
-            return int(answer.status) == 200
+        with open_loopback(url, timeout_s=5) as response:
+            return int(response.status) == 200
     except (urllib.error.URLError, ConnectionError, TimeoutError):
         return False
 
@@ -277,7 +330,8 @@ def free_port(wanted: int) -> int:
     raise CommandError("no free TCP port on the loopback address")
 
 
-# ---- the walk ---------------------------------------------------------------------------------------------------
+# ---- the walk
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -324,32 +378,44 @@ class Walk:
         return _CHUNKS if self.keys is None else 1 + max(0, len(self.keys) - first) // later
 
 
-def plan_walk(args: argparse.Namespace, model: Path, card: "WorldCard | None") -> Walk:
+def plan_walk(
+    args: argparse.Namespace, model: Path, description: "WorldDescription | None"
+) -> Walk:
     """Return the world's tour, or a walk without reference if it does not apply.
 
     It does not apply with another image or prompt, or in a world without a tour.
     """
-    from vllm_omni.worlds.card import card_file
+    from vllm_omni.worlds.description import description_file
 
     image = args.image.read_bytes() if args.image else None
-    if card is None or card.tour is None:
+    if description is None or description.tour is None:
         return Walk(image or start_image(), {0: args.prompt or _PROMPT})
-    tour = card.tour
+    tour = description.tour
     keys = [list(held) for held in tour.keys]
     if image is not None:
-        print(f"{card.title}: {card.about}")
-    as_told = image is None and args.prompt is None and args.size is None
+        print(f"{description.title}: {description.about}")
+    as_reported = image is None and args.prompt is None and args.size is None
     return Walk(
-        image=image or card_file(model, tour.start).read_bytes(),
-        prompts={0: args.prompt} if args.prompt else {frame: card.prompt(name) for frame, name in tour.prompts},
+        image=image or description_file(model, tour.start).read_bytes(),
+        prompts={0: args.prompt}
+        if args.prompt
+        else {frame: description.prompt(name) for frame, name in tour.prompts},
         keys=keys,
         seed=tour.seed,
-        truth=card_file(model, tour.truth) if as_told and tour.truth is not None else None,
+        truth=description_file(model, tour.truth)
+        if as_reported and tour.truth is not None
+        else None,
     )
 
 
 def stream(
-    url: str, walk: Walk, height: int, width: int, num_chunks: int | None, console: Any, started_s: float | None = None
+    url: str,
+    walk: Walk,
+    height: int,
+    width: int,
+    num_chunks: int | None,
+    console: Any,
+    started_s: float | None = None,
 ) -> list[Chunk]:
     """Walk through the world chunk by chunk, and print a line for each chunk.
 
@@ -372,10 +438,18 @@ def stream(
     from websockets.sync.client import connect
 
     chunks: list[Chunk] = []
-    columns = (TextColumn("walking"), BarColumn(), MofNCompleteColumn(), TextColumn("chunks"), TimeElapsedColumn())
+    columns = (
+        TextColumn("walking"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("chunks"),
+        TimeElapsedColumn(),
+    )
     try:
         with (
-            connect(url, max_size=None, compression=None, open_timeout=30, proxy=websocket_proxy(url)) as socket_,
+            connect(
+                url, max_size=None, compression=None, open_timeout=30, proxy=websocket_proxy(url)
+            ) as socket_,
             Progress(*columns, console=console) as progress,
         ):
             hello = msgspec.msgpack.decode(_binary(socket_.recv(timeout=30)))
@@ -391,7 +465,12 @@ def stream(
                 request: dict[str, Any] = {
                     "endpoint": "infer",
                     "actions": walk.held(part),
-                    "extra_body": {"height": height, "width": width, "seed": walk.seed, "video_format": "mp4"},
+                    "extra_body": {
+                        "height": height,
+                        "width": width,
+                        "seed": walk.seed,
+                        "video_format": "mp4",
+                    },
                 }
                 if index == 0:
                     request |= {"image": walk.image}
@@ -399,15 +478,28 @@ def stream(
                     request |= {"prompt": prompt}
                 chunk = _infer(socket_, request)
                 if len(chunk.frames) != count:
-                    raise CommandError(f"chunk {index} has {len(chunk.frames)} frames, {count} were requested")
+                    raise CommandError(
+                        f"chunk {index} has {len(chunk.frames)} frames, {count} were requested"
+                    )
                 chunks.append(chunk)
                 if index == 0 and started_s is not None:
-                    progress.console.print(f"first frame after {time.monotonic() - started_s:.0f} s")
+                    progress.console.print(
+                        f"first frame after {time.monotonic() - started_s:.0f} s"
+                    )
                 progress.console.print(describe(index, chunk), soft_wrap=True, highlight=False)
                 progress.advance(task)
                 start = part.stop
-    except (WebSocketException, OSError, TimeoutError, msgspec.DecodeError, KeyError, ValueError) as error:
-        raise CommandError(f"streaming from {url} failed: {type(error).__name__}: {error}") from error
+    except (
+        WebSocketException,
+        OSError,
+        TimeoutError,
+        msgspec.DecodeError,
+        KeyError,
+        ValueError,
+    ) as error:
+        raise CommandError(
+            f"streaming from {url} failed: {type(error).__name__}: {error}"
+        ) from error
     return chunks
 
 
@@ -420,7 +512,7 @@ def _infer(socket_: Any, request: dict[str, Any]) -> Chunk:
     import msgspec
     import numpy as np
 
-    from vllm_omni.entrypoints.media import decode_mp4
+    from vllm_omni.entrypoints.media.mp4 import decode_mp4
 
     started = time.monotonic()
     socket_.send(msgspec.msgpack.encode(request))
@@ -451,20 +543,26 @@ def describe(index: int, chunk: Chunk) -> str:
     """Return one line about a chunk: frames, time, rate, size and the server's times."""
     count = len(chunk.frames)
     stages = [
-        f"{name.removesuffix('_ms')} {ms:.0f}" for name, ms in chunk.timing.items() if name != "total_ms" and ms >= 0.5
+        f"{name.removesuffix('_ms')} {ms:.0f}"
+        for name, ms in chunk.timing.items()
+        if name != "total_ms" and ms >= 0.5
     ]
     return (
-        f"chunk {index}: {count} frames in {1000 * chunk.wall_s:.0f} ms ({count / chunk.wall_s:.0f}/s), "
+        f"chunk {index}: {count} frames in {1000 * chunk.wall_s:.0f} ms "
+        f"({count / chunk.wall_s:.0f}/s), "
         f"{chunk.wire_bytes / 1000:.0f} kB" + (f"; ms: {', '.join(stages)}" if stages else "")
     )
 
 
 def start_image() -> bytes:
     """Return the bundled start image, a PNG drawn by scripts/draw_start_image.py."""
-    return (importlib.resources.files("vllm_omni.entrypoints.cli") / "data" / "start.png").read_bytes()
+    return (
+        importlib.resources.files("vllm_omni.entrypoints.cli") / "data" / "start.png"
+    ).read_bytes()
 
 
-# ---- the files --------------------------------------------------------------------------------------------------
+# ---- the files
+# --------------------------------------------------------------------------------------------------
 
 
 def write_files(chunks: Sequence[Chunk], out: Path, console: Any, fps: float = 16) -> "np.ndarray":
@@ -478,7 +576,7 @@ def write_files(chunks: Sequence[Chunk], out: Path, console: Any, fps: float = 1
     """
     import numpy as np
 
-    from vllm_omni.entrypoints.media import contact_sheet, decode_mp4, encode_mp4
+    from vllm_omni.entrypoints.media.mp4 import contact_sheet, decode_mp4, encode_mp4
 
     frames_THWC = np.concatenate([chunk.frames for chunk in chunks])
     video, sheet = out / "demo.mp4", out / "demo.png"
@@ -489,9 +587,13 @@ def write_files(chunks: Sequence[Chunk], out: Path, console: Any, fps: float = 1
     if len(written_THWC) != len(frames_THWC):
         raise CommandError(f"{video} holds {len(written_THWC)} frames, {len(frames_THWC)} arrived")
     if (written_THWC == written_THWC[0]).all():
-        raise CommandError(f"all {len(written_THWC)} frames of {video} are the same picture; the world does not move")
+        raise CommandError(
+            f"all {len(written_THWC)} frames of {video} are the same picture; the world does "
+            "not move"
+        )
     console.print(
-        f"wrote {video} ({len(frames_THWC)} frames, {len(frames_THWC) / fps:.1f} s) and {sheet}; read back and checked",
+        f"wrote {video} ({len(frames_THWC)} frames, {len(frames_THWC) / fps:.1f} s) and {sheet}; "
+        "read back and checked",
         soft_wrap=True,
     )
     return frames_THWC
@@ -505,19 +607,29 @@ def write_truth(frames_THWC: "np.ndarray", truth: Path, out: Path, console: Any)
     """
     import numpy as np
 
-    from vllm_omni.entrypoints.media import contact_sheet, decode_mp4
+    from vllm_omni.entrypoints.media.mp4 import contact_sheet, decode_mp4
 
     true_THWC, _ = decode_mp4(truth.read_bytes())
     count = min(len(frames_THWC), len(true_THWC))
     if frames_THWC.shape[1:] != true_THWC.shape[1:]:
-        raise CommandError(f"{truth} has frames {true_THWC.shape[1:]}, the world made {frames_THWC.shape[1:]}")
+        raise CommandError(
+            f"{truth} has frames {true_THWC.shape[1:]}, the world made {frames_THWC.shape[1:]}"
+        )
     shown = np.linspace(0, count - 1, min(_SHOWN, count)).round().astype(int)
     strip = out / "demo_truth.png"
-    contact_sheet(np.concatenate([frames_THWC[shown], true_THWC[shown]]), columns=len(shown)).save(strip)
+    contact_sheet(np.concatenate([frames_THWC[shown], true_THWC[shown]]), columns=len(shown)).save(
+        strip
+    )
     wrong = (frames_THWC[:count].astype(np.float32) - true_THWC[:count]) ** 2
-    near = [10 * float(np.log10(255**2 / max(1e-3, part.mean()))) for part in np.array_split(wrong, 3)]
+    near = [
+        10 * float(np.log10(255**2 / max(1e-3, part.mean()))) for part in np.array_split(wrong, 3)
+    ]
     console.print(
-        f"wrote {strip}: the world above, the renderer it learned from below; PSNR of the three thirds of the walk: "
+        (
+            f"wrote {strip}: the world above, the renderer it learned from below; PSNR of "
+            "the three "
+            "thirds of the walk: "
+        )
         + ", ".join(f"{value:.1f}" for value in near)
         + " dB",
         soft_wrap=True,
@@ -528,6 +640,10 @@ def write_truth(frames_THWC: "np.ndarray", truth: Path, out: Path, console: Any)
 def parse_size(text: str) -> tuple[int, int]:
     """Parse a size: `832x480` gives (832, 480). Both must be multiples of 16."""
     width, x, height = text.partition("x")
-    if not (x and width.isdecimal() and height.isdecimal()) or any(int(n) % 16 or not int(n) for n in (width, height)):
-        raise CommandError(f"--size must be WIDTHxHEIGHT in multiples of 16, such as 160x96, got {text!r}")
+    if not (x and width.isdecimal() and height.isdecimal()) or any(
+        int(n) % 16 or not int(n) for n in (width, height)
+    ):
+        raise CommandError(
+            f"--size must be WIDTHxHEIGHT in multiples of 16, such as 160x96, got {text!r}"
+        )
     return int(width), int(height)

@@ -10,19 +10,8 @@ import importlib.metadata
 import sys
 from collections.abc import Sequence
 
-from vllm_omni.entrypoints.cli import (
-    bench,
-    demo,
-    doctor,
-    download,
-    make_tiny,
-    make_world,
-    plan,
-    replay,
-    router,
-    serve,
-    verify,
-)
+from vllm_omni.entrypoints.cli import bench, demo, doctor, plan, replay, router, serve
+from vllm_omni.entrypoints.cli.checkpoints import download, make_tiny, make_world, verify
 from vllm_omni.entrypoints.cli.errors import CommandError
 
 _SUBCOMMANDS = (demo, verify, make_world, make_tiny, download, doctor, bench, router, replay, plan)
@@ -57,14 +46,18 @@ def _dispatch(argv: list[str]) -> int:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="vllm-omni",
-        description="Video world models on stock vLLM. `vllm-omni COMMAND --help` describes a command.",
-        epilog="examples:\n  vllm-omni demo\n  vllm-omni make-world my_world\n  vllm serve my_world --omni",
+        description="Video world models on stock vLLM. `vllm-omni COMMAND --help` describes a "
+        "command.",
+        epilog="examples:\n  vllm-omni demo\n  vllm-omni make-world my_world\n  vllm serve "
+        "my_world --omni",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("-V", "--version", action="version", version=_versions())
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
-    subparsers.add_parser("serve", help="the same as `vllm serve MODEL --omni`; takes every flag of `vllm serve`")
+    subparsers.add_parser(
+        "serve", help="the same as `vllm serve MODEL --omni`; takes every flag of `vllm serve`"
+    )
     for module in _SUBCOMMANDS:
         module.add_parser(subparsers)
     return parser
@@ -85,7 +78,10 @@ def _run_stock(argv: list[str]) -> int:
     from vllm.entrypoints.cli.main import main as vllm_main
 
     name = argv[0] if argv else "(none)"
-    print(f"vllm-omni: --omni adds nothing to the vllm command {name!r}; running it as it is", file=sys.stderr)
+    print(
+        f"vllm-omni: --omni adds nothing to the vllm command {name!r}; running it as it is",
+        file=sys.stderr,
+    )
     sys.argv = [sys.argv[0], *argv]
     vllm_main()
     return 0

@@ -41,7 +41,8 @@ def missing_omni(argv: Sequence[str]) -> str | None:
     except (ValueError, OSError):
         return None
     return (
-        f"vllm_omni: {path} is a checkpoint of {family.name}; serve it with: vllm serve {shlex.join(argv[2:])} --omni"
+        f"vllm_omni: {path} is a checkpoint of {family.name}; serve it with: vllm serve "
+        f"{shlex.join(argv[2:])} --omni"
     )
 
 

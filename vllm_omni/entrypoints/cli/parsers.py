@@ -27,7 +27,9 @@ def add_command(
     Returns:
         The parser, to which the module adds its arguments.
     """
-    paragraphs = [textwrap.fill(" ".join(text.split()), _WIDTH) for text in description.split("\n\n")]
+    paragraphs = [
+        textwrap.fill(" ".join(text.split()), _WIDTH) for text in description.split("\n\n")
+    ]
     parser: argparse.ArgumentParser = subparsers.add_parser(
         name,
         help=summary,
@@ -47,7 +49,7 @@ def family_list() -> str:
 
 def download_list() -> str:
     """Return the names that `vllm-omni download` accepts for `--help`."""
-    from vllm_omni.model_executor.hub import hub_source
+    from vllm_omni.model_executor.checkpoint.hub import hub_source
     from vllm_omni.model_executor.models.registry import known_names
 
     names = []

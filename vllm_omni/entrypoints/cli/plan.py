@@ -14,7 +14,8 @@ def add_parser(subparsers: Any) -> None:
         "plan",
         "memory and sessions of a model for every split over several GPUs",
         (
-            "Compute memory and sessions of a streaming model for every split over the GPUs from its "
+            "Compute memory and sessions of a streaming model for every split over the GPUs "
+            "from its "
             "shapes, and print the measured speed of its network. Needs no GPU and no weights."
         ),
         [
@@ -25,19 +26,38 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument(
         "model",
-        help="lingbot_world, lingbot_world_v2_1_3b, causal_wan_1_3b, causal_wan_14b, matrix_game, a causal Wan's or a "
-        "Waypoint's download name, a checkpoint directory, or `all`: which sizes fit which GPU in which precision",
+        help="lingbot_world, lingbot_world_v2_1_3b, causal_wan_1_3b, causal_wan_14b, matrix_game, "
+        "a causal Wan's or a "
+        "Waypoint's download name, a checkpoint directory, or `all`: which sizes fit which GPU in "
+        "which precision",
     )
     parser.add_argument("--gpu", default="H200", help="kind of GPU, H200 or H100 (default: H200)")
     parser.add_argument("--n", type=int, default=1, help="largest number of GPUs (default: 1)")
     parser.add_argument("--sessions", type=int, default=1, help="live sessions (default: 1)")
     parser.add_argument("--height", type=int, help="pixels (default: the model's)")
     parser.add_argument("--width", type=int, help="pixels (default: the model's)")
-    parser.add_argument("--window", type=int, help="latent frames in the K/V window (default: the model's)")
-    parser.add_argument("--latent-frames", type=int, help="latent frames per chunk, of four frames each (default: 3)")
-    parser.add_argument("--video-input", action="store_true", help="each chunk brings its video (causal Wan)")
-    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="as vLLM's (default: auto)")
-    parser.add_argument("--quantization", choices=("fp8", "nvfp4"), help="quantization of the weights (default: none)")
+    parser.add_argument(
+        "--window", type=int, help="latent frames in the K/V window (default: the model's)"
+    )
+    parser.add_argument(
+        "--latent-frames",
+        type=int,
+        help="latent frames per chunk, of four frames each (default: 3)",
+    )
+    parser.add_argument(
+        "--video-input", action="store_true", help="each chunk brings its video (causal Wan)"
+    )
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=("auto", "fp8"),
+        default="auto",
+        help="as vLLM's (default: auto)",
+    )
+    parser.add_argument(
+        "--quantization",
+        choices=("fp8", "nvfp4"),
+        help="quantization of the weights (default: none)",
+    )
     parser.add_argument(
         "--text-encoder",
         choices=("host", "gpu"),
@@ -45,11 +65,18 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--max-loras", type=int, help="slots of LoRA adapters (default: none)")
     parser.add_argument(
-        "--max-lora-rank", type=int, default=16, help="largest rank of an adapter (default: 16, as in vLLM)"
+        "--max-lora-rank",
+        type=int,
+        default=16,
+        help="largest rank of an adapter (default: 16, as in vLLM)",
     )
-    parser.add_argument("--matched-steps", type=int, help="denoise steps of a noise-matched cache (causal Wan)")
     parser.add_argument(
-        "--chunks-in-flight", type=int, help="chunks in flight of a noise-matched stream (default: as many as steps)"
+        "--matched-steps", type=int, help="denoise steps of a noise-matched cache (causal Wan)"
+    )
+    parser.add_argument(
+        "--chunks-in-flight",
+        type=int,
+        help="chunks in flight of a noise-matched stream (default: as many as steps)",
     )
     parser.set_defaults(run=run)
 
@@ -66,8 +93,12 @@ def run(args: argparse.Namespace) -> int:
             raise CommandError(f"--{name} must be from 1 to 64, got {getattr(args, name)}")
     sizes = {"height": args.height, "width": args.width, "window": args.window}
     changes = {name: value for name, value in sizes.items() if value is not None}
-    if any(value < 1 for value in changes.values()) or any(changes.get(side, 16) % 16 for side in ("height", "width")):
-        raise CommandError("--height and --width must be positive multiples of 16, --window at least 1")
+    if any(value < 1 for value in changes.values()) or any(
+        changes.get(side, 16) % 16 for side in ("height", "width")
+    ):
+        raise CommandError(
+            "--height and --width must be positive multiples of 16, --window at least 1"
+        )
     if args.latent_frames is not None:
         if not 1 <= args.latent_frames <= 32:
             raise CommandError(f"--latent-frames must be from 1 to 32, got {args.latent_frames}")
@@ -96,7 +127,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def sized(changes: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that all models take. `plan all` has a row per precision and device of the text encoder."""
+    """Return the settings that all models take.
+
+    `plan all` has a row per precision and device of the text encoder.
+    """
     return {name: value for name, value in changes.items() if name in ("height", "width", "window")}
 
 
@@ -104,7 +138,9 @@ def _cache(args: argparse.Namespace) -> dict[str, Any]:
     """Return the kind of K/V cache as fields of `StreamModel`. Raises CommandError."""
     if args.matched_steps is None:
         if args.chunks_in_flight is not None:
-            raise CommandError("--chunks-in-flight needs --matched-steps: with the strict cache a chunk runs alone")
+            raise CommandError(
+                "--chunks-in-flight needs --matched-steps: with the strict cache a chunk runs alone"
+            )
         return {}
     in_flight = args.matched_steps if args.chunks_in_flight is None else args.chunks_in_flight
     if not (1 <= args.matched_steps <= 64 and 1 <= in_flight <= 64):

@@ -24,7 +24,8 @@ def add_parser(subparsers: Any) -> None:
         "replay",
         "run a recorded session again and compare its frames",
         (
-            "Run the requests of a recorded session again, offline, and compare every frame with the "
+            "Run the requests of a recorded session again, offline, and compare every frame "
+            "with the "
             "recorded digest. The exit status is 1 if a frame differs. A server writes recordings "
             "with the option `omni.record_dir`."
         ),
@@ -34,15 +35,23 @@ def add_parser(subparsers: Any) -> None:
         ],
     )
     parser.add_argument("file", type=Path, help="a recording (omni.record_dir)")
-    parser.add_argument("--model", type=Path, help="checkpoint directory (default: the one that was recorded)")
+    parser.add_argument(
+        "--model", type=Path, help="checkpoint directory (default: the one that was recorded)"
+    )
     parser.add_argument("--tensor-parallel-size", type=int, help="default: as recorded")
     parser.add_argument("--pipeline-parallel-size", type=int, help="default: as recorded")
     parser.add_argument(
-        "--lora-modules", nargs="+", default=[], metavar="NAME=PATH", help="the adapters that the recording used"
+        "--lora-modules",
+        nargs="+",
+        default=[],
+        metavar="NAME=PATH",
+        help="the adapters that the recording used",
     )
     parser.add_argument("--out", type=Path, help="write the frames to this .mp4")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
-    parser.add_argument("--dry-run", action="store_true", help="only read the file and say what is in it")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="only read the file and say what is in it"
+    )
     parser.set_defaults(run=run)
 
 
@@ -59,7 +68,10 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(f"{args.file} holds no finished chunk")
     if not whole:
         print("the recording ends within a chunk (the server was killed?); that one is left out")
-    print(f"{args.file.name}: {len(chunks)} chunks of {header.family}, made by vllm_omni {header.package_version}")
+    print(
+        f"{args.file.name}: {len(chunks)} chunks of {header.family}, made by vllm_omni "
+        f"{header.package_version}"
+    )
     needed = _adapters_in(chunks)
     if needed:
         print("with adapters " + ", ".join(f"{name!r}{of}" for name, of in needed.items()))
@@ -72,7 +84,15 @@ def run(args: argparse.Namespace) -> int:
     if frames:
         _write_video(args.out, frames)
     if args.json:
-        print(json.dumps({"chunks": len(chunks), "identical": differs is None, "first_different_chunk": differs}))
+        print(
+            json.dumps(
+                {
+                    "chunks": len(chunks),
+                    "identical": differs is None,
+                    "first_different_chunk": differs,
+                }
+            )
+        )
     elif differs is None:
         print("identical: every frame is the recorded one")
     else:
@@ -91,18 +111,30 @@ def _model(wanted: Path | None, header: "RecordingHeader") -> Path:
     except ValueError as error:
         raise CommandError(str(error)) from error
     if family.name != header.family:
-        raise CommandError(f"{model} is {family.name}, the session was recorded with {header.family}")
+        raise CommandError(
+            f"{model} is {family.name}, the session was recorded with {header.family}"
+        )
     return model
 
 
 def _adapters_in(chunks: "list[tuple[int, RecordedChunk]]") -> dict[str, str]:
     """Return the adapters that a recording needs, with the digest of their weights if known."""
     named = {lora.name: "" for _, chunk in chunks for lora in chunk.params.lora or ()}
-    used = {lora.name: lora.digest for _, chunk in chunks if chunk.outcome is not None for lora in chunk.outcome.lora}
-    return {name: f" (weights {used[name]})" if name in used else "" for name in sorted(named.keys() | used.keys())}
+    used = {
+        lora.name: lora.digest
+        for _, chunk in chunks
+        if chunk.outcome is not None
+        for lora in chunk.outcome.lora
+    }
+    return {
+        name: f" (weights {used[name]})" if name in used else ""
+        for name in sorted(named.keys() | used.keys())
+    }
 
 
-def _adapters(modules: list[str], needed: dict[str, str], header: "RecordingHeader") -> dict[str, str]:
+def _adapters(
+    modules: list[str], needed: dict[str, str], header: "RecordingHeader"
+) -> dict[str, str]:
     """Return the paths in `--lora-modules` by name.
 
     Raises:
@@ -110,9 +142,14 @@ def _adapters(modules: list[str], needed: dict[str, str], header: "RecordingHead
     """
     given = dict(module.split("=", 1) for module in modules if "=" in module)
     if len(given) < len(modules):
-        raise CommandError(f"--lora-modules takes NAME=PATH, each name once, got {' '.join(modules)}")
+        raise CommandError(
+            f"--lora-modules takes NAME=PATH, each name once, got {' '.join(modules)}"
+        )
     if missing := [f"{name!r}{of}" for name, of in needed.items() if name not in given]:
-        raise CommandError(f"the recording uses adapters that are not here: {', '.join(missing)}; pass --lora-modules")
+        raise CommandError(
+            f"the recording uses adapters that are not here: {', '.join(missing)}; pass "
+            "--lora-modules"
+        )
     if given and header.lora is None:
         raise CommandError("--lora-modules: the recorded server ran without --enable-lora; drop it")
     return given
@@ -134,7 +171,11 @@ def _replay(
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from vllm import LLM
 
-    omni = {k: v for k, v in header.additional_config.get("omni", {}).items() if k not in _NOT_FOR_REPLAY}
+    omni = {
+        k: v
+        for k, v in header.additional_config.get("omni", {}).items()
+        if k not in _NOT_FOR_REPLAY
+    }
     dtype: Any = header.dtype
     llm = LLM(
         model=str(model),
@@ -191,10 +232,13 @@ def _check_adapters(index: int, chunk: "RecordedChunk", used: "list[UsedLora]") 
     if chunk.outcome is None or used == chunk.outcome.lora:
         return
     recorded, here = (
-        ", ".join(f"{lora.name!r} at {lora.scale:g}, weights {lora.digest}" for lora in loras) or "none"
+        ", ".join(f"{lora.name!r} at {lora.scale:g}, weights {lora.digest}" for lora in loras)
+        or "none"
         for loras in (chunk.outcome.lora, used)
     )
-    raise CommandError(f"chunk {index} was made with other adapters: recorded {recorded}; here {here}")
+    raise CommandError(
+        f"chunk {index} was made with other adapters: recorded {recorded}; here {here}"
+    )
 
 
 def _run_chunk(llm: Any, index: int, chunk: "RecordedChunk") -> "tuple[Any, list[UsedLora]]":
@@ -218,17 +262,23 @@ def _report(index: int, chunk: "RecordedChunk", frames_THWC: Any) -> bool:
     from vllm_omni.sessions.recording import digest_of
 
     if chunk.outcome is None:
-        print(f"chunk {index}: {len(frames_THWC)} frames, finished after it was cancelled: nothing to compare with")
+        print(
+            f"chunk {index}: {len(frames_THWC)} frames, finished after it was cancelled: nothing "
+            "to compare with"
+        )
         return True
     same = digest_of(frames_THWC) == chunk.outcome.digest
-    print(f"chunk {index}: {len(frames_THWC)} frames, {'identical' if same else 'DIFFERENT'}", flush=True)
+    print(
+        f"chunk {index}: {len(frames_THWC)} frames, {'identical' if same else 'DIFFERENT'}",
+        flush=True,
+    )
     return same
 
 
 def _write_video(out: Path, frames: list[Any]) -> None:
     import numpy as np
 
-    from vllm_omni.entrypoints.media import encode_mp4
+    from vllm_omni.entrypoints.media.mp4 import encode_mp4
 
     out.write_bytes(encode_mp4(np.concatenate(frames), 16.0))
     print(f"wrote {out}")

@@ -33,19 +33,24 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--host", default="0.0.0.0", help="address to listen on (default: all)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on (default: 8000)")
     parser.add_argument(
-        "--check-interval-s", type=float, default=1.0, help="seconds between health checks of a server (default: 1)"
+        "--check-interval-s",
+        type=float,
+        default=1.0,
+        help="seconds between health checks of a server (default: 1)",
     )
     parser.add_argument(
         "--max-message-bytes",
         type=int,
         default=64 << 20,
-        help="largest message taken from a client (default: 64 MiB); as --ws-max-size of the servers",
+        help="largest message taken from a client (default: 64 MiB); as --ws-max-size of "
+        "the servers",
     )
     parser.add_argument(
         "--max-small-frames-per-s",
         type=int,
         default=400,
-        help="WebSocket frames under 1 KiB that a client may send on average, five seconds' worth at once (default: "
+        help="WebSocket frames under 1 KiB that a client may send on average, five seconds' worth "
+        "at once (default: "
         "400); as VLLM_OMNI_MAX_SMALL_FRAMES_PER_S of the servers",
     )
     parser.set_defaults(run=run)
@@ -61,20 +66,27 @@ def run(args: Any) -> int:
 
     from aiohttp import web
 
-    from vllm_omni.entrypoints.frame_budget import FrameBudget
+    from vllm_omni.entrypoints.limits.frame_budget import FrameBudget
     from vllm_omni.entrypoints.router.app import Router
     from vllm_omni.entrypoints.router.backends import Backends
 
     for url in args.backend:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
-            raise CommandError(f"--backend {url}: give the address of a server, such as http://127.0.0.1:8001")
+            raise CommandError(
+                f"--backend {url}: give the address of a server, such as http://127.0.0.1:8001"
+            )
     if args.check_interval_s <= 0:
         raise CommandError(f"--check-interval-s {args.check_interval_s:g}: must be above 0")
     if args.max_small_frames_per_s <= 0:
-        raise CommandError(f"--max-small-frames-per-s {args.max_small_frames_per_s}: must be above 0")
+        raise CommandError(
+            f"--max-small-frames-per-s {args.max_small_frames_per_s}: must be above 0"
+        )
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(asctime)s %(message)s")
-    backends, frames = Backends(args.backend, args.check_interval_s), FrameBudget(args.max_small_frames_per_s)
+    backends, frames = (
+        Backends(args.backend, args.check_interval_s),
+        FrameBudget(args.max_small_frames_per_s),
+    )
     router = Router(backends, args.max_message_bytes, frames=frames)
     try:
         # a disconnect must end the request on the server

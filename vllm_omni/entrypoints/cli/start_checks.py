@@ -50,7 +50,9 @@ _OPTIONAL: Final = (
     _Optional(("data-parallel-backend", "dpb"), "ray", "ray", _RAY, ar_only=False),
     _Optional(("load-format",), "tensorizer", "tensorizer", "tensorizer"),
     _Optional(("load-format",), "runai_streamer", "runai_model_streamer", "runai-model-streamer"),
-    _Optional(("load-format",), "runai_streamer_sharded", "runai_model_streamer", "runai-model-streamer"),
+    _Optional(
+        ("load-format",), "runai_streamer_sharded", "runai_model_streamer", "runai-model-streamer"
+    ),
     _Optional(("load-format",), "instanttensor", "instanttensor", "instanttensor"),
     _Optional(("load-format",), "modelexpress", "modelexpress", "modelexpress"),
     _Optional(("load-format", "quantization", "q"), "bitsandbytes", "bitsandbytes", "bitsandbytes"),
@@ -59,7 +61,11 @@ _OPTIONAL: Final = (
 
 
 def check_start(
-    flags: Mapping[str, str], omni: Mapping[str, Any], environ: Mapping[str, str], *, is_language_model: bool
+    flags: Mapping[str, str],
+    omni: Mapping[str, Any],
+    environ: Mapping[str, str],
+    *,
+    is_language_model: bool,
 ) -> None:
     """Run all checks.
 
@@ -100,14 +106,22 @@ def socket_directory_trouble(environ: Mapping[str, str]) -> str | None:
     most = _SOCKET_PATH_BYTES - _SOCKET_NAME_BYTES
     if (length := len(os.fsencode(directory))) > most:
         return (
-            f"{variable} {directory} has {length} bytes, and vLLM's socket files in it may have at most "
-            f"{_SOCKET_PATH_BYTES} with their names: set {SOCKET_DIRECTORY} to a directory of at most {most} bytes, "
+            f"{variable} {directory} has {length} bytes, and vLLM's socket files in it may have "
+            "at most "
+            f"{_SOCKET_PATH_BYTES} with their names: set {SOCKET_DIRECTORY} to a directory of at "
+            f"most {most} bytes, "
             f"for example {SOCKET_DIRECTORY}=/tmp"
         )
     if not os.path.isdir(directory):
-        return f"{variable} {directory} is not a directory: vLLM's socket files lie there, set it to another"
+        return (
+            f"{variable} {directory} is not a directory: vLLM's socket files lie there, set it "
+            "to another"
+        )
     if not os.access(directory, os.W_OK | os.X_OK):
-        return f"{variable} {directory} cannot be written to: vLLM's socket files lie there, set it to another"
+        return (
+            f"{variable} {directory} cannot be written to: vLLM's socket files lie there, set "
+            "it to another"
+        )
     return None
 
 
@@ -115,17 +129,24 @@ def _check_socket_file(path: str) -> None:
     """Check vLLM's `--uds`."""
     if len(os.fsencode(path)) > _SOCKET_PATH_BYTES:
         raise CommandError(
-            f"--uds {path} has {len(os.fsencode(path))} bytes; the path of a socket file has at most "
+            f"--uds {path} has {len(os.fsencode(path))} bytes; the path of a socket file has "
+            "at most "
             f"{_SOCKET_PATH_BYTES}: pass a shorter one"
         )
     folder = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(folder):
-        raise CommandError(f"--uds {path}: {folder} is not a directory; create it or pass another path")
+        raise CommandError(
+            f"--uds {path}: {folder} is not a directory; create it or pass another path"
+        )
     if not os.access(folder, os.W_OK | os.X_OK):
         raise CommandError(f"--uds {path}: {folder} cannot be written to; pass another path")
     if os.path.lexists(path):
         is_socket = stat.S_ISSOCK(os.lstat(path).st_mode)
-        what = "a socket file, of a server that runs or has ended" if is_socket else "a file that is no socket"
+        what = (
+            "a socket file, of a server that runs or has ended"
+            if is_socket
+            else "a file that is no socket"
+        )
         raise CommandError(f"--uds {path} exists ({what}): remove it or pass another path")
 
 
@@ -144,6 +165,7 @@ def _check_package(row: _Optional, flags: Mapping[str, str]) -> None:
     for flag in row.flags:
         if flags.get(flag) == row.value and importlib.util.find_spec(row.module) is None:
             raise CommandError(
-                f"{'-' if len(flag) == 1 or flag == 'dpb' else '--'}{flag} {row.value} needs the package "
+                f"{'-' if len(flag) == 1 or flag == 'dpb' else '--'}{flag} {row.value} needs the "
+                "package "
                 f"{row.module}, which is not installed: pip install {row.install}, or drop the flag"
             )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """OpenAI-compatible image and video routes, and their contract with the server of the model.
 
-The routes are `/v1/images/generations`, `/v1/images/edits` and `/v1/videos`. The server of the model
-is this package's worker, or an executor without workers.
+The routes are `/v1/images/generations`, `/v1/images/edits` and `/v1/videos`. The server of the
+model is this package's worker, or an executor without workers.
 
 The family's `Capabilities` (`ModelFamily.capabilities`) limit requests; a route refuses others with
 400. Accepted requests are stock pooling requests: `DiffusionParams(...).to_pooling_params(tensors)`
@@ -13,13 +13,16 @@ and a video is one request. Fields of `DiffusionParams`:
 
         session_id            unique for the request          one_shot             True
         op                    "generate"                      output               "rgb"
-        prompt                always set (may be "")          negative_prompt      None or text (`Capabilities`)
+        prompt
+            always set (may be "")          negative_prompt      None or text (`Capabilities`)
         height, width         always set, multiples of `size_multiple`, at most `max_pixels`
         seed                  always set (drawn by the endpoint if the client sent none)
         num_inference_steps   set unless the family's default is None     guidance_scale   likewise
         num_images            number of images, 1..images_per_request; 1 for videos
-        num_frames, fps       None for images; for videos always set, num_frames = 1 + frame_stride * k
-        options               the client's `extra_params` unchanged: the model checks names and values
+        num_frames, fps
+            None for images; for videos always set, num_frames = 1 + frame_stride * k
+        options
+            the client's `extra_params` unchanged: the model checks names and values
 
 The request is for an image exactly if num_frames is None.
 

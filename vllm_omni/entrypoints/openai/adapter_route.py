@@ -19,7 +19,9 @@ PATH: Final = "/v1/load_lora_adapter"
 
 def attach(app: FastAPI) -> None:
     """Replace vLLM's route, if the server loads adapters at run time."""
-    stock = next((route for route in app.routes if isinstance(route, APIRoute) and route.path == PATH), None)
+    stock = next(
+        (route for route in app.routes if isinstance(route, APIRoute) and route.path == PATH), None
+    )
     if stock is None:
         return
     handler = stock.endpoint
@@ -33,4 +35,10 @@ def attach(app: FastAPI) -> None:
         body["error"] |= {"type": "BadRequestError", "code": 400}
         return JSONResponse(body, 400)
 
-    app.add_api_route(PATH, load_lora_adapter, methods=["POST"], dependencies=stock.dependencies, response_model=None)
+    app.add_api_route(
+        PATH,
+        load_lora_adapter,
+        methods=["POST"],
+        dependencies=stock.dependencies,
+        response_model=None,
+    )

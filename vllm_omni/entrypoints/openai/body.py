@@ -47,7 +47,9 @@ async def read_body(request: Request, max_bytes: int) -> Body:
     Raises:
         ApiError: 400, 413 or 415.
     """
-    content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    content_type = (
+        request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    )
     data = await _read_all(request, max_bytes)
     if content_type in ("multipart/form-data", "application/x-www-form-urlencoded"):
         return await _read_form(request, data)
@@ -73,7 +75,9 @@ async def _read_all(request: Request, max_bytes: int) -> bytes:
 
 
 def _too_large(max_bytes: int) -> ApiError:
-    return ApiError(413, f"the request body is larger than {max_bytes} bytes", code="body_too_large")
+    return ApiError(
+        413, f"the request body is larger than {max_bytes} bytes", code="body_too_large"
+    )
 
 
 def _read_json(data: bytes) -> dict[str, Any]:
@@ -96,16 +100,26 @@ async def _read_form(request: Request, data: bytes) -> Body:
     files: dict[str, list[bytes]] = {}
     try:
         replayed = Request(request.scope, replay)
-        async with replayed.form(max_files=_MAX_FILES, max_fields=_MAX_FIELDS, max_part_size=_MAX_FIELD_BYTES) as form:
+        async with replayed.form(
+            max_files=_MAX_FILES, max_fields=_MAX_FIELDS, max_part_size=_MAX_FIELD_BYTES
+        ) as form:
             for name, value in form.multi_items():
                 if isinstance(value, UploadFile):
                     files.setdefault(name.removesuffix("[]"), []).append(await value.read())
                 else:
                     _add_field(fields, name, value)
-    except (HTTPException, MultiPartException, UnicodeDecodeError, ValueError, KeyError, AttributeError):
+    except (
+        HTTPException,
+        MultiPartException,
+        UnicodeDecodeError,
+        ValueError,
+        KeyError,
+        AttributeError,
+    ):
         # python-multipart and starlette raise these for bodies with invalid boundaries
         raise invalid(
-            f"the form cannot be read; at most {_MAX_FILES} files and {_MAX_FIELDS} fields", code="invalid_form"
+            f"the form cannot be read; at most {_MAX_FILES} files and {_MAX_FIELDS} fields",
+            code="invalid_form",
         ) from None
     return Body(fields, files, is_form=True)
 

@@ -26,7 +26,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.responses import Response
 
-from vllm_omni.entrypoints.engine import OmniEngine
+from vllm_omni.entrypoints.engine.client import OmniEngine
 from vllm_omni.entrypoints.openai.body import read_body
 from vllm_omni.entrypoints.openai.chat_request import (
     ChatRequest,
@@ -36,13 +36,13 @@ from vllm_omni.entrypoints.openai.chat_request import (
     read_conversation,
 )
 from vllm_omni.entrypoints.openai.client_threads import ClientThreads
-from vllm_omni.entrypoints.openai.clips import read_clip
-from vllm_omni.entrypoints.openai.errors import answer_errors, from_failure, invalid
-from vllm_omni.entrypoints.openai.leaving import until_disconnected
+from vllm_omni.entrypoints.openai.disconnect import until_disconnected
+from vllm_omni.entrypoints.openai.errors import from_failure, invalid, respond_to_errors
+from vllm_omni.entrypoints.openai.image_files import read_upload
 from vllm_omni.entrypoints.openai.limits import MediaLimits
-from vllm_omni.entrypoints.openai.pictures import read_upload
 from vllm_omni.entrypoints.openai.served import ServedModel
-from vllm_omni.entrypoints.realtime.limits import DoorLimits
+from vllm_omni.entrypoints.openai.videos.clips import read_clip
+from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
 from vllm_omni.inputs import DiffusionParams, Lora
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.seeds import definite_seed
@@ -82,55 +82,66 @@ class ChatRoutes:
         engine: OmniEngine,
         served: ServedModel,
         limits: MediaLimits,
-        door_limits: DoorLimits,
+        endpoint_limits: EndpointLimits,
         threads: ClientThreads,
     ) -> None:
         self._engine, self._served = engine, served
-        self._limits, self._door_limits, self._threads = limits, door_limits, threads
+        self._limits, self._endpoint_limits, self._threads = limits, endpoint_limits, threads
 
-    @answer_errors
+    @respond_to_errors
     async def completions(self, request: Request) -> Response:
         reads = self._served.capabilities.reads
         if not reads:
-            raise invalid(f"{self._served.names[0]} does not answer in text", code="unsupported_by_model")
+            raise invalid(
+                f"{self._served.names[0]} does not answer in text", code="unsupported_by_model"
+            )
         body = await read_body(request, self._limits.max_body_bytes)
         call = await self._read(request, read_chat(body.fields, self._served.names[0]))
         kind = next(iter(call.arrays), None)
         if kind is not None and kind not in reads:
-            raise invalid(f"{call.model} reads {' and '.join(reads)}, not {kind}", "messages", "unsupported_by_model")
+            raise invalid(
+                f"{call.model} reads {' and '.join(reads)}, not {kind}",
+                "messages",
+                "unsupported_by_model",
+            )
         if call.request.stream:
             return StreamingResponse(self._events(call), media_type="text/event-stream")
         return JSONResponse(await until_disconnected(request, self._whole(call)))
 
-    # -- the question --------------------------------------------------------------------------------------------------
+    # -- the question ------------------------------------------------------------------------------
 
-    async def _read(self, request: Request, asked: ChatRequest) -> _Call:
+    async def _read(self, request: Request, requested: ChatRequest) -> _Call:
         """Check the messages, and decode the image or clip on a thread.
 
         Raises:
             ApiError: 400.
         """
-        lora = self._served.adapter_named(asked.model)
-        talk = read_conversation(asked.messages)
+        lora = self._served.adapter_named(requested.model)
+        talk = read_conversation(requested.messages)
         arrays = {} if talk.seen is None else await self._look(request, talk.seen)
-        options: dict[str, Any] = {**(asked.extra_params or {}), "modalities": ["text"]}
+        options: dict[str, Any] = {**(requested.extra_params or {}), "modalities": ["text"]}
         if talk.seen is None:
             options["task"] = "t2t"
         if talk.system is not None:
             options["system_prompt"] = talk.system
-        if talk.turns:
-            options["turns"] = talk.turns
+        if talk.messages:
+            options["turns"] = talk.messages
         if talk.seen_in is not None:
             options["picture_turn"] = talk.seen_in
-        limit = asked.max_completion_tokens or asked.max_tokens
-        stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop
-        chosen = {"max_tokens": limit, "temperature": asked.temperature, "top_p": asked.top_p, "stop": stop}
+        limit = requested.max_completion_tokens or requested.max_tokens
+        stop = [requested.stop] if isinstance(requested.stop, str) else requested.stop
+        chosen = {
+            "max_tokens": limit,
+            "temperature": requested.temperature,
+            "top_p": requested.top_p,
+            "stop": stop,
+        }
         options |= {name: value for name, value in chosen.items() if value is not None}
         return _Call(
-            request=asked,
-            model=asked.model or self._served.names[0],
+            request=requested,
+            model=requested.model or self._served.names[0],
             prompt=talk.question,
-            seed=definite_seed(asked.seed),
+            seed=definite_seed(requested.seed),
             lora=lora or None,
             options=options,
             arrays=arrays,
@@ -141,12 +152,20 @@ class ChatRoutes:
     async def _look(self, request: Request, part: ImagePart | VideoPart) -> dict[str, np.ndarray]:
         if isinstance(part, ImagePart):
             url = _inline(part.image_url.url)
-            return {"image": await self._threads.image(request, read_upload, url, "messages", self._door_limits)}
+            return {
+                "image": await self._threads.image(
+                    request, read_upload, url, "messages", self._endpoint_limits
+                )
+            }
         url, rate = _inline(part.video_url.url), self._served.capabilities.fps
         most = self._served.capabilities.read_frames
-        return {"video": await self._threads.clip(request, read_clip, url, rate, most, "messages.content")}
+        return {
+            "video": await self._threads.clip(
+                request, read_clip, url, rate, most, "messages.content"
+            )
+        }
 
-    # -- the answer ----------------------------------------------------------------------------------------------------
+    # -- the answer --------------------------------------------------------------------------------
 
     async def _whole(self, call: _Call) -> dict[str, Any]:
         params = DiffusionParams(
@@ -164,13 +183,23 @@ class ChatRoutes:
             "object": "chat.completion",
             "created": call.created,
             "model": call.model,
-            "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": meta["finish_reason"]}],
+            "choices": [
+                {
+                    "index": 0,
+                    "message": message,
+                    "logprobs": None,
+                    "finish_reason": meta["finish_reason"],
+                }
+            ],
             "usage": _usage(meta),
             "seed": call.seed,
         }
 
     async def _events(self, call: _Call) -> AsyncGenerator[bytes]:
-        """Server-sent events, one for each part of the response. The session ends with the stream."""
+        """Server-sent events, one for each part of the response.
+
+        The session ends with the stream.
+        """
         arrays = call.arrays
         params = DiffusionParams(
             session_id=call.id,
@@ -189,7 +218,10 @@ class ChatRoutes:
                     break
                 params, arrays = DiffusionParams(session_id=call.id), {}
             yield _chunk(call, {}, meta["finish_reason"])
-            if call.request.stream_options is not None and call.request.stream_options.include_usage:
+            if (
+                call.request.stream_options is not None
+                and call.request.stream_options.include_usage
+            ):
                 yield _event({**_head(call), "choices": [], "usage": _usage(meta)})
             yield b"data: [DONE]\n\n"
         except RequestFailed as failure:
@@ -199,7 +231,10 @@ class ChatRoutes:
 
     async def _run(self, params: DiffusionParams, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
         meta, _ = await self._engine.run_when_room(
-            params, arrays, timeout_s=self._limits.request_timeout_s, wait_s=self._limits.image_wait_s
+            params,
+            arrays,
+            timeout_s=self._limits.request_timeout_s,
+            wait_s=self._limits.image_wait_s,
         )
         return meta
 
@@ -217,7 +252,12 @@ def _inline(url: str) -> str:
 
 
 def _head(call: _Call) -> dict[str, Any]:
-    head = {"id": call.id, "object": "chat.completion.chunk", "created": call.created, "model": call.model}
+    head = {
+        "id": call.id,
+        "object": "chat.completion.chunk",
+        "created": call.created,
+        "model": call.model,
+    }
     return {**head, "seed": call.seed}
 
 
@@ -232,4 +272,8 @@ def _event(payload: Any) -> bytes:
 
 def _usage(meta: dict[str, Any]) -> dict[str, int]:
     prompt, completion = meta["prompt_tokens"], meta["completion_tokens"]
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }

@@ -54,13 +54,15 @@ class VideoPart(_Strict):
 
 Content = Annotated[
     Annotated[Text, Tag("text")]
-    | Annotated[list[Annotated[TextPart | ImagePart | VideoPart, Field(discriminator="type")]], Tag("parts")],
+    | Annotated[
+        list[Annotated[TextPart | ImagePart | VideoPart, Field(discriminator="type")]], Tag("parts")
+    ],
     Discriminator(lambda content: "parts" if isinstance(content, list) else "text"),
 ]
 Nothing = Annotated[list[Any], Field(max_length=0)] | None
 
 
-class AskingMessage(_Strict):
+class UserMessage(_Strict):
     role: Literal["system", "developer", "user"]
     """Author of the message. `developer` is an alias of `system`."""
     content: Content
@@ -83,11 +85,14 @@ class AssistantMessage(_Strict):
 
 
 Message = Annotated[
-    Annotated[AskingMessage, Tag("asking")] | Annotated[AssistantMessage, Tag("assistant")],
+    Annotated[UserMessage, Tag("asking")] | Annotated[AssistantMessage, Tag("assistant")],
     Discriminator(
         lambda message: (
             "assistant"
-            if (message.get("role") if isinstance(message, dict) else getattr(message, "role", None)) == "assistant"
+            if (
+                message.get("role") if isinstance(message, dict) else getattr(message, "role", None)
+            )
+            == "assistant"
             else "asking"
         )
     ),
@@ -119,7 +124,9 @@ class ChatRequest(_Strict):
     """Nucleus sampling threshold in (0, 1]. Default: the model's."""
     stop: str | list[str] | None = None
     """Strings that end the response. Default: none."""
-    seed: int | None = Field(None, ge=RANDOM_SEED, le=MAX_SEED, description="Drawn at random if absent or -1.")
+    seed: int | None = Field(
+        None, ge=RANDOM_SEED, le=MAX_SEED, description="Drawn at random if absent or -1."
+    )
     n: Literal[1] | None = None
     """Number of responses; only 1 is supported."""
     stream: bool | None = None
@@ -152,12 +159,16 @@ class ChatRequest(_Strict):
     """Must be empty."""
     tool_choice: Literal["none", "auto"] | None = None
     """Accepted, not used."""
-    parallel_tool_calls: bool | None = Field(None, description="Accepted, not used: there are no tools.")
+    parallel_tool_calls: bool | None = Field(
+        None, description="Accepted, not used: there are no tools."
+    )
     functions: Nothing = None
     """Must be empty."""
     function_call: Literal["none", "auto"] | None = None
     """Accepted, not used."""
-    extra_params: dict[str, Any] | None = Field(None, description="Extension. Options of the served model itself.")
+    extra_params: dict[str, Any] | None = Field(
+        None, description="Extension. Options of the served model itself."
+    )
 
 
 _UNSUPPORTED: Final = {
@@ -188,7 +199,9 @@ def read_chat(fields: Mapping[str, Any], model: str) -> ChatRequest:
     except ApiError as error:
         field = (error.param or "").split(".")[0]
         if field in _UNSUPPORTED:
-            raise invalid(f"{model} cannot {_UNSUPPORTED[field]}", field, "unsupported_parameter") from None
+            raise invalid(
+                f"{model} cannot {_UNSUPPORTED[field]}", field, "unsupported_parameter"
+            ) from None
         raise
 
 
@@ -198,7 +211,7 @@ class Conversation:
 
     system: str | None
     """System message."""
-    turns: list[dict[str, str]]
+    messages: list[dict[str, str]]
     """Earlier messages: `role` and `text`."""
     question: str
     """The last user message."""
@@ -209,7 +222,7 @@ class Conversation:
     """
 
 
-def read_conversation(messages: Sequence[AskingMessage | AssistantMessage]) -> Conversation:
+def read_conversation(messages: Sequence[UserMessage | AssistantMessage]) -> Conversation:
     """Check and sort messages.
 
     Raises:
@@ -238,22 +251,27 @@ def read_conversation(messages: Sequence[AskingMessage | AssistantMessage]) -> C
         raise invalid("the last message must be a user message", "messages")
     if len(shown) > 1:
         raise invalid(
-            f"messages hold {len(shown)} images and clips; this model accepts one per conversation", "messages"
+            f"messages hold {len(shown)} images and clips; this model accepts one per conversation",
+            "messages",
         )
     if (chars := sum(map(len, system)) + sum(len(turn["text"]) for turn in turns)) > _MAX_CHARS:
-        raise invalid(f"messages have {chars} characters; at most {_MAX_CHARS}", "messages", "context_length_exceeded")
+        raise invalid(
+            f"messages have {chars} characters; at most {_MAX_CHARS}",
+            "messages",
+            "context_length_exceeded",
+        )
     question = turns.pop()["text"]
-    where, picture = shown[0] if shown else (None, None)
+    where, image = shown[0] if shown else (None, None)
     return Conversation(
         "\n".join(system) if system else None,
         turns,
         question,
-        picture,
+        image,
         None if where == len(turns) else where,
     )
 
 
-def _parts(message: AskingMessage | AssistantMessage) -> Sequence[TextPart | ImagePart | VideoPart]:
+def _parts(message: UserMessage | AssistantMessage) -> Sequence[TextPart | ImagePart | VideoPart]:
     if message.content is None:
         return ()
     if isinstance(message.content, str):

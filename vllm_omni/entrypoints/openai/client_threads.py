@@ -16,9 +16,9 @@ from typing import Any, Final, TypeVar
 
 from fastapi import Request
 
+from vllm_omni.entrypoints.openai.disconnect import until_disconnected
 from vllm_omni.entrypoints.openai.errors import ApiError
-from vllm_omni.entrypoints.openai.leaving import until_disconnected
-from vllm_omni.entrypoints.realtime.connection import client_of
+from vllm_omni.entrypoints.realtime.connection.connection import client_of
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ _WAITING_PER_CLIENT: Final = 16
 
 
 @dataclass
-class _Turn:
+class _Slot:
     """Limit of one client."""
 
     semaphore: asyncio.Semaphore
@@ -49,7 +49,7 @@ class ClientThreads:
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
         self._clips = ThreadPoolExecutor(_CLIP_THREADS, thread_name_prefix="omni-clips")
-        self._turns: dict[tuple[str, str], _Turn] = {}
+        self._slots: dict[tuple[str, str], _Slot] = {}
 
     async def image(self, request: Request, function: Callable[..., T], *args: Any) -> T:
         """Call a function on a thread for the client of a request.
@@ -71,10 +71,14 @@ class ClientThreads:
         def decode(has_left: Callable[[], bool]) -> T:
             return function(*args, has_left)
 
-        return await until_disconnected(request, self._run("clip", _CLIPS_PER_CLIENT, request, decode))
+        return await until_disconnected(
+            request, self._run("clip", _CLIPS_PER_CLIENT, request, decode)
+        )
 
-    async def _run(self, kind: str, most: int, request: Request, decode: Callable[[Callable[[], bool]], T]) -> T:
-        async with self._turn((client_of(request), kind), most):
+    async def _run(
+        self, kind: str, most: int, request: Request, decode: Callable[[Callable[[], bool]], T]
+    ) -> T:
+        async with self._slot((client_of(request), kind), most):
             left = threading.Event()
             work = (self._clips if kind == "clip" else self.executor).submit(decode, left.is_set)
             ended = asyncio.wrap_future(work)
@@ -89,8 +93,8 @@ class ClientThreads:
                 raise
 
     @asynccontextmanager
-    async def _turn(self, key: tuple[str, str], most: int) -> AsyncIterator[None]:
-        turn = self._turns.setdefault(key, _Turn(asyncio.Semaphore(most)))
+    async def _slot(self, key: tuple[str, str], most: int) -> AsyncIterator[None]:
+        turn = self._slots.setdefault(key, _Slot(asyncio.Semaphore(most)))
         if turn.num_users >= most + _WAITING_PER_CLIENT:
             raise ApiError(
                 429,
@@ -105,4 +109,4 @@ class ClientThreads:
         finally:
             turn.num_users -= 1
             if turn.num_users == 0:
-                del self._turns[key]
+                del self._slots[key]

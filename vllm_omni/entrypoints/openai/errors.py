@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors of the OpenAI routes, with OpenAI's JSON body and an HTTP status.
 
-Every failure of a route becomes an `ApiError`; `answer_errors` converts it and all other exceptions
-to a reply `{"error": {"message", "type", "param", "code"}}`. Messages come from this package,
-`RequestFailed` or `DoorError` and contain no paths or addresses.
+Every failure of a route becomes an `ApiError`; `respond_to_errors` converts it and all other
+exceptions to a reply `{"error": {"message", "type", "param", "code"}}`. Messages come from this
+package, `RequestFailed` or `EndpointError` and contain no paths or addresses.
 """
 
 import functools
@@ -16,9 +16,9 @@ from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from vllm_omni.entrypoints.realtime.errors import DoorError
+from vllm_omni.entrypoints.errors import EndpointError
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.storage import STORAGE_FULL, is_disk_full
+from vllm_omni.runtime.storage import STORAGE_FULL, is_disk_full
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -73,8 +73,19 @@ class ApiError(Exception):
         return "server_error" if self.status >= 500 else "invalid_request_error"
 
     def response(self) -> JSONResponse:
-        body = {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
-        headers = {} if self.retry_after_s is None else {"Retry-After": f"{max(1, round(self.retry_after_s))}"}
+        body = {
+            "error": {
+                "message": self.message,
+                "type": self.kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+        headers = (
+            {}
+            if self.retry_after_s is None
+            else {"Retry-After": f"{max(1, round(self.retry_after_s))}"}
+        )
         return JSONResponse(body, self.status, headers)
 
 
@@ -86,19 +97,21 @@ def not_found(message: str, param: str | None = None, code: str = "not_found") -
     return ApiError(404, message, code=code, param=param)
 
 
-def from_failure(failure: RequestFailed | DoorError) -> ApiError:
+def from_failure(failure: RequestFailed | EndpointError) -> ApiError:
     """Return the HTTP error for a failure of the engine, the model or the image reader."""
     status = _STATUS.get(failure.code, 400)
     retry_after_s: float | None = _RETRY_AFTER_S.get(failure.code)
     param = None
-    if isinstance(failure, DoorError):
+    if isinstance(failure, EndpointError):
         param = failure.param
         if "retry_after_ms" in failure.details:
             retry_after_s = math.ceil(failure.details["retry_after_ms"] / 1e3)
-    return ApiError(status, failure.message, code=failure.code, param=param, retry_after_s=retry_after_s)
+    return ApiError(
+        status, failure.message, code=failure.code, param=param, retry_after_s=retry_after_s
+    )
 
 
-def answer_errors(
+def respond_to_errors(
     route: Callable[Concatenate[Any, P], Awaitable[Response]],
 ) -> Callable[Concatenate[Any, P], Awaitable[Response]]:
     """Decorate a route method: exceptions become error replies and never reach vLLM's handlers."""
@@ -109,7 +122,7 @@ def answer_errors(
             return await route(self, *args, **kwargs)
         except ApiError as error:
             return error.response()
-        except (RequestFailed, DoorError) as failure:
+        except (RequestFailed, EndpointError) as failure:
             return from_failure(failure).response()
         except ClientDisconnect:
             return Response(status_code=499)  # the client has disconnected
@@ -127,4 +140,6 @@ def answer_errors(
 
 
 def _internal_error() -> Response:
-    return ApiError(500, "internal error; the server's log has details", code="internal_error").response()
+    return ApiError(
+        500, "internal error; the server's log has details", code="internal_error"
+    ).response()

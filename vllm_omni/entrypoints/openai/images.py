@@ -18,16 +18,26 @@ from fastapi import Request
 from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 from starlette.responses import Response
 
-from vllm_omni.entrypoints.access import owner_of
-from vllm_omni.entrypoints.engine import OmniEngine
-from vllm_omni.entrypoints.metrics import door_metrics, log_event
+from vllm_omni.entrypoints.engine.client import OmniEngine
+from vllm_omni.entrypoints.limits.access import owner_of
 from vllm_omni.entrypoints.openai.body import Body, read_body
 from vllm_omni.entrypoints.openai.client_threads import ClientThreads
-from vllm_omni.entrypoints.openai.errors import ApiError, answer_errors, from_failure, invalid, not_found
-from vllm_omni.entrypoints.openai.leaving import until_disconnected
+from vllm_omni.entrypoints.openai.disconnect import until_disconnected
+from vllm_omni.entrypoints.openai.engine_requests import ImageJob, plan_images, unsupported
+from vllm_omni.entrypoints.openai.errors import (
+    ApiError,
+    from_failure,
+    invalid,
+    not_found,
+    respond_to_errors,
+)
+from vllm_omni.entrypoints.openai.image_files import (
+    MEDIA_TYPES,
+    encode_image_file,
+    read_mask,
+    read_upload,
+)
 from vllm_omni.entrypoints.openai.limits import MediaLimits
-from vllm_omni.entrypoints.openai.pictures import MEDIA_TYPES, encode_picture, read_mask, read_upload
-from vllm_omni.entrypoints.openai.plan import PicturePlan, plan_pictures, unsupported
 from vllm_omni.entrypoints.openai.protocol import (
     Format,
     ImageData,
@@ -37,8 +47,9 @@ from vllm_omni.entrypoints.openai.protocol import (
     read_request,
 )
 from vllm_omni.entrypoints.openai.served import ServedModel
-from vllm_omni.entrypoints.openai.store import MediaStore
-from vllm_omni.entrypoints.realtime.limits import DoorLimits
+from vllm_omni.entrypoints.openai.videos.store import MediaStore
+from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
+from vllm_omni.entrypoints.telemetry.metrics import endpoint_metrics, log_event
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.outputs import RequestFailed
 
@@ -60,7 +71,7 @@ class _Call:
 
     request: ImageGenerationRequest
     """The request."""
-    plan: PicturePlan
+    plan: ImageJob
     """Its engine requests."""
     arrays: dict[str, np.ndarray]
     """Input arrays by name."""
@@ -83,34 +94,36 @@ class ImageRoutes:
         served: ServedModel,
         store: MediaStore,
         limits: MediaLimits,
-        door_limits: DoorLimits,
+        endpoint_limits: EndpointLimits,
         threads: ClientThreads,
     ) -> None:
         self._engine, self._served, self._store = engine, served, store
-        self._limits, self._door_limits, self._threads = limits, door_limits, threads
-        self._places = asyncio.Semaphore(served.max_sessions)
+        self._limits, self._endpoint_limits, self._threads = limits, endpoint_limits, threads
+        self._semaphore = asyncio.Semaphore(served.max_sessions)
         self._num_calls = 0
 
     @property
     def is_full(self) -> bool:
         return self._num_calls >= self._limits.max_image_requests
 
-    # -- routes ----------------------------------------------------------------------------------------------------
+    # -- routes ------------------------------------------------------------------------------------
 
-    @answer_errors
+    @respond_to_errors
     async def generations(self, request: Request) -> Response:
         body = await read_body(request, self._limits.max_body_bytes)
         if body.files:
-            raise invalid("this route takes no files; send them to /v1/images/edits", next(iter(body.files)))
-        asked = read_request(ImageGenerationRequest, body.fields, body.is_form)
-        plan = plan_pictures(asked, self._served)
-        return await self._answer(request, asked, plan, {}, is_edit=False)
+            raise invalid(
+                "this route takes no files; send them to /v1/images/edits", next(iter(body.files))
+            )
+        requested = read_request(ImageGenerationRequest, body.fields, body.is_form)
+        plan = plan_images(requested, self._served)
+        return await self._response(request, requested, plan, {}, is_edit=False)
 
-    @answer_errors
+    @respond_to_errors
     async def edits(self, request: Request) -> Response:
         body = await read_body(request, self._limits.max_body_bytes)
         sources, mask = _edit_inputs(body)
-        asked = read_request(ImageEditRequest, body.fields, body.is_form)
+        requested = read_request(ImageEditRequest, body.fields, body.is_form)
         if not self._served.capabilities.edits_images:
             raise unsupported(self._served, "edit pictures")
         if mask is not None and not self._served.capabilities.mask:
@@ -120,57 +133,59 @@ class ImageRoutes:
             raise invalid(f"{len(sources)} images: this model takes 1 to {most}", "image")
         arrays = await self._threads.image(request, self._read_inputs, sources, mask)
         height, width = arrays["image"].shape[:2]
-        plan = plan_pictures(asked, self._served, input_size=(width, height))
-        return await self._answer(request, asked, plan, arrays, is_edit=True)
+        plan = plan_images(requested, self._served, input_size=(width, height))
+        return await self._response(request, requested, plan, arrays, is_edit=True)
 
-    @answer_errors
+    @respond_to_errors
     async def file_content(self, request: Request, file_id: str) -> Response:
         path = await self._off_loop(self._store.find_file, file_id, owner_of(request))
         if path is None:
             raise not_found("no such file; files are stored for a limited time", "file_id")
         return FileResponse(path, media_type=MEDIA_TYPES[path.suffix[1:]])
 
-    # -- one call ----------------------------------------------------------------------------------------------------
+    # -- one call ----------------------------------------------------------------------------------
 
     def _read_inputs(self, sources: list[Any], mask: bytes | None) -> dict[str, np.ndarray]:
         arrays = {
-            "image" if number == 0 else f"image_{number}": read_upload(source, "image", self._door_limits)
+            "image" if number == 0 else f"image_{number}": read_upload(
+                source, "image", self._endpoint_limits
+            )
             for number, source in enumerate(sources)
         }
         if mask is not None:
             height, width = arrays["image"].shape[:2]
-            arrays["mask"] = read_mask(mask, height, width, self._door_limits)
+            arrays["mask"] = read_mask(mask, height, width, self._endpoint_limits)
         return arrays
 
-    async def _answer(
+    async def _response(
         self,
         request: Request,
-        asked: ImageGenerationRequest,
-        plan: PicturePlan,
+        requested: ImageGenerationRequest,
+        plan: ImageJob,
         arrays: dict[str, np.ndarray],
         *,
         is_edit: bool,
     ) -> Response:
         if self.is_full:
-            door_metrics().request_done(ENDPOINT, "refused", 0.0)
+            endpoint_metrics().request_done(ENDPOINT, "refused", 0.0)
             raise ApiError(
                 429,
                 f"{self._num_calls} image calls are running or waiting; try again later",
                 code="too_many_requests",
                 retry_after_s=2,
             )
-        output_format, url = asked.output_format or "png", str(request.base_url)
-        call = _Call(asked, plan, arrays, output_format, url, owner_of(request), is_edit)
-        if asked.stream:
+        output_format, url = requested.output_format or "png", str(request.base_url)
+        call = _Call(requested, plan, arrays, output_format, url, owner_of(request), is_edit)
+        if requested.stream:
             return StreamingResponse(self._events(call), media_type="text/event-stream")
         return await until_disconnected(request, self._whole(call))
 
     async def _whole(self, call: _Call) -> Response:
         with _Accounting(self, call):
-            groups = await _all([self._pictures(call, params) for params in call.plan.requests()])
-            pictures = [picture for group in groups for picture in group]
-            data = [await self._returned(call, files) for files, _ in pictures]
-        width, height = pictures[0][1]
+            groups = await _all([self._images(call, params) for params in call.plan.requests()])
+            images = [image for group in groups for image in group]
+            data = [await self._returned(call, files) for files, _ in images]
+        width, height = images[0][1]
         quality = call.request.quality
         reply = ImagesReply(
             created=int(time.time()),
@@ -188,7 +203,7 @@ class ImageRoutes:
         try:
             with _Accounting(self, call):
                 for params in call.plan.requests():
-                    for data, (width, height) in await self._pictures(call, params):
+                    for data, (width, height) in await self._images(call, params):
                         event = {
                             "type": kind,
                             "b64_json": base64.b64encode(data).decode(),
@@ -203,21 +218,32 @@ class ImageRoutes:
         except RequestFailed as failure:
             yield _event("error", msgspec.json.decode(bytes(from_failure(failure).response().body)))
 
-    async def _pictures(self, call: _Call, params: DiffusionParams) -> list[tuple[bytes, tuple[int, int]]]:
+    async def _images(
+        self, call: _Call, params: DiffusionParams
+    ) -> list[tuple[bytes, tuple[int, int]]]:
         """Run one engine request. Return `(file, (width, height))` of each image."""
-        async with self._places:
+        async with self._semaphore:
             started_s = time.monotonic()
             meta, results = await self._engine.run_when_room(
-                params, call.arrays, timeout_s=self._limits.request_timeout_s, wait_s=self._limits.image_wait_s
+                params,
+                call.arrays,
+                timeout_s=self._limits.request_timeout_s,
+                wait_s=self._limits.image_wait_s,
             )
         if "images" not in results or len(results["images"]) != params.num_images:
             raise RequestFailed("engine_error", "the model did not return the requested images")
-        door_metrics().stages(ENDPOINT, meta.get("timings_ms", {}), time.monotonic() - started_s)
-        asked = call.request
+        endpoint_metrics().stages(
+            ENDPOINT, meta.get("timings_ms", {}), time.monotonic() - started_s
+        )
+        requested = call.request
         return [
             (
                 await self._off_loop(
-                    encode_picture, image_HWC, call.output_format, asked.output_compression, asked.quality
+                    encode_image_file,
+                    image_HWC,
+                    call.output_format,
+                    requested.output_compression,
+                    requested.quality,
                 ),
                 (image_HWC.shape[1], image_HWC.shape[0]),
             )
@@ -226,12 +252,16 @@ class ImageRoutes:
 
     async def _returned(self, call: _Call, data: bytes) -> ImageData:
         if call.request.response_format == "url":
-            file_id = await self._off_loop(self._store.add_file, data, call.output_format, call.principal)
+            file_id = await self._off_loop(
+                self._store.add_file, data, call.output_format, call.principal
+            )
             return ImageData(url=f"{call.base_url}v1/files/{file_id}/content")
         return ImageData(b64_json=base64.b64encode(data).decode())
 
     async def _off_loop(self, function: Any, *args: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._threads.executor, function, *args)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._threads.executor, function, *args
+        )
 
 
 class _Accounting:
@@ -244,12 +274,14 @@ class _Accounting:
         self._started_s = time.monotonic()
         self._count(1)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any
+    ) -> None:
         self._count(-1)
         left = isinstance(error, asyncio.CancelledError | GeneratorExit)
         status = "completed" if error is None else "cancelled" if left else "failed"
         lasted_s = time.monotonic() - self._started_s
-        door_metrics().request_done(ENDPOINT, status, lasted_s)
+        endpoint_metrics().request_done(ENDPOINT, status, lasted_s)
         sampling = self._call.plan.sampling
         log_event(
             "image_call",
@@ -263,7 +295,7 @@ class _Accounting:
 
     def _count(self, change: int) -> None:
         self._routes._num_calls += change
-        door_metrics().waiting.labels(ENDPOINT, "in_progress").inc(change)
+        endpoint_metrics().waiting.labels(ENDPOINT, "in_progress").inc(change)
 
 
 def _edit_inputs(body: Body) -> tuple[list[Any], bytes | None]:
@@ -275,13 +307,17 @@ def _edit_inputs(body: Body) -> tuple[list[Any], bytes | None]:
     sources: list[Any] = [*files.pop("image", [])]
     masks = files.pop("mask", [])
     if files:
-        raise invalid(f"Unknown file: {next(iter(files))!r}; allowed: image, mask", next(iter(files)))
+        raise invalid(
+            f"Unknown file: {next(iter(files))!r}; allowed: image, mask", next(iter(files))
+        )
     if len(masks) > 1:
         raise invalid("send one mask", "mask")
     listed = body.fields.pop("images", None)
     if listed is not None:
         if not isinstance(listed, list) or not all(isinstance(item, dict) for item in listed):
-            raise invalid('images must be a list of {"image_url": "data:image/...;base64,..."}', "images")
+            raise invalid(
+                'images must be a list of {"image_url": "data:image/...;base64,..."}', "images"
+            )
         sources += [_inline(item, "images") for item in listed]
     if not sources:
         raise invalid("Missing required parameter: 'image'", "image", "missing_required_parameter")
@@ -293,7 +329,9 @@ def _inline(reference: dict[str, Any], param: str) -> str:
     url = reference.get("image_url")
     if set(reference) != {"image_url"} or not isinstance(url, str) or not url.startswith("data:"):
         raise invalid(
-            f'{param}: only {{"image_url": "data:image/...;base64,..."}} is taken; this server fetches no URLs', param
+            f'{param}: only {{"image_url": "data:image/...;base64,..."}} is taken; this server '
+            "fetches no URLs",
+            param,
         )
     return url
 

@@ -2,8 +2,8 @@
 """`MediaLimits`: limits of the image and video routes, read once from the environment.
 
 Each field is the variable `VLLM_OMNI_` plus its name in upper case, for example
-`VLLM_OMNI_MAX_QUEUED_VIDEOS=8`. The limits of input images are in `DoorLimits` (`max_image_bytes`,
-`max_image_pixels`).
+`VLLM_OMNI_MAX_QUEUED_VIDEOS=8`. The limits of input images are in `EndpointLimits`
+(`max_image_bytes`, `max_image_pixels`).
 """
 
 from typing import Annotated

@@ -2,7 +2,7 @@
 """Requests and replies of the OpenAI routes as pydantic models, independent of the served model.
 
 Field names and reply shapes are OpenAI's (types of openai-python 3.x). Additional fields are marked
-"extension". `plan.py` checks requests against the capabilities of the served model.
+"extension". `engine_requests.py` checks requests against the capabilities of the served model.
 """
 
 from collections.abc import Mapping
@@ -58,7 +58,9 @@ Boolean = Annotated[bool, BeforeValidator(_boolean)]
 Integer = Annotated[int, BeforeValidator(_number)]
 Number = Annotated[float, BeforeValidator(_number)]
 NumberOrText = Annotated[float, BeforeValidator(_no_boolean)]
-_TimedPrompt = Annotated[TimedPrompt, PlainValidator(TimedPrompt.read), WithJsonSchema(JSON_SCHEMA)]
+_TimedPrompt = Annotated[
+    TimedPrompt, PlainValidator(TimedPrompt.read_json), WithJsonSchema(JSON_SCHEMA)
+]
 M = TypeVar("M", bound=BaseModel)
 
 
@@ -71,10 +73,14 @@ class LoraChoice(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, populate_by_name=True)
 
     name: str = Field(
-        min_length=1, max_length=256, validation_alias=AliasChoices("name", "lora_name", "adapter", "adapter_name")
+        min_length=1,
+        max_length=256,
+        validation_alias=AliasChoices("name", "lora_name", "adapter", "adapter_name"),
     )
     """Name of the adapter on the server."""
-    scale: Number = Field(1.0, ge=-100, le=100, validation_alias=AliasChoices("scale", "lora_scale"))
+    scale: Number = Field(
+        1.0, ge=-100, le=100, validation_alias=AliasChoices("scale", "lora_scale")
+    )
     """Strength of the adapter, -100 to 100. Default: 1."""
     int_id: Any = Field(None, validation_alias=AliasChoices("int_id", "lora_int_id"))
     """Accepted, not used."""
@@ -105,10 +111,16 @@ class _Request(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
     prompt: Prompt
-    model: str | None = Field(None, max_length=1024, description="The served model's name; optional.")
+    model: str | None = Field(
+        None, max_length=1024, description="The served model's name; optional."
+    )
     size: Size | None = Field(None, description="`WIDTHxHEIGHT` in pixels, or `auto`.")
-    width: Integer | None = Field(None, ge=1, le=9999, description="Extension. With `height`, instead of `size`.")
-    height: Integer | None = Field(None, ge=1, le=9999, description="Extension. With `width`, instead of `size`.")
+    width: Integer | None = Field(
+        None, ge=1, le=9999, description="Extension. With `height`, instead of `size`."
+    )
+    height: Integer | None = Field(
+        None, ge=1, le=9999, description="Extension. With `width`, instead of `size`."
+    )
     user: str | None = Field(None, max_length=1024, description="Accepted, not used.")
     safety_identifier: str | None = Field(None, max_length=1024, description="Accepted, not used.")
     # extensions
@@ -116,18 +128,25 @@ class _Request(BaseModel):
         None, ge=RANDOM_SEED, le=MAX_SEED, description="Extension. Drawn at random if absent or -1."
     )
     negative_prompt: str | None = Field(None, max_length=MAX_PROMPT_CHARS, description="Extension.")
-    num_inference_steps: Integer | None = Field(None, ge=1, le=1000, description="Extension. Denoise steps.")
-    guidance_scale: Number | None = Field(None, ge=0, le=100, description="Extension. Classifier-free guidance.")
+    num_inference_steps: Integer | None = Field(
+        None, ge=1, le=1000, description="Extension. Denoise steps."
+    )
+    guidance_scale: Number | None = Field(
+        None, ge=0, le=100, description="Extension. Classifier-free guidance."
+    )
     true_cfg_scale: Number | None = Field(
         None, ge=0, le=100, description="Extension. As `guidance_scale`, of models that have both."
     )
     vae_use_slicing: Boolean | None = Field(None, description="Accepted, not used.")
     vae_use_tiling: Boolean | None = Field(None, description="Accepted, not used.")
     lora: Annotated[list[_LoraChoice], BeforeValidator(_as_list)] | None = Field(
-        None, max_length=16, description="Extension. LoRA adapters, several at once: `[{name, scale}]`."
+        None,
+        max_length=16,
+        description="Extension. LoRA adapters, several at once: `[{name, scale}]`.",
     )
     extra_params: dict[str, Any] | None = Field(
-        None, description="Extension. Options of the served model itself; it checks names and values."
+        None,
+        description="Extension. Options of the served model itself; it checks names and values.",
     )
 
     @property
@@ -141,10 +160,14 @@ class _Request(BaseModel):
             return self.size
         if self.width is None or self.height is None:
             missing = "width" if self.width is None else "height"
-            raise invalid(f"width and height go together, or send size: {missing} is missing", missing)
+            raise invalid(
+                f"width and height go together, or send size: {missing} is missing", missing
+            )
         size = f"{self.width}x{self.height}"
         if self.size not in (None, "auto", size):
-            raise invalid(f"size {self.size} and width x height {size} differ: send one of the two", "size")
+            raise invalid(
+                f"size {self.size} and width x height {size} differ: send one of the two", "size"
+            )
         return size
 
 
@@ -155,36 +178,57 @@ class ImageGenerationRequest(_Request):
     """Whether to return image data or links to files. Default: `b64_json`."""
     output_format: Format | None = None
     """File format of the images. Default: png."""
-    output_compression: Integer | None = Field(None, ge=0, le=100, description="Quality of jpeg and webp.")
-    quality: Literal["auto", "standard", "hd", "low", "medium", "high", "xhigh", "max"] | None = Field(
-        None, description="Quality of jpeg and webp if `output_compression` is absent."
+    output_compression: Integer | None = Field(
+        None, ge=0, le=100, description="Quality of jpeg and webp."
     )
-    background: Literal["auto", "opaque", "transparent"] | None = Field(None, description="`transparent` is refused.")
+    quality: Literal["auto", "standard", "hd", "low", "medium", "high", "xhigh", "max"] | None = (
+        Field(None, description="Quality of jpeg and webp if `output_compression` is absent.")
+    )
+    background: Literal["auto", "opaque", "transparent"] | None = Field(
+        None, description="`transparent` is refused."
+    )
     moderation: Literal["low", "auto"] | None = Field(None, description="Accepted, not used.")
     style: Literal["vivid", "natural"] | None = Field(None, description="Accepted, not used.")
-    stream: Boolean | None = Field(None, description="Server-sent events, one for each finished image.")
-    partial_images: Integer | None = Field(None, ge=0, le=3, description="Accepted; only finished images are sent.")
+    stream: Boolean | None = Field(
+        None, description="Server-sent events, one for each finished image."
+    )
+    partial_images: Integer | None = Field(
+        None, ge=0, le=3, description="Accepted; only finished images are sent."
+    )
 
 
 class ImageEditRequest(ImageGenerationRequest):
-    """Images are separate: the multipart files `image` or `image[]`, and `mask`; in JSON `images`."""
+    """Images are separate: the multipart files `image` or `image[]`, and `mask`; in JSON
+    `images`.
+    """
 
     input_fidelity: Literal["high", "low"] | None = Field(None, description="Accepted, not used.")
 
 
 class VideoRequest(_Request):
-    prompt: Prompt | None = Field(None, description="Required, except by models that take no prompt.")  # type: ignore[assignment]
+    prompt: Prompt | None = Field(
+        None, description="Required, except by models that take no prompt."
+    )  # type: ignore[assignment]
     seconds: Annotated[NumberOrText, Field(gt=0, le=3600)] | None = Field(
-        None, description="Length of the video in seconds, as text or number. The model's nearest length is used."
+        None,
+        description="Length of the video in seconds, as text or number. The model's nearest length "
+        "is used.",
     )
     # extensions
-    n: Integer | None = Field(None, ge=1, le=1, description="Accepted: a request generates one video.")
-    num_frames: Integer | None = Field(None, ge=1, le=10_000, description="Extension. Instead of `seconds`.")
-    fps: Number | None = Field(None, gt=0, le=240, description="Extension. Frames per second of the video.")
+    n: Integer | None = Field(
+        None, ge=1, le=1, description="Accepted: a request generates one video."
+    )
+    num_frames: Integer | None = Field(
+        None, ge=1, le=10_000, description="Extension. Instead of `seconds`."
+    )
+    fps: Number | None = Field(
+        None, gt=0, le=240, description="Extension. Frames per second of the video."
+    )
     camera_actions: list[list[Annotated[str, Field(max_length=16)]]] | None = Field(
         None,
         max_length=4096,
-        description="Extension, worlds only. Held keys (w a s d i j k l) of each latent frame; no keys after its end.",
+        description="Extension, worlds only. Held keys (w a s d i j k l) of each latent frame; no "
+        "keys after its end.",
     )
     prompts: list[_TimedPrompt] | None = Field(
         None,
@@ -194,12 +238,14 @@ class VideoRequest(_Request):
     actions: list[Any] | None = Field(
         None,
         max_length=4096,
-        description="Extension, worlds only. The model's controls of each latent frame: a list of held "
-        "buttons, or a map of buttons, axes and scroll; no action after its end. Instead of camera_actions.",
+        description="Extension, worlds only. The model's controls of each latent frame: a list "
+        "of held "
+        "buttons, or a map of buttons, axes and scroll; no action after its end. Instead of "
+        "camera_actions.",
     )
 
 
-# -- replies -------------------------------------------------------------------------------------------------------
+# -- replies ---------------------------------------------------------------------------------------
 
 
 class Error(BaseModel):
@@ -252,7 +298,10 @@ class JobError(BaseModel):
 
 
 class Video(BaseModel):
-    """A video job. `fps`, `num_frames`, `seed`, `inference_time_s` and `world_poses` are extensions."""
+    """A video job.
+
+    `fps`, `num_frames`, `seed`, `inference_time_s` and `world_poses` are extensions.
+    """
 
     id: str
     """Id of the job."""
@@ -315,7 +364,7 @@ class VideoDeleted(BaseModel):
     """Always True."""
 
 
-# -- reading -------------------------------------------------------------------------------------------------------
+# -- reading ---------------------------------------------------------------------------------------
 
 
 def read_request(cls: type[M], fields: Mapping[str, Any], is_form: bool = False) -> M:
@@ -339,10 +388,18 @@ def _as_api_error(cls: type[BaseModel], error: ValidationError) -> ApiError:
     first = error.errors(include_url=False, include_context=False)[0]
     param = ".".join(str(part) for part in first["loc"])[:200] or None
     if first["type"] == "extra_forbidden":
-        return invalid(f"Unknown parameter: {param!r}; {_remedy(cls, first['loc'])}", param, "unknown_parameter")
+        return invalid(
+            f"Unknown parameter: {param!r}; {_remedy(cls, first['loc'])}",
+            param,
+            "unknown_parameter",
+        )
     if first["type"] == "missing":
-        return invalid(f"Missing required parameter: {param!r}", param, "missing_required_parameter")
-    return invalid(f"Invalid value for {param!r}: {first['msg']}; got {_shown(first['input'])}", param)
+        return invalid(
+            f"Missing required parameter: {param!r}", param, "missing_required_parameter"
+        )
+    return invalid(
+        f"Invalid value for {param!r}: {first['msg']}; got {_shown(first['input'])}", param
+    )
 
 
 _OTHER_NAMES: Final = {
@@ -374,16 +431,23 @@ def _remedy(cls: type[BaseModel], location: tuple[int | str, ...]) -> str:
     name = str(location[-1])
     if location[0] == "lora":
         if "path" in name:
-            return "requests name adapters, they do not bring paths: POST /v1/load_lora_adapter, then send its name"
+            return (
+                "requests name adapters, they do not bring paths: POST /v1/load_lora_adapter, "
+                "then send its name"
+            )
         return "allowed: name, scale"
     other = _OTHER_NAMES.get(name, "")
     if other and (other not in _Request.model_fields or other in cls.model_fields):
         return f"it is {other} here"
-    return f"allowed: {', '.join(cls.model_fields)}; options of the model itself go into extra_params"
+    return (
+        f"allowed: {', '.join(cls.model_fields)}; options of the model itself go into extra_params"
+    )
 
 
 def _shown(value: Any) -> str:
-    """Return an invalid value for the error message: shortened, and without contents of containers."""
+    """Return an invalid value for the error message: shortened, and without contents of
+    containers.
+    """
     if isinstance(value, str):
         return repr(value if len(value) <= 60 else value[:60] + "...")
     if value is None or isinstance(value, bool | float):

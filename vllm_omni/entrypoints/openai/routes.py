@@ -15,13 +15,12 @@ from fastapi import FastAPI, Request
 from pydantic import BaseModel
 from starlette.responses import JSONResponse, Response
 
-from vllm_omni.entrypoints.engine import OmniEngine
-from vllm_omni.entrypoints.environment import read_struct
+from vllm_omni.entrypoints.engine.client import OmniEngine
+from vllm_omni.entrypoints.engine.environment import read_struct
 from vllm_omni.entrypoints.openai.chat import ChatRoutes
 from vllm_omni.entrypoints.openai.chat_request import ChatRequest
 from vllm_omni.entrypoints.openai.client_threads import ClientThreads
 from vllm_omni.entrypoints.openai.images import ImageRoutes
-from vllm_omni.entrypoints.openai.jobs import VideoJobs
 from vllm_omni.entrypoints.openai.limits import MediaLimits
 from vllm_omni.entrypoints.openai.protocol import (
     ErrorReply,
@@ -34,9 +33,10 @@ from vllm_omni.entrypoints.openai.protocol import (
     VideoRequest,
 )
 from vllm_omni.entrypoints.openai.served import ServedModel
-from vllm_omni.entrypoints.openai.store import MediaStore
-from vllm_omni.entrypoints.openai.videos import VideoRoutes
-from vllm_omni.entrypoints.realtime.limits import DoorLimits
+from vllm_omni.entrypoints.openai.videos.jobs import VideoJobs
+from vllm_omni.entrypoints.openai.videos.routes import VideoRoutes
+from vllm_omni.entrypoints.openai.videos.store import MediaStore
+from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
 
 Route = Callable[..., Awaitable[Response]]
 
@@ -44,19 +44,34 @@ SERVED_PATH: Final = "/v1/omni/served"
 _BINARY: Final = {"type": "string", "contentMediaType": "application/octet-stream"}
 _REFERENCE: Final = {
     "type": "object",
-    "properties": {"image_url": {"type": "string", "description": "A data: URL of a PNG, JPEG, WebP or GIF."}},
+    "properties": {
+        "image_url": {"type": "string", "description": "A data: URL of a PNG, JPEG, WebP or GIF."}
+    },
     "required": ["image_url"],
     "additionalProperties": False,
 }
 _CLIP: Final = {
     "type": "object",
-    "properties": {"video_url": {"type": "string", "description": "A data: URL of an MP4 or WebM: the clip to edit."}},
+    "properties": {
+        "video_url": {
+            "type": "string",
+            "description": "A data: URL of an MP4 or WebM: the clip to edit.",
+        }
+    },
     "required": ["video_url"],
     "additionalProperties": False,
 }
 _LIST_PARAMETERS: Final = [
-    {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": 100, "default": 20}},
-    {"name": "order", "in": "query", "schema": {"type": "string", "enum": ["asc", "desc"], "default": "desc"}},
+    {
+        "name": "limit",
+        "in": "query",
+        "schema": {"type": "integer", "minimum": 1, "maximum": 100, "default": 20},
+    },
+    {
+        "name": "order",
+        "in": "query",
+        "schema": {"type": "string", "enum": ["asc", "desc"], "default": "desc"},
+    },
     {
         "name": "after",
         "in": "query",
@@ -82,13 +97,20 @@ class OpenAIRoutes:
         self._videos: VideoRoutes | None = None
         self._chat: ChatRoutes | None = None
 
-    def start(self, engine: OmniEngine, served: ServedModel, door_limits: DoorLimits, executor: Executor) -> None:
+    def start_serving(
+        self,
+        engine: OmniEngine,
+        served: ServedModel,
+        endpoint_limits: EndpointLimits,
+        executor: Executor,
+    ) -> None:
         """Connect the routes to the engine, before the server listens.
 
         Args:
             engine: Runs the requests; data-parallel ranks are shared with the other endpoints.
             served: Names, capabilities and sizes of the served model.
-            door_limits: Limits that hold for WebSocket endpoints as well, for example of images.
+            endpoint_limits: Limits that hold for WebSocket endpoints as well, for example of
+            images.
             executor: Threads that decode and encode media.
         """
         limits = read_struct(MediaLimits)
@@ -96,13 +118,13 @@ class OpenAIRoutes:
         store = MediaStore(limits)
         jobs = VideoJobs(engine, served, store, limits, executor)
         threads = ClientThreads(executor)
-        self._images = ImageRoutes(engine, served, store, limits, door_limits, threads)
-        self._videos = VideoRoutes(jobs, served, limits, door_limits, threads)
-        self._chat = ChatRoutes(engine, served, limits, door_limits, threads)
+        self._images = ImageRoutes(engine, served, store, limits, endpoint_limits, threads)
+        self._videos = VideoRoutes(jobs, served, limits, endpoint_limits, threads)
+        self._chat = ChatRoutes(engine, served, limits, endpoint_limits, threads)
         self.has_room = lambda: not (jobs.is_full or self.images.is_full)
         self.media_bytes = store.nbytes
 
-    def attach(self, app: FastAPI) -> None:
+    def attach_to_app(self, app: FastAPI) -> None:
         app.add_api_route(SERVED_PATH, self._served_model, methods=["GET"], include_in_schema=False)
         add = partial(_add, app)
         add(
@@ -117,9 +139,13 @@ class OpenAIRoutes:
             "/v1/images/edits",
             self._edits,
             body={
-                "multipart/form-data": _schema(ImageEditRequest, {"image": images, "mask": _BINARY}, ("image",)),
+                "multipart/form-data": _schema(
+                    ImageEditRequest, {"image": images, "mask": _BINARY}, ("image",)
+                ),
                 "application/json": _schema(
-                    ImageEditRequest, {"images": {"type": "array", "items": _REFERENCE, "minItems": 1}}, ("images",)
+                    ImageEditRequest,
+                    {"images": {"type": "array", "items": _REFERENCE, "minItems": 1}},
+                    ("images",),
                 ),
             },
             reply=ImagesReply,
@@ -142,7 +168,8 @@ class OpenAIRoutes:
             self._create_video,
             body={
                 "application/json": _schema(
-                    VideoRequest, {"input_reference": {"oneOf": [_REFERENCE, _CLIP, {"type": "null"}]}}
+                    VideoRequest,
+                    {"input_reference": {"oneOf": [_REFERENCE, _CLIP, {"type": "null"}]}},
                 ),
                 "multipart/form-data": _schema(VideoRequest, {"input_reference": _BINARY}),
             },
@@ -176,8 +203,12 @@ class OpenAIRoutes:
     async def _served_model(self) -> Response:
         """Name and tasks of the model, for the web page of a model without sessions."""
         capabilities = self.served.capabilities
-        told = {"model": self.served.names[0], "tasks": capabilities.tasks, "reads": capabilities.reads}
-        return JSONResponse(told, headers={"Cache-Control": "no-store"})
+        reported = {
+            "model": self.served.names[0],
+            "tasks": capabilities.tasks,
+            "reads": capabilities.reads,
+        }
+        return JSONResponse(reported, headers={"Cache-Control": "no-store"})
 
     async def _generations(self, request: Request) -> Response:
         """Generate images from text."""
@@ -247,7 +278,8 @@ def _add(
         success["model"] = reply
     if media_types:
         success["content"] = {
-            media_type: {"schema": {} if media_type == "text/event-stream" else _BINARY} for media_type in media_types
+            media_type: {"schema": {} if media_type == "text/event-stream" else _BINARY}
+            for media_type in media_types
         }
     app.add_api_route(
         path,
@@ -261,7 +293,9 @@ def _add(
     )
 
 
-def _schema(model: type[BaseModel], more: dict[str, Any] | None = None, required: Sequence[str] = ()) -> dict[str, Any]:
+def _schema(
+    model: type[BaseModel], more: dict[str, Any] | None = None, required: Sequence[str] = ()
+) -> dict[str, Any]:
     """Return a model's JSON schema with additional properties."""
     schema = model.model_json_schema()
     schema["properties"] = {**schema["properties"], **(more or {})}

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vllm_omni.config import OmniConfig
+from vllm_omni.entrypoints.engine.ranks import num_ranks
 from vllm_omni.entrypoints.openai.errors import not_found
-from vllm_omni.entrypoints.ranks import num_ranks
-from vllm_omni.entrypoints.realtime.facts import WorldFacts
+from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
 from vllm_omni.inputs import Lora
 from vllm_omni.model_executor.models.capabilities import Capabilities
 from vllm_omni.model_executor.models.registry import get_family
@@ -55,7 +55,7 @@ class ServedModel:
     """Maximum number of pixels of a frame."""
     max_sessions: int
     """Maximum number of sessions over all data-parallel ranks."""
-    world: WorldFacts | None = None
+    world: StreamInfo | None = None
     """Stream metadata of a world model. None: the model has no sessions."""
     adapters: Callable[[], Collection[str]] = tuple
     """Returns the names of the LoRA adapters that are loaded now."""
@@ -74,7 +74,11 @@ class ServedModel:
         adapters = self.adapters()
         if model not in adapters:
             served = ", ".join([*self.names, *adapters])
-            raise not_found(f"The model {model[:100]!r} does not exist; served: {served}", "model", "model_not_found")
+            raise not_found(
+                f"The model {model[:100]!r} does not exist; served: {served}",
+                "model",
+                "model_not_found",
+            )
         return [Lora(name=model)]
 
     @property
@@ -82,23 +86,29 @@ class ServedModel:
         return self._sizes(self.width, self.height, self.max_pixels)
 
     @property
-    def pictures(self) -> Sizes:
+    def images(self) -> Sizes:
         own = self.capabilities.pictures
         return self.videos if own is None else self._sizes(own.width, own.height, own.max_pixels)
 
     def _sizes(self, width: int, height: int, max_pixels: int) -> Sizes:
-        return Sizes(width, height, max_pixels, self.capabilities.max_side, self.capabilities.size_multiple)
+        return Sizes(
+            width, height, max_pixels, self.capabilities.max_side, self.capabilities.size_multiple
+        )
 
     @classmethod
     def from_vllm_config(cls, vllm_config: "VllmConfig", names: Sequence[str]) -> "ServedModel":
         hf_config: dict[str, Any] = vllm_config.model_config.hf_config.to_dict()
         omni = OmniConfig.from_additional_config(vllm_config.additional_config)
         family = get_family(hf_config["omni_family"])
-        capabilities = Capabilities() if family.capabilities is None else family.capabilities(hf_config, omni)
+        capabilities = (
+            Capabilities() if family.capabilities is None else family.capabilities(hf_config, omni)
+        )
         world = None
         if capabilities.is_world:
-            world = WorldFacts.from_vllm_config(vllm_config, model=names[0])
-            capabilities = msgspec.structs.replace(capabilities, size_multiple=world.size_multiple, fps=world.fps)
+            world = StreamInfo.from_vllm_config(vllm_config, model=names[0])
+            capabilities = msgspec.structs.replace(
+                capabilities, size_multiple=world.size_multiple, fps=world.fps
+            )
         return cls(
             names=tuple(names),
             capabilities=capabilities,

@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 
 from vllm_omni.actions import ActionEntry
-from vllm_omni.entrypoints.realtime.camera import CameraPath, PosePolicy, plan_frames
-from vllm_omni.entrypoints.realtime.errors import DoorError
-from vllm_omni.entrypoints.realtime.facts import WorldFacts
-from vllm_omni.entrypoints.realtime.limits import DoorLimits
+from vllm_omni.entrypoints.errors import EndpointError
+from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
+from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
+from vllm_omni.entrypoints.realtime.controls.camera import CameraPath, PosePolicy, plan_frames
 from vllm_omni.inputs import Lora
 
 
@@ -67,15 +67,17 @@ class ChunkSource(ABC):
         return
 
     @abstractmethod
-    def plan(self, facts: WorldFacts, limits: DoorLimits, *, starts_world: bool) -> tuple[int, ...]:
+    def plan(
+        self, info: StreamInfo, limits: EndpointLimits, *, starts_session: bool
+    ) -> tuple[int, ...]:
         """Return the pixel frames of every chunk; () for a live request.
 
         Raises:
-            DoorError: The request does not fit the model's chunks or exceeds a limit.
+            EndpointError: The request does not fit the model's chunks or exceeds a limit.
         """
 
     @abstractmethod
-    def most_in_flight(self, facts: WorldFacts, limits: DoorLimits) -> int:
+    def most_in_flight(self, info: StreamInfo, limits: EndpointLimits) -> int:
         """Return how many chunks may be in the engine at the same time."""
 
     @abstractmethod
@@ -111,23 +113,26 @@ class PlannedChunks(ChunkSource):
         self._camera, self._actions, self._lora = camera, actions, lora
         self._num_frames, self._policy, self._prompt = num_frames, policy, prompt
 
-    def plan(self, facts: WorldFacts, limits: DoorLimits, *, starts_world: bool) -> tuple[int, ...]:
+    def plan(
+        self, info: StreamInfo, limits: EndpointLimits, *, starts_session: bool
+    ) -> tuple[int, ...]:
         if self._camera is not None:
             poses = len(self._camera)
         else:
-            poses = facts.pixel_frames(len(self._actions or ()), starts_world)
-        sizes = plan_frames(poses, self._num_frames, self._policy, facts, starts_world)
+            poses = info.pixel_frames(len(self._actions or ()), starts_session)
+        sizes = plan_frames(poses, self._num_frames, self._policy, info, starts_session)
         if sum(sizes) > limits.max_frames_per_request:
-            raise DoorError(
+            raise EndpointError(
                 "invalid_request",
-                f"{sum(sizes)} frames requested; one request may generate at most {limits.max_frames_per_request}",
+                f"{sum(sizes)} frames requested; one request may generate at most "
+                f"{limits.max_frames_per_request}",
                 param="poses",
             )
         return tuple(sizes)
 
-    def most_in_flight(self, facts: WorldFacts, limits: DoorLimits) -> int:
+    def most_in_flight(self, info: StreamInfo, limits: EndpointLimits) -> int:
         """Return the chunks that the engine processes at once plus one that waits."""
-        at_work = facts.chunks_in_flight
+        at_work = info.chunks_in_flight
         return max(limits.chunks_in_flight, at_work + 1 if at_work > 1 else 1)
 
     def sample(self, span: ChunkSpan) -> Controls:
@@ -149,8 +154,10 @@ class LiveChunks(ChunkSource):
     As few chunks as possible are in flight, so that controls are sampled late.
     """
 
-    def plan(self, facts: WorldFacts, limits: DoorLimits, *, starts_world: bool) -> tuple[int, ...]:
+    def plan(
+        self, info: StreamInfo, limits: EndpointLimits, *, starts_session: bool
+    ) -> tuple[int, ...]:
         return ()
 
-    def most_in_flight(self, facts: WorldFacts, limits: DoorLimits) -> int:
-        return facts.chunks_in_flight
+    def most_in_flight(self, info: StreamInfo, limits: EndpointLimits) -> int:
+        return info.chunks_in_flight

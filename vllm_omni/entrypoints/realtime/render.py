@@ -12,9 +12,9 @@ from typing import Any, Final
 import numpy as np
 from PIL import Image
 
-from vllm_omni.entrypoints.media import encode_mp4
-from vllm_omni.entrypoints.realtime.codec import Dialect, encode
-from vllm_omni.entrypoints.realtime.run import FinishedChunk
+from vllm_omni.entrypoints.media.mp4 import encode_mp4
+from vllm_omni.entrypoints.realtime.connection.codec import Dialect, encode
+from vllm_omni.entrypoints.realtime.sessions.run import FinishedChunk
 
 # T pixel frames, H height, W width, C = 3 channels (RGB)
 
@@ -48,11 +48,16 @@ class FrameRenderer:
         """Return the chunk's messages. `index` and `total` count all messages of the request."""
         frames_THWC = chunk.result.frames_THWC
         if len(frames_THWC) != chunk.sizes[chunk.number]:
-            raise RuntimeError(f"the model made {len(frames_THWC)} frames, {chunk.sizes[chunk.number]} were planned")
+            raise RuntimeError(
+                f"the model made {len(frames_THWC)} frames, {chunk.sizes[chunk.number]} "
+                "were planned"
+            )
         counts = [-(-size // self._step(size)) for size in chunk.sizes]
         base, total, step = sum(counts[: chunk.number]), sum(counts), self._step(len(frames_THWC))
         return [
-            self._message(chunk, frames_THWC[part * step : (part + 1) * step], part * step, base + part, total)
+            self._message(
+                chunk, frames_THWC[part * step : (part + 1) * step], part * step, base + part, total
+            )
             for part in range(counts[chunk.number])
         ]
 
@@ -60,7 +65,9 @@ class FrameRenderer:
         default = _F32_FRAMES_PER_MESSAGE if self.codec == "ndarray_f32" else chunk_frames
         return min(self.frames_per_message or default, chunk_frames)
 
-    def _message(self, chunk: FinishedChunk, frames_THWC: np.ndarray, offset: int, index: int, total: int) -> bytes:
+    def _message(
+        self, chunk: FinishedChunk, frames_THWC: np.ndarray, offset: int, index: int, total: int
+    ) -> bytes:
         started_s = time.perf_counter()
         video = self._video(frames_THWC)
         mp4 = {}
@@ -104,7 +111,10 @@ class FrameRenderer:
             case "ndarray_u8":
                 return np.ascontiguousarray(frames_THWC)
             case "ndarray_f32":
-                return [np.divide(frame_HWC, np.float32(255), dtype=np.float32) for frame_HWC in frames_THWC]
+                return [
+                    np.divide(frame_HWC, np.float32(255), dtype=np.float32)
+                    for frame_HWC in frames_THWC
+                ]
         raise AssertionError(f"protocol.parse let codec {self.codec!r} through")
 
 
@@ -116,7 +126,7 @@ def _timing(chunk: FinishedChunk, mux_ms: float) -> dict[str, float]:
     stages: dict[str, list[float]] = chunk.result.meta.get("timings_ms", {})
     spent_ms = {name: sum(times) for name, times in stages.items()}
     names = {"encode": "encode_ms", "steps": "denoise_ms", "decode": "decode_ms"}
-    timing = {told: spent_ms[name] for name, told in names.items() if name in spent_ms}
+    timing = {reported: spent_ms[name] for name, reported in names.items() if name in spent_ms}
     busy_ms = spent_ms.get("total", sum(timing.values()))
     timing |= {
         "queue_ms": max(0.0, chunk.result.wall_ms - busy_ms),

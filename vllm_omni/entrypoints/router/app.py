@@ -22,7 +22,7 @@ from aiohttp import WSCloseCode, WSMsgType, web
 from multidict import CIMultiDict
 from yarl import URL
 
-from vllm_omni.entrypoints.frame_budget import FrameBudget
+from vllm_omni.entrypoints.limits.frame_budget import FrameBudget
 from vllm_omni.entrypoints.router.backends import READY_PATH, Backend, Backends
 from vllm_omni.entrypoints.router.client_frames import ClientFrames
 
@@ -100,16 +100,19 @@ class Router:
         # moment would cost a request.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
         async with aiohttp.ClientSession(
-            timeout=timeout, connector=connector, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()
+            timeout=timeout,
+            connector=connector,
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
         ) as self._client:
-            await self.backends.ask(self._client)
+            await self.backends.poll_backends(self._client)
             watcher = asyncio.create_task(self.backends.watch(self._client))
             yield
             watcher.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watcher
 
-    # -- about the servers ---------------------------------------------------------------------------------------
+    # -- about the servers -------------------------------------------------------------------------
 
     async def _health(self, request: web.Request) -> web.Response:
         """200 while any server is alive."""
@@ -121,35 +124,48 @@ class Router:
         status = "engine_dead" if not up else "ready" if any(b.has_room for b in up) else "capacity"
         reply = {
             "status": status,
-            "sessions": sum(b.facts.get("sessions") or 0 for b in up),
-            "max_sessions": sum(b.facts.get("max_sessions") or 0 for b in up),
+            "sessions": sum(b.info.get("sessions") or 0 for b in up),
+            "max_sessions": sum(b.info.get("max_sessions") or 0 for b in up),
             "ranks": [
-                {"name": b.name, "up": b.is_up, "open": b.open, **{k: b.facts.get(k) for k in ("status", "sessions")}}
+                {
+                    "name": b.name,
+                    "up": b.is_up,
+                    "open": b.open,
+                    **{k: b.info.get(k) for k in ("status", "sessions")},
+                }
                 for b in self.backends.all
             ],
         }
         return web.json_response(reply, status=200 if status == "ready" else 503)
 
-    # -- requests ------------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
         if request.headers.get("Upgrade", "").lower() == "websocket":
             return await self._socket(request)
-        asks_all = request.method in ("GET", "HEAD", "DELETE") and bool(_KEPT_THINGS.match(request.path))
+        requests_all = request.method in ("GET", "HEAD", "DELETE") and bool(
+            _KEPT_THINGS.match(request.path)
+        )
         response: web.StreamResponse | None = None
         for backend in self._candidates(request):
             try:
-                response = await self._http(request, backend, pass_over_404=asks_all)
+                response = await self._http(request, backend, pass_over_404=requests_all)
             except aiohttp.ClientConnectorError as error:  # no part of the request was sent
-                backend.lost(error)
+                backend.unreachable(error)
                 continue
             except aiohttp.ClientError as error:
-                logger.warning("%s %.200r failed on %s: %s", request.method, request.path, backend.name, error)
-                return _unavailable("the server of this request has failed; send the request again", 502)
+                logger.warning(
+                    "%s %.200r failed on %s: %s", request.method, request.path, backend.name, error
+                )
+                return _unavailable(
+                    "the server of this request has failed; send the request again", 502
+                )
             if response is not None:
                 return response
-        if asks_all and self.backends.up:
-            return web.json_response({"error": {"message": "no server has this", "code": 404}}, status=404)
+        if requests_all and self.backends.up:
+            return web.json_response(
+                {"error": {"message": "no server has this", "code": 404}}, status=404
+            )
         return _unavailable("no server is up", 503)
 
     def _candidates(self, request: web.Request) -> Iterator[Backend]:
@@ -160,7 +176,9 @@ class Router:
             tried.append(backend)
             yield backend
 
-    async def _http(self, request: web.Request, backend: Backend, *, pass_over_404: bool) -> web.StreamResponse | None:
+    async def _http(
+        self, request: web.Request, backend: Backend, *, pass_over_404: bool
+    ) -> web.StreamResponse | None:
         """Run one request; None if the server does not have the file and others may."""
         body = request.content if request.body_exists else None
         with backend.in_use():
@@ -170,33 +188,37 @@ class Router:
                 headers=_forwarded(request),
                 data=body,
                 allow_redirects=False,
-            ) as answer:
-                if answer.status == 404 and pass_over_404:
+            ) as reply:
+                if reply.status == 404 and pass_over_404:
                     return None
-                headers = _without(answer.headers, _HOP_BY_HOP)
-                response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=headers)
+                headers = _without(reply.headers, _HOP_BY_HOP)
+                response = web.StreamResponse(
+                    status=reply.status, reason=reply.reason, headers=headers
+                )
                 response.headers[RANK_HEADER] = backend.name
                 # the WebSocket that the ticket is for must reach the same server
                 if request.path == _TICKET_PATH:
                     _set_cookie(response, backend)
                 await response.prepare(request)
-                async for part in answer.content.iter_any():
+                async for part in reply.content.iter_any():
                     await response.write(part)
                 await response.write_eof()
                 return response
 
-    # -- sockets -------------------------------------------------------------------------------------------------
+    # -- sockets -----------------------------------------------------------------------------------
 
     async def _socket(self, request: web.Request) -> web.StreamResponse:
         frames = ClientFrames(request, self._budget)
-        answer = await self._find_server(request, frames)
-        if not answer.prepared:  # refused; the connection cannot be reused for HTTP
-            answer.force_close()
-        return answer
+        response = await self._find_server(request, frames)
+        if not response.prepared:  # refused; the connection cannot be reused for HTTP
+            response.force_close()
+        return response
 
     async def _find_server(self, request: web.Request, frames: ClientFrames) -> web.StreamResponse:
         offered = [
-            item.strip() for item in request.headers.get("Sec-WebSocket-Protocol", "").split(",") if item.strip()
+            item.strip()
+            for item in request.headers.get("Sec-WebSocket-Protocol", "").split(",")
+            if item.strip()
         ]
         for backend in self._candidates(request):
             with backend.in_use():
@@ -215,11 +237,13 @@ class Router:
                 except aiohttp.WSServerHandshakeError as refusal:
                     return web.Response(status=refusal.status, text=refusal.message)
                 except (aiohttp.ClientError, TimeoutError) as error:
-                    backend.lost(error)
+                    backend.unreachable(error)
                     continue
                 async with server:
                     if frames.is_early:
-                        return web.Response(status=400, text="frames arrived before the handshake was answered")
+                        return web.Response(
+                            status=400, text="frames arrived before the handshake was answered"
+                        )
                     return await self._join(request, frames, server, backend)
         return _unavailable("no server is up", 503)
 
@@ -253,7 +277,9 @@ class Router:
         client_end, server_end = (None if isinstance(end, BaseException) else end for end in ends)
         if frames.over.done():
             reason = frames.over.result().encode()
-            await asyncio.gather(*(_close(side, WSCloseCode.POLICY_VIOLATION, reason) for side in (server, client)))
+            await asyncio.gather(
+                *(_close(side, WSCloseCode.POLICY_VIOLATION, reason) for side in (server, client))
+            )
         elif any(isinstance(end, TimeoutError) for end in ends):
             await _close(server, WSCloseCode.GOING_AWAY)
             if request.transport is not None:
@@ -330,7 +356,9 @@ def _url(backend: Backend, request: web.Request) -> URL:
 
 
 def _without(headers: Mapping[str, str], names: frozenset[str]) -> "CIMultiDict[str]":
-    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in names)
+    return CIMultiDict(
+        (name, value) for name, value in headers.items() if name.lower() not in names
+    )
 
 
 def _forwarded(request: web.Request) -> "CIMultiDict[str]":

@@ -39,7 +39,7 @@ class Backend:
     """Whether the server accepts new work."""
     open: int = 0
     """Number of requests and WebSockets that use it now."""
-    facts: dict[str, Any] = field(default_factory=dict)
+    info: dict[str, Any] = field(default_factory=dict)
     """Its last response to `/omni/ready`."""
 
     @contextlib.contextmanager
@@ -50,12 +50,12 @@ class Backend:
         finally:
             self.open -= 1
 
-    def lost(self, why: object) -> None:
+    def unreachable(self, why: object) -> None:
         """Mark the server as down until it responds again."""
         if self.is_up:
             logger.warning("%s (%s) is gone: %s; its sessions are lost", self.name, self.url, why)
         self.is_up = self.has_room = False
-        self.facts = {}
+        self.info = {}
 
 
 class Backends:
@@ -64,7 +64,9 @@ class Backends:
     Use it from one event loop.
     """
 
-    def __init__(self, urls: Sequence[str], interval_s: float = 1.0, timeout_s: float = 5.0) -> None:
+    def __init__(
+        self, urls: Sequence[str], interval_s: float = 1.0, timeout_s: float = 5.0
+    ) -> None:
         self.all = [Backend(f"rank-{number}", url.rstrip("/")) for number, url in enumerate(urls)]
         self._by_name = {backend.name: backend for backend in self.all}
         self._interval_s = interval_s
@@ -75,7 +77,7 @@ class Backends:
     def up(self) -> list[Backend]:
         return [backend for backend in self.all if backend.is_up]
 
-    # -- choice of server ----------------------------------------------------------------------------------------
+    # -- choice of server --------------------------------------------------------------------------
 
     def choose(
         self, session: str | None = None, rank: str | None = None, but: Sequence[Backend] = ()
@@ -97,7 +99,9 @@ class Backends:
             return self._settle(session, home)
         roomy = [backend for backend in candidates if backend.has_room] or candidates
         if session is not None:
-            return self._settle(session, max(roomy, key=lambda backend: _score(session, backend.name)))
+            return self._settle(
+                session, max(roomy, key=lambda backend: _score(session, backend.name))
+            )
         return min(roomy, key=lambda backend: backend.open)
 
     def _settle(self, session: str | None, backend: Backend | None) -> Backend | None:
@@ -108,31 +112,31 @@ class Backends:
                 self._homes.popitem(last=False)
         return backend
 
-    # -- who lives -----------------------------------------------------------------------------------------------
+    # -- who lives ---------------------------------------------------------------------------------
 
     async def watch(self, client: aiohttp.ClientSession) -> None:
         """Poll every server until cancelled."""
         while True:
-            await self.ask(client)
+            await self.poll_backends(client)
             await asyncio.sleep(self._interval_s)
 
-    async def ask(self, client: aiohttp.ClientSession) -> None:
-        await asyncio.gather(*(self._ask(client, backend) for backend in self.all))
+    async def poll_backends(self, client: aiohttp.ClientSession) -> None:
+        await asyncio.gather(*(self._poll(client, backend) for backend in self.all))
 
-    async def _ask(self, client: aiohttp.ClientSession, backend: Backend) -> None:
+    async def _poll(self, client: aiohttp.ClientSession, backend: Backend) -> None:
         try:
-            async with client.get(backend.url + READY_PATH, timeout=self._timeout) as answer:
-                facts = await answer.json()
+            async with client.get(backend.url + READY_PATH, timeout=self._timeout) as response:
+                info = await response.json()
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            backend.lost(error or type(error).__name__)
+            backend.unreachable(error or type(error).__name__)
             return
-        status = facts.get("status") if isinstance(facts, dict) else None
+        status = info.get("status") if isinstance(info, dict) else None
         if status not in ("ready", "capacity"):
-            backend.lost(f"status {status!r}")
+            backend.unreachable(f"status {status!r}")
             return
         if not backend.is_up:
             logger.info("%s (%s) is up", backend.name, backend.url)
-        backend.is_up, backend.has_room, backend.facts = True, status == "ready", facts
+        backend.is_up, backend.has_room, backend.info = True, status == "ready", info
 
 
 def _score(session: str, name: str) -> bytes:
@@ -141,4 +145,6 @@ def _score(session: str, name: str) -> bytes:
     A session's server is the one with the highest hash, so the loss of a server moves only its own
     sessions.
     """
-    return hashlib.blake2b(f"{session}\0{name}".encode("utf-8", "surrogateescape"), digest_size=8).digest()
+    return hashlib.blake2b(
+        f"{session}\0{name}".encode("utf-8", "surrogateescape"), digest_size=8
+    ).digest()

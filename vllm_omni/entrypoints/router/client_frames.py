@@ -12,7 +12,7 @@ from typing import Final
 
 from aiohttp import web
 
-from vllm_omni.entrypoints.frame_budget import SLICE_BYTES, SMALL_BYTES, FrameBudget
+from vllm_omni.entrypoints.limits.frame_budget import SLICE_BYTES, SMALL_BYTES, FrameBudget
 
 logger = logging.getLogger("vllm_omni.router")
 
@@ -49,7 +49,9 @@ class ClientFrames(asyncio.Protocol):
         for start in range(0, len(data), SLICE_BYTES):
             if self.over.done():
                 return False
-            if not self._bucket.take(self._frames.count_small(data[start : start + SLICE_BYTES])):
+            if not self._bucket.take_tokens(
+                self._frames.count_small(data[start : start + SLICE_BYTES])
+            ):
                 logger.info("websocket_frames_over_budget client=%s", self._client)
                 self.over.set_result(self._budget.reason)
         return not self.over.done()

@@ -71,7 +71,11 @@ def wav_file(samples: torch.Tensor, sample_rate: int) -> bytes:
 def _wav_header(sample_rate: int, data_bytes: int) -> bytes:
     riff = _UNKNOWN if data_bytes == _UNKNOWN else data_bytes + 36
     form = struct.pack("<4sIHHIIHH", b"fmt ", 16, 1, 1, sample_rate, 2 * sample_rate, 2, 16)
-    return struct.pack("<4sI4s", b"RIFF", riff, b"WAVE") + form + struct.pack("<4sI", b"data", data_bytes)
+    return (
+        struct.pack("<4sI4s", b"RIFF", riff, b"WAVE")
+        + form
+        + struct.pack("<4sI", b"data", data_bytes)
+    )
 
 
 class _Pcm:
@@ -104,21 +108,25 @@ class _PyAV:
         self._container: Any = av.open(self._out, "w", format=container)
         self._stream: Any = self._container.add_stream(codec, rate=sample_rate, layout="mono")
         self._rate = sample_rate
-        self._resampler = av.AudioResampler(format=self._sample_format, layout="mono", rate=sample_rate)
+        self._resampler = av.AudioResampler(
+            format=self._sample_format, layout="mono", rate=sample_rate
+        )
 
     def feed(self, samples: torch.Tensor) -> bytes:
         import av
 
-        frame = av.AudioFrame.from_ndarray(samples.clamp(-1, 1).numpy()[None], format="flt", layout="mono")
+        frame = av.AudioFrame.from_ndarray(
+            samples.clamp(-1, 1).numpy()[None], format="flt", layout="mono"
+        )
         frame.sample_rate = self._rate
         for converted in self._resampler.resample(frame):
             self._container.mux(self._stream.encode(converted))
-        return self._out.take()
+        return self._out.take_bytes()
 
     def finish(self) -> bytes:
         self._container.mux(self._stream.encode(None))
         self._container.close()
-        return self._out.take()
+        return self._out.take_bytes()
 
 
 class _Growing(io.RawIOBase):
@@ -134,7 +142,7 @@ class _Growing(io.RawIOBase):
         self._new += data
         return len(data)
 
-    def take(self) -> bytes:
+    def take_bytes(self) -> bytes:
         data = bytes(self._new)
         self._new.clear()
         return data

@@ -23,8 +23,8 @@ from vllm.tasks import SupportedTask
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from vllm_omni.config import OmniConfig
-from vllm_omni.entrypoints.engine import OmniEngine
-from vllm_omni.entrypoints.engine_watch import EngineWatch
+from vllm_omni.entrypoints.engine.client import OmniEngine
+from vllm_omni.entrypoints.engine.engine_watch import EngineWatch
 from vllm_omni.entrypoints.operations import Operations
 from vllm_omni.entrypoints.speech.routes import SpeechRoutes
 from vllm_omni.model_executor.models.registry import detect_family
@@ -44,7 +44,7 @@ class SpeechEndpoints:
         self._operations = Operations()
 
     def attach_router(self, app: FastAPI) -> None:
-        self._routes.attach(app)
+        self._routes.attach_to_app(app)
         app.add_api_route("/health", self._health, methods=["GET"])
         inner = app.router.lifespan_context
 
@@ -59,24 +59,31 @@ class SpeechEndpoints:
                             stage.shutdown()
 
         app.router.lifespan_context = lifespan
-        self._watch.attach(app)
-        self._operations.attach(app)
+        self._watch.attach_to_app(app)
+        self._operations.attach_to_app(app)
 
-    async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
+    async def init_state(
+        self, engine_client: EngineClient | None, state: State, args: Namespace
+    ) -> None:
         if not isinstance(engine_client, AsyncLLM):
             raise ValueError("vllm_omni_speech needs vLLM's own AsyncLLM in the API server")
         if (args.api_server_count or 1) > 1:
-            raise ValueError("--api-server-count: each API server process would start its own engines; use 1")
+            raise ValueError(
+                "--api-server-count: each API server process would start its own engines; use 1"
+            )
         path = Path(args.model)
         family = detect_family(path)
         if family.start_speech is None:
             raise ValueError(f"vllm_omni_speech: {path} is a {family.name}, which does not speak")
         omni = OmniConfig.from_additional_config(engine_client.vllm_config.additional_config)
-        await self._operations.start(engine_client, omni)
+        await self._operations.start_serving(engine_client, omni)
         self._model = await family.start_speech(path, omni, engine_client)
-        self._routes.start(self._model, state)
-        served = OmniEngine(engine_client)  # without it nothing is served; other stages are named by `/health`
-        self._watch.start(lambda: served.is_dead, await served.process_ids(), omni.rank_timeout_s)
+        self._routes.start_serving(self._model, state)
+        # without it nothing is served; other stages are named by `/health`
+        served = OmniEngine(engine_client)
+        self._watch.start_watching(
+            lambda: served.is_dead, await served.process_ids(), omni.rank_timeout_s
+        )
 
     async def _health(self, request: Request) -> Response:
         """200 while every engine is alive; 503 names the first dead one."""

@@ -79,7 +79,10 @@ def wants_audio(extra: dict[str, Any] | None) -> AudioParams | None:
     extra = extra or {}
     modalities = extra.get("modalities") or ["text"]
     if not isinstance(modalities, list) or not set(map(str, modalities)) <= {"text", "audio"}:
-        raise RequestFailed("invalid_request", f"modalities must be a list of 'text' and 'audio', got {modalities!r}")
+        raise RequestFailed(
+            "invalid_request",
+            f"modalities must be a list of 'text' and 'audio', got {modalities!r}",
+        )
     if "audio" not in modalities:
         return None
     try:
@@ -99,15 +102,29 @@ _CLIENT_FAULTS = {"invalid_request", "too_long", "too_large"}
 def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
     """Return HTTP status and OpenAI-shaped body of an exception, without a library's message."""
     if isinstance(error, RequestFailed):
-        status = HTTPStatus.BAD_REQUEST if error.code in _CLIENT_FAULTS else HTTPStatus.INTERNAL_SERVER_ERROR
+        status = (
+            HTTPStatus.BAD_REQUEST
+            if error.code in _CLIENT_FAULTS
+            else HTTPStatus.INTERNAL_SERVER_ERROR
+        )
         kind = "BadRequestError" if status == HTTPStatus.BAD_REQUEST else "InternalServerError"
         return status, _body(error.message, kind, status, error.code)
     if isinstance(error, StageDied):
         status = HTTPStatus.SERVICE_UNAVAILABLE
         return status, _body(str(error), "ServiceUnavailableError", status, "stage_died")
     status = HTTPStatus.INTERNAL_SERVER_ERROR
-    return status, _body("the server failed on this request; its log has the details", "InternalServerError", status)
+    return status, _body(
+        "the server failed on this request; its log has the details", "InternalServerError", status
+    )
 
 
 def _body(message: str, kind: str, status: int, reason: str | None = None) -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind, "param": None, "code": int(status), "reason": reason}}
+    return {
+        "error": {
+            "message": message,
+            "type": kind,
+            "param": None,
+            "code": int(status),
+            "reason": reason,
+        }
+    }

@@ -27,11 +27,16 @@ from vllm.entrypoints.serve.utils.api_utils import get_max_tokens, with_cancella
 from vllm.exceptions import VLLMClientError
 from vllm.logger import init_logger
 
-from vllm_omni import log_context, trace_context
 from vllm_omni.entrypoints.speech.encode import MEDIA_TYPES, make_encoder, pcm16, wav_file
-from vllm_omni.entrypoints.speech.protocol import AudioParams, SpeechRequest, error_body, wants_audio
+from vllm_omni.entrypoints.speech.protocol import (
+    AudioParams,
+    SpeechRequest,
+    error_body,
+    wants_audio,
+)
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.pipeline.speech import AudioChunk, SpeechModel, TextDelta
+from vllm_omni.runtime import log_context, trace_context
 from vllm_omni.seeds import chosen_seed
 
 logger = init_logger("vllm." + __name__)
@@ -44,7 +49,7 @@ _READ_ALOUD = "Read this text aloud, word for word:\n"
 
 async def traced(events: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
     """Yield the events, with their work in a span `speech` of the caller's trace."""
-    span = trace_context.begin("speech")
+    span = trace_context.start_span("speech")
     if span.headers is not None:
         trace_context.set_parent(span.headers)  # for the tasks that start with the first event
     failed = True
@@ -65,14 +70,14 @@ class SpeechRoutes:
         self._model: SpeechModel | None = None
         self._state: State | None = None
 
-    def attach(self, app: FastAPI) -> None:
+    def attach_to_app(self, app: FastAPI) -> None:
         app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"], response_model=None)
         app.add_api_route("/v1/audio/speech", self.speech, methods=["POST"], response_model=None)
 
-    def start(self, model: SpeechModel, state: State) -> None:
+    def start_serving(self, model: SpeechModel, state: State) -> None:
         self._model, self._state = model, state
 
-    # -- /v1/chat/completions --------------------------------------------------------------------------------------
+    # -- /v1/chat/completions ----------------------------------------------------------------------
 
     async def chat(self, request: ChatCompletionRequest, raw_request: Request) -> Response:
         try:
@@ -83,19 +88,21 @@ class SpeechRoutes:
             stock: Response = await create_chat_completion(request, raw_request)
             return stock
 
-        answer = Response(status_code=499)  # only for the access log
+        response = Response(status_code=499)  # only for the access log
 
         @with_cancellation  # a disconnect before the first result aborts the request
         async def serve(request: ChatCompletionRequest, raw_request: Request) -> Response:
-            nonlocal answer
-            answer = await self._chat_with_sound(request, audio)
-            return answer
+            nonlocal response
+            response = await self._chat_with_sound(request, audio)
+            return response
 
         # the result for a disconnected client differs between vLLM versions
         await serve(request, raw_request)
-        return answer
+        return response
 
-    async def _chat_with_sound(self, request: ChatCompletionRequest, audio: AudioParams) -> Response:
+    async def _chat_with_sound(
+        self, request: ChatCompletionRequest, audio: AudioParams
+    ) -> Response:
         request.seed = chosen_seed(request.seed)
         try:
             events = await self._chat_events(request, audio)
@@ -103,7 +110,9 @@ class SpeechRoutes:
                 return events
             reply = _Reply(request, audio, self._serving()[0].sample_rate)
             if request.stream:
-                stream = await _streamed(reply.stream(events), "text/event-stream", reply.stream_error)
+                stream = await _streamed(
+                    reply.stream(events), "text/event-stream", reply.stream_error
+                )
                 return _with_seed(stream, request.seed)
             return _with_seed(JSONResponse(await reply.collect(events)), request.seed)
         except Exception as error:
@@ -114,29 +123,39 @@ class SpeechRoutes:
     ) -> AsyncIterator[TextDelta | AudioChunk] | Response:
         model, serving = self._serving()
         if (request.n or 1) > 1:
-            raise RequestFailed("invalid_request", f"n={request.n}: one reply per request when it is spoken")
+            raise RequestFailed(
+                "invalid_request", f"n={request.n}: one reply per request when it is spoken"
+            )
         if request.use_beam_search:
             raise RequestFailed("invalid_request", "use_beam_search cannot be combined with audio")
         if request.stream and audio.format not in ("pcm16", "pcm"):
-            raise RequestFailed("invalid_request", f"audio.format {audio.format!r}: a streamed reply is pcm16")
+            raise RequestFailed(
+                "invalid_request", f"audio.format {audio.format!r}: a streamed reply is pcm16"
+            )
         model.check_voice(audio.voice_name)
         model.check_alive()
         rendered = await serving.render_chat_request(request)
         if isinstance(rendered, ErrorResponse):
             return _vllm_error(rendered)
         (engine_input,) = rendered[1]
-        asked = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
+        requested = (
+            request.max_completion_tokens
+            if request.max_completion_tokens is not None
+            else request.max_tokens
+        )
         max_tokens = get_max_tokens(
             serving.model_config.max_model_len,
-            asked,
+            requested,
             len(engine_input["prompt_token_ids"]),
             serving.default_sampling_params,
         )
         params = request.to_sampling_params(max_tokens, serving.default_sampling_params)
         name = _request_id("chatcmpl")
-        return traced(model.respond(engine_input, params, name, voice=audio.voice_name, seed=request.seed))
+        return traced(
+            model.respond(engine_input, params, name, voice=audio.voice_name, seed=request.seed)
+        )
 
-    # -- /v1/audio/speech ------------------------------------------------------------------------------------------
+    # -- /v1/audio/speech --------------------------------------------------------------------------
 
     async def speech(self, request: SpeechRequest, raw_request: Request) -> Response:
         request.seed = chosen_seed(request.seed)
@@ -145,7 +164,10 @@ class SpeechRoutes:
             if isinstance(sound, Response):
                 return sound
             if request.stream_format == "sse":
-                return _with_seed(await _streamed(_speech_sse(sound), "text/event-stream", _sse_error), request.seed)
+                return _with_seed(
+                    await _streamed(_speech_sse(sound), "text/event-stream", _sse_error),
+                    request.seed,
+                )
             encoder = make_encoder(request.response_format, self._serving()[0].sample_rate)
 
             async def encoded() -> AsyncIterator[bytes]:
@@ -170,14 +192,23 @@ class SpeechRoutes:
         if isinstance(rendered, ErrorResponse):
             return _vllm_error(rendered)
         tokenizer = serving.renderer.get_tokenizer()
-        text_ids = [*tokenizer.encode(request.input, add_special_tokens=False), tokenizer.eos_token_id]
+        text_ids = [
+            *tokenizer.encode(request.input, add_special_tokens=False),
+            tokenizer.eos_token_id,
+        ]
         prompt_ids = rendered[1][0]["prompt_token_ids"]
         name = _request_id("speech")
-        return traced(model.read_aloud(prompt_ids, text_ids, name, voice=request.voice_name, seed=request.seed))
+        return traced(
+            model.read_aloud(
+                prompt_ids, text_ids, name, voice=request.voice_name, seed=request.seed
+            )
+        )
 
     def _serving(self) -> tuple[SpeechModel, Any]:
         """Return the model and vLLM's own chat handler."""
-        assert self._model is not None and self._state is not None, "vLLM initialises state before it serves"
+        assert self._model is not None and self._state is not None, (
+            "vLLM initialises state before it serves"
+        )
         return self._model, self._state.openai_serving_chat
 
 
@@ -190,7 +221,9 @@ class _Reply:
         sample_rate: Sample rate in hertz.
     """
 
-    def __init__(self, request: ChatCompletionRequest, audio: AudioParams, sample_rate: int) -> None:
+    def __init__(
+        self, request: ChatCompletionRequest, audio: AudioParams, sample_rate: int
+    ) -> None:
         self._audio, self._sample_rate = audio, sample_rate
         self._id = _request_id("chatcmpl")
         self._audio_id = _request_id("audio")
@@ -241,11 +274,22 @@ class _Reply:
                 "transcript": "".join(text),
             },
         }
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": self._finish_reason}
+        choice = {
+            "index": 0,
+            "message": message,
+            "logprobs": None,
+            "finish_reason": self._finish_reason,
+        }
         return {**self._head("chat.completion"), "choices": [choice], "usage": self._usage()}
 
     async def stream(self, events: AsyncIterator[TextDelta | AudioChunk]) -> AsyncIterator[bytes]:
-        yield self._delta({"role": "assistant", "content": None, "audio": {"id": self._audio_id, "transcript": ""}})
+        yield self._delta(
+            {
+                "role": "assistant",
+                "content": None,
+                "audio": {"id": self._audio_id, "transcript": ""},
+            }
+        )
         async for event in events:
             if isinstance(event, TextDelta):
                 self._note(event)
@@ -257,7 +301,9 @@ class _Reply:
         expires = {"id": self._audio_id, "expires_at": self._created + _EXPIRES_S}
         yield self._delta({"audio": expires}, self._finish_reason)
         if self._usage_wanted:
-            yield _sse({**self._head("chat.completion.chunk"), "choices": [], "usage": self._usage()})
+            yield _sse(
+                {**self._head("chat.completion.chunk"), "choices": [], "usage": self._usage()}
+            )
         yield b"data: [DONE]\n\n"
 
     def stream_error(self, error: Exception) -> bytes:
@@ -273,7 +319,9 @@ class _Reply:
 
 async def _speech_sse(sound: AsyncIterator[AudioChunk]) -> AsyncIterator[bytes]:
     async for chunk in sound:
-        yield _sse({"type": "speech.audio.delta", "audio": base64.b64encode(pcm16(chunk.samples)).decode()})
+        yield _sse(
+            {"type": "speech.audio.delta", "audio": base64.b64encode(pcm16(chunk.samples)).decode()}
+        )
     yield _sse({"type": "speech.audio.done"})
 
 
@@ -281,7 +329,7 @@ def _sse_error(error: Exception) -> bytes:
     return _sse({"type": "error", **error_body(error)[1]})
 
 
-async def _streamed(parts: AsyncIterator[bytes], media_type: str, tell: Any) -> StreamingResponse:
+async def _streamed(parts: AsyncIterator[bytes], media_type: str, notify: Any) -> StreamingResponse:
     """Wait for the first part, then stream.
 
     A later failure is reported with `tell`; if that is None, the connection is dropped.
@@ -295,9 +343,9 @@ async def _streamed(parts: AsyncIterator[bytes], media_type: str, tell: Any) -> 
                 yield part
         except Exception as error:
             logger.exception("a streamed reply failed")
-            if tell is None:
+            if notify is None:
                 raise
-            yield tell(error)
+            yield notify(error)
         finally:
             await parts.aclose()  # type: ignore[attr-defined]
 

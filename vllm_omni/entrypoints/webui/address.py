@@ -16,4 +16,4 @@ def page_url(host: str | None, port: int | str, scheme: str = "http", root_path:
         root_path: The server's root path.
     """
     name = "localhost" if host in (None, "", "0.0.0.0", "::") else host
-    return f"{scheme}://{f'[{name}]' if name and ':' in name else name}:{port}{root_path.rstrip('/')}{PAGE_PATH}/"
+    return f"{scheme}://{f'[{name}]' if name and ':' in name else name}:{port}{root_path.rstrip('/')}{PAGE_PATH}/"  # noqa: E501

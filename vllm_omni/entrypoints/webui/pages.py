@@ -18,7 +18,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import RedirectResponse, Response
 
 from vllm_omni.entrypoints.webui.address import PAGE_PATH, page_url
-from vllm_omni.worlds.card import card_file, read_card
+from vllm_omni.worlds.description import description_file, read_description
 
 CONTENT_TYPES: Final = {
     "html": "text/html; charset=utf-8",
@@ -71,7 +71,9 @@ class Page:
         return Response(self.body, media_type=self.content_type, headers=headers)
 
 
-def attach(app: FastAPI, world: Path | None = None, is_world: Callable[[], bool] = lambda: True) -> list[str]:
+def attach(
+    app: FastAPI, world: Path | None = None, is_world: Callable[[], bool] = lambda: True
+) -> list[str]:
     """Add a route for every file under `static/`, which are all read now.
 
     Args:
@@ -85,8 +87,11 @@ def attach(app: FastAPI, world: Path | None = None, is_world: Callable[[], bool]
         Paths of the routes.
     """
     pages = dict(_pages(_static(), ""))
-    if world is not None and (card := read_card(world)) is not None:
-        pages |= {f"world/{name}": _page(name, card_file(world, name)) for name in card.pictures}
+    if world is not None and (description := read_description(world)) is not None:
+        pages |= {
+            f"world/{name}": _page(name, description_file(world, name))
+            for name in description.images
+        }
     by_path = {f"{PAGE_PATH}/{name}": page for name, page in pages.items()}
 
     async def to_slash(request: Request) -> Response:
@@ -129,4 +134,6 @@ def _pages(folder: Traversable, prefix: str) -> Iterator[tuple[str, Page]]:
 
 def _page(name: str, file: Traversable) -> Page:
     body = file.read_bytes()
-    return Page(body, CONTENT_TYPES[name.rpartition(".")[2]], f'"{hashlib.sha256(body).hexdigest()[:32]}"')
+    return Page(
+        body, CONTENT_TYPES[name.rpartition(".")[2]], f'"{hashlib.sha256(body).hexdigest()[:32]}"'
+    )

@@ -37,7 +37,10 @@ def balanced_partition(costs: Sequence[StageCost], num_layers: int) -> list[int]
     """
     partition = [1] * len(costs)
     for _ in range(num_layers - len(costs)):
-        cheapest = min(range(len(costs)), key=lambda stage: (costs[stage].total_ms(partition[stage] + 1), stage))
+        cheapest = min(
+            range(len(costs)),
+            key=lambda stage: (costs[stage].total_ms(partition[stage] + 1), stage),
+        )
         partition[cheapest] += 1
     return partition
 
@@ -75,7 +78,12 @@ class LayerMove:
     """
 
     def __init__(
-        self, ranks: Sequence[int], stage: int, before: Sequence[int], after: Sequence[int], group: Any = None
+        self,
+        ranks: Sequence[int],
+        stage: int,
+        before: Sequence[int],
+        after: Sequence[int],
+        group: Any = None,
     ) -> None:
         self._ranks, self._stage, self._group = ranks, stage, group
         self._before, self._after = _owners(before), _owners(after)
@@ -113,7 +121,9 @@ class LayerMove:
 def _owners(partition: Sequence[int]) -> list[int]:
     """Return the stage of each layer."""
     ends = list(accumulate(partition))
-    return [next(stage for stage, end in enumerate(ends) if layer < end) for layer in range(ends[-1])]
+    return [
+        next(stage for stage, end in enumerate(ends) if layer < end) for layer in range(ends[-1])
+    ]
 
 
 def _release(module: nn.Module) -> None:

@@ -27,7 +27,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.offloader import BaseOffloader, should_pin_memory
 
-from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -69,7 +69,11 @@ def _layout(layer: nn.Module) -> tuple[_Stored, ...]:
     stored, start = [], 0
     for name, parameter in layer.named_parameters(recurse=False):
         tensor = parameter.data
-        stride = tensor.stride() if _is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
+        stride = (
+            tensor.stride()
+            if _is_dense(tensor)
+            else torch.empty(tensor.shape, device="meta").stride()
+        )
         stored.append(_Stored(name, start, tensor.dtype, tuple(tensor.shape), tuple(stride)))
         start += -(-stored[-1].nbytes // _ALIGNMENT) * _ALIGNMENT
     return tuple(stored)
@@ -77,7 +81,9 @@ def _layout(layer: nn.Module) -> tuple[_Stored, ...]:
 
 def _is_dense(tensor: torch.Tensor) -> bool:
     """Return whether the elements fill a contiguous block of memory, in any order of dimensions."""
-    reach = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    reach = 1 + sum(
+        (size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     return tensor.numel() == reach
 
 
@@ -91,7 +97,7 @@ class _Slot:
     """Recorded after the copy from the host. None on CPUs."""
     read: torch.cuda.Event | None
     """Recorded after the last kernel that reads the slot. None on CPUs."""
-    holds: "_Layer | None" = None
+    layer: "_Layer | None" = None
     """The layer whose weights are in the slot."""
 
 
@@ -123,7 +129,9 @@ class _Layer:
             parameter.data = view
 
     def take_home(self) -> None:
-        """Copy parameters that are not in host memory (new, or reloaded on the device) to the host."""
+        """Copy parameters that are not in host memory (new, or reloaded on the device) to the
+        host.
+        """
         for one in self.stored:
             data, home = getattr(self.layer, one.name).data, one.view(self.room)
             if data.data_ptr() != home.data_ptr():
@@ -144,7 +152,7 @@ class _Copies:
     def wait(self, slot: _Slot) -> None:
         """Make later kernels wait until the slot holds its weights."""
 
-    def leave(self, slot: _Slot) -> None:
+    def mark_read(self, slot: _Slot) -> None:
         """Record that kernels launched so far were the last to read the slot."""
 
 
@@ -155,7 +163,7 @@ class _StreamCopies(_Copies):
     def new_slot(self, nbytes: int, device: torch.device) -> _Slot:
         room = torch.empty(nbytes, dtype=torch.uint8, device=device)
         slot = _Slot(room, torch.cuda.Event(), torch.cuda.Event())
-        self.leave(slot)
+        self.mark_read(slot)
         return slot
 
     def fetch(self, layer: _Layer, slot: _Slot) -> None:
@@ -169,7 +177,7 @@ class _StreamCopies(_Copies):
         assert slot.arrived is not None
         torch.cuda.current_stream().wait_event(slot.arrived)
 
-    def leave(self, slot: _Slot) -> None:
+    def mark_read(self, slot: _Slot) -> None:
         assert slot.read is not None
         slot.read.record(torch.cuda.current_stream())
 
@@ -185,7 +193,9 @@ class LayerOffloader(BaseOffloader):
             while.
     """
 
-    def __init__(self, budget_bytes: int, device: torch.device, *, load_on_host: bool = True) -> None:
+    def __init__(
+        self, budget_bytes: int, device: torch.device, *, load_on_host: bool = True
+    ) -> None:
         self._budget_bytes, self._device, self._load_on_host = budget_bytes, device, load_on_host
         self._copies = _StreamCopies(device) if device.type == "cuda" else _Copies()
         self._wrapped: list[nn.Module] = []
@@ -202,8 +212,12 @@ class LayerOffloader(BaseOffloader):
     def slot_bytes(self) -> int:
         return sum(slot.room.numel() for slot in self._slots)
 
-    def wrap_modules(self, modules_generator: Generator[nn.Module, None, None], prefix: str = "") -> list[nn.Module]:
-        """Register the blocks of a network; each is moved to the host before the next one is built."""
+    def wrap_modules(
+        self, modules_generator: Generator[nn.Module, None, None], prefix: str = ""
+    ) -> list[nn.Module]:
+        """Register the blocks of a network; each is moved to the host before the next one is
+        built.
+        """
         modules = []
         for module in modules_generator:
             modules.append(module)
@@ -225,7 +239,7 @@ class LayerOffloader(BaseOffloader):
         for layer in self._layers:
             layer.take_home()
         for slot in self._slots:
-            slot.holds = None
+            slot.layer = None
 
     def _choose(self) -> None:
         """Choose the layers that stay on the host, and allocate slots for them."""
@@ -233,26 +247,35 @@ class LayerOffloader(BaseOffloader):
         chosen = spread(sizes, self._budget_bytes)
         if not any(chosen):
             raise ValueError(
-                f"--cpu-offload-gb {self._budget_bytes / 2**30:g} leaves nothing on the host: its smallest layer takes "
+                f"--cpu-offload-gb {self._budget_bytes / 2**30:g} leaves nothing on the host: its "
+                "smallest layer takes "
                 f"{min(sizes) / 2**30:.2g} GiB"
                 if sizes
                 else "--cpu-offload-gb: this model has no layers for it; drop it"
             )
-        rooms = _Rooms(sum(size for size, on_host in zip(sizes, chosen, strict=True) if on_host), self._device)
+        rooms = _Rooms(
+            sum(size for size, on_host in zip(sizes, chosen, strict=True) if on_host), self._device
+        )
         for layer, size, on_host in zip(self._wrapped, sizes, chosen, strict=True):
             if on_host:
-                kept = _Layer(layer, _layout(layer), rooms.take(size))
-                kept.take_home()
-                layer.register_forward_pre_hook(lambda module, inputs, kept=kept: self._enter(kept))
-                layer.register_forward_hook(lambda module, inputs, y, kept=kept: self._leave(kept), always_call=True)
-                self._layers.append(kept)
+                remaining = _Layer(layer, _layout(layer), rooms.take_bytes(size))
+                remaining.take_home()
+                layer.register_forward_pre_hook(
+                    lambda module, inputs, retained=remaining: self._enter(retained)
+                )
+                layer.register_forward_hook(
+                    lambda module, inputs, y, retained=remaining: self._leave(retained),
+                    always_call=True,
+                )
+                self._layers.append(remaining)
             else:
                 _move(layer, self._device)
         largest = max(layer.nbytes for layer in self._layers)
         slots = min(1 + _AHEAD, len(self._layers))
         self._slots = [self._copies.new_slot(largest, self._device) for _ in range(slots)]
         logger.info(
-            "%.2f of %.2f GiB of blocks' weights lie in host memory, %d of %d layers; %.2f GiB of the device are slots",
+            "%.2f of %.2f GiB of blocks' weights lie in host memory, %d of %d layers; %.2f GiB of "
+            "the device are slots",
             self.host_bytes / 2**30,
             sum(sizes) / 2**30,
             len(self._layers),
@@ -276,16 +299,16 @@ class LayerOffloader(BaseOffloader):
             ahead = ahead.following
 
     def _leave(self, layer: _Layer) -> None:
-        slot = next(slot for slot in self._slots if slot.holds is layer)
-        self._copies.leave(slot)
+        slot = next(slot for slot in self._slots if slot.layer is layer)
+        self._copies.mark_read(slot)
         layer.show(layer.room)
 
     def _slot_of(self, layer: _Layer) -> _Slot:
         """Return the slot with the layer's weights, fetching them if necessary; it becomes the most
         recently used."""
-        slot = next((slot for slot in self._slots if slot.holds is layer), self._slots[0])
-        if slot.holds is not layer:
-            slot.holds = layer
+        slot = next((slot for slot in self._slots if slot.layer is layer), self._slots[0])
+        if slot.layer is not layer:
+            slot.layer = layer
             self._copies.fetch(layer, slot)
         self._slots.remove(slot)
         self._slots.append(slot)
@@ -300,17 +323,21 @@ class _Rooms:
         self._pinned = device.type == "cuda" and should_pin_memory()
         self._arena = torch.empty(0, dtype=torch.uint8)
 
-    def take(self, nbytes: int) -> torch.Tensor:
+    def take_bytes(self, nbytes: int) -> torch.Tensor:
         if len(self._arena) < nbytes:
             size = max(nbytes, min(_ARENA_BYTES, self._left))
-            self._arena = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned, device="cpu")
+            self._arena = torch.empty(
+                size, dtype=torch.uint8, pin_memory=self._pinned, device="cpu"
+            )
         room, self._arena = self._arena[:nbytes], self._arena[nbytes:]
         self._left -= nbytes
         return room
 
 
 def spread(sizes: Sequence[int], budget: int) -> list[bool]:
-    """Choose layers of at most `budget` bytes in total to keep on the host, evenly over the list."""
+    """Choose layers of at most `budget` bytes in total to keep on the host, evenly over the
+    list.
+    """
     total, budget = sum(sizes), min(budget, sum(sizes))
     chosen, seen, taken = [], 0, 0
     for size in sizes:
@@ -330,11 +357,13 @@ def _move(layer: nn.Module, device: torch.device) -> None:
             parameter.data = parameter.data.to(device)
 
 
-def offloader_for(vllm_config: VllmConfig, device: torch.device, place: ParallelContext) -> LayerOffloader | None:
+def offloader_for(
+    vllm_config: VllmConfig, device: torch.device, parallel: ParallelContext
+) -> LayerOffloader | None:
     """Return the offloader for `--cpu-offload-gb`, or None if it is unset or this rank holds no
     layer."""
     gibibytes = vllm_config.offload_config.uva.cpu_offload_gb
-    if gibibytes <= 0 or place.is_vae_stage:
+    if gibibytes <= 0 or parallel.is_vae_stage:
         return None
     # Random weights are generated on the device, because a host needs minutes for them.
     load_on_host = vllm_config.load_config.load_format != "dummy"

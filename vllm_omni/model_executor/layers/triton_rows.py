@@ -2,8 +2,8 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 """Shared parts of Triton kernels with one program per token; requires Triton."""
 
-from vllm_omni.model_executor.layers.fp8_kernels import LARGEST
-from vllm_omni.model_executor.layers.rounded_input import LEAST_SCALE
+from vllm_omni.model_executor.layers.linear.quantized_input import LEAST_SCALE
+from vllm_omni.model_executor.layers.quantization.fp8_kernels import LARGEST
 from vllm_omni.model_executor.layers.triton_or_names import tl, triton
 
 _LARGEST, _LEAST_SCALE = tl.constexpr(LARGEST), tl.constexpr(LEAST_SCALE)
@@ -18,4 +18,6 @@ def over_largest(value, token_scale):
     """
     scale = tl.maximum(tl.div_rn(tl.max(tl.abs(value), axis=0), _LARGEST), _LEAST_SCALE)
     tl.store(token_scale, scale)
-    return tl.clamp(value * tl.div_rn(1.0, scale), -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    return tl.clamp(
+        value * tl.div_rn(1.0, scale), -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL
+    )

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a stream is cut into chunks of latent frames, the window of each chunk, and the video frames it becomes.
+"""How a stream is cut into chunks of latent frames, the window of each chunk, and the video frames
+it becomes.
 
 Held by tests/model_executor/models/lingbot_world/test_lingbot_config.py and
 tests/model_executor/models/causal_wan/test_causal_wan_config.py.
@@ -18,7 +19,7 @@ class FrameRate:
     first: int
     later: int
 
-    def start(self, latent_frame: int) -> int:
+    def first_frame(self, latent_frame: int) -> int:
         """Return the first video frame of a latent frame, by absolute index."""
         return self.first + self.later * (latent_frame - 1) if latent_frame else 0
 
@@ -47,8 +48,8 @@ class StatesWindow(Protocol):
 class ChunkPlan:
     """Lengths in latent frames. window_frames: those a chunk attends to, sinks and itself included.
 
-    rate: the video frames that latent frames become. sink_frames == window_frames: global attention, nothing is
-    evicted. Raises ValueError if the parts do not fit.
+    rate: the video frames that latent frames become. sink_frames == window_frames: global
+    attention, nothing is evicted. Raises ValueError if the parts do not fit.
     """
 
     first_chunk_frames: int
@@ -60,7 +61,9 @@ class ChunkPlan:
     def __post_init__(self) -> None:
         first, window = self.first_chunk_frames, self.window_frames
         if first > window:
-            raise ValueError(f"the first chunk of {first} latent frames does not fit a window of {window}")
+            raise ValueError(
+                f"the first chunk of {first} latent frames does not fit a window of {window}"
+            )
 
     def frames(self, chunk_index: int) -> range:
         """Return the latent frames of a chunk, by absolute index."""
@@ -85,14 +88,16 @@ class ChunkPlan:
         return chunks[::-1]
 
     def pixel_frames(self, chunk_index: int) -> range:
-        """Return the video frames a chunk decodes to, by absolute index: 9 for a first chunk of 3 latents, 12 later."""
+        """Return the video frames a chunk decodes to, by absolute index: 9 for a first chunk of
+        3 latents, 12 later.
+        """
         frames = self.frames(chunk_index)
-        return range(self.rate.start(frames.start), self.rate.start(frames.stop))
+        return range(self.rate.first_frame(frames.start), self.rate.first_frame(frames.stop))
 
 
 def first_pixel_frame(latent_frame: int) -> int:
     """Return the first video frame of a latent frame of a causal video autoencoder."""
-    return CAUSAL_VIDEO.start(latent_frame)
+    return CAUSAL_VIDEO.first_frame(latent_frame)
 
 
 def resolve_chunks(
@@ -103,15 +108,18 @@ def resolve_chunks(
     window_frames: int,
     sink_frames: int,
 ) -> ChunkPlan:
-    """Options win over the checkpoint, the checkpoint over the defaults given here. Raises ValueError."""
+    """Options win over the checkpoint, the checkpoint over the defaults given here.
+
+    Raises ValueError.
+    """
     chunk = options.latent_frames_per_chunk or stated.frames_per_chunk or chunk_frames
     first = options.first_chunk_latent_frames or chunk
     window = options.window_frames or stated.window_frames or window_frames
     if window == -1:
         window = sink = GLOBAL_FRAMES
     else:
-        asked = (options.sink_frames, stated.sink_frames, sink_frames)
-        sink = next(value for value in asked if value is not None)
+        requested = (options.sink_frames, stated.sink_frames, sink_frames)
+        sink = next(value for value in requested if value is not None)
         check_sliding(window, sink, chunk)
     return ChunkPlan(first, chunk, window, sink)
 
@@ -120,6 +128,7 @@ def check_sliding(window_frames: int, sink_frames: int, chunk_frames: int) -> No
     """Raise ValueError if a window that slides leaves a chunk no room beside its sinks."""
     if sink_frames + chunk_frames > window_frames:
         raise ValueError(
-            f"a window of {window_frames} latent frames with {sink_frames} sink frames leaves no room for chunks of "
+            f"a window of {window_frames} latent frames with {sink_frames} sink frames leaves no "
+            "room for chunks of "
             f"{chunk_frames}; need sink_frames + latent_frames_per_chunk <= window_frames"
         )

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`streaming_family`: the table entry of a streaming model, from the parts that differ between models.
+"""`streaming_family`: the table entry of a streaming model, from the parts that differ between
+models.
 
-Reads configs and options; loads no weights. Held by tests/test_combinations.py and the models' own configuration tests.
+Reads configs and options; loads no weights. Held by tests/test_combinations.py and the models' own
+configuration tests.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +15,7 @@ from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.dtypes import KV_CACHE_DTYPES
 from vllm_omni.model_executor.models.capabilities import Capabilities
 from vllm_omni.model_executor.models.registry import ModelFamily
-from vllm_omni.model_executor.streaming.stream import Config, Options, Stream
+from vllm_omni.model_executor.streaming.stream import Config, Options, StreamModelSetup
 from vllm_omni.planning.stream_model import FamilyPlan
 
 
@@ -25,11 +27,11 @@ def streaming_family(
     detect: Callable[[Path], bool],
     hf_config: Callable[[Path], dict[str, Any]],
     layouts: tuple[str, ...],
-    read: Callable[[Mapping[str, Any], OmniConfig], Stream[Config, Options]],
+    read: Callable[[Mapping[str, Any], OmniConfig], StreamModelSetup[Config, Options]],
     check_options: Callable[[OmniConfig], None],
-    check_parallel: Callable[[Stream[Config, Options], OmniConfig, int, int], None],
-    facts: Callable[[Stream[Config, Options]], Mapping[str, Any]],
-    action_space: Callable[[Stream[Config, Options]], ActionSpace] | None = None,
+    check_parallel: Callable[[StreamModelSetup[Config, Options], OmniConfig, int, int], None],
+    info: Callable[[StreamModelSetup[Config, Options]], Mapping[str, Any]],
+    action_space: Callable[[StreamModelSetup[Config, Options]], ActionSpace] | None = None,
     capabilities: Callable[[dict[str, Any], OmniConfig], Capabilities] | None = None,
     why_not: Callable[[Path], str | None] | None = None,
     takes_adapters: bool = False,
@@ -38,9 +40,10 @@ def streaming_family(
 ) -> ModelFamily:
     """Return the family of package `models/{name}`.
 
-    read: (the family's part of `hf_config`, options) -> the stream. check_options: refusals beyond those of `read` and
-    the video's size. check_parallel: (stream, options, ranks that share layers, stages). facts: fields
-    of `WorldFacts` beside the chunks' lengths. session_windows: as `SupportsSessionWindows`.
+    read: (the family's part of `hf_config`, options) -> the stream. check_options: refusals beyond
+    those of `read` and the video's size. check_parallel: (stream, options, ranks that share layers,
+    stages). facts: fields of `StreamInfo` beside the chunks' lengths. session_windows: as
+    `SupportsSessionWindows`.
     """
 
     def default_size(config: dict[str, Any]) -> tuple[int, int]:
@@ -53,7 +56,7 @@ def streaming_family(
     def check_split(config: dict[str, Any], omni: OmniConfig, ranks: int, stages: int) -> None:
         check_parallel(read(config[name], omni), omni, ranks, stages)
 
-    def world_facts(config: dict[str, Any], omni: OmniConfig) -> dict[str, Any]:
+    def stream_info(config: dict[str, Any], omni: OmniConfig) -> dict[str, Any]:
         stream = read(config[name], omni)
         chunks = stream.plan
         return {
@@ -62,7 +65,7 @@ def streaming_family(
             "first_stride": chunks.rate.first,
             "window_frames": chunks.window_frames if session_windows else None,
             "sink_frames": chunks.sink_frames if session_windows else None,
-            **facts(stream),
+            **info(stream),
         }
 
     def space(config: dict[str, Any], omni: OmniConfig) -> ActionSpace:
@@ -80,7 +83,7 @@ def streaming_family(
         default_size=default_size,
         check_options=check_served,
         check_parallel=check_split,
-        world_facts=world_facts,
+        stream_info=stream_info,
         action_space=None if action_space is None else space,
         capabilities=capabilities,
         kv_cache_dtypes=KV_CACHE_DTYPES,

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`StreamingModel`: the only base of a streaming model, and the parts that such a model owns.
 
-The base implements what is the same for all of them: sessions and their bytes, batch keys, the order of the steps of a
-chunk, latents between ranks, transfer to a VAE stage, moving layers. A model creates its parts in `__init__`
-(transformer, encoders, decoder, shared prompts, and its own, for example the conditioning on a start image) and
-implements the conditions of a chunk (`prepare_encode`) and the inputs of a forward pass (`begin_step`, `rows`).
-Tests: the pipeline and parallel tests of the models.
+The base implements what is the same for all of them: sessions and their bytes, batch keys, the
+order of the steps of a chunk, latents between ranks, transfer to a VAE stage, moving layers. A
+model creates its parts in `__init__` (transformer, encoders, decoder, shared prompts, and its own,
+for example the conditioning on a start image) and implements the conditions of a chunk
+(`prepare_encode`) and the inputs of a forward pass (`start_step`, `rows`). Tests: the pipeline and
+parallel tests of the models.
 """
 
 from abc import abstractmethod
@@ -21,8 +22,8 @@ from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.dtypes import default_dtype
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SupportsStepExecution
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.layers.layer_moves import LayerMove
-from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
 from vllm_omni.model_executor.streaming.options import StreamingOptions
 from vllm_omni.model_executor.streaming.request import check_prompt, read_size, read_window
@@ -38,7 +39,10 @@ from vllm_omni.model_executor.streaming.setup import StreamingSetup
 
 
 class Decoder(Protocol):
-    """From a chunk's latents to its frames. The state that it keeps between chunks is an immutable value."""
+    """From a chunk's latents to its frames.
+
+    The state that it keeps between chunks is an immutable value.
+    """
 
     def state_nbytes(self, height: int, width: int) -> int:
         """Most bytes of the state of a stream of `height` x `width` pixels."""
@@ -107,7 +111,7 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
         self.omni, self.parallel, self.plan = setup.omni, setup.parallel, setup.plan
         self.kv_dtype = setup.kv_dtype
 
-    # -- of each model -------------------------------------------------------------------------------------------------
+    # -- of each model -----------------------------------------------------------------------------
 
     @abstractmethod
     def window_nbytes(self, shape: SessionShape) -> int:
@@ -126,31 +130,37 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
         """Check a chunk's request and make its `state`. Raises `RequestFailed`."""
 
     @abstractmethod
-    def begin_step(self, request: DiffusionRequest[Session, Chunk]) -> None:
-        """Make the inputs that a chunk's forward passes share, once (collective under tensor parallelism)."""
+    def start_step(self, request: DiffusionRequest[Session, Chunk]) -> None:
+        """Make the inputs that a chunk's forward passes share, once (collective under tensor
+        parallelism).
+        """
 
     @abstractmethod
-    def rows(self, request: DiffusionRequest[Session, Chunk]) -> Sequence[object]:
+    def items(self, request: DiffusionRequest[Session, Chunk]) -> Sequence[object]:
         """Return the rows of a chunk's next forward pass, as the transformer takes them."""
 
     def read_shape(self, params: DiffusionParams) -> SessionShape:
         """Read the sizes that a session's first chunk fixes. Raises `RequestFailed`."""
         window = read_window(params, self.plan)
-        return SessionShape(*read_size(params, self.config, self.omni), params.output, window=window)
+        return SessionShape(
+            *read_size(params, self.config, self.omni), params.output, window=window
+        )
 
     def decodes_tiny(self, request: DiffusionRequest[Session, Chunk]) -> bool:
         """Whether a chunk's frames come from the second, tiny decoder."""
         return False
 
-    def own_layout(self, shape: SessionShape) -> Any:
-        """Layout of the state that only this model's sessions have on this rank; None = they have none."""
+    def value_layout(self, shape: SessionShape) -> Any:
+        """Layout of the state that only this model's sessions have on this rank; None = they
+        have none.
+        """
         return None
 
     def own_bytes(self, shape: SessionShape) -> int:
         """Most bytes of a session's state that only this model has."""
         return 0
 
-    # -- sessions ------------------------------------------------------------------------------------------------------
+    # -- sessions ----------------------------------------------------------------------------------
 
     def session_nbytes(self, params: DiffusionParams) -> int:
         shape = self.read_shape(params)
@@ -165,8 +175,10 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
         """Make an empty session, its K/V windows included."""
         decoder = self.decoder if shape.output != "latents" else None
         layout = None if decoder is None else decoder.state_layout(shape.height, shape.width)
-        layouts, window = StateLayouts(layout, self.own_layout(shape)), self.make_window(shape)
-        session: Session = self.session_type(session_id, shape, self.plan_of(shape), window, layouts, reserved_bytes)
+        layouts, window = StateLayouts(layout, self.value_layout(shape)), self.make_window(shape)
+        session: Session = self.session_type(
+            session_id, shape, self.plan_of(shape), window, layouts, reserved_bytes
+        )
         return session
 
     def plan_of(self, shape: SessionShape) -> ChunkPlan:
@@ -177,13 +189,15 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
         return replace(self.plan, window_frames=window_frames, sink_frames=sink_frames)
 
     def _reserved_bytes(self, shape: SessionShape) -> int:
-        """Bytes a session may come to hold beside its K/V windows: VAE caches, cross-attention K/V."""
+        """Bytes a session may come to hold beside its K/V windows: VAE caches, cross-attention
+        K/V.
+        """
         total: int = self.transformer.cross_kv_nbytes + self.own_bytes(shape)
         if self.decoder is not None and shape.output != "latents":
             total += self.decoder.state_nbytes(shape.height, shape.width)
         return total
 
-    def trim_kept(self, nbytes: int) -> None:
+    def trim_pool(self, nbytes: int) -> None:
         if self.transformer.rings is not None:
             self.transformer.rings.trim(nbytes)
 
@@ -202,9 +216,9 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
     def move_layers(self, move: LayerMove) -> None:
         self.transformer.move_layers(move)
         self.parallel = self.transformer.parallel
-        self.prompts.forget()
+        self.prompts.clear_prompt()
 
-    # -- one chunk -----------------------------------------------------------------------------------------------------
+    # -- one chunk ---------------------------------------------------------------------------------
 
     def texts(self, request: DiffusionRequest[Session, Chunk]) -> list[torch.Tensor]:
         text = request.work.text
@@ -216,8 +230,8 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
     ) -> torch.Tensor:
         rows: list[object] = []
         for request in batch:
-            self.begin_step(request)
-            rows += self.rows(request)
+            self.start_step(request)
+            rows += self.items(request)
         kv_only = all(request.work.denoise_index(request.step) is None for request in batch)
         prediction: torch.Tensor = self.transformer(rows, hidden, kv_only=kv_only)
         return prediction
@@ -226,7 +240,9 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
         return request.work.latents.shape
 
     @torch.no_grad()
-    def step_scheduler(self, batch: Sequence[DiffusionRequest[Session, Chunk]], prediction: torch.Tensor) -> None:
+    def step_scheduler(
+        self, batch: Sequence[DiffusionRequest[Session, Chunk]], prediction: torch.Tensor
+    ) -> None:
         for request, flow in zip(batch, prediction, strict=True):
             chunk = request.work
             step = chunk.denoise_index(request.step)
@@ -236,11 +252,15 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
             chunk.latents = chunk.schedule.advance(chunk.latents, flow, step, chunk.noise)
 
     @torch.no_grad()
-    def post_decode(self, request: DiffusionRequest[Session, Chunk]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    def post_decode(
+        self, request: DiffusionRequest[Session, Chunk]
+    ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         session, chunk, meta = request.session, request.work, self.result_meta(request)
         if session.shape.output == "latents":
             return meta, {"latents": chunk.latents}
-        assert self.decoder is not None, "ranks of the last stage decode: one, or all of them together"
+        assert self.decoder is not None, (
+            "ranks of the last stage decode: one, or all of them together"
+        )
         chunk.decoded_from = session.decoder_cache
         frames, chunk.decoder_cache = self.decoder.decode_frames(
             chunk.latents,
@@ -248,10 +268,16 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
             chunk.decoded_from,
             tiny=self.decodes_tiny(request),
         )
-        return meta, ({} if frames is None else {"frames": frames}) | chunk.latents_beside(session.shape)
+        return meta, ({} if frames is None else {"frames": frames}) | chunk.latents_with_frames(
+            session.shape
+        )
 
     def most_decoded_together(self, request: DiffusionRequest[Session, Chunk]) -> int:
-        if self.decoder is None or self.decodes_tiny(request) or request.session.shape.output == "latents":
+        if (
+            self.decoder is None
+            or self.decodes_tiny(request)
+            or request.session.shape.output == "latents"
+        ):
             return 1
         return self.decoder.most_streams(request.session.decoder_cache, request.work.latents)
 
@@ -261,13 +287,18 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
     ) -> list[tuple[dict[str, Any], dict[str, torch.Tensor]]]:
         assert self.decoder is not None
         before = [request.session.decoder_cache for request in batch]
-        decoded = self.decoder.decode_frames_together([request.work.latents for request in batch], before)
+        decoded = self.decoder.decode_frames_together(
+            [request.work.latents for request in batch], before
+        )
         results = []
         for request, state, (frames, next_state) in zip(batch, before, decoded, strict=True):
             chunk = request.work
             chunk.decoded_from, chunk.decoder_cache = state, next_state
             results.append(
-                (self.result_meta(request), {"frames": frames} | chunk.latents_beside(request.session.shape))
+                (
+                    self.result_meta(request),
+                    {"frames": frames} | chunk.latents_with_frames(request.session.shape),
+                )
             )
         return results
 
@@ -293,11 +324,14 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
             "seed": request.work.seed,
         }
 
-    def hand_over(self, request: DiffusionRequest[Session, Chunk]) -> dict[str, Any]:
+    def pack_decode_state(self, request: DiffusionRequest[Session, Chunk]) -> dict[str, Any]:
         return {}
 
-    def take_over(
-        self, request: DiffusionRequest[Session, Chunk], latents: torch.Tensor, facts: Mapping[str, Any]
+    def unpack_decode_state(
+        self,
+        request: DiffusionRequest[Session, Chunk],
+        latents: torch.Tensor,
+        info: Mapping[str, Any],
     ) -> None:
         request.work.latents = latents
 
@@ -330,5 +364,7 @@ def build_transformer(
 
 if TYPE_CHECKING:
 
-    def _keeps_the_contract(model: StreamingModel[Session, Chunk]) -> SupportsStepExecution[Session, Chunk]:
+    def _meets_protocol(
+        model: StreamingModel[Session, Chunk],
+    ) -> SupportsStepExecution[Session, Chunk]:
         return model

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a request that are the same for every streaming model. Each raises `RequestFailed` and changes nothing.
+"""Checks of a request that are the same for every streaming model.
+
+Each raises `RequestFailed` and changes nothing.
 
 Held by tests/model_executor/models/causal_wan/test_causal_wan_pipeline.py and
 tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
@@ -11,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from vllm_omni.actions import ACTION_TENSORS, ActionRows, ActionSpace, read_actions
+from vllm_omni.actions import ACTION_TENSORS, ActionFrames, ActionSpace, read_actions
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams, refuse_unused
 from vllm_omni.model_executor.interfaces import DiffusionRequest
@@ -42,7 +44,8 @@ def read_size(params: DiffusionParams, config: Sized, omni: OmniConfig) -> tuple
     if height * width > omni.max_area:
         raise RequestFailed(
             "unsupported_size",
-            f"{height}x{width} has {height * width} pixels; this server makes at most {omni.max_area}",
+            f"{height}x{width} has {height * width} pixels; this server makes at most "
+            f"{omni.max_area}",
         )
     return height, width
 
@@ -53,14 +56,17 @@ def check_unused(params: DiffusionParams, *, actions: bool) -> None:
 
 
 def read_window(params: DiffusionParams, plan: ChunkPlan) -> tuple[int, int] | None:
-    """Return (window_frames, sink_frames) that a session's first chunk asks for, None if it names neither."""
+    """Return (window_frames, sink_frames) that a session's first chunk asks for, None if it
+    names neither.
+    """
     if params.window_frames is None and params.sink_frames is None:
         return None
     window = plan.window_frames if params.window_frames is None else params.window_frames
     sinks = plan.sink_frames if params.sink_frames is None else params.sink_frames
     if window > plan.window_frames:
         raise RequestFailed(
-            "invalid_request", f"window_frames is at most the server's {plan.window_frames}, got {window}"
+            "invalid_request",
+            f"window_frames is at most the server's {plan.window_frames}, got {window}",
         )
     try:
         replace(plan, window_frames=window, sink_frames=sinks)
@@ -71,33 +77,51 @@ def read_window(params: DiffusionParams, plan: ChunkPlan) -> tuple[int, int] | N
     return window, sinks
 
 
-def check_unchanged(params: DiffusionParams, shape: SessionShape, others: Mapping[str, tuple[Any, Any]]) -> None:
-    """Refuse another value for a field that the first chunk fixed. others: a model's own, name -> (sent, fixed)."""
+def check_unchanged(
+    params: DiffusionParams, shape: SessionShape, others: Mapping[str, tuple[Any, Any]]
+) -> None:
+    """Refuse another value for a field that the first chunk fixed. others: a model's own, name
+    -> (sent, fixed).
+    """
     fixed_by_all = {
         "height": (params.height, shape.height),
         "width": (params.width, shape.width),
         "output": (params.output, shape.output),
-        "window_frames": (params.window_frames, "the server's" if shape.window is None else shape.window[0]),
-        "sink_frames": (params.sink_frames, "the server's" if shape.window is None else shape.window[1]),
+        "window_frames": (
+            params.window_frames,
+            "the server's" if shape.window is None else shape.window[0],
+        ),
+        "sink_frames": (
+            params.sink_frames,
+            "the server's" if shape.window is None else shape.window[1],
+        ),
     }
     for name, (sent, fixed) in {**fixed_by_all, **others}.items():
         if sent is not None and sent != fixed:
             raise RequestFailed(
-                "invalid_request", f"{name} is fixed at {fixed} by the session's first chunk, got {sent}"
+                "invalid_request",
+                f"{name} is fixed at {fixed} by the session's first chunk, got {sent}",
             )
 
 
 def check_prompt(params: DiffusionParams, space: ActionSpace, *, first_chunk: bool) -> None:
-    """Refuse a prompt where the model takes none, and a first chunk without one where it needs it."""
+    """Refuse a prompt where the model takes none, and a first chunk without one where it needs
+    it.
+    """
     if space.prompt == "none" and params.prompt:
-        raise RequestFailed("invalid_request", f"this model takes no prompt; it takes an image and {space.describe()}")
+        raise RequestFailed(
+            "invalid_request",
+            f"this model takes no prompt; it takes an image and {space.describe()}",
+        )
     if space.prompt == "required" and first_chunk and not params.prompt:
         raise RequestFailed("invalid_request", "a session's first chunk needs a prompt")
 
 
-def read_seed(params: DiffusionParams, kept: int | None) -> int:
-    """The seed that a chunk asks for, else its session's. kept: None = the session has not begun."""
-    seed = kept if params.seed is None else params.seed
+def read_seed(params: DiffusionParams, retained: int | None) -> int:
+    """The seed that a chunk asks for, else its session's. kept: None = the session has not
+    begun.
+    """
+    seed = retained if params.seed is None else params.seed
     return DEFAULT_SEED if seed is None else seed
 
 
@@ -105,12 +129,15 @@ def check_tensors(tensors: Mapping[str, torch.Tensor], taken: Sequence[str]) -> 
     """Refuse tensors that the model does not take."""
     unknown = sorted(set(tensors) - set(taken))
     if unknown:
-        raise RequestFailed("invalid_request", f"unknown tensors {unknown[:3]}; this model takes {', '.join(taken)}")
+        raise RequestFailed(
+            "invalid_request", f"unknown tensors {unknown[:3]}; this model takes {', '.join(taken)}"
+        )
 
 
 @dataclass(frozen=True)
 class PlayedChunk:
-    """A checked request but for its controls. image: uint8 [H, W, 3] of any size, of a session's first chunk.
+    """A checked request but for its controls. image: uint8 [H, W, 3] of any size, of a session's
+    first chunk.
 
     prompt: this chunk's, else its session's, else "".
     """
@@ -123,7 +150,8 @@ class PlayedChunk:
 def read_played(
     request: DiffusionRequest[Any, Any], session: StreamingSession[Any, Any], space: ActionSpace
 ) -> PlayedChunk:
-    """Check one chunk's request to a model that is played with `space` and takes nothing else but a start image.
+    """Check one chunk's request to a model that is played with `space` and takes nothing else but a
+    start image.
 
     Changes nothing. Raises `RequestFailed`.
     """
@@ -132,61 +160,78 @@ def read_played(
     check_unchanged(params, session.shape, {})
     check_prompt(params, space, first_chunk=first_chunk)
     if params.options:
-        raise RequestFailed("invalid_request", f"this model takes no options, got {sorted(params.options)[:3]}")
+        raise RequestFailed(
+            "invalid_request", f"this model takes no options, got {sorted(params.options)[:3]}"
+        )
     check_tensors(request.tensors, ("image", *ACTION_TENSORS))
     image = request.tensors.get("image")
     if image is not None and not first_chunk:
-        raise RequestFailed("invalid_image", "a session keeps its first image; reset it to begin with another")
+        raise RequestFailed(
+            "invalid_image", "a session keeps its first image; reset it to begin with another"
+        )
     needed = first_chunk and space.image == "required"
     prompt = session.prompt if params.prompt is None else params.prompt
-    return PlayedChunk(prompt or "", read_seed(params, session.seed), read_image(image, first_chunk=needed))
+    return PlayedChunk(
+        prompt or "", read_seed(params, session.seed), read_image(image, first_chunk=needed)
+    )
 
 
 def read_image(image: torch.Tensor | None, *, first_chunk: bool) -> torch.Tensor | None:
     """Check a start image, uint8 [H, W, 3] of any size; None goes on from the session's."""
     if image is None:
         if first_chunk:
-            raise RequestFailed("missing_image", "a session's first chunk needs an image, uint8 [H, W, 3]")
+            raise RequestFailed(
+                "missing_image", "a session's first chunk needs an image, uint8 [H, W, 3]"
+            )
         return None
     if image.dtype != torch.uint8 or image.dim() != 3 or image.shape[2] != 3 or image.numel() == 0:
         raise RequestFailed(
-            "invalid_image", f"image must be uint8 of shape [H, W, 3], got {image.dtype} {list(image.shape)}"
+            "invalid_image",
+            f"image must be uint8 of shape [H, W, 3], got {image.dtype} {list(image.shape)}",
         )
     if max(image.shape[:2]) > _MAX_IMAGE_SIDE:
         raise RequestFailed(
             "image_too_large",
-            f"image is {image.shape[1]}x{image.shape[0]}; each side may have at most {_MAX_IMAGE_SIDE} pixels",
+            f"image is {image.shape[1]}x{image.shape[0]}; each side may have at most "
+            f"{_MAX_IMAGE_SIDE} pixels",
         )
     return image
 
 
-def read_action_rows(
+def read_action_frames(
     params: DiffusionParams,
     tensors: Mapping[str, torch.Tensor],
     space: ActionSpace,
     plan: ChunkPlan,
     chunk_index: int,
-) -> ActionRows:
+) -> ActionFrames:
     """Return the controls of every video frame of a chunk; without actions, nothing is held.
 
-    An entry of `params.actions`, or a row of the tensors, is a latent frame's, for all its video frames; tensors may
-    also have a row for every video frame.
+    An entry of `params.actions`, or a row of the tensors, is a latent frame's, for all its video
+    frames; tensors may also have a row for every video frame.
     """
     frames, pixel_frames = plan.frames(chunk_index), len(plan.pixel_frames(chunk_index))
     dense = [tensors[name] for name in ACTION_TENSORS if name in tensors]
     if any(tensor.shape[:1] == (pixel_frames,) for tensor in dense):
-        rows = read_actions(space, params.actions, tensors, pixel_frames)
-        assert rows is not None
-        return rows
-    rows = read_latent_rows(params, tensors, space, len(frames))
-    return rows.repeated([plan.rate.start(frame + 1) - plan.rate.start(frame) for frame in frames])
+        action_frames = read_actions(space, params.actions, tensors, pixel_frames)
+        assert action_frames is not None
+        return action_frames
+    action_frames = read_latent_actions(params, tensors, space, len(frames))
+    return action_frames.repeated(
+        [plan.rate.first_frame(frame + 1) - plan.rate.first_frame(frame) for frame in frames]
+    )
 
 
-def read_latent_rows(
-    params: DiffusionParams, tensors: Mapping[str, torch.Tensor], space: ActionSpace, num_frames: int
-) -> ActionRows:
+def read_latent_actions(
+    params: DiffusionParams,
+    tensors: Mapping[str, torch.Tensor],
+    space: ActionSpace,
+    num_frames: int,
+) -> ActionFrames:
     """Return the controls of `num_frames` latent frames; without actions, nothing is held."""
     dense = any(name in tensors for name in ACTION_TENSORS)
-    rows = read_actions(space, [] if params.actions is None and not dense else params.actions, tensors, num_frames)
-    assert rows is not None
-    return rows
+    action_frames = read_actions(
+        space, [] if params.actions is None and not dense else params.actions, tensors, num_frames
+    )
+    assert action_frames is not None
+    return action_frames

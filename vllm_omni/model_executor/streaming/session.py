@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StreamingSession`: all that one live stream keeps between chunks on one rank, and `StreamingChunk`, one chunk.
+"""`StreamingSession`: all that one live stream keeps between chunks on one rank, and
+`StreamingChunk`, one chunk.
 
-A session's K/V windows have their full size from the start; its other state has a known largest size that `nbytes`
-counts from the start. Everything beside the windows is an immutable value: a chunk makes new ones and `commit` swaps
-the references, so an abandoned chunk leaves no trace. State of one model alone is one more such value, `own`.
+A session's K/V windows have their full size from the start; its other state has a known largest
+size that `nbytes` counts from the start. Everything beside the windows is an immutable value: a
+chunk makes new ones and `commit` swaps the references, so an abandoned chunk leaves no trace. State
+of one model alone is one more such value, `own`.
 Held by tests/model_executor/models/causal_wan/test_causal_wan_pipeline.py and
 tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
 """
@@ -20,11 +22,11 @@ from vllm_omni.model_executor.interfaces import SessionState
 from vllm_omni.model_executor.schedules import ChunkNoise
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.saved_tensors import ChunkIndex, SavedTensors, read_scalars
 from vllm_omni.seeds import Seed, check_seed
+from vllm_omni.tensors.saved import ChunkIndex, SavedTensors, read_scalars
 
 
-class Kept(Protocol):
+class SessionValue(Protocol):
     """An immutable value that a session keeps; forks share it."""
 
     def tensors(self) -> dict[str, torch.Tensor]: ...
@@ -44,7 +46,9 @@ class Schedule(Protocol):
     @property
     def num_steps(self) -> int: ...
 
-    def advance(self, latents: torch.Tensor, flow: torch.Tensor, step: int, noise: ChunkNoise) -> torch.Tensor:
+    def advance(
+        self, latents: torch.Tensor, flow: torch.Tensor, step: int, noise: ChunkNoise
+    ) -> torch.Tensor:
         """Return the latents that `step` leaves, fp32."""
         ...
 
@@ -61,7 +65,7 @@ class Windows(Protocol):
     @property
     def committed_frames(self) -> int: ...
 
-    def check_fits(self, frames: range) -> None: ...
+    def check_frames(self, frames: range) -> None: ...
 
     def commit(self, end_frame: int) -> None: ...
 
@@ -92,7 +96,9 @@ class SessionShape:
     source: Source = field(default="text", kw_only=True)
     """`video` sessions start each chunk from the client's video and keep an encoder cache."""
     keeps_latents: bool = field(default=False, kw_only=True)
-    """Whether the latents of the frames in the window are kept, so that their K/V can be computed again."""
+    """Whether the latents of the frames in the window are kept, so that their K/V can be
+    computed again.
+    """
     window: tuple[int, int] | None = field(default=None, kw_only=True)
     """(window_frames, sink_frames) of this session. Default: the server's."""
 
@@ -117,12 +123,14 @@ class SessionScalars(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 Window = TypeVar("Window", bound=Windows)
-Own = TypeVar("Own", bound=Kept)
+OwnValue = TypeVar("OwnValue", bound=SessionValue)
 
 
 @dataclass(frozen=True)
 class StateLayouts:
-    """Layouts of a session's state beside its K/V windows on this rank; None = it has no such state."""
+    """Layouts of a session's state beside its K/V windows on this rank; None = it has no such
+    state.
+    """
 
     decoder: DecoderLayout | None
     """Of the decoder's state."""
@@ -131,12 +139,13 @@ class StateLayouts:
 
 
 @dataclass(eq=False, kw_only=True)
-class StreamingChunk(Generic[Window, Own]):
+class StreamingChunk(Generic[Window, OwnValue]):
     """One chunk in flight. The first group is made by `prepare_encode`, the second by later steps.
 
-    latents: fp32 [C, F, h, w]. noise: the initial latents, and the noise added before steps 1, 2, ...; None
-    where no step is run. text: the encoded prompt, None if `cross_kv` is known. window: the session's,
-    where the chunk writes its K/V. The others are the session's state once the chunk is committed.
+    latents: fp32 [C, F, h, w]. noise: the initial latents, and the noise added before steps 1, 2,
+    ...; None where no step is run. text: the encoded prompt, None if `cross_kv` is known. window:
+    the session's, where the chunk writes its K/V. The others are the session's state once the chunk
+    is committed.
     """
 
     frames: range
@@ -148,7 +157,7 @@ class StreamingChunk(Generic[Window, Own]):
     window: Window
     prompt: str
     seed: int
-    own: Own | None
+    own: OwnValue | None
 
     cross_kv: torch.Tensor | None = None
     decoder_cache: Any = None
@@ -165,10 +174,12 @@ class StreamingChunk(Generic[Window, Own]):
         *,
         prompt: str,
         seed: int,
-        own: Own | None,
+        own: OwnValue | None,
         **others: Any,
     ) -> Self:
-        """A chunk on the VAE stage: its latents, of `size`, come when other ranks have made them."""
+        """A chunk on the VAE stage: its latents, of `size`, come when other ranks have made
+        them.
+        """
         nothing = torch.empty(tuple(size), device="meta")
         return cls(
             frames=frames,
@@ -184,7 +195,7 @@ class StreamingChunk(Generic[Window, Own]):
             **others,
         )
 
-    def latents_beside(self, shape: SessionShape) -> dict[str, torch.Tensor]:
+    def latents_with_frames(self, shape: SessionShape) -> dict[str, torch.Tensor]:
         """The latents of a result that has frames, for a session that wants both."""
         return {"latents": self.latents} if shape.output == "both" else {}
 
@@ -193,8 +204,10 @@ class StreamingChunk(Generic[Window, Own]):
         return step if step < self.schedule.num_steps else None
 
 
-class StreamingSession(SessionState, Generic[Window, Own]):
-    """See the module docstring. `None` in an optional field: this chunk has not happened, or not on this rank.
+class StreamingSession(SessionState, Generic[Window, OwnValue]):
+    """See the module docstring.
+
+    `None` in an optional field: this chunk has not happened, or not on this rank.
 
     reserved_bytes: the largest size of everything but the K/V windows.
     """
@@ -220,16 +233,18 @@ class StreamingSession(SessionState, Generic[Window, Own]):
         self.seed: int | None = None
         self.cross_kv: torch.Tensor | None = None
         """A function of `prompt`; kept so that it is computed once."""
-        self.own: Own | None = None
+        self.own: OwnValue | None = None
         self.decoder_cache: Any = None
 
-    # -- of each model -------------------------------------------------------------------------------------------------
+    # -- of each model -----------------------------------------------------------------------------
 
-    def own_scalars(self) -> dict[str, Any]:
+    def value_scalars(self) -> dict[str, Any]:
         """The model's own part of `scalars`, JSON types only."""
         return {}
 
-    def restore_own(self, kept: Any, saved: SavedTensors, device: torch.device) -> Own | None:
+    def restore_values(
+        self, retained: Any, saved: SavedTensors, device: torch.device
+    ) -> OwnValue | None:
         """Take `own` out of a snapshot, whose chunk the session has already become.
 
         Args:
@@ -242,11 +257,11 @@ class StreamingSession(SessionState, Generic[Window, Own]):
         """
         return None
 
-    def opening_options(self) -> dict[str, Any]:
+    def start_options(self) -> dict[str, Any]:
         """The request options that `new_session` needs to make a session of this one's shape."""
         return {}
 
-    # -- of all --------------------------------------------------------------------------------------------------------
+    # -- of all ------------------------------------------------------------------------------------
 
     @property
     def nbytes(self) -> int:
@@ -256,14 +271,19 @@ class StreamingSession(SessionState, Generic[Window, Own]):
         """Return the latent frames of the next chunk."""
         return self.plan.frames(self.chunk_index)
 
-    def frames_behind(self, committed_frames: int) -> range:
-        """Return `next_frames` if so many frames are committed. Raises `RequestFailed` if that cannot be."""
+    def check_committed(self, committed_frames: int) -> range:
+        """Return `next_frames` if so many frames are committed.
+
+        Raises `RequestFailed` if that cannot be.
+        """
         frames = self.next_frames()
         if committed_frames != frames.start:
-            raise RequestFailed("invalid_snapshot", "the snapshot's chunk and frames do not belong together")
+            raise RequestFailed(
+                "invalid_snapshot", "the snapshot's chunk and frames do not belong together"
+            )
         return frames
 
-    def commit(self, chunk: StreamingChunk[Window, Own]) -> None:
+    def commit(self, chunk: StreamingChunk[Window, OwnValue]) -> None:
         """Take over the state that `chunk` has made; the window has the chunk's frames already."""
         self.prompt, self.seed = chunk.prompt, chunk.seed
         self.cross_kv, self.own, self.decoder_cache = chunk.cross_kv, chunk.own, chunk.decoder_cache
@@ -272,7 +292,9 @@ class StreamingSession(SessionState, Generic[Window, Own]):
     def tensors(self) -> dict[str, torch.Tensor]:
         named = self.window.tensors(len(self.next_frames()))
         if self.decoder_cache is not None:
-            named |= {f"decoder.{name}": tensor for name, tensor in self.decoder_cache.tensors().items()}
+            named |= {
+                f"decoder.{name}": tensor for name, tensor in self.decoder_cache.tensors().items()
+            }
         return named if self.own is None else named | self.own.tensors()
 
     def scalars(self) -> dict[str, Any]:
@@ -284,10 +306,10 @@ class StreamingSession(SessionState, Generic[Window, Own]):
             "height": self.shape.height,
             "width": self.shape.width,
             "output": self.shape.output,
-            **self.own_scalars(),
+            **self.value_scalars(),
         }
 
-    def opening_params(self) -> DiffusionParams:
+    def start_params(self) -> DiffusionParams:
         return DiffusionParams(
             session_id=self.session_id,
             prompt=self.prompt,
@@ -296,23 +318,34 @@ class StreamingSession(SessionState, Generic[Window, Own]):
             output=self.shape.output,
             window_frames=None if self.shape.window is None else self.shape.window[0],
             sink_frames=None if self.shape.window is None else self.shape.window[1],
-            options=self.opening_options(),
+            options=self.start_options(),
         )
 
     def restore(self, scalars: Mapping[str, Any], saved: SavedTensors) -> None:
-        kept = read_scalars(scalars, self.scalars_type)
+        retained = read_scalars(scalars, self.scalars_type)
         device = self.window.device
-        self.chunk_index, self.prompt, self.seed = kept.chunk_index, kept.prompt, kept.seed
-        frames = self.frames_behind(kept.committed_frames)
-        if kept.written_from:
-            raise RequestFailed("invalid_snapshot", "the snapshot's window was recomputed, which is not done any more")
-        self.window.restore(saved, kept.committed_frames, len(frames))
+        self.chunk_index, self.prompt, self.seed = (
+            retained.chunk_index,
+            retained.prompt,
+            retained.seed,
+        )
+        frames = self.check_committed(retained.committed_frames)
+        if retained.written_from:
+            raise RequestFailed(
+                "invalid_snapshot",
+                "the snapshot's window was recomputed, which is not done any more",
+            )
+        self.window.restore(saved, retained.committed_frames, len(frames))
         if self.layouts.decoder is not None:
-            self.decoder_cache = self.layouts.decoder.restore(saved.under("decoder."), device, frames.start)
-        self.own = self.restore_own(kept, saved, device)
+            self.decoder_cache = self.layouts.decoder.restore(
+                saved.under("decoder."), device, frames.start
+            )
+        self.own = self.restore_values(retained, saved, device)
 
     def fork(self, session_id: str) -> Self:
-        other = type(self)(session_id, self.shape, self.plan, self.window.fork(), self.layouts, self.reserved_bytes)
+        other = type(self)(
+            session_id, self.shape, self.plan, self.window.fork(), self.layouts, self.reserved_bytes
+        )
         other.chunk_index = self.chunk_index
         other.prompt, other.seed = self.prompt, self.seed
         # Immutable values: sharing them is as good as copying.

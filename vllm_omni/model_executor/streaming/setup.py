@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StreamingSetup`: checkpoint, options and ranks of one pipeline that streams in chunks; a family adds its own.
+"""`StreamingSetup`: checkpoint, options and ranks of one pipeline that streams in chunks; a family
+adds its own.
 
 Held by tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
 """
@@ -12,9 +13,9 @@ import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from vllm_omni.config import OmniConfig
-from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
-from vllm_omni.model_executor.streaming.stream import Config, Options, Stream
+from vllm_omni.model_executor.streaming.stream import Config, Options, StreamModelSetup
 from vllm_omni.model_executor.vllm_model import ServedCheckpoint, compiles, launches_graphs
 
 
@@ -36,14 +37,16 @@ class StreamingSetup(Generic[Config, Options]):
     cuda_graphs: bool = False
     """The resolved option `cuda_graphs`."""
     text_graphs: bool = False
-    """`cuda_graphs` of the text encoder, which takes the host longer however wide the transformer is."""
+    """`cuda_graphs` of the text encoder, which takes the host longer however wide the
+    transformer is.
+    """
     quantization: QuantizationConfig | None = None
     """Of the transformer's weights."""
     kv_dtype: torch.dtype | None = None
     """Of the stored keys and values. Default: `dtype`."""
 
     @classmethod
-    def of(
+    def of_checkpoint(
         cls,
         checkpoint: Mapping[str, Any],
         layout: Any,
@@ -84,7 +87,7 @@ class StreamingSetup(Generic[Config, Options]):
     @classmethod
     def served(cls, checkpoint: Mapping[str, Any], served: ServedCheckpoint[Any]) -> Self:
         """`of` a checkpoint that an engine serves."""
-        return cls.of(
+        return cls.of_checkpoint(
             checkpoint,
             served.layout,
             served.omni,
@@ -96,13 +99,18 @@ class StreamingSetup(Generic[Config, Options]):
         )
 
     @staticmethod
-    def read_stream(checkpoint: Mapping[str, Any], omni: OmniConfig) -> Stream[Config, Options]:
+    def read_stream(
+        checkpoint: Mapping[str, Any], omni: OmniConfig
+    ) -> StreamModelSetup[Config, Options]:
         """The family's `read_stream`. Raises ValueError."""
         raise NotImplementedError
 
     @classmethod
     def own_fields(
-        cls, checkpoint: Mapping[str, Any], stream: Stream[Config, Options], omni: OmniConfig
+        cls,
+        checkpoint: Mapping[str, Any],
+        stream: StreamModelSetup[Config, Options],
+        omni: OmniConfig,
     ) -> dict[str, Any]:
         """Fields that a subclass adds, checked. Raises ValueError."""
         return {}

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Stream`: a checkpoint's architecture, the options it is served with, and how its streams are cut into chunks.
+"""`Stream`: a checkpoint's architecture, the options it is served with, and how its streams are cut
+into chunks.
 
-Each family has one function that reads it (`read_stream` of its `config.py`), for the command line and the worker.
+Each family has one function that reads it (`read_stream` of its `config.py`), for the command line
+and the worker.
 Held by tests/test_combinations.py and the models' own configuration tests.
 """
 
@@ -20,7 +22,9 @@ class Architecture(Protocol):
 
     @property
     def native_size(self) -> tuple[int, int]:
-        """Height and width, in pixels, of the videos that the model was trained for: the default."""
+        """Height and width, in pixels, of the videos that the model was trained for: the
+        default.
+        """
         ...
 
     def latent_size(self, height: int, width: int) -> tuple[int, int]: ...
@@ -31,7 +35,7 @@ Options = TypeVar("Options", bound=StreamingOptions)
 
 
 @dataclass(frozen=True)
-class Stream(Generic[Config, Options]):
+class StreamModelSetup(Generic[Config, Options]):
     """One checkpoint as it is served."""
 
     config: Config

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models beside tensors recorded from their original implementations, a module a family: `vllm-omni verify`."""
+"""Models beside tensors recorded from their original implementations, a module a family:
+`vllm-omni verify`.
+"""
 
 from importlib import import_module
 from importlib.util import find_spec

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal Wan against golden files: Self-Forcing rollouts, StreamDiffusionV2's stream batch, bidirectional Wan.
+"""Causal Wan against golden files: Self-Forcing rollouts, StreamDiffusionV2's stream batch,
+bidirectional Wan.
 
-Everything is driven by `sf_meta.json`, `sdv2_meta.json` and shapes, so any directory of the same layout can be
-verified: other sizes, layers, heads, windows, sinks, chunk lengths, step counts, seeds.
+Everything is driven by `sf_meta.json`, `sdv2_meta.json` and shapes, so any directory of the same
+layout can be verified: other sizes, layers, heads, windows, sinks, chunk lengths, step counts,
+seeds.
 
-Tolerances, fp32: every call of a Self-Forcing rollout 1e-5, stream batch 2e-5 (differences accumulate over ticks),
-bidirectional 1e-5.
+Tolerances, fp32: every call of a Self-Forcing rollout 1e-5, stream batch 2e-5 (differences
+accumulate over ticks), bidirectional 1e-5.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,19 +16,19 @@ from typing import Any
 
 import torch
 
-from vllm_omni.model_executor.layers.kv_cache import KVWindow
-from vllm_omni.model_executor.layers.rope import rope_tables
+from vllm_omni.model_executor.checkpoint.loading import rename
+from vllm_omni.model_executor.checkpoint.tensor_files import read_json
+from vllm_omni.model_executor.layers.attention.rope import rope_tables
+from vllm_omni.model_executor.layers.kv_cache.window import KVWindow
 from vllm_omni.model_executor.models.causal_wan.cache import ChunkCache
-from vllm_omni.model_executor.models.causal_wan.checkpoint import open_transformer
+from vllm_omni.model_executor.models.causal_wan.checkpoint.layout import open_transformer
+from vllm_omni.model_executor.models.causal_wan.checkpoint.weights import load_transformer
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig
 from vllm_omni.model_executor.models.causal_wan.motion import first_timestep
 from vllm_omni.model_executor.models.causal_wan.transformer import CausalWanTransformer
-from vllm_omni.model_executor.models.causal_wan.weights import load_transformer
-from vllm_omni.model_executor.models.wan.chunk_transformer import ChunkRow
-from vllm_omni.model_executor.models.wan.transformer_weights import TRANSFORMER_RULES
+from vllm_omni.model_executor.models.wan.transformer.chunk_transformer import ChunkItem
+from vllm_omni.model_executor.models.wan.transformer.weights import TRANSFORMER_RULES
 from vllm_omni.model_executor.schedules import FewStepSchedule, few_step_schedule, nearest_schedule
-from vllm_omni.model_executor.tensor_files import read_json
-from vllm_omni.model_executor.weights import rename
 from vllm_omni.testing.parity.comparison import Report, Scenario, read_tensors, run_scenarios
 from vllm_omni.testing.parity.windows import chronological, ends
 
@@ -61,16 +63,20 @@ def run_self_forcing(scenario: Scenario) -> None:
     window = _window(case, config, tokens, int(case["cache_tokens"]) // tokens)
     steps = [float(t) for t in case["warped_timesteps"]]
     schedule = nearest_schedule(float(case["shift"]), steps)
-    scenario.compare("timesteps", torch.tensor(schedule.timesteps), torch.tensor(_warped(case, steps)), 1e-3)
+    scenario.compare(
+        "timesteps", torch.tensor(schedule.timesteps), torch.tensor(_warped(case, steps)), 1e-3
+    )
     clean = nearest_schedule(float(case["shift"]), [0.0])
     cross_kv = model.cross_attention_kv(scenario.get("prompt_embeds")[0])
-    given = scenario.get("initial_latent")[0].transpose(0, 1) if "initial_latent" in scenario else None
+    given = (
+        scenario.get("initial_latent")[0].transpose(0, 1) if "initial_latent" in scenario else None
+    )
     finished = [] if given is None else [given]
     calls = _Calls(scenario, case["calls"])
     renoise = 0
 
     def call(x: torch.Tensor, frames: range, timestep: float, sigma: float) -> torch.Tensor:
-        window.check_fits(frames)
+        window.check_frames(frames)
         flow = model([_row(config, window, cross_kv, x, frames, timestep)])[0]
         x0 = (x.double() - sigma * flow.double()).float()
         window.commit(frames.stop)
@@ -93,7 +99,9 @@ def run_self_forcing(scenario: Scenario) -> None:
         finished.append(x0)
         start = frames.stop
     calls.finish()
-    scenario.compare_recorded("latents", torch.cat(finished, dim=1).transpose(0, 1)[None], "latents", _CALL)
+    scenario.compare_recorded(
+        "latents", torch.cat(finished, dim=1).transpose(0, 1)[None], "latents", _CALL
+    )
 
 
 class _Calls:
@@ -103,7 +111,13 @@ class _Calls:
         self.scenario, self.meta, self.done = scenario, meta, 0
 
     def compare(
-        self, x: torch.Tensor, flow: torch.Tensor, x0: torch.Tensor, frames: range, timestep: float, window: KVWindow
+        self,
+        x: torch.Tensor,
+        flow: torch.Tensor,
+        x0: torch.Tensor,
+        frames: range,
+        timestep: float,
+        window: KVWindow,
     ) -> None:
         scenario, tokens = self.scenario, window.tokens_per_frame
         if self.done >= len(self.meta):
@@ -111,17 +125,25 @@ class _Calls:
         meta, name = self.meta[self.done], f"call{self.done:02d}"
         self.done += 1
         recorded = [float(t) for t in meta["t"]]
-        scenario.compare("call timestep", torch.full((len(recorded),), timestep), torch.tensor(recorded), 1e-3)
+        scenario.compare(
+            "call timestep", torch.full((len(recorded),), timestep), torch.tensor(recorded), 1e-3
+        )
         counters = torch.tensor([frames.start * tokens, len(frames), *ends(window)])
         expected = torch.tensor([meta["start"], meta["frames"], meta["g_end"], meta["l_end"]])
         scenario.compare("start, frames, cache ends", counters, expected, 0.0)
         scenario.get(f"{name}.flow")  # every call's input and flow must have been recorded
-        for stage, ours, key in (("input", x, "in"), ("flow", flow, "flow"), ("predicted clean latents", x0, "x0")):
+        for stage, ours, key in (
+            ("input", x, "in"),
+            ("flow", flow, "flow"),
+            ("predicted clean latents", x0, "x0"),
+        ):
             if key != "x0" or f"{name}.x0" in scenario:
                 scenario.compare_recorded(stage, ours.transpose(0, 1)[None], f"{name}.{key}", _CALL)
         for layer in _recorded_layers(scenario, f"{name}.cache"):
             for kind, ours in zip("kv", chronological(window, layer), strict=True):
-                scenario.compare_recorded("self-attention K/V", ours[None], f"{name}.cache{layer}.{kind}", _CALL)
+                scenario.compare_recorded(
+                    "self-attention K/V", ours[None], f"{name}.cache{layer}.{kind}", _CALL
+                )
 
     def finish(self) -> None:
         if self.done != len(self.meta):
@@ -135,18 +157,25 @@ def _warped(case: Mapping[str, Any], recorded: list[float]) -> list[float]:
 
 
 def run_stream_batch(scenario: Scenario) -> None:
-    """Run the stream batch tick by tick: slot j holds chunk c - j, each step has a window of its own."""
+    """Run the stream batch tick by tick: slot j holds chunk c - j, each step has a window of its
+    own.
+    """
     case = _case(scenario, _SDV2_META)
     if case["mode"] != "stream" or float(case["adapt_thr"]) > 0:
         raise ValueError(
-            f"mode {case['mode']!r} with adapt_thr {case['adapt_thr']}: only the stream batch with fixed sinks is "
+            f"mode {case['mode']!r} with adapt_thr {case['adapt_thr']}: only the stream batch with "
+            "fixed sinks is "
             "compared; the original's other modes have defects that are not reproduced"
         )
     meta = read_json(scenario.directory / _SDV2_META)
     inputs, _ = read_tensors(scenario.directory / _SDV2_INPUTS)
     model, config = _model(scenario.directory)
     steps = [float(t) for t in case["steps"]]
-    tokens, kv_frames, chunks = int(meta["tokens_per_frame"]), int(case["kv_frames"]), int(case["chunks"])
+    tokens, kv_frames, chunks = (
+        int(meta["tokens_per_frame"]),
+        int(case["kv_frames"]),
+        int(case["chunks"]),
+    )
     first_steps = [float(t) for t in meta["first_step_timestep"]]
     cross_kv = model.cross_attention_kv(inputs["prompt_embeds"][0])
 
@@ -159,7 +188,9 @@ def run_stream_batch(scenario: Scenario) -> None:
         value = inputs[name]
         return (value[0] if value.dim() == 5 else value).transpose(0, 1)
 
-    def advance(chunk: int, x: torch.Tensor, frames: range, steps_now: Iterable[int]) -> torch.Tensor:
+    def advance(
+        chunk: int, x: torch.Tensor, frames: range, steps_now: Iterable[int]
+    ) -> torch.Tensor:
         for step in steps_now:
             row = _row(config, cache.at(step), cross_kv, x, frames, schedule(chunk).timesteps[step])
             flow = model([row])[0]
@@ -171,7 +202,11 @@ def run_stream_batch(scenario: Scenario) -> None:
 
     x = latents("noisy00")
     first = x.shape[1]
-    windows = [_window({"local_attn_size": kv_frames, "sink_size": case["sink"]}, config, tokens, kv_frames)]
+    windows = [
+        _window(
+            {"local_attn_size": kv_frames, "sink_size": case["sink"]}, config, tokens, kv_frames
+        )
+    ]
     windows += [windows[0].fork() for _ in steps[1:]]
     cache = ChunkCache.noise_matched(windows)
     x = advance(0, x, range(first), range(len(steps)))
@@ -190,15 +225,19 @@ def run_stream_batch(scenario: Scenario) -> None:
         if (last := slots[-1]) is not None:
             chunk, x = last
             name = f"chunk{chunk:02d}.x0"
-            scenario.compare_recorded("predicted clean latents", x.transpose(0, 1)[None], name, _STREAM)
+            scenario.compare_recorded(
+                "predicted clean latents", x.transpose(0, 1)[None], name, _STREAM
+            )
     _compare_final_cache(scenario, cache, chunks, first, size)
 
 
-def _compare_final_cache(scenario: Scenario, cache: ChunkCache, chunks: int, first: int, size: int) -> None:
+def _compare_final_cache(
+    scenario: Scenario, cache: ChunkCache, chunks: int, first: int, size: int
+) -> None:
     """Compare each step's window after the last chunk, in the ring's own slot order.
 
-    The recording goes on for as many ticks as drain the pipeline, and what it feeds meanwhile is in the windows of the
-    earlier steps; only slots of real chunks are compared.
+    The recording goes on for as many ticks as drain the pipeline, and what it feeds meanwhile is in
+    the windows of the earlier steps; only slots of real chunks are compared.
     """
     for layer in _recorded_layers(scenario, "final_cache"):
         for index, kind in enumerate("kv"):
@@ -213,7 +252,10 @@ def _compare_final_cache(scenario: Scenario, cache: ChunkCache, chunks: int, fir
                     if slot not in overwritten and slot < end:
                         part = slice(slot * tokens, (slot + 1) * tokens)
                         scenario.compare(
-                            "K/V of each step", window.buffer[layer, index, part], recorded[step, part], _STREAM
+                            "K/V of each step",
+                            window.buffer[layer, index, part],
+                            recorded[step, part],
+                            _STREAM,
                         )
 
 
@@ -230,25 +272,35 @@ def run_bidirectional(scenario: Scenario) -> None:
 
 
 def run_names(scenario: Scenario) -> None:
-    """The renaming rules undo the recorded map, and the renamed weights load strictly and are the same model."""
+    """The renaming rules undo the recorded map, and the renamed weights load strictly and are
+    the same model.
+    """
     recorded = read_json(scenario.path)
     wrong = [name for name, theirs in recorded.items() if rename(theirs, TRANSFORMER_RULES) != name]
     if wrong or not recorded:
-        raise ValueError(f"{len(wrong)} of {len(recorded)} names are mapped differently: {', '.join(wrong[:3])}")
+        raise ValueError(
+            f"{len(wrong)} of {len(recorded)} names are mapped differently: {', '.join(wrong[:3])}"
+        )
     weights, _ = read_tensors(scenario.directory / _WEIGHTS)
     if missing := sorted(recorded.keys() ^ weights.keys()):
-        raise ValueError(f"the map and {_WEIGHTS} differ in {len(missing)} names: {', '.join(missing[:3])}")
+        raise ValueError(
+            f"the map and {_WEIGHTS} differ in {len(missing)} names: {', '.join(missing[:3])}"
+        )
     scenario.compare("tensor names", torch.tensor(len(recorded)), torch.tensor(len(weights)), 0.0)
 
 
 def run_noise_controller(scenario: Scenario) -> None:
-    """The first timestep of every chunk follows from its recorded noise scale; every case has a file."""
+    """The first timestep of every chunk follows from its recorded noise scale; every case has a
+    file.
+    """
     meta = read_json(scenario.path)
     ours = [float(first_timestep(scale)) for scale in meta["noise_scale"]]
-    scenario.compare("first timestep", torch.tensor(ours), torch.tensor(meta["first_step_timestep"]).float(), 0.0)
+    scenario.compare(
+        "first timestep", torch.tensor(ours), torch.tensor(meta["first_step_timestep"]).float(), 0.0
+    )
 
 
-# -- parts -------------------------------------------------------------------------------------------------------------
+# -- parts -----------------------------------------------------------------------------------------
 
 
 def _case(scenario: Scenario, file: str) -> dict[str, Any]:
@@ -267,8 +319,12 @@ def _model(directory: Path) -> tuple[CausalWanTransformer, CausalWanConfig]:
     return model, config
 
 
-def _window(case: Mapping[str, Any], config: CausalWanConfig, tokens: int, cache_frames: int) -> KVWindow:
-    """`local_attn_size` -1: global attention within the cache; else the newest frames of it, after the sinks."""
+def _window(
+    case: Mapping[str, Any], config: CausalWanConfig, tokens: int, cache_frames: int
+) -> KVWindow:
+    """`local_attn_size` -1: global attention within the cache; else the newest frames of it,
+    after the sinks.
+    """
     attended = int(case["local_attn_size"])
     slides = attended != -1
     return KVWindow(
@@ -285,10 +341,17 @@ def _window(case: Mapping[str, Any], config: CausalWanConfig, tokens: int, cache
 
 
 def _row(
-    config: CausalWanConfig, window: Any, cross_kv: torch.Tensor, x: torch.Tensor, frames: range, timestep: float
-) -> ChunkRow:
+    config: CausalWanConfig,
+    window: Any,
+    cross_kv: torch.Tensor,
+    x: torch.Tensor,
+    frames: range,
+    timestep: float,
+) -> ChunkItem:
     rope = rope_tables(config.head_dim, frames, x.shape[2] // 2, x.shape[3] // 2)
-    return ChunkRow(latents=x, timestep=timestep, frames=frames, rope=rope, cross_kv=cross_kv, window=window)
+    return ChunkItem(
+        latents=x, timestep=timestep, frames=frames, rope=rope, cross_kv=cross_kv, window=window
+    )
 
 
 def _renoised(x0: torch.Tensor, noise: torch.Tensor, sigma: float) -> torch.Tensor:

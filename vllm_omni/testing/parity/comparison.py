@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare a model with golden tensors recorded from its original implementation: `vllm-omni verify MODEL --golden DIR`.
+"""Compare a model with golden tensors recorded from its original implementation: `vllm-omni verify
+MODEL --golden DIR`.
 
-A family says which file is which kind of scenario and how to run it; this file finds the files, runs each scenario,
-keeps the largest difference of each stage beside its tolerance, and reports. Nothing passes by default: a file nobody
-knows, a scenario that raises, a recorded tensor nobody compared, a NaN, or a directory without a scenario is a failure.
+A family says which file is which kind of scenario and how to run it; this file finds the files,
+runs each scenario, keeps the largest difference of each stage beside its tolerance, and reports.
+Nothing passes by default: a file nobody knows, a scenario that raises, a recorded tensor nobody
+compared, a NaN, or a directory without a scenario is a failure.
 Held by tests/model_executor/test_parity.py.
 """
 
@@ -24,7 +26,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Stage:
-    """One stage of one scenario: the largest absolute difference over everything compared, and the tolerance."""
+    """One stage of one scenario: the largest absolute difference over everything compared, and
+    the tolerance.
+    """
 
     scenario: str
     stage: str
@@ -64,13 +68,18 @@ class Report:
             }
             for row in self.rows
         ]
-        return json.dumps({"model": self.model, "golden": self.golden, "ok": self.ok, "rows": rows}, indent=2)
+        return json.dumps(
+            {"model": self.model, "golden": self.golden, "ok": self.ok, "rows": rows}, indent=2
+        )
 
     def to_text(self) -> str:
         """Return a table for people, one line per stage, the verdict last."""
         left = max((len(row.scenario) for row in self.rows), default=8)
         middle = max((len(row.stage) for row in self.rows), default=5)
-        lines = [f"{'scenario':<{left}} {'stage':<{middle}} {'max abs diff':>12} {'tolerance':>9}  result"]
+        lines = [
+            f"{'scenario':<{left}} {'stage':<{middle}} {'max abs diff':>12} "
+            f"{'tolerance':>9}  result"
+        ]
         for row in self.rows:
             name = f"{row.scenario:<{left}} {row.stage:<{middle}}"
             if row.error is not None:
@@ -83,16 +92,22 @@ class Report:
         if not self.rows:
             lines.append(f"FAILED: {self.golden} holds no scenario of {self.model}")
         elif failed:
-            lines.append(f"FAILED: {len(failed)} of {len(scenarios)} scenarios: {', '.join(sorted(failed))}")
+            lines.append(
+                f"FAILED: {len(failed)} of {len(scenarios)} scenarios: {', '.join(sorted(failed))}"
+            )
         else:
-            lines.append(f"OK: {len(scenarios)} scenarios, {len(self.rows)} stages within tolerance")
+            lines.append(
+                f"OK: {len(scenarios)} scenarios, {len(self.rows)} stages within tolerance"
+            )
         return "\n".join(lines)
 
 
 class Scenario:
-    """One golden file while it is compared: its tensors and metadata, and the stages reported so far.
+    """One golden file while it is compared: its tensors and metadata, and the stages reported so
+    far.
 
-    Every tensor of the file must be taken (`get` or `take`); `finish` fails the scenario for those that were not.
+    Every tensor of the file must be taken (`get` or `take`); `finish` fails the scenario for those
+    that were not.
     """
 
     def __init__(self, path: Path, report: Report) -> None:
@@ -123,10 +138,17 @@ class Scenario:
             raise ValueError(f"{self.path.name} has no metadata {key!r}")
         return self.metadata[key]
 
-    def compare(self, stage: str, ours: torch.Tensor, recorded: torch.Tensor, tolerance: float) -> None:
-        """Fold max |ours - recorded| into `stage`; NaN counts as infinite. Raises ValueError on unequal shapes."""
+    def compare(
+        self, stage: str, ours: torch.Tensor, recorded: torch.Tensor, tolerance: float
+    ) -> None:
+        """Fold max |ours - recorded| into `stage`; NaN counts as infinite.
+
+        Raises ValueError on unequal shapes.
+        """
         if ours.shape != recorded.shape:
-            raise ValueError(f"{stage}: shape {tuple(ours.shape)} against recorded {tuple(recorded.shape)}")
+            raise ValueError(
+                f"{stage}: shape {tuple(ours.shape)} against recorded {tuple(recorded.shape)}"
+            )
         if recorded.numel() == 0:
             raise ValueError(f"{stage}: the recorded tensor is empty")
         difference = float((ours.double().cpu() - recorded.double()).abs().max())
@@ -139,10 +161,14 @@ class Scenario:
         self.compare(stage, ours, self.get(name), tolerance)
 
     def finish(self) -> None:
-        """Raise ValueError if a recorded tensor was compared with nothing, or nothing was compared at all."""
+        """Raise ValueError if a recorded tensor was compared with nothing, or nothing was
+        compared at all.
+        """
         if self._untaken:
             left = sorted(self._untaken)
-            raise ValueError(f"{len(left)} recorded tensors are not understood: {', '.join(left[:3])}")
+            raise ValueError(
+                f"{len(left)} recorded tensors are not understood: {', '.join(left[:3])}"
+            )
         if not any(row.scenario == self.name and row.compared for row in self.report.rows):
             raise ValueError("the file holds nothing to compare")
 
@@ -160,19 +186,24 @@ Runner = Callable[[Scenario], None]
 
 
 def run_scenarios(
-    model: str, directory: Path, runners: Mapping[str, Runner], auxiliary: Iterable[str] = ("README*", ".*")
+    model: str,
+    directory: Path,
+    runners: Mapping[str, Runner],
+    auxiliary: Iterable[str] = ("README*", ".*"),
 ) -> Report:
     """Run every file of `directory`; returns a report, never raises for a file's contents.
 
-    runners: file name pattern -> how to run such a file, first match wins. auxiliary: patterns of files that scenarios
-    read beside themselves.
+    runners: file name pattern -> how to run such a file, first match wins. auxiliary: patterns of
+    files that scenarios read beside themselves.
     """
     report = Report(model, str(directory))
     auxiliary = tuple(auxiliary)
     for path in sorted(directory.iterdir()):
         if any(fnmatch.fnmatch(path.name, pattern) for pattern in auxiliary):
             continue
-        runner = next((run for pattern, run in runners.items() if fnmatch.fnmatch(path.name, pattern)), None)
+        runner = next(
+            (run for pattern, run in runners.items() if fnmatch.fnmatch(path.name, pattern)), None
+        )
         try:
             if runner is None:
                 raise ValueError("no scenario of this model has such a file name")
@@ -180,14 +211,19 @@ def run_scenarios(
             with torch.no_grad():
                 runner(scenario)
             scenario.finish()
-        except Exception as error:  # boundary: whatever is wrong with one file is that file's result
+        # boundary: whatever is wrong with one file is that file's result
+        except Exception as error:
             logger.debug("%s failed", path, exc_info=True)
             text = " ".join(str(error).split()) or "no message"
-            report.rows.append(Stage(path.stem, "run", 0.0, error=f"{type(error).__name__}: {text}"))
+            report.rows.append(
+                Stage(path.stem, "run", 0.0, error=f"{type(error).__name__}: {text}")
+            )
     return report
 
 
-def check_recorded(name: str, values: Mapping[str, Any], known: Collection[str]) -> Mapping[str, Any]:
+def check_recorded(
+    name: str, values: Mapping[str, Any], known: Collection[str]
+) -> Mapping[str, Any]:
     """Return the recorded configuration of a network, `values`.
 
     Args:
@@ -203,9 +239,16 @@ def check_recorded(name: str, values: Mapping[str, Any], known: Collection[str])
 
 
 def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return all tensors of a safetensors file and its metadata. Raises ValueError when it cannot be read."""
+    """Return all tensors of a safetensors file and its metadata.
+
+    Raises ValueError when it cannot be read.
+    """
     try:
         with safe_open(path, "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+            return {name: file.get_tensor(name) for name in file.keys()}, dict(  # noqa: SIM118
+                file.metadata() or {}
+            )
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path.name} can not be read as safetensors ({type(error).__name__})") from error
+        raise ValueError(
+            f"{path.name} can not be read as safetensors ({type(error).__name__})"
+        ) from error

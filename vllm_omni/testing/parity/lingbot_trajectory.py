@@ -16,7 +16,7 @@ from vllm_omni.model_executor.models.lingbot_world.camera import (
     scale_intrinsics,
     scaled_translations,
 )
-from vllm_omni.model_executor.models.wan.latents import VAE_TEMPORAL
+from vllm_omni.model_executor.models.wan.vae.latents import VAE_TEMPORAL
 
 
 @dataclass(frozen=True)
@@ -42,20 +42,24 @@ def prepare_trajectory(
     num_frames: int | None = None,
     chunk_frames: int = 3,
 ) -> Trajectory:
-    """Prepare a whole uploaded path (a pose per video frame), relative to itself and scaled by its largest step.
+    """Prepare a whole uploaded path (a pose per video frame), relative to itself and scaled by its
+    largest step.
 
-    The path is cut to 4 n + 1 frames (and `num_frames`), then to whole chunks of latent frames, and resampled over
-    what the first cut left: 25 poses give 6 latent frames, not 7. The first frame's intrinsics serve the whole clip.
-    Poses are differenced in fp32 relative to the first, as in the original: far from the origin that costs digits
-    (7e-5 of the scale at 130 units), and being closer to exact would be further from the original.
-    Raises ValueError when not even one chunk fits.
+    The path is cut to 4 n + 1 frames (and `num_frames`), then to whole chunks of latent frames, and
+    resampled over what the first cut left: 25 poses give 6 latent frames, not 7. The first frame's
+    intrinsics serve the whole clip. Poses are differenced in fp32 relative to the first, as in the
+    original: far from the origin that costs digits (7e-5 of the scale at 130 units), and being
+    closer to exact would be further from the original. Raises ValueError when not even one chunk
+    fits.
     """
     longest = min(len(poses_N44), num_frames if num_frames is not None else len(poses_N44))
     used = VAE_TEMPORAL * ((longest - 1) // VAE_TEMPORAL) + 1
     latents = ((used - 1) // VAE_TEMPORAL + 1) // chunk_frames * chunk_frames
     if latents < 1:
         needed = VAE_TEMPORAL * (chunk_frames - 1) + 1
-        raise ValueError(f"{longest} poses arrived; one chunk of {chunk_frames} latent frames needs {needed}")
+        raise ValueError(
+            f"{longest} poses arrived; one chunk of {chunk_frames} latent frames needs {needed}"
+        )
     times = torch.linspace(0, used - 1, latents, dtype=torch.float64)
     poses = resample_poses(poses_N44[:used].double(), times).float()
     anchored = inverse_poses(poses[:1]) @ poses
@@ -66,24 +70,30 @@ def prepare_trajectory(
 
 
 def resample_poses(poses_N44: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
-    """Interpolate poses at fractional frame indices: translation linear, rotation along the shorter great arc."""
+    """Interpolate poses at fractional frame indices: translation linear, rotation along the
+    shorter great arc.
+    """
     times = times.clamp(0, len(poses_N44) - 1)
     low = times.floor().long().clamp(max=max(len(poses_N44) - 2, 0))
     high = (low + 1).clamp(max=len(poses_N44) - 1)
     weight = (times - low).unsqueeze(1)
     out = torch.eye(4, dtype=torch.float64).repeat(len(times), 1, 1)
     out[:, :3, 3] = torch.lerp(poses_N44[low, :3, 3], poses_N44[high, :3, 3], weight)
-    # R_low^T R_high turns by `angle` around `axis`; Rodrigues' formula turns by the wanted part of it.
+    # R_low^T R_high turns by `angle` around `axis`; Rodrigues' formula turns by the wanted part of
+    # it.
     step = poses_N44[low, :3, :3].mT @ poses_N44[high, :3, :3]
     axis_angle = _log_rotation(step)
-    out[:, :3, :3] = poses_N44[low, :3, :3] @ torch.linalg.matrix_exp(_cross_matrix(axis_angle * weight))
+    out[:, :3, :3] = poses_N44[low, :3, :3] @ torch.linalg.matrix_exp(
+        _cross_matrix(axis_angle * weight)
+    )
     return out
 
 
 def _log_rotation(rotation_N33: torch.Tensor) -> torch.Tensor:
     """Return axis times angle [N, 3] of rotations by less than half a turn."""
     skew = rotation_N33 - rotation_N33.mT
-    vector = torch.stack((skew[:, 2, 1], skew[:, 0, 2], skew[:, 1, 0]), dim=1) / 2  # axis * sin(angle)
+    # axis * sin(angle)
+    vector = torch.stack((skew[:, 2, 1], skew[:, 0, 2], skew[:, 1, 0]), dim=1) / 2
     sine = vector.norm(dim=1, keepdim=True)
     cosine = ((rotation_N33.diagonal(dim1=1, dim2=2).sum(1) - 1) / 2).unsqueeze(1)
     angle = torch.atan2(sine, cosine)

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LingBot-World's VAE against golden files: whole clips within 5e-5, streams against whole clips within 1e-5."""
+"""LingBot-World's VAE against golden files: whole clips within 5e-5, streams against whole clips
+within 1e-5.
+"""
 
 import json
 
 import torch
 
-from vllm_omni.model_executor.models.wan.chunk_decoder import ChunkDecoder
-from vllm_omni.model_executor.models.wan.component_names import VAE_RULES
-from vllm_omni.model_executor.models.wan.image_condition import MASK_CHANNELS, GreyCondition
-from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAEConfig, to_uint8
-from vllm_omni.model_executor.models.wan.weights import load_vae
-from vllm_omni.model_executor.weights import rename
+from vllm_omni.model_executor.checkpoint.loading import rename
+from vllm_omni.model_executor.models.wan.checkpoint.component_names import VAE_RULES
+from vllm_omni.model_executor.models.wan.checkpoint.loading import load_vae
+from vllm_omni.model_executor.models.wan.images.image_condition import MASK_CHANNELS, GreyCondition
+from vllm_omni.model_executor.models.wan.vae.chunk_decoder import ChunkDecoder
+from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE, VAEConfig, to_uint8
 from vllm_omni.testing.parity.comparison import Scenario
 
 VAE_WEIGHTS = "vae_tiny_weights_orig_names.safetensors"
@@ -18,12 +20,16 @@ _VAE, _STREAMED = 5e-5, 1e-5
 
 
 def run_vae(scenario: Scenario) -> None:
-    """Compare the encoder on [image, grey ...] and the decoder, as whole clips and as streams of chunks."""
+    """Compare the encoder on [image, grey ...] and the decoder, as whole clips and as streams of
+    chunks.
+    """
     vae = _load_vae(scenario)
     if "cond_latent" in scenario:
         latents = scenario.get("cond_latent").shape[2]
         clip = scenario.get("image")[None, :, None]
-        grey = torch.zeros(*clip.shape[:2], vae.config.temporal_factor * (latents - 1), *clip.shape[3:])
+        grey = torch.zeros(
+            *clip.shape[:2], vae.config.temporal_factor * (latents - 1), *clip.shape[3:]
+        )
         clip = torch.cat((clip, grey), dim=2)
         whole, _ = vae.encode(clip, None)
         scenario.compare_recorded("encode whole clip", whole, "cond_latent", _VAE)
@@ -36,13 +42,17 @@ def run_vae(scenario: Scenario) -> None:
         if "decoded_whole_u8_round" in scenario:
             frames = to_uint8(whole).permute(3, 0, 1, 2).unsqueeze(0)
             scenario.compare_recorded("uint8 frames", frames, "decoded_whole_u8_round", 1.0)
-    if "pr3701_ext_cond_latent" in scenario:  # a continuation that re-encodes grey frames and drops the first latent
+    # a continuation that re-encodes grey frames and drops the first latent
+    if "pr3701_ext_cond_latent" in scenario:
         latents, *cells = scenario.get("pr3701_ext_cond_latent").shape[2:]
         image = torch.zeros(1, 3, 1, *(vae.config.spatial_factor * cell for cell in cells))
         condition = GreyCondition(vae, "fresh_grey", chunk_frames=latents)
         y, _ = condition.next(None, latents, condition.next(image, latents, None)[1])
-        scenario.compare_recorded("encode grey clip", y[None, MASK_CHANNELS:], "pr3701_ext_cond_latent", _VAE)
-    if "pr3701_warm_decode_chunk1" in scenario:  # a decode restarted two latents early, warm-up frames dropped
+        scenario.compare_recorded(
+            "encode grey clip", y[None, MASK_CHANNELS:], "pr3701_ext_cond_latent", _VAE
+        )
+    # a decode restarted two latents early, warm-up frames dropped
+    if "pr3701_warm_decode_chunk1" in scenario:
         chunk = scenario.get("pr3701_warm_decode_chunk1").shape[2] // vae.config.temporal_factor
         first, second = scenario.get("latents")[:, :, : 2 * chunk].split(chunk, dim=2)
         decoder = ChunkDecoder(vae, continuation="restart")
@@ -55,8 +65,12 @@ def run_vae_names(scenario: Scenario) -> None:
     recorded = json.loads(scenario.path.read_text())
     wrong = [name for name, target in recorded.items() if rename(name, VAE_RULES) != target]
     if wrong or not recorded:
-        raise ValueError(f"{len(wrong)} of {len(recorded)} names are mapped differently: {', '.join(wrong[:3])}")
-    scenario.compare("VAE tensor names", torch.tensor(len(recorded)), torch.tensor(len(recorded)), 0.0)
+        raise ValueError(
+            f"{len(wrong)} of {len(recorded)} names are mapped differently: {', '.join(wrong[:3])}"
+        )
+    scenario.compare(
+        "VAE tensor names", torch.tensor(len(recorded)), torch.tensor(len(recorded)), 0.0
+    )
 
 
 def run_vae_cache_shapes(scenario: Scenario) -> None:
@@ -91,16 +105,16 @@ def _encode_stream(vae: StreamingWanVAE, clip: torch.Tensor) -> torch.Tensor:
     chunk = 3 * vae.config.temporal_factor
     first = min(clip.shape[2], chunk - 3)
     cache, parts = None, []
-    for piece in (clip[:, :, :first], *clip[:, :, first:].split(chunk, dim=2)):
-        if piece.shape[2]:
-            latents, cache = vae.encode(piece, cache)
+    for part in (clip[:, :, :first], *clip[:, :, first:].split(chunk, dim=2)):
+        if part.shape[2]:
+            latents, cache = vae.encode(part, cache)
             parts.append(latents)
     return torch.cat(parts, dim=2)
 
 
 def _decode_stream(vae: StreamingWanVAE, latents: torch.Tensor) -> torch.Tensor:
     cache, parts = None, []
-    for piece in latents.split(3, dim=2):
-        pixels, cache = vae.decode(piece, cache)
+    for part in latents.split(3, dim=2):
+        pixels, cache = vae.decode(part, cache)
         parts.append(pixels)
     return torch.cat(parts, dim=2)

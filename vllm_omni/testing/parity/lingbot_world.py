@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LingBot-World against golden files: transformer rollouts, camera, schedules; the VAE is `lingbot_vae.py`'s.
+"""LingBot-World against golden files: transformer rollouts, camera, schedules; the VAE is
+`lingbot_vae.py`'s.
 
-Everything is driven by each file's metadata and shapes, so any directory of the same layout can be verified: other
-sizes, layers, heads, windows, chunk lengths, seeds. Weights are read under their original names.
+Everything is driven by each file's metadata and shapes, so any directory of the same layout can be
+verified: other sizes, layers, heads, windows, chunk lengths, seeds. Weights are read under their
+original names.
 
-Tolerances. fp32: flow and K/V 2e-5, latents 1e-4 after several chunks (differences of both codes' rounding, larger
-only through the roll-out). bf16: 2 % of the recorded tensor's largest value; bf16 keeps 8 bits, and emulating the
-original's autocast moves the flow by 0.7 % against fp32. Camera 1e-5, schedules exact where the reference is fp32 and
-1e-9 where it is fp64.
+Tolerances. fp32: flow and K/V 2e-5, latents 1e-4 after several chunks (differences of both codes'
+rounding, larger only through the roll-out). bf16: 2 % of the recorded tensor's largest value; bf16
+keeps 8 bits, and emulating the original's autocast moves the flow by 0.7 % against fp32. Camera
+1e-5, schedules exact where the reference is fp32 and 1e-9 where it is fp64.
 """
 
 import json
@@ -19,30 +21,44 @@ import numpy as np
 import torch
 
 from vllm_omni.model_executor.dtypes import default_dtype
-from vllm_omni.model_executor.layers.kv_cache import KVWindow
-from vllm_omni.model_executor.layers.parallel import checkpoint_slots
-from vllm_omni.model_executor.layers.rope import rope_tables
+from vllm_omni.model_executor.layers.attention.rope import rope_tables
+from vllm_omni.model_executor.layers.collectives.parallel import checkpoint_slots
+from vllm_omni.model_executor.layers.kv_cache.window import KVWindow
 from vllm_omni.model_executor.models.lingbot_world import camera as cam
 from vllm_omni.model_executor.models.lingbot_world import pretrain
-from vllm_omni.model_executor.models.lingbot_world.config import NATIVE_HEIGHT, NATIVE_WIDTH, LingBotWorldConfig
-from vllm_omni.model_executor.models.lingbot_world.transformer import CameraRow, LingBotTransformer
+from vllm_omni.model_executor.models.lingbot_world.config import (
+    NATIVE_HEIGHT,
+    NATIVE_WIDTH,
+    LingBotWorldConfig,
+)
+from vllm_omni.model_executor.models.lingbot_world.transformer import CameraItem, LingBotTransformer
 from vllm_omni.model_executor.schedules import FewStepSchedule, few_step_schedule, unipc_flow_table
 from vllm_omni.testing.parity.comparison import Report, Scenario, read_tensors, run_scenarios
 from vllm_omni.testing.parity.lingbot_trajectory import Trajectory, prepare_trajectory
-from vllm_omni.testing.parity.lingbot_vae import VAE_WEIGHTS, run_vae, run_vae_cache_shapes, run_vae_names
+from vllm_omni.testing.parity.lingbot_vae import (
+    VAE_WEIGHTS,
+    run_vae,
+    run_vae_cache_shapes,
+    run_vae_names,
+)
 from vllm_omni.testing.parity.windows import chronological, ends
 from vllm_omni.worlds.movement import Motion
 
 _FLOW, _KV, _LATENT = 2e-5, 2e-5, 1e-4
 _BF16_RELATIVE = 2e-2
 _ROLLED_OUT = 1e-4
-"""Relative L2: after the first of 40 guided steps rounding differences are amplified by guidance and the solver."""
+"""Relative L2: after the first of 40 guided steps rounding differences are amplified by guidance
+and the solver.
+"""
 _CAMERA = 1e-5
 _SIGMA = 1e-9
 
 _BRANCHES = {"cond": "context", "uncond": "context_null"}
 _DIT_WEIGHTS, _DIT_INPUTS = "dit_tiny_weights.safetensors", "dit_inputs.safetensors"
-_PRETRAIN_WEIGHTS, _PRETRAIN_INPUTS = "pretrain_tiny_weights.safetensors", "pretrain_inputs.safetensors"
+_PRETRAIN_WEIGHTS, _PRETRAIN_INPUTS = (
+    "pretrain_tiny_weights.safetensors",
+    "pretrain_inputs.safetensors",
+)
 
 
 def verify(golden_dir: Path) -> Report:
@@ -60,21 +76,34 @@ def verify(golden_dir: Path) -> Report:
             "vae_key_map.json": run_vae_names,
             "vae_dec_cache_shapes.json": run_vae_cache_shapes,
         },
-        auxiliary=("README*", ".*", _DIT_WEIGHTS, _DIT_INPUTS, _PRETRAIN_WEIGHTS, _PRETRAIN_INPUTS, VAE_WEIGHTS),
+        auxiliary=(
+            "README*",
+            ".*",
+            _DIT_WEIGHTS,
+            _DIT_INPUTS,
+            _PRETRAIN_WEIGHTS,
+            _PRETRAIN_INPUTS,
+            VAE_WEIGHTS,
+        ),
     )
 
 
-# -- transformer -------------------------------------------------------------------------------------------------------
+# -- transformer -----------------------------------------------------------------------------------
 
 
 def run_rollout(scenario: Scenario) -> None:
-    """Roll a tiny transformer out over several chunks with the recorded noise and compare every recorded stage."""
+    """Roll a tiny transformer out over several chunks with the recorded noise and compare every
+    recorded stage.
+    """
     values = json.loads(scenario.meta("cfg"))
     config = LingBotWorldConfig.from_checkpoint(values)
     bf16 = any(name in scenario.meta("dtype") for name in ("bf16", "bfloat16"))
     dtype = torch.bfloat16 if bf16 else torch.float32
     model = _load_transformer(scenario.directory / _DIT_WEIGHTS, config, dtype)
-    inputs = {name: tensor.float() for name, tensor in read_tensors(scenario.directory / _DIT_INPUTS)[0].items()}
+    inputs = {
+        name: tensor.float()
+        for name, tensor in read_tensors(scenario.directory / _DIT_INPUTS)[0].items()
+    }
     window = _window(scenario, values, config, dtype)
     schedule = _recorded_schedule(scenario)
     chunk_frames = int(scenario.meta("chunk"))
@@ -93,12 +122,13 @@ def run_rollout(scenario: Scenario) -> None:
     for chunk in range(int(scenario.meta("nchunks"))):
         frames = range(chunk * chunk_frames, (chunk + 1) * chunk_frames)
         part = slice(frames.start, frames.stop)
-        window.check_fits(frames)
+        window.check_frames(frames)
         x, y = inputs["noise"][:, part], inputs["y"][:, part]
         _, _, height, width = x.shape
         if x.shape[1] != chunk_frames:
             raise ValueError(
-                f"{_DIT_INPUTS} holds {inputs['noise'].shape[1]} frames, chunk {chunk} needs {frames.stop}"
+                f"{_DIT_INPUTS} holds {inputs['noise'].shape[1]} frames, chunk {chunk} needs "
+                f"{frames.stop}"
             )
         row: dict[str, Any] = {
             "condition": y,
@@ -111,28 +141,37 @@ def run_rollout(scenario: Scenario) -> None:
         for step, timestep in enumerate(schedule.timesteps):
             name = f"c{chunk}.s{step}"
             compare("noisy latents", x, f"{name}.x", _LATENT)
-            flow = model([CameraRow(latents=x, timestep=timestep, **row)])[0]
+            flow = model([CameraItem(latents=x, timestep=timestep, **row)])[0]
             scenario.get(f"{name}.flow")  # every step's flow must have been recorded
             compare("flow", flow, f"{name}.flow", _FLOW)
             x0 = (x.double() - schedule.sigmas_x0[step] * flow.double()).float()
             compare("predicted clean latents", x0, f"{name}.x0", _LATENT)
             if step + 1 < schedule.num_steps:
                 sigma = schedule.sigmas_noise[step + 1]
-                x = ((1 - sigma) * x0.double() + sigma * scenario.get(f"{name}.eps").double()).float()
-        model([CameraRow(latents=x0, timestep=0.0, **row)], kv_only=True)
+                x = (
+                    (1 - sigma) * x0.double() + sigma * scenario.get(f"{name}.eps").double()
+                ).float()
+        model([CameraItem(latents=x0, timestep=0.0, **row)], kv_only=True)
         window.commit(frames.stop)
         compare("latents", x0, f"c{chunk}.latent", _LATENT)
         for layer in range(config.num_layers):
             for kind, ours in zip("kv", chronological(window, layer), strict=True):
                 compare("self-attention K/V", ours.unsqueeze(0), f"c{chunk}.kv{layer}.{kind}", _KV)
         if f"c{chunk}.ends" in scenario:
-            scenario.compare_recorded("cache ends", torch.tensor(ends(window)), f"c{chunk}.ends", 0.0)
+            scenario.compare_recorded(
+                "cache ends", torch.tensor(ends(window)), f"c{chunk}.ends", 0.0
+            )
 
 
 def run_pretrain(scenario: Scenario) -> None:
-    """Roll the model before distillation out: two caches, guidance, a multi-step solver that begins with each chunk."""
+    """Roll the model before distillation out: two caches, guidance, a multi-step solver that
+    begins with each chunk.
+    """
     config = LingBotWorldConfig.from_checkpoint(values := json.loads(scenario.meta("cfg")))
-    if (float(scenario.meta("guidance")), int(scenario.meta("steps"))) != (pretrain.GUIDANCE, pretrain.STEPS):
+    if (float(scenario.meta("guidance")), int(scenario.meta("steps"))) != (
+        pretrain.GUIDANCE,
+        pretrain.STEPS,
+    ):
         raise ValueError(f"served are guidance {pretrain.GUIDANCE} and {pretrain.STEPS} steps only")
     model = _load_transformer(scenario.directory / _PRETRAIN_WEIGHTS, config, torch.float32)
     inputs = read_tensors(scenario.directory / _PRETRAIN_INPUTS)[0]
@@ -162,12 +201,17 @@ def run_pretrain(scenario: Scenario) -> None:
         _, _, height, width = x.shape
         rope = rope_tables(config.head_dim, frames, height // 2, width // 2)
         camera = model.camera_modulation(inputs["camera"][0][:, part])
-        shared: dict[str, Any] = {"frames": frames, "rope": rope, "camera": camera, "condition": inputs["y"][:, part]}
+        shared: dict[str, Any] = {
+            "frames": frames,
+            "rope": rope,
+            "camera": camera,
+            "condition": inputs["y"][:, part],
+        }
 
-        def rows(latents: torch.Tensor, timestep: float) -> list[CameraRow]:
+        def rows(latents: torch.Tensor, timestep: float) -> list[CameraItem]:
             noisy: dict[str, Any] = {"latents": latents, "timestep": timestep}
             return [
-                CameraRow(cross_kv=cross_kv[name], window=window, **noisy, **shared)  # noqa: B023
+                CameraItem(cross_kv=cross_kv[name], window=window, **noisy, **shared)  # noqa: B023
                 for name, window in windows.items()
             ]
 
@@ -179,37 +223,53 @@ def run_pretrain(scenario: Scenario) -> None:
                     scenario.compare_recorded("first flow", flow, f"c{chunk}.s{step}.{name}", _FLOW)
                 elif f"c{chunk}.s{step}.{name}" in scenario:
                     _compare_relative(scenario, "flow", flow, f"c{chunk}.s{step}.{name}")
-            x = pretrain.solver_step(solver, step, x, pretrain.guided(flows["cond"], flows["uncond"]))
+            x = pretrain.solver_step(
+                solver, step, x, pretrain.guided(flows["cond"], flows["uncond"])
+            )
             if f"c{chunk}.s{step}.x_next" in scenario:
                 _compare_relative(scenario, "solver's latents", x, f"c{chunk}.s{step}.x_next")
         _compare_relative(scenario, "latents", x, f"c{chunk}.latent")
         model(rows(x, 0.0), kv_only=True)
         for window in windows.values():
             window.commit(frames.stop)
-        scenario.compare_recorded("cache ends", torch.tensor(ends(windows["cond"])), f"c{chunk}.ends", 0.0)
+        scenario.compare_recorded(
+            "cache ends", torch.tensor(ends(windows["cond"])), f"c{chunk}.ends", 0.0
+        )
     for name, window in windows.items():
         for layer in range(config.num_layers):
             for kind, ours in zip("kv", chronological(window, layer), strict=True):
                 if f"kv{layer}.{name}.{kind}" in scenario:
-                    _compare_relative(scenario, "self-attention K/V", ours.unsqueeze(0), f"kv{layer}.{name}.{kind}")
+                    _compare_relative(
+                        scenario,
+                        "self-attention K/V",
+                        ours.unsqueeze(0),
+                        f"kv{layer}.{name}.{kind}",
+                    )
 
 
 def _compare_relative(scenario: Scenario, stage: str, ours: torch.Tensor, name: str) -> None:
     """Compare by the norm of the difference over the recorded tensor's."""
     recorded = scenario.get(name)
     if ours.shape != recorded.shape:
-        raise ValueError(f"{stage}: shape {tuple(ours.shape)} against recorded {tuple(recorded.shape)}")
+        raise ValueError(
+            f"{stage}: shape {tuple(ours.shape)} against recorded {tuple(recorded.shape)}"
+        )
     error = (ours.double() - recorded.double()).norm() / recorded.double().norm()
     scenario.compare(f"{stage}, relative", error, torch.zeros_like(error), _ROLLED_OUT)
 
 
-def _load_transformer(path: Path, config: LingBotWorldConfig, dtype: torch.dtype) -> LingBotTransformer:
+def _load_transformer(
+    path: Path, config: LingBotWorldConfig, dtype: torch.dtype
+) -> LingBotTransformer:
     weights, _ = read_tensors(path)
     with default_dtype(dtype):
         model = LingBotTransformer(config)
     slots = checkpoint_slots(model)
     if slots.keys() != weights.keys():
-        raise ValueError(f"{path.name}: names differ from the model's: {sorted(slots.keys() ^ weights.keys())[:3]}")
+        raise ValueError(
+            f"{path.name}: names differ from the model's: "
+            f"{sorted(slots.keys() ^ weights.keys())[:3]}"
+        )
     for name, slot in slots.items():
         try:
             slot.load(weights[name])
@@ -218,11 +278,18 @@ def _load_transformer(path: Path, config: LingBotWorldConfig, dtype: torch.dtype
     return model
 
 
-def _window(scenario: Scenario, values: dict[str, Any], config: LingBotWorldConfig, dtype: torch.dtype) -> KVWindow:
+def _window(
+    scenario: Scenario, values: dict[str, Any], config: LingBotWorldConfig, dtype: torch.dtype
+) -> KVWindow:
     tokens = int(scenario.meta("frame_seqlen"))
-    cache_tokens, attention_tokens = int(scenario.meta("kv_size")), int(scenario.meta("max_attention_size"))
+    cache_tokens, attention_tokens = (
+        int(scenario.meta("kv_size")),
+        int(scenario.meta("max_attention_size")),
+    )
     if cache_tokens % tokens:
-        raise ValueError(f"kv_size {cache_tokens} is not a whole number of frames of {tokens} tokens")
+        raise ValueError(
+            f"kv_size {cache_tokens} is not a whole number of frames of {tokens} tokens"
+        )
     cache_frames = cache_tokens // tokens
     slides = values.get("local_attn_size", -1) != -1
     return KVWindow(
@@ -239,21 +306,27 @@ def _window(scenario: Scenario, values: dict[str, Any], config: LingBotWorldConf
 
 
 def _recorded_schedule(scenario: Scenario) -> FewStepSchedule:
-    """Rebuild the schedule from shift and indices; integer timesteps mean the original's convention."""
+    """Rebuild the schedule from shift and indices; integer timesteps mean the original's
+    convention.
+    """
     timesteps = scenario.get("sched.timesteps")
     convention = "exact" if timesteps.is_floating_point() else "original"
     indices = json.loads(scenario.meta("index"))
     schedule = few_step_schedule(convention, float(scenario.meta("shift")), indices)  # type: ignore[arg-type]
     tolerance = 1e-3 if convention == "exact" else 0.0  # floats may have been computed in fp32
-    scenario.compare("timesteps", torch.tensor(schedule.timesteps, dtype=torch.float64), timesteps, tolerance)
+    scenario.compare(
+        "timesteps", torch.tensor(schedule.timesteps, dtype=torch.float64), timesteps, tolerance
+    )
     return schedule
 
 
-# -- camera ------------------------------------------------------------------------------------------------------------
+# -- camera ----------------------------------------------------------------------------------------
 
 
 def run_camera(scenario: Scenario) -> None:
-    """Compare uploaded trajectories, action integration and every convention of chunk-wise camera maps."""
+    """Compare uploaded trajectories, action integration and every convention of chunk-wise
+    camera maps.
+    """
     height, width = int(scenario.meta("h")), int(scenario.meta("w"))
     clips = sorted(
         (name.removesuffix(".poses_in") for name in scenario.tensors if name.endswith(".poses_in")),
@@ -303,9 +376,13 @@ def _compare_full_size(scenario: Scenario, clips: list[str]) -> None:
     path = _clip(scenario, clips[-1], NATIVE_HEIGHT, NATIVE_WIDTH)
     frame, row, column = scenario.get("full.cells").unbind(1)
     used = sorted(set(frame.tolist()))
-    maps = cam.camera_map(path.relative_N44[used], path.intrinsics_N4[used], NATIVE_HEIGHT, NATIVE_WIDTH)
+    maps = cam.camera_map(
+        path.relative_N44[used], path.intrinsics_N4[used], NATIVE_HEIGHT, NATIVE_WIDTH
+    )
     index = torch.tensor([used.index(f) for f in frame.tolist()])
-    scenario.compare_recorded("full size cells", maps[:, index, row, column].T, "full.values", _CAMERA)
+    scenario.compare_recorded(
+        "full size cells", maps[:, index, row, column].T, "full.values", _CAMERA
+    )
     if "full.K" in scenario:
         scenario.compare_recorded("full size K", path.intrinsics_N4[0], "full.K", _CAMERA)
 
@@ -329,20 +406,28 @@ def _compare_actions(scenario: Scenario, height: int, width: int) -> None:
     for name in sorted(scenario.tensors):
         if match := pattern.fullmatch(name):
             frames = scenario.get(name).shape[2]
-            relative = _chunk_relative(match[1], poses, range(int(match[2]) * frames, (int(match[2]) + 1) * frames))
-            maps = cam.camera_map(relative, cam.action_intrinsics(frames, height, width), height, width)
-            scenario.compare_recorded(f"actions {match[1]} chunks", maps.unsqueeze(0), name, _CAMERA)
+            relative = _chunk_relative(
+                match[1], poses, range(int(match[2]) * frames, (int(match[2]) + 1) * frames)
+            )
+            maps = cam.camera_map(
+                relative, cam.action_intrinsics(frames, height, width), height, width
+            )
+            scenario.compare_recorded(
+                f"actions {match[1]} chunks", maps.unsqueeze(0), name, _CAMERA
+            )
 
 
 def run_act_condition(scenario: Scenario) -> None:
-    """Compare an uploaded path with keys: poses and keys on one grid of latent frames, then the map of both."""
+    """Compare an uploaded path with keys: poses and keys on one grid of latent frames, then the
+    map of both.
+    """
     height, width = json.loads(scenario.meta("size"))
     recorded = scenario.get("wasd_latent")
     wasd = scenario.get("wasd")
     poses, intrinsics = scenario.get("poses"), scenario.get("intrinsics")
     chunk_frames = int(scenario.metadata.get("chunk", 1))
     path = prepare_trajectory(poses, intrinsics, height, width, chunk_frames=chunk_frames)
-    flags = cam.latent_rows(cam.read_flags(wasd, len(wasd)), range(len(recorded)))
+    flags = cam.per_latent(cam.read_flags(wasd, len(wasd)), range(len(recorded)))
     scenario.compare_recorded("act relative poses", path.relative_N44, "relative", _CAMERA)
     scenario.compare_recorded("act flags", flags, "wasd_latent", 0.0)
     maps = cam.action_map(path.relative_N44, path.intrinsics_N4, flags, height, width)
@@ -350,18 +435,23 @@ def run_act_condition(scenario: Scenario) -> None:
 
 
 def _chunk_relative(convention: str, poses_N44: torch.Tensor, frames: range) -> torch.Tensor:
-    """Return a chunk's scaled frame-to-frame poses as each public implementation makes them from an action history."""
+    """Return a chunk's scaled frame-to-frame poses as each public implementation makes them from
+    an action history.
+    """
     chunk = poses_N44[frames.start : frames.stop]
     if len(chunk) != len(frames):
         raise ValueError(f"{len(poses_N44)} actions are recorded, a chunk needs {frames.stop}")
-    if convention == "sglang":  # the whole history, its first pose only a reference, scaled by the largest step so far
+    # the whole history, its first pose only a reference, scaled by the largest step so far
+    if convention == "sglang":
         return cam.scaled_translations(cam.relative_poses(poses_N44[: frames.stop]))[frames.start :]
     before = poses_N44[frames.start - 1] if frames.start else cam.CameraTail.origin().pose_44
     relative = cam.relative_poses(chunk, before)
-    return cam.scaled_translations(relative, cam.MOVE_UNIT if convention == "vllm_realtime" else None)
+    return cam.scaled_translations(
+        relative, cam.MOVE_UNIT if convention == "vllm_realtime" else None
+    )
 
 
-# -- schedules ---------------------------------------------------------------------------------------------------------
+# -- schedules -------------------------------------------------------------------------------------
 
 
 def run_schedules(scenario: Scenario) -> None:
@@ -377,34 +467,48 @@ def run_schedules(scenario: Scenario) -> None:
         compare(scenario, name, float(match[1]), rows)
 
 
-def _compare_original(scenario: Scenario, name: str, shift: float, rows: list[dict[str, Any]]) -> None:
+def _compare_original(
+    scenario: Scenario, name: str, shift: float, rows: list[dict[str, Any]]
+) -> None:
     schedule = few_step_schedule("original", shift, [row["index"] for row in rows])
     timesteps, sigmas = unipc_flow_table(shift)
     for step, row in enumerate(rows):
         same_t = np.flatnonzero(timesteps == row["t_model"]).tolist()
         if same_t != row["duplicates"]:
-            raise ValueError(f"{name}: entries {same_t} share t = {row['t_model']}, recorded {row['duplicates']}")
-        _compare_numbers(scenario, f"{name} t", schedule.timesteps[step], row["t_model"], 0.0)
+            raise ValueError(
+                f"{name}: entries {same_t} share t = {row['t_model']}, recorded {row['duplicates']}"
+            )
+        _compare_values(scenario, f"{name} t", schedule.timesteps[step], row["t_model"], 0.0)
         for ours, key in (
             (schedule.sigmas_x0[step], "sigma_x0"),
             (schedule.sigmas_noise[step], "sigma_addnoise"),
             (float(sigmas[row["index"]]), "sigma_at_index"),
         ):
-            _compare_numbers(scenario, f"{name} sigma", ours, row[key], _SIGMA)
+            _compare_values(scenario, f"{name} sigma", ours, row[key], _SIGMA)
 
 
 def _compare_exact(scenario: Scenario, name: str, shift: float, rows: list[dict[str, Any]]) -> None:
-    """A reference whose every number is an fp32 number was computed in fp32; then so is ours, to the same bits."""
+    """A reference whose every number is an fp32 number was computed in fp32; then so is ours, to
+    the same bits.
+    """
     default = (0, 250, 500, 750) if "v2" in name else (0, 179, 358, 679)
-    indices = [row.get("idx", default[min(step, len(default) - 1)]) for step, row in enumerate(rows)]
-    single = all(float(np.float32(row[key])) == row[key] for row in rows for key in ("sigma", "t_model"))
+    indices = [
+        row.get("idx", default[min(step, len(default) - 1)]) for step, row in enumerate(rows)
+    ]
+    single = all(
+        float(np.float32(row[key])) == row[key] for row in rows for key in ("sigma", "t_model")
+    )
     schedule = few_step_schedule("exact", shift, indices, np.float32 if single else np.float64)
     tolerance = 0.0 if single else _SIGMA
     for step, row in enumerate(rows):
-        _compare_numbers(scenario, f"{name} t", schedule.timesteps[step], row["t_model"], tolerance)
-        _compare_numbers(scenario, f"{name} sigma", schedule.sigmas_x0[step], row["sigma"], tolerance)
+        _compare_values(scenario, f"{name} t", schedule.timesteps[step], row["t_model"], tolerance)
+        _compare_values(
+            scenario, f"{name} sigma", schedule.sigmas_x0[step], row["sigma"], tolerance
+        )
 
 
-def _compare_numbers(scenario: Scenario, stage: str, ours: float, recorded: float, tolerance: float) -> None:
+def _compare_values(
+    scenario: Scenario, stage: str, ours: float, recorded: float, tolerance: float
+) -> None:
     pair = torch.tensor([ours, recorded], dtype=torch.float64)
     scenario.compare(stage, pair[0], pair[1], tolerance)

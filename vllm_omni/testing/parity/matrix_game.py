@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix-Game 2.0 against golden files: roll-outs with recorded draws, the image's way in and out, schedules, names.
+"""Matrix-Game 2.0 against golden files: roll-outs with recorded draws, the image's way in and out,
+schedules, names.
 
-Everything is driven by `mg_meta.json`, metadata and shapes, so any directory of the same layout can be verified: other
-sizes, layers, windows, chunk lengths, step lists, variants.
+Everything is driven by `mg_meta.json`, metadata and shapes, so any directory of the same layout can
+be verified: other sizes, layers, windows, chunk lengths, step lists, variants.
 
-Tolerances, fp32: roll-outs and their stages 2e-5, counters 0; pixels 1e-6, encoded condition and CLIP's rows 1e-5,
-decoded frames 5e-5, their levels 1; timesteps 1e-3, sigmas 1e-6.
+Tolerances, fp32: roll-outs and their stages 2e-5, counters 0; pixels 1e-6, encoded condition and
+CLIP's rows 1e-5, decoded frames 5e-5, their levels 1; timesteps 1e-3, sigmas 1e-6.
 """
 
 import json
@@ -19,26 +20,30 @@ import torch
 from PIL import Image
 from safetensors import safe_open
 
-from vllm_omni.model_executor.layers.kv_cache import KVWindow
-from vllm_omni.model_executor.layers.rope import rope_tables
+from vllm_omni.model_executor.checkpoint.loading import rename
+from vllm_omni.model_executor.checkpoint.tensor_files import open_tensors, read_json
+from vllm_omni.model_executor.layers.attention.rope import rope_tables
+from vllm_omni.model_executor.layers.kv_cache.window import KVWindow
 from vllm_omni.model_executor.models.matrix_game.checkpoint import RULES, load_transformer
 from vllm_omni.model_executor.models.matrix_game.config import MatrixGameConfig
 from vllm_omni.model_executor.models.matrix_game.pipeline import MatrixGame
 from vllm_omni.model_executor.models.matrix_game.state import ActionWindows, action_windows
-from vllm_omni.model_executor.models.matrix_game.transformer import ActionBlock, ActionRow, MatrixGameTransformer
-from vllm_omni.model_executor.models.wan.chains import gated_add
-from vllm_omni.model_executor.models.wan.component_names import CLIP_RULES
-from vllm_omni.model_executor.models.wan.image_condition import MASK_CHANNELS, GreyCondition
-from vllm_omni.model_executor.models.wan.image_encoder import ImageEncoder, clip_pixels
-from vllm_omni.model_executor.models.wan.layers import embed_time
-from vllm_omni.model_executor.models.wan.pictures import cut_image, middle_box
-from vllm_omni.model_executor.models.wan.transformer import Block
-from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, to_uint8
-from vllm_omni.model_executor.models.wan.weights import load_image_encoder, load_vae
+from vllm_omni.model_executor.models.matrix_game.transformer import (
+    ActionBlock,
+    ActionItem,
+    MatrixGameTransformer,
+)
+from vllm_omni.model_executor.models.wan.checkpoint.component_names import CLIP_RULES
+from vllm_omni.model_executor.models.wan.checkpoint.loading import load_image_encoder, load_vae
+from vllm_omni.model_executor.models.wan.images.files import cut_image, middle_box
+from vllm_omni.model_executor.models.wan.images.image_condition import MASK_CHANNELS, GreyCondition
+from vllm_omni.model_executor.models.wan.images.image_encoder import ImageEncoder, clip_pixels
+from vllm_omni.model_executor.models.wan.transformer.fused_ops import gated_add
+from vllm_omni.model_executor.models.wan.transformer.layers import embed_time
+from vllm_omni.model_executor.models.wan.transformer.transformer import Block
+from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE, to_uint8
 from vllm_omni.model_executor.schedules import few_step_schedule, nearest_schedule
 from vllm_omni.model_executor.streaming.chunk_plan import first_pixel_frame
-from vllm_omni.model_executor.tensor_files import open_tensors, read_json
-from vllm_omni.model_executor.weights import rename
 from vllm_omni.testing.parity.comparison import Report, Scenario, check_recorded, run_scenarios
 from vllm_omni.testing.parity.lingbot_vae import recorded_vae
 from vllm_omni.testing.parity.windows import chronological, ends
@@ -69,12 +74,14 @@ def verify(golden_dir: Path) -> Report:
     )
 
 
-# -- roll-outs ---------------------------------------------------------------------------------------------------------
+# -- roll-outs -------------------------------------------------------------------------------------
 
 
 def run_rollout(scenario: Scenario) -> None:
-    """Roll out with the recorded draws and actions; compare every call, its stages and caches, and the clip."""
-    _Rollout(scenario).run()
+    """Roll out with the recorded draws and actions; compare every call, its stages and caches,
+    and the clip.
+    """
+    _Rollout(scenario).run_scenario()
 
 
 class _Rollout:
@@ -87,7 +94,9 @@ class _Rollout:
         self.scenario, self.case = scenario, cases[scenario.name]
         weights = scenario.directory / self.case["weights"]
         values = json.loads(_metadata(weights)["cfg"])
-        self.config = MatrixGameConfig.from_checkpoint({**values, "local_attn_size": self.case["local_attn_size"]})
+        self.config = MatrixGameConfig.from_checkpoint(
+            {**values, "local_attn_size": self.case["local_attn_size"]}
+        )
         self.model = MatrixGameTransformer(self.config)
         load_transformer(self.model, open_tensors(weights), self.config)
         if self.case["sink_size"] or self.case["context_noise"]:
@@ -96,7 +105,9 @@ class _Rollout:
         rows, columns = scenario.get("noise").shape[3:]
         self.places = rows * columns // 4
         config = self.config
-        windows = {"trunk": self._window(self.places, config.num_heads, config.head_dim, config.num_layers)}
+        windows = {
+            "trunk": self._window(self.places, config.num_heads, config.head_dim, config.num_layers)
+        }
         if config.mouse_dim:
             windows["mouse"] = self._action_window(self.places, config.mouse_width)
         windows["keyboard"] = self._action_window(1, config.keyboard_width)
@@ -108,7 +119,7 @@ class _Rollout:
         self.newest: torch.Tensor | None = None
         self.calls = 0
 
-    def run(self) -> None:
+    def run_scenario(self) -> None:
         scenario, case = self.scenario, self.case
         steps = [float(t) for t in case["warped_timesteps"]]
         shift, size = float(case["shift"]), int(case["num_frame_per_block"])
@@ -139,17 +150,21 @@ class _Rollout:
             finished.append(x0)
             start = frames.stop
         if self.calls != len(case["calls"]):
-            raise ValueError(f"{len(case['calls'])} calls are recorded, the roll-out makes {self.calls}")
+            raise ValueError(
+                f"{len(case['calls'])} calls are recorded, the roll-out makes {self.calls}"
+            )
         scenario.compare_recorded("latents", torch.cat(finished, dim=1)[None], "latents", _FLOW)
         for layer in _layers(scenario, "cross"):
             for index, kind in enumerate("kv"):
                 ours = self.cross_kv[layer, index]
-                scenario.compare_recorded("cross-attention K/V", ours[None], f"cross{layer}.{kind}", _FLOW)
+                scenario.compare_recorded(
+                    "cross-attention K/V", ours[None], f"cross{layer}.{kind}", _FLOW
+                )
 
-    def _open(self, frames: range, condition: torch.Tensor) -> ActionRow:
+    def _open(self, frames: range, condition: torch.Tensor) -> ActionItem:
         """Shared by the calls of a chunk."""
         pixels = slice(first_pixel_frame(frames.start), first_pixel_frame(frames.stop))
-        rows, span = self.actions_NK[pixels], self.config.action_rows
+        rows, span = self.actions_NK[pixels], self.config.action_frames
         windows, self.newest = action_windows(rows, self.newest, len(frames), span)
         keys = self.config.keyboard_dim
         mouse = windows[..., keys:] if self.config.mouse_dim else None
@@ -159,7 +174,7 @@ class _Rollout:
         self.model.write_keyboard(self.windows, frames, windows[..., :keys])
         y = condition[:, frames.start : frames.stop]
         height, width = y.shape[2] // 2, y.shape[3] // 2
-        return ActionRow(
+        return ActionItem(
             latents=y[:16],
             condition=y,
             timestep=0.0,
@@ -170,33 +185,50 @@ class _Rollout:
             **actions,
         )
 
-    def _call(self, row: ActionRow, x: torch.Tensor, timestep: float, sigma: float) -> torch.Tensor:
+    def _call(
+        self, row: ActionItem, x: torch.Tensor, timestep: float, sigma: float
+    ) -> torch.Tensor:
         scenario, calls, name = self.scenario, self.case["calls"], f"call{self.calls:02d}"
         if self.calls >= len(calls):
             raise ValueError(f"{len(calls)} calls are recorded, the roll-out makes more")
         meta, frames = calls[self.calls], row.frames
-        self.windows.check_fits(frames)
+        self.windows.check_frames(frames)
         self.stages.expect(name)
         flow = self.model([_at(row, x, timestep)])[0]
         self.stages.finish(name, timestep, self.config)
         x0 = (x.double() - sigma * flow.double()).float()
         self.windows.commit(frames.stop)
         recorded = [float(t) for t in meta["t"]]
-        scenario.compare("call timestep", torch.full((len(recorded),), timestep), torch.tensor(recorded), _T)
+        scenario.compare(
+            "call timestep", torch.full((len(recorded),), timestep), torch.tensor(recorded), _T
+        )
         scenario.compare("counters", *self._counters(meta, frames), 0.0)
         scenario.get(f"{name}.flow")  # every call's input and flow must have been recorded
-        for stage, ours, key in (("input", x, "in"), ("flow", flow, "flow"), ("predicted clean latents", x0, "x0")):
+        for stage, ours, key in (
+            ("input", x, "in"),
+            ("flow", flow, "flow"),
+            ("predicted clean latents", x0, "x0"),
+        ):
             if key != "x0" or f"{name}.x0" in scenario:
                 scenario.compare_recorded(stage, ours[None], f"{name}.{key}", _FLOW)
         self._compare_caches(name)
         self.calls += 1
         return x0
 
-    def _counters(self, meta: Mapping[str, Any], frames: range) -> tuple[torch.Tensor, torch.Tensor]:
-        ours = [frames.start * self.places, frames.start, len(frames), first_pixel_frame(frames.stop)]
+    def _counters(
+        self, meta: Mapping[str, Any], frames: range
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ours = [
+            frames.start * self.places,
+            frames.start,
+            len(frames),
+            first_pixel_frame(frames.stop),
+        ]
         theirs = [meta[key] for key in ("start", "frame", "frames", "pixel_actions")]
         for name, window in self._named():
-            prefix, per_frame = ("", 1) if name == "trunk" else (f"{name}_", window.tokens_per_frame)
+            prefix, per_frame = (
+                ("", 1) if name == "trunk" else (f"{name}_", window.tokens_per_frame)
+            )
             ours += [end // per_frame for end in ends(window)]
             theirs += [meta[f"{prefix}g_end"], meta[f"{prefix}l_end"]]
         return torch.tensor(ours), torch.tensor(theirs)
@@ -211,7 +243,9 @@ class _Rollout:
                     filled = tensor[None, : ends(window)[1]]
                     if kind == "mouse":
                         filled = filled[0].unflatten(0, (-1, self.places)).transpose(0, 1)
-                    self.scenario.compare_recorded(f"{kind} K/V", filled, f"{name}.{recorded}{layer}.{part}", _FLOW)
+                    self.scenario.compare_recorded(
+                        f"{kind} K/V", filled, f"{name}.{recorded}{layer}.{part}", _FLOW
+                    )
 
     def _named(self) -> list[tuple[str, KVWindow]]:
         return [(name.removesuffix("."), window) for name, window in self.windows.by_name.items()]
@@ -219,16 +253,16 @@ class _Rollout:
     def _acting(self) -> dict[int, ActionBlock]:
         return dict(zip(sorted(self.config.action_blocks), self.model.action_blocks(), strict=True))
 
-    def _action_window(self, places: int, width: int) -> KVWindow:
+    def _action_window(self, positions: int, width: int) -> KVWindow:
         heads = self.config.action_heads
-        return self._window(places, heads, width // heads, len(self.config.action_blocks))
+        return self._window(positions, heads, width // heads, len(self.config.action_blocks))
 
-    def _window(self, places: int, heads: int, head_dim: int, layers: int) -> KVWindow:
+    def _window(self, positions: int, heads: int, head_dim: int, layers: int) -> KVWindow:
         return KVWindow(
             num_layers=layers,
             window_frames=int(self.case["local_attn_size"]),
             sink_frames=0,
-            tokens_per_frame=places,
+            tokens_per_frame=positions,
             num_heads=heads,
             head_dim=head_dim,
             dtype=torch.float32,
@@ -283,9 +317,14 @@ class _Stages:
         time, modulation = embed_time(
             [timestep], config.freq_dim, model.time_embedding, model.time_projection, model.device
         )
-        scenario.compare_recorded("time embedding", time.expand(frames, -1), f"{name}.time_embedding", _FLOW)
         scenario.compare_recorded(
-            "time projection", modulation.flatten(1).expand(frames, -1), f"{name}.time_projection", _FLOW
+            "time embedding", time.expand(frames, -1), f"{name}.time_embedding", _FLOW
+        )
+        scenario.compare_recorded(
+            "time projection",
+            modulation.flatten(1).expand(frames, -1),
+            f"{name}.time_projection",
+            _FLOW,
         )
         keys = config.keyboard_dim
         if config.mouse_dim:
@@ -297,10 +336,12 @@ class _Stages:
         for key in sorted(scenario.tensors):
             if key.startswith(f"{name}.block"):
                 _, layer, part = key.split(".", 2)
-                scenario.compare_recorded(f"block {part}", self._seen[f"{layer}.{part}"], key, _FLOW)
+                scenario.compare_recorded(
+                    f"block {part}", self._seen[f"{layer}.{part}"], key, _FLOW
+                )
 
 
-def _at(row: ActionRow, x: torch.Tensor, timestep: float) -> ActionRow:
+def _at(row: ActionItem, x: torch.Tensor, timestep: float) -> ActionItem:
     return replace(row, latents=x, timestep=timestep)
 
 
@@ -309,11 +350,13 @@ def _layers(scenario: Scenario, prefix: str) -> list[int]:
     return sorted(int(name.removeprefix(prefix).removesuffix(".k")) for name in names)
 
 
-# -- the image ---------------------------------------------------------------------------------------------------------
+# -- the image -------------------------------------------------------------------------------------
 
 
 def run_condition(scenario: Scenario) -> None:
-    """From an image to condition and CLIP's rows, and from latents to frames, in recorded chunks and as a whole."""
+    """From an image to condition and CLIP's rows, and from latents to frames, in recorded chunks
+    and as a whole.
+    """
     height, width = int(scenario.meta("height")), int(scenario.meta("width"))
     vae = _vae(scenario)
     image = scenario.get("image_u8")
@@ -335,12 +378,18 @@ def run_condition(scenario: Scenario) -> None:
     scenario.compare("condition, streamed = whole", streamed, whole, _CONDITION)
     mask = torch.zeros(MASK_CHANNELS, *streamed.shape[2:])
     mask[:, :1] = 1
-    scenario.compare_recorded("mask and condition", torch.cat((mask, streamed[0]))[None], "cond_concat", _CONDITION)
+    scenario.compare_recorded(
+        "mask and condition", torch.cat((mask, streamed[0]))[None], "cond_concat", _CONDITION
+    )
     first, _ = GreyCondition(vae).next(pixels, chunks[0], None)
-    scenario.compare("first chunk as served", first, scenario.get("cond_concat")[0, :, : chunks[0]], _CONDITION)
+    scenario.compare(
+        "first chunk as served", first, scenario.get("cond_concat")[0, :, : chunks[0]], _CONDITION
+    )
 
     clip, still = _clip(scenario), pixels[:, :, 0]
-    scenario.compare_recorded("CLIP pixels", clip_pixels(still, clip.whole["image_size"]), "clip_input", _CONDITION)
+    scenario.compare_recorded(
+        "CLIP pixels", clip_pixels(still, clip.whole["image_size"]), "clip_input", _CONDITION
+    )
     scenario.compare_recorded("CLIP rows", clip.encode(still)[None], "visual_context", _CONDITION)
 
     latents, decoder = scenario.get("latents"), None
@@ -351,12 +400,17 @@ def run_condition(scenario: Scenario) -> None:
     decoded = torch.cat(pixels_1CTHW, dim=2)
     scenario.compare_recorded("decoded", decoded.transpose(1, 2), "decoded", _DECODED)
     scenario.compare("decoded, chunks = whole", decoded, vae.decode(latents, None)[0], _DECODED)
-    scenario.compare_recorded("uint8 frames", to_uint8(decoded, MatrixGame.rounding), "decoded_u8", 1.0)
+    scenario.compare_recorded(
+        "uint8 frames", to_uint8(decoded, MatrixGame.rounding), "decoded_u8", 1.0
+    )
 
 
 def _grey(image_1C1HW: torch.Tensor, latents: int) -> torch.Tensor:
     """[image, grey, grey, ...] of so many latent frames."""
-    return torch.cat((image_1C1HW, torch.zeros_like(image_1C1HW).expand(-1, -1, 4 * (latents - 1), -1, -1)), dim=2)
+    return torch.cat(
+        (image_1C1HW, torch.zeros_like(image_1C1HW).expand(-1, -1, 4 * (latents - 1), -1, -1)),
+        dim=2,
+    )
 
 
 def _vae(scenario: Scenario) -> StreamingWanVAE:
@@ -384,7 +438,7 @@ def _clip(scenario: Scenario) -> ImageEncoder:
     return encoder
 
 
-# -- tables ------------------------------------------------------------------------------------------------------------
+# -- tables ----------------------------------------------------------------------------------------
 
 
 def run_schedules(scenario: Scenario) -> None:
@@ -401,23 +455,38 @@ def run_schedules(scenario: Scenario) -> None:
 
 
 def run_names(scenario: Scenario) -> None:
-    """Both names of each tensor are mapped to the same one, and the original's weights have these names."""
+    """Both names of each tensor are mapped to the same one, and the original's weights have
+    these names.
+    """
     recorded = read_json(scenario.path)
-    wrong = [name for name, theirs in recorded.items() if rename(name, RULES) != rename(theirs, RULES)]
+    wrong = [
+        name for name, theirs in recorded.items() if rename(name, RULES) != rename(theirs, RULES)
+    ]
     left = [name for name in recorded if rename(name, RULES) != name.removeprefix("model.")]
     if wrong or left or not recorded:
-        raise ValueError(f"{len(wrong + left)} of {len(recorded)} names are mapped differently: {(wrong + left)[:3]}")
-    scenario.compare("tensor names", torch.tensor(len(recorded)), torch.tensor(len(set(recorded.values()))), 0.0)
+        raise ValueError(
+            f"{len(wrong + left)} of {len(recorded)} names are mapped differently: "
+            f"{(wrong + left)[:3]}"
+        )
+    scenario.compare(
+        "tensor names", torch.tensor(len(recorded)), torch.tensor(len(set(recorded.values()))), 0.0
+    )
 
 
 def run_clip_names(scenario: Scenario) -> None:
     recorded = read_json(scenario.path)
     for name, targets in recorded.items():
-        parts = [name] if len(targets) == 1 else [name.replace(".to_qkv.", f".to_{kind}.") for kind in "qkv"]
+        parts = (
+            [name]
+            if len(targets) == 1
+            else [name.replace(".to_qkv.", f".to_{kind}.") for kind in "qkv"]
+        )
         ours = [rename(f"visual.{part}", CLIP_RULES) for part in parts]
         if ours != targets:
             raise ValueError(f"{name} is mapped to {ours}, recorded {targets}")
-    scenario.compare("CLIP tensor names", torch.tensor(len(recorded)), torch.tensor(len(recorded)), 0.0)
+    scenario.compare(
+        "CLIP tensor names", torch.tensor(len(recorded)), torch.tensor(len(recorded)), 0.0
+    )
 
 
 def _metadata(path: Path) -> dict[str, str]:

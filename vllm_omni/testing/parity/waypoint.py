@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waypoint against golden files: roll-outs of both generations, TAEHV as a stream, Waypoint-1's image autoencoder.
+"""Waypoint against golden files: roll-outs of both generations, TAEHV as a stream, Waypoint-1's
+image autoencoder.
 
-Everything is driven by each file's metadata and shapes: sizes, windows, steps and seeds may be others. Every forward
-starts from recorded latents and sees this code's own rings, so that differences do not add up over a frame's steps but
-do over frames.
+Everything is driven by each file's metadata and shapes: sizes, windows, steps and seeds may be
+others. Every forward starts from recorded latents and sees this code's own rings, so that
+differences do not add up over a frame's steps but do over frames.
 
-Tolerances. fp32: 5e-5, most of it sine and cosine of phases up to 1000 rad; tables 1e-6 relative; TAEHV 2e-5; uint8 one
-level, in at most 0.1 % of the values. bf16 files hold what the original serves (rounded tables and noise levels): 3e-2,
-L2 of the difference over L2. Frame lists and controls are exact.
+Tolerances. fp32: 5e-5, most of it sine and cosine of phases up to 1000 rad; tables 1e-6 relative;
+TAEHV 2e-5; uint8 one level, in at most 0.1 % of the values. bf16 files hold what the original
+serves (rounded tables and noise levels): 3e-2, L2 of the difference over L2. Frame lists and
+controls are exact.
 """
 
 import json
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 
 from vllm_omni.actions import ActionFrame, read_actions
+from vllm_omni.model_executor.checkpoint.tensor_files import open_tensors
 from vllm_omni.model_executor.dtypes import default_dtype
 from vllm_omni.model_executor.models.waypoint import autoencoders
 from vllm_omni.model_executor.models.waypoint.checkpoint import (
@@ -25,11 +28,18 @@ from vllm_omni.model_executor.models.waypoint.checkpoint import (
     load_autoencoder,
     load_transformer,
 )
-from vllm_omni.model_executor.models.waypoint.config import WaypointConfig, action_space, control_vectors
+from vllm_omni.model_executor.models.waypoint.config import (
+    WaypointConfig,
+    action_space,
+    control_vectors,
+)
 from vllm_omni.model_executor.models.waypoint.state import FrameRings
-from vllm_omni.model_executor.models.waypoint.transformer import FrameRow, FrequencyTables, WaypointTransformer
+from vllm_omni.model_executor.models.waypoint.transformer import (
+    FrameItem,
+    FrequencyTables,
+    WaypointTransformer,
+)
 from vllm_omni.model_executor.schedules import EulerSchedule
-from vllm_omni.model_executor.tensor_files import open_tensors
 from vllm_omni.testing.parity.comparison import Report, Scenario, check_recorded, run_scenarios
 
 _FP32, _TABLES, _TAEHV, _BF16_RELATIVE = 5e-5, 1e-6, 2e-5, 3e-2
@@ -44,7 +54,7 @@ def verify(golden_dir: Path) -> Report:
         {
             "wp1_ae*.safetensors": run_image_autoencoder,
             "taehv*.safetensors": run_taehv,
-            "wp*.safetensors": Rollout.run,
+            "wp*.safetensors": Rollout.run_scenario,
         },
         auxiliary=("README*", ".*", "*_weights.safetensors"),
     )
@@ -52,10 +62,12 @@ def verify(golden_dir: Path) -> Report:
 
 def rounded(tables: FrequencyTables) -> FrequencyTables:
     """Frequencies as the original engine has them once its module is cast to bf16."""
-    return FrequencyTables(**{name: table.bfloat16().float() for name, table in vars(tables).items()})
+    return FrequencyTables(
+        **{name: table.bfloat16().float() for name, table in vars(tables).items()}
+    )
 
 
-# -- roll-outs ---------------------------------------------------------------------------------------------------------
+# -- roll-outs -------------------------------------------------------------------------------------
 
 
 class Rollout:
@@ -76,13 +88,17 @@ class Rollout:
         weights = scenario.meta("weights").split(maxsplit=1)[0]
         load_transformer(self.model, open_tensors(scenario.directory / weights))
         heads = self.config.n_kv_heads
-        self.rings = FrameRings(self.config, range(self.config.n_layers), num_heads=heads, dtype=dtype, device="cpu")
+        self.rings = FrameRings(
+            self.config, range(self.config.n_layers), num_heads=heads, dtype=dtype, device="cpu"
+        )
         self.prompts = [
-            self.model.cross_attention_kv(scenario.get(name)) for name in ("prompt0", "prompt1") if name in scenario
+            self.model.cross_attention_kv(scenario.get(name))
+            for name in ("prompt0", "prompt1")
+            if name in scenario
         ]
 
     @classmethod
-    def run(cls, scenario: Scenario) -> None:
+    def run_scenario(cls, scenario: Scenario) -> None:
         """Make the session again and compare every recorded stage."""
         rollout = cls(scenario)
         rollout.compare_tables()
@@ -97,7 +113,9 @@ class Rollout:
         recorded = self.scenario.get(name)
         if self.bf16 and ours.shape == recorded.shape:
             error = (ours.double() - recorded.double()).norm() / recorded.double().norm()
-            self.scenario.compare(f"{stage}, relative", error, torch.zeros_like(error), _BF16_RELATIVE)
+            self.scenario.compare(
+                f"{stage}, relative", error, torch.zeros_like(error), _BF16_RELATIVE
+            )
         else:
             self.scenario.compare(stage, ours, recorded, tolerance)
 
@@ -108,20 +126,29 @@ class Rollout:
             if f"tables.{name}" in self.scenario:
                 recorded = self.scenario.get(f"tables.{name}")
                 relative = (table.double() / recorded.double() - 1).abs()
-                self.scenario.compare("tables, relative", relative, torch.zeros_like(relative), _TABLES)
+                self.scenario.compare(
+                    "tables, relative", relative, torch.zeros_like(relative), _TABLES
+                )
         if "sigma_emb" in self.scenario:
             levels = json.loads(self.scenario.meta("sigma_emb_at"))
             self.compare(
-                "noise embedding", torch.stack([self.model.embed_noise(level) for level in levels]), "sigma_emb"
+                "noise embedding",
+                torch.stack([self.model.embed_noise(level) for level in levels]),
+                "sigma_emb",
             )
 
     def frame(self, index: int, frame: dict[str, Any], *, prompt: int) -> None:
         scenario, name = self.scenario, f"f{index}"
         if self.config.time_step * index != frame["t_pos"]:
-            raise ValueError(f"frame {index} stands at {self.config.time_step * index}, recorded {frame['t_pos']}")
+            raise ValueError(
+                f"frame {index} stands at {self.config.time_step * index}, recorded "
+                f"{frame['t_pos']}"
+            )
         controls = self.controls(frame["ctrl"])
         if f"{name}.ctrl" in scenario:
-            scenario.compare_recorded("controls", controls.to(self.model.dtype), f"{name}.ctrl", 0.0)
+            scenario.compare_recorded(
+                "controls", controls.to(self.model.dtype), f"{name}.ctrl", 0.0
+            )
         self.compare("control embedding", self.model.embed_controls(controls), f"{name}.ctrl_emb")
         rope = self.model.rope(index)
         for part, table in zip(("cos", "sin"), rope, strict=True):
@@ -130,20 +157,30 @@ class Rollout:
             "rope": rope,
             "control": self.model.controls(controls),
             "window": self.rings,
-            "place": self.rings.place(index),
+            "place": self.rings.frame_slot(index),
             "prompt_kv": self.prompts[prompt] if self.prompts else None,
         }
         self.lists(
-            "visible frames", [history(self.rings, layer, index) for layer in self.layers], frame, "visible_history"
+            "visible frames",
+            [history(self.rings, layer, index) for layer in self.layers],
+            frame,
+            "visible_history",
         )
         if frame["kind"] == "generate":
             latents = self.generate(name, common)
             self.compare("latents", latents, f"{name}.latent")
         else:
             latents = scenario.get(f"{name}.latent")
-        self.compare("clean pass", self.forward(name, "commit", latents, 0.0, common), f"{name}.commit.v")
+        self.compare(
+            "clean pass", self.forward(name, "commit", latents, 0.0, common), f"{name}.commit.v"
+        )
         self.rings.commit(index + 1)
-        self.lists("ring frames", [kept_frames(self.rings, layer) for layer in self.layers], frame, "ring_after")
+        self.lists(
+            "ring frames",
+            [cached_frames(self.rings, layer) for layer in self.layers],
+            frame,
+            "ring_after",
+        )
         for layer in self.layers:
             for kind, ours in zip("kv", frames_kv(self.rings, layer), strict=True):
                 self.compare("K/V", ours, f"{name}.ring{layer}.{kind}")
@@ -164,19 +201,25 @@ class Rollout:
     def forward(
         self, name: str, stage: str, latents: torch.Tensor, sigma: float, common: dict[str, Any]
     ) -> torch.Tensor:
-        """One forward; where a pass's tokens and blocks are recorded, these are compared on the way."""
+        """One forward; where a pass's tokens and blocks are recorded, these are compared on the
+        way.
+        """
         seen: dict[str, torch.Tensor] = {}
         hooks = []
         if f"{name}.{stage}.tokens" in self.scenario:
             for layer, block in enumerate(self.model.layers):
-                hooks.append(block.register_forward_hook(_keeper(seen, f"block{layer}")))
-            first = self.model.layers[0].register_forward_pre_hook(lambda _, given: seen.update(tokens=given[0][0]))
+                hooks.append(block.register_forward_hook(_recorder(seen, f"block{layer}")))
+            first = self.model.layers[0].register_forward_pre_hook(
+                lambda _, given: seen.update(tokens=given[0][0])
+            )
             hooks.append(first)
-        velocity = self.model([FrameRow(latents=latents, sigma=sigma, **common)])[0]
+        velocity = self.model([FrameItem(latents=latents, sigma=sigma, **common)])[0]
         for hook in hooks:
             hook.remove()
         for part, tensor in seen.items():
-            self.compare("tokens" if part == "tokens" else "blocks", tensor, f"{name}.{stage}.{part}")
+            self.compare(
+                "tokens" if part == "tokens" else "blocks", tensor, f"{name}.{stage}.{part}"
+            )
         return velocity
 
     def controls(self, recorded: dict[str, Any]) -> torch.Tensor:
@@ -201,28 +244,32 @@ def history(rings: FrameRings, layer: int, frame: int) -> list[int]:
     return rings.window(layer)[0].visible_frames(frame + 1)[:-1]
 
 
-def kept_frames(rings: FrameRings, layer: int) -> list[int]:
+def cached_frames(rings: FrameRings, layer: int) -> list[int]:
     """Return the committed frames that are kept, oldest first."""
     window, _ = rings.window(layer)
-    return [frame for frame in window.visible_frames(rings.committed_frames) if frame % window.dilation == 0]
+    return [
+        frame
+        for frame in window.visible_frames(rings.committed_frames)
+        if frame % window.dilation == 0
+    ]
 
 
 def frames_kv(rings: FrameRings, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return copies of (k, v) [frames T, N, H] of `kept_frames`, in that order."""
+    """Return copies of (k, v) [frames T, N, H] of `cached_frames`, in that order."""
     window, index = rings.window(layer)
-    tokens = window.token_positions([window.slot(frame) for frame in kept_frames(rings, layer)])
+    tokens = window.token_positions([window.slot(frame) for frame in cached_frames(rings, layer)])
     k, v = window.format.load(index, window.buffer[index], tokens)
     return k, v
 
 
-def _keeper(seen: dict[str, torch.Tensor], name: str) -> Any:
+def _recorder(seen: dict[str, torch.Tensor], name: str) -> Any:
     def keep(_: torch.nn.Module, __: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
         seen[name] = output[0][0]
 
     return keep
 
 
-# -- autoencoders ------------------------------------------------------------------------------------------------------
+# -- autoencoders ----------------------------------------------------------------------------------
 
 
 def run_taehv(scenario: Scenario) -> None:
@@ -232,13 +279,17 @@ def run_taehv(scenario: Scenario) -> None:
         int(scenario.meta("encoder_width")),
         json.loads(scenario.meta("decoder_widths")),
     )
-    load_autoencoder(codec, open_tensors(scenario.directory / scenario.meta("weights")), what="TAEHV")
+    load_autoencoder(
+        codec, open_tensors(scenario.directory / scenario.meta("weights")), what="TAEHV"
+    )
     height, width = json.loads(scenario.meta("codec_size"))
     pixel_size: tuple[int, int] = tuple(json.loads(scenario.meta("pixel_size")))
     if "encode.clips_small" in scenario:
         cache = None
         for index, clip in enumerate(scenario.get("encode.clips_small")):
-            frames = autoencoders.to_codec(_enlarged(clip, pixel_size), (height, width), torch.float32)
+            frames = autoencoders.to_codec(
+                _enlarged(clip, pixel_size), (height, width), torch.float32
+            )
             latent, cache = codec.encode(frames, cache)
             scenario.compare_recorded("encoded", latent, f"encode.latent{index}", _TAEHV)
     if "decode.latents" in scenario:
@@ -257,8 +308,13 @@ def run_image_autoencoder(scenario: Scenario) -> None:
     weights = open_tensors(scenario.directory / scenario.meta("weights"))
     halves: dict[str, torch.nn.Module] = {}
     make: Callable[..., torch.nn.Module]
-    for half, make in (("encoder", autoencoders.ImageEncoder), ("decoder", autoencoders.ImageDecoder)):
-        sizes = check_recorded(f"{half}_cfg", json.loads(scenario.meta(f"{half}_cfg")), AUTOENCODER_KEYS[half])
+    for half, make in (
+        ("encoder", autoencoders.ImageEncoder),
+        ("decoder", autoencoders.ImageDecoder),
+    ):
+        sizes = check_recorded(
+            f"{half}_cfg", json.loads(scenario.meta(f"{half}_cfg")), AUTOENCODER_KEYS[half]
+        )
         halves[half] = make(**sizes)
     load_autoencoder(torch.nn.ModuleDict(halves), weights, what="image autoencoder")
     if "encode.image_small" in scenario:

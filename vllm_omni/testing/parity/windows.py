@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A `KVWindow` in the layout of the original implementations, whose recorded caches it is compared with."""
+"""A `KVWindow` in the layout of the original implementations, whose recorded caches it is
+compared with.
+"""
 
 import torch
 
-from vllm_omni.model_executor.layers.kv_cache import KVWindow
+from vllm_omni.model_executor.layers.kv_cache.window import KVWindow
 
 
 def ends(window: KVWindow) -> tuple[int, int]:
@@ -14,7 +16,9 @@ def ends(window: KVWindow) -> tuple[int, int]:
 
 def chronological(window: KVWindow, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return copies of (k, v) `[window tokens, N, H]`: oldest first, zeros at the end."""
-    order = window.token_positions([window.slot(frame) for frame in window.visible_frames(window.committed_frames)])
+    order = window.token_positions(
+        [window.slot(frame) for frame in window.visible_frames(window.committed_frames)]
+    )
     out = torch.zeros_like(window.buffer[layer])
     out[:, : len(order)] = window.buffer[layer].index_select(1, order)
     return out[0], out[1]

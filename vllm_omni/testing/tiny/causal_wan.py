@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny random causal Wan checkpoint in each real layout, with the files, names and types of a real one.
+"""A tiny random causal Wan checkpoint in each real layout, with the files, names and types of a
+real one.
 
-Every tensor's values depend only on the seed and its name, so the layouts of one seed hold the same model. Sizes divide
-by 2 and 4, for tensor, sequence and pipeline parallel runs.
+Every tensor's values depend only on the seed and its name, so the layouts of one seed hold the same
+model. Sizes divide by 2 and 4, for tensor, sequence and pipeline parallel runs.
 """
 
 import math
@@ -11,11 +12,11 @@ from typing import Any
 
 import torch
 
-from vllm_omni.model_executor.models.causal_wan.checkpoint import LAYOUTS
+from vllm_omni.model_executor.checkpoint.loading import Rules, rename
+from vllm_omni.model_executor.models.causal_wan.checkpoint.layout import LAYOUTS
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig
-from vllm_omni.model_executor.models.wan.checkpoint import TINY_VAE_FILE
-from vllm_omni.model_executor.models.wan.transformer_weights import transformer_shapes
-from vllm_omni.model_executor.weights import Rules, rename
+from vllm_omni.model_executor.models.wan.checkpoint.layout import TINY_VAE_FILE
+from vllm_omni.model_executor.models.wan.transformer.weights import transformer_shapes
 from vllm_omni.testing.tiny.wan import (
     Tensors,
     normal,
@@ -26,8 +27,22 @@ from vllm_omni.testing.tiny.wan import (
     write_tiny_vae,
 )
 
-_SIZES = {"ffn_dim": 112, "freq_dim": 32, "text_dim": 32, "text_len": 64, "num_layers": 4, "eps": 1e-6}
-_CONFIG = {"_class_name": "WanModel", "model_type": "t2v", "dim": 64, "num_heads": 4, "in_dim": 16, "out_dim": 16}
+_SIZES = {
+    "ffn_dim": 112,
+    "freq_dim": 32,
+    "text_dim": 32,
+    "text_len": 64,
+    "num_layers": 4,
+    "eps": 1e-6,
+}
+_CONFIG = {
+    "_class_name": "WanModel",
+    "model_type": "t2v",
+    "dim": 64,
+    "num_heads": 4,
+    "in_dim": 16,
+    "out_dim": 16,
+}
 
 DIFFUSERS_NAMES: Rules = (
     (r"^text_embedding\.0\.", "condition_embedder.text_embedder.linear_1."),
@@ -61,11 +76,19 @@ def make_tiny(out: Path, seed: int, layout: str) -> None:
     write_original_components(out, seed)
     config = {**_CONFIG, **_SIZES, "dtype": "float32"}
     write_component(out, config, "config.json")
-    network = {f"model.{name}": tensor for name, tensor in _transformer_tensors(config, seed).items()}
+    network = {
+        f"model.{name}": tensor for name, tensor in _transformer_tensors(config, seed).items()
+    }
     if layout == "original":
         # A training checkpoint: the averaged network is the one that is used, the other differs.
-        raw = {f"model.{name}": tensor for name, tensor in _transformer_tensors(config, seed + 1).items()}
-        _save_state({"generator": raw, "generator_ema": network}, out / "checkpoints" / "self_forcing_dmd.pt")
+        raw = {
+            f"model.{name}": tensor
+            for name, tensor in _transformer_tensors(config, seed + 1).items()
+        }
+        _save_state(
+            {"generator": raw, "generator_ema": network},
+            out / "checkpoints" / "self_forcing_dmd.pt",
+        )
     else:
         _save_state({"generator": network}, out / "wan_causal_dmd_v2v" / "model.pt")
 
@@ -90,7 +113,10 @@ def _write_diffusers(out: Path, seed: int) -> None:
     }
     write_component(out / "transformer", config, "config.json")
     tensors = _transformer_tensors(config, seed)
-    write_shards(out / "transformer", {rename(name, DIFFUSERS_NAMES): tensor for name, tensor in tensors.items()})
+    write_shards(
+        out / "transformer",
+        {rename(name, DIFFUSERS_NAMES): tensor for name, tensor in tensors.items()},
+    )
     index = {
         "_class_name": "WanCausalDMDPipeline",
         "scheduler": ["diffusers", "UniPCMultistepScheduler"],

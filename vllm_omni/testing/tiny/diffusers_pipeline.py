@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny random pipelines in the directory layout of the released ones: Qwen-Image, FLUX, Wan and SD3.
+"""Tiny random pipelines in the directory layout of the released ones: Qwen-Image, FLUX, Wan and
+SD3.
 
-Every component is the real class with few, narrow layers, so that a picture takes a fraction of a second on a CPU; the
-VAEs keep their real factor of 8 per side (4 in time). Pictures are coloured noise.
+Every component is the real class with few, narrow layers, so that a picture takes a fraction of a
+second on a CPU; the VAEs keep their real factor of 8 per side (4 in time). Pictures are coloured
+noise.
 """
 
 import json
@@ -35,7 +37,9 @@ def make_tiny(out: Path, seed: int, layout: str) -> None:
 
 
 def _redraw(transformer: torch.nn.Module, seed: int) -> None:
-    """Draw matrices larger than their classes do (some as zero), so that prompt and guidance show in the result."""
+    """Draw matrices larger than their classes do (some as zero), so that prompt and guidance
+    show in the result.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in transformer.parameters():
@@ -61,7 +65,11 @@ def _qwen_image(out: Path) -> Any:
                 "num_hidden_layers": 2,
                 "num_attention_heads": 4,
                 "num_key_value_heads": 2,
-                "rope_parameters": {"mrope_section": [1, 1, 2], "rope_type": "default", "rope_theta": 1e6},
+                "rope_parameters": {
+                    "mrope_section": [1, 1, 2],
+                    "rope_type": "default",
+                    "rope_theta": 1e6,
+                },
                 "vocab_size": len(tokenizer),
                 "max_position_embeddings": 2048,
             },
@@ -128,12 +136,17 @@ def _flux(out: Path) -> Any:
 
 
 def _sd3(out: Path) -> Any:
-    from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
+    from diffusers import (
+        FlowMatchEulerDiscreteScheduler,
+        SD3Transformer2DModel,
+        StableDiffusion3Pipeline,
+    )
     from transformers import CLIPTextModelWithProjection
 
     clip_tokenizer, clip_config = _clip(out / "tokenizer")
     clip_tokenizer_2, _ = _clip(out / "tokenizer_2")
-    t5_tokenizer, t5 = _t5(out / "tokenizer_3", 2 * _TEXT_WIDTH)  # as wide as both CLIP encoders side by side
+    # as wide as both CLIP encoders side by side
+    t5_tokenizer, t5 = _t5(out / "tokenizer_3", 2 * _TEXT_WIDTH)
     return StableDiffusion3Pipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
         vae=_autoencoder_kl(),
@@ -157,16 +170,30 @@ def _sd3(out: Path) -> Any:
 
 
 def _wan(out: Path) -> Any:
-    from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+    from diffusers import (
+        AutoencoderKLWan,
+        UniPCMultistepScheduler,
+        WanPipeline,
+        WanTransformer3DModel,
+    )
     from transformers import AutoTokenizer, UMT5Config, UMT5EncoderModel
 
     vocabulary = write_t5_tokenizer(out / "tokenizer")
     return WanPipeline(
-        scheduler=UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
+        scheduler=UniPCMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+        ),
         vae=AutoencoderKLWan(base_dim=8, z_dim=16, dim_mult=[1, 2, 2, 2], num_res_blocks=1),
         tokenizer=AutoTokenizer.from_pretrained(out / "tokenizer"),
         text_encoder=UMT5EncoderModel(
-            UMT5Config(vocab_size=vocabulary, d_model=_TEXT_WIDTH, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
+            UMT5Config(
+                vocab_size=vocabulary,
+                d_model=_TEXT_WIDTH,
+                d_kv=8,
+                d_ff=64,
+                num_layers=2,
+                num_heads=4,
+            )
         ),
         transformer=WanTransformer3DModel(
             num_attention_heads=2,
@@ -181,7 +208,12 @@ def _wan(out: Path) -> Any:
     )
 
 
-_LAYOUTS: dict[str, Callable[[Path], Any]] = {"qwen_image": _qwen_image, "flux": _flux, "sd3": _sd3, "wan": _wan}
+_LAYOUTS: dict[str, Callable[[Path], Any]] = {
+    "qwen_image": _qwen_image,
+    "flux": _flux,
+    "sd3": _sd3,
+    "wan": _wan,
+}
 
 
 def _autoencoder_kl() -> Any:
@@ -206,12 +238,16 @@ def _t5(folder: Path, width: int = _TEXT_WIDTH) -> tuple[Any, Any]:
     from transformers import AutoTokenizer, T5Config, T5EncoderModel
 
     vocabulary = write_t5_tokenizer(folder)
-    config = T5Config(vocab_size=vocabulary, d_model=width, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
+    config = T5Config(
+        vocab_size=vocabulary, d_model=width, d_kv=8, d_ff=64, num_layers=2, num_heads=4
+    )
     return AutoTokenizer.from_pretrained(folder), T5EncoderModel(config)
 
 
 def _clip(folder: Path) -> tuple[Any, Any]:
-    """A tokenizer of CLIP's kind (one token a byte, no merges) and the config of a text model for it."""
+    """A tokenizer of CLIP's kind (one token a byte, no merges) and the config of a text model
+    for it.
+    """
     from transformers import CLIPTextConfig, CLIPTokenizer
 
     letters = _byte_letters()
@@ -232,11 +268,15 @@ def _clip(folder: Path) -> tuple[Any, Any]:
 
 
 def _qwen_tokenizer(folder: Path) -> Any:
-    """A tokenizer of Qwen2's kind (one token a byte, no merges) with the special tokens of its chat template."""
+    """A tokenizer of Qwen2's kind (one token a byte, no merges) with the special tokens of its
+    chat template.
+    """
     from transformers import Qwen2Tokenizer
 
     special = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|video_pad|>", "<|image_pad|>")
-    tokenizer = _from_vocabulary(Qwen2Tokenizer, folder, list(_byte_letters()), {"model_max_length": 4096})
+    tokenizer = _from_vocabulary(
+        Qwen2Tokenizer, folder, list(_byte_letters()), {"model_max_length": 4096}
+    )
     tokenizer.add_special_tokens({"extra_special_tokens": list(special[1:])})
     assert "<|endoftext|>" in tokenizer.get_vocab()
     return tokenizer
@@ -244,7 +284,9 @@ def _qwen_tokenizer(folder: Path) -> Any:
 
 def _from_vocabulary(cls: Any, folder: Path, words: list[str], options: dict[str, Any]) -> Any:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "vocab.json").write_text(json.dumps({word: index for index, word in enumerate(words)}))
+    (folder / "vocab.json").write_text(
+        json.dumps({word: index for index, word in enumerate(words)})
+    )
     (folder / "merges.txt").write_text("#version: 0.2\n")
     return cls.from_pretrained(folder, **options)
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny random Lance checkpoint in the real layout, with the files, names and tokens of a real one.
+"""A tiny random Lance checkpoint in the real layout, with the files, names and tokens of a real
+one.
 
-Every tensor's values depend only on the seed and its name. Sizes divide by 2 for tensor-parallel runs. Weights are
-scaled so that prompt, reference, seed and step all change the result visibly.
+Every tensor's values depend only on the seed and its name. Sizes divide by 2 for tensor-parallel
+runs. Weights are scaled so that prompt, reference, seed and step all change the result visibly.
 """
 
 import hashlib
@@ -16,10 +17,15 @@ import torch
 from safetensors.torch import save
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from vllm_omni.model_executor.models.lance.checkpoint import IMAGE_FOLDER, LAYOUTS, VIDEO_FOLDER, VISION_FOLDER
+from vllm_omni.model_executor.models.lance.checkpoint import (
+    IMAGE_FOLDER,
+    LAYOUTS,
+    VIDEO_FOLDER,
+    VISION_FOLDER,
+)
 from vllm_omni.model_executor.models.lance.config import LanceConfig, VisionConfig
-from vllm_omni.model_executor.models.lance.transformer import LancePositionEmbedding3D
-from vllm_omni.model_executor.models.lance.vae import LanceVAEConfig
+from vllm_omni.model_executor.models.lance.network.transformer import LancePositionEmbedding3D
+from vllm_omni.model_executor.models.lance.network.vae import LanceVAEConfig
 from vllm_omni.model_executor.models.lance.weights import (
     BUNDLED_VISION,
     POSITIONS,
@@ -52,7 +58,8 @@ _SPECIAL = (
 """Qwen2.5's special tokens in the order of their ids; they follow the 256 bytes."""
 
 _WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| "
+    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 """How Qwen2.5's tokenizer cuts text before it looks words up."""
 
@@ -120,19 +127,28 @@ def _write_decoder(folder: Path, seed: int, frames: int) -> None:
         "vision_config": _VISION,
     }
     _write_json(folder / "llm_config.json", llm)
-    _write_json(folder / "generation_config.json", {"eos_token_id": special["<|im_end|>"], "do_sample": False})
+    _write_json(
+        folder / "generation_config.json",
+        {"eos_token_id": special["<|im_end|>"], "do_sample": False},
+    )
     config = LanceConfig.from_checkpoint(llm, _VISION, max_latent_frames=frames)
     tensors = _network_tensors(config, seed)
     if folder.name == VIDEO_FOLDER:
-        tensors |= {f"{BUNDLED_VISION}{name}": tensor for name, tensor in _vision_tensors(seed).items()}
+        tensors |= {
+            f"{BUNDLED_VISION}{name}": tensor for name, tensor in _vision_tensors(seed).items()
+        }
         _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "Qwen2Tokenizer"})
     (folder / "model.safetensors").write_bytes(save(tensors, {"format": "pt"}))
 
 
 def write_tokenizer(folder: Path) -> dict[str, int]:
-    """Write `tokenizer.json`, `vocab.json` and `merges.txt`: a token per byte and Qwen2.5's special tokens."""
+    """Write `tokenizer.json`, `vocab.json` and `merges.txt`: a token per byte and Qwen2.5's
+    special tokens.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    vocabulary = {symbol: number for number, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    vocabulary = {
+        symbol: number for number, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    }
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -141,7 +157,9 @@ def write_tokenizer(folder: Path) -> dict[str, int]:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _SPECIAL])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in _SPECIAL]
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
     _write_json(folder / "vocab.json", vocabulary)
     (folder / "merges.txt").write_text("#version: 0.2\n")
@@ -153,7 +171,9 @@ def _network_tensors(config: LanceConfig, seed: int) -> Tensors:
     for name, shape in network_shapes(config).items():
         if name == POSITIONS:
             size, frames = config.max_latent_size, config.max_latent_frames
-            tensors[name] = LancePositionEmbedding3D(config.hidden_size, frames, size).rows(frames, size, size)
+            tensors[name] = LancePositionEmbedding3D(config.hidden_size, frames, size).rows(
+                frames, size, size
+            )
         elif "norm" in name:
             tensors[name] = 1 + 0.1 * _normal(name, shape, seed)
         elif name.endswith("bias"):
@@ -198,13 +218,22 @@ def wan_name(name: str) -> str:
     parts = name.split(".")
     if parts[0] in ("quant_conv", "post_quant_conv"):
         return ".".join(("conv1" if parts[0] == "quant_conv" else "conv2", *parts[1:]))
-    inner = {"norm1": "residual.0", "conv1": "residual.2", "norm2": "residual.3", "conv2": "residual.6"}
+    inner = {
+        "norm1": "residual.0",
+        "conv1": "residual.2",
+        "norm2": "residual.3",
+        "conv2": "residual.6",
+    }
     outer = {"conv_in": "conv1", "norm_out": "head.0", "conv_out": "head.2"}
     if parts[1] in outer:
         return ".".join((parts[0], outer[parts[1]], *parts[2:]))
     if parts[1] == "mid_block":
-        place = {("resnets", "0"): "middle.0", ("attentions", "0"): "middle.1", ("resnets", "1"): "middle.2"}
-        head, rest = [parts[0], place[parts[2], parts[3]]], parts[4:]
+        position = {
+            ("resnets", "0"): "middle.0",
+            ("attentions", "0"): "middle.1",
+            ("resnets", "1"): "middle.2",
+        }
+        head, rest = [parts[0], position[parts[2], parts[3]]], parts[4:]
     else:
         stage = "downsamples" if parts[1] == "down_blocks" else "upsamples"
         if parts[3] in ("downsampler", "upsampler"):
@@ -223,4 +252,6 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 def _normal(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     """Return fp32 standard normal values that depend only on name, shape and seed."""
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    return torch.randn(shape, generator=torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1))
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    )

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes a tiny random language model in transformers' layout, tokenizer included: something to try an engine with.
+"""Writes a tiny random language model in transformers' layout, tokenizer included: something to try
+an engine with.
 
-Real vLLM loads it like any checkpoint. Attention heads are of size 32, the smallest that vLLM's CPU kernels take. Used
-by the hidden-states example, its benchmark and tests.
+Real vLLM loads it like any checkpoint. Attention heads are of size 32, the smallest that vLLM's CPU
+kernels take. Used by the hidden-states example, its benchmark and tests.
 """
 
 from pathlib import Path
@@ -18,7 +19,9 @@ _CHAT_TEMPLATE: Final = (
 )
 
 
-def write_tiny_language_model(out: Path, *, seed: int = 0, dtype: str = "float32", **config: Any) -> Path:
+def write_tiny_language_model(
+    out: Path, *, seed: int = 0, dtype: str = "float32", **config: Any
+) -> Path:
     """Write a random Qwen2 model to the folder `out` and return it.
 
     config: any field of transformers' `Qwen2Config`, over a default of four blocks of width 64.
@@ -43,7 +46,8 @@ def write_tiny_language_model(out: Path, *, seed: int = 0, dtype: str = "float32
     torch.manual_seed(seed)
     model = Qwen2ForCausalLM(Qwen2Config(**fields, dtype=dtype)).to(getattr(torch, dtype)).eval()
     for name, parameter in model.named_parameters():
-        # Spread out, so that rows differ from each other and greedy decoding does not repeat one token.
+        # Spread out, so that rows differ from each other and greedy decoding does not repeat one
+        # token.
         if "norm" not in name:
             torch.nn.init.normal_(parameter, std=0.2 if parameter.dim() > 1 else 0.05)
     model.generation_config.eos_token_id = _EOS

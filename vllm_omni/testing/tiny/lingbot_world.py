@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny random LingBot World checkpoint in each real layout, with the files, names and types of a real one.
+"""A tiny random LingBot World checkpoint in each real layout, with the files, names and types of a
+real one.
 
-Every tensor's values depend only on the seed and its name, so the layouts of one seed hold the same model, but for
-`v2_1_3b`, whose heads must have the released size, and `act` and `world`, which take other controls. `world` also has a
-world description, start images and an occupancy grid. Sizes divide by 2, most by 4,
-for tensor, sequence and pipeline parallel runs. Weights are scaled so that every path (camera, prompt, gates,
-condition) changes the frames visibly and long sessions stay finite.
+Every tensor's values depend only on the seed and its name, so the layouts of one seed hold the same
+model, but for `v2_1_3b`, whose heads must have the released size, and `act` and `world`, which take
+other controls. `world` also has a world description, start images and an occupancy grid. Sizes
+divide by 2, most by 4, for tensor, sequence and pipeline parallel runs. Weights are scaled so that
+every path (camera, prompt, gates, condition) changes the frames visibly and long sessions stay
+finite.
 """
 
 import math
@@ -21,7 +23,7 @@ from vllm_omni.model_executor.models.lingbot_world.checkpoint import LAYOUTS
 from vllm_omni.model_executor.models.lingbot_world.config import ControlType, LingBotWorldConfig
 from vllm_omni.model_executor.models.lingbot_world.weights import transformer_shapes
 from vllm_omni.model_executor.models.wan.architecture import VAEConfig
-from vllm_omni.model_executor.models.wan.checkpoint import ASSETS_FOLDER, TINY_VAE_FILE
+from vllm_omni.model_executor.models.wan.checkpoint.layout import ASSETS_FOLDER, TINY_VAE_FILE
 from vllm_omni.testing.tiny.wan import (
     Tensors,
     normal,
@@ -31,12 +33,26 @@ from vllm_omni.testing.tiny.wan import (
     write_shards,
     write_tiny_vae,
 )
-from vllm_omni.worlds.card import CARD, StartPicture, WorldCard, WorldGrid, WorldPrompt
+from vllm_omni.worlds.description import CARD, StartImage, WorldDescription, WorldGrid, WorldPrompt
 from vllm_omni.worlds.grid import OccupancyGrid
 
-_SIZES = {"ffn_dim": 112, "freq_dim": 32, "text_dim": 32, "text_len": 64, "num_layers": 4, "eps": 1e-6}
+_SIZES = {
+    "ffn_dim": 112,
+    "freq_dim": 32,
+    "text_dim": 32,
+    "text_len": 64,
+    "num_layers": 4,
+    "eps": 1e-6,
+}
 _WINDOW = {"sliding_window_num_frames": 18, "num_frames_per_block": 3}
-_SMALL = {"dim": 256, "num_heads": 2, "num_layers": 2, "ffn_dim": 112, "freq_dim": 32, "text_dim": 32}
+_SMALL = {
+    "dim": 256,
+    "num_heads": 2,
+    "num_layers": 2,
+    "ffn_dim": 112,
+    "freq_dim": 32,
+    "text_dim": 32,
+}
 """Of the layout without a `config.json`: heads of 128, as there sizes are read off the tensors."""
 _WORLD_SIDE_M, _WORLD_WIDTH, _WORLD_HEIGHT = 20.0, 48, 32
 _ORIGINAL = {
@@ -63,11 +79,19 @@ def make_tiny(out: Path, seed: int, layout: str) -> None:
         _write_diffusers(out, seed)
     elif layout == "v2_1_3b":
         write_original_components(out / ASSETS_FOLDER, seed)
-        write_shards(out, _transformer_tensors(LingBotWorldConfig.from_checkpoint(_SMALL), seed), "model")
+        write_shards(
+            out, _transformer_tensors(LingBotWorldConfig.from_checkpoint(_SMALL), seed), "model"
+        )
     else:
         controls: dict[str, ControlType] = {"act": "act", "world": "world"}
-        folders = {"v2": "transformers", "world": "transformers", "v2_pretrain": "transformer_causal"}
-        _write_original(out, seed, folders.get(layout, "lingbot_world_fast"), controls.get(layout, "cam"))
+        folders = {
+            "v2": "transformers",
+            "world": "transformers",
+            "v2_pretrain": "transformer_causal",
+        }
+        _write_original(
+            out, seed, folders.get(layout, "lingbot_world_fast"), controls.get(layout, "cam")
+        )
         if layout == "world":
             _write_world(out, seed)
 
@@ -75,7 +99,9 @@ def make_tiny(out: Path, seed: int, layout: str) -> None:
 def write_random_world(
     out: Path, seed: int, sizes: Mapping[str, Any], vae: VAEConfig, tiny_vae_channels: Sequence[int]
 ) -> None:
-    """Write a random world of other sizes, original layout. sizes: over the transformer's config of `make_tiny`."""
+    """Write a random world of other sizes, original layout. sizes: over the transformer's config
+    of `make_tiny`.
+    """
     write_original_components(out, seed, vae)
     write_tiny_vae(out / TINY_VAE_FILE, seed, tiny_vae_channels)
     _write_transformer(out / "lingbot_world_fast", {**_ORIGINAL, "sink_size": 9, **sizes}, seed)
@@ -83,7 +109,11 @@ def write_random_world(
 
 def _write_original(out: Path, seed: int, transformer: str, control: ControlType) -> None:
     write_original_components(out, seed)
-    config = {**_ORIGINAL, "control_type": control, "sink_size": 9 if transformer == "lingbot_world_fast" else 6}
+    config = {
+        **_ORIGINAL,
+        "control_type": control,
+        "sink_size": 9 if transformer == "lingbot_world_fast" else 6,
+    }
     if control == "world":
         config["world_period_m"] = _WORLD_SIDE_M
     if transformer == "transformer_causal":
@@ -97,14 +127,20 @@ def _write_world(out: Path, seed: int) -> None:
     starts = []
     for name, z_m in (("middle", 0.0), ("south", -4.0)):
         coarse = torch.rand(1, 3, 4, 6, generator=generator)
-        pixels = torch.nn.functional.interpolate(coarse, (_WORLD_HEIGHT, _WORLD_WIDTH), mode="bilinear")[0]
+        pixels = torch.nn.functional.interpolate(
+            coarse, (_WORLD_HEIGHT, _WORLD_WIDTH), mode="bilinear"
+        )[0]
         image = (255 * pixels).byte().permute(1, 2, 0).numpy()
         Image.fromarray(image).save(out / f"{name}.png")
-        starts.append(StartPicture(name=name, prompt="day", file=f"{name}.png", x_m=0.0, z_m=z_m, heading_degrees=0.0))
+        starts.append(
+            StartImage(
+                name=name, prompt="day", file=f"{name}.png", x_m=0.0, z_m=z_m, heading_degrees=0.0
+            )
+        )
     cells = torch.zeros(200, 200, dtype=torch.bool)
     cells[50:70] = True  # z from 3 to 5 m
     OccupancyGrid(cells, _WORLD_SIDE_M).write(out / "grid.png")
-    card = WorldCard(
+    description = WorldDescription(
         domain="tiny",
         title="Tiny world",
         about="Noise, with poses.",
@@ -115,7 +151,7 @@ def _write_world(out: Path, seed: int) -> None:
         focal=0.65,
         grid=WorldGrid(file="grid.png", side_m=_WORLD_SIDE_M),
     )
-    write_component(out, msgspec.to_builtins(card), CARD)
+    write_component(out, msgspec.to_builtins(description), CARD)
 
 
 def _write_diffusers(out: Path, seed: int) -> None:
@@ -169,7 +205,8 @@ def _transformer_tensors(config: LingBotWorldConfig, seed: int) -> Tensors:
         elif name.endswith(("bias", "modulation")):
             tensors[name] = 0.1 * normal(name, shape, seed)
         else:
-            # The camera enters multiplicatively in every block: a smaller gain keeps the residual stream in range.
+            # The camera enters multiplicatively in every block: a smaller gain keeps the residual
+            # stream in range.
             gain = 0.4 if ".cam_" in name else 1.0
             tensors[name] = gain / math.sqrt(math.prod(shape[1:])) * normal(name, shape, seed)
     return tensors

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny random Matrix-Game 2.0 checkpoint of each variant in each real layout, with the names of a real one.
+"""A tiny random Matrix-Game 2.0 checkpoint of each variant in each real layout, with the names of a
+real one.
 
-Every tensor's values depend only on the seed and its name, so the layouts of one variant and seed hold the same model.
-Sizes divide by 2 and 4, for tensor, sequence and pipeline parallel runs. Weights are scaled so that image, keys and
-mouse change the frames visibly and long sessions stay finite.
+Every tensor's values depend only on the seed and its name, so the layouts of one variant and seed
+hold the same model. Sizes divide by 2 and 4, for tensor, sequence and pipeline parallel runs.
+Weights are scaled so that image, keys and mouse change the frames visibly and long sessions stay
+finite.
 """
 
 import math
@@ -12,10 +14,14 @@ from typing import Any
 
 import torch
 
-from vllm_omni.model_executor.models.matrix_game.checkpoint import FOLDERS, LAYOUTS, transformer_shapes
+from vllm_omni.model_executor.checkpoint.loading import Rules, rename
+from vllm_omni.model_executor.models.matrix_game.checkpoint import (
+    FOLDERS,
+    LAYOUTS,
+    transformer_shapes,
+)
 from vllm_omni.model_executor.models.matrix_game.config import MatrixGameConfig
-from vllm_omni.model_executor.models.wan.checkpoint import TINY_VAE_FILE
-from vllm_omni.model_executor.weights import Rules, rename
+from vllm_omni.model_executor.models.wan.checkpoint.layout import TINY_VAE_FILE
 from vllm_omni.testing.tiny.causal_wan import DIFFUSERS_NAMES
 from vllm_omni.testing.tiny.wan import (
     CLIP,
@@ -56,7 +62,14 @@ _ACTION: dict[str, Any] = {
     "vae_time_compression_ratio": 4,
     "windows_size": 3,
 }
-_SIZES = {"ffn_dim": 112, "freq_dim": 32, "num_layers": 4, "eps": 1e-6, "text_len": 512, "dtype": "float32"}
+_SIZES = {
+    "ffn_dim": 112,
+    "freq_dim": 32,
+    "num_layers": 4,
+    "eps": 1e-6,
+    "text_len": 512,
+    "dtype": "float32",
+}
 _NAMES: Rules = (
     *DIFFUSERS_NAMES,
     (r"^img_emb\.proj\.0\.", "condition_embedder.image_embedder.norm1."),
@@ -83,16 +96,25 @@ def make_tiny(out: Path, seed: int, layout: str) -> None:
     write_original_clip(out, seed)
     folder = next(folder for folder, served in FOLDERS.items() if served == variant)
     # As released: a stale config of the base model beside the universal and the gta model.
-    stale = {key: value for key, value in config.items() if key != "local_attn_size"} | {"_class_name": "WanModel"}
+    stale = {key: value for key, value in config.items() if key != "local_attn_size"} | {
+        "_class_name": "WanModel"
+    }
     write_component(out / folder, config if variant == "templerun" else stale, "config.json")
-    save_tensors({f"model.{name}": t for name, t in tensors.items()}, out / folder / f"{_FILES[folder]}.safetensors")
+    save_tensors(
+        {f"model.{name}": t for name, t in tensors.items()},
+        out / folder / f"{_FILES[folder]}.safetensors",
+    )
 
 
 def tiny_config(variant: str) -> dict[str, Any]:
     """Return the `config.json` of a tiny transformer, in the original's keys."""
     action = {**_ACTION, "keyboard_dim_in": _KEYS[variant]}
     if variant == "templerun":
-        action = {key: value for key, value in action.items() if not key.startswith("mouse_") or "qk" in key}
+        action = {
+            key: value
+            for key, value in action.items()
+            if not key.startswith("mouse_") or "qk" in key
+        }
         action["enable_mouse"] = False
     return {
         "_class_name": "CausalWanModel",
@@ -130,7 +152,9 @@ def _write_diffusers(out: Path, seed: int, config: dict[str, Any], tensors: Tens
         **_SIZES,
     }
     write_component(out / "transformer", values, "config.json")
-    write_shards(out / "transformer", {rename(name, _NAMES): tensor for name, tensor in tensors.items()})
+    write_shards(
+        out / "transformer", {rename(name, _NAMES): tensor for name, tensor in tensors.items()}
+    )
     index = {
         "_class_name": "MatrixGameCausalDMDPipeline",
         "image_encoder": ["transformers", "CLIPVisionModel"],
@@ -148,9 +172,9 @@ def _transformer_tensors(config: dict[str, Any], seed: int) -> Tensors:
         values = normal(name, shape, seed)
         if name.endswith(("attn_q_norm.weight", "attn_k_norm.weight")):
             tensors[name] = torch.ones(shape)  # never trained
-        elif ("norm" in name or ".proj.0." in name or ".proj.4." in name or "mouse_mlp.3." in name) and name.endswith(
-            "weight"
-        ):
+        elif (
+            "norm" in name or ".proj.0." in name or ".proj.4." in name or "mouse_mlp.3." in name
+        ) and name.endswith("weight"):
             tensors[name] = 1 + 0.1 * values
         elif name.endswith(("bias", "modulation")):
             tensors[name] = 0.1 * values

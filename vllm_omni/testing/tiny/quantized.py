@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny transformers that are stored quantized: the sizes of those in tests/golden/quantized, and the community's FP8.
+"""Tiny transformers that are stored quantized: the sizes of those in tests/golden/quantized, and
+the community's FP8.
 
-The latter's bytes are written here, from the format's description: ComfyUI's scaled FP8 files of Wan.
+The latter's bytes are written here, from the format's description: ComfyUI's scaled FP8 files of
+Wan.
 """
 
 from collections.abc import Mapping
@@ -43,14 +45,20 @@ def draw(model: nn.Module, seed: int = 0) -> None:
                 parameter.copy_(0.1 * values)
 
 
-def write_fp8_scaled(source: Path, out: Path, *, kept: tuple[str, ...] = ("blocks.",), prefix: str = "") -> None:
-    """Write a safetensors file again as the Wan community does: linear weights of the blocks in e4m3 with a scale each.
+def write_fp8_scaled(
+    source: Path, out: Path, *, retained: tuple[str, ...] = ("blocks.",), prefix: str = ""
+) -> None:
+    """Write a safetensors file again as the Wan community does: linear weights of the blocks in
+    e4m3 with a scale each.
 
-    kept: only layers whose names start so. prefix: of all names, for example `model.diffusion_model.`.
+    kept: only layers whose names start so. prefix: of all names, for example
+    `model.diffusion_model.`.
     """
-    tensors: dict[str, torch.Tensor] = {f"{prefix}scaled_fp8": torch.empty(2, dtype=torch.float8_e4m3fn)}
+    tensors: dict[str, torch.Tensor] = {
+        f"{prefix}scaled_fp8": torch.empty(2, dtype=torch.float8_e4m3fn)
+    }
     for name, tensor in load_file(source).items():
-        if tensor.dim() != 2 or not name.endswith(".weight") or not name.startswith(kept):
+        if tensor.dim() != 2 or not name.endswith(".weight") or not name.startswith(retained):
             tensors[prefix + name] = tensor
             continue
         scale = tensor.abs().max().float() / _E4M3_MAX

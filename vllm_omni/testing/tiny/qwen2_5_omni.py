@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny random Qwen2.5-Omni checkpoint with every file, tensor name and config key that a real one has.
+"""A tiny random Qwen2.5-Omni checkpoint with every file, tensor name and config key that a real one
+has.
 
-Weights come from transformers' own `Qwen2_5OmniForConditionalGeneration`, so the layout is right by construction. Sizes
-keep the proportions that code must not rely on being otherwise: the talker's width is not heads x head_dim, its token
-embeddings are wider than its layers, attention heads are 32 wide (vLLM's CPU kernels need that).
+Weights come from transformers' own `Qwen2_5OmniForConditionalGeneration`, so the layout is right by
+construction. Sizes keep the proportions that code must not rely on being otherwise: the talker's
+width is not heads x head_dim, its token embeddings are wider than its layers, attention heads are
+32 wide (vLLM's CPU kernels need that).
 """
 
 import json
@@ -19,7 +21,9 @@ SPEAKERS = ("Chelsie", "Ethan")
 _REFERENCE_FRAMES = 60
 _CODES = 64
 _INITIALIZER_RANGE = 0.12
-"""Large enough that the best and second best token lie far apart: greedy decoding then agrees between kernels."""
+"""Large enough that the best and second best token lie far apart: greedy decoding then agrees
+between kernels.
+"""
 
 _PREPROCESSOR = {
     "chunk_length": 300,
@@ -58,7 +62,8 @@ def make_tiny(out: Path, seed: int, layout: str) -> None:
         model.save_pretrained(out)
         torch.save(_speakers(tokens, config.token2wav_config.dit_config), out / "spk_dict.pt")
     stored = json.loads((out / "config.json").read_text())
-    stored["architectures"] = ["Qwen2_5OmniModel"]  # as published; `save_pretrained` writes its class instead
+    # as published; `save_pretrained` writes its class instead
+    stored["architectures"] = ["Qwen2_5OmniModel"]
     (out / "config.json").write_text(json.dumps(stored, indent=2) + "\n")
     (out / "preprocessor_config.json").write_text(json.dumps(_PREPROCESSOR, indent=2) + "\n")
     generation = {"eos_token_id": tokens["<|im_end|>"], "pad_token_id": tokens["<|endoftext|>"]}
@@ -66,13 +71,16 @@ def make_tiny(out: Path, seed: int, layout: str) -> None:
 
 
 def _randomise(model: Any) -> None:
-    """Spread the layers that `initializer_range` does not reach, so that every path changes the result visibly."""
+    """Spread the layers that `initializer_range` does not reach, so that every path changes the
+    result visibly.
+    """
     for name, parameter in model.named_parameters():
         if name.endswith(".bias"):
             torch.nn.init.normal_(parameter, std=0.02)
         elif parameter.dim() >= 2 and "token2wav" in name:
             torch.nn.init.normal_(parameter, std=0.5 / parameter[0].numel() ** 0.5)
-    # An untrained talker would soon say a control code; only the one that ends the speech stays likely.
+    # An untrained talker would soon say a control code; only the one that ends the speech stays
+    # likely.
     talker = model.talker
     head = talker.codec_head.weight.data
     ends = head[talker.codec_eos_token].clone()
@@ -81,7 +89,9 @@ def _randomise(model: Any) -> None:
 
 
 def _speakers(tokens: dict[str, int], dit: Any) -> dict[str, dict[str, Any]]:
-    """As in the published `spk_dict.pt`: speaker vector, reference mel spectrogram, the token that opens the speech."""
+    """As in the published `spk_dict.pt`: speaker vector, reference mel spectrogram, the token
+    that opens the speech.
+    """
     bos = (tokens["<|tts_bos_chelsie|>"], tokens["<tts_text_bos>"])
     return {
         name: {
@@ -95,7 +105,12 @@ def _speakers(tokens: dict[str, int], dit: Any) -> dict[str, dict[str, Any]]:
 
 def _config(tokens: dict[str, int]) -> dict[str, Any]:
     """The config as keyword arguments; token ids are those of the tiny tokenizer."""
-    rope = {"rope_type": "default", "type": "default", "mrope_section": [4, 6, 6], "rope_theta": 1000000.0}
+    rope = {
+        "rope_type": "default",
+        "type": "default",
+        "mrope_section": [4, 6, 6],
+        "rope_theta": 1000000.0,
+    }
     shared = {
         "audio_token_index": tokens["<|AUDIO|>"],
         "image_token_index": tokens["<|IMAGE|>"],
@@ -172,7 +187,8 @@ def _config(tokens: dict[str, int]) -> dict[str, Any]:
                 "emb_dim": 32,
                 "look_ahead_layers": [1],
                 "look_backward_layers": [0, 2],
-                # Published: 8193 codes; an untrained talker also emits its control codes, so the tiny one has them all.
+                # Published: 8193 codes; an untrained talker also emits its control codes, so the
+                # tiny one has them all.
                 "num_embeds": codes + 8,
                 "mel_dim": 16,
                 "enc_emb_dim": 24,

@@ -1,20 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small byte-level BPE tokenizer with the files, special tokens and chat template fields of Qwen2.5-Omni's."""
+"""A small byte-level BPE tokenizer with the files, special tokens and chat template fields of
+Qwen2.5-Omni's.
+"""
 
 import json
 from pathlib import Path
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 
 _TEXT = """
 You are Qwen, a virtual human, capable of perceiving auditory and visual inputs, as well as generating text and speech.
 system user assistant
 Read this text aloud, word for word. What do you hear in the recording? What do you see in the picture?
 Good morning, the weather is fine today and the harbour is quiet.
-"""
+"""  # noqa: E501
 
 _SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| "
+    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 """Qwen2's pattern of boundaries that merges may not cross."""
 
@@ -60,7 +72,8 @@ CHAT_TEMPLATE = (
     "{% if message['content'] is string %}{{ message['content'] }}"
     "{% else %}{% for content in message['content'] %}"
     "{% if content['type'] in ('image', 'image_url') %}<|vision_bos|><|IMAGE|><|vision_eos|>"
-    "{% elif content['type'] in ('audio', 'audio_url', 'input_audio') %}<|audio_bos|><|AUDIO|><|audio_eos|>"
+    "{% elif content['type'] in ('audio', 'audio_url', 'input_audio') "
+    "%}<|audio_bos|><|AUDIO|><|audio_eos|>"
     "{% elif content['type'] == 'video' %}<|vision_bos|><|VIDEO|><|vision_eos|>"
     "{% elif 'text' in content %}{{ content['text'] }}{% endif %}"
     "{% endfor %}{% endif %}<|im_end|>\n"
@@ -70,7 +83,8 @@ CHAT_TEMPLATE = (
 
 
 def write_tokenizer(folder: Path) -> dict[str, int]:
-    """Write all tokenizer files; returns the id of every special token, of `user`, and the count as `<|padding|>`.
+    """Write all tokenizer files; returns the id of every special token, of `user`, and the count as
+    `<|padding|>`.
 
     The count is rounded up to a multiple of 64, as the published embedding table is.
     """
@@ -84,20 +98,33 @@ def write_tokenizer(folder: Path) -> dict[str, int]:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False, min_frequency=1
+        vocab_size=400,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+        min_frequency=1,
     )
     tokenizer.train_from_iterator([_TEXT, "user assistant system " * 20], trainer)
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _SPECIAL])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in _SPECIAL]
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
 
     stored = json.loads((folder / "tokenizer.json").read_text())
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in stored["model"]["merges"]]
+    merges = [
+        merge if isinstance(merge, str) else " ".join(merge) for merge in stored["model"]["merges"]
+    ]
     (folder / "vocab.json").write_text(json.dumps(stored["model"]["vocab"]))
     (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
     vocabulary = tokenizer.get_vocab()
     ids = {token: vocabulary[token] for token in _SPECIAL}
     (folder / "added_tokens.json").write_text(json.dumps(ids, indent=2))
-    flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+    flags = {
+        "lstrip": False,
+        "normalized": False,
+        "rstrip": False,
+        "single_word": False,
+        "special": True,
+    }
     special = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
     config = {
         "tokenizer_class": "Qwen2Tokenizer",
@@ -110,14 +137,20 @@ def write_tokenizer(folder: Path) -> dict[str, int]:
         "split_special_tokens": False,
         "clean_up_tokenization_spaces": False,
         "model_max_length": 32768,
-        "added_tokens_decoder": {str(index): {"content": token, **flags} for token, index in ids.items()},
+        "added_tokens_decoder": {
+            str(index): {"content": token, **flags} for token, index in ids.items()
+        },
         "extra_special_tokens": _NAMED,
         "chat_template": CHAT_TEMPLATE,
         **special,
         **_NAMED,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (folder / "special_tokens_map.json").write_text(json.dumps({**special, **_NAMED}, indent=2) + "\n")
-    (folder / "chat_template.json").write_text(json.dumps({"chat_template": CHAT_TEMPLATE}, indent=2) + "\n")
+    (folder / "special_tokens_map.json").write_text(
+        json.dumps({**special, **_NAMED}, indent=2) + "\n"
+    )
+    (folder / "chat_template.json").write_text(
+        json.dumps({"chat_template": CHAT_TEMPLATE}, indent=2) + "\n"
+    )
     user = tokenizer.encode("user").ids
     return {**ids, "user": user[0], "<|padding|>": -(-tokenizer.get_vocab_size() // 64) * 64}

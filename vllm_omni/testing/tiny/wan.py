@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The frozen components of tiny random Wan checkpoints, in both real layouts, and helpers to write the rest.
+"""The frozen components of tiny random Wan checkpoints, in both real layouts, and helpers to write
+the rest.
 
-Every tensor's values depend only on the seed and its name, so the layouts of one seed hold the same components.
+Every tensor's values depend only on the seed and its name, so the layouts of one seed hold the same
+components.
 """
 
 import hashlib
@@ -15,11 +17,17 @@ import torch
 from safetensors.torch import save
 from transformers import UMT5Config, UMT5EncoderModel
 
-from vllm_omni.model_executor.models.wan.architecture import CLIP_HEAD_DIM, CLIP_VIT_H, UMT5_XXL, VAEConfig, clip_tokens
-from vllm_omni.model_executor.models.wan.component_names import CLIP_RULES
-from vllm_omni.model_executor.models.wan.tiny_vae import TinyVAEDecoder
-from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE
-from vllm_omni.model_executor.weights import Rules, rename, shapes_of
+from vllm_omni.model_executor.checkpoint.loading import Rules, rename, shapes_of
+from vllm_omni.model_executor.models.wan.architecture import (
+    CLIP_HEAD_DIM,
+    CLIP_VIT_H,
+    UMT5_XXL,
+    VAEConfig,
+    clip_tokens,
+)
+from vllm_omni.model_executor.models.wan.checkpoint.component_names import CLIP_RULES
+from vllm_omni.model_executor.models.wan.vae.tiny_vae import TinyVAEDecoder
+from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE
 from vllm_omni.testing.tiny.wan_tokenizer import write_tokenizer
 
 Tensors = dict[str, torch.Tensor]
@@ -33,7 +41,15 @@ CLIP = {
     "num_attention_heads": 1,
     "image_size": 28,
 }
-TEXT = {**UMT5_XXL, "vocab_size": 512, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+TEXT = {
+    **UMT5_XXL,
+    "vocab_size": 512,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+}
 
 _WAN_VAE_NAMES: Rules = (
     (r"\.(down_blocks\.\d+|resnets\.\d+)\.norm1\.", r".\1.residual.0."),
@@ -41,8 +57,15 @@ _WAN_VAE_NAMES: Rules = (
     (r"\.(down_blocks\.\d+|resnets\.\d+)\.norm2\.", r".\1.residual.3."),
     (r"\.(down_blocks\.\d+|resnets\.\d+)\.conv2\.", r".\1.residual.6."),
     (r"\.conv_shortcut\.", ".shortcut."),
-    *((rf"\.up_blocks\.{n // 4}\.resnets\.{n % 4}\.", f".upsamples.{n}.") for n in range(16) if n % 4 < 3),
-    *((rf"\.up_blocks\.{level}\.upsamplers\.0\.", f".upsamples.{4 * level + 3}.") for level in range(3)),
+    *(
+        (rf"\.up_blocks\.{n // 4}\.resnets\.{n % 4}\.", f".upsamples.{n}.")
+        for n in range(16)
+        if n % 4 < 3
+    ),
+    *(
+        (rf"\.up_blocks\.{level}\.upsamplers\.0\.", f".upsamples.{4 * level + 3}.")
+        for level in range(3)
+    ),
     (r"\.down_blocks\.", ".downsamples."),
     (r"\.mid_block\.resnets\.0\.", ".middle.0."),
     (r"\.mid_block\.attentions\.0\.", ".middle.1."),
@@ -79,18 +102,25 @@ def write_original_components(out: Path, seed: int, vae: VAEConfig = VAE) -> Non
 
 
 def write_original_vae(out: Path, seed: int, vae: VAEConfig = VAE) -> None:
-    torch.save({rename(name, _WAN_VAE_NAMES): t for name, t in _vae_tensors(seed, vae).items()}, out / "Wan2.1_VAE.pth")
+    torch.save(
+        {rename(name, _WAN_VAE_NAMES): t for name, t in _vae_tensors(seed, vae).items()},
+        out / "Wan2.1_VAE.pth",
+    )
 
 
 def write_original_clip(out: Path, seed: int) -> None:
-    """Write the vision tower under Wan's own file and tensor names, and a tensor of the text tower beside it."""
+    """Write the vision tower under Wan's own file and tensor names, and a tensor of the text
+    tower beside it.
+    """
     tensors = {f"visual.{name}": tensor for name, tensor in _clip_tensors(seed).items()}
     tensors |= {"textual.norm.weight": torch.ones(8), "log_scale": torch.zeros(())}
     torch.save(tensors, out / "models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth")
 
 
 def write_diffusers_clip(out: Path, seed: int) -> None:
-    """Write the folder `image_encoder` of a diffusers checkpoint: transformers' `CLIPVisionModel`."""
+    """Write the folder `image_encoder` of a diffusers checkpoint: transformers'
+    `CLIPVisionModel`.
+    """
     tensors: Tensors = {}
     for name, tensor in _clip_tensors(seed).items():
         stacked = ".to_qkv." in name
@@ -99,19 +129,27 @@ def write_diffusers_clip(out: Path, seed: int) -> None:
             if target in ("embeddings.class_embedding", "embeddings.position_embedding.weight"):
                 part = part.squeeze()
             tensors[f"vision_model.{target}"] = part.contiguous()
-    write_component(out / "image_encoder", {"model_type": "clip_vision_model", **CLIP}, "config.json")
+    write_component(
+        out / "image_encoder", {"model_type": "clip_vision_model", **CLIP}, "config.json"
+    )
     save_tensors(tensors, out / "image_encoder" / "model.safetensors")
 
 
 def write_diffusers_vae(out: Path, seed: int) -> None:
-    write_component(out / "vae", {"_class_name": "AutoencoderKLWan", **VAE.to_dict()}, "config.json")
+    write_component(
+        out / "vae", {"_class_name": "AutoencoderKLWan", **VAE.to_dict()}, "config.json"
+    )
     save_tensors(_vae_tensors(seed), out / "vae" / "diffusion_pytorch_model.safetensors")
 
 
 def write_diffusers_components(out: Path, seed: int, flow_shift: float) -> None:
-    """Write the folders `tokenizer`, `text_encoder`, `vae` and `scheduler` of a diffusers checkpoint."""
+    """Write the folders `tokenizer`, `text_encoder`, `vae` and `scheduler` of a diffusers
+    checkpoint.
+    """
     write_tokenizer(out / "tokenizer")
-    write_component(out / "text_encoder", UMT5Config(**TEXT, dtype="bfloat16").to_diff_dict(), "config.json")
+    write_component(
+        out / "text_encoder", UMT5Config(**TEXT, dtype="bfloat16").to_diff_dict(), "config.json"
+    )
     save_tensors(text_tensors(seed), out / "text_encoder" / "model.safetensors")
     write_diffusers_vae(out, seed)
     scheduler = {
@@ -187,16 +225,29 @@ def _clip_tensors(seed: int) -> Tensors:
         "cls_embedding": (1, 1, dim),
         "patch_embedding.weight": (dim, 3, side, side),
         "pos_embedding": (1, clip_tokens(CLIP), dim),
-        **{f"{norm}.{kind}": (dim,) for norm in ("pre_norm", "post_norm") for kind in ("weight", "bias")},
+        **{
+            f"{norm}.{kind}": (dim,)
+            for norm in ("pre_norm", "post_norm")
+            for kind in ("weight", "bias")
+        },
     }
-    layers = {"attn.to_qkv": (3 * dim, dim), "attn.proj": (dim, dim), "mlp.0": (mlp, dim), "mlp.2": (dim, mlp)}
+    layers = {
+        "attn.to_qkv": (3 * dim, dim),
+        "attn.proj": (dim, dim),
+        "mlp.0": (mlp, dim),
+        "mlp.2": (dim, mlp),
+    }
     for layer in range(CLIP["num_hidden_layers"]):
         for name, (rows, columns) in layers.items():
             shapes |= {
                 f"transformer.{layer}.{name}.weight": (rows, columns),
                 f"transformer.{layer}.{name}.bias": (rows,),
             }
-        shapes |= {f"transformer.{layer}.norm{n}.{kind}": (dim,) for n in (1, 2) for kind in ("weight", "bias")}
+        shapes |= {
+            f"transformer.{layer}.norm{n}.{kind}": (dim,)
+            for n in (1, 2)
+            for kind in ("weight", "bias")
+        }
     tensors: Tensors = {}
     for name, shape in shapes.items():
         values = normal(f"clip {name}", shape, seed)
@@ -212,7 +263,9 @@ def _clip_tensors(seed: int) -> Tensors:
 def normal(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     """Return fp32 standard normal values that depend only on name, shape and seed."""
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    return torch.randn(shape, generator=torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1))
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    )
 
 
 def write_tiny_vae(path: Path, seed: int, channels: Sequence[int] = (8, 8, 4, 4)) -> None:

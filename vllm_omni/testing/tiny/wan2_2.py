@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny random Wan 2.2 directories, written by diffusers' own classes: the real layout by construction.
+"""Tiny random Wan 2.2 directories, written by diffusers' own classes: the real layout by
+construction.
 
-`t2v` and `i2v` have two experts as A14B has, `ti2v` the residual VAE with 2x2 patches and per-token timesteps of the
-5B model. Sizes divide by 2 and 4, for tensor, sequence and pipeline parallel runs; VAEs keep their real strides.
+`t2v` and `i2v` have two experts as A14B has, `ti2v` the residual VAE with 2x2 patches and per-token
+timesteps of the 5B model. Sizes divide by 2 and 4, for tensor, sequence and pipeline parallel runs;
+VAEs keep their real strides.
 """
 
 from pathlib import Path
@@ -37,12 +39,17 @@ def make_tiny(out: Path, seed: int, layout: str) -> None:
             "transformer": _transformer(layout),
         }
         if _BOUNDARIES[layout] is not None:
-            components |= {"transformer_2": _transformer(layout), "boundary_ratio": _BOUNDARIES[layout]}
+            components |= {
+                "transformer_2": _transformer(layout),
+                "boundary_ratio": _BOUNDARIES[layout],
+            }
         for name in ("transformer", "transformer_2"):
             if name in components:
                 _redraw(components[name])
     if layout == "i2v":
-        pipeline: Any = WanImageToVideoPipeline(**components, image_encoder=None, image_processor=None)
+        pipeline: Any = WanImageToVideoPipeline(
+            **components, image_encoder=None, image_processor=None
+        )
     else:
         pipeline = WanPipeline(**components, expand_timesteps=layout == "ti2v")
     verbosity = logging.get_verbosity()
@@ -93,7 +100,9 @@ def _vae(layout: str) -> Any:
 
 
 def _redraw(transformer: torch.nn.Module) -> None:
-    """Draw every parameter at random (classes leave some at zero or one), so that each one shows in the result."""
+    """Draw every parameter at random (classes leave some at zero or one), so that each one shows
+    in the result.
+    """
     with torch.no_grad():
         for name, parameter in transformer.named_parameters():
             if parameter.dim() > 1 and "scale_shift" not in name:

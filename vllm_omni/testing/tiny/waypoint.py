@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tiny random Waypoint checkpoint in each released layout, with the names of a real one.
 
-Every tensor's values depend only on the seed and its name. Sizes divide by 2, for tensor parallel runs. Weights are
-scaled so that keys and mouse change the frames visibly and long sessions stay finite.
+Every tensor's values depend only on the seed and its name. Sizes divide by 2, for tensor parallel
+runs. Weights are scaled so that keys and mouse change the frames visibly and long sessions stay
+finite.
 """
 
 import math
@@ -13,7 +14,12 @@ import torch
 import yaml
 from transformers import UMT5Config
 
-from vllm_omni.model_executor.models.waypoint.autoencoders import ImageDecoder, ImageEncoder, StreamingTAEHV
+from vllm_omni.model_executor.checkpoint.loading import Rules, rename, shapes_of
+from vllm_omni.model_executor.models.waypoint.autoencoders import (
+    ImageDecoder,
+    ImageEncoder,
+    StreamingTAEHV,
+)
 from vllm_omni.model_executor.models.waypoint.checkpoint import (
     CONFIG_FILE,
     IMAGES_FOLDER,
@@ -24,8 +30,14 @@ from vllm_omni.model_executor.models.waypoint.checkpoint import (
     transformer_shapes,
 )
 from vllm_omni.model_executor.models.waypoint.config import WaypointConfig
-from vllm_omni.model_executor.weights import Rules, rename, shapes_of
-from vllm_omni.testing.tiny.wan import TEXT, Tensors, normal, save_tensors, text_tensors, write_component
+from vllm_omni.testing.tiny.wan import (
+    TEXT,
+    Tensors,
+    normal,
+    save_tensors,
+    text_tensors,
+    write_component,
+)
 from vllm_omni.testing.tiny.wan_tokenizer import write_tokenizer
 
 _COMMON: dict[str, Any] = {
@@ -103,16 +115,23 @@ def make_tiny(out: Path, seed: int, layout: str) -> None:
     values = CONFIGS[layout]
     (out / CONFIG_FILE).write_text(yaml.safe_dump(values))
     config = WaypointConfig.from_checkpoint(values)
-    tensors = {name: _values(name, shape, seed) for name, shape in transformer_shapes(config).items()}
+    tensors = {
+        name: _values(name, shape, seed) for name, shape in transformer_shapes(config).items()
+    }
     stored = _released(tensors, config) if layout == "v1_5" else _engine(tensors, config)
     save_tensors({name: tensor.contiguous() for name, tensor in stored.items()}, out / WEIGHTS_FILE)
     if layout == "v1_5":
         with torch.device("meta"):
             shapes = shapes_of(StreamingTAEHV(config.channels, **_TAEHV))  # type: ignore[arg-type]
-        torch.save({name: _values(name, shape, seed) for name, shape in shapes.items()}, out / TAEHV_FILES[0])
+        torch.save(
+            {name: _values(name, shape, seed) for name, shape in shapes.items()},
+            out / TAEHV_FILES[0],
+        )
         return
     _write_images(out / IMAGES_FOLDER, seed)
-    write_component(out / TEXT_FOLDER, UMT5Config(**TEXT, dtype="bfloat16").to_diff_dict(), "config.json")
+    write_component(
+        out / TEXT_FOLDER, UMT5Config(**TEXT, dtype="bfloat16").to_diff_dict(), "config.json"
+    )
     save_tensors(text_tensors(seed), out / TEXT_FOLDER / "model.safetensors")
     write_tokenizer(out / TEXT_FOLDER)
 
@@ -126,7 +145,8 @@ def _write_images(folder: Path, seed: int) -> None:
         conf = {"model": {**_IMAGES, f"{half}_blocks_per_stage": [1, 1, 1, 1]}}
         (folder / f"{half}_conf.yml").write_text(yaml.safe_dump(conf))
         save_tensors(
-            {name: _values(name, shape, seed) for name, shape in shapes.items()}, folder / f"{half}.safetensors"
+            {name: _values(name, shape, seed) for name, shape in shapes.items()},
+            folder / f"{half}.safetensors",
         )
 
 
@@ -140,7 +160,9 @@ def _values(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 
 def _per_block(tensors: Tensors, config: WaypointConfig, name_of: Any) -> Tensors:
-    """The six modulation projections, once for every block. name_of: (block, index) -> the stored name."""
+    """The six modulation projections, once for every block. name_of: (block, index) -> the
+    stored name.
+    """
     return {
         name_of(block, index): tensors[f"cond_proj.{index}.weight"].clone()
         for block in range(config.n_layers)
@@ -150,19 +172,29 @@ def _per_block(tensors: Tensors, config: WaypointConfig, name_of: Any) -> Tensor
 
 def _released(tensors: Tensors, config: WaypointConfig) -> Tensors:
     """As released for 1.5."""
-    stored = {rename(name, _RELEASED): t for name, t in tensors.items() if not name.startswith("cond_proj.")}
+    stored = {
+        rename(name, _RELEASED): t
+        for name, t in tensors.items()
+        if not name.startswith("cond_proj.")
+    }
     cells = math.prod(config.patch)
-    stored["unpatchify.weight"] = stored["unpatchify.weight"].unflatten(0, (-1, *config.patch)).permute(3, 0, 1, 2)
+    stored["unpatchify.weight"] = (
+        stored["unpatchify.weight"].unflatten(0, (-1, *config.patch)).permute(3, 0, 1, 2)
+    )
     stored["unpatchify.bias"] = stored["unpatchify.bias"][::cells]
     stored["ctrl_cfg.null_emb"] = torch.zeros(1, 1, config.d_model)
     heads = ("attn", "mlp")
     return stored | _per_block(
-        tensors, config, lambda n, j: f"transformer.blocks.{n}.{heads[j // 3]}_cond_head.cond_proj.{j % 3}.weight"
+        tensors,
+        config,
+        lambda n, j: f"transformer.blocks.{n}.{heads[j // 3]}_cond_head.cond_proj.{j % 3}.weight",
     )
 
 
 def _engine(tensors: Tensors, config: WaypointConfig) -> Tensors:
-    """As released for Waypoint-1: one modulation bias a block, the two halves of a fusion's first layer as one."""
+    """As released for Waypoint-1: one modulation bias a block, the two halves of a fusion's
+    first layer as one.
+    """
     stored = {}
     for name, tensor in tensors.items():
         target = rename(name, _ENGINE)
@@ -174,4 +206,6 @@ def _engine(tensors: Tensors, config: WaypointConfig) -> Tensors:
             ".mlp_bias", ".cond_head.bias_in"
         )
         stored[target.replace(".control.", ".ctrl_mlpfusion.mlp.")] = tensor
-    return stored | _per_block(tensors, config, lambda n, j: f"transformer.blocks.{n}.cond_head.cond_proj.{j}.weight")
+    return stored | _per_block(
+        tensors, config, lambda n, j: f"transformer.blocks.{n}.cond_head.cond_proj.{j}.weight"
+    )

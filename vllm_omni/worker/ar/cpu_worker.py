@@ -28,7 +28,9 @@ class ARCPUModelRunner(ARModelRunnerV1Mixin, CPUModelRunner):
         """
         batch = self.input_batch
         unfinished = np.flatnonzero(self.discard_request_mask.np[: batch.num_reqs]).tolist()
-        aside = {index: batch.generators.pop(index) for index in unfinished if index in batch.generators}
+        aside = {
+            index: batch.generators.pop(index) for index in unfinished if index in batch.generators
+        }
         try:
             return super().sample_tokens(grammar_output)
         finally:

@@ -28,7 +28,9 @@ class ARGPUWorker(ARWorkerMixin, Worker):
     def _make_model_runner(self) -> Any:
         assert self.device is not None
         if self.vllm_config.is_mm_encoder_only:
-            raise ValueError("an encoder-only instance generates nothing: run it with vLLM's own worker")
+            raise ValueError(
+                "an encoder-only instance generates nothing: run it with vLLM's own worker"
+            )
         if self.use_v2_model_runner:
             from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
 

@@ -13,7 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config import VllmConfig
-from vllm.model_executor.models.interfaces import EagleModelMixin, SupportsEagle3, SupportsMultiModal, supports_eagle3
+from vllm.model_executor.models.interfaces import (
+    EagleModelMixin,
+    SupportsEagle3,
+    SupportsMultiModal,
+    supports_eagle3,
+)
 
 from vllm_omni.config import OmniConfig
 
@@ -32,7 +37,9 @@ class LayerTaps:
     """Whether `install` configured the layers. False if a drafter did, or if there are none."""
 
     @classmethod
-    def install(cls, vllm_config: VllmConfig, model: nn.Module, drafter_reads_layers: bool) -> "LayerTaps":
+    def install(
+        cls, vllm_config: VllmConfig, model: nn.Module, drafter_reads_layers: bool
+    ) -> "LayerTaps":
         """Make the forward pass of a newly loaded model return the layers named in the options.
 
         Args:
@@ -46,17 +53,24 @@ class LayerTaps:
         """
         num_layers = vllm_config.model_config.get_total_num_hidden_layers()
         options = OmniConfig.from_additional_config(vllm_config.additional_config)
-        wanted = tuple(sorted({layer for layer in options.hidden_state_layers if layer != num_layers}))
+        wanted = tuple(
+            sorted({layer for layer in options.hidden_state_layers if layer != num_layers})
+        )
         if wanted and wanted[-1] > num_layers:
-            raise ValueError(f"omni.hidden_state_layers: the model has {num_layers} blocks, got {list(wanted)}")
+            raise ValueError(
+                f"omni.hidden_state_layers: the model has {num_layers} blocks, got {list(wanted)}"
+            )
         if drafter_reads_layers:
-            decoder = next(module for module in model.modules() if isinstance(module, EagleModelMixin))
-            kept = decoder.aux_hidden_state_layers
-            if not set(wanted) <= set(kept):
+            decoder = next(
+                module for module in model.modules() if isinstance(module, EagleModelMixin)
+            )
+            retained = decoder.aux_hidden_state_layers
+            if not set(wanted) <= set(retained):
                 raise ValueError(
-                    f"omni.hidden_state_layers {list(wanted)}: with this drafter the model returns only {list(kept)}"
+                    f"omni.hidden_state_layers {list(wanted)}: with this drafter the model returns "
+                    f"only {list(retained)}"
                 )
-            return cls(num_layers, kept, installed=False)
+            return cls(num_layers, retained, installed=False)
         if not wanted:
             return cls(num_layers, (), installed=False)
         _check_combination(vllm_config, model)
@@ -65,7 +79,11 @@ class LayerTaps:
 
     def named(self, returned: Sequence[torch.Tensor] | None) -> dict[int, torch.Tensor]:
         """Map layer indices to the extra tensors that the forward pass returned."""
-        return dict(zip(self.layers, returned, strict=True)) if returned is not None and self.layers else {}
+        return (
+            dict(zip(self.layers, returned, strict=True))
+            if returned is not None and self.layers
+            else {}
+        )
 
 
 def prepare_stages(model: nn.Module) -> None:
@@ -84,12 +102,15 @@ def _check_combination(vllm_config: VllmConfig, model: nn.Module) -> None:
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method not in _DRAFTERS_WITHOUT_MODEL:
         raise ValueError(
-            f"omni.hidden_state_layers cannot be combined with the drafter {speculative.method!r}, because it would "
-            f"read these layers as its own input; supported drafters: {', '.join(_DRAFTERS_WITHOUT_MODEL)}"
+            f"omni.hidden_state_layers cannot be combined with the drafter {speculative.method!r}, "
+            "because it would "
+            "read these layers as its own input; supported drafters: "
+            f"{', '.join(_DRAFTERS_WITHOUT_MODEL)}"
         )
     if _layered(model) is None:
         raise ValueError(
-            f"omni.hidden_state_layers: {type(model).__name__} returns only its last layer (it is not SupportsEagle3)"
+            f"omni.hidden_state_layers: {type(model).__name__} returns only its last layer (it is "
+            "not SupportsEagle3)"
         )
 
 

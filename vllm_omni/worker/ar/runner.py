@@ -6,7 +6,7 @@ configurations; V2 is the default on CUDA. vLLM prepares, runs, samples, specula
 experts unchanged. The mixins copy hidden states between `execute_model` and `sample_tokens`, when
 the hidden states of a step exist and its tokens do not. They must not change any other field of the
 output (tests/worker/test_ar_gpu_model_runner.py). The available layers are fixed when the model is
-loaded (`_make_rows`).
+loaded (`_make_collector`).
 """
 
 from typing import Any
@@ -18,17 +18,22 @@ from vllm.sequence import IntermediateTensors
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
+from vllm_omni.worker.ar.hidden_states import (
+    CopiedHiddenStates,
+    HiddenStateCollector,
+    HiddenStatesOutput,
+    StepHiddenStates,
+)
 from vllm_omni.worker.ar.layers import LayerTaps, prepare_stages
-from vllm_omni.worker.ar.rows import HiddenStateRows, HiddenStatesOutput, StepRows, TakenRows
 
 # Any, because the runners wrap these methods in torch.inference_mode, which hides their signatures.
 _Runner: Any = object
 
 
-class _RowsMixin(_Runner):
+class _HiddenStatesMixin(_Runner):
     """Hooks shared by both generations."""
 
-    hidden_state_rows: HiddenStateRows
+    hidden_state_collector: HiddenStateCollector
     """Requested hidden states, and their copies."""
     layer_taps: LayerTaps
     """Layers that the model returns."""
@@ -39,8 +44,10 @@ class _RowsMixin(_Runner):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
-        self.layer_taps = LayerTaps.install(self.vllm_config, self.get_model(), self.use_aux_hidden_state_outputs)
-        self.hidden_state_rows = _make_rows(self.vllm_config, self.layer_taps)
+        self.layer_taps = LayerTaps.install(
+            self.vllm_config, self.get_model(), self.use_aux_hidden_state_outputs
+        )
+        self.hidden_state_collector = _make_collector(self.vllm_config, self.layer_taps)
 
     def _make_intermediate_tensors(self) -> None:
         self.intermediate_tensors = self.get_model().make_empty_intermediate_tensors(
@@ -48,25 +55,25 @@ class _RowsMixin(_Runner):
         )
 
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
-        self.hidden_state_rows.update(scheduler_output)
+        self.hidden_state_collector.update(scheduler_output)
         return super().execute_model(scheduler_output, *args, **kwargs)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
-        taken = self._take_rows() if self.hidden_state_rows else None
+        taken = self._copy_hidden_states() if self.hidden_state_collector else None
         output = super().sample_tokens(grammar_output)
         if taken is None:
             return output
         if isinstance(output, AsyncModelRunnerOutput):
             return HiddenStatesOutput(output, taken)
         assert isinstance(output, ModelRunnerOutput)
-        return taken.attach(output)
+        return taken.attach_to_output(output)
 
-    def _take_rows(self) -> TakenRows | None:
+    def _copy_hidden_states(self) -> CopiedHiddenStates | None:
         """Return the hidden states of the step that has run; None if this rank has none."""
         raise NotImplementedError
 
 
-class ARModelRunnerV1Mixin(_RowsMixin):
+class ARModelRunnerV1Mixin(_HiddenStatesMixin):
     """Mixin for a V1 runner class, listed before it."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -79,13 +86,15 @@ class ARModelRunnerV1Mixin(_RowsMixin):
             if pp.world_size > 1:
                 prepare_stages(self.get_model())
             if not (pp.is_first_rank or pp.is_last_rank):
-                raise ValueError("omni.hidden_state_layers: the V1 runner supports at most two pipeline stages")
+                raise ValueError(
+                    "omni.hidden_state_layers: the V1 runner supports at most two pipeline stages"
+                )
         if not pp.is_first_rank and self.intermediate_tensors is None:
             # Stock code creates them in its warm-up, which the CPU worker skips in eager mode with
             # a given cache size.
             self._make_intermediate_tensors()
 
-    def _take_rows(self) -> TakenRows | None:
+    def _copy_hidden_states(self) -> CopiedHiddenStates | None:
         state = self.execute_model_state
         if state is None:  # not the last pipeline stage, or nothing was scheduled
             return None
@@ -95,36 +104,49 @@ class ARModelRunnerV1Mixin(_RowsMixin):
         for req_id in req_ids:
             offsets.append(offsets[-1] + scheduled[req_id])
         num_computed = self.input_batch.num_computed_tokens_cpu[: len(req_ids)].tolist()
-        drafts = {req_id: len(ids) for req_id, ids in state.scheduler_output.scheduled_spec_decode_tokens.items()}
+        drafts = {
+            req_id: len(ids)
+            for req_id, ids in state.scheduler_output.scheduled_spec_decode_tokens.items()
+        }
         sources = self._sources(state.hidden_states, state.aux_hidden_states, offsets[-1])
-        return self.hidden_state_rows.take(StepRows(req_ids, offsets, num_computed, drafts, sources))
+        return self.hidden_state_collector.copy_step(
+            StepHiddenStates(req_ids, offsets, num_computed, drafts, sources)
+        )
 
     def _sources(
-        self, hidden_states: torch.Tensor | IntermediateTensors, kept_layers: list[torch.Tensor] | None, num_rows: int
+        self,
+        hidden_states: torch.Tensor | IntermediateTensors,
+        requested_layers: list[torch.Tensor] | None,
+        num_tokens: int,
     ) -> dict[int, torch.Tensor]:
         """Return the hidden states by layer index.
 
         With torchrun every stage has its own scheduler, so the last stage broadcasts them.
         """
-        final, kept = self.hidden_state_rows.num_layers, self.layer_taps.named(kept_layers)
+        final, retained = (
+            self.hidden_state_collector.num_layers,
+            self.layer_taps.named(requested_layers),
+        )
         if not self.broadcast_pp_output:
             assert isinstance(hidden_states, torch.Tensor)
-            return {**kept, final: hidden_states}
+            return {**retained, final: hidden_states}
         pp = get_pp_group()
         sources = {}
-        for layer in sorted(self.hidden_state_rows.layers):
+        for layer in sorted(self.hidden_state_collector.layers):
             if pp.is_last_rank:
-                rows = hidden_states if layer == final else kept[layer]
-                assert isinstance(rows, torch.Tensor)
-                rows = rows[:num_rows].contiguous()
+                states = hidden_states if layer == final else retained[layer]
+                assert isinstance(states, torch.Tensor)
+                states = states[:num_tokens].contiguous()
             else:
                 size = self.model_config.get_hidden_size()
-                rows = torch.empty((num_rows, size), dtype=self.model_config.dtype, device=self.device)
-            sources[layer] = pp.broadcast(rows, src=pp.world_size - 1)
+                states = torch.empty(
+                    (num_tokens, size), dtype=self.model_config.dtype, device=self.device
+                )
+            sources[layer] = pp.broadcast(states, src=pp.world_size - 1)
         return sources
 
 
-class ARModelRunnerV2Mixin(_RowsMixin):
+class ARModelRunnerV2Mixin(_HiddenStatesMixin):
     """Mixin for a V2 runner class, listed before it."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -141,32 +163,36 @@ class ARModelRunnerV2Mixin(_RowsMixin):
         if not self.is_first_pp_rank:
             self._make_intermediate_tensors()
 
-    def _take_rows(self) -> TakenRows | None:
+    def _copy_hidden_states(self) -> CopiedHiddenStates | None:
         state = self.execute_model_state
         # not the last pipeline stage, or nothing was scheduled
         if state is None or state.hidden_states is None:
             return None
-        kept = self.layer_taps.named(state.aux_hidden_states)
+        retained = self.layer_taps.named(state.aux_hidden_states)
         batch = state.input_batch
         per_request = batch.num_draft_tokens_per_req
-        drafts = {} if per_request is None else dict(zip(batch.req_ids, per_request.tolist(), strict=True))
-        return self.hidden_state_rows.take(
-            StepRows(
+        drafts = (
+            {}
+            if per_request is None
+            else dict(zip(batch.req_ids, per_request.tolist(), strict=True))
+        )
+        return self.hidden_state_collector.copy_step(
+            StepHiddenStates(
                 req_ids=list(batch.req_ids),
                 offsets=batch.query_start_loc_np[: batch.num_reqs + 1].tolist(),
                 num_computed=batch.num_computed_tokens_np.tolist(),
                 num_drafts=drafts,
-                sources={**kept, self.hidden_state_rows.num_layers: state.hidden_states},
+                sources={**retained, self.hidden_state_collector.num_layers: state.hidden_states},
             )
         )
 
 
-def _make_rows(vllm_config: VllmConfig, taps: LayerTaps) -> HiddenStateRows:
+def _make_collector(vllm_config: VllmConfig, taps: LayerTaps) -> HiddenStateCollector:
     """Determine the layers that requests may use, and whether this rank copies them."""
     external = vllm_config.parallel_config.distributed_executor_backend == "external_launcher"
     copies = external or get_tp_group().rank_in_group == 0
     layers = (*taps.layers, taps.num_layers)
-    return HiddenStateRows(taps.num_layers, layers, _refusal(vllm_config), copies=copies)
+    return HiddenStateCollector(taps.num_layers, layers, _refusal(vllm_config), copies=copies)
 
 
 def _refusal(vllm_config: VllmConfig) -> str | None:

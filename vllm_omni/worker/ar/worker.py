@@ -10,10 +10,14 @@ from typing import TYPE_CHECKING, Any
 from vllm.config import VllmConfig
 
 from vllm_omni.engine_arguments.check import check_config
-from vllm_omni.engine_arguments.refusals import AR_WORKER_CLS, check_ar_scheduler, check_diffusion_worker
+from vllm_omni.engine_arguments.refusals import (
+    AR_WORKER_CLS,
+    check_ar_scheduler,
+    check_diffusion_worker,
+)
 from vllm_omni.engine_arguments.table import Worker
 from vllm_omni.model_executor.models.registry import ARCHITECTURES
-from vllm_omni.processes import end_with_parent, engine_processes
+from vllm_omni.runtime.processes import end_with_parent, engine_processes
 from vllm_omni.worker.ar.runner import ARModelRunnerV1Mixin, ARModelRunnerV2Mixin
 
 if TYPE_CHECKING:
@@ -34,7 +38,8 @@ def check_model(vllm_config: VllmConfig) -> None:
         check_diffusion_worker(AR_WORKER_CLS)
     chosen = vllm_config.scheduler_config
     check_ar_scheduler(
-        chosen.scheduler_cls is not None and issubclass(chosen.get_scheduler_cls(), ARHiddenStatesScheduler)
+        chosen.scheduler_cls is not None
+        and issubclass(chosen.get_scheduler_cls(), ARHiddenStatesScheduler)
     )
 
 
@@ -55,11 +60,11 @@ class ARWorkerMixin(_Worker):
 
     def hidden_states_stats(self) -> dict[str, Any]:
         """Return layers and copied bytes of this rank as JSON types. For `collective_rpc`."""
-        rows = self.model_runner.hidden_state_rows
+        states = self.model_runner.hidden_state_collector
         return {
-            "bytes_copied": rows.bytes_copied,
-            "layers": sorted(rows.layers),
-            "num_layers": rows.num_layers,
-            "delivers": rows.copies,
+            "bytes_copied": states.bytes_copied,
+            "layers": sorted(states.layers),
+            "num_layers": states.num_layers,
+            "delivers": states.copies,
             "runner": type(self.model_runner).__name__,
         }

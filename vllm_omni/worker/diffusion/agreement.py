@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from vllm.lora.request import LoRARequest
 
-from vllm_omni.model_executor.lora.store import NoAdapters
+from vllm_omni.model_executor.layers.lora.store import NoAdapters
 from vllm_omni.model_executor.requests import RequestState
 from vllm_omni.outputs import RequestFailed
 
@@ -39,7 +39,9 @@ class RankAgreement:
 
     # within a step
 
-    def read_mask(self, received: Mapping[str, torch.Tensor], states: Sequence[RequestState]) -> list[int]:
+    def read_mask(
+        self, received: Mapping[str, torch.Tensor], states: Sequence[RequestState]
+    ) -> list[int]:
         """Return the previous stage's flags of `states`: a chunk index, or a negative code."""
         return [int(flag) for flag in received[_MASK].tolist()[: len(states)]]
 
@@ -47,14 +49,19 @@ class RankAgreement:
         """Return the chunk indices of participating requests by id; empty on the first stage."""
         if mask is None:
             return {}
-        return {state.request_id: flag for state, flag in zip(states, mask, strict=True) if flag >= 0}
+        return {
+            state.request_id: flag for state, flag in zip(states, mask, strict=True) if flag >= 0
+        }
 
     def waiting(self, states: Sequence[RequestState], mask: Sequence[int]) -> list[RequestState]:
         """Return the requests that an earlier stage holds back."""
         return [state for state, flag in zip(states, mask, strict=True) if flag == _WAITING]
 
     def alive(
-        self, states: Sequence[RequestState], waiting: Sequence[RequestState], mask: Sequence[int] | None
+        self,
+        states: Sequence[RequestState],
+        waiting: Sequence[RequestState],
+        mask: Sequence[int] | None,
     ) -> list[RequestState]:
         """Return the requests that take part in the collectives of this step.
 
@@ -69,17 +76,23 @@ class RankAgreement:
             RuntimeError: This stage had to refuse a request that an earlier stage accepted.
         """
         fine = [state.failure is None for state in states]
-        if self._tensor.world_size > 1 and any(state.chunk is None or state.chunk.step == 0 for state in states):
+        if self._tensor.world_size > 1 and any(
+            state.chunk is None or state.chunk.step == 0 for state in states
+        ):
             fine = self._everywhere(fine)
         if mask is not None:
             wanted = [flag >= 0 for flag in mask]
             # A chunk that failed meanwhile, with its predecessor, still takes part; its result is
             # discarded.
-            able = [good or state.chunk is not None for state, good in zip(states, fine, strict=True)]
+            able = [
+                good or state.chunk is not None for state, good in zip(states, fine, strict=True)
+            ]
             if any(want and not mine for want, mine in zip(wanted, able, strict=True)):
                 # The request's hidden states have arrived as a part of its group's, so this rank
                 # cannot skip it.
-                raise RuntimeError("an earlier pipeline stage accepted a request that this stage had to refuse")
+                raise RuntimeError(
+                    "an earlier pipeline stage accepted a request that this stage had to refuse"
+                )
             fine = wanted
         alive = []
         for state, good in zip(states, fine, strict=True):
@@ -88,11 +101,16 @@ class RankAgreement:
             if good:
                 alive.append(state)
             elif state.failure is None:
-                state.failure = RequestFailed("engine_error", "another rank could not accept this request")
+                state.failure = RequestFailed(
+                    "engine_error", "another rank could not accept this request"
+                )
         return alive
 
     def mask(
-        self, states: Sequence[RequestState], alive: Sequence[RequestState], waiting: Sequence[RequestState]
+        self,
+        states: Sequence[RequestState],
+        alive: Sequence[RequestState],
+        waiting: Sequence[RequestState],
     ) -> dict[str, torch.Tensor]:
         """Return the flags of `states` for the next stage, as a small int32 CPU tensor.
 
@@ -100,14 +118,19 @@ class RankAgreement:
         The length is one more than a multiple of the tensor-parallel size, because vLLM sends
         tensors of a divisible length in shards, which requires a device tensor.
         """
-        flags = [state.index if state in alive else _WAITING if state in waiting else _REFUSED for state in states]
+        flags = [
+            state.index if state in alive else _WAITING if state in waiting else _REFUSED
+            for state in states
+        ]
         padding = -len(flags) % self._tensor.world_size + 1
         return {_MASK: torch.tensor([*flags, *([_REFUSED] * padding)], dtype=torch.int32)}
 
     def agree(self, state: RequestState) -> None:
         """Fail a chunk on all tensor-parallel ranks if it has failed on one (collective)."""
         if not self.all_fine(state.failure is None) and state.failure is None:
-            state.failure = RequestFailed("engine_error", "another tensor-parallel rank failed on this chunk")
+            state.failure = RequestFailed(
+                "engine_error", "another tensor-parallel rank failed on this chunk"
+            )
 
     def all_fine(self, fine: bool) -> bool:
         """Whether `fine` is true on every tensor-parallel rank."""
@@ -131,7 +154,7 @@ class RankAgreement:
         """
         added, own_error = False, None
         try:
-            added = adapters.add(request)
+            added = adapters.add_adapter(request)
         except Exception as error:
             own_error = str(error)
         problem = self._first_error(own_error)

@@ -39,4 +39,6 @@ class DiffusionCPUWorker(DiffusionWorkerMixin, CPUWorker):  # type: ignore[misc]
 def num_cores() -> int:
     """Return the number of physical cores that this process may use."""
     allowed = get_allowed_cpu_list()
-    return max(1, min(len({(cpu.numa_node, cpu.physical_core) for cpu in allowed}), available_cpu_count()))
+    return max(
+        1, min(len({(cpu.numa_node, cpu.physical_core) for cpu in allowed}), available_cpu_count())
+    )

@@ -14,13 +14,17 @@ from typing import Any
 
 import torch
 
-from vllm_omni.model_executor.interfaces import DiffusionRequest, SupportsBatchedDecode, SupportsStepExecution
-from vllm_omni.model_executor.lora.store import NoAdapters
+from vllm_omni.model_executor.interfaces import (
+    DiffusionRequest,
+    SupportsBatchedDecode,
+    SupportsStepExecution,
+)
+from vllm_omni.model_executor.layers.lora.store import NoAdapters
 from vllm_omni.model_executor.requests import RequestState, as_failure, group_states
 from vllm_omni.model_executor.results import PendingResult
 from vllm_omni.outputs import empty_result, pack, pack_error
 from vllm_omni.worker.diffusion.agreement import RankAgreement
-from vllm_omni.worker.diffusion.in_flight import ChunksInFlight
+from vllm_omni.worker.diffusion.sessions.in_flight import ChunksInFlight
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -35,16 +39,20 @@ class ResultStream:
     Args:
         device: Device of the decode.
         overlap: Whether to use a separate CUDA stream.
-        beside_steps: Whether denoise steps run on the same device. The decode then gets priority,
+        overlaps_steps: Whether denoise steps run on the same device. The decode then gets priority,
             because a client waits for its frames. False on a VAE stage.
     """
 
-    def __init__(self, device: torch.device, overlap: bool, *, beside_steps: bool = True) -> None:
+    def __init__(self, device: torch.device, overlap: bool, *, overlaps_steps: bool = True) -> None:
         self._cuda = device.type == "cuda"
-        priority = -1 if beside_steps else 0
-        self._stream = torch.cuda.Stream(device, priority=priority) if self._cuda and overlap else None
+        priority = -1 if overlaps_steps else 0
+        self._stream = (
+            torch.cuda.Stream(device, priority=priority) if self._cuda and overlap else None
+        )
 
-    def decode(self, model: SupportsStepExecution, request: DiffusionRequest, started_s: float) -> PendingResult:
+    def decode(
+        self, model: SupportsStepExecution, request: DiffusionRequest, started_s: float
+    ) -> PendingResult:
         """Launch `post_decode` and the copy of its tensors to the host.
 
         Must be called before the next chunk changes the session.
@@ -57,7 +65,10 @@ class ResultStream:
         return self._launch([request], [started_s], lambda: [model.post_decode(request)])[0]
 
     def decode_together(
-        self, model: SupportsBatchedDecode, requests: Sequence[DiffusionRequest], started_s: Sequence[float]
+        self,
+        model: SupportsBatchedDecode,
+        requests: Sequence[DiffusionRequest],
+        started_s: Sequence[float],
     ) -> list[PendingResult]:
         """As `decode`, for requests that share one decode."""
         return self._launch(requests, started_s, lambda: model.post_decode_together(requests))
@@ -70,25 +81,37 @@ class ResultStream:
     ) -> list[PendingResult]:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
+        with (
+            torch.cuda.stream(self._stream)
+            if self._stream is not None
+            else contextlib.nullcontext()
+        ):
             with contextlib.ExitStack() as timed:
                 for request in requests:
                     timed.enter_context(request.timer.stage("decode"))
                 results = decode()
             metas = [meta for meta, _ in results]
-            hosts = [{name: _to_host(tensor) for name, tensor in tensors.items()} for _, tensors in results]
+            hosts = [
+                {name: _to_host(tensor) for name, tensor in tensors.items()}
+                for _, tensors in results
+            ]
             done = torch.cuda.Event() if self._cuda else None
             if done is not None:
                 done.record()
         of_each = zip(requests, metas, hosts, started_s, strict=True)
-        return [PendingResult(request, meta, host, done, since_s) for request, meta, host, since_s in of_each]
+        return [
+            PendingResult(request, meta, host, done, since_s)
+            for request, meta, host, since_s in of_each
+        ]
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     """Start copying a CUDA tensor to page-locked memory; return a host tensor unchanged."""
     if not tensor.is_cuda:
         return tensor
-    return empty_result(tensor.shape, tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    return empty_result(tensor.shape, tensor.dtype, pin_memory=True).copy_(
+        tensor, non_blocking=True
+    )
 
 
 class ChunkEnd:
@@ -131,7 +154,7 @@ class ChunkEnd:
         self.committed: list[str] = []
         """Requests of the current engine step whose chunk was committed to its session."""
 
-    def begin_step(self) -> None:
+    def start_step(self) -> None:
         self.denoised, self.committed = [], []
 
     def decode_before_clean_pass(self, states: Sequence[RequestState]) -> None:
@@ -147,7 +170,9 @@ class ChunkEnd:
         for state in states:
             request = state.chunk
             assert request is not None
-            is_final = request.clean_passes and request.step == request.num_steps - request.clean_passes
+            is_final = (
+                request.clean_passes and request.step == request.num_steps - request.clean_passes
+            )
             if is_final and self._in_flight.is_next(request):
                 early.append(state)
         self.decode_together(early)
@@ -176,10 +201,14 @@ class ChunkEnd:
                 continue
             requests = [state.chunk for state in members if state.chunk is not None]
             try:
-                pending = self._results.decode_together(model, requests, [state.started_s for state in members])
+                pending = self._results.decode_together(
+                    model, requests, [state.started_s for state in members]
+                )
             except Exception:
                 logger.warning(
-                    "a shared decode of %d chunks failed; decoding them separately", len(members), exc_info=True
+                    "a shared decode of %d chunks failed; decoding them separately",
+                    len(members),
+                    exc_info=True,
                 )
                 continue
             for state, result in zip(members, pending, strict=True):
@@ -215,7 +244,7 @@ class ChunkEnd:
             outputs.pop(state.request_id, None)
             return
         self.commit(request)
-        self.hand_out(state, outputs)
+        self.release_result(state, outputs)
 
     def commit(self, request: DiffusionRequest) -> None:
         """Make a chunk part of its session."""
@@ -225,7 +254,7 @@ class ChunkEnd:
         self._in_flight.end(request)
         self.committed.append(request.request_id)
 
-    def hand_out(self, state: RequestState, outputs: dict[str, torch.Tensor]) -> None:
+    def release_result(self, state: RequestState, outputs: dict[str, torch.Tensor]) -> None:
         """Deliver the result of a committed chunk now, or with `overlap` in a later engine step."""
         if state.pending is None:
             outputs[state.request_id] = pack({})
@@ -239,7 +268,9 @@ class ChunkEnd:
         return [
             state
             for state in states
-            if state.request_id in self.denoised and state.pending is not None and state.pending.ready()
+            if state.request_id in self.denoised
+            and state.pending is not None
+            and state.pending.ready()
         ]
 
     def delivered(self, request_ids: Collection[str]) -> None:
@@ -247,9 +278,13 @@ class ChunkEnd:
 
         Results that `deliverable` holds back still follow in a later step.
         """
-        self.denoised = [request_id for request_id in self.denoised if request_id not in request_ids]
+        self.denoised = [
+            request_id for request_id in self.denoised if request_id not in request_ids
+        ]
 
-    def pack_failures(self, states: Sequence[RequestState], outputs: dict[str, torch.Tensor]) -> None:
+    def pack_failures(
+        self, states: Sequence[RequestState], outputs: dict[str, torch.Tensor]
+    ) -> None:
         """Pack the errors of failed requests. Chunks in flight after a failed one fail with it."""
         for state in states:
             if state.failure is not None and state.chunk is not None:
@@ -276,7 +311,9 @@ class ChunkEnd:
             state.decode_failure = as_failure(error, state.request_id)
 
 
-def deliverable(states: Sequence[RequestState], outputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def deliverable(
+    states: Sequence[RequestState], outputs: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """Limit the results of a step to what the worker's ring buffer holds.
 
     Results beyond the limit are held back for the next step.
@@ -284,14 +321,14 @@ def deliverable(states: Sequence[RequestState], outputs: dict[str, torch.Tensor]
     deliver: dict[str, torch.Tensor] = {}
     room = _MAX_STEP_BYTES
     for state in states:
-        envelope = state.held_back if state.held_back is not None else outputs.get(state.request_id)
+        envelope = state.deferred if state.deferred is not None else outputs.get(state.request_id)
         if envelope is None:
             continue
         if state.failure is None:
             # a failed request retains it: `release` waits for a running decode
             state.pending = None
         if deliver and envelope.numel() > room:
-            state.held_back = envelope
+            state.deferred = envelope
         else:
             deliver[state.request_id] = envelope
             room -= envelope.numel()

@@ -43,7 +43,7 @@ class DiffusionGPUWorker(DiffusionWorkerMixin, Worker):
             self.model_runner.sessions.to("cpu")
         else:
             self.model_runner.sessions.close_all()
-            self.model_runner.sessions.trim_kept(0)
+            self.model_runner.sessions.trim_pool(0)
         super().sleep(level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:

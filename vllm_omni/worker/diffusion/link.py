@@ -59,7 +59,7 @@ class ChunkNote(msgspec.Struct, frozen=True):
     """Whether the latents are final. They are then sent along with the note."""
     done: bool
     """Whether the ranks that hold layers have committed the chunk."""
-    facts: dict[str, Any] = {}
+    info: dict[str, Any] = {}
     """Data of the model, sent with final latents."""
     timings_ms: dict[str, list[float]] = {}
     """Stage timings of the ranks that hold layers, in milliseconds, once the chunk is `done`."""
@@ -82,10 +82,13 @@ class StageNote(msgspec.Struct, frozen=True):
         """
         text = msgspec.json.encode(self)
         text += b" " * padding(len(text), ranks)
-        return {_NOTE: torch.frombuffer(bytearray(text), dtype=torch.uint8), **together(_LATENTS, latents, ranks)}
+        return {
+            _NOTE: torch.frombuffer(bytearray(text), dtype=torch.uint8),
+            **together(_LATENTS, latents, ranks),
+        }
 
     @classmethod
-    def read(cls, tensors: Mapping[str, torch.Tensor]) -> "StageNote":
+    def read_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> "StageNote":
         return msgspec.json.decode(tensors[_NOTE].numpy().tobytes(), type=cls)
 
     @property
@@ -126,7 +129,11 @@ def together(name: str, tensors: Sequence[torch.Tensor], ranks: int) -> dict[str
     """
     if not tensors:
         return {}
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors]) if len(tensors) > 1 else tensors[0].reshape(-1)
+    flat = (
+        torch.cat([tensor.reshape(-1) for tensor in tensors])
+        if len(tensors) > 1
+        else tensors[0].reshape(-1)
+    )
     if ranks > 1 and flat.numel() % ranks == 0:
         flat = torch.cat((flat, flat.new_zeros(padding(flat.numel(), ranks))))
     numbers = [number for tensor in tensors for number in (tensor.dim(), *tensor.shape)]
@@ -224,7 +231,12 @@ class ReturnChannel:
             else:
                 dist.recv(token, src=self._ranks[-1], group=group)
 
-    def send(self, requests: Sequence[DiffusionRequest], ok: Sequence[bool], latents: Sequence[torch.Tensor]) -> None:
+    def send(
+        self,
+        requests: Sequence[DiffusionRequest],
+        ok: Sequence[bool],
+        latents: Sequence[torch.Tensor],
+    ) -> None:
         """Send statuses and latents of one batch to every earlier stage, without waiting.
 
         For the last stage.
@@ -236,9 +248,12 @@ class ReturnChannel:
         """
         assert self.is_last and len(requests) == len(ok) == len(latents)
         status = torch.tensor([_STATUS_OK if fine else 0.0 for fine in ok], dtype=torch.float32)
-        message = torch.cat([status.to(self._device, non_blocking=True), *(x.float().flatten() for x in latents)])
+        message = torch.cat(
+            [status.to(self._device, non_blocking=True), *(x.float().flatten() for x in latents)]
+        )
         works = [
-            dist.isend(message, dst=self._ranks[stage], group=group) for stage, group in sorted(self._groups.items())
+            dist.isend(message, dst=self._ranks[stage], group=group)
+            for stage, group in sorted(self._groups.items())
         ]
         self._sends.append((message, works))
         while self._sends and all(work.is_completed() for work in self._sends[0][1]):
@@ -256,7 +271,9 @@ class ReturnChannel:
         """Post the receives of return messages. For earlier stages, after sending hidden states."""
         for requests in self._expected:
             numels = [model.latents(request).numel() for request in requests]
-            buffer = torch.empty(len(numels) + sum(numels), dtype=torch.float32, device=self._device)
+            buffer = torch.empty(
+                len(numels) + sum(numels), dtype=torch.float32, device=self._device
+            )
             work = dist.irecv(buffer, src=self._ranks[-1], group=self._groups[self._stage])
             self._pending.append(_Receive(requests, numels, buffer, work))
         self._expected.clear()
@@ -277,14 +294,20 @@ class ReturnChannel:
         """
         assert not self._expected, "listen() must post a batch's receive before the next batch"
         wanted = set(request_ids)
-        while any(request.request_id in wanted for receive in self._pending for request in receive.requests):
+        while any(
+            request.request_id in wanted
+            for receive in self._pending
+            for request in receive.requests
+        ):
             receive = self._pending.popleft()
             receive.work.wait()
             requests = receive.requests
             # Reading the statuses synchronizes with the device, so do it only if a chunk may be
             # committed.
             final = any(request.step >= request.num_steps for request in requests)
-            status = receive.buffer[: len(requests)].tolist() if final else [_STATUS_OK] * len(requests)
+            status = (
+                receive.buffer[: len(requests)].tolist() if final else [_STATUS_OK] * len(requests)
+            )
             parts = receive.buffer[len(requests) :].split(receive.numels)
             for request, value, part in zip(requests, status, parts, strict=True):
                 apply(request, value == _STATUS_OK, part)

@@ -28,8 +28,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from vllm_omni.exit_codes import ENGINE_DIED
-from vllm_omni.processes import machine_id
+from vllm_omni.runtime.exit_codes import ENGINE_DIED
+from vllm_omni.runtime.processes import machine_id
 
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
@@ -78,7 +78,7 @@ class Watchdog:
     _stop: threading.Event = field(default_factory=threading.Event)
     """Set when an orderly shutdown has started."""
 
-    def start(self) -> None:
+    def start_watching(self) -> None:
         threading.Thread(target=self._run, daemon=True, name="RankWatchdog").start()
 
     def stop(self) -> None:
@@ -127,7 +127,9 @@ class Watchdog:
             silent = [peer for peer in self.peers if now - heard[peer.rank] > self.timeout_s]
             if silent:
                 ranks = ", ".join(f"{peer.rank} (process {peer.pid})" for peer in silent)
-                self._give_up(f"no datagram arrived from rank {ranks} for {self.timeout_s:g} s", silent)
+                self._give_up(
+                    f"no datagram arrived from rank {ranks} for {self.timeout_s:g} s", silent
+                )
             time.sleep(max(0.0, looked + self.beat_s - time.monotonic()))
 
     def _take_in(self) -> list[int]:
@@ -159,7 +161,9 @@ def end_rank(rank: int, reason: str, error: BaseException | None = None) -> NoRe
         reason: Reason for the log.
         error: Exception whose traceback is logged.
     """
-    logger.critical("rank %d exits, so that the engine is reported dead: %s", rank, reason, exc_info=error)
+    logger.critical(
+        "rank %d exits, so that the engine is reported dead: %s", rank, reason, exc_info=error
+    )
     os._exit(ENGINE_DIED)
 
 
@@ -182,11 +186,13 @@ def failing_together(*, heard: bool) -> Iterator[None]:
     except Exception as error:
         world = get_world_group()
         if world.world_size > 1 and not heard:
-            end_rank(world.rank, f"{type(error).__name__} in work that other ranks take part in", error)
+            end_rank(
+                world.rank, f"{type(error).__name__} in work that other ranks take part in", error
+            )
         raise
 
 
-def answers_steps() -> bool:
+def runs_steps() -> bool:
     """Whether vLLM's executors read the result or the exception of a step from this rank."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
@@ -203,15 +209,19 @@ def watch_other_ranks(timeout_s: float) -> Watchdog:
     from vllm.utils.network_utils import get_ip
 
     rank, machine = get_world_group().rank, machine_id()
-    one_machine = len({place for places in _gathered(machine) for place in places}) == 1
+    one_machine = len({position for positions in _gathered(machine) for position in positions}) == 1
     host = "127.0.0.1" if one_machine else get_ip()
     listen = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM)
     listen.bind((host, 0))
     mine = (rank, os.getpid(), machine, host, listen.getsockname()[1], os.urandom(16))
     everybody = sorted(entry for column in _gathered(mine) for entry in column)
-    peers = [Peer(each, pid, place, (ip, port)) for each, pid, place, ip, port, _ in everybody if each != rank]
+    peers = [
+        Peer(each, pid, position, (ip, port))
+        for each, pid, position, ip, port, _ in everybody
+        if each != rank
+    ]
     watchdog = Watchdog(rank, listen, peers, machine, everybody[0][-1], timeout_s)
-    watchdog.start()
+    watchdog.start_watching()
     return watchdog
 
 

@@ -50,7 +50,7 @@ class MemoryBudget:
         allocated = torch.cuda.memory_allocated(self._device)
         # memory that CUDA graphs use while they run; it is not available for anything else
         self._peak_bytes += torch.cuda.memory_reserved(self._device) - allocated
-        _have_allocator_keep(torch_peak - allocated, self._device)
+        _make_allocator_retain(torch_peak - allocated, self._device)
 
     def session_bytes(self, warm_up_session_bytes: int, configured: int | None) -> int:
         """Return the bytes that all sessions together may use.
@@ -66,7 +66,8 @@ class MemoryBudget:
         budget = available if configured is None else min(configured, available)
         if budget < warm_up_session_bytes:
             raise ValueError(
-                f"one session of the largest shape needs {warm_up_session_bytes / 2**30:.2f} GiB, but sessions may "
+                f"one session of the largest shape needs {warm_up_session_bytes / 2**30:.2f} GiB, "
+                "but sessions may "
                 f"hold {budget / 2**30:.2f} GiB: lower omni.height/width or the window, raise "
                 "--gpu-memory-utilization or omni.max_session_bytes"
             )
@@ -83,7 +84,7 @@ class MemoryBudget:
         return psutil.virtual_memory().available // 2
 
 
-def _have_allocator_keep(nbytes: int, device: torch.device) -> None:
+def _make_allocator_retain(nbytes: int, device: torch.device) -> None:
     """Allocate and free the warm-up's memory again, so that the first session need not wait for it.
 
     `cudaMalloc` takes 40 ms for 11 GiB.

@@ -39,12 +39,12 @@ class StepPacer:
 
     def __init__(self, device: torch.device, *, stages: bool = False) -> None:
         self._cuda = device.type == "cuda"
-        self._begin: tuple[torch.cuda.Event, float] | None = None
+        self._start_step: tuple[torch.cuda.Event, float] | None = None
         self._spans: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=2)
         self._stages = stages
         self._slow_ms = SLOW_STAGE_MS if stages else SLOW_STEP_MS
         self._ends: deque[torch.cuda.Event] = deque(maxlen=2 + _STEPS)
-        self._began_s = 0.0
+        self._started_s = 0.0
         """Start of the last step on the device as estimated by the host, not before its launch
         started."""
         self._expected_end_s = 0.0
@@ -55,9 +55,9 @@ class StepPacer:
         Its device time is measured, for `before_s`, unless stages share the step.
         """
         if self._cuda and not self._stages:
-            begin = torch.cuda.Event(enable_timing=True)
-            begin.record()
-            self._begin = begin, time.perf_counter()
+            start = torch.cuda.Event(enable_timing=True)
+            start.record()
+            self._start_step = start, time.perf_counter()
 
     def launched(self, *, moves: bool = True) -> None:
         """Call it after launching a step.
@@ -70,22 +70,22 @@ class StepPacer:
             end.record()
             if moves:
                 self._ends.append(end)
-            if self._begin is None:
+            if self._start_step is None:
                 launch_s = time.perf_counter()
             else:
-                begin, launch_s = self._begin
-                self._spans.append((begin, end))
-                self._begin = None
+                start, launch_s = self._start_step
+                self._spans.append((start, end))
+                self._start_step = None
             if moves:
-                self._began_s = max(launch_s, self._expected_end_s)
+                self._started_s = max(launch_s, self._expected_end_s)
 
     @property
     def before_s(self) -> float | None:
         """Device time in seconds of the step before the last one; None if unknown or unfinished."""
         if len(self._spans) < 2 or not self._spans[0][1].query():
             return None
-        begin, end = self._spans[0]
-        return float(begin.elapsed_time(end)) / 1e3
+        start, end = self._spans[0]
+        return float(start.elapsed_time(end)) / 1e3
 
     @property
     def unfinished(self) -> bool:
@@ -110,9 +110,9 @@ class StepPacer:
         before.synchronize()
         # The device started the last step with its first kernel, which was enqueued before the
         # device was free.
-        self._began_s = min(self._began_s, called_s) if idle else time.perf_counter()
-        step_ms = min(begin.elapsed_time(end) for begin, end in pairwise([*earlier, before]))
-        self._expected_end_s = self._began_s + step_ms / 1e3
+        self._started_s = min(self._started_s, called_s) if idle else time.perf_counter()
+        step_ms = min(start.elapsed_time(end) for start, end in pairwise([*earlier, before]))
+        self._expected_end_s = self._started_s + step_ms / 1e3
         if step_ms < self._slow_ms:
             return False
         until_s = self._expected_end_s - LEAD * self._slow_ms / 1e3

@@ -21,7 +21,10 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group, get_world_group
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader import get_model_loader
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 from vllm.model_executor.offloader import set_offloader
 from vllm.sequence import IntermediateTensors
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -29,20 +32,20 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.core.step_protocol import ChunkProgress, StepOutput
-from vllm_omni.model_executor.interfaces import KeepsMemory, SupportsStepExecution
-from vllm_omni.model_executor.layers.linear import check_reloadable, quantized_layers
+from vllm_omni.model_executor.checkpoint.tensor_files import files_may_change
+from vllm_omni.model_executor.interfaces import PoolsMemory, SupportsStepExecution
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
+from vllm_omni.model_executor.layers.linear.linear import check_reloadable, quantized_layers
+from vllm_omni.model_executor.layers.lora.store import store_for
 from vllm_omni.model_executor.layers.offload import offloader_for
-from vllm_omni.model_executor.layers.parallel import ParallelContext
-from vllm_omni.model_executor.lora.store import store_for
 from vllm_omni.model_executor.requests import RequestState, RequestStates
-from vllm_omni.model_executor.tensor_files import files_may_change
 from vllm_omni.model_executor.vllm_model import driven_model
 from vllm_omni.model_executor.whole_request import in_steps
 from vllm_omni.worker.diffusion.agreement import RankAgreement
 from vllm_omni.worker.diffusion.decode import ChunkEnd
 from vllm_omni.worker.diffusion.roles import role_for
 from vllm_omni.worker.diffusion.roles.role import RankParts
-from vllm_omni.worker.diffusion.sessions import SessionStore
+from vllm_omni.worker.diffusion.sessions.store import SessionStore
 from vllm_omni.worker.diffusion.surface import RunnerSurface
 
 
@@ -56,10 +59,12 @@ class DiffusionGPUModelRunner(RunnerSurface):
         self.device = device
         self.omni = OmniConfig.from_additional_config(vllm_config.additional_config)
         self.pp, self.tp = get_pp_group(), get_tp_group()
-        self.place = ParallelContext.from_vllm(vae_stage=self.omni.vae_stage)
+        self.parallel = ParallelContext.from_vllm(vae_stage=self.omni.vae_stage)
         self.agreement = RankAgreement(self.tp, get_world_group())
         self.requests = RequestStates()
-        self.sessions = SessionStore(self.omni.max_sessions, self.omni.session_idle_s, clock=self.agreement.clock)
+        self.sessions = SessionStore(
+            self.omni.max_sessions, self.omni.session_idle_s, clock=self.agreement.clock
+        )
         self.partition = self.omni.partition
         """Layers of each stage after the last move, or as loaded; () means as even as possible."""
 
@@ -68,11 +73,13 @@ class DiffusionGPUModelRunner(RunnerSurface):
     def load_model(self, load_dummy_weights: bool = False) -> None:
         if load_dummy_weights:
             self.load_config.load_format = "dummy"
-        self.offloader = offloader_for(self.vllm_config, self.device, self.place)
+        self.offloader = offloader_for(self.vllm_config, self.device, self.parallel)
         # also if None: another engine of this process may have set one
         set_offloader(self.offloader)
         loader = get_model_loader(self.load_config)
-        self.pipeline = loader.load_model(vllm_config=self.vllm_config, model_config=self.model_config)
+        self.pipeline = loader.load_model(
+            vllm_config=self.vllm_config, model_config=self.model_config
+        )
         self.network = driven_model(self.pipeline)
         self.adapters = store_for(self.network, self.vllm_config.lora_config, self.device)
         weights = sum(p.numel() * p.element_size() for p in self.network.parameters())
@@ -81,15 +88,15 @@ class DiffusionGPUModelRunner(RunnerSurface):
             weights += self.offloader.slot_bytes - self.offloader.host_bytes
         self.model_memory_usage = weights + self.adapters.nbytes
         self.model = in_steps(self.network)
-        if isinstance(self.model, KeepsMemory):
-            self.sessions.trim_kept = self.model.trim_kept
-        self.parts = RankParts.of(
+        if isinstance(self.model, PoolsMemory):
+            self.sessions.trim_pool = self.model.trim_pool
+        self.parts = RankParts.of_config(
             self.vllm_config,
             self.network,
             self.model,
             self.adapters,
             self.device,
-            self.place,
+            self.parallel,
             self.agreement,
             self.sessions,
         )
@@ -97,7 +104,10 @@ class DiffusionGPUModelRunner(RunnerSurface):
         self.role = role_for(self.parts)
 
     def reload_weights(
-        self, weights_iterator: Any = None, weights_path: str | None = None, is_checkpoint_format: bool = True
+        self,
+        weights_iterator: Any = None,
+        weights_path: str | None = None,
+        is_checkpoint_format: bool = True,
     ) -> None:
         """Reload the weights in place, after sleep level 2 or from another checkpoint.
 
@@ -111,8 +121,14 @@ class DiffusionGPUModelRunner(RunnerSurface):
             ValueError: The arguments or the quantized layers are not supported.
         """
         if weights_iterator is not None or not is_checkpoint_format:
-            raise ValueError("reload_weights takes a checkpoint directory (weights_path) or nothing, no iterator")
-        with set_current_vllm_config(self.vllm_config), self.adapters.detached(), files_may_change():
+            raise ValueError(
+                "reload_weights takes a checkpoint directory (weights_path) or nothing, no iterator"
+            )
+        with (
+            set_current_vllm_config(self.vllm_config),
+            self.adapters.detached(),
+            files_may_change(),
+        ):
             quantized = quantized_layers(self.network)
             check_reloadable(quantized)
             if weights_path is not None:
@@ -136,28 +152,32 @@ class DiffusionGPUModelRunner(RunnerSurface):
     # -- the engine step ---------------------------------------------------------------------------
 
     def execute_model(
-        self, scheduler_output: SchedulerOutput, intermediate_tensors: IntermediateTensors | None = None
+        self,
+        scheduler_output: SchedulerOutput,
+        intermediate_tensors: IntermediateTensors | None = None,
     ) -> ModelRunnerOutput | IntermediateTensors:
         """Run one micro-step of each scheduled request.
 
         Under the stock scheduler, run whole chunks.
         """
         scheduled = list(scheduler_output.num_scheduled_tokens)
-        self.role.take_answers([*scheduler_output.finished_req_ids, *scheduled])
+        self.role.receive_results([*scheduler_output.finished_req_ids, *scheduled])
         for request_id in scheduler_output.finished_req_ids:
             self.admission.release(self.requests.pop(request_id, None))
         for data in scheduler_output.scheduled_new_reqs:
-            self.requests.add(data)
+            self.requests.add_request(data)
         if not scheduled:
             return EMPTY_MODEL_RUNNER_OUTPUT
         states = [self.requests[request_id] for request_id in scheduled]
-        self.role.chunk_end.begin_step()
+        self.role.chunk_end.start_step()
         result = self.role.step(states, intermediate_tensors)
         if isinstance(result, IntermediateTensors):
             return result
         return self._output(states, result)
 
-    def _output(self, states: Sequence[RequestState], outputs: dict[str, torch.Tensor]) -> StepOutput:
+    def _output(
+        self, states: Sequence[RequestState], outputs: dict[str, torch.Tensor]
+    ) -> StepOutput:
         pacer, chunk_end = self.role.pacer, self.role.chunk_end
         request_ids = [state.request_id for state in states]
         progress: dict[str, ChunkProgress] = {}
@@ -172,7 +192,7 @@ class DiffusionGPUModelRunner(RunnerSurface):
             pooler_output=list(map(outputs.get, request_ids)),
             denoised=tuple(chunk_end.denoised),
             committed=tuple(chunk_end.committed),
-            steps_behind=self.parts.in_flight.order.steps_behind,
+            lag_steps=self.parts.in_flight.order.lag_steps,
             progress=progress,
             before_s=pacer.before_s,
             unfinished=pacer.unfinished,
@@ -188,10 +208,12 @@ class DiffusionGPUModelRunner(RunnerSurface):
         done = [
             state.request_id
             for state in self.requests.values()
-            if state.done and state.chunk is not None and state.chunk.session.session_id == session_id
+            if state.done
+            and state.chunk is not None
+            and state.chunk.session.session_id == session_id
         ]
         with torch.inference_mode():  # as every commit
-            self.role.take_answers(done)
+            self.role.receive_results(done)
 
     def shutdown(self) -> None:
         self.sessions.close_all()

@@ -26,7 +26,9 @@ class SharedGPUWorker(DiffusionGPUWorker):
 
     def init_device(self) -> None:
         if self.parallel_config.data_parallel_size > 1:
-            raise ValueError("SharedGPUWorker supports one engine only: remove --data-parallel-size")
+            raise ValueError(
+                "SharedGPUWorker supports one engine only: remove --data-parallel-size"
+            )
         gpus = torch.accelerator.device_count()
         self._ranks_of_a_gpu = math.ceil(self.parallel_config.world_size / gpus)
         if self._ranks_of_a_gpu > 1:

@@ -31,11 +31,15 @@ class SharedText:
     """
 
     def __init__(self, model: object, tensor: GroupCoordinator, *, first_stage: bool) -> None:
-        self._model: SupportsSharedText[Any, Any] | None = model if isinstance(model, SupportsSharedText) else None
+        self._model: SupportsSharedText[Any, Any] | None = (
+            model if isinstance(model, SupportsSharedText) else None
+        )
         self._tensor = tensor
         self._first_stage = first_stage
 
-    def complete(self, beginning: Sequence[DiffusionRequest], received: Mapping[str, torch.Tensor]) -> None:
+    def complete(
+        self, first_part: Sequence[DiffusionRequest], received: Mapping[str, torch.Tensor]
+    ) -> None:
         """Fill in the embeddings of chunks before their first step (collective on each stage).
 
         Args:
@@ -48,31 +52,39 @@ class SharedText:
         if self._model is None:
             return
         if self._first_stage:
-            for request in beginning:
-                for rows in self._model.texts(request):
-                    self._tensor.broadcast(rows, src=0)
+            for request in first_part:
+                for embeddings in self._model.texts(request):
+                    self._tensor.broadcast(embeddings, src=0)
             return
         sent = unpack(_ROWS, received)
-        counts = [count for count in received[_COUNTS].tolist() if count >= 0] if sent else [0] * len(beginning)
-        for request, count in zip(beginning, counts, strict=True):
+        counts = (
+            [count for count in received[_COUNTS].tolist() if count >= 0]
+            if sent
+            else [0] * len(first_part)
+        )
+        for request, count in zip(first_part, counts, strict=True):
             arrived, sent, own = sent[:count], sent[count:], self._model.texts(request)
             if own and len(own) != count:
                 raise RuntimeError(
-                    f"an earlier pipeline stage sent {count} prompts of a chunk that has {len(own)} here"
+                    f"an earlier pipeline stage sent {count} prompts of a chunk that has "
+                    f"{len(own)} here"
                 )
             # `own` is empty if this stage has the prompt
-            for rows, values in zip(own, arrived, strict=False):
-                rows.copy_(values)
+            for embeddings, values in zip(own, arrived, strict=False):
+                embeddings.copy_(values)
 
-    def message(self, beginning: Sequence[DiffusionRequest]) -> dict[str, torch.Tensor]:
+    def message(self, first_part: Sequence[DiffusionRequest]) -> dict[str, torch.Tensor]:
         """Return the same embeddings for the next stage, to send with the hidden states."""
         if self._model is None:
             return {}
-        texts = [self._model.texts(request) for request in beginning]
-        rows = [one for each in texts for one in each]
-        if not rows:
+        texts = [self._model.texts(request) for request in first_part]
+        embeddings = [one for each in texts for one in each]
+        if not embeddings:
             return {}
         ranks = self._tensor.world_size
         counts = [len(each) for each in texts]
         counts += [-1] * padding(len(counts), ranks)
-        return {**together(_ROWS, rows, ranks), _COUNTS: torch.tensor(counts, dtype=torch.int64)}
+        return {
+            **together(_ROWS, embeddings, ranks),
+            _COUNTS: torch.tensor(counts, dtype=torch.int64),
+        }

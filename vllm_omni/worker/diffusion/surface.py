@@ -29,7 +29,9 @@ class RunnerSurface:
         """Do nothing."""
 
     initialize_kv_cache = update_max_model_len = profile_run = warming_up_model = _nothing
-    _dummy_pooler_run = _dummy_sampler_run = pool = take_draft_token_ids = get_draft_model = _nothing
+    _dummy_pooler_run = _dummy_sampler_run = pool = take_draft_token_ids = get_draft_model = (
+        _nothing
+    )
     reset_mm_cache = reset_encoder_cache = reset_lora_state = maybe_remove_all_loras = _nothing
 
     def profile_cudagraph_memory(self) -> int:

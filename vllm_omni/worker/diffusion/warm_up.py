@@ -18,7 +18,11 @@ import torch.distributed as dist
 from vllm.distributed.parallel_state import get_world_group
 from vllm.sequence import IntermediateTensors
 
-from vllm_omni.model_executor.interfaces import DiffusionRequest, LayeredModel, SupportsBatchedDecode
+from vllm_omni.model_executor.interfaces import (
+    DiffusionRequest,
+    LayeredModel,
+    SupportsBatchedDecode,
+)
 from vllm_omni.model_executor.layers.layer_moves import LayerMove, balanced_partition, stage_costs
 from vllm_omni.model_executor.requests import RequestState
 from vllm_omni.worker.diffusion.memory import MemoryBudget
@@ -68,7 +72,9 @@ def warm_up(runner: DiffusionGPUModelRunner, used_before: int = 0) -> float:
     return time.perf_counter() - start
 
 
-def _run_session(runner: DiffusionGPUModelRunner, degradations: tuple[str, ...] = ()) -> tuple[int, StageTimes]:
+def _run_session(
+    runner: DiffusionGPUModelRunner, degradations: tuple[str, ...] = ()
+) -> tuple[int, StageTimes]:
     """Run a session of the largest shape in a temporary session.
 
     Args:
@@ -89,7 +95,7 @@ def _run_session(runner: DiffusionGPUModelRunner, degradations: tuple[str, ...] 
         session_bytes = state.chunk.session.nbytes
         while not state.done:
             _step(runner, state)
-        runner.role.take_answers([state.request_id])
+        runner.role.receive_results([state.request_id])
         times = state.chunk.timer.milliseconds()
         if number == len(inputs) - 1:
             _decode_together(runner, state.chunk)
@@ -115,7 +121,7 @@ def _step(runner: DiffusionGPUModelRunner, state: RequestState) -> None:
         tensors = runner.pp.recv_tensor_dict(all_gather_group=runner.tp)
         assert tensors is not None
         received = IntermediateTensors(tensors)
-    runner.role.take_answers([state.request_id])
+    runner.role.receive_results([state.request_id])
     hidden = runner.role.micro_step([state], received, {})
     if state.failure is not None:
         raise RuntimeError(f"warm-up failed: {state.failure}")
@@ -136,18 +142,27 @@ def rebalance(runner: DiffusionGPUModelRunner, times: StageTimes) -> None:
     """
     model, pp = runner.model, runner.pp
     if not isinstance(model, LayeredModel):
-        raise ValueError(f"omni.pipeline_partition 'measured': the layers of {type(model).__name__} cannot be moved")
+        raise ValueError(
+            f"omni.pipeline_partition 'measured': the layers of {type(model).__name__} cannot "
+            "be moved"
+        )
     partition = _measured_partition(runner, model, times)
     stages = len(partition)
     if pp.rank_in_group < stages and partition != list(model.partition):
-        model.move_layers(LayerMove(pp.ranks[:stages], pp.rank_in_group, model.partition, partition, pp.device_group))
+        model.move_layers(
+            LayerMove(
+                pp.ranks[:stages], pp.rank_in_group, model.partition, partition, pp.device_group
+            )
+        )
         if runner.device.type == "cuda":
             torch.cuda.synchronize(runner.device)
             torch.cuda.empty_cache()
     runner.partition = tuple(partition)
 
 
-def _measured_partition(runner: DiffusionGPUModelRunner, model: LayeredModel, times: StageTimes) -> list[int]:
+def _measured_partition(
+    runner: DiffusionGPUModelRunner, model: LayeredModel, times: StageTimes
+) -> list[int]:
     pp = runner.pp
     stages = pp.world_size - runner.omni.vae_stage
     steps = times.get("steps", [0.0])

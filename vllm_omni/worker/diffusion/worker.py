@@ -18,11 +18,16 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_omni.engine_arguments.refusals import WORKER_CLS, check_ar_worker
 from vllm_omni.model_executor.models.registry import ARCHITECTURES
-from vllm_omni.processes import end_with_parent, engine_processes
-from vllm_omni.worker.diffusion.checkpoints import SessionCheckpoints
-from vllm_omni.worker.diffusion.liveness import Watchdog, answers_steps, failing_together, watch_other_ranks
+from vllm_omni.runtime.processes import end_with_parent, engine_processes
+from vllm_omni.worker.diffusion.liveness import (
+    Watchdog,
+    failing_together,
+    runs_steps,
+    watch_other_ranks,
+)
 from vllm_omni.worker.diffusion.runner import DiffusionGPUModelRunner
-from vllm_omni.worker.diffusion.snapshots import SessionSnapshots
+from vllm_omni.worker.diffusion.sessions.background_snapshots import BackgroundSnapshots
+from vllm_omni.worker.diffusion.sessions.snapshots import SessionSnapshots
 from vllm_omni.worker.diffusion.warm_up import warm_up
 
 if TYPE_CHECKING:
@@ -68,10 +73,12 @@ class DiffusionWorkerMixin(_Worker):
         """Return the bytes in use on the device before this rank loaded anything."""
         return 0
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
+    def execute_model(
+        self, scheduler_output: SchedulerOutput
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
         if get_world_group().world_size == 1:
             return super().execute_model(scheduler_output)
-        with failing_together(heard=answers_steps()):
+        with failing_together(heard=runs_steps()):
             output = super().execute_model(scheduler_output)
             self.model_runner.role.listen()
             return output
@@ -100,7 +107,9 @@ class DiffusionWorkerMixin(_Worker):
         """
         return self.snapshots.describe(session_id)
 
-    def write_session(self, session_id: str, path: str, chunk_index: int, starts: list[int]) -> dict[str, Any]:
+    def write_session(
+        self, session_id: str, path: str, chunk_index: int, starts: list[int]
+    ) -> dict[str, Any]:
         """Copy this rank's tensors to their positions in the file.
 
         Second RPC of `save_exchange`.
@@ -108,8 +117,8 @@ class DiffusionWorkerMixin(_Worker):
         return self.snapshots.write(session_id, path, chunk_index, starts)
 
     @cached_property
-    def checkpoints(self) -> SessionCheckpoints:
-        return SessionCheckpoints(self.snapshots, self.device)
+    def checkpoints(self) -> BackgroundSnapshots:
+        return BackgroundSnapshots(self.snapshots, self.device)
 
     @torch.inference_mode()
     def stage_checkpoint(self, session_id: str) -> dict[str, Any]:
@@ -131,7 +140,9 @@ class DiffusionWorkerMixin(_Worker):
         return self.checkpoints.written(session_id)
 
     @torch.inference_mode()
-    def restore_session(self, session_id: str, path: str, data_parallel_rank: int | None = None) -> dict[str, Any]:
+    def restore_session(
+        self, session_id: str, path: str, data_parallel_rank: int | None = None
+    ) -> dict[str, Any]:
         """Create a session from this rank's part of a file.
 
         RPC of `sessions.snapshot_exchange.restore_exchange`.
@@ -140,7 +151,7 @@ class DiffusionWorkerMixin(_Worker):
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         super().reload_weights(*args, **kwargs)
-        self.snapshots.forget_weights()
+        self.snapshots.invalidate_weights()
 
     def request_progress(self) -> dict[str, list[int]]:
         """Return `{session id: [steps done, steps in total]}` of the chunks in flight.

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drive a `CausalWan` chunk by chunk in this process, as the runner does, without an engine around it."""
+"""Drive a `CausalWan` chunk by chunk in this process, as the runner does, without an engine
+around it.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,8 +12,8 @@ import torch
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import DiffusionRequest, SessionState
-from vllm_omni.model_executor.layers.parallel import ParallelContext
-from vllm_omni.model_executor.models.causal_wan.checkpoint import find_layout, hf_config
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
+from vllm_omni.model_executor.models.causal_wan.checkpoint.layout import find_layout, hf_config
 from vllm_omni.model_executor.models.causal_wan.pipeline import CausalWan, StreamSetup
 
 HEIGHT, WIDTH = 32, 48
@@ -30,7 +32,9 @@ def load_model(
     omni = OmniConfig(height=HEIGHT, width=WIDTH, model=options, **(serving or {}))
     layout = find_layout(checkpoint)
     values = hf_config(checkpoint)["causal_wan"]
-    setup = StreamSetup.of(values, layout, omni, dtype, parallel or ParallelContext(), kv_dtype=kv_dtype)
+    setup = StreamSetup.of_checkpoint(
+        values, layout, omni, dtype, parallel or ParallelContext(), kv_dtype=kv_dtype
+    )
     model = CausalWan(setup)
     model.load_checkpoint(layout)
     return model
@@ -38,7 +42,9 @@ def load_model(
 
 def input_video(frames: range, speed: float = 1.0) -> torch.Tensor:
     """A pattern that moves `speed` pixels a frame, uint8 [T, H, W, 3]."""
-    t, y, x = torch.meshgrid(torch.tensor(frames), torch.arange(HEIGHT), torch.arange(WIDTH), indexing="ij")
+    t, y, x = torch.meshgrid(
+        torch.tensor(frames), torch.arange(HEIGHT), torch.arange(WIDTH), indexing="ij"
+    )
     waves = [torch.sin((x + scale * y + speed * t) / 5.0) for scale in (0.3, 0.7, 1.1)]
     return ((torch.stack(waves, dim=-1) * 0.5 + 0.5) * 255).round().to(torch.uint8)
 
@@ -47,7 +53,10 @@ def make_request(
     session: SessionState, tensors: dict[str, torch.Tensor] | None = None, **params: Any
 ) -> DiffusionRequest:
     return DiffusionRequest(
-        "request", DiffusionParams(**{"session_id": session.session_id, **params}), dict(tensors or {}), session
+        "request",
+        DiffusionParams(**{"session_id": session.session_id, **params}),
+        dict(tensors or {}),
+        session,
     )
 
 
@@ -65,7 +74,10 @@ def finish(model: CausalWan, request: DiffusionRequest) -> Result:
 
 
 def run_chunk(
-    model: CausalWan, session: SessionState, tensors: dict[str, torch.Tensor] | None = None, **params: Any
+    model: CausalWan,
+    session: SessionState,
+    tensors: dict[str, torch.Tensor] | None = None,
+    **params: Any,
 ) -> Result:
     request = make_request(session, tensors, **params)
     model.prepare_encode(request)
@@ -75,13 +87,17 @@ def run_chunk(
 
 
 def open_session(model: CausalWan, session_id: str = "a", **params: Any) -> SessionState:
-    return model.new_session(DiffusionParams(session_id=session_id, **{"prompt": "a beach", **params}))
+    return model.new_session(
+        DiffusionParams(session_id=session_id, **{"prompt": "a beach", **params})
+    )
 
 
 def stream(model: CausalWan, chunks: int, **params: Any) -> list[torch.Tensor]:
     """The latents of a new stream's first chunks."""
     session = open_session(model, output="latents", **params)
     return [
-        run_chunk(model, session, **{"prompt": "a beach", "output": "latents", **params})[1]["latents"]
+        run_chunk(model, session, **{"prompt": "a beach", "output": "latents", **params})[1][
+            "latents"
+        ]
         for _ in range(chunks)
     ]

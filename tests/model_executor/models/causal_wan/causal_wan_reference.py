@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal Wan written out plainly (one chunk, a list of past keys, no cache classes), to record golden directories of
-other sizes than the recorded ones. Shares no code with the implementation; fp64 throughout.
+"""Causal Wan written out plainly (one chunk, a list of past keys, no cache classes), to record
+golden directories of other sizes than the recorded ones. Shares no code with the implementation;
+fp64 throughout.
 """
 
 import json
@@ -26,7 +27,10 @@ class Reference:
             return (torch.randn(shape, generator=generator) * scale).float()
 
         def dense(name: str, out: int, inside: int) -> dict[str, torch.Tensor]:
-            return {f"{name}.weight": rand(out, inside, scale=inside**-0.5), f"{name}.bias": rand(out, scale=0.1)}
+            return {
+                f"{name}.weight": rand(out, inside, scale=inside**-0.5),
+                f"{name}.bias": rand(out, scale=0.1),
+            }
 
         w: dict[str, torch.Tensor] = {
             "patch_embedding.weight": rand(dim, 16, 1, 2, 2, scale=0.125),
@@ -42,7 +46,10 @@ class Reference:
         for i in range(config["num_layers"]):
             b = f"blocks.{i}"
             w[f"{b}.modulation"] = rand(1, 6, dim, scale=0.1)
-            w |= {f"{b}.norm3.weight": 1 + rand(dim, scale=0.1), f"{b}.norm3.bias": rand(dim, scale=0.1)}
+            w |= {
+                f"{b}.norm3.weight": 1 + rand(dim, scale=0.1),
+                f"{b}.norm3.bias": rand(dim, scale=0.1),
+            }
             for a in ("self_attn", "cross_attn"):
                 for p in "qkvo":
                     w |= dense(f"{b}.{a}.{p}", dim, dim)
@@ -55,7 +62,11 @@ class Reference:
         return linear(x, self.w[f"{name}.weight"], self.w[f"{name}.bias"])
 
     def _rms(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.c["eps"]) * self.w[f"{name}.weight"]
+        return (
+            x
+            * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.c["eps"])
+            * self.w[f"{name}.weight"]
+        )
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(-1, (self.c["num_heads"], -1))
@@ -69,11 +80,17 @@ class Reference:
                 for column in range(grid[2]):
                     angles = [
                         position * 10000 ** (-2 * j / (2 * count))
-                        for position, count in ((f, lanes - 2 * spatial), (row, spatial), (column, spatial))
+                        for position, count in (
+                            (f, lanes - 2 * spatial),
+                            (row, spatial),
+                            (column, spatial),
+                        )
                         for j in range(count)
                     ]
                     turns.append(angles)
-        turn = torch.polar(torch.ones(1, dtype=torch.float64), torch.tensor(turns, dtype=torch.float64))
+        turn = torch.polar(
+            torch.ones(1, dtype=torch.float64), torch.tensor(turns, dtype=torch.float64)
+        )
         pairs = torch.view_as_complex(x_TNH.unflatten(-1, (-1, 2)).contiguous())
         return torch.view_as_real(pairs * turn.unsqueeze(1)).flatten(-2)
 
@@ -82,45 +99,78 @@ class Reference:
         scores = torch.einsum("tnh,snh->nts", q, k) / math.sqrt(q.shape[-1])
         return torch.einsum("nts,snh->tnh", scores.softmax(-1), v).flatten(1)
 
-    def flow(self, x: torch.Tensor, t: float, text: torch.Tensor, first: int, past: list[Past]) -> tuple[Any, Any]:
-        """x [16, F, h, w] -> (flow, K and V per layer and frame of the chunk); past: what each layer sees before it."""
+    def flow(
+        self, x: torch.Tensor, t: float, text: torch.Tensor, first: int, past: list[Past]
+    ) -> tuple[Any, Any]:
+        """x [16, F, h, w] -> (flow, K and V per layer and frame of the chunk); past: what each
+        layer sees before it.
+        """
         frames, grid = x.shape[1], (x.shape[1], x.shape[2] // 2, x.shape[3] // 2)
         half = self.c["freq_dim"] // 2
         angle = t * 10000 ** (-torch.arange(half, dtype=torch.float64) / half)
         e = self._dense(
-            "time_embedding.2", silu(self._dense("time_embedding.0", torch.cat((angle.cos(), angle.sin()))))
+            "time_embedding.2",
+            silu(self._dense("time_embedding.0", torch.cat((angle.cos(), angle.sin())))),
         )
         six = self._dense("time_projection.1", silu(e)).view(6, -1)
         padded = torch.zeros(self.c["text_len"], text.shape[1], dtype=torch.float64)
         padded[: len(text)] = text
-        context = self._dense("text_embedding.2", gelu(self._dense("text_embedding.0", padded), approximate="tanh"))
-        patches = (
-            x.double().unflatten(2, (-1, 2)).unflatten(4, (-1, 2)).permute(1, 2, 4, 0, 3, 5).flatten(3).flatten(0, 2)
+        context = self._dense(
+            "text_embedding.2", gelu(self._dense("text_embedding.0", padded), approximate="tanh")
         )
-        h = linear(patches, self.w["patch_embedding.weight"].flatten(1), self.w["patch_embedding.bias"])
+        patches = (
+            x.double()
+            .unflatten(2, (-1, 2))
+            .unflatten(4, (-1, 2))
+            .permute(1, 2, 4, 0, 3, 5)
+            .flatten(3)
+            .flatten(0, 2)
+        )
+        h = linear(
+            patches, self.w["patch_embedding.weight"].flatten(1), self.w["patch_embedding.bias"]
+        )
         made = []
         for i in range(self.c["num_layers"]):
             b = f"blocks.{i}"
             s1, c1, g1, s2, c2, g2 = self.w[f"{b}.modulation"][0] + six
             y = layer_norm(h, h.shape[-1:], eps=self.c["eps"]) * (1 + c1) + s1
             q, k = (
-                self._heads(self._rms(f"{b}.self_attn.norm_{p}", self._dense(f"{b}.self_attn.{p}", y))) for p in "qk"
+                self._heads(
+                    self._rms(f"{b}.self_attn.norm_{p}", self._dense(f"{b}.self_attn.{p}", y))
+                )
+                for p in "qk"
             )
             q, k = self._rotate(q, first, grid), self._rotate(k, first, grid)
             v = self._heads(self._dense(f"{b}.self_attn.v", y))
             made.append(list(zip(k.chunk(frames), v.chunk(frames), strict=True)))
             seen = [*past[i], *made[-1]]
-            attended = self._attend(q, torch.cat([key for key, _ in seen]), torch.cat([value for _, value in seen]))
+            attended = self._attend(
+                q, torch.cat([key for key, _ in seen]), torch.cat([value for _, value in seen])
+            )
             h = h + g1 * self._dense(f"{b}.self_attn.o", attended)
-            y = layer_norm(h, h.shape[-1:], self.w[f"{b}.norm3.weight"], self.w[f"{b}.norm3.bias"], self.c["eps"])
-            q = self._heads(self._rms(f"{b}.cross_attn.norm_q", self._dense(f"{b}.cross_attn.q", y)))
-            k = self._heads(self._rms(f"{b}.cross_attn.norm_k", self._dense(f"{b}.cross_attn.k", context)))
+            y = layer_norm(
+                h,
+                h.shape[-1:],
+                self.w[f"{b}.norm3.weight"],
+                self.w[f"{b}.norm3.bias"],
+                self.c["eps"],
+            )
+            q = self._heads(
+                self._rms(f"{b}.cross_attn.norm_q", self._dense(f"{b}.cross_attn.q", y))
+            )
+            k = self._heads(
+                self._rms(f"{b}.cross_attn.norm_k", self._dense(f"{b}.cross_attn.k", context))
+            )
             v = self._heads(self._dense(f"{b}.cross_attn.v", context))
             h = h + self._dense(f"{b}.cross_attn.o", self._attend(q, k, v))
             y = layer_norm(h, h.shape[-1:], eps=self.c["eps"]) * (1 + c2) + s2
-            h = h + g2 * self._dense(f"{b}.ffn.2", gelu(self._dense(f"{b}.ffn.0", y), approximate="tanh"))
+            h = h + g2 * self._dense(
+                f"{b}.ffn.2", gelu(self._dense(f"{b}.ffn.0", y), approximate="tanh")
+            )
         shift, scale = self.w["head.modulation"][0] + e
-        out = self._dense("head.head", layer_norm(h, h.shape[-1:], eps=self.c["eps"]) * (1 + scale) + shift)
+        out = self._dense(
+            "head.head", layer_norm(h, h.shape[-1:], eps=self.c["eps"]) * (1 + scale) + shift
+        )
         cells = out.view(*grid, 2, 2, 16).permute(5, 0, 1, 3, 2, 4)
         return cells.reshape(16, frames, x.shape[2], x.shape[3]), made
 
@@ -139,8 +189,12 @@ def evict(past: Past, window: int, sink: int, incoming: int) -> Past:
     return past[:sink] + past[sink + over :]
 
 
-def record_self_forcing(out: Path, case: dict[str, Any], config: dict[str, Any], seed: int = 3) -> None:
-    """Write one `sf_*` case, its metadata and weights. case: the recorded keys, `steps` = table entries."""
+def record_self_forcing(
+    out: Path, case: dict[str, Any], config: dict[str, Any], seed: int = 3
+) -> None:
+    """Write one `sf_*` case, its metadata and weights. case: the recorded keys, `steps` = table
+    entries.
+    """
     reference = Reference(config, seed)
     generator = torch.Generator().manual_seed(seed + 1)
     h, w = config["latent_hw"]
@@ -162,7 +216,14 @@ def record_self_forcing(out: Path, case: dict[str, Any], config: dict[str, Any],
             name = f"call{len(calls):02d}"
             tensors |= {f"{name}.in": _stored(x), f"{name}.flow": _stored(flow)}
             valid = min((first + size), window) * tokens
-            calls.append({"t": [t] * size, "start": first * tokens, "frames": size, "g_end": (first + size) * tokens})
+            calls.append(
+                {
+                    "t": [t] * size,
+                    "start": first * tokens,
+                    "frames": size,
+                    "g_end": (first + size) * tokens,
+                }
+            )
             calls[-1]["l_end"] = valid
             if step < len(timesteps):
                 x0 = x - sigma_of(shift, t) * flow
@@ -189,12 +250,22 @@ def record_self_forcing(out: Path, case: dict[str, Any], config: dict[str, Any],
     save_file(reference.stored, out / "tiny_causal_wan_state.safetensors")
 
 
-def record_stream_batch(out: Path, case: dict[str, Any], config: dict[str, Any], seed: int = 3) -> None:
-    """Write one `sdv2_stream_*` case beside the weights of `record_self_forcing` with the same config and seed."""
+def record_stream_batch(
+    out: Path, case: dict[str, Any], config: dict[str, Any], seed: int = 3
+) -> None:
+    """Write one `sdv2_stream_*` case beside the weights of `record_self_forcing` with the same
+    config and seed.
+    """
     reference = Reference(config, seed)
     generator = torch.Generator().manual_seed(seed + 2)
     h, w = config["latent_hw"]
-    steps, chunks, window, sink, shift = case["steps"], case["chunks"], case["kv_frames"], case["sink"], case["shift"]
+    steps, chunks, window, sink, shift = (
+        case["steps"],
+        case["chunks"],
+        case["kv_frames"],
+        case["sink"],
+        case["shift"],
+    )
     text = torch.randn(config["text_len"], config["text_dim"], generator=generator)
     inputs, tensors = {"prompt_embeds": text[None]}, {}
     scales = [0.8 - 0.01 * (chunk % 7) for chunk in range(chunks + 1)]
@@ -221,10 +292,22 @@ def record_stream_batch(out: Path, case: dict[str, Any], config: dict[str, Any],
             past = [[list(layer) for layer in past[-1]] for _ in steps]
         tensors["prepare_x0" if chunk == 0 else f"chunk{chunk:02d}.x0"] = _stored(x0)
         start += size
-    meta = {"mode": "stream", "steps": steps, "kv_frames": window, "sink": sink, "adapt_thr": -1, "chunks": chunks}
+    meta = {
+        "mode": "stream",
+        "steps": steps,
+        "kv_frames": window,
+        "sink": sink,
+        "adapt_thr": -1,
+        "chunks": chunks,
+    }
     save_file(inputs, out / "sdv2_inputs.safetensors")
     save_file(tensors, out / f"{case['case']}.safetensors")
-    document = {"noise_scale": scales, "first_step_timestep": firsts, "shift": shift, "cases": {case["case"]: meta}}
+    document = {
+        "noise_scale": scales,
+        "first_step_timestep": firsts,
+        "shift": shift,
+        "cases": {case["case"]: meta},
+    }
     (out / "sdv2_meta.json").write_text(json.dumps({**document, "tokens_per_frame": h * w // 4}))
 
 

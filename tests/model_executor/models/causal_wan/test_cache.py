@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each cache semantics shows a step: checked by contents that say which frame and step wrote them."""
+"""What each cache semantics shows a step: checked by contents that say which frame and step
+wrote them.
+"""
 
 import pytest
 import torch
 
-from vllm_omni.model_executor.layers.kv_cache import KVWindow
+from vllm_omni.model_executor.layers.kv_cache.window import KVWindow
 from vllm_omni.model_executor.models.causal_wan.cache import ChunkCache
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
 
@@ -41,7 +43,7 @@ def run(cache: ChunkCache, plan: ChunkPlan, chunks: int, steps: int) -> list[lis
     shown = []
     for chunk in range(chunks):
         frames = plan.frames(chunk)
-        cache.check_fits(frames)
+        cache.check_frames(frames)
         shown.append([])
         for step in range(steps):
             write(cache, step, frames)
@@ -51,7 +53,9 @@ def run(cache: ChunkCache, plan: ChunkPlan, chunks: int, steps: int) -> list[lis
 
 
 def visible_frames(plan: ChunkPlan, frames: range) -> list[int]:
-    ring = range(max(plan.sink_frames, frames.stop - (plan.window_frames - plan.sink_frames)), frames.stop)
+    ring = range(
+        max(plan.sink_frames, frames.stop - (plan.window_frames - plan.sink_frames)), frames.stop
+    )
     return sorted({*range(min(plan.sink_frames, frames.stop)), *ring})
 
 
@@ -66,11 +70,15 @@ PLANS = [
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_strict_shows_clean_chunks(plan: ChunkPlan) -> None:
-    shown = run(ChunkCache.strict(make_window(plan.window_frames, plan.sink_frames)), plan, 8, STEPS + 1)
+    shown = run(
+        ChunkCache.strict(make_window(plan.window_frames, plan.sink_frames)), plan, 8, STEPS + 1
+    )
     for chunk, steps in enumerate(shown):
         frames = plan.frames(chunk)
         for step, values in enumerate(steps):
-            expected = [f + (step if f in frames else STEPS) / 10 for f in visible_frames(plan, frames)]
+            expected = [
+                f + (step if f in frames else STEPS) / 10 for f in visible_frames(plan, frames)
+            ]
             assert values == pytest.approx(expected)
 
 
@@ -82,7 +90,10 @@ def test_noise_matched_shows_each_step_what_was_at_that_step(plan: ChunkPlan) ->
     for chunk, steps in enumerate(shown):
         frames, first = plan.frames(chunk), plan.frames(0)
         for step, values in enumerate(steps):
-            expected = [f + (STEPS - 1 if chunk and f in first else step) / 10 for f in visible_frames(plan, frames)]
+            expected = [
+                f + (STEPS - 1 if chunk and f in first else step) / 10
+                for f in visible_frames(plan, frames)
+            ]
             assert values == pytest.approx(expected)
 
 
@@ -107,12 +118,21 @@ def test_an_abandoned_chunk_leaves_no_trace() -> None:
 
 
 def test_a_capture_finds_positions_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a ring with spare frames: a graph could not repeat their copy from the host. They are kept with the ring."""
+    """In a ring with spare frames: a graph could not repeat their copy from the host.
+
+    They are kept with the ring.
+    """
     (expected, window), frames = (make_window(4, 1, spare=2) for _ in range(2)), range(6, 8)
     for each in (expected, window):
         each.write(0, frames, torch.ones(2, 1, 1), torch.ones(2, 1, 1))
     assert window.graph_key(frames) != window.graph_key(range(8, 10)), "other slots"
-    assert window.graph_key(frames) != window.graph_key(range(16, 18)), "the same slots, seen in another order"
-    monkeypatch.setattr(window, "token_positions", lambda slots: pytest.fail("they are made behind the key"))
+    assert window.graph_key(frames) != window.graph_key(range(16, 18)), (
+        "the same slots, seen in another order"
+    )
+    monkeypatch.setattr(
+        window, "token_positions", lambda slots: pytest.fail("they are made behind the key")
+    )
     assert torch.equal(window.visible(0, frames)[0], expected.visible(0, frames)[0])
-    assert window.graph_key(frames) == window.graph_key(range(36, 38)), "some turns of the ring later"
+    assert window.graph_key(frames) == window.graph_key(range(36, 38)), (
+        "some turns of the ring later"
+    )

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every style of names gives the stream of merged weights, W + scale x alpha / rank x up @ down, and no trace is left.
+"""Every style of names gives the stream of merged weights, W + scale x alpha / rank x up @ down,
+and no trace is left.
 
-fp32 streams of a tiny causal Wan, driven without an engine. The styles' names are those that the formats' own tools
-write (diffusers' `lora_conversion_utils.py`, musubi-tuner, LightX2V); PEFT's file is written by PEFT.
+fp32 streams of a tiny causal Wan, driven without an engine. The styles' names are those that the
+formats' own tools write (diffusers' `lora_conversion_utils.py`, musubi-tuner, LightX2V); PEFT's
+file is written by PEFT.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,9 +22,9 @@ from safetensors.torch import load_file, save_file
 from vllm.lora.request import LoRARequest
 
 from vllm_omni.inputs import Lora
-from vllm_omni.model_executor.layers.parallel import ParallelContext
-from vllm_omni.model_executor.lora.store import AdapterStore
-from vllm_omni.model_executor.lora.target import AdapterTarget
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
+from vllm_omni.model_executor.layers.lora.store import AdapterStore
+from vllm_omni.model_executor.layers.lora.target import AdapterTarget
 from vllm_omni.model_executor.models.causal_wan.pipeline import CausalWan
 
 TOLERANCE = 2e-4
@@ -31,7 +33,9 @@ OPTIONS = {"window_frames": 9, "sink_frames": 3}
 CHUNKS = 2
 
 
-def run(model: CausalWan, store: AdapterStore, choices: Sequence[Lora], chunks: int = CHUNKS) -> list[torch.Tensor]:
+def run(
+    model: CausalWan, store: AdapterStore, choices: Sequence[Lora], chunks: int = CHUNKS
+) -> list[torch.Tensor]:
     """A new stream whose chunks all use these adapters, as the runner drives it."""
     session, latents = open_session(model, output="latents"), []
     for index in range(chunks):
@@ -76,8 +80,8 @@ def merged(checkpoint: Path, changes: Mapping[str, torch.Tensor]) -> list[torch.
     """The stream of a network whose own tensors have been changed."""
     model = load_model(checkpoint, **OPTIONS)
     files.merge(model.transformer, changes)
-    model.transformer.forget()
-    model.prompts.forget()
+    model.transformer.clear_derived()
+    model.prompts.clear_prompt()
     return run(model, make_store(model), [])
 
 
@@ -85,7 +89,10 @@ STYLES: dict[str, tuple[Callable[[files.Factors, Path], Path], float]] = {
     "community": (files.write_community, files.ALPHA / files.RANK),
     "community, A and B": (files.write_community_ab, 1.0),
     "kohya": (files.write_kohya, files.ALPHA / files.RANK),
-    "DiffSynth": (lambda made, path: files.write_community(made, path, ""), files.ALPHA / files.RANK),
+    "DiffSynth": (
+        lambda made, path: files.write_community(made, path, ""),
+        files.ALPHA / files.RANK,
+    ),
     "diffusers": (lambda made, path: files.write_diffusers(made, path.with_suffix("")), 1.0),
     "diffusers with settings": (
         lambda made, path: files.write_diffusers(
@@ -93,7 +100,10 @@ STYLES: dict[str, tuple[Callable[[files.Factors, Path], Path], float]] = {
         ),
         8 / files.RANK,
     ),
-    "PEFT": (lambda made, path: files.write_peft(made, path.with_suffix("")), files.ALPHA / files.RANK),
+    "PEFT": (
+        lambda made, path: files.write_peft(made, path.with_suffix("")),
+        files.ALPHA / files.RANK,
+    ),
     "PEFT, rank-stabilised": (
         lambda made, path: files.write_peft(made, path.with_suffix(""), use_rslora=True),
         files.ALPHA / files.RANK**0.5,
@@ -105,19 +115,25 @@ STYLES: dict[str, tuple[Callable[[files.Factors, Path], Path], float]] = {
 def test_an_adapter_of_each_style_is_the_merged_network(
     style: str, model: CausalWan, causal_wan: Path, plain: list[torch.Tensor], tmp_path: Path
 ) -> None:
-    """Of all of a network's layers, at strength 0.7; without it the stream is the base's bit for bit again."""
+    """Of all of a network's layers, at strength 0.7; without it the stream is the base's bit for
+    bit again.
+    """
     write, scaling = STYLES[style]
     made = files.factors(target_of(model), files.attention_and_ffn(target_of(model)), seed=1)
     store = make_store(model)
-    assert store.add(LoRARequest("ink", 1, str(write(made, tmp_path / "ink.safetensors"))))
+    assert store.add_adapter(LoRARequest("ink", 1, str(write(made, tmp_path / "ink.safetensors"))))
     expected = merged(causal_wan, files.differences(made, 0.7 * scaling))
     assert not torch.allclose(expected[0], plain[0], atol=0.01), "the adapter shows"
     assert_close(run(model, store, [Lora(name="ink", scale=0.7)]), expected)
     assert_equal(run(model, store, []), plain)
 
 
-def test_an_adapter_written_by_peft_is_peft_s_own_network(model: CausalWan, causal_wan: Path, tmp_path: Path) -> None:
-    """PEFT writes it around a network of the same layers' names; its own merged weights are the reference."""
+def test_an_adapter_written_by_peft_is_peft_s_own_network(
+    model: CausalWan, causal_wan: Path, tmp_path: Path
+) -> None:
+    """PEFT writes it around a network of the same layers' names; its own merged weights are the
+    reference.
+    """
     from peft import LoraConfig, get_peft_model
     from torch import nn
 
@@ -130,29 +146,49 @@ def test_an_adapter_written_by_peft_is_peft_s_own_network(model: CausalWan, caus
     network.blocks = nn.ModuleList([Block() for _ in range(4)])
     network.config = {"model_type": "custom"}  # type: ignore[assignment]
     settings = LoraConfig(
-        r=4, lora_alpha=16, target_modules=["q", "o"], init_lora_weights=False, alpha_pattern={"o": 2}
+        r=4,
+        lora_alpha=16,
+        target_modules=["q", "o"],
+        init_lora_weights=False,
+        alpha_pattern={"o": 2},
     )
     torch.manual_seed(0)
     adapted = get_peft_model(network, settings)  # type: ignore[arg-type]
     adapted.save_pretrained(str(tmp_path / "peft"))
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
-    whole = {name.replace(".base_layer", ""): tensor for name, tensor in before.items() if "lora_" not in name}
+    whole = {
+        name.replace(".base_layer", ""): tensor
+        for name, tensor in before.items()
+        if "lora_" not in name
+    }
     after = adapted.merge_and_unload().state_dict()
-    changes = {name: after[name] - tensor for name, tensor in whole.items() if name.endswith("weight")}
+    changes = {
+        name: after[name] - tensor for name, tensor in whole.items() if name.endswith("weight")
+    }
     store = make_store(model)
-    store.add(LoRARequest("peft", 1, str(tmp_path / "peft")))
+    store.add_adapter(LoRARequest("peft", 1, str(tmp_path / "peft")))
     got = run(model, store, [Lora(name="peft")])
-    assert_close(got, merged(causal_wan, {name: change for name, change in changes.items() if change.any()}))
+    assert_close(
+        got, merged(causal_wan, {name: change for name, change in changes.items() if change.any()})
+    )
 
 
-def test_several_adapters_add_up_each_at_its_own_strength(model: CausalWan, causal_wan: Path, tmp_path: Path) -> None:
+def test_several_adapters_add_up_each_at_its_own_strength(
+    model: CausalWan, causal_wan: Path, tmp_path: Path
+) -> None:
     """Of different ranks and different layers."""
     target = target_of(model)
     ink = files.factors(target, files.attention_and_ffn(target), seed=1)
-    wool = files.factors(target, ["blocks.1.self_attn.k", "blocks.3.ffn.0", "blocks.3.cross_attn.v"], seed=2, rank=7)
+    wool = files.factors(
+        target, ["blocks.1.self_attn.k", "blocks.3.ffn.0", "blocks.3.cross_attn.v"], seed=2, rank=7
+    )
     store = make_store(model)
-    store.add(LoRARequest("ink", 1, str(files.write_community_ab(ink, tmp_path / "ink.safetensors"))))
-    store.add(LoRARequest("wool", 2, str(files.write_community_ab(wool, tmp_path / "wool.safetensors"))))
+    store.add_adapter(
+        LoRARequest("ink", 1, str(files.write_community_ab(ink, tmp_path / "ink.safetensors")))
+    )
+    store.add_adapter(
+        LoRARequest("wool", 2, str(files.write_community_ab(wool, tmp_path / "wool.safetensors")))
+    )
     changes = files.differences(ink, 0.5)
     for name, change in files.differences(wool, -1.5).items():
         changes[name] = changes[name] + change
@@ -163,21 +199,29 @@ def test_several_adapters_add_up_each_at_its_own_strength(model: CausalWan, caus
 def test_a_step_distillation_adapter_changes_every_tensor(
     model: CausalWan, causal_wan: Path, plain: list[torch.Tensor], tmp_path: Path
 ) -> None:
-    """As LightX2V's: factors of embeddings and head, differences of biases, norms, modulation and whole weights."""
+    """As LightX2V's: factors of embeddings and head, differences of biases, norms, modulation
+    and whole weights.
+    """
     target = target_of(model)
     generator = torch.Generator().manual_seed(3)
 
     def random(*shape: int) -> torch.Tensor:
         return 0.1 * torch.randn(*shape, generator=generator)
 
-    made = files.factors(target, [name for name in target.matrices() if name != "head.head"], seed=1, size=0.1)
+    made = files.factors(
+        target, [name for name in target.matrices() if name != "head.head"], seed=1, size=0.1
+    )
     stored: dict[str, torch.Tensor] = {}
     changes = files.differences(made, 1.0)
     for module, (down, up) in made.items():
         stored[f"diffusion_model.{module}.lora_down.weight"] = down
         stored[f"diffusion_model.{module}.lora_up.weight"] = up
-    stored["diffusion_model.patch_embedding.lora_down.weight"] = made["patch_embedding"][0].reshape(-1, 16, 1, 2, 2)
-    stored["diffusion_model.patch_embedding.lora_up.weight"] = made["patch_embedding"][1].reshape(-1, 4, 1, 1, 1)
+    stored["diffusion_model.patch_embedding.lora_down.weight"] = made["patch_embedding"][0].reshape(
+        -1, 16, 1, 2, 2
+    )
+    stored["diffusion_model.patch_embedding.lora_up.weight"] = made["patch_embedding"][1].reshape(
+        -1, 4, 1, 1, 1
+    )
     for module in target.matrices():
         if f"{module}.bias" in target.shapes:
             changes[f"{module}.bias"] = stored[f"diffusion_model.{module}.diff_b"] = random(
@@ -186,14 +230,23 @@ def test_a_step_distillation_adapter_changes_every_tensor(
     for name, shape in target.shapes.items():
         if "norm" in name:
             end = ".diff" if name.endswith("weight") else ".diff_b"
-            changes[name] = stored[f"diffusion_model.{name.rpartition('.')[0]}{end}"] = random(*shape)
+            changes[name] = stored[f"diffusion_model.{name.rpartition('.')[0]}{end}"] = random(
+                *shape
+            )
         elif name.endswith("modulation"):
-            changes[name] = stored[f"diffusion_model.{name.rpartition('.')[0]}.diff_m"] = random(*shape)
-    changes["head.head.weight"] = stored["diffusion_model.head.head.diff"] = random(*target.shapes["head.head.weight"])
+            changes[name] = stored[f"diffusion_model.{name.rpartition('.')[0]}.diff_m"] = random(
+                *shape
+            )
+    changes["head.head.weight"] = stored["diffusion_model.head.head.diff"] = random(
+        *target.shapes["head.head.weight"]
+    )
     assert changes.keys() == target.shapes.keys(), "every tensor of the network"
-    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, tmp_path / "steps.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in stored.items()},
+        tmp_path / "steps.safetensors",
+    )
     store = make_store(model)
-    store.add(LoRARequest("steps", 1, str(tmp_path / "steps.safetensors")))
+    store.add_adapter(LoRARequest("steps", 1, str(tmp_path / "steps.safetensors")))
     expected = merged(causal_wan, {name: 0.8 * change for name, change in changes.items()})
     assert not torch.allclose(expected[0], plain[0], atol=0.01)
     before = {name: tensor.clone() for name, tensor in model.transformer.named_parameters()}
@@ -206,13 +259,15 @@ def test_a_step_distillation_adapter_changes_every_tensor(
 def test_streams_of_different_adapters_take_turns_without_a_trace(
     model: CausalWan, plain: list[torch.Tensor], tmp_path: Path
 ) -> None:
-    """Three adapters share two slots; each stream is what it is alone, whatever was in the slots before."""
+    """Three adapters share two slots; each stream is what it is alone, whatever was in the slots
+    before.
+    """
     target = target_of(model)
     store = make_store(model)
     for number in (1, 2, 3):
         made = files.factors(target, files.attention_and_ffn(target), seed=number, rank=2 * number)
         path = files.write_community(made, tmp_path / f"{number}.safetensors")
-        store.add(LoRARequest(str(number), number, str(path)))
+        store.add_adapter(LoRARequest(str(number), number, str(path)))
     alone = {number: run(model, store, [Lora(name=str(number))]) for number in (1, 2, 3)}
     for number in (3, 1, 2, 1):
         assert_equal(run(model, store, [Lora(name=str(number))]), alone[number])
@@ -220,10 +275,16 @@ def test_streams_of_different_adapters_take_turns_without_a_trace(
     assert_equal(run(model, store, [Lora(name="1", scale=0.0)]), plain)
 
 
-def _compare(rank: int, rendezvous: str, checkpoint: str, path: str, sequence_parallel: bool) -> None:
+def _compare(
+    rank: int, rendezvous: str, checkpoint: str, path: str, sequence_parallel: bool
+) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+        "gloo",
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=60),
     )
     try:
         choices = [Lora(name="steps", scale=0.8)]
@@ -241,7 +302,9 @@ def _compare(rank: int, rendezvous: str, checkpoint: str, path: str, sequence_pa
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
-def test_two_ranks_with_adapters_equal_one(sequence_parallel: bool, causal_wan: Path, tmp_path: Path) -> None:
+def test_two_ranks_with_adapters_equal_one(
+    sequence_parallel: bool, causal_wan: Path, tmp_path: Path
+) -> None:
     """Factors of all layers, differences of biases and of norms, each rank its part."""
     target = files.causal_wan_target(causal_wan)
     path = files.write_community(
@@ -249,7 +312,13 @@ def test_two_ranks_with_adapters_equal_one(sequence_parallel: bool, causal_wan: 
     )
     generator = torch.Generator().manual_seed(2)
     stored = load_file(path)
-    for name, size in {"self_attn.o.diff_b": 64, "ffn.0.diff_b": 112, "self_attn.norm_q.diff": 64}.items():
+    for name, size in {
+        "self_attn.o.diff_b": 64,
+        "ffn.0.diff_b": 112,
+        "self_attn.norm_q.diff": 64,
+    }.items():
         stored[f"diffusion_model.blocks.1.{name}"] = 0.1 * torch.randn(size, generator=generator)
     save_file(stored, path)
-    run_ranks(_compare, (str(tmp_path / "rendezvous"), str(causal_wan), str(path), sequence_parallel), 2)
+    run_ranks(
+        _compare, (str(tmp_path / "rendezvous"), str(causal_wan), str(path), sequence_parallel), 2
+    )

@@ -8,13 +8,29 @@ import pytest
 
 from vllm_omni.actions import ActionSpace
 from vllm_omni.config import OmniConfig
-from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig, CausalWanOptions, resolve_plan
+from vllm_omni.model_executor.models.causal_wan.config import (
+    CausalWanConfig,
+    CausalWanOptions,
+    resolve_plan,
+)
 from vllm_omni.model_executor.models.registry import get_family
 
 
 def test_both_key_styles_give_the_same_architecture() -> None:
-    original = {"model_type": "t2v", "dim": 5120, "ffn_dim": 13824, "num_heads": 40, "num_layers": 40, "in_dim": 16}
-    diffusers = {"attention_head_dim": 128, "ffn_dim": 13824, "num_attention_heads": 40, "num_layers": 40}
+    original = {
+        "model_type": "t2v",
+        "dim": 5120,
+        "ffn_dim": 13824,
+        "num_heads": 40,
+        "num_layers": 40,
+        "in_dim": 16,
+    }
+    diffusers = {
+        "attention_head_dim": 128,
+        "ffn_dim": 13824,
+        "num_attention_heads": 40,
+        "num_layers": 40,
+    }
     assert CausalWanConfig.from_checkpoint(original) == CausalWanConfig.from_checkpoint(diffusers)
     assert CausalWanConfig.from_checkpoint({}) == CausalWanConfig()
 
@@ -83,7 +99,12 @@ def test_options_win_over_the_checkpoint(
     config: dict[str, Any], options: dict[str, Any], plan: tuple[int, ...]
 ) -> None:
     found = resolve_plan(CausalWanConfig.from_checkpoint(config), CausalWanOptions.parse(options))
-    assert (found.first_chunk_frames, found.chunk_frames, found.window_frames, found.sink_frames) == plan
+    assert (
+        found.first_chunk_frames,
+        found.chunk_frames,
+        found.window_frames,
+        found.sink_frames,
+    ) == plan
 
 
 @pytest.mark.parametrize(
@@ -100,16 +121,22 @@ def test_plans_that_do_not_fit_are_refused(options: dict[str, Any]) -> None:
         resolve_plan(CausalWanConfig(), CausalWanOptions.parse(options))
 
 
-def test_doors_learn_the_stream_s_geometry(tmp_path: Path) -> None:
+def test_endpoints_learn_the_stream_s_geometry(tmp_path: Path) -> None:
     family = get_family("causal_wan")
     family.make_tiny(tmp_path, 0, "original")
     config = family.hf_config(tmp_path)
-    assert family.world_facts is not None and family.check_options is not None and family.capabilities is not None
-    omni = OmniConfig(height=32, width=48, model={"latent_frames_per_chunk": 1, "first_chunk_latent_frames": 2})
-    facts = family.world_facts(config, omni)
+    assert (
+        family.stream_info is not None
+        and family.check_options is not None
+        and family.capabilities is not None
+    )
+    omni = OmniConfig(
+        height=32, width=48, model={"latent_frames_per_chunk": 1, "first_chunk_latent_frames": 2}
+    )
+    info = family.stream_info(config, omni)
     assert family.action_space is not None
     assert family.action_space(config, omni) == ActionSpace(prompt="required", image="none")
-    assert (facts["latent_frames_per_chunk"], facts["first_chunk_latent_frames"]) == (1, 2)
+    assert (info["latent_frames_per_chunk"], info["first_chunk_latent_frames"]) == (1, 2)
     assert family.capabilities(config, omni).tasks == ("world", "text_to_video", "image_to_video")
     with pytest.raises(ValueError, match="multiples of 16"):
         family.check_options(config, OmniConfig(height=40, width=48))

@@ -12,14 +12,18 @@ from vllm_omni.model_executor.interfaces import SupportsDegradation, check_degra
 from vllm_omni.model_executor.models.causal_wan.pipeline import CausalWan
 
 
-def chunks(model: CausalWan, degradations: tuple[str, ...], source: str) -> tuple[list[torch.Tensor], list[int]]:
+def chunks(
+    model: CausalWan, degradations: tuple[str, ...], source: str
+) -> tuple[list[torch.Tensor], list[int]]:
     """Latents of two chunks, and how many forwards each took."""
     options = {"source": source}
     session = open_session(model, output="latents", options=options)
     latents, forwards = [], []
     for frames in (range(9), range(9, 21)):
         tensors = {"video": input_video(frames)} if source == "video" else None
-        request = make_request(session, tensors, prompt="a beach", output="latents", options=options)
+        request = make_request(
+            session, tensors, prompt="a beach", output="latents", options=options
+        )
         request.degradations = degradations
         model.prepare_encode(request)
         while request.step < request.num_steps:
@@ -33,7 +37,9 @@ def chunks(model: CausalWan, degradations: tuple[str, ...], source: str) -> tupl
 def test_fewer_steps_is_a_model_of_every_second_step(causal_wan: Path, source: str) -> None:
     """Bit for bit: two of four steps, and the clean pass."""
     full = load_model(causal_wan)
-    half = load_model(causal_wan, denoising_steps=[1000.0, 500.0], video_denoising_steps=[700.0, 400.0])
+    half = load_model(
+        causal_wan, denoising_steps=[1000.0, 500.0], video_denoising_steps=[700.0, 400.0]
+    )
     found, forwards = chunks(full, ("fewer_steps",), source)
     expected, same = chunks(half, (), source)
     assert forwards == same == [3, 3] and chunks(full, (), source)[1] == [5, 5]

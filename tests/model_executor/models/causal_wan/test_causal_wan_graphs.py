@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Streams whose forwards come by graph equal streams whose forwards do not, bit for bit.
 
-On a host a "graph" repeats the forward with everything the host had decided at its capture: a key that leaves something
-out shows as other latents.
+On a host a "graph" repeats the forward with everything the host had decided at its capture: a key
+that leaves something out shows as other latents.
 """
 
 from pathlib import Path
@@ -16,45 +16,75 @@ from helpers.adapter_stores import make_store
 from helpers.host_capture import hold
 
 from vllm_omni.inputs import Lora
-from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs
+from vllm_omni.model_executor.layers.cuda_graphs import ForwardGraphs
 
 CHUNKS = 14
 OPTIONS: dict[str, tuple[dict[str, Any], int, int, int]] = {
     "no sinks": ({"window_frames": 6, "sink_frames": 0}, 3 * 2, 0, 8),
     "sinks": ({"window_frames": 9, "sink_frames": 3}, 4 * 2, 0, 10),
-    "fixed sinks": ({"window_frames": 9, "sink_frames": 3, "sink_position": "absolute"}, 4 * 2, 0, 10),
+    "fixed sinks": (
+        {"window_frames": 9, "sink_frames": 3, "sink_position": "absolute"},
+        4 * 2,
+        0,
+        10,
+    ),
     "renewed sinks": (
-        {"window_frames": 5, "sink_frames": 1, "latent_frames_per_chunk": 1, "sink_refresh_threshold": 0.9},
+        {
+            "window_frames": 5,
+            "sink_frames": 1,
+            "latent_frames_per_chunk": 1,
+            "sink_refresh_threshold": 0.9,
+        },
         8 * 2,
         0,
         CHUNKS,
     ),
-    "noise-matched": ({"window_frames": 6, "sink_frames": 0, "cache": "noise_matched"}, 3 * 4, 1, 8),
+    "noise-matched": (
+        {"window_frames": 6, "sink_frames": 0, "cache": "noise_matched"},
+        3 * 4,
+        1,
+        8,
+    ),
     "spare frames": (
-        {"window_frames": 6, "sink_frames": 0, "cache": "noise_matched", "serving": {"chunks_in_flight": 3}},
+        {
+            "window_frames": 6,
+            "sink_frames": 0,
+            "cache": "noise_matched",
+            "serving": {"chunks_in_flight": 3},
+        },
         6 * 3 + 3,
         2,
         CHUNKS,
     ),
 }
-"""Options, the graphs of a stream (its chunks' places in the ring, while it fills and later, x kinds of pass), how many
-of them the first stream does not make (of passes that come but once in it, and are the first of their kind), and the
-chunks of a stream that comes to every place at least twice after its ring is full."""
-each_option = pytest.mark.parametrize(("options", "graphs", "once", "chunks"), OPTIONS.values(), ids=OPTIONS.keys())
+"""Options, the graphs of a stream (its chunks' places in the ring, while it fills and later, x
+kinds of pass), how many of them the first stream does not make (of passes that come but once in it,
+and are the first of their kind), and the chunks of a stream that comes to every place at least
+twice after its ring is full."""
+each_option = pytest.mark.parametrize(
+    ("options", "graphs", "once", "chunks"), OPTIONS.values(), ids=OPTIONS.keys()
+)
 
 
 def each_kv_dtype(*nightly: str) -> pytest.MarkDecorator:
     """nightly: those that every commit does without, since the other test has them."""
     dtypes = {"plain K/V": None, "FP8 K/V": torch.float8_e4m3fn}
     marks = {name: [pytest.mark.nightly] for name in nightly}
-    params = [pytest.param(dtype, id=name, marks=marks.get(name, [])) for name, dtype in dtypes.items()]
+    params = [
+        pytest.param(dtype, id=name, marks=marks.get(name, [])) for name, dtype in dtypes.items()
+    ]
     return pytest.mark.parametrize("kv_dtype", params)
 
 
 @each_kv_dtype("FP8 K/V")
 @each_option
 def test_a_stream_by_graphs_is_the_stream(
-    causal_wan: Path, options: dict[str, Any], graphs: int, once: int, chunks: int, kv_dtype: torch.dtype | None
+    causal_wan: Path,
+    options: dict[str, Any],
+    graphs: int,
+    once: int,
+    chunks: int,
+    kv_dtype: torch.dtype | None,
 ) -> None:
     """Two streams side by side."""
     expected = stream(load_model(causal_wan, kv_dtype=kv_dtype, **options), chunks)
@@ -71,13 +101,21 @@ def test_a_stream_by_graphs_is_the_stream(
 @each_kv_dtype("plain K/V")
 @each_option
 def test_a_later_stream_is_served_by_the_graphs_of_an_earlier_one(
-    causal_wan: Path, options: dict[str, Any], graphs: int, once: int, chunks: int, kv_dtype: torch.dtype | None
+    causal_wan: Path,
+    options: dict[str, Any],
+    graphs: int,
+    once: int,
+    chunks: int,
+    kv_dtype: torch.dtype | None,
 ) -> None:
-    """From its first pass on: its memory is that of the one that has ended, of which it sees nothing.
+    """From its first pass on: its memory is that of the one that has ended, of which it sees
+    nothing.
 
     Not even if numbers were left there; and its prompt and seed are others.
     """
-    expected = stream(load_model(causal_wan, kv_dtype=kv_dtype, **options), chunks, prompt="a forest", seed=3)
+    expected = stream(
+        load_model(causal_wan, kv_dtype=kv_dtype, **options), chunks, prompt="a forest", seed=3
+    )
     model = load_model(causal_wan, kv_dtype=kv_dtype, **options)
     captured = model.transformer.graphs = ForwardGraphs(capture=hold)
     session = open_session(model, output="latents")
@@ -86,15 +124,15 @@ def test_a_later_stream_is_served_by_the_graphs_of_an_earlier_one(
     session.close()
     later = open_session(model, output="latents", prompt="a forest")
     for window in later.window.windows:
-        for place in window.places:
-            place.copy_(torch.full_like(place, torch.nan, dtype=torch.float32))
+        for position in window.buffers:
+            position.copy_(torch.full_like(position, torch.nan, dtype=torch.float32))
     for want in expected:
         got = run_chunk(model, later, prompt="a forest", seed=3, output="latents")[1]["latents"]
         torch.testing.assert_close(got, want, rtol=0, atol=0)
     assert len(captured) == graphs, "what came but once before is captured now, and nothing else"
-    assert len(captured.kept) == 0
+    assert len(captured.pool) == 0
     later.close()
-    assert len(captured.kept) == len(later.window.windows)
+    assert len(captured.pool) == len(later.window.windows)
 
 
 def test_a_prompt_switch_needs_no_other_graphs(causal_wan: Path) -> None:
@@ -105,19 +143,29 @@ def test_a_prompt_switch_needs_no_other_graphs(causal_wan: Path) -> None:
         model.transformer.graphs = ForwardGraphs(capture=hold) if by_graphs else None
         session = open_session(model, output="latents")
         prompts = ["a beach"] * 6 + ["a forest"] * 6
-        latents.append([run_chunk(model, session, prompt=prompt, output="latents")[1]["latents"] for prompt in prompts])
+        latents.append(
+            [
+                run_chunk(model, session, prompt=prompt, output="latents")[1]["latents"]
+                for prompt in prompts
+            ]
+        )
     for want, got in zip(*latents, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=0)
     assert model.transformer.graphs is not None and len(model.transformer.graphs) == 3 * 2
 
 
-def test_a_fork_goes_on_by_graphs_of_memory_of_its_own(causal_wan: Path) -> None:
-    """As those of a stream without graphs do, each with its own prompt. One takes the memory of an ended stream."""
+def test_a_fork_continues_by_graphs_of_memory_separate(causal_wan: Path) -> None:
+    """As those of a stream without graphs do, each with its own prompt.
+
+    One takes the memory of an ended stream.
+    """
     ends = []
     for by_graphs in (False, True):
         model = load_model(causal_wan, window_frames=6, sink_frames=0)
         model.transformer.graphs = ForwardGraphs(capture=hold) if by_graphs else None
-        ended, source = (open_session(model, name, output="latents") for name in ("ended", "source"))
+        ended, source = (
+            open_session(model, name, output="latents") for name in ("ended", "source")
+        )
         for session in (ended, source):
             for _ in range(5):
                 run_chunk(model, session, prompt="a beach", output="latents")
@@ -127,7 +175,9 @@ def test_a_fork_goes_on_by_graphs_of_memory_of_its_own(causal_wan: Path) -> None
             [
                 run_chunk(model, session, prompt=prompt, output="latents")[1]["latents"]
                 for _ in range(4)
-                for session, prompt in zip((source, *forks), ("a beach", "a forest", "a river"), strict=True)
+                for session, prompt in zip(
+                    (source, *forks), ("a beach", "a forest", "a river"), strict=True
+                )
             ]
         )
     for want, got in zip(*ends, strict=True):
@@ -137,7 +187,9 @@ def test_a_fork_goes_on_by_graphs_of_memory_of_its_own(causal_wan: Path) -> None
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, needs_cuda])])
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, needs_cuda])]
+)
 def test_an_adapter_that_takes_another_s_slot_needs_no_other_graphs(
     causal_wan: Path, tmp_path: Path, device: str
 ) -> None:
@@ -157,7 +209,10 @@ def test_an_adapter_that_takes_another_s_slot_needs_no_other_graphs(
         session, made = open_session(model, output="latents"), []
         for name in ("ink", "wool", "ink", "silk"):
             with store.applied(store.select([Lora(name=name)])):
-                made += [run_chunk(model, session, prompt="a beach", output="latents")[1]["latents"] for _ in range(6)]
+                made += [
+                    run_chunk(model, session, prompt="a beach", output="latents")[1]["latents"]
+                    for _ in range(6)
+                ]
             counts.append(len(model.transformer.graphs or ()))
         latents.append(made)
     for want, got in zip(*latents, strict=True):
@@ -168,10 +223,15 @@ def test_an_adapter_that_takes_another_s_slot_needs_no_other_graphs(
 @pytest.mark.cuda
 @needs_cuda
 def test_on_a_device(causal_wan: Path) -> None:
-    """Real graphs, the same streams bit for bit: the second replays the first's from its first pass on."""
+    """Real graphs, the same streams bit for bit: the second replays the first's from its first
+    pass on.
+    """
     options = {"window_frames": 9, "sink_frames": 3}
     with torch.device("cuda"):
-        plain, by_graphs = load_model(causal_wan, **options), load_model(causal_wan, **options, cuda_graphs=True)
+        plain, by_graphs = (
+            load_model(causal_wan, **options),
+            load_model(causal_wan, **options, cuda_graphs=True),
+        )
     assert by_graphs.transformer.graphs is not None
     for prompt in ("a beach", "a forest", "a beach"):
         session = open_session(by_graphs, output="latents", prompt=prompt)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several chunks of one stream at once, in this process: bit for bit the stream whose chunks run one by one."""
+"""Several chunks of one stream at once, in this process: bit for bit the stream whose chunks run
+one by one.
+"""
 
 import random
 from functools import cache
@@ -8,14 +10,26 @@ from typing import Any
 
 import pytest
 import torch
-from causal_wan_driver import finish, input_video, load_model, make_request, open_session, run_chunk, step
+from causal_wan_driver import (
+    finish,
+    input_video,
+    load_model,
+    make_request,
+    open_session,
+    run_chunk,
+    step,
+)
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.core.step_protocol import ChunkOrder
-from vllm_omni.model_executor.interfaces import DiffusionRequest, SessionState, check_chunks_in_flight
-from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.interfaces import (
+    DiffusionRequest,
+    SessionState,
+    check_chunks_in_flight,
+)
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.models.causal_wan.pipeline import CausalWan
-from vllm_omni.worker.diffusion.roles.temporal import OwnStep
+from vllm_omni.worker.diffusion.roles.temporal import StageSteps
 
 STEPS = 3
 MATCHED = {
@@ -27,9 +41,27 @@ FRAMES = {"latent_frames_per_chunk": 1, "first_chunk_latent_frames": 2}
 KINDS: dict[str, dict[str, Any]] = {
     "chunks of three frames": {**MATCHED, "window_frames": 9, "sink_frames": 3},
     "sinks of two chunks": {**MATCHED, **FRAMES, "window_frames": 4, "sink_frames": 3},
-    "sinks stay put": {**MATCHED, **FRAMES, "window_frames": 5, "sink_frames": 2, "sink_position": "absolute"},
-    "sinks renewed": {**MATCHED, **FRAMES, "window_frames": 5, "sink_frames": 2, "sink_refresh_threshold": 0.999},
-    "FP8 keys and values": {**MATCHED, **FRAMES, "window_frames": 5, "sink_frames": 2, "kv_dtype": torch.float8_e4m3fn},
+    "sinks stay put": {
+        **MATCHED,
+        **FRAMES,
+        "window_frames": 5,
+        "sink_frames": 2,
+        "sink_position": "absolute",
+    },
+    "sinks renewed": {
+        **MATCHED,
+        **FRAMES,
+        "window_frames": 5,
+        "sink_frames": 2,
+        "sink_refresh_threshold": 0.999,
+    },
+    "FP8 keys and values": {
+        **MATCHED,
+        **FRAMES,
+        "window_frames": 5,
+        "sink_frames": 2,
+        "kv_dtype": torch.float8_e4m3fn,
+    },
     "global": {**MATCHED, **FRAMES, "window_frames": -1},
 }
 CHUNKS = 9
@@ -37,14 +69,20 @@ CHUNKS = 9
 
 def chunk_params(index: int) -> dict[str, Any]:
     """The prompt changes at the fifth chunk, for that one and those after it."""
-    return {"output": "latents", "prompt": {0: "a beach", 4: "a town at night"}.get(index), "seed": None}
+    return {
+        "output": "latents",
+        "prompt": {0: "a beach", 4: "a town at night"}.get(index),
+        "seed": None,
+    }
 
 
 @cache
 def one_by_one(causal_wan: Path, kind: str) -> list[torch.Tensor]:
     model = load_model(causal_wan, **KINDS[kind])
     session = open_session(model, output="latents")
-    return [run_chunk(model, session, **chunk_params(index))[1]["latents"] for index in range(CHUNKS)]
+    return [
+        run_chunk(model, session, **chunk_params(index))[1]["latents"] for index in range(CHUNKS)
+    ]
 
 
 class Flight:
@@ -53,7 +91,7 @@ class Flight:
     def __init__(self, model: CausalWan, session: SessionState, limit: int, seed: int = 0) -> None:
         self.model, self.session = model, session
         self.order = ChunkOrder(limit)
-        self.order.steps_behind = model.steps_behind
+        self.order.lag_steps = model.lag_steps
         self.rng = random.Random(seed)
         self.at_work: list[DiffusionRequest] = []
         self.found: dict[int, torch.Tensor] = {}
@@ -64,7 +102,7 @@ class Flight:
         step = steps[position] if position < len(steps) else None
         return self.order.may_move(step, steps[:position], established=self.session.chunk_index > 0)
 
-    def begin(self) -> None:
+    def start(self) -> None:
         index = self.session.chunk_index + len(self.at_work)
         request = make_request(self.session, **chunk_params(index))
         request.predecessor = self.at_work[-1] if self.at_work else None
@@ -76,11 +114,14 @@ class Flight:
     def advance(self, chunks: int) -> None:
         """Begin or step something, at random; commit what is done."""
         moves: list[int] = [index for index in range(len(self.at_work)) if self.may_move(index)]
-        if self.may_move(len(self.at_work)) and self.session.chunk_index + len(self.at_work) < chunks:
+        if (
+            self.may_move(len(self.at_work))
+            and self.session.chunk_index + len(self.at_work) < chunks
+        ):
             moves.append(len(self.at_work))
         move = self.rng.choice(moves)
         if move == len(self.at_work):
-            self.begin()
+            self.start()
             return
         request = self.at_work[move]
         step(self.model, [request])
@@ -97,12 +138,16 @@ class Flight:
 
 
 def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    assert [torch.equal(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(expected)
+    assert [torch.equal(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(
+        expected
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_legal_order_gives_the_same_stream(causal_wan: Path, kind: str) -> None:
-    """Beyond the window, across a prompt switch; with two and with more chunks than there are steps."""
+    """Beyond the window, across a prompt switch; with two and with more chunks than there are
+    steps.
+    """
     expected = one_by_one(causal_wan, kind)
     for limit, seed in ((2, 0), (5, 1)):
         model = load_model(causal_wan, serving={"chunks_in_flight": limit}, **KINDS[kind])
@@ -113,8 +158,8 @@ def test_any_legal_order_gives_the_same_stream(causal_wan: Path, kind: str) -> N
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_was_in_flight_leaves_no_trace(causal_wan: Path, kind: str) -> None:
-    """Chunk after chunk is given up with its followers, at random, and begun again: the same stream, and meanwhile the
-    same session.
+    """Chunk after chunk is given up with its followers, at random, and begun again: the same
+    stream, and meanwhile the same session.
     """
     expected = one_by_one(causal_wan, kind)
     model = load_model(causal_wan, serving={"chunks_in_flight": 4}, **KINDS[kind])
@@ -137,7 +182,9 @@ def test_what_was_in_flight_leaves_no_trace(causal_wan: Path, kind: str) -> None
 
 
 def test_a_stream_that_just_fits_its_window_goes_back(causal_wan: Path) -> None:
-    """A follower that does not fit has moved the sinks; the chunk before, begun again, finds them where they were."""
+    """A follower that does not fit has moved the sinks; the chunk before, begun again, finds
+    them where they were.
+    """
     for kind in ("chunks of three frames", "sinks of two chunks", "sinks renewed"):
         expected = one_by_one(causal_wan, kind)[:5]
         model = load_model(causal_wan, serving={"chunks_in_flight": 3}, **KINDS[kind])
@@ -145,7 +192,7 @@ def test_a_stream_that_just_fits_its_window_goes_back(causal_wan: Path) -> None:
         for chunks in range(1, 5):
             flight.run(chunks)
             for _ in range(3):
-                flight.begin()
+                flight.start()
                 for request in reversed(flight.at_work):
                     step(model, [request])
                     if request is flight.at_work[0] and request.step == STEPS - 1:
@@ -154,8 +201,10 @@ def test_a_stream_that_just_fits_its_window_goes_back(causal_wan: Path) -> None:
         assert_equal(flight.run(5), expected)
 
 
-def test_input_video_goes_on_from_the_chunk_in_flight(causal_wan: Path) -> None:
-    """The encoder's cache, the last frame and the noise scale come from the chunk before, committed or not."""
+def test_input_video_continues_from_the_chunk_in_flight(causal_wan: Path) -> None:
+    """The encoder's cache, the last frame and the noise scale come from the chunk before,
+    committed or not.
+    """
     options = {**KINDS["chunks of three frames"], "window_frames": 6}
 
     def video(model: CausalWan, index: int) -> dict[str, Any]:
@@ -164,7 +213,9 @@ def test_input_video_goes_on_from_the_chunk_in_flight(causal_wan: Path) -> None:
     params = {"prompt": "a sketch", "output": "latents", "options": {"source": "video"}}
     model = load_model(causal_wan, **options)
     session = open_session(model, **params)
-    expected = [run_chunk(model, session, video(model, index), **params)[1]["latents"] for index in range(4)]
+    expected = [
+        run_chunk(model, session, video(model, index), **params)[1]["latents"] for index in range(4)
+    ]
     model = load_model(causal_wan, serving={"chunks_in_flight": 3}, **options)
     session = open_session(model, **params)
     assert session.nbytes == model.session_nbytes(make_request(session, **params).params)
@@ -186,7 +237,9 @@ def test_input_video_goes_on_from_the_chunk_in_flight(causal_wan: Path) -> None:
 
 
 def test_bytes_are_those_that_were_admitted(causal_wan: Path) -> None:
-    """Ring slots for chunks in flight are counted; a stage that owns a step holds that step's window only."""
+    """Ring slots for chunks in flight are counted; a stage that owns a step holds that step's
+    window only.
+    """
     for kind, options in KINDS.items():
         model = load_model(causal_wan, serving={"chunks_in_flight": 3}, **options)
         params = make_request(open_session(model), prompt="a beach").params
@@ -202,29 +255,36 @@ def test_bytes_are_those_that_were_admitted(causal_wan: Path) -> None:
     assert len(set(held)) == 1 and held[0] < model.new_session(params).window.nbytes
 
 
-# -- a stage for every step --------------------------------------------------------------------------------------------
+# -- a stage for every step ------------------------------------------------------------------------
 
 
 def temporal_stages(causal_wan: Path, options: dict[str, Any], limit: int) -> list[CausalWan]:
     serving = {"chunks_in_flight": limit, "pipeline": "temporal"}
     return [
-        load_model(causal_wan, ParallelContext(stage=stage, num_stages=STEPS), serving=serving, **options)
+        load_model(
+            causal_wan, ParallelContext(stage=stage, num_stages=STEPS), serving=serving, **options
+        )
         for stage in range(STEPS)
     ]
 
 
 class Pipeline:
-    """The stages of a temporal pipeline; a tick moves every chunk one stage on. Earlier stages hear late of an end."""
+    """The stages of a temporal pipeline; a tick moves every chunk one stage on.
+
+    Earlier stages hear late of an end.
+    """
 
     def __init__(self, models: list[CausalWan]) -> None:
         self.models = models
-        self.stages = [OwnStep(model, number, len(models)) for number, model in enumerate(models)]
+        self.stages = [
+            StageSteps(model, number, len(models)) for number, model in enumerate(models)
+        ]
         self.sessions = [open_session(model, output="latents") for model in models]
         self.trips: list[list[DiffusionRequest]] = []
         """Chunks on their way, oldest first: their requests on the stages they have reached."""
         self.rows: dict[int, torch.Tensor] = {}
 
-    def begin(self, index: int) -> None:
+    def start(self, index: int) -> None:
         self.trips.append([])
         self._visit(self.trips[-1], index, None)
 
@@ -233,21 +293,23 @@ class Pipeline:
             if len(trip) < len(self.models):
                 self._visit(trip, int(trip[0].request_id), self.rows[int(trip[0].request_id)])
 
-    def _visit(self, trip: list[DiffusionRequest], index: int, received: torch.Tensor | None) -> None:
+    def _visit(
+        self, trip: list[DiffusionRequest], index: int, received: torch.Tensor | None
+    ) -> None:
         stage = len(trip)
         request = make_request(self.sessions[stage], **chunk_params(index))
         request.request_id = str(index)
         before = [other[stage] for other in self.trips if len(other) > stage and other is not trip]
         request.predecessor = before[-1] if before else None
         self.models[stage].prepare_encode(request)
-        self.rows[index] = self.stages[stage].take([request], received)
+        self.rows[index] = self.stages[stage].run_steps([request], received)
         assert request.step == request.num_steps
         trip.append(request)
 
     def end(self) -> torch.Tensor:
         """The oldest chunk has arrived: the last stage decodes and commits, then the others."""
         *earlier, last = self.trips.pop(0)
-        entered = self.stages[-1].answer(last)
+        entered = self.stages[-1].latents_for_earlier_stages(last)
         latents = finish(self.models[-1], last)[1]["latents"]
         for model, request in zip(self.models, earlier, strict=False):
             model.set_latents(request, entered)
@@ -266,7 +328,7 @@ def test_a_stage_for_every_step_gives_the_same_stream(causal_wan: Path, kind: st
         index = len(found) + len(pipeline.trips)
         pipeline.tick()
         if index < CHUNKS and (not pipeline.trips or found):
-            pipeline.begin(index)
+            pipeline.start(index)
         if len(found) == 5 and len(pipeline.trips) == STEPS and not gave_up:
             pipeline.trips.clear()
             gave_up = True
@@ -276,7 +338,7 @@ def test_a_stage_for_every_step_gives_the_same_stream(causal_wan: Path, kind: st
     assert_equal(found, expected)
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
+# -- what is refused -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor and sequence parallel streams give what one rank gives, sinks that are renewed included (fp32, gloo)."""
+"""Tensor and sequence parallel streams give what one rank gives, sinks that are renewed included
+(fp32, gloo).
+"""
 
 from datetime import timedelta
 from pathlib import Path
@@ -11,7 +13,7 @@ import torch.distributed as dist
 from causal_wan_driver import load_model, stream
 from helpers.rank_processes import run_ranks
 
-from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.testing.tiny.causal_wan import make_tiny
 
 TOLERANCE = 2e-4
@@ -41,10 +43,16 @@ def one_rank(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return file
 
 
-def _compare(rank: int, rendezvous: str, checkpoint: str, one_rank: str, sequence_parallel: bool) -> None:
+def _compare(
+    rank: int, rendezvous: str, checkpoint: str, one_rank: str, sequence_parallel: bool
+) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+        "gloo",
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=60),
     )
     try:
         parallel = ParallelContext(rank, 2, dist.group.WORLD, sequence_parallel=sequence_parallel)
@@ -57,8 +65,14 @@ def _compare(rank: int, rendezvous: str, checkpoint: str, one_rank: str, sequenc
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
-def test_two_ranks_equal_one(sequence_parallel: bool, checkpoint: Path, one_rank: Path, tmp_path: Path) -> None:
-    run_ranks(_compare, (str(tmp_path / "rendezvous"), str(checkpoint), str(one_rank), sequence_parallel), 2)
+def test_two_ranks_equal_one(
+    sequence_parallel: bool, checkpoint: Path, one_rank: Path, tmp_path: Path
+) -> None:
+    run_ranks(
+        _compare,
+        (str(tmp_path / "rendezvous"), str(checkpoint), str(one_rank), sequence_parallel),
+        2,
+    )
 
 
 def test_heads_that_do_not_divide_are_refused(checkpoint: Path) -> None:
@@ -67,7 +81,9 @@ def test_heads_that_do_not_divide_are_refused(checkpoint: Path) -> None:
 
 
 def _compare_graphs(rank: int, rendezvous: str, checkpoint: str, sequence_parallel: bool) -> None:
-    """A stream by graphs on every rank, and one by graphs on rank 0 only, against one without graphs."""
+    """A stream by graphs on every rank, and one by graphs on rank 0 only, against one without
+    graphs.
+    """
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     options = {"window_frames": 9, "sink_frames": 3}
@@ -90,7 +106,13 @@ def _compare_graphs(rank: int, rendezvous: str, checkpoint: str, sequence_parall
 @pytest.mark.several_gpus
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
-def test_ranks_by_graphs_give_what_ranks_without_give(sequence_parallel: bool, tmp_path: Path) -> None:
+def test_ranks_by_graphs_give_what_ranks_without_give(
+    sequence_parallel: bool, tmp_path: Path
+) -> None:
     """Bit for bit, also where only one rank has graphs: exchanges are between them."""
     make_tiny(tmp_path / "model", 0, "original")
-    run_ranks(_compare_graphs, (str(tmp_path / "rendezvous"), str(tmp_path / "model"), sequence_parallel), 2)
+    run_ranks(
+        _compare_graphs,
+        (str(tmp_path / "rendezvous"), str(tmp_path / "model"), sequence_parallel),
+        2,
+    )

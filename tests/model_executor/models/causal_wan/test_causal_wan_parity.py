@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni verify causal_wan` on the recorded directory and on others of other sizes, and that it notices damage."""
+"""`vllm-omni verify causal_wan` on the recorded directory and on others of other sizes, and that
+it notices damage.
+"""
 
 import json
 import shutil
@@ -41,7 +43,14 @@ CASE = {
     "shift": 3.0,
     "steps": [0, 400, 800],
 }
-STREAM = {"case": "sdv2_stream_other", "steps": [700, 450, 100], "kv_frames": 8, "sink": 2, "shift": 5.0, "chunks": 8}
+STREAM = {
+    "case": "sdv2_stream_other",
+    "steps": [700, 450, 100],
+    "kv_frames": 8,
+    "sink": 2,
+    "shift": 5.0,
+    "chunks": 8,
+}
 
 
 def copy(directory: Path, *names: str) -> Path:
@@ -62,21 +71,33 @@ def test_every_recorded_scenario_holds(capsys: pytest.CaptureFixture[str]) -> No
         main(["verify", "causal_wan", "--golden", str(GOLDEN), "--json"])
     assert end.value.code == 0
     report = json.loads(capsys.readouterr().out)
-    scenarios = {path.stem for path in GOLDEN.iterdir() if path.name not in (*_AUXILIARY, "README.md")}
+    scenarios = {
+        path.stem for path in GOLDEN.iterdir() if path.name not in (*_AUXILIARY, "README.md")
+    }
     assert report["ok"] and {row["scenario"] for row in report["rows"]} == scenarios
-    allowed = {row["tolerance"] for row in report["rows"] if row["stage"] in ("flow", "predicted clean latents")}
+    allowed = {
+        row["tolerance"]
+        for row in report["rows"]
+        if row["stage"] in ("flow", "predicted clean latents")
+    }
     assert allowed == {1e-5, 2e-5}
 
 
-@pytest.mark.parametrize("size", [{}, {"sink_size": 0, "local_attn_size": 4}, {"num_frame_per_block": 1, "chunks": 9}])
+@pytest.mark.parametrize(
+    "size", [{}, {"sink_size": 0, "local_attn_size": 4}, {"num_frame_per_block": 1, "chunks": 9}]
+)
 def test_other_sizes_windows_and_step_counts_hold(size: dict[str, Any], tmp_path: Path) -> None:
-    """A reference that shares no code with the implementation records directories nobody has seen."""
+    """A reference that shares no code with the implementation records directories nobody has
+    seen.
+    """
     record_self_forcing(tmp_path, {**CASE, **size}, CONFIG)
     report = verify(tmp_path)
     assert report.ok, report.to_text()
 
 
-@pytest.mark.parametrize("sizes", [{"first": 2, "size": 1}, {"first": 2, "size": 2}, {"first": 3, "size": 1}])
+@pytest.mark.parametrize(
+    "sizes", [{"first": 2, "size": 1}, {"first": 2, "size": 2}, {"first": 3, "size": 1}]
+)
 def test_other_stream_batches_hold(sizes: dict[str, int], tmp_path: Path) -> None:
     record_self_forcing(tmp_path, CASE, CONFIG)
     (tmp_path / "sf_other.safetensors").unlink()
@@ -96,16 +117,23 @@ def test_other_stream_batches_hold(sizes: dict[str, int], tmp_path: Path) -> Non
         ("bidirectional_wan.safetensors", "out", 1e-4),
     ],
 )
-def test_a_changed_recording_is_noticed(file: str, tensor: str, amount: float, tmp_path: Path) -> None:
+def test_a_changed_recording_is_noticed(
+    file: str, tensor: str, amount: float, tmp_path: Path
+) -> None:
     change(copy(tmp_path, file) / file, tensor, amount)
     report = verify(tmp_path)
     assert [row.scenario for row in report.rows if not row.ok][:1] == [Path(file).stem]
 
 
-@pytest.mark.parametrize(("tensor", "amount"), [("chunk10.x0", 1e-3), ("final_cache2.k", 1e-3), ("prepare_x0", 1e-3)])
+@pytest.mark.parametrize(
+    ("tensor", "amount"), [("chunk10.x0", 1e-3), ("final_cache2.k", 1e-3), ("prepare_x0", 1e-3)]
+)
 def test_a_changed_stream_batch_is_noticed(tensor: str, amount: float, tmp_path: Path) -> None:
     change(
-        copy(tmp_path, "sdv2_stream_s2.safetensors", "sdv2_meta.json") / "sdv2_stream_s2.safetensors", tensor, amount
+        copy(tmp_path, "sdv2_stream_s2.safetensors", "sdv2_meta.json")
+        / "sdv2_stream_s2.safetensors",
+        tensor,
+        amount,
     )
     assert not verify(tmp_path).ok
 
@@ -128,7 +156,9 @@ def test_a_recording_without_its_metadata_is_a_failure(tmp_path: Path) -> None:
 
 
 def test_an_adaptive_stream_batch_is_refused_not_passed(tmp_path: Path) -> None:
-    """The original renews sinks by comparing with slots that were never written; that is not reproduced."""
+    """The original renews sinks by comparing with slots that were never written; that is not
+    reproduced.
+    """
     copy(tmp_path, "sdv2_stream_s2.safetensors", "sdv2_meta.json")
     (tmp_path / "sdv2_stream_s2.safetensors").rename(tmp_path / "sdv2_stream_s2_adapt.safetensors")
     report = verify(tmp_path)

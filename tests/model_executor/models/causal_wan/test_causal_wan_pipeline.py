@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams driven as the runner drives them: chunks, sessions, and that nothing leaks between them."""
+"""Streams driven as the runner drives them: chunks, sessions, and that nothing leaks between
+them.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -23,9 +25,9 @@ from helpers.unused_params import IMAGE_AND_VIDEO_PARAMS
 
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import SessionState, SupportsStepExecution
-from vllm_omni.model_executor.layers.chains import on_cuda
+from vllm_omni.model_executor.layers.fused_ops import on_cuda
 from vllm_omni.model_executor.models.causal_wan.pipeline import CausalWan
-from vllm_omni.model_executor.models.wan.chains import Chains
+from vllm_omni.model_executor.models.wan.transformer.fused_ops import FusedOps
 from vllm_omni.outputs import RequestFailed
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -43,7 +45,11 @@ KINDS: dict[str, dict[str, Any]] = {
         "window_frames": 6,
         "sink_frames": 3,
     },
-    "strict, recomputed by a new prompt": {"window_frames": 9, "sink_frames": 3, "prompt_switch": "recompute"},
+    "strict, recomputed by a new prompt": {
+        "window_frames": 9,
+        "sink_frames": 3,
+        "prompt_switch": "recompute",
+    },
 }
 
 
@@ -51,11 +57,15 @@ def test_its_network_calls_the_chains_as_kernels_take_them(causal_wan: Path) -> 
     """What chooses a kernel on CUDA takes a chain's arguments in their order, none by name."""
     expected = stream(load_model(causal_wan, **KINDS["strict"]), 2)
     model = load_model(causal_wan, **KINDS["strict"])
-    chosen = Chains(**{name: on_cuda(function, function) for name, function in vars(Chains()).items()})
-    users = [module for module in model.transformer.modules() if hasattr(module, "chains")]
+    chosen = FusedOps(
+        **{name: on_cuda(function, function) for name, function in vars(FusedOps()).items()}
+    )
+    users = [module for module in model.transformer.modules() if hasattr(module, "fused_ops")]
     for module in users:
-        module.chains = chosen
-    assert {"SelfAttention", "CrossAttention", "FeedForward", "Head"} <= {type(module).__name__ for module in users}
+        module.fused_ops = chosen
+    assert {"SelfAttention", "CrossAttention", "FeedForward", "Head"} <= {
+        type(module).__name__ for module in users
+    }
     assert all(torch.equal(got, want) for got, want in zip(stream(model, 2), expected, strict=True))
 
 
@@ -88,16 +98,18 @@ def snapshot(session: SessionState) -> tuple[dict[str, torch.Tensor], dict[str, 
     return {name: tensor.clone() for name, tensor in session.tensors().items()}, session.scalars()
 
 
-def assert_same(session: SessionState, before: tuple[dict[str, torch.Tensor], dict[str, Any]]) -> None:
+def assert_same(
+    session: SessionState, before: tuple[dict[str, torch.Tensor], dict[str, Any]]
+) -> None:
     tensors, scalars = session.tensors(), session.scalars()
     assert scalars == before[1] and tensors.keys() == before[0].keys()
     assert [name for name in tensors if not torch.equal(tensors[name], before[0][name])] == []
 
 
-# -- results -----------------------------------------------------------------------------------------------------------
+# -- results ---------------------------------------------------------------------------------------
 
 
-def test_it_is_what_the_runner_asks_for(model: CausalWan) -> None:
+def test_it_is_what_the_runner_requests_for(model: CausalWan) -> None:
     assert isinstance(model, SupportsStepExecution)
 
 
@@ -139,7 +151,7 @@ def test_moving_sinks_change_nothing_while_the_stream_fits(causal_wan: Path) -> 
     assert not torch.equal(a[3], b[3])
 
 
-# -- sessions ----------------------------------------------------------------------------------------------------------
+# -- sessions --------------------------------------------------------------------------------------
 
 
 def test_streams_side_by_side_equal_streams_alone(any_model: CausalWan) -> None:
@@ -155,7 +167,9 @@ def test_streams_side_by_side_equal_streams_alone(any_model: CausalWan) -> None:
         any_model.prepare_encode(request)
         while request.step < request.num_steps:
             batch = [request]
-            if other.step < other.num_steps and any_model.batch_key(other) == any_model.batch_key(request):
+            if other.step < other.num_steps and any_model.batch_key(other) == any_model.batch_key(
+                request
+            ):
                 batch.append(other)
             step(any_model, batch)
             if other.step == other.num_steps:
@@ -187,7 +201,7 @@ def test_an_abandoned_chunk_leaves_no_trace(any_model: CausalWan) -> None:
     assert torch.equal(again[1]["frames"], expected[1]["frames"])
 
 
-def test_a_fork_goes_on_alike_and_apart(any_model: CausalWan) -> None:
+def test_a_fork_continues_alike_and_apart(any_model: CausalWan) -> None:
     session = open_session(any_model)
     for _ in range(4):
         run_chunk(any_model, session, prompt="a beach")
@@ -207,7 +221,12 @@ def test_bytes_are_known_before_and_constant(any_model: CausalWan) -> None:
         for chunk in range(4):
             assert session.nbytes == admitted
             frames = any_model.plan.pixel_frames(chunk)
-            run_chunk(any_model, session, {"video": input_video(frames)} if source == "video" else {}, prompt="a town")
+            run_chunk(
+                any_model,
+                session,
+                {"video": input_video(frames)} if source == "video" else {},
+                prompt="a town",
+            )
         held = [*session.window.windows]  # type: ignore[attr-defined]
         total = sum(window.nbytes for window in held)
         parts = [session.decoder_cache, getattr(session.own, "encoder", None)]  # type: ignore[attr-defined]
@@ -220,7 +239,9 @@ def test_bytes_are_known_before_and_constant(any_model: CausalWan) -> None:
 
 
 def test_1100_latent_frames_in_one_stream(causal_wan: Path) -> None:
-    """Beyond the 1024 positions of the original's rotary table, in bounded memory, without drifting out of range."""
+    """Beyond the 1024 positions of the original's rotary table, in bounded memory, without
+    drifting out of range.
+    """
     model = load_model(causal_wan, window_frames=9, sink_frames=3, denoising_steps=[1000])
     session = open_session(model, output="latents")
     admitted = session.nbytes
@@ -231,32 +252,42 @@ def test_1100_latent_frames_in_one_stream(causal_wan: Path) -> None:
     assert bool(torch.isfinite(tensors["latents"]).all()) and 0.3 < tensors["latents"].std() < 3
 
 
-# -- prompt switch -----------------------------------------------------------------------------------------------------
+# -- prompt switch ---------------------------------------------------------------------------------
 
 
 def test_a_new_prompt_counts_from_its_chunk_on(model: CausalWan) -> None:
     switched, base = open_session(model, "a"), open_session(model, "b")
     for _ in range(2):
-        a, b = run_chunk(model, switched, prompt="a beach"), run_chunk(model, base, prompt="a beach")
+        a, b = (
+            run_chunk(model, switched, prompt="a beach"),
+            run_chunk(model, base, prompt="a beach"),
+        )
         assert torch.equal(a[1]["frames"], b[1]["frames"])
     a, b = run_chunk(model, switched, prompt="a town"), run_chunk(model, base)
     assert not torch.equal(a[1]["frames"], b[1]["frames"])
     assert switched.scalars()["prompt"] == "a town"
 
 
-# -- a window computed again under a new prompt ------------------------------------------------------------------------
+# -- a window computed again under a new prompt ----------------------------------------------------
 
 RECOMPUTE = {"window_frames": 9, "sink_frames": 3, "prompt_switch": "recompute"}
 
 
 def test_a_new_prompt_computes_the_window_again(causal_wan: Path) -> None:
-    """While nothing has left the window: as if the new prompt had been the stream's from its first frame on."""
+    """While nothing has left the window: as if the new prompt had been the stream's from its
+    first frame on.
+    """
     model = load_model(causal_wan, **RECOMPUTE)
-    switched, fresh = open_session(model, "a", output="both"), open_session(model, "b", output="both")
+    switched, fresh = (
+        open_session(model, "a", output="both"),
+        open_session(model, "b", output="both"),
+    )
     for _ in range(2):
         made = run_chunk(model, switched, prompt="a beach", output="both")[1]["latents"]
         run_chunk(model, fresh, {"latents": made}, prompt="a town", output="both")
-    ours, theirs = (run_chunk(model, session, prompt="a town", output="both") for session in (switched, fresh))
+    ours, theirs = (
+        run_chunk(model, session, prompt="a town", output="both") for session in (switched, fresh)
+    )
     torch.testing.assert_close(ours[1]["latents"], theirs[1]["latents"], atol=1e-5, rtol=0)
     keys = {name: tensor for name, tensor in switched.tensors().items() if name.startswith("kv.")}
     assert keys
@@ -266,7 +297,9 @@ def test_a_new_prompt_computes_the_window_again(causal_wan: Path) -> None:
 
 
 @pytest.mark.parametrize(("chunks", "recomputed"), [(1, 1), (2, 2), (3, 1), (6, 1)])
-def test_a_chunk_with_a_new_prompt_runs_the_window_first(causal_wan: Path, chunks: int, recomputed: int) -> None:
+def test_a_chunk_with_a_new_prompt_runs_the_window_first(
+    causal_wan: Path, chunks: int, recomputed: int
+) -> None:
     """One clean pass for each chunk in the window, and none where the prompt is the same."""
     model = load_model(causal_wan, **RECOMPUTE)
     session = open_session(model)
@@ -282,7 +315,9 @@ def test_a_chunk_with_a_new_prompt_runs_the_window_first(causal_wan: Path, chunk
 
 @pytest.mark.parametrize("sinks", [0, 2])
 def test_frames_that_left_the_window_stay_invisible_to_it(causal_wan: Path, sinks: int) -> None:
-    """What later slots of the ring hold while an older chunk is computed again does not reach it."""
+    """What later slots of the ring hold while an older chunk is computed again does not reach
+    it.
+    """
     options = {**RECOMPUTE, "latent_frames_per_chunk": 2, "window_frames": 8, "sink_frames": sinks}
     model, results = load_model(causal_wan, **options), []
     for noise in (0.0, 7.0):
@@ -297,12 +332,16 @@ def test_frames_that_left_the_window_stay_invisible_to_it(causal_wan: Path, sink
 
 def test_without_a_new_prompt_nothing_changes(causal_wan: Path) -> None:
     plain = load_model(causal_wan, window_frames=9, sink_frames=3)
-    for ours, theirs in zip(stream(load_model(causal_wan, **RECOMPUTE), 5), stream(plain, 5), strict=True):
+    for ours, theirs in zip(
+        stream(load_model(causal_wan, **RECOMPUTE), 5), stream(plain, 5), strict=True
+    ):
         assert torch.equal(ours, theirs)
 
 
 def test_later_chunks_see_the_recomputed_window(causal_wan: Path) -> None:
-    """Switching there and back is another stream than one that never switched, and stays within its admitted bytes."""
+    """Switching there and back is another stream than one that never switched, and stays within
+    its admitted bytes.
+    """
     model = load_model(causal_wan, **RECOMPUTE)
     session = open_session(model)
     admitted = model.session_nbytes(DiffusionParams(session_id="a", prompt="a beach"))
@@ -312,11 +351,13 @@ def test_later_chunks_see_the_recomputed_window(causal_wan: Path) -> None:
         past = session.past  # type: ignore[attr-defined]
         window = session.window.nbytes  # type: ignore[attr-defined]
         assert past.untyped_storage().nbytes() == past.nbytes <= session.reserved_bytes - window  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="prompt_switch 'recompute' needs cache 'strict', got 'noise_matched'"):
+    with pytest.raises(
+        ValueError, match="prompt_switch 'recompute' needs cache 'strict', got 'noise_matched'"
+    ):
         load_model(causal_wan, **{**RECOMPUTE, "cache": "noise_matched"})
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
+# -- what is refused -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -329,7 +370,9 @@ def test_later_chunks_see_the_recomputed_window(causal_wan: Path) -> None:
         ({"options": {"camera": 1}}, "invalid_request"),
     ],
 )
-def test_a_bad_first_chunk_opens_nothing(model: CausalWan, params: dict[str, Any], code: str) -> None:
+def test_a_bad_first_chunk_opens_nothing(
+    model: CausalWan, params: dict[str, Any], code: str
+) -> None:
     with pytest.raises(RequestFailed) as failure:
         open_session(model, **params)
     assert failure.value.code == code
@@ -374,5 +417,7 @@ def test_a_parameter_without_effect_is_refused(model: CausalWan, field: str) -> 
     """By name, so that a client does not believe that it did something."""
     session = open_session(model)
     with pytest.raises(RequestFailed, match=f"does not use {field}") as refused:
-        model.prepare_encode(make_request(session, prompt="a beach", **{field: IMAGE_AND_VIDEO_PARAMS[field]}))
+        model.prepare_encode(
+            make_request(session, prompt="a beach", **{field: IMAGE_AND_VIDEO_PARAMS[field]})
+        )
     assert refused.value.code == "invalid_request"

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published causal Wan networks are recognised by their file, with the window, sinks and steps of their training."""
+"""Published causal Wan networks are recognised by their file, with the window, sinks and steps
+of their training.
+"""
 
 import shutil
 from pathlib import Path
@@ -10,9 +12,13 @@ import torch
 from causal_wan_driver import load_model
 from safetensors.torch import save_file
 
-from vllm_omni.model_executor.hub import check_complete
-from vllm_omni.model_executor.models.causal_wan.checkpoint import find_layout, hf_config
-from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig, CausalWanOptions, resolve_plan
+from vllm_omni.model_executor.checkpoint.hub import check_complete
+from vllm_omni.model_executor.models.causal_wan.checkpoint.layout import find_layout, hf_config
+from vllm_omni.model_executor.models.causal_wan.config import (
+    CausalWanConfig,
+    CausalWanOptions,
+    resolve_plan,
+)
 from vllm_omni.model_executor.models.registry import detect_family, get_family
 from vllm_omni.planning.models import model_of
 from vllm_omni.testing.tiny.wan import write_component
@@ -39,13 +45,15 @@ def network(components: Path) -> Tensors:
 
 def directory(components: Path, out: Path, files: dict[str, Any]) -> Path:
     """The same Wan components around other networks: `files`, place -> content."""
-    shutil.copytree(components, out, dirs_exist_ok=True, ignore=shutil.ignore_patterns("checkpoints"))
-    for place, content in files.items():
-        (out / place).parent.mkdir(parents=True, exist_ok=True)
-        if place.endswith(".safetensors"):
-            save_file(content, out / place)
+    shutil.copytree(
+        components, out, dirs_exist_ok=True, ignore=shutil.ignore_patterns("checkpoints")
+    )
+    for position, content in files.items():
+        (out / position).parent.mkdir(parents=True, exist_ok=True)
+        if position.endswith(".safetensors"):
+            save_file(content, out / position)
         else:
-            torch.save(content, out / place)
+            torch.save(content, out / position)
     return out
 
 
@@ -57,12 +65,12 @@ def served(folder: Path, **options: Any) -> tuple[int, ...]:
     """(chunk, window, sinks) of a directory as served, in latent frames."""
     values = hf_config(folder)["causal_wan"]
     config = CausalWanConfig.from_checkpoint(values["transformer"])
-    plan = resolve_plan(config, CausalWanOptions.of(values, options))
+    plan = resolve_plan(config, CausalWanOptions.of_checkpoint(values, options))
     return plan.chunk_frames, plan.window_frames, plan.sink_frames
 
 
 @pytest.mark.parametrize(
-    ("place", "name", "plan", "timesteps"),
+    ("position", "name", "plan", "timesteps"),
     [
         (SHIPPED, "causal_wan", (3, 21, 3), (1000, 937.5, 833.33, 625)),
         ("autoregressive_checkpoint/model.pt", "causvid", (3, 21, 3), (1000, 757, 522)),
@@ -72,14 +80,29 @@ def served(folder: Path, **options: Any) -> tuple[int, ...]:
             (3, 21, 3),
             (1000, 960, 888.89, 727.27),
         ),
-        ("wan_causal_dmd_v2v/model.pt", "stream_diffusion_v2", (3, 21, 3), (1000, 937.5, 833.33, 625)),
-        ("krea-realtime-video-14b.safetensors", "krea_realtime_14b", (3, 6, 0), (1000, 937.5, 833.33, 625)),
+        (
+            "wan_causal_dmd_v2v/model.pt",
+            "stream_diffusion_v2",
+            (3, 21, 3),
+            (1000, 937.5, 833.33, 625),
+        ),
+        (
+            "krea-realtime-video-14b.safetensors",
+            "krea_realtime_14b",
+            (3, 6, 0),
+            (1000, 937.5, 833.33, 625),
+        ),
         ("rewardforcing.pt", "reward_forcing", (3, 12, 3), (1000, 937.5, 833.33, 625)),
-        ("checkpoints/rolling_forcing_dmd.pt", "rolling_forcing", (3, 21, 3), (1000, 952.38, 882.35, 769.23, 555.56)),
+        (
+            "checkpoints/rolling_forcing_dmd.pt",
+            "rolling_forcing",
+            (3, 21, 3),
+            (1000, 952.38, 882.35, 769.23, 555.56),
+        ),
     ],
 )
 def test_a_release_is_known_by_its_file(
-    place: str,
+    position: str,
     name: str,
     plan: tuple[int, ...],
     timesteps: tuple[float, ...],
@@ -87,24 +110,36 @@ def test_a_release_is_known_by_its_file(
     network: Tensors,
     tmp_path: Path,
 ) -> None:
-    """Each loads the same network, keeps its settings, and names itself for `vllm-omni download`."""
-    content = wrapped(network) if place.endswith(".safetensors") else {"generator": wrapped(network), "step": 600}
-    folder = directory(components, tmp_path, {place: content})
+    """Each loads the same network, keeps its settings, and names itself for `vllm-omni
+    download`.
+    """
+    content = (
+        wrapped(network)
+        if position.endswith(".safetensors")
+        else {"generator": wrapped(network), "step": 600}
+    )
+    folder = directory(components, tmp_path, {position: content})
     assert detect_family(folder).name == "causal_wan"
     assert find_layout(folder).release() == name
     check_complete("causal_wan", folder)
     assert served(folder) == plan
     planned = model_of(str(folder))
-    assert (planned.chunk, planned.window, planned.sinks) == plan and planned.denoise == len(timesteps)
+    assert (planned.chunk, planned.window, planned.sinks) == plan and planned.denoise == len(
+        timesteps
+    )
     model = load_model(folder)
     assert model.schedule.timesteps == pytest.approx(timesteps, abs=0.01)
     assert torch.equal(model.transformer.get_parameter(O_WEIGHT), network[O_WEIGHT])
     assert served(folder, window_frames=9, sink_frames=1) == (3, 9, 1), "what the user says wins"
 
 
-def test_what_a_config_says_wins_over_the_release(components: Path, network: Tensors, tmp_path: Path) -> None:
+def test_what_a_config_says_wins_over_the_release(
+    components: Path, network: Tensors, tmp_path: Path
+) -> None:
     """In either key style."""
-    folder = directory(components, tmp_path, {"rewardforcing.pt": {"generator_ema": wrapped(network)}})
+    folder = directory(
+        components, tmp_path, {"rewardforcing.pt": {"generator_ema": wrapped(network)}}
+    )
     config = find_layout(folder).transformer_config()
     config.pop("local_attn_size")
     write_component(folder, {**config, "sliding_window_num_frames": 15}, "config.json")
@@ -112,7 +147,9 @@ def test_what_a_config_says_wins_over_the_release(components: Path, network: Ten
 
 
 def lora_of(network: Tensors, rank: int = 4) -> tuple[Tensors, Tensors]:
-    """A LoRA of every linear layer of the blocks, as PEFT names it, and the network with it merged in."""
+    """A LoRA of every linear layer of the blocks, as PEFT names it, and the network with it
+    merged in.
+    """
     generator, lora, merged = torch.Generator().manual_seed(0), {}, dict(network)
     for name, weight in network.items():
         if name.startswith("blocks.") and name.endswith(".weight") and weight.dim() == 2:
@@ -124,12 +161,17 @@ def lora_of(network: Tensors, rank: int = 4) -> tuple[Tensors, Tensors]:
     return lora, merged
 
 
-def test_longlive_is_its_base_with_its_lora_merged(components: Path, network: Tensors, tmp_path: Path) -> None:
+def test_longlive_is_its_base_with_its_lora_merged(
+    components: Path, network: Tensors, tmp_path: Path
+) -> None:
     """The network itself, not its average, as its own code takes it."""
     lora, merged = lora_of(network)
     average = {name: torch.zeros_like(tensor) for name, tensor in network.items()}
     content = {
-        "models/longlive_base.pt": {"generator_ema": wrapped(average), "generator": wrapped(network)},
+        "models/longlive_base.pt": {
+            "generator_ema": wrapped(average),
+            "generator": wrapped(network),
+        },
         "models/lora.pt": {"generator_lora": lora, "critic_lora": {"x": torch.zeros(1)}},
     }
     folder = directory(components, tmp_path, content)
@@ -140,9 +182,15 @@ def test_longlive_is_its_base_with_its_lora_merged(components: Path, network: Te
     assert torch.equal(model.transformer.get_parameter(NORM), network[NORM])
 
 
-def test_longlive_without_its_lora_is_refused(components: Path, network: Tensors, tmp_path: Path) -> None:
-    folder = directory(components, tmp_path, {"models/longlive_base.pt": {"generator": wrapped(network)}})
-    with pytest.raises(ValueError, match=r"without its LoRA \(models/lora\.pt or lora\.pt\).*download longlive"):
+def test_longlive_without_its_lora_is_refused(
+    components: Path, network: Tensors, tmp_path: Path
+) -> None:
+    folder = directory(
+        components, tmp_path, {"models/longlive_base.pt": {"generator": wrapped(network)}}
+    )
+    with pytest.raises(
+        ValueError, match=r"without its LoRA \(models/lora\.pt or lora\.pt\).*download longlive"
+    ):
         check_complete("causal_wan", folder)
 
 
@@ -160,7 +208,9 @@ def test_a_checkpoint_of_one_s_own_is_recognised(
 ) -> None:
     """A single `.pt` beside Wan's components, whatever its name, wrapper and prefix."""
     state = wrapped(network, prefix)
-    folder = directory(components, tmp_path, {"step_3000.pt": state if wrapper is None else {wrapper: state}})
+    folder = directory(
+        components, tmp_path, {"step_3000.pt": state if wrapper is None else {wrapper: state}}
+    )
     assert detect_family(folder).name == "causal_wan"
     check_complete("causal_wan", folder)
     assert served(folder) == (3, 21, 3)
@@ -170,7 +220,10 @@ def test_a_checkpoint_of_one_s_own_is_recognised(
     ("content", "seen"),
     [
         ({"student": {"x": torch.zeros(1)}, "optimizer": {}}, "'student', 'optimizer'"),
-        ({"generator": {f"unet.{i}.weight": torch.zeros(1) for i in range(9)}}, r"'unet\.0\.weight', .* and 5 more"),
+        (
+            {"generator": {f"unet.{i}.weight": torch.zeros(1) for i in range(9)}},
+            r"'unet\.0\.weight', .* and 5 more",
+        ),
     ],
     ids=["wrapper", "tensors"],
 )
@@ -178,19 +231,28 @@ def test_an_unknown_state_dict_says_what_is_known_and_what_was_seen(
     content: Any, seen: str, components: Path, tmp_path: Path
 ) -> None:
     folder = directory(components, tmp_path, {"model.pt": content})
-    with pytest.raises(ValueError, match=rf"its keys are {seen}.*wrappers generator_ema, generator, ema") as refused:
+    with pytest.raises(
+        ValueError, match=rf"its keys are {seen}.*wrappers generator_ema, generator, ema"
+    ) as refused:
         check_complete("causal_wan", folder)
     assert "\n" not in str(refused.value)
 
 
-def test_a_training_checkpoint_alone_is_known_by_its_tensors(network: Tensors, tmp_path: Path) -> None:
-    """A start then names the components that its directory lacks; another network's file is refused with its keys."""
+def test_a_training_checkpoint_alone_is_known_by_its_tensors(
+    network: Tensors, tmp_path: Path
+) -> None:
+    """A start then names the components that its directory lacks; another network's file is
+    refused with its keys.
+    """
     torch.save({"generator": wrapped(network)}, tmp_path / "mine.pt")
     assert detect_family(tmp_path).name == "causal_wan"
-    with pytest.raises(ValueError, match=r"lacks vae, text_encoder, tokenizer .*vllm-omni download causal_wan"):
+    with pytest.raises(
+        ValueError, match=r"lacks vae, text_encoder, tokenizer .*vllm-omni download causal_wan"
+    ):
         check_complete("causal_wan", tmp_path)
     torch.save({"generator": {"conv.weight": torch.ones(1)}}, tmp_path / "mine.pt")
     with pytest.raises(
-        ValueError, match=r"no checkpoint of .*: found mine\.pt; .*its keys are 'conv\.weight'.*generator_ema"
+        ValueError,
+        match=r"no checkpoint of .*: found mine\.pt; .*its keys are 'conv\.weight'.*generator_ema",
     ):
         detect_family(tmp_path)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams that begin with a picture or go on from given latents: Self-Forcing's continuation, as it is served."""
+"""Streams that begin with a picture or go on from given latents: Self-Forcing's continuation, as
+it is served.
+"""
 
 import json
 from collections.abc import Mapping
@@ -9,17 +11,30 @@ from typing import Any
 
 import pytest
 import torch
-from causal_wan_driver import HEIGHT, WIDTH, load_model, make_request, open_session, run_chunk, step, stream
+from causal_wan_driver import (
+    HEIGHT,
+    WIDTH,
+    load_model,
+    make_request,
+    open_session,
+    run_chunk,
+    step,
+    stream,
+)
 from safetensors.torch import load_file
 
 from vllm_omni.config import OmniConfig
-from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.models.causal_wan import pipeline
-from vllm_omni.model_executor.models.causal_wan.checkpoint import find_layout, hf_config, open_transformer
+from vllm_omni.model_executor.models.causal_wan.checkpoint.layout import (
+    find_layout,
+    hf_config,
+    open_transformer,
+)
+from vllm_omni.model_executor.models.causal_wan.checkpoint.weights import load_transformer
 from vllm_omni.model_executor.models.causal_wan.pipeline import CausalWan, StreamSetup
-from vllm_omni.model_executor.models.causal_wan.weights import load_transformer
 from vllm_omni.model_executor.models.registry import get_family
-from vllm_omni.model_executor.models.wan.pictures import prepare_image
+from vllm_omni.model_executor.models.wan.images.files import prepare_image
 from vllm_omni.model_executor.schedules import ChunkNoise
 from vllm_omni.outputs import RequestFailed
 
@@ -37,12 +52,14 @@ def picture(seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 256, (HEIGHT, WIDTH, 3), dtype=torch.uint8, generator=generator)
 
 
-# -- against the recording ------------------------------------------------------------------------------------------
+# -- against the recording -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class RecordedNoise:
-    """Self-Forcing's draws, which it makes one after the other, by (chunk, step). given: chunks without any."""
+    """Self-Forcing's draws, which it makes one after the other, by (chunk, step). given: chunks
+    without any.
+    """
 
     recorded: Mapping[str, torch.Tensor]
     given: int
@@ -59,18 +76,20 @@ class RecordedNoise:
 
 
 class RecordedPrompt(torch.nn.Module):
-    def __init__(self, rows_SE: torch.Tensor) -> None:
+    def __init__(self, states_SE: torch.Tensor) -> None:
         super().__init__()
-        self.rows_SE = rows_SE
+        self.states_SE = states_SE
 
     def encode(self, prompt: str, device: torch.device) -> torch.Tensor:
-        return self.rows_SE.to(device)
+        return self.states_SE.to(device)
 
 
-def test_a_stream_goes_on_from_given_latents_as_self_forcing_does(
+def test_a_stream_continues_from_given_latents_as_self_forcing_does(
     causal_wan: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two given chunks, three made behind them, with the recorded draws: every latent within 1e-5."""
+    """Two given chunks, three made behind them, with the recorded draws: every latent within
+    1e-5.
+    """
     recorded = load_file(GOLDEN / "sf_prefill_win6.safetensors")
     meta = json.loads((GOLDEN / "sf_meta.json").read_text())
     case = meta["cases"]["sf_prefill_win6"]
@@ -79,8 +98,16 @@ def test_a_stream_goes_on_from_given_latents_as_self_forcing_does(
     height, width = (8 * size for size in recorded["noise"].shape[-2:])
     options = {"window_frames": case["local_attn_size"], "sink_frames": case["sink_size"]}
     omni = OmniConfig(height=height, width=width, model=options)
-    model = CausalWan(StreamSetup.of(values, find_layout(causal_wan), omni, torch.float32, ParallelContext()))
-    load_transformer(model.transformer, open_transformer(GOLDEN / "tiny_causal_wan_state.safetensors"), model.config)
+    model = CausalWan(
+        StreamSetup.of_checkpoint(
+            values, find_layout(causal_wan), omni, torch.float32, ParallelContext()
+        )
+    )
+    load_transformer(
+        model.transformer,
+        open_transformer(GOLDEN / "tiny_causal_wan_state.safetensors"),
+        model.config,
+    )
     model.text_encoder = RecordedPrompt(recorded["prompt_embeds"][0])  # type: ignore[assignment]
     initial = recorded["initial_latent"][0].transpose(0, 1)
     given = list(initial.split(3, dim=1))
@@ -99,11 +126,13 @@ def test_a_stream_goes_on_from_given_latents_as_self_forcing_does(
     assert torch.equal(torch.cat(made[:2], dim=1), initial)
 
 
-# -- pictures ---------------------------------------------------------------------------------------------------------
+# -- pictures --------------------------------------------------------------------------------------
 
 
-def test_a_stream_begins_with_its_picture(model: CausalWan) -> None:
-    """The picture's latent is the first frame; the frames behind it are made from the first chunk on."""
+def test_a_stream_starts_with_its_image(model: CausalWan) -> None:
+    """The picture's latent is the first frame; the frames behind it are made from the first
+    chunk on.
+    """
     image = picture()
     session = open_session(model, **LATENTS)
     meta, tensors = run_chunk(model, session, {"image": image}, prompt="a beach", **LATENTS)
@@ -111,20 +140,26 @@ def test_a_stream_begins_with_its_picture(model: CausalWan) -> None:
     latents = tensors["latents"]
     assert (meta["num_frames"], list(latents.shape[:2])) == (9, [16, 3])
     assert torch.equal(latents[:, :1], expected[0])
-    other = run_chunk(model, open_session(model, **LATENTS), {"image": picture(1)}, prompt="a beach", **LATENTS)
-    assert not torch.equal(latents[:, 1:], other[1]["latents"][:, 1:]), "the picture shows in what follows"
+    other = run_chunk(
+        model, open_session(model, **LATENTS), {"image": picture(1)}, prompt="a beach", **LATENTS
+    )
+    assert not torch.equal(latents[:, 1:], other[1]["latents"][:, 1:]), (
+        "the picture shows in what follows"
+    )
     assert not torch.equal(latents[:, 1:], stream(model, 1)[0][:, 1:])
 
 
-def test_the_frames_behind_a_picture_are_a_chunk_of_their_own(model: CausalWan) -> None:
-    """Pass by pass: the picture at timestep 0, two frames that see it, their clean pass; then whole chunks."""
+def test_the_frames_behind_a_image_are_a_chunk_separate(model: CausalWan) -> None:
+    """Pass by pass: the picture at timestep 0, two frames that see it, their clean pass; then
+    whole chunks.
+    """
     session = open_session(model, **LATENTS)
     request = make_request(session, {"image": picture()}, prompt="a beach", **LATENTS)
     model.prepare_encode(request)
     rows = []
     while request.step < request.num_steps:
-        model.begin_step(request)
-        (row,) = model.rows(request)
+        model.start_step(request)
+        (row,) = model.items(request)
         rows.append((row.timestep, list(row.frames), row.latents.shape[1], len(row.rope[0])))
         step(model, [request])
     tokens = HEIGHT * WIDTH // 256
@@ -135,7 +170,7 @@ def test_the_frames_behind_a_picture_are_a_chunk_of_their_own(model: CausalWan) 
     assert session.chunk_index == 2 and session.window.committed_frames == 6  # type: ignore[attr-defined]
 
 
-def test_a_picture_gives_the_same_stream_among_others_and_after_a_fork(model: CausalWan) -> None:
+def test_a_image_gives_the_same_stream_among_others_and_after_a_fork(model: CausalWan) -> None:
     """Batched with streams that have none, and forked behind it: the same bits."""
     alone = open_session(model, "alone", **LATENTS)
     first = run_chunk(model, alone, {"image": picture()}, prompt="a beach", **LATENTS)[1]["latents"]
@@ -162,12 +197,16 @@ def test_a_whole_given_chunk_and_a_made_one_share_a_forward(model: CausalWan) ->
     """Both have three frames; each keeps its own result."""
     given = torch.randn(16, 3, HEIGHT // 8, WIDTH // 8, generator=torch.Generator().manual_seed(0))
     requests = [
-        make_request(open_session(model, "a", **LATENTS), {"latents": given}, prompt="a beach", **LATENTS),
+        make_request(
+            open_session(model, "a", **LATENTS), {"latents": given}, prompt="a beach", **LATENTS
+        ),
         make_request(open_session(model, "b", **LATENTS), prompt="a beach", **LATENTS),
     ]
     for request in requests:
         model.prepare_encode(request)
-    assert model.batch_key(requests[0]) == model.batch_key(requests[1]) and requests[0].num_steps == 1
+    assert (
+        model.batch_key(requests[0]) == model.batch_key(requests[1]) and requests[0].num_steps == 1
+    )
     step(model, requests)
     while requests[1].step < requests[1].num_steps:
         step(model, requests[1:])
@@ -190,15 +229,27 @@ def test_part_of_a_later_chunk_may_be_given(model: CausalWan) -> None:
         ({"image": torch.zeros(0, WIDTH, 3, dtype=torch.uint8)}, True, "invalid_image"),
         ({"image": torch.zeros(1, 8193, 3, dtype=torch.uint8)}, True, "image_too_large"),
         ({"image": picture()}, False, "invalid_request"),
-        ({"image": picture(), "latents": torch.zeros(16, 1, HEIGHT // 8, WIDTH // 8)}, True, "invalid_request"),
+        (
+            {"image": picture(), "latents": torch.zeros(16, 1, HEIGHT // 8, WIDTH // 8)},
+            True,
+            "invalid_request",
+        ),
         ({"latents": torch.zeros(16, 4, HEIGHT // 8, WIDTH // 8)}, True, "invalid_latents"),
         ({"latents": torch.zeros(16, 1, WIDTH // 8, HEIGHT // 8)}, True, "invalid_latents"),
-        ({"latents": torch.full((16, 1, HEIGHT // 8, WIDTH // 8), torch.nan)}, True, "invalid_latents"),
-        ({"latents": torch.zeros(16, 1, HEIGHT // 8, WIDTH // 8, dtype=torch.float64)}, True, "invalid_latents"),
+        (
+            {"latents": torch.full((16, 1, HEIGHT // 8, WIDTH // 8), torch.nan)},
+            True,
+            "invalid_latents",
+        ),
+        (
+            {"latents": torch.zeros(16, 1, HEIGHT // 8, WIDTH // 8, dtype=torch.float64)},
+            True,
+            "invalid_latents",
+        ),
         ({"poses": torch.zeros(1)}, True, "invalid_request"),
     ],
 )
-def test_what_cannot_begin_a_stream_is_refused(
+def test_what_cannot_start_a_stream_is_refused(
     tensors: dict[str, torch.Tensor], first: bool, code: str, model: CausalWan
 ) -> None:
     session = open_session(model, **LATENTS)
@@ -217,14 +268,16 @@ def test_what_cannot_begin_a_stream_is_refused(
         ({}, {"options": {"source": "video"}}, "repaints a video"),
     ],
 )
-def test_a_server_that_cannot_take_a_picture_says_why(
+def test_a_server_that_cannot_take_a_image_says_why(
     options: dict[str, Any], params: dict[str, Any], message: str, causal_wan: Path
 ) -> None:
     """And `/v1/videos` is told the same by the model's tasks."""
     served = load_model(causal_wan, **options)
     session = open_session(served, **params)
     with pytest.raises(RequestFailed, match=message):
-        served.prepare_encode(make_request(session, {"image": picture()}, prompt="a beach", **params))
+        served.prepare_encode(
+            make_request(session, {"image": picture()}, prompt="a beach", **params)
+        )
     family = get_family("causal_wan")
     assert family.capabilities is not None
     omni = OmniConfig(height=HEIGHT, width=WIDTH, model=options)

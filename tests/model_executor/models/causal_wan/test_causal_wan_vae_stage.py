@@ -6,11 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from causal_wan_driver import HEIGHT, WIDTH, input_video, load_model, make_request, open_session, run_chunk, step
+from causal_wan_driver import (
+    HEIGHT,
+    WIDTH,
+    input_video,
+    load_model,
+    make_request,
+    open_session,
+    run_chunk,
+    step,
+)
 
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import SupportsVAEStage
-from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 
 WINDOW = {"window_frames": 7, "sink_frames": 2}
 PROMPTS = ("a beach", None, "a town at night", None)
@@ -26,8 +35,12 @@ PROMPTS = ("a beach", None, "a town at night", None)
     ],
     ids=["strict", "noise-matched", "video", "recomputed"],
 )
-def test_frames_are_those_of_one_rank(causal_wan: Path, source: str, options: dict[str, Any]) -> None:
-    """Over a prompt switch, with and without a clean pass, and from video, which only the rank with layers encodes."""
+def test_frames_are_those_of_one_rank(
+    causal_wan: Path, source: str, options: dict[str, Any]
+) -> None:
+    """Over a prompt switch, with and without a clean pass, and from video, which only the rank
+    with layers encodes.
+    """
     one = load_model(causal_wan, **WINDOW, **options)
     layers = load_model(causal_wan, ParallelContext(vae_stage=True), **WINDOW, **options)
     vae = load_model(causal_wan, ParallelContext(stage=1, vae_stage=True), **WINDOW, **options)
@@ -40,13 +53,17 @@ def test_frames_are_those_of_one_rank(causal_wan: Path, source: str, options: di
     for index, prompt in enumerate(PROMPTS):
         tensors = {"video": input_video(one.plan.pixel_frames(index))} if source == "video" else {}
         expected_meta, expected = run_chunk(one, sessions[0], tensors, prompt=prompt, **fields)
-        ours, theirs = (make_request(session, tensors, prompt=prompt, **fields) for session in sessions[1:])
+        ours, theirs = (
+            make_request(session, tensors, prompt=prompt, **fields) for session in sessions[1:]
+        )
         layers.prepare_encode(ours)
         vae.prepare_encode(theirs)
         assert vae.latents(theirs).numel() == layers.latents(ours).numel()
         while ours.step < ours.num_steps - ours.clean_passes:
             step(layers, [ours])
-        vae.take_over(theirs, layers.latents(ours).clone(), layers.hand_over(ours))
+        vae.unpack_decode_state(
+            theirs, layers.latents(ours).clone(), layers.pack_decode_state(ours)
+        )
         meta, frames = vae.post_decode(theirs)
         while ours.step < ours.num_steps:
             step(layers, [ours])

@@ -1,16 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Video-to-video streams: input frames that arrive chunk by chunk, and how much noise each chunk gets."""
+"""Video-to-video streams: input frames that arrive chunk by chunk, and how much noise each chunk
+gets.
+"""
 
 import math
 from pathlib import Path
 
 import pytest
 import torch
-from causal_wan_driver import HEIGHT, WIDTH, input_video, load_model, make_request, open_session, run_chunk
+from causal_wan_driver import (
+    HEIGHT,
+    WIDTH,
+    input_video,
+    load_model,
+    make_request,
+    open_session,
+    run_chunk,
+)
 
-from vllm_omni.model_executor.models.causal_wan.motion import first_timestep, motion, next_noise_scale
+from vllm_omni.model_executor.models.causal_wan.motion import (
+    first_timestep,
+    motion,
+    next_noise_scale,
+)
 from vllm_omni.model_executor.models.causal_wan.pipeline import CausalWan
-from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE
+from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE
 from vllm_omni.outputs import RequestFailed
 
 SOURCE = {"options": {"source": "video"}}
@@ -19,11 +33,17 @@ SOURCE = {"options": {"source": "video"}}
 @pytest.fixture(scope="module")
 def model(causal_wan: Path) -> CausalWan:
     return load_model(
-        causal_wan, window_frames=6, sink_frames=3, latent_frames_per_chunk=1, first_chunk_latent_frames=2
+        causal_wan,
+        window_frames=6,
+        sink_frames=3,
+        latent_frames_per_chunk=1,
+        first_chunk_latent_frames=2,
     )
 
 
-def repaint(model: CausalWan, speeds: list[float], seed: int = 0) -> tuple[list[float], torch.Tensor]:
+def repaint(
+    model: CausalWan, speeds: list[float], seed: int = 0
+) -> tuple[list[float], torch.Tensor]:
     """Noise scales and frames of a stream whose input moves at `speeds`, a chunk each."""
     session = open_session(model, **SOURCE)
     scales, frames = [], []
@@ -75,7 +95,9 @@ def test_motion_is_the_largest_step_between_frames() -> None:
     assert motion(255 * (frames > 110), frames[0] * 0) == 1.0
 
 
-@pytest.mark.parametrize(("scale", "timestep"), [(0.8, 700), (0.79, 690), (0.7001, 600), (0.7599, 659)])
+@pytest.mark.parametrize(
+    ("scale", "timestep"), [(0.8, 700), (0.79, 690), (0.7001, 600), (0.7599, 659)]
+)
 def test_timesteps_are_whole(scale: float, timestep: int) -> None:
     assert first_timestep(scale) == timestep == math.floor(1000 * scale) - 100
 
@@ -96,7 +118,9 @@ def test_a_stream_cut_anywhere_is_encoded_as_one_clip(causal_wan: Path) -> None:
     state, parts = None, []
     for frames in (range(1), range(1, 5), range(5, 13)):
         noise = torch.zeros(16, max(1, len(frames) // 4), HEIGHT // 8, WIDTH // 8)
-        latents, _, state = model.video.noisy_latents(clip[frames.start : frames.stop], state, noise)
+        latents, _, state = model.video.noisy_latents(
+            clip[frames.start : frames.stop], state, noise
+        )
         parts.append(latents / (1 - state.noise_scale))
     torch.testing.assert_close(torch.cat(parts, dim=1), whole[0], atol=1e-5, rtol=0)
 
@@ -108,7 +132,9 @@ def test_raw_latents_are_what_stream_diffusion_v2_feeds(causal_wan: Path) -> Non
     clip, noise = input_video(range(9)), torch.zeros(16, 3, HEIGHT // 8, WIDTH // 8)
     a, _, _ = raw.video.noisy_latents(clip, None, noise)
     b, _, _ = normal.video.noisy_latents(clip, None, noise)
-    torch.testing.assert_close(a, 0.2 * (b / 0.2 * raw.vae.latents_std[0] + raw.vae.latents_mean[0]))
+    torch.testing.assert_close(
+        a, 0.2 * (b / 0.2 * raw.vae.latents_std[0] + raw.vae.latents_mean[0])
+    )
 
 
 @pytest.mark.parametrize(
@@ -120,7 +146,9 @@ def test_raw_latents_are_what_stream_diffusion_v2_feeds(causal_wan: Path) -> Non
         ({"video": torch.zeros(5, WIDTH, HEIGHT, 3, dtype=torch.uint8)}, "invalid_video"),
     ],
 )
-def test_frames_that_do_not_fit_are_refused(model: CausalWan, tensors: dict[str, torch.Tensor], code: str) -> None:
+def test_frames_that_do_not_fit_are_refused(
+    model: CausalWan, tensors: dict[str, torch.Tensor], code: str
+) -> None:
     with pytest.raises(RequestFailed) as failure:
         model.prepare_encode(make_request(open_session(model, **SOURCE), tensors, prompt="a beach"))
     assert failure.value.code == code

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight names of causal Wan: tables cover every tensor at both sizes in both namings; checkpoints load strictly."""
+"""Weight names of causal Wan: tables cover every tensor at both sizes in both namings;
+checkpoints load strictly.
+"""
 
 import json
 import shutil
@@ -12,21 +14,32 @@ from causal_wan_driver import load_model
 from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file
 
-from vllm_omni.model_executor.hub import check_complete
-from vllm_omni.model_executor.layers.parallel import ParallelContext, checkpoint_slots
-from vllm_omni.model_executor.models.causal_wan.checkpoint import find_layout, hf_config, open_transformer
+from vllm_omni.model_executor.checkpoint.hub import check_complete
+from vllm_omni.model_executor.checkpoint.loading import rename, shapes_of
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext, checkpoint_slots
+from vllm_omni.model_executor.models.causal_wan.checkpoint.layout import (
+    find_layout,
+    hf_config,
+    open_transformer,
+)
+from vllm_omni.model_executor.models.causal_wan.checkpoint.weights import load_transformer
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig
 from vllm_omni.model_executor.models.causal_wan.transformer import CausalWanTransformer
-from vllm_omni.model_executor.models.causal_wan.weights import load_transformer
 from vllm_omni.model_executor.models.registry import detect_family, get_family
-from vllm_omni.model_executor.models.wan.transformer_weights import TRANSFORMER_RULES, transformer_shapes
-from vllm_omni.model_executor.weights import rename, shapes_of
+from vllm_omni.model_executor.models.wan.transformer.weights import (
+    TRANSFORMER_RULES,
+    transformer_shapes,
+)
 from vllm_omni.testing.tiny.causal_wan import DIFFUSERS_NAMES
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "wan_causal"
 SIZES = {
     "1.3B": (CausalWanConfig(), 825, 1_418_996_800),
-    "14B": (CausalWanConfig(dim=5120, ffn_dim=13824, num_heads=40, num_layers=40), 1095, 14_288_491_584),
+    "14B": (
+        CausalWanConfig(dim=5120, ffn_dim=13824, num_heads=40, num_layers=40),
+        1095,
+        14_288_491_584,
+    ),
 }
 FAMILY = get_family("causal_wan")
 
@@ -35,7 +48,10 @@ FAMILY = get_family("causal_wan")
 def test_full_size_models_take_exactly_the_table(size: str) -> None:
     config, num_tensors, num_parameters = SIZES[size]
     shapes = transformer_shapes(config)
-    assert (len(shapes), sum(torch.Size(shape).numel() for shape in shapes.values())) == (num_tensors, num_parameters)
+    assert (len(shapes), sum(torch.Size(shape).numel() for shape in shapes.values())) == (
+        num_tensors,
+        num_parameters,
+    )
     with torch.device("meta"):
         model = CausalWanTransformer(config)
     assert {name: slot.shape for name, slot in checkpoint_slots(model).items()} == shapes
@@ -43,14 +59,20 @@ def test_full_size_models_take_exactly_the_table(size: str) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_diffusers_names_and_shapes_map_one_to_one(size: str) -> None:
-    """Every tensor of diffusers' own transformer of that size, renamed, is a tensor of the table, and back."""
+    """Every tensor of diffusers' own transformer of that size, renamed, is a tensor of the
+    table, and back.
+    """
     config, *_ = SIZES[size]
     with torch.device("meta"):
         theirs = WanTransformer3DModel(
-            num_attention_heads=config.num_heads, ffn_dim=config.ffn_dim, num_layers=config.num_layers
+            num_attention_heads=config.num_heads,
+            ffn_dim=config.ffn_dim,
+            num_layers=config.num_layers,
         )
     shapes = shapes_of(theirs)
-    assert {rename(name, TRANSFORMER_RULES): shape for name, shape in shapes.items()} == transformer_shapes(config)
+    assert {
+        rename(name, TRANSFORMER_RULES): shape for name, shape in shapes.items()
+    } == transformer_shapes(config)
     assert {rename(name, DIFFUSERS_NAMES) for name in transformer_shapes(config)} == shapes.keys()
 
 
@@ -62,16 +84,28 @@ def test_the_recorded_map_is_the_tables() -> None:
 
 
 @pytest.mark.parametrize(
-    "prefix", ["model.", "model._fsdp_wrapped_module.", "_fsdp_wrapped_module.model._checkpoint_wrapped_module."]
+    "prefix",
+    [
+        "model.",
+        "model._fsdp_wrapped_module.",
+        "_fsdp_wrapped_module.model._checkpoint_wrapped_module.",
+    ],
 )
 def test_training_wrappers_prefixes_do_not_matter(prefix: str, tmp_path: Path) -> None:
     stored = load_file(GOLDEN / "tiny_causal_wan_state.safetensors")
-    torch.save({"generator": {f"{prefix}{name}": tensor for name, tensor in stored.items()}}, tmp_path / "model.pt")
-    config = CausalWanConfig.from_checkpoint(json.loads((GOLDEN / "sf_meta.json").read_text())["config"])
+    torch.save(
+        {"generator": {f"{prefix}{name}": tensor for name, tensor in stored.items()}},
+        tmp_path / "model.pt",
+    )
+    config = CausalWanConfig.from_checkpoint(
+        json.loads((GOLDEN / "sf_meta.json").read_text())["config"]
+    )
     model = CausalWanTransformer(config)
     load_transformer(model, open_transformer(tmp_path / "model.pt"), config)
     assert all(
-        torch.equal(slot.target, stored[name]) for name, slot in checkpoint_slots(model).items() if slot.part is None
+        torch.equal(slot.target, stored[name])
+        for name, slot in checkpoint_slots(model).items()
+        if slot.part is None
     )
 
 
@@ -96,16 +130,29 @@ def test_every_layout_is_found_and_holds_the_same_model(checkpoints: dict[str, P
         assert detect_family(folder).name == "causal_wan"
         check_complete("causal_wan", folder)
         found = weights(folder)
-        assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
-    state = torch.load(checkpoints["original"] / "checkpoints" / "self_forcing_dmd.pt", weights_only=True)
+        assert found.keys() == expected.keys() and all(
+            torch.equal(found[name], expected[name]) for name in expected
+        )
+    state = torch.load(
+        checkpoints["original"] / "checkpoints" / "self_forcing_dmd.pt", weights_only=True
+    )
     name = "blocks.1.ffn.0.weight"
     assert torch.equal(expected[f"transformer.{name}"], state["generator_ema"][f"model.{name}"])
     assert not torch.equal(expected[f"transformer.{name}"], state["generator"][f"model.{name}"])
 
 
-def test_a_checkpoint_without_config_is_read_from_its_shapes(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_a_checkpoint_without_config_is_read_from_its_shapes(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
     (tmp_path / "checkpoints").mkdir()
-    config = {"dim": 256, "ffn_dim": 64, "freq_dim": 16, "text_dim": 4096, "num_heads": 2, "num_layers": 1}
+    config = {
+        "dim": 256,
+        "ffn_dim": 64,
+        "freq_dim": 16,
+        "text_dim": 4096,
+        "num_heads": 2,
+        "num_layers": 1,
+    }
     tensors = {
         f"model.{name}": torch.zeros(shape)
         for name, shape in transformer_shapes(CausalWanConfig.from_checkpoint(config)).items()
@@ -128,12 +175,20 @@ def damage(folder: Path, target: Path, change: Any) -> Path:
     ("change", "message"),
     [
         (lambda t: t.pop("model.head.head.bias"), r"missing: 1 \(head\.head\.bias\)"),
-        (lambda t: t.update({"model.img_emb.proj.0.weight": torch.zeros(2)}), r"unexpected: 1 \(img_emb"),
-        (lambda t: t.update({"model.head.head.bias": torch.zeros(3)}), r"misshapen: 1 \(head\.head\.bias \(3,\)"),
+        (
+            lambda t: t.update({"model.img_emb.proj.0.weight": torch.zeros(2)}),
+            r"unexpected: 1 \(img_emb",
+        ),
+        (
+            lambda t: t.update({"model.head.head.bias": torch.zeros(3)}),
+            r"misshapen: 1 \(head\.head\.bias \(3,\)",
+        ),
     ],
     ids=["missing", "unexpected", "misshapen"],
 )
-def test_what_does_not_fit_is_an_error(change: Any, message: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_what_does_not_fit_is_an_error(
+    change: Any, message: str, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=message):
         check_complete("causal_wan", damage(checkpoints["original"], tmp_path, change))
 
@@ -143,7 +198,9 @@ def test_another_family_and_a_bidirectional_wan_are_not_taken(tmp_path: Path) ->
     assert detect_family(tmp_path / "lingbot").name == "lingbot_world"
     plain = tmp_path / "wan"
     (plain / "transformer").mkdir(parents=True)
-    (plain / "transformer" / "config.json").write_text(json.dumps({"_class_name": "WanTransformer3DModel"}))
+    (plain / "transformer" / "config.json").write_text(
+        json.dumps({"_class_name": "WanTransformer3DModel"})
+    )
     (plain / "model_index.json").write_text(json.dumps({"_class_name": "WanPipeline"}))
     assert not FAMILY.detect(plain)
     (plain / "model_index.json").write_text(json.dumps({"_class_name": "WanCausalDMDPipeline"}))
@@ -156,6 +213,8 @@ def test_pipeline_stages_together_take_every_tensor(num_stages: int) -> None:
     taken: dict[str, tuple[int, ...]] = {}
     for stage in range(num_stages):
         with torch.device("meta"):
-            model = CausalWanTransformer(config, ParallelContext(stage=stage, num_stages=num_stages))
+            model = CausalWanTransformer(
+                config, ParallelContext(stage=stage, num_stages=num_stages)
+            )
         taken |= {name: slot.shape for name, slot in checkpoint_slots(model).items()}
     assert taken == transformer_shapes(config)

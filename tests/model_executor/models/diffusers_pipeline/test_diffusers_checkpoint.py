@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with a pipeline directory is said in one line, within a second, before weights are read."""
+"""What is wrong with a pipeline directory is said in one line, within a second, before weights
+are read.
+"""
 
 import json
 import shutil
@@ -14,8 +16,11 @@ from safetensors.torch import load_file, save_file
 from vllm_omni.config import OmniConfig
 from vllm_omni.entrypoints.cli.errors import CommandError
 from vllm_omni.entrypoints.cli.serve import plan
-from vllm_omni.model_executor.hub import check_complete, hub_source
-from vllm_omni.model_executor.models.diffusers_pipeline.checkpoint import PipelineIndex, stored_dtype
+from vllm_omni.model_executor.checkpoint.hub import check_complete, hub_source
+from vllm_omni.model_executor.models.diffusers_pipeline.checkpoint import (
+    PipelineIndex,
+    stored_dtype,
+)
 from vllm_omni.model_executor.models.registry import detect_family, family_names, get_family
 
 FAMILY = get_family("diffusers_pipeline")
@@ -61,14 +66,20 @@ def test_tiny_directories_are_detected_and_depend_on_the_seed(sd3: Path, tmp_pat
     for seed in (0, 1):
         (tmp_path / str(seed)).mkdir()
         FAMILY.make_tiny(tmp_path / str(seed), seed, "sd3")
-        weights[seed] = load_file(tmp_path / str(seed) / "transformer" / "diffusion_pytorch_model.safetensors")
+        weights[seed] = load_file(
+            tmp_path / str(seed) / "transformer" / "diffusion_pytorch_model.safetensors"
+        )
     original = load_file(sd3 / "transformer" / "diffusion_pytorch_model.safetensors")
     assert all(torch.equal(weights[0][name], tensor) for name, tensor in original.items())
     assert any(not torch.equal(weights[1][name], tensor) for name, tensor in original.items())
 
 
-def test_naming_the_executor_wins_over_a_model_of_this_package(tmp_path: Path, null_world: Path) -> None:
-    """A Wan directory goes to `wan2_2` on a worker, or, when its executor is named, to diffusers' own pipeline."""
+def test_naming_the_executor_wins_over_a_model_of_this_package(
+    tmp_path: Path, null_world: Path
+) -> None:
+    """A Wan directory goes to `wan2_2` on a worker, or, when its executor is named, to
+    diffusers' own pipeline.
+    """
     FAMILY.make_tiny(tmp_path, 0, "wan")
     assert detect_family(tmp_path).name == "wan2_2"
     assert detect_family(tmp_path, "mp").name == "wan2_2"
@@ -150,16 +161,18 @@ def test_stored_dtype_is_the_denoisers(broken: Callable[..., Path]) -> None:
     """Read from the file's header; vLLM serves in it unless --dtype says otherwise."""
     path = broken()
     file = path / "transformer" / "diffusion_pytorch_model.safetensors"
-    assert stored_dtype(path, PipelineIndex.read(path)) == "float32"
+    assert stored_dtype(path, PipelineIndex.read_folder(path)) == "float32"
     save_file({name: tensor.bfloat16() for name, tensor in load_file(file).items()}, file)
-    assert stored_dtype(path, PipelineIndex.read(path)) == "bfloat16"
+    assert stored_dtype(path, PipelineIndex.read_folder(path)) == "bfloat16"
     file.write_bytes(b"garbage")
     with pytest.raises(ValueError, match="is no safetensors file"):
         FAMILY.hf_config(path)
 
 
 def test_serve_plan_chooses_the_executor(sd3: Path) -> None:
-    """`vllm serve DIR --omni`: the executor instead of a worker; flags that need workers are refused."""
+    """`vllm serve DIR --omni`: the executor instead of a worker; flags that need workers are
+    refused.
+    """
     planned = plan([str(sd3), "--port", "0"], {}, [])
     assert planned.argv[planned.argv.index("--distributed-executor-backend") + 1] == EXECUTOR
     assert "--worker-cls" not in planned.argv

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lance's decoder and sampler written down a second time: fp64, one dense masked pass over the whole sequence.
+"""Lance's decoder and sampler written down a second time: fp64, one dense masked pass over the
+whole sequence.
 
-Shares no code with the package (the vision tower is transformers'). Records golden directories of any size, to check
-`verify` on what it has never seen.
+Shares no code with the package (the vision tower is transformers'). Records golden directories of
+any size, to check `verify` on what it has never seen.
 """
 
 import json
@@ -15,27 +16,36 @@ import torch
 from safetensors.torch import save_file
 from torch.nn.functional import linear, silu
 from transformers import Qwen2_5_VLConfig
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
+    Qwen2_5_VisionTransformerPretrainedModel,
+)
 
 DRAW = (
-    "Describe the image by detailing the color, quantity, text, shape, size, texture, spatial relationships of the "
+    "Describe the image by detailing the color, quantity, text, shape, size, texture, spatial "
+    "relationships of the "
     "objects and background:"
 )
 FILM = (
-    "Describe the video by detailing the color, quantity, visible text, shape, size, texture, spatial relationships "
+    "Describe the video by detailing the color, quantity, visible text, shape, size, texture, "
+    "spatial relationships "
     "and motion/camera movements of the objects and background:"
 )
 EDIT = (
-    "Describe the key features of the input image (color, shape, size, texture, objects, background), then explain how "
-    "the user\u2019s text instruction should alter or modify the image. Generate a new image that meets the "
-    "user\u2019s requirements while maintaining consistency with the original input where appropriate."
+    "Describe the key features of the input image (color, shape, size, texture, objects, "
+    "background), then explain how "
+    "the user\u2019s text instruction should alter or modify the image. Generate a new image that "
+    "meets the "
+    "user\u2019s requirements while maintaining consistency with the original input where "
+    "appropriate."
 )
 SPECIAL = ("im_start", "im_end", "vision_start", "vision_end", "image_pad", "video_pad")
 
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive tokens. kind: text, user, vit, reference, noise. grid: of a visual run, markers not counted."""
+    """Consecutive tokens. kind: text, user, vit, reference, noise. grid: of a visual run,
+    markers not counted.
+    """
 
     kind: str
     ids: list[int]
@@ -45,7 +55,10 @@ class Run:
 class Reference:
     def __init__(self, sizes: dict[str, Any], seed: int) -> None:
         self.sizes, self.generator = sizes, torch.Generator().manual_seed(seed)
-        words = sorted({*DRAW, *FILM, *EDIT, "system", "user", "assistant", "\n"}, key=lambda word: (-len(word), word))
+        words = sorted(
+            {*DRAW, *FILM, *EDIT, "system", "user", "assistant", "\n"},
+            key=lambda word: (-len(word), word),
+        )
         self.vocabulary = {word: number for number, word in enumerate(words)}
         names = {name: f"<|{name}|>" for name in SPECIAL}
         self.special = {name: len(words) + 3 + number for number, name in enumerate(names.values())}
@@ -53,7 +66,7 @@ class Reference:
         self.vocab_size = len(words) + 20
         self.w = self._weights()
 
-    # -- weights -----------------------------------------------------------------------------------------------------
+    # -- weights -----------------------------------------------------------------------------------
 
     def normal(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
         return torch.randn(shape, generator=self.generator) * scale
@@ -75,7 +88,9 @@ class Reference:
                     matrix(f"{layer}.self_attn.{name}_proj{end}", heads * head, width, bias=True)
                 matrix(f"{layer}.self_attn.o_proj{end}", width, s["heads"] * head)
                 for name in ("q", "k"):
-                    w[f"{layer}.self_attn.{name}_norm{end}.weight"] = 1 + self.normal(head, scale=0.2)
+                    w[f"{layer}.self_attn.{name}_norm{end}.weight"] = 1 + self.normal(
+                        head, scale=0.2
+                    )
                 matrix(f"{layer}.mlp{end}.gate_proj", s["ffn"], width)
                 matrix(f"{layer}.mlp{end}.up_proj", s["ffn"], width)
                 matrix(f"{layer}.mlp{end}.down_proj", width, s["ffn"])
@@ -93,7 +108,9 @@ class Reference:
         config = Qwen2_5_VLConfig(vision_config=self.vision_config()).vision_config
         config._attn_implementation = "sdpa"
         self.tower = Qwen2_5_VisionTransformerPretrainedModel(config).eval()
-        return w | {f"vit_model.{name}": value.clone() for name, value in self.tower.state_dict().items()}
+        return w | {
+            f"vit_model.{name}": value.clone() for name, value in self.tower.state_dict().items()
+        }
 
     def vision_config(self) -> dict[str, Any]:
         s = self.sizes
@@ -127,7 +144,7 @@ class Reference:
             parts += [angles.sin(), angles.cos()]
         return torch.cat(parts, dim=1)
 
-    # -- sequences ---------------------------------------------------------------------------------------------------
+    # -- sequences ---------------------------------------------------------------------------------
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = []
@@ -182,29 +199,45 @@ class Reference:
             placed[noise] = placed[reference]
         return placed
 
-    # -- the network -------------------------------------------------------------------------------------------------
+    # -- the network -------------------------------------------------------------------------------
 
     def matmul(self, name: str, x: torch.Tensor) -> torch.Tensor:
         bias = self.w.get(f"{name}.bias")
         return linear(x, self.w[f"{name}.weight"].double(), None if bias is None else bias.double())
 
     def rms(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * self.w[f"{name}.weight"].double()
+        return (
+            x
+            * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+            * self.w[f"{name}.weight"].double()
+        )
 
-    def both(self, function: Any, name: str, tail: str, x: torch.Tensor, gen: torch.Tensor) -> torch.Tensor:
+    def both(
+        self, function: Any, name: str, tail: str, x: torch.Tensor, gen: torch.Tensor
+    ) -> torch.Tensor:
         """Apply each token's own expert."""
-        return torch.where(gen[:, None], function(f"{name}_moe_gen{tail}", x), function(f"{name}{tail}", x))
+        return torch.where(
+            gen[:, None], function(f"{name}_moe_gen{tail}", x), function(f"{name}{tail}", x)
+        )
 
     def turn(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """x: [S, heads, head]. Rotate halves; each frequency follows the axis that owns it."""
         head = x.shape[-1]
-        owner = torch.tensor([axis for axis, count in enumerate(self.sizes["mrope"]) for _ in range(count)])
-        frequency = self.sizes["theta"] ** (-2 * torch.arange(head // 2, dtype=torch.float64) / head)
+        owner = torch.tensor(
+            [axis for axis, count in enumerate(self.sizes["mrope"]) for _ in range(count)]
+        )
+        frequency = self.sizes["theta"] ** (
+            -2 * torch.arange(head // 2, dtype=torch.float64) / head
+        )
         angle = (positions[owner].double() * frequency[:, None]).T[:, None]
         a, b = x[..., : head // 2], x[..., head // 2 :]
-        return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), dim=-1)
+        return torch.cat(
+            (a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), dim=-1
+        )
 
-    def forward(self, runs: list[Run], placed: list[torch.Tensor], fills: dict[str, torch.Tensor]) -> torch.Tensor:
+    def forward(
+        self, runs: list[Run], placed: list[torch.Tensor], fills: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
         """Return final hidden rows [S, D]. fills: rows of visual runs' cells by kind."""
         s = self.sizes
         ids = torch.tensor([number for run in runs for number in run.ids])
@@ -230,29 +263,41 @@ class Reference:
             layer = f"language_model.model.layers.{n}"
             h = self.both(self.rms, f"{layer}.input_layernorm", "", x, gen)
             q, k, v = (
-                self.both(self.matmul, f"{layer}.self_attn.{name}_proj", "", h, gen).view(len(ids), -1, head)
+                self.both(self.matmul, f"{layer}.self_attn.{name}_proj", "", h, gen).view(
+                    len(ids), -1, head
+                )
                 for name in "qkv"
             )
             gen_heads = gen[:, None, None]
 
-            def head_norm(name: str, rows: torch.Tensor, gen_heads: torch.Tensor = gen_heads) -> torch.Tensor:
-                return torch.where(gen_heads, self.rms(f"{name}_moe_gen", rows), self.rms(name, rows))
+            def head_norm(
+                name: str, rows: torch.Tensor, gen_heads: torch.Tensor = gen_heads
+            ) -> torch.Tensor:
+                return torch.where(
+                    gen_heads, self.rms(f"{name}_moe_gen", rows), self.rms(name, rows)
+                )
 
             q = self.turn(head_norm(f"{layer}.self_attn.q_norm", q), positions)
             k = self.turn(head_norm(f"{layer}.self_attn.k_norm", k), positions)
             mixed = []
             for number in range(heads):
                 shared = number * kv_heads // heads
-                score = (q[:, number] @ k[:, shared].T / math.sqrt(head)).masked_fill(~allowed, -math.inf)
+                score = (q[:, number] @ k[:, shared].T / math.sqrt(head)).masked_fill(
+                    ~allowed, -math.inf
+                )
                 mixed.append(score.softmax(-1) @ v[:, shared])
-            x = x + self.both(self.matmul, f"{layer}.self_attn.o_proj", "", torch.cat(mixed, dim=1), gen)
+            x = x + self.both(
+                self.matmul, f"{layer}.self_attn.o_proj", "", torch.cat(mixed, dim=1), gen
+            )
             h = self.both(self.rms, f"{layer}.post_attention_layernorm", "", x, gen)
             gate = self.both(self.matmul, f"{layer}.mlp", ".gate_proj", h, gen)
             up = self.both(self.matmul, f"{layer}.mlp", ".up_proj", h, gen)
             x = x + self.both(self.matmul, f"{layer}.mlp", ".down_proj", silu(gate) * up, gen)
         return self.both(self.rms, "language_model.model.norm", "", x, gen)
 
-    def latent_rows(self, latents: torch.Tensor, grid: tuple[int, int, int], times: torch.Tensor) -> torch.Tensor:
+    def per_latent(
+        self, latents: torch.Tensor, grid: tuple[int, int, int], times: torch.Tensor
+    ) -> torch.Tensor:
         """Latents [n, 48] -> decoder rows."""
         size = self.sizes["latent_size"]
         cells = torch.cartesian_prod(*(torch.arange(n) for n in grid))
@@ -263,12 +308,19 @@ class Reference:
         time = self.matmul("time_embedder.mlp.2", silu(time))
         return self.matmul("vae2llm", latents.double()) + time + self.table()[where]
 
-    # -- recording ---------------------------------------------------------------------------------------------------
+    # -- recording ---------------------------------------------------------------------------------
 
     def draw(
-        self, task: str, runs: list[Run], fills: dict[str, torch.Tensor], first: torch.Tensor | None, steps: int
+        self,
+        task: str,
+        runs: list[Run],
+        fills: dict[str, torch.Tensor],
+        first: torch.Tensor | None,
+        steps: int,
     ) -> dict[str, torch.Tensor]:
-        """Sample on both of the original's paths with guidance 4 in (0.4, 1], shift 3.5, global renormalisation."""
+        """Sample on both of the original's paths with guidance 4 in (0.4, 1], shift 3.5, global
+        renormalisation.
+        """
         bare = [run for run in runs if run.kind != "user"]
         user = next(index for index, run in enumerate(runs) if run.kind == "user")
         cond, own = self.anchored(runs), self.anchored(bare)
@@ -277,7 +329,9 @@ class Reference:
         pinned = 0 if first is None else len(first)
         out = {
             f"{task}.packed_text_ids": torch.tensor([number for run in runs for number in run.ids]),
-            f"{task}.sample_modality": torch.tensor([_CODE[run.kind] for run in runs for _ in run.ids]),
+            f"{task}.sample_modality": torch.tensor(
+                [_CODE[run.kind] for run in runs for _ in run.ids]
+            ),
             f"{task}.split_lens": torch.tensor([len(run.ids) for run in runs]),
             f"{task}.mrope_raw": torch.cat(self.positions(runs), dim=1).unsqueeze(1),
             f"{task}.mrope_shifted": torch.cat(cond, dim=1).unsqueeze(1),
@@ -289,7 +343,8 @@ class Reference:
             out[f"{task}.cond_latent"][0] = first.view(grid[1], grid[2], 48)
         for path in ("kv", "nokv"):
             uncond = list(own)
-            if path == "kv":  # the original leaves the separator where it is in the conditional sequence
+            # the original leaves the separator where it is in the conditional sequence
+            if path == "kv":
                 uncond[user] = cond[user + 1]
             x = noise.double().clone()
             if first is not None:
@@ -302,9 +357,11 @@ class Reference:
                     out[f"{task}.kv.x_t{step}"] = x.float()
                 times = torch.full((len(x),), float(t[step]), dtype=torch.float64)
                 times[:pinned] = 0
-                rows = {**fills, "noise": self.latent_rows(x, grid, times)}
+                rows = {**fills, "noise": self.per_latent(x, grid, times)}
                 velocities = []
-                for sequence, placed in ((runs, cond), (bare, uncond))[: 2 if float(t[step]) > 0.4 else 1]:
+                for sequence, placed in ((runs, cond), (bare, uncond))[
+                    : 2 if float(t[step]) > 0.4 else 1
+                ]:
                     hidden = self.forward(sequence, placed, rows)[-2 - len(x) : -2]
                     velocities.append(self.matmul("llm2vae", hidden))
                     if path == "kv":
@@ -316,7 +373,9 @@ class Reference:
                 if len(velocities) == 2:
                     v = velocities[1] + 4.0 * (velocities[0] - velocities[1])
                     counted = slice(pinned if path == "nokv" else 0, None)
-                    v = v * min(1.0, float(velocities[0][counted].norm() / (v[counted].norm() + 1e-8)))
+                    v = v * min(
+                        1.0, float(velocities[0][counted].norm() / (v[counted].norm() + 1e-8))
+                    )
                 moved = x - v * (t[step] - t[step + 1])
                 moved[:pinned] = x[:pinned]
                 x = moved
@@ -326,16 +385,25 @@ class Reference:
     def look(self, patches: tuple[int, int, int]) -> dict[str, torch.Tensor]:
         pixels = self.normal(math.prod(patches), 1176)
         grid = torch.tensor([patches])
-        return {"vit_pixels": pixels, "vit_grid_thw": grid, "vit_embed": self.tower(pixels, grid).pooler_output}
+        return {
+            "vit_pixels": pixels,
+            "vit_grid_thw": grid,
+            "vit_embed": self.tower(pixels, grid).pooler_output,
+        }
 
     def read(self, steps: int) -> dict[str, torch.Tensor]:
         """Greedy answers about a picture, each token from a pass over everything before it."""
         seen = self.look((1, 4, 6))
-        runs = self.sequence("look at the image", "where is it", [self.block("vit", (1, 2, 3))], None)
+        runs = self.sequence(
+            "look at the image", "where is it", [self.block("vit", (1, 2, 3))], None
+        )
         runs = [runs[0], runs[1], Run("text", [*runs[2].ids, *runs[3].ids])]
         prompt = [number for run in runs for number in run.ids]
         out = {f"x2t_image.{name}": value for name, value in seen.items()}
-        out |= {"x2t_image.prompt_ids": torch.tensor(prompt), "x2t_image.packed_text_ids": torch.tensor(prompt)}
+        out |= {
+            "x2t_image.prompt_ids": torch.tensor(prompt),
+            "x2t_image.packed_text_ids": torch.tensor(prompt),
+        }
         logits, tokens = [], []
         for _ in range(steps):
             hidden = self.forward(runs, self.positions(runs), {"vit": seen["vit_embed"]})
@@ -345,7 +413,9 @@ class Reference:
         assert self.id["im_end"] not in tokens, "choose another seed: this answer ends early"
         tensors = {"tokens": torch.tensor(tokens), "logits": torch.stack(logits).float()}
         return out | {
-            f"x2t_image.{path}.{name}": value.clone() for path in ("kv", "nokv") for name, value in tensors.items()
+            f"x2t_image.{path}.{name}": value.clone()
+            for path in ("kv", "nokv")
+            for name, value in tensors.items()
         }
 
 
@@ -353,23 +423,33 @@ _CODE = {"text": -1, "user": 0, "vit": 4, "reference": 2, "noise": 1}
 
 
 def record(directory: Path, sizes: dict[str, Any], *, seed: int, steps: int) -> None:
-    """Write `state_dict`, `meta_fp32.json` and `golden_fp32` for t2i, t2v, i2v, image_edit and x2t_image."""
+    """Write `state_dict`, `meta_fp32.json` and `golden_fp32` for t2i, t2v, i2v, image_edit and
+    x2t_image.
+    """
     model = Reference(sizes, seed)
-    picture, clip = (1, 3, 5), (2, 4, 2)
-    tensors = model.draw("t2i", model.sequence(DRAW, "a red boat", [], model.block("noise", picture)), {}, None, steps)
-    film = model.sequence(FILM, "boats and a camera", [], model.block("noise", clip))
-    tensors |= model.draw("t2v", film, {}, None, steps)
-    tensors |= model.draw("i2v", film, {}, model.normal(clip[1] * clip[2], 48), steps)
+    image, clip = (1, 3, 5), (2, 4, 2)
+    tensors = model.draw(
+        "t2i", model.sequence(DRAW, "a red boat", [], model.block("noise", image)), {}, None, steps
+    )
+    render_video = model.sequence(FILM, "boats and a camera", [], model.block("noise", clip))
+    tensors |= model.draw("t2v", render_video, {}, None, steps)
+    tensors |= model.draw("i2v", render_video, {}, model.normal(clip[1] * clip[2], 48), steps)
     seen = model.look((1, 6, 4))
-    blocks = [model.block("vit", (1, 3, 2)), model.block("reference", picture)]
-    reference = model.normal(math.prod(picture), 48)
-    fills = {"vit": seen["vit_embed"], "reference": model.latent_rows(reference, picture, torch.zeros(len(reference)))}
-    edit = model.sequence(EDIT, "the boat in blue", blocks, model.block("noise", picture))
+    blocks = [model.block("vit", (1, 3, 2)), model.block("reference", image)]
+    reference = model.normal(math.prod(image), 48)
+    fills = {
+        "vit": seen["vit_embed"],
+        "reference": model.per_latent(reference, image, torch.zeros(len(reference))),
+    }
+    edit = model.sequence(EDIT, "the boat in blue", blocks, model.block("noise", image))
     tensors |= model.draw("image_edit", edit, fills, None, steps)
     tensors |= {f"image_edit.{name}": value for name, value in seen.items()}
-    tensors["image_edit.ref_latent"] = reference.view(*picture, 48)
+    tensors["image_edit.ref_latent"] = reference.view(*image, 48)
     tensors |= model.read(steps=7)
-    save_file({name: value.contiguous() for name, value in tensors.items()}, directory / "golden_fp32.safetensors")
+    save_file(
+        {name: value.contiguous() for name, value in tensors.items()},
+        directory / "golden_fp32.safetensors",
+    )
     write_model(directory, model)
 
 
@@ -388,8 +468,14 @@ def write_model(directory: Path, model: Reference) -> None:
         "rope_theta": sizes["theta"],
         "rope_scaling": {"type": "mrope", "mrope_section": sizes["mrope"]},
     }
-    latent = {"max_num_frames": 4 * sizes["latent_frames"] - 3, "max_latent_size": sizes["latent_size"]}
+    latent = {
+        "max_num_frames": 4 * sizes["latent_frames"] - 3,
+        "max_latent_size": sizes["latent_size"],
+    }
     config = {"llm": llm, "vit": model.vision_config(), "latent": latent, "specials": model.special}
     meta = {"precision": "fp32", "config": config, "toy_vocab": model.vocabulary}
     (directory / "meta_fp32.json").write_text(json.dumps(meta))
-    save_file({name: value.contiguous() for name, value in model.w.items()}, directory / "state_dict.safetensors")
+    save_file(
+        {name: value.contiguous() for name, value in model.w.items()},
+        directory / "state_dict.safetensors",
+    )

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters of Lance: pictures and answers under PEFT's names equal those of merged weights, on both experts."""
+"""Adapters of Lance: pictures and answers under PEFT's names equal those of merged weights, on
+both experts.
+"""
 
 from pathlib import Path
 
@@ -10,8 +12,8 @@ from helpers.adapter_stores import make_store
 from lance_driver import load_lance, prepare, request_of, step
 
 from vllm_omni.inputs import Lora
-from vllm_omni.model_executor.lora.adapter import AdapterError
-from vllm_omni.model_executor.lora.store import AdapterStore
+from vllm_omni.model_executor.layers.lora.adapter import AdapterError
+from vllm_omni.model_executor.layers.lora.store import AdapterStore
 from vllm_omni.model_executor.models.lance.pipeline import Lance
 from vllm_omni.testing.tiny.lance import make_tiny
 
@@ -26,7 +28,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def picture(lance: Lance, store: AdapterStore, lora: list[Lora]) -> torch.Tensor:
+def image(lance: Lance, store: AdapterStore, lora: list[Lora]) -> torch.Tensor:
     selection = store.select(lora)
     request = request_of("t2i", output="latents")
     with store.applied(selection):
@@ -36,24 +38,28 @@ def picture(lance: Lance, store: AdapterStore, lora: list[Lora]) -> torch.Tensor
         return lance.post_decode(request)[1]["latents"]
 
 
-def test_a_picture_under_an_adapter_is_the_merged_network_s(checkpoint: Path, tmp_path: Path) -> None:
-    """Every attention and feed-forward layer of both experts, the latent bridge and the time layers."""
+def test_a_image_under_an_adapter_is_the_merged_network_s(checkpoint: Path, tmp_path: Path) -> None:
+    """Every attention and feed-forward layer of both experts, the latent bridge and the time
+    layers.
+    """
     lance = load_lance(checkpoint)
     target = lance.adapter_targets()["transformer"]
     made = files.factors(target, target.matrices(), seed=1)
     store = make_store(lance, {"ink": files.write_peft(made, tmp_path / "ink")})
-    plain = picture(lance, store, [])
-    got = picture(lance, store, [Lora(name="ink", scale=1.5)])
-    assert torch.equal(picture(lance, store, []), plain)
+    plain = image(lance, store, [])
+    got = image(lance, store, [Lora(name="ink", scale=1.5)])
+    assert torch.equal(image(lance, store, []), plain)
     reference = load_lance(checkpoint)
     files.merge(reference.network, files.differences(made, 1.5 * files.ALPHA / files.RANK))
-    expected = picture(reference, make_store(reference), [])
+    expected = image(reference, make_store(reference), [])
     assert not torch.allclose(expected, plain, atol=0.01)
     torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=0)
 
 
 def test_the_vocabulary_stays_as_it_is(checkpoint: Path, tmp_path: Path) -> None:
-    """An adapter of the token matrices would be dropped in silence by the shortcuts that read them."""
+    """An adapter of the token matrices would be dropped in silence by the shortcuts that read
+    them.
+    """
     lance = load_lance(checkpoint)
     head = {"language_model.lm_head": (torch.zeros(4, 64), torch.zeros(64, 4))}
     with pytest.raises(

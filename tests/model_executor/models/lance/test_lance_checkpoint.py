@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the pieces are: repository root, sub-folders, missing pieces, and what the command line makes of them."""
+"""Where the pieces are: repository root, sub-folders, missing pieces, and what the command line
+makes of them.
+"""
 
 import json
 import shutil
@@ -8,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from vllm_omni.config import OmniConfig
-from vllm_omni.model_executor.hub import check_complete, hub_source
+from vllm_omni.model_executor.checkpoint.hub import check_complete, hub_source
 from vllm_omni.model_executor.models.lance.checkpoint import find_layout, hf_config, is_checkpoint
 from vllm_omni.model_executor.models.lance.family import FAMILY
 from vllm_omni.model_executor.models.registry import detect_family
@@ -56,8 +58,10 @@ def test_a_decoder_alone_in_its_folder_is_a_checkpoint(repository: Path, tmp_pat
     assert layout.decoder == layout.root == tmp_path / "flat"
 
 
-@pytest.mark.parametrize("lost", ["Wan2.2_VAE.pth", "Lance_3B/model.safetensors", "Lance_3B/tokenizer.json"])
-def test_a_missing_piece_is_named(repository: Path, tmp_path: Path, lost: str) -> None:
+@pytest.mark.parametrize(
+    "lost", ["Wan2.2_VAE.pth", "Lance_3B/model.safetensors", "Lance_3B/tokenizer.json"]
+)
+def test_a_missing_part_is_named(repository: Path, tmp_path: Path, lost: str) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(repository, copy)
     (copy / lost).unlink()
@@ -68,7 +72,7 @@ def test_a_missing_piece_is_named(repository: Path, tmp_path: Path, lost: str) -
 def test_a_complete_checkpoint_passes_and_names_its_repository(repository: Path) -> None:
     check_complete("lance", repository)
     check_complete("lance", repository / "Lance_3B_Video")
-    assert {piece.repo for piece in hub_source("lance").pieces} == {"bytedance-research/Lance"}
+    assert {part.repo for part in hub_source("lance").components} == {"bytedance-research/Lance"}
     assert round(hub_source("lance").gigabytes) == 31
 
 
@@ -100,4 +104,8 @@ def test_capabilities_follow_the_checkpoint(repository: Path) -> None:
     assert images.tasks == ("text_to_image", "image_edit")
     assert (images.height, images.width, images.max_pixels) == (768, 768, 1024 * 1024)
     videos = FAMILY.capabilities(hf_config(repository / "Lance_3B_Video"), OmniConfig())
-    assert videos.makes_videos and (videos.num_frames, videos.max_num_frames, videos.frame_stride) == (17, 17, 4)
+    assert videos.makes_videos and (
+        videos.num_frames,
+        videos.max_num_frames,
+        videos.frame_stride,
+    ) == (17, 17, 4)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where public implementations of Lance differ: each choice is what it says, and the conventions are served whole."""
+"""Where public implementations of Lance differ: each choice is what it says, and the conventions
+are served whole.
+"""
 
 import math
 from collections.abc import Iterator
@@ -10,7 +12,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
-from lance_driver import REQUESTS, clip, load_lance, make_request, picture, prepare, request_of, run
+from lance_driver import REQUESTS, clip, image, load_lance, make_request, prepare, request_of, run
 from lance_reference import DRAW, FILM, Reference, Run, write_model
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2VLVideoProcessor
@@ -26,16 +28,16 @@ from vllm_omni.model_executor.models.lance.config import (
     LanceOptions,
     Task,
 )
-from vllm_omni.model_executor.models.lance.context import Visuals
-from vllm_omni.model_executor.models.lance.drawing import Drawing, plan_drawing
 from vllm_omni.model_executor.models.lance.family import FAMILY
 from vllm_omni.model_executor.models.lance.media import for_vit
+from vllm_omni.model_executor.models.lance.network.vae import to_uint8
+from vllm_omni.model_executor.models.lance.network.vision import to_patches
 from vllm_omni.model_executor.models.lance.pipeline import Lance
-from vllm_omni.model_executor.models.lance.prompt import LanceTokenizer, build_prompt
 from vllm_omni.model_executor.models.lance.request import parse_request_options, read_question
-from vllm_omni.model_executor.models.lance.sampling import Guidance, flow_timesteps
-from vllm_omni.model_executor.models.lance.vae import to_uint8
-from vllm_omni.model_executor.models.lance.vision import to_patches
+from vllm_omni.model_executor.models.lance.tasks.context import Visuals
+from vllm_omni.model_executor.models.lance.tasks.generation import ImageGeneration, plan_generation
+from vllm_omni.model_executor.models.lance.tasks.prompt import LanceTokenizer, build_prompt
+from vllm_omni.model_executor.models.lance.tasks.sampling import Guidance, flow_timesteps
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.testing.parity.lance.recorded import ToyModel
 from vllm_omni.testing.tiny.lance import make_tiny, write_tokenizer
@@ -45,7 +47,7 @@ TEXT_TASKS: tuple[Task, ...] = ("t2i", "t2v")
 DRAWING_TASKS = tuple(task for task in TASKS if task not in READING_TASKS)
 
 
-# -- names ---------------------------------------------------------------------------------------------------------
+# -- names -----------------------------------------------------------------------------------------
 
 
 VLLM_OMNI = {
@@ -72,7 +74,9 @@ def test_a_convention_is_its_row_of_the_models_notes() -> None:
 
 def test_every_value_of_a_choice_is_served_by_some_convention() -> None:
     for name, kind in get_type_hints(Choices).items():
-        assert {getattr(choices, name) for choices in CONVENTIONS.values()} == set(get_args(kind)), name
+        assert {getattr(choices, name) for choices in CONVENTIONS.values()} == set(
+            get_args(kind)
+        ), name
 
 
 def test_an_unknown_convention_is_refused_with_the_allowed_ones() -> None:
@@ -80,7 +84,9 @@ def test_an_unknown_convention_is_refused_with_the_allowed_ones() -> None:
         LanceOptions.parse({"convention": "nonsense"})
 
 
-@pytest.mark.parametrize("name", [*(field.name for field in fields(Choices)), "max_video_frames", "tokens_per_step"])
+@pytest.mark.parametrize(
+    "name", [*(field.name for field in fields(Choices)), "max_video_frames", "tokens_per_step"]
+)
 def test_a_choice_alone_is_no_option(name: str) -> None:
     with pytest.raises(ValueError, match=f"unknown field `{name}`"):
         LanceOptions.parse({name: getattr(Choices(), name, 4)})
@@ -94,7 +100,7 @@ def choosing(**choices: Any) -> Iterator[LanceOptions]:
         yield LanceOptions()
 
 
-# -- ids -----------------------------------------------------------------------------------------------------------
+# -- ids -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -104,27 +110,42 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> LanceTokenizer:
     return LanceTokenizer(folder / "tokenizer.json", {}, 288)
 
 
-def texts(tokenizer: LanceTokenizer, task: Task, negative: str | None = None, **choices: Any) -> tuple[str, str]:
+def texts(
+    tokenizer: LanceTokenizer, task: Task, negative: str | None = None, **choices: Any
+) -> tuple[str, str]:
     """The two contexts as text; visual blocks are left out."""
     block = (1, 1, 1)
     edits = {"vit": block, "reference": block} if task in EDIT_TASKS else {}
     with choosing(**choices) as served:
         prompt = build_prompt(
-            task, tokenizer.tokens, "A cat", negative_prompt=negative, noise=block, served=served, **edits
+            task,
+            tokenizer.tokens,
+            "A cat",
+            negative_prompt=negative,
+            noise=block,
+            served=served,
+            **edits,
         )
     assert prompt.cond[-1].kind == prompt.uncond[-1].kind == "noise"
     cond, uncond = (
-        tokenizer._template.decode([number for run in runs for number in run.ids], skip_special_tokens=False)
+        tokenizer._template.decode(
+            [number for run in runs for number in run.ids], skip_special_tokens=False
+        )
         for runs in (prompt.cond, prompt.uncond)
     )
     return cond, uncond
 
 
 def test_an_empty_unconditional_context(tokenizer: LanceTokenizer) -> None:
-    """Nothing for an image, the two marks for a video, a negative prompt between them; other tasks keep theirs."""
+    """Nothing for an image, the two marks for a video, a negative prompt between them; other
+    tasks keep theirs.
+    """
     empty = {"uncond_context": "empty"}
     assert texts(tokenizer, "t2i", **empty) == (texts(tokenizer, "t2i")[0], "")
-    assert texts(tokenizer, "t2v", **empty) == (texts(tokenizer, "t2v")[0], "<|im_start|><|im_end|>")
+    assert texts(tokenizer, "t2v", **empty) == (
+        texts(tokenizer, "t2v")[0],
+        "<|im_start|><|im_end|>",
+    )
     for task in TEXT_TASKS:
         assert texts(tokenizer, task, "a dog", **empty)[1] == "<|im_start|>a dog<|im_end|>"
     for task in ("i2v", *EDIT_TASKS):
@@ -153,7 +174,7 @@ def test_ascii_apostrophes_in_the_system_prompts_of_edits(tokenizer: LanceTokeni
     assert texts(tokenizer, "t2i", edit_apostrophe="ascii") == texts(tokenizer, "t2i")
 
 
-# -- positions and velocities, against the second implementation -----------------------------------------------------
+# -- positions and velocities, against the second implementation -----------------------------------
 
 SIZES = {
     "hidden": 64,
@@ -181,14 +202,18 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Reference, ToyModel]:
     return reference, ToyModel(folder, "fp32", torch.float32)
 
 
-def velocities(toy: ToyModel, task: Task, choices: dict[str, Any], latents: torch.Tensor, grid: Any) -> torch.Tensor:
+def velocities(
+    toy: ToyModel, task: Task, choices: dict[str, Any], latents: torch.Tensor, grid: Any
+) -> torch.Tensor:
     """This package's conditional and unconditional velocity at t = 1, [2, N, C]."""
     with choosing(**choices) as served:
         prompt = build_prompt(task, toy.tokens, "a red boat", noise=grid, served=served)
-        plan = plan_drawing(prompt, served.choices.uncond_positions, "i2v_noise_place" in choices)
+        plan = plan_generation(
+            prompt, served.choices.uncond_positions, "i2v_noise_place" in choices
+        )
     capacities = plan.capacities()
     decoder = toy.network.language_model
-    drawing = Drawing(
+    drawing = ImageGeneration(
         plan=plan,
         visuals=Visuals(),
         guidance=Guidance(4.0, (0.4, 1.0), "global", 0.0),
@@ -232,11 +257,12 @@ def test_velocities_equal_the_second_implementations(
     bare = [head, separator, block]
     if choices.get("uncond_context") == "empty":
         bare = [block] if task == "t2i" else [Run("text", [start, end]), block]
-    rows = reference.latent_rows(latents, grid, torch.ones(len(latents)))
+    rows = reference.per_latent(latents, grid, torch.ones(len(latents)))
     expected = []
     for runs in ([head, user, separator, block], bare):
         placed = reference.positions(runs)
-        if "i2v_noise_place" in choices:  # the block's marker stands where the user's text, or what follows it, starts
+        # the block's marker stands where the user's text, or what follows it, starts
+        if "i2v_noise_place" in choices:
             placed[-1] = placed[-1] - placed[-1][0, 0] + len(head.ids)
         hidden = reference.forward(runs, placed, {"noise": rows})[-1 - len(latents) : -1]
         expected.append(reference.matmul("llm2vae", hidden))
@@ -244,11 +270,13 @@ def test_velocities_equal_the_second_implementations(
     torch.testing.assert_close(found.double(), torch.stack(expected), atol=2e-5, rtol=0)
 
 
-# -- pixels --------------------------------------------------------------------------------------------------------
+# -- pixels ----------------------------------------------------------------------------------------
 
 
 def test_pixels_are_rounded_or_cut() -> None:
-    """-1, 0, 1 and beyond are 0, 127.5, 255 and the ends; 0.2 is 153 exactly, a little less is not."""
+    """-1, 0, 1 and beyond are 0, 127.5, 255 and the ends; 0.2 is 153 exactly, a little less is
+    not.
+    """
     values = torch.tensor([-1.5, -1.0, 0.0, 0.1999, 0.2001, 0.9999, 1.0, 2.0])
     pixels = values.expand(3, 1, 1, -1)
     assert to_uint8(pixels)[0, 0, :, 0].tolist() == [0, 0, 128, 153, 153, 255, 255, 255]
@@ -257,10 +285,15 @@ def test_pixels_are_rounded_or_cut() -> None:
 
 @pytest.mark.parametrize(("height", "width"), [(60, 90), (500, 301), (900, 1600)])
 def test_a_clip_is_read_as_qwen2_vls_processor_hands_it_over(height: int, width: int) -> None:
-    """Below its smallest size, between, and above its largest: the same patches, within a rounding of one level."""
+    """Below its smallest size, between, and above its largest: the same patches, within a
+    rounding of one level.
+    """
     y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     frames = torch.stack(
-        [torch.stack((y / 9 + 7 * n, x / 13, 128 + 90 * torch.sin(x / 31 + y / 17)), dim=-1) for n in range(3)]
+        [
+            torch.stack((y / 9 + 7 * n, x / 13, 128 + 90 * torch.sin(x / 31 + y / 17)), dim=-1)
+            for n in range(3)
+        ]
     ).to(torch.uint8)
     processor = Qwen2VLVideoProcessor(cap_pixels_per_frame=False)
     theirs = processor(videos=[frames.permute(0, 3, 1, 2)], return_tensors="pt")
@@ -271,16 +304,22 @@ def test_a_clip_is_read_as_qwen2_vls_processor_hands_it_over(height: int, width:
 
 
 def test_every_frame_of_a_clip_is_read_and_its_length_is_bounded() -> None:
-    """Buckets sample five of eight frames at 12 a second; the processor of Qwen2-VL takes what it gets."""
+    """Buckets sample five of eight frames at 12 a second; the processor of Qwen2-VL takes what
+    it gets.
+    """
     served = LanceOptions(convention="vllm_omni", max_num_frames=8)
 
     def question(video: torch.Tensor, served: LanceOptions, **options: Any) -> Any:
-        params = DiffusionParams(session_id="s", prompt="what?", options={"task": "x2t_video", **options})
-        return read_question(params, parse_request_options(params), "x2t_video", {"video": video}, served)
+        params = DiffusionParams(
+            session_id="s", prompt="what?", options={"task": "x2t_video", **options}
+        )
+        return read_question(
+            params, parse_request_options(params), "x2t_video", {"video": video}, served
+        )
 
     assert len(question(clip(8), LanceOptions()).source) == 5
-    kept = question(clip(8), served, origin_fps=30)
-    assert len(kept.source) == 8 and kept.preset is None
+    retained = question(clip(8), served, origin_fps=30)
+    assert len(retained.source) == 8 and retained.preset is None
     with pytest.raises(RequestFailed, match=r"video has 9 frames.*allows 1 to 8"):
         question(clip(9), served)
     with pytest.raises(RequestFailed, match=r"options\.resolution names buckets"):
@@ -289,7 +328,7 @@ def test_every_frame_of_a_clip_is_read_and_its_length_is_bounded() -> None:
         question(torch.zeros(1, 28, 8000, 3, dtype=torch.uint8), served)
 
 
-# -- the whole model -------------------------------------------------------------------------------------------------
+# -- the whole model -------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -358,10 +397,14 @@ def test_an_alternative_changes_its_own_tasks_only(
     """Latents of the others are the same bit for bit."""
     monkeypatch.setitem(CONVENTIONS, "original", replace(Choices(), **{name: VLLM_OMNI[name]}))
     after = latents(original)
-    assert {task for task in DRAWING_TASKS if not torch.equal(drawn[task], after[task])} == set(tasks)
+    assert {task for task in DRAWING_TASKS if not torch.equal(drawn[task], after[task])} == set(
+        tasks
+    )
 
 
-def test_the_vision_tower_comes_from_its_own_file_where_there_is_one(checkpoint: Path, original: Lance) -> None:
+def test_the_vision_tower_comes_from_its_own_file_where_there_is_one(
+    checkpoint: Path, original: Lance
+) -> None:
     name = "merger.mlp.2.bias"
     bundled = load_file(checkpoint / "model.safetensors")[f"vit_model.{name}"].float()
     loaded = dict(original.vision.tower.named_parameters())[name]
@@ -369,17 +412,25 @@ def test_the_vision_tower_comes_from_its_own_file_where_there_is_one(checkpoint:
 
 
 def test_every_task_runs_under_vllm_omnis_convention(original: Lance, switched: Lance) -> None:
-    """Finite, of the original's shape, other results for every drawing, within the memory that was announced."""
+    """Finite, of the original's shape, other results for every drawing, within the memory that
+    was announced.
+    """
     other = switched
     assert other.options.convention == "vllm_omni"
     differ = set()
     for task in TASKS:
         changes = {} if task in READING_TASKS else {"output": "latents"}
-        asked = small(task, **changes)
-        prepare(other, asked)
-        work = asked.state
-        caches = [work.reading.cache] if work.reading else [*work.drawing.cond, *work.drawing.uncond]
-        assert sum(cache.k.nbytes + cache.v.nbytes for cache in caches) <= asked.session.nbytes, task
+        requested = small(task, **changes)
+        prepare(other, requested)
+        work = requested.state
+        caches = (
+            [work.understanding.cache]
+            if work.understanding
+            else [*work.generation.cond, *work.generation.uncond]
+        )
+        assert (
+            sum(cache.k.nbytes + cache.v.nbytes for cache in caches) <= requested.session.nbytes
+        ), task
         meta, tensors = run(other, small(task, **changes))
         _, usual = run(original, small(task, **changes))
         assert meta["task"] == task
@@ -396,15 +447,21 @@ def test_every_task_runs_under_vllm_omnis_convention(original: Lance, switched: 
 
 
 def test_a_clip_read_whole_has_qwen2_vls_number_of_tokens(original: Lance, switched: Lance) -> None:
-    """Five frames of 60x90 are three pairs: of 280x392 (10x14 rows), or of the bucket 504x700 (18x25). Not images."""
+    """Five frames of 60x90 are three pairs: of 280x392 (10x14 rows), or of the bucket 504x700
+    (18x25). Not images.
+    """
 
     def tokens(lance: Lance, **tensors: torch.Tensor) -> int:
         options = {"modalities": ["text"], "max_tokens": 2}
-        count: int = run(lance, make_request({"prompt": "?", "options": options}, tensors))[0]["prompt_tokens"]
+        count: int = run(lance, make_request({"prompt": "?", "options": options}, tensors))[0][
+            "prompt_tokens"
+        ]
         return count
 
-    assert tokens(original, video=clip(5)) - tokens(switched, video=clip(5)) == 3 * (18 * 25 - 10 * 14)
-    assert tokens(original, image=picture()) == tokens(switched, image=picture())
+    assert tokens(original, video=clip(5)) - tokens(switched, video=clip(5)) == 3 * (
+        18 * 25 - 10 * 14
+    )
+    assert tokens(original, image=image()) == tokens(switched, image=image())
 
 
 def test_the_route_does_not_send_more_frames_than_are_read(checkpoint: Path) -> None:

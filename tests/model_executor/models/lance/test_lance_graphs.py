@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drawings whose denoise steps come as CUDA graphs equal drawings whose steps do not, bit for bit.
 
-On a host a "graph" repeats the forward with everything the host had decided at its capture: a key that leaves something
-out shows as other latents.
+On a host a "graph" repeats the forward with everything the host had decided at its capture: a key
+that leaves something out shows as other latents.
 """
 
 from pathlib import Path
@@ -13,8 +13,8 @@ import torch
 from helpers.host_capture import hold
 from lance_driver import finish, load_lance, make_request, prepare, request_of, run, step
 
-from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs
-from vllm_omni.model_executor.models.lance.pack import BranchCache, Pack, PackBuilder
+from vllm_omni.model_executor.layers.cuda_graphs import ForwardGraphs
+from vllm_omni.model_executor.models.lance.network.pack import BranchCache, Pack, PackBuilder
 from vllm_omni.model_executor.models.lance.pipeline import Lance
 from vllm_omni.testing.tiny.lance import make_tiny
 
@@ -38,11 +38,19 @@ def by_graphs(checkpoint: Path) -> Lance:
     return lance
 
 
-CAT: dict[str, Any] = {"prompt": "a cat", "height": 64, "width": 96, "num_inference_steps": 5, "output": "latents"}
+CAT: dict[str, Any] = {
+    "prompt": "a cat",
+    "height": 64,
+    "width": 96,
+    "num_inference_steps": 5,
+    "output": "latents",
+}
 
 
 @pytest.mark.parametrize("task", ["t2i", "image_edit", "t2v", "i2v"])
-def test_a_drawing_by_graphs_is_the_drawing(plain: Lance, by_graphs: Lance, task: str) -> None:
+def test_a_generation_by_graphs_is_the_generation(
+    plain: Lance, by_graphs: Lance, task: str
+) -> None:
     """With and without a pinned first frame; twice, since the second finds the first's graph."""
     changes = {"num_inference_steps": 5, "output": "latents"}
     want = run(plain, request_of(task, **changes))[1]["latents"]
@@ -78,32 +86,40 @@ def test_drawings_may_come_and_go_between_graphs(plain: Lance, by_graphs: Lance)
         torch.testing.assert_close(got, alone, atol=2e-5, rtol=0)
 
 
-def test_most_of_a_drawing_s_steps_are_replayed(by_graphs: Lance) -> None:
-    """The first step runs as it is, the second is captured: the host decides each layer twice, not once a step."""
+def test_most_of_a_generation_s_steps_are_replayed(by_graphs: Lance) -> None:
+    """The first step runs as it is, the second is captured: the host decides each layer twice,
+    not once a step.
+    """
     runs = []
-    rows = by_graphs.stepper._latent_rows
-    by_graphs.stepper._latent_rows = lambda pack: runs.append(pack) or rows(pack)  # type: ignore[method-assign]
+    rows = by_graphs.stepper._latent_slices
+    by_graphs.stepper._latent_slices = lambda pack: runs.append(pack) or rows(pack)  # type: ignore[method-assign]
     graphs = by_graphs.stepper.graphs = ForwardGraphs(4, capture=lambda run: (run(), lambda: None))
     run(by_graphs, make_request(CAT))
     assert len(runs) == 2 and len(graphs) == 1
 
 
-def test_a_drawing_of_another_prompt_is_replayed_from_its_first_step(plain: Lance, by_graphs: Lance) -> None:
-    """It takes the caches of the drawing before, and how long its context is stands on the device."""
+def test_a_generation_of_another_prompt_is_replayed_from_its_first_step(
+    plain: Lance, by_graphs: Lance
+) -> None:
+    """It takes the caches of the drawing before, and how long its context is stands on the
+    device.
+    """
     run(by_graphs, make_request(CAT))
     graphs = by_graphs.stepper.graphs
-    assert graphs is not None and len(graphs) == 1 and len(graphs.kept) == 2
+    assert graphs is not None and len(graphs) == 1 and len(graphs.pool) == 2
     for prompt in ("a dog with a much longer tail", "it"):
         fields = {**CAT, "prompt": prompt}
         want = run(plain, make_request(fields))[1]["latents"]
         assert torch.equal(run(by_graphs, make_request(fields))[1]["latents"], want)
         assert len(graphs) == 1, "no other graph was captured"
-    by_graphs.trim_kept(0)
-    assert len(graphs.kept) == 0
+    by_graphs.trim_pool(0)
+    assert len(graphs.pool) == 0
 
 
-def test_drawings_at_once_have_caches_of_their_own(plain: Lance, by_graphs: Lance) -> None:
-    """Also when caches of ended drawings are there to take, for one drawing and not for a second."""
+def test_drawings_at_once_have_caches_separate(plain: Lance, by_graphs: Lance) -> None:
+    """Also when caches of ended drawings are there to take, for one drawing and not for a
+    second.
+    """
     run(by_graphs, make_request(CAT))
     fields = [{**CAT, "prompt": prompt} for prompt in ("a dog", "a bird")]
     want = [run(plain, make_request(each))[1]["latents"] for each in fields]
@@ -113,16 +129,18 @@ def test_drawings_at_once_have_caches_of_their_own(plain: Lance, by_graphs: Lanc
     while requests[0].step < requests[0].num_steps:
         step(by_graphs, requests)
     for request, latents in zip(requests, want, strict=True):
-        torch.testing.assert_close(finish(by_graphs, request)[1]["latents"], latents, atol=2e-5, rtol=0)
-    assert by_graphs.stepper.graphs is not None and len(by_graphs.stepper.graphs.kept) == 4
+        torch.testing.assert_close(
+            finish(by_graphs, request)[1]["latents"], latents, atol=2e-5, rtol=0
+        )
+    assert by_graphs.stepper.graphs is not None and len(by_graphs.stepper.graphs.pool) == 4
 
 
-def test_a_drawing_that_failed_leaves_its_caches_to_nobody(by_graphs: Lance) -> None:
+def test_a_generation_that_failed_leaves_its_caches_to_no_one(by_graphs: Lance) -> None:
     """It may have been stopped in the middle of a step."""
     request = make_request(CAT)
     prepare(by_graphs, request)
     step(by_graphs, [request])
-    assert by_graphs.stepper.graphs is not None and len(by_graphs.stepper.graphs.kept) == 0
+    assert by_graphs.stepper.graphs is not None and len(by_graphs.stepper.graphs.pool) == 0
 
 
 def test_the_key_names_every_slot_that_is_written_and_read() -> None:
@@ -132,7 +150,9 @@ def test_the_key_names_every_slot_that_is_written_and_read() -> None:
     def pack(start: int = 2, keys: int | None = 4, causal: bool = False, order: int = 1) -> Pack:
         builder = PackBuilder()
         for cache in caches[::order]:
-            tokens = builder.add("gen", torch.zeros(2, 4), (torch.zeros(2, 1), torch.zeros(2, 1)), cache, start)
+            tokens = builder.add_tokens(
+                "gen", torch.zeros(2, 4), (torch.zeros(2, 1), torch.zeros(2, 1)), cache, start
+            )
             if keys is None:
                 builder.attend_to_block("gen", tokens, cache, torch.tensor([0, 9]))
             else:
@@ -148,10 +168,15 @@ def test_the_key_names_every_slot_that_is_written_and_read() -> None:
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_graphs_on_a_gpu_draw_what_launches_draw(checkpoint: Path, plain: Lance, dtype: torch.dtype) -> None:
+def test_graphs_on_a_gpu_draw_what_launches_draw(
+    checkpoint: Path, plain: Lance, dtype: torch.dtype
+) -> None:
     """The second and the third drawing by replays alone; in fp32 what a CPU draws."""
     with torch.device("cuda"):
-        launched, by_graphs = load_lance(checkpoint, dtype=dtype), load_lance(checkpoint, dtype=dtype)
+        launched, by_graphs = (
+            load_lance(checkpoint, dtype=dtype),
+            load_lance(checkpoint, dtype=dtype),
+        )
     by_graphs.stepper.graphs = ForwardGraphs(4)
     for prompt in ("a cat", "a dog with a much longer tail", "it"):
         fields = {**CAT, "prompt": prompt}

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decoder's kernels against its chains in plain torch and fp32; on a CPU by Triton's interpreter."""
+"""The decoder's kernels against its chains in plain torch and fp32; on a CPU by Triton's
+interpreter.
+"""
 
 from dataclasses import fields
 from inspect import signature
@@ -8,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.rounded_layers import of_rounded_weight
+from helpers.quantized_layers import of_rounded_weight
 from helpers.triton_interpreter import interpret, require_triton
 from lance_driver import load_lance, request_of, run
 
-from vllm_omni.model_executor.layers.fp8_kernels import FP8, LARGEST
-from vllm_omni.model_executor.layers.rounded_input import takes_rounded
-from vllm_omni.model_executor.models.lance import chains
-from vllm_omni.model_executor.models.lance.transformer import ExpertLayer
+from vllm_omni.model_executor.layers.linear.quantized_input import takes_quantized
+from vllm_omni.model_executor.layers.quantization.fp8_kernels import FP8, LARGEST
+from vllm_omni.model_executor.models.lance.network import fused_ops
+from vllm_omni.model_executor.models.lance.network.transformer import ExpertLayer
 from vllm_omni.testing.tiny.lance import make_tiny
 
 TOKENS, WIDTH, HEAD, HEADS, KV_HEADS = 5, 48, 8, 3, 1
@@ -25,7 +27,10 @@ TYPES = list(TOLERANCE)
 
 
 def calls(dtype: torch.dtype, device: str) -> list[tuple[str, tuple[Any, ...]]]:
-    """The chains' names and arguments. Values lie behind the keys; of a step without tokens nothing is run."""
+    """The chains' names and arguments.
+
+    Values lie behind the keys; of a step without tokens nothing is run.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
@@ -53,27 +58,49 @@ def parts(result: Any) -> tuple[Any, ...]:
 def check(kernels: Any, dtype: torch.dtype, device: str) -> int:
     made = calls(dtype, device)
     for name, args in made:
-        chain = getattr(chains, name)
+        chain = getattr(fused_ops, name)
         wide = [arg.float() if isinstance(arg, torch.Tensor) else arg for arg in args]
-        found, plain, exact = parts(getattr(kernels, name)(*args)), parts(chain(*args)), parts(chain(*wide))
+        found, plain, exact = (
+            parts(getattr(kernels, name)(*args)),
+            parts(chain(*args)),
+            parts(chain(*wide)),
+        )
         for result, like, wanted in zip(found, plain, exact, strict=True):
-            assert (result.shape, result.dtype) == (like.shape, like.dtype) and result.is_contiguous(), name
+            assert (result.shape, result.dtype) == (
+                like.shape,
+                like.dtype,
+            ) and result.is_contiguous(), name
             error = (result.float() - wanted).norm() / wanted.norm().clamp(min=1e-9)
             assert error < TOLERANCE[dtype], (name, error)
     return len(made)
 
 
 def check_rounded(kernels: Any, dtype: torch.dtype, device: str) -> int:
-    """Results for layers that take FP8: scales as the plain chains', all numbers but a few that lie between two."""
-    made = [(name, args) for name, args in calls(dtype, device) if name != "query_key" and len(args[0])]
+    """Results for layers that take FP8: scales as the plain chains', all numbers but a few that
+    lie between two.
+    """
+    made = [
+        (name, args) for name, args in calls(dtype, device) if name != "query_key" and len(args[0])
+    ]
     for name, args in made:
-        found, plain = parts(getattr(kernels, name)(*args, True)), parts(getattr(chains, name)(*args, True))
-        assert all(torch.allclose(a, b, rtol=1e-2, atol=1e-2) for a, b in zip(found[:-1], plain[:-1], strict=True))
+        found, plain = (
+            parts(getattr(kernels, name)(*args, True)),
+            parts(getattr(fused_ops, name)(*args, True)),
+        )
+        assert all(
+            torch.allclose(a, b, rtol=1e-2, atol=1e-2)
+            for a, b in zip(found[:-1], plain[:-1], strict=True)
+        )
         result, wanted = found[-1], plain[-1]
-        assert (result.data.dtype, result.orig_dtype, result.orig_shape) == (FP8, dtype, wanted.orig_shape), name
+        assert (result.data.dtype, result.orig_dtype, result.orig_shape) == (
+            FP8,
+            dtype,
+            wanted.orig_shape,
+        ), name
         assert torch.allclose(result.scale, wanted.scale, rtol=1e-2), name
         numbers, others = result.data.float(), wanted.data.float()
-        if device == "cpu":  # Triton's interpreter forgets the carry of a number just below a power of two
+        # Triton's interpreter forgets the carry of a number just below a power of two
+        if device == "cpu":
             numbers = torch.where(2 * numbers == others, others, numbers)
         assert (numbers - others).norm() / others.norm() < 2e-2, name
         assert (result.data.float().abs().amax(-1) == LARGEST).all() or device == "cpu", name
@@ -82,10 +109,13 @@ def check_rounded(kernels: Any, dtype: torch.dtype, device: str) -> int:
 
 @torch.inference_mode()
 def interpreted(rank: int) -> None:
-    from vllm_omni.model_executor.models.lance import chain_kernels
+    from vllm_omni.model_executor.models.lance.network import fused_kernels
 
     for dtype in TYPES:
-        assert (check(chain_kernels, dtype, "cpu"), check_rounded(chain_kernels, dtype, "cpu")) == (6, 3)
+        assert (check(fused_kernels, dtype, "cpu"), check_rounded(fused_kernels, dtype, "cpu")) == (
+            6,
+            3,
+        )
 
 
 def test_kernels_equal_the_chains_in_the_interpreter() -> None:
@@ -96,22 +126,29 @@ def test_kernels_equal_the_chains_in_the_interpreter() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", TYPES)
 def test_kernels_equal_the_chains_on_a_gpu(dtype: torch.dtype) -> None:
-    from vllm_omni.model_executor.models.lance import chain_kernels
+    from vllm_omni.model_executor.models.lance.network import fused_kernels
 
-    assert (check(chain_kernels, dtype, "cuda"), check_rounded(chain_kernels, dtype, "cuda")) == (6, 3)
+    assert (check(fused_kernels, dtype, "cuda"), check_rounded(fused_kernels, dtype, "cuda")) == (
+        6,
+        3,
+    )
 
 
 def test_each_kernel_takes_the_arguments_of_its_chain() -> None:
     """One stands in for the other."""
     require_triton()
-    from vllm_omni.model_executor.models.lance import chain_kernels
+    from vllm_omni.model_executor.models.lance.network import fused_kernels
 
-    assert {kernel.__name__ for kernel in chain_kernels.KERNELS} == {field.name for field in fields(chains.Chains)}
-    for kernel in chain_kernels.KERNELS:
-        assert signature(kernel) == signature(getattr(chains, kernel.__name__))
+    assert {kernel.__name__ for kernel in fused_kernels.KERNELS} == {
+        field.name for field in fields(fused_ops.FusedOps)
+    }
+    for kernel in fused_kernels.KERNELS:
+        assert signature(kernel) == signature(getattr(fused_ops, kernel.__name__))
 
 
-def test_inputs_that_chains_round_are_those_that_layers_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_that_chains_round_are_those_that_layers_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of an edit: contexts of text, vision and a reference, and blocks that are drawn."""
     make_tiny(tmp_path, 0, "image")
     lance = load_lance(tmp_path)
@@ -120,9 +157,9 @@ def test_inputs_that_chains_round_are_those_that_layers_round(tmp_path: Path, mo
         for layer in (expert.qkv, expert.out, expert.gate_up, expert.down):
             of_rounded_weight(layer)
     request = {"output": "latents"}
-    assert experts and takes_rounded(experts[0].qkv)
+    assert experts and takes_quantized(experts[0].qkv)
     by_chains = run(lance, request_of("image_edit", **request))[1]["latents"]
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    assert not takes_rounded(experts[0].qkv)
+    assert not takes_quantized(experts[0].qkv)
     by_layers = run(lance, request_of("image_edit", **request))[1]["latents"]
     torch.testing.assert_close(by_chains, by_layers, atol=1e-4, rtol=0)

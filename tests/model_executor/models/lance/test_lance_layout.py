@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Positions, masks and rotary tables of packed sequences (the recorded ones are in test_lance_parity.py)."""
+"""Positions, masks and rotary tables of packed sequences (the recorded ones are in
+test_lance_parity.py).
+"""
 
 import torch
 
-from vllm_omni.model_executor.models.lance.layout import (
+from vllm_omni.model_executor.models.lance.tasks.sequence_layout import (
     Segment,
     positions,
     raw_positions,
@@ -27,8 +29,12 @@ def test_a_block_takes_its_markers_and_grid_from_the_counter() -> None:
 
 
 def test_an_edit_is_anchored() -> None:
-    """Vision starts at time 1000 without moving the counter; the target takes over its reference's positions."""
-    vit, reference, noise = (Segment(kind, grid=(1, 2, 2)) for kind in ("vit", "reference", "noise"))  # type: ignore[arg-type]
+    """Vision starts at time 1000 without moving the counter; the target takes over its
+    reference's positions.
+    """
+    vit, reference, noise = (
+        Segment(kind, grid=(1, 2, 2)) for kind in ("vit", "reference", "noise")
+    )  # type: ignore[arg-type]
     placed = positions([text(5), vit, reference, text(2), noise])
     assert placed[1][:, 0].tolist() == [1000, 5, 5]
     assert placed[2][:, 0].tolist() == [9, 9, 9]
@@ -43,8 +49,10 @@ def test_understanding_is_anchored_only_on_demand() -> None:
     assert positions(sequence, anchor_vit=True)[1][0, 0] == 1000
 
 
-def test_nobody_sees_a_noise_block_but_itself() -> None:
-    allowed = attention_allowed([text(2), Segment("vit", grid=(1, 1, 2)), Segment("noise", grid=(1, 1, 1)), text(1)])
+def test_no_one_sees_a_noise_block_but_itself() -> None:
+    allowed = attention_allowed(
+        [text(2), Segment("vit", grid=(1, 1, 2)), Segment("noise", grid=(1, 1, 1)), text(1)]
+    )
     assert allowed[0].tolist() == [True] + [False] * 9
     assert allowed[2, :6].all() and not allowed[2, 6:].any()
     assert allowed[6, :9].all()

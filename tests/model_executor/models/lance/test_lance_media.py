@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buckets, cropping, resizing and frame sampling, against the original's published tables and Pillow."""
+"""Buckets, cropping, resizing and frame sampling, against the original's published tables and
+Pillow.
+"""
 
 import numpy as np
 import pytest
@@ -26,7 +28,9 @@ from vllm_omni.model_executor.models.lance.media import (
         (616, 28, [(392, 924), (448, 812), (504, 700), (588, 588), (700, 504), (812, 448)]),
     ],
 )
-def test_the_buckets_are_the_originals(side: int, multiple: int, expected: list[tuple[int, int]]) -> None:
+def test_the_buckets_are_the_originals(
+    side: int, multiple: int, expected: list[tuple[int, int]]
+) -> None:
     assert list(buckets(side, multiple)) == expected
 
 
@@ -38,7 +42,7 @@ def test_the_widest_bucket_is_clipped_to_the_position_table() -> None:
 @pytest.mark.parametrize(
     ("size", "expected"), [((600, 600), 3), ((1080, 1920), 1), ((1920, 1080), 5), ((100, 1000), 0)]
 )
-def test_a_picture_goes_to_the_nearest_ratio(size: tuple[int, int], expected: int) -> None:
+def test_a_image_goes_to_the_nearest_ratio(size: tuple[int, int], expected: int) -> None:
     assert nearest_bucket(size, buckets(768, 16)) == expected
 
 
@@ -49,9 +53,13 @@ def test_the_crop_is_centred_and_as_large_as_possible() -> None:
 
 @pytest.mark.parametrize("target", [(48, 80), (112, 160)])
 def test_resizing_equals_pillows_bicubic(target: tuple[int, int]) -> None:
-    """A smooth picture, down and up: within one level of 255 (Pillow rounds between its two passes)."""
+    """A smooth picture, down and up: within one level of 255 (Pillow rounds between its two
+    passes).
+    """
     y, x = torch.meshgrid(torch.arange(66), torch.arange(110), indexing="ij")
-    image = torch.stack((60 + y, 40 + x, 128 + 60 * torch.sin(x / 5 + y / 7)), dim=-1).to(torch.uint8)
+    image = torch.stack((60 + y, 40 + x, 128 + 60 * torch.sin(x / 5 + y / 7)), dim=-1).to(
+        torch.uint8
+    )
     top, left, height, width = crop_box((66, 110), target)
     window = Image.fromarray(image.numpy()).crop((left, top, left + width, top + height))
     expected = np.asarray(window.resize((target[1], target[0]), Image.Resampling.BICUBIC))
@@ -65,15 +73,21 @@ def test_the_vision_tower_gets_whole_patches() -> None:
     assert pixels.shape == (3, 1, 504, 896)
     torch.testing.assert_close(
         pixels[:, 0, 0, 0],
-        -torch.tensor([0.48145466, 0.4578275, 0.40821073]) / torch.tensor([0.26862954, 0.26130258, 0.27577711]),
+        -torch.tensor([0.48145466, 0.4578275, 0.40821073])
+        / torch.tensor([0.26862954, 0.26130258, 0.27577711]),
     )
 
 
-@pytest.mark.parametrize(("frames", "fps", "kept"), [(93, 24, 45), (121, 24, 57), (300, 30, 69), (1, 30, 1), (2, 1, 2)])
-def test_a_clip_is_sampled_at_twelve_frames_per_second(frames: int, fps: float, kept: int) -> None:
+@pytest.mark.parametrize(
+    ("frames", "fps", "retained"),
+    [(93, 24, 45), (121, 24, 57), (300, 30, 69), (1, 30, 1), (2, 1, 2)],
+)
+def test_a_clip_is_sampled_at_twelve_frames_per_second(
+    frames: int, fps: float, retained: int
+) -> None:
     """First and last frame stay, the count is 4 k + 1 (or what there is), six seconds at most."""
     chosen = sampled_frames(frames, fps)
-    assert len(chosen) == kept or len(chosen) == 1
+    assert len(chosen) == retained or len(chosen) == 1
     assert chosen[0] == 0 and (len(chosen) == 1 or chosen[-1] == frames - 1)
     assert (len(chosen) - 1) % 4 == 0 or frames < 5
 

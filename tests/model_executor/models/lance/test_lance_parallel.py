@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor and sequence parallel ranks give what one rank gives, tasks of all kinds in one batch (fp32, gloo)."""
+"""Tensor and sequence parallel ranks give what one rank gives, tasks of all kinds in one batch
+(fp32, gloo).
+"""
 
 from datetime import timedelta
 from pathlib import Path
@@ -10,7 +12,7 @@ import torch.distributed as dist
 from helpers.rank_processes import run_ranks
 from lance_driver import finish, load_lance, prepare, request_of, step
 
-from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.models.lance.pipeline import Lance
 from vllm_omni.testing.tiny.lance import make_tiny
 
@@ -20,8 +22,12 @@ TASKS = ("t2i", "image_edit", "t2v", "i2v", "x2t_image")
 
 
 def results(lance: Lance) -> list[torch.Tensor]:
-    """Everything at once: forwards hold tokens of several drawings, of contexts and of an answer."""
-    requests = [request_of(task, **({} if task == "x2t_image" else {"output": "latents"})) for task in TASKS]
+    """Everything at once: forwards hold tokens of several drawings, of contexts and of an
+    answer.
+    """
+    requests = [
+        request_of(task, **({} if task == "x2t_image" else {"output": "latents"})) for task in TASKS
+    ]
     for request in requests:
         prepare(lance, request)
     while batch := [request for request in requests if request.step < request.num_steps]:
@@ -29,14 +35,22 @@ def results(lance: Lance) -> list[torch.Tensor]:
     return [next(iter(finish(lance, request)[1].values())).clone() for request in requests]
 
 
-def _compare(rank: int, size: int, rendezvous: str, checkpoint: str, sequence_parallel: bool) -> None:
+def _compare(
+    rank: int, size: int, rendezvous: str, checkpoint: str, sequence_parallel: bool
+) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+        "gloo",
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=60),
     )
     try:
         expected = results(load_lance(Path(checkpoint)))
-        parallel = ParallelContext(rank, size, dist.group.WORLD, sequence_parallel=sequence_parallel)
+        parallel = ParallelContext(
+            rank, size, dist.group.WORLD, sequence_parallel=sequence_parallel
+        )
         lance = load_lance(Path(checkpoint), parallel)
         found = results(lance)
         for ours, one_rank in zip(found, expected, strict=True):
@@ -56,13 +70,19 @@ def _compare(rank: int, size: int, rendezvous: str, checkpoint: str, sequence_pa
 def test_ranks_equal_one(sequence_parallel: bool, size: int, tmp_path: Path) -> None:
     """Four ranks share two key/value heads."""
     make_tiny(tmp_path / "model", 0, "video")
-    run_ranks(_compare, (size, str(tmp_path / "rendezvous"), str(tmp_path / "model"), sequence_parallel), size)
+    run_ranks(
+        _compare,
+        (size, str(tmp_path / "rendezvous"), str(tmp_path / "model"), sequence_parallel),
+        size,
+    )
 
 
 def test_a_rank_of_a_sequence_keeps_its_heads_and_all_weights(tmp_path: Path) -> None:
     make_tiny(tmp_path / "model", 0, "video")
     one = load_lance(tmp_path / "model").network.language_model
-    two = load_lance(tmp_path / "model", ParallelContext(1, 2, sequence_parallel=True)).network.language_model
+    two = load_lance(
+        tmp_path / "model", ParallelContext(1, 2, sequence_parallel=True)
+    ).network.language_model
     assert 2 * two.cache_nbytes(8) == one.cache_nbytes(8)
     assert sum(p.numel() for p in two.parameters()) == sum(p.numel() for p in one.parameters())
 

@@ -14,11 +14,18 @@ from vllm_omni.entrypoints.cli.main import main
 from vllm_omni.testing.parity.lance import verify
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "lance"
-_BESIDE = ("meta_fp32.json", "meta_bf16.json", "state_dict.safetensors", "state_dict_vae.safetensors")
+_BESIDE = (
+    "meta_fp32.json",
+    "meta_bf16.json",
+    "state_dict.safetensors",
+    "state_dict_vae.safetensors",
+)
 
 
 def test_every_recorded_scenario_holds() -> None:
-    """All tasks in fp32 within 2e-5 per stage and 1e-4 at the end, bf16, the autoencoder, the real names."""
+    """All tasks in fp32 within 2e-5 per stage and 1e-4 at the end, bf16, the autoencoder, the
+    real names.
+    """
     report = verify(GOLDEN)
     assert report.ok, report.to_text()
     assert {row.scenario for row in report.rows} == {
@@ -37,13 +44,17 @@ def test_every_recorded_scenario_holds() -> None:
     [
         pytest.param("golden_fp32.safetensors", "a.k1", 1e-4, marks=pytest.mark.nightly),
         ("golden_fp32.safetensors", "b.velocity", 1e-4),
-        pytest.param("golden_fp32.safetensors", "image_edit.mrope_shifted", 1, marks=pytest.mark.nightly),
+        pytest.param(
+            "golden_fp32.safetensors", "image_edit.mrope_shifted", 1, marks=pytest.mark.nightly
+        ),
         pytest.param("golden_fp32.safetensors", "i2v.nokv.latent", 1e-3, marks=pytest.mark.nightly),
         ("golden_fp32.safetensors", "x2t_video.kv.tokens", 1),
         ("golden_vae.safetensors", "vae.t5.dec", 1e-3),
     ],
 )
-def test_a_changed_recording_is_noticed(file: str, tensor: str, amount: float, tmp_path: Path) -> None:
+def test_a_changed_recording_is_noticed(
+    file: str, tensor: str, amount: float, tmp_path: Path
+) -> None:
     for name in (file, *_BESIDE):
         shutil.copyfile(GOLDEN / name, tmp_path / name)
     tensors = load_file(tmp_path / file)
@@ -74,14 +85,24 @@ SIZES = {
     [
         {},
         pytest.param(
-            {"hidden": 96, "heads": 3, "kv_heads": 3, "mrope": [4, 6, 6], "layers": 1, "latent_frames": 2},
+            {
+                "hidden": 96,
+                "heads": 3,
+                "kv_heads": 3,
+                "mrope": [4, 6, 6],
+                "layers": 1,
+                "latent_frames": 2,
+            },
             marks=pytest.mark.nightly,
         ),
     ],
     ids=["one key/value head, theta 1e4", "head size 32, one layer"],
 )
-def test_an_architecture_never_seen_before_is_verified(changes: dict[str, object], tmp_path: Path) -> None:
-    """Recorded by a second, independent implementation in fp64 without a cache: other sizes, prompts, grids, steps.
+def test_an_architecture_never_seen_before_is_verified(
+    changes: dict[str, object], tmp_path: Path
+) -> None:
+    """Recorded by a second, independent implementation in fp64 without a cache: other sizes,
+    prompts, grids, steps.
 
     Only some of the tensors that a recording may hold are there.
     """
@@ -100,8 +121,12 @@ def test_the_number_of_steps_must_be_recorded(tmp_path: Path) -> None:
     for name in ("golden_fp32.safetensors", *_BESIDE):
         shutil.copyfile(GOLDEN / name, tmp_path / name)
     path = tmp_path / "golden_fp32.safetensors"
-    kept = {name: tensor for name, tensor in load_file(path).items() if name.startswith("t2i.") and ".x_t" not in name}
-    save_file(kept, path)
+    retained = {
+        name: tensor
+        for name, tensor in load_file(path).items()
+        if name.startswith("t2i.") and ".x_t" not in name
+    }
+    save_file(retained, path)
     assert "t2i has no x_t" in verify(tmp_path).to_text()
 
 
@@ -122,4 +147,6 @@ def test_an_unknown_recorded_setting_is_refused(part: str, tmp_path: Path) -> No
     meta = json.loads((tmp_path / "meta_fp32.json").read_text())
     meta["config"][part]["swirl"] = 3
     (tmp_path / "meta_fp32.json").write_text(json.dumps(meta))
-    assert f"config.{part} has settings that are not understood: swirl" in verify(tmp_path).to_text()
+    assert (
+        f"config.{part} has settings that are not understood: swirl" in verify(tmp_path).to_text()
+    )

@@ -7,7 +7,18 @@ from typing import Any
 import pytest
 import torch
 from helpers.unreachable_weights import offloaded_out_of_reach
-from lance_driver import REQUESTS, clip, finish, load_lance, make_request, picture, prepare, request_of, run, step
+from lance_driver import (
+    REQUESTS,
+    clip,
+    finish,
+    image,
+    load_lance,
+    make_request,
+    prepare,
+    request_of,
+    run,
+    step,
+)
 
 from vllm_omni.model_executor.models.lance.config import TASKS
 from vllm_omni.model_executor.models.lance.pipeline import Lance
@@ -16,7 +27,9 @@ from vllm_omni.testing.tiny.lance import make_tiny
 
 SMALL = {"max_image_pixels": 224 * 304, "max_video_pixels": 64 * 96, "max_num_frames": 9}
 TOLERANCE = 1e-4
-"""fp32 latents of order 1 after three guided steps: a shared matrix product sums in another order."""
+"""fp32 latents of order 1 after three guided steps: a shared matrix product sums in another
+order.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +69,14 @@ def test_no_layer_is_used_without_its_fetch_from_host_memory(lance: Lance, tmp_p
 
 def test_a_mixed_batch_equals_solo_runs(lance: Lance) -> None:
     """All seven tasks in the same engine steps, each started one step later than the one before."""
-    solo = [latents_of(lance, task) if not task.startswith("x2t") else run(lance, request_of(task)) for task in TASKS]
-    requests = [request_of(task, **({} if task.startswith("x2t") else {"output": "latents"})) for task in TASKS]
+    solo = [
+        latents_of(lance, task) if not task.startswith("x2t") else run(lance, request_of(task))
+        for task in TASKS
+    ]
+    requests = [
+        request_of(task, **({} if task.startswith("x2t") else {"output": "latents"}))
+        for task in TASKS
+    ]
     waiting, running, results = list(requests), [], {}
     while waiting or running:
         if waiting:
@@ -90,7 +109,7 @@ def test_a_mixed_batch_equals_solo_runs(lance: Lance) -> None:
         ("image_edit", {"prompt": "a hat"}),
     ],
 )
-def test_what_is_asked_matters(lance: Lance, task: str, change: dict[str, Any]) -> None:
+def test_what_is_requested_matters(lance: Lance, task: str, change: dict[str, Any]) -> None:
     if "options" in change:
         change = {"options": {**REQUESTS[task][0].get("options", {}), **change["options"]}}
     assert (latents_of(lance, task, **change) - latents_of(lance, task)).abs().max() > 1e-2
@@ -99,12 +118,16 @@ def test_what_is_asked_matters(lance: Lance, task: str, change: dict[str, Any]) 
 def test_the_reference_and_the_first_frame_matter(lance: Lance) -> None:
     for task in ("image_edit", "i2v"):
         fields, tensors = REQUESTS[task]
-        other = run(lance, make_request({**fields, "output": "latents"}, {**tensors, "image": picture(9)}))
+        other = run(
+            lance, make_request({**fields, "output": "latents"}, {**tensors, "image": image(9)})
+        )
         assert (other[1]["latents"] - latents_of(lance, task)).abs().max() > 1e-2
 
 
-def test_guidance_by_the_picture_goes_away_from_the_result_without_it(lance: Lance) -> None:
-    """One step of scale 2, without the text's guidance: twice the edit's velocity less that of the same words alone."""
+def test_guidance_by_the_image_goes_away_from_the_result_without_it(lance: Lance) -> None:
+    """One step of scale 2, without the text's guidance: twice the edit's velocity less that of
+    the same words alone.
+    """
     options = {"resolution": "image_256res", "cfg_renorm_type": "none", "system_prompt": "Paint."}
     shared = {"num_inference_steps": 1, "guidance_scale": 1.0, "output": "latents", "seed": 3}
 
@@ -121,7 +144,7 @@ def test_guidance_by_the_picture_goes_away_from_the_result_without_it(lance: Lan
     assert torch.equal(plain, edited(cfg_img_scale=1.0))
 
 
-def test_guidance_by_the_picture_works_beside_the_texts_and_in_a_batch(lance: Lance) -> None:
+def test_guidance_by_the_image_works_alongside_the_texts_and_in_a_batch(lance: Lance) -> None:
     """With several pictures of one request too, each as it is drawn alone."""
     options = {"resolution": "image_256res", "cfg_img_scale": 1.5}
     changes = {"options": options, "output": "latents", "seed": 5}
@@ -130,7 +153,7 @@ def test_guidance_by_the_picture_works_beside_the_texts_and_in_a_batch(lance: La
     torch.testing.assert_close(two["latents"][1], second["latents"][0], atol=1e-5, rtol=0)
 
 
-def test_guidance_by_the_picture_needs_one(lance: Lance) -> None:
+def test_guidance_by_the_image_needs_one(lance: Lance) -> None:
     with pytest.raises(RequestFailed, match=r"cfg_img_scale is for edits .* leave it out with t2i"):
         run(lance, request_of("t2i", options={"cfg_img_scale": 1.5}))
 
@@ -143,7 +166,7 @@ def test_the_first_frame_is_pinned(lance: Lance) -> None:
     assert not torch.equal(many[0, :, 1:], few[0, :, 1:])
 
 
-def test_picture_n_of_a_request_is_drawn_with_seed_plus_n(lance: Lance) -> None:
+def test_image_n_of_a_request_is_generated_with_seed_plus_n(lance: Lance) -> None:
     several = latents_of(lance, "t2i", seed=5, num_images=3)
     for number in range(3):
         alone = latents_of(lance, "t2i", seed=5 + number)
@@ -180,12 +203,14 @@ def test_a_step_that_failed_can_be_run_again(lance: Lance, monkeypatch: pytest.M
             assert torch.equal(tensor, alone[task][1][name])
 
 
-def test_an_answer_in_pieces_equals_the_whole(lance: Lance) -> None:
+def test_an_response_in_parts_equals_the_whole(lance: Lance) -> None:
     """Pieces of four tokens, one request each, one session; an abandoned piece leaves no trace."""
     fields, tensors = REQUESTS["x2t_image"]
     whole = run(lance, make_request(fields, tensors))
     options = {**fields["options"], "chunk_tokens": 4}
-    first = make_request({**fields, "session_id": "talk", "one_shot": False, "options": options}, tensors)
+    first = make_request(
+        {**fields, "session_id": "talk", "one_shot": False, "options": options}, tensors
+    )
     session = lance.new_session(first.params)
     results = [run(lance, first, session)]
     abandoned = make_request({"session_id": "talk"})
@@ -194,14 +219,16 @@ def test_an_answer_in_pieces_equals_the_whole(lance: Lance) -> None:
     while results[-1][0]["finish_reason"] is None:
         results.append(run(lance, make_request({"session_id": "talk"}), session))
     assert [len(tensors["token_ids"]) for _, tensors in results] == [4, 4, 1]
-    assert torch.equal(torch.cat([tensors["token_ids"] for _, tensors in results]), whole[1]["token_ids"])
+    assert torch.equal(
+        torch.cat([tensors["token_ids"] for _, tensors in results]), whole[1]["token_ids"]
+    )
     assert "".join(meta["text"] for meta, _ in results) == whole[0]["text"]
     assert results[-1][0]["finish_reason"] == whole[0]["finish_reason"] == "length"
     with pytest.raises(RequestFailed, match="has ended"):
         prepare(lance, make_request({"session_id": "talk"}), session)
 
 
-def test_a_session_in_the_middle_of_an_answer_takes_no_other_question(lance: Lance) -> None:
+def test_a_session_in_the_middle_of_an_response_takes_no_other_question(lance: Lance) -> None:
     fields, tensors = REQUESTS["x2t_image"]
     first = make_request({**fields, "options": {**fields["options"], "chunk_tokens": 2}}, tensors)
     session = lance.new_session(first.params)
@@ -210,7 +237,7 @@ def test_a_session_in_the_middle_of_an_answer_takes_no_other_question(lance: Lan
         prepare(lance, make_request(fields, tensors), session)
 
 
-def test_a_stop_text_ends_an_answer_and_is_not_part_of_it(lance: Lance) -> None:
+def test_a_stop_text_ends_an_response_and_is_not_part_of_it(lance: Lance) -> None:
     fields, tensors = REQUESTS["x2t_image"]
     text = run(lance, make_request(fields, tensors))[0]["text"]
     stop = text[3:5]
@@ -233,12 +260,18 @@ def test_sampling_is_repeatable_and_differs_by_seed(lance: Lance) -> None:
 
 
 def test_no_request_holds_more_than_its_session_announced(lance: Lance) -> None:
-    """Admission is by bytes and before tensors are seen: the announced size must be an upper bound."""
+    """Admission is by bytes and before tensors are seen: the announced size must be an upper
+    bound.
+    """
     for task in TASKS:
         request = request_of(task)
         prepare(lance, request)
         work = request.state
-        caches = [work.reading.cache] if work.reading else [*work.drawing.cond, *work.drawing.uncond]
+        caches = (
+            [work.understanding.cache]
+            if work.understanding
+            else [*work.generation.cond, *work.generation.uncond]
+        )
         held = sum(cache.k.nbytes + cache.v.nbytes for cache in caches)
         assert held <= request.session.nbytes, task
 
@@ -246,5 +279,8 @@ def test_no_request_holds_more_than_its_session_announced(lance: Lance) -> None:
 def test_a_longer_clip_moves_the_vision_grid(lance: Lance) -> None:
     """Nine frames see more than five; both are accepted in one preset."""
     fields, _ = REQUESTS["x2t_video"]
-    sizes = [run(lance, make_request(fields, {"video": clip(frames)}))[0]["prompt_tokens"] for frames in (5, 9)]
+    sizes = [
+        run(lance, make_request(fields, {"video": clip(frames)}))[0]["prompt_tokens"]
+        for frames in (5, 9)
+    ]
     assert sizes[0] < sizes[1]

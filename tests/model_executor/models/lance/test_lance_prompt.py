@@ -6,7 +6,12 @@ from pathlib import Path
 import pytest
 
 from vllm_omni.model_executor.models.lance.config import TASKS
-from vllm_omni.model_executor.models.lance.prompt import SYSTEM_PROMPTS, LanceTokenizer, Turn, build_prompt
+from vllm_omni.model_executor.models.lance.tasks.prompt import (
+    SYSTEM_PROMPTS,
+    LanceTokenizer,
+    Message,
+    build_prompt,
+)
 from vllm_omni.testing.tiny.lance import write_tokenizer
 
 
@@ -28,7 +33,7 @@ def test_the_template_is_qwens() -> None:
         assert SYSTEM_PROMPTS[task].count("\u2019") == 2 and "'" not in SYSTEM_PROMPTS[task]
 
 
-def test_a_drawing_prompt(tokenizer: LanceTokenizer) -> None:
+def test_a_generation_prompt(tokenizer: LanceTokenizer) -> None:
     prompt = build_prompt("t2i", tokenizer.tokens, "A cat", noise=(1, 2, 2))
     head = f"<|im_start|>system\n{SYSTEM_PROMPTS['t2i']}<|im_end|>\n<|im_start|>user\n"
     tail = "<|im_end|>\n<|im_start|>assistant\n"
@@ -38,14 +43,36 @@ def test_a_drawing_prompt(tokenizer: LanceTokenizer) -> None:
 
 
 def test_a_negative_prompt_stands_in_the_users_place(tokenizer: LanceTokenizer) -> None:
-    prompt = build_prompt("t2i", tokenizer.tokens, "A cat", negative_prompt="a dog", noise=(1, 2, 2))
+    prompt = build_prompt(
+        "t2i", tokenizer.tokens, "A cat", negative_prompt="a dog", noise=(1, 2, 2)
+    )
     assert "user\na dog<|im_end|>" in rendered(tokenizer, prompt.uncond)
 
 
 def test_vision_comes_before_the_text_of_an_edit(tokenizer: LanceTokenizer) -> None:
-    prompt = build_prompt("image_edit", tokenizer.tokens, "no hat", vit=(1, 1, 1), reference=(1, 2, 2), noise=(1, 2, 2))
-    assert [segment.kind for segment in prompt.cond] == ["text", "vit", "reference", "text", "text", "noise"]
-    assert [segment.kind for segment in prompt.uncond] == ["text", "vit", "reference", "text", "noise"]
+    prompt = build_prompt(
+        "image_edit",
+        tokenizer.tokens,
+        "no hat",
+        vit=(1, 1, 1),
+        reference=(1, 2, 2),
+        noise=(1, 2, 2),
+    )
+    assert [segment.kind for segment in prompt.cond] == [
+        "text",
+        "vit",
+        "reference",
+        "text",
+        "text",
+        "noise",
+    ]
+    assert [segment.kind for segment in prompt.uncond] == [
+        "text",
+        "vit",
+        "reference",
+        "text",
+        "noise",
+    ]
 
 
 def test_a_question_ends_with_the_newline_behind_assistant(tokenizer: LanceTokenizer) -> None:
@@ -55,16 +82,22 @@ def test_a_question_ends_with_the_newline_behind_assistant(tokenizer: LanceToken
 
 
 def test_a_conversation_is_the_template_turn_by_turn(tokenizer: LanceTokenizer) -> None:
-    """The picture stands before the text of the turn that shows it; what nobody may write is text in every turn."""
-    turns = (Turn("user", "What?"), Turn("assistant", "A cat.<|im_end|>"))
-    prompt = build_prompt("x2t_image", tokenizer.tokens, "Why?", vit=(1, 1, 1), turns=turns, picture_turn=0)
+    """The picture stands before the text of the turn that shows it; what nobody may write is
+    text in every turn.
+    """
+    turns = (Message("user", "What?"), Message("assistant", "A cat.<|im_end|>"))
+    prompt = build_prompt(
+        "x2t_image", tokenizer.tokens, "Why?", vit=(1, 1, 1), messages=turns, image_message=0
+    )
     assert [segment.kind for segment in prompt.cond] == ["text", "vit", "text"]
     assert rendered(tokenizer, prompt.cond[:1]).endswith("question.<|im_end|>\n<|im_start|>user\n")
-    after = "What?<|im_end|>\n<|im_start|>assistant\nA cat.<|im_end|><|im_end|>\n<|im_start|>user\nWhy?"
+    after = (
+        "What?<|im_end|>\n<|im_start|>assistant\nA cat.<|im_end|><|im_end|>\n<|im_start|>user\nWhy?"
+    )
     assert rendered(tokenizer, prompt.cond[2:]) == f"{after}<|im_end|>\n<|im_start|>assistant\n"
     special = tokenizer.ids["<|im_end|>"]
     assert [number for segment in prompt.cond for number in segment.ids].count(special) == 4
-    last = build_prompt("x2t_image", tokenizer.tokens, "Why?", vit=(1, 1, 1), turns=turns)
+    last = build_prompt("x2t_image", tokenizer.tokens, "Why?", vit=(1, 1, 1), messages=turns)
     assert rendered(tokenizer, last.cond[2:]) == "Why?<|im_end|>\n<|im_start|>assistant\n"
     text = build_prompt("t2t", tokenizer.tokens, "Why?")
     assert [segment.kind for segment in text.cond] == ["text", "text"]

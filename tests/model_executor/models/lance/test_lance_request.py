@@ -1,24 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client may send: task by modalities and tensors, sizes, options; each refusal says what is allowed."""
+"""What a client may send: task by modalities and tensors, sizes, options; each refusal says what
+is allowed.
+"""
 
 from typing import Any
 
 import pytest
 import torch
-from lance_driver import clip, picture
+from lance_driver import clip, image
 
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.models.lance.config import LanceConfig, LanceOptions, Task
 from vllm_omni.model_executor.models.lance.request import (
-    DrawInputs,
+    GenerationInputs,
     find_task,
     parse_request_options,
-    read_drawing,
+    read_generation,
     read_question,
 )
 from vllm_omni.outputs import RequestFailed
 
-IMAGE = {"image": picture()}
+IMAGE = {"image": image()}
 VIDEO = {"video": clip()}
 CONFIG = LanceConfig(max_latent_frames=31)
 
@@ -32,10 +34,14 @@ def task(fields: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str:
     return find_task(request, parse_request_options(request), tensors)
 
 
-def draw(fields: dict[str, Any], tensors: dict[str, torch.Tensor], config: LanceConfig = CONFIG) -> DrawInputs:
+def draw(
+    fields: dict[str, Any], tensors: dict[str, torch.Tensor], config: LanceConfig = CONFIG
+) -> GenerationInputs:
     request = params(**fields)
     options = parse_request_options(request)
-    return read_drawing(request, options, find_task(request, options, tensors), tensors, config, LanceOptions())
+    return read_generation(
+        request, options, find_task(request, options, tensors), tensors, config, LanceOptions()
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,9 +70,13 @@ def test_the_task_follows_from_what_is_sent(
     ("fields", "tensors", "message"),
     [
         ({}, {**IMAGE, **VIDEO}, "either `image` or `video`"),
-        ({}, {"mask": picture()}, "unknown tensors"),
+        ({}, {"mask": image()}, "unknown tensors"),
         ({}, VIDEO, "options.modalities"),
-        ({"options": {"modalities": ["text"]}, "prompt": None}, {}, "needs an `image` or a `video`"),
+        (
+            {"options": {"modalities": ["text"]}, "prompt": None},
+            {},
+            "needs an `image` or a `video`",
+        ),
         ({"options": {"modalities": ["text", "image"]}}, IMAGE, "must name one of"),
         ({"options": {"task": "image_edit"}}, {}, "no image or video was sent"),
         ({"options": {"task": "x2t_video"}}, IMAGE, "an image was sent"),
@@ -78,7 +88,9 @@ def test_the_task_follows_from_what_is_sent(
         ({"options": {"temperature": -1}}, IMAGE, "temperature"),
     ],
 )
-def test_a_contradiction_is_refused(fields: dict[str, Any], tensors: dict[str, torch.Tensor], message: str) -> None:
+def test_a_contradiction_is_refused(
+    fields: dict[str, Any], tensors: dict[str, torch.Tensor], message: str
+) -> None:
     with pytest.raises(RequestFailed, match=message):
         task(fields, tensors)
 
@@ -94,13 +106,23 @@ def test_a_contradiction_is_refused(fields: dict[str, Any], tensors: dict[str, t
         ({"height": 1024, "width": 1024, "num_frames": 9}, "unsupported_size", "848x480"),
         ({"num_frames": 200}, "unsupported_size", "above 121"),
         ({"num_frames": 9, "num_images": 2}, "invalid_request", "num_images"),
-        ({"guidance_scale": 3.0, "options": {"cfg_text_scale": 4.0}}, "invalid_request", "contradicts"),
+        (
+            {"guidance_scale": 3.0, "options": {"cfg_text_scale": 4.0}},
+            "invalid_request",
+            "contradicts",
+        ),
         ({"actions": [["w"]]}, "invalid_request", "does not use actions"),
         ({"fps": 12.0}, "invalid_request", "does not use fps"),
-        ({"num_frames": 9, "options": {"task": "t2i"}}, "invalid_request", "does not use num_frames"),
+        (
+            {"num_frames": 9, "options": {"task": "t2i"}},
+            "invalid_request",
+            "does not use num_frames",
+        ),
     ],
 )
-def test_a_drawing_out_of_range_is_refused(fields: dict[str, Any], code: str, message: str) -> None:
+def test_a_generation_out_of_range_is_refused(
+    fields: dict[str, Any], code: str, message: str
+) -> None:
     with pytest.raises(RequestFailed, match=message) as failure:
         draw(fields, {})
     assert failure.value.code == code
@@ -120,7 +142,9 @@ def test_a_drawing_out_of_range_is_refused(fields: dict[str, Any], code: str, me
     ],
 )
 @pytest.mark.parametrize("reads", [False, True])
-def test_a_broken_picture_or_clip_is_refused(tensors: dict[str, torch.Tensor], code: str, reads: bool) -> None:
+def test_a_broken_image_or_clip_is_refused(
+    tensors: dict[str, torch.Tensor], code: str, reads: bool
+) -> None:
     kind = (
         ("x2t_image" if "image" in tensors else "x2t_video")
         if reads
@@ -133,7 +157,7 @@ def test_a_broken_picture_or_clip_is_refused(tensors: dict[str, torch.Tensor], c
         if reads:
             read_question(request, options, kind, tensors, LanceOptions())  # type: ignore[arg-type]
         else:
-            read_drawing(request, options, kind, tensors, CONFIG, LanceOptions())  # type: ignore[arg-type]
+            read_generation(request, options, kind, tensors, CONFIG, LanceOptions())  # type: ignore[arg-type]
 
     with pytest.raises(RequestFailed) as failure:
         read()
@@ -154,8 +178,12 @@ def test_defaults_are_the_released_ones() -> None:
 
 
 def test_an_edit_takes_its_references_bucket() -> None:
-    assert draw({}, {"image": picture(0, 900, 1600)}).size == (576, 1024)
-    assert draw({"options": {"task": "video_edit"}}, {"video": clip(9)}).grid == (3, 560 // 16, 752 // 16)
+    assert draw({}, {"image": image(0, 900, 1600)}).size == (576, 1024)
+    assert draw({"options": {"task": "video_edit"}}, {"video": clip(9)}).grid == (
+        3,
+        560 // 16,
+        752 // 16,
+    )
 
 
 def test_guidance_zero_is_zero() -> None:
@@ -183,20 +211,20 @@ def test_a_question_may_be_left_out_but_not_empty() -> None:
     ("task", "tensors", "shown", "message"),
     [("x2t_image", IMAGE, 1, "there are 1 turns$"), ("t2t", {}, 0, "no picture")],
 )
-def test_a_picture_is_shown_in_a_turn_that_is_there(
+def test_a_image_is_shown_in_a_turn_that_is_there(
     task: Task, tensors: dict[str, torch.Tensor], shown: int, message: str
 ) -> None:
     """The conversation's turns arrive as they were sent."""
     turns = [{"role": "user", "text": "What?"}]
     request = params(options={"task": task, "turns": turns})
     question = read_question(request, parse_request_options(request), task, tensors, LanceOptions())
-    assert [(turn.role, turn.text) for turn in question.turns] == [("user", "What?")]
+    assert [(turn.role, turn.text) for turn in question.messages] == [("user", "What?")]
     wrong = params(options={"task": task, "turns": turns, "picture_turn": shown})
     with pytest.raises(RequestFailed, match=message):
         read_question(wrong, parse_request_options(wrong), task, tensors, LanceOptions())
 
 
-def test_an_answer_may_not_be_longer_than_served() -> None:
+def test_an_response_may_not_be_longer_than_served() -> None:
     request = params(options={"task": "x2t_image", "max_tokens": 5000})
     with pytest.raises(RequestFailed, match="above this server's 2048"):
         read_question(request, parse_request_options(request), "x2t_image", IMAGE, LanceOptions())
@@ -204,7 +232,13 @@ def test_an_answer_may_not_be_longer_than_served() -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"num_inference_steps": 5}, {"guidance_scale": 2.0}, {"negative_prompt": "fog"}, {"height": 64}, {"fps": 8.0}],
+    [
+        {"num_inference_steps": 5},
+        {"guidance_scale": 2.0},
+        {"negative_prompt": "fog"},
+        {"height": 64},
+        {"fps": 8.0},
+    ],
 )
 def test_a_question_takes_no_parameters_of_images(fields: dict[str, Any]) -> None:
     """They would have no effect on a text."""

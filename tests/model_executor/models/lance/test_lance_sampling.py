@@ -4,14 +4,20 @@
 import pytest
 import torch
 
-from vllm_omni.model_executor.models.lance.sampling import Guidance, TokenChoice, flow_timesteps
+from vllm_omni.model_executor.models.lance.tasks.sampling import (
+    Guidance,
+    TokenChoice,
+    flow_timesteps,
+)
 
 
 def test_the_released_schedule() -> None:
     """30 steps, shift 3.5: 31 points, the published first and last ones."""
     t = flow_timesteps(30, 3.5)
     assert len(t) == 31
-    torch.testing.assert_close(t[[0, 1, 29, 30]], torch.tensor([1.0, 0.9902, 0.1077, 0.0]), atol=5e-5, rtol=0)
+    torch.testing.assert_close(
+        t[[0, 1, 29, 30]], torch.tensor([1.0, 0.9902, 0.1077, 0.0]), atol=5e-5, rtol=0
+    )
     guidance = Guidance(4.0, (0.4, 1.0), "global", 0.0)
     assert sum(guidance.acts_at(float(value)) for value in t[:-1]) == 26
 
@@ -21,7 +27,9 @@ def test_guidance_of_scale_one_is_off() -> None:
     assert not Guidance(4.0, (0.4, 1.0), "global", 0.0).acts_at(0.4)
 
 
-@pytest.mark.parametrize(("renorm", "limited"), [("global", True), ("channel", True), ("none", False)])
+@pytest.mark.parametrize(
+    ("renorm", "limited"), [("global", True), ("channel", True), ("none", False)]
+)
 def test_renormalisation_limits_the_guided_velocity(renorm: str, limited: bool) -> None:
     torch.manual_seed(0)
     cond, uncond = torch.randn(6, 4), torch.randn(6, 4)
@@ -31,7 +39,9 @@ def test_renormalisation_limits_the_guided_velocity(renorm: str, limited: bool) 
 
 def test_the_smallest_factor_is_respected() -> None:
     cond, uncond = torch.ones(2, 2), -torch.ones(2, 2)
-    assert torch.equal(Guidance(4.0, (0, 1), "global", 1.0).combine(cond, uncond), torch.full((2, 2), 7.0))
+    assert torch.equal(
+        Guidance(4.0, (0, 1), "global", 1.0).combine(cond, uncond), torch.full((2, 2), 7.0)
+    )
 
 
 def test_the_two_scales_are_combined_as_in_bagel() -> None:
@@ -45,7 +55,9 @@ def test_the_two_scales_are_combined_as_in_bagel() -> None:
 
 
 def test_greedy_choice() -> None:
-    assert TokenChoice(0.0, 1.0).choose(torch.tensor([0.0, 3.0, 1.0]), torch.tensor([0.9])).tolist() == [1]
+    assert TokenChoice(0.0, 1.0).choose(
+        torch.tensor([0.0, 3.0, 1.0]), torch.tensor([0.9])
+    ).tolist() == [1]
 
 
 def test_sampling_follows_the_probabilities() -> None:
@@ -59,6 +71,9 @@ def test_sampling_follows_the_probabilities() -> None:
 
 def test_top_p_keeps_the_likeliest_tokens_only() -> None:
     logits = torch.tensor([0.3, 0.6, 0.1]).log()
-    drawn = {int(TokenChoice(1.0, 0.7).choose(logits, torch.tensor([u]))) for u in (0.0, 0.3, 0.6, 0.9, 0.999999)}
+    drawn = {
+        int(TokenChoice(1.0, 0.7).choose(logits, torch.tensor([u])))
+        for u in (0.0, 0.3, 0.6, 0.9, 0.999999)
+    }
     assert drawn == {0, 1}
     assert int(TokenChoice(1.0, 0.01).choose(logits, torch.tensor([0.999999]))) == 1

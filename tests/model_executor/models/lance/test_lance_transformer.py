@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decoder's chains, compiled and plain, and that tensor-parallel parts add up (numbers are held by the goldens)."""
+"""The decoder's chains, compiled and plain, and that tensor-parallel parts add up (numbers are
+held by the goldens).
+"""
 
 from typing import Any
 
 import pytest
 import torch
 
-from vllm_omni.model_executor.models.lance.chains import Chains
-from vllm_omni.model_executor.models.lance.transformer import LancePositionEmbedding3D
+from vllm_omni.model_executor.models.lance.network.fused_ops import FusedOps
+from vllm_omni.model_executor.models.lance.network.transformer import LancePositionEmbedding3D
 
 
 @pytest.mark.nightly
 def test_compiled_chains_equal_plain_ones_for_any_number_of_tokens() -> None:
     """One kernel for all sizes (no recompilation after the first), fp32 within 1e-5."""
-    plain, compiled = Chains(), Chains.build(compiled=True)
+    plain, compiled = FusedOps(), FusedOps.build(compiled=True)
     torch.manual_seed(0)
     weight, q, k = torch.rand(32), torch.rand(16), torch.rand(16)
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -29,7 +31,10 @@ def test_compiled_chains_equal_plain_ones_for_any_number_of_tokens() -> None:
             ]
             for name, arguments in cases:
                 torch.testing.assert_close(
-                    getattr(compiled, name)(*arguments), getattr(plain, name)(*arguments), atol=1e-5, rtol=0
+                    getattr(compiled, name)(*arguments),
+                    getattr(plain, name)(*arguments),
+                    atol=1e-5,
+                    rtol=0,
                 )
 
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names and shapes: the model's against the tables and the released totals, and what strict loading refuses."""
+"""Names and shapes: the model's against the tables and the released totals, and what strict
+loading refuses.
+"""
 
 import json
 from collections.abc import Callable
@@ -10,12 +12,12 @@ import torch
 from lance_driver import load_lance, request_of, run
 from safetensors.torch import load_file, save_file
 
-from vllm_omni.model_executor.layers.parallel import ParallelContext, checkpoint_slots
+from vllm_omni.model_executor.checkpoint.loading import rename
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext, checkpoint_slots
 from vllm_omni.model_executor.models.lance.config import LanceConfig, VisionConfig
-from vllm_omni.model_executor.models.lance.transformer import LanceNetwork
-from vllm_omni.model_executor.models.lance.vae import VAE_RULES, LanceVAEConfig
+from vllm_omni.model_executor.models.lance.network.transformer import LanceNetwork
+from vllm_omni.model_executor.models.lance.network.vae import VAE_RULES, LanceVAEConfig
 from vllm_omni.model_executor.models.lance.weights import network_shapes, vae_shapes, vision_shapes
-from vllm_omni.model_executor.weights import rename
 from vllm_omni.testing.tiny.lance import make_tiny, wan_name
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "lance"
@@ -27,9 +29,12 @@ def elements(shapes: dict[str, tuple[int, ...]]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("frames", "tensors", "total"), [(1, 1021, 6_185_205_808), (31, 1021, 7_105_548_336 - 668_684_288)]
+    ("frames", "tensors", "total"),
+    [(1, 1021, 6_185_205_808), (31, 1021, 7_105_548_336 - 668_684_288)],
 )
-def test_the_released_decoder_has_our_names_and_shapes(frames: int, tensors: int, total: int) -> None:
+def test_the_released_decoder_has_our_names_and_shapes(
+    frames: int, tensors: int, total: int
+) -> None:
     """On the meta device, with the stored position table: nothing missing, nothing left over."""
     config = LanceConfig(max_latent_frames=frames)
     with torch.device("meta"):
@@ -46,18 +51,29 @@ def test_the_released_vision_tower_and_autoencoder() -> None:
     assert 1021 + len(vision) == 1411
     real = json.loads((GOLDEN / "report_vae_vit.json").read_text())["real_keys"]
     assert {rename(name, VAE_RULES): tuple(shape) for name, shape in real.items()} == vae
-    assert {wan_name(name): shape for name, shape in vae.items()} == {n: tuple(shape) for n, shape in real.items()}
+    assert {wan_name(name): shape for name, shape in vae.items()} == {
+        n: tuple(shape) for n, shape in real.items()
+    }
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_hold_parts_that_make_up_the_whole(ranks: int) -> None:
-    """Heads and columns are split, key/value heads repeated where there are fewer of them than ranks."""
+    """Heads and columns are split, key/value heads repeated where there are fewer of them than
+    ranks.
+    """
     config = LanceConfig(num_layers=1)
     with torch.device("meta"):
         whole = checkpoint_slots(LanceNetwork(config))
-        parts = [checkpoint_slots(LanceNetwork(config, ParallelContext(rank=r, size=ranks))) for r in range(ranks)]
+        parts = [
+            checkpoint_slots(LanceNetwork(config, ParallelContext(rank=r, size=ranks)))
+            for r in range(ranks)
+        ]
     for name, slot in whole.items():
-        covered = [0] * (slot.shape[0] if slot.target.dim() == 1 or parts[0][name].part != (1, 0) else slot.shape[1])
+        covered = [0] * (
+            slot.shape[0]
+            if slot.target.dim() == 1 or parts[0][name].part != (1, 0)
+            else slot.shape[1]
+        )
         for part in (slots[name] for slots in parts):
             assert part.shape == slot.shape
             dim, start = part.part or (0, 0)
@@ -87,7 +103,9 @@ def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> No
         (lambda t: t["language_model.lm_head.weight"].fill_(torch.nan), "NaN or Inf"),
     ],
 )
-def test_a_damaged_decoder_is_refused(checkpoint: Path, change: Callable[..., None], message: str) -> None:
+def test_a_damaged_decoder_is_refused(
+    checkpoint: Path, change: Callable[..., None], message: str
+) -> None:
     rewrite(checkpoint / "Lance_3B" / "model.safetensors", change)
     with pytest.raises(ValueError, match=message):
         load_lance(checkpoint, **SMALL)
@@ -96,21 +114,28 @@ def test_a_damaged_decoder_is_refused(checkpoint: Path, change: Callable[..., No
 def test_bf16_files_load_into_an_fp32_model(checkpoint: Path) -> None:
     """Both precisions have been released under the same names."""
     path = checkpoint / "Lance_3B" / "model.safetensors"
-    rewrite(path, lambda tensors: tensors.update({name: t.bfloat16() for name, t in tensors.items()}))
+    rewrite(
+        path, lambda tensors: tensors.update({name: t.bfloat16() for name, t in tensors.items()})
+    )
     _, result = run(load_lance(checkpoint, **SMALL), request_of("t2i"))
     assert result["images"].shape == (1, 64, 96, 3)
 
 
-def test_a_bundled_and_a_separate_vision_tower_give_the_same_answer(tmp_path: Path) -> None:
+def test_a_bundled_and_a_separate_vision_tower_give_the_same_response(tmp_path: Path) -> None:
     for layout in ("video", "repository"):
         make_tiny(tmp_path / layout, 0, layout)
     bundled = load_lance(tmp_path / "video", **SMALL)
     separate = load_lance(tmp_path / "repository" / "Lance_3B_Video", **SMALL)
-    tokens = [run(lance, request_of("x2t_image"))[1]["token_ids"].tolist() for lance in (bundled, separate)]
+    tokens = [
+        run(lance, request_of("x2t_image"))[1]["token_ids"].tolist()
+        for lance in (bundled, separate)
+    ]
     assert tokens[0] == tokens[1]
 
 
-def test_two_vision_towers_that_differ_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_two_vision_towers_that_differ_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     make_tiny(tmp_path, 0, "repository")
     rewrite(
         tmp_path / "Qwen2.5-VL-ViT" / "vit.safetensors",

@@ -7,15 +7,17 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from vllm_omni.model_executor.layers.kv_cache import KVWindow
-from vllm_omni.model_executor.layers.parallel import ParallelContext, checkpoint_slots
-from vllm_omni.model_executor.layers.rope import rope_tables
+from vllm_omni.model_executor.layers.attention.rope import rope_tables
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext, checkpoint_slots
+from vllm_omni.model_executor.layers.kv_cache.window import KVWindow
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
-from vllm_omni.model_executor.models.lingbot_world.transformer import CameraRow, LingBotTransformer
+from vllm_omni.model_executor.models.lingbot_world.transformer import CameraItem, LingBotTransformer
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "lingbot"
 GOLDEN_V2 = GOLDEN.with_name("lingbot_v2")
-CONFIG = LingBotWorldConfig(dim=32, ffn_dim=56, freq_dim=16, text_dim=24, text_len=8, num_heads=2, num_layers=2)
+CONFIG = LingBotWorldConfig(
+    dim=32, ffn_dim=56, freq_dim=16, text_dim=24, text_len=8, num_heads=2, num_layers=2
+)
 TIMESTEPS = (900.0, 0.0)
 CHUNKS = (range(3), range(3, 6), range(6, 9), range(9, 12))
 
@@ -32,7 +34,10 @@ def load_tiny(parallel: ParallelContext | None = None) -> LingBotTransformer:
 def inputs(height: int = 4) -> dict[str, torch.Tensor]:
     """Recorded inputs, cut to `height` latent cells: 4 gives 18 tokens a chunk, 2 gives 9."""
     recorded = load_file(GOLDEN / "dit_inputs.safetensors")
-    return {name: tensor if name == "context" else tensor[..., :height, :] for name, tensor in recorded.items()}
+    return {
+        name: tensor if name == "context" else tensor[..., :height, :]
+        for name, tensor in recorded.items()
+    }
 
 
 def make_window(
@@ -57,13 +62,17 @@ def make_window(
 
 
 def make_row(
-    model: LingBotTransformer, data: dict[str, torch.Tensor], window: KVWindow, frames: range, timestep: float
-) -> CameraRow:
+    model: LingBotTransformer,
+    data: dict[str, torch.Tensor],
+    window: KVWindow,
+    frames: range,
+    timestep: float,
+) -> CameraItem:
     part = slice(frames.start, frames.stop)
     height, width = data["y"].shape[2:]
     cos, sin = rope_tables(CONFIG.head_dim, frames, height // 2, width // 2)
     own = model.parallel.token_slice(len(cos))
-    return CameraRow(
+    return CameraItem(
         latents=data["noise"][:, part],
         condition=data["y"][:, part],
         timestep=timestep,
@@ -82,7 +91,8 @@ def roll_out(
     windows: Sequence[KVWindow] | None = None,
     chunks: Sequence[range] = CHUNKS,
 ) -> list[torch.Tensor]:
-    """Return the flow of every chunk's noisy step, through one model or through its pipeline stages in order.
+    """Return the flow of every chunk's noisy step, through one model or through its pipeline stages
+    in order.
 
     windows: None = new ones.
     """

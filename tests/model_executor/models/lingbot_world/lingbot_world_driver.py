@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drive a `LingBotWorld` chunk by chunk in this process, as the runner does, without an engine around it."""
+"""Drive a `LingBotWorld` chunk by chunk in this process, as the runner does, without an engine
+around it.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +15,7 @@ import torch
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import DiffusionRequest, SessionState
-from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import find_layout, hf_config
 from vllm_omni.model_executor.models.lingbot_world.config import CONVENTIONS, LingBotOptions
 from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld, WorldSetup
@@ -33,7 +35,9 @@ def load_world(
     omni = OmniConfig(height=HEIGHT, width=WIDTH, model=options)
     layout = find_layout(checkpoint)
     values = hf_config(checkpoint)["lingbot_world"]
-    setup = WorldSetup.of(values, layout, omni, dtype, parallel or ParallelContext(), kv_dtype=kv_dtype)
+    setup = WorldSetup.of_checkpoint(
+        values, layout, omni, dtype, parallel or ParallelContext(), kv_dtype=kv_dtype
+    )
     world = kind(setup)
     world.load_checkpoint(layout)
     return world
@@ -53,7 +57,10 @@ def start_image(seed: int = 0) -> torch.Tensor:
 
 
 def make_request(
-    world: LingBotWorld, session: SessionState, tensors: dict[str, torch.Tensor] | None = None, **params: Any
+    world: LingBotWorld,
+    session: SessionState,
+    tensors: dict[str, torch.Tensor] | None = None,
+    **params: Any,
 ) -> DiffusionRequest:
     """Make a chunk's request, walking ahead unless told otherwise; a first chunk gets an image."""
     tensors = dict(tensors or {})
@@ -79,7 +86,10 @@ def finish(world: LingBotWorld, request: DiffusionRequest) -> Result:
 
 
 def run_chunk(
-    world: LingBotWorld, session: SessionState, tensors: dict[str, torch.Tensor] | None = None, **params: Any
+    world: LingBotWorld,
+    session: SessionState,
+    tensors: dict[str, torch.Tensor] | None = None,
+    **params: Any,
 ) -> Result:
     request = make_request(world, session, tensors, **params)
     world.prepare_encode(request)
@@ -89,4 +99,6 @@ def run_chunk(
 
 
 def open_session(world: LingBotWorld, session_id: str = "a", **params: Any) -> SessionState:
-    return world.new_session(DiffusionParams(session_id=session_id, **{"prompt": "a beach", **params}))
+    return world.new_session(
+        DiffusionParams(session_id=session_id, **{"prompt": "a beach", **params})
+    )

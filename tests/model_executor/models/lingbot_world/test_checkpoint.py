@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoint layouts and tiny checkpoints: every real layout is found, what is missing is said in one line."""
+"""Checkpoint layouts and tiny checkpoints: every real layout is found, what is missing is said
+in one line.
+"""
 
 import hashlib
 import json
@@ -12,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from vllm_omni.config import OmniConfig
-from vllm_omni.model_executor.layers.parallel import checkpoint_slots
+from vllm_omni.model_executor.layers.collectives.parallel import checkpoint_slots
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import CheckpointLayout, find_layout
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
 from vllm_omni.model_executor.models.lingbot_world.family import FAMILY
@@ -24,9 +26,9 @@ from vllm_omni.model_executor.models.lingbot_world.weights import (
     transformer_shapes,
 )
 from vllm_omni.model_executor.models.registry import detect_family, get_family
-from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder
-from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAEConfig
-from vllm_omni.model_executor.models.wan.weights import load_pieces
+from vllm_omni.model_executor.models.wan.checkpoint.loading import load_component_weights
+from vllm_omni.model_executor.models.wan.text_encoder.encoder import TextEncoder
+from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE, VAEConfig
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +43,9 @@ def originals(tmp_path_factory) -> dict[str, Path]:
 @pytest.fixture
 def checkpoints(originals, tmp_path) -> dict[str, Path]:
     """Copies that a test may damage."""
-    return {name: Path(shutil.copytree(folder, tmp_path / name)) for name, folder in originals.items()}
+    return {
+        name: Path(shutil.copytree(folder, tmp_path / name)) for name, folder in originals.items()
+    }
 
 
 def load(layout: CheckpointLayout) -> dict[str, torch.Tensor]:
@@ -49,7 +53,9 @@ def load(layout: CheckpointLayout) -> dict[str, torch.Tensor]:
     transformer = LingBotTransformer(config)
     vae = StreamingWanVAE(layout.vae_config())
     text_encoder = TextEncoder(layout.text_config(), layout.tokenizer, max_tokens=config.text_len)
-    load_pieces(layout, lambda: load_transformer(transformer, layout.transformer, config), vae, text_encoder)
+    load_component_weights(
+        layout, lambda: load_transformer(transformer, layout.transformer, config), vae, text_encoder
+    )
     tensors = {name: slot.target for name, slot in checkpoint_slots(transformer).items()}
     tensors |= dict(vae.named_parameters(prefix="vae"))
     return tensors | dict(text_encoder.named_parameters(prefix="text"))
@@ -57,14 +63,20 @@ def load(layout: CheckpointLayout) -> dict[str, torch.Tensor]:
 
 def digest(folder: Path) -> dict[str, str]:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+    }
 
 
 # Tiny checkpoints
 
 
 def test_a_tiny_checkpoint_has_the_files_of_a_real_one(originals):
-    """Original: the base-cam tree with its fast folder. Diffusers: every folder that `model_index.json` names."""
+    """Original: the base-cam tree with its fast folder.
+
+    Diffusers: every folder that `model_index.json` names.
+    """
     original = set(digest(originals["original"]))
     assert {
         "google/umt5-xxl/spiece.model",
@@ -86,7 +98,9 @@ def test_a_tiny_checkpoint_has_the_files_of_a_real_one(originals):
 
 @pytest.mark.parametrize("layout", FAMILY.layouts)
 def test_a_tiny_checkpoint_is_small_and_the_same_for_the_same_seed(originals, tmp_path, layout):
-    """Byte for byte the same files from one seed, others from another, below 10 MB (15 with heads of 128)."""
+    """Byte for byte the same files from one seed, others from another, below 10 MB (15 with
+    heads of 128).
+    """
     FAMILY.make_tiny(tmp_path / "a" / layout, 3, layout)
     FAMILY.make_tiny(tmp_path / "b" / layout, 4, layout)
     assert digest(tmp_path / "a" / layout) == digest(originals[layout])
@@ -98,7 +112,8 @@ def test_a_tiny_checkpoint_is_small_and_the_same_for_the_same_seed(originals, tm
 def test_all_layouts_of_one_seed_hold_the_same_model(originals):
     """Loaded from any layout, every tensor of transformer, VAE and text encoder is the same.
 
-    But for the layout that states no sizes, whose heads have the released size, and those with other controls.
+    But for the layout that states no sizes, whose heads have the released size, and those with
+    other controls.
     """
     same = [layout for layout in FAMILY.layouts if layout not in ("v2_1_3b", "act", "world")]
     loaded = [load(find_layout(originals[layout])) for layout in same]
@@ -109,7 +124,9 @@ def test_all_layouts_of_one_seed_hold_the_same_model(originals):
 
 
 def test_an_unknown_layout_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="allowed: original, diffusers, v2, v2_1_3b, v2_pretrain, act, world"):
+    with pytest.raises(
+        ValueError, match="allowed: original, diffusers, v2, v2_1_3b, v2_pretrain, act, world"
+    ):
         FAMILY.make_tiny(tmp_path, 0, "gguf")
 
 
@@ -127,7 +144,7 @@ def test_an_unknown_layout_is_refused(tmp_path):
         ("act", "original", "v1"),
     ],
 )
-def test_every_layout_is_detected_with_all_pieces(originals, layout, kind, version):
+def test_every_layout_is_detected_with_all_parts(originals, layout, kind, version):
     """`detect_family` knows the directory, and each piece is found in its place."""
     assert detect_family(originals[layout]) is get_family("lingbot_world_fast")
     found = find_layout(originals[layout])
@@ -136,7 +153,9 @@ def test_every_layout_is_detected_with_all_pieces(originals, layout, kind, versi
 
 
 def test_the_other_folder_name_and_the_folder_itself_are_found(checkpoints):
-    """`Lingbot-World-Fast` is the same as `lingbot_world_fast`; pointed at directly, the rest is beside it."""
+    """`Lingbot-World-Fast` is the same as `lingbot_world_fast`; pointed at directly, the rest is
+    beside it.
+    """
     folder = checkpoints["original"] / "lingbot_world_fast"
     other = folder.rename(folder.with_name("Lingbot-World-Fast"))
     assert find_layout(checkpoints["original"]).transformer == other
@@ -145,17 +164,27 @@ def test_the_other_folder_name_and_the_folder_itself_are_found(checkpoints):
     direct.require("transformer", "vae", "text_encoder", "tokenizer")
 
 
-@pytest.mark.parametrize("config", [None, "{}", '{"_class_name": "WanModelFast"}', '{"eps": 1e-6, "num_heads": 2}'])
+@pytest.mark.parametrize(
+    "config", [None, "{}", '{"_class_name": "WanModelFast"}', '{"eps": 1e-6, "num_heads": 2}']
+)
 def test_sizes_that_no_config_states_are_the_tensors(checkpoints, config):
-    """Of the 1.3B no `config.json` is released: width, layers, heads of 128 and control are in the files' headers."""
+    """Of the 1.3B no `config.json` is released: width, layers, heads of 128 and control are in
+    the files' headers.
+    """
     if config is not None:
         (checkpoints["v2_1_3b"] / "config.json").write_text(config)
-    read = LingBotWorldConfig.from_checkpoint(find_layout(checkpoints["v2_1_3b"]).transformer_config())
-    assert read == LingBotWorldConfig(dim=256, num_heads=2, num_layers=2, ffn_dim=112, freq_dim=32, text_dim=32)
+    read = LingBotWorldConfig.from_checkpoint(
+        find_layout(checkpoints["v2_1_3b"]).transformer_config()
+    )
+    assert read == LingBotWorldConfig(
+        dim=256, num_heads=2, num_layers=2, ffn_dim=112, freq_dim=32, text_dim=32
+    )
 
 
 def test_the_1_3b_has_the_published_size():
-    """1071 tensors, 1,709,502,016 parameters; read back from their shapes, the same sizes and 12 heads."""
+    """1071 tensors, 1,709,502,016 parameters; read back from their shapes, the same sizes and 12
+    heads.
+    """
     config = LingBotWorldConfig(dim=1536, ffn_dim=8960, num_heads=12, num_layers=30)
     shapes = transformer_shapes(config)
     assert len(shapes) == 1071
@@ -163,8 +192,10 @@ def test_the_1_3b_has_the_published_size():
     assert LingBotWorldConfig.from_checkpoint(config_of_tensors(shapes, "somewhere")) == config
 
 
-def test_heads_that_tensors_do_not_tell_are_asked_for(checkpoints):
-    """The width of a tiny model is no multiple of 128: what is missing is named, and stating it helps."""
+def test_heads_that_tensors_do_not_report_are_requested_for(checkpoints):
+    """The width of a tiny model is no multiple of 128: what is missing is named, and stating it
+    helps.
+    """
     config = checkpoints["v2"] / "transformers" / "config.json"
     stated = json.loads(config.read_text())
     config.unlink()
@@ -175,9 +206,9 @@ def test_heads_that_tensors_do_not_tell_are_asked_for(checkpoints):
     assert "\n" not in str(caught.value)
     config.write_text(json.dumps({"num_heads": 4, "text_len": 64}))
     read = LingBotWorldConfig.from_checkpoint(find_layout(checkpoints["v2"]).transformer_config())
-    assert replace(read, window_frames=18, sink_frames=6, frames_per_chunk=3) == LingBotWorldConfig.from_checkpoint(
-        stated
-    )
+    assert replace(
+        read, window_frames=18, sink_frames=6, frames_per_chunk=3
+    ) == LingBotWorldConfig.from_checkpoint(stated)
 
 
 def test_other_tensors_than_ours_are_no_sizes(tmp_path):
@@ -190,8 +221,10 @@ def test_other_tensors_than_ours_are_no_sizes(tmp_path):
 
 
 @pytest.mark.parametrize("stem", ["model", "diffusion_pytorch_model"])
-def test_a_transformer_in_one_file_may_lie_beside_components(checkpoints, stem):
-    """`model.safetensors` or `diffusion_pytorch_model.safetensors`, at the root or in any of the folders."""
+def test_a_transformer_in_one_file_may_lie_alongside_components(checkpoints, stem):
+    """`model.safetensors` or `diffusion_pytorch_model.safetensors`, at the root or in any of the
+    folders.
+    """
     tensors = {}
     for shard in sorted(checkpoints["v2_1_3b"].glob("*.safetensors")):
         tensors |= load_file(shard)
@@ -212,10 +245,15 @@ def test_a_transformer_in_one_file_may_lie_beside_components(checkpoints, stem):
 
 
 def test_components_may_be_shared_by_a_link_named_assets(checkpoints, tmp_path):
-    """What the directory lacks is looked for below `assets`; what both have is the directory's own."""
+    """What the directory lacks is looked for below `assets`; what both have is the directory's
+    own.
+    """
     bare = checkpoints["v2_1_3b"]
     shutil.rmtree(bare / "assets")
-    with pytest.raises(ValueError, match=r"lacks vae, text_encoder.* below assets/.* download lingbot_world_v2_1_3b "):
+    with pytest.raises(
+        ValueError,
+        match=r"lacks vae, text_encoder.* below assets/.* download lingbot_world_v2_1_3b ",
+    ):
         find_layout(bare).require("transformer", "vae", "text_encoder", "tokenizer")
     (bare / "assets").symlink_to(checkpoints["original"])
     found = find_layout(bare)
@@ -230,14 +268,20 @@ def test_which_generation_a_bare_repository_is(checkpoints):
     """By its name, else by its width: v1 was released in one."""
     bare = checkpoints["v2_1_3b"]
     for width, version in ((1536, "v2"), (5120, "v1")):
-        (bare / "config.json").write_text(json.dumps({"_class_name": "WanModelFast", "dim": width, "num_layers": 30}))
+        (bare / "config.json").write_text(
+            json.dumps({"_class_name": "WanModelFast", "dim": width, "num_layers": 30})
+        )
         assert find_layout(bare).version == version
     assert find_layout(bare.rename(bare.with_name("lingbot_world_v2_14b"))).version == "v2"
 
 
 def test_unindexed_shards_load_too(checkpoints):
     """Without an index all safetensors of the folder together are the transformer."""
-    (checkpoints["original"] / "lingbot_world_fast" / "diffusion_pytorch_model.safetensors.index.json").unlink()
+    (
+        checkpoints["original"]
+        / "lingbot_world_fast"
+        / "diffusion_pytorch_model.safetensors.index.json"
+    ).unlink()
     assert load(find_layout(checkpoints["original"]))
 
 
@@ -249,7 +293,9 @@ def test_the_base_models_experts_are_not_taken_for_the_fast_model(checkpoints):
     assert not FAMILY.detect(expert)
 
 
-@pytest.mark.parametrize("content", [{}, {"config.json": '{"model_type": "llama"}'}, {"config.json": "{"}])
+@pytest.mark.parametrize(
+    "content", [{}, {"config.json": '{"model_type": "llama"}'}, {"config.json": "{"}]
+)
 def test_other_directories_are_not_ours(tmp_path, content):
     """Detection says no without raising, whatever is in the directory."""
     for name, text in content.items():
@@ -257,7 +303,9 @@ def test_other_directories_are_not_ours(tmp_path, content):
     assert not FAMILY.detect(tmp_path)
     assert not FAMILY.detect(tmp_path / "absent")
     with pytest.raises(ValueError, match="holds no LingBot World transformer"):
-        find_layout(tmp_path) if content != {"config.json": "{"} else find_layout(tmp_path / "absent")
+        find_layout(tmp_path) if content != {"config.json": "{"} else find_layout(
+            tmp_path / "absent"
+        )
 
 
 @pytest.mark.parametrize(
@@ -271,7 +319,7 @@ def test_other_directories_are_not_ours(tmp_path, content):
         ("diffusers", "tokenizer", "lacks tokenizer"),
     ],
 )
-def test_a_missing_piece_is_named_before_anything_is_read(checkpoints, layout, gone, message):
+def test_a_missing_part_is_named_before_anything_is_read(checkpoints, layout, gone, message):
     """One line: what is missing, where it was looked for, how to get it."""
     path = checkpoints[layout] / gone
     shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -290,7 +338,10 @@ def test_a_truncated_shard_is_named(checkpoints):
 
 def test_a_wrong_file_under_the_vaes_name_is_refused(checkpoints):
     """The text encoder's file renamed to the VAE's is noticed when its shapes are read."""
-    shutil.copy(checkpoints["original"] / "models_t5_umt5-xxl-enc-bf16.pth", checkpoints["original"] / "Wan2.1_VAE.pth")
+    shutil.copy(
+        checkpoints["original"] / "models_t5_umt5-xxl-enc-bf16.pth",
+        checkpoints["original"] / "Wan2.1_VAE.pth",
+    )
     with pytest.raises(ValueError, match="not the file its name says"):
         find_layout(checkpoints["original"]).vae_config()
 
@@ -303,7 +354,9 @@ def test_hf_config_is_plain_json_and_complete(originals, layout):
     """What vLLM carries to its workers is JSON, and the pipeline can be built from it alone."""
     config = FAMILY.hf_config(originals[layout])
     assert json.loads(json.dumps(config)) == config
-    assert config["architectures"] == [f"LingBot{'Pretrain' if layout == 'v2_pretrain' else 'World'}Pipeline"]
+    assert config["architectures"] == [
+        f"LingBot{'Pretrain' if layout == 'v2_pretrain' else 'World'}Pipeline"
+    ]
     unstated = layout == "v2_1_3b"
     assert config["dtype"] == ("bfloat16" if unstated else "float32")
     sizes = (config["num_attention_heads"], config["num_hidden_layers"], config["hidden_size"])
@@ -321,11 +374,15 @@ def test_hf_config_needs_no_weight_files(tmp_path):
     assert FAMILY.detect(tmp_path)
     config = FAMILY.hf_config(tmp_path)
     assert config["dtype"] == "bfloat16"
-    assert (config["num_attention_heads"], config["num_hidden_layers"], config["vocab_size"]) == (40, 40, 256384)
+    assert (config["num_attention_heads"], config["num_hidden_layers"], config["vocab_size"]) == (
+        40,
+        40,
+        256384,
+    )
     assert VAEConfig.from_dict(config["lingbot_world"]["vae"]) == VAEConfig()
 
 
-def test_pieces_of_different_checkpoints_are_refused(checkpoints):
+def test_parts_of_different_checkpoints_are_refused(checkpoints):
     """A text encoder of another width is noticed at start, not in the first request."""
     path = checkpoints["original"] / "lingbot_world_fast" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "text_dim": 4096}))

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worlds that are told keys beside ray directions (`act`): where the keys come from and what is refused."""
+"""Worlds that are told keys beside ray directions (`act`): where the keys come from and what is
+refused.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,9 @@ def path(**tensors: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
-def planes(world: LingBotWorld, tensors: dict[str, torch.Tensor] | None = None, **params: Any) -> torch.Tensor:
+def planes(
+    world: LingBotWorld, tensors: dict[str, torch.Tensor] | None = None, **params: Any
+) -> torch.Tensor:
     """The seven control channels [7, F, 64, h, w] of a first chunk."""
     request = make_request(world, open_session(world), tensors, prompt="a beach", **params)
     world.prepare_encode(request)
@@ -40,7 +44,9 @@ def planes(world: LingBotWorld, tensors: dict[str, torch.Tensor] | None = None, 
     return request.work.camera_map.unflatten(0, (7, 64)).transpose(1, 2)
 
 
-def flags(world: LingBotWorld, tensors: dict[str, torch.Tensor] | None = None, **params: Any) -> list[list[float]]:
+def flags(
+    world: LingBotWorld, tensors: dict[str, torch.Tensor] | None = None, **params: Any
+) -> list[list[float]]:
     """The keys w a s d of each latent frame, of which every pixel must say the same."""
     of_pixels = planes(world, tensors, **params)[3:]
     assert bool((of_pixels == of_pixels[:, :, :1, :1, :1]).all())
@@ -48,11 +54,17 @@ def flags(world: LingBotWorld, tensors: dict[str, torch.Tensor] | None = None, *
 
 
 def test_held_keys_are_the_flags(world: LingBotWorld) -> None:
-    """The page and the door send keys: w a s d are told to the model, i j k l only turn the camera."""
-    assert flags(world, actions=[["w", "d"], ["l"], ["s", "a"]]) == [[1, 0, 0, 1], [0, 0, 0, 0], [0, 1, 1, 0]]
+    """The page and the door send keys: w a s d are told to the model, i j k l only turn the
+    camera.
+    """
+    assert flags(world, actions=[["w", "d"], ["l"], ["s", "a"]]) == [
+        [1, 0, 0, 1],
+        [0, 0, 0, 0],
+        [0, 1, 1, 0],
+    ]
 
 
-def test_flags_beside_poses_are_those_of_the_poses_frames(world: LingBotWorld) -> None:
+def test_flags_alongside_poses_are_those_of_the_poses_frames(world: LingBotWorld) -> None:
     """One row for each video frame; the rows of frames 0, 4 and 8 count, as of the poses."""
     action = torch.zeros(FIRST, 4, dtype=torch.int64)
     action[4, 1] = action[8, 3] = action[5] = 1
@@ -80,12 +92,16 @@ def test_keys_change_the_world(world: LingBotWorld) -> None:
     for held in (0.0, 1.0):
         session = open_session(world, output="latents")
         held_path = path(action=torch.full((FIRST, 4), held))
-        results.append(run_chunk(world, session, held_path, prompt="a beach", output="latents")[1]["latents"])
+        results.append(
+            run_chunk(world, session, held_path, prompt="a beach", output="latents")[1]["latents"]
+        )
     assert torch.isfinite(results[0]).all() and (results[0] - results[1]).abs().max() > 0.01
 
 
 def test_flags_travel_as_part_of_the_camera() -> None:
-    """`multi_modal_data={"camera": {"poses": ..., "intrinsics": ..., "action": ...}}` of stock vLLM."""
+    """`multi_modal_data={"camera": {"poses": ..., "intrinsics": ..., "action": ...}}` of stock
+    vLLM.
+    """
     parsed = NamedTensorsParser().parse_mm_data({"camera": dict(path(action=torch.ones(FIRST, 4)))})
     assert set(parsed["camera"].get(0)) == {"poses", "intrinsics", "action"}
 
@@ -93,7 +109,10 @@ def test_flags_travel_as_part_of_the_camera() -> None:
 @pytest.mark.parametrize(
     ("action", "message"),
     [
-        (torch.zeros(8, 4), r"action must be numbers of shape \[9, 4\].* got torch.float32 \[8, 4\]"),
+        (
+            torch.zeros(8, 4),
+            r"action must be numbers of shape \[9, 4\].* got torch.float32 \[8, 4\]",
+        ),
         (torch.zeros(9, 8), r"shape \[9, 4\]"),
         (torch.full((9, 4), 0.5), "zeros and ones only"),
         (torch.full((9, 4), float("nan")), "zeros and ones only"),
@@ -106,7 +125,7 @@ def test_other_flags_are_refused(world: LingBotWorld, action: torch.Tensor, mess
     assert refused.value.code == "invalid_camera"
 
 
-def test_flags_beside_keys_are_refused(world: LingBotWorld) -> None:
+def test_flags_alongside_keys_are_refused(world: LingBotWorld) -> None:
     with pytest.raises(RequestFailed, match="`action` with poses, or `actions`: one of the two"):
         flags(world, {"action": torch.zeros(FIRST, 4)}, actions=[["w"]])
 
@@ -114,6 +133,9 @@ def test_flags_beside_keys_are_refused(world: LingBotWorld) -> None:
 def test_a_model_without_flags_says_what_it_takes(lingbot_world: Path) -> None:
     world = load_world(lingbot_world)
     with pytest.raises(
-        RequestFailed, match=r"unknown tensors \['action'\]; this model takes image, poses, intrinsics$"
+        RequestFailed,
+        match=r"unknown tensors \['action'\]; this model takes image, poses, intrinsics$",
     ):
-        world.prepare_encode(make_request(world, open_session(world), path(action=torch.zeros(FIRST, 4))))
+        world.prepare_encode(
+            make_request(world, open_session(world), path(action=torch.zeros(FIRST, 4)))
+        )

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters of LingBot World: camera layers and all others equal merged weights; graphs keep to their adapter."""
+"""Adapters of LingBot World: camera layers and all others equal merged weights; graphs keep to
+their adapter.
+"""
 
 from pathlib import Path
 
@@ -10,8 +12,8 @@ from helpers.host_capture import hold
 from lingbot_world_driver import load_world, make_request, open_session, step
 
 from vllm_omni.inputs import Lora
-from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs
-from vllm_omni.model_executor.lora.store import AdapterStore
+from vllm_omni.model_executor.layers.cuda_graphs import ForwardGraphs
+from vllm_omni.model_executor.layers.lora.store import AdapterStore
 from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld
 
 TOLERANCE = 2e-4
@@ -35,7 +37,9 @@ def walk(world: LingBotWorld, store: AdapterStore, choices: list[list[Lora]]) ->
     return latents
 
 
-def test_an_adapter_of_every_layer_is_the_merged_network(lingbot_world: Path, tmp_path: Path) -> None:
+def test_an_adapter_of_every_layer_is_the_merged_network(
+    lingbot_world: Path, tmp_path: Path
+) -> None:
     world = load_world(lingbot_world)
     target = world.adapter_targets()["transformer"]
     made = files.factors(target, target.matrices(), seed=1, size=0.1)
@@ -53,17 +57,27 @@ def test_an_adapter_of_every_layer_is_the_merged_network(lingbot_world: Path, tm
 
 
 def test_graphs_keep_to_their_adapter(lingbot_world: Path, tmp_path: Path) -> None:
-    """Captured forwards are repeated for the same adapter in the same slot alone; its strength is no part of them."""
+    """Captured forwards are repeated for the same adapter in the same slot alone; its strength
+    is no part of them.
+    """
     options = {"window_frames": 6, "sink_frames": 0}
     ink, wool = ([Lora(name=name)] for name in ("ink", "wool"))
-    choices = [*[[]] * 5, *[ink] * 4, *[[Lora(name="ink", scale=0.25)]] * 3, *[wool] * 3, *[ink] * 3, *[[]] * 3]
+    choices = [
+        *[[]] * 5,
+        *[ink] * 4,
+        *[[Lora(name="ink", scale=0.25)]] * 3,
+        *[wool] * 3,
+        *[ink] * 3,
+        *[[]] * 3,
+    ]
     found = []
     for by_graphs in (False, True):
         world = load_world(lingbot_world, **options)
         target = world.adapter_targets()["transformer"]
         paths = {
             name: files.write_community(
-                files.factors(target, files.attention_and_ffn(target), seed), tmp_path / f"{name}.safetensors"
+                files.factors(target, files.attention_and_ffn(target), seed),
+                tmp_path / f"{name}.safetensors",
             )
             for seed, name in enumerate(("ink", "wool"))
         }

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What other implementations do instead of our defaults, each selected by name: formula, bytes, sessions, ranks.
+"""What other implementations do instead of our defaults, each selected by name: formula, bytes,
+sessions, ranks.
 
-The formulas are computed here again, over whole clips, from the VAE alone or from recorded tensors. The camera's are in
-test_lingbot_camera_choices.py.
+The formulas are computed here again, over whole clips, from the VAE alone or from recorded tensors.
+The camera's are in test_lingbot_camera_choices.py.
 """
 
 from dataclasses import replace
@@ -29,12 +30,12 @@ from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.models.lingbot_world.config import CONVENTIONS, Convention
 from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld
 from vllm_omni.model_executor.models.lingbot_world.state import LingBotSession
-from vllm_omni.model_executor.models.wan.chunk_decoder import ChunkDecoder
-from vllm_omni.model_executor.models.wan.image_condition import ConditionState, GreyCondition
-from vllm_omni.model_executor.models.wan.pictures import prepare_image
-from vllm_omni.model_executor.models.wan.split_decode import RowBands
-from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAEConfig, to_uint8
-from vllm_omni.model_executor.models.wan.weights import load_vae
+from vllm_omni.model_executor.models.wan.checkpoint.loading import load_vae
+from vllm_omni.model_executor.models.wan.images.files import prepare_image
+from vllm_omni.model_executor.models.wan.images.image_condition import ConditionState, GreyCondition
+from vllm_omni.model_executor.models.wan.vae.chunk_decoder import ChunkDecoder
+from vllm_omni.model_executor.models.wan.vae.split_decode import RowBands
+from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE, VAEConfig, to_uint8
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "lingbot"
 SMALL: dict[str, Any] = {"window_frames": 7, "sink_frames": 2}
@@ -64,7 +65,9 @@ def grey_clip(image_1CTHW: torch.Tensor, num_frames: int) -> torch.Tensor:
     return clip
 
 
-def conditions(condition: GreyCondition, image: torch.Tensor, chunks: list[int]) -> tuple[torch.Tensor, ConditionState]:
+def conditions(
+    condition: GreyCondition, image: torch.Tensor, chunks: list[int]
+) -> tuple[torch.Tensor, ConditionState]:
     y, state = condition.next(image, chunks[0], None)
     parts = [y]
     for num_latents in chunks[1:]:
@@ -81,14 +84,17 @@ def session_after(world: LingBotWorld, chunks: int, **params: Any) -> LingBotSes
     return session
 
 
-# -- the condition of later chunks -------------------------------------------------------------------------------------
+# -- the condition of later chunks -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("first", [3, 1])
 def test_second_chunk_repeats_what_the_whole_clip_has_there(
     vae: StreamingWanVAE, recorded: dict[str, torch.Tensor], first: int
 ) -> None:
-    """SGLang: two chunks are encoded as one clip; the second serves all later ones. Mask 1 on the image only."""
+    """SGLang: two chunks are encoded as one clip; the second serves all later ones.
+
+    Mask 1 on the image only.
+    """
     image = recorded["image"][None, :, None]
     y, state = conditions(GreyCondition(vae, "second_chunk"), image, [first, 3, 3, 3])
     whole, _ = vae.encode(grey_clip(image, 4 * (first + 2) + 1), None)
@@ -116,7 +122,9 @@ def test_fresh_grey_is_a_grey_clip_without_its_first_latent(
 def test_a_state_of_another_condition_is_a_value_and_holds_what_was_counted(
     vae: StreamingWanVAE, recorded: dict[str, torch.Tensor], later: Any
 ) -> None:
-    """A dropped chunk leaves no trace, a new image starts over, and no state holds more than `state_nbytes`."""
+    """A dropped chunk leaves no trace, a new image starts over, and no state holds more than
+    `state_nbytes`.
+    """
     image = recorded["image"][None, :, None]
     condition = GreyCondition(vae, later)
     _, state = condition.next(image, 3, None)
@@ -131,8 +139,12 @@ def test_a_state_of_another_condition_is_a_value_and_holds_what_was_counted(
     assert torch.equal(switched, fresh)
 
 
-def test_a_stream_that_settles_in_the_images_chunk_is_repeated_frame_by_frame(vae: StreamingWanVAE) -> None:
-    """A very long first chunk: what the second one would be is known, one latent frame over and over."""
+def test_a_stream_that_settles_in_the_images_chunk_is_repeated_frame_by_frame(
+    vae: StreamingWanVAE,
+) -> None:
+    """A very long first chunk: what the second one would be is known, one latent frame over and
+    over.
+    """
     image = torch.zeros(1, 3, 1, 16, 24)
     condition = GreyCondition(vae, "second_chunk")
     y, state = condition.next(image, 60, None)
@@ -141,18 +153,24 @@ def test_a_stream_that_settles_in_the_images_chunk_is_repeated_frame_by_frame(va
     assert torch.equal(later[4:], y[4:, -1:].expand(-1, 3, -1, -1))
 
 
-# -- the decoder -------------------------------------------------------------------------------------------------------
+# -- the decoder -----------------------------------------------------------------------------------
 
 
-def test_a_restarted_decode_is_that_of_pr_3701(vae: StreamingWanVAE, recorded: dict[str, torch.Tensor]) -> None:
-    """Each later chunk behind the two latents before it, from an empty cache, its first 5 frames dropped."""
+def test_a_restarted_decode_is_that_of_pr_3701(
+    vae: StreamingWanVAE, recorded: dict[str, torch.Tensor]
+) -> None:
+    """Each later chunk behind the two latents before it, from an empty cache, its first 5 frames
+    dropped.
+    """
     latents = recorded["latents"]
     decoder, state, pixels = ChunkDecoder(vae, continuation="restart"), None, []
-    for piece in latents.split(3, dim=2):
-        frames, state = decoder.decode(piece, state)
+    for item in latents.split(3, dim=2):
+        frames, state = decoder.decode(item, state)
         pixels.append(frames)
     whole, _ = vae.decode(latents, None)
-    expected = [vae.decode(latents[:, :, start - 2 : start + 3], None)[0][:, :, 5:] for start in (3, 6)]
+    expected = [
+        vae.decode(latents[:, :, start - 2 : start + 3], None)[0][:, :, 5:] for start in (3, 6)
+    ]
     assert [part.shape[2] for part in pixels] == [9, 12, 12]
     assert torch.equal(pixels[0], whole[:, :, :9])
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(pixels[1:], expected, strict=True))
@@ -161,7 +179,9 @@ def test_a_restarted_decode_is_that_of_pr_3701(vae: StreamingWanVAE, recorded: d
 
 
 @pytest.mark.parametrize("chunks", [[1, 3, 3], [1, 1, 1, 1]])
-def test_chunks_of_one_latent_frame_restart_with_what_there_is(vae: StreamingWanVAE, chunks: list[int]) -> None:
+def test_chunks_of_one_latent_frame_restart_with_what_there_is(
+    vae: StreamingWanVAE, chunks: list[int]
+) -> None:
     """One latent frame before the chunk: it alone is decoded again. Later ones have two."""
     latents = torch.randn(1, 16, sum(chunks), 2, 3, generator=torch.Generator().manual_seed(0))
     decoder, state, start = ChunkDecoder(vae, continuation="restart"), None, 0
@@ -176,7 +196,10 @@ def test_chunks_of_one_latent_frame_restart_with_what_there_is(vae: StreamingWan
 
 def test_frames_of_a_restarting_world_are_its_latents_decoded_so(pr3701: LingBotWorld) -> None:
     session = open_session(pr3701, output="latents")
-    latents = [run_chunk(pr3701, session, prompt="a beach", output="latents")[1]["latents"] for _ in range(4)]
+    latents = [
+        run_chunk(pr3701, session, prompt="a beach", output="latents")[1]["latents"]
+        for _ in range(4)
+    ]
     assert isinstance(session, LingBotSession) and session.decoder_cache is None
     clip = torch.cat(latents, dim=1)[None]
     session = open_session(pr3701)
@@ -194,7 +217,10 @@ def restart_in_bands(rank: int, meeting: str) -> None:
     assert dist.group.WORLD is not None
     bands = RowBands(rank, 2, dist.group.WORLD)
     whole, mine = (
-        ChunkDecoder(StreamingWanVAE(VAEConfig(base_dim=4), encoder=False, bands=each), continuation="restart")
+        ChunkDecoder(
+            StreamingWanVAE(VAEConfig(base_dim=4), encoder=False, bands=each),
+            continuation="restart",
+        )
         for each in (None, bands)
     )
     for decoder in (whole, mine):
@@ -203,21 +229,25 @@ def restart_in_bands(rank: int, meeting: str) -> None:
     latents = torch.randn(1, 16, 9, 5, 6, generator=torch.Generator().manual_seed(1))
     states: list[Any] = [None, None]
     rows = bands.rows(5)
-    for piece in latents.split(3, dim=2):
-        expected, states[0] = whole.decode(piece, states[0])
-        pixels, states[1] = mine.decode(piece, states[1])
+    for item in latents.split(3, dim=2):
+        expected, states[0] = whole.decode(item, states[0])
+        pixels, states[1] = mine.decode(item, states[1])
         part = expected[:, :, :, 8 * rows.start : 8 * rows.stop]
         torch.testing.assert_close(pixels, part, atol=1e-5, rtol=0)
-        assert torch.equal(states[1].newest, states[0].newest) and states[1].nbytes == mine.state_nbytes(40, 48)
+        assert torch.equal(states[1].newest, states[0].newest) and states[
+            1
+        ].nbytes == mine.state_nbytes(40, 48)
 
 
 @pytest.mark.nightly
 def test_ranks_that_share_the_decode_restart_together(tmp_path: Path) -> None:
-    """`omni.vae_parallel`: each keeps the two latents whole and decodes its rows of them (fp32, 1e-5)."""
+    """`omni.vae_parallel`: each keeps the two latents whole and decodes its rows of them (fp32,
+    1e-5).
+    """
     mp.spawn(restart_in_bands, (str(tmp_path / "meeting"),), nprocs=2)
 
 
-# -- prompts -----------------------------------------------------------------------------------------------------------
+# -- prompts ---------------------------------------------------------------------------------------
 
 
 def test_a_prompt_switch_can_be_ignored(pr3701: LingBotWorld) -> None:
@@ -232,7 +262,7 @@ def test_a_prompt_switch_can_be_ignored(pr3701: LingBotWorld) -> None:
     assert other.scalars()["prompt"] == "a snow storm"
 
 
-# -- sessions ----------------------------------------------------------------------------------------------------------
+# -- sessions --------------------------------------------------------------------------------------
 
 
 @EVERY
@@ -254,14 +284,21 @@ def test_bytes_are_constant_and_a_fork_and_an_abandoned_chunk_leave_no_trace(
             step(world, [abandoned])
         world.post_decode(abandoned)
         after = session.tensors()
-        assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
-        ours, theirs = (run_chunk(world, each, image, prompt="a beach")[1]["frames"] for each in (session, fork))
+        assert after.keys() == before.keys() and all(
+            torch.equal(after[name], before[name]) for name in before
+        )
+        ours, theirs = (
+            run_chunk(world, each, image, prompt="a beach")[1]["frames"] for each in (session, fork)
+        )
         assert torch.equal(ours, theirs)
         assert session.nbytes == world.session_nbytes(params)
         assert session.decoder_cache is not None and session.condition is not None
         assert session.decoder_cache.nbytes == world.decoder.state_nbytes(HEIGHT, WIDTH)
         assert session.condition.nbytes <= world.condition.state_nbytes(HEIGHT, WIDTH)
-        assert session.condition.last_1CFhw.untyped_storage().nbytes() == session.condition.last_1CFhw.nbytes
+        assert (
+            session.condition.last_1CFhw.untyped_storage().nbytes()
+            == session.condition.last_1CFhw.nbytes
+        )
     copy = session.fork("c")
     copy.to("cpu")
     assert copy.scalars() == session.scalars()
@@ -284,13 +321,18 @@ def test_a_restarting_session_reserves_two_latent_frames_instead_of_the_decoders
 def test_the_first_chunk_from_an_image_is_the_defaults_under_every_choice(
     lingbot_world: Path, convention: Convention, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Schedule and camera aside, they are about what comes later; so chunk 0 of a still camera is the same."""
+    """Schedule and camera aside, they are about what comes later; so chunk 0 of a still camera
+    is the same.
+    """
     plain = load_world(lingbot_world, **SMALL)
     theirs = replace(CONVENTIONS[convention], camera_dtype="fp32", schedule="exact")
     monkeypatch.setitem(CONVENTIONS, convention, theirs)
     other = load_world(lingbot_world, **SMALL, convention=convention)
     results = [
-        [run_chunk(world, session, prompt="a beach", actions=[[]] * 3)[1]["frames"] for _ in range(3)]
+        [
+            run_chunk(world, session, prompt="a beach", actions=[[]] * 3)[1]["frames"]
+            for _ in range(3)
+        ]
         for world, session in ((plain, open_session(plain)), (other, open_session(other)))
     ]
     assert torch.equal(results[0][0], results[1][0])
@@ -298,7 +340,9 @@ def test_the_first_chunk_from_an_image_is_the_defaults_under_every_choice(
 
 
 def test_the_image_of_a_later_chunk_is_prepared_as_the_first(pr3701: LingBotWorld) -> None:
-    """An image switch restarts the condition as a session's first chunk does, also where nothing else is streamed."""
+    """An image switch restarts the condition as a session's first chunk does, also where nothing
+    else is streamed.
+    """
     session = session_after(pr3701, 2)
     request = make_request(pr3701, session, {"image": start_image(5)}, prompt="a beach")
     pr3701.prepare_encode(request)

@@ -26,18 +26,21 @@ def pose(x: float = 0.0, y: float = 0.0, z: float = 0.0, yaw: float = 0.0) -> to
     return out
 
 
-# -- rays --------------------------------------------------------------------------------------------------------------
+# -- rays ------------------------------------------------------------------------------------------
 
 
 def test_a_ray_leaves_through_its_pixel_centre() -> None:
-    """Pixel (u, v) = (5, 9): channels of component c sit at c * 64 + (v mod 8) * 8 + (u mod 8) of cell (1, 0)."""
+    """Pixel (u, v) = (5, 9): channels of component c sit at c * 64 + (v mod 8) * 8 + (u mod 8)
+    of cell (1, 0).
+    """
     intrinsics = torch.tensor([[20.0, 30.0, 8.0, 8.0]])
     maps = cam.camera_map(pose(1, 2, 3, yaw=90).unsqueeze(0), intrinsics, 16, 16)
     assert maps.shape == (384, 1, 2, 2)
     values = [float(maps[c * 64 + 1 * 8 + 5, 0, 1, 0]) for c in range(6)]
     x, y = (5.5 - 8) / 20, (9.5 - 8) / 30
     length = math.sqrt(x * x + y * y + 1)
-    turned = [1 / length, y / length, -x / length]  # a quarter turn to the right: forward becomes +x
+    # a quarter turn to the right: forward becomes +x
+    turned = [1 / length, y / length, -x / length]
     assert values == pytest.approx([1, 2, 3, *turned], abs=1e-6)
 
 
@@ -53,9 +56,15 @@ class DirectCopies(TorchDispatchMode):
         return result
 
 
-def test_poses_reach_the_device_without_making_the_host_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By `to_device` alone: other copies from the host return when the device has done all that was launched before."""
-    monkeypatch.setattr(cam, "to_device", lambda rows, device: torch.empty_like(rows, device=device))
+def test_poses_reach_the_device_without_making_the_host_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By `to_device` alone: other copies from the host return when the device has done all that
+    was launched before.
+    """
+    monkeypatch.setattr(
+        cam, "to_device", lambda rows, device: torch.empty_like(rows, device=device)
+    )
     path, rows = EYE.repeat(3, 1, 1), cam.action_intrinsics(3, 16, 16)
     with DirectCopies() as copies:
         rays = cam.camera_map(path, rows, 16, 16, "meta")
@@ -65,11 +74,13 @@ def test_poses_reach_the_device_without_making_the_host_wait_for_it(monkeypatch:
 
 
 def test_intrinsics_are_rescaled_from_480x832() -> None:
-    row = cam.scale_intrinsics(torch.tensor([[416.0, 480.0, 416.0, 240.0]], dtype=torch.float64), 240, 208)
+    row = cam.scale_intrinsics(
+        torch.tensor([[416.0, 480.0, 416.0, 240.0]], dtype=torch.float64), 240, 208
+    )
     assert row.tolist() == [[104.0, 240.0, 104.0, 120.0]]
 
 
-# -- relative poses ----------------------------------------------------------------------------------------------------
+# -- relative poses --------------------------------------------------------------------------------
 
 
 def test_the_first_frame_moves_relative_to_the_previous_chunk() -> None:
@@ -78,15 +89,19 @@ def test_the_first_frame_moves_relative_to_the_previous_chunk() -> None:
     assert cam.relative_poses(path)[:, 2, 3].tolist() == [0.0, 2.0]
 
 
-def test_relative_motion_does_not_depend_on_where_the_world_begins() -> None:
+def test_relative_motion_does_not_depend_on_where_the_world_starts() -> None:
     torch.manual_seed(0)
     path = torch.stack([pose(x=i * 0.1, z=i * 0.3, yaw=7 * i) for i in range(4)])
     moved = pose(x=50, y=-3, z=9, yaw=123) @ path
-    torch.testing.assert_close(cam.relative_poses(moved), cam.relative_poses(path), atol=1e-12, rtol=0)
+    torch.testing.assert_close(
+        cam.relative_poses(moved), cam.relative_poses(path), atol=1e-12, rtol=0
+    )
 
 
 @pytest.mark.parametrize(("scale", "expected"), [(0.05, [0.0, 2.0, 1.0]), (None, [0.0, 1.0, 0.5])])
-def test_translations_are_divided_by_a_constant_or_the_largest(scale: float | None, expected: list[float]) -> None:
+def test_translations_are_divided_by_a_constant_or_the_largest(
+    scale: float | None, expected: list[float]
+) -> None:
     relative = torch.stack([pose(), pose(z=0.1), pose(x=0.05)])
     out = cam.scaled_translations(relative, scale)
     assert out[:, :3, 3].norm(dim=1).tolist() == pytest.approx(expected)
@@ -98,13 +113,15 @@ def test_a_path_that_stands_still_is_not_scaled() -> None:
 
 def test_latent_frames_take_every_fourth_pixel_frame() -> None:
     """A first chunk shows pixels 0, 4, 8 of its 9; a later one its pixels 3, 7, 11 of 12."""
-    assert cam.latent_rows(torch.arange(9), range(3)).tolist() == [0, 4, 8]
-    assert cam.latent_rows(torch.arange(12), range(3, 6)).tolist() == [3, 7, 11]
+    assert cam.per_latent(torch.arange(9), range(3)).tolist() == [0, 4, 8]
+    assert cam.per_latent(torch.arange(12), range(3, 6)).tolist() == [3, 7, 11]
 
 
 @pytest.mark.parametrize(("given", "used"), [(25, 21), (65, 57), (81, 81), (9, 9), (12, 9)])
 def test_an_uploaded_path_is_cut_to_whole_chunks(given: int, used: int) -> None:
-    path = prepare_trajectory(EYE.repeat(given, 1, 1), torch.tensor([[416.0, 416.0, 416.0, 240.0]]), 32, 48)
+    path = prepare_trajectory(
+        EYE.repeat(given, 1, 1), torch.tensor([[416.0, 416.0, 416.0, 240.0]]), 32, 48
+    )
     assert path.pixel_frames == used
 
 
@@ -114,17 +131,25 @@ def test_a_path_too_short_for_one_chunk_is_refused() -> None:
 
 
 def test_resampling_turns_at_constant_speed_along_the_shorter_way() -> None:
-    path = resample_poses(torch.stack([pose(yaw=170), pose(yaw=-170, x=1)]), torch.tensor([0.0, 0.25, 1.0]).double())
+    path = resample_poses(
+        torch.stack([pose(yaw=170), pose(yaw=-170, x=1)]), torch.tensor([0.0, 0.25, 1.0]).double()
+    )
     torch.testing.assert_close(path[1], pose(yaw=175, x=0.25), atol=1e-12, rtol=0)
     torch.testing.assert_close(path[2], pose(yaw=190, x=1), atol=1e-12, rtol=0)
 
 
-# -- actions -----------------------------------------------------------------------------------------------------------
+# -- actions ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("keys", "position"),
-    [("w", (0, 0, 0.05)), ("s", (0, 0, -0.05)), ("d", (0.05, 0, 0)), ("a", (-0.05, 0, 0)), ("", (0, 0, 0))],
+    [
+        ("w", (0, 0, 0.05)),
+        ("s", (0, 0, -0.05)),
+        ("d", (0.05, 0, 0)),
+        ("a", (-0.05, 0, 0)),
+        ("", (0, 0, 0)),
+    ],
 )
 def test_movement_keys_move_one_unit(keys: str, position: tuple[float, float, float]) -> None:
     poses, _ = cam.integrate_actions([keys], cam.CameraTail.origin())
@@ -152,7 +177,10 @@ def test_a_step_beyond_85_degrees_of_pitch_is_dropped_whole() -> None:
 
 
 @given(
-    st.lists(st.sets(st.sampled_from(list(cam.ACTION_SPACE.button_names))), min_size=2, max_size=12), st.integers(1, 11)
+    st.lists(
+        st.sets(st.sampled_from(list(cam.ACTION_SPACE.button_names))), min_size=2, max_size=12
+    ),
+    st.integers(1, 11),
 )
 @settings(max_examples=50, deadline=None)
 def test_a_walk_cut_into_chunks_is_the_same_walk(script: list[set[str]], cut: int) -> None:
@@ -186,7 +214,7 @@ def test_unknown_keys_are_refused(key: str) -> None:
         cam.read_keys([[key]], 3)
 
 
-# -- what clients send -------------------------------------------------------------------------------------------------
+# -- what clients send -----------------------------------------------------------------------------
 
 
 def poses_with(index: tuple[int, ...], value: float) -> torch.Tensor:
@@ -198,7 +226,11 @@ def poses_with(index: tuple[int, ...], value: float) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("poses", "code", "message"),
     [
-        (torch.eye(4).repeat(8, 1, 1), "invalid_camera", r"shape \[9, 4, 4\].*got torch.float32 \[8, 4, 4\]"),
+        (
+            torch.eye(4).repeat(8, 1, 1),
+            "invalid_camera",
+            r"shape \[9, 4, 4\].*got torch.float32 \[8, 4, 4\]",
+        ),
         (torch.eye(4, dtype=torch.int64).repeat(9, 1, 1), "invalid_camera", "torch.int64"),
         (torch.zeros(0, 4, 4), "invalid_camera", r"\[0, 4, 4\]"),
         (torch.zeros(9, 4, 4).to_sparse(), "invalid_camera", "poses must be floats"),
@@ -231,7 +263,9 @@ def test_poses_of_any_layout_and_float_type_are_read() -> None:
         torch.tensor([416.0, 417.0, 418.0, 240.0]).repeat(9, 1),
         torch.tensor([[416.0, 0, 418], [0, 417, 240], [0, 0, 1]]),
         torch.tensor([[416.0, 0, 418], [0, 417, 240], [0, 0, 1]]).repeat(9, 1, 1),
-        torch.tensor([[416.0, 0, 418, 0], [0, 417, 240, 0], [0, 0, 1, 0], [0, 0, 0, 1]]).repeat(9, 1, 1),
+        torch.tensor([[416.0, 0, 418, 0], [0, 417, 240, 0], [0, 0, 1, 0], [0, 0, 0, 1]]).repeat(
+            9, 1, 1
+        ),
         torch.tensor([[416.0, 417.0, 418.0, 240.0]]),
     ],
     ids=["[4]", "[N,4]", "[3,3]", "[N,3,3]", "[N,4,4]", "[1,4]"],
@@ -246,7 +280,11 @@ def test_intrinsics_come_in_several_shapes(intrinsics: torch.Tensor) -> None:
         (torch.ones(9, 5), "invalid_camera", r"intrinsics must be floats \[9, 4\]"),
         (torch.ones(8, 4), "invalid_camera", r"\[8, 4\]"),
         (torch.tensor(1.0), "invalid_camera", "intrinsics must be floats"),
-        (torch.tensor([0.0, 417, 418, 240]), "invalid_camera", r"focal lengths fx and fy must lie in \[1, 1e\+06\]"),
+        (
+            torch.tensor([0.0, 417, 418, 240]),
+            "invalid_camera",
+            r"focal lengths fx and fy must lie in \[1, 1e\+06\]",
+        ),
         (torch.tensor([416, -417.0, 418, 240]), "invalid_camera", "focal lengths"),
         (torch.tensor([1e-40, 417, 418, 240]), "invalid_camera", "focal lengths"),
         (torch.tensor([416, 417, math.nan, 240]), "non_finite_pose", "intrinsics must be finite"),
@@ -276,13 +314,19 @@ def test_whatever_arrives_is_read_or_refused_by_name(data: Any) -> None:
 
 
 def test_a_clip_sent_chunk_by_chunk_is_the_originals_clip() -> None:
-    """With `camera_scale` = the clip's largest step, chunks give its relative poses (1e-5; 3e-7 is fp32 rounding)."""
+    """With `camera_scale` = the clip's largest step, chunks give its relative poses (1e-5; 3e-7
+    is fp32 rounding).
+    """
     clip = torch.stack([pose(x=0.02 * i, z=0.05 * i, yaw=0.7 * i) for i in range(33)])
     whole = prepare_trajectory(clip, torch.tensor([[416.0, 416.0, 416.0, 240.0]]), 32, 48)
     scale = float(cam.relative_poses(whole.poses_N44.double())[:, :3, 3].norm(dim=1).max())
     before, parts = None, []
-    for frames, pixels in ((range(3), slice(0, 9)), (range(3, 6), slice(9, 21)), (range(6, 9), slice(21, 33))):
-        path = cam.latent_rows(cam.read_poses(clip[pixels], len(clip[pixels])), frames)
+    for frames, pixels in (
+        (range(3), slice(0, 9)),
+        (range(3, 6), slice(9, 21)),
+        (range(6, 9), slice(21, 33)),
+    ):
+        path = cam.per_latent(cam.read_poses(clip[pixels], len(clip[pixels])), frames)
         parts.append(cam.scaled_translations(cam.relative_poses(path, before), scale))
         before = path[-1]
     torch.testing.assert_close(torch.cat(parts), whole.relative_N44.double(), atol=1e-5, rtol=0)

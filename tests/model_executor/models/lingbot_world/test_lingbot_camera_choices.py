@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How public implementations read a camera path, each selected by name: against recordings, or computed here again."""
+"""How public implementations read a camera path, each selected by name: against recordings, or
+computed here again.
+"""
 
 import itertools
 from pathlib import Path
@@ -13,7 +15,7 @@ from safetensors.torch import load_file
 from vllm_omni.model_executor.models.lingbot_world.camera import action_intrinsics, camera_map
 from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld
 from vllm_omni.model_executor.models.lingbot_world.request import read_chunk
-from vllm_omni.model_executor.models.lingbot_world.state import LingBotSession, World
+from vllm_omni.model_executor.models.lingbot_world.state import LingBotSession, WorldCoordinates
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "lingbot"
 
@@ -29,16 +31,22 @@ def new_session(world: LingBotWorld) -> LingBotSession:
     return session
 
 
-def ray_maps(world: LingBotWorld, session: LingBotSession, chunks: list[dict[str, Any]], **choices: Any) -> list[Any]:
+def ray_maps(
+    world: LingBotWorld, session: LingBotSession, chunks: list[dict[str, Any]], **choices: Any
+) -> list[Any]:
     """Walk with the camera alone: (relative poses, ray map) of each chunk, as `choices` have it."""
     maps = []
     with choosing(**choices) as served:
         dtype = served.choices.camera_torch_dtype
         for fields in chunks:
-            inputs = read_chunk(make_request(world, session, prompt="a beach", **fields), session, served)
-            rays = camera_map(inputs.relative_F44, inputs.intrinsics_F4, HEIGHT, WIDTH, dtype=dtype).unsqueeze(0)
+            inputs = read_chunk(
+                make_request(world, session, prompt="a beach", **fields), session, served
+            )
+            rays = camera_map(
+                inputs.relative_F44, inputs.intrinsics_F4, HEIGHT, WIDTH, dtype=dtype
+            ).unsqueeze(0)
             maps.append((inputs.relative_F44, rays))
-            session.own = World(condition=None, tail=inputs.tail)
+            session.own = WorldCoordinates(condition=None, tail=inputs.tail)
             session.chunk_index += 1
     return maps
 
@@ -56,7 +64,17 @@ def test_held_keys_give_the_ray_maps_of_each_implementation(
 ) -> None:
     """Recorded from them over three chunks (tests/golden/lingbot, 1e-5)."""
     golden = load_file(GOLDEN / "camera.safetensors")
-    keys = [["w"], ["w", "j"], ["w", "l", "i"], [], ["a", "k"], ["s"], ["d", "i"], ["w", "a"], ["l"]]
+    keys = [
+        ["w"],
+        ["w", "j"],
+        ["w", "l", "i"],
+        [],
+        ["a", "k"],
+        ["s"],
+        ["d", "i"],
+        ["w", "a"],
+        ["l"],
+    ]
     session = new_session(world)
     chunks = [{"actions": keys[start : start + 3]} for start in (0, 3, 6)]
     for index, (_, rays) in enumerate(ray_maps(world, session, chunks, **options)):
@@ -64,7 +82,9 @@ def test_held_keys_give_the_ray_maps_of_each_implementation(
 
 
 def test_each_chunk_by_itself_is_relative_to_its_own_first_pose(world: LingBotWorld) -> None:
-    """PR 3701's extension: the first frame stands, translations are divided by the segment's own largest."""
+    """PR 3701's extension: the first frame stands, translations are divided by the segment's own
+    largest.
+    """
     generator = torch.Generator().manual_seed(4)
     chunks = []
     for pixel_frames in (9, 12, 12):
@@ -72,21 +92,30 @@ def test_each_chunk_by_itself_is_relative_to_its_own_first_pose(world: LingBotWo
         turns = 0.2 * torch.randn(pixel_frames, 3, 3, generator=generator, dtype=torch.float64)
         poses[:, :3, :3] = torch.linalg.matrix_exp(turns - turns.mT)
         poses[:, :3, 3] = torch.randn(pixel_frames, 3, generator=generator, dtype=torch.float64)
-        chunks.append({"tensors": {"poses": poses, "intrinsics": torch.tensor([416.0, 416.0, 416.0, 240.0])}})
+        chunks.append(
+            {"tensors": {"poses": poses, "intrinsics": torch.tensor([416.0, 416.0, 416.0, 240.0])}}
+        )
     session = new_session(world)
-    maps = ray_maps(world, session, chunks, camera_first_frame="stands_each_chunk", camera_scale="chunk_max")
+    maps = ray_maps(
+        world, session, chunks, camera_first_frame="stands_each_chunk", camera_scale="chunk_max"
+    )
     for index, (relative, _) in enumerate(maps):
         path = chunks[index]["tensors"]["poses"][[0, 4, 8] if index == 0 else [3, 7, 11]]
         anchored = torch.linalg.inv(path[0]) @ path
         expected = torch.stack(
-            [torch.eye(4, dtype=torch.float64), *(torch.linalg.inv(a) @ b for a, b in itertools.pairwise(anchored))]
+            [
+                torch.eye(4, dtype=torch.float64),
+                *(torch.linalg.inv(a) @ b for a, b in itertools.pairwise(anchored)),
+            ]
         )
         expected[:, :3, 3] /= expected[:, :3, 3].norm(dim=1).max()
         torch.testing.assert_close(relative, expected, atol=1e-9, rtol=0)
 
 
 def test_session_max_is_the_longest_step_so_far(world: LingBotWorld) -> None:
-    """A diagonal step of sqrt(2) units scales all that come after it, in later chunks too; a request's scale wins."""
+    """A diagonal step of sqrt(2) units scales all that come after it, in later chunks too; a
+    request's scale wins.
+    """
     session = new_session(world)
     chunks: list[dict[str, Any]] = [
         {"actions": [[], [], []]},
@@ -103,9 +132,13 @@ def test_session_max_is_the_longest_step_so_far(world: LingBotWorld) -> None:
 
 
 def test_bf16_rays_are_each_operation_in_bf16() -> None:
-    """Of a camera that stands still, computed again operation by operation; integer pixels above 256 already round."""
+    """Of a camera that stands still, computed again operation by operation; integer pixels above
+    256 already round.
+    """
     height, width = 480, 832
-    ours = camera_map(torch.eye(4)[None], action_intrinsics(1, height, width), height, width, dtype=torch.bfloat16)
+    ours = camera_map(
+        torch.eye(4)[None], action_intrinsics(1, height, width), height, width, dtype=torch.bfloat16
+    )
     u = (torch.arange(width).bfloat16() + 0.5 - width / 2) / 500
     v = (torch.arange(height).bfloat16() + 0.5 - height / 2) / 500
     x, y = u[None, :].expand(height, width), v[:, None].expand(height, width)
@@ -113,7 +146,9 @@ def test_bf16_rays_are_each_operation_in_bf16() -> None:
     rays = rays / rays.float().square().sum(0).sqrt().bfloat16()
     planes = torch.cat((torch.zeros_like(rays), rays)).float()
     expected = (
-        planes.view(6, height // 8, 8, width // 8, 8).permute(0, 2, 4, 1, 3).reshape(384, height // 8, width // 8)
+        planes.view(6, height // 8, 8, width // 8, 8)
+        .permute(0, 2, 4, 1, 3)
+        .reshape(384, height // 8, width // 8)
     )
     assert torch.equal(ours[:, 0], expected)
     exact = camera_map(torch.eye(4)[None], action_intrinsics(1, height, width), height, width)
@@ -121,11 +156,18 @@ def test_bf16_rays_are_each_operation_in_bf16() -> None:
 
 
 def test_a_bf16_camera_loses_small_steps_far_from_the_origin(world: LingBotWorld) -> None:
-    """Poses are rounded before they are compared: thirty frames on, steps are off by up to 0.2 of their length."""
+    """Poses are rounded before they are compared: thirty frames on, steps are off by up to 0.2
+    of their length.
+    """
     keys = [["w", "l"] if index % 3 else ["w"] for index in range(30)]
     chunks = [{"actions": keys[start : start + 3]} for start in range(0, 30, 3)]
     found = {
-        dtype: torch.cat([relative for relative, _ in ray_maps(world, new_session(world), chunks, camera_dtype=dtype)])
+        dtype: torch.cat(
+            [
+                relative
+                for relative, _ in ray_maps(world, new_session(world), chunks, camera_dtype=dtype)
+            ]
+        )
         for dtype in ("fp32", "bf16")
     }
     off = (found["bf16"] - found["fp32"]).abs()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import vllm_omni.model_executor.models.lingbot_world as lingbot_world
-from vllm_omni.model_executor.layers.parallel import checkpoint_slots
+from vllm_omni.model_executor.layers.collectives.parallel import checkpoint_slots
 from vllm_omni.model_executor.models.lingbot_world.config import (
     CONVENTIONS,
     Choices,
@@ -69,14 +69,23 @@ DIFFUSERS = {
 
 
 def test_both_key_styles_and_no_config_name_the_same_released_model() -> None:
-    original, diffusers = LingBotWorldConfig.from_checkpoint(ORIGINAL), LingBotWorldConfig.from_checkpoint(DIFFUSERS)
+    original, diffusers = (
+        LingBotWorldConfig.from_checkpoint(ORIGINAL),
+        LingBotWorldConfig.from_checkpoint(DIFFUSERS),
+    )
     assert original == LingBotWorldConfig.from_checkpoint({}) == LingBotWorldConfig()
     assert (diffusers.dim, diffusers.head_dim, diffusers.text_len) == (5120, 128, 512)
-    assert (diffusers.window_frames, diffusers.sink_frames, diffusers.frames_per_chunk) == (18, 9, 3)
+    assert (diffusers.window_frames, diffusers.sink_frames, diffusers.frames_per_chunk) == (
+        18,
+        9,
+        3,
+    )
 
 
 def test_the_released_model_has_the_published_tensors() -> None:
-    """1421 tensors, 18,544,332,864 parameters: 21 outside the blocks, 35 in each (counted on the meta device)."""
+    """1421 tensors, 18,544,332,864 parameters: 21 outside the blocks, 35 in each (counted on the
+    meta device).
+    """
     with torch.device("meta"):
         slots = checkpoint_slots(LingBotTransformer(LingBotWorldConfig()))
     assert len(slots) == 1421
@@ -91,8 +100,14 @@ def test_the_released_model_has_the_published_tensors() -> None:
     [
         ({"surprise": 1}, r"unknown keys \['surprise'\]"),
         ({"control_type": "pose"}, "control_type = 'pose'; this model implements"),
-        ({"world_period_m": 8.0}, "world_period_m must be set for control_type 'world' and for no other"),
-        ({"control_type": "world"}, "world_period_m must be set for control_type 'world' and for no other"),
+        (
+            {"world_period_m": 8.0},
+            "world_period_m must be set for control_type 'world' and for no other",
+        ),
+        (
+            {"control_type": "world"},
+            "world_period_m must be set for control_type 'world' and for no other",
+        ),
         ({"_class_name": "WanTransformer3DModel"}, "_class_name = 'WanTransformer3DModel'"),
         ({"qk_norm": False}, "qk_norm = False"),
         ({"image_dim": 1280}, "image_dim = 1280"),
@@ -109,7 +124,9 @@ def test_what_the_code_does_not_implement_is_an_error(change: dict[str, Any], me
 
 
 def test_the_window_of_a_checkpoint_counts_only_if_it_states_one() -> None:
-    """The original's `local_attn_size = -1, sink_size = 0` are its code's defaults; a session needs a window."""
+    """The original's `local_attn_size = -1, sink_size = 0` are its code's defaults; a session
+    needs a window.
+    """
     silent = LingBotWorldConfig.from_checkpoint({**ORIGINAL, "local_attn_size": -1, "sink_size": 0})
     assert (silent.window_frames, silent.sink_frames) == (None, None)
     stated = LingBotWorldConfig.from_checkpoint({**ORIGINAL, "local_attn_size": 12, "sink_size": 3})
@@ -122,14 +139,21 @@ def test_the_window_of_a_checkpoint_counts_only_if_it_states_one() -> None:
         ({}, {}, 18, 9),
         ({}, {"version": "v2"}, 18, 6),
         ({"sliding_window_num_frames": 45, "sink_size": 3}, {}, 45, 3),
-        ({"sliding_window_num_frames": 45, "sink_size": 3}, {"window_frames": 21, "sink_frames": 0}, 21, 0),
+        (
+            {"sliding_window_num_frames": 45, "sink_size": 3},
+            {"window_frames": 21, "sink_frames": 0},
+            21,
+            0,
+        ),
         ({}, {"window_frames": -1}, 21, 21),
     ],
 )
 def test_options_win_over_the_checkpoint_and_that_over_defaults(
     checkpoint: dict[str, Any], options: dict[str, Any], window: int, sink: int
 ) -> None:
-    plan = resolve_plan(LingBotWorldConfig.from_checkpoint(checkpoint), LingBotOptions.parse(options))
+    plan = resolve_plan(
+        LingBotWorldConfig.from_checkpoint(checkpoint), LingBotOptions.parse(options)
+    )
     assert (plan.window_frames, plan.sink_frames) == (window, sink)
 
 
@@ -158,7 +182,9 @@ def test_bad_options_are_refused_by_name(options: dict[str, Any], message: str) 
         ({"first_chunk_latent_frames": 19}, "first chunk of 19 latent frames does not fit"),
     ],
 )
-def test_windows_that_cannot_serve_a_chunk_are_refused(options: dict[str, Any], message: str) -> None:
+def test_windows_that_cannot_serve_a_chunk_are_refused(
+    options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         resolve_plan(LingBotWorldConfig(), LingBotOptions.parse(options))
 
@@ -171,13 +197,17 @@ def test_a_session_is_9_then_12_video_frames_a_chunk() -> None:
 
 
 def test_a_first_chunk_of_another_size_shifts_all_later_ones() -> None:
-    plan = resolve_plan(LingBotWorldConfig(), LingBotOptions.parse({"first_chunk_latent_frames": 1}))
+    plan = resolve_plan(
+        LingBotWorldConfig(), LingBotOptions.parse({"first_chunk_latent_frames": 1})
+    )
     assert [len(plan.pixel_frames(index)) for index in range(3)] == [1, 12, 12]
     assert plan.frames(2) == range(4, 7)
 
 
 def test_a_convention_is_its_column_of_the_models_notes() -> None:
-    """The default is for worlds that are walked in live; each other one differs from it in what is written here."""
+    """The default is for worlds that are walked in live; each other one differs from it in what
+    is written here.
+    """
     sglang = {
         "residual_dtype": "model",
         "camera_first_frame": "stands",
@@ -198,9 +228,15 @@ def test_a_convention_is_its_column_of_the_models_notes() -> None:
             "prompt_switch": "ignore",
         },
     }
-    assert LingBotOptions.parse({}).choices == Choices() and Choices().camera_torch_dtype == torch.float64
+    assert (
+        LingBotOptions.parse({}).choices == Choices()
+        and Choices().camera_torch_dtype == torch.float64
+    )
     for name, changes in differing.items():
-        assert asdict(LingBotOptions.parse({"convention": name}).choices) == {**asdict(Choices()), **changes}
+        assert asdict(LingBotOptions.parse({"convention": name}).choices) == {
+            **asdict(Choices()),
+            **changes,
+        }
     assert set(differing) == set(CONVENTIONS) == set(typing.get_args(Convention))
 
 
@@ -208,13 +244,24 @@ def test_a_convention_is_its_column_of_the_models_notes() -> None:
 def test_every_value_of_a_choice_is_served_and_stands_in_the_models_notes(choice: str) -> None:
     values = set(typing.get_args(typing.get_type_hints(Choices)[choice]))
     assert {getattr(choices, choice) for choices in CONVENTIONS.values()} == values
-    row = next(line for line in README.read_text().splitlines() if line.startswith("|") and f"`{choice}`" in line)
+    row = next(
+        line
+        for line in README.read_text().splitlines()
+        if line.startswith("|") and f"`{choice}`" in line
+    )
     assert {*re.findall(r"`(\w+)`", row)} >= values
 
 
 def test_versions_differ_in_schedule() -> None:
-    """v1: shift 10, indices 0 179 358 679; v2: shift 5, indices 0 250 500 750 (t = 625 at the last step)."""
+    """v1: shift 10, indices 0 179 358 679; v2: shift 5, indices 0 250 500 750 (t = 625 at the
+    last step).
+    """
     v1, v2 = LingBotOptions.parse({}), LingBotOptions.parse({}, checkpoint_version="v2")
     assert v1.denoise_schedule().timesteps[3] == pytest.approx(825.404988, abs=1e-6)
     assert v2.denoise_schedule().timesteps[3] == pytest.approx(625.0, abs=1e-9)
-    assert LingBotOptions.parse({"convention": "original"}).denoise_schedule().timesteps == (999.0, 978.0, 947.0, 825.0)
+    assert LingBotOptions.parse({"convention": "original"}).denoise_schedule().timesteps == (
+        999.0,
+        978.0,
+        947.0,
+        825.0,
+    )

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni download lingbot_world_fast` against a hub in this process, through the real hub client."""
+"""`vllm-omni download lingbot_world_fast` against a hub in this process, through the real hub
+client.
+"""
 
 import argparse
 import hashlib
@@ -17,11 +19,11 @@ import pytest
 from helpers.rank_processes import rank_context
 from helpers.waits import seconds
 
+from vllm_omni.model_executor.checkpoint.root_config import ROOT_CONFIG
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import find_layout
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
 from vllm_omni.model_executor.models.lingbot_world.hub import PIECES, RELEASES, check_complete
-from vllm_omni.model_executor.models.wan.checkpoint import TINY_VAE_FILE
-from vllm_omni.model_executor.root_config import ROOT_CONFIG
+from vllm_omni.model_executor.models.wan.checkpoint.layout import TINY_VAE_FILE
 from vllm_omni.testing.tiny.lingbot_world import make_tiny
 
 BASE, FAST = (piece.repo for piece in PIECES)
@@ -33,13 +35,19 @@ def commit(repo: str) -> str:
 
 
 class Hub(http.server.ThreadingHTTPServer):
-    """Serves files as the hub does. `cut`: this file's body stops half-way, once. `ranges`: partial requests seen."""
+    """Serves files as the hub does.
+
+    `cut`: this file's body stops half-way, once. `ranges`: partial requests seen.
+    """
 
     daemon_threads = True
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.files: dict[str, dict[str, bytes]] = {BASE: {"README.md": b"base"}, FAST: {"README.md": b"fast"}}
+        self.files: dict[str, dict[str, bytes]] = {
+            BASE: {"README.md": b"base"},
+            FAST: {"README.md": b"fast"},
+        }
         self.cut: str | None = None
         self.ranges: list[str] = []
 
@@ -54,25 +62,42 @@ class Hub(http.server.ThreadingHTTPServer):
 class Handler(http.server.BaseHTTPRequestHandler):
     server: Hub
 
-    def answer(self, with_body: bool) -> None:
+    def response(self, with_body: bool) -> None:
         path = self.path.split("?")[0]
         if match := re.match(r"/api/models/([^/]+/[^/]+)/(revision|tree)/", path):
             files = self.server.files[match[1]]
             if match[2] == "tree":
-                answer: object = [
-                    {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+                response: object = [
+                    {
+                        "type": "file",
+                        "path": name,
+                        "size": len(data),
+                        "oid": hashlib.sha1(data).hexdigest(),
+                    }
                     for name, data in files.items()
                 ]
             else:
-                answer = {"id": match[1], "sha": commit(match[1]), "siblings": [{"rfilename": name} for name in files]}
-            self.send(200, json.dumps(answer).encode(), {"Content-Type": "application/json"}, with_body)
+                response = {
+                    "id": match[1],
+                    "sha": commit(match[1]),
+                    "siblings": [{"rfilename": name} for name in files],
+                }
+            self.send(
+                200, json.dumps(response).encode(), {"Content-Type": "application/json"}, with_body
+            )
         elif match := re.match(r"/([^/]+/[^/]+)/resolve/[^/]+/(.*)$", path):
-            self.send_file(match[2], self.server.files[match[1]][match[2]], with_body, commit(match[1]))
+            self.send_file(
+                match[2], self.server.files[match[1]][match[2]], with_body, commit(match[1])
+            )
         else:
             self.send(404, b"", {}, with_body)
 
     def send_file(self, name: str, data: bytes, with_body: bool, revision: str) -> None:
-        headers = {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": revision, "Accept-Ranges": "bytes"}
+        headers = {
+            "ETag": f'"{hashlib.sha1(data).hexdigest()}"',
+            "X-Repo-Commit": revision,
+            "Accept-Ranges": "bytes",
+        }
         if with_body and (match := re.match(r"bytes=(\d+)-", self.headers.get("Range") or "")):
             start = int(match[1])
             self.server.ranges.append(name)
@@ -85,7 +110,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
         else:
             self.send(200, data, headers, with_body)
 
-    def send(self, status: int, data: bytes, headers: dict[str, str], with_body: bool, sent: int | None = None) -> None:
+    def send(
+        self,
+        status: int,
+        data: bytes,
+        headers: dict[str, str],
+        with_body: bool,
+        sent: int | None = None,
+    ) -> None:
         self.send_response(status)
         for key, value in {**headers, "Content-Length": str(len(data))}.items():
             self.send_header(key, value)
@@ -94,10 +126,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(data[:sent])
 
     def do_GET(self) -> None:
-        self.answer(True)
+        self.response(True)
 
     def do_HEAD(self) -> None:
-        self.answer(False)
+        self.response(False)
 
     def log_message(self, *args: object) -> None:
         pass
@@ -111,8 +143,12 @@ def hub() -> Iterator[Hub]:
         server.shutdown()
 
 
-def download(endpoint: str, out: Path, tmp_path: Path, model: str = "lingbot_world_fast") -> tuple[int, str]:
-    """The command's status and all that it printed, in a process forked from one that has the libraries imported."""
+def download(
+    endpoint: str, out: Path, tmp_path: Path, model: str = "lingbot_world_fast"
+) -> tuple[int, str]:
+    """The command's status and all that it printed, in a process forked from one that has the
+    libraries imported.
+    """
     environment = {
         "HF_ENDPOINT": endpoint,
         "HF_HOME": str(tmp_path / "hf"),
@@ -137,15 +173,18 @@ def _download(environment: dict[str, str], out: Path, model: str, log: Path) -> 
         del sys.modules[name]
     from huggingface_hub import constants
 
-    from vllm_omni.entrypoints.cli import download
+    from vllm_omni.entrypoints.cli.checkpoints import download
     from vllm_omni.entrypoints.cli.errors import CommandError
 
-    # The released weights need 86 GB of disk and have thousands of transfer chunks a file; the stand-in has neither.
+    # The released weights need 86 GB of disk and have thousands of transfer chunks a file; the
+    # stand-in has neither.
     constants.DOWNLOAD_CHUNK_SIZE = 1 << 16
     download._check_disk = lambda out, gigabytes: None
     with log.open("w") as output, redirect_stdout(output), redirect_stderr(output):
         try:
-            status = download.run(argparse.Namespace(model=model, out=out, dry_run=False, accept_license=True))
+            status = download.run(
+                argparse.Namespace(model=model, out=out, dry_run=False, accept_license=True)
+            )
         except CommandError as error:
             print(f"error: {error}")
             status = 1
@@ -168,9 +207,12 @@ def released_contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_broken_transfer_resumes_and_the_result_is_a_checkpoint(hub, tmp_path):
-    """Both repositories arrive as one original layout, byte for byte; the cut file goes on where it stopped."""
+    """Both repositories arrive as one original layout, byte for byte; the cut file goes on where
+    it stopped.
+    """
     make_tiny(tmp_path / "released", 0, "original")
-    (tmp_path / "released" / TINY_VAE_FILE).unlink()  # somebody else's release: it is no part of LingBot World's
+    # somebody else's release: it is no part of LingBot World's
+    (tmp_path / "released" / TINY_VAE_FILE).unlink()
     hub.serve_checkpoint(tmp_path / "released")
     hub.files[BASE]["high_noise_model/diffusion_pytorch_model.safetensors"] = b"not needed"
     hub.cut = "Wan2.1_VAE.pth"
@@ -199,7 +241,11 @@ def test_a_repository_without_config_gets_the_released_one(hub, tmp_path):
 
 @pytest.mark.parametrize(
     ("release", "layout", "folder"),
-    [("1_3b", "v2_1_3b", "."), ("14b", "v2", "transformers"), ("14b_diffusers", "diffusers", "transformer")],
+    [
+        ("1_3b", "v2_1_3b", "."),
+        ("14b", "v2", "transformers"),
+        ("14b_diffusers", "diffusers", "transformer"),
+    ],
 )
 def test_releases_of_v2_arrive_as_checkpoints(hub, tmp_path, release, layout, folder):
     """Every file where the layout has it, the generation by the directory's name, nothing added."""
@@ -210,12 +256,20 @@ def test_releases_of_v2_arrive_as_checkpoints(hub, tmp_path, release, layout, fo
         for path in sorted((tmp_path / "released" / part).rglob("*")):
             name = path.relative_to(tmp_path / "released" / part).as_posix()
             if path.is_file() and not name.startswith("assets/"):
-                owner = source.pieces[0 if part == "." and not name.startswith(("google", "Wan2", "models_t5")) else -1]
+                owner = source.components[
+                    0
+                    if part == "." and not name.startswith(("google", "Wan2", "models_t5"))
+                    else -1
+                ]
                 hub.files.setdefault(owner.repo, {})[name] = path.read_bytes()
     out = tmp_path / f"lingbot_world_v2_{release}"
-    status, printed = download(f"http://127.0.0.1:{hub.server_port}", out, tmp_path, f"lingbot_world_v2_{release}")
+    status, printed = download(
+        f"http://127.0.0.1:{hub.server_port}", out, tmp_path, f"lingbot_world_v2_{release}"
+    )
     assert status == 0, printed
-    expected = {name: data for piece in source.pieces for name, data in hub.files[piece.repo].items()}
+    expected = {
+        name: data for item in source.components for name, data in hub.files[item.repo].items()
+    }
     assert released_contents(out) == expected
     found = find_layout(out)
     found.require("transformer", "vae", "text_encoder", "tokenizer")
@@ -228,6 +282,8 @@ def test_without_a_hub_every_file_and_its_place_is_named(tmp_path):
     """No connection: the plan, then one line that says how to go on; exit status 1."""
     status, printed = download("http://127.0.0.1:9", tmp_path / "world", tmp_path)
     assert status == 1
-    assert f"https://huggingface.co/{FAST} -> {tmp_path / 'world' / 'lingbot_world_fast'}" in printed
+    assert (
+        f"https://huggingface.co/{FAST} -> {tmp_path / 'world' / 'lingbot_world_fast'}" in printed
+    )
     assert "models_t5_umt5-xxl-enc-bf16.pth" in printed
     assert "bring the files listed above" in printed.splitlines()[-1]

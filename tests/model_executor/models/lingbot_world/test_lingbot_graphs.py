@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sessions whose forwards come by graph equal sessions whose forwards do not, bit for bit.
 
-On a host a "graph" repeats the forward with everything the host had decided at its capture: a key that leaves something
-out, a camera among them, shows as other latents.
+On a host a "graph" repeats the forward with everything the host had decided at its capture: a key
+that leaves something out, a camera among them, shows as other latents.
 """
 
 from pathlib import Path
@@ -14,14 +14,16 @@ from helpers.host_capture import hold
 from helpers.rank_processes import run_ranks
 from lingbot_world_driver import finish, load_world, make_request, open_session, run_chunk, step
 
-from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs
-from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
+from vllm_omni.model_executor.layers.cuda_graphs import ForwardGraphs
 from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld
 from vllm_omni.testing.tiny.lingbot_world import make_tiny
 
 CHUNKS = 10
 OPTIONS = {"window_frames": 9, "sink_frames": 3}
-KV_TYPES = pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn], ids=["plain K/V", "FP8 K/V"])
+KV_TYPES = pytest.mark.parametrize(
+    "kv_dtype", [None, torch.float8_e4m3fn], ids=["plain K/V", "FP8 K/V"]
+)
 WALKS = ([["w"], ["w", "j"], ["i"]], [["s"], [], ["l"]])
 
 
@@ -33,10 +35,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def walk(world: LingBotWorld, start: int = 0) -> list[torch.Tensor]:
-    """The latents of a new session whose camera moves differently from chunk to chunk; it is closed then."""
+    """The latents of a new session whose camera moves differently from chunk to chunk; it is
+    closed then.
+    """
     session = open_session(world, output="latents")
     latents = [
-        run_chunk(world, session, prompt="a beach", output="latents", actions=WALKS[(start + n) % 2])[1]["latents"]
+        run_chunk(
+            world, session, prompt="a beach", output="latents", actions=WALKS[(start + n) % 2]
+        )[1]["latents"]
         for n in range(CHUNKS)
     ]
     session.close()
@@ -44,7 +50,9 @@ def walk(world: LingBotWorld, start: int = 0) -> list[torch.Tensor]:
 
 
 @KV_TYPES
-def test_sessions_by_graphs_are_the_sessions(checkpoint: Path, kv_dtype: torch.dtype | None) -> None:
+def test_sessions_by_graphs_are_the_sessions(
+    checkpoint: Path, kv_dtype: torch.dtype | None
+) -> None:
     """One after the other: the second's forwards are all replays of the first's.
 
     Graphs: chunks' places in the ring, while it fills and later, x kinds of pass.
@@ -61,12 +69,18 @@ def test_sessions_by_graphs_are_the_sessions(checkpoint: Path, kv_dtype: torch.d
 def test_a_chunk_s_camera_terms_need_no_gap_of_their_whole_size(checkpoint: Path) -> None:
     """Each layer's have memory of their own."""
     world = load_world(checkpoint, **OPTIONS)
-    request = make_request(world, open_session(world, output="latents"), prompt="a beach", output="latents")
+    request = make_request(
+        world, open_session(world, output="latents"), prompt="a beach", output="latents"
+    )
     world.prepare_encode(request)
-    world.begin_step(request)
-    pieces = request.work.camera
-    assert pieces is not None
-    assert len({piece.untyped_storage().data_ptr() for piece in pieces}) == len(pieces) == world.config.num_layers
+    world.start_step(request)
+    parts = request.work.camera
+    assert parts is not None
+    assert (
+        len({part.untyped_storage().data_ptr() for part in parts})
+        == len(parts)
+        == world.config.num_layers
+    )
 
 
 def test_sessions_in_one_batch_by_graphs(checkpoint: Path) -> None:
@@ -79,7 +93,13 @@ def test_sessions_in_one_batch_by_graphs(checkpoint: Path) -> None:
         latents = []
         for number in range(CHUNKS):
             batch = [
-                make_request(world, session, prompt="a beach", output="latents", actions=WALKS[(number + offset) % 2])
+                make_request(
+                    world,
+                    session,
+                    prompt="a beach",
+                    output="latents",
+                    actions=WALKS[(number + offset) % 2],
+                )
                 for offset, session in enumerate(sessions)
             ]
             for request in batch:
@@ -93,17 +113,23 @@ def test_sessions_in_one_batch_by_graphs(checkpoint: Path) -> None:
     assert len(by_graphs.transformer.graphs) == 4 * 2 - 2
 
 
-def _compare_graphs(rank: int, rendezvous: str, checkpoint: str, kv_dtype: torch.dtype | None) -> None:
+def _compare_graphs(
+    rank: int, rendezvous: str, checkpoint: str, kv_dtype: torch.dtype | None
+) -> None:
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     parallel = ParallelContext(rank, 2, dist.group.WORLD, sequence_parallel=True)
     try:
         with torch.device("cuda"):
             plain = load_world(Path(checkpoint), parallel, kv_dtype=kv_dtype, **OPTIONS)
-            by_graphs = load_world(Path(checkpoint), parallel, kv_dtype=kv_dtype, **OPTIONS, cuda_graphs=True)
+            by_graphs = load_world(
+                Path(checkpoint), parallel, kv_dtype=kv_dtype, **OPTIONS, cuda_graphs=True
+            )
         for got, want in zip(walk(by_graphs), walk(plain), strict=True):
             torch.testing.assert_close(got, want, rtol=0, atol=0)
-        assert by_graphs.transformer.graphs is not None and len(by_graphs.transformer.graphs) == 4 * 2
+        assert (
+            by_graphs.transformer.graphs is not None and len(by_graphs.transformer.graphs) == 4 * 2
+        )
     finally:
         dist.destroy_process_group()
 

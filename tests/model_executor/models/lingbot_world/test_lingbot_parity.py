@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni verify lingbot_world` on the recorded directory, and that it notices damage to each kind of file."""
+"""`vllm-omni verify lingbot_world` on the recorded directory, and that it notices damage to each
+kind of file.
+"""
 
 import json
 import shutil
@@ -14,7 +16,11 @@ from safetensors.torch import load_file, save_file
 
 from vllm_omni.testing.parity.lingbot_world import verify
 
-_AUXILIARY = ("dit_inputs.safetensors", "dit_tiny_weights.safetensors", "vae_tiny_weights_orig_names.safetensors")
+_AUXILIARY = (
+    "dit_inputs.safetensors",
+    "dit_tiny_weights.safetensors",
+    "vae_tiny_weights_orig_names.safetensors",
+)
 
 
 def copy(directory: Path, *names: str) -> Path:
@@ -36,17 +42,25 @@ def change(path: Path, name: str, amount: float) -> None:
 def test_every_recorded_scenario_holds() -> None:
     report = verify(GOLDEN)
     assert report.ok, report.to_text()
-    scenarios = {path.stem for path in GOLDEN.iterdir() if path.name not in (*_AUXILIARY, "README.md")}
+    scenarios = {
+        path.stem for path in GOLDEN.iterdir() if path.name not in (*_AUXILIARY, "README.md")
+    }
     assert {row.scenario for row in report.rows} == scenarios
 
 
 def test_every_recorded_scenario_of_v2_holds() -> None:
     report = verify(GOLDEN_V2)
     assert report.ok, report.to_text()
-    assert {row.scenario for row in report.rows} == {"act_condition", "dit_act_v2_c4", "pretrain_cfg_c4"}
+    assert {row.scenario for row in report.rows} == {
+        "act_condition",
+        "dit_act_v2_c4",
+        "pretrain_cfg_c4",
+    }
 
 
-@pytest.mark.parametrize("tensor", ["c0.s0.cond", "c1.s20.x_next", "c2.latent", "kv1.uncond.k", "sched.timesteps"])
+@pytest.mark.parametrize(
+    "tensor", ["c0.s0.cond", "c1.s20.x_next", "c2.latent", "kv1.uncond.k", "sched.timesteps"]
+)
 def test_a_changed_recording_of_guidance_is_noticed(tensor: str, tmp_path: Path) -> None:
     for path in GOLDEN_V2.glob("pretrain_*"):
         shutil.copyfile(path, tmp_path / path.name)
@@ -79,7 +93,9 @@ def test_a_changed_recording_of_controls_is_noticed(tensor: str, tmp_path: Path)
         ("vae.safetensors", "pr3701_warm_decode_chunk1", 1e-3),
     ],
 )
-def test_a_changed_recording_is_noticed(file: str, tensor: str, amount: float, tmp_path: Path) -> None:
+def test_a_changed_recording_is_noticed(
+    file: str, tensor: str, amount: float, tmp_path: Path
+) -> None:
     change(copy(tmp_path, file) / file, tensor, amount)
     report = verify(tmp_path)
     assert not report.ok
@@ -87,15 +103,23 @@ def test_a_changed_recording_is_noticed(file: str, tensor: str, amount: float, t
 
 
 def test_a_changed_weight_is_noticed(tmp_path: Path) -> None:
-    change(copy(tmp_path, "dit_window9_sink3_c3.safetensors") / _AUXILIARY[1], "blocks.1.cam_shift_layer.bias", 1e-3)
+    change(
+        copy(tmp_path, "dit_window9_sink3_c3.safetensors") / _AUXILIARY[1],
+        "blocks.1.cam_shift_layer.bias",
+        1e-3,
+    )
     assert not verify(tmp_path).ok
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("sink_size", 2), ("local_attn_size", 8), ("eps", 1e-2)], ids=["sink", "window", "eps"]
+    ("key", "value"),
+    [("sink_size", 2), ("local_attn_size", 8), ("eps", 1e-2)],
+    ids=["sink", "window", "eps"],
 )
 def test_another_architecture_gives_other_results(key: str, value: float, tmp_path: Path) -> None:
-    """The recording's metadata drives the run: change it and the recorded values no longer match."""
+    """The recording's metadata drives the run: change it and the recorded values no longer
+    match.
+    """
     path = copy(tmp_path, "dit_window9_sink3_c3.safetensors") / "dit_window9_sink3_c3.safetensors"
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
@@ -106,7 +130,9 @@ def test_another_architecture_gives_other_results(key: str, value: float, tmp_pa
     assert not verify(tmp_path).ok
 
 
-@pytest.mark.parametrize("name", ["original_v1_fast__shift3", "sglang_v2__shift5", "vllm_omni_v2__shift5"])
+@pytest.mark.parametrize(
+    "name", ["original_v1_fast__shift3", "sglang_v2__shift5", "vllm_omni_v2__shift5"]
+)
 def test_a_changed_schedule_is_noticed(name: str, tmp_path: Path) -> None:
     tables = json.loads((GOLDEN / "schedule.json").read_text())
     tables[name][1]["t_model"] += 1
@@ -133,7 +159,9 @@ def test_an_unheard_of_control_type_is_a_failure(tmp_path: Path) -> None:
 
 
 def test_recorded_bf16_stays_bf16() -> None:
-    """The bf16 scenario's K/V are bf16 on both sides, so its tolerance is about arithmetic, not storage."""
+    """The bf16 scenario's K/V are bf16 on both sides, so its tolerance is about arithmetic, not
+    storage.
+    """
     assert load_file(GOLDEN / "dit_global_c3_bf16.safetensors")["c0.kv1.k"].dtype == torch.bfloat16
 
 
@@ -147,7 +175,10 @@ def test_files_stored_in_bf16_are_read(tmp_path: Path) -> None:
 
 
 def test_a_file_that_holds_nothing_is_a_failure(tmp_path: Path) -> None:
-    path = copy(tmp_path, "dit_window9_sink3_c3.safetensors", "camera.safetensors") / "camera.safetensors"
+    path = (
+        copy(tmp_path, "dit_window9_sink3_c3.safetensors", "camera.safetensors")
+        / "camera.safetensors"
+    )
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
     save_file({}, path, metadata)
@@ -164,7 +195,15 @@ def test_a_second_vae_recording_is_run(tmp_path: Path) -> None:
     assert {row.scenario for row in report.rows} == {"vae_other"}
 
 
-SMALL = {"dim": 8, "num_heads": 1, "num_layers": 1, "ffn_dim": 24, "freq_dim": 8, "text_dim": 5, "text_len": 4} | {
+SMALL = {
+    "dim": 8,
+    "num_heads": 1,
+    "num_layers": 1,
+    "ffn_dim": 24,
+    "freq_dim": 8,
+    "text_dim": 5,
+    "text_len": 4,
+} | {
     "local_attn_size": 4,
     "sink_size": 0,
 }
@@ -185,23 +224,52 @@ BASE = {
     ("sizes", "run"),
     [
         (
-            {"dim": 72, "num_heads": 3, "num_layers": 3, "ffn_dim": 40, "freq_dim": 20, "text_dim": 12, "text_len": 6}
+            {
+                "dim": 72,
+                "num_heads": 3,
+                "num_layers": 3,
+                "ffn_dim": 40,
+                "freq_dim": 20,
+                "text_dim": 12,
+                "text_len": 6,
+            }
             | {"local_attn_size": 5, "sink_size": 1},
             {"chunk": 2, "chunks": 5, "height": 2, "width": 6},
         ),
         (SMALL, SMALL_RUN),
         (
-            {"dim": 24, "num_heads": 2, "num_layers": 2, "ffn_dim": 24, "freq_dim": 8, "text_dim": 5, "text_len": 4}
+            {
+                "dim": 24,
+                "num_heads": 2,
+                "num_layers": 2,
+                "ffn_dim": 24,
+                "freq_dim": 8,
+                "text_dim": 5,
+                "text_len": 4,
+            }
             | {"local_attn_size": 9, "sink_size": 4},
             {"chunk": 3, "chunks": 5, "height": 2, "width": 4, "attention": 13},
         ),
         (
-            {"dim": 32, "num_heads": 4, "num_layers": 2, "ffn_dim": 64, "freq_dim": 12, "text_dim": 24, "text_len": 9}
+            {
+                "dim": 32,
+                "num_heads": 4,
+                "num_layers": 2,
+                "ffn_dim": 64,
+                "freq_dim": 12,
+                "text_dim": 24,
+                "text_len": 9,
+            }
             | {"local_attn_size": -1, "sink_size": 0},
             {"chunk": 1, "chunks": 4, "height": 6, "width": 4},
         ),
     ],
-    ids=["three heads, window 5, sink 1", "one head, no sink", "part of a frame is seen", "global, one frame a chunk"],
+    ids=[
+        "three heads, window 5, sink 1",
+        "one head, no sink",
+        "part of a frame is seen",
+        "global, one frame a chunk",
+    ],
 )
 def test_an_architecture_never_seen_before_is_verified(
     sizes: dict[str, int], run: dict[str, int], tmp_path: Path
@@ -211,7 +279,13 @@ def test_an_architecture_never_seen_before_is_verified(
         record(tmp_path, {**BASE, **sizes}, seed=3, **run)
     report = verify(tmp_path)
     assert report.ok, report.to_text()
-    assert {row.stage for row in report.rows} >= {"flow", "latents", "self-attention K/V", "cache ends", "timesteps"}
+    assert {row.stage for row in report.rows} >= {
+        "flow",
+        "latents",
+        "self-attention K/V",
+        "cache ends",
+        "timesteps",
+    }
 
 
 def test_an_unknown_recorded_setting_of_the_vae_is_refused(tmp_path: Path) -> None:
@@ -219,5 +293,9 @@ def test_an_unknown_recorded_setting_of_the_vae_is_refused(tmp_path: Path) -> No
     path = copy(tmp_path, "vae.safetensors") / "vae.safetensors"
     with safe_open(path, "pt") as file:
         metadata = dict(file.metadata())
-    save_file(load_file(path), path, {**metadata, "cfg": json.dumps(json.loads(metadata["cfg"]) | {"swirl": 3})})
+    save_file(
+        load_file(path),
+        path,
+        {**metadata, "cfg": json.dumps(json.loads(metadata["cfg"]) | {"swirl": 3})},
+    )
     assert "VAE config has unknown keys swirl" in verify(tmp_path).to_text()

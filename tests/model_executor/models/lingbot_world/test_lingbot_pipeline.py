@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A LingBot world driven as the runner drives it: sessions, chunks, and that nothing leaks between them."""
+"""A LingBot world driven as the runner drives it: sessions, chunks, and that nothing leaks
+between them.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -22,13 +24,17 @@ from lingbot_world_driver import (
 )
 
 from vllm_omni.inputs import DiffusionParams
-from vllm_omni.model_executor.interfaces import DiffusionRequest, SessionState, SupportsStepExecution
-from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.interfaces import (
+    DiffusionRequest,
+    SessionState,
+    SupportsStepExecution,
+)
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.models.lingbot_world.camera import CameraTail, integrate_actions
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotOptions
 from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld
 from vllm_omni.model_executor.models.lingbot_world.request import read_chunk
-from vllm_omni.model_executor.models.lingbot_world.state import LingBotSession, World
+from vllm_omni.model_executor.models.lingbot_world.state import LingBotSession, WorldCoordinates
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.testing.tiny.lingbot_world import make_tiny
 
@@ -59,7 +65,9 @@ def snapshot(session: SessionState) -> tuple[dict[str, torch.Tensor], dict[str, 
     return {name: tensor.clone() for name, tensor in session.tensors().items()}, session.scalars()
 
 
-def assert_same(session: SessionState, before: tuple[dict[str, torch.Tensor], dict[str, Any]]) -> None:
+def assert_same(
+    session: SessionState, before: tuple[dict[str, torch.Tensor], dict[str, Any]]
+) -> None:
     tensors, scalars = session.tensors(), session.scalars()
     assert scalars == before[1]
     assert tensors.keys() == before[0].keys()
@@ -75,10 +83,10 @@ def run_chunks(world: LingBotWorld, count: int, **params: Any) -> list[torch.Ten
     return [frames_of(run_chunk(world, session, prompt="a beach", **params)) for _ in range(count)]
 
 
-# -- results -----------------------------------------------------------------------------------------------------------
+# -- results ---------------------------------------------------------------------------------------
 
 
-def test_it_is_what_the_runner_asks_for(world: LingBotWorld) -> None:
+def test_it_is_what_the_runner_requests_for(world: LingBotWorld) -> None:
     assert isinstance(world, SupportsStepExecution)
 
 
@@ -103,13 +111,19 @@ def test_a_session_streams_9_then_12_frames(world: LingBotWorld) -> None:
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @torch.inference_mode()
-def test_a_chunk_on_a_gpu_begins_without_waiting_for_it(checkpoint: Path) -> None:
-    """Else the device idles while the host launches the chunk's first step. A new prompt, and a new image, too."""
+def test_a_chunk_on_a_gpu_starts_without_waiting_for_it(checkpoint: Path) -> None:
+    """Else the device idles while the host launches the chunk's first step.
+
+    A new prompt, and a new image, too.
+    """
     with torch.device("cuda"):
         world = load_world(checkpoint, window_frames=7, sink_frames=2)
     session = open_session(world)
     run_chunk(world, session, prompt="a beach")
-    for prompt, tensors in (("a forest", {"image": start_image(1)}), ("a village", {"image": start_image(2)})):
+    for prompt, tensors in (
+        ("a forest", {"image": start_image(1)}),
+        ("a village", {"image": start_image(2)}),
+    ):
         request = make_request(world, session, tensors, prompt=prompt)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error" if prompt == "a village" else "default")
@@ -121,7 +135,9 @@ def test_a_chunk_on_a_gpu_begins_without_waiting_for_it(checkpoint: Path) -> Non
 
 
 def test_a_prompt_is_encoded_behind_the_condition(world: LingBotWorld) -> None:
-    """So a GPU is at the VAE's large kernels while the host launches the text encoder's small ones."""
+    """So a GPU is at the VAE's large kernels while the host launches the text encoder's small
+    ones.
+    """
     request = make_request(world, open_session(world), prompt="a beach")
     world.prepare_encode(request)
     stages = list(request.timer.milliseconds())
@@ -151,17 +167,25 @@ def test_a_replayed_session_is_bit_identical(any_world: LingBotWorld) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"seed": 5}, {"actions": [["s"]] * 3}, {"actions": [["w"]] * 3, "options": {"camera_scale": 0.02}}],
+    [
+        {"seed": 5},
+        {"actions": [["s"]] * 3},
+        {"actions": [["w"]] * 3, "options": {"camera_scale": 0.02}},
+    ],
     ids=["seed", "actions", "camera_scale"],
 )
-def test_what_a_client_sends_changes_the_frames(world: LingBotWorld, change: dict[str, Any]) -> None:
+def test_what_a_client_sends_changes_the_frames(
+    world: LingBotWorld, change: dict[str, Any]
+) -> None:
     base = run_chunks(world, 1, actions=[["w"]] * 3)[0]
     assert not torch.equal(run_chunks(world, 1, **{"actions": [["w"]] * 3, **change})[0], base)
 
 
 def test_prompt_and_image_change_the_frames(world: LingBotWorld) -> None:
     def first_chunk(prompt: str, image: torch.Tensor) -> torch.Tensor:
-        return frames_of(run_chunk(world, open_session(world, prompt=prompt), {"image": image}, prompt=prompt))
+        return frames_of(
+            run_chunk(world, open_session(world, prompt=prompt), {"image": image}, prompt=prompt)
+        )
 
     base = first_chunk("a beach", start_image())
     assert not torch.equal(first_chunk("a forest", start_image()), base)
@@ -170,13 +194,15 @@ def test_prompt_and_image_change_the_frames(world: LingBotWorld) -> None:
 
 
 def test_poses_and_the_actions_that_make_them_are_the_same_camera(world: LingBotWorld) -> None:
-    """One pose per pixel frame, of which every fourth counts; intrinsics expressed for 480 x 832."""
+    """One pose per pixel frame, of which every fourth counts; intrinsics expressed for 480 x
+    832.
+    """
     held = ["w", "wj", "i", "w", "d", "d"]
     path, _ = integrate_actions(held, CameraTail.origin())
     scale = torch.tensor([832 / WIDTH, 480 / HEIGHT, 832 / WIDTH, 480 / HEIGHT])
     intrinsics = torch.tensor([500.0, 500.0, WIDTH / 2, HEIGHT / 2]) * scale
     by_keys, by_poses = open_session(world), open_session(world)
-    by_poses.own = World(
+    by_poses.own = WorldCoordinates(
         condition=None, tail=CameraTail.origin()
     )  # keys start at the origin; uploaded poses start where they start
     for chunk, pixel_frames in ((0, 9), (1, 12)):
@@ -189,7 +215,9 @@ def test_poses_and_the_actions_that_make_them_are_the_same_camera(world: LingBot
         assert (ours.int() - expected.int()).abs().max() <= PIXELS_TOLERANCE
 
 
-def test_latents_are_returned_as_they_are_and_the_choice_holds_for_the_session(world: LingBotWorld) -> None:
+def test_latents_are_returned_as_they_are_and_the_choice_holds_for_the_session(
+    world: LingBotWorld,
+) -> None:
     session = open_session(world, output="latents")
     meta, tensors = run_chunk(world, session, prompt="a beach", output="latents")
     assert meta["num_frames"] == 9
@@ -199,32 +227,42 @@ def test_latents_are_returned_as_they_are_and_the_choice_holds_for_the_session(w
 
 
 def test_decoding_the_latents_of_a_session_gives_its_frames(world: LingBotWorld) -> None:
-    from vllm_omni.model_executor.models.wan.vae import to_uint8
+    from vllm_omni.model_executor.models.wan.vae.vae import to_uint8
 
     frames = run_chunks(world, 3)
     session = open_session(world, output="latents")
-    latents = [run_chunk(world, session, prompt="a beach", output="latents")[1]["latents"] for _ in range(3)]
+    latents = [
+        run_chunk(world, session, prompt="a beach", output="latents")[1]["latents"]
+        for _ in range(3)
+    ]
     pixels, _ = world.vae.decode(torch.cat(latents, dim=1).unsqueeze(0), None)
     assert torch.equal(to_uint8(pixels), torch.cat(frames))
 
 
-def test_the_exact_and_the_original_schedule_differ_a_little(checkpoint: Path, world: LingBotWorld) -> None:
+def test_the_exact_and_the_original_schedule_differ_a_little(
+    checkpoint: Path, world: LingBotWorld
+) -> None:
     original = load_world(checkpoint, window_frames=7, sink_frames=2, convention="original")
     ours, theirs = run_chunks(world, 1)[0].int(), run_chunks(original, 1)[0].int()
     assert 0 < (ours - theirs).abs().max() < 64
 
 
-# -- sessions ----------------------------------------------------------------------------------------------------------
+# -- sessions --------------------------------------------------------------------------------------
 
 
-def test_sessions_at_different_steps_and_chunks_in_one_batch_equal_solo_runs(world: LingBotWorld) -> None:
-    """Three worlds enter one after another, so every batch mixes steps; latents within 1e-4 of solo runs."""
+def test_sessions_at_different_steps_and_chunks_in_one_batch_equal_solo_runs(
+    world: LingBotWorld,
+) -> None:
+    """Three worlds enter one after another, so every batch mixes steps; latents within 1e-4 of
+    solo runs.
+    """
     names = ("a", "b", "c")
     solo: dict[str, list[torch.Tensor]] = {}
     for seed, name in enumerate(names):
         session = open_session(world, name, output="latents")
         solo[name] = [
-            run_chunk(world, session, prompt="a beach", seed=seed, output="latents")[1]["latents"] for _ in range(3)
+            run_chunk(world, session, prompt="a beach", seed=seed, output="latents")[1]["latents"]
+            for _ in range(3)
         ]
     sessions = {name: open_session(world, name, output="latents") for name in names}
     done: dict[str, list[torch.Tensor]] = {name: [] for name in names}
@@ -234,7 +272,9 @@ def test_sessions_at_different_steps_and_chunks_in_one_batch_equal_solo_runs(wor
     while any(len(chunks) < 3 for chunks in done.values()):
         if waiting:
             name = waiting.pop(0)
-            request = make_request(world, sessions[name], prompt="a beach", seed=names.index(name), output="latents")
+            request = make_request(
+                world, sessions[name], prompt="a beach", seed=names.index(name), output="latents"
+            )
             world.prepare_encode(request)
             live.append(request)
         assert len({world.batch_key(request) for request in live}) == 1
@@ -253,7 +293,8 @@ def test_sessions_at_different_steps_and_chunks_in_one_batch_equal_solo_runs(wor
 
 
 def test_an_aborted_chunk_leaves_the_session_byte_identical(any_world: LingBotWorld) -> None:
-    """Abandoned before, between and after denoise steps, even after decoding; then the chunk comes out as if new.
+    """Abandoned before, between and after denoise steps, even after decoding; then the chunk comes
+    out as if new.
 
     Chunk after chunk of one session, beyond its window.
     """
@@ -263,7 +304,12 @@ def test_an_aborted_chunk_leaves_the_session_byte_identical(any_world: LingBotWo
     for steps in range(6):
         before = snapshot(session)
         abandoned = make_request(
-            any_world, session, {"image": start_image(3)}, prompt="a volcano", seed=9, actions=[["k"]]
+            any_world,
+            session,
+            {"image": start_image(3)},
+            prompt="a volcano",
+            seed=9,
+            actions=[["k"]],
         )
         any_world.prepare_encode(abandoned)
         for _ in range(steps):
@@ -271,7 +317,9 @@ def test_an_aborted_chunk_leaves_the_session_byte_identical(any_world: LingBotWo
         if steps == abandoned.num_steps:
             any_world.post_decode(abandoned)
         assert_same(session, before)
-        assert torch.equal(frames_of(run_chunk(any_world, session)), frames_of(run_chunk(any_world, twin)))
+        assert torch.equal(
+            frames_of(run_chunk(any_world, session)), frames_of(run_chunk(any_world, twin))
+        )
 
 
 def test_an_aborted_first_chunk_leaves_a_new_session(any_world: LingBotWorld) -> None:
@@ -281,7 +329,9 @@ def test_an_aborted_first_chunk_leaves_a_new_session(any_world: LingBotWorld) ->
     any_world.prepare_encode(request)
     step(any_world, [request])
     assert_same(session, before)
-    assert torch.equal(frames_of(run_chunk(any_world, session, prompt="a beach")), run_chunks(any_world, 1)[0])
+    assert torch.equal(
+        frames_of(run_chunk(any_world, session, prompt="a beach")), run_chunks(any_world, 1)[0]
+    )
 
 
 def test_a_fork_goes_its_own_way(any_world: LingBotWorld) -> None:
@@ -307,7 +357,10 @@ def test_a_prompt_switch_takes_effect_from_its_chunk_on(world: LingBotWorld) -> 
     assert not torch.equal(changed, same)
     assert switched.scalars()["prompt"] == "a snow storm"
     again = switched.fork("again")
-    assert torch.equal(frames_of(run_chunk(world, switched)), frames_of(run_chunk(world, again, prompt="a snow storm")))
+    assert torch.equal(
+        frames_of(run_chunk(world, switched)),
+        frames_of(run_chunk(world, again, prompt="a snow storm")),
+    )
 
 
 def test_sessions_with_one_prompt_share_its_cross_attention_keys(world: LingBotWorld) -> None:
@@ -323,8 +376,8 @@ def test_an_image_switch_restarts_the_condition(world: LingBotWorld) -> None:
     session = open_session(world)
     run_chunk(world, session, prompt="a beach")
     fork = session.fork("b")
-    kept = frames_of(run_chunk(world, session))
-    assert not torch.equal(frames_of(run_chunk(world, fork, {"image": start_image(5)})), kept)
+    retained = frames_of(run_chunk(world, session))
+    assert not torch.equal(frames_of(run_chunk(world, fork, {"image": start_image(5)})), retained)
 
 
 def test_the_decoder_streams_across_chunks(world: LingBotWorld) -> None:
@@ -334,7 +387,9 @@ def test_the_decoder_streams_across_chunks(world: LingBotWorld) -> None:
     fork = session.fork("b")
     assert isinstance(fork, LingBotSession)
     fork.decoder_cache = None
-    assert frames_of(run_chunk(world, fork)).shape[0] != frames_of(run_chunk(world, session)).shape[0]
+    assert (
+        frames_of(run_chunk(world, fork)).shape[0] != frames_of(run_chunk(world, session)).shape[0]
+    )
 
 
 def test_bytes_are_known_beforehand_and_never_change(any_world: LingBotWorld) -> None:
@@ -355,11 +410,18 @@ def test_bytes_are_known_beforehand_and_never_change(any_world: LingBotWorld) ->
 
 
 def test_a_session_of_full_size_holds_what_the_arithmetic_says() -> None:
-    """bf16, 40 layers, 480x832, window 18: 800 KiB per token of K/V (21.4 GiB), 400 MiB of cross-attention K/V."""
-    from vllm_omni.model_executor.layers.kv_cache import kv_window_nbytes
+    """bf16, 40 layers, 480x832, window 18: 800 KiB per token of K/V (21.4 GiB), 400 MiB of
+    cross-attention K/V.
+    """
+    from vllm_omni.model_executor.layers.kv_cache.window import kv_window_nbytes
 
     size = kv_window_nbytes(
-        num_layers=40, window_frames=18, tokens_per_frame=1560, num_heads=40, head_dim=128, dtype=torch.bfloat16
+        num_layers=40,
+        window_frames=18,
+        tokens_per_frame=1560,
+        num_heads=40,
+        head_dim=128,
+        dtype=torch.bfloat16,
     )
     assert size == 28_080 * 800 * 1024
 
@@ -386,37 +448,48 @@ def test_global_attention_ends_with_a_named_error(checkpoint: Path) -> None:
 def test_a_first_chunk_of_one_latent_frame(checkpoint: Path) -> None:
     world = load_world(checkpoint, first_chunk_latent_frames=1)
     session = open_session(world)
-    counts = [run_chunk(world, session, prompt="a beach", actions=[["w"]])[0]["num_frames"] for _ in range(3)]
+    counts = [
+        run_chunk(world, session, prompt="a beach", actions=[["w"]])[0]["num_frames"]
+        for _ in range(3)
+    ]
     assert counts == [1, 12, 12]
 
 
-def test_fp8_keys_and_values_take_a_quarter_and_change_little(checkpoint: Path, world: LingBotWorld) -> None:
+def test_fp8_keys_and_values_take_a_quarter_and_change_little(
+    checkpoint: Path, world: LingBotWorld
+) -> None:
     """Of fp32; latents of four chunks of random weights."""
     fp8 = load_world(checkpoint, window_frames=7, sink_frames=2, kv_dtype=torch.float8_e4m3fn)
     sessions = [open_session(model, output="latents") for model in (fp8, world)]
     held = [session.window.nbytes for session in sessions if isinstance(session, LingBotSession)]
     assert held[0] == pytest.approx(held[1] / 4, rel=0.02)
     for _ in range(4):
-        kept, wanted = (
+        retained, wanted = (
             run_chunk(model, session, prompt="a beach", output="latents")[1]["latents"]
             for model, session in zip((fp8, world), sessions, strict=True)
         )
-        assert 0 < (kept - wanted).norm() / wanted.norm() < 0.01
+        assert 0 < (retained - wanted).norm() / wanted.norm() < 0.01
 
 
-# -- parallel ----------------------------------------------------------------------------------------------------------
+# -- parallel --------------------------------------------------------------------------------------
 
 
-def test_pipeline_stages_equal_one_rank_bit_for_bit(checkpoint: Path, any_world: LingBotWorld) -> None:
+def test_pipeline_stages_equal_one_rank_bit_for_bit(
+    checkpoint: Path, any_world: LingBotWorld
+) -> None:
     """The runner's part is played by hand: hidden states forward, latents back."""
     options = {"window_frames": 7, "sink_frames": 2, "kv_dtype": any_world.kv_dtype}
-    stages = [load_world(checkpoint, ParallelContext(stage=stage, num_stages=2), **options) for stage in range(2)]
+    stages = [
+        load_world(checkpoint, ParallelContext(stage=stage, num_stages=2), **options)
+        for stage in range(2)
+    ]
     assert not stages[0].vae.has_decoder
     assert not stages[1].vae.has_encoder
     sessions = [open_session(stage) for stage in stages]
     for expected in run_chunks(any_world, 4):
         requests = [
-            make_request(stage, session, prompt="a beach") for stage, session in zip(stages, sessions, strict=True)
+            make_request(stage, session, prompt="a beach")
+            for stage, session in zip(stages, sessions, strict=True)
         ]
         for stage, request in zip(stages, requests, strict=True):
             stage.prepare_encode(request)
@@ -432,7 +505,7 @@ def test_pipeline_stages_equal_one_rank_bit_for_bit(checkpoint: Path, any_world:
         assert torch.equal(frames, expected)
 
 
-# -- what a client may not send ----------------------------------------------------------------------------------------
+# -- what a client may not send --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -444,13 +517,18 @@ def test_pipeline_stages_equal_one_rank_bit_for_bit(checkpoint: Path, any_world:
         ({"prompt": None}, "invalid_request"),
     ],
 )
-def test_a_session_that_cannot_be_is_refused(world: LingBotWorld, params: dict[str, Any], code: str) -> None:
+def test_a_session_that_cannot_be_is_refused(
+    world: LingBotWorld, params: dict[str, Any], code: str
+) -> None:
     with pytest.raises(RequestFailed) as failure:
         open_session(world, **params)
     assert failure.value.code == code
 
 
-POSES = {"poses": torch.eye(4).repeat(9, 1, 1), "intrinsics": torch.tensor([416.0, 416.0, 416.0, 240.0])}
+POSES = {
+    "poses": torch.eye(4).repeat(9, 1, 1),
+    "intrinsics": torch.tensor([416.0, 416.0, 416.0, 240.0]),
+}
 
 
 @pytest.mark.parametrize(
@@ -476,7 +554,11 @@ POSES = {"poses": torch.eye(4).repeat(9, 1, 1), "intrinsics": torch.tensor([416.
     ],
 )
 def test_a_bad_first_request_is_named_and_changes_nothing(
-    world: LingBotWorld, tensors: dict[str, torch.Tensor], params: dict[str, Any], code: str, message: str
+    world: LingBotWorld,
+    tensors: dict[str, torch.Tensor],
+    params: dict[str, Any],
+    code: str,
+    message: str,
 ) -> None:
     session = open_session(world)
     before = snapshot(session)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""v2 before distillation: two windows a session, a solver a chunk, guidance. The numbers are held by the goldens."""
+"""v2 before distillation: two windows a session, a solver a chunk, guidance.
+
+The numbers are held by the goldens.
+"""
 
 from pathlib import Path
 
@@ -51,14 +54,22 @@ def latents(world: LingBotWorld, session_id: str, chunks: int, **params: int) ->
     made = []
     for index in range(chunks):
         prompt = {"prompt": PROMPT} if index == 0 else {}
-        made.append(run_chunk(world, session, output="latents", **prompt, **params)[1]["latents"].clone())
+        made.append(
+            run_chunk(world, session, output="latents", **prompt, **params)[1]["latents"].clone()
+        )
     return torch.cat(made, dim=1)
 
 
 def test_the_layout_names_its_own_class(checkpoint: Path) -> None:
-    """`transformer_causal/`, or `WanModelCausal` in its config, is served with guidance and 40 steps."""
+    """`transformer_causal/`, or `WanModelCausal` in its config, is served with guidance and 40
+    steps.
+    """
     found = find_layout(checkpoint)
-    assert (found.version, found.mode, found.release()) == ("v2", "pretrain", "lingbot_world_v2_14b_pretrain")
+    assert (found.version, found.mode, found.release()) == (
+        "v2",
+        "pretrain",
+        "lingbot_world_v2_14b_pretrain",
+    )
     assert FAMILY.hf_config(checkpoint)["architectures"] == ["LingBotPretrainPipeline"]
 
 
@@ -66,10 +77,13 @@ def test_a_chunk_is_forty_steps_and_a_clean_pass(world: LingBotWorld) -> None:
     request = make_request(world, open_session(world), prompt=PROMPT)
     world.prepare_encode(request)
     assert request.num_steps == STEPS + 1
-    assert world.schedule.timesteps[:3] == (999.0, 994.0, 989.0) and world.schedule.timesteps[-1] == 113.0
+    assert (
+        world.schedule.timesteps[:3] == (999.0, 994.0, 989.0)
+        and world.schedule.timesteps[-1] == 113.0
+    )
 
 
-def test_every_chunk_begins_its_solver_anew(world: LingBotWorld) -> None:
+def test_every_chunk_starts_its_solver_anew(world: LingBotWorld) -> None:
     """A chunk that was left in the middle leaves no trace in the session's next one."""
     session = open_session(world, "left", output="latents")
     left = make_request(world, session, prompt=PROMPT, output="latents")
@@ -80,10 +94,14 @@ def test_every_chunk_begins_its_solver_anew(world: LingBotWorld) -> None:
     assert torch.equal(first, latents(world, "straight", 1))
 
 
-def test_chunks_are_finite_and_depend_on_both_prompts(world: LingBotWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_are_finite_and_depend_on_both_prompts(
+    world: LingBotWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own = latents(world, "own", 2)
     assert torch.isfinite(own).all() and own.std() > 0.1
-    monkeypatch.setattr("vllm_omni.model_executor.models.lingbot_world.pretrain.NEGATIVE_PROMPT", "rain")
+    monkeypatch.setattr(
+        "vllm_omni.model_executor.models.lingbot_world.pretrain.NEGATIVE_PROMPT", "rain"
+    )
     other = latents(world, "other", 2)
     assert (own - other).abs().max() > 1e-3
     assert NEGATIVE_PROMPT.startswith("\u753b\u9762\u7a81\u53d8")
@@ -111,11 +129,15 @@ def test_two_worlds_in_one_forward_equal_each_alone(world: LingBotWorld) -> None
 
 
 def test_a_session_has_two_windows_and_a_fork_both(world: LingBotWorld) -> None:
-    """Their bytes are counted, a fork goes on as the original, and a closed session keeps nothing."""
+    """Their bytes are counted, a fork goes on as the original, and a closed session keeps
+    nothing.
+    """
     session = open_session(world, "forked", output="latents")
     assert isinstance(session.window, GuidedWindows)
     assert session.window.nbytes == world.window_nbytes(session.shape)
-    assert world.window_nbytes(session.shape) == 2 * LingBotWorld.window_nbytes(world, session.shape)
+    assert world.window_nbytes(session.shape) == 2 * LingBotWorld.window_nbytes(
+        world, session.shape
+    )
     run_chunk(world, session, prompt=PROMPT, output="latents")
     cond, uncond = session.window.windows
     assert not torch.equal(cond.buffer, uncond.buffer)
@@ -125,16 +147,29 @@ def test_a_session_has_two_windows_and_a_fork_both(world: LingBotWorld) -> None:
     assert torch.equal(run_chunk(world, other, output="latents")[1]["latents"], ours)
 
 
-def test_attention_is_global_unless_a_window_is_asked_for(checkpoint: Path, world: LingBotWorld) -> None:
-    """The original has no window here: a session ends after 21 latent frames. A window is an extension of ours."""
+def test_attention_is_global_unless_a_window_is_requested_for(
+    checkpoint: Path, world: LingBotWorld
+) -> None:
+    """The original has no window here: a session ends after 21 latent frames.
+
+    A window is an extension of ours.
+    """
     assert (world.plan.window_frames, world.plan.sink_frames) == (21, 21)
     with pytest.raises(RequestFailed, match="global attention holds 21 latent frames"):
-        open_session(world).window.check_fits(range(21, 24))
-    assert load_world(checkpoint, kind=LingBotPretrain, window_frames=9, sink_frames=3).plan.window_frames == 9
+        open_session(world).window.check_frames(range(21, 24))
+    assert (
+        load_world(
+            checkpoint, kind=LingBotPretrain, window_frames=9, sink_frames=3
+        ).plan.window_frames
+        == 9
+    )
 
 
 def test_indices_of_the_distilled_schedule_are_refused(checkpoint: Path) -> None:
     omni = OmniConfig(height=HEIGHT, width=WIDTH, model={"denoise_indices": [0, 500]})
     assert FAMILY.check_options is not None
-    with pytest.raises(ValueError, match="denoise_indices are of the distilled models; this one takes 40 UniPC steps"):
+    with pytest.raises(
+        ValueError,
+        match="denoise_indices are of the distilled models; this one takes 40 UniPC steps",
+    ):
         FAMILY.check_options(FAMILY.hf_config(checkpoint), omni)

@@ -31,7 +31,10 @@ def world(checkpoint: Path) -> LingBotWorld:
 
 def latents(world: LingBotWorld, count: int, **window: int) -> list[torch.Tensor]:
     session = open_session(world, output="latents", **window)
-    return [run_chunk(world, session, prompt="a beach", output="latents")[1]["latents"] for _ in range(count)]
+    return [
+        run_chunk(world, session, prompt="a beach", output="latents")[1]["latents"]
+        for _ in range(count)
+    ]
 
 
 def test_it_sees_what_a_server_of_that_window_shows(world: LingBotWorld, checkpoint: Path) -> None:
@@ -42,7 +45,7 @@ def test_it_sees_what_a_server_of_that_window_shows(world: LingBotWorld, checkpo
     assert torch.equal(own[0], usual[0]) and not torch.equal(own[3], usual[3])
 
 
-def test_it_takes_less_memory_and_says_so_before_it_begins(world: LingBotWorld) -> None:
+def test_it_takes_less_memory_and_says_so_before_it_starts(world: LingBotWorld) -> None:
     assert isinstance(world, SupportsSessionWindows)
     own = DiffusionParams(session_id="a", prompt="a beach", **OWN)  # type: ignore[arg-type]
     nbytes = world.session_nbytes(own)
@@ -50,13 +53,19 @@ def test_it_takes_less_memory_and_says_so_before_it_begins(world: LingBotWorld) 
     assert nbytes < world.session_nbytes(DiffusionParams(session_id="b", prompt="a beach"))
 
 
-def test_its_copy_and_the_session_made_for_its_snapshot_have_the_same_window(world: LingBotWorld) -> None:
+def test_its_copy_and_the_session_made_for_its_snapshot_have_the_same_window(
+    world: LingBotWorld,
+) -> None:
     session = open_session(world, **OWN)
     assert isinstance(session, LingBotSession)
     for _ in range(3):
         run_chunk(world, session, prompt="a beach")
-    copy, restored = session.fork("copy"), world.new_session(session.opening_params())
-    assert restored.shape == session.shape and restored.plan == session.plan and restored.nbytes == session.nbytes
+    copy, restored = session.fork("copy"), world.new_session(session.start_params())
+    assert (
+        restored.shape == session.shape
+        and restored.plan == session.plan
+        and restored.nbytes == session.nbytes
+    )
     expected = run_chunk(world, session, prompt="a beach")[1]["frames"]
     assert torch.equal(run_chunk(world, copy, prompt="a beach")[1]["frames"], expected)
 
@@ -65,11 +74,16 @@ def test_its_copy_and_the_session_made_for_its_snapshot_have_the_same_window(wor
     ("window", "reason"),
     [
         ({"window_frames": 8}, "window_frames is at most the server's 7, got 8"),
-        ({"window_frames": 4}, "a window of 4 latent frames with 2 sink frames leaves no room for chunks of 3"),
+        (
+            {"window_frames": 4},
+            "a window of 4 latent frames with 2 sink frames leaves no room for chunks of 3",
+        ),
         ({"sink_frames": 5}, "a window of 7 latent frames with 5 sink frames leaves no room"),
     ],
 )
-def test_a_window_that_cannot_be_served_is_refused(world: LingBotWorld, window: dict[str, int], reason: str) -> None:
+def test_a_window_that_cannot_be_served_is_refused(
+    world: LingBotWorld, window: dict[str, int], reason: str
+) -> None:
     with pytest.raises(RequestFailed, match=reason):
         open_session(world, **window)
 
@@ -77,5 +91,7 @@ def test_a_window_that_cannot_be_served_is_refused(world: LingBotWorld, window: 
 def test_it_is_fixed_by_the_first_chunk(world: LingBotWorld) -> None:
     session = open_session(world, **OWN)
     run_chunk(world, session, prompt="a beach", **OWN)
-    with pytest.raises(RequestFailed, match="window_frames is fixed at 5 by the session's first chunk, got 7"):
+    with pytest.raises(
+        RequestFailed, match="window_frames is fixed at 5 by the session's first chunk, got 7"
+    ):
         run_chunk(world, session, prompt="a beach", window_frames=7)

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transformer beyond the goldens: batching, the clean-context pass, precision, compiled chains."""
+"""The transformer beyond the goldens: batching, the clean-context pass, precision, compiled
+chains.
+"""
 
 import pytest
 import torch
 from lingbot_rollout import CONFIG, inputs, load_tiny, make_row, make_window
 
 from vllm_omni.model_executor.models.lingbot_world.transformer import LingBotTransformer
-from vllm_omni.model_executor.models.wan.layers import patchify, unpatchify
+from vllm_omni.model_executor.models.wan.transformer.layers import patchify, unpatchify
 
 
 @torch.no_grad()
 def test_sessions_at_different_chunks_and_steps_share_a_forward() -> None:
-    """Three rows - another chunk, another timestep, a clean pass - equal three forwards alone (1e-5, order of sums)."""
+    """Three rows - another chunk, another timestep, a clean pass - equal three forwards alone
+    (1e-5, order of sums).
+    """
     model, data = load_tiny(), inputs()
     plans = [(range(3, 6), 900.0), (range(3), 500.0), (range(6, 9), 0.0)]
 
@@ -55,12 +59,17 @@ def test_every_input_matters(part: str) -> None:
 
 @torch.no_grad()
 def test_positions_are_absolute_frames() -> None:
-    """The same chunk at other frames, alone in its window, gives the same flow: only distances count (1e-4, fp32)."""
+    """The same chunk at other frames, alone in its window, gives the same flow: only distances
+    count (1e-4, fp32).
+    """
     model, data = load_tiny(), inputs()
     early = make_row(model, data, make_window(model, data), range(3), 700.0)
     window = make_window(model, data)
     window.write(0, range(2), torch.zeros(12, 2, 16), torch.zeros(12, 2, 16))
-    shifted = {name: value if name == "context" else torch.roll(value, 3, dims=-3) for name, value in data.items()}
+    shifted = {
+        name: value if name == "context" else torch.roll(value, 3, dims=-3)
+        for name, value in data.items()
+    }
     late = make_row(model, shifted, window, range(3, 6), 700.0)
     object.__setattr__(late, "frames", range(3))  # same slots, later rotation
     torch.testing.assert_close(model([late]), model([early]), atol=1e-4, rtol=0)
@@ -99,11 +108,20 @@ def test_patches_hold_channel_row_column_and_come_back_row_column_channel() -> N
 
 @torch.no_grad()
 def test_compiled_chains_give_the_same_flow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Traced whole, without graph breaks, as for a real backend; aot_eager needs no C++ compiler. fp32, 1e-5."""
+    """Traced whole, without graph breaks, as for a real backend; aot_eager needs no C++
+    compiler. fp32, 1e-5.
+    """
     real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **options: real(f, backend="aot_eager", fullgraph=True, **options))
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        lambda f, **options: real(f, backend="aot_eager", fullgraph=True, **options),
+    )
     plain, data = load_tiny(), inputs()
     compiled = LingBotTransformer(CONFIG, compiled=True)
     compiled.load_state_dict(plain.state_dict())
-    flows = [model([make_row(model, data, make_window(model, data), range(3), 700.0)]) for model in (plain, compiled)]
+    flows = [
+        model([make_row(model, data, make_window(model, data), range(3), 700.0)])
+        for model in (plain, compiled)
+    ]
     torch.testing.assert_close(flows[1], flows[0], atol=1e-5, rtol=0)

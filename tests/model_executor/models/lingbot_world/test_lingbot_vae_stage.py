@@ -6,11 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from lingbot_world_driver import HEIGHT, WIDTH, load_world, make_request, open_session, run_chunk, step
+from lingbot_world_driver import (
+    HEIGHT,
+    WIDTH,
+    load_world,
+    make_request,
+    open_session,
+    run_chunk,
+    step,
+)
 
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import SupportsVAEStage
-from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 
 SMALL: dict[str, Any] = {"window_frames": 7, "sink_frames": 2}
 RESTART: dict[str, Any] = {**SMALL, "convention": "pr3701"}
@@ -40,13 +48,17 @@ def test_frames_are_those_of_one_rank(lingbot_world: Path, options: dict[str, An
         assert vae.latents(theirs).numel() == layers.latents(ours).numel()
         while ours.step < ours.num_steps - ours.clean_passes:
             step(layers, [ours])
-        vae.take_over(theirs, layers.latents(ours).clone(), layers.hand_over(ours))
+        vae.unpack_decode_state(
+            theirs, layers.latents(ours).clone(), layers.pack_decode_state(ours)
+        )
         meta, frames = vae.post_decode(theirs)
         step(layers, [ours])
         assert ours.step == ours.num_steps
         layers.commit(ours)
         vae.commit(theirs)
-        assert torch.equal(frames["frames"], expected["frames"]) and meta["num_frames"] == len(frames["frames"])
+        assert torch.equal(frames["frames"], expected["frames"]) and meta["num_frames"] == len(
+            frames["frames"]
+        )
     assert [session.chunk_index for session in sessions] == [len(PROMPTS)] * 3
     copy = sessions[2].fork("b")
     assert copy.scalars() == sessions[2].scalars()

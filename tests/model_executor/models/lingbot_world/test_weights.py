@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight names and strict loading: the tables cover every tensor of the released checkpoints, nothing is guessed."""
+"""Weight names and strict loading: the tables cover every tensor of the released checkpoints,
+nothing is guessed.
+"""
 
 import json
 import re
@@ -11,16 +13,19 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import UMT5Config, UMT5EncoderModel
 
-from vllm_omni.model_executor.layers.parallel import ParallelContext, checkpoint_slots
+from vllm_omni.model_executor.checkpoint.loading import load_strict, rename, shapes_of
+from vllm_omni.model_executor.checkpoint.tensor_files import open_tensors
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext, checkpoint_slots
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
 from vllm_omni.model_executor.models.lingbot_world.transformer import LingBotTransformer
-from vllm_omni.model_executor.models.lingbot_world.weights import load_transformer, transformer_shapes
-from vllm_omni.model_executor.models.wan.component_names import TEXT_RULES, VAE_RULES
-from vllm_omni.model_executor.models.wan.text_encoder import load_text_encoder
-from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAEConfig
-from vllm_omni.model_executor.models.wan.weights import load_vae
-from vllm_omni.model_executor.tensor_files import open_tensors
-from vllm_omni.model_executor.weights import load_strict, rename, shapes_of
+from vllm_omni.model_executor.models.lingbot_world.weights import (
+    load_transformer,
+    transformer_shapes,
+)
+from vllm_omni.model_executor.models.wan.checkpoint.component_names import TEXT_RULES, VAE_RULES
+from vllm_omni.model_executor.models.wan.checkpoint.loading import load_vae
+from vllm_omni.model_executor.models.wan.text_encoder.encoder import load_text_encoder
+from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE, VAEConfig
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "lingbot"
 
@@ -37,18 +42,26 @@ def tiny_text_config() -> UMT5Config:
 
 
 def wan_text_names(num_layers: int) -> dict[str, str]:
-    """Wan's own name of every text encoder tensor -> a typical transformers name, written out by hand."""
-    names = {"token_embedding.weight": "shared.weight", "norm.weight": "encoder.final_layer_norm.weight"}
+    """Wan's own name of every text encoder tensor -> a typical transformers name, written out by
+    hand.
+    """
+    names = {
+        "token_embedding.weight": "shared.weight",
+        "norm.weight": "encoder.final_layer_norm.weight",
+    }
     for i in range(num_layers):
         block = f"encoder.block.{i}.layer"
         names |= {
             f"blocks.{i}.norm1.weight": f"{block}.0.layer_norm.weight",
             f"blocks.{i}.norm2.weight": f"{block}.1.layer_norm.weight",
-            f"blocks.{i}.pos_embedding.embedding.weight": f"{block}.0.SelfAttention.relative_attention_bias.weight",
+            f"blocks.{i}.pos_embedding."
+            "embedding.weight": f"{block}.0.SelfAttention.relative_attention_bias.weight",
             f"blocks.{i}.ffn.gate.0.weight": f"{block}.1.DenseReluDense.wi_0.weight",
             f"blocks.{i}.ffn.fc1.weight": f"{block}.1.DenseReluDense.wi_1.weight",
             f"blocks.{i}.ffn.fc2.weight": f"{block}.1.DenseReluDense.wo.weight",
-            **{f"blocks.{i}.attn.{p}.weight": f"{block}.0.SelfAttention.{p}.weight" for p in "qkvo"},
+            **{
+                f"blocks.{i}.attn.{p}.weight": f"{block}.0.SelfAttention.{p}.weight" for p in "qkvo"
+            },
         }
     return names
 
@@ -64,7 +77,9 @@ def test_vae_rules_map_all_194_names_of_the_original():
 
 
 def test_rules_leave_library_names_alone():
-    """Names that are already those of diffusers or transformers pass unchanged, so both layouts load one way."""
+    """Names that are already those of diffusers or transformers pass unchanged, so both layouts
+    load one way.
+    """
     recorded = json.loads((GOLDEN / "vae_key_map.json").read_text())
     assert [rename(name, VAE_RULES) for name in recorded.values()] == list(recorded.values())
     text = list(wan_text_names(2).values())
@@ -75,7 +90,9 @@ def test_full_size_text_encoder_has_242_tensors_and_every_wan_name_fits():
     """umt5-xxl: 242 tensors, 5,680,910,336 parameters, Wan's names map onto them one to one."""
     with torch.device("meta"):
         model = UMT5EncoderModel(
-            UMT5Config(vocab_size=256384, d_model=4096, d_kv=64, d_ff=10240, num_layers=24, num_heads=64)
+            UMT5Config(
+                vocab_size=256384, d_model=4096, d_kv=64, d_ff=10240, num_layers=24, num_heads=64
+            )
         )
     shapes = shapes_of(model)
     assert len(shapes) == 242
@@ -86,28 +103,38 @@ def test_full_size_text_encoder_has_242_tensors_and_every_wan_name_fits():
 
 
 def test_full_size_transformer_table_has_1421_tensors():
-    """The released transformer: 1421 tensors, 18,544,332,864 parameters, 456,272,384 of them per block."""
+    """The released transformer: 1421 tensors, 18,544,332,864 parameters, 456,272,384 of them per
+    block.
+    """
     shapes = transformer_shapes(LingBotWorldConfig())
     sizes = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
     assert len(sizes) == 1421
     assert sum(sizes.values()) == 18_544_332_864
     assert sum(size for name, size in sizes.items() if name.startswith("blocks.7.")) == 456_272_384
-    assert sum(size for name, size in sizes.items() if not name.startswith("blocks.")) == 293_437_504
-    assert sum(size for name, size in sizes.items() if re.search(r"cam|c2ws", name)) == 4_255_431_680
+    assert (
+        sum(size for name, size in sizes.items() if not name.startswith("blocks.")) == 293_437_504
+    )
+    assert (
+        sum(size for name, size in sizes.items() if re.search(r"cam|c2ws", name)) == 4_255_431_680
+    )
 
 
 def test_full_size_transformer_takes_exactly_the_table():
-    """On the meta device the full-size transformer wants the table's names and shapes, no more and no less."""
+    """On the meta device the full-size transformer wants the table's names and shapes, no more
+    and no less.
+    """
     with torch.device("meta"):
         model = LingBotTransformer(LingBotWorldConfig(), ParallelContext())
-    assert {name: slot.shape for name, slot in checkpoint_slots(model).items()} == transformer_shapes(
-        LingBotWorldConfig()
-    )
+    assert {
+        name: slot.shape for name, slot in checkpoint_slots(model).items()
+    } == transformer_shapes(LingBotWorldConfig())
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 def test_pipeline_stages_together_take_every_tensor(num_stages):
-    """Each tensor of the full-size transformer belongs to at least one pipeline stage, with its full shape."""
+    """Each tensor of the full-size transformer belongs to at least one pipeline stage, with its
+    full shape.
+    """
     config = LingBotWorldConfig()
     taken: dict[str, tuple[int, ...]] = {}
     for stage in range(num_stages):
@@ -120,7 +147,9 @@ def test_pipeline_stages_together_take_every_tensor(num_stages):
 def test_the_recorded_tiny_transformer_has_the_tables_names_and_shapes():
     """The table at the golden model's sizes is the golden weight file."""
     stored = load_file(GOLDEN / "dit_tiny_weights.safetensors")
-    assert {name: tuple(tensor.shape) for name, tensor in stored.items()} == transformer_shapes(tiny_config())
+    assert {name: tuple(tensor.shape) for name, tensor in stored.items()} == transformer_shapes(
+        tiny_config()
+    )
 
 
 # Loading
@@ -166,7 +195,9 @@ def test_text_encoder_loads_the_same_from_both_layouts(tmp_path):
     """Wan's names in a `.pth` and transformers' names in safetensors give the same encoder."""
     reference = UMT5EncoderModel(tiny_text_config())
     tensors = dict(reference.named_parameters())
-    torch.save({wan: tensors[hf].detach() for wan, hf in wan_text_names(2).items()}, tmp_path / "t5.pth")
+    torch.save(
+        {wan: tensors[hf].detach() for wan, hf in wan_text_names(2).items()}, tmp_path / "t5.pth"
+    )
     reference.save_pretrained(tmp_path / "text_encoder")
     for path in (tmp_path / "t5.pth", tmp_path / "text_encoder"):
         model = UMT5EncoderModel(tiny_text_config())
@@ -176,11 +207,17 @@ def test_text_encoder_loads_the_same_from_both_layouts(tmp_path):
 
 
 def test_a_tied_embedding_stored_twice_is_loaded_once(tmp_path):
-    """Exports that hold both `shared` and `encoder.embed_tokens` load; those that hold one of them too."""
+    """Exports that hold both `shared` and `encoder.embed_tokens` load; those that hold one of
+    them too.
+    """
     tensors = {
-        name: tensor.detach().clone() for name, tensor in UMT5EncoderModel(tiny_text_config()).named_parameters()
+        name: tensor.detach().clone()
+        for name, tensor in UMT5EncoderModel(tiny_text_config()).named_parameters()
     }
-    for stored_names in (("shared.weight", "encoder.embed_tokens.weight"), ("encoder.embed_tokens.weight",)):
+    for stored_names in (
+        ("shared.weight", "encoder.embed_tokens.weight"),
+        ("encoder.embed_tokens.weight",),
+    ):
         stored = {name: tensor for name, tensor in tensors.items() if name != "shared.weight"}
         stored |= {name: tensors["shared.weight"].clone() for name in stored_names}
         save_file(stored, tmp_path / "model.safetensors")
@@ -208,14 +245,22 @@ def stored_two_layers(tmp_path: Path, change) -> Path:
     [
         (lambda t: t.pop("first.bias"), r"missing: 1 \(first\.bias\)$"),
         (lambda t: t.update(third=torch.zeros(1)), r"unexpected: 1 \(third\)$"),
-        (lambda t: t.update({"first.bias": torch.zeros(4)}), r"misshapen: 1 \(first\.bias \(4,\) instead of \(3,\)\)$"),
-        (lambda t: t.clear() or t.update(x=torch.zeros(1)), r"missing: 4 \(first.*, \.\.\.\); unexpected: 1 \(x\)$"),
+        (
+            lambda t: t.update({"first.bias": torch.zeros(4)}),
+            r"misshapen: 1 \(first\.bias \(4,\) instead of \(3,\)\)$",
+        ),
+        (
+            lambda t: t.clear() or t.update(x=torch.zeros(1)),
+            r"missing: 4 \(first.*, \.\.\.\); unexpected: 1 \(x\)$",
+        ),
         (lambda t: t["second.weight"].fill_(float("nan")), r"NaN or Inf in 1 \(second\.weight\)"),
         (lambda t: t["second.weight"].fill_(float("-inf")), r"NaN or Inf in 1 \(second\.weight\)"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused_with_counts_and_examples(tmp_path, change, message):
-    """Missing, unexpected, misshapen and non-finite tensors fail at load, counted, with up to three examples."""
+    """Missing, unexpected, misshapen and non-finite tensors fail at load, counted, with up to
+    three examples.
+    """
     source = open_tensors(stored_two_layers(tmp_path, change))
     module = TwoLayers()
     with pytest.raises(ValueError, match=message) as caught:

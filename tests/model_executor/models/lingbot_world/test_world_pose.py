@@ -1,17 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worlds with poses: where a session starts, where held controls lead it, and what the network receives of that."""
+"""Worlds with poses: where a session starts, where held controls lead it, and what the network
+receives of that.
+"""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lingbot_world_driver import HEIGHT, WIDTH, load_world, make_request, open_session, run_chunk, start_image, step
+from lingbot_world_driver import (
+    HEIGHT,
+    WIDTH,
+    load_world,
+    make_request,
+    open_session,
+    run_chunk,
+    start_image,
+    step,
+)
 from PIL import Image
 
 from vllm_omni.actions import ActionFrame
 from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld
-from vllm_omni.model_executor.models.lingbot_world.world_pose import WORLD_FEATURES, token_rays, world_features
+from vllm_omni.model_executor.models.lingbot_world.world_pose import (
+    WORLD_FEATURES,
+    token_rays,
+    world_features,
+)
 from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.worlds.movement import world_pose
@@ -38,7 +53,9 @@ def world(checkpoint: Path) -> LingBotWorld:
 def known_image(checkpoint: Path) -> torch.Tensor:
     """The start image `south`: z = -4 m, looking north."""
     with Image.open(checkpoint / "south.png") as image:
-        return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(HEIGHT, WIDTH, 3)
+        return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(
+            HEIGHT, WIDTH, 3
+        )
 
 
 def chunk_poses(world: LingBotWorld, session: Any, tensors: Any = None, **params: Any) -> Any:
@@ -47,21 +64,30 @@ def chunk_poses(world: LingBotWorld, session: Any, tensors: Any = None, **params
 
 
 def poses_tensors(poses: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {"poses": torch.stack(poses).float(), "intrinsics": torch.tensor([540.8, 540.8, 416.0, 240.0])}
+    return {
+        "poses": torch.stack(poses).float(),
+        "intrinsics": torch.tensor([540.8, 540.8, 416.0, 240.0]),
+    }
 
 
-# -- where a session starts --------------------------------------------------------------------------------------------
+# -- where a session starts ------------------------------------------------------------------------
 
 
 def test_a_given_start_pose_is_the_first_latent_frames_pose(world: LingBotWorld) -> None:
     """Whatever is held there: the first latent frame is the start image."""
-    rows = chunk_poses(world, open_session(world), actions=[["w", "l"]], options={"start_pose": ELSEWHERE})
+    rows = chunk_poses(
+        world, open_session(world), actions=[["w", "l"]], options={"start_pose": ELSEWHERE}
+    )
     assert rows[0] == pytest.approx([1.0, -2.0, 30.0, -10.0])
     assert rows[1] == rows[2] == rows[0]
 
 
-def test_the_worlds_own_start_image_is_recognised(world: LingBotWorld, known_image: torch.Tensor) -> None:
-    rows = chunk_poses(world, open_session(world), {"image": known_image}, actions=[[], ["w"], ["w"]])
+def test_the_worlds_own_start_image_is_recognised(
+    world: LingBotWorld, known_image: torch.Tensor
+) -> None:
+    rows = chunk_poses(
+        world, open_session(world), {"image": known_image}, actions=[[], ["w"], ["w"]]
+    )
     assert rows[0] == pytest.approx([0.0, -4.0, 0.0, 0.0])
     assert rows[2][:2] == pytest.approx([0.0, -3.0], abs=1e-4)
 
@@ -82,7 +108,9 @@ def test_another_image_has_no_pose_and_no_walls(world: LingBotWorld) -> None:
         ({**ELSEWHERE, "pitch_degrees": 90}, "pitch_degrees"),
     ],
 )
-def test_a_malformed_start_pose_is_refused_by_name(world: LingBotWorld, start: dict[str, Any], named: str) -> None:
+def test_a_malformed_start_pose_is_refused_by_name(
+    world: LingBotWorld, start: dict[str, Any], named: str
+) -> None:
     with pytest.raises(RequestFailed, match=named):
         run_chunk(world, open_session(world), prompt="a day", options={"start_pose": start})
 
@@ -101,7 +129,7 @@ def test_a_model_without_poses_refuses_a_start_pose(tmp_path: Path) -> None:
         run_chunk(plain, open_session(plain), prompt="a day", options={"start_pose": ELSEWHERE})
 
 
-# -- where it goes -----------------------------------------------------------------------------------------------------
+# -- where it goes ---------------------------------------------------------------------------------
 
 
 def test_keys_stop_at_walls_for_as_long_as_they_are_held(world: LingBotWorld) -> None:
@@ -118,7 +146,10 @@ def test_analog_axes_add_to_keys(world: LingBotWorld) -> None:
     session = open_session(world)
     frame = ActionFrame(("l",), {"forward": 0.5, "yaw": 4.0, "turn": 10.0, "look": 5.0})
     rows = chunk_poses(
-        world, session, actions=[[], frame], options={"start_pose": {**ELSEWHERE, "heading_degrees": 70}}
+        world,
+        session,
+        actions=[[], frame],
+        options={"start_pose": {**ELSEWHERE, "heading_degrees": 70}},
     )
     assert rows[1] == pytest.approx([1.25, -2.0, 90.0, -5.0], abs=1e-4)
 
@@ -129,19 +160,23 @@ def test_a_clients_poses_lead_through_walls(world: LingBotWorld) -> None:
     for frame in range(FIRST):
         eye[frame][2, 3] = 0.5 * frame / 8
     start = {"x_m": 0.0, "z_m": 0.0, "heading_degrees": 90.0}
-    rows = chunk_poses(world, open_session(world), poses_tensors(eye), options={"start_pose": start})
+    rows = chunk_poses(
+        world, open_session(world), poses_tensors(eye), options={"start_pose": start}
+    )
     assert [row[:2] for row in rows] == [pytest.approx([x, 0.0], abs=1e-5) for x in (0.0, 2.5, 5.0)]
 
 
-def test_poses_that_begin_anywhere_are_relative_to_the_first(world: LingBotWorld) -> None:
+def test_poses_that_start_anywhere_are_relative_to_the_first(world: LingBotWorld) -> None:
     """A client may count from its own origin: frame 0 has the start pose all the same."""
     there = world_pose(0.3, 0.7, 45.0)
     poses = [there.clone() for _ in range(FIRST)]
-    rows = chunk_poses(world, open_session(world), poses_tensors(poses), options={"start_pose": ELSEWHERE})
+    rows = chunk_poses(
+        world, open_session(world), poses_tensors(poses), options={"start_pose": ELSEWHERE}
+    )
     assert rows == [pytest.approx([1.0, -2.0, 30.0, -10.0], abs=1e-4)] * 3
 
 
-def test_keys_after_poses_go_on_from_there(world: LingBotWorld) -> None:
+def test_keys_after_poses_continue_from_there(world: LingBotWorld) -> None:
     session = open_session(world)
     poses = [torch.eye(4) for _ in range(FIRST)]
     start = {"x_m": 0.0, "z_m": 0.0, "heading_degrees": 90.0}
@@ -154,21 +189,24 @@ def test_walking_across_the_border_of_the_period_repeats_the_input() -> None:
     """The same view one period further is the same to the network."""
     view = torch.tensor([[31.2, 31.2, 24.0, 16.0]], dtype=torch.float64)
     here, there = (
-        world_features(world_pose(x, z, 30.0)[None], view, HEIGHT, WIDTH, PERIOD_M) for x, z in ((9.9, -3), (29.9, -43))
+        world_features(world_pose(x, z, 30.0)[None], view, HEIGHT, WIDTH, PERIOD_M)
+        for x, z in ((9.9, -3), (29.9, -43))
     )
     assert torch.allclose(here, there, atol=1e-6)
     beyond = world_features(world_pose(10.1, -3, 30.0)[None], view, HEIGHT, WIDTH, PERIOD_M)
     assert float((here - beyond).abs().max()) < 0.6
 
 
-# -- what the network receives -----------------------------------------------------------------------------------------
+# -- what the network receives ---------------------------------------------------------------------
 
 
 def test_rays_are_the_worlds_directions() -> None:
     """Looking east, the middle of the image looks along x; the rays are unit vectors."""
     view = torch.tensor([[31.2, 31.2, 24.0, 16.0]], dtype=torch.float64)
     rays = token_rays(view, HEIGHT, WIDTH)
-    assert rays.shape == (1, 6, 16, 3) and torch.allclose(rays.norm(dim=-1), torch.ones(1, 6, 16, dtype=torch.float64))
+    assert rays.shape == (1, 6, 16, 3) and torch.allclose(
+        rays.norm(dim=-1), torch.ones(1, 6, 16, dtype=torch.float64)
+    )
     features = world_features(world_pose(0, 0, 90.0)[None], view, HEIGHT, WIDTH, PERIOD_M)
     assert features.shape == (6, WORLD_FEATURES)
     middle = features[:, :48].view(6, 16, 3).mean(dim=(0, 1))
@@ -177,7 +215,14 @@ def test_rays_are_the_worlds_directions() -> None:
 
 def test_the_pose_changes_the_frames(world: LingBotWorld) -> None:
     frames = [
-        run_chunk(world, open_session(world), prompt="a day", seed=1, actions=[[]], options={"start_pose": start})[1]
+        run_chunk(
+            world,
+            open_session(world),
+            prompt="a day",
+            seed=1,
+            actions=[[]],
+            options={"start_pose": start},
+        )[1]
         for start in (ELSEWHERE, ELSEWHERE, {**ELSEWHERE, "x_m": 4.0})
     ]
     assert torch.equal(frames[0]["frames"], frames[1]["frames"])
@@ -188,7 +233,9 @@ def test_known_and_unknown_poses_share_a_batch(world: LingBotWorld) -> None:
     """Each gets what it gets alone."""
 
     def request(session: Any, options: dict[str, Any]) -> Any:
-        made = make_request(world, session, {"image": start_image(5)}, prompt="a day", seed=3, options=options)
+        made = make_request(
+            world, session, {"image": start_image(5)}, prompt="a day", seed=3, options=options
+        )
         world.prepare_encode(made)
         return made
 
@@ -199,14 +246,16 @@ def test_known_and_unknown_poses_share_a_batch(world: LingBotWorld) -> None:
         while single.step < single.num_steps:
             step(world, [single])
         alone.append(single.work.latents)
-    batch = [request(open_session(world, str(index)), options) for index, options in enumerate(both)]
+    batch = [
+        request(open_session(world, str(index)), options) for index, options in enumerate(both)
+    ]
     while batch[0].step < batch[0].num_steps:
         step(world, batch)
     for made, expected in zip(batch, alone, strict=True):
         assert torch.allclose(made.work.latents, expected, atol=1e-4)
 
 
-# -- sessions ----------------------------------------------------------------------------------------------------------
+# -- sessions --------------------------------------------------------------------------------------
 
 
 def test_a_fork_walks_on_from_the_same_place(world: LingBotWorld) -> None:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drive a `MatrixGame` chunk by chunk in this process, as the runner does, without an engine around it."""
+"""Drive a `MatrixGame` chunk by chunk in this process, as the runner does, without an engine
+around it.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +12,7 @@ import torch
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import DiffusionRequest
-from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.models.matrix_game.checkpoint import find_layout, hf_config
 from vllm_omni.model_executor.models.matrix_game.pipeline import MatrixGame, MatrixGameSetup
 from vllm_omni.model_executor.models.matrix_game.state import Chunk, MatrixGameSession
@@ -29,7 +31,9 @@ def load_game(
 ) -> MatrixGame:
     omni = OmniConfig(height=HEIGHT, width=WIDTH, model=options)
     layout, values = find_layout(checkpoint), hf_config(checkpoint)["matrix_game"]
-    setup = MatrixGameSetup.of(values, layout, omni, torch.float32, parallel or ParallelContext(), kv_dtype=kv_dtype)
+    setup = MatrixGameSetup.of_checkpoint(
+        values, layout, omni, torch.float32, parallel or ParallelContext(), kv_dtype=kv_dtype
+    )
     game = MatrixGame(setup)
     game.load_checkpoint(layout)
     return game
@@ -44,12 +48,16 @@ def open_session(game: MatrixGame, session_id: str = "a", **params: Any) -> Matr
     return game.new_session(DiffusionParams(session_id=session_id, **params))
 
 
-def make_request(session: MatrixGameSession, tensors: dict[str, torch.Tensor] | None = None, **params: Any) -> Request:
+def make_request(
+    session: MatrixGameSession, tensors: dict[str, torch.Tensor] | None = None, **params: Any
+) -> Request:
     """Make a chunk's request; a first chunk gets an image."""
     tensors = dict(tensors or {})
     if session.chunk_index == 0:
         tensors.setdefault("image", start_image())
-    return DiffusionRequest("request", DiffusionParams(session_id=session.session_id, **params), tensors, session)
+    return DiffusionRequest(
+        "request", DiffusionParams(session_id=session.session_id, **params), tensors, session
+    )
 
 
 def step(stages: Sequence[MatrixGame], batches: Sequence[Sequence[Request]]) -> None:
@@ -72,7 +80,10 @@ def finish(game: MatrixGame, request: Request) -> Result:
 
 
 def run_chunk(
-    game: MatrixGame, session: MatrixGameSession, tensors: dict[str, torch.Tensor] | None = None, **params: Any
+    game: MatrixGame,
+    session: MatrixGameSession,
+    tensors: dict[str, torch.Tensor] | None = None,
+    **params: Any,
 ) -> torch.Tensor:
     """Frames, or latents, of the session's next chunk."""
     request = make_request(session, tensors, **params)
@@ -86,10 +97,14 @@ def run_chunk(
 def latents_of(game: MatrixGame, chunks: Sequence[dict[str, Any]], **params: Any) -> torch.Tensor:
     """The latents of a session, a chunk for each entry: `make_request`'s arguments."""
     session = open_session(game, output="latents")
-    return torch.cat([run_chunk(game, session, output="latents", **params, **chunk) for chunk in chunks], dim=1)
+    return torch.cat(
+        [run_chunk(game, session, output="latents", **params, **chunk) for chunk in chunks], dim=1
+    )
 
 
-def latents_of_stages(stages: Sequence[MatrixGame], chunks: Sequence[dict[str, Any]]) -> torch.Tensor:
+def latents_of_stages(
+    stages: Sequence[MatrixGame], chunks: Sequence[dict[str, Any]]
+) -> torch.Tensor:
     """`latents_of`, over pipeline stages that each hold a session of their own."""
     sessions = [open_session(game, output="latents") for game in stages]
     latents = []

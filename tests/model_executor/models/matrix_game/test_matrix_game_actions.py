@@ -13,7 +13,7 @@ from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.models.matrix_game.config import VARIANTS, Variant
 from vllm_omni.model_executor.models.matrix_game.state import action_values, action_windows
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
-from vllm_omni.model_executor.streaming.request import read_action_rows
+from vllm_omni.model_executor.streaming.request import read_action_frames
 from vllm_omni.outputs import RequestFailed
 
 UNIVERSAL, GTA, TEMPLERUN = VARIANTS
@@ -26,9 +26,13 @@ def values(variant: Variant, *entries: Any) -> list[list[float]]:
     return [[round(value, 4) for value in row] for row in action_values(rows, variant).tolist()]
 
 
-def rows(chunk_index: int, entries: list[Any] | None = None, **tensors: torch.Tensor) -> torch.Tensor:
+def rows(
+    chunk_index: int, entries: list[Any] | None = None, **tensors: torch.Tensor
+) -> torch.Tensor:
     params = DiffusionParams(session_id="a", actions=entries)
-    return action_values(read_action_rows(params, tensors, UNIVERSAL.space, PLAN, chunk_index), UNIVERSAL)
+    return action_values(
+        read_action_frames(params, tensors, UNIVERSAL.space, PLAN, chunk_index), UNIVERSAL
+    )
 
 
 @pytest.mark.parametrize(
@@ -40,7 +44,11 @@ def rows(chunk_index: int, entries: list[Any] | None = None, **tensors: torch.Te
         (UNIVERSAL, ["i", "l"], [0, 0, 0, 0, 0.1, 0.1]),
         (UNIVERSAL, ["k", "j"], [0, 0, 0, 0, -0.1, -0.1]),
         (UNIVERSAL, ["i", "k"], [0, 0, 0, 0, 0, 0]),
-        (UNIVERSAL, ActionFrame(buttons=("w", "l"), axes={"yaw": -0.3, "pitch": 0.2}), [1, 0, 0, 0, 0.2, -0.2]),
+        (
+            UNIVERSAL,
+            ActionFrame(buttons=("w", "l"), axes={"yaw": -0.3, "pitch": 0.2}),
+            [1, 0, 0, 0, 0.2, -0.2],
+        ),
         (GTA, ["w", "a"], [1, 0, 0, -0.1]),
         (GTA, ["s", "d"], [0, 1, 0, 0.1]),
         (GTA, ActionFrame(axes={"yaw": 0.05}), [0, 0, 0, 0.05]),
@@ -59,25 +67,35 @@ def test_controls_become_the_variants_rows(variant: Variant, entry: Any, row: li
         (GTA, ["j"], "this model takes buttons w, s, a, d; axes yaw"),
         (GTA, ActionFrame(axes={"pitch": 0.1}), "this model takes buttons w, s, a, d; axes yaw"),
         (TEMPLERUN, ["jump", "left"], "one at a time"),
-        (TEMPLERUN, ActionFrame(axes={"yaw": 0.1}), "buttons jump, slide, turn_left, turn_right, left, right"),
+        (
+            TEMPLERUN,
+            ActionFrame(axes={"yaw": 0.1}),
+            "buttons jump, slide, turn_left, turn_right, left, right",
+        ),
         (UNIVERSAL, ActionFrame(axes={"yaw": 2.0}), "must lie in"),
         (UNIVERSAL, ActionFrame(scroll=1.0), "scrolls"),
     ],
 )
-def test_controls_that_a_variant_does_not_take_are_refused(variant: Variant, entry: Any, reason: str) -> None:
+def test_controls_that_a_variant_does_not_take_are_refused(
+    variant: Variant, entry: Any, reason: str
+) -> None:
     with pytest.raises(RequestFailed, match=reason):
         values(variant, entry)
 
 
 def test_every_space_takes_an_image_and_no_prompt() -> None:
-    assert {(variant.space.prompt, variant.space.image) for variant in VARIANTS} == {("none", "required")}
+    assert {(variant.space.prompt, variant.space.image) for variant in VARIANTS} == {
+        ("none", "required")
+    }
     assert [variant.space.exclusive for variant in VARIANTS] == [False, False, True]
 
 
 def test_an_entry_is_held_for_the_video_frames_of_its_latent_frame() -> None:
     """Latent frame 0 is video frame 0, later ones are four; missing entries are idle."""
     assert rows(0, [["w"], ["s"]])[:, :2].tolist() == [[1, 0]] + [[0, 1]] * 4 + [[0, 0]] * 4
-    assert rows(1, [["w"], ["s"], ["w"]])[:, :2].tolist() == [[1, 0]] * 4 + [[0, 1]] * 4 + [[1, 0]] * 4
+    assert (
+        rows(1, [["w"], ["s"], ["w"]])[:, :2].tolist() == [[1, 0]] * 4 + [[0, 1]] * 4 + [[1, 0]] * 4
+    )
     assert rows(1).tolist() == [[0.0] * 6] * 12
 
 
@@ -98,7 +116,9 @@ def test_tensors_have_a_row_for_each_latent_or_each_video_frame() -> None:
 
 
 def test_a_latent_frame_sees_twelve_video_frames_but_not_its_own_last() -> None:
-    """Latent frame k: video frames 4 k - 12 .. 4 k - 1; before the first one its row is repeated."""
+    """Latent frame k: video frames 4 k - 12 .. 4 k - 1; before the first one its row is
+    repeated.
+    """
     clip = torch.arange(33.0).unsqueeze(1)
     before, seen = None, []
     for frames in (range(9), range(9, 21), range(21, 33)):

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters of Matrix-Game: action layers and all others equal merged weights, on one rank and on two."""
+"""Adapters of Matrix-Game: action layers and all others equal merged weights, on one rank and on
+two.
+"""
 
 from datetime import timedelta
 from pathlib import Path
@@ -13,13 +15,15 @@ from helpers.rank_processes import run_ranks
 from matrix_game_driver import finish, load_game, make_request, open_session, step
 
 from vllm_omni.inputs import Lora
-from vllm_omni.model_executor.layers.parallel import ParallelContext
-from vllm_omni.model_executor.lora.store import AdapterStore
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
+from vllm_omni.model_executor.layers.lora.store import AdapterStore
 from vllm_omni.model_executor.models.matrix_game.pipeline import MatrixGame
 from vllm_omni.testing.tiny.matrix_game import make_tiny
 
 TOLERANCE = 2e-4
-"""fp32 latents of order 1 after two chunks; sums are ordered differently in a merged weight and on several ranks."""
+"""fp32 latents of order 1 after two chunks; sums are ordered differently in a merged weight and
+on several ranks.
+"""
 KEYS = {"original": [["w"], ["l"], ["a", "i"]], "original_templerun": [["jump"], [], ["left"]]}
 INK = [Lora(name="ink")]
 
@@ -35,18 +39,25 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 def adapter(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file with a difference of every layer."""
     target = load_game(checkpoint).adapter_targets()["transformer"]
-    return files.write_community(every_layer(target), tmp_path_factory.mktemp("adapter") / "ink.safetensors")
+    return files.write_community(
+        every_layer(target), tmp_path_factory.mktemp("adapter") / "ink.safetensors"
+    )
 
 
 def every_layer(target: files.AdapterTarget) -> files.Factors:
     return files.factors(target, target.matrices(), seed=1, size=0.1)
 
 
-def walk(game: MatrixGame, store: AdapterStore, keys: list[list[str]], choices: list[list[Lora]]) -> list[torch.Tensor]:
+def walk(
+    game: MatrixGame, store: AdapterStore, keys: list[list[str]], choices: list[list[Lora]]
+) -> list[torch.Tensor]:
     """The latents of a new session, each chunk with its own adapters."""
     session, latents = open_session(game, output="latents"), []
     for wanted in choices:
-        selection, request = store.select(wanted), make_request(session, output="latents", actions=keys)
+        selection, request = (
+            store.select(wanted),
+            make_request(session, output="latents", actions=keys),
+        )
         request.adapters, request.same_adapters = selection, selection == session.adapters
         with store.applied(selection):
             game.prepare_encode(request)
@@ -71,12 +82,16 @@ def test_an_adapter_of_every_layer_is_the_merged_network(checkpoint: Path, adapt
     assert not torch.allclose(expected[0], plain[0], atol=0.01)
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other, atol=TOLERANCE, rtol=0)
-    assert torch.equal(switched[0], plain[0]) and not torch.allclose(switched[1], plain[1], atol=0.01)
+    assert torch.equal(switched[0], plain[0]) and not torch.allclose(
+        switched[1], plain[1], atol=0.01
+    )
     for one, other in zip(walk(game, store, keys, [[], []]), plain, strict=True):
         assert torch.equal(one, other)
 
 
-def adapted(checkpoint: Path, adapter: Path, parallel: ParallelContext | None = None) -> list[torch.Tensor]:
+def adapted(
+    checkpoint: Path, adapter: Path, parallel: ParallelContext | None = None
+) -> list[torch.Tensor]:
     """The latents of two chunks with the adapter."""
     game = load_game(checkpoint, parallel or ParallelContext())
     return walk(game, make_store(game, {"ink": adapter}), KEYS[checkpoint.name], [INK, INK])
@@ -89,10 +104,21 @@ def one_rank(checkpoint: Path, adapter: Path, tmp_path_factory: pytest.TempPathF
     return file
 
 
-def _compare(rank: int, rendezvous: str, checkpoint: str, adapter: str, one_rank: str, sequence_parallel: bool) -> None:
+def _compare(
+    rank: int,
+    rendezvous: str,
+    checkpoint: str,
+    adapter: str,
+    one_rank: str,
+    sequence_parallel: bool,
+) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+        "gloo",
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=60),
     )
     try:
         parallel = ParallelContext(rank, 2, dist.group.WORLD, sequence_parallel=sequence_parallel)
@@ -105,7 +131,9 @@ def _compare(rank: int, rendezvous: str, checkpoint: str, adapter: str, one_rank
 
 # Two ranks of a game without a mouse do less of the same: nightly.
 ON_TWO_RANKS = pytest.mark.parametrize(
-    "checkpoint", ["original", pytest.param("original_templerun", marks=pytest.mark.nightly)], indirect=True
+    "checkpoint",
+    ["original", pytest.param("original_templerun", marks=pytest.mark.nightly)],
+    indirect=True,
 )
 
 
@@ -122,5 +150,8 @@ def test_two_ranks_agree_with_one(
 def test_a_gain_that_nothing_reads_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     gain = {"blocks.0.action_model.key_attn_q_norm.diff": torch.ones(8)}
     files.save_file(gain, tmp_path / "gain.safetensors")
-    with pytest.raises(ValueError, match=r"lacks or keeps as they are: 1 \(blocks\.0\.action_model\.key_attn_q_norm"):
+    with pytest.raises(
+        ValueError,
+        match=r"lacks or keeps as they are: 1 \(blocks\.0\.action_model\.key_attn_q_norm",
+    ):
         make_store(load_game(checkpoint), {"gain": tmp_path / "gain.safetensors"})

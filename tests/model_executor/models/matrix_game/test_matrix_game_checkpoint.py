@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every released layout is found and loaded: variants by their tensors, stale configs, prefixes, missing pieces."""
+"""Every released layout is found and loaded: variants by their tensors, stale configs, prefixes,
+missing pieces.
+"""
 
 import json
 import math
@@ -12,7 +14,7 @@ import torch
 from matrix_game_driver import latents_of, load_game
 from safetensors.torch import load_file, save_file
 
-from vllm_omni.model_executor.layers.parallel import checkpoint_slots
+from vllm_omni.model_executor.layers.collectives.parallel import checkpoint_slots
 from vllm_omni.model_executor.models.matrix_game import hub
 from vllm_omni.model_executor.models.matrix_game.checkpoint import (
     FOLDERS,
@@ -51,16 +53,25 @@ def universal(layouts: dict[str, Path], tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", list(RELEASED))
 def test_the_released_network_has_the_released_tensors(name: str) -> None:
-    """On the meta device, at full size: the model's parameters are the checkpoint's, but for the unused gains."""
+    """On the meta device, at full size: the model's parameters are the checkpoint's, but for the
+    unused gains.
+    """
     changes, tensors, parameters = RELEASED[name]
     config = MatrixGameConfig(**changes)
     assert config.variant.name == name
     shapes = transformer_shapes(config)
-    assert (len(shapes), sum(math.prod(shape) for shape in shapes.values())) == (tensors, parameters)
+    assert (len(shapes), sum(math.prod(shape) for shape in shapes.values())) == (
+        tensors,
+        parameters,
+    )
     with torch.device("meta"):
         slots = checkpoint_slots(MatrixGameTransformer(config))
-    unused = {name for name in shapes if name.endswith(("attn_q_norm.weight", "attn_k_norm.weight"))}
-    assert {name: slot.shape for name, slot in slots.items()} == {n: s for n, s in shapes.items() if n not in unused}
+    unused = {
+        name for name in shapes if name.endswith(("attn_q_norm.weight", "attn_k_norm.weight"))
+    }
+    assert {name: slot.shape for name, slot in slots.items()} == {
+        n: s for n, s in shapes.items() if n not in unused
+    }
     assert len(unused) == (30 if name == "templerun" else 60)
 
 
@@ -70,7 +81,9 @@ def test_each_layout_is_found_with_its_variant(layouts: dict[str, Path], layout:
     assert detect_family(path).name == "matrix_game"
     values = hf_config(path)
     config = MatrixGameConfig.from_checkpoint(values["matrix_game"]["transformer"])
-    variant = {"": "universal", "gta": "gta_drive", "templerun": "templerun"}[layout.partition("_")[2]]
+    variant = {"": "universal", "gta": "gta_drive", "templerun": "templerun"}[
+        layout.partition("_")[2]
+    ]
     assert config.variant.name == variant
     assert json.loads(json.dumps(values)) == values
     assert find_layout(path).kind == layout.partition("_")[0]
@@ -81,24 +94,37 @@ def test_each_layout_is_found_with_its_variant(layouts: dict[str, Path], layout:
 
 @pytest.mark.parametrize("variant", ["", "_gta", "_templerun"])
 def test_both_layouts_hold_the_same_model(layouts: dict[str, Path], variant: str) -> None:
-    ours, theirs = (latents_of(load_game(layouts[f"{kind}{variant}"]), [{}] * 2) for kind in ("original", "diffusers"))
+    ours, theirs = (
+        latents_of(load_game(layouts[f"{kind}{variant}"]), [{}] * 2)
+        for kind in ("original", "diffusers")
+    )
     assert torch.equal(ours, theirs)
 
 
 def test_names_without_the_prefix_are_taken(layouts: dict[str, Path], universal: Path) -> None:
     path = universal / "base_distilled_model" / "base_distill.safetensors"
-    save_file({name.removeprefix("model."): tensor for name, tensor in load_file(path).items()}, path)
-    assert torch.equal(latents_of(load_game(universal), [{}]), latents_of(load_game(layouts["original"]), [{}]))
+    save_file(
+        {name.removeprefix("model."): tensor for name, tensor in load_file(path).items()}, path
+    )
+    assert torch.equal(
+        latents_of(load_game(universal), [{}]), latents_of(load_game(layouts["original"]), [{}])
+    )
 
 
 def test_tensors_win_over_a_stale_config(universal: Path) -> None:
-    """Another keyboard, another depth, no window: the tensors' sizes and the variant's window are used."""
+    """Another keyboard, another depth, no window: the tensors' sizes and the variant's window
+    are used.
+    """
     path = universal / "base_distilled_model" / "config.json"
     stale = json.loads(path.read_text())
     stale["action_config"] |= {"keyboard_dim_in": 6, "blocks": list(range(4))}
     path.write_text(json.dumps(stale | {"num_layers": 30, "local_attn_size": -1}))
     game = load_game(universal)
-    assert (game.config.keyboard_dim, game.config.num_layers, game.config.action_blocks) == (4, 4, (0, 1))
+    assert (game.config.keyboard_dim, game.config.num_layers, game.config.action_blocks) == (
+        4,
+        4,
+        (0, 1),
+    )
     assert game.plan.window_frames == 6
 
 
@@ -108,7 +134,9 @@ def test_a_window_that_the_config_states_is_used(universal: Path) -> None:
     assert load_game(universal).plan.window_frames == 7
 
 
-def test_one_of_several_transformers_is_served_by_its_folder(layouts: dict[str, Path], universal: Path) -> None:
+def test_one_of_several_transformers_is_served_by_its_folder(
+    layouts: dict[str, Path], universal: Path
+) -> None:
     """The whole repository: the folder's name says which model."""
     folder = "gta_distilled_model"
     shutil.copytree(layouts["original_gta"] / folder, universal / folder)
@@ -121,7 +149,9 @@ def test_one_of_several_transformers_is_served_by_its_folder(layouts: dict[str, 
     assert load_game(universal / folder).config.variant.name == "gta_drive"
 
 
-def test_other_models_are_not_taken(lingbot_world: Path, causal_wan: Path, universal: Path, tmp_path: Path) -> None:
+def test_other_models_are_not_taken(
+    lingbot_world: Path, causal_wan: Path, universal: Path, tmp_path: Path
+) -> None:
     assert not is_checkpoint(lingbot_world)
     assert not is_checkpoint(causal_wan)
     assert not is_checkpoint(tmp_path / "nothing")
@@ -153,29 +183,39 @@ def test_configs_alone_are_enough_for_dummy_weights(universal: Path) -> None:
         ({"action_config": {"blocks": [30]}}, "must be among 30 layers"),
     ],
 )
-def test_architectures_that_are_not_implemented_are_refused(changes: dict[str, Any], reason: str) -> None:
+def test_architectures_that_are_not_implemented_are_refused(
+    changes: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(ValueError, match=reason):
         MatrixGameConfig.from_checkpoint(changes)
 
 
-def test_an_image_encoder_of_another_width_is_refused(universal: Path, layouts: dict[str, Path]) -> None:
+def test_an_image_encoder_of_another_width_is_refused(
+    universal: Path, layouts: dict[str, Path]
+) -> None:
     name = "models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth"
     tensors = torch.load(universal / name, weights_only=True)
     tensors["visual.patch_embedding.weight"] = torch.zeros(160, 3, 14, 14)
     torch.save(tensors, universal / name)
-    with pytest.raises(ValueError, match="image encoder gives 5 rows of 160, the transformer takes 5 of 80"):
+    with pytest.raises(
+        ValueError, match="image encoder gives 5 rows of 160, the transformer takes 5 of 80"
+    ):
         hf_config(universal)
 
 
-@pytest.mark.parametrize("piece", ["Wan2.1_VAE.pth", "models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth"])
-def test_a_missing_piece_is_named_with_the_command_that_fetches_it(universal: Path, piece: str) -> None:
+@pytest.mark.parametrize(
+    "part", ["Wan2.1_VAE.pth", "models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth"]
+)
+def test_a_missing_part_is_named_with_the_command_that_fetches_it(
+    universal: Path, part: str
+) -> None:
     hub.check_complete(universal)
-    (universal / piece).unlink()
-    with pytest.raises(ValueError, match=f"lacks .*{piece}.*vllm-omni download matrix_game "):
+    (universal / part).unlink()
+    with pytest.raises(ValueError, match=f"lacks .*{part}.*vllm-omni download matrix_game "):
         hub.check_complete(universal)
 
 
-def test_trained_gains_that_the_original_ignores_are_told_of(
+def test_trained_gains_that_the_original_ignores_are_notified_of(
     universal: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And change nothing; the released ones are expected to be 1."""
@@ -196,12 +236,17 @@ def test_trained_gains_that_the_original_ignores_are_told_of(
 
 
 def test_downloads_name_every_release() -> None:
-    from vllm_omni.model_executor.hub import hub_source
+    from vllm_omni.model_executor.checkpoint.hub import hub_source
 
     folders = set()
     for name in ("matrix_game", "matrix_game_gta_drive", "matrix_game_templerun"):
         assert get_family(name).name == "matrix_game"
         source = hub_source("matrix_game", name)
-        folders |= {pattern.split("/")[0] for piece in source.pieces for pattern in piece.patterns if "/" in pattern}
+        folders |= {
+            pattern.split("/")[0]
+            for part in source.components
+            for pattern in part.patterns
+            if "/" in pattern
+        }
         assert source.complete(Path("nowhere")) == []
     assert folders == set(FOLDERS)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor, sequence and pipeline parallel runs give the results of one rank (fp32, gloo, two processes)."""
+"""Tensor, sequence and pipeline parallel runs give the results of one rank (fp32, gloo, two
+processes).
+"""
 
 from datetime import timedelta
 from pathlib import Path
@@ -11,8 +13,8 @@ import torch.distributed as dist
 from helpers.rank_processes import run_ranks
 from matrix_game_driver import latents_of, latents_of_stages, load_game, open_session
 
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext, checkpoint_slots
 from vllm_omni.model_executor.layers.layer_moves import LayerMove
-from vllm_omni.model_executor.layers.parallel import ParallelContext, checkpoint_slots
 from vllm_omni.model_executor.models.matrix_game.checkpoint import transformer_shapes
 from vllm_omni.testing.tiny.matrix_game import make_tiny
 
@@ -40,10 +42,16 @@ def one_rank(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return file
 
 
-def _compare(rank: int, rendezvous: str, checkpoint: str, one_rank: str, sequence_parallel: bool) -> None:
+def _compare(
+    rank: int, rendezvous: str, checkpoint: str, one_rank: str, sequence_parallel: bool
+) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+        "gloo",
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=60),
     )
     try:
         parallel = ParallelContext(rank, 2, dist.group.WORLD, sequence_parallel=sequence_parallel)
@@ -51,7 +59,8 @@ def _compare(rank: int, rendezvous: str, checkpoint: str, one_rank: str, sequenc
         latents = latents_of(game, CHUNKS[Path(checkpoint).name])
         torch.testing.assert_close(latents, torch.load(one_rank), atol=TOLERANCE, rtol=0)
         windows = open_session(game).window.by_name
-        heads = {name.removesuffix("."): window.buffer.shape[3] for name, window in windows.items()}  # [L, 2, T, N, H]
+        # [L, 2, T, N, H]
+        heads = {name.removesuffix("."): window.buffer.shape[3] for name, window in windows.items()}
         assert heads["trunk"] == heads.get("mouse", 2) == 2
         assert heads["keyboard"] == (4 if sequence_parallel else 2)
     finally:
@@ -60,21 +69,40 @@ def _compare(rank: int, rendezvous: str, checkpoint: str, one_rank: str, sequenc
 
 # Two ranks of a game without a mouse do less of the same: nightly.
 ON_TWO_RANKS = pytest.mark.parametrize(
-    "checkpoint", ["original", pytest.param("original_templerun", marks=pytest.mark.nightly)], indirect=True
+    "checkpoint",
+    ["original", pytest.param("original_templerun", marks=pytest.mark.nightly)],
+    indirect=True,
 )
 
 
 @ON_TWO_RANKS
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
-def test_two_ranks_equal_one(checkpoint: Path, one_rank: Path, sequence_parallel: bool, tmp_path: Path) -> None:
-    """36 tokens and 4 heads over two ranks. Under Ulysses the mouse's attention trades tokens for heads, too."""
-    run_ranks(_compare, (str(tmp_path / "rendezvous"), str(checkpoint), str(one_rank), sequence_parallel), 2)
+def test_two_ranks_equal_one(
+    checkpoint: Path, one_rank: Path, sequence_parallel: bool, tmp_path: Path
+) -> None:
+    """36 tokens and 4 heads over two ranks.
+
+    Under Ulysses the mouse's attention trades tokens for heads, too.
+    """
+    run_ranks(
+        _compare,
+        (str(tmp_path / "rendezvous"), str(checkpoint), str(one_rank), sequence_parallel),
+        2,
+    )
 
 
 @pytest.mark.parametrize("partition", [(2, 2), (1, 3), (3, 1)], ids=str)
-def test_two_pipeline_stages_equal_one(checkpoint: Path, one_rank: Path, partition: tuple[int, ...]) -> None:
-    """Of the four blocks the first two have action modules: a stage may have none, one or both. Bit for bit."""
-    stages = [load_game(checkpoint, ParallelContext(stage=n, num_stages=2, partition=partition)) for n in range(2)]
+def test_two_pipeline_stages_equal_one(
+    checkpoint: Path, one_rank: Path, partition: tuple[int, ...]
+) -> None:
+    """Of the four blocks the first two have action modules: a stage may have none, one or both.
+
+    Bit for bit.
+    """
+    stages = [
+        load_game(checkpoint, ParallelContext(stage=n, num_stages=2, partition=partition))
+        for n in range(2)
+    ]
     acting = [len(game.transformer.action_blocks()) for game in stages]
     assert acting == {(2, 2): [2, 0], (1, 3): [1, 1], (3, 1): [2, 0]}[partition]
     assert torch.equal(latents_of_stages(stages, CHUNKS[checkpoint.name]), torch.load(one_rank))
@@ -85,8 +113,12 @@ def test_stages_split_the_checkpoint_between_them(checkpoint: Path) -> None:
     stages = [load_game(checkpoint, ParallelContext(stage=n, num_stages=2)) for n in range(2)]
     first, last = (set(checkpoint_slots(game.transformer)) for game in stages)
     left = set(transformer_shapes(stages[0].config)) - (first | last)
-    assert {name.rsplit(".", 2)[1] for name in left} <= {f"{a}_attn_{b}_norm" for a in ("key", "img") for b in "qk"}
-    assert not [name for name in first & last if name.startswith(("blocks.", "head.", "patch_embedding."))]
+    assert {name.rsplit(".", 2)[1] for name in left} <= {
+        f"{a}_attn_{b}_norm" for a in ("key", "img") for b in "qk"
+    }
+    assert not [
+        name for name in first & last if name.startswith(("blocks.", "head.", "patch_embedding."))
+    ]
 
 
 def test_action_modules_are_numbered_anew_when_layers_move(checkpoint: Path) -> None:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni verify matrix_game` on the recorded directory, and that it notices damage to each kind of file."""
+"""`vllm-omni verify matrix_game` on the recorded directory, and that it notices damage to each
+kind of file.
+"""
 
 import json
 import shutil
@@ -12,10 +14,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from vllm_omni.model_executor.models.matrix_game.pipeline import MatrixGame
-from vllm_omni.model_executor.models.wan.vae import to_uint8
+from vllm_omni.model_executor.models.wan.vae.vae import to_uint8
 from vllm_omni.testing.parity.matrix_game import verify
 
-WEIGHTS = ("mg_meta.json", "vae_tiny_weights_orig_names.safetensors", "clip_tiny_weights_orig_names.safetensors")
+WEIGHTS = (
+    "mg_meta.json",
+    "vae_tiny_weights_orig_names.safetensors",
+    "clip_tiny_weights_orig_names.safetensors",
+)
 
 
 def change(path: Path, name: str, amount: float) -> None:
@@ -36,8 +42,12 @@ def copy(directory: Path, *names: str) -> None:
 def test_every_recorded_scenario_holds() -> None:
     report = verify(GOLDEN)
     assert report.ok, report.to_text()
-    scenarios = {path.stem for path in GOLDEN.iterdir() if not path.name.startswith(("tiny_", "README"))}
-    assert {row.scenario for row in report.rows} == scenarios - {name.split(".")[0] for name in WEIGHTS}
+    scenarios = {
+        path.stem for path in GOLDEN.iterdir() if not path.name.startswith(("tiny_", "README"))
+    }
+    assert {row.scenario for row in report.rows} == scenarios - {
+        name.split(".")[0] for name in WEIGHTS
+    }
 
 
 def test_levels_of_a_frame_are_truncated_as_recorded() -> None:
@@ -67,8 +77,12 @@ def test_a_changed_recording_is_noticed(tensor: str, tmp_path: Path) -> None:
     assert not verify(tmp_path).ok
 
 
-@pytest.mark.parametrize(("tensor", "amount"), [("visual_context", 1e-3), ("cond_latent", 1e-3), ("crop_u8", 1)])
-def test_a_changed_recording_of_the_image_is_noticed(tensor: str, amount: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("tensor", "amount"), [("visual_context", 1e-3), ("cond_latent", 1e-3), ("crop_u8", 1)]
+)
+def test_a_changed_recording_of_the_image_is_noticed(
+    tensor: str, amount: float, tmp_path: Path
+) -> None:
     copy(tmp_path, "condition.safetensors")
     change(tmp_path / "condition.safetensors", tensor, amount)
     assert not verify(tmp_path).ok
@@ -96,7 +110,9 @@ def test_a_missing_stage_of_a_call_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "mg_gta_win4.safetensors"
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
-    save_file({name: t for name, t in load_file(path).items() if name != "call03.flow"}, path, metadata)
+    save_file(
+        {name: t for name, t in load_file(path).items() if name != "call03.flow"}, path, metadata
+    )
     assert not verify(tmp_path).ok
     assert torch.is_tensor(load_file(path)["call02.flow"])
 
@@ -114,5 +130,9 @@ def test_an_unknown_recorded_setting_is_refused(key: str, complaint: str, tmp_pa
     path = tmp_path / "condition.safetensors"
     with safe_open(path, "pt") as file:
         metadata = dict(file.metadata())
-    save_file(load_file(path), path, {**metadata, key: json.dumps(json.loads(metadata[key]) | {"swirl": 3})})
+    save_file(
+        load_file(path),
+        path,
+        {**metadata, key: json.dumps(json.loads(metadata[key]) | {"swirl": 3})},
+    )
     assert complaint in verify(tmp_path).to_text()

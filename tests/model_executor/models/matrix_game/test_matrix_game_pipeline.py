@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Matrix-Game session driven as the runner drives it: chunks, snapshots, and that nothing leaks between sessions."""
+"""A Matrix-Game session driven as the runner drives it: chunks, snapshots, and that nothing
+leaks between sessions.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -76,7 +78,9 @@ def bits(session: MatrixGameSession) -> tuple[dict[str, torch.Tensor], dict[str,
     return {name: tensor.clone() for name, tensor in session.tensors().items()}, session.scalars()
 
 
-def assert_same(session: MatrixGameSession, before: tuple[dict[str, torch.Tensor], dict[str, Any]]) -> None:
+def assert_same(
+    session: MatrixGameSession, before: tuple[dict[str, torch.Tensor], dict[str, Any]]
+) -> None:
     tensors, scalars = session.tensors(), session.scalars()
     assert scalars == before[1]
     assert tensors.keys() == before[0].keys()
@@ -88,10 +92,10 @@ def run_chunks(game: MatrixGame, count: int, **params: Any) -> list[torch.Tensor
     return [run_chunk(game, session, **params) for _ in range(count)]
 
 
-# -- results -----------------------------------------------------------------------------------------------------------
+# -- results ---------------------------------------------------------------------------------------
 
 
-def test_it_is_what_the_runner_asks_for(universal: MatrixGame) -> None:
+def test_it_is_what_the_runner_requests_for(universal: MatrixGame) -> None:
     assert isinstance(universal, SupportsStepExecution)
     assert (universal.plan.window_frames, universal.schedule.num_steps) == (6, 3)
 
@@ -105,7 +109,9 @@ def test_a_session_streams_9_then_12_frames(game: MatrixGame, variant: str) -> N
         while request.step < request.num_steps:
             step([game], [[request]])
         meta, result = finish(game, request)
-        assert (meta["first_frame"], meta["num_frames"]) == ((0, 9) if index == 0 else (12 * index - 3, 12))
+        assert (meta["first_frame"], meta["num_frames"]) == (
+            (0, 9) if index == 0 else (12 * index - 3, 12)
+        )
         assert result["frames"].shape == (meta["num_frames"], HEIGHT, WIDTH, 3)
 
 
@@ -121,7 +127,9 @@ def test_inputs_change_the_frames(game: MatrixGame, variant: str, change: str) -
     held = None if change == "actions" else HELD[variant]
     tensors = {"image": start_image(1)} if change == "image" else {}
     base = run_chunk(game, open_session(game), actions=HELD[variant])
-    assert not torch.equal(run_chunk(game, open_session(game), tensors, actions=held, **params), base)
+    assert not torch.equal(
+        run_chunk(game, open_session(game), tensors, actions=held, **params), base
+    )
 
 
 def test_a_row_for_every_video_frame_equals_the_entries_it_repeats(universal: MatrixGame) -> None:
@@ -147,13 +155,14 @@ def test_the_last_video_frame_of_a_chunk_first_matters_in_the_next(universal: Ma
 
 
 def test_decoding_the_latents_of_a_session_gives_its_frames(universal: MatrixGame) -> None:
-    from vllm_omni.model_executor.models.wan.vae import to_uint8
+    from vllm_omni.model_executor.models.wan.vae.vae import to_uint8
 
     frames = run_chunks(universal, 3)
     session = open_session(universal, output="latents")
     latents = [run_chunk(universal, session, output="latents") for _ in range(3)]
     pixels, _ = universal.vae.decode(torch.cat(latents, dim=1).unsqueeze(0), None)
-    assert torch.equal(to_uint8(pixels, "truncate"), torch.cat(frames))  # as the original makes levels
+    # as the original makes levels
+    assert torch.equal(to_uint8(pixels, "truncate"), torch.cat(frames))
     request = make_request(open_session(universal, output="both"), output="both")
     universal.prepare_encode(request)
     while request.step < request.num_steps:
@@ -162,8 +171,10 @@ def test_decoding_the_latents_of_a_session_gives_its_frames(universal: MatrixGam
     assert torch.equal(result["frames"], frames[0]) and torch.equal(result["latents"], latents[0])
 
 
-def test_a_session_goes_on_behind_the_originals_1024_latent_frames(universal: MatrixGame) -> None:
-    """Rotations are computed, so nothing ends there; the session's ring is at another slot, the keys are not."""
+def test_a_session_continues_behind_the_originals_1024_latent_frames(universal: MatrixGame) -> None:
+    """Rotations are computed, so nothing ends there; the session's ring is at another slot, the
+    keys are not.
+    """
     session = open_session(universal, output="latents")
     for _ in range(2):
         run_chunk(universal, session, output="latents")
@@ -174,11 +185,15 @@ def test_a_session_goes_on_behind_the_originals_1024_latent_frames(universal: Ma
     assert session.chunk_index == 343
 
 
-# -- sessions ----------------------------------------------------------------------------------------------------------
+# -- sessions --------------------------------------------------------------------------------------
 
 
-def test_sessions_at_different_steps_in_one_batch_equal_solo_runs(game: MatrixGame, variant: str) -> None:
-    """Three sessions enter one after another, so every batch mixes steps and chunks; bit for bit."""
+def test_sessions_at_different_steps_in_one_batch_equal_solo_runs(
+    game: MatrixGame, variant: str
+) -> None:
+    """Three sessions enter one after another, so every batch mixes steps and chunks; bit for
+    bit.
+    """
     names = ("a", "b", "c")
     common: dict[str, Any] = {"output": "latents", "actions": HELD[variant]}
     solo = {}
@@ -204,12 +219,18 @@ def test_sessions_at_different_steps_in_one_batch_equal_solo_runs(game: MatrixGa
             if len(done[name]) < 3:
                 waiting.append(name)
     assert mixed > 3
-    assert all(torch.equal(ours, alone) for name in names for ours, alone in zip(done[name], solo[name], strict=True))
+    assert all(
+        torch.equal(ours, alone)
+        for name in names
+        for ours, alone in zip(done[name], solo[name], strict=True)
+    )
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_an_aborted_chunk_leaves_no_trace(universal: MatrixGame, chunks: int) -> None:
-    """Abandoned before, between and after denoise steps, even after decoding: in a session of its own each time."""
+    """Abandoned before, between and after denoise steps, even after decoding: in a session of
+    its own each time.
+    """
     start = open_session(universal)
     for _ in range(chunks):
         run_chunk(universal, start, actions=[["w"]])
@@ -271,7 +292,7 @@ def test_a_session_moves_to_the_host_and_back(universal: MatrixGame) -> None:
     assert torch.equal(run_chunk(universal, session), run_chunk(universal, twin))
 
 
-# -- refusals ----------------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 def test_a_prompt_is_refused_with_a_list_of_the_controls(game: MatrixGame) -> None:
@@ -287,16 +308,33 @@ def test_a_prompt_is_refused_with_a_list_of_the_controls(game: MatrixGame) -> No
     ("first", "tensors", "params", "code", "reason"),
     [
         (True, {"image": torch.zeros(3, 8, 8)}, {}, "invalid_image", "uint8 of shape"),
-        (True, {"poses": torch.eye(4).repeat(9, 1, 1)}, {}, "invalid_request", "takes image, buttons, axes, scroll"),
+        (
+            True,
+            {"poses": torch.eye(4).repeat(9, 1, 1)},
+            {},
+            "invalid_request",
+            "takes image, buttons, axes, scroll",
+        ),
         (True, {}, {"options": {"camera_scale": 1.0}}, "invalid_request", "takes no options"),
         (True, {}, {"height": 64}, "invalid_request", "height is fixed at 32"),
         (False, {"image": start_image()}, {}, "invalid_image", "keeps its first image"),
         (False, {}, {"actions": [["w"]] * 4}, "invalid_action", "at most 3 entries"),
-        (False, {}, {"actions": [["jump"]]}, "invalid_action", "this model takes buttons w, s, a, d, i, k, j, l"),
+        (
+            False,
+            {},
+            {"actions": [["jump"]]},
+            "invalid_action",
+            "this model takes buttons w, s, a, d, i, k, j, l",
+        ),
     ],
 )
 def test_bad_requests_are_refused_and_change_nothing(
-    universal: MatrixGame, first: bool, tensors: dict[str, Any], params: dict[str, Any], code: str, reason: str
+    universal: MatrixGame,
+    first: bool,
+    tensors: dict[str, Any],
+    params: dict[str, Any],
+    code: str,
+    reason: str,
 ) -> None:
     session = open_session(universal)
     if not first:

@@ -45,17 +45,23 @@ def start(path: Path, starts: Starts, on_cpu: bool, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(AsyncLLM, "from_engine_args", starts)
     monkeypatch.setattr(AsyncLLM, "__del__", lambda self: None)
     monkeypatch.setattr(stages, "SpeechComposition", lambda *started, **_: started)
-    asyncio.run(SpeechEngines.start(path))
+    asyncio.run(SpeechEngines.start_engines(path))
 
 
-def test_on_a_cpu_engines_start_side_by_side(qwen2_5_omni: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_cpu_engines_start_side_by_side(
+    qwen2_5_omni: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     starts = Starts(together=3)
     start(qwen2_5_omni, starts, True, monkeypatch)
     assert starts.most_at_work == 3
 
 
-def test_on_a_gpu_they_start_in_turn_and_fit_together(qwen2_5_omni: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each measures the memory it may take while nobody else takes any; their shares leave a tenth to the rest."""
+def test_on_a_gpu_they_start_in_turn_and_fit_together(
+    qwen2_5_omni: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each measures the memory it may take while nobody else takes any; their shares leave a
+    tenth to the rest.
+    """
     starts = Starts(together=1)
     start(qwen2_5_omni, starts, False, monkeypatch)
     assert starts.most_at_work == 1

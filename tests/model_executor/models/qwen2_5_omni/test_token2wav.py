@@ -12,7 +12,7 @@ from helpers.scheduling import execute, new_request, run_to_end, step
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2_5OmniConfig, Qwen2_5OmniToken2WavModel
 
-from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs
+from vllm_omni.model_executor.layers.cuda_graphs import ForwardGraphs
 from vllm_omni.model_executor.models.qwen2_5_omni.checkpoint import CheckpointTensors, load_voices
 from vllm_omni.model_executor.models.qwen2_5_omni.flow import FlowSolver
 from vllm_omni.outputs import RequestFailed
@@ -36,7 +36,9 @@ def reference(qwen2_5_omni: Path) -> Callable[..., torch.Tensor]:
     def run(codes: torch.Tensor, seed: int, voice: str = "Chelsie", **options: Any) -> torch.Tensor:
         torch.manual_seed(seed)
         speaker = voices[voice]
-        wave: torch.Tensor = model(codes[None], conditioning=speaker.cond, reference_mel=speaker.ref_mel, **options)
+        wave: torch.Tensor = model(
+            codes[None], conditioning=speaker.cond, reference_mel=speaker.ref_mel, **options
+        )
         return wave.reshape(-1)
 
     return run
@@ -44,13 +46,17 @@ def reference(qwen2_5_omni: Path) -> Callable[..., torch.Tensor]:
 
 def speech(name: str, codes: torch.Tensor = CODES, voice: str = "Chelsie", **fields: Any) -> Any:
     options = {"voice": voice, **fields.pop("options", {})}
-    return new_request(name, {"codes": codes}, session_id=name, one_shot=True, options=options, **fields)
+    return new_request(
+        name, {"codes": codes}, session_id=name, one_shot=True, options=options, **fields
+    )
 
 
 def test_whole_clip_equals_transformers(
     qwen2_5_omni: Path, make_runner: Any, reference: Callable[..., torch.Tensor]
 ) -> None:
-    """Same codes, seed and voice give transformers' waveform, alone and in a batch of unequal requests."""
+    """Same codes, seed and voice give transformers' waveform, alone and in a batch of unequal
+    requests.
+    """
     runner = make_runner(qwen2_5_omni, {**SHORT, "batch_invariant": False})
     short = CODES[:31]
     results = run_to_end(
@@ -71,25 +77,36 @@ def test_whole_clip_equals_transformers(
         assert meta["sample_rate"] == 24_000
         assert tensors["audio"].dtype == torch.float32 and wave.std() > 1e-4
         assert tensors["audio"].shape == wave.shape
-        torch.testing.assert_close(tensors["audio"], wave, atol=1e-5, rtol=0)  # batches sum in another order
+        # batches sum in another order
+        torch.testing.assert_close(tensors["audio"], wave, atol=1e-5, rtol=0)
     alone = run_to_end(make_runner(qwen2_5_omni, SHORT), speech("e", seed=7))["e"][1]["audio"]
     assert torch.equal(alone, expected["a"])
 
 
-def test_a_piece_with_enough_context_is_the_clip(qwen2_5_omni: Path, make_runner: Any) -> None:
-    """Noise is tied to the code's index: a piece whose context is the rest of the clip sounds as in the clip."""
+def test_a_part_with_enough_context_is_the_clip(qwen2_5_omni: Path, make_runner: Any) -> None:
+    """Noise is tied to the code's index: a piece whose context is the rest of the clip sounds as
+    in the clip.
+    """
     runner = make_runner(qwen2_5_omni, SHORT)
     results = run_to_end(
         runner,
         speech("clip", seed=4, options={"first_code": 0}, **FEW_STEPS),
-        speech("piece", seed=4, options={"first_code": 0, "left_codes": 12, "right_codes": 20}, **FEW_STEPS),
-        speech("later", CODES[12:], seed=4, options={"first_code": 12, "left_codes": 24}, **FEW_STEPS),
+        speech(
+            "piece",
+            seed=4,
+            options={"first_code": 0, "left_codes": 12, "right_codes": 20},
+            **FEW_STEPS,
+        ),
+        speech(
+            "later", CODES[12:], seed=4, options={"first_code": 12, "left_codes": 24}, **FEW_STEPS
+        ),
     )
-    clip, piece, later = (results[name][1]["audio"] for name in ("clip", "piece", "later"))
-    assert torch.equal(piece, clip[12 * SAMPLES_PER_CODE : 30 * SAMPLES_PER_CODE])
+    clip, part, later = (results[name][1]["audio"] for name in ("clip", "piece", "later"))
+    assert torch.equal(part, clip[12 * SAMPLES_PER_CODE : 30 * SAMPLES_PER_CODE])
     assert later.numel() == 14 * SAMPLES_PER_CODE
     same = clip[36 * SAMPLES_PER_CODE :]
-    assert float((later - same).abs().mean()) < 0.2 * float(same.std())  # near: far context is missing
+    # near: far context is missing
+    assert float((later - same).abs().mean()) < 0.2 * float(same.std())
 
 
 def make_flow(qwen2_5_omni: Path, graphs: ForwardGraphs | None = None) -> FlowSolver:
@@ -101,7 +118,9 @@ def make_flow(qwen2_5_omni: Path, graphs: ForwardGraphs | None = None) -> FlowSo
 
 @torch.no_grad()
 def test_an_interval_of_a_size_that_comes_again_is_a_graph(qwen2_5_omni: Path) -> None:
-    """Other codes, voice, times, latents and guidance give with it what they give without; whole clips make none."""
+    """Other codes, voice, times, latents and guidance give with it what they give without; whole
+    clips make none.
+    """
     graphs = ForwardGraphs(capture=hold)
     plain, flow = make_flow(qwen2_5_omni), make_flow(qwen2_5_omni, graphs)
     voices = load_voices(qwen2_5_omni)
@@ -118,14 +137,19 @@ def test_an_interval_of_a_size_that_comes_again_is_a_graph(qwen2_5_omni: Path) -
     ):
         torch.manual_seed(number)
         mel_BTM = torch.randn(1, len(codes) * sizes.repeats, sizes.mel_dim)
-        conditions = plain.conditions(codes[None], voices[voice].cond, voices[voice].ref_mel, guided=True)
+        conditions = plain.conditions(
+            codes[None], voices[voice].cond, voices[voice].ref_mel, guided=True
+        )
         start, end = torch.full((1, 1, 1), 0.1 * number), torch.full((1, 1, 1), 0.1 * number + 0.07)
         guidance = torch.full((1, 1, 1), 0.5 + number)
         args = (mel_BTM, start, end, conditions, guidance)
         expected = plain.interval(*args, comes_again=False)
-        assert torch.equal(flow.interval(*args, comes_again=comes_again), expected) and expected.std() > 1e-5
+        assert (
+            torch.equal(flow.interval(*args, comes_again=comes_again), expected)
+            and expected.std() > 1e-5
+        )
         assert len(graphs) == min(number, 1)
-    flow.forget()
+    flow.clear_graphs()
     assert len(graphs) == 0
 
 
@@ -143,7 +167,9 @@ class CountedOperations(TorchDispatchMode):
 
 @torch.no_grad()
 def test_an_interval_launches_less_than_transformers_does(qwen2_5_omni: Path) -> None:
-    """At the released depth of 22 layers: over 600 operations less than four of its evaluations (714 of 4292)."""
+    """At the released depth of 22 layers: over 600 operations less than four of its evaluations
+    (714 of 4292).
+    """
     config = Qwen2_5OmniConfig.from_pretrained(qwen2_5_omni).token2wav_config
     config.dit_config.num_hidden_layers = 22
     dit: Any = Qwen2_5OmniToken2WavModel(config).float().eval().code2wav_dit_model
@@ -164,8 +190,12 @@ def test_an_interval_launches_less_than_transformers_does(qwen2_5_omni: Path) ->
     assert 0 < ours.count < 4 * theirs.count - 600, (ours.count, theirs.count)
 
 
-def test_a_regular_piece_comes_again_and_a_clip_does_not(qwen2_5_omni: Path, make_runner: Any) -> None:
-    """What the stage tells the solver: pieces of whole attention blocks, 12 codes, are launched as graphs."""
+def test_a_regular_part_comes_again_and_a_clip_does_not(
+    qwen2_5_omni: Path, make_runner: Any
+) -> None:
+    """What the stage tells the solver: pieces of whole attention blocks, 12 codes, are launched
+    as graphs.
+    """
     stock, runner = make_runner(qwen2_5_omni, SHORT), make_runner(qwen2_5_omni, SHORT)
     graphs = runner.model.flow.graphs = ForwardGraphs(capture=hold)
     for name, codes, options in (
@@ -174,8 +204,12 @@ def test_a_regular_piece_comes_again_and_a_clip_does_not(qwen2_5_omni: Path, mak
         ("piece", CODES[:36], {"first_code": 0, "right_codes": 12}),
         ("next", CODES[12:48], {"first_code": 12, "left_codes": 12, "right_codes": 12}),
     ):
-        plain = run_to_end(stock, speech(name, codes, seed=2, options=options, **FEW_STEPS))[name][1]["audio"]
-        ours = run_to_end(runner, speech(name, codes, seed=2, options=options, **FEW_STEPS))[name][1]["audio"]
+        plain = run_to_end(stock, speech(name, codes, seed=2, options=options, **FEW_STEPS))[name][
+            1
+        ]["audio"]
+        ours = run_to_end(runner, speech(name, codes, seed=2, options=options, **FEW_STEPS))[name][
+            1
+        ]["audio"]
         assert torch.equal(ours, plain)
         assert len(graphs) == (name in ("piece", "next"))
 
@@ -195,7 +229,10 @@ WRONG = (
 def test_wrong_inputs_are_this_requests_error(qwen2_5_omni: Path, make_runner: Any) -> None:
     """Each wrong request gets its code and a message; the good one beside them is served."""
     runner = make_runner(qwen2_5_omni, {**SHORT, "max_sessions": 16})
-    bad = [speech(f"bad{number}", codes, options=options) for number, (codes, options, _, _) in enumerate(WRONG)]
+    bad = [
+        speech(f"bad{number}", codes, options=options)
+        for number, (codes, options, _, _) in enumerate(WRONG)
+    ]
     results = run_to_end(runner, *bad, speech("good"))
     for number, (_, _, code, says) in enumerate(WRONG):
         failure = results[f"bad{number}"]

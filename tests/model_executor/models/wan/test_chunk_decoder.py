@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two decoders take turns on one stream: frame counts, what each begins with, how far a restart is from no switch.
+"""Two decoders take turns on one stream: frame counts, what each begins with, how far a restart is
+from no switch.
 
 The decoder that restarts at every chunk (`continuation`) is held by LingBot World's tests.
 """
@@ -14,18 +15,24 @@ import torch
 from torch._dynamo.utils import counters
 
 from vllm_omni.model_executor.models.wan.architecture import VAEConfig
-from vllm_omni.model_executor.models.wan.chunk_decoder import ChunkDecoder, DecoderState
-from vllm_omni.model_executor.models.wan.taehv import REACH
-from vllm_omni.model_executor.models.wan.tiny_vae import TinyVAEDecoder, load_tiny_vae, tiny_vae_channels
-from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE
-from vllm_omni.model_executor.models.wan.weights import load_vae
+from vllm_omni.model_executor.models.wan.checkpoint.loading import load_vae
+from vllm_omni.model_executor.models.wan.vae.chunk_decoder import ChunkDecoder, DecoderState
+from vllm_omni.model_executor.models.wan.vae.taehv import REACH
+from vllm_omni.model_executor.models.wan.vae.tiny_vae import (
+    TinyVAEDecoder,
+    load_tiny_vae,
+    tiny_vae_channels,
+)
+from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE
 from vllm_omni.testing.tiny.wan import write_tiny_vae
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "lingbot"
 HEIGHT, WIDTH = 16, 24
 CHUNK = 3
 TOLERANCE = 1e-5
-"""Of pixels in [-1, 1], fp32: convolutions over other numbers of frames may sum in another order."""
+"""Of pixels in [-1, 1], fp32: convolutions over other numbers of frames may sum in another
+order.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +58,12 @@ def latents() -> torch.Tensor:
 
 
 def run(
-    decoder: ChunkDecoder, pieces: Collection[torch.Tensor], tiny: Collection[int]
+    decoder: ChunkDecoder, parts: Collection[torch.Tensor], tiny: Collection[int]
 ) -> tuple[list[torch.Tensor], list[DecoderState]]:
     """Pixels of each piece, those in `tiny` by the tiny decoder, and the state after each."""
     state, pixels, states = None, [], []
-    for index, piece in enumerate(pieces):
-        frames, state = decoder.decode(piece, state, tiny=index in tiny)
+    for index, part in enumerate(parts):
+        frames, state = decoder.decode(part, state, tiny=index in tiny)
         pixels.append(frames)
         states.append(state)
     return pixels, states
@@ -67,7 +74,9 @@ def run(
 def test_every_chunk_has_the_frames_it_would_have_had(
     decoder: ChunkDecoder, latents: torch.Tensor, cut: list[int], tiny: Collection[int]
 ) -> None:
-    """4 F - 3 at a stream's start, 4 F later, whoever decodes; what is kept is never more than was counted."""
+    """4 F - 3 at a stream's start, 4 F later, whoever decodes; what is kept is never more than
+    was counted.
+    """
     pixels, states = run(decoder, latents[:, :, : sum(cut)].split(cut, dim=2), tiny)
     assert [part.shape[2] for part in pixels] == [4 * cut[0] - 3, *(4 * count for count in cut[1:])]
     assert all(part.shape[3:] == (HEIGHT, WIDTH) and part.abs().max() <= 1 for part in pixels)
@@ -79,7 +88,10 @@ def test_every_chunk_has_the_frames_it_would_have_had(
 def always_tiny(decoder: ChunkDecoder, latents: torch.Tensor) -> dict[int, list[torch.Tensor]]:
     """Chunks of so many latent frames, all of them from the tiny decoder."""
     assert decoder.tiny is not None
-    return {chunk: run(ChunkDecoder(decoder.tiny), latents.split(chunk, dim=2), ())[0] for chunk in (3, 1)}
+    return {
+        chunk: run(ChunkDecoder(decoder.tiny), latents.split(chunk, dim=2), ())[0]
+        for chunk in (3, 1)
+    }
 
 
 @pytest.mark.parametrize("tiny", [(0,), (2,), (3, 4), (2, 5)])
@@ -91,7 +103,9 @@ def test_a_degraded_chunk_is_what_the_tiny_decoder_makes_of_the_whole_stream(
     chunk: int,
     tiny: Collection[int],
 ) -> None:
-    """It is handed all that it looks back at, so where the stream went to it cannot be seen in its frames."""
+    """It is handed all that it looks back at, so where the stream went to it cannot be seen in
+    its frames.
+    """
     found, _ = run(decoder, latents.split(chunk, dim=2)[: max(tiny) + 1], tiny)
     for index in tiny:
         torch.testing.assert_close(found[index], always_tiny[chunk][index], atol=TOLERANCE, rtol=0)
@@ -111,7 +125,9 @@ def test_the_tiny_decoder_looks_so_far_back_and_no_further(decoder: ChunkDecoder
 def test_chunks_before_a_degraded_one_are_untouched_and_the_first_behind_it_restarts(
     decoder: ChunkDecoder, latents: torch.Tensor
 ) -> None:
-    """Bit for bit: a decoder that begins two latents early, whose frames of these are dropped; then it streams on."""
+    """Bit for bit: a decoder that begins two latents early, whose frames of these are dropped;
+    then it streams on.
+    """
     found, _ = run(decoder, latents.split(CHUNK, dim=2), (3, 4))
     whole, _ = decoder.main.decode(latents, None)
     assert torch.equal(torch.cat(found[:3], dim=2), whole[:, :, : 4 * 3 * CHUNK - 3])
@@ -120,16 +136,19 @@ def test_chunks_before_a_degraded_one_are_untouched_and_the_first_behind_it_rest
     assert torch.equal(torch.cat(found[5:], dim=2), restarted[:, :, 5:])
 
 
-def test_how_far_a_restart_is_from_never_having_stopped(decoder: ChunkDecoder, latents: torch.Tensor) -> None:
+def test_how_far_a_restart_is_from_never_having_stopped(
+    decoder: ChunkDecoder, latents: torch.Tensor
+) -> None:
     """Mean difference, relative to the deviation of what was streamed: it fades chunk by chunk.
 
-    Of random weights (which look back as far and as hard as nothing trained does), so an upper bound rather than an
-    example; docs/how_to/scheduling.md says the same numbers.
+    Of random weights (which look back as far and as hard as nothing trained does), so an upper
+    bound rather than an example; docs/how_to/scheduling.md says the same numbers.
     """
     found, _ = run(decoder, latents.split(CHUNK, dim=2), (3,))
     whole, _ = run(decoder, latents.split(CHUNK, dim=2), ())
     off = [
-        ((ours - theirs).abs().mean() / theirs.std()).item() for ours, theirs in zip(found[4:], whole[4:], strict=True)
+        ((ours - theirs).abs().mean() / theirs.std()).item()
+        for ours, theirs in zip(found[4:], whole[4:], strict=True)
     ]
     assert all(later < earlier for earlier, later in itertools.pairwise(off))
     assert off[0] < 1.0 and off[3] < 0.1 * off[0] and off[-1] < 1e-3
@@ -137,20 +156,23 @@ def test_how_far_a_restart_is_from_never_having_stopped(decoder: ChunkDecoder, l
 
 def test_a_state_is_a_value(decoder: ChunkDecoder, latents: torch.Tensor) -> None:
     """An abandoned chunk leaves no trace in it, whichever decoder it went to."""
-    pieces = latents.split(CHUNK, dim=2)
+    parts = latents.split(CHUNK, dim=2)
     for tiny in ((), (1,)):
-        _, states = run(decoder, pieces[:2], tiny)
+        _, states = run(decoder, parts[:2], tiny)
         before = {name: tensor.clone() for name, tensor in states[-1].tensors().items()}
         for to_tiny in (True, False):
-            first, _ = decoder.decode(pieces[2], states[-1], tiny=to_tiny)
-            again, _ = decoder.decode(pieces[2], states[-1], tiny=to_tiny)
+            first, _ = decoder.decode(parts[2], states[-1], tiny=to_tiny)
+            again, _ = decoder.decode(parts[2], states[-1], tiny=to_tiny)
             assert torch.equal(first, again)
         after = states[-1].tensors()
-        assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in after)
+        assert before.keys() == after.keys() and all(
+            torch.equal(before[name], after[name]) for name in after
+        )
 
 
 @pytest.mark.parametrize(
-    ("largest", "streams"), [(960, {960: 4, 480: 8}), (2100, {2100: 1, 960: 2}), (6240, {6240: 1, 960: 4, 1560: 2})]
+    ("largest", "streams"),
+    [(960, {960: 4, 480: 8}), (2100, {2100: 1, 960: 2}), (6240, {6240: 1, 960: 4, 1560: 2})],
 )
 def test_no_more_streams_share_a_decode_than_a_warm_up_has_measured(
     decoder: ChunkDecoder, latents: torch.Tensor, largest: int, streams: dict[int, int]
@@ -158,15 +180,23 @@ def test_no_more_streams_share_a_decode_than_a_warm_up_has_measured(
     """Of streams of so many latent cells a frame, beside a largest one."""
     alone = ChunkDecoder(decoder.main, largest_cells=largest)
     _, states = run(alone, latents[:, :, :3].split(CHUNK, dim=2), ())
-    assert {cells: alone.most_streams(states[-1], torch.empty(16, 3, 1, cells)) for cells in streams} == streams
+    assert {
+        cells: alone.most_streams(states[-1], torch.empty(16, 3, 1, cells)) for cells in streams
+    } == streams
 
 
 def test_one_decoder_keeps_no_latents(decoder: ChunkDecoder, latents: torch.Tensor) -> None:
-    """Without a ladder a stream holds what it always held; from such a state the tiny decoder cannot begin."""
+    """Without a ladder a stream holds what it always held; from such a state the tiny decoder
+    cannot begin.
+    """
     alone = ChunkDecoder(decoder.main)
     _, states = run(alone, latents[:, :, :6].split(CHUNK, dim=2), ())
     assert states[-1].newest is None and alone.state_nbytes(HEIGHT, WIDTH) == states[-1].nbytes
-    assert decoder.can_be_tiny(None) and not decoder.can_be_tiny(states[-1]) and not alone.can_be_tiny(None)
+    assert (
+        decoder.can_be_tiny(None)
+        and not decoder.can_be_tiny(states[-1])
+        and not alone.can_be_tiny(None)
+    )
     cells = (HEIGHT // 8) * (WIDTH // 8)
     assert decoder.state_nbytes(HEIGHT, WIDTH) == states[-1].nbytes + 4 * 16 * REACH * cells
 
@@ -175,14 +205,16 @@ def test_one_decoder_keeps_no_latents(decoder: ChunkDecoder, latents: torch.Tens
 def test_after_two_chunks_nothing_is_compiled_any_more(
     decoder: ChunkDecoder, latents: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither a switch to the tiny decoder nor the way back meets a new shape, so no stream waits for a compiler."""
+    """Neither a switch to the tiny decoder nor the way back meets a new shape, so no stream
+    waits for a compiler.
+    """
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     compiled = StreamingWanVAE(VAEConfig(base_dim=4), encoder=False, compiled=True)
     compiled.load_state_dict(decoder.main.state_dict())
     both, state, graphs = ChunkDecoder(compiled, decoder.tiny), None, []
-    pieces = latents.split(CHUNK, dim=2)[:7]
+    parts = latents.split(CHUNK, dim=2)[:7]
     torch._dynamo.reset()
-    for piece, tiny in zip(pieces, (False, False, True, True, False, True, False), strict=True):
-        _, state = both.decode(piece, state, tiny=tiny)
+    for part, tiny in zip(parts, (False, False, True, True, False, True, False), strict=True):
+        _, state = both.decode(part, state, tiny=tiny)
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] > 0 and graphs[-1] == graphs[1]

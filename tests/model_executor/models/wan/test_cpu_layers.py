@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layers that a CPU computes fast give what diffusers' own give, from the very weights that were loaded last."""
+"""The layers that a CPU computes fast give what diffusers' own give, from the very weights that
+were loaded last.
+"""
 
 import copy
 from collections.abc import Callable
@@ -12,9 +14,13 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, Wa
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_omni.model_executor.models.lance.vae import LanceVAEConfig, LanceWanVAE
-from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAEConfig
-from vllm_omni.model_executor.models.wan.vae_layers import CPURMSNorm, FoldedCausalConv3d, use_cpu_layers
+from vllm_omni.model_executor.models.lance.network.vae import LanceVAEConfig, LanceWanVAE
+from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE, VAEConfig
+from vllm_omni.model_executor.models.wan.vae_layers import (
+    CPURMSNorm,
+    FoldedCausalConv3d,
+    use_cpu_layers,
+)
 from vllm_omni.model_executor.models.wan2_2.vae import VideoVAE
 
 ORDER = 2e-6  # fp32 sums of 108 products of about 0.1 in another order
@@ -24,7 +30,9 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def convolution(kernel: tuple[int, int, int], stride: tuple[int, int, int], padding: tuple[int, int, int]) -> Any:
+def convolution(
+    kernel: tuple[int, int, int], stride: tuple[int, int, int], padding: tuple[int, int, int]
+) -> Any:
     torch.manual_seed(0)
     return WanCausalConv3d(4, 6, kernel, stride, padding).requires_grad_(False)
 
@@ -93,11 +101,16 @@ def test_no_weight_is_ever_stale(change: Callable[[Any, torch.Tensor], None]) ->
 
 @pytest.mark.parametrize("change", [_load, _write, lambda layer, weight: layer.to(torch.bfloat16)])
 def test_the_folded_weight_is_no_copy(change: Callable[[Any, torch.Tensor], None]) -> None:
-    """It is a view of the parameter, also behind loading, conversion and a deep copy: nothing is folded per call."""
+    """It is a view of the parameter, also behind loading, conversion and a deep copy: nothing is
+    folded per call.
+    """
     folded = FoldedCausalConv3d(convolution((3, 3, 3), (1, 1, 1), (1, 1, 1)))
     change(folded, random(6, 4, 3, 3, 3, seed=7))
     for layer in (folded, copy.deepcopy(folded)):
-        assert layer.weight_2d.untyped_storage().data_ptr() == layer.weight.untyped_storage().data_ptr()
+        assert (
+            layer.weight_2d.untyped_storage().data_ptr()
+            == layer.weight.untyped_storage().data_ptr()
+        )
         assert layer.weight_2d.is_contiguous(memory_format=torch.channels_last)
 
 
@@ -113,7 +126,9 @@ def test_bfloat16_rounds_once() -> None:
 
 @pytest.mark.parametrize("shape", [(1, 12, 3, 4, 5), (2, 12, 4, 5)])
 def test_the_norm_is_diffusers(shape: tuple[int, ...]) -> None:
-    """Over channels, of clips and of frames; of nothing it is nothing, and of small numbers exact."""
+    """Over channels, of clips and of frames; of nothing it is nothing, and of small numbers
+    exact.
+    """
     whole = WanRMS_norm(12, images=len(shape) == 4).requires_grad_(False)
     whole.gamma.copy_(random(*whole.gamma.shape))
     norm = CPURMSNorm(copy.deepcopy(whole))
@@ -133,7 +148,8 @@ class CountConvolutions(TorchDispatchMode):
         self.three = self.two = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "conv" in func.name() and args[0].device.type == "cpu":  # shapes are found on the meta device
+        # shapes are found on the meta device
+        if "conv" in func.name() and args[0].device.type == "cpu":
             self.three += args[1].dim() == 5
             self.two += args[1].dim() == 4
         return func(*args, **(kwargs or {}))
@@ -171,7 +187,9 @@ def test_a_whole_autoencoder_is_the_same(values: dict[str, Any]) -> None:
 
 
 def test_no_family_convolves_over_three_dimensions_on_a_cpu() -> None:
-    """What is ten times slower there is not computed: by the streaming VAE, the one of Wan 2.2, the one of Lance."""
+    """What is ten times slower there is not computed: by the streaming VAE, the one of Wan 2.2,
+    the one of Lance.
+    """
     stream = StreamingWanVAE(VAEConfig(base_dim=4))
     lance = LanceWanVAE(LanceVAEConfig(base_dim=4, decoder_base_dim=4))
     wan22 = VideoVAE(WAN_2_2)
@@ -189,12 +207,18 @@ def test_no_family_convolves_over_three_dimensions_on_a_cpu() -> None:
 
 
 def test_a_streams_features_lie_as_activations_do() -> None:
-    """Channels-last from the first latent on, but for a few behind the attention: else frames are turned round."""
+    """Channels-last from the first latent on, but for a few behind the attention: else frames
+    are turned round.
+    """
     vae = StreamingWanVAE(VAEConfig(base_dim=4))
     _, cache = vae.decode(random(1, 16, 1, 3, 4), None)
     _, later = vae.decode(random(1, 16, 2, 3, 4), cache)
     for features in (cache.features, later.features):
-        turned = [feature for feature in features if not feature.is_contiguous(memory_format=torch.channels_last_3d)]
+        turned = [
+            feature
+            for feature in features
+            if not feature.is_contiguous(memory_format=torch.channels_last_3d)
+        ]
         assert len(turned) <= 2
         assert sum(feature.nbytes for feature in turned) < 0.05 * cache.nbytes
 
@@ -203,4 +227,6 @@ def test_what_does_not_lie_on_a_cpu_stays_as_it_is() -> None:
     """Other devices have kernels for three dimensions; their layers are diffusers' own."""
     with torch.device("meta"):
         vae = StreamingWanVAE(VAEConfig(base_dim=4))
-    assert {type(layer) for layer in vae.modules() if isinstance(layer, WanCausalConv3d)} == {WanCausalConv3d}
+    assert {type(layer) for layer in vae.modules() if isinstance(layer, WanCausalConv3d)} == {
+        WanCausalConv3d
+    }

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decoder whose latent frames are launched as graphs gives the bits of one that launches kernel by kernel."""
+"""A decoder whose latent frames are launched as graphs gives the bits of one that launches
+kernel by kernel.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,19 +12,22 @@ import torch.distributed as dist
 from helpers.rank_processes import run_ranks
 from vae_streams import decode_stream, plainly_fused, random_vae
 
-from vllm_omni.model_executor.layers.forward_graphs import Replay
-from vllm_omni.model_executor.models.wan.decoder_graphs import DecoderGraphs
-from vllm_omni.model_executor.models.wan.fused_decoder import FusedDecoder, fused_decoder
-from vllm_omni.model_executor.models.wan.fused_layers import Passes
-from vllm_omni.model_executor.models.wan.split_decode import RowBands
-from vllm_omni.model_executor.models.wan.stacked_frames import add_up, stack_frames
-from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAECache
+from vllm_omni.model_executor.layers.cuda_graphs import Replay
+from vllm_omni.model_executor.models.wan.vae.decoder_graphs import DecoderGraphs
+from vllm_omni.model_executor.models.wan.vae.fused_decoder import FusedDecoder, fused_decoder
+from vllm_omni.model_executor.models.wan.vae.fused_layers import Passes
+from vllm_omni.model_executor.models.wan.vae.split_decode import RowBands
+from vllm_omni.model_executor.models.wan.vae.stacked_frames import add_up, stack_frames
+from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE, VAECache
 
 CUTS = [3, 1, 2, 3]
 
 
 class HostGraphs:
-    """A decoder's graphs without a device: a replay repeats the host's side. Counts captures and replays."""
+    """A decoder's graphs without a device: a replay repeats the host's side.
+
+    Counts captures and replays.
+    """
 
     def __init__(self) -> None:
         self.graphs = DecoderGraphs(self.capture)
@@ -34,10 +39,10 @@ class HostGraphs:
     def capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Replay]:
         """As on a device, a capture computes nothing: what it wrote is taken back."""
         self.captures += 1
-        before = [place.clone() for place in self.graphs.places]
+        before = [position.clone() for position in self.graphs.buffers]
         output = torch.empty_like(run())
-        for place, feature in zip(self.graphs.places, before, strict=True):
-            place.copy_(feature)
+        for position, feature in zip(self.graphs.buffers, before, strict=True):
+            position.copy_(feature)
 
         def replay() -> None:
             self.replays += 1
@@ -60,7 +65,9 @@ def latents(seed: int = 1, height: int = 3) -> torch.Tensor:
     return torch.randn(1, 16, sum(CUTS), height, 5, generator=torch.Generator().manual_seed(seed))
 
 
-def assert_stream(got: tuple[torch.Tensor, VAECache], wanted: tuple[torch.Tensor, VAECache]) -> None:
+def assert_stream(
+    got: tuple[torch.Tensor, VAECache], wanted: tuple[torch.Tensor, VAECache]
+) -> None:
     assert torch.equal(got[0], wanted[0]) and got[1].equal(wanted[1])
 
 
@@ -68,20 +75,26 @@ def test_two_graphs_serve_every_stream(plain: StreamingWanVAE, host: HostGraphs)
     """One for first latent frames, captured with the first stream, and one for later ones."""
     graphed = random_vae(fuse=host.decoder)
     for seed in (1, 2):
-        assert_stream(decode_stream(graphed, latents(seed), CUTS), decode_stream(plain, latents(seed), CUTS))
+        assert_stream(
+            decode_stream(graphed, latents(seed), CUTS), decode_stream(plain, latents(seed), CUTS)
+        )
     assert host.captures == 2
     launched_as_they_are = 2  # the first of each kind
     assert host.replays == 2 * sum(CUTS) + 1 - launched_as_they_are
 
 
-def test_streams_take_turns_and_an_old_cache_goes_on(plain: StreamingWanVAE, host: HostGraphs) -> None:
-    """A cache is a value: others' decodes leave it alone, and a chunk may be decoded again from the same one."""
+def test_streams_take_turns_and_an_old_cache_continues(
+    plain: StreamingWanVAE, host: HostGraphs
+) -> None:
+    """A cache is a value: others' decodes leave it alone, and a chunk may be decoded again from
+    the same one.
+    """
     graphed = random_vae(fuse=host.decoder)
     caches: dict[int, Any] = {1: None, 2: None}
     expected: dict[int, Any] = {1: None, 2: None}
-    for piece in range(3):
+    for part in range(3):
         for seed in (1, 2):
-            chunk = latents(seed)[:, :, 2 * piece : 2 * piece + 2]
+            chunk = latents(seed)[:, :, 2 * part : 2 * part + 2]
             frames, cache = graphed.decode(chunk, caches[seed])
             again, same_cache = graphed.decode(chunk, caches[seed])
             wanted, expected[seed] = plain.decode(chunk, expected[seed])
@@ -95,7 +108,10 @@ def test_other_sizes_are_launched_as_they_are(plain: StreamingWanVAE, host: Host
     graphed = random_vae(fuse=host.decoder)
     graphed.decode(latents(), None)
     replays = host.replays
-    assert_stream(decode_stream(graphed, latents(height=4), CUTS), decode_stream(plain, latents(height=4), CUTS))
+    assert_stream(
+        decode_stream(graphed, latents(height=4), CUTS),
+        decode_stream(plain, latents(height=4), CUTS),
+    )
     assert host.replays == replays
     assert_stream(decode_stream(graphed, latents(2), CUTS), decode_stream(plain, latents(2), CUTS))
     assert host.replays == replays + sum(CUTS)
@@ -125,9 +141,13 @@ def test_a_graph_that_cannot_be_captured_is_launched_once_as_it_is(plain: Stream
     graphed = random_vae(fuse=lambda decoder, bands: FusedDecoder(decoder, bands, passes, graphs))
     graphed.decode(latents(), None)
     launches = 0
-    assert_stream(graphed.decode(latents(2)[:, :, :1], None), plain.decode(latents(2)[:, :, :1], None))
+    assert_stream(
+        graphed.decode(latents(2)[:, :, :1], None), plain.decode(latents(2)[:, :, :1], None)
+    )
     once = launches
-    random_vae(fuse=lambda decoder, bands: FusedDecoder(decoder, bands, passes)).decode(latents(2)[:, :, :1], None)
+    random_vae(fuse=lambda decoder, bands: FusedDecoder(decoder, bands, passes)).decode(
+        latents(2)[:, :, :1], None
+    )
     assert launches == 2 * once
 
 
@@ -136,7 +156,10 @@ def _check_heights(rank: int, size: int, rendezvous: str) -> None:
     try:
         assert dist.group.WORLD is not None
         bands, host = RowBands(rank, size, dist.group.WORLD), HostGraphs()
-        graphed, plain = random_vae(bands=bands, fuse=host.decoder), random_vae(bands=bands, fuse=plainly_fused)
+        graphed, plain = (
+            random_vae(bands=bands, fuse=host.decoder),
+            random_vae(bands=bands, fuse=plainly_fused),
+        )
         decode_stream(graphed, latents(height=6), CUTS)
         replays = host.replays
         got, wanted = (decode_stream(vae, latents(height=5), CUTS) for vae in (graphed, plain))
@@ -147,7 +170,9 @@ def _check_heights(rank: int, size: int, rendezvous: str) -> None:
 
 
 def test_frames_of_another_height_are_launched_as_they_are_on_every_rank(tmp_path: Any) -> None:
-    """Of 5 and of 6 latent rows the first of two ranks has 3; the exchanges of its graphs are those of 6."""
+    """Of 5 and of 6 latent rows the first of two ranks has 3; the exchanges of its graphs are
+    those of 6.
+    """
     run_ranks(_check_heights, (2, str(tmp_path / "rendezvous")), 2)
 
 
@@ -163,7 +188,9 @@ def _check_on_devices(rank: int, size: int, rendezvous: str) -> None:
                     base_dim=16,
                     bands=bands,
                     dtype=torch.bfloat16,
-                    fuse=lambda decoder, bands, graphs=graphs: fused_decoder(decoder, bands, cuda_graphs=graphs),
+                    fuse=lambda decoder, bands, graphs=graphs: fused_decoder(
+                        decoder, bands, cuda_graphs=graphs
+                    ),
                 )
                 for graphs in (False, True)
             ]
@@ -173,7 +200,7 @@ def _check_on_devices(rank: int, size: int, rendezvous: str) -> None:
                 wanted, got = (decode_stream(vae, x, CUTS) for vae in vaes)
                 assert_stream(got, wanted)
         fused = vaes[1]._fused
-        assert fused is not None and fused.graphs is not None and len(fused.graphs.places) > 0
+        assert fused is not None and fused.graphs is not None and len(fused.graphs.buffers) > 0
     finally:
         dist.destroy_process_group()
 

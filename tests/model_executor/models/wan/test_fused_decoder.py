@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fused decoder with its passes in plain torch (fp32, CPU) equals the plain decoder: frames, caches, cuts, bands.
+"""The fused decoder with its passes in plain torch (fp32, CPU) equals the plain decoder: frames,
+caches, cuts, bands.
 
 The passes as kernels: test_stack_kernels.py.
 """
@@ -10,8 +11,8 @@ from torch import nn
 from torch.nn import functional
 from vae_streams import assert_caches_close, decode_stream, plainly_fused, random_vae
 
-from vllm_omni.model_executor.models.wan.fused_decoder import fused_decoder
-from vllm_omni.model_executor.models.wan.stacked_frames import (
+from vllm_omni.model_executor.models.wan.vae.fused_decoder import fused_decoder
+from vllm_omni.model_executor.models.wan.vae.stacked_frames import (
     Activation,
     Layout,
     add_up,
@@ -20,7 +21,7 @@ from vllm_omni.model_executor.models.wan.stacked_frames import (
     sum_of_taps,
     taps_as_channels,
 )
-from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAECache
+from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE, VAECache
 
 TOLERANCE = 1e-5
 """Pixels in [-1, 1], fp32 sums in another order."""
@@ -66,12 +67,16 @@ def test_cuts_change_no_bit(fused: StreamingWanVAE, latents: torch.Tensor) -> No
 def test_a_stream_moves_between_the_decoders(
     plain: StreamingWanVAE, fused: StreamingWanVAE, latents: torch.Tensor
 ) -> None:
-    """A cache that one of them left is one that the other goes on from: snapshots of either open on either."""
+    """A cache that one of them left is one that the other goes on from: snapshots of either open
+    on either.
+    """
     expected, expected_cache = plain.decode(latents, None)
     for first, second in ((plain, fused), (fused, plain)):
         frames, cache = first.decode(latents[:, :, :2], None)
         rest, cache = second.decode(latents[:, :, 2:], cache)
-        torch.testing.assert_close(torch.cat((frames, rest), dim=2), expected, atol=TOLERANCE, rtol=0)
+        torch.testing.assert_close(
+            torch.cat((frames, rest), dim=2), expected, atol=TOLERANCE, rtol=0
+        )
         assert_caches_close(cache, expected_cache)
 
 
@@ -85,7 +90,10 @@ def test_a_call_leaves_its_cache_untouched(fused: StreamingWanVAE, latents: torc
 
 def test_a_cache_keeps_only_its_features(fused: StreamingWanVAE, latents: torch.Tensor) -> None:
     _, cache = fused.decode(latents, None)
-    storages = {feature.untyped_storage().data_ptr(): feature.untyped_storage().nbytes() for feature in cache.features}
+    storages = {
+        feature.untyped_storage().data_ptr(): feature.untyped_storage().nbytes()
+        for feature in cache.features
+    }
     assert sum(storages.values()) == cache.nbytes
 
 
@@ -93,7 +101,9 @@ def test_streams_together_equal_each_alone(fused: StreamingWanVAE, latents: torc
     assert fused.takes_streams
     streams = [latents.roll(shift, dims=4) for shift in range(3)]
     caches = [fused.decode(of_one[:, :, :1], None)[1] for of_one in streams]
-    pixels, joined = fused.decode(torch.cat([of_one[:, :, 1:3] for of_one in streams]), VAECache.joined(caches))
+    pixels, joined = fused.decode(
+        torch.cat([of_one[:, :, 1:3] for of_one in streams]), VAECache.joined(caches)
+    )
     for index, own in enumerate(joined.of_streams()):
         alone, cache = fused.decode(streams[index][:, :, 1:3], caches[index])
         torch.testing.assert_close(pixels[index : index + 1], alone, atol=TOLERANCE, rtol=0)
@@ -106,7 +116,9 @@ def test_weights_that_are_loaded_later_are_used(latents: torch.Tensor) -> None:
     changed, fused = random_vae(seed=3), random_vae(fuse=plainly_fused)
     fused.decode(latents[:, :, :1], None)
     fused.load_state_dict(changed.state_dict())
-    torch.testing.assert_close(fused.decode(latents, None)[0], changed.decode(latents, None)[0], atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(
+        fused.decode(latents, None)[0], changed.decode(latents, None)[0], atol=TOLERANCE, rtol=0
+    )
 
 
 def test_a_cpu_keeps_the_plain_decoder() -> None:
@@ -132,10 +144,14 @@ def test_three_frames_of_channels_make_a_causal_convolution(layout: Layout) -> N
     stacked = stack_frames(Activation(x.flatten(0, 1)), past, layout=layout)
     frames = stacked.frames.permute(0, 3, 1, 2)
     if layout is Layout.SIDE_BY_SIDE:
-        found = functional.conv2d(frames, layer.weight.transpose(1, 2).flatten(1, 2), layer.bias, padding=1)
+        found = functional.conv2d(
+            frames, layer.weight.transpose(1, 2).flatten(1, 2), layer.bias, padding=1
+        )
         found = found.permute(0, 2, 3, 1).unflatten(0, (2, 3))
     else:
-        of_taps = functional.conv2d(frames, taps_as_channels(layer.weight), padding=1).permute(0, 2, 3, 1)
+        of_taps = functional.conv2d(frames, taps_as_channels(layer.weight), padding=1).permute(
+            0, 2, 3, 1
+        )
         found = sum_of_taps(of_taps.unflatten(0, (2, 5)), layer.bias)
     expected = layer(torch.cat((past, x), dim=1).permute(0, 4, 1, 2, 3)).permute(0, 2, 3, 4, 1)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fused encoder with its passes in plain torch (fp32, CPU) equals the plain one: latents, caches, cuts.
+"""The fused encoder with its passes in plain torch (fp32, CPU) equals the plain one: latents,
+caches, cuts.
 
 The passes as kernels: test_stack_kernels.py.
 """
@@ -8,8 +9,8 @@ import pytest
 import torch
 from vae_streams import assert_caches_close, encode_stream, plainly_fused_encoder, random_vae
 
-from vllm_omni.model_executor.models.wan.fused_encoder import fused_encoder
-from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE
+from vllm_omni.model_executor.models.wan.vae.fused_encoder import fused_encoder
+from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE
 
 TOLERANCE = 1e-4
 """Latents of about unit size, fp32 sums in another order."""
@@ -32,7 +33,9 @@ def fused() -> StreamingWanVAE:
 
 @pytest.fixture(scope="module")
 def pixels() -> torch.Tensor:
-    return torch.randn(1, 3, sum(CUTS), 24, 40, generator=torch.Generator().manual_seed(1)).clamp(-1, 1)
+    return torch.randn(1, 3, sum(CUTS), 24, 40, generator=torch.Generator().manual_seed(1)).clamp(
+        -1, 1
+    )
 
 
 def test_latents_and_cache_equal_the_plain_encoder(
@@ -59,17 +62,23 @@ def test_cuts_change_no_bit(fused: StreamingWanVAE, pixels: torch.Tensor) -> Non
 def test_a_stream_moves_between_the_encoders(
     plain: StreamingWanVAE, fused: StreamingWanVAE, pixels: torch.Tensor
 ) -> None:
-    """A cache that one of them left is one that the other goes on from: snapshots of either open on either."""
+    """A cache that one of them left is one that the other goes on from: snapshots of either open
+    on either.
+    """
     expected, expected_cache = plain.encode(pixels, None)
     for first, second in ((plain, fused), (fused, plain)):
         for cut in (1, 5):
-            begun, cache = first.encode(pixels[:, :, :cut], None)
+            started, cache = first.encode(pixels[:, :, :cut], None)
             rest, cache = second.encode(pixels[:, :, cut:], cache)
-            torch.testing.assert_close(torch.cat((begun, rest), dim=2), expected, atol=TOLERANCE, rtol=TOLERANCE)
+            torch.testing.assert_close(
+                torch.cat((started, rest), dim=2), expected, atol=TOLERANCE, rtol=TOLERANCE
+            )
             assert_caches_close(cache, expected_cache)
 
 
-def test_a_call_leaves_its_cache_and_its_frames_untouched(fused: StreamingWanVAE, pixels: torch.Tensor) -> None:
+def test_a_call_leaves_its_cache_and_its_frames_untouched(
+    fused: StreamingWanVAE, pixels: torch.Tensor
+) -> None:
     given = pixels.clone()
     _, cache = fused.encode(given[:, :, :5], None)
     before = cache.clone()
@@ -82,7 +91,10 @@ def test_a_call_leaves_its_cache_and_its_frames_untouched(fused: StreamingWanVAE
 def test_a_cache_keeps_only_its_features(fused: StreamingWanVAE, pixels: torch.Tensor) -> None:
     for frames in (1, 13):
         _, cache = fused.encode(pixels[:, :, :frames], None)
-        storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in cache.features}
+        storages = {
+            each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
+            for each in cache.features
+        }
         assert sum(storages.values()) == cache.nbytes
 
 
@@ -109,7 +121,9 @@ def test_a_gpu_encodes_fused_in_bfloat16_as_exactly_as_the_plain_one(pixels: tor
         plain = an_encoder(base_dim=32, dtype=torch.bfloat16, fuse_encoder=lambda encoder: None)
     assert fused_encoder(fused.encoder) is not None
     found, as_before = (vae.encode(pixels.cuda(), None)[0].cpu() for vae in (fused, plain))
-    error, usual = (float((latents - exact).norm() / exact.norm()) for latents in (found, as_before))
+    error, usual = (
+        float((latents - exact).norm() / exact.norm()) for latents in (found, as_before)
+    )
     assert error < 1.25 * usual, (error, usual)
     whole, cut = fused.encode(pixels.cuda(), None), encode_stream(fused, pixels.cuda(), CUTS)
     assert torch.equal(whole[0], cut[0])

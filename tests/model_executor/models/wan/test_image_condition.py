@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The streamed condition: bit-equal to encoding the whole clip, settled once it no longer changes, per session."""
+"""The streamed condition: bit-equal to encoding the whole clip, settled once it no longer
+changes, per session.
+"""
 
 from pathlib import Path
 
@@ -7,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from vllm_omni.model_executor.models.wan.image_condition import ConditionState, GreyCondition
-from vllm_omni.model_executor.models.wan.pictures import prepare_image
-from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAEConfig
-from vllm_omni.model_executor.models.wan.weights import load_vae
+from vllm_omni.model_executor.models.wan.checkpoint.loading import load_vae
+from vllm_omni.model_executor.models.wan.images.files import prepare_image
+from vllm_omni.model_executor.models.wan.images.image_condition import ConditionState, GreyCondition
+from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE, VAEConfig
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "lingbot"
 
@@ -27,7 +29,9 @@ def image() -> torch.Tensor:
     return load_file(GOLDEN / "vae.safetensors")["image"][None, :, None]
 
 
-def stream(condition: GreyCondition, image: torch.Tensor, chunks: list[int]) -> tuple[torch.Tensor, ConditionState]:
+def stream(
+    condition: GreyCondition, image: torch.Tensor, chunks: list[int]
+) -> tuple[torch.Tensor, ConditionState]:
     parts, state = [], None
     for index, num_latents in enumerate(chunks):
         y, state = condition.next(image if index == 0 else None, num_latents, state)
@@ -38,7 +42,9 @@ def stream(condition: GreyCondition, image: torch.Tensor, chunks: list[int]) -> 
 
 @pytest.mark.parametrize("chunks", [[3, 3, 3], [1, 4, 4], [9]])
 def test_streamed_condition_equals_the_original_whole_clip(condition, image, chunks):
-    """In chunks of any size: mask 1 on the image's frame only, then the latents of image and grey frames."""
+    """In chunks of any size: mask 1 on the image's frame only, then the latents of image and
+    grey frames.
+    """
     y, _ = stream(condition, image, chunks)
     assert y.shape == (20, 9, 2, 3)
     assert y.dtype == torch.float32
@@ -51,9 +57,11 @@ def test_streamed_condition_equals_the_original_whole_clip(condition, image, chu
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2**-8), (torch.bfloat16, 2**-5)])
 def test_condition_settles_when_changes_no_longer_count(image, dtype, tolerance):
-    """The encoder is not run until bits are equal; what is repeated is near what it would have returned.
+    """The encoder is not run until bits are equal; what is repeated is near what it would have
+    returned.
 
-    Error over the latents' deviation: in fp32 no more than what bfloat16 rounds by, in bfloat16 a few roundings.
+    Error over the latents' deviation: in fp32 no more than what bfloat16 rounds by, in bfloat16 a
+    few roundings.
     """
     vae = StreamingWanVAE(VAEConfig(base_dim=4), decoder=False, dtype=dtype)
     load_vae(vae, GOLDEN / "vae_tiny_weights_orig_names.safetensors")
@@ -67,12 +75,16 @@ def test_condition_settles_when_changes_no_longer_count(image, dtype, tolerance)
     assert 9 <= until <= 24
     assert torch.equal(y[4:, :until], whole[:, :until])
     assert (y[4:] - whole).abs().max() <= tolerance * whole[:, -1].std()
-    first_equal = next(frame for frame in range(1, 42) if torch.equal(whole[:, frame], whole[:, frame - 1]))
+    first_equal = next(
+        frame for frame in range(1, 42) if torch.equal(whole[:, frame], whole[:, frame - 1])
+    )
     assert until < first_equal
 
 
 @pytest.mark.parametrize("chunks", [[42], [20, 22], [7] * 6])
-def test_a_host_that_does_not_wait_for_the_device_gets_the_same_condition(condition, image, chunks, monkeypatch):
+def test_a_host_that_does_not_wait_for_the_device_gets_the_same_condition(
+    condition, image, chunks, monkeypatch
+):
     """The encoder then runs on in the chunk in which the stream settles, for nothing."""
     expected_y, expected = stream(condition, image, chunks)
     monkeypatch.setattr(GreyCondition, "_is_heard", staticmethod(lambda flag: False))
@@ -100,7 +112,9 @@ def test_a_condition_on_a_gpu_is_made_without_waiting_for_it(image):
     assert state.num_encoded == 3 and not state.settled
 
 
-def test_a_settled_condition_costs_no_encoder_run_and_almost_no_memory(condition, image, monkeypatch):
+def test_a_settled_condition_costs_no_encoder_run_and_almost_no_memory(
+    condition, image, monkeypatch
+):
     """Once settled, later chunks come without the encoder and the encoder's cache is gone."""
     _, state = stream(condition, image, [3] * 14)
     monkeypatch.setattr(condition.vae, "encode", None)
@@ -117,7 +131,9 @@ def test_a_dropped_chunk_leaves_the_state_as_it_was(condition, image):
     first, _ = condition.next(None, 3, state)
     second, _ = condition.next(None, 3, state)
     assert torch.equal(first, second)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in state.resolved().tensors().items())
+    assert all(
+        torch.equal(tensor, before[name]) for name, tensor in state.resolved().tensors().items()
+    )
 
 
 def test_two_images_have_two_conditions(condition, image):
@@ -128,7 +144,9 @@ def test_two_images_have_two_conditions(condition, image):
 
 
 def test_a_new_image_restarts_the_condition(condition, image):
-    """An image in the middle of a session starts over: mask on its frame, latents as in a new session."""
+    """An image in the middle of a session starts over: mask on its frame, latents as in a new
+    session.
+    """
     _, state = stream(condition, image, [3, 3])
     switched, _ = condition.next(-image, 3, state)
     fresh, _ = condition.next(-image, 3, None)
@@ -155,10 +173,14 @@ def test_the_condition_needs_an_encoder():
 
 def test_prepare_image_keeps_an_image_of_the_right_size():
     """A uint8 image of the wanted size is only mapped from 0..255 to -1..1."""
-    image = torch.arange(16 * 16 * 3, dtype=torch.int64).remainder(256).to(torch.uint8).view(16, 16, 3)
+    image = (
+        torch.arange(16 * 16 * 3, dtype=torch.int64).remainder(256).to(torch.uint8).view(16, 16, 3)
+    )
     pixels = prepare_image(image, 16, 16)
     assert pixels.shape == (1, 3, 1, 16, 16)
-    torch.testing.assert_close(pixels[0, :, 0].permute(1, 2, 0), image.float() / 127.5 - 1, atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        pixels[0, :, 0].permute(1, 2, 0), image.float() / 127.5 - 1, atol=1e-6, rtol=0
+    )
 
 
 def test_prepare_image_stretches():
@@ -178,7 +200,10 @@ def test_prepare_image_resizes_as_torch_bicubic_without_antialiasing():
 @pytest.mark.parametrize(
     ("image", "message"),
     [
-        (torch.zeros(3, 8, 8, dtype=torch.uint8), r"uint8 image must be \[height, width, 3\], got \[3, 8, 8\]"),
+        (
+            torch.zeros(3, 8, 8, dtype=torch.uint8),
+            r"uint8 image must be \[height, width, 3\], got \[3, 8, 8\]",
+        ),
         (torch.zeros(8, 8, 3), r"float \[3, h, w\]"),
         (torch.zeros(3, 8, 8, dtype=torch.int32), "torch.int32"),
         (torch.full((3, 8, 8), 1.5), "from 0 to 1"),

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CLIP's vision tower: its rows, the sizes read off its files, strict loading in both layouts; images cut to a size."""
+"""CLIP's vision tower: its rows, the sizes read off its files, strict loading in both layouts;
+images cut to a size.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -9,10 +11,10 @@ import torch
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from vllm_omni.model_executor.models.wan.architecture import CLIP_VIT_H, clip_tokens
-from vllm_omni.model_executor.models.wan.checkpoint import WanComponents, find_components
-from vllm_omni.model_executor.models.wan.image_encoder import ImageEncoder, clip_pixels
-from vllm_omni.model_executor.models.wan.pictures import cut_image, middle_box
-from vllm_omni.model_executor.models.wan.weights import load_image_encoder
+from vllm_omni.model_executor.models.wan.checkpoint.layout import WanComponents, find_components
+from vllm_omni.model_executor.models.wan.checkpoint.loading import load_image_encoder
+from vllm_omni.model_executor.models.wan.images.files import cut_image, middle_box
+from vllm_omni.model_executor.models.wan.images.image_encoder import ImageEncoder, clip_pixels
 from vllm_omni.testing.tiny.wan import CLIP, write_diffusers_clip, write_original_clip
 
 
@@ -24,9 +26,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def layout(folder: Path | None) -> WanComponents:
-    place = None if folder is None else find_components(folder)["image_encoder"]
+    position = None if folder is None else find_components(folder)["image_encoder"]
     root = Path() if folder is None else folder
-    return WanComponents(root, root, None, None, None, image_encoder=place)
+    return WanComponents(root, root, None, None, None, image_encoder=position)
 
 
 def pixels(seed: int = 0) -> torch.Tensor:
@@ -34,10 +36,10 @@ def pixels(seed: int = 0) -> torch.Tensor:
 
 
 def loaded(folder: Path) -> ImageEncoder:
-    place = layout(folder).image_encoder
-    assert place is not None
+    position = layout(folder).image_encoder
+    assert position is not None
     encoder = ImageEncoder(CLIP, dtype=torch.float32)
-    load_image_encoder(encoder, place)
+    load_image_encoder(encoder, position)
     return encoder
 
 
@@ -48,14 +50,19 @@ def test_sizes_are_read_off_the_files(folder: Path) -> None:
 
 
 def test_rows_are_the_hidden_states_before_the_last_layer(folder: Path) -> None:
-    """Without the last norm; the last layer is not built. Any size is stretched to the tower's square."""
+    """Without the last norm; the last layer is not built.
+
+    Any size is stretched to the tower's square.
+    """
     encoder = loaded(folder)
     whole = CLIPVisionModel(CLIPVisionConfig(**CLIP)).eval()
     own: dict[str, Any] = dict(encoder.model.state_dict())
     assert not [name for name in own if name.startswith("encoder.layers.2.")]
     whole.load_state_dict(own, strict=False)
     with torch.no_grad():
-        states = whole(pixel_values=clip_pixels(pixels(), 28), output_hidden_states=True).hidden_states
+        states = whole(
+            pixel_values=clip_pixels(pixels(), 28), output_hidden_states=True
+        ).hidden_states
     rows = encoder.encode(pixels())
     torch.testing.assert_close(rows, states[-2][0])
     assert rows.shape == (5, CLIP["hidden_size"])
@@ -66,7 +73,9 @@ def test_both_layouts_are_the_same_tower(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     write_original_clip(tmp_path / "a", 0)
     write_diffusers_clip(tmp_path / "b", 0)
-    assert torch.equal(loaded(tmp_path / "a").encode(pixels()), loaded(tmp_path / "b").encode(pixels()))
+    assert torch.equal(
+        loaded(tmp_path / "a").encode(pixels()), loaded(tmp_path / "b").encode(pixels())
+    )
 
 
 @pytest.mark.parametrize("damage", ["missing", "unexpected", "misshapen"])
@@ -103,7 +112,9 @@ def test_another_file_is_no_tower(tmp_path: Path) -> None:
         ((10, 90), (36, 0, 54, 10)),
     ],
 )
-def test_the_middle_of_an_image_is_cut_to_the_videos_aspect(size: tuple[int, int], box: tuple[int, ...]) -> None:
+def test_the_middle_of_an_image_is_cut_to_the_videos_aspect(
+    size: tuple[int, int], box: tuple[int, ...]
+) -> None:
     image = torch.zeros(*size, 3, dtype=torch.uint8)
     assert middle_box(image, 352, 640) == box
     image[box[1] : box[3], box[0] : box[2]] = 255

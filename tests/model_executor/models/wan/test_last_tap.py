@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A single frame through an autoencoder's convolutions: the last tap alone gives what all three give."""
+"""A single frame through an autoencoder's convolutions: the last tap alone gives what all three
+give.
+"""
 
 import pytest
 import torch
@@ -7,7 +9,7 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d
 from torch import nn
 from torch.nn import functional
 
-from vllm_omni.model_executor.models.lance.vae import LanceVAEConfig, LanceWanVAE
+from vllm_omni.model_executor.models.lance.network.vae import LanceVAEConfig, LanceWanVAE
 from vllm_omni.model_executor.models.wan.last_tap import LastTapConv3d, use_last_taps
 
 CONVOLUTIONS = {
@@ -36,7 +38,9 @@ def test_a_first_frame_costs_one_product_of_three(monkeypatch: pytest.MonkeyPatc
     seen = []
     convolve = functional.conv2d
     monkeypatch.setattr(
-        functional, "conv2d", lambda x, weight, *rest: seen.append(weight) or convolve(x, weight, *rest)
+        functional,
+        "conv2d",
+        lambda x, weight, *rest: seen.append(weight) or convolve(x, weight, *rest),
     )
     network(torch.randn(1, 4, 1, 5, 7))
     assert [tuple(weight.shape) for weight in seen] == [(6, 4, 3, 3)]
@@ -48,14 +52,16 @@ def small_vae() -> LanceWanVAE:
 
 
 @torch.no_grad()
-def test_a_picture_is_the_first_frame_of_its_clip() -> None:
+def test_a_image_is_the_first_frame_of_its_clip() -> None:
     vae = small_vae()
     latents = torch.randn(1, 48, 2, 3, 4)
-    torch.testing.assert_close(vae.decode_video(latents[:, :, :1]), vae.decode_video(latents)[:, :, :1])
+    torch.testing.assert_close(
+        vae.decode_video(latents[:, :, :1]), vae.decode_video(latents)[:, :, :1]
+    )
 
 
 @torch.no_grad()
-def test_a_picture_is_what_diffusers_decodes() -> None:
+def test_a_image_is_what_diffusers_decodes() -> None:
     """By its own method, which keeps every layer's input for a next frame."""
     vae = small_vae()
     latents = torch.randn(1, 48, 1, 3, 4)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decode shared by ranks in bands of rows gives the whole decoder's frames (fp32, gloo, a process a rank)."""
+"""A decode shared by ranks in bands of rows gives the whole decoder's frames (fp32, gloo, a
+process a rank).
+"""
 
 from datetime import timedelta
 from pathlib import Path
@@ -13,15 +15,22 @@ from vae_streams import decode_stream, plainly_fused
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.interfaces import check_parallel_decode
-from vllm_omni.model_executor.layers.parallel import ParallelContext
-from vllm_omni.model_executor.models.wan.split_decode import RowBands
-from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAEConfig, cache_nbytes, to_uint8
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
+from vllm_omni.model_executor.models.wan.vae.split_decode import RowBands
+from vllm_omni.model_executor.models.wan.vae.vae import (
+    StreamingWanVAE,
+    VAEConfig,
+    cache_nbytes,
+    to_uint8,
+)
 from vllm_omni.outputs import RequestFailed
 
 CONFIG = VAEConfig(base_dim=4)
 WIDTH = 6
 TOLERANCE = 1e-5
-"""Pixels in [-1, 1]; kernels sum a band of another height in another order (not bit for bit: measured 1e-6)."""
+"""Pixels in [-1, 1]; kernels sum a band of another height in another order (not bit for bit:
+measured 1e-6).
+"""
 CUTS = [1, 3, 2]
 
 
@@ -30,7 +39,9 @@ def build(bands: RowBands | None = None, **options: Any) -> StreamingWanVAE:
     generator = torch.Generator().manual_seed(0)
     for name, parameter in vae.named_parameters():
         scale = 0.6 / parameter[0].numel() ** 0.5 if parameter.dim() > 1 else 0.6
-        parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * scale + ("gamma" in name))
+        parameter.data.copy_(
+            torch.randn(parameter.shape, generator=generator) * scale + ("gamma" in name)
+        )
     return vae
 
 
@@ -39,7 +50,9 @@ def latents(height: int) -> torch.Tensor:
 
 
 def check_bands(bands: RowBands, heights: list[int], options: dict[str, Any]) -> None:
-    """Streams of several heights on one decoder, in pieces: pixels, cache, its bytes, and joined frames."""
+    """Streams of several heights on one decoder, in pieces: pixels, cache, its bytes, and joined
+    frames.
+    """
     whole, mine = build(), build(bands, **options)
     assert dict(mine.named_parameters()).keys() == dict(whole.named_parameters()).keys()
     for height in heights:
@@ -50,7 +63,9 @@ def check_bands(bands: RowBands, heights: list[int], options: dict[str, Any]) ->
         assert expected.std() > 0.1, "frames that differ from place to place"
         torch.testing.assert_close(pixels, expected[:, :, :, ours], atol=TOLERANCE, rtol=0)
         assert cache.nbytes == mine.decoder_cache_nbytes(8 * height, 8 * WIDTH)
-        assert cache.nbytes == cache_nbytes(CONFIG, "decoder", 8 * len(rows), 8 * WIDTH, torch.float32)
+        assert cache.nbytes == cache_nbytes(
+            CONFIG, "decoder", 8 * len(rows), 8 * WIDTH, torch.float32
+        )
         for feature, of_all in zip(cache.features, expected_cache.features, strict=True):
             start = rows.start * of_all.shape[3] // height
             band = of_all[:, :, :, start : start + feature.shape[3]]
@@ -67,14 +82,17 @@ def check_one_piece(bands: RowBands) -> None:
     """How a stream is cut changes nothing of a band, bit for bit."""
     mine = build(bands)
     whole_clip, cache = mine.decode(latents(5), None)
-    pieces, last = decode_stream(mine, latents(5), CUTS)
-    assert torch.equal(pieces, whole_clip) and last.equal(cache)
+    parts, last = decode_stream(mine, latents(5), CUTS)
+    assert torch.equal(parts, whole_clip) and last.equal(cache)
 
 
 def check_layout(bands: RowBands) -> None:
     """Neighbours' rows leave a channels-last picture channels-last, and stand where they belong."""
     rows = torch.arange(4.0) + 10 * bands.rank
-    for shape, layout in (((1, 3, 2, 4, 5), torch.channels_last_3d), ((2, 3, 4, 5), torch.channels_last)):
+    for shape, layout in (
+        ((1, 3, 2, 4, 5), torch.channels_last_3d),
+        ((2, 3, 4, 5), torch.channels_last),
+    ):
         x = rows.view(-1, 1).expand(shape).contiguous(memory_format=layout)
         out = bands.with_neighbours(x)
         assert out.is_contiguous(memory_format=layout)
@@ -89,22 +107,31 @@ def check_graph(bands: RowBands) -> None:
     mine = build(bands)
     x = latents(4)
     _, cache = mine.decode(x[:, :, :1], None)
-    piece = mine.post_quant_conv(bands.take(x[:, :, 1:2]))
+    part = mine.post_quant_conv(bands.take_band(x[:, :, 1:2]))
     with torch.inference_mode():
-        expected = mine.decoder(piece, feat_cache=list(cache.features), feat_idx=[0])
-        compiled = torch.compile(mine.decoder.forward, backend="aot_eager", fullgraph=True, dynamic=False)
-        torch.testing.assert_close(compiled(piece, feat_cache=list(cache.features), feat_idx=[0]), expected)
+        expected = mine.decoder(part, feat_cache=list(cache.features), feat_idx=[0])
+        compiled = torch.compile(
+            mine.decoder.forward, backend="aot_eager", fullgraph=True, dynamic=False
+        )
+        torch.testing.assert_close(
+            compiled(part, feat_cache=list(cache.features), feat_idx=[0]), expected
+        )
 
 
 def _rank(rank: int, size: int, rendezvous: str, checks: list[tuple[Any, ...]]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+        "gloo",
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=60),
     )
     try:
         for check, *arguments in checks:
             check(RowBands(rank, size, dist.group.WORLD), *arguments)
-        dist.barrier()  # a rank that has what it needs must not hang up on one that is still sending
+        # a rank that has what it needs must not hang up on one that is still sending
+        dist.barrier()
     finally:
         dist.destroy_process_group()
 
@@ -127,7 +154,7 @@ def test_bands_equal_the_whole_decoder(tmp_path: Path, size: int, heights: list[
     run(size, tmp_path / "rendezvous", (check_bands, heights, {}))
 
 
-def test_parts_of_a_latent_frame_pieces_of_a_stream_and_memory_layout(tmp_path: Path) -> None:
+def test_parts_of_a_latent_frame_parts_of_a_stream_and_memory_layout(tmp_path: Path) -> None:
     run(
         2,
         tmp_path / "rendezvous",
@@ -161,7 +188,9 @@ def test_rows_are_all_taken_once() -> None:
 
 
 def test_who_decodes() -> None:
-    """Of ranks that share layers all or the first; with a VAE stage, those beside each other there."""
+    """Of ranks that share layers all or the first; with a VAE stage, those beside each other
+    there.
+    """
     group: Any = object()
     for decode_group, decoding in ((None, [True, False]), (group, [True, True])):
         alone = [ParallelContext(rank, 2, group, decode_group=decode_group) for rank in range(2)]
@@ -169,7 +198,15 @@ def test_who_decodes() -> None:
         assert [rank.shares_decode for rank in alone] == [decode_group is not None] * 2
         for stage in range(2):
             stages = [
-                ParallelContext(rank, 2, group, stage=stage, num_stages=1, vae_stage=True, decode_group=decode_group)
+                ParallelContext(
+                    rank,
+                    2,
+                    group,
+                    stage=stage,
+                    num_stages=1,
+                    vae_stage=True,
+                    decode_group=decode_group,
+                )
                 for rank in range(2)
             ]
             assert [rank.decodes for rank in stages] == (decoding if stage else [False, False])
@@ -177,10 +214,10 @@ def test_who_decodes() -> None:
 
 def test_the_option() -> None:
     """Asking for it with one rank, or of a model that cannot, is refused."""
-    asked = OmniConfig(vae_parallel=True)
-    asked.check_ranks(2)
+    requested = OmniConfig(vae_parallel=True)
+    requested.check_ranks(2)
     with pytest.raises(ValueError, match="--tensor-parallel-size 2 or more"):
-        asked.check_ranks(1)
+        requested.check_ranks(1)
     with pytest.raises(ValueError, match="the decode of object cannot be split"):
-        check_parallel_decode(object(), asked)
+        check_parallel_decode(object(), requested)
     assert not check_parallel_decode(object(), OmniConfig())

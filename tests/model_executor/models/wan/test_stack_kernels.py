@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fused decoder's kernel against the same pass in plain torch; on a CPU by Triton's interpreter."""
+"""The fused decoder's kernel against the same pass in plain torch; on a CPU by Triton's
+interpreter.
+"""
 
 from itertools import product
 from typing import Any
@@ -9,12 +11,12 @@ import torch
 from helpers.triton_interpreter import interpret
 from vae_streams import assert_caches_close, random_vae
 
-from vllm_omni.model_executor.models.wan import stacked_frames
-from vllm_omni.model_executor.models.wan.fused_decoder import FusedDecoder
-from vllm_omni.model_executor.models.wan.fused_encoder import FusedEncoder
-from vllm_omni.model_executor.models.wan.fused_layers import Passes
-from vllm_omni.model_executor.models.wan.stacked_frames import Activation, Layout
-from vllm_omni.model_executor.models.wan.winograd import product_dtype
+from vllm_omni.model_executor.models.wan.vae import stacked_frames
+from vllm_omni.model_executor.models.wan.vae.fused_decoder import FusedDecoder
+from vllm_omni.model_executor.models.wan.vae.fused_encoder import FusedEncoder
+from vllm_omni.model_executor.models.wan.vae.fused_layers import Passes
+from vllm_omni.model_executor.models.wan.vae.stacked_frames import Activation, Layout
+from vllm_omni.model_executor.models.wan.vae.winograd import product_dtype
 
 CASES: list[dict[str, Any]] = [
     {"channels": channels, "streams": streams, "frames": frames, "size": size, **options}
@@ -22,7 +24,13 @@ CASES: list[dict[str, Any]] = [
         [(6, 1, 3, (4, 6)), (16, 2, 1, (2, 2)), (33, 2, 4, (6, 10))],
         [
             {"gamma": True, "layout": Layout.SIDE_BY_SIDE},
-            {"gamma": True, "layout": Layout.SIDE_BY_SIDE, "bias": True, "residual": True, "want_sum": True},
+            {
+                "gamma": True,
+                "layout": Layout.SIDE_BY_SIDE,
+                "bias": True,
+                "residual": True,
+                "want_sum": True,
+            },
             {"gamma": True, "layout": Layout.IN_TURN, "bias": True, "edge_rows": 1},
             {
                 "gamma": True,
@@ -38,21 +46,54 @@ CASES: list[dict[str, Any]] = [
     )
 ]
 CASES += [
-    {"channels": channels, "streams": streams, "frames": frames, "size": (4, 6), "gamma": True, **options}
+    {
+        "channels": channels,
+        "streams": streams,
+        "frames": frames,
+        "size": (4, 6),
+        "gamma": True,
+        **options,
+    }
     for (channels, streams, frames), options in product(
         [(6, 1, 2), (33, 2, 4)],
         [
-            {"layout": Layout.COMBINED, "bias": True, "want_sum": True, "shuffled": True, "edge_rows": 1},
-            {"layout": Layout.COMBINED, "bias": True, "residual": True, "want_sum": True, "products": True},
+            {
+                "layout": Layout.COMBINED,
+                "bias": True,
+                "want_sum": True,
+                "shuffled": True,
+                "edge_rows": 1,
+            },
+            {
+                "layout": Layout.COMBINED,
+                "bias": True,
+                "residual": True,
+                "want_sum": True,
+                "products": True,
+            },
             {"layout": Layout.COMBINED, "bias": True, "products": True, "edge_rows": 1},
             {"layout": Layout.SIDE_BY_SIDE, "bias": True, "residual": True, "products": True},
-            {"layout": Layout.IN_TURN, "bias": True, "residual": True, "products": True, "edge_rows": 1},
+            {
+                "layout": Layout.IN_TURN,
+                "bias": True,
+                "residual": True,
+                "products": True,
+                "edge_rows": 1,
+            },
         ],
     )
 ]
 """Combined by F(2, 3) and F(4, 3) before a convolution, behind one, and both."""
 CASES += [
-    {"channels": 33, "streams": 2, "frames": 1, "size": (4, 6), "gamma": True, "layout": Layout.ALONE, **options}
+    {
+        "channels": 33,
+        "streams": 2,
+        "frames": 1,
+        "size": (4, 6),
+        "gamma": True,
+        "layout": Layout.ALONE,
+        **options,
+    }
     for options in (
         {"bias": True, "residual": True, "want_sum": True},
         {"bias": True, "shuffled": True, "want_sum": True, "edge_rows": 1},
@@ -89,18 +130,26 @@ def check_pass(kernels: Any, case: dict[str, Any], dtype: torch.dtype, device: s
         terms = [None if term is None else term.to(dtype, copy=True) for term in (bias, residual)]
         return Activation(x.to(of_x, copy=True), *terms, shuffled=shuffled, products=products)
 
-    exact = {name: value.float() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+    exact = {
+        name: value.float() if isinstance(value, torch.Tensor) else value
+        for name, value in options.items()
+    }
     expected = stacked_frames.stack_frames(activation(torch.float32), past.float(), **exact)
     found = kernels.stack_frames(activation(dtype), past, **options)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     edge = options.get("edge_rows", 0)
     own = slice(edge, found.frames.shape[-3] - edge)
-    pairs = [(found.frames[..., own, :, :], expected.frames[..., own, :, :]), (found.newest, expected.newest)]
+    pairs = [
+        (found.frames[..., own, :, :], expected.frames[..., own, :, :]),
+        (found.newest, expected.newest),
+    ]
     assert (found.total is None) == (expected.total is None)
     if found.total is not None and expected.total is not None:
         pairs.append((found.total, expected.total))
     if not shuffled:
-        pairs.append((kernels.add_up(activation(dtype)), stacked_frames.add_up(activation(torch.float32))))
+        pairs.append(
+            (kernels.add_up(activation(dtype)), stacked_frames.add_up(activation(torch.float32)))
+        )
     for value, wanted in pairs:
         torch.testing.assert_close(value.float(), wanted, atol=tolerance, rtol=tolerance)
 
@@ -137,7 +186,7 @@ def check_encoder(kernels: Any) -> None:
 
 @torch.inference_mode()
 def interpreted(rank: int) -> None:
-    from vllm_omni.model_executor.models.wan import stack_kernels
+    from vllm_omni.model_executor.models.wan.vae import stack_kernels
 
     for case in CASES:
         check_pass(stack_kernels, case, torch.float32, "cpu")
@@ -153,7 +202,7 @@ def test_the_kernel_equals_plain_torch_in_the_interpreter() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_kernel_equals_plain_torch_on_a_gpu(dtype: torch.dtype) -> None:
-    from vllm_omni.model_executor.models.wan import stack_kernels
+    from vllm_omni.model_executor.models.wan.vae import stack_kernels
 
     for case in CASES:
         check_pass(stack_kernels, case, dtype, "cuda")

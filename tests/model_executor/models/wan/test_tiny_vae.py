@@ -6,8 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_omni.model_executor.models.wan.taehv import Grow, MemoryBlock
-from vllm_omni.model_executor.models.wan.tiny_vae import CHANNELS, TinyVAEDecoder, load_tiny_vae, tiny_vae_channels
+from vllm_omni.model_executor.models.wan.vae.taehv import Grow, MemoryBlock
+from vllm_omni.model_executor.models.wan.vae.tiny_vae import (
+    CHANNELS,
+    TinyVAEDecoder,
+    load_tiny_vae,
+    tiny_vae_channels,
+)
 from vllm_omni.testing.tiny.wan import write_tiny_vae
 
 TOLERANCE = 1e-5
@@ -28,7 +33,9 @@ def vae(weights: Path) -> TinyVAEDecoder:
 
 
 def whole(vae: TinyVAEDecoder, latents: torch.Tensor) -> torch.Tensor:
-    """Frame after frame through each block, the frame before beside it, nothing before the first."""
+    """Frame after frame through each block, the frame before beside it, nothing before the
+    first.
+    """
     x = latents[0].transpose(0, 1)
     for layer in vae.decoder:
         if isinstance(layer, MemoryBlock):
@@ -43,8 +50,8 @@ def whole(vae: TinyVAEDecoder, latents: torch.Tensor) -> torch.Tensor:
 def test_a_stream_cut_anywhere_equals_the_whole_clip(vae: TinyVAEDecoder, cut: list[int]) -> None:
     latents = torch.randn(1, 16, 7, 4, 6, generator=torch.Generator().manual_seed(1))
     cache, parts = None, []
-    for piece in latents.split(cut, dim=2):
-        pixels, cache = vae.decode(piece, cache)
+    for part in latents.split(cut, dim=2):
+        pixels, cache = vae.decode(part, cache)
         parts.append(pixels)
         assert cache.nbytes == vae.decoder_cache_nbytes(32, 48)
     streamed = torch.cat(parts, dim=2)
@@ -54,7 +61,9 @@ def test_a_stream_cut_anywhere_equals_the_whole_clip(vae: TinyVAEDecoder, cut: l
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize(("channels", "factor"), [(8, 1), (8, 2), (3, 2)])
-def test_frames_grow_as_if_enlarged_first(channels: int, factor: int, layout: torch.memory_format) -> None:
+def test_frames_grow_as_if_enlarged_first(
+    channels: int, factor: int, layout: torch.memory_format
+) -> None:
     """As the original does; three fp32 channels do not fill words of eight bytes."""
     grow = Grow(channels, factor)
     x = torch.randn(3, channels, 4, 6).contiguous(memory_format=layout)
@@ -76,8 +85,15 @@ def test_released_weights_have_taehvs_names_and_sizes(tmp_path: Path) -> None:
     """`taew2_1.pth`: 22.6 MB of fp32 with its encoder; the decoder's half is loaded, strictly."""
     decoder = TinyVAEDecoder()
     names = {name: tuple(p.shape) for name, p in decoder.named_parameters()}
-    assert names["decoder.3.conv.0.weight"] == (256, 512, 3, 3) and names["decoder.19.conv.weight"] == (128, 64, 1, 1)
-    assert names["decoder.13.conv.weight"] == (256, 128, 1, 1) and names["decoder.22.weight"] == (3, 64, 3, 3)
+    assert names["decoder.3.conv.0.weight"] == (256, 512, 3, 3) and names[
+        "decoder.19.conv.weight"
+    ] == (128, 64, 1, 1)
+    assert names["decoder.13.conv.weight"] == (256, 128, 1, 1) and names["decoder.22.weight"] == (
+        3,
+        64,
+        3,
+        3,
+    )
     assert tiny_vae_channels(None) == CHANNELS
     stored = {name: torch.zeros(shape) for name, shape in names.items()}
     torch.save({**stored, "encoder.0.weight": torch.zeros(64, 3, 3, 3)}, tmp_path / "taew2_1.pth")

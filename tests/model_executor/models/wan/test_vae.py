@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The streaming VAE: equal to the original implementation, and a stream equals the whole clip bit for bit.
+"""The streaming VAE: equal to the original implementation, and a stream equals the whole clip bit
+for bit.
 
-`tests/golden/lingbot/vae*` were recorded on CPU in float32 from the original Wan VAE at dim 4 with random weights.
+`tests/golden/lingbot/vae*` were recorded on CPU in float32 from the original Wan VAE at dim 4 with
+random weights.
 """
 
 import json
@@ -19,7 +21,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.profiler import ProfilerActivity, profile
 from vae_streams import decode_stream, encode_stream
 
-from vllm_omni.model_executor.models.wan.vae import (
+from vllm_omni.model_executor.models.wan.vae.vae import (
     StreamingWanVAE,
     VAECache,
     VAEConfig,
@@ -89,7 +91,9 @@ def test_a_streamed_encode_equals_the_whole_clip_bit_for_bit(vae, clip, cuts):
 
 @pytest.mark.parametrize("cuts", [[3, 3, 3], [1, 1, 1, 3, 3], [2, 7], [9]])
 def test_a_streamed_decode_equals_the_whole_clip_bit_for_bit(vae, golden, cuts):
-    """Where a stream of latents is cut does not change one bit of its frames, nor of the cache left behind."""
+    """Where a stream of latents is cut does not change one bit of its frames, nor of the cache
+    left behind.
+    """
     whole, whole_cache = vae.decode(golden["latents"], None)
     pixels, cache = decode_stream(vae, golden["latents"], cuts)
     assert torch.equal(pixels, whole)
@@ -98,25 +102,32 @@ def test_a_streamed_decode_equals_the_whole_clip_bit_for_bit(vae, golden, cuts):
 
 @pytest.mark.parametrize("frames_per_call", [1, 2, 3, 4])
 def test_fewer_frames_per_call_give_the_same_frames(vae, weights, golden, frames_per_call):
-    """However many frames the decoder's largest levels take at a time, frames and cache are the same.
+    """However many frames the decoder's largest levels take at a time, frames and cache are the
+    same.
 
-    Bit for bit where convolutions sum in one order whatever the number of frames; on a CPU that is so for two and four.
+    Bit for bit where convolutions sum in one order whatever the number of frames; on a CPU that is
+    so for two and four.
     """
     small = StreamingWanVAE(VAEConfig(base_dim=4), encoder=False, frames_per_call=frames_per_call)
-    small.load_state_dict({name: value for name, value in weights.items() if name in small.state_dict()})
+    small.load_state_dict(
+        {name: value for name, value in weights.items() if name in small.state_dict()}
+    )
     whole, whole_cache = vae.decode(golden["latents"], None)
     pixels, cache = decode_stream(small, golden["latents"], [2, 3, 4])
     tolerance = TOLERANCE if frames_per_call % 2 else 0.0
     torch.testing.assert_close(pixels, whole, atol=tolerance, rtol=0)
     for feature, expected in zip(cache.features, whole_cache.features, strict=True):
-        torch.testing.assert_close(feature, expected, atol=10 * tolerance, rtol=0)  # activations, not pixels
+        # activations, not pixels
+        torch.testing.assert_close(feature, expected, atol=10 * tolerance, rtol=0)
 
 
 @pytest.mark.parametrize("cuts", [[3, 3, 3], [1, 1, 1, 3, 3], [9]])
 def test_cuts_change_nothing_with_few_frames_per_call(weights, golden, cuts):
     """With one frame per call, too, where a stream is cut does not change one bit."""
     small = StreamingWanVAE(VAEConfig(base_dim=4), encoder=False, frames_per_call=1)
-    small.load_state_dict({name: value for name, value in weights.items() if name in small.state_dict()})
+    small.load_state_dict(
+        {name: value for name, value in weights.items() if name in small.state_dict()}
+    )
     whole, whole_cache = small.decode(golden["latents"], None)
     pixels, cache = decode_stream(small, golden["latents"], cuts)
     assert torch.equal(pixels, whole)
@@ -130,25 +141,37 @@ def test_frames_per_call_must_be_positive():
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """Most bytes that torch held at a time beyond what it held before, as its own profiler counts allocations."""
+    """Most bytes that torch held at a time beyond what it held before, as its own profiler
+    counts allocations.
+    """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         work()
     kineto = profiled.profiler.kineto_results
-    changes = sorted((event.start_ns(), event.nbytes()) for event in kineto.events() if event.name() == "[memory]")
+    changes = sorted(
+        (event.start_ns(), event.nbytes())
+        for event in kineto.events()
+        if event.name() == "[memory]"
+    )
     return max(accumulate(nbytes for _, nbytes in changes))
 
 
 def test_memory_of_a_decode_does_not_grow_with_its_latents():
-    """Beside the cache it was given, a call holds one cache and one latent frame's work, whatever it decodes.
+    """Beside the cache it was given, a call holds one cache and one latent frame's work, whatever
+    it decodes.
 
-    In fp32: a CPU without bf16 converts to it as it goes. Seen: 2.4 caches of work, 1.6 with one frame per call.
+    In fp32: a CPU without bf16 converts to it as it goes. Seen: 2.4 caches of work, 1.6 with one
+    frame per call.
     """
     latents = torch.randn(1, 16, 5, 8, 12, generator=torch.Generator().manual_seed(0))
     peaks = {}
     for frames_per_call in (None, 1):
-        vae = StreamingWanVAE(VAEConfig(base_dim=16), encoder=False, frames_per_call=frames_per_call)
+        vae = StreamingWanVAE(
+            VAEConfig(base_dim=16), encoder=False, frames_per_call=frames_per_call
+        )
         _, cache = vae.decode(latents[:, :, :1], None)
-        peaks[frames_per_call] = peak_bytes(partial(vae.decode, latents[:, :, 1:], cache)) / cache.nbytes
+        peaks[frames_per_call] = (
+            peak_bytes(partial(vae.decode, latents[:, :, 1:], cache)) / cache.nbytes
+        )
         two_latents = peak_bytes(partial(vae.decode, latents[:, :, 1:3], cache)) / cache.nbytes
         assert peaks[frames_per_call] < two_latents + 0.3
     assert peaks[None] < 2.5
@@ -159,13 +182,20 @@ def test_memory_of_a_decode_does_not_grow_with_its_latents():
 @pytest.mark.nightly  # compiles
 @pytest.mark.parametrize("frames_per_call", [None, 1, 2])
 def test_a_compiled_decoder_keeps_only_its_features(frames_per_call):
-    """A cache holds the bytes it says, though compiled code hands out features as parts of larger buffers."""
-    vae = StreamingWanVAE(VAEConfig(base_dim=16), encoder=False, compiled=True, frames_per_call=frames_per_call)
+    """A cache holds the bytes it says, though compiled code hands out features as parts of
+    larger buffers.
+    """
+    vae = StreamingWanVAE(
+        VAEConfig(base_dim=16), encoder=False, compiled=True, frames_per_call=frames_per_call
+    )
     eager = StreamingWanVAE(VAEConfig(base_dim=16), encoder=False)
     eager.load_state_dict(vae.state_dict())
     latents = torch.randn(1, 16, 3, 4, 6, generator=torch.Generator().manual_seed(0))
     pixels, cache = vae.decode(latents, None)
-    storages = {feature.untyped_storage().data_ptr(): feature.untyped_storage().nbytes() for feature in cache.features}
+    storages = {
+        feature.untyped_storage().data_ptr(): feature.untyped_storage().nbytes()
+        for feature in cache.features
+    }
     assert sum(storages.values()) == cache.nbytes
     torch.testing.assert_close(pixels, eager.decode(latents, None)[0], atol=TOLERANCE, rtol=0)
 
@@ -177,7 +207,9 @@ def test_decode_equals_diffusers_own_decode(vae, weights, golden):
     mean, std = vae.latents_mean, vae.latents_std
     with torch.no_grad():
         expected = reference.eval().decode(golden["latents"] * std + mean).sample
-    torch.testing.assert_close(vae.decode(golden["latents"], None)[0], expected, atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(
+        vae.decode(golden["latents"], None)[0], expected, atol=TOLERANCE, rtol=0
+    )
 
 
 def test_a_call_leaves_the_cache_it_was_given_untouched(vae, golden):
@@ -198,44 +230,63 @@ def test_cache_bytes_are_constant_and_known_in_advance(golden, clip, dtype):
         _, cache = vae.decode(latent, cache)
         assert cache.nbytes == vae.decoder_cache_nbytes(16, 24)
     cache = None
-    for piece in clip.split([1] + [4] * 8, dim=2):
-        _, cache = vae.encode(piece, cache)
+    for part in clip.split([1] + [4] * 8, dim=2):
+        _, cache = vae.encode(part, cache)
         assert cache.nbytes == vae.encoder_cache_nbytes(16, 24)
 
 
 def test_cache_shapes_equal_the_recorded_ones(vae, golden):
-    """After a stream each causal convolution of the decoder keeps the frames that the original keeps."""
+    """After a stream each causal convolution of the decoder keeps the frames that the original
+    keeps.
+    """
     recorded = json.loads((GOLDEN / "vae_dec_cache_shapes.json").read_text())
     _, cache = vae.decode(golden["latents"], None)
-    assert [list(feature.shape) for feature in cache.features] == [shape for shape in recorded if shape]
+    assert [list(feature.shape) for feature in cache.features] == [
+        shape for shape in recorded if shape
+    ]
 
 
 def test_real_decoder_cache_is_1801_mib():
-    """At 480x832 in bfloat16 the real decoder's cache is 1801 MiB, as published for another implementation."""
+    """At 480x832 in bfloat16 the real decoder's cache is 1801 MiB, as published for another
+    implementation.
+    """
     assert round(cache_nbytes(VAEConfig(), "decoder", 480, 832, torch.bfloat16) / 2**20) == 1801
 
 
 def test_streams_that_are_decoded_together_equal_each_alone(vae, golden):
-    """Within float tolerance, pixels and caches; each keeps memory of its own, whatever becomes of the others."""
+    """Within float tolerance, pixels and caches; each keeps memory of its own, whatever becomes
+    of the others.
+    """
     latents = [golden["latents"].roll(shift, dims=4) for shift in range(3)]
     caches = [vae.decode(of_one[:, :, :1], None)[1] for of_one in latents]
     assert vae.takes_streams
-    pixels, joined = vae.decode(torch.cat([of_one[:, :, 1:4] for of_one in latents]), VAECache.joined(caches))
+    pixels, joined = vae.decode(
+        torch.cat([of_one[:, :, 1:4] for of_one in latents]), VAECache.joined(caches)
+    )
     for index, own in enumerate(joined.of_streams()):
         alone, cache = vae.decode(latents[index][:, :, 1:4], caches[index])
         assert (pixels[index] - alone[0]).abs().max() <= TOLERANCE
         assert all(
-            torch.allclose(a, b, atol=1e-4, rtol=1e-4) for a, b in zip(own.features, cache.features, strict=True)
+            torch.allclose(a, b, atol=1e-4, rtol=1e-4)
+            for a, b in zip(own.features, cache.features, strict=True)
         )
-        assert sum(feature.untyped_storage().nbytes() for feature in own.features) == own.nbytes == cache.nbytes
+        assert (
+            sum(feature.untyped_storage().nbytes() for feature in own.features)
+            == own.nbytes
+            == cache.nbytes
+        )
 
 
 def test_cache_round_trips_through_named_tensors(vae, golden):
-    """`tensors()` names every tensor of a cache; a cache rebuilt from them continues the stream identically."""
+    """`tensors()` names every tensor of a cache; a cache rebuilt from them continues the stream
+    identically.
+    """
     _, cache = vae.decode(golden["latents"][:, :, :3], None)
     rebuilt = VAECache(tuple(tensor.clone() for _, tensor in sorted(cache.tensors().items())))
     for original, copy in zip(
-        vae.decode(golden["latents"][:, :, 3:6], cache), vae.decode(golden["latents"][:, :, 3:6], rebuilt), strict=True
+        vae.decode(golden["latents"][:, :, 3:6], cache),
+        vae.decode(golden["latents"][:, :, 3:6], rebuilt),
+        strict=True,
     ):
         assert original.equal(copy)
 
@@ -244,14 +295,16 @@ def test_bfloat16_stays_close_to_float32(vae, weights, golden):
     """bfloat16 frames differ from float32 ones by a few grey levels on average at most."""
     half = StreamingWanVAE(VAEConfig(base_dim=4), dtype=torch.bfloat16)
     half.load_state_dict(weights)
-    difference = to_uint8(half.decode(golden["latents"], None)[0]).int() - golden["decoded_whole_u8_round"][0].permute(
-        1, 2, 3, 0
-    )
+    difference = to_uint8(half.decode(golden["latents"], None)[0]).int() - golden[
+        "decoded_whole_u8_round"
+    ][0].permute(1, 2, 3, 0)
     assert difference.abs().float().mean() < 2.0
 
 
 def test_encoder_and_decoder_can_be_built_alone(weights, clip, golden):
-    """A pipeline stage without frames to decode needs no decoder; each half has its own parameters only."""
+    """A pipeline stage without frames to decode needs no decoder; each half has its own
+    parameters only.
+    """
     encoder = StreamingWanVAE(VAEConfig(base_dim=4), decoder=False)
     decoder = StreamingWanVAE(VAEConfig(base_dim=4), encoder=False)
     assert (encoder.has_encoder, encoder.has_decoder) == (True, False)
@@ -267,7 +320,9 @@ def test_full_size_has_the_published_tensors_and_parameters():
     assert sum(parameter.numel() for parameter in vae.parameters()) == 126_892_531
 
 
-@pytest.mark.parametrize(("frames", "started"), [(0, False), (4, False), (8, False), (1, True), (5, True), (0, True)])
+@pytest.mark.parametrize(
+    ("frames", "started"), [(0, False), (4, False), (8, False), (1, True), (5, True), (0, True)]
+)
 def test_frame_counts_that_are_no_group_are_refused(vae, clip, frames, started):
     """A stream takes 1 + 4n frames first and 4n later; anything else names what arrived."""
     cache = vae.encode(clip[:, :, :1], None)[1] if started else None
@@ -301,7 +356,9 @@ def test_config_round_trips_through_the_diffusers_keys():
     ],
 )
 def test_configs_of_other_autoencoders_are_refused(changed, message):
-    """A config of another network is an error that names the key, never a silently different VAE."""
+    """A config of another network is an error that names the key, never a silently different
+    VAE.
+    """
     with pytest.raises(ValueError, match=message):
         VAEConfig.from_dict({**VAEConfig().to_dict(), **changed})
 
@@ -310,7 +367,9 @@ def test_configs_of_other_autoencoders_are_refused(changed, message):
 def test_later_latents_are_one_graph_for_each_part(
     monkeypatch: pytest.MonkeyPatch, weights: dict[str, torch.Tensor], frames_per_call: int | None
 ) -> None:
-    """`fullgraph`: what the compiler cannot trace is an error, which the decoder would answer by not compiling."""
+    """`fullgraph`: what the compiler cannot trace is an error, which the decoder would answer by
+    not compiling.
+    """
     plain = StreamingWanVAE(VAEConfig(base_dim=4), encoder=False, frames_per_call=frames_per_call)
     compile_for_real, graphs = torch.compile, []
 
@@ -324,7 +383,9 @@ def test_later_latents_are_one_graph_for_each_part(
         return compile_for_real(network, backend=backend, **options)
 
     monkeypatch.setattr(torch, "compile", traced)
-    in_graphs = StreamingWanVAE(VAEConfig(base_dim=4), encoder=False, compiled=True, frames_per_call=frames_per_call)
+    in_graphs = StreamingWanVAE(
+        VAEConfig(base_dim=4), encoder=False, compiled=True, frames_per_call=frames_per_call
+    )
     decoder = {name: tensor for name, tensor in weights.items() if name in plain.state_dict()}
     for vae in (plain, in_graphs):
         vae.load_state_dict(decoder)
@@ -333,11 +394,15 @@ def test_later_latents_are_one_graph_for_each_part(
     frames, _ = decode_stream(in_graphs, latents, [1, 1, 1])
     assert torch.equal(frames, expected)
     parts = 1 if frames_per_call is None else 3
-    assert len(graphs) <= 2 * parts, "on a CPU a first latent's features lie otherwise than later ones'"
+    assert len(graphs) <= 2 * parts, (
+        "on a CPU a first latent's features lie otherwise than later ones'"
+    )
 
 
 def test_what_cannot_be_compiled_runs_as_it_is(
-    monkeypatch: pytest.MonkeyPatch, weights: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch,
+    weights: dict[str, torch.Tensor],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     attempts = []
 
@@ -349,7 +414,10 @@ def test_what_cannot_be_compiled_runs_as_it_is(
         return compiled
 
     monkeypatch.setattr(torch, "compile", fails)
-    vaes = [StreamingWanVAE(VAEConfig(base_dim=4), encoder=False, compiled=compiled) for compiled in (False, True)]
+    vaes = [
+        StreamingWanVAE(VAEConfig(base_dim=4), encoder=False, compiled=compiled)
+        for compiled in (False, True)
+    ]
     decoder = {name: tensor for name, tensor in weights.items() if name in vaes[0].state_dict()}
     latents = torch.randn(1, 16, 6, 2, 3, generator=torch.Generator().manual_seed(0))
     for vae in vaes:

@@ -1,27 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""F(2, 3) and F(4, 3) along time: exact in exact arithmetic, and closer to it in fp16 than bf16 is without them."""
+"""F(2, 3) and F(4, 3) along time: exact in exact arithmetic, and closer to it in fp16 than bf16
+is without them.
+"""
 
 import pytest
 import torch
 from torch.nn import functional
 
-from vllm_omni.model_executor.models.wan.stacked_frames import Activation, Layout, add_up, stack_frames
-from vllm_omni.model_executor.models.wan.winograd import OF_FRAMES, product_dtype
+from vllm_omni.model_executor.models.wan.vae.stacked_frames import (
+    Activation,
+    Layout,
+    add_up,
+    stack_frames,
+)
+from vllm_omni.model_executor.models.wan.vae.winograd import OF_FRAMES, product_dtype
 
 
 @pytest.mark.parametrize("frames", list(OF_FRAMES))
 def test_products_give_a_filter_of_three_taps(frames: int) -> None:
     winograd = OF_FRAMES[frames]
     inputs, weights, results = (
-        torch.tensor(matrix, dtype=torch.float64) for matrix in (winograd.inputs, winograd.weights, winograd.results)
+        torch.tensor(matrix, dtype=torch.float64)
+        for matrix in (winograd.inputs, winograd.weights, winograd.results)
     )
     x, taps = torch.randn(frames + 2, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
     expected = torch.stack([x[t : t + 3] @ taps for t in range(frames)])
-    torch.testing.assert_close(results @ ((weights @ taps) * (inputs @ x)), expected, atol=1e-12, rtol=0)
+    torch.testing.assert_close(
+        results @ ((weights @ taps) * (inputs @ x)), expected, atol=1e-12, rtol=0
+    )
 
 
-def _convolved(past: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """[B, T, H, W, O] by combined frames. past: [B, 2, H, W, C]; x: [B, T, H, W, C]; weight: [O, C, 3, 3, 3]."""
+def _convolved(
+    past: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+) -> torch.Tensor:
+    """[B, T, H, W, O] by combined frames. past: [B, 2, H, W, C]; x: [B, T, H, W, C]; weight: [O,
+    C, 3, 3, 3].
+    """
     stacked = stack_frames(Activation(x.flatten(0, 1)), past, layout=Layout.COMBINED)
     weights = OF_FRAMES[x.shape[1]].transformed(weight)
     products = [
@@ -58,14 +72,18 @@ def test_fp16_products_lose_less_than_bf16_frames(frames: int) -> None:
     """The same layer in a bf16 network: results, as the next pass adds them up in fp32."""
     x, weight, bias = _case(frames)
     exact = _direct(x.double(), weight.double(), bias.double())
-    of_bf16 = _direct(x.bfloat16().float(), weight, torch.zeros_like(bias)).bfloat16().float() + bias
+    of_bf16 = (
+        _direct(x.bfloat16().float(), weight, torch.zeros_like(bias)).bfloat16().float() + bias
+    )
     # The bias in fp32, so that the sum is not rounded to bf16 here.
     past = x[:, :2].bfloat16()
     stacked = stack_frames(Activation(x[:, 2:].flatten(0, 1)), past, layout=Layout.COMBINED).frames
     weights = OF_FRAMES[frames].transformed(weight.bfloat16())
     assert stacked.dtype == weights.dtype == product_dtype(torch.bfloat16) == torch.float16
     products = [
-        functional.conv2d(each.permute(0, 3, 1, 2).float(), of_one.float(), padding=1).half().permute(0, 2, 3, 1)
+        functional.conv2d(each.permute(0, 3, 1, 2).float(), of_one.float(), padding=1)
+        .half()
+        .permute(0, 2, 3, 1)
         for each, of_one in zip(stacked, weights, strict=True)
     ]
     of_products = add_up(Activation(torch.stack(products), bias, products=True)).view_as(exact)

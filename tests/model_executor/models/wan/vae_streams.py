@@ -1,33 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A clip through the streaming VAE in pieces, as a session's chunks come; VAEs with random weights."""
+"""A clip through the streaming VAE in pieces, as a session's chunks come; VAEs with random
+weights.
+"""
 
 from typing import Any
 
 import torch
 
-from vllm_omni.model_executor.models.wan.fused_decoder import FusedDecoder
-from vllm_omni.model_executor.models.wan.fused_encoder import FusedEncoder
-from vllm_omni.model_executor.models.wan.fused_layers import Passes
-from vllm_omni.model_executor.models.wan.split_decode import RowBands
-from vllm_omni.model_executor.models.wan.stacked_frames import add_up, stack_frames
-from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAECache, VAEConfig
+from vllm_omni.model_executor.models.wan.vae.fused_decoder import FusedDecoder
+from vllm_omni.model_executor.models.wan.vae.fused_encoder import FusedEncoder
+from vllm_omni.model_executor.models.wan.vae.fused_layers import Passes
+from vllm_omni.model_executor.models.wan.vae.split_decode import RowBands
+from vllm_omni.model_executor.models.wan.vae.stacked_frames import add_up, stack_frames
+from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE, VAECache, VAEConfig
 
 
-def encode_stream(vae: StreamingWanVAE, pixels: torch.Tensor, cuts: list[int]) -> tuple[torch.Tensor, VAECache]:
-    """Return all latents and what the stream remembers after them. cuts: pixel frames of each piece."""
+def encode_stream(
+    vae: StreamingWanVAE, pixels: torch.Tensor, cuts: list[int]
+) -> tuple[torch.Tensor, VAECache]:
+    """Return all latents and what the stream remembers after them. cuts: pixel frames of each
+    piece.
+    """
     latents, cache = [], None
-    for piece in pixels.split(cuts, dim=2):
-        latent, cache = vae.encode(piece, cache)
+    for part in pixels.split(cuts, dim=2):
+        latent, cache = vae.encode(part, cache)
         latents.append(latent)
     assert cache is not None
     return torch.cat(latents, dim=2), cache
 
 
-def decode_stream(vae: StreamingWanVAE, latents: torch.Tensor, cuts: list[int]) -> tuple[torch.Tensor, VAECache]:
-    """Return all pixels and what the stream remembers after them. cuts: latent frames of each piece."""
+def decode_stream(
+    vae: StreamingWanVAE, latents: torch.Tensor, cuts: list[int]
+) -> tuple[torch.Tensor, VAECache]:
+    """Return all pixels and what the stream remembers after them. cuts: latent frames of each
+    piece.
+    """
     pixels, cache = [], None
-    for piece in latents.split(cuts, dim=2):
-        frames, cache = vae.decode(piece, cache)
+    for part in latents.split(cuts, dim=2):
+        frames, cache = vae.decode(part, cache)
         pixels.append(frames)
     assert cache is not None
     return torch.cat(pixels, dim=2), cache
@@ -40,7 +50,9 @@ def assert_caches_close(cache: VAECache, expected: VAECache) -> None:
 
 
 def random_vae(seed: int = 0, base_dim: int = 4, **options: Any) -> StreamingWanVAE:
-    """A decoder, or what `options` say, with random weights, under which frames differ from place to place."""
+    """A decoder, or what `options` say, with random weights, under which frames differ from
+    place to place.
+    """
     vae = StreamingWanVAE(VAEConfig(base_dim=base_dim), **{"encoder": False, **options})
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in vae.named_parameters():

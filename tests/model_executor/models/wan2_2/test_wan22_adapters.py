@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters of Wan 2.2: both experts, or one of them as names of tensors or of files say; equal to merged weights."""
+"""Adapters of Wan 2.2: both experts, or one of them as names of tensors or of files say; equal
+to merged weights.
+"""
 
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from helpers.wan22_driver import finish, load_model, start
 from safetensors.torch import load_file, save_file
 
 from vllm_omni.inputs import Lora
-from vllm_omni.model_executor.lora.store import AdapterStore
+from vllm_omni.model_executor.layers.lora.store import AdapterStore
 from vllm_omni.model_executor.models.wan2_2.pipeline import EXPERTS, Wan22
 
 TOLERANCE = 2e-4
@@ -32,9 +34,15 @@ def made(model: Wan22, seed: int) -> files.Factors:
 
 def one_of_both(tmp_path: Path, high: files.Factors, low: files.Factors) -> Path:
     """diffusers' file of two networks."""
-    first = load_file(files.write_diffusers(high, tmp_path / "first") / "pytorch_lora_weights.safetensors")
-    second = load_file(files.write_diffusers(low, tmp_path / "second") / "pytorch_lora_weights.safetensors")
-    second = {name.replace("transformer.", "transformer_2."): tensor for name, tensor in second.items()}
+    first = load_file(
+        files.write_diffusers(high, tmp_path / "first") / "pytorch_lora_weights.safetensors"
+    )
+    second = load_file(
+        files.write_diffusers(low, tmp_path / "second") / "pytorch_lora_weights.safetensors"
+    )
+    second = {
+        name.replace("transformer.", "transformer_2."): tensor for name, tensor in second.items()
+    }
     save_file(first | second, tmp_path / "both.safetensors")
     return tmp_path / "both.safetensors"
 
@@ -49,7 +57,9 @@ def two_files(tmp_path: Path, high: files.Factors, low: files.Factors) -> Path:
 
 
 @pytest.mark.parametrize("write", [one_of_both, two_files])
-def test_each_expert_has_its_own(write: object, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_each_expert_has_its_own(
+    write: object, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
     model = load_model(checkpoints["t2v"])
     high, low = made(model, 1), made(model, 2)
     store = make_store(model, {"both": write(tmp_path, high, low)})  # type: ignore[operator]
@@ -66,9 +76,13 @@ def test_each_expert_has_its_own(write: object, checkpoints: dict[str, Path], tm
 
 @pytest.mark.parametrize(
     ("name", "experts"),
-    [("anime.safetensors", EXPERTS), ("wan22_HIGH_rank4.safetensors", (HIGH,)), ("slow_flow-low.safetensors", (LOW,))],
+    [
+        ("anime.safetensors", EXPERTS),
+        ("wan22_HIGH_rank4.safetensors", (HIGH,)),
+        ("slow_flow-low.safetensors", (LOW,)),
+    ],
 )
-def test_the_name_of_a_file_tells_its_expert(
+def test_the_name_of_a_file_reports_its_expert(
     name: str, experts: tuple[str, ...], checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     """Without a mark it is for both."""
@@ -79,4 +93,6 @@ def test_the_name_of_a_file_tells_its_expert(
     reference = load_model(checkpoints["t2v"])
     for expert in experts:
         files.merge(reference.experts[expert], files.differences(own, 1.0))
-    torch.testing.assert_close(got, latents(reference, make_store(reference), []), atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(
+        got, latents(reference, make_store(reference), []), atol=TOLERANCE, rtol=0
+    )

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two branches of classifier-free guidance on two ranks (gloo, two processes) equal one rank."""
+"""The two branches of classifier-free guidance on two ranks (gloo, two processes) equal one
+rank.
+"""
 
 from datetime import timedelta
 from pathlib import Path
@@ -10,10 +12,12 @@ import torch.distributed as dist
 from helpers.rank_processes import run_ranks
 from helpers.wan22_driver import NEGATIVE, Wan22, load_model, start, step
 
-from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 
 TOLERANCE = 5e-5
-"""fp32 latents of order 1 after four steps: products over one branch and over both are cut differently."""
+"""fp32 latents of order 1 after four steps: products over one branch and over both are cut
+differently.
+"""
 
 
 def _latents(model: Wan22) -> list[torch.Tensor]:
@@ -31,11 +35,17 @@ def _latents(model: Wan22) -> list[torch.Tensor]:
 def _compare(rank: int, rendezvous: str, checkpoint: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+        "gloo",
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=60),
     )
     try:
         expected = _latents(load_model(checkpoint))
-        model = load_model(checkpoint, ParallelContext(rank, 2, dist.group.WORLD), cfg_parallel=True)
+        model = load_model(
+            checkpoint, ParallelContext(rank, 2, dist.group.WORLD), cfg_parallel=True
+        )
         assert model.decodes == (rank == 0)
         got = _latents(model)
         for ours, one_rank in zip(got, expected, strict=True):

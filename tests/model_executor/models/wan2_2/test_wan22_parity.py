@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our pipeline against diffusers' `WanPipeline` and `WanImageToVideoPipeline` on the same tiny weights and seed, fp32.
+"""Our pipeline against diffusers' `WanPipeline` and `WanImageToVideoPipeline` on the same tiny
+weights and seed, fp32.
 
-What differs: diffusers embeds timesteps and normalises in single precision where we use double or another order, and it
-runs the two guidance branches one after the other. Seen: latents 9e-6 to 2e-5 apart, frames equal.
+What differs: diffusers embeds timesteps and normalises in single precision where we use double or
+another order, and it runs the two guidance branches one after the other. Seen: latents 9e-6 to 2e-5
+apart, frames equal.
 """
 
 from pathlib import Path
@@ -11,12 +13,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.wan22_driver import HEIGHT, NEGATIVE, NUM_FRAMES, PROMPT, WIDTH, load_model, make_video, picture
+from helpers.wan22_driver import (
+    HEIGHT,
+    NEGATIVE,
+    NUM_FRAMES,
+    PROMPT,
+    WIDTH,
+    load_model,
+    make_video,
+    picture,
+)
 from PIL import Image
 
 LATENTS = 1e-4
 """Largest difference of a latent (their standard deviation is about 1)."""
-CASES = {"t2v": ("t2v", False), "i2v": ("i2v", True), "ti2v from text": ("ti2v", False), "ti2v": ("ti2v", True)}
+CASES = {
+    "t2v": ("t2v", False),
+    "i2v": ("i2v", True),
+    "ti2v from text": ("ti2v", False),
+    "ti2v": ("ti2v", True),
+}
 
 
 def diffusers_result(path: Path, with_image: bool, output_type: str, **call: Any) -> Any:
@@ -55,7 +71,12 @@ def test_latents_equal_those_of_diffusers(checkpoints: dict[str, Path], case: st
     layout, with_image = CASES[case]
     second = {} if layout == "ti2v" else {"guidance_scale_2": 3.0}
     expected = diffusers_result(
-        checkpoints[layout], with_image, "latent", num_inference_steps=12, guidance_scale=4.0, **second
+        checkpoints[layout],
+        with_image,
+        "latent",
+        num_inference_steps=12,
+        guidance_scale=4.0,
+        **second,
     )[0]
     _, tensors = make_video(
         load_model(checkpoints[layout]),
@@ -75,9 +96,13 @@ def test_latents_equal_those_of_diffusers(checkpoints: dict[str, Path], case: st
 
 @pytest.mark.parametrize("case", CASES)
 def test_frames_equal_those_of_diffusers(checkpoints: dict[str, Path], case: str) -> None:
-    """uint8 frames are equal but where a value lies on the edge between two levels; without guidance, one branch."""
+    """uint8 frames are equal but where a value lies on the edge between two levels; without
+    guidance, one branch.
+    """
     layout, with_image = CASES[case]
-    expected = diffusers_result(checkpoints[layout], with_image, "np", num_inference_steps=3, guidance_scale=1.0)[0]
+    expected = diffusers_result(
+        checkpoints[layout], with_image, "np", num_inference_steps=3, guidance_scale=1.0
+    )[0]
     meta, tensors = make_video(
         load_model(checkpoints[layout]),
         {"image": picture()} if with_image else {},
@@ -87,7 +112,10 @@ def test_frames_equal_those_of_diffusers(checkpoints: dict[str, Path], case: str
     )
     levels = np.round(expected * 255).astype(np.int16)
     got = tensors["frames"].numpy().astype(np.int16)
-    assert got.shape == (NUM_FRAMES, HEIGHT, WIDTH, 3) == levels.shape and meta["num_frames"] == NUM_FRAMES
+    assert (
+        got.shape == (NUM_FRAMES, HEIGHT, WIDTH, 3) == levels.shape
+        and meta["num_frames"] == NUM_FRAMES
+    )
     assert levels.std() > 1
     assert np.abs(got - levels).max() <= 1
     assert (got != levels).mean() < 1e-3

@@ -23,12 +23,20 @@ A14B = Wan22Checkpoint("t2v", 0.875, 16, 8, 4)
 
 
 def test_requests_at_different_steps_share_a_forward(checkpoints: dict[str, Path]) -> None:
-    """One starts two steps later; guidance, prompts and lengths of schedule differ; each is what it is alone."""
+    """One starts two steps later; guidance, prompts and lengths of schedule differ; each is what
+    it is alone.
+    """
     model = load_model(checkpoints["t2v"])
     assert isinstance(model, SupportsStepExecution)
     wanted: list[dict[str, Any]] = [
         {"seed": 1, "num_inference_steps": 8, "output": "latents"},
-        {"seed": 2, "num_inference_steps": 8, "guidance_scale": 1.0, "prompt": "a river", "output": "latents"},
+        {
+            "seed": 2,
+            "num_inference_steps": 8,
+            "guidance_scale": 1.0,
+            "prompt": "a river",
+            "output": "latents",
+        },
     ]
     alone = [make_video(model, **fields)[1]["latents"] for fields in wanted]
     first, second = (start(model, **fields) for fields in wanted)
@@ -63,7 +71,9 @@ def test_experts_change_at_the_boundary(checkpoints: dict[str, Path]) -> None:
 
 
 def test_guidance_defaults_are_the_authors(checkpoints: dict[str, Path]) -> None:
-    """4 above the boundary and 3 below it; a request's one number holds for both; the deployment's wins over ours."""
+    """4 above the boundary and 3 below it; a request's one number holds for both; the
+    deployment's wins over ours.
+    """
 
     def guidance(options: dict[str, Any] | None = None, **params: Any) -> tuple[float, float]:
         sent = DiffusionParams(session_id="a", one_shot=True, prompt="a", **params)
@@ -90,17 +100,23 @@ def test_guidance_defaults_are_the_authors(checkpoints: dict[str, Path]) -> None
         ({"height": 472}, "unsupported_size", "multiples of 16"),
         ({"height": 960}, "unsupported_size", "at most"),
         ({"num_inference_steps": 201}, "invalid_request", "more than 200"),
-        ({"options": {"guidance": 2}}, "invalid_request", "allowed keys: guidance_scale_2, flow_shift"),
+        (
+            {"options": {"guidance": 2}},
+            "invalid_request",
+            "allowed keys: guidance_scale_2, flow_shift",
+        ),
     ],
 )
-def test_requests_that_cannot_be_served_are_refused(fields: dict[str, Any], code: str, words: str) -> None:
+def test_requests_that_cannot_be_served_are_refused(
+    fields: dict[str, Any], code: str, words: str
+) -> None:
     params = DiffusionParams(**{"session_id": "a", "one_shot": True, "prompt": "a", **fields})
     with pytest.raises(RequestFailed, match=words) as failure:
         read_request(params, A14B, Wan22Options(), OmniConfig())
     assert failure.value.code == code
 
 
-def test_pictures_are_checked(checkpoints: dict[str, Path]) -> None:
+def test_images_are_checked(checkpoints: dict[str, Path]) -> None:
     """Required by i2v, unknown to t2v, of the video's size everywhere."""
     with pytest.raises(RequestFailed, match="send the tensor 'image'"):
         start(load_model(checkpoints["i2v"]))
@@ -110,7 +126,7 @@ def test_pictures_are_checked(checkpoints: dict[str, Path]) -> None:
         start(load_model(checkpoints["ti2v"]), {"image": picture()[:32]})
 
 
-def test_the_picture_stands_in_the_first_frame_of_ti2v(checkpoints: dict[str, Path]) -> None:
+def test_the_image_stands_in_the_first_frame_of_ti2v(checkpoints: dict[str, Path]) -> None:
     """Its latents come out as they went in, whatever the network made of the first frame."""
     model = load_model(checkpoints["ti2v"])
     request = start(model, {"image": picture()}, output="latents")
@@ -124,7 +140,9 @@ def test_the_picture_stands_in_the_first_frame_of_ti2v(checkpoints: dict[str, Pa
 def test_warm_up_takes_every_way_through_the_network(
     checkpoints: dict[str, Path], layout: str, clean_frames: list[int]
 ) -> None:
-    """TI2V's text requests are compiled apart from those with a picture: the first of neither kind waits for it."""
+    """TI2V's text requests are compiled apart from those with a picture: the first of neither
+    kind waits for it.
+    """
     model = load_model(checkpoints[layout])
     requests = [
         DiffusionRequest("warm-up", params, dict(tensors), model.new_session(params))
@@ -139,12 +157,25 @@ def test_warm_up_takes_every_way_through_the_network(
 
 def test_directories_and_what_they_say(checkpoints: dict[str, Path]) -> None:
     """Kinds, tasks and recommended defaults are read from the directory."""
-    facts = {layout: FAMILY.hf_config(path)["wan2_2"]["facts"] for layout, path in checkpoints.items()}
-    assert {layout: fact["kind"] for layout, fact in facts.items()} == {layout: layout for layout in checkpoints}
-    assert [facts[layout]["boundary_ratio"] for layout in ("t2v", "i2v", "ti2v")] == [0.875, 0.9, None]
+    facts = {
+        layout: FAMILY.hf_config(path)["wan2_2"]["facts"] for layout, path in checkpoints.items()
+    }
+    assert {layout: info["kind"] for layout, info in facts.items()} == {
+        layout: layout for layout in checkpoints
+    }
+    assert [facts[layout]["boundary_ratio"] for layout in ("t2v", "i2v", "ti2v")] == [
+        0.875,
+        0.9,
+        None,
+    ]
     assert FAMILY.capabilities is not None
-    able = {layout: FAMILY.capabilities(FAMILY.hf_config(path), OmniConfig()) for layout, path in checkpoints.items()}
-    assert able["ti2v"].tasks == ("text_to_video", "image_to_video") and able["i2v"].tasks == ("image_to_video",)
+    able = {
+        layout: FAMILY.capabilities(FAMILY.hf_config(path), OmniConfig())
+        for layout, path in checkpoints.items()
+    }
+    assert able["ti2v"].tasks == ("text_to_video", "image_to_video") and able["i2v"].tasks == (
+        "image_to_video",
+    )
     assert [able[layout].fps for layout in ("t2v", "ti2v")] == [16.0, 24.0]
     assert [able[layout].size_multiple[0] for layout in ("t2v", "ti2v")] == [16, 32]
 
@@ -153,13 +184,17 @@ def test_weights_are_loaded_strictly(checkpoints: dict[str, Path]) -> None:
     """A transformer with other input channels does not fit."""
     model = load_model(checkpoints["t2v"])
     with pytest.raises(ValueError, match="misshapen: 1"):
-        load_transformer(model.experts["transformer"], checkpoints["i2v"] / "transformer", model.config)
+        load_transformer(
+            model.experts["transformer"], checkpoints["i2v"] / "transformer", model.config
+        )
 
 
 def test_session_bytes_grow_with_the_video(checkpoints: dict[str, Path]) -> None:
     model = load_model(checkpoints["t2v"])
     sizes = [
-        model.session_nbytes(DiffusionParams(session_id="a", one_shot=True, prompt="a", num_frames=frames))
+        model.session_nbytes(
+            DiffusionParams(session_id="a", one_shot=True, prompt="a", num_frames=frames)
+        )
         for frames in (5, NUM_FRAMES)
     ]
     assert 0 < sizes[0] < sizes[1]

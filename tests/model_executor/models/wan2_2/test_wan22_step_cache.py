@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.wan22_driver import load_model, make_video, start, step
 
-from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.outputs import RequestFailed
 
 STEPS: dict[str, Any] = {"num_inference_steps": 10, "output": "latents"}
@@ -30,8 +30,12 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["t2v", "ti2v"])
-def test_a_video_with_fewer_forwards(checkpoints: dict[str, Path], forwards: list[str], kind: str) -> None:
-    """Every expert's first step is computed, and the last; a threshold below every change leaves nothing out."""
+def test_a_video_with_fewer_forwards(
+    checkpoints: dict[str, Path], forwards: list[str], kind: str
+) -> None:
+    """Every expert's first step is computed, and the last; a threshold below every change leaves
+    nothing out.
+    """
     model = load_model(checkpoints[kind])
     whole = make_video(model, **STEPS)[1]["latents"]
     experts = list(dict.fromkeys(forwards))
@@ -47,7 +51,9 @@ def test_a_video_with_fewer_forwards(checkpoints: dict[str, Path], forwards: lis
     assert cached["latents"].isfinite().all() and not torch.equal(cached["latents"], whole)
 
 
-def test_steps_that_are_computed_share_no_batch_with_those_that_are_not(checkpoints: dict[str, Path]) -> None:
+def test_steps_that_are_computed_share_no_batch_with_those_that_are_not(
+    checkpoints: dict[str, Path],
+) -> None:
     model = load_model(checkpoints["ti2v"])
     plain, cached = start(model, **STEPS), start(model, **STEPS, options={"step_cache": 100.0})
     assert model.batch_key(plain) == model.batch_key(cached)

@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The streaming autoencoder: streams may be cut anywhere, sizes come back, and nothing is written to."""
+"""The streaming autoencoder: streams may be cut anywhere, sizes come back, and nothing is
+written to.
+"""
 
 import pytest
 import torch
 from test_waypoint_parity import GOLDEN
 
-from vllm_omni.model_executor.models.waypoint.autoencoders import StreamingTAEHV, to_codec, to_pixels
+from vllm_omni.model_executor.checkpoint.tensor_files import open_tensors
+from vllm_omni.model_executor.models.waypoint.autoencoders import (
+    StreamingTAEHV,
+    to_codec,
+    to_pixels,
+)
 from vllm_omni.model_executor.models.waypoint.checkpoint import load_autoencoder
-from vllm_omni.model_executor.tensor_files import open_tensors
 
 
 @pytest.fixture(scope="module")
@@ -21,12 +27,14 @@ def test_a_stream_of_latents_may_be_cut_anywhere(codec: StreamingTAEHV) -> None:
     latents = torch.randn(3, 8, 2, 4, generator=torch.Generator().manual_seed(0))
     whole, end = codec.decode(latents, None)
     first, cache = codec.decode(latents[:1], None)
-    kept = [feature.clone() for feature in cache.features]
+    retained = [feature.clone() for feature in cache.features]
     rest, other = codec.decode(latents[1:], cache)
     assert whole.shape == (12, 3, 32, 64)
     assert torch.allclose(torch.cat((first, rest)), whole, atol=1e-6)
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(end.features, other.features, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(kept, cache.features, strict=True))
+    assert all(
+        torch.allclose(a, b, atol=1e-6) for a, b in zip(end.features, other.features, strict=True)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(retained, cache.features, strict=True))
 
 
 def test_the_decoders_cache_has_its_layout(codec: StreamingTAEHV) -> None:
@@ -42,7 +50,7 @@ def test_frames_come_in_fours(codec: StreamingTAEHV) -> None:
         codec.encode(torch.zeros(3, 3, 32, 64), None)
 
 
-def test_resizing_to_the_codec_and_back_keeps_flat_pictures() -> None:
+def test_resizing_to_the_codec_and_back_keeps_flat_images() -> None:
     frames = torch.full((4, 45, 80, 3), 51, dtype=torch.uint8)
     there = to_codec(frames, (32, 64), torch.float32)
     assert there.shape == (4, 3, 32, 64) and torch.allclose(there, torch.full_like(there, 0.2))

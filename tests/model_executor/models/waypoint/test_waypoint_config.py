@@ -8,7 +8,7 @@ import pytest
 
 from vllm_omni.actions import ActionFrame, read_actions
 from vllm_omni.config import OmniConfig
-from vllm_omni.entrypoints.realtime.facts import WorldFacts
+from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
 from vllm_omni.model_executor.models.waypoint.checkpoint import read_config
 from vllm_omni.model_executor.models.waypoint.config import (
     WaypointConfig,
@@ -48,17 +48,34 @@ RELEASED: dict[str, Any] = {
 
 def test_the_released_config_has_its_sizes() -> None:
     config = WaypointConfig.from_checkpoint(RELEASED)
-    assert config.latent_shape == (32, 32, 64) and config.codec_size == (512, 1024) and config.time_step == 1
+    assert (
+        config.latent_shape == (32, 32, 64)
+        and config.codec_size == (512, 1024)
+        and config.time_step == 1
+    )
     assert [layer for layer in range(24) if config.is_global(layer)] == [3, 7, 11, 15, 19, 23]
     assert [layer for layer in range(24) if config.controlled(layer)] == list(range(0, 24, 3))
     assert config.scheduler_sigmas == (1.0, 0.9, 0.75, 0.3, 0.0)
-    first = WaypointConfig.from_checkpoint({**RELEASED, "global_attn_offset": 0, "inference_fps": 30})
-    assert first.is_global(0) and first.is_global(4) and not first.is_global(3) and first.time_step == 2
+    first = WaypointConfig.from_checkpoint(
+        {**RELEASED, "global_attn_offset": 0, "inference_fps": 30}
+    )
+    assert (
+        first.is_global(0)
+        and first.is_global(4)
+        and not first.is_global(3)
+        and first.time_step == 2
+    )
 
 
 def test_keys_that_are_left_out_have_their_defaults() -> None:
-    values = {key: RELEASED[key] for key in RELEASED if key not in ("n_kv_heads", "patch", "inference_fps")}
-    config = WaypointConfig.from_checkpoint({**values, "temporal_compression": 1, "value_residual": None})
+    values = {
+        key: RELEASED[key]
+        for key in RELEASED
+        if key not in ("n_kv_heads", "patch", "inference_fps")
+    }
+    config = WaypointConfig.from_checkpoint(
+        {**values, "temporal_compression": 1, "value_residual": None}
+    )
     assert (config.n_kv_heads, config.patch, config.inference_fps) == (32, (1, 1), 15)
     assert not config.value_residual and not config.prompted and config.rope_nyquist_frac == 0.8
 
@@ -99,7 +116,10 @@ def test_controls_are_mouse_then_buttons_then_wheel() -> None:
     space = action_space(WaypointConfig.from_checkpoint(RELEASED))
     assert len(space.buttons) == 256 and len(set(space.button_names)) == 256
     assert space.prompt == "none" and space.image == "optional" and space.button_names[0x57] == "w"
-    entries = [ActionFrame(buttons=("w", "mouse_left"), axes={"dx": 3.5, "dy": -1.0}, scroll=-120.0), ["space"]]
+    entries = [
+        ActionFrame(buttons=("w", "mouse_left"), axes={"dx": 3.5, "dy": -1.0}, scroll=-120.0),
+        ["space"],
+    ]
     rows = read_actions(space, entries, {}, 2)
     assert rows is not None
     vectors = control_vectors(rows)
@@ -113,35 +133,47 @@ def test_an_option_of_what_the_checkpoint_fixes_is_refused() -> None:
     checkpoint = {"transformer": RELEASED}
     assert read_stream(checkpoint, OmniConfig(model={"cuda_graphs": True})).options.cuda_graphs
     for name, value in (("window_frames", 4), ("decoder", "tiny"), ("sequence_parallel", True)):
-        with pytest.raises(ValueError, match=f"drop {name}: this model's checkpoint leaves no choice of latent_frames"):
+        with pytest.raises(
+            ValueError,
+            match=f"drop {name}: this model's checkpoint leaves no choice of latent_frames",
+        ):
             read_stream(checkpoint, OmniConfig(model={name: value}))
 
 
-def test_chunks_are_one_latent_frame_and_the_first_has_as_many_video_frames_as_the_others(tmp_path: Path) -> None:
+def test_chunks_are_one_latent_frame_and_the_first_has_as_many_video_frames_as_the_others(
+    tmp_path: Path,
+) -> None:
     """Four in 1.5, one in Waypoint-1; doors learn it from the family."""
     for layout, each in (("v1_5", 4), ("v1", 1)):
         make_tiny(tmp_path / layout, 0, layout)
         checkpoint = FAMILY.hf_config(tmp_path / layout)
-        assert FAMILY.world_facts is not None and FAMILY.action_space is not None
-        facts = WorldFacts(**FAMILY.world_facts(checkpoint, OmniConfig()))
-        assert (facts.first_chunk_frames, facts.chunk_frames, facts.latent_frames(each), facts.fps) == (
+        assert FAMILY.stream_info is not None and FAMILY.action_space is not None
+        info = StreamInfo(**FAMILY.stream_info(checkpoint, OmniConfig()))
+        assert (info.first_chunk_frames, info.chunk_frames, info.latent_frames(each), info.fps) == (
             each,
             each,
             1,
             60,
         )
-        assert facts.split(3 * each, True) == ([each] * 3, 0)
+        assert info.split(3 * each, True) == ([each] * 3, 0)
         plan = WaypointConfig.from_checkpoint(checkpoint["waypoint"]["transformer"]).plan
-        assert [plan.pixel_frames(index) for index in range(2)] == [range(each), range(each, 2 * each)]
-        assert FAMILY.action_space(checkpoint, OmniConfig()).prompt == ("optional" if layout == "v1" else "none")
+        assert [plan.pixel_frames(index) for index in range(2)] == [
+            range(each),
+            range(each, 2 * each),
+        ]
+        assert FAMILY.action_space(checkpoint, OmniConfig()).prompt == (
+            "optional" if layout == "v1" else "none"
+        )
 
 
-def test_videos_begin_with_or_without_an_image_at_the_models_own_sizes(tmp_path: Path) -> None:
+def test_videos_start_with_or_without_an_image_at_the_models_own_sizes(tmp_path: Path) -> None:
     """`/v1/videos` goes by these: 640x360 is no multiple of 16."""
     make_tiny(tmp_path, 0, "v1_5")
     assert FAMILY.capabilities is not None
     taken = FAMILY.capabilities(FAMILY.hf_config(tmp_path), OmniConfig())
-    assert {"world", "text_to_video", "image_to_video"} == set(taken.tasks) and taken.size_multiple == (8, 8)
+    assert {"world", "text_to_video", "image_to_video"} == set(
+        taken.tasks
+    ) and taken.size_multiple == (8, 8)
 
 
 def test_sizes_of_video_are_multiples_of_eight() -> None:

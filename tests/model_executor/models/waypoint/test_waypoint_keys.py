@@ -8,13 +8,17 @@ from vllm_omni.model_executor.models.waypoint.config import virtual_key
 from vllm_omni.outputs import RequestFailed
 
 KEYBOARD = ActionSpace(
-    buttons=tuple(virtual_key(code) for code in range(256)), axes=(Axis(name="dx", title="", unit="px"),), scroll=True
+    buttons=tuple(virtual_key(code) for code in range(256)),
+    axes=(Axis(name="dx", title="", unit="px"),),
+    scroll=True,
 )
 
 
-def test_every_code_has_a_name_of_its_own() -> None:
+def test_every_code_has_a_name_separate() -> None:
     assert len(set(KEYBOARD.button_names)) == 256
-    named = {code: KEYBOARD.button_names[code] for code in (0x01, 0x20, 0x25, 0x30, 0x57, 0x70, 0x5B)}
+    named = {
+        code: KEYBOARD.button_names[code] for code in (0x01, 0x20, 0x25, 0x30, 0x57, 0x70, 0x5B)
+    }
     assert list(named.values()) == ["mouse_left", "space", "left", "0", "w", "f1", "vk_5b"]
     assert virtual_key(0x57).codes == ("KeyW",) and virtual_key(0x5B).codes == ()
 
@@ -26,5 +30,8 @@ def test_a_refusal_lists_the_keys_that_people_press_first() -> None:
     listed = refused.value.message.split("buttons ")[1]
     assert listed.startswith("a, b, c, ") and ", w, " in listed
     assert all(f" {name}," in listed for name in ("space", "mouse_left", "shift", "left"))
-    assert "vk_" not in listed and "and 220 more (the server's greeting lists them under `actions`)" in listed
+    assert (
+        "vk_" not in listed
+        and "and 220 more (the server's greeting lists them under `actions`)" in listed
+    )
     assert listed.endswith("; axes dx; scroll")

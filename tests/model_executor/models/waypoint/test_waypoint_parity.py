@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni verify waypoint` on the recorded directory, and that it notices damage to each kind of file."""
+"""`vllm-omni verify waypoint` on the recorded directory, and that it notices damage to each kind
+of file.
+"""
 
 import json
 import shutil
@@ -16,7 +18,10 @@ GOLDEN = Path(__file__).parents[3] / "golden" / "waypoint"
 
 
 def copy(directory: Path, name: str) -> Path:
-    """Copy one scenario, and the weights that scenarios read beside themselves. Returns the scenario."""
+    """Copy one scenario, and the weights that scenarios read beside themselves.
+
+    Returns the scenario.
+    """
     for path in (GOLDEN / f"{name}.safetensors", *GOLDEN.glob("*_weights.safetensors")):
         shutil.copyfile(path, directory / path.name)
     return directory / f"{name}.safetensors"
@@ -35,7 +40,9 @@ def change(path: Path, tensor: str | None = None, **meta: Any) -> None:
 def test_every_recorded_scenario_holds() -> None:
     report = verify(GOLDEN)
     assert report.ok, report.to_text()
-    recorded = {path.stem for path in GOLDEN.glob("*.safetensors") if not path.stem.endswith("_weights")}
+    recorded = {
+        path.stem for path in GOLDEN.glob("*.safetensors") if not path.stem.endswith("_weights")
+    }
     assert {row.scenario for row in report.rows} == recorded
 
 
@@ -76,16 +83,21 @@ def test_every_recorded_argument_of_the_image_encoder_is_used(tmp_path: Path) ->
     """An encoder that was recorded without its unused log-variance head is built without it."""
     path = copy(tmp_path, "wp1_ae")
     weights = tmp_path / "wp1_ae_tiny_weights.safetensors"
-    kept = {name: tensor for name, tensor in load_file(weights).items() if "conv_out_logvar" not in name}
-    assert len(kept) < len(load_file(weights))
-    save_file(kept, weights)
+    retained = {
+        name: tensor for name, tensor in load_file(weights).items() if "conv_out_logvar" not in name
+    }
+    assert len(retained) < len(load_file(weights))
+    save_file(retained, weights)
     add_setting(path, "encoder_cfg", skip_logvar=True)
     report = verify(tmp_path)
-    assert {row.scenario for row in report.rows if row.ok} == {"wp1_ae"} and report.ok, report.to_text()
+    assert {row.scenario for row in report.rows if row.ok} == {"wp1_ae"} and report.ok, (
+        report.to_text()
+    )
 
 
 @pytest.mark.parametrize(
-    ("scenario", "key"), [("wp1_ae", "encoder_cfg"), ("wp1_ae", "decoder_cfg"), ("wp15_rollout", "cfg")]
+    ("scenario", "key"),
+    [("wp1_ae", "encoder_cfg"), ("wp1_ae", "decoder_cfg"), ("wp15_rollout", "cfg")],
 )
 def test_an_unknown_recorded_setting_is_refused(tmp_path: Path, scenario: str, key: str) -> None:
     """A comparison that left it out would be one of another network."""

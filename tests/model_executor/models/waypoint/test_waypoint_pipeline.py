@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Waypoint session driven as the runner drives it: frames, start images, graphs; nothing leaks between sessions."""
+"""A Waypoint session driven as the runner drives it: frames, start images, graphs; nothing leaks
+between sessions.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -23,8 +25,8 @@ from waypoint_driver import (
 
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import SupportsStepExecution
-from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs
-from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
+from vllm_omni.model_executor.layers.cuda_graphs import ForwardGraphs
 from vllm_omni.model_executor.models.waypoint.checkpoint import LAYOUTS
 from vllm_omni.model_executor.models.waypoint.pipeline import Waypoint
 from vllm_omni.model_executor.models.waypoint.state import WaypointSession
@@ -43,7 +45,12 @@ def chunks() -> list[dict[str, Any]]:
     from vllm_omni.actions import ActionFrame
 
     return [
-        {**chunk, "actions": [ActionFrame(**a) if isinstance(a, dict) else a for a in chunk.get("actions", [])]}
+        {
+            **chunk,
+            "actions": [
+                ActionFrame(**a) if isinstance(a, dict) else a for a in chunk.get("actions", [])
+            ],
+        }
         for chunk in CHUNKS
     ]
 
@@ -70,13 +77,15 @@ def bits(session: WaypointSession) -> tuple[dict[str, torch.Tensor], dict[str, A
     return {name: tensor.clone() for name, tensor in session.tensors().items()}, session.scalars()
 
 
-def assert_same(session: WaypointSession, before: tuple[dict[str, torch.Tensor], dict[str, Any]]) -> None:
+def assert_same(
+    session: WaypointSession, before: tuple[dict[str, torch.Tensor], dict[str, Any]]
+) -> None:
     tensors, scalars = session.tensors(), session.scalars()
     assert scalars == before[1] and tensors.keys() == before[0].keys()
     assert all(torch.equal(tensors[name], before[0][name]) for name in tensors)
 
 
-def test_a_chunk_is_one_latent_frame_and_a_start_image_one_of_its_own(either: Waypoint) -> None:
+def test_a_chunk_is_one_latent_frame_and_a_start_image_one_separate(either: Waypoint) -> None:
     assert isinstance(either, SupportsStepExecution)
     session, each = open_session(either), either.config.temporal_compression
     for index, image in enumerate((True, False, False)):
@@ -87,12 +96,18 @@ def test_a_chunk_is_one_latent_frame_and_a_start_image_one_of_its_own(either: Wa
             step([either], [[request]])
         meta, result = finish(either, request)
         assert (meta["first_frame"], meta["num_frames"]) == (each * index, each)
-        assert result["frames"].shape == (each, HEIGHT, WIDTH, 3) and result["frames"].dtype == torch.uint8
+        assert (
+            result["frames"].shape == (each, HEIGHT, WIDTH, 3)
+            and result["frames"].dtype == torch.uint8
+        )
     assert (session.chunk_index, session.window.committed_frames) == (3, 4)
 
 
 def test_inputs_change_the_frames(either: Waypoint) -> None:
-    """Seed, actions and image. Read from the latents: v1 takes a third of a second to decode a frame."""
+    """Seed, actions and image.
+
+    Read from the latents: v1 takes a third of a second to decode a frame.
+    """
 
     def first(image: int = 0, **params: Any) -> torch.Tensor:
         session, given = open_session(either, output="latents"), {"actions": [["w"]], **params}
@@ -116,7 +131,10 @@ def test_a_prompt_acts_from_the_next_frame_on(checkpoints: dict[str, Path]) -> N
 
 
 def test_forwards_by_graph_are_those_without(checkpoints: dict[str, Path]) -> None:
-    """One graph serves all passes of all frames of a session. A frame of v1 takes long: ten fill its larger rings."""
+    """One graph serves all passes of all frames of a session.
+
+    A frame of v1 takes long: ten fill its larger rings.
+    """
     for layout, frames in (("v1_5", chunks()), ("v1", chunks()[:9])):
         plain, by_graphs = load_world(checkpoints[layout]), load_world(checkpoints[layout])
         by_graphs.transformer.graphs = ForwardGraphs(capture=hold)
@@ -128,7 +146,9 @@ def test_forwards_by_graph_are_those_without(checkpoints: dict[str, Path]) -> No
 def test_a_warm_server_launches_no_pass_of_a_new_session_kernel_by_kernel(
     checkpoints: dict[str, Path], kv_dtype: torch.dtype | None
 ) -> None:
-    """A session's graph is captured in its first pass. With FP8 its first frame, which sets scales, has one of its own.
+    """A session's graph is captured in its first pass.
+
+    With FP8 its first frame, which sets scales, has one of its own.
 
     Warm-up has run every kind of pass of a session with a start image before.
     """
@@ -174,7 +194,11 @@ def test_sessions_at_different_steps_in_one_batch_equal_solo_runs(either: Waypoi
             if len(done[name]) < 4:
                 waiting.append(name)
     assert mixed > 3
-    assert all(torch.equal(ours, alone) for name in names for ours, alone in zip(done[name], solo[name], strict=True))
+    assert all(
+        torch.equal(ours, alone)
+        for name in names
+        for ours, alone in zip(done[name], solo[name], strict=True)
+    )
 
 
 @pytest.mark.parametrize("steps", [1, 3, 5])
@@ -183,12 +207,12 @@ def test_an_aborted_chunk_leaves_no_trace(world: Waypoint, before: int, steps: i
     session = open_session(world)
     for _ in range(before):
         run_chunk(world, session, actions=[["w"]])
-    twin, kept = session.fork("twin"), bits(session)
+    twin, retained = session.fork("twin"), bits(session)
     abandoned = make_request(session, {} if before else {"image": start_image()}, seed=9)
     world.prepare_encode(abandoned)
     for _ in range(steps):
         step([world], [[abandoned]])
-    assert_same(session, kept)
+    assert_same(session, retained)
     assert torch.equal(run_chunk(world, session), run_chunk(world, twin))
 
 
@@ -214,15 +238,19 @@ def test_a_session_holds_the_bytes_that_admission_counted(
     assert session.nbytes == counted == held
 
 
-@pytest.mark.parametrize(("layout", "partitions"), [("v1_5", [(2, 2), (1, 3), (3, 1)]), ("v1", [(1, 3)])])
+@pytest.mark.parametrize(
+    ("layout", "partitions"), [("v1_5", [(2, 2), (1, 3), (3, 1)]), ("v1", [(1, 3)])]
+)
 def test_two_pipeline_stages_equal_one(
     checkpoints: dict[str, Path], layout: str, partitions: list[tuple[int, int]]
 ) -> None:
     """The values of the first layer travel with the residual stream, in v1.5 only. Bit for bit."""
     alone = latents_of([load_world(checkpoints[layout])], chunks())
     for partition in partitions:
-        places = [ParallelContext(stage=n, num_stages=2, partition=partition) for n in range(2)]
-        assert torch.equal(latents_of([load_world(checkpoints[layout], p) for p in places], chunks()), alone)
+        positions = [ParallelContext(stage=n, num_stages=2, partition=partition) for n in range(2)]
+        assert torch.equal(
+            latents_of([load_world(checkpoints[layout], p) for p in positions], chunks()), alone
+        )
 
 
 @pytest.mark.parametrize(

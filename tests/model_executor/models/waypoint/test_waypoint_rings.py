@@ -10,7 +10,7 @@ from test_waypoint_config import RELEASED
 
 from vllm_omni.model_executor.models.waypoint.config import WaypointConfig
 from vllm_omni.model_executor.models.waypoint.state import FrameRings
-from vllm_omni.testing.parity.waypoint import history, kept_frames
+from vllm_omni.testing.parity.waypoint import cached_frames, history
 
 SMALL = replace(
     WaypointConfig.from_checkpoint(RELEASED),
@@ -58,7 +58,9 @@ def run(held: FrameRings, frames: range) -> None:
 
 @pytest.mark.parametrize(("window", "dilation"), [(8, 4), (6, 2), (4, 4), (3, 1), (16, 8)])
 def test_a_frame_sees_what_the_plain_rule_says(window: int, dilation: int) -> None:
-    """Also while noisy values of the frame itself pass through its slot, and after a frame that was given up."""
+    """Also while noisy values of the frame itself pass through its slot, and after a frame that
+    was given up.
+    """
     config = replace(SMALL, global_window=window, global_pinned_dilation=dilation)
     held, stored = rings(config), list[int]()
     for frame in range(40):
@@ -71,7 +73,7 @@ def test_a_frame_sees_what_the_plain_rule_says(window: int, dilation: int) -> No
             assert seen(held, GLOBAL, frame) == [*map(float, expected), value]
         held.commit(frame + 1)
         stored += [frame] if frame % dilation == 0 else []
-        assert kept_frames(held, GLOBAL) == stored[-(window // dilation) :]
+        assert cached_frames(held, GLOBAL) == stored[-(window // dilation) :]
 
 
 def test_a_frame_that_was_given_up_leaves_no_trace() -> None:
@@ -84,7 +86,9 @@ def test_a_frame_that_was_given_up_leaves_no_trace() -> None:
         assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_what_is_saved_is_all_that_later_frames_depend_on_and_a_fork_goes_on_as_the_first() -> None:
+def test_what_is_saved_is_all_that_later_frames_depend_on_and_a_fork_continues_as_the_first() -> (
+    None
+):
     for end in range(1, 20):
         first = rings()
         run(first, range(end))
@@ -96,13 +100,19 @@ def test_what_is_saved_is_all_that_later_frames_depend_on_and_a_fork_goes_on_as_
             for held in (first, fork, copy):
                 run(held, range(frame, frame + 1))
             for layer in (LOCAL, GLOBAL):
-                assert seen(first, layer, frame) == seen(copy, layer, frame) == seen(fork, layer, frame)
+                assert (
+                    seen(first, layer, frame)
+                    == seen(copy, layer, frame)
+                    == seen(fork, layer, frame)
+                )
 
 
 def test_a_session_of_the_released_model_has_its_bytes() -> None:
     """18 local layers of 16 frames and 6 global ones of 17, 2 MiB each."""
     config = WaypointConfig.from_checkpoint(RELEASED)
-    held = FrameRings(config, range(24), num_heads=config.n_kv_heads, dtype=torch.bfloat16, device="meta")
+    held = FrameRings(
+        config, range(24), num_heads=config.n_kv_heads, dtype=torch.bfloat16, device="meta"
+    )
     assert held.nbytes == (18 * 16 + 6 * 17) * 2 << 20
 
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of the network's tensors: the released 393, the engine's 361 and 366, and strict loading of either."""
+"""Names of the network's tensors: the released 393, the engine's 361 and 366, and strict loading
+of either.
+"""
 
 import json
 from collections.abc import Callable
@@ -11,8 +13,14 @@ from safetensors.torch import load_file, save_file
 from test_waypoint_config import RELEASED
 from test_waypoint_parity import GOLDEN
 
-from vllm_omni.model_executor.hub import check_complete
-from vllm_omni.model_executor.models.waypoint.autoencoders import ImageDecoder, ImageEncoder, StreamingTAEHV
+from vllm_omni.model_executor.checkpoint.hub import check_complete
+from vllm_omni.model_executor.checkpoint.loading import shapes_of
+from vllm_omni.model_executor.checkpoint.tensor_files import open_tensors
+from vllm_omni.model_executor.models.waypoint.autoencoders import (
+    ImageDecoder,
+    ImageEncoder,
+    StreamingTAEHV,
+)
 from vllm_omni.model_executor.models.waypoint.checkpoint import (
     LAYOUTS,
     TAEHV_FILES,
@@ -22,8 +30,6 @@ from vllm_omni.model_executor.models.waypoint.checkpoint import (
 from vllm_omni.model_executor.models.waypoint.config import WaypointConfig
 from vllm_omni.model_executor.models.waypoint.releases import released_config
 from vllm_omni.model_executor.models.waypoint.transformer import WaypointTransformer
-from vllm_omni.model_executor.tensor_files import open_tensors
-from vllm_omni.model_executor.weights import shapes_of
 from vllm_omni.testing.parity.comparison import read_tensors
 from vllm_omni.testing.tiny.waypoint import make_tiny
 
@@ -37,7 +43,10 @@ def recorded(name: str) -> tuple[Tensors, WaypointConfig]:
 
 
 def load(tensors: Tensors, config: WaypointConfig, folder: Path) -> WaypointTransformer:
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        folder / "model.safetensors",
+    )
     model = WaypointTransformer(config)
     load_transformer(model, open_tensors(folder / "model.safetensors"))
     return model
@@ -62,7 +71,10 @@ def as_engine(released: Tensors, config: WaypointConfig) -> Tensors:
                 (".dit_mlp.", ".mlp."),
                 ("ctrl_mlpfusion.fc2", "ctrl_mlpfusion.mlp.fc2"),
                 ("attn_cond_head.", "cond_head."),
-                *((f"mlp_cond_head.cond_proj.{j}.", f"cond_head.cond_proj.{j + 3}.") for j in range(3)),
+                *(
+                    (f"mlp_cond_head.cond_proj.{j}.", f"cond_head.cond_proj.{j + 3}.")
+                    for j in range(3)
+                ),
                 ("mlp_cond_head.bias_in", "cond_head.bias_in"),
             ):
                 name = name.replace(old, new)
@@ -72,8 +84,13 @@ def as_engine(released: Tensors, config: WaypointConfig) -> Tensors:
 
 def test_both_spellings_give_the_same_network(tmp_path: Path) -> None:
     released, config = recorded("wp15")
-    ours, theirs = load(released, config, tmp_path), load(as_engine(released, config), config, tmp_path)
-    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+    ours, theirs = (
+        load(released, config, tmp_path),
+        load(as_engine(released, config), config, tmp_path),
+    )
+    assert all(
+        torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True)
+    )
 
 
 def test_heads_of_another_mode_are_left_out(tmp_path: Path) -> None:
@@ -103,7 +120,9 @@ def _drop_shared(tensors: Tensors) -> None:
 
 
 def _twice(tensors: Tensors) -> None:
-    tensors["transformer.blocks.0.mlp.fc1.weight"] = tensors["transformer.blocks.0.dit_mlp.fc1.weight"].clone()
+    tensors["transformer.blocks.0.mlp.fc1.weight"] = tensors[
+        "transformer.blocks.0.dit_mlp.fc1.weight"
+    ].clone()
 
 
 @pytest.mark.parametrize(
@@ -134,13 +153,21 @@ def test_two_biases_of_a_block_are_each_used_for_their_half(tmp_path: Path) -> N
 
 
 def test_full_sized_networks_have_their_parameters() -> None:
-    """1.5: 1,281,960,088 with two biases a block instead of one and the unread embedding left out; 1-Small likewise."""
+    """1.5: 1,281,960,088 with two biases a block instead of one and the unread embedding left
+    out; 1-Small likewise.
+    """
     small = released_config("waypoint_1_small")
     released = WaypointConfig.from_checkpoint(RELEASED)
-    for config, total, unread in ((released, 1_281_960_088, 2048), (small, 2_303_004_096, 2560 + 2048)):
+    for config, total, unread in (
+        (released, 1_281_960_088, 2048),
+        (small, 2_303_004_096, 2560 + 2048),
+    ):
         with torch.device("meta"):
             model = WaypointTransformer(config)
-        assert sum(p.numel() for p in model.parameters()) == total - unread + config.d_model * config.n_layers
+        assert (
+            sum(p.numel() for p in model.parameters())
+            == total - unread + config.d_model * config.n_layers
+        )
 
 
 def test_autoencoders_have_the_released_sizes() -> None:
@@ -158,17 +185,24 @@ def test_an_autoencoder_is_loaded_strictly(tmp_path: Path) -> None:
     del tensors["decoder.22.bias"]
     save_file(tensors, tmp_path / "x.safetensors")
     with pytest.raises(ValueError, match=r"missing: 1 \(decoder\.22\.bias\)"):
-        load_autoencoder(StreamingTAEHV(8, 8, (16, 8, 8, 8)), open_tensors(tmp_path / "x.safetensors"), what="TAEHV")
+        load_autoencoder(
+            StreamingTAEHV(8, 8, (16, 8, 8, 8)),
+            open_tensors(tmp_path / "x.safetensors"),
+            what="TAEHV",
+        )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_directory_that_lacks_a_piece_says_how_to_get_it(layout: str, tmp_path: Path) -> None:
+def test_a_directory_that_lacks_a_part_says_how_to_get_it(layout: str, tmp_path: Path) -> None:
     """And a complete one is complete, as `vllm-omni download` looks at it."""
     make_tiny(tmp_path, 0, layout)
     check_complete("waypoint", tmp_path)
-    (tmp_path / TAEHV_FILES[0] if layout == "v1_5" else tmp_path / "ae" / "decoder.safetensors").unlink()
+    (
+        tmp_path / TAEHV_FILES[0] if layout == "v1_5" else tmp_path / "ae" / "decoder.safetensors"
+    ).unlink()
     with pytest.raises(
         ValueError,
-        match=r"lacks (taehv1_5.pth or|ae/decoder.safetensors).*complete it with `vllm-omni download waypoint",
+        match=r"lacks (taehv1_5.pth or|ae/decoder.safetensors).*complete it with `vllm-omni "
+        r"download waypoint",
     ):
         check_complete("waypoint", tmp_path)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drive a `Waypoint` frame by frame in this process, as the runner does, without an engine around it."""
+"""Drive a `Waypoint` frame by frame in this process, as the runner does, without an engine
+around it.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,13 +12,13 @@ import torch
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import DiffusionRequest
-from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.models.waypoint.checkpoint import find_layout, hf_config
 from vllm_omni.model_executor.models.waypoint.pipeline import Waypoint, WaypointSetup
-from vllm_omni.model_executor.models.waypoint.state import Chunk, WaypointSession
+from vllm_omni.model_executor.models.waypoint.state import WaypointChunk, WaypointSession
 
 HEIGHT, WIDTH = 40, 64
-Request = DiffusionRequest[WaypointSession, Chunk]
+Request = DiffusionRequest[WaypointSession, WaypointChunk]
 Result = tuple[dict[str, Any], dict[str, torch.Tensor]]
 
 
@@ -28,7 +30,9 @@ def load_world(
 ) -> Waypoint:
     omni = OmniConfig(height=HEIGHT, width=WIDTH, model=options)
     layout, values = find_layout(checkpoint), hf_config(checkpoint)["waypoint"]
-    setup = WaypointSetup.of(values, layout, omni, torch.float32, parallel or ParallelContext(), kv_dtype=kv_dtype)
+    setup = WaypointSetup.of_checkpoint(
+        values, layout, omni, torch.float32, parallel or ParallelContext(), kv_dtype=kv_dtype
+    )
     world = Waypoint(setup)
     world.load_checkpoint(layout)
     return world
@@ -43,9 +47,14 @@ def open_session(world: Waypoint, session_id: str = "a", **params: Any) -> Waypo
     return world.new_session(DiffusionParams(session_id=session_id, **params))
 
 
-def make_request(session: WaypointSession, tensors: dict[str, torch.Tensor] | None = None, **params: Any) -> Request:
+def make_request(
+    session: WaypointSession, tensors: dict[str, torch.Tensor] | None = None, **params: Any
+) -> Request:
     return DiffusionRequest(
-        "request", DiffusionParams(session_id=session.session_id, **params), dict(tensors or {}), session
+        "request",
+        DiffusionParams(session_id=session.session_id, **params),
+        dict(tensors or {}),
+        session,
     )
 
 
@@ -69,7 +78,10 @@ def finish(world: Waypoint, request: Request) -> Result:
 
 
 def run_chunk(
-    world: Waypoint, session: WaypointSession, tensors: dict[str, torch.Tensor] | None = None, **params: Any
+    world: Waypoint,
+    session: WaypointSession,
+    tensors: dict[str, torch.Tensor] | None = None,
+    **params: Any,
 ) -> torch.Tensor:
     """Frames, or latents, of the session's next chunk."""
     request = make_request(session, tensors, **params)
@@ -81,7 +93,10 @@ def run_chunk(
 
 
 def latents_of(stages: Sequence[Waypoint], chunks: Sequence[dict[str, Any]]) -> torch.Tensor:
-    """The latents of a session, a chunk for each entry: `make_request`'s arguments. Stages have a session each."""
+    """The latents of a session, a chunk for each entry: `make_request`'s arguments.
+
+    Stages have a session each.
+    """
     sessions = [open_session(world, output="latents") for world in stages]
     latents = []
     for chunk in chunks:

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_omni.model_executor.layers.kv_cache import KVWindow
-from vllm_omni.model_executor.layers.sink_window import SinkWindow
-from vllm_omni.model_executor.layers.window_set import WindowSet
+from vllm_omni.model_executor.layers.kv_cache.sink_window import SinkWindow
+from vllm_omni.model_executor.layers.kv_cache.window import KVWindow
+from vllm_omni.model_executor.layers.kv_cache.window_set import WindowSet
 
 
 class ChunkCache(WindowSet):
@@ -55,7 +55,7 @@ class ChunkCache(WindowSet):
         for window in self._sink_windows(step):
             window.open(frames)
 
-    def keep_own_sinks(self, frames: range, step: int) -> None:
+    def retain_sinks(self, frames: range, step: int) -> None:
         """After `step`, with sinks per step: store the sink frames among `frames`, because a later
         chunk may need them.
 
@@ -64,10 +64,12 @@ class ChunkCache(WindowSet):
         """
         for window in self._sink_windows(step):
             if 0 < frames.start < window.sink_frames:
-                window.keep_sinks(frames)
+                window.retain_sinks(frames)
 
     def recompute(self, first_frame: int) -> "ChunkCache":
-        """Return a copy whose frames from `first_frame` on are to be written again, oldest first; strict only."""
+        """Return a copy whose frames from `first_frame` on are to be written again, oldest
+        first; strict only.
+        """
         other = self.fork()
         other.clean.hide_before(first_frame)
         return other
@@ -76,7 +78,7 @@ class ChunkCache(WindowSet):
         """After a clean pass that wrote `frames` again: keep the sinks among them."""
         for window in self._sink_windows(0):
             if frames.start < window.sink_frames:
-                window.keep_sinks(frames)
+                window.retain_sinks(frames)
 
     def resemblances(self, end_frame: int, step: int = 0) -> torch.Tensor | None:
         """Return this rank's sums [windows, L, S, 2, 3] that decide which sink frames are renewed,
@@ -99,8 +101,12 @@ class ChunkCache(WindowSet):
             for window in self.windows[:-1]:
                 window.take_first_frames(self.clean, end_frame)
         for window in self.windows:
-            window.commit(end_frame, sinks_kept=self.has_sinks_per_step and not first)
+            window.commit(end_frame, retained_sinks=self.has_sinks_per_step and not first)
 
     def _sink_windows(self, step: int) -> list[SinkWindow]:
-        windows = [self.windows[min(step, len(self.windows) - 1)]] if self.has_sinks_per_step else self.windows
+        windows = (
+            [self.windows[min(step, len(self.windows) - 1)]]
+            if self.has_sinks_per_step
+            else self.windows
+        )
         return [window for window in windows if isinstance(window, SinkWindow)]

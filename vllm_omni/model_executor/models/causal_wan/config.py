@@ -13,8 +13,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from vllm_omni.config import OmniConfig
+from vllm_omni.model_executor.models.causal_wan.checkpoint.releases import (
+    OTHER,
+    Release,
+    release_named,
+)
 from vllm_omni.model_executor.models.causal_wan.motion import lowest_first_timestep
-from vllm_omni.model_executor.models.causal_wan.releases import OTHER, Release, release_named
 from vllm_omni.model_executor.models.wan.architecture import (
     IGNORED,
     RENAMED,
@@ -22,11 +26,11 @@ from vllm_omni.model_executor.models.wan.architecture import (
     ChunkTransformerConfig,
     read_architecture,
 )
-from vllm_omni.model_executor.models.wan.latents import LATENT_CHANNELS
+from vllm_omni.model_executor.models.wan.vae.latents import LATENT_CHANNELS
 from vllm_omni.model_executor.schedules import FewStepSchedule, few_step_schedule, nearest_schedule
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan, resolve_chunks
 from vllm_omni.model_executor.streaming.options import StreamingOptions
-from vllm_omni.model_executor.streaming.stream import Stream
+from vllm_omni.model_executor.streaming.stream import StreamModelSetup
 
 _VIDEO_SHIFT = 8.0
 """Timestep shift of the video-to-video schedule, as in training."""
@@ -55,7 +59,8 @@ class CausalWanConfig(ChunkTransformerConfig):
         super().__post_init__()
         if (self.in_channels, self.out_channels) != (LATENT_CHANNELS, LATENT_CHANNELS):
             raise ValueError(
-                f"this is the text-to-video network: channels must be {LATENT_CHANNELS} in and out, "
+                f"this is the text-to-video network: channels must be {LATENT_CHANNELS} in "
+                "and out, "
                 f"got {self.in_channels} and {self.out_channels}"
             )
 
@@ -67,7 +72,11 @@ class CausalWanConfig(ChunkTransformerConfig):
         """
         slides = values.get("local_attn_size", -1) != -1
         skipped = () if slides else ("local_attn_size", "sink_size")
-        return cls(**read_architecture(values, _RENAMED, _REQUIRED, (*_IGNORED, *skipped), cls.num_heads, cls.dim))
+        return cls(
+            **read_architecture(
+                values, _RENAMED, _REQUIRED, (*_IGNORED, *skipped), cls.num_heads, cls.dim
+            )
+        )
 
 
 _RENAMED = {**RENAMED, "num_frame_per_block": "frames_per_chunk"}
@@ -77,7 +86,10 @@ def with_settings(stored: Mapping[str, Any], settings: Mapping[str, Any]) -> dic
     """Return a `config.json`'s values, plus those of `settings` for keys that it lacks in either
     key style."""
     stated = {_RENAMED.get(key, key) for key, value in stored.items() if value is not None}
-    return {**{key: value for key, value in settings.items() if _RENAMED.get(key, key) not in stated}, **stored}
+    return {
+        **{key: value for key, value in settings.items() if _RENAMED.get(key, key) not in stated},
+        **stored,
+    }
 
 
 CLASSES = ("CausalWanModel", "CausalWanTransformer3DModel", "WanModel", "WanTransformer3DModel")
@@ -100,14 +112,18 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
     clean-context pass at timestep 0 (Self-Forcing). `noise_matched`: at each denoise step, earlier
     chunks as they were at that step; no clean-context pass, one window per step
     (StreamDiffusionV2)."""
-    denoising_steps: list[float] = msgspec.field(default_factory=lambda: [1000.0, 750.0, 500.0, 250.0])
+    denoising_steps: list[float] = msgspec.field(
+        default_factory=lambda: [1000.0, 750.0, 500.0, 250.0]
+    )
     """Text-to-video schedule. A step s means entry 1000 - s of the table shifted by 5. A release
     that was trained with other steps has those as its default and interprets them as its own code
     does (CausVid: as timesteps)."""
     video_input: bool = True
     """Whether streams may repaint an input video or start from an image. Loads the VAE's
     encoder."""
-    video_denoising_steps: list[float] = msgspec.field(default_factory=lambda: [700.0, 500.0, 400.0, 200.0])
+    video_denoising_steps: list[float] = msgspec.field(
+        default_factory=lambda: [700.0, 500.0, 400.0, 200.0]
+    )
     """Video-to-video schedule, as timesteps. The noise controller replaces the first entry chunk by
     chunk."""
     normalize_video_latent: bool = True
@@ -126,8 +142,11 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
     away from them. Requires `cache` `strict`."""
 
     @classmethod
-    def of(cls, checkpoint: Mapping[str, Any], options: Mapping[str, Any]) -> "CausalWanOptions":
-        """Parse `omni.model` for a checkpoint as `hf_config` describes it, its release's settings the defaults.
+    def of_checkpoint(
+        cls, checkpoint: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> "CausalWanOptions":
+        """Parse `omni.model` for a checkpoint as `hf_config` describes it, its release's settings
+        the defaults.
 
         Raises ValueError as `parse`.
         """
@@ -136,7 +155,7 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> "CausalWanOptions":
         """Parse the options. Raises ValueError with the value and the allowed ones."""
-        parsed = cls.read(options)
+        parsed = cls.read_options(options)
         try:
             text, video = parsed.text_schedule(), parsed.video_schedule()
         except ValueError as error:
@@ -144,15 +163,20 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
         lowest = lowest_first_timestep(VIDEO_NOISE_SCALE)
         if len(video.timesteps) > 1 and lowest <= video.timesteps[1]:
             raise ValueError(
-                f"omni.model: a chunk can start at timestep {lowest}, not above the second of video_denoising_steps, "
+                f"omni.model: a chunk can start at timestep {lowest}, not above the second of "
+                "video_denoising_steps, "
                 f"{video.timesteps[1]:g}"
             )
         if parsed.cache != "strict" and parsed.prompt_switch == "recompute":
-            raise ValueError(f"omni.model: prompt_switch 'recompute' needs cache 'strict', got {parsed.cache!r}")
+            raise ValueError(
+                f"omni.model: prompt_switch 'recompute' needs cache 'strict', got {parsed.cache!r}"
+            )
         if parsed.cache != "strict" and text.num_steps != video.num_steps:
             raise ValueError(
-                f"omni.model: cache {parsed.cache!r} keeps a window for every step; denoising_steps and "
-                f"video_denoising_steps must be equally long, got {text.num_steps} and {video.num_steps}"
+                f"omni.model: cache {parsed.cache!r} keeps a window for every step; "
+                "denoising_steps and "
+                f"video_denoising_steps must be equally long, got {text.num_steps} and "
+                f"{video.num_steps}"
             )
         return parsed
 
@@ -173,26 +197,31 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
         """Return the video-to-video schedule, starting at `first_timestep` (default: its own).
         Raises ValueError."""
         steps = self.video_denoising_steps
-        return nearest_schedule(_VIDEO_SHIFT, steps if first_timestep is None else [first_timestep, *steps[1:]])
+        return nearest_schedule(
+            _VIDEO_SHIFT, steps if first_timestep is None else [first_timestep, *steps[1:]]
+        )
 
 
 def resolve_plan(config: CausalWanConfig, options: CausalWanOptions) -> ChunkPlan:
     """Return the chunk sizes of a stream and the K/V window of each. Raises ValueError."""
-    plan = resolve_chunks(options, config, chunk_frames=_CHUNK, window_frames=_WINDOW, sink_frames=_SINK)
+    plan = resolve_chunks(
+        options, config, chunk_frames=_CHUNK, window_frames=_WINDOW, sink_frames=_SINK
+    )
     chunk, window, sink = plan.chunk_frames, plan.window_frames, plan.sink_frames
     if options.sink_refresh_threshold is not None and (chunk != 1 or not 0 < sink < window):
         raise ValueError(
-            f"sink_refresh_threshold needs chunks of one latent frame and a sliding window with sinks, "
+            "sink_refresh_threshold needs chunks of one latent frame and a sliding window "
+            "with sinks, "
             f"got chunks of {chunk}, sink {sink}, window {window}"
         )
     return plan
 
 
-CausalWanStream = Stream[CausalWanConfig, CausalWanOptions]
+CausalWanStream = StreamModelSetup[CausalWanConfig, CausalWanOptions]
 
 
 def read_stream(checkpoint: Mapping[str, Any], omni: OmniConfig) -> CausalWanStream:
     """Return the family's part of `hf_config` with the serving options. Raises ValueError."""
-    options = CausalWanOptions.of(checkpoint, omni.model)
+    options = CausalWanOptions.of_checkpoint(checkpoint, omni.model)
     config = CausalWanConfig.from_checkpoint(checkpoint["transformer"])
-    return Stream(config, options, resolve_plan(config, options))
+    return StreamModelSetup(config, options, resolve_plan(config, options))

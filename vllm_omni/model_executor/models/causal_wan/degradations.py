@@ -11,8 +11,15 @@ TINY_VAE: Degradation = "tiny_vae"
 def refuse_degradation(name: str, options: CausalWanOptions) -> str | None:
     """Return why chunks do not support the degradation `name`, or None if they do."""
     if name == TINY_VAE:
-        return "omni.model.decoder 'tiny' decodes all chunks with it" if options.decoder == "tiny" else None
+        return (
+            "omni.model.decoder 'tiny' decodes all chunks with it"
+            if options.decoder == "tiny"
+            else None
+        )
     assert name == FEWER_STEPS
     if options.cache != "strict":
-        return f"cache {options.cache!r} keeps a window for every step, so each chunk needs all of them"
+        return (
+            f"cache {options.cache!r} keeps a window for every step, so each chunk needs "
+            "all of them"
+        )
     return None if options.text_schedule().num_steps > 1 else "denoising_steps has one entry"

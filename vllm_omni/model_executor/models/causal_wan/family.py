@@ -6,11 +6,20 @@ from typing import Any
 from vllm_omni.actions import ActionSpace
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.models.capabilities import Capabilities
-from vllm_omni.model_executor.models.causal_wan.checkpoint import LAYOUTS, hf_config, is_checkpoint, why_not
-from vllm_omni.model_executor.models.causal_wan.config import CausalWanOptions, CausalWanStream, read_stream
+from vllm_omni.model_executor.models.causal_wan.checkpoint.layout import (
+    LAYOUTS,
+    hf_config,
+    is_checkpoint,
+    why_not,
+)
+from vllm_omni.model_executor.models.causal_wan.config import (
+    CausalWanOptions,
+    CausalWanStream,
+    read_stream,
+)
 from vllm_omni.model_executor.models.causal_wan.plan import PLAN
-from vllm_omni.model_executor.models.wan.latents import VAE_SPATIAL, VAE_TEMPORAL
 from vllm_omni.model_executor.models.wan.splits import check_decoder_split, check_split
+from vllm_omni.model_executor.models.wan.vae.latents import VAE_SPATIAL, VAE_TEMPORAL
 from vllm_omni.model_executor.streaming.family import streaming_family
 
 
@@ -34,7 +43,7 @@ def _check_parallel(stream: CausalWanStream, omni: OmniConfig, ranks: int, stage
 
 
 def _capabilities(config: dict[str, Any], omni: OmniConfig) -> Capabilities:
-    options = CausalWanOptions.of(config["causal_wan"], omni.model)
+    options = CausalWanOptions.of_checkpoint(config["causal_wan"], omni.model)
     if options.video_input and options.cache == "strict":
         return Capabilities(tasks=("world", "text_to_video", "image_to_video"))
     return Capabilities(tasks=("world", "text_to_video"))
@@ -42,7 +51,8 @@ def _capabilities(config: dict[str, Any], omni: OmniConfig) -> Capabilities:
 
 FAMILY = streaming_family(
     name="causal_wan",
-    title="Causal Wan 2.1: streaming video from text, a picture or a video (Self-Forcing, LongLive, CausVid, ...)",
+    title="Causal Wan 2.1: streaming video from text, a picture or a video (Self-Forcing, "
+    "LongLive, CausVid, ...)",
     architecture="CausalWanPipeline",
     detect=is_checkpoint,
     why_not=why_not,
@@ -52,7 +62,7 @@ FAMILY = streaming_family(
     check_options=lambda omni: None,
     check_parallel=_check_parallel,
     action_space=lambda stream: ActionSpace(image="none"),
-    facts=lambda _: {"vae_stride": (VAE_TEMPORAL, VAE_SPATIAL, VAE_SPATIAL)},
+    info=lambda _: {"vae_stride": (VAE_TEMPORAL, VAE_SPATIAL, VAE_SPATIAL)},
     capabilities=_capabilities,
     takes_adapters=True,
     plan=PLAN,

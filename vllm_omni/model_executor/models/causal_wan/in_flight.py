@@ -9,7 +9,7 @@ them could be run again.
 """
 
 from vllm_omni.config import OmniConfig
-from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanOptions
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
 
@@ -20,18 +20,25 @@ STEPS_BEHIND = 1
 def refuse_chunks_in_flight(options: CausalWanOptions) -> str | None:
     """Return why a stream's chunks must run one after another, or None if they need not."""
     if options.cache == "strict":
-        return "cache 'strict' shows a chunk the clean chunk before it, which must be done first; try 'noise_matched'"
+        return (
+            "cache 'strict' shows a chunk the clean chunk before it, which must be done first; "
+            "try 'noise_matched'"
+        )
     return None
 
 
 def refuse_temporal_pipeline(options: CausalWanOptions, num_stages: int) -> str | None:
     """Return why `num_stages` stages cannot own one denoise step each, or None if they can."""
     if options.cache != "noise_matched":
-        return f"cache {options.cache!r} lets a step see K/V of other steps; a stage has its own only: 'noise_matched'"
+        return (
+            f"cache {options.cache!r} lets a step see K/V of other steps; a stage has its own "
+            "only: 'noise_matched'"
+        )
     num_steps = options.text_schedule().num_steps
     if num_steps != num_stages:
         return (
-            f"denoising_steps has {num_steps} entries and every stage with layers owns one, got {num_stages}: "
+            f"denoising_steps has {num_steps} entries and every stage with layers owns one, got "
+            f"{num_stages}: "
             f"pass --pipeline-parallel-size {num_steps}, or one more with omni.vae_stage"
         )
     return None
@@ -48,6 +55,9 @@ def spare_frames(
     """
     if options.cache == "strict":
         return (0,)
-    passes, spare = options.text_schedule().num_steps, (omni.chunks_in_flight - 1) * plan.chunk_frames
+    passes, spare = (
+        options.text_schedule().num_steps,
+        (omni.chunks_in_flight - 1) * plan.chunk_frames,
+    )
     # On one rank, the last step's frames are committed when they are written.
     return (spare,) * passes if parallel.num_stages > 1 else (*(spare,) * (passes - 1), 0)

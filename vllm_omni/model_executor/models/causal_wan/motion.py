@@ -23,7 +23,10 @@ _BELOW_NOISE = 100
 
 
 def motion(frames_THWC: torch.Tensor, before_HWC: torch.Tensor) -> float:
-    """Return m in [0, 1] of the uint8 frames after `before_HWC`. Synchronises with the device once."""
+    """Return m in [0, 1] of the uint8 frames after `before_HWC`.
+
+    Synchronises with the device once.
+    """
     clip = torch.cat((before_HWC.unsqueeze(0), frames_THWC)).float() / 127.5
     steps = (clip[1:] - clip[:-1]).square().mean(dim=(1, 2, 3)).sqrt()
     return min(1.0, float(steps.max()) / _FULL_MOTION)

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal Wan 2.1 served chunk by chunk: encode, a few denoise steps, one clean pass, decode, commit.
+"""Causal Wan 2.1 served chunk by chunk: encode, a few denoise steps, one clean pass, decode,
+commit.
 
-    transformer(past, 0, cache): of each chunk in the window, if the prompt is new and `prompt_switch` says so
-    transformer(given, 0, cache): of latent frames that the client gave, a start image's for one
-    x = noise(seed, chunk, 0), or s noise + (1 - s) vae.encode(video)
-    for i, t in enumerate(timesteps):
+    transformer(past, 0, cache): of each chunk in the window, if the prompt is new and
+    `prompt_switch` says so transformer(given, 0, cache): of latent frames that the client gave, a
+    start image's for one x = noise(seed, chunk, 0), or s noise + (1 - s) vae.encode(video) for i, t
+    in enumerate(timesteps):
         v  = transformer(x, t, cache at step i)             denoise_step
         x0 = x - sigma_i v                                   step_scheduler
         x  = (1 - sigma) x0 + sigma noise(seed, chunk, i + 1)
-    transformer(x0, 0, cache): only its K/V matter           the last denoise_step, unless noise-matched
+    transformer(x0, 0, cache): only its K/V matter
+        the last denoise_step, unless noise-matched
     frames = vae.decode(x0)                                  post_decode
     the stream moves on                                      commit
 
@@ -28,18 +30,32 @@ import torch.distributed as dist
 
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs
-from vllm_omni.model_executor.lora.target import AdapterTarget
+from vllm_omni.model_executor.layers.lora.target import AdapterTarget
 from vllm_omni.model_executor.models.causal_wan import degradations, in_flight
 from vllm_omni.model_executor.models.causal_wan.cache import ChunkCache
-from vllm_omni.model_executor.models.causal_wan.checkpoint import CheckpointLayout, find_layout
-from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig, CausalWanOptions, read_stream
+from vllm_omni.model_executor.models.causal_wan.checkpoint.layout import (
+    CheckpointLayout,
+    find_layout,
+)
+from vllm_omni.model_executor.models.causal_wan.checkpoint.weights import (
+    adapter_target,
+    load_transformer,
+)
+from vllm_omni.model_executor.models.causal_wan.config import (
+    CausalWanConfig,
+    CausalWanOptions,
+    read_stream,
+)
 from vllm_omni.model_executor.models.causal_wan.request import read_chunk, read_shape
 from vllm_omni.model_executor.models.causal_wan.sizes import StreamSizes
-from vllm_omni.model_executor.models.causal_wan.state import Chunk, ChunkInputs, PastChunk, StreamSession
+from vllm_omni.model_executor.models.causal_wan.state import (
+    CausalWanChunk,
+    ChunkInputs,
+    PastChunk,
+    StreamSession,
+)
 from vllm_omni.model_executor.models.causal_wan.transformer import CausalWanTransformer
 from vllm_omni.model_executor.models.causal_wan.video_input import VideoEncoder
-from vllm_omni.model_executor.models.causal_wan.weights import adapter_target, load_transformer
-from vllm_omni.model_executor.models.wan.chunk_decoder import ChunkDecoder
 from vllm_omni.model_executor.models.wan.chunk_setup import (
     WanChunkSetup,
     build_autoencoders,
@@ -47,9 +63,10 @@ from vllm_omni.model_executor.models.wan.chunk_setup import (
     build_text_encoder,
     load_parts,
 )
-from vllm_omni.model_executor.models.wan.chunk_transformer import ChunkRow
-from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
-from vllm_omni.model_executor.models.wan.vae import CacheLayout
+from vllm_omni.model_executor.models.wan.text_encoder.prompts import SharedPrompts
+from vllm_omni.model_executor.models.wan.transformer.chunk_transformer import ChunkItem
+from vllm_omni.model_executor.models.wan.vae.chunk_decoder import ChunkDecoder
+from vllm_omni.model_executor.models.wan.vae.vae import CacheLayout
 from vllm_omni.model_executor.schedules import ChunkNoise, every_second_step
 from vllm_omni.model_executor.streaming.model import StreamingModel, build_transformer
 from vllm_omni.model_executor.streaming.session import SessionShape
@@ -58,7 +75,7 @@ from vllm_omni.outputs import RequestFailed
 
 logger = logging.getLogger("vllm." + __name__)
 
-Request = DiffusionRequest[StreamSession, Chunk]
+Request = DiffusionRequest[StreamSession, CausalWanChunk]
 
 
 class StreamSetup(WanChunkSetup[CausalWanConfig, CausalWanOptions]):
@@ -75,7 +92,7 @@ class StreamSetup(WanChunkSetup[CausalWanConfig, CausalWanOptions]):
         return super().wants_tiny_vae or ladder
 
 
-class CausalWan(StreamingModel[StreamSession, Chunk]):
+class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
     """Implements `SupportsStepExecution` for the part of the model that this rank holds."""
 
     session_type = StreamSession
@@ -92,7 +109,11 @@ class CausalWan(StreamingModel[StreamSession, Chunk]):
         self.image_encoder = build_image_encoder(setup)
         temporal = setup.omni.pipeline == "temporal"
         self._own_step = parallel.stage if temporal and not parallel.is_vae_stage else None
-        own = replace(parallel, stage=int(parallel.is_vae_stage), num_stages=1) if temporal else parallel
+        own = (
+            replace(parallel, stage=int(parallel.is_vae_stage), num_stages=1)
+            if temporal
+            else parallel
+        )
         self.transformer = build_transformer(setup, CausalWanTransformer, parallel=own)
         # on every rank with layers: each needs the noisy latents or their timestep
         encodes = options.video_input and not parallel.is_vae_stage
@@ -108,7 +129,9 @@ class CausalWan(StreamingModel[StreamSession, Chunk]):
     def load_checkpoint(self, layout: CheckpointLayout) -> None:
         def load() -> None:
             if (limits := layout.origin.limits) is not None:
-                logger.warning("%s is served without a part of its own sampler: %s", layout.release(), limits)
+                logger.warning(
+                    "%s is served without a part of its own sampler: %s", layout.release(), limits
+                )
             load_transformer(self.transformer, layout.open_transformer(), self.config)
 
         load_parts(self, layout, load, self._wants_tiny_vae)
@@ -116,12 +139,14 @@ class CausalWan(StreamingModel[StreamSession, Chunk]):
     def adapter_targets(self) -> dict[str, AdapterTarget]:
         return {"transformer": adapter_target(self.transformer, self.config)}
 
-    # -- sessions ------------------------------------------------------------------------------------------------------
+    # -- sessions ----------------------------------------------------------------------------------
 
     def read_shape(self, params: DiffusionParams) -> SessionShape:
         shape = read_shape(params, self.config, self.omni)
         if shape.source == "video" and not self.options.video_input:
-            raise RequestFailed("invalid_request", "this server makes video from text only (omni.model.video_input)")
+            raise RequestFailed(
+                "invalid_request", "this server makes video from text only (omni.model.video_input)"
+            )
         self.vae.check_height(shape.height)
         recomputes = self.options.prompt_switch == "recompute" and not self.parallel.is_vae_stage
         return replace(shape, keeps_latents=recomputes)
@@ -132,30 +157,31 @@ class CausalWan(StreamingModel[StreamSession, Chunk]):
     def make_window(self, shape: SessionShape) -> ChunkCache:
         return self.sizes.new_cache(shape)
 
-    def own_layout(self, shape: SessionShape) -> CacheLayout | None:
+    def value_layout(self, shape: SessionShape) -> CacheLayout | None:
         encodes = self.video is not None and shape.source == "video"
         return self.vae.encoder_cache_layout(shape.height, shape.width) if encodes else None
 
     def own_bytes(self, shape: SessionShape) -> int:
-        behind = self.omni.chunks_in_flight - 1  # each may bring a prompt, and keeps where the input video stands
-        total = behind * self.transformer.cross_kv_nbytes
+        # each may bring a prompt, and keeps where the input video stands
+        after = self.omni.chunks_in_flight - 1
+        total = after * self.transformer.cross_kv_nbytes
         if self.video is not None and shape.source == "video":
-            total += (1 + behind) * self.video.state_nbytes(shape.height, shape.width)
+            total += (1 + after) * self.video.state_nbytes(shape.height, shape.width)
         if shape.keeps_latents:
             total += self.sizes.past_nbytes(shape)
         return total
 
-    # -- one chunk -----------------------------------------------------------------------------------------------------
+    # -- one chunk ---------------------------------------------------------------------------------
 
     @torch.no_grad()
     def prepare_encode(self, request: Request) -> None:
         session, before = request.session, request.predecessor
-        standing = session.standing() if before is None else before.work.standing()
-        inputs = read_chunk(request, session, standing, self.options)
-        frames = self.plan.frames(standing.chunk_index)
+        position = session.position() if before is None else before.work.position()
+        inputs = read_chunk(request, session, position, self.options)
+        frames = self.plan.frames(position.chunk_index)
         size = self.sizes.latent_shape(session.shape, len(frames))
         if self.text_encoder is None:
-            request.state = Chunk.to_decode(
+            request.state = CausalWanChunk.to_decode(
                 frames,
                 self.schedule,
                 size,
@@ -163,30 +189,40 @@ class CausalWan(StreamingModel[StreamSession, Chunk]):
                 prompt=inputs.prompt,
                 seed=inputs.seed,
                 own=None,
-                index=standing.chunk_index,
+                index=position.chunk_index,
             )
             request.num_steps = 1  # the ranks with layers know
             return
-        noise = ChunkNoise(tuple(size), inputs.seed, standing.chunk_index, self.transformer.device)
+        noise = ChunkNoise(tuple(size), inputs.seed, position.chunk_index, self.transformer.device)
         with request.timer.stage("text"):
-            known = inputs.prompt == standing.prompt and standing.cross_kv is not None and request.same_adapters
-            text = None if known else self.text_encoder.encode(inputs.prompt, self.transformer.device)
+            known = (
+                inputs.prompt == position.prompt
+                and position.cross_kv is not None
+                and request.same_adapters
+            )
+            text = (
+                None if known else self.text_encoder.encode(inputs.prompt, self.transformer.device)
+            )
         latents, schedule, video = noise.draw(0), self.schedule, None
         if inputs.video is not None and self.video is not None:
             with request.timer.stage("video"):
-                latents, schedule, video = self.video.noisy_latents(inputs.video, standing.video, latents)
+                latents, schedule, video = self.video.noisy_latents(
+                    inputs.video, position.video, latents
+                )
         given = self._given(request, inputs)
         num_given = 0 if given is None else given.shape[1]
         if given is not None:
             latents[:, :num_given] = given
-        behind = frames[num_given:] or frames
+        after = frames[num_given:] or frames
         past = self._past_chunks(session, inputs.prompt)
-        request.state = Chunk(
+        request.state = CausalWanChunk(
             frames=frames,
-            schedule=every_second_step(schedule) if degradations.FEWER_STEPS in request.degradations else schedule,
+            schedule=every_second_step(schedule)
+            if degradations.FEWER_STEPS in request.degradations
+            else schedule,
             latents=latents,
             noise=noise,
-            rope=self._rope(behind, session.shape),
+            rope=self._rope(after, session.shape),
             text=text,
             window=session.window.recompute(past[0].frames.start) if past else session.window,
             prompt=inputs.prompt,
@@ -195,8 +231,8 @@ class CausalWan(StreamingModel[StreamSession, Chunk]):
             given=num_given,
             given_rope=self._rope(frames[:num_given], session.shape) if num_given else None,
             noise_scale=None if video is None else video.noise_scale,
-            cross_kv=standing.cross_kv if known else None,
-            index=standing.chunk_index,
+            cross_kv=position.cross_kv if known else None,
+            index=position.chunk_index,
             past=past,
         )
         makes_frames = num_given < len(frames)
@@ -211,18 +247,18 @@ class CausalWan(StreamingModel[StreamSession, Chunk]):
         """As of every streaming model; latent frames that were given stay as they are."""
         for request, flow in zip(batch, prediction, strict=True):
             chunk = request.work
-            kept = chunk.latents[:, : chunk.given]
+            retained = chunk.latents[:, : chunk.given]
             if chunk.given and chunk.denoise_index(request.step) is not None:
-                flow = torch.cat([torch.zeros_like(kept), flow], dim=1)
+                flow = torch.cat([torch.zeros_like(retained), flow], dim=1)
             super().step_scheduler([request], flow[None])
             if chunk.given:
-                chunk.latents[:, : chunk.given] = kept
+                chunk.latents[:, : chunk.given] = retained
 
     def refuse_degradation(self, name: str) -> str | None:
         return degradations.refuse_degradation(name, self.options)
 
     @property
-    def steps_behind(self) -> int:
+    def lag_steps(self) -> int:
         return in_flight.STEPS_BEHIND
 
     def refuse_chunks_in_flight(self) -> str | None:
@@ -232,7 +268,9 @@ class CausalWan(StreamingModel[StreamSession, Chunk]):
         return in_flight.refuse_temporal_pipeline(self.options, num_stages)
 
     @torch.no_grad()
-    def denoise_step(self, batch: Sequence[Request], hidden: torch.Tensor | None = None) -> torch.Tensor:
+    def denoise_step(
+        self, batch: Sequence[Request], hidden: torch.Tensor | None = None
+    ) -> torch.Tensor:
         prediction = super().denoise_step(batch, hidden)
         for request in batch:
             self._end_step(request)
@@ -246,24 +284,28 @@ class CausalWan(StreamingModel[StreamSession, Chunk]):
         session = request.session
         decoder = None if session.shape.output == "latents" else self.decoder
         if decoder is None or not decoder.can_be_tiny(session.decoder_cache):
-            _go_with(request, degradations.TINY_VAE)
+            _keep_feature(request, degradations.TINY_VAE)
         return super().post_decode(request)
 
     def decodes_tiny(self, request: Request) -> bool:
         return degradations.TINY_VAE in request.degradations
 
-    def hand_over(self, request: Request) -> dict[str, Any]:
+    def pack_decode_state(self, request: Request) -> dict[str, Any]:
         return {"noise_scale": request.work.noise_scale}
 
-    def take_over(self, request: Request, latents: torch.Tensor, facts: Mapping[str, Any]) -> None:
-        super().take_over(request, latents, facts)
-        request.work.noise_scale = facts["noise_scale"]
+    def unpack_decode_state(
+        self, request: Request, latents: torch.Tensor, info: Mapping[str, Any]
+    ) -> None:
+        super().unpack_decode_state(request, latents, info)
+        request.work.noise_scale = info["noise_scale"]
 
     def commit(self, request: Request) -> None:
         chunk = request.work
         if self._own_step is not None and chunk.index == 0 and not self.parallel.last_stage:
             # Later chunks see the first one as the last step left it, at every step.
-            self.transformer([self._row(request, chunk.schedule.num_steps - 1)], None, kv_only=True)
+            self.transformer(
+                [self._batch_item(request, chunk.schedule.num_steps - 1)], None, kv_only=True
+            )
         super().commit(request)
 
     def warmup_inputs(self) -> list[Inputs]:
@@ -273,21 +315,28 @@ class CausalWan(StreamingModel[StreamSession, Chunk]):
         inputs: list[Inputs] = []
         for index, request in enumerate((params, msgspec.structs.replace(params, prompt=None))):
             shape = (len(self.plan.pixel_frames(index)), self.omni.height, self.omni.width, 3)
-            video = {"video": torch.zeros(shape, dtype=torch.uint8)} if self.options.video_input else {}
+            video = (
+                {"video": torch.zeros(shape, dtype=torch.uint8)} if self.options.video_input else {}
+            )
             inputs.append((request, video))
         return inputs
 
-    # -- parts of the above --------------------------------------------------------------------------------------------
+    # -- parts of the above ------------------------------------------------------------------------
 
     def _past_chunks(self, session: StreamSession, prompt: str) -> tuple[PastChunk, ...]:
         """The earlier chunks whose K/V are computed again under a new `prompt`."""
         if prompt == session.prompt:
             return ()
         past = session.past_latents()
-        return tuple(PastChunk(frames, latents, self._rope(frames, session.shape)) for frames, latents in past)
+        return tuple(
+            PastChunk(frames, latents, self._rope(frames, session.shape))
+            for frames, latents in past
+        )
 
     def _given(self, request: Request, inputs: ChunkInputs) -> torch.Tensor | None:
-        """The chunk's first latent frames [16, G, h, w] that the client gave, on the device; None = it gave none."""
+        """The chunk's first latent frames [16, G, h, w] that the client gave, on the device;
+        None = it gave none.
+        """
         if inputs.latents is not None:
             return inputs.latents.to(self.transformer.device)
         if inputs.image is None:
@@ -295,14 +344,17 @@ class CausalWan(StreamingModel[StreamSession, Chunk]):
         assert self.video is not None, "read_chunk lets no image through that cannot be encoded"
         shape = request.session.shape
         with request.timer.stage("image"):
-            return self.video.picture(inputs.image, shape.height, shape.width, self.transformer.device)
+            return self.video.image(
+                inputs.image, shape.height, shape.width, self.transformer.device
+            )
 
     def _rope(self, frames: range, shape: SessionShape) -> tuple[torch.Tensor, torch.Tensor]:
         return self.transformer.rope(frames, self.sizes.latent_shape(shape, len(frames)))
 
-    def begin_step(self, request: Request) -> None:
-        """Before a chunk's first forward: the prompt's K/V (collective under tensor parallelism). Before a forward
-        whose frames lie elsewhere in the stream: where sinks are placed.
+    def start_step(self, request: Request) -> None:
+        """Before a chunk's first forward: the prompt's K/V (collective under tensor parallelism).
+
+        Before a forward whose frames lie elsewhere in the stream: where sinks are placed.
         """
         chunk = request.work
         if chunk.cross_kv is None:
@@ -319,7 +371,7 @@ class CausalWan(StreamingModel[StreamSession, Chunk]):
         """
         chunk, step = request.work, request.step
         if chunk.window.has_sinks_per_step:
-            chunk.window.keep_own_sinks(chunk.frames, step)
+            chunk.window.retain_sinks(chunk.frames, step)
         elif step + 1 < request.num_steps:
             if step < len(chunk.past):
                 chunk.window.keep_sinks(chunk.past[step].frames)
@@ -330,18 +382,27 @@ class CausalWan(StreamingModel[StreamSession, Chunk]):
                 dist.all_reduce(sums, group=self.parallel.group)
             chunk.window.decide(chunk.frames.stop, sums, step)
 
-    def rows(self, request: Request) -> list[ChunkRow]:
-        return [self._row(request)]
+    def items(self, request: Request) -> list[ChunkItem]:
+        return [self._batch_item(request)]
 
-    def _row(self, request: Request, step: int | None = None) -> ChunkRow:
+    def _batch_item(self, request: Request, step: int | None = None) -> ChunkItem:
         """A chunk's inputs of a forward: at its next step, or at denoise step `step`."""
         chunk = request.work
         assert chunk.cross_kv is not None
         part, past = chunk.part(request.step), chunk.past[request.step : request.step + 1]
-        rope = past[0].rope if past else chunk.given_rope if chunk.is_given(request.step) else chunk.rope
+        rope = (
+            past[0].rope
+            if past
+            else chunk.given_rope
+            if chunk.is_given(request.step)
+            else chunk.rope
+        )
         assert rope is not None
-        step, clean = chunk.denoise_index(request.step) if step is None else step, chunk.schedule.num_steps
-        return ChunkRow(
+        step, clean = (
+            chunk.denoise_index(request.step) if step is None else step,
+            chunk.schedule.num_steps,
+        )
+        return ChunkItem(
             latents=past[0].latents if past else chunk.latents_of(part),
             timestep=0.0 if step is None else chunk.schedule.timesteps[step],
             frames=part,
@@ -351,8 +412,10 @@ class CausalWan(StreamingModel[StreamSession, Chunk]):
         )
 
 
-def _go_with(request: Request, name: str) -> None:
-    """Take `name` out of the chunk's degradations: the chunk did not go without it, and its result says so."""
+def _keep_feature(request: Request, name: str) -> None:
+    """Take `name` out of the chunk's degradations: the chunk did not go without it, and its
+    result says so.
+    """
     request.degradations = tuple(other for other in request.degradations if other != name)
 
 

@@ -10,8 +10,11 @@ from typing import Any
 
 import torch
 
-from vllm_omni.model_executor.layers.kv_cache import KVWindow, kv_window_nbytes
-from vllm_omni.model_executor.layers.sink_window import SinkWindow, sink_window_extra_nbytes
+from vllm_omni.model_executor.layers.kv_cache.sink_window import (
+    SinkWindow,
+    sink_window_extra_nbytes,
+)
+from vllm_omni.model_executor.layers.kv_cache.window import KVWindow, kv_window_nbytes
 from vllm_omni.model_executor.models.causal_wan.cache import ChunkCache
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig, CausalWanOptions
 from vllm_omni.model_executor.models.causal_wan.transformer import CausalWanTransformer
@@ -37,17 +40,28 @@ class StreamSizes:
         kv_dtype: torch.dtype | None = None,
     ) -> None:
         self._kv_dtype = kv_dtype
-        self._config, self._options, self._plan, self._transformer = config, options, plan, transformer
+        self._config, self._options, self._plan, self._transformer = (
+            config,
+            options,
+            plan,
+            transformer,
+        )
         passes = options.text_schedule().num_steps + 1
         self._spare_frames = list(spare_frames or [0] * passes)
         self._own_step = own_step
         self._num_steps = options.text_schedule().num_steps
         slides = 0 < plan.sink_frames < plan.window_frames
-        self._sinks_live = slides and (options.sink_position == "window" or options.sink_refresh_threshold is not None)
+        self._sinks_live = slides and (
+            options.sink_position == "window" or options.sink_refresh_threshold is not None
+        )
 
     def latent_shape(self, shape: SessionShape, num_frames: int) -> tuple[int, int, int, int]:
         """Return the shape [16, F, h, w]."""
-        return (self._config.out_channels, num_frames, *self._config.latent_size(shape.height, shape.width))
+        return (
+            self._config.out_channels,
+            num_frames,
+            *self._config.latent_size(shape.height, shape.width),
+        )
 
     def new_cache(self, shape: SessionShape) -> ChunkCache:
         """Build a stream's K/V windows."""
@@ -71,12 +85,16 @@ class StreamSizes:
 
         plan, options = self._plan, self._options
         if options.cache == "noise_matched":
-            windows = [window(plan.window_frames, plan.sink_frames, spare) for spare in self._step_spares()]
+            windows = [
+                window(plan.window_frames, plan.sink_frames, spare) for spare in self._step_spares()
+            ]
             return ChunkCache.noise_matched(windows)
         return ChunkCache.strict(window(plan.window_frames, plan.sink_frames, 0))
 
     def past_nbytes(self, shape: SessionShape) -> int:
-        """Return the most bytes that a session takes so that a new prompt can compute its window again."""
+        """Return the most bytes that a session takes so that a new prompt can compute its window
+        again.
+        """
         plan = self._plan
         frames = plan.window_frames + max(plan.first_chunk_frames, plan.chunk_frames)
         return self.cache_nbytes(shape) + 4 * math.prod(self.latent_shape(shape, frames))
@@ -92,8 +110,14 @@ class StreamSizes:
         evicts = plan.sink_frames < plan.window_frames
 
         def full(spare: int) -> int:
-            ring = kv_window_nbytes(window_frames=plan.window_frames + (spare if evicts else 0), **sizes)
-            sinks = sink_window_extra_nbytes(sink_frames=plan.sink_frames, **sizes) if self._sinks_live else 0
+            ring = kv_window_nbytes(
+                window_frames=plan.window_frames + (spare if evicts else 0), **sizes
+            )
+            sinks = (
+                sink_window_extra_nbytes(sink_frames=plan.sink_frames, **sizes)
+                if self._sinks_live
+                else 0
+            )
             return ring + sinks
 
         if options.cache == "noise_matched":

@@ -12,19 +12,24 @@ from typing import Any, ClassVar, Self
 import torch
 
 from vllm_omni.model_executor.models.causal_wan.cache import ChunkCache
-from vllm_omni.model_executor.models.wan.latents import LATENT_CHANNELS, VAE_SPATIAL
-from vllm_omni.model_executor.models.wan.vae import VAECache
+from vllm_omni.model_executor.models.wan.vae.latents import LATENT_CHANNELS, VAE_SPATIAL
+from vllm_omni.model_executor.models.wan.vae.vae import VAECache
 from vllm_omni.model_executor.schedules import FewStepSchedule
-from vllm_omni.model_executor.streaming.session import SessionScalars, StreamingChunk, StreamingSession
+from vllm_omni.model_executor.streaming.session import (
+    SessionScalars,
+    StreamingChunk,
+    StreamingSession,
+)
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.saved_tensors import SavedTensors
+from vllm_omni.tensors.saved import SavedTensors
 
 
 @dataclass(frozen=True, eq=False)
 class VideoInput:
     """Where a video-to-video stream's input stands. Immutable.
 
-    encoder: the VAE encoder's cache. last_frame: the last input frame, uint8 [H, W, 3]. noise_scale: the chunk's.
+    encoder: the VAE encoder's cache. last_frame: the last input frame, uint8 [H, W, 3].
+    noise_scale: the chunk's.
     """
 
     encoder: VAECache
@@ -40,8 +45,10 @@ class VideoInput:
 
 
 @dataclass(frozen=True, eq=False)
-class Standing:
-    """Where a stream stands when a chunk begins: after its last committed chunk, or after one still in flight."""
+class StreamPosition:
+    """Where a stream stands when a chunk begins: after its last committed chunk, or after one
+    still in flight.
+    """
 
     chunk_index: int
     prompt: str | None
@@ -62,17 +69,18 @@ class StreamSession(StreamingSession[ChunkCache, VideoInput]):
 
     scalars_type: ClassVar[type[StreamScalars]] = StreamScalars
     past: torch.Tensor | None = None
-    """Clean latents of the earlier frames that the next chunk sees, fp32 [16, F, h, w]. Immutable; shared by forks.
-    None = there are none, or the shape does not keep them."""
+    """Clean latents of the earlier frames that the next chunk sees, fp32 [16, F, h, w].
 
-    def standing(self) -> Standing:
-        return Standing(self.chunk_index, self.prompt, self.seed, self.cross_kv, self.own)
+    Immutable; shared by forks. None = there are none, or the shape does not keep them."""
 
-    def own_scalars(self) -> dict[str, Any]:
+    def position(self) -> StreamPosition:
+        return StreamPosition(self.chunk_index, self.prompt, self.seed, self.cross_kv, self.own)
+
+    def value_scalars(self) -> dict[str, Any]:
         noise_scale = None if self.own is None else self.own.noise_scale
         return {"source": self.shape.source, "noise_scale": noise_scale}
 
-    def opening_options(self) -> dict[str, Any]:
+    def start_options(self) -> dict[str, Any]:
         return {"source": self.shape.source}
 
     def commit(self, chunk: StreamingChunk[ChunkCache, VideoInput]) -> None:
@@ -81,12 +89,16 @@ class StreamSession(StreamingSession[ChunkCache, VideoInput]):
             self.window = chunk.window
         super().commit(chunk)
         if self.shape.keeps_latents:
-            latents = chunk.latents if self.past is None else torch.cat([self.past, chunk.latents], dim=1)
+            latents = (
+                chunk.latents if self.past is None else torch.cat([self.past, chunk.latents], dim=1)
+            )
             visible = self._past_frames()
             self.past = latents[:, -visible:].contiguous() if visible else None
 
     def past_latents(self) -> list[tuple[range, torch.Tensor]]:
-        """Return the frames and clean latents of the earlier chunks that the next one sees, oldest first."""
+        """Return the frames and clean latents of the earlier chunks that the next one sees,
+        oldest first.
+        """
         if self.past is None:
             return []
         chunks = self.plan.past_chunks(self.chunk_index)
@@ -102,8 +114,13 @@ class StreamSession(StreamingSession[ChunkCache, VideoInput]):
     def restore(self, scalars: Mapping[str, Any], saved: SavedTensors) -> None:
         super().restore(scalars, saved)
         if self.shape.keeps_latents and (visible := self._past_frames()):
-            size = [LATENT_CHANNELS, visible, self.shape.height // VAE_SPATIAL, self.shape.width // VAE_SPATIAL]
-            self.past = saved.take("past.latents", self.window.device, torch.float32, size)
+            size = [
+                LATENT_CHANNELS,
+                visible,
+                self.shape.height // VAE_SPATIAL,
+                self.shape.width // VAE_SPATIAL,
+            ]
+            self.past = saved.take_tensor("past.latents", self.window.device, torch.float32, size)
 
     def fork(self, session_id: str) -> Self:
         other = super().fork(session_id)
@@ -118,21 +135,27 @@ class StreamSession(StreamingSession[ChunkCache, VideoInput]):
         super().close()
         self.past = None
 
-    def restore_own(self, kept: StreamScalars, saved: SavedTensors, device: torch.device) -> VideoInput | None:
-        encoder, scale = self.layouts.own, kept.noise_scale
+    def restore_values(
+        self, retained: StreamScalars, saved: SavedTensors, device: torch.device
+    ) -> VideoInput | None:
+        encoder, scale = self.layouts.own, retained.noise_scale
         if (encoder is None) != (scale is None) or not 0 <= (scale or 0) <= 1:
             raise RequestFailed("invalid_snapshot", f"the snapshot's noise_scale is {scale}")
         if encoder is None or scale is None:
             return None
-        last_frame = saved.take("video.last_frame", device, torch.uint8, [self.shape.height, self.shape.width, 3])
+        last_frame = saved.take_tensor(
+            "video.last_frame", device, torch.uint8, [self.shape.height, self.shape.width, 3]
+        )
         return VideoInput(encoder.restore(saved.under("encoder."), device), last_frame, scale)
 
 
 @dataclass(frozen=True)
 class ChunkInputs:
-    """A checked request. video: uint8 [T, H, W, 3], exactly the chunk's frames, or None in a text-to-video stream.
+    """A checked request. video: uint8 [T, H, W, 3], exactly the chunk's frames, or None in a
+    text-to-video stream.
 
-    image: uint8 [H, W, 3], the stream's first frame. latents: fp32 [16, G, h, w], the chunk's first G latent frames.
+    image: uint8 [H, W, 3], the stream's first frame. latents: fp32 [16, G, h, w], the chunk's first
+    G latent frames.
     """
 
     prompt: str
@@ -152,12 +175,14 @@ class PastChunk:
 
 
 @dataclass(eq=False, kw_only=True)
-class Chunk(StreamingChunk[ChunkCache, VideoInput]):
+class CausalWanChunk(StreamingChunk[ChunkCache, VideoInput]):
     """One chunk in flight; `own` is where the input video stands after it.
 
-    given: so many of its latent frames, from the first on, are the client's and stay as they are: the chunk's first
-    pass, a clean one, leaves their K/V, and the other passes make the frames behind them. given_rope: of that pass.
-    past: earlier chunks whose clean passes come before all of these, into a `window` that replaces the session's.
+    given: so many of its latent frames, from the first on, are the client's and stay as they are:
+    the chunk's first pass, a clean one, leaves their K/V, and the other passes make the frames
+    behind them. given_rope: of that pass.
+    past: earlier chunks whose clean passes come before all of these, into a `window` that replaces
+    the session's.
     """
 
     schedule: FewStepSchedule
@@ -189,8 +214,12 @@ class Chunk(StreamingChunk[ChunkCache, VideoInput]):
             return self.past[step].frames
         if self.given == 0:
             return self.frames
-        behind = self.frames.start + self.given
-        return range(self.frames.start, behind) if self.is_given(step) else range(behind, self.frames.stop)
+        after = self.frames.start + self.given
+        return (
+            range(self.frames.start, after)
+            if self.is_given(step)
+            else range(after, self.frames.stop)
+        )
 
     def latents_of(self, part: range) -> torch.Tensor:
         """The latents of some of the chunk's frames, [16, len(part), h, w]."""
@@ -198,6 +227,6 @@ class Chunk(StreamingChunk[ChunkCache, VideoInput]):
             return self.latents
         return self.latents[:, part.start - self.frames.start : part.stop - self.frames.start]
 
-    def standing(self) -> Standing:
+    def position(self) -> StreamPosition:
         """Where the stream stands if this chunk succeeds; its first step has been run."""
-        return Standing(self.index + 1, self.prompt, self.seed, self.cross_kv, self.own)
+        return StreamPosition(self.index + 1, self.prompt, self.seed, self.cross_kv, self.own)

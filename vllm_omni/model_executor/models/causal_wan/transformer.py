@@ -1,20 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Wan 2.1 text-to-video transformer with explicit keys and values: one forward for several streams' chunks.
+"""The Wan 2.1 text-to-video transformer with explicit keys and values: one forward for several
+streams' chunks.
 
-Owns the network's parameters and maths for this rank (a tensor-parallel part, a pipeline stage, or a token part) and
-nothing of sessions, requests or schedules. A window that holds just a row's own frames makes this the bidirectional
-Wan. The forward is `wan/chunk_transformer.py`'s. Maths: guandeh17/Self-Forcing @ 33593df, wan/modules/causal_model.py.
+Owns the network's parameters and maths for this rank (a tensor-parallel part, a pipeline stage, or
+a token part) and nothing of sessions, requests or schedules. A window that holds just a row's own
+frames makes this the bidirectional Wan. The forward is `transformer/chunk_transformer.py`'s. Maths:
+guandeh17/Self-Forcing @ 33593df, wan/modules/causal_model.py.
 Held by tests/model_executor/models/causal_wan/test_causal_wan_parallel.py.
 """
 
 import torch
 
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig
-from vllm_omni.model_executor.models.wan.chunk_transformer import ChunkRow, ChunkTransformer
+from vllm_omni.model_executor.models.wan.transformer.chunk_transformer import (
+    ChunkItem,
+    ChunkTransformer,
+)
 
 
 class CausalWanTransformer(ChunkTransformer[CausalWanConfig]):
-    """This rank's part of the network. Parameters are created empty, in torch's default type and device."""
+    """This rank's part of the network.
 
-    def channels(self, row: ChunkRow) -> torch.Tensor:
-        return row.latents
+    Parameters are created empty, in torch's default type and device.
+    """
+
+    def channels(self, item: ChunkItem) -> torch.Tensor:
+        return item.latents

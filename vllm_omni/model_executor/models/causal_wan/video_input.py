@@ -1,25 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`VideoEncoder`: input frames become latents, a stream's first picture clean ones, those of an input video noisy ones.
+"""`VideoEncoder`: input frames become latents, a stream's first picture clean ones, those of an
+input video noisy ones.
 
 A video arrives chunk by chunk, and each chunk begins with the noisy latents of its frames.
 
-The VAE's encoder runs as a stream; the noise controller (`motion.py`) says how much noise goes in and which timestep
-the first denoise step is fed. All state is in the immutable `VideoInput` handed in and out.
+The VAE's encoder runs as a stream; the noise controller (`motion.py`) says how much noise goes in
+and which timestep the first denoise step is fed. All state is in the immutable `VideoInput` handed
+in and out.
 Held by tests/model_executor/models/causal_wan/test_causal_wan_video.py.
 """
 
 import torch
 
 from vllm_omni.model_executor.models.causal_wan.config import VIDEO_NOISE_SCALE, CausalWanOptions
-from vllm_omni.model_executor.models.causal_wan.motion import first_timestep, motion, next_noise_scale
+from vllm_omni.model_executor.models.causal_wan.motion import (
+    first_timestep,
+    motion,
+    next_noise_scale,
+)
 from vllm_omni.model_executor.models.causal_wan.state import VideoInput
-from vllm_omni.model_executor.models.wan.pictures import prepare_image
-from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAECache
+from vllm_omni.model_executor.models.wan.images.files import prepare_image
+from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE, VAECache
 from vllm_omni.model_executor.schedules import FewStepSchedule
 
 
 class VideoEncoder:
-    """vae: has an encoder. options: noise scale, schedule and normalisation of video-to-video streams."""
+    """vae: has an encoder. options: noise scale, schedule and normalisation of video-to-video
+    streams.
+    """
 
     def __init__(self, vae: StreamingWanVAE, options: CausalWanOptions) -> None:
         self._vae = vae
@@ -34,27 +42,37 @@ class VideoEncoder:
     ) -> tuple[torch.Tensor, FewStepSchedule, VideoInput]:
         """Return (latents fp32 [16, F, h, w], the chunk's schedule, the stream's next state).
 
-        frames_THWC: uint8, on any device; T = 1 + 4 (F - 1) at a stream's start (`before` None), 4 F later. noise: as
-        the latents. Waits for the device once, for the motion in the frames.
+        frames_THWC: uint8, on any device; T = 1 + 4 (F - 1) at a stream's start (`before` None), 4
+        F later. noise: as the latents. Waits for the device once, for the motion in the frames.
         """
         frames_THWC = frames_THWC.to(noise.device)
         initial = VIDEO_NOISE_SCALE
         if before is None:
             scale = initial
         else:
-            scale = next_noise_scale(initial, before.noise_scale, motion(frames_THWC, before.last_frame))
+            scale = next_noise_scale(
+                initial, before.noise_scale, motion(frames_THWC, before.last_frame)
+            )
         pixels_1CTHW = (frames_THWC.permute(3, 0, 1, 2).unsqueeze(0).float() / 127.5) - 1.0
         encoded, cache = self._encode(pixels_1CTHW, None if before is None else before.encoder)
         latents = scale * noise + (1 - scale) * encoded
         schedule = self._options.video_schedule(float(first_timestep(scale)))
         return latents, schedule, VideoInput(cache, frames_THWC[-1].clone(), scale)
 
-    def picture(self, image_HWC: torch.Tensor, height: int, width: int, device: torch.device) -> torch.Tensor:
-        """Return the latent frame [16, 1, h, w] of a stream's first picture, uint8, stretched to `height` x `width`."""
+    def image(
+        self, image_HWC: torch.Tensor, height: int, width: int, device: torch.device
+    ) -> torch.Tensor:
+        """Return the latent frame [16, 1, h, w] of a stream's first picture, uint8, stretched to
+        `height` x `width`.
+        """
         return self._encode(prepare_image(image_HWC.to(device), height, width), None)[0]
 
-    def _encode(self, pixels_1CTHW: torch.Tensor, before: VAECache | None) -> tuple[torch.Tensor, VAECache]:
-        """Return (latents fp32 [16, F, h, w] as the checkpoint takes them, the encoder's next cache)."""
+    def _encode(
+        self, pixels_1CTHW: torch.Tensor, before: VAECache | None
+    ) -> tuple[torch.Tensor, VAECache]:
+        """Return (latents fp32 [16, F, h, w] as the checkpoint takes them, the encoder's next
+        cache).
+        """
         encoded, cache = self._vae.encode(pixels_1CTHW, before)
         if not self._options.normalize_video_latent:
             encoded = encoded * self._vae.latents_std + self._vae.latents_mean

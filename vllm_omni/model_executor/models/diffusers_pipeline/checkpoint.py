@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts of a diffusers pipeline directory: `model_index.json`, its components, the sizes they imply.
+"""Facts of a diffusers pipeline directory: `model_index.json`, its components, the sizes they
+imply.
 
-Reads JSON and file headers only, so that `vllm serve --omni` refuses a broken directory within a second. Weights are
-safetensors; pickled ones and code inside a checkpoint are refused. Held by
+Reads JSON and file headers only, so that `vllm serve --omni` refuses a broken directory within a
+second. Weights are safetensors; pickled ones and code inside a checkpoint are refused. Held by
 tests/model_executor/models/diffusers_pipeline/test_diffusers_checkpoint.py.
 """
 
@@ -14,7 +15,14 @@ from pathlib import Path
 from typing import Any
 
 INDEX = "model_index.json"
-_WEIGHTLESS = ("Tokenizer", "TokenizerFast", "Scheduler", "Processor", "FeatureExtractor", "ProcessorFast")
+_WEIGHTLESS = (
+    "Tokenizer",
+    "TokenizerFast",
+    "Scheduler",
+    "Processor",
+    "FeatureExtractor",
+    "ProcessorFast",
+)
 _DENOISERS = ("transformer", "unet", "prior")
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _MAX_HEADER_BYTES = 100 << 20
@@ -24,7 +32,8 @@ _MAX_HEADER_BYTES = 100 << 20
 class PipelineIndex:
     """`model_index.json`: the pipeline's class and, by component name, `(library, class)`.
 
-    absent: components that the file names as null; diffusers wants them passed as None where they are not optional.
+    absent: components that the file names as null; diffusers wants them passed as None where they
+    are not optional.
     """
 
     class_name: str
@@ -32,7 +41,7 @@ class PipelineIndex:
     absent: tuple[str, ...] = ()
 
     @classmethod
-    def read(cls, path: Path) -> "PipelineIndex":
+    def read_folder(cls, path: Path) -> "PipelineIndex":
         """Raises ValueError in one line."""
         file = path / INDEX
         try:
@@ -40,13 +49,17 @@ class PipelineIndex:
         except (OSError, ValueError) as error:
             raise ValueError(f"{file} cannot be read as JSON ({error})") from error
         if not isinstance(index, dict) or not isinstance(index.get("_class_name"), str):
-            raise ValueError(f"{file} names no pipeline: '_class_name' must be a class of diffusers")
+            raise ValueError(
+                f"{file} names no pipeline: '_class_name' must be a class of diffusers"
+            )
         components, absent = {}, []
         for name, value in index.items():
             if name.startswith("_") or not isinstance(value, list):
                 continue
             if len(value) != 2:
-                raise ValueError(f"{file}: component {name!r} must be [library, class], got {value}")
+                raise ValueError(
+                    f"{file}: component {name!r} must be [library, class], got {value}"
+                )
             if value[0] is None:
                 absent.append(name)
             else:
@@ -57,14 +70,16 @@ class PipelineIndex:
 def is_pipeline(path: Path) -> bool:
     """Whether a directory is a pipeline in diffusers' layout."""
     try:
-        PipelineIndex.read(path)
+        PipelineIndex.read_folder(path)
     except ValueError:
         return False
     return True
 
 
 def check_class(name: str) -> None:
-    """Raise ValueError unless the installed diffusers has a pipeline of that name; imports no pipeline."""
+    """Raise ValueError unless the installed diffusers has a pipeline of that name; imports no
+    pipeline.
+    """
     import diffusers
 
     if not name.endswith("Pipeline") or name not in dir(diffusers):
@@ -75,24 +90,34 @@ def check_components(path: Path, index: PipelineIndex, without: Collection[str] 
     """Raise ValueError naming the first component that is missing or brings its own code."""
     unknown = sorted(set(without) - set(index.components))
     if unknown:
-        raise ValueError(f"omni.model.without: {unknown[0]!r} is none of {', '.join(index.components)}")
+        raise ValueError(
+            f"omni.model.without: {unknown[0]!r} is none of {', '.join(index.components)}"
+        )
     for name, (library, class_name) in index.components.items():
         if name in without:
             continue
         folder = path / name
         if not folder.is_dir():
-            raise ValueError(f"{path} lacks the component {name!r} ({class_name}): there is no folder {name}/")
+            raise ValueError(
+                f"{path} lacks the component {name!r} ({class_name}): there is no folder {name}/"
+            )
         if (folder / f"{library}.py").exists():
-            raise ValueError(f"component {name!r} brings its own code ({name}/{library}.py), which is not run")
+            raise ValueError(
+                f"component {name!r} brings its own code ({name}/{library}.py), which is not run"
+            )
 
 
 def has_weights(class_name: str) -> bool:
-    """Whether a component of this class is a model; tokenizers, schedulers and processors are not."""
+    """Whether a component of this class is a model; tokenizers, schedulers and processors are
+    not.
+    """
     return not class_name.endswith(_WEIGHTLESS)
 
 
 def check_weights(path: Path, index: PipelineIndex, without: Collection[str] = ()) -> None:
-    """Raise ValueError naming the first model component whose weight files are missing or pickled."""
+    """Raise ValueError naming the first model component whose weight files are missing or
+    pickled.
+    """
     for name, (_, class_name) in index.components.items():
         if name not in without and has_weights(class_name) and (path / name).is_dir():
             _check_weights(path / name, name)
@@ -110,7 +135,10 @@ def _check_weights(folder: Path, name: str) -> None:
             raise ValueError(f"component {name!r}: {listing} cannot be read ({error})") from error
         missing = sorted(file for file in files if not (folder / file).is_file())
         if missing:
-            raise ValueError(f"component {name!r}: {len(missing)} of {len(files)} files are missing, e.g. {missing[0]}")
+            raise ValueError(
+                f"component {name!r}: {len(missing)} of {len(files)} files are missing, e.g. "
+                f"{missing[0]}"
+            )
 
 
 def stored_dtype(path: Path, index: PipelineIndex) -> str:
@@ -120,8 +148,8 @@ def stored_dtype(path: Path, index: PipelineIndex) -> str:
             for file in sorted((path / name).glob("*.safetensors")):
                 sizes: dict[str, int] = {}
                 for entry in _header(file).values():
-                    begin, end = entry["data_offsets"]
-                    sizes[entry["dtype"]] = sizes.get(entry["dtype"], 0) + end - begin
+                    start, end = entry["data_offsets"]
+                    sizes[entry["dtype"]] = sizes.get(entry["dtype"], 0) + end - start
                 if sizes:
                     return _DTYPES.get(max(sizes, key=sizes.__getitem__), "float32")
     return "float32"
@@ -151,7 +179,9 @@ def component_config(path: Path, name: str) -> dict[str, Any]:
 
 
 def temporal_stride(path: Path) -> int:
-    """Pixel frames per latent frame, as the VAE's config states it; 4 where it does not (Wan, HunyuanVideo)."""
+    """Pixel frames per latent frame, as the VAE's config states it; 4 where it does not (Wan,
+    HunyuanVideo).
+    """
     vae = component_config(path, "vae")
     for key in ("scale_factor_temporal", "temporal_compression_ratio"):
         if isinstance(vae.get(key), int):

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `diffusers_pipeline` family: any pipeline directory of diffusers, served by `DiffusersPipelineExecutor`.
+"""The `diffusers_pipeline` family: any pipeline directory of diffusers, served by
+`DiffusersPipelineExecutor`.
 
-It comes last among the families: a directory that a model of this package serves itself is not taken away from it.
+It comes last among the families: a directory that a model of this package serves itself is not
+taken away from it.
 """
 
 from pathlib import Path
@@ -23,7 +25,7 @@ from vllm_omni.model_executor.models.registry import ModelFamily
 
 
 def _hf_config(path: Path) -> dict[str, Any]:
-    index = PipelineIndex.read(path)
+    index = PipelineIndex.read_folder(path)
     check_class(index.class_name)
     return {
         "architectures": ["DiffusersPipeline"],
@@ -38,7 +40,8 @@ def _hf_config(path: Path) -> dict[str, Any]:
             "path": str(path),
             "class_name": index.class_name,
             "temporal_stride": temporal_stride(path),
-            "guidance_distilled": component_config(path, "transformer").get("guidance_embeds") is True,
+            "guidance_distilled": component_config(path, "transformer").get("guidance_embeds")
+            is True,
         },
     }
 
@@ -46,7 +49,7 @@ def _hf_config(path: Path) -> dict[str, Any]:
 def _check_options(config: dict[str, Any], omni: OmniConfig) -> None:
     options = DiffusersOptions.parse(omni.model)
     path = Path(config["diffusers_pipeline"]["path"])
-    check_components(path, PipelineIndex.read(path), options.without)
+    check_components(path, PipelineIndex.read_folder(path), options.without)
     if options.pipeline_class is not None:
         check_class(options.pipeline_class)
     omni.refuse_degradations("diffusers' own pipeline")
@@ -54,15 +57,16 @@ def _check_options(config: dict[str, Any], omni: OmniConfig) -> None:
 
 
 def _capabilities(config: dict[str, Any], omni: OmniConfig) -> Capabilities:
-    from vllm_omni.model_executor.models.diffusers_pipeline.tasks import capabilities  # imports the pipeline's class
+    # imports the pipeline's class
+    from vllm_omni.model_executor.models.diffusers_pipeline.tasks import capabilities
 
     options = DiffusersOptions.parse(omni.model)
-    facts = config["diffusers_pipeline"]
+    info = config["diffusers_pipeline"]
     return capabilities(
-        options.pipeline_class or facts["class_name"],
+        options.pipeline_class or info["class_name"],
         options,
-        facts["temporal_stride"],
-        distilled=facts["guidance_distilled"],
+        info["temporal_stride"],
+        distilled=info["guidance_distilled"],
     )
 
 

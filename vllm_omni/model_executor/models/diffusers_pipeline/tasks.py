@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tasks of a pipeline class, read from the signature of its `__call__`.
 
-Shared by the executor, which checks requests against it, and by the doors, which refuse other requests. Held by
-tests/executor/test_call_arguments.py.
+Shared by the executor, which checks requests against it, and by the doors, which refuse other
+requests. Held by tests/executor/test_call_arguments.py.
 """
 
 import inspect
@@ -18,8 +18,18 @@ _MAX_IMAGE_PIXELS = 2048 * 2048
 _MAX_VIDEO_PIXELS = 1280 * 720
 _FALLBACK_SIDE = 1024
 _FALLBACK_FRAMES = 81
-# A pipeline that accepts an image without needing one makes pictures from text too; the signature alone cannot tell.
-_NEEDS_IMAGE = ("Edit", "Img2Img", "Image2Image", "ImageToImage", "Inpaint", "Control", "Upscale", "Layered")
+# A pipeline that accepts an image without needing one makes pictures from text too; the signature
+# alone cannot tell.
+_NEEDS_IMAGE = (
+    "Edit",
+    "Img2Img",
+    "Image2Image",
+    "ImageToImage",
+    "Inpaint",
+    "Control",
+    "Upscale",
+    "Layered",
+)
 _TAKES_SEVERAL_IMAGES = ("EditPlus", "Flux2")
 _MAX_INPUT_IMAGES = 4
 
@@ -34,7 +44,11 @@ def call_parameters(pipeline_class: type) -> Parameters:
 def default_of(parameters: Parameters, name: str) -> Any:
     """A parameter's default; None if it has none or does not exist."""
     parameter = parameters.get(name)
-    return None if parameter is None or parameter.default is inspect.Parameter.empty else parameter.default
+    return (
+        None
+        if parameter is None or parameter.default is inspect.Parameter.empty
+        else parameter.default
+    )
 
 
 def is_required(parameters: Parameters, name: str) -> bool:
@@ -46,10 +60,11 @@ def makes_video(parameters: Parameters) -> bool:
 
 
 def guidance_argument(parameters: Parameters, *, distilled: bool) -> str | None:
-    """The argument that a request's `guidance_scale` means, or None if the pipeline has no guidance.
+    """The argument that a request's `guidance_scale` means, or None if the pipeline has no
+    guidance.
 
-    Pipelines with both names use `guidance_scale` as an input of a guidance-distilled transformer and ignore it
-    otherwise; classifier-free guidance is then `true_cfg_scale`.
+    Pipelines with both names use `guidance_scale` as an input of a guidance-distilled transformer
+    and ignore it otherwise; classifier-free guidance is then `true_cfg_scale`.
     """
     if "true_cfg_scale" in parameters and not (distilled and "guidance_scale" in parameters):
         return "true_cfg_scale"
@@ -57,21 +72,25 @@ def guidance_argument(parameters: Parameters, *, distilled: bool) -> str | None:
 
 
 def max_pixels(parameters: Parameters, options: DiffusersOptions) -> int:
-    return options.max_pixels or (_MAX_VIDEO_PIXELS if makes_video(parameters) else _MAX_IMAGE_PIXELS)
+    return options.max_pixels or (
+        _MAX_VIDEO_PIXELS if makes_video(parameters) else _MAX_IMAGE_PIXELS
+    )
 
 
 def default_size(parameters: Parameters, options: DiffusersOptions) -> tuple[int, int]:
     """(width, height) of a request that names none."""
-    asked = options.request_defaults()
-    width = asked.width or default_of(parameters, "width") or _FALLBACK_SIDE
-    height = asked.height or default_of(parameters, "height") or _FALLBACK_SIDE
+    requested = options.request_defaults()
+    width = requested.width or default_of(parameters, "width") or _FALLBACK_SIDE
+    height = requested.height or default_of(parameters, "height") or _FALLBACK_SIDE
     return int(width), int(height)
 
 
 def tasks_of(class_name: str, parameters: Parameters) -> tuple[Task, ...]:
     """Inputs and result of a pipeline."""
     takes_image = "image" in parameters
-    needs_image = takes_image and (is_required(parameters, "image") or any(word in class_name for word in _NEEDS_IMAGE))
+    needs_image = takes_image and (
+        is_required(parameters, "image") or any(word in class_name for word in _NEEDS_IMAGE)
+    )
     from_text: Task = "text_to_video" if makes_video(parameters) else "text_to_image"
     from_image: Task = "image_to_video" if makes_video(parameters) else "image_edit"
     if needs_image:
@@ -79,14 +98,18 @@ def tasks_of(class_name: str, parameters: Parameters) -> tuple[Task, ...]:
     return (from_text, from_image) if takes_image else (from_text,)
 
 
-def capabilities(class_name: str, options: DiffusersOptions, temporal_stride: int, *, distilled: bool) -> Capabilities:
-    """Requests of the OpenAI routes that a pipeline class of diffusers takes under these options."""
+def capabilities(
+    class_name: str, options: DiffusersOptions, temporal_stride: int, *, distilled: bool
+) -> Capabilities:
+    """Requests of the OpenAI routes that a pipeline class of diffusers takes under these
+    options.
+    """
     import diffusers
 
     parameters = call_parameters(getattr(diffusers, class_name))
     width, height = default_size(parameters, options)
     guidance = guidance_argument(parameters, distilled=distilled)
-    defaults, asked = options.call_defaults(), options.request_defaults()
+    defaults, requested = options.call_defaults(), options.request_defaults()
     steps = defaults.get("num_inference_steps", default_of(parameters, "num_inference_steps"))
     scale = None if guidance is None else defaults.get(guidance, default_of(parameters, guidance))
     stride = temporal_stride if makes_video(parameters) else 1
@@ -100,11 +123,13 @@ def capabilities(class_name: str, options: DiffusersOptions, temporal_stride: in
         guidance_scale=None if scale is None else float(scale),
         true_cfg_scale="true_cfg_scale" in parameters,
         negative_prompt="negative_prompt" in parameters,
-        num_frames=asked.num_frames or default_of(parameters, "num_frames") or _FALLBACK_FRAMES,
+        num_frames=requested.num_frames or default_of(parameters, "num_frames") or _FALLBACK_FRAMES,
         max_num_frames=options.max_num_frames,
         frame_stride=stride,
-        fps=asked.fps,
+        fps=requested.fps,
         images_per_request=1,  # pictures drawn one by one are the same however many are asked for
-        input_images=_MAX_INPUT_IMAGES if any(word in class_name for word in _TAKES_SEVERAL_IMAGES) else 1,
+        input_images=_MAX_INPUT_IMAGES
+        if any(word in class_name for word in _TAKES_SEVERAL_IMAGES)
+        else 1,
         mask="mask_image" in parameters,
     )

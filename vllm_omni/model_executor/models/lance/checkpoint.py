@@ -15,8 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_omni.model_executor.models.lance.config import DEFAULTS, LATENT_CHANNELS, LanceConfig, VisionConfig
-from vllm_omni.model_executor.tensor_files import confined, open_tensors, read_json
+from vllm_omni.model_executor.checkpoint.tensor_files import confined, open_tensors, read_json
+from vllm_omni.model_executor.models.lance.config import (
+    DEFAULTS,
+    LATENT_CHANNELS,
+    LanceConfig,
+    VisionConfig,
+)
 
 IMAGE_FOLDER, VIDEO_FOLDER, VISION_FOLDER = "Lance_3B", "Lance_3B_Video", "Qwen2.5-VL-ViT"
 LAYOUTS = ("image", "video", "repository")
@@ -43,7 +48,9 @@ class ComponentSource:
 
 @dataclass(frozen=True)
 class LanceLayout:
-    """The resolved places of a checkpoint's pieces; None = not there. decoder: the folder with `llm_config.json`."""
+    """The resolved places of a checkpoint's pieces; None = not there. decoder: the folder with
+    `llm_config.json`.
+    """
 
     root: Path
     decoder: Path
@@ -75,7 +82,8 @@ class LanceLayout:
             missing.append(" or ".join(_VAE))
         if missing:
             raise ValueError(
-                f"{self.root} lacks {', '.join(missing)}; complete it with `vllm-omni download lance {self.root}` or "
+                f"{self.root} lacks {', '.join(missing)}; complete it with `vllm-omni download "
+                f"lance {self.root}` or "
                 "start with --load-format dummy"
             )
 
@@ -85,7 +93,9 @@ class LanceLayout:
         inside = None if self.decoder == self.root else self.decoder.name
         sources = [ComponentSource(str(self.root), inside, "bagel.")]
         if self.vision is not None:
-            sources.append(ComponentSource(str(self.root), self.vision.name, "bagel.vit_model.vision_model."))
+            sources.append(
+                ComponentSource(str(self.root), self.vision.name, "bagel.vit_model.vision_model.")
+            )
         return tuple(sources)
 
     def llm_config(self) -> dict[str, Any]:
@@ -112,7 +122,8 @@ class LanceLayout:
         cells = DEFAULTS.max_latent_size**2
         if shape is None or len(shape) != 2 or shape[0] % cells:
             raise ValueError(
-                f"{self.weights} holds no latent_pos_embed.pos_embed of a multiple of {cells} rows; it is not a Lance "
+                f"{self.weights} holds no latent_pos_embed.pos_embed of a multiple of {cells} "
+                "rows; it is not a Lance "
                 "decoder, download it again"
             )
         return max(1, shape[0] // cells)
@@ -124,8 +135,14 @@ class LanceLayout:
             return _BASE_DIM, _DECODER_BASE_DIM
         shapes = open_tensors(self.vae).shapes
         names = ("encoder.conv1.weight", "decoder.conv1.weight", "conv2.weight")
-        if any(name not in shapes for name in names) or shapes["conv2.weight"][0] != LATENT_CHANNELS:
-            raise ValueError(f"{self.vae} is no Wan 2.2 autoencoder of {LATENT_CHANNELS} channels; download it again")
+        if (
+            any(name not in shapes for name in names)
+            or shapes["conv2.weight"][0] != LATENT_CHANNELS
+        ):
+            raise ValueError(
+                f"{self.vae} is no Wan 2.2 autoencoder of {LATENT_CHANNELS} channels; download "
+                "it again"
+            )
         return shapes[names[0]][0], shapes[names[1]][0] // 4
 
     def dtype(self) -> str:
@@ -149,15 +166,27 @@ def find_layout(path: Path) -> LanceLayout:
         ValueError: There is no decoder; one line with what was found and what was expected.
     """
     root, chosen = path, None
-    if path.name in (IMAGE_FOLDER, VIDEO_FOLDER, VISION_FOLDER) and _first(path.parent, _VAE) is not None:
+    if (
+        path.name in (IMAGE_FOLDER, VIDEO_FOLDER, VISION_FOLDER)
+        and _first(path.parent, _VAE) is not None
+    ):
         root = path.parent
         chosen = None if path.name == VISION_FOLDER else path
-    candidates = [chosen] if chosen is not None else [root / IMAGE_FOLDER, root / VIDEO_FOLDER, root]
-    decoder = next((folder for folder in candidates if (folder / "llm_config.json").is_file()), None)
+    candidates = (
+        [chosen] if chosen is not None else [root / IMAGE_FOLDER, root / VIDEO_FOLDER, root]
+    )
+    decoder = next(
+        (folder for folder in candidates if (folder / "llm_config.json").is_file()), None
+    )
     if decoder is None:
-        found = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) if path.is_dir() else "no folder"
+        found = (
+            ", ".join(sorted(entry.name for entry in path.iterdir())[:8])
+            if path.is_dir()
+            else "no folder"
+        )
         raise ValueError(
-            f"{path} holds no Lance decoder (found {found or 'nothing'}); expected {IMAGE_FOLDER}/ or {VIDEO_FOLDER}/ "
+            f"{path} holds no Lance decoder (found {found or 'nothing'}); expected {IMAGE_FOLDER}/ "
+            f"or {VIDEO_FOLDER}/ "
             "with llm_config.json"
         )
     vision = root / VISION_FOLDER
@@ -211,7 +240,9 @@ def hf_config(path: Path) -> dict[str, Any]:
 
 def lance_config(stored: dict[str, Any]) -> LanceConfig:
     """Return the architecture from `hf_config(...)["lance"]`."""
-    return LanceConfig.from_checkpoint(stored["llm"], stored["vision"], max_latent_frames=stored["max_latent_frames"])
+    return LanceConfig.from_checkpoint(
+        stored["llm"], stored["vision"], max_latent_frames=stored["max_latent_frames"]
+    )
 
 
 def _first(folder: Path, names: tuple[str, ...]) -> Path | None:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Lance checkpoint's sizes (`LanceConfig`), constants (`LanceDefaults`) and options when served (`LanceOptions`).
+"""A Lance checkpoint's sizes (`LanceConfig`), constants (`LanceDefaults`) and options when served
+(`LanceOptions`).
 
-The architecture comes from `llm_config.json`, the vision tower's `config.json` and the header of the weights; a value
-that this code does not implement is an error. Serving options come from `additional_config["omni"]["model"]`; where
-public implementations of Lance differ, they name one of them (`CONVENTIONS`). Held by
-tests/model_executor/models/lance/.
+The architecture comes from `llm_config.json`, the vision tower's `config.json` and the header of
+the weights; a value that this code does not implement is an error. Serving options come from
+`additional_config["omni"]["model"]`; where public implementations of Lance differ, they name one of
+them (`CONVENTIONS`). Held by tests/model_executor/models/lance/.
 """
 
 from collections.abc import Mapping
@@ -24,7 +25,15 @@ TOKENS_PER_STEP = 4
 """Text tokens that an understanding request decodes in one engine step."""
 
 Task = Literal["t2i", "image_edit", "t2v", "i2v", "video_edit", "x2t_image", "x2t_video", "t2t"]
-TASKS: tuple[Task, ...] = ("t2i", "image_edit", "t2v", "i2v", "video_edit", "x2t_image", "x2t_video")
+TASKS: tuple[Task, ...] = (
+    "t2i",
+    "image_edit",
+    "t2v",
+    "i2v",
+    "video_edit",
+    "x2t_image",
+    "x2t_video",
+)
 """Those of the original; `t2t`, a conversation without a picture, is only ours."""
 READING_TASKS: tuple[Task, ...] = ("x2t_image", "x2t_video", "t2t")
 VIDEO_TASKS: tuple[Task, ...] = ("t2v", "i2v", "video_edit")
@@ -60,7 +69,10 @@ DEFAULTS = LanceDefaults()
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """The Qwen2.5-VL vision tower; the defaults are the released one. `out_hidden_size` is the decoder's width."""
+    """The Qwen2.5-VL vision tower; the defaults are the released one.
+
+    `out_hidden_size` is the decoder's width.
+    """
 
     depth: int = 32
     hidden_size: int = 1280
@@ -77,7 +89,12 @@ class VisionConfig:
     hidden_act: str = "silu"
 
     def __post_init__(self) -> None:
-        fixed = {"in_channels": 3, "patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2}
+        fixed = {
+            "in_channels": 3,
+            "patch_size": 14,
+            "temporal_patch_size": 2,
+            "spatial_merge_size": 2,
+        }
         fixed["tokens_per_second"] = 2
         for name, value in fixed.items():
             if getattr(self, name) != value:
@@ -85,7 +102,9 @@ class VisionConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "VisionConfig":
-        """Read the keys that shape the tower out of a Qwen2.5-VL vision config; the others do not concern inference."""
+        """Read the keys that shape the tower out of a Qwen2.5-VL vision config; the others do
+        not concern inference.
+        """
         known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
         if "in_channels" not in known and "in_chans" in values:
             known["in_channels"] = values["in_chans"]
@@ -101,9 +120,11 @@ class VisionConfig:
 
 @dataclass(frozen=True)
 class LanceConfig:
-    """The decoder with its two experts and the latent bridge; the defaults are the released 3B model.
+    """The decoder with its two experts and the latent bridge; the defaults are the released 3B
+    model.
 
-    max_latent_frames: rows of the position table over time: 1 in the image checkpoint, 31 in the video checkpoint.
+    max_latent_frames: rows of the position table over time: 1 in the image checkpoint, 31 in the
+    video checkpoint.
     special: ids of special tokens that the checkpoint states; they must be the tokenizer's.
     """
 
@@ -122,16 +143,24 @@ class LanceConfig:
     special: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.hidden_size % self.num_heads or self.num_heads % self.num_kv_heads or self.head_dim % 2:
+        if (
+            self.hidden_size % self.num_heads
+            or self.num_heads % self.num_kv_heads
+            or self.head_dim % 2
+        ):
             raise ValueError(
-                f"hidden_size {self.hidden_size}, {self.num_heads} heads and {self.num_kv_heads} key/value heads do "
+                f"hidden_size {self.hidden_size}, {self.num_heads} heads and {self.num_kv_heads} "
+                "key/value heads do "
                 "not give whole, even heads"
             )
         if sum(self.mrope_section) * 2 != self.head_dim:
-            raise ValueError(f"mrope_section {self.mrope_section} must sum to half the head size {self.head_dim}")
+            raise ValueError(
+                f"mrope_section {self.mrope_section} must sum to half the head size {self.head_dim}"
+            )
         if self.vision.out_hidden_size != self.hidden_size:
             raise ValueError(
-                f"the vision tower gives rows of {self.vision.out_hidden_size}, the decoder takes {self.hidden_size}"
+                f"the vision tower gives rows of {self.vision.out_hidden_size}, the decoder takes "
+                f"{self.hidden_size}"
             )
 
     @property
@@ -152,16 +181,23 @@ class LanceConfig:
         return 1 + FRAMES_PER_LATENT * (self.max_latent_frames - 1)
 
     @classmethod
-    def from_checkpoint(cls, values: Mapping[str, Any], vision: Mapping[str, Any], **latent: Any) -> "LanceConfig":
-        """Read `llm_config.json` (Qwen2.5-VL keys) and a vision config; an empty map means the released one.
+    def from_checkpoint(
+        cls, values: Mapping[str, Any], vision: Mapping[str, Any], **latent: Any
+    ) -> "LanceConfig":
+        """Read `llm_config.json` (Qwen2.5-VL keys) and a vision config; an empty map means the
+        released one.
 
-        latent: `max_latent_size`, `max_latent_frames`. Raises ValueError naming every value this code does not
-        implement.
+        latent: `max_latent_size`, `max_latent_frames`. Raises ValueError naming every value this
+        code does not implement.
         """
         for key, allowed in _REQUIRED.items():
             if key in values and values[key] not in allowed:
-                raise ValueError(f"llm_config.json has {key} = {values[key]!r}; this model implements {allowed}")
-        fields: dict[str, Any] = {name: values[key] for key, name in _RENAMED.items() if key in values}
+                raise ValueError(
+                    f"llm_config.json has {key} = {values[key]!r}; this model implements {allowed}"
+                )
+        fields: dict[str, Any] = {
+            name: values[key] for key, name in _RENAMED.items() if key in values
+        }
         scaling = values.get("rope_scaling") or values.get("rope_parameters") or {}
         if "mrope_section" in scaling:
             fields["mrope_section"] = tuple(scaling["mrope_section"])
@@ -204,29 +240,36 @@ def check_stages(stages: int) -> None:
     """Raise ValueError if there are several pipeline stages."""
     if stages > 1:
         raise ValueError(
-            f"--pipeline-parallel-size {stages}: Lance's layers are not split over stages; use --tensor-parallel-size"
+            f"--pipeline-parallel-size {stages}: Lance's layers are not split over stages; use "
+            "--tensor-parallel-size"
         )
 
 
 @dataclass(frozen=True)
 class Choices:
-    """Where public implementations of Lance differ. The defaults are the original's path with a cache, but for two.
+    """Where public implementations of Lance differ.
 
-    drawing_prompt: text-to-image and text-to-video write the chat `template`, or the template `wrapped` once more
-    between <|im_start|> and <|im_end|>, as BAGEL's prompts are.
-    uncond_context: of text-to-image and text-to-video: the `template` without the user's text, or an `empty` one
-    (nothing for an image, <|im_start|><|im_end|> for a video, a negative prompt between those two).
+    The defaults are the original's path with a cache, but for two.
+
+    drawing_prompt: text-to-image and text-to-video write the chat `template`, or the template
+    `wrapped` once more between <|im_start|> and <|im_end|>, as BAGEL's prompts are.
+    uncond_context: of text-to-image and text-to-video: the `template` without the user's text, or
+    an `empty` one (nothing for an image, <|im_start|><|im_end|> for a video, a negative prompt
+    between those two).
     edit_apostrophe: in the system prompts of edits, U+2019 (`typographic`) or `ascii`.
-    uncond_positions: positions of the text behind the user's in the unconditional context: those of the conditional
-    one (`cond`, as in the published results) or recomputed (`own`).
-    i2v_noise_place: positions of the block that is drawn follow all text (`behind_text`), or start where the user's
-    text starts (`before_text`).
-    understanding_video: a clip that is read goes to a `bucket` at 12 frames a second, or through Qwen2-VL's
-    `smart_resize`, every frame, up to max_num_frames of them.
-    understanding_vit_time: the vision block's time positions run on (`running`) or start at 1000 (`origin`).
+    uncond_positions: positions of the text behind the user's in the unconditional context: those of
+    the conditional one (`cond`, as in the published results) or recomputed (`own`).
+    i2v_noise_place: positions of the block that is drawn follow all text (`behind_text`), or start
+    where the user's text starts (`before_text`).
+    understanding_video: a clip that is read goes to a `bucket` at 12 frames a second, or through
+    Qwen2-VL's `smart_resize`, every frame, up to max_num_frames of them.
+    understanding_vit_time: the vision block's time positions run on (`running`) or start at 1000
+    (`origin`).
     position_table: `computed` rebuilds the 3-D table, `checkpoint` uses the stored one.
-    reference_latent: the reference's latents are the encoder's `mean`, or a `sample` around it (the original's).
-    pixel_rounding: levels of decoded pixels are the nearest (`round`), or the next lower (`truncate`).
+    reference_latent: the reference's latents are the encoder's `mean`, or a `sample` around it (the
+    original's).
+    pixel_rounding: levels of decoded pixels are the nearest (`round`), or the next lower
+    (`truncate`).
     """
 
     drawing_prompt: Literal["template", "wrapped"] = "template"
@@ -263,11 +306,11 @@ CONVENTIONS: Final[dict[Convention, Choices]] = {
 class LanceOptions(ModelOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`ModelOptions`, and Lance's own.
 
-    convention: which public implementation's choices are served: those of the `original` (with references' means, and
-    the vision tower of its own file) or `vllm_omni`'s; the model's README lists them.
-    max_image_pixels, max_video_pixels (width x height): the largest drawing that is accepted; device memory is planned
-    for it. max_num_frames: the longest video of a request. max_new_tokens: the longest text of one understanding
-    request.
+    convention: which public implementation's choices are served: those of the `original` (with
+    references' means, and the vision tower of its own file) or `vllm_omni`'s; the model's README
+    lists them. max_image_pixels, max_video_pixels (width x height): the largest drawing that is
+    accepted; device memory is planned for it. max_num_frames: the longest video of a request.
+    max_new_tokens: the longest text of one understanding request.
     """
 
     convention: Convention = "original"

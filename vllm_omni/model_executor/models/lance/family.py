@@ -4,8 +4,13 @@
 from typing import Any
 
 from vllm_omni.config import OmniConfig
-from vllm_omni.model_executor.models.capabilities import Capabilities, PictureSizes
-from vllm_omni.model_executor.models.lance.checkpoint import LAYOUTS, hf_config, is_checkpoint, lance_config
+from vllm_omni.model_executor.models.capabilities import Capabilities, ImageSizes
+from vllm_omni.model_executor.models.lance.checkpoint import (
+    LAYOUTS,
+    hf_config,
+    is_checkpoint,
+    lance_config,
+)
 from vllm_omni.model_executor.models.lance.config import (
     DEFAULTS,
     FRAMES_PER_LATENT,
@@ -34,8 +39,8 @@ def _capabilities(config: dict[str, Any], omni: OmniConfig) -> Capabilities:
     """The video checkpoint draws and edits images too, in sizes of their own."""
     options, lance = LanceOptions.parse(omni.model), lance_config(config["lance"])
     videos = lance.makes_video
-    pictures, limit = default_size(False, options), options.max_image_pixels
-    height, width = default_size(True, options) if videos else pictures
+    images, limit = default_size(False, options), options.max_image_pixels
+    height, width = default_size(True, options) if videos else images
     longest = min(options.max_num_frames, lance.max_frames)
     readable = round(DEFAULTS.fps * DEFAULTS.video_seconds)
     if options.choices.understanding_video == "smart_resize":  # every frame that arrives is read
@@ -50,7 +55,7 @@ def _capabilities(config: dict[str, Any], omni: OmniConfig) -> Capabilities:
         width=width,
         max_pixels=options.max_video_pixels if videos else limit,
         max_side=lance.max_side,
-        pictures=PictureSizes(height=pictures[0], width=pictures[1], max_pixels=limit),
+        pictures=ImageSizes(height=images[0], width=images[1], max_pixels=limit),
         size_multiple=(PIXELS_PER_LATENT, PIXELS_PER_LATENT),
         num_inference_steps=DEFAULTS.num_timesteps,
         guidance_scale=DEFAULTS.cfg_text_scale,

@@ -49,7 +49,9 @@ PRESETS = {
 
 @cache
 def buckets(side: int, multiple: int, max_side: int | None = None) -> tuple[Size, ...]:
-    """Return the six sizes of a preset. multiple: of 28 for the vision tower; max_side clips the widest."""
+    """Return the six sizes of a preset. multiple: of 28 for the vision tower; max_side clips the
+    widest.
+    """
     sizes = []
     for wide, high in _RATIOS:
         short_part, long_part = min(wide, high), max(wide, high)
@@ -73,7 +75,9 @@ def nearest_bucket(size: Size, sizes: tuple[Size, ...]) -> int:
 
 
 def crop_box(size: Size, target: Size) -> tuple[int, int, int, int]:
-    """Return (top, left, height, width) of the largest centred window of `size` with the target's ratio."""
+    """Return (top, left, height, width) of the largest centred window of `size` with the
+    target's ratio.
+    """
     height, width = size
     ratio = target[1] / target[0]
     if width / height > ratio:
@@ -101,7 +105,11 @@ def fit(frames_THWC: torch.Tensor, resized: Size, final: Size | None = None) -> 
 def _resize(frames_TCHW: torch.Tensor, size: Size) -> torch.Tensor:
     if tuple(frames_TCHW.shape[2:]) == size:
         return frames_TCHW
-    return functional.interpolate(frames_TCHW, size=size, mode="bicubic", antialias=True).round_().clamp_(0, 255)
+    return (
+        functional.interpolate(frames_TCHW, size=size, mode="bicubic", antialias=True)
+        .round_()
+        .clamp_(0, 255)
+    )
 
 
 def for_vae(frames_THWC: torch.Tensor, size: Size) -> torch.Tensor:
@@ -110,24 +118,33 @@ def for_vae(frames_THWC: torch.Tensor, size: Size) -> torch.Tensor:
 
 
 def for_vit(frames_THWC: torch.Tensor, preset: Preset | None) -> torch.Tensor:
-    """uint8 frames -> fp32 pixels [3, T, h, w] for the vision tower, with CLIP's mean and deviation.
+    """uint8 frames -> fp32 pixels [3, T, h, w] for the vision tower, with CLIP's mean and
+    deviation.
 
-    preset: of the bucket; None = Qwen2-VL's `smart_size`, which scales both sides and crops nothing.
+    preset: of the bucket; None = Qwen2-VL's `smart_size`, which scales both sides and crops
+    nothing.
     """
     size = (frames_THWC.shape[1], frames_THWC.shape[2])
     if preset is None:
-        pixels = _resize(frames_THWC.permute(0, 3, 1, 2).float(), smart_size(size)).transpose(0, 1) / 255
+        pixels = (
+            _resize(frames_THWC.permute(0, 3, 1, 2).float(), smart_size(size)).transpose(0, 1) / 255
+        )
     else:
         resized = buckets(preset.vit, _STRIDE)
         index = nearest_bucket(size, resized)
         pixels = fit(frames_THWC, resized[index], buckets(preset.vit, VISION_MULTIPLE)[index]) / 255
-    mean, std = (torch.tensor(values, device=pixels.device).view(3, 1, 1, 1) for values in (_CLIP_MEAN, _CLIP_STD))
+    mean, std = (
+        torch.tensor(values, device=pixels.device).view(3, 1, 1, 1)
+        for values in (_CLIP_MEAN, _CLIP_STD)
+    )
     return (pixels - mean) / std
 
 
 @cache
 def smart_limits() -> tuple[int, int]:
-    """Return the fewest and the most pixels of a frame that Qwen2-VL's video processor resizes to."""
+    """Return the fewest and the most pixels of a frame that Qwen2-VL's video processor resizes
+    to.
+    """
     # imported lazily, because the command line uses only buckets
     from transformers import Qwen2VLVideoProcessor
 
@@ -135,7 +152,10 @@ def smart_limits() -> tuple[int, int]:
 
 
 def smart_size(size: Size) -> Size:
-    """Return the size that Qwen2-VL's video processor gives a frame. Raises ValueError for sides beyond 200 to 1."""
+    """Return the size that Qwen2-VL's video processor gives a frame.
+
+    Raises ValueError for sides beyond 200 to 1.
+    """
     from transformers.models.qwen2_vl.video_processing_qwen2_vl import smart_resize
 
     fewest, most = smart_limits()
@@ -144,17 +164,18 @@ def smart_size(size: Size) -> Size:
 
 
 def sampled_frames(num_frames: int, fps: float | None) -> torch.Tensor:
-    """Return which frames of a clip the model sees: 12 per second, at most 6 s, 4 k + 1 of them; int64.
+    """Return which frames of a clip the model sees: 12 per second, at most 6 s, 4 k + 1 of them;
+    int64.
 
     fps: the clip's; None = it is at 12 already.
     """
     rate = DEFAULTS.fps if fps is None else round(fps)
     seconds = min(num_frames / max(1, rate), DEFAULTS.video_seconds)
     count = round(DEFAULTS.fps * seconds)
-    kept = FRAMES_PER_LATENT * (count // FRAMES_PER_LATENT) + 1
+    retained = FRAMES_PER_LATENT * (count // FRAMES_PER_LATENT) + 1
     if count % FRAMES_PER_LATENT == 0:
-        kept -= FRAMES_PER_LATENT
-    kept = max(1, min(kept, num_frames))
+        retained -= FRAMES_PER_LATENT
+    retained = max(1, min(retained, num_frames))
     if fps is None:  # nothing to resample: the first frames are used
-        return torch.arange(min(kept, num_frames))
-    return torch.linspace(0, num_frames - 1, kept, dtype=torch.float64).long()
+        return torch.arange(min(retained, num_frames))
+    return torch.linspace(0, num_frames - 1, retained, dtype=torch.float64).long()

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lance served: drawings take denoise steps and answers decode tokens in the same batches, on the same weights.
+"""Lance served: drawings take denoise steps and answers decode tokens in the same batches, on the
+same weights.
 
-    prepare_encode    check, place every token, encode references (vision tower, autoencoder), draw noise
+    prepare_encode
+        check, place every token, encode references (vision tower, autoencoder), draw noise
     denoise_step      one `Stepper.step` for the batch: contexts, velocities, tokens
     step_scheduler    Euler step with guidance; tokens to the host
     post_decode       latents -> uint8 pictures or frames, tokens -> text
@@ -23,11 +25,12 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.checkpoint.tensor_files import open_tensors
 from vllm_omni.model_executor.dtypes import default_dtype
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SupportsStepExecution
-from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs
-from vllm_omni.model_executor.layers.parallel import ParallelContext
-from vllm_omni.model_executor.lora.target import AdapterTarget
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
+from vllm_omni.model_executor.layers.cuda_graphs import ForwardGraphs
+from vllm_omni.model_executor.layers.lora.target import AdapterTarget
 from vllm_omni.model_executor.models.lance.checkpoint import (
     ComponentSource,
     LanceLayout,
@@ -44,37 +47,46 @@ from vllm_omni.model_executor.models.lance.config import (
     Task,
     check_stages,
 )
-from vllm_omni.model_executor.models.lance.drawing import Drawing
-from vllm_omni.model_executor.models.lance.pack import BranchCache
-from vllm_omni.model_executor.models.lance.prompt import (
-    VISION_END,
-    VISION_START,
-    LanceTokenizer,
-)
-from vllm_omni.model_executor.models.lance.reading import Reading
-from vllm_omni.model_executor.models.lance.request import (
-    DrawInputs,
-    find_task,
-    largest_needs,
-    parse_request_options,
-    read_drawing,
-    read_question,
-)
-from vllm_omni.model_executor.models.lance.starting import Starter, continue_reading
-from vllm_omni.model_executor.models.lance.state import Answer, LanceSession
-from vllm_omni.model_executor.models.lance.stepper import Stepper
-from vllm_omni.model_executor.models.lance.transformer import LanceNetwork
-from vllm_omni.model_executor.models.lance.vae import (
+from vllm_omni.model_executor.models.lance.network.pack import BranchCache
+from vllm_omni.model_executor.models.lance.network.transformer import LanceNetwork
+from vllm_omni.model_executor.models.lance.network.vae import (
     LanceVAEConfig,
     LanceWanVAE,
     from_tokens,
     to_uint8,
 )
-from vllm_omni.model_executor.models.lance.vision import VisionTower
-from vllm_omni.model_executor.models.lance.weights import adapter_target, load_network, load_vae, load_vision
+from vllm_omni.model_executor.models.lance.network.vision import VisionTower
+from vllm_omni.model_executor.models.lance.request import (
+    GenerationInputs,
+    find_task,
+    largest_needs,
+    parse_request_options,
+    read_generation,
+    read_question,
+)
+from vllm_omni.model_executor.models.lance.state import LanceSession, TextReply
+from vllm_omni.model_executor.models.lance.tasks.generation import ImageGeneration
+from vllm_omni.model_executor.models.lance.tasks.prompt import (
+    VISION_END,
+    VISION_START,
+    LanceTokenizer,
+)
+from vllm_omni.model_executor.models.lance.tasks.starting import Starter, continue_understanding
+from vllm_omni.model_executor.models.lance.tasks.stepper import Stepper
+from vllm_omni.model_executor.models.lance.tasks.understanding import Understanding
+from vllm_omni.model_executor.models.lance.weights import (
+    adapter_target,
+    load_network,
+    load_vae,
+    load_vision,
+)
 from vllm_omni.model_executor.step_cache import step_cache_meta
-from vllm_omni.model_executor.tensor_files import open_tensors
-from vllm_omni.model_executor.vllm_model import CheckpointPipeline, ServedCheckpoint, compiles, launches_graphs
+from vllm_omni.model_executor.vllm_model import (
+    CheckpointPipeline,
+    ServedCheckpoint,
+    compiles,
+    launches_graphs,
+)
 
 _KEPT_GRAPHS = 16
 """Of the batches of drawings that run now."""
@@ -95,7 +107,7 @@ class LanceSetup:
     quantization: QuantizationConfig | None = None
 
     @classmethod
-    def of(
+    def of_checkpoint(
         cls,
         checkpoint: dict[str, Any],
         layout: LanceLayout,
@@ -106,7 +118,9 @@ class LanceSetup:
         quantization: QuantizationConfig | None = None,
         offloads: bool = False,
     ) -> "LanceSetup":
-        """Read a checkpoint's `hf_config(...)["lance"]`; `parallel` None = vLLM's groups. Raises ValueError.
+        """Read a checkpoint's `hf_config(...)["lance"]`; `parallel` None = vLLM's groups.
+
+        Raises ValueError.
 
         eager, offloads: as of `ServedCheckpoint`.
         """
@@ -114,7 +128,10 @@ class LanceSetup:
         parallel = parallel or ParallelContext.from_vllm(options.sequence_parallel)
         check_stages(parallel.num_stages)
         if layout.tokenizer is None:
-            raise ValueError(f"{layout.decoder} lacks tokenizer.json; run `vllm-omni download lance {layout.root}`")
+            raise ValueError(
+                f"{layout.decoder} lacks tokenizer.json; run `vllm-omni download lance "
+                f"{layout.root}`"
+            )
         base, decoder_base = checkpoint["vae_dims"]
         return cls(
             config=lance_config(checkpoint),
@@ -132,26 +149,30 @@ class LanceSetup:
 
 @dataclass(eq=False)
 class Work:
-    """A request's state from `prepare_encode` on: a drawing with its checked request, or a reading."""
+    """A request's state from `prepare_encode` on: a drawing with its checked request, or a
+    reading.
+    """
 
     task: Task
-    drawing: Drawing | None = None
-    inputs: DrawInputs | None = None
-    reading: Reading | None = None
+    generation: ImageGeneration | None = None
+    inputs: GenerationInputs | None = None
+    understanding: Understanding | None = None
 
 
 Request = DiffusionRequest[LanceSession, Work]
 
 
 class Lance(nn.Module):
-    """Implements `SupportsStepExecution`, `KeepsMemory`."""
+    """Implements `SupportsStepExecution`, `PoolsMemory`."""
 
     supports_step_execution: ClassVar[bool] = True
 
     def __init__(self, setup: LanceSetup) -> None:
         super().__init__()
         self.config, self.options, self.parallel = setup.config, setup.options, setup.parallel
-        self.tokenizer = LanceTokenizer(setup.tokenizer, setup.config.special, setup.config.vocab_size)
+        self.tokenizer = LanceTokenizer(
+            setup.tokenizer, setup.config.special, setup.config.vocab_size
+        )
         with default_dtype(setup.dtype):
             self.network = LanceNetwork(
                 setup.config,
@@ -182,12 +203,12 @@ class Lance(nn.Module):
         load_vision(self.vision, self.config.vision, own, source)
         load_vae(self.vae, open_tensors(layout.vae))
         if self.stepper.graphs is not None:
-            self.stepper.graphs.forget()
+            self.stepper.graphs.clear_graphs()
 
     def adapter_targets(self) -> dict[str, AdapterTarget]:
         return {"transformer": adapter_target(self.network, self.config)}
 
-    # -- sessions ------------------------------------------------------------------------------------------------------
+    # -- sessions ----------------------------------------------------------------------------------
 
     def session_nbytes(self, params: DiffusionParams) -> int:
         options = parse_request_options(params)
@@ -196,35 +217,45 @@ class Lance(nn.Module):
             params, options, lambda text: len(tokens.encode_user(text)), self.config, self.options
         )
         decoder = self.network.language_model
-        # Noise, latents and the branches' velocities in fp32, the latents' position rows in the decoder's type.
+        # Noise, latents and the branches' velocities in fp32, the latents' position rows in the
+        # decoder's type.
         branches = 3 if options.cfg_img_scale > 1.0 else 2
-        row = 4 * (2 + branches) * self.vae.z_channels + self.config.hidden_size * decoder.dtype.itemsize
+        row = (
+            4 * (2 + branches) * self.vae.z_channels
+            + self.config.hidden_size * decoder.dtype.itemsize
+        )
         return decoder.cache_nbytes(slots) + latents * row
 
     def new_session(self, params: DiffusionParams) -> LanceSession:
         return LanceSession(params.session_id, self.session_nbytes(params))
 
-    # -- one request ---------------------------------------------------------------------------------------------------
+    # -- one request -------------------------------------------------------------------------------
 
     @torch.no_grad()
     def prepare_encode(self, request: Request) -> None:
         session, params = request.session, request.params
-        if session.answer is not None:
-            reading = continue_reading(session.answer, request)
-            request.state = Work(session.answer.task, reading=reading)
-            request.num_steps = self._reading_steps(reading)
+        if session.reply is not None:
+            understanding = continue_understanding(session.reply, request)
+            request.state = Work(session.reply.task, understanding=understanding)
+            request.num_steps = self._understanding_steps(understanding)
             return
         options = parse_request_options(params)
         task = find_task(params, options, request.tensors)
         if task in READING_TASKS:
             question = read_question(params, options, task, request.tensors, self.options)
-            reading = self.starter.reading(question, options.chunk_tokens, request.timer)
-            request.state = Work(task, reading=reading)
-            request.num_steps = self._reading_steps(reading)
+            understanding = self.starter.start_understanding(
+                question, options.chunk_tokens, request.timer
+            )
+            request.state = Work(task, understanding=understanding)
+            request.num_steps = self._understanding_steps(understanding)
         else:
-            inputs = read_drawing(params, options, task, request.tensors, self.config, self.options)
-            drawing = self.starter.drawing(inputs, session.reserved_bytes, request.timer, self._new_cache)
-            request.state = Work(task, drawing=drawing, inputs=inputs)
+            inputs = read_generation(
+                params, options, task, request.tensors, self.config, self.options
+            )
+            generation = self.starter.start_generation(
+                inputs, session.reserved_bytes, request.timer, self._new_cache
+            )
+            request.state = Work(task, generation=generation, inputs=inputs)
             request.num_steps = 1 + inputs.num_steps
 
     def _new_cache(self, capacity: int, block: int) -> BranchCache:
@@ -232,19 +263,24 @@ class Lance(nn.Module):
         decoder, graphs = self.network.language_model, self.stepper.graphs
         if graphs is None:
             return decoder.new_cache(capacity, block)
-        return decoder.take_cache(graphs.kept, capacity, block)
+        return decoder.take_cache(graphs.pool, capacity, block)
 
     def batch_key(self, request: Request) -> Hashable:
         """All requests may share a forward: drawings of every size, answers, contexts."""
         return "lance"
 
     @torch.no_grad()
-    def denoise_step(self, batch: Sequence[Request], hidden: torch.Tensor | None = None) -> torch.Tensor:
-        """Run the batch; each request's results are kept in its own state. Returns an empty tensor."""
+    def denoise_step(
+        self, batch: Sequence[Request], hidden: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Run the batch; each request's results are kept in its own state.
+
+        Returns an empty tensor.
+        """
         works = [request.work for request in batch]
         self.stepper.step(
-            [work.drawing for work in works if work.drawing is not None],
-            [work.reading for work in works if work.reading is not None],
+            [work.generation for work in works if work.generation is not None],
+            [work.understanding for work in works if work.understanding is not None],
             TOKENS_PER_STEP,
         )
         return torch.empty(len(batch), 0, device=self.device)
@@ -253,21 +289,21 @@ class Lance(nn.Module):
     def step_scheduler(self, batch: Sequence[Request], prediction: torch.Tensor) -> None:
         for request in batch:
             work = request.work
-            if work.drawing is not None:
-                work.drawing.advance()
+            if work.generation is not None:
+                work.generation.advance()
         for request in batch:  # last: these wait for the device
-            reading = request.work.reading
-            if reading is not None:
-                reading.settle(self.tokenizer.decode)
-                if reading.done:
+            understanding = request.work.understanding
+            if understanding is not None:
+                understanding.settle(self.tokenizer.decode)
+                if understanding.done:
                     request.end_with_this_step()
 
     def latents(self, request: Request) -> torch.Tensor:
         work = request.work
-        if work.drawing is not None:
-            return work.drawing.latents
-        assert work.reading is not None
-        return torch.zeros(1) if work.reading.logits is None else work.reading.logits
+        if work.generation is not None:
+            return work.generation.latents
+        assert work.understanding is not None
+        return torch.zeros(1) if work.understanding.logits is None else work.understanding.logits
 
     def set_latents(self, request: Request, latents: torch.Tensor) -> None:
         raise NotImplementedError("Lance does not run on several pipeline stages")
@@ -275,10 +311,10 @@ class Lance(nn.Module):
     @torch.no_grad()
     def post_decode(self, request: Request) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         work = request.work
-        if work.reading is not None:
-            return self._answer(work.reading, request)
-        inputs, drawing = work.inputs, work.drawing
-        assert inputs is not None and drawing is not None
+        if work.understanding is not None:
+            return self._response(work.understanding, request)
+        inputs, generation = work.inputs, work.generation
+        assert inputs is not None and generation is not None
         meta: dict[str, Any] = {
             "task": work.task,
             "seed": inputs.seed,
@@ -286,38 +322,46 @@ class Lance(nn.Module):
             "width": inputs.size[1],
             "num_inference_steps": inputs.num_steps,
         }
-        meta |= step_cache_meta(drawing.step_cache, drawing.computed)
+        meta |= step_cache_meta(generation.step_cache, generation.computed)
         video = work.task in VIDEO_TASKS
         if video:
             meta |= {"num_frames": inputs.num_frames, "fps": inputs.fps}
-        latents = [from_tokens(tokens, drawing.plan.grid) for tokens in drawing.latents]
+        latents = [from_tokens(tokens, generation.plan.grid) for tokens in generation.latents]
         if request.params.output == "latents":
             return meta, {"latents": torch.stack(latents).contiguous()}
         rounding = self.options.choices.pixel_rounding
-        pictures = [to_uint8(self.vae.decode_video(latent.unsqueeze(0))[0], rounding) for latent in latents]
-        return meta, {"frames": pictures[0]} if video else {"images": torch.cat(pictures)}
+        images = [
+            to_uint8(self.vae.decode_video(latent.unsqueeze(0))[0], rounding) for latent in latents
+        ]
+        return meta, {"frames": images[0]} if video else {"images": torch.cat(images)}
 
     def commit(self, request: Request) -> None:
-        session, reading, drawing = request.session, request.work.reading, request.work.drawing
-        if drawing is not None and self.stepper.graphs is not None:
-            for cache in drawing.release_caches():
-                self.stepper.graphs.kept.give(cache)
-        if reading is not None:
-            progress = reading.progress
-            sent = progress.sent + len(progress.new_text(self.tokenizer.decode, reading.rules))
-            session.answer = Answer(
+        session, understanding, generation = (
+            request.session,
+            request.work.understanding,
+            request.work.generation,
+        )
+        if generation is not None and self.stepper.graphs is not None:
+            for cache in generation.release_caches():
+                self.stepper.graphs.pool.return_memory(cache)
+        if understanding is not None:
+            progress = understanding.progress
+            sent = progress.sent + len(
+                progress.new_text(self.tokenizer.decode, understanding.rules)
+            )
+            session.reply = TextReply(
                 request.work.task,
-                reading.cache,
-                reading.rules,
-                reading.chunk_tokens,
-                reading.prompt_tokens,
+                understanding.cache,
+                understanding.rules,
+                understanding.chunk_tokens,
+                understanding.prompt_tokens,
                 replace(progress, sent=sent),
             )
         session.chunk_index += 1
 
-    def trim_kept(self, nbytes: int) -> None:
+    def trim_pool(self, nbytes: int) -> None:
         if self.stepper.graphs is not None:
-            self.stepper.graphs.kept.trim(nbytes)
+            self.stepper.graphs.pool.trim(nbytes)
 
     def warmup_inputs(self) -> list[Inputs]:
         """One step of the largest picture and, if this checkpoint makes videos, of the longest one.
@@ -326,40 +370,60 @@ class Lance(nn.Module):
         """
         options = self.options
         steps = 1 if self.stepper.graphs is None else 2
-        side = min(math.isqrt(options.max_image_pixels) // PIXELS_PER_LATENT * PIXELS_PER_LATENT, self.config.max_side)
-        common = {"prompt": "warm-up", "num_inference_steps": steps, "one_shot": True}
+        side = min(
+            math.isqrt(options.max_image_pixels) // PIXELS_PER_LATENT * PIXELS_PER_LATENT,
+            self.config.max_side,
+        )
+        common: dict[str, Any] = {
+            "prompt": "warm-up",
+            "num_inference_steps": steps,
+            "one_shot": True,
+        }
         inputs: list[Inputs] = [
-            (DiffusionParams(session_id="warm-up-image", height=side, width=side, **common), {}),  # type: ignore[arg-type]
+            (DiffusionParams(session_id="warm-up-image", height=side, width=side, **common), {}),
         ]
         if self.config.makes_video:
             side = min(
-                math.isqrt(options.max_video_pixels) // PIXELS_PER_LATENT * PIXELS_PER_LATENT, self.config.max_side
+                math.isqrt(options.max_video_pixels) // PIXELS_PER_LATENT * PIXELS_PER_LATENT,
+                self.config.max_side,
             )
             frames = min(options.max_num_frames, self.config.max_frames)
             inputs.append(
                 (
-                    DiffusionParams(session_id="warm-up-video", height=side, width=side, num_frames=frames, **common),  # type: ignore[arg-type]
+                    DiffusionParams(
+                        session_id="warm-up-video",
+                        height=side,
+                        width=side,
+                        num_frames=frames,
+                        **common,
+                    ),
                     {},
                 )
             )
         return inputs
 
-    # -- answers -------------------------------------------------------------------------------------------------------
+    # -- answers -----------------------------------------------------------------------------------
 
-    def _reading_steps(self, reading: Reading) -> int:
+    def _understanding_steps(self, understanding: Understanding) -> int:
         """The most engine steps that the chunk may take."""
-        return -(-reading.wanted // TOKENS_PER_STEP)
+        return -(-understanding.wanted // TOKENS_PER_STEP)
 
-    def _answer(self, reading: Reading, request: Request) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        progress = reading.progress
+    def _response(
+        self, understanding: Understanding, request: Request
+    ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        progress = understanding.progress
         meta = {
             "task": request.work.task,
-            "text": progress.new_text(self.tokenizer.decode, reading.rules),
+            "text": progress.new_text(self.tokenizer.decode, understanding.rules),
             "finish_reason": progress.finish_reason,
-            "prompt_tokens": reading.prompt_tokens,
+            "prompt_tokens": understanding.prompt_tokens,
             "completion_tokens": len(progress.tokens),
         }
-        return meta, {"token_ids": torch.tensor(progress.tokens[reading.first_token :], dtype=torch.int64)}
+        return meta, {
+            "token_ids": torch.tensor(
+                progress.tokens[understanding.first_token :], dtype=torch.int64
+            )
+        }
 
 
 class LancePipeline(CheckpointPipeline[LanceLayout]):
@@ -376,7 +440,7 @@ class LancePipeline(CheckpointPipeline[LanceLayout]):
     def build_model(self, served: ServedCheckpoint[LanceLayout]) -> Lance:
         values = served.hf_config.lance
         return Lance(
-            LanceSetup.of(
+            LanceSetup.of_checkpoint(
                 values,
                 served.layout,
                 served.omni,
@@ -390,5 +454,5 @@ class LancePipeline(CheckpointPipeline[LanceLayout]):
 
 if TYPE_CHECKING:
 
-    def _keeps_the_contract(model: Lance) -> SupportsStepExecution[LanceSession, Work]:
+    def _meets_protocol(model: Lance) -> SupportsStepExecution[LanceSession, Work]:
         return model

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Everything a client may ask of Lance, checked: here and nowhere else.
 
-Reads `DiffusionParams` and the named tensors of one request and returns `DrawInputs` or `ReadInputs`, or raises
-`RequestFailed` with the field, its value and the allowed ones. Changes nothing, allocates nothing on the device.
+Reads `DiffusionParams` and the named tensors of one request and returns `GenerationInputs` or
+`UnderstandingInputs`, or raises `RequestFailed` with the field, its value and the allowed ones.
+Changes nothing, allocates nothing on the device.
 Held by tests/model_executor/models/lance/test_lance_request.py.
 """
 
@@ -27,7 +28,6 @@ from vllm_omni.model_executor.models.lance.config import (
     LanceOptions,
     Task,
 )
-from vllm_omni.model_executor.models.lance.layout import Grid
 from vllm_omni.model_executor.models.lance.media import (
     LATENT_MULTIPLE,
     PRESETS,
@@ -39,10 +39,15 @@ from vllm_omni.model_executor.models.lance.media import (
     smart_limits,
     smart_size,
 )
-from vllm_omni.model_executor.models.lance.pack import padded_capacity
-from vllm_omni.model_executor.models.lance.prompt import CAPTION_PROMPT, Turn, system_prompt_of
-from vllm_omni.model_executor.models.lance.sampling import RENORM_TYPES, Guidance, TokenChoice
-from vllm_omni.model_executor.models.lance.sizes import drawing_grid, reference_grid
+from vllm_omni.model_executor.models.lance.network.pack import padded_capacity
+from vllm_omni.model_executor.models.lance.sizes import generation_grid, reference_grid
+from vllm_omni.model_executor.models.lance.tasks.prompt import (
+    CAPTION_PROMPT,
+    Message,
+    system_prompt_of,
+)
+from vllm_omni.model_executor.models.lance.tasks.sampling import RENORM_TYPES, Guidance, TokenChoice
+from vllm_omni.model_executor.models.lance.tasks.sequence_layout import Grid
 from vllm_omni.model_executor.step_cache import StepCache
 from vllm_omni.outputs import RequestFailed
 
@@ -57,7 +62,7 @@ _TURN_TOKENS = 8
 Unit = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 
 
-class TurnOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class MessageOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     role: Literal["user", "assistant"]
     text: Annotated[str, msgspec.Meta(max_length=16384)]
 
@@ -66,12 +71,14 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """`DiffusionParams.options` of one request.
 
     task: None = by prompt, tensors, `num_frames` and `modalities`. modalities: of the result,
-    `["text"]`, `["image"]` or `["video"]`. resolution: the preset that references are resized to. origin_fps: of the
-    clip that is sent; None = it has 12 frames a second already. system_prompt: instead of the task's own.
-    turns: of a conversation, before the prompt. picture_turn: which of them shows the picture; None = the prompt.
-    Drawing: cfg_text_scale (the same as `guidance_scale`), cfg_img_scale (of edits; above 1 it guides away from the
-    result without the picture or clip), cfg_interval, cfg_renorm_type, cfg_renorm_min, timestep_shift, step_cache
-    (`step_cache.py`). Reading: max_tokens, temperature, top_p, stop; chunk_tokens = answer in pieces, one request each.
+    `["text"]`, `["image"]` or `["video"]`. resolution: the preset that references are resized to.
+    origin_fps: of the clip that is sent; None = it has 12 frames a second already. system_prompt:
+    instead of the task's own.
+    turns: of a conversation, before the prompt. picture_turn: which of them shows the picture; None
+    = the prompt. Drawing: cfg_text_scale (the same as `guidance_scale`), cfg_img_scale (of edits;
+    above 1 it guides away from the result without the picture or clip), cfg_interval,
+    cfg_renorm_type, cfg_renorm_min, timestep_shift, step_cache (`step_cache.py`). Reading:
+    max_tokens, temperature, top_p, stop; chunk_tokens = answer in pieces, one request each.
     """
 
     task: Task | None = None
@@ -89,17 +96,21 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=10)] = 0.0
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
-    stop: Annotated[list[Annotated[str, msgspec.Meta(min_length=1, max_length=256)]], msgspec.Meta(max_length=16)] = (
-        msgspec.field(default_factory=list)
-    )
+    stop: Annotated[
+        list[Annotated[str, msgspec.Meta(min_length=1, max_length=256)]],
+        msgspec.Meta(max_length=16),
+    ] = msgspec.field(default_factory=list)
     chunk_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    turns: Annotated[list[TurnOptions], msgspec.Meta(max_length=_MAX_TURNS)] = msgspec.field(default_factory=list)
+    turns: Annotated[list[MessageOptions], msgspec.Meta(max_length=_MAX_TURNS)] = msgspec.field(
+        default_factory=list
+    )
     picture_turn: Annotated[int, msgspec.Meta(ge=0)] | None = None
 
 
 @dataclass(frozen=True)
-class DrawInputs:
-    """A checked drawing. grid: of the result in latents. source: uint8 [T, H, W, 3], the reference's or first frame.
+class GenerationInputs:
+    """A checked drawing. grid: of the result in latents. source: uint8 [T, H, W, 3], the
+    reference's or first frame.
 
     reference_size: pixels the reference is encoded at. preset: for the vision tower.
     """
@@ -129,11 +140,11 @@ class DrawInputs:
 
 
 @dataclass(frozen=True)
-class ReadInputs:
+class UnderstandingInputs:
     """A checked question. source: uint8 [T, H, W, 3]; an image has one frame.
 
-    source None: there is nothing to look at. preset: for the vision tower; None = the frames are scaled as Qwen2-VL's
-    processor does. turns, picture_turn: as `build_prompt` takes them.
+    source None: there is nothing to look at. preset: for the vision tower; None = the frames are
+    scaled as Qwen2-VL's processor does. turns, picture_turn: as `build_prompt` takes them.
     """
 
     task: Task
@@ -145,8 +156,8 @@ class ReadInputs:
     seed: int
     max_tokens: int
     stop: tuple[str, ...]
-    turns: tuple[Turn, ...] = ()
-    picture_turn: int | None = None
+    messages: tuple[Message, ...] = ()
+    image_message: int | None = None
 
 
 def parse_request_options(params: DiffusionParams) -> RequestOptions:
@@ -156,12 +167,18 @@ def parse_request_options(params: DiffusionParams) -> RequestOptions:
     except ValueError as error:
         raise _invalid(str(error)) from error
     if options.resolution is not None and options.resolution not in PRESETS:
-        raise _invalid(f"options.resolution {options.resolution!r} is unknown; allowed: {', '.join(PRESETS)}")
+        raise _invalid(
+            f"options.resolution {options.resolution!r} is unknown; allowed: {', '.join(PRESETS)}"
+        )
     if options.cfg_interval[0] >= options.cfg_interval[1]:
-        raise _invalid(f"options.cfg_interval must be [low, high] with low < high, got {list(options.cfg_interval)}")
+        raise _invalid(
+            "options.cfg_interval must be [low, high] with low < high, got "
+            f"{list(options.cfg_interval)}"
+        )
     if (options.cfg_renorm_type or "none") not in (*RENORM_TYPES, "null"):
         raise _invalid(
-            f"options.cfg_renorm_type {options.cfg_renorm_type!r} is unknown; allowed: {', '.join(RENORM_TYPES)}"
+            f"options.cfg_renorm_type {options.cfg_renorm_type!r} is unknown; allowed: "
+            f"{', '.join(RENORM_TYPES)}"
         )
     return options
 
@@ -176,12 +193,19 @@ def possible_tasks(params: DiffusionParams, options: RequestOptions) -> tuple[Ta
     return VIDEO_TASKS if wanted == "video" else ("t2i", "image_edit")
 
 
-def find_task(params: DiffusionParams, options: RequestOptions, tensors: Mapping[str, torch.Tensor]) -> Task:
-    """Return the task a request asks for. Raises `RequestFailed` when its parts contradict each other."""
+def find_task(
+    params: DiffusionParams, options: RequestOptions, tensors: Mapping[str, torch.Tensor]
+) -> Task:
+    """Return the task a request asks for.
+
+    Raises `RequestFailed` when its parts contradict each other.
+    """
     wanted, has_image, has_video = _wanted(params, options), "image" in tensors, "video" in tensors
     unknown = sorted(set(tensors) - {"image", "video"})
     if unknown:
-        raise _invalid(f"unknown tensors {unknown[:3]}; this model takes one `image` or one `video`")
+        raise _invalid(
+            f"unknown tensors {unknown[:3]}; this model takes one `image` or one `video`"
+        )
     if has_image and has_video:
         raise _invalid("send either `image` or `video`, not both")
     found: Task
@@ -192,7 +216,9 @@ def find_task(params: DiffusionParams, options: RequestOptions, tensors: Mapping
     elif wanted == "video":
         found = "video_edit" if has_video else "i2v" if has_image else "t2v"
     elif has_video:
-        raise _invalid('a `video` was sent: set options.modalities to ["text"] or ["video"], or options.task')
+        raise _invalid(
+            'a `video` was sent: set options.modalities to ["text"] or ["video"], or options.task'
+        )
     else:
         found = "image_edit" if has_image else "t2i"
     if options.task is not None and options.task != found:
@@ -203,34 +229,53 @@ def find_task(params: DiffusionParams, options: RequestOptions, tensors: Mapping
 
 def _wanted(params: DiffusionParams, options: RequestOptions) -> str:
     if options.task is not None:
-        return "text" if options.task in READING_TASKS else "video" if options.task in VIDEO_TASKS else "image"
+        return (
+            "text"
+            if options.task in READING_TASKS
+            else "video"
+            if options.task in VIDEO_TASKS
+            else "image"
+        )
     if options.modalities:
         if len(options.modalities) != 1:
-            raise _invalid(f"options.modalities must name one of text, image, video, got {options.modalities}")
+            raise _invalid(
+                f"options.modalities must name one of text, image, video, got {options.modalities}"
+            )
         return options.modalities[0]
     return "video" if params.num_frames is not None else "image"
 
 
 _DRAWING_FIELDS = (
-    *("prompt", "seed", "height", "width", "negative_prompt", "num_images", "num_inference_steps", "guidance_scale"),
+    *(
+        "prompt",
+        "seed",
+        "height",
+        "width",
+        "negative_prompt",
+        "num_images",
+        "num_inference_steps",
+        "guidance_scale",
+    ),
 )
 
 
-def read_drawing(
+def read_generation(
     params: DiffusionParams,
     options: RequestOptions,
     task: Task,
     tensors: Mapping[str, torch.Tensor],
     config: LanceConfig,
     served: LanceOptions,
-) -> DrawInputs:
+) -> GenerationInputs:
     """Check a request that draws. Raises `RequestFailed`."""
     if task in VIDEO_TASKS and not config.makes_video:
         raise _invalid(f"this checkpoint draws images only; {task} needs Lance_3B_Video")
     if not params.prompt or not params.prompt.strip():
         raise _invalid("prompt must not be empty: say what to draw or what to change")
     source = _clip(tensors)
-    preset = PRESETS[options.resolution or ("video_480p" if task == "video_edit" else "image_768res")]
+    preset = PRESETS[
+        options.resolution or ("video_480p" if task == "video_edit" else "image_768res")
+    ]
     if task in EDIT_TASKS:
         assert source is not None
         if task == "video_edit":
@@ -238,33 +283,45 @@ def read_drawing(
         grid = reference_grid(source.shape, preset, config)
         if grid[0] > config.max_latent_frames:
             raise RequestFailed(
-                "unsupported_size", f"a clip of {source.shape[0]} frames is longer than {config.max_frames}"
+                "unsupported_size",
+                f"a clip of {source.shape[0]} frames is longer than {config.max_frames}",
             )
     else:
-        grid = drawing_grid(params, task, config, served)
-    refuse_unused(params, (*_DRAWING_FIELDS, *(("num_frames", "fps") if task in VIDEO_TASKS else ())))
+        grid = generation_grid(params, task, config, served)
+    refuse_unused(
+        params, (*_DRAWING_FIELDS, *(("num_frames", "fps") if task in VIDEO_TASKS else ()))
+    )
     if task in VIDEO_TASKS and params.num_images != 1:
         raise _invalid(f"num_images is for images, got {params.num_images} with {task}")
     if options.cfg_img_scale != 1.0 and task not in EDIT_TASKS:
-        raise _invalid(f"options.cfg_img_scale is for edits of a picture or clip; leave it out with {task}")
+        raise _invalid(
+            f"options.cfg_img_scale is for edits of a picture or clip; leave it out with {task}"
+        )
     scale = params.guidance_scale
     if options.cfg_text_scale is not None:
         if scale is not None and scale != options.cfg_text_scale:
-            raise _invalid(f"guidance_scale {scale} contradicts options.cfg_text_scale {options.cfg_text_scale}")
+            raise _invalid(
+                f"guidance_scale {scale} contradicts options.cfg_text_scale "
+                f"{options.cfg_text_scale}"
+            )
         scale = options.cfg_text_scale
-    return DrawInputs(
+    return GenerationInputs(
         task=task,
         prompt=params.prompt,
         negative_prompt=params.negative_prompt,
         system_prompt=options.system_prompt,
         seed=DEFAULTS.seed if params.seed is None else params.seed,
         num_images=params.num_images,
-        num_steps=DEFAULTS.num_timesteps if params.num_inference_steps is None else params.num_inference_steps,
+        num_steps=DEFAULTS.num_timesteps
+        if params.num_inference_steps is None
+        else params.num_inference_steps,
         shift=options.timestep_shift,
         guidance=Guidance(
             scale=DEFAULTS.cfg_text_scale if scale is None else scale,
             interval=options.cfg_interval,
-            renorm="none" if options.cfg_renorm_type in (None, "", "null") else options.cfg_renorm_type,
+            renorm="none"
+            if options.cfg_renorm_type in (None, "", "null")
+            else options.cfg_renorm_type,
             renorm_min=options.cfg_renorm_min,
             image_scale=options.cfg_img_scale,
         ),
@@ -282,31 +339,40 @@ def read_question(
     task: Task,
     tensors: Mapping[str, torch.Tensor],
     served: LanceOptions,
-) -> ReadInputs:
-    """Check a request that reads. Raises `RequestFailed`. Without a prompt the model is asked for a description."""
+) -> UnderstandingInputs:
+    """Check a request that reads.
+
+    Raises `RequestFailed`. Without a prompt the model is asked for a description.
+    """
     prompt = (
-        CAPTION_PROMPT.format("video" if task == "x2t_video" else "image") if params.prompt is None else params.prompt
+        CAPTION_PROMPT.format("video" if task == "x2t_video" else "image")
+        if params.prompt is None
+        else params.prompt
     )
     if not prompt.strip():
         raise _invalid("prompt must not be empty: ask something, or leave it out for a description")
     refuse_unused(params, ("prompt", "seed"))
     if params.output != "rgb":
         raise _invalid("understanding makes text: leave output out")
-    if options.picture_turn is not None and (task == "t2t" or options.picture_turn >= len(options.turns)):
+    if options.picture_turn is not None and (
+        task == "t2t" or options.picture_turn >= len(options.turns)
+    ):
         raise _invalid(
             f"options.picture_turn {options.picture_turn}: there are {len(options.turns)} turns"
             + (" and no picture" if task == "t2t" else "")
         )
     source = _clip(tensors)
-    preset: Preset | None = PRESETS[options.resolution or ("video_480p" if task == "x2t_video" else "image_768res")]
-    if _keeps_frames(task, served):
+    preset: Preset | None = PRESETS[
+        options.resolution or ("video_480p" if task == "x2t_video" else "image_768res")
+    ]
+    if _retains_frames(task, served):
         assert source is not None
-        _check_kept_clip(source, options, served)
+        _check_retained_clip(source, options, served)
         preset = None
     elif task == "x2t_video":
         assert source is not None
         source = source[sampled_frames(source.shape[0], options.origin_fps)]
-    return ReadInputs(
+    return UnderstandingInputs(
         task=task,
         prompt=prompt,
         system_prompt=options.system_prompt,
@@ -314,26 +380,34 @@ def read_question(
         preset=preset,
         choice=TokenChoice(options.temperature, options.top_p),
         seed=DEFAULTS.seed if params.seed is None else params.seed,
-        max_tokens=answer_tokens(options, served),
+        max_tokens=reply_tokens(options, served),
         stop=tuple(options.stop),
-        turns=tuple(Turn(turn.role, turn.text) for turn in options.turns),
-        picture_turn=options.picture_turn,
+        messages=tuple(Message(turn.role, turn.text) for turn in options.turns),
+        image_message=options.picture_turn,
     )
 
 
-def _keeps_frames(task: Task, served: LanceOptions) -> bool:
-    """Whether a clip is read as Qwen2-VL's video processor hands it over: every frame, scaled, not cropped."""
+def _retains_frames(task: Task, served: LanceOptions) -> bool:
+    """Whether a clip is read as Qwen2-VL's video processor hands it over: every frame, scaled,
+    not cropped.
+    """
     return task == "x2t_video" and served.choices.understanding_video == "smart_resize"
 
 
-def _check_kept_clip(clip_THWC: torch.Tensor, options: RequestOptions, served: LanceOptions) -> None:
+def _check_retained_clip(
+    clip_THWC: torch.Tensor, options: RequestOptions, served: LanceOptions
+) -> None:
     if options.resolution is not None:
-        raise _invalid("options.resolution names buckets; this server reads clips with smart_resize: leave it out")
+        raise _invalid(
+            "options.resolution names buckets; this server reads clips with smart_resize: "
+            "leave it out"
+        )
     frames, height, width, _ = clip_THWC.shape
     if frames > served.max_num_frames:
         raise RequestFailed(
             "invalid_video",
-            f"video has {frames} frames; this server reads every frame of a clip (smart_resize) and allows 1 to "
+            f"video has {frames} frames; this server reads every frame of a clip (smart_resize) "
+            "and allows 1 to "
             f"{served.max_num_frames}",
         )
     try:
@@ -342,11 +416,17 @@ def _check_kept_clip(clip_THWC: torch.Tensor, options: RequestOptions, served: L
         raise RequestFailed("invalid_video", f"video is {width}x{height}: {error}") from error
 
 
-def answer_tokens(options: RequestOptions, served: LanceOptions) -> int:
+def reply_tokens(options: RequestOptions, served: LanceOptions) -> int:
     """Return how long an answer may become. Raises `RequestFailed`."""
-    wanted = min(DEFAULTS.max_text_tokens, served.max_new_tokens) if options.max_tokens is None else options.max_tokens
+    wanted = (
+        min(DEFAULTS.max_text_tokens, served.max_new_tokens)
+        if options.max_tokens is None
+        else options.max_tokens
+    )
     if wanted > served.max_new_tokens:
-        raise _invalid(f"options.max_tokens {wanted} is above this server's {served.max_new_tokens}")
+        raise _invalid(
+            f"options.max_tokens {wanted} is above this server's {served.max_new_tokens}"
+        )
     return wanted
 
 
@@ -356,7 +436,8 @@ def _clip(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         image = tensors["image"]
         if image.dtype != torch.uint8 or image.dim() != 3 or image.shape[2] != 3:
             raise RequestFailed(
-                "invalid_image", f"image must be uint8 of shape [H, W, 3], got {image.dtype} {list(image.shape)}"
+                "invalid_image",
+                f"image must be uint8 of shape [H, W, 3], got {image.dtype} {list(image.shape)}",
             )
         _check_sides("invalid_image", "image", image.shape[0], image.shape[1])
         return image.unsqueeze(0)
@@ -364,11 +445,13 @@ def _clip(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         video = tensors["video"]
         if video.dtype != torch.uint8 or video.dim() != 4 or video.shape[3] != 3:
             raise RequestFailed(
-                "invalid_video", f"video must be uint8 of shape [T, H, W, 3], got {video.dtype} {list(video.shape)}"
+                "invalid_video",
+                f"video must be uint8 of shape [T, H, W, 3], got {video.dtype} {list(video.shape)}",
             )
         if not 1 <= video.shape[0] <= _MAX_CLIP_FRAMES:
             raise RequestFailed(
-                "invalid_video", f"video has {video.shape[0]} frames; allowed are 1 to {_MAX_CLIP_FRAMES}"
+                "invalid_video",
+                f"video has {video.shape[0]} frames; allowed are 1 to {_MAX_CLIP_FRAMES}",
             )
         _check_sides("invalid_video", "video", video.shape[1], video.shape[2])
         return video
@@ -377,7 +460,10 @@ def _clip(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
 
 def _check_sides(code: str, what: str, height: int, width: int) -> None:
     if min(height, width) < _MIN_SIDE or max(height, width) > _MAX_SIDE:
-        raise RequestFailed(code, f"{what} is {width}x{height}; each side must have {_MIN_SIDE} to {_MAX_SIDE} pixels")
+        raise RequestFailed(
+            code,
+            f"{what} is {width}x{height}; each side must have {_MIN_SIDE} to {_MAX_SIDE} pixels",
+        )
 
 
 def largest_needs(
@@ -387,27 +473,34 @@ def largest_needs(
     config: LanceConfig,
     served: LanceOptions,
 ) -> tuple[int, int]:
-    """Return (cache slots, latent tokens) that a request may need at most, before its tensors are seen.
+    """Return (cache slots, latent tokens) that a request may need at most, before its tensors are
+    seen.
 
     count_tokens: of a text. Raises `RequestFailed` for sizes out of range.
     """
-    user = count_tokens(params.prompt or CAPTION_PROMPT) + count_tokens(params.negative_prompt or "")
+    user = count_tokens(params.prompt or CAPTION_PROMPT) + count_tokens(
+        params.negative_prompt or ""
+    )
     user += sum(count_tokens(turn.text) + _TURN_TOKENS for turn in options.turns)
     slots = latents = 0
     for task in possible_tasks(params, options):
-        text = user + _TEMPLATE_TOKENS + count_tokens(options.system_prompt or system_prompt_of(task, served))
+        text = (
+            user
+            + _TEMPLATE_TOKENS
+            + count_tokens(options.system_prompt or system_prompt_of(task, served))
+        )
         video = task in ("video_edit", "x2t_video")
         preset = PRESETS[options.resolution or ("video_480p" if video else "image_768res")]
         frames = len(sampled_frames(_MAX_CLIP_FRAMES, DEFAULTS.fps)) if video else 1
         vision = 0
         if task in (*EDIT_TASKS, "x2t_image", "x2t_video"):
             largest_frame = max(h * w for h, w in buckets(preset.vit, LATENT_MULTIPLE))
-            if _keeps_frames(task, served):
+            if _retains_frames(task, served):
                 largest_frame, frames = smart_limits()[1], served.max_num_frames
             cells = largest_frame // VISION_MULTIPLE**2
             vision = cells * -(-frames // 2) + 2
         if task in READING_TASKS:
-            slots = max(slots, text + vision + answer_tokens(options, served))
+            slots = max(slots, text + vision + reply_tokens(options, served))
             continue
         if task in VIDEO_TASKS and not config.makes_video:
             continue
@@ -416,7 +509,7 @@ def largest_needs(
             block = largest // PIXELS_PER_LATENT**2 * (1 + (frames - 1) // FRAMES_PER_LATENT)
             reference = block + 2
         else:
-            block, reference = math.prod(drawing_grid(params, task, config, served)), 0
+            block, reference = math.prod(generation_grid(params, task, config, served)), 0
         branch = padded_capacity(text + vision + reference) + block + 2
         branches = 3 if options.cfg_img_scale > 1.0 else 2
         slots = max(slots, branches * params.num_images * branch)

@@ -17,7 +17,6 @@ from vllm_omni.model_executor.models.lance.config import (
     LanceOptions,
     Task,
 )
-from vllm_omni.model_executor.models.lance.layout import Grid
 from vllm_omni.model_executor.models.lance.media import (
     LATENT_MULTIPLE,
     PRESETS,
@@ -26,10 +25,13 @@ from vllm_omni.model_executor.models.lance.media import (
     buckets,
     nearest_bucket,
 )
+from vllm_omni.model_executor.models.lance.tasks.sequence_layout import Grid
 from vllm_omni.outputs import RequestFailed
 
 
-def drawing_grid(params: DiffusionParams, task: Task, config: LanceConfig, served: LanceOptions) -> Grid:
+def generation_grid(
+    params: DiffusionParams, task: Task, config: LanceConfig, served: LanceOptions
+) -> Grid:
     """Return the latent grid of a request without a reference. Raises
     `RequestFailed("unsupported_size", ...)`."""
     video = task in VIDEO_TASKS
@@ -37,7 +39,11 @@ def drawing_grid(params: DiffusionParams, task: Task, config: LanceConfig, serve
     height = height if params.height is None else params.height
     width = width if params.width is None else params.width
     limit = served.max_video_pixels if video else served.max_image_pixels
-    if height % PIXELS_PER_LATENT or width % PIXELS_PER_LATENT or max(height, width) > config.max_side:
+    if (
+        height % PIXELS_PER_LATENT
+        or width % PIXELS_PER_LATENT
+        or max(height, width) > config.max_side
+    ):
         raise _size(height, width, video, config, limit)
     if height * width > limit:
         raise _size(height, width, video, config, limit)
@@ -48,7 +54,8 @@ def drawing_grid(params: DiffusionParams, task: Task, config: LanceConfig, serve
     if frames > longest:
         raise RequestFailed(
             "unsupported_size",
-            f"num_frames {frames} is above {longest}; a video has 1 + {FRAMES_PER_LATENT} k frames, others are rounded "
+            f"num_frames {frames} is above {longest}; a video has 1 + {FRAMES_PER_LATENT} k "
+            "frames, others are rounded "
             "down",
         )
     latent_frames = 1 + (frames - 1) // FRAMES_PER_LATENT
@@ -58,7 +65,9 @@ def drawing_grid(params: DiffusionParams, task: Task, config: LanceConfig, serve
 def default_size(video: bool, served: LanceOptions) -> Size:
     """Return the released default, or the largest square that this server allows."""
     size, limit = (
-        (DEFAULTS.video_size, served.max_video_pixels) if video else (DEFAULTS.image_size, served.max_image_pixels)
+        (DEFAULTS.video_size, served.max_video_pixels)
+        if video
+        else (DEFAULTS.image_size, served.max_image_pixels)
     )
     if size[0] * size[1] <= limit:
         return size
@@ -68,10 +77,13 @@ def default_size(video: bool, served: LanceOptions) -> Size:
 
 def _size(height: int, width: int, video: bool, config: LanceConfig, limit: int) -> RequestFailed:
     preset = PRESETS["video_480p" if video else "image_768res"]
-    trained = ", ".join(f"{w}x{h}" for h, w in buckets(preset.vae, LATENT_MULTIPLE, config.max_side))
+    trained = ", ".join(
+        f"{w}x{h}" for h, w in buckets(preset.vae, LATENT_MULTIPLE, config.max_side)
+    )
     return RequestFailed(
         "unsupported_size",
-        f"{width}x{height} arrived; width and height must be multiples of {PIXELS_PER_LATENT} from {PIXELS_PER_LATENT} "
+        f"{width}x{height} arrived; width and height must be multiples of {PIXELS_PER_LATENT} from "
+        f"{PIXELS_PER_LATENT} "
         f"to {config.max_side} with at most {limit} pixels, e.g. {trained}",
     )
 
@@ -80,4 +92,8 @@ def reference_grid(shape: tuple[int, ...], preset: Preset, config: LanceConfig) 
     """Return the latent grid of a reference [T, H, W, 3]: that of its nearest bucket."""
     sizes = buckets(preset.vae, LATENT_MULTIPLE, config.max_side)
     height, width = sizes[nearest_bucket((shape[1], shape[2]), sizes)]
-    return 1 + (shape[0] - 1) // FRAMES_PER_LATENT, height // PIXELS_PER_LATENT, width // PIXELS_PER_LATENT
+    return (
+        1 + (shape[0] - 1) // FRAMES_PER_LATENT,
+        height // PIXELS_PER_LATENT,
+        width // PIXELS_PER_LATENT,
+    )

@@ -12,19 +12,19 @@ from functools import cache
 
 import torch
 
-from vllm_omni.model_executor.layers.parallel import checkpoint_slots
-from vllm_omni.model_executor.lora.target import AdapterTarget
+from vllm_omni.model_executor.checkpoint.loading import load_strict, shapes_of
+from vllm_omni.model_executor.checkpoint.tensor_files import Shape, TensorSource
+from vllm_omni.model_executor.layers.collectives.parallel import checkpoint_slots
+from vllm_omni.model_executor.layers.lora.target import AdapterTarget
 from vllm_omni.model_executor.models.lance.config import (
     LATENT_CHANNELS,
     TIMESTEP_FREQUENCIES,
     LanceConfig,
     VisionConfig,
 )
-from vllm_omni.model_executor.models.lance.transformer import LanceNetwork, Weight
-from vllm_omni.model_executor.models.lance.vae import VAE_RULES, LanceVAEConfig, LanceWanVAE
-from vllm_omni.model_executor.models.lance.vision import VisionTower
-from vllm_omni.model_executor.tensor_files import Shape, TensorSource
-from vllm_omni.model_executor.weights import load_strict, shapes_of
+from vllm_omni.model_executor.models.lance.network.transformer import LanceNetwork, Weight
+from vllm_omni.model_executor.models.lance.network.vae import VAE_RULES, LanceVAEConfig, LanceWanVAE
+from vllm_omni.model_executor.models.lance.network.vision import VisionTower
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -48,7 +48,10 @@ _EXPERT_TENSORS = {
     "input_layernorm{e}.weight": ("D",),
     "post_attention_layernorm{e}.weight": ("D",),
 }
-"""A layer's tensors, once for each expert. D width, Q query and KV key/value channels, H head, F feed-forward."""
+"""A layer's tensors, once for each expert.
+
+D width, Q query and KV key/value channels, H head, F feed-forward.
+"""
 
 _OTHER_TENSORS = {
     "language_model.model.embed_tokens.weight": ("V", "D"),
@@ -69,7 +72,9 @@ _OTHER_TENSORS = {
 
 
 def network_shapes(config: LanceConfig) -> dict[str, Shape]:
-    """Return name -> shape of everything but the vision tower in a `model.safetensors` (1021 when released)."""
+    """Return name -> shape of everything but the vision tower in a `model.safetensors` (1021
+    when released).
+    """
     sizes = {
         "D": config.hidden_size,
         "Q": config.num_heads * config.head_dim,
@@ -112,7 +117,9 @@ def load_network(network: LanceNetwork, source: TensorSource, config: LanceConfi
     validated."""
     expected = network_shapes(config)
     if bundles_vision(source):
-        expected |= {f"{BUNDLED_VISION}{name}": shape for name, shape in vision_shapes(config.vision).items()}
+        expected |= {
+            f"{BUNDLED_VISION}{name}": shape for name, shape in vision_shapes(config.vision).items()
+        }
     load_strict(network, source, expected, what="Lance decoder")
 
 
@@ -136,18 +143,22 @@ def load_vision(
 ) -> None:
     """Load the vision tower from its own file, or without one from the decoder's.
 
-    With both, a few tensors are compared: training kept the tower frozen, so a difference is worth a warning. Raises
-    ValueError when there is neither.
+    With both, a few tensors are compared: training kept the tower frozen, so a difference is worth
+    a warning. Raises ValueError when there is neither.
     """
     if bundled is not None and not bundles_vision(bundled):
         bundled = None
     if bundled is not None and separate is None:
         others = [name for name in bundled.shapes if not name.startswith(BUNDLED_VISION)]
         rules = ((rf"^{BUNDLED_VISION.replace('.', '[.]')}", ""),)
-        load_strict(vision.tower, bundled, vision_shapes(config), rules, what="vision tower", ignored=others)
+        load_strict(
+            vision.tower, bundled, vision_shapes(config), rules, what="vision tower", ignored=others
+        )
         return
     if separate is None:
-        raise ValueError("the checkpoint has no vision tower: neither Qwen2.5-VL-ViT/ nor vit_model.* tensors")
+        raise ValueError(
+            "the checkpoint has no vision tower: neither Qwen2.5-VL-ViT/ nor vit_model.* tensors"
+        )
     load_strict(vision.tower, separate, vision_shapes(config), what="vision tower")
     if bundled is not None:
         _warn_if_different(vision, bundled)
@@ -156,10 +167,14 @@ def load_vision(
 def _warn_if_different(vision: VisionTower, bundled: TensorSource) -> None:
     slots = checkpoint_slots(vision.tower)
     names = sorted(slots)[:: max(1, len(slots) // _COMPARED_VISION_TENSORS)]
-    for stored, tensor in bundled.read([f"{BUNDLED_VISION}{name}" for name in names]):
+    for stored, tensor in bundled.read_tensors([f"{BUNDLED_VISION}{name}" for name in names]):
         ours = slots[stored.removeprefix(BUNDLED_VISION)].target
         if not torch.allclose(ours.float().cpu(), tensor.to(ours.dtype).float(), atol=1e-6):
-            logger.warning("%s: %s differs from the separate vision tower, which is used", bundled.where, stored)
+            logger.warning(
+                "%s: %s differs from the separate vision tower, which is used",
+                bundled.where,
+                stored,
+            )
             return
 
 

@@ -26,10 +26,14 @@ from typing import Any
 import msgspec
 import torch
 
-from vllm_omni.actions import CAMERA_SPACE, ActionEntry, ActionRows, Axis, read_actions
+from vllm_omni.actions import CAMERA_SPACE, ActionEntry, ActionFrames, Axis, read_actions
 from vllm_omni.model_executor.device_async import to_device
-from vllm_omni.model_executor.models.lingbot_world.config import ACTION_FOCAL, NATIVE_HEIGHT, NATIVE_WIDTH
-from vllm_omni.model_executor.models.wan.latents import VAE_SPATIAL, VAE_TEMPORAL
+from vllm_omni.model_executor.models.lingbot_world.config import (
+    ACTION_FOCAL,
+    NATIVE_HEIGHT,
+    NATIVE_WIDTH,
+)
+from vllm_omni.model_executor.models.wan.vae.latents import VAE_SPATIAL, VAE_TEMPORAL
 from vllm_omni.model_executor.streaming.chunk_plan import first_pixel_frame
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.worlds.grid import OccupancyGrid
@@ -41,7 +45,9 @@ _STEPS, _DEGREES = 8.0, 90.0
 
 
 def _look_axis(name: str, direction: str, unit: str, **more: Any) -> Axis:
-    return Axis(name=name, title=f"look {direction}", unit=unit, low=-_DEGREES, high=_DEGREES, **more)
+    return Axis(
+        name=name, title=f"look {direction}", unit=unit, low=-_DEGREES, high=_DEGREES, **more
+    )
 
 
 ACTION_SPACE = msgspec.structs.replace(
@@ -104,7 +110,9 @@ class CameraTail:
     """The session's start in the world's coordinates. None: unknown."""
 
     def after(self, relative_F44: torch.Tensor, before: "CameraTail | None") -> "CameraTail":
-        """Return this tail with the longest way of `before` and of a chunk's poses, not yet scaled."""
+        """Return this tail with the longest way of `before` and of a chunk's poses, not yet
+        scaled.
+        """
         sofar = 0.0 if before is None else before.largest_step
         return replace(self, largest_step=max(sofar, _largest_step(relative_F44)))
 
@@ -121,11 +129,13 @@ class CameraTail:
 
     @classmethod
     def at(cls, pose_44: torch.Tensor, start: WorldStart | None = None) -> "CameraTail":
-        """Take over a pose that no key produced; its pitch is how far it looks above the horizon."""
+        """Take over a pose that no key produced; its pitch is how far it looks above the
+        horizon.
+        """
         return cls(pose_44.clone(), pitch_of(pose_44), start=start)
 
 
-# -- inputs of clients -------------------------------------------------------------------------------------------------
+# -- inputs of clients -----------------------------------------------------------------------------
 
 
 def read_poses(poses: torch.Tensor, num_frames: int) -> torch.Tensor:
@@ -136,7 +146,8 @@ def read_poses(poses: torch.Tensor, num_frames: int) -> torch.Tensor:
     if tuple(poses.shape) != (num_frames, 4, 4) or not _is_real(poses):
         raise RequestFailed(
             "invalid_camera",
-            f"poses must be floats of shape [{num_frames}, 4, 4], one per pixel frame of this chunk; "
+            f"poses must be floats of shape [{num_frames}, 4, 4], one per pixel frame of "
+            "this chunk; "
             f"got {poses.dtype} {list(poses.shape)}",
         )
     poses_N44 = _finite(poses, "poses")
@@ -147,7 +158,8 @@ def read_poses(poses: torch.Tensor, num_frames: int) -> torch.Tensor:
         index = int((~proper).nonzero()[0])
         raise RequestFailed(
             "invalid_camera",
-            f"poses[{index}][:3, :3] is not a rotation: R R^T must be within {_ROTATION_TOLERANCE:g} of the identity "
+            f"poses[{index}][:3, :3] is not a rotation: R R^T must be within "
+            f"{_ROTATION_TOLERANCE:g} of the identity "
             f"and det R = +1",
         )
     last_row = poses_N44[:, 3] - torch.tensor([0.0, 0.0, 0.0, 1.0], dtype=torch.float64)
@@ -157,35 +169,46 @@ def read_poses(poses: torch.Tensor, num_frames: int) -> torch.Tensor:
 
 
 def read_intrinsics(intrinsics: torch.Tensor, num_frames: int) -> torch.Tensor:
-    """Check `[N, 4]`, `[N, 3, 3]`, `[N, 4, 4]`, or one `[4]` / `[3, 3]` for all frames; returns fp64 `[N, 4]`.
+    """Check `[N, 4]`, `[N, 3, 3]`, `[N, 4, 4]`, or one `[4]` / `[3, 3]` for all frames; returns
+    fp64 `[N, 4]`.
 
     A single row (N = 1) also stands for all frames. Raises `RequestFailed` as `read_poses` does.
     """
     shape = tuple(intrinsics.shape)
     batched = intrinsics.unsqueeze(0) if shape in ((4,), (3, 3)) else intrinsics
-    if batched.shape[1:] not in ((4,), (3, 3), (4, 4)) or len(batched) not in (1, num_frames) or not _is_real(batched):
+    if (
+        batched.shape[1:] not in ((4,), (3, 3), (4, 4))
+        or len(batched) not in (1, num_frames)
+        or not _is_real(batched)
+    ):
         raise RequestFailed(
             "invalid_camera",
-            f"intrinsics must be floats [{num_frames}, 4] (fx, fy, cx, cy), [{num_frames}, 3, 3] or "
-            f"[{num_frames}, 4, 4], or one row for all frames; got {intrinsics.dtype} {list(shape)}",
+            f"intrinsics must be floats [{num_frames}, 4] (fx, fy, cx, cy), [{num_frames}, "
+            "3, 3] or "
+            f"[{num_frames}, 4, 4], or one row for all frames; got {intrinsics.dtype} "
+            f"{list(shape)}",
         )
     values = _finite(batched, "intrinsics")
     if values.dim() == 3:
-        values = torch.stack((values[:, 0, 0], values[:, 1, 1], values[:, 0, 2], values[:, 1, 2]), dim=1)
+        values = torch.stack(
+            (values[:, 0, 0], values[:, 1, 1], values[:, 0, 2], values[:, 1, 2]), dim=1
+        )
     low, high = _FOCAL_RANGE
     if bool(((values[:, :2] < low) | (values[:, :2] > high)).any()):
-        raise RequestFailed("invalid_camera", f"focal lengths fx and fy must lie in [{low:g}, {high:g}] pixels")
+        raise RequestFailed(
+            "invalid_camera", f"focal lengths fx and fy must lie in [{low:g}, {high:g}] pixels"
+        )
     return values.expand(num_frames, 4)
 
 
-def read_controls(actions: Sequence[ActionEntry], num_frames: int) -> ActionRows:
+def read_controls(actions: Sequence[ActionEntry], num_frames: int) -> ActionFrames:
     """Check one entry of `actions` per latent frame; missing frames are idle.
 
     Raises `RequestFailed("invalid_action", ...)`.
     """
-    rows = read_actions(ACTION_SPACE, actions, {}, num_frames)
-    assert rows is not None
-    return rows
+    action_frames = read_actions(ACTION_SPACE, actions, {}, num_frames)
+    assert action_frames is not None
+    return action_frames
 
 
 def read_keys(actions: Sequence[ActionEntry], num_frames: int) -> list[str]:
@@ -193,10 +216,12 @@ def read_keys(actions: Sequence[ActionEntry], num_frames: int) -> list[str]:
     return ["".join(sorted(held)) for held in read_controls(actions, num_frames).held(ACTION_SPACE)]
 
 
-def motions_of(rows: ActionRows) -> list[Motion]:
+def motions_of(actions: ActionFrames) -> list[Motion]:
     """Return the motion of one camera in each latent frame; keys and axes add up."""
     motions = []
-    for held, values in zip(rows.held(ACTION_SPACE), rows.axes_NA.double().unbind(0), strict=True):
+    for held, values in zip(
+        actions.held(ACTION_SPACE), actions.axes_NA.double().unbind(0), strict=True
+    ):
         keys = Motion.of_keys(["".join(held)])
         axis = dict(zip(ACTION_SPACE.axis_names, values.split(1), strict=True))
         motions.append(
@@ -216,24 +241,36 @@ def read_flags(action: torch.Tensor, num_frames: int) -> torch.Tensor:
 
     Raises `RequestFailed` `invalid_camera`.
     """
-    if tuple(action.shape) != (num_frames, 4) or action.layout != torch.strided or action.dtype.is_complex:
+    if (
+        tuple(action.shape) != (num_frames, 4)
+        or action.layout != torch.strided
+        or action.dtype.is_complex
+    ):
         raise RequestFailed(
             "invalid_camera",
-            f"action must be numbers of shape [{num_frames}, 4], the keys w a s d of each pixel frame of this chunk; "
+            f"action must be numbers of shape [{num_frames}, 4], the keys w a s d of each pixel "
+            "frame of this chunk; "
             f"got {action.dtype} {list(action.shape)}",
         )
     flags_N4 = action.to("cpu", torch.float64)
     if not bool(((flags_N4 == 0) | (flags_N4 == 1)).all()):
-        raise RequestFailed("invalid_camera", "action must hold zeros and ones only, the keys w a s d")
+        raise RequestFailed(
+            "invalid_camera", "action must hold zeros and ones only, the keys w a s d"
+        )
     return flags_N4
 
 
-def held_flags(rows: ActionRows) -> torch.Tensor:
+def held_flags(actions: ActionFrames) -> torch.Tensor:
     """Return the keys w a s d of each frame in the format of `read_flags`; an axis presses the key
     of its direction."""
-    axes = dict(zip(ACTION_SPACE.axis_names, rows.axes_NA.unbind(1), strict=True))
-    pressed = {"w": axes["forward"] > 0, "s": axes["forward"] < 0, "d": axes["right"] > 0, "a": axes["right"] < 0}
-    buttons = dict(zip(ACTION_SPACE.button_names, rows.buttons_NB.unbind(1), strict=True))
+    axes = dict(zip(ACTION_SPACE.axis_names, actions.axes_NA.unbind(1), strict=True))
+    pressed = {
+        "w": axes["forward"] > 0,
+        "s": axes["forward"] < 0,
+        "d": axes["right"] > 0,
+        "a": axes["right"] < 0,
+    }
+    buttons = dict(zip(ACTION_SPACE.button_names, actions.buttons_NB.unbind(1), strict=True))
     return torch.stack([buttons[key] | pressed[key] for key in FLAG_KEYS], dim=1).double()
 
 
@@ -250,26 +287,39 @@ def _finite(tensor: torch.Tensor, name: str) -> torch.Tensor:
     return values
 
 
-# -- poses -------------------------------------------------------------------------------------------------------------
+# -- poses -----------------------------------------------------------------------------------------
 
 
-def latent_rows(per_pixel: torch.Tensor, frames: range) -> torch.Tensor:
+def per_latent(per_pixel: torch.Tensor, frames: range) -> torch.Tensor:
     """Select the latent `frames` (absolute) from per-video-frame values: latent i shows video frame
     4 i."""
     return per_pixel[[VAE_TEMPORAL * frame - first_pixel_frame(frames.start) for frame in frames]]
 
 
 def integrate_actions(
-    held: Sequence[str], tail: CameraTail, *, move: float = MOVE_UNIT, grid: OccupancyGrid | None = None
+    held: Sequence[str],
+    tail: CameraTail,
+    *,
+    move: float = MOVE_UNIT,
+    grid: OccupancyGrid | None = None,
 ) -> tuple[torch.Tensor, CameraTail]:
-    """Walk from `tail`, one pose per entry of `held`; returns (poses_N44, the new tail). See `move_cameras`."""
+    """Walk from `tail`, one pose per entry of `held`; returns (poses_N44, the new tail).
+
+    See `move_cameras`.
+    """
     return integrate_motions([Motion.of_keys([keys]) for keys in held], tail, move=move, grid=grid)
 
 
 def integrate_motions(
-    motions: Sequence[Motion], tail: CameraTail, *, move: float = MOVE_UNIT, grid: OccupancyGrid | None = None
+    motions: Sequence[Motion],
+    tail: CameraTail,
+    *,
+    move: float = MOVE_UNIT,
+    grid: OccupancyGrid | None = None,
 ) -> tuple[torch.Tensor, CameraTail]:
-    """As `integrate_actions`, for motions of one camera. grid: positions are then metres in the world's coordinates."""
+    """As `integrate_actions`, for motions of one camera. grid: positions are then metres in the
+    world's coordinates.
+    """
     pose_144 = tail.pose_44[None]
     pitch_1 = torch.tensor([tail.pitch_degrees], dtype=torch.float64)
     poses = []
@@ -279,7 +329,9 @@ def integrate_motions(
     return torch.cat(poses), replace(tail, pose_44=pose_144[0], pitch_degrees=float(pitch_1))
 
 
-def relative_poses(poses_N44: torch.Tensor, previous_44: torch.Tensor | None = None) -> torch.Tensor:
+def relative_poses(
+    poses_N44: torch.Tensor, previous_44: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return each pose relative to the previous one, in the dtype of `poses_N44`.
 
     `previous_44` precedes the first pose. None: the first relative pose is the identity.
@@ -305,7 +357,7 @@ def _largest_step(relative_N44: torch.Tensor) -> float:
     return float(relative_N44[:, :3, 3].norm(dim=1).max())
 
 
-# -- the camera map ----------------------------------------------------------------------------------------------------
+# -- the camera map --------------------------------------------------------------------------------
 
 
 def scale_intrinsics(intrinsics_N4: torch.Tensor, height: int, width: int) -> torch.Tensor:
@@ -314,8 +366,12 @@ def scale_intrinsics(intrinsics_N4: torch.Tensor, height: int, width: int) -> to
     return intrinsics_N4 * torch.tensor([x, y, x, y], dtype=torch.float64)
 
 
-def action_intrinsics(num_frames: int, height: int, width: int, focal: float | None = None) -> torch.Tensor:
-    """Return the intrinsics that go with actions, at the output size. focal: over the width; None = the original's."""
+def action_intrinsics(
+    num_frames: int, height: int, width: int, focal: float | None = None
+) -> torch.Tensor:
+    """Return the intrinsics that go with actions, at the output size. focal: over the width;
+    None = the original's.
+    """
     pixels = ACTION_FOCAL if focal is None else focal * width
     row = torch.tensor([pixels, pixels, width / 2, height / 2], dtype=torch.float64)
     return row.expand(num_frames, 4)
@@ -329,10 +385,11 @@ def camera_map(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
-    """Return the ray map [384, N, height/8, width/8], fp32: origin and unit direction of every pixel's ray.
+    """Return the ray map [384, N, height/8, width/8], fp32: origin and unit direction of every
+    pixel's ray.
 
-    Components are origin x y z, direction x y z, folded as `_fold` does. intrinsics_N4 are at the output size. Computed
-    on `device` in `dtype`.
+    Components are origin x y z, direction x y z, folded as `_fold` does. intrinsics_N4 are at the
+    output size. Computed on `device` in `dtype`.
     """
     relative_N44, intrinsics_N4 = _on(device, dtype, relative_N44, intrinsics_N4)
     direction = _directions(relative_N44, intrinsics_N4, height, width)
@@ -349,22 +406,30 @@ def action_map(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
-    """Return an `act` model's control map, [448, N, height/8, width/8], fp32: ray directions, then the keys w a s d.
+    """Return an `act` model's control map, [448, N, height/8, width/8], fp32: ray directions, then
+    the keys w a s d.
 
-    As `camera_map`; translations are not looked at, and a key is the same in all pixels of its frame.
+    As `camera_map`; translations are not looked at, and a key is the same in all pixels of its
+    frame.
     """
-    relative_N44, intrinsics_N4, flags_N4 = _on(device, dtype, relative_N44, intrinsics_N4, flags_N4)
+    relative_N44, intrinsics_N4, flags_N4 = _on(
+        device, dtype, relative_N44, intrinsics_N4, flags_N4
+    )
     direction = _directions(relative_N44, intrinsics_N4, height, width)
     flags = flags_N4[:, :, None, None].expand(-1, -1, height, width)
     return _fold(torch.cat((direction, flags), dim=1))
 
 
-def _on(device: torch.device | str, dtype: torch.dtype, *rows: torch.Tensor) -> list[torch.Tensor]:
+def _on(
+    device: torch.device | str, dtype: torch.dtype, *actions: torch.Tensor
+) -> list[torch.Tensor]:
     """Copy host tensors to `device` and `dtype` without synchronisation."""
-    return [to_device(each.to(dtype).contiguous(), torch.device(device)) for each in rows]
+    return [to_device(each.to(dtype).contiguous(), torch.device(device)) for each in actions]
 
 
-def _directions(relative_N44: torch.Tensor, intrinsics_N4: torch.Tensor, height: int, width: int) -> torch.Tensor:
+def _directions(
+    relative_N44: torch.Tensor, intrinsics_N4: torch.Tensor, height: int, width: int
+) -> torch.Tensor:
     """Return the unit directions [N, 3, height, width] of the rays through the pixel centres."""
     device, dtype = intrinsics_N4.device, intrinsics_N4.dtype
     fx, fy, cx, cy = (value.view(-1, 1) for value in intrinsics_N4.unbind(1))
@@ -378,5 +443,11 @@ def _directions(relative_N44: torch.Tensor, intrinsics_N4: torch.Tensor, height:
 
 
 def _fold(planes_NCHW: torch.Tensor) -> torch.Tensor:
-    """Fold 8x8 pixels into channels: c * 64 + (v mod 8) * 8 + (u mod 8) of a cell is component c of pixel (u, v)."""
-    return torch.nn.functional.pixel_unshuffle(planes_NCHW.float(), VAE_SPATIAL).transpose(0, 1).contiguous()
+    """Fold 8x8 pixels into channels: c * 64 + (v mod 8) * 8 + (u mod 8) of a cell is component c
+    of pixel (u, v).
+    """
+    return (
+        torch.nn.functional.pixel_unshuffle(planes_NCHW.float(), VAE_SPATIAL)
+        .transpose(0, 1)
+        .contiguous()
+    )

@@ -12,11 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from vllm_omni.model_executor.models.lingbot_world.config import CONTROL_CHANNELS, LingBotWorldConfig, Version
+from vllm_omni.model_executor.checkpoint.root_config import is_root_config
+from vllm_omni.model_executor.checkpoint.tensor_files import open_tensors, read_json
+from vllm_omni.model_executor.models.lingbot_world.config import (
+    CONTROL_CHANNELS,
+    LingBotWorldConfig,
+    Version,
+)
 from vllm_omni.model_executor.models.lingbot_world.weights import CAMERA_TENSOR, config_of_tensors
-from vllm_omni.model_executor.models.wan.checkpoint import WanComponents, chunk_hf_config, find_transformer
-from vllm_omni.model_executor.root_config import is_root_config
-from vllm_omni.model_executor.tensor_files import open_tensors, read_json
+from vllm_omni.model_executor.models.wan.checkpoint.layout import (
+    WanComponents,
+    chunk_hf_config,
+    find_transformer,
+)
 
 LAYOUTS = ("original", "diffusers", "v2", "v2_1_3b", "v2_pretrain", "act", "world")
 """The supported layouts, by their names for `make-tiny`; `world` is the demo world's."""
@@ -31,7 +39,12 @@ _V1_WIDTH = LingBotWorldConfig.dim
 _V2_NAME = "lingbot-world-v2"
 """Of the directories in which v2's repositories arrive, `_` or `-` alike."""
 
-_CLASSES = ("WanModelFast", "WanModelCausal", "CausalLingBotWorldTransformer3DModel", "LingBotWorldTransformer3DModel")
+_CLASSES = (
+    "WanModelFast",
+    "WanModelCausal",
+    "CausalLingBotWorldTransformer3DModel",
+    "LingBotWorldTransformer3DModel",
+)
 _NOT_FAST = ("high_noise_model", "low_noise_model")
 """The experts of the base model: they have the same keys, but are neither distilled nor causal."""
 
@@ -55,13 +68,20 @@ class CheckpointLayout(WanComponents):
     def release(self) -> str:
         if self.version == "v1":
             return self.download_name
-        return "lingbot_world_v2_14b_diffusers" if self.kind == "diffusers" else f"lingbot_world_{self._v2_release()}"
+        return (
+            "lingbot_world_v2_14b_diffusers"
+            if self.kind == "diffusers"
+            else f"lingbot_world_{self._v2_release()}"
+        )
 
     def _v2_release(self) -> str:
-        return {"transformers": "v2_14b", _PRETRAIN_FOLDER: "v2_14b_pretrain"}.get(self.transformer.name, "v2_1_3b")
+        return {"transformers": "v2_14b", _PRETRAIN_FOLDER: "v2_14b_pretrain"}.get(
+            self.transformer.name, "v2_1_3b"
+        )
 
     def transformer_config(self) -> dict[str, Any]:
-        """Return the transformer's `config.json`; sizes that it leaves out are its tensors', as far as there are any.
+        """Return the transformer's `config.json`; sizes that it leaves out are its tensors', as far
+        as there are any.
 
         Raises ValueError if the tensors leave the number of heads open.
         """
@@ -74,7 +94,7 @@ def find_layout(path: Path) -> CheckpointLayout:
     Raises ValueError of one line that names the pieces found and those looked for.
     """
     folder, root = find_transformer(path, _TRANSFORMER_FOLDERS, _is_transformer, "LingBot World")
-    return CheckpointLayout.of(
+    return CheckpointLayout.of_folder(
         root,
         _weights(folder, root),
         kind="diffusers" if folder.name == "transformer" else "original",
@@ -102,21 +122,27 @@ def hf_config(path: Path) -> dict[str, Any]:
     layout = find_layout(path)
     transformer = layout.transformer_config()
     config = LingBotWorldConfig.from_checkpoint(transformer)
-    facts: dict[str, Any] = {"kind": layout.kind, "version": layout.version, "mode": layout.mode}
-    architecture = "LingBotPretrainPipeline" if layout.mode == "pretrain" else "LingBotWorldPipeline"
-    return chunk_hf_config(architecture, "lingbot_world", layout, transformer, config, (), **facts)
+    info: dict[str, Any] = {"kind": layout.kind, "version": layout.version, "mode": layout.mode}
+    architecture = (
+        "LingBotPretrainPipeline" if layout.mode == "pretrain" else "LingBotWorldPipeline"
+    )
+    return chunk_hf_config(architecture, "lingbot_world", layout, transformer, config, (), **info)
 
 
 def _is_pretrain(folder: Path, path: Path) -> bool:
     """Return whether a transformer's folder under the directory `path` holds v2's model before
     distillation."""
-    named = folder.name == _PRETRAIN_FOLDER or "causal-pretrain" in str(path.resolve()).lower().replace("_", "-")
+    named = folder.name == _PRETRAIN_FOLDER or "causal-pretrain" in str(
+        path.resolve()
+    ).lower().replace("_", "-")
     return named or _own_config(folder).get("_class_name") == "WanModelCausal"
 
 
 def _version(folder: Path, path: Path) -> Version:
     """Return the generation of a transformer's folder under the directory `path`."""
-    if folder.name in ("transformers", _PRETRAIN_FOLDER) or _V2_NAME in str(path.resolve()).lower().replace("_", "-"):
+    if folder.name in ("transformers", _PRETRAIN_FOLDER) or _V2_NAME in str(
+        path.resolve()
+    ).lower().replace("_", "-"):
         return "v2"
     if folder.name in _TRANSFORMER_FOLDERS:
         return "v1"
@@ -147,11 +173,16 @@ def _stated_config(transformer: Path) -> dict[str, Any]:
     if "num_layers" in values or not any(folder.glob("*.safetensors")):
         return values
     num_heads = values.get("num_heads", values.get("num_attention_heads"))
-    return {**config_of_tensors(open_tensors(transformer).shapes, str(transformer), num_heads), **values}
+    return {
+        **config_of_tensors(open_tensors(transformer).shapes, str(transformer), num_heads),
+        **values,
+    }
 
 
 def _is_transformer(folder: Path) -> bool:
-    """Whether `folder` is a LingBot World transformer, by its config, else by its name and weight names."""
+    """Whether `folder` is a LingBot World transformer, by its config, else by its name and
+    weight names.
+    """
     if not folder.is_dir() or folder.name in _NOT_FAST:
         return False
     config = _own_config(folder)

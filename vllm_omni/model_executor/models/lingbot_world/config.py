@@ -22,11 +22,11 @@ from vllm_omni.model_executor.models.wan.architecture import (
     LaterCondition,
     read_architecture,
 )
-from vllm_omni.model_executor.models.wan.latents import LATENT_CHANNELS, VAE_SPATIAL
+from vllm_omni.model_executor.models.wan.vae.latents import LATENT_CHANNELS, VAE_SPATIAL
 from vllm_omni.model_executor.schedules import FewStepSchedule, few_step_schedule
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan, resolve_chunks
 from vllm_omni.model_executor.streaming.options import StreamingOptions
-from vllm_omni.model_executor.streaming.stream import Stream
+from vllm_omni.model_executor.streaming.stream import StreamModelSetup
 
 ControlType = Literal["cam", "act", "world"]
 CONTROL_CHANNELS: Final[dict[ControlType, int]] = {"cam": 6, "act": 7, "world": 6}
@@ -39,7 +39,10 @@ ACTION_FOCAL = 500.0
 
 Version = Literal["v1", "v2"]
 
-DENOISE_INDICES: dict[Version, tuple[int, ...]] = {"v1": (0, 179, 358, 679), "v2": (0, 250, 500, 750)}
+DENOISE_INDICES: dict[Version, tuple[int, ...]] = {
+    "v1": (0, 179, 358, 679),
+    "v2": (0, 250, 500, 750),
+}
 _SHIFTS: dict[Version, float] = {"v1": 10.0, "v2": 5.0}
 _SINKS: dict[Version, int] = {"v1": 9, "v2": 6}
 _WINDOW = 18
@@ -47,9 +50,11 @@ _WINDOW = 18
 
 @dataclass(frozen=True)
 class LingBotWorldConfig(ChunkTransformerConfig):
-    """The causal transformer's architecture; the defaults are the released 18.5-billion-parameter model.
+    """The causal transformer's architecture; the defaults are the released 18.5-billion-parameter
+    model.
 
-    The original's `local_attn_size = -1` is the code's default, not a recommendation: a live session has no last frame.
+    The original's `local_attn_size = -1` is the code's default, not a recommendation: a live
+    session has no last frame.
     """
 
     dim: int = 5120
@@ -59,7 +64,10 @@ class LingBotWorldConfig(ChunkTransformerConfig):
     num_layers: int = 40
     control_type: ControlType = "cam"
     world_period_m: float | None = None
-    """Metres after which the world of a `world` model repeats. Required for that control type, refused for others."""
+    """Metres after which the world of a `world` model repeats.
+
+    Required for that control type, refused for others.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,15 +91,22 @@ class LingBotWorldConfig(ChunkTransformerConfig):
 
     @classmethod
     def from_checkpoint(cls, values: Mapping[str, Any]) -> "LingBotWorldConfig":
-        """Read a transformer `config.json` in either key style; an empty map means the released model.
+        """Read a transformer `config.json` in either key style; an empty map means the released
+        model.
 
         Raises ValueError naming unknown keys, and every value that this code does not implement.
         """
-        states_window = values.get("sliding_window_num_frames") or values.get("local_attn_size", -1) != -1
+        states_window = (
+            values.get("sliding_window_num_frames") or values.get("local_attn_size", -1) != -1
+        )
         skipped = [] if states_window else ["sink_size"]
         if values.get("sliding_window_num_frames") or not states_window:
             skipped.append("local_attn_size")
-        return cls(**read_architecture(values, _RENAMED, _REQUIRED, (*IGNORED, *skipped), cls.num_heads, cls.dim))
+        return cls(
+            **read_architecture(
+                values, _RENAMED, _REQUIRED, (*IGNORED, *skipped), cls.num_heads, cls.dim
+            )
+        )
 
 
 _RENAMED = {**RENAMED, "control_type": "control_type", "world_period_m": "world_period_m"}
@@ -182,9 +197,11 @@ class LingBotOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, 
     """Denoise steps, as indices of the schedule. Default: the version's."""
 
     @classmethod
-    def parse(cls, options: Mapping[str, Any], checkpoint_version: Version = "v1") -> "LingBotOptions":
+    def parse(
+        cls, options: Mapping[str, Any], checkpoint_version: Version = "v1"
+    ) -> "LingBotOptions":
         """Parse the options. Raises ValueError with the value and the allowed ones."""
-        parsed = cls.read({"version": checkpoint_version, **options})
+        parsed = cls.read_options({"version": checkpoint_version, **options})
         try:
             parsed.denoise_schedule()
         except ValueError as error:
@@ -192,22 +209,33 @@ class LingBotOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, 
         choices = parsed.choices
         if parsed.decoder == "tiny" and choices.vae_continuation == "restart":
             raise ValueError(
-                f"omni.model: convention {parsed.convention!r} restarts decoder 'wan' at each chunk, got 'tiny'"
+                f"omni.model: convention {parsed.convention!r} restarts decoder 'wan' at each "
+                "chunk, got 'tiny'"
             )
         return parsed
 
     @classmethod
-    def of(cls, checkpoint: Mapping[str, Any], options: Mapping[str, Any]) -> "LingBotOptions":
+    def of_checkpoint(
+        cls, checkpoint: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> "LingBotOptions":
         """Parse `omni.model` for a checkpoint as `hf_config` describes it.
 
-        Before distillation (`mode` `pretrain`) attention is global unless a window is asked for. Raises ValueError.
+        Before distillation (`mode` `pretrain`) attention is global unless a window is asked for.
+        Raises ValueError.
         """
         parsed = cls.parse(options, checkpoint["version"])
         if checkpoint["mode"] == "fast":
             return parsed
         if parsed.denoise_indices is not None:
-            raise ValueError("omni.model: denoise_indices are of the distilled models; this one takes 40 UniPC steps")
-        return parsed if parsed.window_frames is not None else msgspec.structs.replace(parsed, window_frames=-1)
+            raise ValueError(
+                "omni.model: denoise_indices are of the distilled models; this one takes 40 "
+                "UniPC steps"
+            )
+        return (
+            parsed
+            if parsed.window_frames is not None
+            else msgspec.structs.replace(parsed, window_frames=-1)
+        )
 
     @property
     def resolved_shift(self) -> float:
@@ -215,7 +243,11 @@ class LingBotOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, 
 
     def denoise_schedule(self) -> FewStepSchedule:
         shift = self.resolved_shift
-        indices = DENOISE_INDICES[self.version or "v1"] if self.denoise_indices is None else self.denoise_indices
+        indices = (
+            DENOISE_INDICES[self.version or "v1"]
+            if self.denoise_indices is None
+            else self.denoise_indices
+        )
         return few_step_schedule(self.choices.schedule, shift, indices)
 
     @property
@@ -234,11 +266,11 @@ def resolve_plan(config: LingBotWorldConfig, options: LingBotOptions) -> ChunkPl
     )
 
 
-LingBotStream = Stream[LingBotWorldConfig, LingBotOptions]
+LingBotStream = StreamModelSetup[LingBotWorldConfig, LingBotOptions]
 
 
 def read_stream(checkpoint: Mapping[str, Any], omni: OmniConfig) -> LingBotStream:
     """Return the family's part of `hf_config` with the serving options. Raises ValueError."""
-    options = LingBotOptions.of(checkpoint, omni.model)
+    options = LingBotOptions.of_checkpoint(checkpoint, omni.model)
     config = LingBotWorldConfig.from_checkpoint(checkpoint["transformer"])
-    return Stream(config, options, resolve_plan(config, options))
+    return StreamModelSetup(config, options, resolve_plan(config, options))

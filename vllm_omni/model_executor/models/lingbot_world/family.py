@@ -3,7 +3,11 @@
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.models.lingbot_world.camera import ACTION_SPACE
-from vllm_omni.model_executor.models.lingbot_world.checkpoint import LAYOUTS, hf_config, is_checkpoint
+from vllm_omni.model_executor.models.lingbot_world.checkpoint import (
+    LAYOUTS,
+    hf_config,
+    is_checkpoint,
+)
 from vllm_omni.model_executor.models.lingbot_world.config import (
     ACTION_FOCAL,
     NATIVE_HEIGHT,
@@ -12,14 +16,16 @@ from vllm_omni.model_executor.models.lingbot_world.config import (
     read_stream,
 )
 from vllm_omni.model_executor.models.lingbot_world.plan import PLAN
-from vllm_omni.model_executor.models.wan.latents import VAE_SPATIAL, VAE_TEMPORAL
 from vllm_omni.model_executor.models.wan.splits import check_split
+from vllm_omni.model_executor.models.wan.vae.latents import VAE_SPATIAL, VAE_TEMPORAL
 from vllm_omni.model_executor.streaming.family import streaming_family
 
 
 def _check_parallel(stream: LingBotStream, omni: OmniConfig, ranks: int, stages: int) -> None:
     omni.refuse_chunks_in_flight("LingBot World")
-    check_split(stream.config, omni, ranks, stages, sequence_parallel=stream.options.sequence_parallel)
+    check_split(
+        stream.config, omni, ranks, stages, sequence_parallel=stream.options.sequence_parallel
+    )
 
 
 FAMILY = streaming_family(
@@ -33,7 +39,7 @@ FAMILY = streaming_family(
     check_options=lambda omni: omni.refuse_degradations("LingBot World"),
     check_parallel=_check_parallel,
     action_space=lambda stream: ACTION_SPACE,
-    facts=lambda _: {
+    info=lambda _: {
         "vae_stride": (VAE_TEMPORAL, VAE_SPATIAL, VAE_SPATIAL),
         "intrinsics_reference_size": (NATIVE_WIDTH, NATIVE_HEIGHT),
         "key_focal": ACTION_FOCAL,

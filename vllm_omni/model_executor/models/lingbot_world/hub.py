@@ -9,18 +9,19 @@ bidirectional model has no public code.
 import json
 from pathlib import Path
 
-from vllm_omni.model_executor.hub import HubPiece, HubSource
+from vllm_omni.model_executor.checkpoint.hub import HubComponent, HubSource
 
 _TRANSFORMER = "lingbot_world_fast"
 
 _COMPONENTS = ("google/umt5-xxl/*", "models_t5_umt5-xxl-enc-bf16.pth", "Wan2.1_VAE.pth")
 
 PIECES = (
-    HubPiece("robbyant/lingbot-world-base-cam", _COMPONENTS, "", 11.9),
-    HubPiece("robbyant/lingbot-world-fast", ("*.safetensors", "*.json"), _TRANSFORMER, 74.2),
+    HubComponent("robbyant/lingbot-world-base-cam", _COMPONENTS, "", 11.9),
+    HubComponent("robbyant/lingbot-world-fast", ("*.safetensors", "*.json"), _TRANSFORMER, 74.2),
 )
 
-# Constructor values of the original network at its released size; the causal window is the released one.
+# Constructor values of the original network at its released size; the causal window is the released
+# one.
 _CONFIG = {
     "_class_name": "WanModelFast",
     "model_type": "i2v",
@@ -41,9 +42,11 @@ _CONFIG = {
 
 
 def check_complete(path: Path) -> None:
-    """Raise ValueError unless every piece is there and the transformer's tensors have the right names and shapes.
+    """Raise ValueError unless every piece is there and the transformer's tensors have the right
+    names and shapes.
 
-    Only file names and headers are read. The other components' tensors are checked when they are loaded.
+    Only file names and headers are read. The other components' tensors are checked when they are
+    loaded.
     """
     from vllm_omni.model_executor.models.lingbot_world.checkpoint import find_layout
     from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
@@ -56,7 +59,9 @@ def check_complete(path: Path) -> None:
 
 
 def complete(out: Path) -> list[str]:
-    """Write the transformer's `config.json` if its repository has none; return the files written."""
+    """Write the transformer's `config.json` if its repository has none; return the files
+    written.
+    """
     path = out / _TRANSFORMER / "config.json"
     if path.exists():
         return []
@@ -65,26 +70,40 @@ def complete(out: Path) -> list[str]:
 
 
 _V2 = "robbyant/lingbot-world-v2"
-_V2_COMPONENTS = HubPiece(f"{_V2}-14b-causal-fast", _COMPONENTS, "", 11.9)
-_DIFFUSERS = ("model_index.json", "scheduler/*", "text_encoder/*", "tokenizer/*", "transformer/*", "vae/*")
+_V2_COMPONENTS = HubComponent(f"{_V2}-14b-causal-fast", _COMPONENTS, "", 11.9)
+_DIFFUSERS = (
+    "model_index.json",
+    "scheduler/*",
+    "text_encoder/*",
+    "tokenizer/*",
+    "transformer/*",
+    "vae/*",
+)
 _CC_BY_NC_SA = (
-    "CC BY-NC-SA 4.0 (no commercial use, share alike; https://creativecommons.org/licenses/by-nc-sa/4.0/legalcode)"
+    "CC BY-NC-SA 4.0 (no commercial use, share alike; "
+    "https://creativecommons.org/licenses/by-nc-sa/4.0/legalcode)"
 )
 
 
-def _v2(*pieces: HubPiece) -> HubSource:
+def _v2(*components: HubComponent) -> HubSource:
     """Write nothing: sizes that no `config.json` states are read from the tensors."""
-    return HubSource(pieces, licence=_CC_BY_NC_SA)
+    return HubSource(components, licence=_CC_BY_NC_SA)
 
 
 RELEASES = {
     "lingbot_world_v2_1_3b": _v2(
-        HubPiece(f"{_V2}-1.3b-causal-fast", ("*.safetensors", "*.json"), "", 6.8), _V2_COMPONENTS
+        HubComponent(f"{_V2}-1.3b-causal-fast", ("*.safetensors", "*.json"), "", 6.8),
+        _V2_COMPONENTS,
     ),
-    "lingbot_world_v2_14b": _v2(HubPiece(f"{_V2}-14b-causal-fast", ("transformers/*",), "", 74.2), _V2_COMPONENTS),
-    "lingbot_world_v2_14b_diffusers": _v2(HubPiece(f"{_V2}-14b-causal-fast-diffusers", _DIFFUSERS, "", 86.1)),
+    "lingbot_world_v2_14b": _v2(
+        HubComponent(f"{_V2}-14b-causal-fast", ("transformers/*",), "", 74.2), _V2_COMPONENTS
+    ),
+    "lingbot_world_v2_14b_diffusers": _v2(
+        HubComponent(f"{_V2}-14b-causal-fast-diffusers", _DIFFUSERS, "", 86.1)
+    ),
     "lingbot_world_v2_14b_pretrain": _v2(
-        HubPiece(f"{_V2}-14b-causal-pretrain", ("transformer_causal/*",), "", 74.2), _V2_COMPONENTS
+        HubComponent(f"{_V2}-14b-causal-pretrain", ("transformer_causal/*",), "", 74.2),
+        _V2_COMPONENTS,
     ),
 }
 """v2's causal models. Only the 14B repository includes text encoder, VAE and tokenizer."""

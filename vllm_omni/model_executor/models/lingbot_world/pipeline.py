@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LingBot-World served chunk by chunk: encode, four denoise steps, one clean-context pass, decode, commit.
+"""LingBot-World served chunk by chunk: encode, four denoise steps, one clean-context pass, decode,
+commit.
 
     x = noise(seed, chunk, 0)
     for i, t in enumerate(timesteps):
@@ -10,7 +11,8 @@
     frames = vae.decode(x0)                                  post_decode
     the session moves on                                     commit
 
-`LingBotWorld` is the algorithm and needs no engine; vLLM loads `LingBotWorldPipeline`, which owns one.
+`LingBotWorld` is the algorithm and needs no engine; vLLM loads `LingBotWorldPipeline`, which owns
+one.
 Held by tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
 """
 
@@ -23,14 +25,23 @@ import torch
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.device_async import to_device
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs
-from vllm_omni.model_executor.layers.kv_cache import KVWindow, kv_window_nbytes
-from vllm_omni.model_executor.lora.target import AdapterTarget
+from vllm_omni.model_executor.layers.kv_cache.window import KVWindow, kv_window_nbytes
+from vllm_omni.model_executor.layers.lora.target import AdapterTarget
 from vllm_omni.model_executor.models.lingbot_world.camera import action_map, camera_map
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import CheckpointLayout, find_layout
-from vllm_omni.model_executor.models.lingbot_world.config import LingBotOptions, LingBotWorldConfig, read_stream
+from vllm_omni.model_executor.models.lingbot_world.config import (
+    LingBotOptions,
+    LingBotWorldConfig,
+    read_stream,
+)
 from vllm_omni.model_executor.models.lingbot_world.request import read_chunk
-from vllm_omni.model_executor.models.lingbot_world.state import Chunk, ChunkInputs, LingBotSession, World
-from vllm_omni.model_executor.models.lingbot_world.transformer import CameraRow, LingBotTransformer
+from vllm_omni.model_executor.models.lingbot_world.state import (
+    Chunk,
+    ChunkInputs,
+    LingBotSession,
+    WorldCoordinates,
+)
+from vllm_omni.model_executor.models.lingbot_world.transformer import CameraItem, LingBotTransformer
 from vllm_omni.model_executor.models.lingbot_world.weights import adapter_target, load_transformer
 from vllm_omni.model_executor.models.lingbot_world.world_pose import world_features
 from vllm_omni.model_executor.models.wan.chunk_setup import (
@@ -40,14 +51,14 @@ from vllm_omni.model_executor.models.wan.chunk_setup import (
     build_text_encoder,
     load_parts,
 )
-from vllm_omni.model_executor.models.wan.image_condition import (
+from vllm_omni.model_executor.models.wan.images.files import prepare_image
+from vllm_omni.model_executor.models.wan.images.image_condition import (
     ConditionLayout,
     ConditionState,
     GreyCondition,
     image_warmup,
 )
-from vllm_omni.model_executor.models.wan.pictures import prepare_image
-from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
+from vllm_omni.model_executor.models.wan.text_encoder.prompts import SharedPrompts
 from vllm_omni.model_executor.schedules import ChunkNoise
 from vllm_omni.model_executor.streaming.model import StreamingModel, build_transformer
 from vllm_omni.model_executor.streaming.session import SessionShape, Windows
@@ -66,7 +77,10 @@ class WorldSetup(WanChunkSetup[LingBotWorldConfig, LingBotOptions]):
 
     @property
     def world(self) -> ServedWorld | None:
-        """The world that a `world` model's sessions have poses in, read from files. Raises ValueError."""
+        """The world that a `world` model's sessions have poses in, read from files.
+
+        Raises ValueError.
+        """
         return ServedWorld.load(self.layout.root) if self.config.control_type == "world" else None
 
 
@@ -86,7 +100,9 @@ class LingBotWorld(StreamingModel[LingBotSession, Chunk]):
         self.schedule = setup.options.denoise_schedule()
         self.text_encoder = build_text_encoder(setup)
         self.image_encoder = build_image_encoder(setup)
-        self.transformer = build_transformer(setup, LingBotTransformer, residual_fp32=choices.residual_dtype == "fp32")
+        self.transformer = build_transformer(
+            setup, LingBotTransformer, residual_fp32=choices.residual_dtype == "fp32"
+        )
         # One frame at a time halves a decode's memory beside its cache; all are faster on a CPU.
         frames_per_call = 1 if self.transformer.device.type == "cuda" else None
         self.vae, self.tiny_vae, self.decoder = build_autoencoders(
@@ -99,7 +115,9 @@ class LingBotWorld(StreamingModel[LingBotSession, Chunk]):
         self.condition: GreyCondition | None = None
         """The conditioning on the start image; None on ranks that embed no patches."""
         if parallel.first_stage:
-            self.condition = GreyCondition(self.vae, choices.later_condition, chunk_frames=self.plan.chunk_frames)
+            self.condition = GreyCondition(
+                self.vae, choices.later_condition, chunk_frames=self.plan.chunk_frames
+            )
         self._wants_tiny_vae = setup.wants_tiny_vae
 
     def load_checkpoint(self, layout: CheckpointLayout) -> None:
@@ -111,7 +129,7 @@ class LingBotWorld(StreamingModel[LingBotSession, Chunk]):
     def adapter_targets(self) -> dict[str, AdapterTarget]:
         return {"transformer": adapter_target(self.transformer, self.config)}
 
-    # -- sessions ------------------------------------------------------------------------------------------------------
+    # -- sessions ----------------------------------------------------------------------------------
 
     def read_shape(self, params: DiffusionParams) -> SessionShape:
         shape = super().read_shape(params)
@@ -126,23 +144,39 @@ class LingBotWorld(StreamingModel[LingBotSession, Chunk]):
 
     def make_kv_window(self, shape: SessionShape) -> KVWindow:
         network = self.transformer
-        common = {"sink_frames": self.plan_of(shape).sink_frames, "device": network.device, "rings": network.rings}
+        common = {
+            "sink_frames": self.plan_of(shape).sink_frames,
+            "device": network.device,
+            "rings": network.rings,
+        }
         return KVWindow(**common, **self._window_sizes(shape))
 
     def _window_sizes(self, shape: SessionShape) -> dict[str, Any]:
-        sizes = self.transformer.window_sizes(self.config.tokens_per_frame(shape.height, shape.width))
-        return {**sizes, "window_frames": self.plan_of(shape).window_frames, "storage": self.kv_dtype}
+        sizes = self.transformer.window_sizes(
+            self.config.tokens_per_frame(shape.height, shape.width)
+        )
+        return {
+            **sizes,
+            "window_frames": self.plan_of(shape).window_frames,
+            "storage": self.kv_dtype,
+        }
 
-    def own_layout(self, shape: SessionShape) -> ConditionLayout | None:
-        return None if self.condition is None else self.condition.state_layout(shape.height, shape.width)
+    def value_layout(self, shape: SessionShape) -> ConditionLayout | None:
+        return (
+            None
+            if self.condition is None
+            else self.condition.state_layout(shape.height, shape.width)
+        )
 
     def own_bytes(self, shape: SessionShape) -> int:
-        return 0 if self.condition is None else self.condition.state_nbytes(shape.height, shape.width)
+        return (
+            0 if self.condition is None else self.condition.state_nbytes(shape.height, shape.width)
+        )
 
     def warmup_inputs(self) -> list[Inputs]:
         return image_warmup(self.omni, self.action_space)
 
-    # -- one chunk -----------------------------------------------------------------------------------------------------
+    # -- one chunk ---------------------------------------------------------------------------------
 
     @torch.no_grad()
     def prepare_encode(self, request: Request) -> None:
@@ -160,19 +194,24 @@ class LingBotWorld(StreamingModel[LingBotSession, Chunk]):
                 session.window,
                 prompt=inputs.prompt,
                 seed=inputs.seed,
-                own=World(condition=None, tail=inputs.tail),
+                own=WorldCoordinates(condition=None, tail=inputs.tail),
                 y=None,
                 camera_map=None,
-                world_poses=inputs.world_rows(),
+                world_poses=inputs.world_poses_of(),
             )
             request.num_steps = 1  # the ranks with layers know
             return
         noise = ChunkNoise(size, inputs.seed, session.chunk_index, device)
         with request.timer.stage("condition"):
             y, condition = self._condition(inputs.image, session, frames)
-        # Behind the condition: the encoder's many small kernels are launched while the device is at that.
+        # Behind the condition: the encoder's many small kernels are launched while the device is at
+        # that.
         with request.timer.stage("text"):
-            known = inputs.prompt == session.prompt and session.cross_kv is not None and request.same_adapters
+            known = (
+                inputs.prompt == session.prompt
+                and session.cross_kv is not None
+                and request.same_adapters
+            )
             text = None if known else self.text_encoder.encode(inputs.prompt, device)
         with request.timer.stage("camera"):
             rays = self._camera_map(inputs, shape)
@@ -186,40 +225,53 @@ class LingBotWorld(StreamingModel[LingBotSession, Chunk]):
             rope=self.transformer.rope(frames, size),
             camera_map=rays,
             world_features=features,
-            world_poses=inputs.world_rows(),
+            world_poses=inputs.world_poses_of(),
             text=text,
             window=session.window,
             prompt=inputs.prompt,
             seed=inputs.seed,
-            own=World(condition=condition, tail=inputs.tail),
+            own=WorldCoordinates(condition=condition, tail=inputs.tail),
         )
         request.num_steps = self.schedule.num_steps + 1
         request.clean_passes = 1
 
     @torch.no_grad()
-    def denoise_step(self, batch: Sequence[Request], hidden: torch.Tensor | None = None) -> torch.Tensor:
-        """As of every streaming model; camera terms, several GiB at full size, go with a chunk's last pass."""
+    def denoise_step(
+        self, batch: Sequence[Request], hidden: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """As of every streaming model; camera terms, several GiB at full size, go with a chunk's
+        last pass.
+        """
         prediction = super().denoise_step(batch, hidden)
         for request in batch:
             if request.step == request.num_steps - 1:
                 request.work.camera = None
         return prediction
 
-    # -- parts of the above --------------------------------------------------------------------------------------------
+    # -- parts of the above ------------------------------------------------------------------------
 
     def _condition(
         self, image: torch.Tensor | None, session: LingBotSession, frames: range
     ) -> tuple[torch.Tensor | None, ConditionState | None]:
-        """Return (y, the condition stream's next state); only the first stage, which embeds patches, needs them."""
+        """Return (y, the condition stream's next state); only the first stage, which embeds
+        patches, needs them.
+        """
         if self.condition is None:
             return None, None
         pixels = None
         if image is not None:
-            pixels = prepare_image(to_device(image, self.transformer.device), session.shape.height, session.shape.width)
+            pixels = prepare_image(
+                to_device(image, self.transformer.device), session.shape.height, session.shape.width
+            )
         return self.condition.next(pixels, len(frames), session.condition)
 
     def _camera_map(self, inputs: ChunkInputs, shape: SessionShape) -> torch.Tensor:
-        where = (shape.height, shape.width, self.transformer.device, self.options.choices.camera_torch_dtype)
+        where = (
+            shape.height,
+            shape.width,
+            self.transformer.device,
+            self.options.choices.camera_torch_dtype,
+        )
         if inputs.flags_F4 is None:
             return camera_map(inputs.relative_F44, inputs.intrinsics_F4, *where)
         return action_map(inputs.relative_F44, inputs.intrinsics_F4, inputs.flags_F4, *where)
@@ -228,35 +280,43 @@ class LingBotWorld(StreamingModel[LingBotSession, Chunk]):
         period_m = self.config.world_period_m
         if period_m is None:
             return None
-        features = world_features(inputs.world_F44, inputs.intrinsics_F4, shape.height, shape.width, period_m)
+        features = world_features(
+            inputs.world_F44, inputs.intrinsics_F4, shape.height, shape.width, period_m
+        )
         return to_device(features, self.transformer.device)
 
     def result_meta(self, request: Request) -> dict[str, Any]:
         poses = request.work.world_poses
         return super().result_meta(request) | ({} if poses is None else {"world_poses": poses})
 
-    def begin_step(self, request: Request) -> None:
-        """Compute every block's inputs from prompt and camera where they are not there (collective under tensor
-        parallelism).
+    def start_step(self, request: Request) -> None:
+        """Compute every block's inputs from prompt and camera where they are not there (collective
+        under tensor parallelism).
         """
         session, chunk = request.session, request.work
         if chunk.cross_kv is None:
-            chunk.cross_kv = session.cross_kv if chunk.text is None else self.prompts.get(chunk.prompt, chunk.text)
+            chunk.cross_kv = (
+                session.cross_kv
+                if chunk.text is None
+                else self.prompts.get(chunk.prompt, chunk.text)
+            )
         if chunk.camera is None:
             assert chunk.camera_map is not None
-            chunk.camera = self.transformer.camera_modulation(chunk.camera_map, chunk.world_features)
+            chunk.camera = self.transformer.camera_modulation(
+                chunk.camera_map, chunk.world_features
+            )
 
-    def rows(self, request: Request) -> list[CameraRow]:
+    def items(self, request: Request) -> list[CameraItem]:
         """The rows of a chunk's forward, of which there is one but with guidance."""
         chunk = request.work
         assert isinstance(chunk.window, KVWindow) and chunk.cross_kv is not None
-        return [self.row(request, chunk.cross_kv, chunk.window)]
+        return [self.item(request, chunk.cross_kv, chunk.window)]
 
-    def row(self, request: Request, cross_kv: torch.Tensor, window: KVWindow) -> CameraRow:
+    def item(self, request: Request, cross_kv: torch.Tensor, window: KVWindow) -> CameraItem:
         chunk = request.work
         assert chunk.camera is not None
         step = chunk.denoise_index(request.step)
-        return CameraRow(
+        return CameraItem(
             latents=chunk.latents,
             condition=chunk.y,
             timestep=0.0 if step is None else self.schedule.timesteps[step],

@@ -14,7 +14,13 @@ from vllm_omni.planning.stream_model import Changes, FamilyPlan, StreamModel
 
 _SIZES: Final[Mapping[str, Mapping[str, Any]]] = {
     "lingbot_world": {},
-    "lingbot_world_v2_1_3b": {"dim": 1536, "ffn_dim": 8960, "num_heads": 12, "num_layers": 30, "sink_frames": 6},
+    "lingbot_world_v2_1_3b": {
+        "dim": 1536,
+        "ffn_dim": 8960,
+        "num_heads": 12,
+        "num_layers": 30,
+        "sink_frames": 6,
+    },
 }
 """Name -> fields of `LingBotWorldConfig`."""
 
@@ -24,7 +30,9 @@ def _named(name: str, changes: Changes) -> StreamModel:
 
 
 def _of_checkpoint(directory: str, checkpoint: Mapping[str, Any], changes: Changes) -> StreamModel:
-    return _stream_model("lingbot_world", LingBotWorldConfig.from_checkpoint(checkpoint["transformer"]), changes)
+    return _stream_model(
+        "lingbot_world", LingBotWorldConfig.from_checkpoint(checkpoint["transformer"]), changes
+    )
 
 
 def _stream_model(name: str, config: LingBotWorldConfig, changes: Changes) -> StreamModel:

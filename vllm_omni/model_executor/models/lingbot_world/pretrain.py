@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LingBot-World v2 before distillation (`causal pretrain`): 40 UniPC steps a chunk, each guided by a negative prompt.
+"""LingBot-World v2 before distillation (`causal pretrain`): 40 UniPC steps a chunk, each guided by
+a negative prompt.
 
     x = noise(seed, chunk, 0)
     for t in 40 timesteps:
-        c, u = transformer(x, y, camera, t) with the prompt and its window, with the negative prompt and its own
-        x    = unipc(u + 5 (c - u))                          its multi-step state begins anew with each chunk
+        c, u = transformer(x, y, camera, t) with the prompt and its window, with the negative prompt
+        and its own
+        x
+            = unipc(u + 5 (c - u))                          its multi-step state begins anew with
+            each chunk
     transformer(x, y, camera, 0), both: only their K/V matter
 
-Everything else is `LingBotWorld`'s. Held by tests/model_executor/models/lingbot_world/test_lingbot_pretrain.py.
+Everything else is `LingBotWorld`'s. Held by
+tests/model_executor/models/lingbot_world/test_lingbot_pretrain.py.
 """
 
 from collections.abc import Sequence
@@ -18,14 +23,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_omni.model_executor.layers.kv_cache import KVWindow
+from vllm_omni.model_executor.layers.kv_cache.window import KVWindow
+from vllm_omni.model_executor.layers.kv_cache.window_set import WindowSet
 from vllm_omni.model_executor.layers.layer_moves import LayerMove
-from vllm_omni.model_executor.layers.window_set import WindowSet
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import CheckpointLayout, find_layout
 from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld, Request, WorldSetup
 from vllm_omni.model_executor.models.lingbot_world.state import Chunk
-from vllm_omni.model_executor.models.lingbot_world.transformer import CameraRow
-from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
+from vllm_omni.model_executor.models.lingbot_world.transformer import CameraItem
+from vllm_omni.model_executor.models.wan.text_encoder.prompts import SharedPrompts
 from vllm_omni.model_executor.schedules import FewStepSchedule
 from vllm_omni.model_executor.streaming.session import SessionShape
 from vllm_omni.model_executor.vllm_model import CheckpointPipeline, ServedCheckpoint
@@ -62,7 +67,9 @@ def unipc(shift: float, device: torch.device | str = "cpu") -> Any:
 def solver_step(solver: Any, step: int, latents: torch.Tensor, flow: torch.Tensor) -> torch.Tensor:
     """Return the latents after `step`, [16, F, h, w] fp32; the solver stores its state for the next
     step."""
-    moved: torch.Tensor = solver.step(flow[None], solver.timesteps[step], latents[None], return_dict=False)[0][0]
+    moved: torch.Tensor = solver.step(
+        flow[None], solver.timesteps[step], latents[None], return_dict=False
+    )[0][0]
     return moved
 
 
@@ -80,7 +87,9 @@ class GuidedWindows(WindowSet):
 
 @dataclass(eq=False, kw_only=True)
 class GuidedChunk(Chunk):
-    """negative_text: the encoded negative prompt. solver: this chunk's, with its state between steps."""
+    """negative_text: the encoded negative prompt. solver: this chunk's, with its state between
+    steps.
+    """
 
     negative_text: torch.Tensor
     solver: Any
@@ -102,11 +111,11 @@ class LingBotPretrain(LingBotWorld):
 
     def load_checkpoint(self, layout: CheckpointLayout) -> None:
         super().load_checkpoint(layout)
-        self.negative.forget()
+        self.negative.clear_prompt()
 
     def move_layers(self, move: LayerMove) -> None:
         super().move_layers(move)
-        self.negative.forget()
+        self.negative.clear_prompt()
 
     def window_nbytes(self, shape: SessionShape) -> int:
         return 2 * super().window_nbytes(shape)
@@ -128,7 +137,9 @@ class LingBotPretrain(LingBotWorld):
         return [*super().texts(request), _guided_chunk(request).negative_text]
 
     @torch.no_grad()
-    def denoise_step(self, batch: Sequence[Request], hidden: torch.Tensor | None = None) -> torch.Tensor:
+    def denoise_step(
+        self, batch: Sequence[Request], hidden: torch.Tensor | None = None
+    ) -> torch.Tensor:
         prediction = super().denoise_step(batch, hidden)
         if not self.parallel.last_stage:
             return prediction
@@ -142,17 +153,24 @@ class LingBotPretrain(LingBotWorld):
             if step is not None:
                 chunk.latents = solver_step(chunk.solver, step, chunk.latents, flow)
 
-    def begin_step(self, request: Request) -> None:
-        super().begin_step(request)
+    def start_step(self, request: Request) -> None:
+        super().start_step(request)
         chunk = _guided_chunk(request)
         if chunk.negative_kv is None:
             chunk.negative_kv = self.negative.get(NEGATIVE_PROMPT, chunk.negative_text)
 
-    def rows(self, request: Request) -> list[CameraRow]:
+    def items(self, request: Request) -> list[CameraItem]:
         chunk = _guided_chunk(request)
-        assert isinstance(chunk.window, GuidedWindows) and chunk.cross_kv is not None and chunk.negative_kv is not None
+        assert (
+            isinstance(chunk.window, GuidedWindows)
+            and chunk.cross_kv is not None
+            and chunk.negative_kv is not None
+        )
         cond, uncond = chunk.window.windows
-        return [self.row(request, chunk.cross_kv, cond), self.row(request, chunk.negative_kv, uncond)]
+        return [
+            self.item(request, chunk.cross_kv, cond),
+            self.item(request, chunk.negative_kv, uncond),
+        ]
 
 
 def _guided_chunk(request: Request) -> GuidedChunk:

@@ -72,22 +72,31 @@ def read_chunk(
     control: ControlType = "cam",
     world: ServedWorld | None = None,
 ) -> ChunkInputs:
-    """Check one chunk's request against its session. world: of a `world` model. Raises `RequestFailed`."""
+    """Check one chunk's request against its session. world: of a `world` model.
+
+    Raises `RequestFailed`.
+    """
     params = request.params
-    session.window.check_fits(session.next_frames())
+    session.window.check_frames(session.next_frames())
     check_unused(params, actions=True)
     check_unchanged(params, session.shape, {})
     check_tensors(request.tensors, _TENSORS[control])
-    keeps_prompt = params.prompt is None or (served.choices.prompt_switch == "ignore" and session.prompt is not None)
+    keeps_prompt = params.prompt is None or (
+        served.choices.prompt_switch == "ignore" and session.prompt is not None
+    )
     prompt = session.prompt if keeps_prompt else params.prompt
     if not prompt:
-        raise RequestFailed("invalid_request", "prompt must not be empty; a session's first chunk needs one")
+        raise RequestFailed(
+            "invalid_request", "prompt must not be empty; a session's first chunk needs one"
+        )
     first = session.chunk_index == 0
     image = read_image(request.tensors.get("image"), first_chunk=first)
     options = _read_options(params, first, world)
     start_44 = None
     if world is not None and first:
-        start_44 = _given_pose(options) if options.start_pose is not None else _recognised(world, image)
+        start_44 = (
+            _given_pose(options) if options.start_pose is not None else _recognised(world, image)
+        )
     camera = _read_camera(request, session, served, options, world, start_44)
     return ChunkInputs(
         prompt=prompt,
@@ -108,11 +117,17 @@ def _read_options(params: DiffusionParams, first: bool, world: ServedWorld | Non
         raise RequestFailed("invalid_request", str(error)) from error
     scale = options.camera_scale
     if scale is not None and not (math.isfinite(scale) and scale > 0):
-        raise RequestFailed("invalid_camera", f"options.camera_scale must be finite and > 0, got {scale}")
+        raise RequestFailed(
+            "invalid_camera", f"options.camera_scale must be finite and > 0, got {scale}"
+        )
     if options.start_pose is not None and world is None:
-        raise RequestFailed("invalid_request", "options.start_pose: the served model has no world with poses")
+        raise RequestFailed(
+            "invalid_request", "options.start_pose: the served model has no world with poses"
+        )
     if options.start_pose is not None and not first:
-        raise RequestFailed("invalid_request", "options.start_pose: only a session's first chunk may have one")
+        raise RequestFailed(
+            "invalid_request", "options.start_pose: only a session's first chunk may have one"
+        )
     return options
 
 
@@ -134,7 +149,9 @@ def _read_camera(
     world: ServedWorld | None,
     start_44: torch.Tensor | None,
 ) -> Camera:
-    """Read a chunk's camera. start_44: the world pose of the session's start image, known from its first chunk on."""
+    """Read a chunk's camera. start_44: the world pose of the session's start image, known from
+    its first chunk on.
+    """
     frames, shape = session.next_frames(), session.shape
     first = session.chunk_index == 0
     pixel_frames = len(session.plan.pixel_frames(session.chunk_index))
@@ -146,13 +163,15 @@ def _read_camera(
         )
     intrinsics = request.tensors.get("intrinsics")
     if intrinsics is not None:
-        given = cam.latent_rows(cam.read_intrinsics(intrinsics, pixel_frames), frames)
+        given = cam.per_latent(cam.read_intrinsics(intrinsics, pixel_frames), frames)
         intrinsics_F4 = cam.scale_intrinsics(given, shape.height, shape.width)
     elif actions is not None:
         focal = None if world is None else world.focal
         intrinsics_F4 = cam.action_intrinsics(len(frames), shape.height, shape.width, focal)
     else:
-        raise RequestFailed("missing_camera", f"poses need intrinsics: [{pixel_frames}, 4] of fx, fy, cx, cy")
+        raise RequestFailed(
+            "missing_camera", f"poses need intrinsics: [{pixel_frames}, 4] of fx, fy, cx, cy"
+        )
 
     choices = served.choices
     before = last = session.tail
@@ -170,14 +189,16 @@ def _read_camera(
             before = origin
     else:
         assert poses is not None
-        path = cam.latent_rows(cam.read_poses(poses, pixel_frames), frames)
+        path = cam.per_latent(cam.read_poses(poses, pixel_frames), frames)
         tail = cam.CameraTail.at(path[-1], None if last is None else last.start)
         if start_44 is not None:
             tail = replace(tail, start=cam.WorldStart(start_44, path[0].clone()))
     if choices.camera_first_frame == "stands_each_chunk":
         before = None
     dtype = choices.camera_torch_dtype
-    relative = cam.relative_poses(path.to(dtype), None if before is None else before.pose_44.to(dtype))
+    relative = cam.relative_poses(
+        path.to(dtype), None if before is None else before.pose_44.to(dtype)
+    )
     tail = tail.after(relative, last)
     relative = cam.scaled_translations(relative, _camera_scale(options, served, tail))
     world_F44 = None
@@ -189,7 +210,9 @@ def _read_camera(
 def _walk(
     motions: Sequence[Motion], origin: cam.CameraTail, world: ServedWorld | None
 ) -> tuple[torch.Tensor, cam.CameraTail]:
-    """Move on from `origin`; in the world's coordinates, among its walls, where the session's pose there is known."""
+    """Move on from `origin`; in the world's coordinates, among its walls, where the session's
+    pose there is known.
+    """
     if not motions:
         return origin.pose_44.new_empty(0, 4, 4), origin
     if world is None or origin.start is None or world.grid is None:
@@ -211,14 +234,21 @@ def _read_flags(request: DiffusionRequest, session: LingBotSession) -> torch.Ten
     action = request.tensors.get("action")
     if request.params.actions is not None:
         if action is not None:
-            raise RequestFailed("invalid_camera", "send the tensor `action` with poses, or `actions`: one of the two")
+            raise RequestFailed(
+                "invalid_camera",
+                "send the tensor `action` with poses, or `actions`: one of the two",
+            )
         return cam.held_flags(cam.read_controls(request.params.actions, len(frames)))
     pixel_frames = len(session.plan.pixel_frames(session.chunk_index))
     flags_N4 = torch.zeros(pixel_frames, 4, dtype=torch.float64)
-    return cam.latent_rows(flags_N4 if action is None else cam.read_flags(action, pixel_frames), frames)
+    return cam.per_latent(
+        flags_N4 if action is None else cam.read_flags(action, pixel_frames), frames
+    )
 
 
-def _camera_scale(options: ChunkOptions, served: LingBotOptions, tail: cam.CameraTail) -> float | None:
+def _camera_scale(
+    options: ChunkOptions, served: LingBotOptions, tail: cam.CameraTail
+) -> float | None:
     """Return the divisor of translations; None = the chunk's largest. tail: after this chunk."""
     if options.camera_scale is not None:
         return options.camera_scale

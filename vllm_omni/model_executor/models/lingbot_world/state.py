@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LingBotSession`: LingBot World's part of a `StreamingSession`, and `Chunk`, one chunk's working set.
+"""`LingBotSession`: LingBot World's part of a `StreamingSession`, and `Chunk`, one chunk's working
+set.
 
 Its own value is where camera and condition stand. Held by
 tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
@@ -12,26 +13,34 @@ from typing import Any, ClassVar
 import torch
 
 from vllm_omni.model_executor.models.lingbot_world.camera import CameraTail, WorldStart
-from vllm_omni.model_executor.models.wan.image_condition import ImageWorld, ImageWorldScalars, ImageWorldSession
+from vllm_omni.model_executor.models.wan.images.image_condition import (
+    ImageStartedPipeline,
+    ImageStartedScalars,
+    ImageStartedSession,
+)
 from vllm_omni.model_executor.streaming.session import StreamingChunk, Windows
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.saved_tensors import SavedTensors
+from vllm_omni.tensors.saved import SavedTensors
 from vllm_omni.worlds.movement import heading_of, pitch_of
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class World(ImageWorld):
+class WorldCoordinates(ImageStartedPipeline):
     """Where a session's camera and condition stand. Immutable; the camera stays on the host."""
 
     tail: CameraTail
 
     def tensors(self) -> dict[str, torch.Tensor]:
         start = self.tail.start
-        known = {} if start is None else {"camera.start": start.world_44, "camera.first": start.first_44}
+        known = (
+            {}
+            if start is None
+            else {"camera.start": start.world_44, "camera.first": start.first_44}
+        )
         return {**super().tensors(), "camera.pose": self.tail.pose_44, **known}
 
 
-class LingBotScalars(ImageWorldScalars, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class LingBotScalars(ImageStartedScalars, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The result of `LingBotSession.scalars`, as read from a file."""
 
     pitch_degrees: float
@@ -39,7 +48,7 @@ class LingBotScalars(ImageWorldScalars, frozen=True, forbid_unknown_fields=True,
     knows_world: bool = False
 
 
-class LingBotSession(ImageWorldSession[Windows, World]):
+class LingBotSession(ImageStartedSession[Windows, WorldCoordinates]):
     """A LingBot World session; `layouts.own` is the layout of the condition."""
 
     scalars_type: ClassVar[type[LingBotScalars]] = LingBotScalars
@@ -48,33 +57,42 @@ class LingBotSession(ImageWorldSession[Windows, World]):
     def tail(self) -> CameraTail | None:
         return None if self.own is None else self.own.tail
 
-    def own_scalars(self) -> dict[str, Any]:
+    def value_scalars(self) -> dict[str, Any]:
         tail = self.tail
         return {
             "pitch_degrees": None if tail is None else tail.pitch_degrees,
             "largest_step": 0.0 if tail is None else tail.largest_step,
             "knows_world": tail is not None and tail.start is not None,
-            **super().own_scalars(),
+            **super().value_scalars(),
         }
 
-    def restore_own(self, kept: LingBotScalars, saved: SavedTensors, device: torch.device) -> World:
-        if not (math.isfinite(kept.pitch_degrees) and 0 <= kept.largest_step < math.inf):
-            raise RequestFailed("invalid_snapshot", "the snapshot's camera has no finite pitch and largest step")
-        condition = self.restore_condition(self.layouts.own, kept, saved, device)
-        pose_44 = saved.take("camera.pose", "cpu", torch.float64, [4, 4])
+    def restore_values(
+        self, retained: LingBotScalars, saved: SavedTensors, device: torch.device
+    ) -> WorldCoordinates:
+        if not (math.isfinite(retained.pitch_degrees) and 0 <= retained.largest_step < math.inf):
+            raise RequestFailed(
+                "invalid_snapshot", "the snapshot's camera has no finite pitch and largest step"
+            )
+        condition = self.restore_condition(self.layouts.own, retained, saved, device)
+        pose_44 = saved.take_tensor("camera.pose", "cpu", torch.float64, [4, 4])
         start = None
-        if kept.knows_world:
-            world_44 = saved.take("camera.start", "cpu", torch.float64, [4, 4])
-            start = WorldStart(world_44, saved.take("camera.first", "cpu", torch.float64, [4, 4]))
-        return World(condition=condition, tail=CameraTail(pose_44, kept.pitch_degrees, kept.largest_step, start))
+        if retained.knows_world:
+            world_44 = saved.take_tensor("camera.start", "cpu", torch.float64, [4, 4])
+            start = WorldStart(
+                world_44, saved.take_tensor("camera.first", "cpu", torch.float64, [4, 4])
+            )
+        return WorldCoordinates(
+            condition=condition,
+            tail=CameraTail(pose_44, retained.pitch_degrees, retained.largest_step, start),
+        )
 
 
 @dataclass(frozen=True)
 class ChunkInputs:
     """A checked request. relative_F44, intrinsics_F4: fp64, CPU; `tail` is where the camera ends.
 
-    flags_F4: the keys w a s d, fp64, CPU; None = the model is not told any. world_F44: the world poses, fp64, CPU,
-    metres; None = unknown.
+    flags_F4: the keys w a s d, fp64, CPU; None = the model is not told any. world_F44: the world
+    poses, fp64, CPU, metres; None = unknown.
     image: uint8 [H, W, 3] of any size, or None to go on from the session's.
     """
 
@@ -87,21 +105,23 @@ class ChunkInputs:
     flags_F4: torch.Tensor | None
     world_F44: torch.Tensor | None = None
 
-    def world_rows(self) -> list[list[float]] | None:
+    def world_poses_of(self) -> list[list[float]] | None:
         """x and z in metres, heading and pitch in degrees of each latent frame; None = unknown."""
         if self.world_F44 is None:
             return None
         return [
-            [float(pose[0, 3]), float(pose[2, 3]), heading_of(pose), pitch_of(pose)] for pose in self.world_F44.unbind()
+            [float(pose[0, 3]), float(pose[2, 3]), heading_of(pose), pitch_of(pose)]
+            for pose in self.world_F44.unbind()
         ]
 
 
 @dataclass(eq=False, kw_only=True)
-class Chunk(StreamingChunk[Windows, World]):
+class Chunk(StreamingChunk[Windows, WorldCoordinates]):
     """One chunk in flight; `own` is where camera and condition stand after it.
 
-    y: [20, F, h, w], None on stages that embed no patches. camera_map: [384 or 448, F, h, w]. world_features: of a
-    `world` model (`world_pose.py`). world_poses: x, z, heading and pitch of each latent frame; None = unknown.
+    y: [20, F, h, w], None on stages that embed no patches. camera_map: [384 or 448, F, h, w].
+    world_features: of a `world` model (`world_pose.py`). world_poses: x, z, heading and pitch of
+    each latent frame; None = unknown.
     camera: of each layer, what is made of it; None = not there now.
     """
 

@@ -7,7 +7,7 @@ of the tokens). It has no sessions, requests or schedules: each batch entry brin
 camera modulation and cross-attention K/V. Maths: Robbyant/lingbot-world @ a43bec7,
 wan/modules/model_fast.py.
 
-The base is `wan/transformer.py`; the forward pass is in `wan/chunk_transformer.py`.
+The base is `transformer/transformer.py`; the forward pass is in `transformer/chunk_transformer.py`.
 """
 
 # B batch entries (one chunk of one session each), L tokens of a chunk, T of them on this rank, D
@@ -20,21 +20,24 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from vllm_omni.model_executor.layers.attention import stack
-from vllm_omni.model_executor.layers.linear import ColumnLinear, LinearPrecision, RowLinear
-from vllm_omni.model_executor.layers.parallel import ParallelContext
-from vllm_omni.model_executor.layers.rounded_input import Input, takes_rounded
+from vllm_omni.model_executor.layers.attention.attention import stack
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
+from vllm_omni.model_executor.layers.linear.linear import ColumnLinear, LinearPrecision, RowLinear
+from vllm_omni.model_executor.layers.linear.quantized_input import Input, takes_quantized
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
 from vllm_omni.model_executor.models.lingbot_world.world_pose import WORLD_FEATURES
 from vllm_omni.model_executor.models.wan.architecture import WanConfig
-from vllm_omni.model_executor.models.wan.chains import Chains
-from vllm_omni.model_executor.models.wan.chunk_transformer import ImageRow, ImageTransformer
-from vllm_omni.model_executor.models.wan.layers import patchify, stack_inputs
-from vllm_omni.model_executor.models.wan.transformer import Block
+from vllm_omni.model_executor.models.wan.transformer.chunk_transformer import (
+    ImageItem,
+    ImageTransformer,
+)
+from vllm_omni.model_executor.models.wan.transformer.fused_ops import FusedOps
+from vllm_omni.model_executor.models.wan.transformer.layers import patchify, stack_inputs
+from vllm_omni.model_executor.models.wan.transformer.transformer import Block
 
 
 @dataclass(frozen=True, kw_only=True)
-class CameraRow(ImageRow):
+class CameraItem(ImageItem):
     """A batch entry with camera modulation."""
 
     camera: list[torch.Tensor]
@@ -49,40 +52,67 @@ class CameraBlock(Block):
         self,
         config: WanConfig,
         parallel: ParallelContext,
-        chains: Chains,
+        fused_ops: FusedOps,
         index: int,
         quant_config: LinearPrecision,
         prefix: str,
     ) -> None:
-        super().__init__(config, parallel, chains, index, quant_config, prefix)
+        super().__init__(config, parallel, fused_ops, index, quant_config, prefix)
         dim = config.dim
-        self.cam_injector_layer1 = ColumnLinear(dim, dim, parallel, quant_config, f"{prefix}.cam_injector_layer1")
-        self.cam_injector_layer2 = RowLinear(dim, dim, parallel, quant_config, f"{prefix}.cam_injector_layer2")
-        self.cam_scale_layer = ColumnLinear(dim, dim, parallel, quant_config, f"{prefix}.cam_scale_layer")
-        self.cam_shift_layer = ColumnLinear(dim, dim, parallel, quant_config, f"{prefix}.cam_shift_layer")
+        self.cam_injector_layer1 = ColumnLinear(
+            dim, dim, parallel, quant_config, f"{prefix}.cam_injector_layer1"
+        )
+        self.cam_injector_layer2 = RowLinear(
+            dim, dim, parallel, quant_config, f"{prefix}.cam_injector_layer2"
+        )
+        self.cam_scale_layer = ColumnLinear(
+            dim, dim, parallel, quant_config, f"{prefix}.cam_scale_layer"
+        )
+        self.cam_shift_layer = ColumnLinear(
+            dim, dim, parallel, quant_config, f"{prefix}.cam_shift_layer"
+        )
         self.parallel = parallel
 
     def camera_modulation(self, camera_TD: torch.Tensor, out_2TD: torch.Tensor) -> None:
         """Write the block's camera factor (1 + scale) and shift into `out_2TD`."""
-        hidden = self.cam_injector_layer2(functional.silu(self.cam_injector_layer1(camera_TD))) + camera_TD
+        hidden = (
+            self.cam_injector_layer2(functional.silu(self.cam_injector_layer1(camera_TD)))
+            + camera_TD
+        )
         out_2TD[0] = 1 + self.parallel.all_gather_channels(self.cam_scale_layer(hidden))
         out_2TD[1] = self.parallel.all_gather_channels(self.cam_shift_layer(hidden))
 
     def after_self_attention(
-        self, x_BTD: torch.Tensor, attended_BTD: torch.Tensor, gate: torch.Tensor, rows: Sequence[CameraRow]
+        self,
+        x_BTD: torch.Tensor,
+        attended_BTD: torch.Tensor,
+        gate: torch.Tensor,
+        items: Sequence[CameraItem],
     ) -> tuple[torch.Tensor, Input]:
-        norm3, rounded = self.norm3, takes_rounded(self.cross_attn.q)
+        norm3, quantized = self.norm3, takes_quantized(self.cross_attn.q)
         moved = [
-            self.chains.after_self_attention(
-                x_TD, update_TD, gate_1D, norm3.weight, norm3.bias, self.eps, row.camera[self.index].unbind(), rounded
+            self.fused_ops.after_self_attention(
+                x_TD,
+                update_TD,
+                gate_1D,
+                norm3.weight,
+                norm3.bias,
+                self.eps,
+                item.camera[self.index].unbind(),
+                quantized,
             )
-            for row, x_TD, update_TD, gate_1D in zip(rows, x_BTD, attended_BTD, gate, strict=True)
+            for item, x_TD, update_TD, gate_1D in zip(items, x_BTD, attended_BTD, gate, strict=True)
         ]
-        return stack([x_TD for x_TD, _ in moved]), stack_inputs([hidden_TD for _, hidden_TD in moved])
+        return stack([x_TD for x_TD, _ in moved]), stack_inputs(
+            [hidden_TD for _, hidden_TD in moved]
+        )
 
 
 class LingBotTransformer(ImageTransformer[LingBotWorldConfig]):
-    """This rank's part of the network. Parameters are created empty, in torch's default type and device."""
+    """This rank's part of the network.
+
+    Parameters are created empty, in torch's default type and device.
+    """
 
     block_type = CameraBlock
     moving_fields = (*ImageTransformer.moving_fields, "camera")
@@ -101,23 +131,32 @@ class LingBotTransformer(ImageTransformer[LingBotWorldConfig]):
             self.world_pose_layer1 = nn.Linear(WORLD_FEATURES, dim)
             self.world_pose_layer2 = nn.Linear(dim, dim)
 
-    def camera_modulation(self, camera: torch.Tensor, world: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """Control map [384 or 448, F, h, w] -> of each layer [2, T, D] in the model's type: its factor and shift.
+    def camera_modulation(
+        self, camera: torch.Tensor, world: torch.Tensor | None = None
+    ) -> list[torch.Tensor]:
+        """Control map [384 or 448, F, h, w] -> of each layer [2, T, D] in the model's type: its
+        factor and shift.
 
-        world: of a `world` model, the features of the world pose, fp32 [tokens, WORLD_FEATURES], of all ranks' tokens.
+        world: of a `world` model, the features of the world pose, fp32 [tokens, WORLD_FEATURES], of
+        all ranks' tokens.
 
-        The same for every denoise step of a chunk, and freed with it: 3.57 GiB at full size, 480x832. In one piece they
-        would need a gap of that size, in which decoders' caches settle. Collective under tensor parallelism.
+        The same for every denoise step of a chunk, and freed with it: 3.57 GiB at full size,
+        480x832. In one piece they would need a gap of that size, in which decoders' caches settle.
+        Collective under tensor parallelism.
         """
         own = self.parallel.token_slice(self.num_tokens(camera))
         tokens = patchify(camera)[own]
         patches_TD = self.patch_embedding_wancamctrl(tokens.to(self.device, self.dtype))
-        hidden = self.c2ws_hidden_states_layer2(functional.silu(self.c2ws_hidden_states_layer1(patches_TD)))
+        hidden = self.c2ws_hidden_states_layer2(
+            functional.silu(self.c2ws_hidden_states_layer1(patches_TD))
+        )
         camera_TD = patches_TD + hidden
         if self.takes_world_pose:
             assert world is not None
             features = world[own].to(self.device, self.dtype)
-            camera_TD = camera_TD + self.world_pose_layer2(functional.silu(self.world_pose_layer1(features)))
+            camera_TD = camera_TD + self.world_pose_layer2(
+                functional.silu(self.world_pose_layer1(features))
+            )
         shape = 2, *camera_TD.shape
         out = [camera_TD.new_empty(shape) for _ in range(self.num_local_layers)]
         for block, out_2TD in zip(self._blocks(), out, strict=True):

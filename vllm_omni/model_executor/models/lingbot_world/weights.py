@@ -2,7 +2,8 @@
 """Tensor tables of a LingBot World transformer, and strict loading of all components.
 
 Every component is compared with its full list of names and shapes before any data is read
-(`model_executor/weights.py`, `models/wan/weights.py`). `checkpoint.py` locates the files.
+(`model_executor/checkpoint/loading.py`, `wan/checkpoint/loading.py`). `checkpoint.py` locates the
+files.
 """
 
 from collections.abc import Mapping
@@ -11,14 +12,17 @@ from typing import Any
 
 from torch import nn
 
-from vllm_omni.model_executor.lora.target import AdapterTarget
-from vllm_omni.model_executor.models.lingbot_world.config import CONTROL_CHANNELS, LingBotWorldConfig
+from vllm_omni.model_executor.checkpoint.loading import load_strict
+from vllm_omni.model_executor.checkpoint.tensor_files import Shape, open_tensors
+from vllm_omni.model_executor.layers.lora.target import AdapterTarget
+from vllm_omni.model_executor.models.lingbot_world.config import (
+    CONTROL_CHANNELS,
+    LingBotWorldConfig,
+)
 from vllm_omni.model_executor.models.lingbot_world.world_pose import WORLD_FEATURES
-from vllm_omni.model_executor.models.wan import transformer_weights as wan
-from vllm_omni.model_executor.models.wan.latents import VAE_SPATIAL
-from vllm_omni.model_executor.models.wan.transformer_weights import Sizes
-from vllm_omni.model_executor.tensor_files import Shape, open_tensors
-from vllm_omni.model_executor.weights import load_strict
+from vllm_omni.model_executor.models.wan.transformer import weights as wan
+from vllm_omni.model_executor.models.wan.transformer.weights import Sizes
+from vllm_omni.model_executor.models.wan.vae.latents import VAE_SPATIAL
 
 CAMERA_TENSOR = "patch_embedding_wancamctrl.weight"
 """A tensor that LingBot World transformers have and other Wan transformers lack."""
@@ -26,7 +30,11 @@ CAMERA_TENSOR = "patch_embedding_wancamctrl.weight"
 TRANSFORMER_TENSORS: dict[str, Sizes] = {
     # The order determines which values a seed gives a tiny checkpoint: the camera's tensors follow
     # the patch embedding.
-    **{name: shape for name, shape in wan.TRANSFORMER_TENSORS.items() if name.startswith("patch_embedding.")},
+    **{
+        name: shape
+        for name, shape in wan.TRANSFORMER_TENSORS.items()
+        if name.startswith("patch_embedding.")
+    },
     CAMERA_TENSOR: ("D", "C"),
     "patch_embedding_wancamctrl.bias": ("D",),
     "c2ws_hidden_states_layer1.weight": ("D", "D"),
@@ -52,7 +60,12 @@ BLOCK_TENSORS: dict[str, Sizes] = {
     **wan.BLOCK_TENSORS,
     **{
         f"{layer}.{kind}": ("D", "D") if kind == "weight" else ("D",)
-        for layer in ("cam_injector_layer1", "cam_injector_layer2", "cam_scale_layer", "cam_shift_layer")
+        for layer in (
+            "cam_injector_layer1",
+            "cam_injector_layer2",
+            "cam_scale_layer",
+            "cam_shift_layer",
+        )
         for kind in ("weight", "bias")
     },
 }
@@ -63,12 +76,18 @@ def transformer_shapes(config: LingBotWorldConfig) -> dict[str, Shape]:
     """Return name -> shape of every transformer tensor of this architecture (1421 in the released
     model)."""
     patch = config.patch_size[1] * config.patch_size[2]
-    outside = {**TRANSFORMER_TENSORS, **WORLD_TENSORS} if config.control_type == "world" else TRANSFORMER_TENSORS
+    outside = (
+        {**TRANSFORMER_TENSORS, **WORLD_TENSORS}
+        if config.control_type == "world"
+        else TRANSFORMER_TENSORS
+    )
     sizes = {"C": config.camera_channels * patch, "W": WORLD_FEATURES}
     return wan.network_shapes(config, outside, BLOCK_TENSORS, **sizes)
 
 
-def config_of_tensors(shapes: Mapping[str, Shape], where: str, num_heads: int | None = None) -> dict[str, Any]:
+def config_of_tensors(
+    shapes: Mapping[str, Shape], where: str, num_heads: int | None = None
+) -> dict[str, Any]:
     """Return values of the original's `config.json` keys, derived from tensors: sizes, and the
     control type.
 
@@ -78,9 +97,13 @@ def config_of_tensors(shapes: Mapping[str, Shape], where: str, num_heads: int | 
     """
     sizes = wan.stored_sizes(shapes, where, num_heads)
     folded = shapes.get(CAMERA_TENSOR, (0, 0))[-1]
-    control = next((name for name, channels in CONTROL_CHANNELS.items() if channels * _FOLD == folded), None)
+    control = next(
+        (name for name, channels in CONTROL_CHANNELS.items() if channels * _FOLD == folded), None
+    )
     if control is None:
-        allowed = ", ".join(f"{channels * _FOLD} ({name})" for name, channels in CONTROL_CHANNELS.items())
+        allowed = ", ".join(
+            f"{channels * _FOLD} ({name})" for name, channels in CONTROL_CHANNELS.items()
+        )
         raise ValueError(f"{where}: {CAMERA_TENSOR} takes {folded} inputs; known: {allowed}")
     return {**sizes, "control_type": "world" if WORLD_TENSORS.keys() <= shapes.keys() else control}
 
@@ -92,6 +115,12 @@ def load_transformer(transformer: nn.Module, path: Path, config: LingBotWorldCon
 
 def adapter_target(transformer: nn.Module, config: LingBotWorldConfig) -> AdapterTarget:
     """Return the transformer as a target of LoRA adapters."""
-    from vllm_omni.model_executor.models.wan.layers import PatchEmbedding  # not needed to describe a checkpoint
+    # not needed to describe a checkpoint
+    from vllm_omni.model_executor.models.wan.transformer.layers import PatchEmbedding
 
-    return AdapterTarget(transformer, transformer_shapes(config), wan.TRANSFORMER_RULES, linear_types=(PatchEmbedding,))
+    return AdapterTarget(
+        transformer,
+        transformer_shapes(config),
+        wan.TRANSFORMER_RULES,
+        linear_types=(PatchEmbedding,),
+    )

@@ -24,7 +24,8 @@ WORLD_FEATURES: Final = RAY_FEATURES + FRAME_FEATURES
 
 
 def token_rays(intrinsics_F4: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Return unit ray directions in camera axes through each token's points, [F, P, 16, 3], as `intrinsics_F4`'s type.
+    """Return unit ray directions in camera axes through each token's points, [F, P, 16, 3], as
+    `intrinsics_F4`'s type.
 
     intrinsics_F4: fx, fy, cx, cy in pixels of the output.
     """
@@ -39,15 +40,23 @@ def token_rays(intrinsics_F4: torch.Tensor, height: int, width: int) -> torch.Te
     x = x_FU.view(frames, 1, columns, 1, _POINTS).expand(shape)
     y = y_FV.view(frames, rows, 1, _POINTS, 1).expand(shape)
     rays = torch.stack((x, y, torch.ones_like(x)), dim=-1)
-    return (rays / rays.norm(dim=-1, keepdim=True)).view(frames, rows * columns, _POINTS * _POINTS, 3)
+    return (rays / rays.norm(dim=-1, keepdim=True)).view(
+        frames, rows * columns, _POINTS * _POINTS, 3
+    )
 
 
 def frame_features(positions_F2: torch.Tensor, period_m: float) -> torch.Tensor:
-    """Return the sines and cosines of positions x, z in metres and the flag, [F, FRAME_FEATURES]; give fp64."""
+    """Return the sines and cosines of positions x, z in metres and the flag, [F,
+    FRAME_FEATURES]; give fp64.
+    """
     share = torch.remainder(positions_F2, period_m) / period_m
     k = torch.arange(1, HARMONICS + 1, dtype=positions_F2.dtype, device=positions_F2.device)
     angles_F2K = 2 * math.pi * share.unsqueeze(-1) * k
-    parts = (angles_F2K.sin().flatten(1), angles_F2K.cos().flatten(1), torch.ones_like(share[:, :1]))
+    parts = (
+        angles_F2K.sin().flatten(1),
+        angles_F2K.cos().flatten(1),
+        torch.ones_like(share[:, :1]),
+    )
     return torch.cat(parts, dim=1)
 
 

@@ -19,15 +19,24 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
-from vllm_omni.model_executor.lora.target import AdapterTarget
+from vllm_omni.model_executor.checkpoint.loading import Rules, load_strict, rename
+from vllm_omni.model_executor.checkpoint.tensor_files import (
+    Shape,
+    TensorSource,
+    open_tensors,
+    read_json,
+)
+from vllm_omni.model_executor.layers.lora.target import AdapterTarget
 from vllm_omni.model_executor.models.matrix_game.config import MatrixGameConfig
-from vllm_omni.model_executor.models.wan import transformer_weights as wan
 from vllm_omni.model_executor.models.wan.architecture import clip_tokens
-from vllm_omni.model_executor.models.wan.checkpoint import WanComponents, chunk_hf_config, find_transformer
-from vllm_omni.model_executor.models.wan.latents import VAE_TEMPORAL
-from vllm_omni.model_executor.models.wan.transformer_weights import TRANSFORMER_RULES, Sizes
-from vllm_omni.model_executor.tensor_files import Shape, TensorSource, open_tensors, read_json
-from vllm_omni.model_executor.weights import Rules, load_strict, rename
+from vllm_omni.model_executor.models.wan.checkpoint.layout import (
+    WanComponents,
+    chunk_hf_config,
+    find_transformer,
+)
+from vllm_omni.model_executor.models.wan.transformer import weights as wan
+from vllm_omni.model_executor.models.wan.transformer.weights import TRANSFORMER_RULES, Sizes
+from vllm_omni.model_executor.models.wan.vae.latents import VAE_TEMPORAL
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -38,7 +47,14 @@ FOLDERS = {
 }
 """The original repository's folders of the streaming models."""
 _PLACES = (*FOLDERS, "transformer")
-LAYOUTS = ("original", "original_gta", "original_templerun", "diffusers", "diffusers_gta", "diffusers_templerun")
+LAYOUTS = (
+    "original",
+    "original_gta",
+    "original_templerun",
+    "diffusers",
+    "diffusers_gta",
+    "diffusers_templerun",
+)
 """The supported layouts, by their names for `make-tiny`."""
 
 _CLASSES = ("MatrixGameWanModel", "CausalMatrixGameWanModel")
@@ -49,16 +65,27 @@ RULES: Rules = (*TRANSFORMER_RULES, *wan.IMAGE_RULES)
 """Prefixes and diffusers' names -> the original's, which pass unchanged."""
 
 OUTSIDE_TENSORS: dict[str, Sizes] = {
-    **{name: shape for name, shape in wan.TRANSFORMER_TENSORS.items() if not name.startswith("text_embedding.")},
+    **{
+        name: shape
+        for name, shape in wan.TRANSFORMER_TENSORS.items()
+        if not name.startswith("text_embedding.")
+    },
     **wan.IMAGE_TENSORS,
 }
-_UNUSED = ("key_attn_q_norm.weight", "key_attn_k_norm.weight", "img_attn_q_norm.weight", "img_attn_k_norm.weight")
+_UNUSED = (
+    "key_attn_q_norm.weight",
+    "key_attn_k_norm.weight",
+    "img_attn_q_norm.weight",
+    "img_attn_k_norm.weight",
+)
 """Gains in action modules that the original loads but never applies."""
 
 
 @dataclass(frozen=True)
 class CheckpointLayout(WanComponents):
-    """The pieces of one checkpoint; `transformer` is a folder of safetensors. kind: whose layout it is."""
+    """The pieces of one checkpoint; `transformer` is a folder of safetensors. kind: whose layout
+    it is.
+    """
 
     download_name: ClassVar[str] = "matrix_game"
 
@@ -85,13 +112,21 @@ def find_layout(path: Path) -> CheckpointLayout:
     """
     found = [name for name in _PLACES if _is_transformer(path / name)]
     if len(found) > 1:
-        raise ValueError(f"{path} holds several transformers ({', '.join(found)}); pass the folder of the one to serve")
+        raise ValueError(
+            f"{path} holds several transformers ({', '.join(found)}); pass the folder of the one "
+            "to serve"
+        )
     folder, root = find_transformer(path, _PLACES, _is_transformer, "Matrix-Game 2.0")
-    return CheckpointLayout.of(root, folder, kind="diffusers" if folder.name == "transformer" else "original")
+    return CheckpointLayout.of_folder(
+        root, folder, kind="diffusers" if folder.name == "transformer" else "original"
+    )
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether `path` holds Matrix-Game 2.0 transformers in any layout. Cheap; never raises."""
+    """Return whether `path` holds Matrix-Game 2.0 transformers in any layout.
+
+    Cheap; never raises.
+    """
     try:
         return any(_is_transformer(folder) for folder in (path, *(path / name for name in _PLACES)))
     except (ValueError, OSError):
@@ -100,13 +135,18 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def hf_config(path: Path) -> dict[str, Any]:
-    """Return `chunk_hf_config` of this checkpoint, with `kind`; needs no weight files. Raises ValueError."""
+    """Return `chunk_hf_config` of this checkpoint, with `kind`; needs no weight files.
+
+    Raises ValueError.
+    """
     layout = find_layout(path)
     transformer = layout.transformer_config()
     transformer.setdefault("context_tokens", clip_tokens(layout.clip_config()))
     config = MatrixGameConfig.from_checkpoint(transformer)
     names = "MatrixGamePipeline", "matrix_game"
-    return chunk_hf_config(*names, layout, transformer, config, RULES, context="clip", kind=layout.kind)
+    return chunk_hf_config(
+        *names, layout, transformer, config, RULES, context="clip", kind=layout.kind
+    )
 
 
 def overlaid(stated: Mapping[str, Any], shapes: Mapping[str, Shape], where: str) -> dict[str, Any]:
@@ -133,7 +173,9 @@ def overlaid(stated: Mapping[str, Any], shapes: Mapping[str, Shape], where: str)
             mouse, inputs = named[f"{module}mouse_mlp.0.weight"]
             action |= {"mouse_dim_in": (inputs - sizes["dim"]) // spans, "mouse_hidden_dim": mouse}
     except (KeyError, ValueError, IndexError) as error:
-        raise ValueError(f"{where} holds no Matrix-Game 2.0 transformer; download it again") from error
+        raise ValueError(
+            f"{where} holds no Matrix-Game 2.0 transformer; download it again"
+        ) from error
     return {**stated, **sizes, "action_config": action}
 
 
@@ -142,18 +184,26 @@ def transformer_shapes(config: MatrixGameConfig) -> dict[str, Shape]:
     964)."""
     shapes = wan.network_shapes(config, OUTSIDE_TENSORS, wan.BLOCK_TENSORS)
     for layer in config.action_blocks:
-        shapes |= {f"blocks.{layer}.action_model.{name}": shape for name, shape in _action_shapes(config).items()}
+        shapes |= {
+            f"blocks.{layer}.action_model.{name}": shape
+            for name, shape in _action_shapes(config).items()
+        }
     return shapes
 
 
 def _action_shapes(config: MatrixGameConfig) -> dict[str, Shape]:
-    dim, embed, keys, mouse = config.dim, config.keyboard_embed, config.keyboard_width, config.mouse_width
+    dim, embed, keys, mouse = (
+        config.dim,
+        config.keyboard_embed,
+        config.keyboard_width,
+        config.mouse_width,
+    )
     shapes: dict[str, Shape] = {
         "keyboard_embed.0.weight": (embed, config.keyboard_dim),
         "keyboard_embed.2.weight": (embed, embed),
         **dict.fromkeys(("keyboard_embed.0.bias", "keyboard_embed.2.bias"), (embed,)),
         "mouse_attn_q.weight": (keys, dim),
-        "keyboard_attn_kv.weight": (2 * keys, config.action_rows * embed),
+        "keyboard_attn_kv.weight": (2 * keys, config.action_frames * embed),
         "proj_keyboard.weight": (dim, keys),
         **dict.fromkeys(_UNUSED[:2], (keys // config.action_heads,)),
     }
@@ -161,7 +211,7 @@ def _action_shapes(config: MatrixGameConfig) -> dict[str, Shape]:
         return shapes
     vectors = ("mouse_mlp.0.bias", "mouse_mlp.2.bias", "mouse_mlp.3.weight", "mouse_mlp.3.bias")
     return shapes | {
-        "mouse_mlp.0.weight": (mouse, dim + config.action_rows * config.mouse_dim),
+        "mouse_mlp.0.weight": (mouse, dim + config.action_frames * config.mouse_dim),
         "mouse_mlp.2.weight": (mouse, mouse),
         **dict.fromkeys(vectors, (mouse,)),
         "t_qkv.weight": (3 * mouse, mouse),
@@ -170,14 +220,21 @@ def _action_shapes(config: MatrixGameConfig) -> dict[str, Shape]:
     }
 
 
-def load_transformer(transformer: nn.Module, source: TensorSource, config: MatrixGameConfig) -> None:
+def load_transformer(
+    transformer: nn.Module, source: TensorSource, config: MatrixGameConfig
+) -> None:
     """Load the transformer, or this rank's stage and slice of it, strictly. Raises ValueError."""
     load_strict(transformer, source, transformer_shapes(config), RULES, what="transformer")
     unused = [name for name in source.shapes if name.endswith(_UNUSED)]
-    trained = [name for name, gain in source.read(unused) if not torch.equal(gain, torch.ones_like(gain))]
+    trained = [
+        name
+        for name, gain in source.read_tensors(unused)
+        if not torch.equal(gain, torch.ones_like(gain))
+    ]
     if trained:
         logger.warning(
-            "%s: %d gains of action attention are not 1 (%s, ...). The original never applies them, nor does this "
+            "%s: %d gains of action attention are not 1 (%s, ...). The original never applies "
+            "them, nor does this "
             "model; other implementations do and would give other frames",
             *(source.where, len(trained), trained[0]),
         )
@@ -186,10 +243,13 @@ def load_transformer(transformer: nn.Module, source: TensorSource, config: Matri
 def adapter_target(transformer: nn.Module, config: MatrixGameConfig) -> AdapterTarget:
     """Return the transformer as a target of LoRA adapters, without the gains that are never
     applied."""
-    from vllm_omni.model_executor.models.wan.layers import PatchEmbedding  # not needed to describe a checkpoint
+    # not needed to describe a checkpoint
+    from vllm_omni.model_executor.models.wan.transformer.layers import PatchEmbedding
 
     unused = tuple(f"*.{name}" for name in _UNUSED)
-    return AdapterTarget(transformer, transformer_shapes(config), RULES, unused, linear_types=(PatchEmbedding,))
+    return AdapterTarget(
+        transformer, transformer_shapes(config), RULES, unused, linear_types=(PatchEmbedding,)
+    )
 
 
 def _is_transformer(folder: Path) -> bool:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Matrix-Game 2.0 checkpoint's sizes (`MatrixGameConfig`), its controls, schedule and windows.
 
-The variant follows from the width of the keyboard's embedding. The architecture is checked key by key; sizes that
-tensors tell are taken from them (`checkpoint.py`), since released configs are stale.
-Held by test_matrix_game_checkpoint.py and test_matrix_game_actions.py in tests/model_executor/models/matrix_game/.
+The variant follows from the width of the keyboard's embedding. The architecture is checked key by
+key; sizes that tensors tell are taken from them (`checkpoint.py`), since released configs are
+stale.
+Held by test_matrix_game_checkpoint.py and test_matrix_game_actions.py in
+tests/model_executor/models/matrix_game/.
 """
 
 from collections.abc import Mapping
@@ -22,20 +24,38 @@ from vllm_omni.model_executor.models.wan.architecture import (
     check_keys,
     read_architecture,
 )
-from vllm_omni.model_executor.models.wan.latents import LATENT_CHANNELS, VAE_TEMPORAL
+from vllm_omni.model_executor.models.wan.vae.latents import LATENT_CHANNELS, VAE_TEMPORAL
 from vllm_omni.model_executor.schedules import FewStepSchedule, few_step_schedule
 from vllm_omni.model_executor.streaming.chunk_plan import resolve_chunks
 from vllm_omni.model_executor.streaming.options import StreamingOptions
-from vllm_omni.model_executor.streaming.stream import Stream
+from vllm_omni.model_executor.streaming.stream import StreamModelSetup
 
 FPS = 25.0
 """The rate the released models were trained for."""
 _SHIFT = 5.0
 TURN: Final = 0.1
-"""The camera's turn by a key in a video frame; the only magnitude that the original's console sends."""
+"""The camera's turn by a key in a video frame; the only magnitude that the original's console
+sends.
+"""
 
-_YAW = Axis(name="yaw", title="turn right", unit="(a key turns by 0.1)", low=-1.0, high=1.0, mouse="x", scale=0.005)
-_PITCH = Axis(name="pitch", title="look up", unit="(a key turns by 0.1)", low=-1.0, high=1.0, mouse="y", scale=-0.005)
+_YAW = Axis(
+    name="yaw",
+    title="turn right",
+    unit="(a key turns by 0.1)",
+    low=-1.0,
+    high=1.0,
+    mouse="x",
+    scale=0.005,
+)
+_PITCH = Axis(
+    name="pitch",
+    title="look up",
+    unit="(a key turns by 0.1)",
+    low=-1.0,
+    high=1.0,
+    mouse="y",
+    scale=-0.005,
+)
 
 
 @dataclass(frozen=True)
@@ -58,14 +78,19 @@ class Variant:
 
 def _buttons(*rows: str) -> tuple[Button, ...]:
     """rows: name, title and codes, between bars."""
-    return tuple(Button(name, title, tuple(codes)) for name, title, *codes in (row.split("|") for row in rows))
+    return tuple(
+        Button(name, title, tuple(codes))
+        for name, title, *codes in (row.split("|") for row in rows)
+    )
 
 
 _WORLD = _buttons(
     *("w|forward|KeyW", "s|back|KeyS", "a|left|KeyA", "d|right|KeyD", "i|look up|KeyI|ArrowUp"),
     *("k|look down|KeyK|ArrowDown", "j|look left|KeyJ|ArrowLeft", "l|look right|KeyL|ArrowRight"),
 )
-_CAR = _buttons("w|forward|KeyW", "s|back|KeyS", "a|steer left|KeyA|ArrowLeft", "d|steer right|KeyD|ArrowRight")
+_CAR = _buttons(
+    "w|forward|KeyW", "s|back|KeyS", "a|steer left|KeyA|ArrowLeft", "d|steer right|KeyD|ArrowRight"
+)
 _RUNNER = _buttons(
     *("jump|jump|KeyW|ArrowUp", "slide|slide|KeyS|ArrowDown", "turn_left|turn left|KeyZ|ArrowLeft"),
     *("turn_right|turn right|KeyC|ArrowRight", "left|left side|KeyA", "right|right side|KeyD"),
@@ -101,12 +126,14 @@ _BY_KEYS: Final = {len(variant.keyboard): variant for variant in VARIANTS}
 
 @dataclass(frozen=True)
 class MatrixGameConfig(ChunkTransformerConfig):
-    """The transformer's architecture; the defaults are the released universal model. text_*: of the image's rows.
+    """The transformer's architecture; the defaults are the released universal model. text_*: of the
+    image's rows.
 
-    keyboard_dim, mouse_dim: values of a video frame's actions; mouse_dim 0 = no mouse. action_blocks: layers with an
-    action module. keyboard_embed: width of a video frame's embedded keys. keyboard_width, mouse_width: of the two
-    attentions, over `action_heads`. action_rope_dim: rotated lanes of a head. action_latents: latent frames whose video
-    frames a latent frame's actions are.
+    keyboard_dim, mouse_dim: values of a video frame's actions; mouse_dim 0 = no mouse.
+    action_blocks: layers with an action module. keyboard_embed: width of a video frame's embedded
+    keys. keyboard_width, mouse_width: of the two attentions, over `action_heads`. action_rope_dim:
+    rotated lanes of a head. action_latents: latent frames whose video frames a latent frame's
+    actions are.
     """
 
     native_size: ClassVar[tuple[int, int]] = (352, 640)
@@ -137,35 +164,51 @@ class MatrixGameConfig(ChunkTransformerConfig):
             )
         if self.keyboard_dim not in _BY_KEYS:
             known = ", ".join(f"{keys} ({variant.name})" for keys, variant in _BY_KEYS.items())
-            raise ValueError(f"the keyboard has {self.keyboard_dim} keys; the released streaming models have {known}")
-        if (self.mouse_dim > 0) != (self.variant.name != "templerun") or self.mouse_dim not in (0, 2):
-            raise ValueError(f"{self.variant.name} with {self.mouse_dim} mouse values is no released model")
+            raise ValueError(
+                f"the keyboard has {self.keyboard_dim} keys; the released streaming models "
+                f"have {known}"
+            )
+        if (self.mouse_dim > 0) != (self.variant.name != "templerun") or self.mouse_dim not in (
+            0,
+            2,
+        ):
+            raise ValueError(
+                f"{self.variant.name} with {self.mouse_dim} mouse values is no released model"
+            )
         for width in (self.keyboard_width, self.mouse_width):
             if width % self.action_heads or width // self.action_heads < self.action_rope_dim:
                 raise ValueError(
-                    f"{width} over {self.action_heads} heads must give heads of at least {self.action_rope_dim}"
+                    f"{width} over {self.action_heads} heads must give heads of at least "
+                    f"{self.action_rope_dim}"
                 )
         if any(layer not in range(self.num_layers) for layer in self.action_blocks):
-            raise ValueError(f"action blocks {self.action_blocks} must be among {self.num_layers} layers")
+            raise ValueError(
+                f"action blocks {self.action_blocks} must be among {self.num_layers} layers"
+            )
 
     @property
     def variant(self) -> Variant:
         return _BY_KEYS[self.keyboard_dim]
 
     @property
-    def action_rows(self) -> int:
+    def action_frames(self) -> int:
         """Video frames whose actions a latent frame sees."""
         return VAE_TEMPORAL * self.action_latents
 
     @classmethod
     def from_checkpoint(cls, values: Mapping[str, Any]) -> "MatrixGameConfig":
-        """Read a transformer `config.json` in either key style; an empty map means the released universal model.
+        """Read a transformer `config.json` in either key style; an empty map means the released
+        universal model.
 
-        A window that it leaves out is the variant's. Raises ValueError naming unknown keys, and every value that this
-        code does not implement.
+        A window that it leaves out is the variant's. Raises ValueError naming unknown keys, and
+        every value that this code does not implement.
         """
-        skipped = [] if values.get("local_attn_size", -1) != -1 else ["local_attn_size", "sink_size"]
-        fields = read_architecture(values, _RENAMED, _REQUIRED, (*_IGNORED, *skipped), cls.num_heads, cls.dim)
+        skipped = (
+            [] if values.get("local_attn_size", -1) != -1 else ["local_attn_size", "sink_size"]
+        )
+        fields = read_architecture(
+            values, _RENAMED, _REQUIRED, (*_IGNORED, *skipped), cls.num_heads, cls.dim
+        )
         return cls(**fields, **_action_fields(values.get("action_config", {}), fields["dim"]))
 
 
@@ -184,9 +227,21 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
     ),
     "model_type": ("i2v",),
     "timestep_shift": (_SHIFT,),
-    **{key: allowed for key, allowed in REQUIRED.items() if key not in ("image_dim", "added_kv_proj_dim")},
+    **{
+        key: allowed
+        for key, allowed in REQUIRED.items()
+        if key not in ("image_dim", "added_kv_proj_dim")
+    },
 }
-_IGNORED = (*IGNORED, "action_config", "text_dim", "text_len", "inject_sample_info", "latent_hw", "added_kv_proj_dim")
+_IGNORED = (
+    *IGNORED,
+    "action_config",
+    "text_dim",
+    "text_len",
+    "inject_sample_info",
+    "latent_hw",
+    "added_kv_proj_dim",
+)
 
 _ACTION_RENAMED = {
     "keyboard_dim_in": "keyboard_dim",
@@ -211,7 +266,9 @@ def _action_fields(values: Mapping[str, Any], dim: int) -> dict[str, Any]:
     """Read `action_config`. Raises ValueError as `from_checkpoint` does."""
     required = {**_ACTION_REQUIRED, "img_hidden_size": (dim,)}
     check_keys(values, "action_config", _ACTION_RENAMED, required, _ACTION_OTHERS)
-    fields = {name: values[key] for key, name in _ACTION_RENAMED.items() if values.get(key) is not None}
+    fields = {
+        name: values[key] for key, name in _ACTION_RENAMED.items() if values.get(key) is not None
+    }
     if "blocks" in values:
         fields["action_blocks"] = tuple(values["blocks"])
     if values.get("enable_mouse") is False:
@@ -219,7 +276,8 @@ def _action_fields(values: Mapping[str, Any], dim: int) -> dict[str, Any]:
         fields["mouse_width"] = fields.get("keyboard_width", MatrixGameConfig.keyboard_width)
     rotated = values.get("mouse_qk_dim_list") or values.get("rope_dim_list")
     if rotated:
-        fields["action_rope_dim"] = rotated[0]  # both attentions; the rest of a head's lanes stand at position 0
+        # both attentions; the rest of a head's lanes stand at position 0
+        fields["action_rope_dim"] = rotated[0]
     return fields
 
 
@@ -228,12 +286,18 @@ def schedule_of(variant: Variant) -> FewStepSchedule:
     return few_step_schedule("exact", _SHIFT, [1000 - step for step in variant.steps], np.float32)
 
 
-MatrixGameStream = Stream[MatrixGameConfig, StreamingOptions]
+MatrixGameStream = StreamModelSetup[MatrixGameConfig, StreamingOptions]
 
 
 def read_stream(checkpoint: Mapping[str, Any], omni: OmniConfig) -> MatrixGameStream:
-    """Read the family's part of `hf_config` with the options it is served with. Raises ValueError."""
-    config, options = MatrixGameConfig.from_checkpoint(checkpoint["transformer"]), StreamingOptions.read(omni.model)
+    """Read the family's part of `hf_config` with the options it is served with.
+
+    Raises ValueError.
+    """
+    config, options = (
+        MatrixGameConfig.from_checkpoint(checkpoint["transformer"]),
+        StreamingOptions.read_options(omni.model),
+    )
     window = config.variant.window_frames
     plan = resolve_chunks(options, config, chunk_frames=3, window_frames=window, sink_frames=0)
-    return Stream(config, options, plan)
+    return StreamModelSetup(config, options, plan)

@@ -6,8 +6,8 @@ from vllm_omni.model_executor.models.capabilities import Capabilities
 from vllm_omni.model_executor.models.matrix_game.checkpoint import LAYOUTS, hf_config, is_checkpoint
 from vllm_omni.model_executor.models.matrix_game.config import FPS, MatrixGameStream, read_stream
 from vllm_omni.model_executor.models.matrix_game.plan import PLAN
-from vllm_omni.model_executor.models.wan.latents import VAE_SPATIAL, VAE_TEMPORAL
 from vllm_omni.model_executor.models.wan.splits import check_decoder_split, check_split
+from vllm_omni.model_executor.models.wan.vae.latents import VAE_SPATIAL, VAE_TEMPORAL
 from vllm_omni.model_executor.streaming.family import streaming_family
 
 
@@ -30,7 +30,7 @@ FAMILY = streaming_family(
     check_options=lambda omni: omni.refuse_degradations("Matrix-Game"),
     check_parallel=_check_parallel,
     action_space=lambda stream: stream.config.variant.space,
-    facts=lambda _: {"fps": FPS, "vae_stride": (VAE_TEMPORAL, VAE_SPATIAL, VAE_SPATIAL)},
+    info=lambda _: {"fps": FPS, "vae_stride": (VAE_TEMPORAL, VAE_SPATIAL, VAE_SPATIAL)},
     capabilities=lambda config, omni: Capabilities(fps=FPS),
     takes_adapters=True,
     session_windows=True,

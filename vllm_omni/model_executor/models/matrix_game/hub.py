@@ -8,32 +8,40 @@ adds terms is open; read both cards.
 
 from pathlib import Path
 
-from vllm_omni.model_executor.hub import HubPiece, HubSource
+from vllm_omni.model_executor.checkpoint.hub import HubComponent, HubSource
 
 _REPO = "Skywork/Matrix-Game-2.0"
-_COMPONENTS = HubPiece(_REPO, ("Wan2.1_VAE.pth", "models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth"), "", 5.3)
+_COMPONENTS = HubComponent(
+    _REPO, ("Wan2.1_VAE.pth", "models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth"), "", 5.3
+)
 
 
-def _pieces(folder: str, gigabytes: float) -> tuple[HubPiece, ...]:
-    return (HubPiece(_REPO, (f"{folder}/*",), "", gigabytes), _COMPONENTS)
+def _components(folder: str, gigabytes: float) -> tuple[HubComponent, ...]:
+    return (HubComponent(_REPO, (f"{folder}/*",), "", gigabytes), _COMPONENTS)
 
 
-PIECES = _pieces("base_distilled_model", 6.5)
+PIECES = _components("base_distilled_model", 6.5)
 """The universal model."""
 
 
 RELEASES = {
-    "matrix_game_gta_drive": HubSource(_pieces("gta_distilled_model", 6.5)),
-    "matrix_game_templerun": HubSource(_pieces("templerun_distilled_model", 6.0)),
+    "matrix_game_gta_drive": HubSource(_components("gta_distilled_model", 6.5)),
+    "matrix_game_templerun": HubSource(_components("templerun_distilled_model", 6.0)),
 }
 
 
 def check_complete(path: Path) -> None:
-    """Raise ValueError unless every piece is there and the transformer's tensors have the right names and shapes.
+    """Raise ValueError unless every piece is there and the transformer's tensors have the right
+    names and shapes.
 
-    Only file names and headers are read. The other components' tensors are checked when they are loaded.
+    Only file names and headers are read. The other components' tensors are checked when they are
+    loaded.
     """
-    from vllm_omni.model_executor.models.matrix_game.checkpoint import RULES, find_layout, transformer_shapes
+    from vllm_omni.model_executor.models.matrix_game.checkpoint import (
+        RULES,
+        find_layout,
+        transformer_shapes,
+    )
     from vllm_omni.model_executor.models.matrix_game.config import MatrixGameConfig
 
     layout = find_layout(path)

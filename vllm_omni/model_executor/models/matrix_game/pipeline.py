@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix-Game 2.0 served chunk by chunk: encode, three or four denoise steps, one clean-context pass, decode, commit.
+"""Matrix-Game 2.0 served chunk by chunk: encode, three or four denoise steps, one clean-context
+pass, decode, commit.
 
     keyboard K/V of the chunk's actions                      the first denoise_step
     x = noise(seed, chunk, 0)
@@ -22,15 +23,19 @@ import torch
 
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs
-from vllm_omni.model_executor.layers.kv_cache import KVWindow, kv_window_nbytes
-from vllm_omni.model_executor.lora.target import AdapterTarget
+from vllm_omni.model_executor.layers.kv_cache.window import KVWindow, kv_window_nbytes
+from vllm_omni.model_executor.layers.lora.target import AdapterTarget
 from vllm_omni.model_executor.models.matrix_game.checkpoint import (
     CheckpointLayout,
     adapter_target,
     find_layout,
     load_transformer,
 )
-from vllm_omni.model_executor.models.matrix_game.config import MatrixGameConfig, read_stream, schedule_of
+from vllm_omni.model_executor.models.matrix_game.config import (
+    MatrixGameConfig,
+    read_stream,
+    schedule_of,
+)
 from vllm_omni.model_executor.models.matrix_game.state import (
     ActionWindows,
     Chunk,
@@ -40,7 +45,10 @@ from vllm_omni.model_executor.models.matrix_game.state import (
     action_values,
     action_windows,
 )
-from vllm_omni.model_executor.models.matrix_game.transformer import ActionRow, MatrixGameTransformer
+from vllm_omni.model_executor.models.matrix_game.transformer import (
+    ActionItem,
+    MatrixGameTransformer,
+)
 from vllm_omni.model_executor.models.wan.chunk_setup import (
     WanChunkSetup,
     build_autoencoders,
@@ -48,15 +56,19 @@ from vllm_omni.model_executor.models.wan.chunk_setup import (
     build_text_encoder,
     load_parts,
 )
-from vllm_omni.model_executor.models.wan.image_condition import ConditionState, GreyCondition, image_warmup
-from vllm_omni.model_executor.models.wan.latents import VAE_TEMPORAL
-from vllm_omni.model_executor.models.wan.pictures import cut_image
-from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
-from vllm_omni.model_executor.models.wan.vae import Rounding
+from vllm_omni.model_executor.models.wan.images.files import cut_image
+from vllm_omni.model_executor.models.wan.images.image_condition import (
+    ConditionState,
+    GreyCondition,
+    image_warmup,
+)
+from vllm_omni.model_executor.models.wan.text_encoder.prompts import SharedPrompts
+from vllm_omni.model_executor.models.wan.vae.latents import VAE_TEMPORAL
+from vllm_omni.model_executor.models.wan.vae.vae import Rounding
 from vllm_omni.model_executor.schedules import ChunkNoise
 from vllm_omni.model_executor.streaming.model import StreamingModel, build_transformer
 from vllm_omni.model_executor.streaming.options import StreamingOptions
-from vllm_omni.model_executor.streaming.request import read_action_rows, read_played
+from vllm_omni.model_executor.streaming.request import read_action_frames, read_played
 from vllm_omni.model_executor.streaming.session import SessionShape
 from vllm_omni.model_executor.vllm_model import CheckpointPipeline, ServedCheckpoint
 
@@ -89,9 +101,13 @@ class MatrixGame(StreamingModel[MatrixGameSession, Chunk]):
         self.text_encoder = build_text_encoder(setup)
         self.image_encoder = build_image_encoder(setup)
         self.transformer = build_transformer(setup, MatrixGameTransformer)
-        self.vae, self.tiny_vae, self.decoder = build_autoencoders(setup, encodes=first_stage, rounding=self.rounding)
+        self.vae, self.tiny_vae, self.decoder = build_autoencoders(
+            setup, encodes=first_stage, rounding=self.rounding
+        )
         self.prompts = SharedPrompts(self.transformer.cross_attention_kv)
-        self.condition = GreyCondition(self.vae, chunk_frames=self.plan.chunk_frames) if first_stage else None
+        self.condition = (
+            GreyCondition(self.vae, chunk_frames=self.plan.chunk_frames) if first_stage else None
+        )
         """The conditioning on the start image; None on ranks that embed no patches."""
         self._wants_tiny_vae = setup.wants_tiny_vae
 
@@ -104,7 +120,7 @@ class MatrixGame(StreamingModel[MatrixGameSession, Chunk]):
     def adapter_targets(self) -> dict[str, AdapterTarget]:
         return {"transformer": adapter_target(self.transformer, self.config)}
 
-    # -- sessions ------------------------------------------------------------------------------------------------------
+    # -- sessions ----------------------------------------------------------------------------------
 
     def read_shape(self, params: DiffusionParams) -> SessionShape:
         shape = super().read_shape(params)
@@ -116,56 +132,92 @@ class MatrixGame(StreamingModel[MatrixGameSession, Chunk]):
 
     def make_window(self, shape: SessionShape) -> ActionWindows:
         network = self.transformer
-        common = {"sink_frames": self.plan_of(shape).sink_frames, "device": network.device, "rings": network.rings}
+        common = {
+            "sink_frames": self.plan_of(shape).sink_frames,
+            "device": network.device,
+            "rings": network.rings,
+        }
         sizes = self._window_sizes(shape)
         return ActionWindows(**{name: KVWindow(**common, **own) for name, own in sizes.items()})
 
     def _window_sizes(self, shape: SessionShape) -> dict[str, dict[str, Any]]:
         config, parallel, heads = self.config, self.parallel, self.config.action_heads
-        sizes = self.transformer.window_sizes(self.config.tokens_per_frame(shape.height, shape.width))
-        trunk = {**sizes, "window_frames": self.plan_of(shape).window_frames, "storage": self.kv_dtype}
+        sizes = self.transformer.window_sizes(
+            self.config.tokens_per_frame(shape.height, shape.width)
+        )
+        trunk = {
+            **sizes,
+            "window_frames": self.plan_of(shape).window_frames,
+            "storage": self.kv_dtype,
+        }
         action = {**trunk, "num_layers": len(self.transformer.action_blocks())}
-        mouse = {**action, "num_heads": heads // parallel.size, "head_dim": config.mouse_width // heads}
-        keyboard = {**action, "num_heads": heads // parallel.tensor_size, "head_dim": config.keyboard_width // heads}
+        mouse = {
+            **action,
+            "num_heads": heads // parallel.size,
+            "head_dim": config.mouse_width // heads,
+        }
+        keyboard = {
+            **action,
+            "num_heads": heads // parallel.tensor_size,
+            "head_dim": config.keyboard_width // heads,
+        }
         named = {"trunk": trunk, "mouse": mouse, "keyboard": {**keyboard, "tokens_per_frame": 1}}
-        kept = ["trunk", *(["mouse"] if config.mouse_dim else []), "keyboard"] if action["num_layers"] else ["trunk"]
-        return {name: named[name] for name in kept}
+        retained = (
+            ["trunk", *(["mouse"] if config.mouse_dim else []), "keyboard"]
+            if action["num_layers"]
+            else ["trunk"]
+        )
+        return {name: named[name] for name in retained}
 
-    def own_layout(self, shape: SessionShape) -> WorldLayout:
+    def value_layout(self, shape: SessionShape) -> WorldLayout:
         config, image = self.config, None
         if self.image_encoder is not None:
             image = ((config.text_len, config.text_dim), self.transformer.dtype)
-        actions = (config.action_rows - VAE_TEMPORAL + 1, config.keyboard_dim + config.mouse_dim)
-        condition = None if self.condition is None else self.condition.state_layout(shape.height, shape.width)
+        actions = (config.action_frames - VAE_TEMPORAL + 1, config.keyboard_dim + config.mouse_dim)
+        condition = (
+            None
+            if self.condition is None
+            else self.condition.state_layout(shape.height, shape.width)
+        )
         return WorldLayout(actions, image, condition)
 
     def own_bytes(self, shape: SessionShape) -> int:
-        condition = 0 if self.condition is None else self.condition.state_nbytes(shape.height, shape.width)
-        return condition + self.own_layout(shape).nbytes
+        condition = (
+            0 if self.condition is None else self.condition.state_nbytes(shape.height, shape.width)
+        )
+        return condition + self.value_layout(shape).nbytes
 
     def warmup_inputs(self) -> list[Inputs]:
         return image_warmup(self.omni, self.action_space)
 
-    # -- one chunk -----------------------------------------------------------------------------------------------------
+    # -- one chunk ---------------------------------------------------------------------------------
 
     @torch.no_grad()
     def prepare_encode(self, request: Request) -> None:
         session = request.session
-        session.window.check_fits(session.next_frames())
+        session.window.check_frames(session.next_frames())
         inputs = read_played(request, session, self.action_space)
-        rows = read_action_rows(request.params, request.tensors, self.action_space, self.plan, session.chunk_index)
+        actions = read_action_frames(
+            request.params, request.tensors, self.action_space, self.plan, session.chunk_index
+        )
         frames, shape, before = session.next_frames(), session.shape, session.own
-        size = (self.config.out_channels, len(frames), *self.config.latent_size(shape.height, shape.width))
+        size = (
+            self.config.out_channels,
+            len(frames),
+            *self.config.latent_size(shape.height, shape.width),
+        )
         windows, newest = action_windows(
-            action_values(rows, self.config.variant),
+            action_values(actions, self.config.variant),
             None if before is None else before.actions,
             len(frames),
-            self.config.action_rows,
+            self.config.action_frames,
         )
         given: dict[str, Any] = {"prompt": inputs.prompt, "seed": inputs.seed, "windows": windows}
         if self.image_encoder is None:
             own = World(condition=None, actions=newest, image=None)
-            request.state = Chunk.to_decode(frames, self.schedule, size, session.window, own=own, y=None, **given)
+            request.state = Chunk.to_decode(
+                frames, self.schedule, size, session.window, own=own, y=None, **given
+            )
             request.num_steps = 1  # the ranks with layers know
             return
         with request.timer.stage("condition"):
@@ -188,42 +240,48 @@ class MatrixGame(StreamingModel[MatrixGameSession, Chunk]):
         request.num_steps = self.schedule.num_steps + 1
         request.clean_passes = 1
 
-    # -- parts of the above --------------------------------------------------------------------------------------------
+    # -- parts of the above ------------------------------------------------------------------------
 
     def _image(
         self, image: torch.Tensor | None, session: MatrixGameSession, num_frames: int
     ) -> tuple[torch.Tensor, torch.Tensor | None, ConditionState | None]:
-        """Return CLIP's rows of the session's image, and y with the condition's next state on the first stage."""
+        """Return CLIP's rows of the session's image, and y with the condition's next state on
+        the first stage.
+        """
         pixels, device = None, self.transformer.device
         if image is not None:
             pixels = cut_image(image, session.shape.height, session.shape.width)
             assert self.image_encoder is not None
-            rows = self.image_encoder.encode(pixels[:, :, 0], device).to(self.transformer.dtype)
+            actions = self.image_encoder.encode(pixels[:, :, 0], device).to(self.transformer.dtype)
         else:
             assert session.own is not None and session.own.image is not None
-            rows = session.own.image
+            actions = session.own.image
         if self.condition is None:
-            return rows, None, None
-        return rows, *self.condition.next(None if pixels is None else pixels.to(device), num_frames, session.condition)
+            return actions, None, None
+        return actions, *self.condition.next(
+            None if pixels is None else pixels.to(device), num_frames, session.condition
+        )
 
-    def begin_step(self, request: Request) -> None:
-        """Once per chunk: actions on the device, keyboard K/V, those of the image (collective there)."""
+    def start_step(self, request: Request) -> None:
+        """Once per chunk: actions on the device, keyboard K/V, those of the image (collective
+        there).
+        """
         chunk = request.work
         if chunk.actions is not None:
             return
-        keys, places = self.config.keyboard_dim, chunk.window.tokens_per_frame
+        keys, buffers = self.config.keyboard_dim, chunk.window.tokens_per_frame
         mouse = chunk.windows[..., keys:] if self.config.mouse_dim else None
-        chunk.actions = self.transformer.actions(mouse, chunk.frames, places)
+        chunk.actions = self.transformer.actions(mouse, chunk.frames, buffers)
         self.transformer.write_keyboard(chunk.window, chunk.frames, chunk.windows[..., :keys])
         if chunk.cross_kv is None:
             assert chunk.text is not None
             chunk.cross_kv = self.transformer.cross_attention_kv(chunk.text)
 
-    def rows(self, request: Request) -> list[ActionRow]:
+    def items(self, request: Request) -> list[ActionItem]:
         chunk = request.work
         assert chunk.cross_kv is not None
         step = chunk.denoise_index(request.step)
-        row = ActionRow(
+        row = ActionItem(
             latents=chunk.latents,
             condition=chunk.y,
             timestep=0.0 if step is None else self.schedule.timesteps[step],

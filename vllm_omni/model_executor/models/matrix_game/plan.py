@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix-Game as `vllm-omni plan` sees it: action modules beside the trunk, an image's rows as context.
+"""Matrix-Game as `vllm-omni plan` sees it: action modules beside the trunk, an image's rows as
+context.
 
 Held by tests/planning/test_plan_memory.py.
 """
@@ -21,7 +22,9 @@ def _named(name: str, changes: Changes) -> StreamModel:
 
 
 def _of_checkpoint(directory: str, checkpoint: Mapping[str, Any], changes: Changes) -> StreamModel:
-    return _stream_model(directory, MatrixGameConfig.from_checkpoint(checkpoint["transformer"]), changes)
+    return _stream_model(
+        directory, MatrixGameConfig.from_checkpoint(checkpoint["transformer"]), changes
+    )
 
 
 def _stream_model(name: str, config: MatrixGameConfig, changes: Changes) -> StreamModel:

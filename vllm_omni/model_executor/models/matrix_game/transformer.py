@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix-Game 2.0's causal diffusion transformer: Wan's, with an action module in some blocks and an image as context.
+"""Matrix-Game 2.0's causal diffusion transformer: Wan's, with an action module in some blocks and
+an image as context.
 
-An action module reads the residual stream between cross-attention and the FFN: a mouse branch (each token with its
-frame's mouse rows, then attention over time at its own place) and a keyboard branch (attention of every token over
-time on keys and values made of key states alone). Each has a K/V window of the trunk's length. Keyboard K/V depend on
-the chunk's actions only and are written once a chunk (`write_keyboard`). Maths: SkyworkAI/Matrix-Game @ 6146d7a,
-Matrix-Game-2, wan/modules/action_module.py and causal_model.py.
-Held by test_matrix_game_parity.py and test_matrix_game_parallel.py in tests/model_executor/models/matrix_game/.
+An action module reads the residual stream between cross-attention and the FFN: a mouse branch (each
+token with its frame's mouse rows, then attention over time at its own place) and a keyboard branch
+(attention of every token over time on keys and values made of key states alone). Each has a K/V
+window of the trunk's length. Keyboard K/V depend on the chunk's actions only and are written once a
+chunk (`write_keyboard`). Maths: SkyworkAI/Matrix-Game @ 6146d7a, Matrix-Game-2,
+wan/modules/action_module.py and causal_model.py.
+Held by test_matrix_game_parity.py and test_matrix_game_parallel.py in
+tests/model_executor/models/matrix_game/.
 """
 
-# B rows (one chunk of one session each), T tokens of a chunk on this rank, F frames, S places (tokens) of a frame,
-# W visible frames, D width, N action heads (of this rank where sharded), H head dim, C = rotated lane pairs, R video
-# frames a latent frame's actions span
+# B rows (one chunk of one session each), T tokens of a chunk on this rank, F frames, S places
+# (tokens) of a frame, W visible frames, D width, N action heads (of this rank where sharded), H
+# head dim, C = rotated lane pairs, R video frames a latent frame's actions span
 
 import math
 from collections.abc import Callable, Sequence
@@ -22,40 +25,63 @@ import torch
 from torch import nn
 
 from vllm_omni.model_executor.device_async import to_device
-from vllm_omni.model_executor.layers.attention import stack
-from vllm_omni.model_executor.layers.head_trade import heads_to_tokens, tokens_to_heads
+from vllm_omni.model_executor.layers.attention.attention import stack
+from vllm_omni.model_executor.layers.attention.rope import apply_rope, axis_tables
+from vllm_omni.model_executor.layers.collectives.head_all_to_all import (
+    heads_to_tokens,
+    tokens_to_heads,
+)
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.layers.layer_moves import LayerMove
-from vllm_omni.model_executor.layers.linear import ColumnLinear, LinearPrecision, RowLinear, StackedLinear
-from vllm_omni.model_executor.layers.parallel import ParallelContext
-from vllm_omni.model_executor.layers.rope import apply_rope, axis_tables
-from vllm_omni.model_executor.layers.rounded_input import Input, takes_rounded
+from vllm_omni.model_executor.layers.linear.linear import (
+    ColumnLinear,
+    LinearPrecision,
+    RowLinear,
+    StackedLinear,
+)
+from vllm_omni.model_executor.layers.linear.quantized_input import Input, takes_quantized
 from vllm_omni.model_executor.models.matrix_game.config import MatrixGameConfig
 from vllm_omni.model_executor.models.matrix_game.state import ActionWindows
-from vllm_omni.model_executor.models.wan.chains import Chains
-from vllm_omni.model_executor.models.wan.chunk_transformer import ImageRow, ImageTransformer
-from vllm_omni.model_executor.models.wan.layers import ImageProjection
-from vllm_omni.model_executor.models.wan.transformer import Block
+from vllm_omni.model_executor.models.wan.transformer.chunk_transformer import (
+    ImageItem,
+    ImageTransformer,
+)
+from vllm_omni.model_executor.models.wan.transformer.fused_ops import FusedOps
+from vllm_omni.model_executor.models.wan.transformer.layers import ImageProjection
+from vllm_omni.model_executor.models.wan.transformer.transformer import Block
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
-def head_rms_rope(x: torch.Tensor, cos_TC: torch.Tensor, sin_TC: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMS-normalise each head of [..., T, N, H], without a weight; rotate its first 2C lanes. In the type of `x`."""
+def head_rms_rope(
+    x: torch.Tensor, cos_TC: torch.Tensor, sin_TC: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """RMS-normalise each head of [..., T, N, H], without a weight; rotate its first 2C lanes.
+
+    In the type of `x`.
+    """
     heads = x.float()
     heads = heads * torch.rsqrt(heads.square().mean(-1, keepdim=True) + eps)
     lanes = 2 * cos_TC.shape[-1]
-    return torch.cat((apply_rope(heads[..., :lanes], cos_TC, sin_TC), heads[..., lanes:]), dim=-1).to(x.dtype)
+    return torch.cat(
+        (apply_rope(heads[..., :lanes], cos_TC, sin_TC), heads[..., lanes:]), dim=-1
+    ).to(x.dtype)
 
 
-def attention_over_time(q_FSNH: torch.Tensor, k_WSNH: torch.Tensor, v_WSNH: torch.Tensor) -> torch.Tensor:
-    """Attention of each place over its own visible frames. A handful of keys each: no kernel for long sequences."""
+def attention_over_time(
+    q_FSNH: torch.Tensor, k_WSNH: torch.Tensor, v_WSNH: torch.Tensor
+) -> torch.Tensor:
+    """Attention of each place over its own visible frames.
+
+    A handful of keys each: no kernel for long sequences.
+    """
     q, k, v = q_FSNH.float().unsqueeze(1), k_WSNH.float(), v_WSNH.float()
     weights_FWSN = ((q * k).sum(-1) / math.sqrt(q.shape[-1])).softmax(dim=1)
     return (weights_FWSN.unsqueeze(-1) * v).sum(1).to(q_FSNH.dtype)
 
 
 @dataclass(frozen=True)
-class MatrixGameChains(Chains):
+class MatrixGameFusedOps(FusedOps):
     """Wan's chains and those of the action modules."""
 
     head_rms_rope: Callable[..., torch.Tensor] = head_rms_rope
@@ -63,7 +89,7 @@ class MatrixGameChains(Chains):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ActionRow(ImageRow):
+class ActionItem(ImageItem):
     """A batch entry with actions."""
 
     mouse: torch.Tensor | None
@@ -77,30 +103,39 @@ class ActionRow(ImageRow):
 
 
 class ActionModule(nn.Module):
-    """The two branches. Parameters are under the original's names; its norms' weights are not used (`weights`)."""
+    """The two branches.
+
+    Parameters are under the original's names; its norms' weights are not used (`weights`).
+    """
 
     def __init__(
         self,
         config: MatrixGameConfig,
         parallel: ParallelContext,
-        chains: MatrixGameChains,
+        fused_ops: MatrixGameFusedOps,
         quant_config: LinearPrecision,
         prefix: str,
     ) -> None:
         super().__init__()
-        self.config, self.parallel, self.chains = config, parallel, chains
+        self.config, self.parallel, self.fused_ops = config, parallel, fused_ops
         dim, width, embed = config.dim, config.keyboard_width, config.keyboard_embed
         common = (parallel, quant_config)
-        self.keyboard_embed = nn.Sequential(nn.Linear(config.keyboard_dim, embed), nn.SiLU(), nn.Linear(embed, embed))
+        self.keyboard_embed = nn.Sequential(
+            nn.Linear(config.keyboard_dim, embed), nn.SiLU(), nn.Linear(embed, embed)
+        )
         self.mouse_attn_q = ColumnLinear(dim, width, *common, f"{prefix}.mouse_attn_q", bias=False)
         self.keyboard_attn_kv = StackedLinear(
-            config.action_rows * embed, (width, width), *common, f"{prefix}.keyboard_attn_kv", bias=False
+            config.action_frames * embed,
+            (width, width),
+            *common,
+            f"{prefix}.keyboard_attn_kv",
+            bias=False,
         )
         self.proj_keyboard = RowLinear(width, dim, *common, f"{prefix}.proj_keyboard", bias=False)
         if config.mouse_dim:
-            width, rows = config.mouse_width, config.action_rows * config.mouse_dim
+            width, items = config.mouse_width, config.action_frames * config.mouse_dim
             self.mouse_mlp = nn.Sequential(
-                ColumnLinear(dim + rows, width, *common, f"{prefix}.mouse_mlp.0"),
+                ColumnLinear(dim + items, width, *common, f"{prefix}.mouse_mlp.0"),
                 nn.GELU(approximate="tanh"),
                 RowLinear(width, width, *common, f"{prefix}.mouse_mlp.2"),
                 nn.LayerNorm(width, eps=1e-5),
@@ -108,70 +143,89 @@ class ActionModule(nn.Module):
             self.t_qkv = StackedLinear(width, (width,) * 3, *common, f"{prefix}.t_qkv", bias=False)
             self.proj_mouse = RowLinear(width, dim, *common, f"{prefix}.proj_mouse", bias=False)
 
-    def forward(self, x_BTD: torch.Tensor, rows: Sequence[ActionRow], index: int) -> torch.Tensor:
+    def forward(self, x_BTD: torch.Tensor, items: Sequence[ActionItem], index: int) -> torch.Tensor:
         """The residual stream with both updates. index: of this module among the stage's."""
         first = self.keyboard_embed[0]
         assert isinstance(first, nn.Linear)
         dtype = first.weight.dtype  # of the model: it is never quantized
         if self.config.mouse_dim:
-            x_BTD = (x_BTD + self.mouse(x_BTD.to(dtype), rows, index)).to(x_BTD.dtype)
-        return (x_BTD + self.keyboard(x_BTD.to(dtype), rows, index)).to(x_BTD.dtype)
+            x_BTD = (x_BTD + self.mouse(x_BTD.to(dtype), items, index)).to(x_BTD.dtype)
+        return (x_BTD + self.keyboard(x_BTD.to(dtype), items, index)).to(x_BTD.dtype)
 
-    def keyboard_kv(self, keyboard_FRK: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
-        """Key states of each latent frame's video frames -> its K and V [F, N, H]. rotation: (cos, sin) [F, C]."""
+    def keyboard_kv(
+        self, keyboard_FRK: torch.Tensor, rotation: Rotation
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Key states of each latent frame's video frames -> its K and V [F, N, H]. rotation:
+        (cos, sin) [F, C].
+        """
         embedded = self.keyboard_embed(keyboard_FRK).flatten(1)
         k, v = self._heads(self.keyboard_attn_kv(embedded), 2, self.config.keyboard_width)
-        return self.chains.head_rms_rope(k, *rotation, self.config.eps), v
+        return self.fused_ops.head_rms_rope(k, *rotation, self.config.eps), v
 
-    def mouse(self, x_BTD: torch.Tensor, rows: Sequence[ActionRow], index: int) -> torch.Tensor:
+    def mouse(self, x_BTD: torch.Tensor, items: Sequence[ActionItem], index: int) -> torch.Tensor:
         """The mouse branch's update; writes the rows' K/V."""
-        mouse = stack([row.mouse for row in rows if row.mouse is not None])
+        mouse = stack([item.mouse for item in items if item.mouse is not None])
         qkv = self.t_qkv(self.mouse_mlp(torch.cat((x_BTD, mouse), dim=-1)))
         q, k, v = self._heads(qkv, 3, self.config.mouse_width)
         if self.parallel.sequence_parallel:
-            tokens = len(rows[0].action_cos)
+            tokens = len(items[0].action_cos)
             q, k, v = tokens_to_heads(self.parallel, (q, k, v), tokens)
         attended = []
-        for row, q_TNH, k_TNH, v_TNH in zip(rows, q, k, v, strict=True):
-            window, places = row.window["mouse"], row.window.tokens_per_frame
-            turn = (row.action_cos, row.action_sin, self.config.eps)
-            window.write(index, row.frames, self.chains.head_rms_rope(k_TNH, *turn), v_TNH)
-            q_TNH = self.chains.head_rms_rope(q_TNH, *turn)
-            q_FSNH, k_WSNH, v_WSNH = (x.unflatten(0, (-1, places)) for x in (q_TNH, *window.visible(index, row.frames)))
-            attended.append(self.chains.attention_over_time(q_FSNH, k_WSNH, v_WSNH).flatten(0, 1))
+        for item, q_TNH, k_TNH, v_TNH in zip(items, q, k, v, strict=True):
+            window, buffers = item.window["mouse"], item.window.tokens_per_frame
+            turn = (item.action_cos, item.action_sin, self.config.eps)
+            window.write(index, item.frames, self.fused_ops.head_rms_rope(k_TNH, *turn), v_TNH)
+            q_TNH = self.fused_ops.head_rms_rope(q_TNH, *turn)
+            q_FSNH, k_WSNH, v_WSNH = (
+                x.unflatten(0, (-1, buffers)) for x in (q_TNH, *window.visible(index, item.frames))
+            )
+            attended.append(
+                self.fused_ops.attention_over_time(q_FSNH, k_WSNH, v_WSNH).flatten(0, 1)
+            )
         return self.proj_mouse(heads_to_tokens(self.parallel, stack(attended)).flatten(-2))
 
-    def keyboard(self, x_BTD: torch.Tensor, rows: Sequence[ActionRow], index: int) -> torch.Tensor:
+    def keyboard(
+        self, x_BTD: torch.Tensor, items: Sequence[ActionItem], index: int
+    ) -> torch.Tensor:
         """The keyboard branch's update; the rows' K/V have been written."""
         (q,) = self._heads(self.mouse_attn_q(x_BTD), 1, self.config.keyboard_width)
         attended = []
-        for row, q_TNH in zip(rows, q, strict=True):
-            window, own = row.window["keyboard"], self.parallel.token_slice(len(row.action_cos))
-            q_TNH = self.chains.head_rms_rope(q_TNH, row.action_cos[own], row.action_sin[own], self.config.eps)
-            attended.append(window.attend(index, row.frames, q_TNH))
+        for item, q_TNH in zip(items, q, strict=True):
+            window, own = item.window["keyboard"], self.parallel.token_slice(len(item.action_cos))
+            q_TNH = self.fused_ops.head_rms_rope(
+                q_TNH, item.action_cos[own], item.action_sin[own], self.config.eps
+            )
+            attended.append(window.attend(index, item.frames, q_TNH))
         return self.proj_keyboard(stack(attended).flatten(-2))
 
     def _heads(self, x: torch.Tensor, parts: int, width: int) -> Sequence[torch.Tensor]:
-        return [part.unflatten(-1, (-1, width // self.config.action_heads)) for part in x.chunk(parts, dim=-1)]
+        return [
+            part.unflatten(-1, (-1, width // self.config.action_heads))
+            for part in x.chunk(parts, dim=-1)
+        ]
 
 
 class ActionBlock(Block):
-    """A block with an action module; `action_index` is its place among this stage's blocks with one."""
+    """A block with an action module; `action_index` is its place among this stage's blocks with
+    one.
+    """
 
-    chains: MatrixGameChains
+    fused_ops: MatrixGameFusedOps
     action_index = 0
 
     def __init__(
         self,
         config: MatrixGameConfig,
         parallel: ParallelContext,
-        chains: MatrixGameChains,
+        fused_ops: MatrixGameFusedOps,
         index: int,
         quant_config: LinearPrecision,
         prefix: str,
     ) -> None:
-        super().__init__(config, parallel, chains, index, quant_config, prefix)
-        self.action_model = ActionModule(config, parallel, chains, quant_config, f"{prefix}.action_model")
+        super().__init__(config, parallel, fused_ops, index, quant_config, prefix)
+        self.action_model = ActionModule(
+            config, parallel, fused_ops, quant_config, f"{prefix}.action_model"
+        )
 
     def after_cross_attention(
         self,
@@ -179,20 +233,25 @@ class ActionBlock(Block):
         attended_BTD: torch.Tensor,
         shift: torch.Tensor,
         scale: torch.Tensor,
-        rows: Sequence[ActionRow],
+        items: Sequence[ActionItem],
     ) -> tuple[torch.Tensor, Input]:
-        x = self.action_model((x_BTD + attended_BTD).to(x_BTD.dtype), rows, self.action_index)
-        dtype, rounded = self.norm3.weight.dtype, takes_rounded(self.ffn[0])
-        return x, self.chains.modulated_norm(x, shift, scale, self.eps, dtype, rounded)
+        x = self.action_model((x_BTD + attended_BTD).to(x_BTD.dtype), items, self.action_index)
+        dtype, quantized = self.norm3.weight.dtype, takes_quantized(self.ffn[0])
+        return x, self.fused_ops.modulated_norm(x, shift, scale, self.eps, dtype, quantized)
 
 
 class MatrixGameTransformer(ImageTransformer[MatrixGameConfig]):
-    """This rank's part of the network. Parameters are created empty, in torch's default type and device."""
+    """This rank's part of the network.
 
-    chains_type = MatrixGameChains
+    Parameters are created empty, in torch's default type and device.
+    """
+
+    fused_ops_type = MatrixGameFusedOps
     moving_fields = (*ImageTransformer.moving_fields, "mouse", "action_cos", "action_sin")
     high_precision = ("blocks.*.action_model.mouse_mlp.0", "blocks.*.action_model.keyboard_attn_kv")
-    """The first has an input width that FP8 products do not take, the second runs once a chunk on a few rows."""
+    """The first has an input width that FP8 products do not take, the second runs once a chunk
+    on a few rows.
+    """
 
     def _add_layers(self) -> None:
         self.parallel.check_divisible(self.config.action_heads, "action_config.heads_num")
@@ -220,24 +279,33 @@ class MatrixGameTransformer(ImageTransformer[MatrixGameConfig]):
         super().move_layers(move)
         self._number_actions()
 
-    def actions(self, mouse_FRM: torch.Tensor | None, frames: range, places: int) -> dict[str, Any]:
-        """The fields of `ActionRow` of a chunk's actions. mouse_FRM: fp32, CPU, None = no mouse. places: S."""
-        cos, sin = (to_device(x.repeat_interleave(places, 0), self.device) for x in self._rotation(frames))
+    def actions(
+        self, mouse_FRM: torch.Tensor | None, frames: range, buffers: int
+    ) -> dict[str, Any]:
+        """The fields of `ActionItem` of a chunk's actions. mouse_FRM: fp32, CPU, None = no
+        mouse. places: S.
+        """
+        cos, sin = (
+            to_device(x.repeat_interleave(buffers, 0), self.device) for x in self._rotation(frames)
+        )
         mouse = None
         if mouse_FRM is not None:
-            per_token = mouse_FRM.flatten(1).to(self.dtype).repeat_interleave(places, 0)
+            per_token = mouse_FRM.flatten(1).to(self.dtype).repeat_interleave(buffers, 0)
             mouse = to_device(per_token[self.parallel.token_slice(len(per_token))], self.device)
         return {"mouse": mouse, "action_cos": cos, "action_sin": sin}
 
-    def write_keyboard(self, window: ActionWindows, frames: range, keyboard_FRK: torch.Tensor) -> None:
-        """Put a chunk's keyboard K/V into its slots, in every block of this stage; once, before its first forward.
+    def write_keyboard(
+        self, window: ActionWindows, frames: range, keyboard_FRK: torch.Tensor
+    ) -> None:
+        """Put a chunk's keyboard K/V into its slots, in every block of this stage; once, before its
+        first forward.
 
         keyboard_FRK: fp32, CPU. Nothing is collective.
         """
-        rows = to_device(keyboard_FRK.to(self.dtype), self.device)
+        items = to_device(keyboard_FRK.to(self.dtype), self.device)
         cos, sin = (to_device(x, self.device) for x in self._rotation(frames))
         for block in self.action_blocks():
-            k_FNH, v_FNH = block.action_model.keyboard_kv(rows, (cos, sin))
+            k_FNH, v_FNH = block.action_model.keyboard_kv(items, (cos, sin))
             window["keyboard"].write(block.action_index, frames, k_FNH, v_FNH)
 
     def _rotation(self, frames: range) -> Rotation:

@@ -44,12 +44,17 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return `config.json`, or raise ValueError (one line) if the checkpoint has no speech output."""
+    """Return `config.json`, or raise ValueError (one line) if the checkpoint has no speech
+    output.
+    """
     config: dict[str, Any] = json.loads((path / "config.json").read_text())
-    missing = [key for key in ("thinker_config", "talker_config", "token2wav_config") if key not in config]
+    missing = [
+        key for key in ("thinker_config", "talker_config", "token2wav_config") if key not in config
+    ]
     if missing or not config.get("enable_audio_output", True):
         raise ValueError(
-            f"{path} holds no speaking Qwen2.5-Omni: config.json lacks {', '.join(missing) or 'audio output'}"
+            f"{path} holds no speaking Qwen2.5-Omni: config.json lacks "
+            f"{', '.join(missing) or 'audio output'}"
         )
     if not (path / _SPEAKERS).is_file():
         raise ValueError(f"{path} lacks {_SPEAKERS}, the voices")
@@ -60,13 +65,19 @@ def missing_files(path: Path) -> list[str]:
     """Return the names of required weight files (by the index, or by the layout without one) that
     are missing."""
     index = path / _INDEX
-    named = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else [_SINGLE]
+    named = (
+        sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        if index.is_file()
+        else [_SINGLE]
+    )
     return [name for name in named if not (path / name).is_file()]
 
 
 def stored_dtype(config: dict[str, Any]) -> str:
     """Return the dtype of the stored weights, for example `bfloat16`."""
-    return str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    return str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix(
+        "torch."
+    )
 
 
 def load_voices(path: Path) -> dict[str, Voice]:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `qwen2_5_omni` family: detection, and the token2wav stage (the one on the diffusion worker) as vLLM sees it.
+"""The `qwen2_5_omni` family: detection, and the token2wav stage (the one on the diffusion worker)
+as vLLM sees it.
 
-With `--config-format omni` a checkpoint directory is its token2wav stage; thinker and talker are started from the
-checkpoint's own config (`stages.py`).
+With `--config-format omni` a checkpoint directory is its token2wav stage; thinker and talker are
+started from the checkpoint's own config (`stages.py`).
 """
 
 import json
@@ -13,7 +14,11 @@ import msgspec
 
 from vllm_omni.config import OmniConfig, parse_options
 from vllm_omni.engine_arguments.refusals import AR_SCHEDULER_CLS, AR_WORKER_CLS
-from vllm_omni.model_executor.models.qwen2_5_omni.checkpoint import is_checkpoint, read_config, stored_dtype
+from vllm_omni.model_executor.models.qwen2_5_omni.checkpoint import (
+    is_checkpoint,
+    read_config,
+    stored_dtype,
+)
 from vllm_omni.model_executor.models.qwen2_5_omni.options import (
     THINKER_ARCHITECTURE,
     THINKER_GPU_SHARE,
@@ -44,7 +49,9 @@ def _hf_config(path: Path) -> dict[str, Any]:
 
 
 def _check_options(hf_config: dict[str, Any], omni: OmniConfig) -> None:
-    """`omni.model` belongs to the server (its three engines), or inside the token2wav engine to that alone."""
+    """`omni.model` belongs to the server (its three engines), or inside the token2wav engine to
+    that alone.
+    """
     if set(omni.model) <= {field.name for field in msgspec.structs.fields(Token2WavModelOptions)}:
         parse_options(Token2WavModelOptions, omni.model, "omni.model")
     else:
@@ -62,10 +69,11 @@ def _serve_flags(path: Path, on_cpu: bool) -> dict[str, str]:
 
 
 async def _start_speech(path: Path, omni: OmniConfig, thinker: "AsyncLLM") -> "SpeechModel":
-    from vllm_omni.model_executor.models.qwen2_5_omni.stages import SpeechEngines  # imports vLLM's engine
+    # imports vLLM's engine
+    from vllm_omni.model_executor.models.qwen2_5_omni.stages import SpeechEngines
 
     options = parse_options(StageOptions, omni.model, "omni.model")
-    return (await SpeechEngines.start(path, options, thinker=thinker)).composition
+    return (await SpeechEngines.start_engines(path, options, thinker=thinker)).composition
 
 
 FAMILY = ModelFamily(

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs, Inputs
+from vllm_omni.model_executor.layers.cuda_graphs import ForwardGraphs, Inputs
 
 _KEPT_GRAPHS = 32
 """Maximum number of graphs: one per number of codes and batch size."""
@@ -38,10 +38,10 @@ class FlowSolver:
     def create(cls, dit: Any, cuda_graphs: bool) -> "FlowSolver":
         return cls(dit, ForwardGraphs(_KEPT_GRAPHS) if cuda_graphs else None)
 
-    def forget(self) -> None:
+    def clear_graphs(self) -> None:
         """Evict the graphs, because the weights have moved."""
         if self.graphs is not None:
-            self.graphs.forget()
+            self.graphs.clear_graphs()
 
     def conditions(
         self, codes_1N: torch.Tensor, speaker_1D: torch.Tensor, ref_mel: torch.Tensor, guided: bool
@@ -110,7 +110,9 @@ class FlowSolver:
         }
         return {"cos": cos, "sin": sin, **masks}
 
-    def _velocity(self, given: Inputs, guided: bool) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    def _velocity(
+        self, given: Inputs, guided: bool
+    ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
         dit, conditions_GTD, guidance_B11 = self._dit, given["conditions"], given["guidance"]
         angles = given["cos"], given["sin"]
 
@@ -145,12 +147,16 @@ def _layer(
 ) -> torch.Tensor:
     """Run one of transformers' layers with a precomputed mask."""
     attended, gate_attention, shift, scale, gate_mlp = layer.attn_norm(x, emb=time_GD)
-    x = x + gate_attention.unsqueeze(1) * layer.attn(attended, position_embeddings=angles, attention_mask=mask)
+    x = x + gate_attention.unsqueeze(1) * layer.attn(
+        attended, position_embeddings=angles, attention_mask=mask
+    )
     normed = layer.ff_norm(x) * (1 + scale[:, None]) + shift[:, None]
     return x + gate_mlp.unsqueeze(1) * layer.ff(normed)
 
 
-def _three_eighths(velocity: Any, start: torch.Tensor, end: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _three_eighths(
+    velocity: Any, start: torch.Tensor, end: torch.Tensor, value: torch.Tensor
+) -> torch.Tensor:
     """Return the change over one interval by Kutta's 3/8 rule, with transformers' order of
     operations."""
     step, third = end - start, 1 / 3

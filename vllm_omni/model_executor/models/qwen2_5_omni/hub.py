@@ -7,15 +7,16 @@ Licences are those of the model cards. The licence of 3B allows research only.
 
 from pathlib import Path
 
-from vllm_omni.model_executor.hub import HubPiece, HubSource
+from vllm_omni.model_executor.checkpoint.hub import HubComponent, HubSource
 
 _FILES = ("*.safetensors", "*.json", "*.txt", "*.jinja", "spk_dict.pt")
 
-PIECES = (HubPiece("Qwen/Qwen2.5-Omni-7B", _FILES, "", 22.4),)
+PIECES = (HubComponent("Qwen/Qwen2.5-Omni-7B", _FILES, "", 22.4),)
 RELEASES = {
     "qwen2_5_omni_3b": HubSource(
-        (HubPiece("Qwen/Qwen2.5-Omni-3B", _FILES, "", 12.0),),
-        licence="Qwen Research License, no commercial use: read the model card of Qwen/Qwen2.5-Omni-3B",
+        (HubComponent("Qwen/Qwen2.5-Omni-3B", _FILES, "", 12.0),),
+        licence="Qwen Research License, no commercial use: read the model card of "
+        "Qwen/Qwen2.5-Omni-3B",
     )
 }
 

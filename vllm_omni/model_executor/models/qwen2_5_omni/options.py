@@ -81,7 +81,7 @@ class SpeechDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     guidance_scale: Annotated[float, msgspec.Meta(ge=0, le=100)] = 0.5
     """Guidance scale of the DiT. Range: 0 to 100. Default: 0.5."""
 
-    def piece_codes(self, emitted: int) -> int:
+    def part_codes(self, emitted: int) -> int:
         """Return the codes of the chunk after the first `emitted` codes.
 
         The size depends only on the position, so that a seed always gives the same audio.
@@ -92,14 +92,14 @@ class SpeechDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         return size
 
     @property
-    def piece_sizes(self) -> tuple[int, ...]:
+    def part_sizes(self) -> tuple[int, ...]:
         """Return the codes of full chunks in order, including context; () for one clip."""
         if self.chunk_codes == 0:
             return ()
         sizes: list[int] = []
         emitted = 0
         while not sizes or (sizes[-1] not in sizes[:-1]):
-            codes = self.piece_codes(emitted)
+            codes = self.part_codes(emitted)
             sizes.append(min(self.left_codes, emitted) + codes + self.right_codes)
             emitted += codes
         return tuple(dict.fromkeys(sizes))

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SpeechComposition`: one request through thinker, talker and token2wav, text and sound streamed as they are made.
+"""`SpeechComposition`: one request through thinker, talker and token2wav, text and sound streamed
+as they are made.
 
     thinker --text--------------------------------------------> reader
        \\--states, when the reply is complete--> talker --codes--> token2wav --sound--> reader
 
-Two bounded queues: codes between talker and token2wav, events to the reader. Sound comes in pieces, a short one first
-(`SpeechDefaults.piece_codes`), each made with the codes around it as context (`pieces`), or as one clip with
-`chunk_codes=0`: that one equals transformers'. Knows no HTTP. Held by tests/engine/test_qwen2_5_omni.py and
-tests/model_executor/models/qwen2_5_omni/test_speech_pieces.py.
+Two bounded queues: codes between talker and token2wav, events to the reader. Sound comes in pieces,
+a short one first (`SpeechDefaults.part_codes`), each made with the codes around it as context
+(`pieces`), or as one clip with `chunk_codes=0`: that one equals transformers'. Knows no HTTP. Held
+by tests/engine/test_qwen2_5_omni.py and
+tests/model_executor/models/qwen2_5_omni/test_speech_parts.py.
 """
 
 import asyncio
@@ -25,7 +27,11 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm_omni.hidden_states import HiddenStates, HiddenStatesRequest, concat, hidden_states_of
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.models.qwen2_5_omni.options import SAMPLE_RATE, SpeechDefaults
-from vllm_omni.model_executor.models.qwen2_5_omni.speech_text import TalkerPromptBuilder, VisualGrids, visual_grids
+from vllm_omni.model_executor.models.qwen2_5_omni.speech_text import (
+    TalkerPromptBuilder,
+    VisualGrids,
+    visual_grids,
+)
 from vllm_omni.model_executor.models.qwen2_5_omni.talker_prompt import TalkerPrompt
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.pipeline.flow import Emit, run_flow
@@ -51,7 +57,9 @@ class Timings:
         self.marks_s[name] = time.perf_counter() - self.start_s
 
 
-def pieces(num_codes: int, finished: bool, emitted: int, how: SpeechDefaults) -> Iterator[tuple[int, int, int, int]]:
+def components(
+    num_codes: int, finished: bool, emitted: int, how: SpeechDefaults
+) -> Iterator[tuple[int, int, int, int]]:
     """Yield `(first, last, left, right)` of audio chunks that can be made now, after the first
     `emitted` codes.
 
@@ -64,7 +72,7 @@ def pieces(num_codes: int, finished: bool, emitted: int, how: SpeechDefaults) ->
             yield 0, num_codes, 0, 0
         return
     while emitted < num_codes:
-        last = emitted + how.piece_codes(emitted)
+        last = emitted + how.part_codes(emitted)
         if not finished and last + how.right_codes > num_codes:
             return
         last = min(last, num_codes)
@@ -102,12 +110,20 @@ class SpeechComposition:
     sample_rate = SAMPLE_RATE
 
     def __init__(
-        self, thinker: Stage, talker: Stage, token2wav: Stage, *, builder: TalkerPromptBuilder, defaults: SpeechDefaults
+        self,
+        thinker: Stage,
+        talker: Stage,
+        token2wav: Stage,
+        *,
+        builder: TalkerPromptBuilder,
+        defaults: SpeechDefaults,
     ) -> None:
         self.stages = (thinker, talker, token2wav)
         self.thinker, self.talker, self.token2wav = self.stages
         self.builder = builder
-        self.defaults = msgspec.structs.replace(defaults, voice=defaults.voice or next(iter(builder.voices)))
+        self.defaults = msgspec.structs.replace(
+            defaults, voice=defaults.voice or next(iter(builder.voices))
+        )
         builder.check_voice(str(self.defaults.voice))
         config = talker.engine.vllm_config
         self._max_len = config.model_config.max_model_len
@@ -140,20 +156,25 @@ class SpeechComposition:
     ) -> AsyncGenerator[TextDelta | AudioChunk, None]:
         """Think, then speak. Yields text while it is thought and sound while it is spoken.
 
-        engine_input: the thinker's rendered prompt. speech: None = the server's defaults. voice: comes before that of
-        `speech`. Raises `RequestFailed`, `StageDied`, or vLLM's own client errors. Closing the generator or cancelling
-        its reader aborts the request in every stage.
+        engine_input: the thinker's rendered prompt. speech: None = the server's defaults. voice:
+        comes before that of `speech`. Raises `RequestFailed`, `StageDied`, or vLLM's own client
+        errors. Closing the generator or cancelling its reader aborts the request in every stage.
         """
-        spoken = self._begin(request_id, speech, voice, seed, timings)
+        spoken = self._start(request_id, speech, voice, seed, timings)
         params = params.clone()
         params.output_kind = RequestOutputKind.DELTA
-        params.extra_args = {**(params.extra_args or {}), **HiddenStatesRequest(hidden_states="all").to_extra_args()}
+        params.extra_args = {
+            **(params.extra_args or {}),
+            **HiddenStatesRequest(hidden_states="all").to_extra_args(),
+        }
 
         async def think_and_talk(emit: Emit) -> None:
             prompt_ids: list[int] = []
             reply_ids: list[int] = []
             states: list[HiddenStates | None] = []
-            async with aclosing(self.thinker.generate(engine_input, params, f"{request_id}-thinker")) as outputs:
+            async with aclosing(
+                self.thinker.generate(engine_input, params, f"{request_id}-thinker")
+            ) as outputs:
                 async for output in outputs:
                     prompt_ids = prompt_ids or list(output.prompt_token_ids or ())
                     completion = output.outputs[0]
@@ -163,7 +184,9 @@ class SpeechComposition:
                     await emit(TextDelta(completion.text, output))
             await self._talk(prompt_ids, reply_ids, states, visual_grids(engine_input), spoken)
 
-        async with aclosing(run_flow([think_and_talk, lambda emit: self._sound(spoken, emit)])) as events:
+        async with aclosing(
+            run_flow([think_and_talk, lambda emit: self._sound(spoken, emit)])
+        ) as events:
             async for event in events:
                 yield event
 
@@ -178,11 +201,13 @@ class SpeechComposition:
         seed: int | None = None,
         timings: Timings | None = None,
     ) -> AsyncGenerator[AudioChunk, None]:
-        """Speak a given reply, word for word: the thinker reads it as if it had said it, and samples nothing.
+        """Speak a given reply, word for word: the thinker reads it as if it had said it, and
+        samples nothing.
 
-        prompt_ids: the conversation up to the reply. text_ids: the reply, with the token that ends the turn.
+        prompt_ids: the conversation up to the reply. text_ids: the reply, with the token that ends
+        the turn.
         """
-        spoken = self._begin(request_id, speech, voice, seed, timings)
+        spoken = self._start(request_id, speech, voice, seed, timings)
         extra = HiddenStatesRequest(hidden_states="all").to_extra_args()
         params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, extra_args=extra)
 
@@ -196,13 +221,15 @@ class SpeechComposition:
                 states.append(hidden_states_of(output))
             await self._talk(prompt_ids, text_ids, states, VisualGrids(), spoken)
 
-        async with aclosing(run_flow([think_and_talk, lambda emit: self._sound(spoken, emit)])) as events:
+        async with aclosing(
+            run_flow([think_and_talk, lambda emit: self._sound(spoken, emit)])
+        ) as events:
             async for event in events:
                 yield event
 
-    # -- stages ----------------------------------------------------------------------------------------------------
+    # -- stages ------------------------------------------------------------------------------------
 
-    def _begin(
+    def _start(
         self,
         request_id: str,
         speech: SpeechDefaults | None,
@@ -242,8 +269,10 @@ class SpeechComposition:
         if room < 1 or len(prompt.reply_RD) > self._max_len:
             raise RequestFailed(
                 "too_long",
-                f"a conversation of {len(prompt.token_ids)} tokens with a reply of {len(prompt.reply_RD)} leaves no "
-                f"room for speech in the talker's {self._max_len} tokens (omni.model.talker.max_model_len)",
+                f"a conversation of {len(prompt.token_ids)} tokens with a reply of "
+                f"{len(prompt.reply_RD)} leaves no "
+                f"room for speech in the talker's {self._max_len} tokens "
+                "(omni.model.talker.max_model_len)",
             )
         stop, how = self.builder.stop_codes, spoken.how
         params = SamplingParams(
@@ -261,7 +290,9 @@ class SpeechComposition:
         slot = await self._slots.get()
         try:
             name = f"{spoken.request_id}-talker"
-            async with aclosing(self.talker.generate(prompt.to_engine_input(name, slot), params, name)) as outputs:
+            async with aclosing(
+                self.talker.generate(prompt.to_engine_input(name, slot), params, name)
+            ) as outputs:
                 async for output in outputs:
                     for code in output.outputs[0].token_ids:
                         if code not in stop:
@@ -281,11 +312,15 @@ class SpeechComposition:
             finished = code is None
             if code is not None:
                 collected.append(code)
-            for first, last, left, right in pieces(len(collected), finished, emitted, how):
-                options: dict[str, Any] = {"voice": how.voice, "left_codes": left, "right_codes": right}
+            for first, last, left, right in components(len(collected), finished, emitted, how):
+                options: dict[str, Any] = {
+                    "voice": how.voice,
+                    "left_codes": left,
+                    "right_codes": right,
+                }
                 if how.chunk_codes:
                     options["first_code"] = first - left
-                piece = torch.tensor(collected[first - left : last + right], dtype=torch.int64)
+                part = torch.tensor(collected[first - left : last + right], dtype=torch.int64)
                 params = DiffusionParams(
                     session_id=f"speech-{secrets.token_hex(16)}",
                     one_shot=True,
@@ -294,11 +329,13 @@ class SpeechComposition:
                     guidance_scale=how.guidance_scale,
                     options=options,
                 )
-                begin = time.perf_counter()
+                start = time.perf_counter()
                 meta, tensors = await self.token2wav.encode(
-                    params, {"codes": piece}, f"{spoken.request_id}-wav-{number}"
+                    params, {"codes": part}, f"{spoken.request_id}-wav-{number}"
                 )
-                timings.marks_s["token2wav"] = timings.marks_s.get("token2wav", 0.0) + time.perf_counter() - begin
+                timings.marks_s["token2wav"] = (
+                    timings.marks_s.get("token2wav", 0.0) + time.perf_counter() - start
+                )
                 timings.mark("first_audio")
                 await emit(AudioChunk(tensors["audio"], meta["sample_rate"]))
                 emitted, number = last, number + 1
@@ -307,5 +344,5 @@ class SpeechComposition:
 
 if TYPE_CHECKING:
 
-    def _keeps_the_contract(model: SpeechComposition) -> SpeechModel:
+    def _meets_protocol(model: SpeechComposition) -> SpeechModel:
         return model

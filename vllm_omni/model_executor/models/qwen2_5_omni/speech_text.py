@@ -3,13 +3,16 @@
 
 The recipe is that of transformers' `Qwen2_5OmniForConditionalGeneration.generate`:
 
-    prompt position p      hidden state + token embedding (zero where the token stands for sound or picture)
-    after the prompt       embedding of the voice's opening token + codec PAD;  row of reply token 0 + codec BOS
-    generated code k       its codec embedding + row k+1 of: reply rows, then text END, then text PAD for ever
+    prompt position p
+        hidden state + token embedding (zero where the token stands for sound or picture)
+    after the prompt
+        embedding of the voice's opening token + codec PAD;  row of reply token 0 + codec BOS
+    generated code k
+        its codec embedding + row k+1 of: reply rows, then text END, then text PAD for ever
 
-where the row of a token is its final hidden state + its embedding. The last reply token (as a rule the end of the turn)
-was never fed back and has no row. Embeddings are read from the checkpoint, row by row; no model lives here. Held by
-tests/engine/test_qwen2_5_omni.py.
+where the row of a token is its final hidden state + its embedding. The last reply token (as a rule
+the end of the turn) was never fed back and has no row. Embeddings are read from the checkpoint, row
+by row; no model lives here. Held by tests/engine/test_qwen2_5_omni.py.
 """
 
 import functools
@@ -60,8 +63,12 @@ def visual_grids(engine_input: Any) -> VisualGrids:
     items = engine_input["mm_kwargs"]
 
     def read(modality: str, name: str) -> torch.Tensor | None:
-        found = [item[name].data for item in items.get(modality, ()) if item is not None and name in item]
-        return torch.stack([torch.as_tensor(value).reshape(-1) for value in found]) if found else None
+        found = [
+            item[name].data for item in items.get(modality, ()) if item is not None and name in item
+        ]
+        return (
+            torch.stack([torch.as_tensor(value).reshape(-1) for value in found]) if found else None
+        )
 
     lengths, seconds = read("audio", "audio_feature_lengths"), read("video", "second_per_grid_ts")
     return VisualGrids(
@@ -99,10 +106,17 @@ class TalkerPromptBuilder:
         """Raise `RequestFailed("invalid_request", ...)` with the list of voices if the checkpoint
         lacks `name`."""
         if name not in self.voices:
-            raise RequestFailed("invalid_request", f"voice {name!r} is unknown; known: {', '.join(self.voices)}")
+            raise RequestFailed(
+                "invalid_request", f"voice {name!r} is unknown; known: {', '.join(self.voices)}"
+            )
 
     def build(
-        self, token_ids: Sequence[int], prompt_len: int, states: HiddenStates, voice: str, grids: VisualGrids
+        self,
+        token_ids: Sequence[int],
+        prompt_len: int,
+        states: HiddenStates,
+        voice: str,
+        grids: VisualGrids,
     ) -> TalkerPrompt | None:
         """Return the talker's prompt, or None if the reply has no token except the last.
 
@@ -117,12 +131,14 @@ class TalkerPromptBuilder:
         if rows <= prompt_len:
             return None
         if states.positions.tolist() != list(range(rows)):
-            raise ValueError(f"hidden states of {rows} tokens expected, got {states.num_rows}")
+            raise ValueError(f"hidden states of {rows} tokens expected, got {states.num_positions}")
         hidden_LD = states[FINAL]
         both_LD = hidden_LD + self._embeddings(token_ids[:rows], prompt_len).to(hidden_LD.dtype)
         opening = self.voices[voice].bos_token
         opening_1D = self._tensors.rows(THINKER_EMBEDDINGS, [opening]).to(both_LD.dtype)
-        prompt_LD = torch.cat([both_LD[:prompt_len], opening_1D, both_LD[prompt_len : prompt_len + 1]])
+        prompt_LD = torch.cat(
+            [both_LD[:prompt_len], opening_1D, both_LD[prompt_len : prompt_len + 1]]
+        )
         prompt_LD[-2:] += self._codec_pad_bos.to(prompt_LD.dtype)
         reply_RD = torch.cat([both_LD[prompt_len + 1 :], self._text_end_pad.to(both_LD.dtype)])
         talker = self.talker
@@ -138,7 +154,11 @@ class TalkerPromptBuilder:
     def _embeddings(self, token_ids: Sequence[int], prompt_len: int) -> torch.Tensor:
         embeddings = self._tensors.rows(THINKER_EMBEDDINGS, token_ids)
         thinker = self.thinker
-        stand_ins = {thinker.audio_token_index, thinker.image_token_index, thinker.video_token_index}
+        stand_ins = {
+            thinker.audio_token_index,
+            thinker.image_token_index,
+            thinker.video_token_index,
+        }
         replaced = [index for index in range(prompt_len) if token_ids[index] in stand_ins]
         embeddings[replaced] = 0
         return embeddings

@@ -48,7 +48,9 @@ def talker_args(path: Path, **overrides: Any) -> AsyncEngineArgs:
         "generation_config": "vllm",
         "enable_prefix_caching": False,
         "max_num_seqs": 8,
-        "max_model_len": min(8192, read_config(path)["talker_config"].get("max_position_embeddings", 8192)),
+        "max_model_len": min(
+            8192, read_config(path)["talker_config"].get("max_position_embeddings", 8192)
+        ),
     }
     if not current_platform.is_cpu():
         defaults["gpu_memory_utilization"] = 0.15
@@ -74,13 +76,13 @@ def _dtype(path: Path) -> str:
 
 class SpeechEngines:
     """Owner of the engines; `composition` serves requests. Use as `async with await
-    SpeechEngines.start(path)`."""
+    SpeechEngines.start_engines(path)`."""
 
     def __init__(self, composition: SpeechComposition) -> None:
         self.composition = composition
 
     @classmethod
-    async def start(
+    async def start_engines(
         cls,
         path: Path,
         options: StageOptions | None = None,
@@ -106,9 +108,14 @@ class SpeechEngines:
         stages: list[Stage] = []
         for turn in turns:
             started = await asyncio.gather(
-                *(asyncio.to_thread(AsyncLLM.from_engine_args, wanted[name]) for name in turn), return_exceptions=True
+                *(asyncio.to_thread(AsyncLLM.from_engine_args, wanted[name]) for name in turn),
+                return_exceptions=True,
             )
-            stages += [Stage(name, it) for name, it in zip(turn, started, strict=True) if isinstance(it, AsyncLLM)]
+            stages += [
+                Stage(name, it)
+                for name, it in zip(turn, started, strict=True)
+                if isinstance(it, AsyncLLM)
+            ]
             failed = [it for it in started if isinstance(it, BaseException)]
             if failed:
                 for stage in stages:

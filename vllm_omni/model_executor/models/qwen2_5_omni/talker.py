@@ -29,7 +29,10 @@ from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.models.interfaces import SupportsMRoPE, SupportsPP
 from vllm.model_executor.models.llama import LlamaAttention
 from vllm.model_executor.models.qwen2 import Qwen2DecoderLayer, Qwen2MLP, Qwen2Model
@@ -56,7 +59,9 @@ def talker_hf_config(config: PreTrainedConfig) -> PreTrainedConfig:
 class _TalkerLayer(Qwen2DecoderLayer):
     """`Qwen2DecoderLayer` with an explicit head size, bias on q, k and v, and none on o."""
 
-    def __init__(self, config: Any, cache_config: Any = None, quant_config: Any = None, prefix: str = "") -> None:
+    def __init__(
+        self, config: Any, cache_config: Any = None, quant_config: Any = None, prefix: str = ""
+    ) -> None:
         nn.Module.__init__(self)
         self.hidden_size = config.hidden_size
         self.self_attn: Any = LlamaAttention(
@@ -83,19 +88,28 @@ class _TalkerLayer(Qwen2DecoderLayer):
 
 
 class TalkerForConditionalGeneration(nn.Module, SupportsPP, SupportsMRoPE):
-    hf_to_vllm_mapper = WeightsMapper(orig_to_new_prefix={"talker.": "", "thinker.": None, "token2wav.": None})
+    hf_to_vllm_mapper = WeightsMapper(
+        orig_to_new_prefix={"talker.": "", "thinker.": None, "token2wav.": None}
+    )
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         if vllm_config.cache_config.enable_prefix_caching:
-            raise ValueError("the talker's prompts differ in their embeddings only: pass enable_prefix_caching=False")
+            raise ValueError(
+                "the talker's prompts differ in their embeddings only: pass "
+                "enable_prefix_caching=False"
+            )
         config: Any = vllm_config.model_config.hf_config
         self.config = config
         self.model = Qwen2Model(
-            vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"), decoder_layer_type=_TalkerLayer
+            vllm_config=vllm_config,
+            prefix=maybe_prefix(prefix, "model"),
+            decoder_layer_type=_TalkerLayer,
         )
         if get_pp_group().is_first_rank:
-            self.model.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.embedding_size)
+            self.model.embed_tokens = VocabParallelEmbedding(
+                config.vocab_size, config.embedding_size
+            )
         self.thinker_to_talker_proj = nn.Linear(config.embedding_size, config.hidden_size)
         self.codec_head = ParallelLMHead(
             config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "codec_head")
@@ -106,7 +120,9 @@ class TalkerForConditionalGeneration(nn.Module, SupportsPP, SupportsMRoPE):
         slots = vllm_config.scheduler_config.max_num_seqs + 1
         length = vllm_config.model_config.max_model_len
         if slots > MAX_SLOTS or length > 1 << SLOT_SHIFT:
-            raise ValueError(f"the talker takes at most {MAX_SLOTS - 1} sequences of {1 << SLOT_SHIFT} tokens")
+            raise ValueError(
+                f"the talker takes at most {MAX_SLOTS - 1} sequences of {1 << SLOT_SHIFT} tokens"
+            )
         for name, shape, dtype in (
             ("prompt_SLH", (slots, length, config.hidden_size), None),
             ("reply_SRD", (slots, length, config.embedding_size), None),
@@ -123,9 +139,11 @@ class TalkerForConditionalGeneration(nn.Module, SupportsPP, SupportsMRoPE):
         self.reply_len_S: torch.Tensor
         self.rope_delta_S: torch.Tensor
 
-    # -- per request ---------------------------------------------------------------------------------------------
+    # -- per request -------------------------------------------------------------------------------
 
-    def get_mrope_input_positions(self, input_tokens: list[int], mm_features: list[Any]) -> tuple[torch.Tensor, int]:
+    def get_mrope_input_positions(
+        self, input_tokens: list[int], mm_features: list[Any]
+    ) -> tuple[torch.Tensor, int]:
         """Copy a request's tensors into its slot; return its encoded positions and their offset.
         vLLM calls this per request.
 
@@ -142,11 +160,14 @@ class TalkerForConditionalGeneration(nn.Module, SupportsPP, SupportsMRoPE):
     def _take(self, data: Any) -> int:
         prompt_LD, reply_RD, positions_3L, slot = read_item(data)
         if not 0 < slot < len(self.prompt_len_S):
-            raise ValueError(f"talker slot {slot} is not between 1 and {len(self.prompt_len_S) - 1}")
+            raise ValueError(
+                f"talker slot {slot} is not between 1 and {len(self.prompt_len_S) - 1}"
+            )
         length, rows = len(prompt_LD), len(reply_RD)
         if length > self.prompt_SLH.shape[1] or rows > self.reply_SRD.shape[1]:
             raise ValueError(
-                f"talker prompt of {length} tokens and {rows} reply rows exceeds {self.prompt_SLH.shape[1]}"
+                f"talker prompt of {length} tokens and {rows} reply rows exceeds "
+                f"{self.prompt_SLH.shape[1]}"
             )
         weight = self.thinker_to_talker_proj.weight
         self.prompt_SLH[slot, :length] = self.thinker_to_talker_proj(prompt_LD.to(weight))
@@ -157,7 +178,7 @@ class TalkerForConditionalGeneration(nn.Module, SupportsPP, SupportsMRoPE):
         self.rope_delta_S[slot] = int(positions_3L.max()) + 1 - length
         return slot
 
-    # -- per step ------------------------------------------------------------------------------------------------
+    # -- per step ----------------------------------------------------------------------------------
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self.thinker_to_talker_proj(self.model.embed_tokens(input_ids))
@@ -175,14 +196,18 @@ class TalkerForConditionalGeneration(nn.Module, SupportsPP, SupportsMRoPE):
         length_T = self.prompt_len_S[slot_T]
         in_prompt_T = index_T < length_T
         at_T = index_T.clamp(max=self.rope_3SL.shape[2] - 1)
-        rope_3T = torch.where(in_prompt_T, self.rope_3SL[:, slot_T, at_T], index_T + self.rope_delta_S[slot_T])
+        rope_3T = torch.where(
+            in_prompt_T, self.rope_3SL[:, slot_T, at_T], index_T + self.rope_delta_S[slot_T]
+        )
         hidden_TH = None
         if intermediate_tensors is None:
             assert input_ids is not None
             row_T = torch.minimum(index_T - length_T, self.reply_len_S[slot_T] - 1).clamp(min=0)
             spoken_TD = self.model.embed_tokens(input_ids) + self.reply_SRD[slot_T, row_T]
             spoken_TH = self.thinker_to_talker_proj(spoken_TD)
-            hidden_TH = torch.where(in_prompt_T.unsqueeze(-1), self.prompt_SLH[slot_T, at_T], spoken_TH)
+            hidden_TH = torch.where(
+                in_prompt_T.unsqueeze(-1), self.prompt_SLH[slot_T, at_T], spoken_TH
+            )
         return self.model(None, rope_3T, intermediate_tensors, inputs_embeds=hidden_TH)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:

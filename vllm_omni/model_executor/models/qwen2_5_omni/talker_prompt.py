@@ -32,10 +32,15 @@ class TalkerPrompt:
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
-        if self.prompt_LD.shape[0] != length or self.positions_3L.shape != (3, length) or not len(self.reply_RD):
+        if (
+            self.prompt_LD.shape[0] != length
+            or self.positions_3L.shape != (3, length)
+            or not len(self.reply_RD)
+        ):
             raise ValueError(
                 f"talker prompt of {length} tokens with {tuple(self.prompt_LD.shape)} embeddings, "
-                f"{tuple(self.positions_3L.shape)} positions and {tuple(self.reply_RD.shape)} reply rows"
+                f"{tuple(self.positions_3L.shape)} positions and {tuple(self.reply_RD.shape)} "
+                "reply rows"
             )
 
     def to_engine_input(self, request_id: str, slot: int) -> Any:
@@ -71,5 +76,7 @@ class TalkerPrompt:
 
 def read_item(data: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
     """Return `(prompt_LD, reply_RD, positions_3L, slot)` of a request's item, in the worker."""
-    prompt, reply, positions, slot = (data[name].data for name in ("prompt", "reply", "positions", "slot"))
+    prompt, reply, positions, slot = (
+        data[name].data for name in ("prompt", "reply", "positions", "slot")
+    )
     return prompt, reply, positions, int(slot.item())

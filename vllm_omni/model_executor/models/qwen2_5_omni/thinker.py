@@ -25,7 +25,9 @@ RESAMPLE_METHOD: Final = "pyav"
 class ThinkerProcessingInfo(Qwen2_5OmniThinkerProcessingInfo):
     def get_data_parser(self) -> MultiModalDataParser:
         parser: MultiModalDataParser = super().get_data_parser()
-        parser.audio_resampler = AudioResampler(parser.audio_resampler.target_sr, method=RESAMPLE_METHOD)
+        parser.audio_resampler = AudioResampler(
+            parser.audio_resampler.target_sr, method=RESAMPLE_METHOD
+        )
         return parser
 
 

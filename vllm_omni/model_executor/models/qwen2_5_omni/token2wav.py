@@ -65,7 +65,9 @@ class Token2WavPipeline(StepPipeline):
         model_options = parse_options(Token2WavModelOptions, omni.model, "omni.model")
         self.max_codes = model_options.max_codes
         self.path = Path(vllm_config.model_config.model)
-        config: Any = Qwen2_5OmniToken2WavConfig(**vllm_config.model_config.hf_config.token2wav_config)
+        config: Any = Qwen2_5OmniToken2WavConfig(
+            **vllm_config.model_config.hf_config.token2wav_config
+        )
         self.dit_config: Any = config.dit_config
         bigvgan: Any = config.bigvgan_config
         self.samples_per_code = self.dit_config.repeats * math.prod(bigvgan.upsample_rates)
@@ -78,16 +80,20 @@ class Token2WavPipeline(StepPipeline):
         """Load this stage's tensors from the files; `weights` (all tensors of the checkpoint) is
         not consumed."""
         state = dict(CheckpointTensors(self.path).below(_PREFIX))
-        # Strict: missing, unexpected and misshapen keys all raise. The resampling filters are derived, not stored.
+        # Strict: missing, unexpected and misshapen keys all raise. The resampling filters are
+        # derived, not stored.
         missing, unexpected = self.token2wav.load_state_dict(state, strict=False)
         missing = [name for name in missing if not name.endswith(".filter")]
         if missing or unexpected:
-            found = f"{len(missing)} missing {missing[:3]}, {len(unexpected)} unexpected {unexpected[:3]}"
+            found = (
+                f"{len(missing)} missing {missing[:3]}, {len(unexpected)} unexpected "
+                f"{unexpected[:3]}"
+            )
             raise ValueError(f"token2wav weights: {found}")
-        self.flow.forget()
+        self.flow.clear_graphs()
         return {name for name, _ in self.named_parameters()}
 
-    # -- the step protocol ---------------------------------------------------------------------------------------
+    # -- the step protocol -------------------------------------------------------------------------
 
     def session_nbytes(self, params: DiffusionParams) -> int:
         frames = self.max_codes * self.dit_config.repeats
@@ -95,7 +101,9 @@ class Token2WavPipeline(StepPipeline):
 
     def new_session(self, params: DiffusionParams) -> OneShotSession:
         if not params.one_shot:
-            raise RequestFailed("invalid_request", "token2wav keeps nothing between requests: send one_shot")
+            raise RequestFailed(
+                "invalid_request", "token2wav keeps nothing between requests: send one_shot"
+            )
         return OneShotSession(params.session_id, self.session_nbytes(params))
 
     def prepare_encode(self, request: Request) -> None:
@@ -106,10 +114,16 @@ class Token2WavPipeline(StepPipeline):
         except ValueError as error:
             raise RequestFailed("invalid_request", str(error)) from error
         if options.voice not in self.voices:
-            raise RequestFailed("invalid_request", f"voice {options.voice!r}; known: {', '.join(sorted(self.voices))}")
+            raise RequestFailed(
+                "invalid_request",
+                f"voice {options.voice!r}; known: {', '.join(sorted(self.voices))}",
+            )
         points = _TIME_POINTS if params.num_inference_steps is None else params.num_inference_steps
         if points < 2:
-            raise RequestFailed("invalid_request", f"num_inference_steps counts time points, at least 2, got {points}")
+            raise RequestFailed(
+                "invalid_request",
+                f"num_inference_steps counts time points, at least 2, got {points}",
+            )
         codes_1N = self._codes(request, options)
         device = self._device
         noise_1TM = self._noise(codes_1N.shape[1], params.seed or 0, options)
@@ -130,7 +144,8 @@ class Token2WavPipeline(StepPipeline):
             guidance=guidance,
             options=options,
             # Whole clips, and the last piece of each, are as long as they are.
-            comes_again=options.first_code is not None and noise_1TM.shape[1] % self.dit_config.block_size == 0,
+            comes_again=options.first_code is not None
+            and noise_1TM.shape[1] % self.dit_config.block_size == 0,
         )
         request.num_steps = points - 1
 
@@ -141,17 +156,27 @@ class Token2WavPipeline(StepPipeline):
     def _codes(self, request: Request, options: Token2WavRequestOptions) -> torch.Tensor:
         codes = request.tensors.get("codes")
         if codes is None or codes.dim() != 1 or codes.is_floating_point() or codes.numel() == 0:
-            raise RequestFailed("invalid_request", "tensor `codes` must hold codec tokens, integers [N] with N >= 1")
-        limit = min(self.max_codes, self.dit_config.max_position_embeddings // self.dit_config.repeats)
+            raise RequestFailed(
+                "invalid_request", "tensor `codes` must hold codec tokens, integers [N] with N >= 1"
+            )
+        limit = min(
+            self.max_codes, self.dit_config.max_position_embeddings // self.dit_config.repeats
+        )
         if codes.numel() > limit:
-            raise RequestFailed("invalid_request", f"{codes.numel()} codes arrived, a request may bring {limit}")
+            raise RequestFailed(
+                "invalid_request", f"{codes.numel()} codes arrived, a request may bring {limit}"
+            )
         low, high = int(codes.min()), int(codes.max())
         if low < 0 or high >= self.dit_config.num_embeds:
             raise RequestFailed(
-                "invalid_codes", f"codes must be from 0 to {self.dit_config.num_embeds - 1}, got {low} to {high}"
+                "invalid_codes",
+                f"codes must be from 0 to {self.dit_config.num_embeds - 1}, got {low} to {high}",
             )
         if options.left_codes + options.right_codes >= codes.numel():
-            raise RequestFailed("invalid_request", f"left_codes + right_codes leave nothing of {codes.numel()} codes")
+            raise RequestFailed(
+                "invalid_request",
+                f"left_codes + right_codes leave nothing of {codes.numel()} codes",
+            )
         return codes.long().unsqueeze(0)
 
     def _noise(self, num_codes: int, seed: int, options: Token2WavRequestOptions) -> torch.Tensor:
@@ -160,24 +185,44 @@ class Token2WavPipeline(StepPipeline):
             generator = torch.Generator().manual_seed(seed)
             return torch.randn([1, num_codes * repeats, mel], generator=generator)
         numbers = range(options.first_code, options.first_code + num_codes)
-        return torch.cat([standard_normal((repeats, mel), seed, number, 0) for number in numbers]).unsqueeze(0)
+        return torch.cat(
+            [standard_normal((repeats, mel), seed, number, 0) for number in numbers]
+        ).unsqueeze(0)
 
     def batch_key(self, request: Request) -> Hashable:
         clip: _Clip = request.work
         return clip.mel_1TM.shape, clip.conditions_GTD.shape, clip.comes_again
 
-    def denoise_step(self, batch: Sequence[Request], hidden: torch.Tensor | None = None) -> torch.Tensor:
-        """One interval of the solver for each request, at its own time; returns the change of mel, [B, T, M]."""
+    def denoise_step(
+        self, batch: Sequence[Request], hidden: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """One interval of the solver for each request, at its own time; returns the change of
+        mel, [B, T, M].
+        """
         clips: list[_Clip] = [request.work for request in batch]
         mel_BTM = torch.cat([clip.mel_1TM for clip in clips])
-        # All conditional halves first, then all others: chunk number h of each request's conditions is its half h.
-        halves = zip(*(clip.conditions_GTD.chunk(clip.conditions_GTD.shape[0]) for clip in clips), strict=True)
+        # All conditional halves first, then all others: chunk number h of each request's conditions
+        # is its half h.
+        halves = zip(
+            *(clip.conditions_GTD.chunk(clip.conditions_GTD.shape[0]) for clip in clips),
+            strict=True,
+        )
         conditions_GTD = torch.cat([part for half in halves for part in half])
-        guidance_B11 = torch.tensor([clip.guidance for clip in clips], device=mel_BTM.device).view(-1, 1, 1)
-        pairs = [clip.times[request.step : request.step + 2] for clip, request in zip(clips, batch, strict=True)]
+        guidance_B11 = torch.tensor([clip.guidance for clip in clips], device=mel_BTM.device).view(
+            -1, 1, 1
+        )
+        pairs = [
+            clip.times[request.step : request.step + 2]
+            for clip, request in zip(clips, batch, strict=True)
+        ]
         start_B11, end_B11 = torch.stack(pairs, dim=1).view(2, -1, 1, 1)
         return self.flow.interval(
-            mel_BTM, start_B11, end_B11, conditions_GTD, guidance_B11, comes_again=clips[0].comes_again
+            mel_BTM,
+            start_B11,
+            end_B11,
+            conditions_GTD,
+            guidance_B11,
+            comes_again=clips[0].comes_again,
         )
 
     def step_scheduler(self, batch: Sequence[Request], prediction: torch.Tensor) -> None:
@@ -195,7 +240,9 @@ class Token2WavPipeline(StepPipeline):
         meta = {"sample_rate": SAMPLE_RATE, "num_codes": clip.num_codes}
         if request.params.output == "latents":
             return meta, {"latents": clip.mel_1TM}
-        wave_S = self.token2wav.code2wav_bigvgan_model(clip.mel_1TM.permute(0, 2, 1)).reshape(-1).float()
+        wave_S = (
+            self.token2wav.code2wav_bigvgan_model(clip.mel_1TM.permute(0, 2, 1)).reshape(-1).float()
+        )
         first = clip.options.left_codes * self.samples_per_code
         last = wave_S.numel() - clip.options.right_codes * self.samples_per_code
         return meta, {"audio": wave_S[first:last].contiguous()}
@@ -206,8 +253,8 @@ class Token2WavPipeline(StepPipeline):
     def warmup_inputs(self) -> list[Inputs]:
         """Pieces as streams have them by default, whose second interval is captured, and a clip."""
         voice = {"voice": next(iter(self.voices))}
-        sizes = [size for size in SpeechDefaults().piece_sizes if size <= self.max_codes]
-        pieces: list[Inputs] = [
+        sizes = [size for size in SpeechDefaults().part_sizes if size <= self.max_codes]
+        components: list[Inputs] = [
             (
                 DiffusionParams(
                     session_id=f"warm-up-{size}",
@@ -219,11 +266,16 @@ class Token2WavPipeline(StepPipeline):
             )
             for size in sizes
         ]
-        clip = DiffusionParams(session_id="warm-up", one_shot=True, num_inference_steps=2, options=voice)
-        return [*pieces, (clip, {"codes": torch.zeros(min(self.max_codes, 256), dtype=torch.int64)})]
+        clip = DiffusionParams(
+            session_id="warm-up", one_shot=True, num_inference_steps=2, options=voice
+        )
+        return [
+            *components,
+            (clip, {"codes": torch.zeros(min(self.max_codes, 256), dtype=torch.int64)}),
+        ]
 
 
 if TYPE_CHECKING:
 
-    def _keeps_the_contract(model: Token2WavPipeline) -> SupportsStepExecution[OneShotSession, _Clip]:
+    def _meets_protocol(model: Token2WavPipeline) -> SupportsStepExecution[OneShotSession, _Clip]:
         return model

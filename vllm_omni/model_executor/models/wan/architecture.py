@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from vllm_omni.model_executor.checkpoint_quantization import DESCRIPTIONS
-from vllm_omni.model_executor.models.wan.latents import LATENT_CHANNELS, VAE_SPATIAL
+from vllm_omni.model_executor.checkpoint.quantization import DESCRIPTIONS
+from vllm_omni.model_executor.models.wan.vae.latents import LATENT_CHANNELS, VAE_SPATIAL
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,9 @@ class WanConfig:
 
     def __post_init__(self) -> None:
         if self.dim % self.num_heads or self.head_dim % 2 or self.head_dim < 6:
-            raise ValueError(f"dim {self.dim} over {self.num_heads} heads must give an even head size >= 6")
+            raise ValueError(
+                f"dim {self.dim} over {self.num_heads} heads must give an even head size >= 6"
+            )
         if self.patch_size != (1, 2, 2):
             raise ValueError(f"patch_size must be (1, 2, 2), got {self.patch_size}")
         if self.freq_dim % 2:
@@ -82,7 +84,9 @@ class ChunkTransformerConfig(WanConfig):
         """
         multiple = VAE_SPATIAL * self.patch_size[1]
         if height % multiple or width % multiple or min(height, width) < multiple:
-            raise ValueError(f"height and width must be multiples of {multiple} pixels, got {height}x{width}")
+            raise ValueError(
+                f"height and width must be multiples of {multiple} pixels, got {height}x{width}"
+            )
         return height // VAE_SPATIAL, width // VAE_SPATIAL
 
     def tokens_per_frame(self, height: int, width: int) -> int:
@@ -124,7 +128,14 @@ REQUIRED: dict[str, tuple[Any, ...]] = {
 }
 """Keys with the values that the code implements."""
 
-IGNORED = ("_diffusers_version", "_name_or_path", "rope_max_seq_len", "architectures", "torch_dtype", "dtype")
+IGNORED = (
+    "_diffusers_version",
+    "_name_or_path",
+    "rope_max_seq_len",
+    "architectures",
+    "torch_dtype",
+    "dtype",
+)
 """Keys that have no effect here (rotations are computed, so the sequence length is unlimited)."""
 
 
@@ -153,11 +164,15 @@ def check_keys(
     check_implemented(values, where, required)
 
 
-def check_implemented(values: Mapping[str, Any], where: str, required: Mapping[str, tuple[Any, ...]]) -> None:
+def check_implemented(
+    values: Mapping[str, Any], where: str, required: Mapping[str, tuple[Any, ...]]
+) -> None:
     """Raise ValueError for the first value of the config `where` that is not implemented."""
     for key, allowed in required.items():
         if key in values and values[key] not in allowed:
-            raise ValueError(f"{where} has {key} = {values[key]!r}; this model implements {allowed}")
+            raise ValueError(
+                f"{where} has {key} = {values[key]!r}; this model implements {allowed}"
+            )
 
 
 def read_architecture(
@@ -188,14 +203,18 @@ def read_architecture(
             continue
         value = tuple(values[key]) if key == "patch_size" else values[key]
         if name in fields and fields[name] != value:
-            raise ValueError(f"transformer config gives {name} twice: {fields[name]} and {value} ({key})")
+            raise ValueError(
+                f"transformer config gives {name} twice: {fields[name]} and {value} ({key})"
+            )
         fields[name] = value
     head_dim = fields.pop("attention_head_dim", None)
     if head_dim is not None:
         heads = fields.get("num_heads", default_heads)
         dim = fields.setdefault("dim", heads * head_dim)
         if dim != heads * head_dim:
-            raise ValueError(f"attention_head_dim {head_dim} contradicts dim {dim} over {heads} heads")
+            raise ValueError(
+                f"attention_head_dim {head_dim} contradicts dim {dim} over {heads} heads"
+            )
     else:
         fields.setdefault("dim", default_dim)
     return fields
@@ -286,7 +305,8 @@ class VAEConfig:
     def __post_init__(self) -> None:
         if len(self.temporal_downsample) != len(self.dim_mult) - 1:
             raise ValueError(
-                f"temporal_downsample needs {len(self.dim_mult) - 1} entries, one per level below the first of "
+                f"temporal_downsample needs {len(self.dim_mult) - 1} entries, one per level below "
+                "the first of "
                 f"dim_mult {self.dim_mult}, got {self.temporal_downsample}"
             )
         if len(self.latents_mean) != self.z_dim or len(self.latents_std) != self.z_dim:
@@ -315,22 +335,32 @@ class VAEConfig:
         values = {key: value for key, value in config.items() if not key.startswith("_")}
         for key, implemented in _IMPLEMENTED.items():
             if values.pop(key, implemented) != implemented:
-                raise ValueError(f"VAE config {key!r} must be {implemented!r} (Wan 2.1), got {config[key]!r}")
+                raise ValueError(
+                    f"VAE config {key!r} must be {implemented!r} (Wan 2.1), got {config[key]!r}"
+                )
         if values.pop("decoder_base_dim", None) not in (None, values.get("base_dim", cls.base_dim)):
-            raise ValueError(f"VAE config 'decoder_base_dim' must be null, got {config['decoder_base_dim']!r}")
-        factors = {name: values.pop(f"scale_factor_{name}", None) for name in ("spatial", "temporal")}
+            raise ValueError(
+                f"VAE config 'decoder_base_dim' must be null, got {config['decoder_base_dim']!r}"
+            )
+        factors = {
+            name: values.pop(f"scale_factor_{name}", None) for name in ("spatial", "temporal")
+        }
         if "temperal_downsample" in values:  # diffusers' spelling
             values["temporal_downsample"] = values.pop("temperal_downsample")
         known = cls.__dataclass_fields__
         if unknown := sorted(set(values) - set(known)):
-            raise ValueError(f"VAE config has unknown keys {', '.join(unknown)}; known: {', '.join(known)}")
+            raise ValueError(
+                f"VAE config has unknown keys {', '.join(unknown)}; known: {', '.join(known)}"
+            )
         arguments: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
         }
         vae = cls(**arguments)
         for name, factor in (("spatial", vae.spatial_factor), ("temporal", vae.temporal_factor)):
             if factors[name] not in (None, factor):
-                raise ValueError(f"VAE config scale_factor_{name} is {factors[name]}, its levels give {factor}")
+                raise ValueError(
+                    f"VAE config scale_factor_{name} is {factors[name]}, its levels give {factor}"
+                )
         return vae
 
     def to_dict(self) -> dict[str, Any]:

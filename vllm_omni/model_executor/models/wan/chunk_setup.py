@@ -12,20 +12,28 @@ from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.models.wan.architecture import ChunkTransformerConfig, VAEConfig
-from vllm_omni.model_executor.models.wan.checkpoint import WanComponents
-from vllm_omni.model_executor.models.wan.chunk_decoder import ChunkDecoder
-from vllm_omni.model_executor.models.wan.fused_decoder import fused_decoder
-from vllm_omni.model_executor.models.wan.image_encoder import ImageEncoder
-from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
-from vllm_omni.model_executor.models.wan.split_decode import RowBands
+from vllm_omni.model_executor.models.wan.checkpoint.layout import WanComponents
+from vllm_omni.model_executor.models.wan.checkpoint.loading import load_component_weights
+from vllm_omni.model_executor.models.wan.images.image_encoder import ImageEncoder
 from vllm_omni.model_executor.models.wan.splits import check_decoder_split
-from vllm_omni.model_executor.models.wan.text_encoder import AwaitedText, TextEncoder, text_encoder_of
-from vllm_omni.model_executor.models.wan.tiny_vae import TinyVAEDecoder, load_wanted, tiny_vae_channels
-from vllm_omni.model_executor.models.wan.vae import Rounding, StreamingWanVAE
-from vllm_omni.model_executor.models.wan.weights import load_pieces
+from vllm_omni.model_executor.models.wan.text_encoder.encoder import (
+    AwaitedText,
+    TextEncoder,
+    text_encoder_of,
+)
+from vllm_omni.model_executor.models.wan.text_encoder.prompts import SharedPrompts
+from vllm_omni.model_executor.models.wan.vae.chunk_decoder import ChunkDecoder
+from vllm_omni.model_executor.models.wan.vae.fused_decoder import fused_decoder
+from vllm_omni.model_executor.models.wan.vae.split_decode import RowBands
+from vllm_omni.model_executor.models.wan.vae.tiny_vae import (
+    TinyVAEDecoder,
+    load_wanted,
+    tiny_vae_channels,
+)
+from vllm_omni.model_executor.models.wan.vae.vae import Rounding, StreamingWanVAE
 from vllm_omni.model_executor.streaming.options import StreamingOptions
 from vllm_omni.model_executor.streaming.setup import StreamingSetup
-from vllm_omni.model_executor.streaming.stream import Stream
+from vllm_omni.model_executor.streaming.stream import StreamModelSetup
 
 Config = TypeVar("Config", bound=ChunkTransformerConfig)
 Options = TypeVar("Options", bound=StreamingOptions)
@@ -44,7 +52,10 @@ class WanChunkSetup(StreamingSetup[Config, Options], Generic[Config, Options]):
 
     @classmethod
     def own_fields(
-        cls, checkpoint: Mapping[str, Any], stream: Stream[Config, Options], omni: OmniConfig
+        cls,
+        checkpoint: Mapping[str, Any],
+        stream: StreamModelSetup[Config, Options],
+        omni: OmniConfig,
     ) -> dict[str, Any]:
         check_decoder_split(stream.options.decoder, omni)
         return {
@@ -68,7 +79,7 @@ class WanChunkSetup(StreamingSetup[Config, Options], Generic[Config, Options]):
         return None if self.wants_tiny_vae is None else tiny_vae_channels(self.layout.tiny_vae)
 
 
-# -- the parts ---------------------------------------------------------------------------------------------------------
+# -- the parts -------------------------------------------------------------------------------------
 
 
 class WanParts(Protocol):
@@ -107,11 +118,15 @@ def build_text_encoder(setup: WanChunkSetup[Any, Any]) -> TextEncoder | AwaitedT
 
 
 def build_image_encoder(setup: WanChunkSetup[Any, Any]) -> ImageEncoder | None:
-    """Build the encoder of images for cross-attention, if the model has one and this rank holds layers."""
+    """Build the encoder of images for cross-attention, if the model has one and this rank holds
+    layers.
+    """
     if not setup.image_config or setup.parallel.is_vae_stage:
         return None
     options: StreamingOptions = setup.options
-    return ImageEncoder(setup.image_config, device=options.text_encoder_device or "model", dtype=setup.dtype)
+    return ImageEncoder(
+        setup.image_config, device=options.text_encoder_device or "model", dtype=setup.dtype
+    )
 
 
 def build_autoencoders(
@@ -132,7 +147,7 @@ def build_autoencoders(
         continuation: See `ChunkDecoder`.
     """
     dtype, decodes = setup.options.vae_torch_dtype(setup.dtype), setup.parallel.decodes
-    bands = RowBands.of(setup.parallel)
+    bands = RowBands.of_parallel(setup.parallel)
     vae = StreamingWanVAE(
         setup.vae_config,
         encoder=encodes,
@@ -150,12 +165,17 @@ def build_autoencoders(
     if tiny is not None and setup.options.decoder == "tiny":
         return Autoencoders(vae, tiny, ChunkDecoder(tiny, rounding=rounding))
     height, width = setup.config.latent_size(setup.omni.height, setup.omni.width)
-    decoder = ChunkDecoder(vae, tiny, rounding=rounding, continuation=continuation, largest_cells=height * width)
+    decoder = ChunkDecoder(
+        vae, tiny, rounding=rounding, continuation=continuation, largest_cells=height * width
+    )
     return Autoencoders(vae, tiny, decoder)
 
 
 def load_parts(
-    model: WanParts, layout: WanComponents, load_transformer: Callable[[], None], wants_tiny_vae: str | None
+    model: WanParts,
+    layout: WanComponents,
+    load_transformer: Callable[[], None],
+    wants_tiny_vae: str | None,
 ) -> None:
     """Fill every parameter that this rank has, strictly.
 
@@ -169,7 +189,7 @@ def load_parts(
         ValueError: A component is missing or does not fit.
     """
     vae = model.vae if model.vae.has_encoder or model.vae.has_decoder else None
-    load_pieces(layout, load_transformer, vae, model.text_encoder, model.image_encoder)
+    load_component_weights(layout, load_transformer, vae, model.text_encoder, model.image_encoder)
     load_wanted(model.tiny_vae, layout, wants_tiny_vae)
-    model.transformer.forget()
-    model.prompts.forget()
+    model.transformer.clear_derived()
+    model.prompts.clear_prompt()

@@ -36,4 +36,6 @@ class LastTapConv3d(WanCausalConv3d):
 
 def use_last_taps(network: nn.Module) -> None:
     """Replace, in place, those causal convolutions of a network that are diffusers' own."""
-    replace_layers(network, lambda layer: LastTapConv3d(layer) if type(layer) is WanCausalConv3d else None)
+    replace_layers(
+        network, lambda layer: LastTapConv3d(layer) if type(layer) is WanCausalConv3d else None
+    )

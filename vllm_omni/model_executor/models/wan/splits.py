@@ -5,7 +5,7 @@ configured."""
 from collections.abc import Mapping
 
 from vllm_omni.config import OmniConfig
-from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.models.wan.architecture import WanConfig
 
 
@@ -36,24 +36,32 @@ def check_split(
 
 
 def check_parts(
-    num_layers: int, counts: Mapping[str, int], omni: OmniConfig, ranks: int, stages: int, layer_stages: int
+    num_layers: int,
+    counts: Mapping[str, int],
+    omni: OmniConfig,
+    ranks: int,
+    stages: int,
+    layer_stages: int,
 ) -> None:
     """Run `check_split` for any network.
 
     `counts` are the numbers that must be divisible by `ranks`, and `layer_stages` is the number of
     stages with layers.
     """
-    place = ParallelContext(size=ranks, num_stages=layer_stages, partition=omni.partition)
+    position = ParallelContext(size=ranks, num_stages=layer_stages, partition=omni.partition)
     for name, count in counts.items():
-        place.check_divisible(count, name)
+        position.check_divisible(count, name)
     if layer_stages > num_layers:
         raise ValueError(
-            f"--pipeline-parallel-size {stages}: {num_layers} layers can not be cut into {layer_stages} stages"
+            f"--pipeline-parallel-size {stages}: {num_layers} layers can not be cut into "
+            f"{layer_stages} stages"
         )
-    place.layers(num_layers)
+    position.layers(num_layers)
 
 
 def check_decoder_split(decoder: str, omni: OmniConfig) -> None:
     """Raise ValueError if ranks are configured to share a decoder that cannot be split."""
     if decoder == "tiny" and omni.vae_parallel:
-        raise ValueError("omni.vae_parallel splits decoder 'wan' over ranks; decoder 'tiny' is too small to gain")
+        raise ValueError(
+            "omni.vae_parallel splits decoder 'wan' over ranks; decoder 'tiny' is too small to gain"
+        )

@@ -24,7 +24,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, WanResample, WanRMS_norm
+from diffusers.models.autoencoders.autoencoder_kl_wan import (
+    WanCausalConv3d,
+    WanResample,
+    WanRMS_norm,
+)
 from torch import nn
 from torch.nn import functional
 
@@ -34,7 +38,9 @@ from torch.nn import functional
 def cached_convolution(
     convolution: WanCausalConv3d, x_BCTHW: torch.Tensor, feat_cache: list[Any], feat_idx: list[int]
 ) -> torch.Tensor:
-    """Convolve frames behind those of the cache, and keep the newest of both (as many as there were) for the next."""
+    """Convolve frames behind those of the cache, and keep the newest of both (as many as there
+    were) for the next.
+    """
     index = feat_idx[0]
     past = feat_cache[index]
     feat_cache[index] = torch.cat((past, x_BCTHW), dim=2)[:, :, -past.shape[2] :].clone()
@@ -43,10 +49,13 @@ def cached_convolution(
 
 
 class StreamedUpsample(WanResample):
-    """Upsampling of streams in space, and in time if the mode says so. Takes over the layers of `whole`.
+    """Upsampling of streams in space, and in time if the mode says so.
 
-    Its result lies channels-last, also in a dimension of one frame, if convolutions give that (on CUDA). Of diffusers'
-    own, torch would conclude otherwise and turn round all that the next convolution remembers.
+    Takes over the layers of `whole`.
+
+    Its result lies channels-last, also in a dimension of one frame, if convolutions give that (on
+    CUDA). Of diffusers' own, torch would conclude otherwise and turn round all that the next
+    convolution remembers.
     """
 
     def __init__(self, whole: WanResample) -> None:
@@ -57,19 +66,33 @@ class StreamedUpsample(WanResample):
             self.time_conv = whole.time_conv
 
     def forward(
-        self, x_BCTHW: torch.Tensor, feat_cache: list[Any] | None = None, feat_idx: list[int] | None = None
+        self,
+        x_BCTHW: torch.Tensor,
+        feat_cache: list[Any] | None = None,
+        feat_idx: list[int] | None = None,
     ) -> torch.Tensor:
-        """[B, C, T, H, W] -> [B, C / 2, T or 2 T, 2 H, 2 W]; a stream's first latent is not upsampled in time."""
+        """[B, C, T, H, W] -> [B, C / 2, T or 2 T, 2 H, 2 W]; a stream's first latent is not
+        upsampled in time.
+        """
         frames = x_BCTHW.transpose(1, 2).flatten(0, 1)
         if self.mode == "upsample3d":
-            if feat_cache is None or feat_idx is None or not isinstance(feat_cache[feat_idx[0]], torch.Tensor):
+            if (
+                feat_cache is None
+                or feat_idx is None
+                or not isinstance(feat_cache[feat_idx[0]], torch.Tensor)
+            ):
                 return super().forward(x_BCTHW, feat_cache, feat_idx)
-            pairs_B2CTHW = cached_convolution(self.time_conv, x_BCTHW, feat_cache, feat_idx).unflatten(1, (2, -1))
+            pairs_B2CTHW = cached_convolution(
+                self.time_conv, x_BCTHW, feat_cache, feat_idx
+            ).unflatten(1, (2, -1))
             frames = pairs_B2CTHW.permute(0, 3, 1, 2, 4, 5).flatten(0, 2)
         out = self.resample(frames)
         streams = len(x_BCTHW)
-        # Not `unflatten` for one stream: of one frame it leaves strides that torch no longer takes for channels-last.
-        return (out.unsqueeze(0) if streams == 1 else out.unflatten(0, (streams, -1))).transpose(1, 2)
+        # Not `unflatten` for one stream: of one frame it leaves strides that torch no longer takes
+        # for channels-last.
+        return (out.unsqueeze(0) if streams == 1 else out.unflatten(0, (streams, -1))).transpose(
+            1, 2
+        )
 
 
 def stream_upsamplers(decoder: nn.Module) -> None:
@@ -83,8 +106,12 @@ def _streamed(layer: nn.Module) -> nn.Module | None:
     return None
 
 
-def replace_layers(network: nn.Module, replacement: Callable[[nn.Module], nn.Module | None]) -> None:
-    """Put `replacement(layer)` in the place of each layer, throughout `network`; None = it stays."""
+def replace_layers(
+    network: nn.Module, replacement: Callable[[nn.Module], nn.Module | None]
+) -> None:
+    """Put `replacement(layer)` in the place of each layer, throughout `network`; None = it
+    stays.
+    """
     for parent in list(network.modules()):
         for name, layer in list(parent.named_children()):
             other = replacement(layer)
@@ -105,7 +132,9 @@ class FoldedCausalConv3d(WanCausalConv3d):
 
     @property
     def weight_2d(self) -> torch.Tensor:
-        """[O, taps C, kH, kW]: a view of `weight`, unless somebody has put a tensor of other strides in its place."""
+        """[O, taps C, kH, kW]: a view of `weight`, unless somebody has put a tensor of other
+        strides in its place.
+        """
         return folded(self.weight)
 
     def forward(self, x_BCTHW: torch.Tensor, cache_x: torch.Tensor | None = None) -> torch.Tensor:
@@ -123,14 +152,20 @@ class FoldedCausalConv3d(WanCausalConv3d):
             last = (x.shape[2] - taps) // step * step
             x = torch.cat([x[:, :, tap : tap + last + 1 : step] for tap in range(taps)], dim=1)
         frames = x.transpose(1, 2)
-        out = functional.conv2d(frames.flatten(0, 1), self.weight_2d, self.bias, self.stride[1:], self.padding_HW)
-        # Not `unflatten` for one clip: of one frame it leaves strides that torch no longer takes for channels-last.
+        out = functional.conv2d(
+            frames.flatten(0, 1), self.weight_2d, self.bias, self.stride[1:], self.padding_HW
+        )
+        # Not `unflatten` for one clip: of one frame it leaves strides that torch no longer takes
+        # for channels-last.
         clips = out.unsqueeze(0) if len(frames) == 1 else out.unflatten(0, frames.shape[:2])
         return clips.transpose(1, 2)
 
 
 class CPURMSNorm(WanRMS_norm):
-    """Normalisation over channels in few passes. Takes over the layer `whole`; below fp32 it is diffusers' own."""
+    """Normalisation over channels in few passes.
+
+    Takes over the layer `whole`; below fp32 it is diffusers' own.
+    """
 
     def __init__(self, whole: WanRMS_norm) -> None:
         nn.Module.__init__(self)
@@ -143,7 +178,9 @@ class CPURMSNorm(WanRMS_norm):
         channels = x.shape[1]
         x_C = x.movedim(1, -1)
         # A product with a vector: torch's own sum over so few channels takes longer.
-        squares = torch.mv(x_C.square().reshape(-1, channels), x.new_full((channels,), 1 / channels))
+        squares = torch.mv(
+            x_C.square().reshape(-1, channels), x.new_full((channels,), 1 / channels)
+        )
         scale = squares.add_(_TINY).rsqrt_().view(*x_C.shape[:-1], 1)
         return (x_C * scale).mul_(self.gamma.flatten()).movedim(-1, 1)
 
@@ -153,9 +190,11 @@ _TINY = 1e-30
 
 
 def use_cpu_layers(network: Any) -> None:
-    """Replace, in place, layers that a CPU computes slowly, in a Wan encoder, decoder or autoencoder on a CPU.
+    """Replace, in place, layers that a CPU computes slowly, in a Wan encoder, decoder or
+    autoencoder on a CPU.
 
-    network: a module; layers on other devices stay as they are. Parameters keep their names, values and identity.
+    network: a module; layers on other devices stay as they are. Parameters keep their names, values
+    and identity.
     """
     if any(parameter.device.type != "cpu" for parameter in network.parameters()):
         return
@@ -174,7 +213,9 @@ def _cpu_layer(layer: nn.Module) -> nn.Module | None:
 
 
 def fold_memory(weight_OCTHW: torch.Tensor) -> torch.Tensor:
-    """The same tensor with its memory in the order O, H, W, T, C: channels-last for the 2-D convolution."""
+    """The same tensor with its memory in the order O, H, W, T, C: channels-last for the 2-D
+    convolution.
+    """
     return weight_OCTHW.permute(0, 3, 4, 2, 1).contiguous().permute(0, 4, 3, 1, 2)
 
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from vllm_omni.model_executor.checkpoint_quantization import quantization_of
-from vllm_omni.model_executor.models.wan.checkpoint import WanComponents
-from vllm_omni.model_executor.models.wan.transformer_weights import TRANSFORMER_RULES
+from vllm_omni.model_executor.checkpoint.quantization import quantization_of
+from vllm_omni.model_executor.checkpoint.tensor_files import read_json
+from vllm_omni.model_executor.models.wan.checkpoint.layout import WanComponents
+from vllm_omni.model_executor.models.wan.transformer.weights import TRANSFORMER_RULES
 from vllm_omni.model_executor.models.wan2_2.config import Kind, Wan22Checkpoint, Wan22Config
-from vllm_omni.model_executor.tensor_files import read_json
 
 PIPELINES = ("WanPipeline", "WanImageToVideoPipeline")
 SCHEDULERS = ("UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler")
@@ -47,7 +47,9 @@ class Wan22Layout(WanComponents):
             raise ValueError(f"{self.root} lacks the folder vae/ with a config.json")
         stored = read_json(self.vae / "config.json")
         if stored.get("_class_name") != "AutoencoderKLWan":
-            raise ValueError(f"{self.vae}/config.json has _class_name {stored.get('_class_name')!r}")
+            raise ValueError(
+                f"{self.vae}/config.json has _class_name {stored.get('_class_name')!r}"
+            )
         return {key: value for key, value in stored.items() if not key.startswith("_")}
 
     def scheduler_values(self) -> dict[str, Any]:
@@ -56,11 +58,12 @@ class Wan22Layout(WanComponents):
         values = read_json(self.root / "scheduler" / "scheduler_config.json")
         if values.get("_class_name") not in SCHEDULERS:
             raise ValueError(
-                f"{self.root}/scheduler has _class_name {values.get('_class_name')!r}; allowed: {', '.join(SCHEDULERS)}"
+                f"{self.root}/scheduler has _class_name {values.get('_class_name')!r}; allowed: "
+                f"{', '.join(SCHEDULERS)}"
             )
         return values
 
-    def facts(self) -> Wan22Checkpoint:
+    def info(self) -> Wan22Checkpoint:
         """Return the combined fields of index, VAE and transformer. Raises ValueError if they
         contradict each other."""
         vae = {**_VAE_DEFAULTS, **self.vae_values()}
@@ -73,9 +76,10 @@ class Wan22Layout(WanComponents):
         if (ratio is None) != (self.transformer_2 is None):
             raise ValueError(
                 f"{self.root}/model_index.json: boundary_ratio {ratio} and transformer_2 "
-                f"{'absent' if self.transformer_2 is None else 'present'}; two experts need both, one network neither"
+                f"{'absent' if self.transformer_2 is None else 'present'}; two experts need both, "
+                "one network neither"
             )
-        facts = Wan22Checkpoint(
+        info = Wan22Checkpoint(
             kind=kind,
             boundary_ratio=None if ratio is None else float(ratio),
             z_dim=int(vae["z_dim"]),
@@ -83,31 +87,37 @@ class Wan22Layout(WanComponents):
             temporal_factor=int(vae["scale_factor_temporal"]),
         )
         config = Wan22Config.from_checkpoint(self.transformer_config())
-        if (config.in_channels, config.out_channels) != (facts.in_channels, facts.z_dim):
+        if (config.in_channels, config.out_channels) != (info.in_channels, info.z_dim):
             raise ValueError(
-                f"{self.root}: a {kind} transformer over this VAE has {facts.in_channels} channels in and "
-                f"{facts.z_dim} out, this one {config.in_channels} and {config.out_channels}"
+                f"{self.root}: a {kind} transformer over this VAE has {info.in_channels} "
+                "channels in and "
+                f"{info.z_dim} out, this one {config.in_channels} and {config.out_channels}"
             )
         if self.transformer_2 is not None:
             second = Wan22Config.from_checkpoint(read_json(self.transformer_2 / "config.json"))
             if second != config:
-                raise ValueError(f"{self.root}: transformer and transformer_2 have different architectures")
-        return facts
+                raise ValueError(
+                    f"{self.root}: transformer and transformer_2 have different architectures"
+                )
+        return info
 
 
 def find_layout(path: Path) -> Wan22Layout:
     """Locate the components in `path`. Raises ValueError (one line)."""
     index = read_json(path / "model_index.json")
     if index.get("_class_name") not in PIPELINES:
-        raise ValueError(f"{path} is a {index.get('_class_name')!r}; this model serves {' and '.join(PIPELINES)}")
+        raise ValueError(
+            f"{path} is a {index.get('_class_name')!r}; this model serves {' and '.join(PIPELINES)}"
+        )
     if _named(index, "image_encoder"):
         raise ValueError(
-            f"{path} conditions on a CLIP image encoder (Wan 2.1 image-to-video), which is left to diffusers"
+            f"{path} conditions on a CLIP image encoder (Wan 2.1 image-to-video), which is left to "
+            "diffusers"
         )
     if not (path / "transformer" / "config.json").is_file():
         raise ValueError(f"{path} lacks transformer/config.json")
     second = path / "transformer_2" if _named(index, "transformer_2") else None
-    return Wan22Layout.of(path, path / "transformer", transformer_2=second, index=index)
+    return Wan22Layout.of_folder(path, path / "transformer", transformer_2=second, index=index)
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -120,18 +130,20 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def hf_config(path: Path) -> dict[str, Any]:
-    """Return the fields of vLLM's config object for this checkpoint, JSON types only; needs no weights.
+    """Return the fields of vLLM's config object for this checkpoint, JSON types only; needs no
+    weights.
 
-    Besides the keys vLLM reads: `wan2_2` with `transformer`, `vae`, `umt5` and `scheduler` (their configs) and `facts`
-    (the fields of `Wan22Checkpoint`). Raises ValueError.
+    Besides the keys vLLM reads: `wan2_2` with `transformer`, `vae`, `umt5` and `scheduler` (their
+    configs) and `info` (the fields of `Wan22Checkpoint`). Raises ValueError.
     """
     layout = find_layout(path)
-    transformer, facts = layout.transformer_config(), layout.facts()
+    transformer, info = layout.transformer_config(), layout.info()
     config = Wan22Config.from_checkpoint(transformer)
     text = layout.text_config()
     if text["d_model"] != config.text_dim:
         raise ValueError(
-            f"{path}: the text encoder gives rows of {text['d_model']}, the transformer takes {config.text_dim}"
+            f"{path}: the text encoder gives rows of {text['d_model']}, the transformer takes "
+            f"{config.text_dim}"
         )
     return {
         "architectures": ["Wan22Pipeline"],
@@ -147,7 +159,7 @@ def hf_config(path: Path) -> dict[str, Any]:
             "vae": layout.vae_values(),
             "umt5": text,
             "scheduler": layout.scheduler_values(),
-            "facts": vars(facts),
+            "facts": vars(info),
         },
     }
 
@@ -171,7 +183,9 @@ def check_vae_keys(values: dict[str, Any]) -> None:
 
     known = set(inspect.signature(AutoencoderKLWan.__init__).parameters) - {"self"}
     if unknown := sorted(set(values) - known):
-        raise ValueError(f"VAE config has unknown keys {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+        raise ValueError(
+            f"VAE config has unknown keys {', '.join(unknown)}; known: {', '.join(sorted(known))}"
+        )
 
 
 def _named(index: dict[str, Any], component: str) -> bool:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Wan 2.2 (or 2.1) checkpoint: its network, its conditions, and how it is served.
 
-`Wan22Config` is the network, `Wan22Checkpoint` adds the fields of `model_index.json`, `Wan22Options` are a deployment's
-under `additional_config["omni"]["model"]`, `Wan22RequestOptions` a request's under `options`.
+`Wan22Config` is the network, `Wan22Checkpoint` adds the fields of `model_index.json`,
+`Wan22Options` are a deployment's under `additional_config["omni"]["model"]`, `Wan22RequestOptions`
+a request's under `options`.
 Held by tests/model_executor/models/wan2_2/test_wan22_pipeline.py.
 """
 
@@ -37,8 +38,13 @@ class Wan22Config(WanConfig):
 
     @classmethod
     def from_checkpoint(cls, values: Mapping[str, Any]) -> "Wan22Config":
-        """Read diffusers' `transformer/config.json`. Raises ValueError naming unknown keys and unknown values."""
-        return cls(**read_architecture(values, _RENAMED, _REQUIRED, _IGNORED, cls.num_heads, cls.dim))
+        """Read diffusers' `transformer/config.json`.
+
+        Raises ValueError naming unknown keys and unknown values.
+        """
+        return cls(
+            **read_architecture(values, _RENAMED, _REQUIRED, _IGNORED, cls.num_heads, cls.dim)
+        )
 
 
 _RENAMED = {
@@ -98,7 +104,8 @@ class Wan22Checkpoint:
         if (num_frames - 1) % self.temporal_factor:
             near = 1 + (num_frames - 1) // self.temporal_factor * self.temporal_factor
             raise ValueError(
-                f"num_frames must be 1 + a multiple of {self.temporal_factor}, got {num_frames}; try {near}"
+                f"num_frames must be 1 + a multiple of {self.temporal_factor}, got {num_frames}; "
+                f"try {near}"
             )
         return 1 + (num_frames - 1) // self.temporal_factor
 
@@ -107,7 +114,9 @@ class Wan22Checkpoint:
         `size_multiple`."""
         multiple = self.size_multiple
         if height % multiple or width % multiple or min(height, width) < multiple:
-            raise ValueError(f"height and width must be multiples of {multiple} pixels, got {height}x{width}")
+            raise ValueError(
+                f"height and width must be multiples of {multiple} pixels, got {height}x{width}"
+            )
         return height // self.spatial_factor, width // self.spatial_factor
 
     @property
@@ -169,13 +178,15 @@ class Wan22Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 class Wan22Options(ModelOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`ModelOptions`, and Wan 2.2's own.
 
-    defaults: num_inference_steps, guidance_scale, guidance_scale_2 (below the boundary), num_frames, fps,
-    negative_prompt and flow_shift of requests that name none.
-    max_num_frames: the longest video of a request. max_num_inference_steps: the most steps of a request.
-    text_encoder_device: None = beside the transformer; `cpu` saves device memory (10.6 GiB for umt5-xxl).
+    defaults: num_inference_steps, guidance_scale, guidance_scale_2 (below the boundary),
+    num_frames, fps, negative_prompt and flow_shift of requests that name none.
+    max_num_frames: the longest video of a request. max_num_inference_steps: the most steps of a
+    request.
+    text_encoder_device: None = beside the transformer; `cpu` saves device memory (10.6 GiB for
+    umt5-xxl).
     vae_tiling: decode in overlapping tiles, and one picture at a time, for less memory (not exact).
-    cfg_parallel: use two of the tensor-parallel ranks for the two branches of classifier-free guidance instead: each
-    runs one, with all weights.
+    cfg_parallel: use two of the tensor-parallel ranks for the two branches of classifier-free
+    guidance instead: each runs one, with all weights.
     """
 
     defaults: Wan22Defaults = Wan22Defaults()
@@ -191,11 +202,14 @@ class Wan22Options(ModelOptions, frozen=True, forbid_unknown_fields=True, kw_onl
         """Parse the options. Raises ValueError with the value and the allowed ones."""
         parsed = parse_options(cls, options, "omni.model")
         if parsed.cfg_parallel and parsed.sequence_parallel:
-            raise ValueError("omni.model: cfg_parallel and sequence_parallel both take the tensor-parallel ranks")
+            raise ValueError(
+                "omni.model: cfg_parallel and sequence_parallel both take the tensor-parallel ranks"
+            )
         frames = parsed.defaults.num_frames
         if frames is not None and frames > parsed.max_num_frames:
             raise ValueError(
-                f"omni.model: defaults.num_frames {frames} is more than max_num_frames {parsed.max_num_frames}"
+                f"omni.model: defaults.num_frames {frames} is more than max_num_frames "
+                f"{parsed.max_num_frames}"
             )
         return parsed
 
@@ -203,9 +217,9 @@ class Wan22Options(ModelOptions, frozen=True, forbid_unknown_fields=True, kw_onl
 class Wan22RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`DiffusionParams.options`.
 
-    guidance_scale_2: guidance below the boundary; None = the request's `guidance_scale` if it names one that is not the
-    default, else the deployment's. flow_shift: of the noise schedule. step_cache: leave out steps whose prediction
-    changes little (`step_cache.py`).
+    guidance_scale_2: guidance below the boundary; None = the request's `guidance_scale` if it names
+    one that is not the default, else the deployment's. flow_shift: of the noise schedule.
+    step_cache: leave out steps whose prediction changes little (`step_cache.py`).
     """
 
     guidance_scale_2: Guidance | None = None

@@ -44,7 +44,10 @@ def _check_parallel(config: dict[str, Any], omni: OmniConfig, ranks: int, stages
 
 
 def _capabilities(config: dict[str, Any], omni: OmniConfig) -> Capabilities:
-    checkpoint, options = Wan22Checkpoint(**config["wan2_2"]["facts"]), Wan22Options.parse(omni.model)
+    checkpoint, options = (
+        Wan22Checkpoint(**config["wan2_2"]["facts"]),
+        Wan22Options.parse(omni.model),
+    )
     best = recommended(checkpoint)
     return Capabilities(
         tasks=_TASKS[checkpoint.kind],

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 
 _BRANCHES = 2
 
@@ -22,7 +22,8 @@ def check_guidance_ranks(ranks: int) -> None:
     """Raise ValueError unless there is one rank per branch."""
     if ranks != _BRANCHES:
         raise ValueError(
-            f"omni.model: cfg_parallel runs two branches on two ranks: pass --tensor-parallel-size {_BRANCHES}, "
+            "omni.model: cfg_parallel runs two branches on two ranks: pass --tensor-parallel-size "
+            f"{_BRANCHES}, "
             f"got {ranks}"
         )
 
@@ -37,7 +38,7 @@ class GuidanceRanks:
     """Process group of the two ranks."""
 
     @classmethod
-    def of(cls, parallel: ParallelContext) -> "GuidanceRanks":
+    def of_parallel(cls, parallel: ParallelContext) -> "GuidanceRanks":
         """Use the ranks that would otherwise shard each layer. Raises ValueError unless there are
         two."""
         check_guidance_ranks(parallel.size)
@@ -53,4 +54,6 @@ class GuidanceRanks:
         request (collective)."""
         parts = [torch.empty_like(predictions) for _ in range(_BRANCHES)]
         dist.all_gather(parts, predictions.contiguous(), group=self.group)
-        return torch.stack([parts[branch][row] for row, count in enumerate(branches) for branch in range(count)])
+        return torch.stack(
+            [parts[branch][row] for row, count in enumerate(branches) for branch in range(count)]
+        )

@@ -8,12 +8,19 @@ from the tensors. The licences of the weights are on their model cards.
 
 from pathlib import Path
 
-from vllm_omni.model_executor.hub import HubPiece
+from vllm_omni.model_executor.checkpoint.hub import HubComponent
 
 PIECES = (
-    HubPiece(
+    HubComponent(
         "Wan-AI/Wan2.2-TI2V-5B-Diffusers",
-        ("model_index.json", "scheduler/*", "tokenizer/*", "text_encoder/*", "transformer/*", "vae/*"),
+        (
+            "model_index.json",
+            "scheduler/*",
+            "tokenizer/*",
+            "text_encoder/*",
+            "transformer/*",
+            "vae/*",
+        ),
         "",
         34.0,
     ),
@@ -21,21 +28,29 @@ PIECES = (
 
 
 def check_complete(path: Path) -> None:
-    """Raise ValueError unless every piece is there and the transformers' tensors have the right names and shapes.
+    """Raise ValueError unless every piece is there and the transformers' tensors have the right
+    names and shapes.
 
-    Only file names and headers are read. The other components' tensors are checked when they are loaded.
+    Only file names and headers are read. The other components' tensors are checked when they are
+    loaded.
     """
-    from vllm_omni.model_executor.models.wan.transformer_weights import TRANSFORMER_RULES, transformer_shapes
+    from vllm_omni.model_executor.checkpoint.loading import check_shapes, rename
+    from vllm_omni.model_executor.checkpoint.tensor_files import open_tensors
+    from vllm_omni.model_executor.models.wan.transformer.weights import (
+        TRANSFORMER_RULES,
+        transformer_shapes,
+    )
     from vllm_omni.model_executor.models.wan2_2.checkpoint import find_layout
     from vllm_omni.model_executor.models.wan2_2.config import Wan22Config
-    from vllm_omni.model_executor.tensor_files import open_tensors
-    from vllm_omni.model_executor.weights import check_shapes, rename
 
     layout = find_layout(path)
-    layout.facts()
+    layout.info()
     layout.require("transformer", "vae", "text_encoder", "tokenizer")
     expected = transformer_shapes(Wan22Config.from_checkpoint(layout.transformer_config()))
     for folder in (layout.transformer, layout.transformer_2):
         if folder is not None:
-            found = {rename(name, TRANSFORMER_RULES): shape for name, shape in open_tensors(folder).shapes.items()}
+            found = {
+                rename(name, TRANSFORMER_RULES): shape
+                for name, shape in open_tensors(folder).shapes.items()
+            }
             check_shapes(found, expected, str(folder))

@@ -4,18 +4,21 @@
     x = noise(seed)                                            prepare_encode
     for t in UniPC timesteps:
         net = transformer if t >= boundary else transformer_2
-        v   = net([x, x], t, [prompt, negative prompt])        denoise_step: both branches are rows of one forward
+        v
+            = net([x, x], t, [prompt, negative prompt])        denoise_step: both branches are
+            rows of one forward
         v   = v_neg + guidance (v - v_neg)
         x   = UniPC step(v, t, x)                              step_scheduler
     frames = vae.decode(x)                                     post_decode
-                                                               commit: a one-shot session keeps nothing
+                                                               commit: a one-shot session keeps
+                                                               nothing
 
-A start picture enters in one of two ways. `i2v`: the VAE's latents of [picture, grey, grey, ...] and a mask stand
-beside x as further input channels. `ti2v`: the picture's latents replace x in the first latent frame, whose tokens are
-fed timestep 0.
+A start picture enters in one of two ways. `i2v`: the VAE's latents of [picture, grey, grey, ...]
+and a mask stand beside x as further input channels. `ti2v`: the picture's latents replace x in the
+first latent frame, whose tokens are fed timestep 0.
 
-Requests at different steps share a forward if size and expert are the same (`batch_key`). Noise is diffusers' own draw
-on the CPU, so the same seed gives the same video there.
+Requests at different steps share a forward if size and expert are the same (`batch_key`). Noise is
+diffusers' own draw on the CPU, so the same seed gives the same video there.
 
 `Wan22` is the algorithm and needs no engine; vLLM loads `Wan22Pipeline`, which owns one.
 Held by tests/model_executor/models/wan2_2/test_wan22_parity.py and test_wan22_pipeline.py.
@@ -35,12 +38,12 @@ from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.dtypes import default_dtype
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SupportsStepExecution
-from vllm_omni.model_executor.layers.parallel import ParallelContext
-from vllm_omni.model_executor.layers.rope import rope_tables
-from vllm_omni.model_executor.lora.target import AdapterTarget
-from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
-from vllm_omni.model_executor.models.wan.text_encoder import prompt_key, text_encoder_of
-from vllm_omni.model_executor.models.wan.vae import to_uint8
+from vllm_omni.model_executor.layers.attention.rope import rope_tables
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
+from vllm_omni.model_executor.layers.lora.target import AdapterTarget
+from vllm_omni.model_executor.models.wan.text_encoder.encoder import prompt_key, text_encoder_of
+from vllm_omni.model_executor.models.wan.text_encoder.prompts import SharedPrompts
+from vllm_omni.model_executor.models.wan.vae.vae import to_uint8
 from vllm_omni.model_executor.models.wan2_2.checkpoint import Wan22Layout, find_layout
 from vllm_omni.model_executor.models.wan2_2.config import (
     NUM_TRAIN_TIMESTEPS,
@@ -49,9 +52,14 @@ from vllm_omni.model_executor.models.wan2_2.config import (
     Wan22Options,
 )
 from vllm_omni.model_executor.models.wan2_2.guidance import GuidanceRanks
-from vllm_omni.model_executor.models.wan2_2.request import VideoRequest, default_num_frames, read_image, read_request
+from vllm_omni.model_executor.models.wan2_2.request import (
+    VideoRequest,
+    default_num_frames,
+    read_image,
+    read_request,
+)
 from vllm_omni.model_executor.models.wan2_2.schedule import new_scheduler
-from vllm_omni.model_executor.models.wan2_2.transformer import VideoRow, Wan22Transformer
+from vllm_omni.model_executor.models.wan2_2.transformer import VideoItem, Wan22Transformer
 from vllm_omni.model_executor.models.wan2_2.vae import VideoVAE
 from vllm_omni.model_executor.models.wan2_2.weights import adapter_targets, load_pipeline_weights
 from vllm_omni.model_executor.one_shot import OneShotSession
@@ -63,7 +71,9 @@ EXPERTS = ("transformer", "transformer_2")
 _WARM_UP_STEPS = 2
 """Enough to run both experts: the second timestep is below every published boundary."""
 _SCHEDULER_COPIES = 4
-"""Latent-sized tensors UniPC of order 2 holds besides the latents: two outputs, the last sample, the current output."""
+"""Latent-sized tensors UniPC of order 2 holds besides the latents: two outputs, the last sample,
+the current output.
+"""
 
 
 @dataclass(frozen=True)
@@ -85,7 +95,7 @@ class Wan22Setup:
     quantization: QuantizationConfig | None = None
 
     @classmethod
-    def of(
+    def of_checkpoint(
         cls,
         values: Mapping[str, Any],
         tokenizer: Path | None,
@@ -95,15 +105,22 @@ class Wan22Setup:
         eager: bool = True,
         quantization: QuantizationConfig | None = None,
     ) -> "Wan22Setup":
-        """Read a checkpoint's `hf_config(...)["wan2_2"]`; `parallel` None = vLLM's groups. Raises ValueError.
+        """Read a checkpoint's `hf_config(...)["wan2_2"]`; `parallel` None = vLLM's groups.
+
+        Raises ValueError.
 
         eager: the engine was told not to compile anything.
         """
         options = Wan22Options.parse(omni.model)
-        parallel = parallel or ParallelContext.from_vllm(options.sequence_parallel, omni.vae_stage, omni.partition)
+        parallel = parallel or ParallelContext.from_vllm(
+            options.sequence_parallel, omni.vae_stage, omni.partition
+        )
         guidance = None
         if options.cfg_parallel:
-            guidance, parallel = GuidanceRanks.of(parallel), replace(parallel, rank=0, size=1, group=None)
+            guidance, parallel = (
+                GuidanceRanks.of_parallel(parallel),
+                replace(parallel, rank=0, size=1, group=None),
+            )
         return cls(
             config=Wan22Config.from_checkpoint(values["transformer"]),
             checkpoint=Wan22Checkpoint(**values["facts"]),
@@ -125,10 +142,14 @@ class Wan22Setup:
 class Video:
     """A request's working set on this rank.
 
-    latents: fp32 [z_dim, F, h, w]. condition: `i2v` [mask and latents, F, h, w], `ti2v` [z_dim, 1, h, w] or None.
-    texts: encoded prompt and, if guided, negative prompt. cross_kv: theirs, for the expert `expert`.
-    scheduler: this request's own; stepped on the last stage only. timesteps: inputs of the network, step by step.
-    computed: of each step, whether it needs the network; otherwise it takes `flow` of the last one that did.
+    latents: fp32 [z_dim, F, h, w]. condition: `i2v` [mask and latents, F, h, w], `ti2v` [z_dim, 1,
+    h, w] or None.
+    texts: encoded prompt and, if guided, negative prompt. cross_kv: theirs, for the expert
+    `expert`.
+    scheduler: this request's own; stepped on the last stage only. timesteps: inputs of the network,
+    step by step.
+    computed: of each step, whether it needs the network; otherwise it takes `flow` of the last one
+    that did.
     """
 
     request: VideoRequest
@@ -190,19 +211,24 @@ class Wan22(nn.Module):
         self.guidance = setup.guidance
         self.decodes = parallel.decodes and (self.guidance is None or self.guidance.branch == 0)
         self.vae: VideoVAE | None = None
-        encodes = self.checkpoint.kind != "t2v" and not parallel.is_vae_stage  # a picture, on every rank with layers
+        # a picture, on every rank with layers
+        encodes = self.checkpoint.kind != "t2v" and not parallel.is_vae_stage
         if self.decodes or encodes:
             vae_dtype = self.options.vae_torch_dtype(setup.dtype)
             self.vae = VideoVAE(setup.vae, dtype=vae_dtype, tiling=self.options.vae_tiling)
         self.prompts = {
-            (name, branch): SharedPrompts(self._expert(name).cross_attention_kv) for name in names for branch in (0, 1)
+            (name, branch): SharedPrompts(self._expert(name).cross_attention_kv)
+            for name in names
+            for branch in (0, 1)
         }
 
     def load_checkpoint(self, layout: Wan22Layout) -> None:
         """Fill every parameter this rank has, strictly. Raises ValueError."""
-        load_pipeline_weights(layout, self.config, dict(self.experts.items()), self.vae, self.text_encoder)
+        load_pipeline_weights(
+            layout, self.config, dict(self.experts.items()), self.vae, self.text_encoder
+        )
         for prompts in self.prompts.values():
-            prompts.forget()
+            prompts.clear_prompt()
 
     def adapter_targets(self) -> dict[str, AdapterTarget]:
         return adapter_targets(dict(self.experts.items()), self.config)
@@ -216,14 +242,18 @@ class Wan22(nn.Module):
     def device(self) -> torch.device:
         return self._expert("transformer").device
 
-    # -- sessions ------------------------------------------------------------------------------------------------------
+    # -- sessions ----------------------------------------------------------------------------------
 
     def session_nbytes(self, params: DiffusionParams) -> int:
-        """The working set: latents and the scheduler's past, the condition, two prompts' K/V of one expert."""
+        """The working set: latents and the scheduler's past, the condition, two prompts' K/V of
+        one expert.
+        """
         request = self._read(params)
         latents = 4 * torch.Size(request.latent_shape).numel()
-        kept = request.step_cache is not None
-        copies = 1 + _SCHEDULER_COPIES + kept + self.checkpoint.in_channels / self.checkpoint.z_dim
+        retained = request.step_cache is not None
+        copies = (
+            1 + _SCHEDULER_COPIES + retained + self.checkpoint.in_channels / self.checkpoint.z_dim
+        )
         return int(copies * latents) + 2 * self._expert("transformer").cross_kv_nbytes
 
     def new_session(self, params: DiffusionParams) -> OneShotSession:
@@ -232,14 +262,15 @@ class Wan22(nn.Module):
     def _read(self, params: DiffusionParams) -> VideoRequest:
         return read_request(params, self.checkpoint, self.options, self.omni)
 
-    # -- one video -----------------------------------------------------------------------------------------------------
+    # -- one video ---------------------------------------------------------------------------------
 
     @torch.no_grad()
     def prepare_encode(self, request: Request) -> None:
         wanted = self._read(request.params)
         if wanted.step_cache is not None and self.parallel.num_stages > 1:
             raise RequestFailed(
-                "invalid_request", "step_cache needs ranks with all layers each; this server's are split over stages"
+                "invalid_request",
+                "step_cache needs ranks with all layers each; this server's are split over stages",
             )
         image = read_image(request.tensors, wanted, self.checkpoint)
         if self.text_encoder is None:
@@ -250,12 +281,17 @@ class Wan22(nn.Module):
         noise = torch.randn((1, *wanted.latent_shape), generator=generator, dtype=torch.float32)[0]
         with request.timer.stage("text"):
             prompts = [wanted.prompt, wanted.negative_prompt] if wanted.guided else [wanted.prompt]
-            texts = tuple((prompt_key(prompt), self.text_encoder.encode(prompt, self.device)) for prompt in prompts)
+            texts = tuple(
+                (prompt_key(prompt), self.text_encoder.encode(prompt, self.device))
+                for prompt in prompts
+            )
         condition = None
         if image is not None:
             with request.timer.stage("image"):
                 condition = self._condition(image, wanted)
-        scheduler = new_scheduler(self.scheduler_values, wanted.num_inference_steps, wanted.flow_shift, self.device)
+        scheduler = new_scheduler(
+            self.scheduler_values, wanted.num_inference_steps, wanted.flow_shift, self.device
+        )
         _, frames, height, width = wanted.latent_shape
         cos, sin = rope_tables(self.config.head_dim, range(frames), height // 2, width // 2)
         own = self.parallel.token_slice(len(cos))
@@ -285,7 +321,9 @@ class Wan22(nn.Module):
         )
 
     @torch.no_grad()
-    def denoise_step(self, batch: Sequence[Request], hidden: torch.Tensor | None = None) -> torch.Tensor:
+    def denoise_step(
+        self, batch: Sequence[Request], hidden: torch.Tensor | None = None
+    ) -> torch.Tensor:
         if not batch[0].work.computed[batch[0].step]:
             return torch.stack([self._kept(request.work) for request in batch])
         rows, name = [], self._expert_at(batch[0].work, batch[0].step)
@@ -294,7 +332,9 @@ class Wan22(nn.Module):
             self._switch_expert(video, name)
             inputs = self._inputs(video)
             rows += [
-                VideoRow(inputs, video.timesteps[request.step], video.rope, cross_kv, video.clean_frames)
+                VideoItem(
+                    inputs, video.timesteps[request.step], video.rope, cross_kv, video.clean_frames
+                )
                 for cross_kv in video.cross_kv
             ]
         predictions: torch.Tensor = self._expert(name)(rows, hidden)
@@ -308,7 +348,11 @@ class Wan22(nn.Module):
             branches = predictions[row : row + len(video.texts)]
             row += len(video.texts)
             guidance = video.request.guidance if name == EXPERTS[0] else video.request.guidance_2
-            flow = branches[0] if len(branches) == 1 else branches[1] + guidance * (branches[0] - branches[1])
+            flow = (
+                branches[0]
+                if len(branches) == 1
+                else branches[1] + guidance * (branches[0] - branches[1])
+            )
             flows.append(flow)
             if video.request.step_cache is not None:
                 video.flow = flow
@@ -319,9 +363,11 @@ class Wan22(nn.Module):
         for request, flow in zip(batch, prediction, strict=True):
             video = request.work
             timestep = video.scheduler.timesteps[request.step]
-            video.latents = video.scheduler.step(flow[None], timestep, video.latents[None], return_dict=False)[0][0]
+            video.latents = video.scheduler.step(
+                flow[None], timestep, video.latents[None], return_dict=False
+            )[0][0]
             if request.step + 1 == request.num_steps and video.clean_frames:
-                video.latents = self._with_picture(video)
+                video.latents = self._with_image(video)
 
     def latents(self, request: Request) -> torch.Tensor:
         return request.work.latents
@@ -347,17 +393,20 @@ class Wan22(nn.Module):
         assert self.vae is not None, "only one rank of the last stage decodes"
         return meta, {"frames": to_uint8(self.vae.decode(video.latents))}
 
-    def hand_over(self, request: Request) -> dict[str, Any]:
+    def pack_decode_state(self, request: Request) -> dict[str, Any]:
         return {}
 
-    def take_over(self, request: Request, latents: torch.Tensor, facts: Mapping[str, Any]) -> None:
+    def unpack_decode_state(
+        self, request: Request, latents: torch.Tensor, info: Mapping[str, Any]
+    ) -> None:
         request.work.latents = latents
 
     def commit(self, request: Request) -> None:
         request.session.chunk_index += 1
 
     def warmup_inputs(self) -> list[Inputs]:
-        """A video of the largest size for each way through the network; with two steps, so that both experts run.
+        """A video of the largest size for each way through the network; with two steps, so that
+        both experts run.
 
         TI2V has two: a start picture gives its tokens a time of their own, which is compiled apart.
         """
@@ -376,7 +425,7 @@ class Wan22(nn.Module):
         text = msgspec.structs.replace(params, session_id="warm-up-text", output="latents")
         return [(text, {}), (params, image)]
 
-    # -- parts of the above --------------------------------------------------------------------------------------------
+    # -- parts of the above ------------------------------------------------------------------------
 
     def _largest_num_frames(self) -> int:
         factor = self.checkpoint.temporal_factor
@@ -398,7 +447,9 @@ class Wan22(nn.Module):
             return (True,) * len(steps)
         experts = [self._expert_at(video, step) for step in steps]
         firsts = {step for step in steps[1:] if experts[step] != experts[step - 1]}
-        return computed_steps(self._expert(experts[0]).modulation_of(video.timesteps), threshold, firsts)
+        return computed_steps(
+            self._expert(experts[0]).modulation_of(video.timesteps), threshold, firsts
+        )
 
     @staticmethod
     def _kept(video: Video) -> torch.Tensor:
@@ -406,26 +457,38 @@ class Wan22(nn.Module):
         return video.flow
 
     def _switch_expert(self, video: Video, name: str) -> None:
-        """Make the prompts' K/V of the expert that serves this step (collective under tensor parallelism)."""
+        """Make the prompts' K/V of the expert that serves this step (collective under tensor
+        parallelism).
+        """
         if video.expert != name:
-            own = range(len(video.texts)) if self.guidance is None else self.guidance.own(len(video.texts))
-            video.cross_kv = [self.prompts[name, branch].get(*video.texts[branch]) for branch in own]
+            own = (
+                range(len(video.texts))
+                if self.guidance is None
+                else self.guidance.own(len(video.texts))
+            )
+            video.cross_kv = [
+                self.prompts[name, branch].get(*video.texts[branch]) for branch in own
+            ]
             video.expert = name
 
     def _inputs(self, video: Video) -> torch.Tensor:
-        """The network's input of the latents: alone, beside the condition, or with the picture in front."""
+        """The network's input of the latents: alone, beside the condition, or with the picture
+        in front.
+        """
         if video.condition is None:
             return video.latents
         if video.clean_frames:
-            return self._with_picture(video)
+            return self._with_image(video)
         return torch.cat((video.latents, video.condition))
 
-    def _with_picture(self, video: Video) -> torch.Tensor:
+    def _with_image(self, video: Video) -> torch.Tensor:
         assert video.condition is not None
         return torch.cat((video.condition, video.latents[:, video.clean_frames :]), dim=1)
 
     def _condition(self, image_HWC: torch.Tensor, wanted: VideoRequest) -> torch.Tensor:
-        """Return the picture's latents [z_dim, 1, h, w], or with their mask all frames' [factor + z_dim, F, h, w]."""
+        """Return the picture's latents [z_dim, 1, h, w], or with their mask all frames' [factor
+        + z_dim, F, h, w].
+        """
         assert self.vae is not None
         # diffusers scales to [0, 1] first, then to [-1, 1]; the same order gives the same bits
         pixels = 2.0 * (image_HWC.to(self.device).float() / 255.0) - 1.0
@@ -448,7 +511,7 @@ class Wan22Pipeline(CheckpointPipeline[Wan22Layout]):
     def build_model(self, served: ServedCheckpoint[Wan22Layout]) -> Wan22:
         values = served.hf_config.wan2_2
         return Wan22(
-            Wan22Setup.of(
+            Wan22Setup.of_checkpoint(
                 values,
                 served.layout.tokenizer,
                 served.omni,
@@ -461,5 +524,5 @@ class Wan22Pipeline(CheckpointPipeline[Wan22Layout]):
 
 if TYPE_CHECKING:
 
-    def _keeps_the_contract(model: Wan22) -> SupportsStepExecution[OneShotSession, Video]:
+    def _meets_protocol(model: Wan22) -> SupportsStepExecution[OneShotSession, Video]:
         return model

@@ -80,23 +80,35 @@ def read_request(
     height, width = params.height or omni.height, params.width or omni.width
     num_frames = params.num_frames or default_num_frames(checkpoint, options)
     if num_frames > options.max_num_frames:
-        raise _invalid(f"num_frames {num_frames} is more than {options.max_num_frames}, the most this server makes")
+        raise _invalid(
+            f"num_frames {num_frames} is more than {options.max_num_frames}, the most this "
+            "server makes"
+        )
     if height * width > omni.max_area:
         raise RequestFailed(
             "unsupported_size",
-            f"{height}x{width} has {height * width} pixels; this server makes at most {omni.max_area}",
+            f"{height}x{width} has {height * width} pixels; this server makes at most "
+            f"{omni.max_area}",
         )
     try:
         frames, size = checkpoint.latent_frames(num_frames), checkpoint.latent_size(height, width)
     except ValueError as error:
         raise RequestFailed("unsupported_size", str(error)) from error
-    steps = params.num_inference_steps or options.defaults.num_inference_steps or best.num_inference_steps
+    steps = (
+        params.num_inference_steps
+        or options.defaults.num_inference_steps
+        or best.num_inference_steps
+    )
     if steps > options.max_num_inference_steps:
-        raise _invalid(f"num_inference_steps {steps} is more than {options.max_num_inference_steps}")
+        raise _invalid(
+            f"num_inference_steps {steps} is more than {options.max_num_inference_steps}"
+        )
     guidance, guidance_2 = _guidance(params, own, checkpoint, options)
     return VideoRequest(
         prompt=params.prompt,
-        negative_prompt=options.defaults.negative_prompt if params.negative_prompt is None else params.negative_prompt,
+        negative_prompt=options.defaults.negative_prompt
+        if params.negative_prompt is None
+        else params.negative_prompt,
         height=height,
         width=width,
         num_frames=num_frames,
@@ -123,19 +135,25 @@ def read_image(
     image = tensors.get("image")
     if image is None:
         if checkpoint.kind == "i2v":
-            raise RequestFailed("missing_image", "this model starts a video from a picture: send the tensor 'image'")
+            raise RequestFailed(
+                "missing_image", "this model starts a video from a picture: send the tensor 'image'"
+            )
         return None
     expected = [request.height, request.width, 3]
     if image.dtype != torch.uint8 or list(image.shape) != expected:
         raise RequestFailed(
-            "invalid_image", f"image must be uint8 {expected}, the video's size, got {image.dtype} {list(image.shape)}"
+            "invalid_image",
+            f"image must be uint8 {expected}, the video's size, got {image.dtype} "
+            f"{list(image.shape)}",
         )
     return image
 
 
 def default_num_frames(checkpoint: Wan22Checkpoint, options: Wan22Options) -> int:
     """Return the deployment's default, else the authors', within the server's limits."""
-    wanted = options.defaults.num_frames or min(recommended(checkpoint).num_frames, options.max_num_frames)
+    wanted = options.defaults.num_frames or min(
+        recommended(checkpoint).num_frames, options.max_num_frames
+    )
     return 1 + (wanted - 1) // checkpoint.temporal_factor * checkpoint.temporal_factor
 
 
@@ -146,11 +164,17 @@ def default_guidance(checkpoint: Wan22Checkpoint, options: Wan22Options) -> tupl
         first, second = best.guidance, best.guidance if best.guidance_2 is None else best.guidance_2
     else:
         first = second = options.defaults.guidance_scale
-    return first, second if options.defaults.guidance_scale_2 is None else options.defaults.guidance_scale_2
+    return (
+        first,
+        second if options.defaults.guidance_scale_2 is None else options.defaults.guidance_scale_2,
+    )
 
 
 def _guidance(
-    params: DiffusionParams, own: Wan22RequestOptions, checkpoint: Wan22Checkpoint, options: Wan22Options
+    params: DiffusionParams,
+    own: Wan22RequestOptions,
+    checkpoint: Wan22Checkpoint,
+    options: Wan22Options,
 ) -> tuple[float, float]:
     """Apply a single scale in the request to both experts, as in diffusers, unless it only repeats
     the default."""

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request's noise schedule and solver: diffusers' own scheduler, made from the checkpoint's config."""
+"""One request's noise schedule and solver: diffusers' own scheduler, made from the checkpoint's
+config.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +10,10 @@ import torch
 
 
 def new_scheduler(
-    values: Mapping[str, Any], num_inference_steps: int, flow_shift: float | None, device: torch.device
+    values: Mapping[str, Any],
+    num_inference_steps: int,
+    flow_shift: float | None,
+    device: torch.device,
 ) -> Any:
     """Return a scheduler at its first step.
 

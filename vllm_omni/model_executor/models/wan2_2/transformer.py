@@ -19,11 +19,16 @@ from dataclasses import dataclass, field
 import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
-from vllm_omni.model_executor.layers.attention import attention
-from vllm_omni.model_executor.layers.parallel import ParallelContext
-from vllm_omni.model_executor.models.wan.chains import Chains
-from vllm_omni.model_executor.models.wan.layers import Head, embed_time, linear_fp32, unpatchify
-from vllm_omni.model_executor.models.wan.transformer import Block, WanTransformer
+from vllm_omni.model_executor.layers.attention.attention import attention
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
+from vllm_omni.model_executor.models.wan.transformer.fused_ops import FusedOps
+from vllm_omni.model_executor.models.wan.transformer.layers import (
+    Head,
+    embed_time,
+    linear_fp32,
+    unpatchify,
+)
+from vllm_omni.model_executor.models.wan.transformer.transformer import Block, WanTransformer
 from vllm_omni.model_executor.models.wan2_2.config import Wan22Config
 
 
@@ -37,7 +42,7 @@ class OwnTokens:
     def write(self, layer: int, frames: range, k_TNH: torch.Tensor, v_TNH: torch.Tensor) -> None:
         self._kv = (k_TNH, v_TNH)
 
-    def place(self, layer: int, frames: range) -> None:
+    def write_slot(self, layer: int, frames: range) -> None:
         """Do nothing: there is no cache."""
 
     def attend(self, layer: int, frames: range, q_TNH: torch.Tensor) -> torch.Tensor:
@@ -45,12 +50,12 @@ class OwnTokens:
         kv, self._kv = self._kv, None
         return attention(q_TNH, *kv)
 
-    def rounded_ahead(self, frames: range) -> None:
+    def quantized_ahead(self, frames: range) -> None:
         """Return None: nothing is quantized."""
 
 
 @dataclass(frozen=True)
-class VideoRow:
+class VideoItem:
     """One batch entry of a forward pass; tensors on the model's device."""
 
     inputs: torch.Tensor
@@ -73,9 +78,11 @@ class VideoRow:
 
 @dataclass(frozen=True)
 class Times:
-    """The embedding of a forward's timesteps: of each row, and of timestep 0 for the tokens marked clean.
+    """The embedding of a forward's timesteps: of each row, and of timestep 0 for the tokens marked
+    clean.
 
-    row_BKD, clean_KD: K vectors each (1 for the head, 6 for a block), fp32. clean_BT1: bool; None = no token is clean.
+    row_BKD, clean_KD: K vectors each (1 for the head, 6 for a block), fp32. clean_BT1: bool; None =
+    no token is clean.
     """
 
     row_BKD: torch.Tensor
@@ -83,13 +90,17 @@ class Times:
     clean_BT1: torch.Tensor | None = None
 
     def plus(self, table_1KD: torch.Tensor) -> list[torch.Tensor]:
-        """Return table + time for each of the table's K rows, broadcastable to [B, T, D]; K or 1 vectors in `self`."""
+        """Return table + time for each of the table's K rows, broadcastable to [B, T, D]; K or 1
+        vectors in `self`.
+        """
         table = table_1KD.float()
-        rows = (table + self.row_BKD).unsqueeze(2).unbind(1)
+        items = (table + self.row_BKD).unsqueeze(2).unbind(1)
         if self.clean_BT1 is None or self.clean_KD is None:
-            return list(rows)
+            return list(items)
         clean = (table[0] + self.clean_KD).unbind(0)
-        return [torch.where(self.clean_BT1, one, row) for one, row in zip(clean, rows, strict=True)]
+        return [
+            torch.where(self.clean_BT1, one, item) for one, item in zip(clean, items, strict=True)
+        ]
 
 
 class TimedBlock(Block):
@@ -104,7 +115,9 @@ class TimedHead(Head):
 
     def forward(self, x_BTD: torch.Tensor, times: Times) -> torch.Tensor:  # type: ignore[override]
         shift, scale = times.plus(self.modulation)
-        return linear_fp32(self.head, self.chains.modulated_norm(x_BTD, shift, scale, self.eps, torch.float32))
+        return linear_fp32(
+            self.head, self.fused_ops.modulated_norm(x_BTD, shift, scale, self.eps, torch.float32)
+        )
 
 
 class Wan22Transformer(WanTransformer[Wan22Config]):
@@ -122,16 +135,25 @@ class Wan22Transformer(WanTransformer[Wan22Config]):
         quantization: QuantizationConfig | None = None,
         prefix: str = "transformer",
     ) -> None:
-        chains = Chains.build(compiled)
-        super().__init__(config, parallel, chains, residual_fp32=True, quantization=quantization, prefix=prefix)
+        fused_ops = FusedOps.build(compiled)
+        super().__init__(
+            config,
+            parallel,
+            fused_ops,
+            residual_fp32=True,
+            quantization=quantization,
+            prefix=prefix,
+        )
         if self.parallel.last_stage:
-            self.head = TimedHead(config, chains)
+            self.head = TimedHead(config, fused_ops)
         self.requires_grad_(False)
 
-    def channels(self, row: VideoRow) -> torch.Tensor:
-        return row.inputs.contiguous()
+    def channels(self, item: VideoItem) -> torch.Tensor:
+        return item.inputs.contiguous()
 
-    def forward(self, rows: Sequence[VideoRow], hidden_BTD: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, items: Sequence[VideoItem], hidden_BTD: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Predict the flow eps - x0 of every video. Collective under tensor and sequence
         parallelism.
 
@@ -142,29 +164,37 @@ class Wan22Transformer(WanTransformer[Wan22Config]):
         Returns:
             [B, out_channels, F, h, w] fp32 on the last stage; hidden states on earlier stages.
         """
-        size = rows[0].inputs.shape[1:]
-        num_tokens = self.num_tokens(rows[0].inputs)
-        head_times, block_times = self._times(rows, num_tokens // size[0], self.parallel.token_slice(num_tokens))
-        x = self.through_blocks(rows, hidden_BTD, block_times, num_tokens)
+        size = items[0].inputs.shape[1:]
+        num_tokens = self.num_tokens(items[0].inputs)
+        head_times, block_times = self._times(
+            items, num_tokens // size[0], self.parallel.token_slice(num_tokens)
+        )
+        x = self.through_blocks(items, hidden_BTD, block_times, num_tokens)
         if not self.parallel.last_stage:
             return x
         return unpatchify(self.parallel.gather_tokens(self.head(x, head_times), num_tokens), size)
 
     def modulation_of(self, timesteps: Sequence[float]) -> torch.Tensor:
-        """Return the blocks' modulation at each timestep, fp32 [S, 6 D]: as a whole it says how far steps are apart."""
+        """Return the blocks' modulation at each timestep, fp32 [S, 6 D]: as a whole it says how
+        far steps are apart.
+        """
         layers = self.time_embedding, self.time_projection
         return embed_time(timesteps, self.config.freq_dim, *layers, self.device)[1].flatten(1)
 
-    def _times(self, rows: Sequence[VideoRow], tokens_per_frame: int, own: slice) -> tuple[Times, Times]:
+    def _times(
+        self, items: Sequence[VideoItem], tokens_per_frame: int, own: slice
+    ) -> tuple[Times, Times]:
         """Return the embeddings for the head and for the blocks."""
-        clean = any(row.clean_frames for row in rows)
-        timesteps = [*(row.timestep for row in rows), *([0.0] if clean else [])]
+        clean = any(item.clean_frames for item in items)
+        timesteps = [*(item.timestep for item in items), *([0.0] if clean else [])]
         time, modulation = embed_time(
             timesteps, self.config.freq_dim, self.time_embedding, self.time_projection, self.device
         )
-        rows_B1D = time[: len(rows)].unsqueeze(1)
+        times_B1D = time[: len(items)].unsqueeze(1)
         if not clean:
-            return Times(rows_B1D), Times(modulation)
+            return Times(times_B1D), Times(modulation)
         frame_T = torch.arange(own.start, own.stop, device=self.device) // tokens_per_frame
-        marks = torch.stack([frame_T < row.clean_frames for row in rows]).unsqueeze(-1)
-        return Times(rows_B1D, time[-1:], marks), Times(modulation[: len(rows)], modulation[-1], marks)
+        marks = torch.stack([frame_T < item.clean_frames for item in items]).unsqueeze(-1)
+        return Times(times_B1D, time[-1:], marks), Times(
+            modulation[: len(items)], modulation[-1], marks
+        )

@@ -26,7 +26,9 @@ class VideoVAE(nn.Module):
     overlapping tiles. Raises ValueError.
     """
 
-    def __init__(self, values: Mapping[str, Any], *, dtype: torch.dtype = torch.float32, tiling: bool = False) -> None:
+    def __init__(
+        self, values: Mapping[str, Any], *, dtype: torch.dtype = torch.float32, tiling: bool = False
+    ) -> None:
         super().__init__()
         check_vae_keys(dict(values))
         self.dtype = dtype
@@ -36,7 +38,9 @@ class VideoVAE(nn.Module):
         if tiling:
             self.network.enable_tiling()
         statistics = (self.network.config.latents_mean, self.network.config.latents_std)
-        self._mean, self._std = (torch.tensor(each, device="cpu").view(1, -1, 1, 1, 1) for each in statistics)
+        self._mean, self._std = (
+            torch.tensor(each, device="cpu").view(1, -1, 1, 1, 1) for each in statistics
+        )
 
     @torch.no_grad()
     def encode(self, pixels_1CTHW: torch.Tensor) -> torch.Tensor:
@@ -50,5 +54,8 @@ class VideoVAE(nn.Module):
         """Decode normalised latents [z_dim, F, h, w] to pixels [1, 3, T, H, W] in [-1, 1], in the
         VAE's dtype."""
         latents = latents_CTHW.unsqueeze(0).to(self.dtype)
-        mean, std = self._mean.to(latents.device, self.dtype), (1.0 / self._std).to(latents.device, self.dtype)
+        mean, std = (
+            self._mean.to(latents.device, self.dtype),
+            (1.0 / self._std).to(latents.device, self.dtype),
+        )
         return self.network.decode(latents / std + mean, return_dict=False)[0]

@@ -3,7 +3,7 @@
 encoder.
 
 Names and shapes of every component are compared before any of its data is read
-(`model_executor/weights.py`).
+(`model_executor/checkpoint/loading.py`).
 """
 
 from collections.abc import Mapping
@@ -13,20 +13,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm_omni.model_executor.lora.target import AdapterTarget
-from vllm_omni.model_executor.models.wan.text_encoder import AwaitedText, TextEncoder
-from vllm_omni.model_executor.models.wan.transformer_weights import TRANSFORMER_RULES, transformer_shapes
-from vllm_omni.model_executor.models.wan.weights import load_components
+from vllm_omni.model_executor.checkpoint.loading import load_strict, shapes_of
+from vllm_omni.model_executor.checkpoint.tensor_files import open_tensors
+from vllm_omni.model_executor.layers.lora.target import AdapterTarget
+from vllm_omni.model_executor.models.wan.checkpoint.loading import load_components
+from vllm_omni.model_executor.models.wan.text_encoder.encoder import AwaitedText, TextEncoder
+from vllm_omni.model_executor.models.wan.transformer.weights import (
+    TRANSFORMER_RULES,
+    transformer_shapes,
+)
 from vllm_omni.model_executor.models.wan2_2.checkpoint import Wan22Layout
 from vllm_omni.model_executor.models.wan2_2.config import Wan22Config
 from vllm_omni.model_executor.models.wan2_2.vae import VideoVAE
-from vllm_omni.model_executor.tensor_files import open_tensors
-from vllm_omni.model_executor.weights import load_strict, shapes_of
 
 
 def load_transformer(transformer: nn.Module, folder: Path, config: Wan22Config) -> None:
     """Load a network, or this rank's stage and slice of it."""
-    load_strict(transformer, open_tensors(folder), transformer_shapes(config), TRANSFORMER_RULES, what=folder.name)
+    load_strict(
+        transformer,
+        open_tensors(folder),
+        transformer_shapes(config),
+        TRANSFORMER_RULES,
+        what=folder.name,
+    )
 
 
 def load_vae(vae: VideoVAE, folder: Path, values: dict[str, Any]) -> None:
@@ -42,7 +51,10 @@ def load_pipeline_weights(
     vae: VideoVAE | None,
     text_encoder: TextEncoder | AwaitedText | None,
 ) -> None:
-    """Load every component of this rank, after checking that all of them exist. Raises ValueError."""
+    """Load every component of this rank, after checking that all of them exist.
+
+    Raises ValueError.
+    """
     if text_encoder is not None:
         layout.require("text_encoder", "tokenizer")
     layout.require("transformer")
@@ -65,10 +77,13 @@ _FILE_MARKS = {
 }
 
 
-def adapter_targets(experts: Mapping[str, nn.Module], config: Wan22Config) -> dict[str, AdapterTarget]:
+def adapter_targets(
+    experts: Mapping[str, nn.Module], config: Wan22Config
+) -> dict[str, AdapterTarget]:
     """Return the experts as targets of LoRA adapters; with two, a file's name may identify its
     expert."""
-    from vllm_omni.model_executor.models.wan.layers import PatchEmbedding  # not needed to describe a checkpoint
+    # not needed to describe a checkpoint
+    from vllm_omni.model_executor.models.wan.transformer.layers import PatchEmbedding
 
     marks = _FILE_MARKS if len(experts) > 1 else {}
     return {

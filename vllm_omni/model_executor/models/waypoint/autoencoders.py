@@ -19,8 +19,8 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.utils.parametrizations import weight_norm
 
-from vllm_omni.model_executor.models.wan.taehv import FRAMES_PER_LATENT, TAEHV
-from vllm_omni.model_executor.models.wan.vae import CacheLayout, VAECache
+from vllm_omni.model_executor.models.wan.vae.taehv import FRAMES_PER_LATENT, TAEHV
+from vllm_omni.model_executor.models.wan.vae.vae import CacheLayout, VAECache
 from vllm_omni.model_executor.models.waypoint.config import WaypointConfig
 
 
@@ -32,17 +32,26 @@ class Codec(nn.Module):
     """Shapes of that memory. None: the decoder has none."""
 
     def encode_image(self, image_HWC: torch.Tensor) -> torch.Tensor:
-        """uint8 of any size, on the codec's device -> its latent, fp32 [C, h, w], at a stream's start."""
+        """uint8 of any size, on the codec's device -> its latent, fp32 [C, h, w], at a stream's
+        start.
+        """
         raise NotImplementedError
 
     def decode_latent(
         self, latent_CThw: torch.Tensor, size: tuple[int, int], memory: VAECache | None
     ) -> tuple[torch.Tensor, VAECache | None]:
-        """The latent of one frame, T = 1 -> (uint8 [frames, *size, 3], the next memory). memory: None = a start."""
+        """The latent of one frame, T = 1 -> (uint8 [frames, *size, 3], the next memory). memory:
+        None = a start.
+        """
         raise NotImplementedError
 
     def decode_frames(
-        self, latents_CFhw: torch.Tensor, size: tuple[int, int], before: VAECache | None, *, tiny: bool = False
+        self,
+        latents_CFhw: torch.Tensor,
+        size: tuple[int, int],
+        before: VAECache | None,
+        *,
+        tiny: bool = False,
     ) -> tuple[torch.Tensor, VAECache | None]:
         """`decode_latent`, of the only decoder that there is."""
         assert not tiny
@@ -64,11 +73,14 @@ class Codec(nn.Module):
         return 0 if self.layout is None else self.layout.nbytes
 
 
-# -- 1.5 ---------------------------------------------------------------------------------------------------------------
+# -- 1.5 -------------------------------------------------------------------------------------------
 
 
 class StreamingTAEHV(TAEHV, Codec):
-    """`taehv1_5`. size: height and width of its frames, in pixels. The other arguments are `TAEHV`'s."""
+    """`taehv1_5`. size: height and width of its frames, in pixels.
+
+    The other arguments are `TAEHV`'s.
+    """
 
     def __init__(
         self,
@@ -84,19 +96,23 @@ class StreamingTAEHV(TAEHV, Codec):
 
     def encode_image(self, image_HWC: torch.Tensor) -> torch.Tensor:
         """Repeat the image for the four frames of its latent."""
-        frames = to_codec(image_HWC.unsqueeze(0), self.size, self.dtype).expand(FRAMES_PER_LATENT, -1, -1, -1)
+        frames = to_codec(image_HWC.unsqueeze(0), self.size, self.dtype).expand(
+            FRAMES_PER_LATENT, -1, -1, -1
+        )
         return self.encode(frames, None)[0][0].float()
 
     def decode_latent(
         self, latent_CThw: torch.Tensor, size: tuple[int, int], memory: VAECache | None
     ) -> tuple[torch.Tensor, VAECache | None]:
-        frames, kept = self.decode(latent_CThw.transpose(0, 1), memory)
-        return to_pixels(frames, size), kept
+        frames, retained = self.decode(latent_CThw.transpose(0, 1), memory)
+        return to_pixels(frames, size), retained
 
 
 def to_codec(frames_THWC: torch.Tensor, size: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
     """Convert uint8 [T, H, W, 3] of any size to TAEHV's input, [T, 3, *size] in [0, 1]."""
-    return functional.interpolate(frames_THWC.permute(0, 3, 1, 2).to(dtype) / 255, size=size, mode="bilinear")
+    return functional.interpolate(
+        frames_THWC.permute(0, 3, 1, 2).to(dtype) / 255, size=size, mode="bilinear"
+    )
 
 
 def to_pixels(frames_TCHW: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
@@ -105,7 +121,7 @@ def to_pixels(frames_TCHW: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
     return (x.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1)
 
 
-# -- Waypoint-1 --------------------------------------------------------------------------------------------------------
+# -- Waypoint-1 ------------------------------------------------------------------------------------
 
 IMAGE_SIZE, IMAGE_CODEC_SIZE = (360, 640), (512, 512)
 """Height and width of Waypoint-1's frames, and of its autoencoder's images."""
@@ -113,8 +129,12 @@ _BLOCKS = (1, 1, 1, 1)
 """Residual blocks in each of the four stages."""
 
 
-def _conv(inputs: int, outputs: int, kernel: int, *, bias: bool = True, groups: int = 1) -> nn.Module:
-    return weight_norm(nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, bias=bias, groups=groups))
+def _conv(
+    inputs: int, outputs: int, kernel: int, *, bias: bool = True, groups: int = 1
+) -> nn.Module:
+    return weight_norm(
+        nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, bias=bias, groups=groups)
+    )
 
 
 def _projection(inputs: int, outputs: int, kernel: int, *, bias: bool = True) -> nn.Module:
@@ -141,11 +161,11 @@ def _residual(channels: int, count: int) -> nn.Module:
 
 
 class ImageStages(nn.Module):
-    """Stages from each of `widths` to the next, of two summands: a chain, and a convolution of which `fold` makes
-    pixels of channels or the reverse. Names are the file's.
+    """Stages from each of `widths` to the next, of two summands: a chain, and a convolution of
+    which `fold` makes pixels of channels or the reverse. Names are the file's.
 
-    blocks: residual blocks of each stage. stage: (width, next width, blocks) -> the chain's layers. folded: channels
-    before `fold` for one behind it.
+    blocks: residual blocks of each stage. stage: (width, next width, blocks) -> the chain's layers.
+    folded: channels before `fold` for one behind it.
     """
 
     def __init__(
@@ -186,11 +206,19 @@ class ImageEncoder(ImageStages):
     ) -> None:
         def stage(here: int, below: int, count: int) -> dict[str, nn.Module]:
             half = nn.Upsample(scale_factor=0.5, mode="bicubic")
-            return {"blocks": _residual(here, count), "resize": half, "down": _projection(here, below, 1, bias=False)}
+            return {
+                "blocks": _residual(here, count),
+                "resize": half,
+                "down": _projection(here, below, 1, bias=False),
+            }
 
-        widths = [min(ch_0 * 2**level, ch_max) for level in range(len(encoder_blocks_per_stage) + 1)]
+        widths = [
+            min(ch_0 * 2**level, ch_max) for level in range(len(encoder_blocks_per_stage) + 1)
+        ]
         fold = functional.pixel_unshuffle
-        super().__init__(channels, widths, latent_channels, encoder_blocks_per_stage, stage, fold, 1 / 4)
+        super().__init__(
+            channels, widths, latent_channels, encoder_blocks_per_stage, stage, fold, 1 / 4
+        )
         if not skip_logvar:
             self.conv_out_logvar = _conv(widths[-1], 1, 3)  # in the file, but unused
         self.channels, self.groups = channels, widths[-1] // latent_channels
@@ -199,8 +227,12 @@ class ImageEncoder(ImageStages):
         """uint8 [T, H, W, 3] of any size -> [T, C, 32, 32], in the type of the weights."""
         x = images_THWC.permute(0, 3, 1, 2).to(next(self.parameters()).dtype) / 127.5 - 1
         x = functional.pad(x, (0, 0, 0, 0, 0, self.channels - x.shape[1]))
-        x = self.through_stages(self.conv_in(functional.interpolate(x, IMAGE_CODEC_SIZE, mode="bicubic")))
-        out: torch.Tensor = self.conv_out(x) + x.unflatten(1, (self.groups, -1)).mean(1) * math.sqrt(self.groups)
+        x = self.through_stages(
+            self.conv_in(functional.interpolate(x, IMAGE_CODEC_SIZE, mode="bicubic"))
+        )
+        out: torch.Tensor = self.conv_out(x) + x.unflatten(1, (self.groups, -1)).mean(
+            1
+        ) * math.sqrt(self.groups)
         return out
 
 
@@ -220,13 +252,23 @@ class ImageDecoder(ImageStages):
             twice = nn.Upsample(scale_factor=2.0, mode="bicubic")
             return {"up": up, "resize": twice, "blocks": _residual(below, count)}
 
-        widths = [min(ch_0 * 2**level, ch_max) for level in range(len(decoder_blocks_per_stage), -1, -1)]
+        widths = [
+            min(ch_0 * 2**level, ch_max) for level in range(len(decoder_blocks_per_stage), -1, -1)
+        ]
         super().__init__(
-            latent_channels, widths, channels, decoder_blocks_per_stage, stage, functional.pixel_shuffle, 4
+            latent_channels,
+            widths,
+            channels,
+            decoder_blocks_per_stage,
+            stage,
+            functional.pixel_shuffle,
+            4,
         )
         self.repeats = widths[0] // latent_channels
 
-    def forward(self, latents_TCHW: torch.Tensor, size: tuple[int, int] = IMAGE_SIZE) -> torch.Tensor:
+    def forward(
+        self, latents_TCHW: torch.Tensor, size: tuple[int, int] = IMAGE_SIZE
+    ) -> torch.Tensor:
         """Return [T, channels, *size], about [-1, 1]."""
         repeated = latents_TCHW.repeat_interleave(self.repeats, 1) / math.sqrt(self.repeats)
         x = self.through_stages(self.conv_in(latents_TCHW) + repeated)
@@ -235,15 +277,28 @@ class ImageDecoder(ImageStages):
 
 def image_to_uint8(images_TCHW: torch.Tensor) -> torch.Tensor:
     """The decoder's images -> uint8 [T, H, W, 3]."""
-    return ((images_TCHW[:, :3] / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1)
+    return (
+        ((images_TCHW[:, :3] / 2 + 0.5).clamp(0, 1) * 255)
+        .round()
+        .to(torch.uint8)
+        .permute(0, 2, 3, 1)
+    )
 
 
 class ImageCodec(Codec):
-    """Both halves. encoder, decoder: arguments of `ImageEncoder` and `ImageDecoder` that are not the released ones."""
+    """Both halves. encoder, decoder: arguments of `ImageEncoder` and `ImageDecoder` that are not
+    the released ones.
+    """
 
-    def __init__(self, encoder: Mapping[str, Any], decoder: Mapping[str, Any], *, dtype: torch.dtype) -> None:
+    def __init__(
+        self, encoder: Mapping[str, Any], decoder: Mapping[str, Any], *, dtype: torch.dtype
+    ) -> None:
         super().__init__()
-        self.encoder, self.decoder, self.dtype = ImageEncoder(**encoder), ImageDecoder(**decoder), dtype
+        self.encoder, self.decoder, self.dtype = (
+            ImageEncoder(**encoder),
+            ImageDecoder(**decoder),
+            dtype,
+        )
         self.to(dtype).requires_grad_(False).eval()
 
     def encode_image(self, image_HWC: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of a Waypoint checkpoint, the names its network has been stored under, and strict loading.
+"""The files of a Waypoint checkpoint, the names its network has been stored under, and strict
+loading.
 
-The released 1.5 file (393 tensors) and the engine's state dict (361; Waypoint-1: 366, also as released) name the same
-weights differently; `network_source` gives either the names of `WaypointTransformer`. Both repeat the six modulation
-projections for every block: they are compared and kept once.
+The released 1.5 file (393 tensors) and the engine's state dict (361; Waypoint-1: 366, also as
+released) name the same weights differently; `network_source` gives either the names of
+`WaypointTransformer`. Both repeat the six modulation projections for every block: they are compared
+and kept once.
 Held by tests/model_executor/models/waypoint/test_waypoint_weights.py.
 """
 
@@ -19,11 +21,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import nn
 
-from vllm_omni.model_executor.layers.parallel import checkpoint_slots
-from vllm_omni.model_executor.models.wan.architecture import UMT5_XXL
-from vllm_omni.model_executor.models.wan.checkpoint import StoredShapes, checked_text, engine_fields, stated_text
-from vllm_omni.model_executor.models.waypoint.config import WaypointConfig
-from vllm_omni.model_executor.tensor_files import (
+from vllm_omni.model_executor.checkpoint.loading import Rules, load_strict, rename, shapes_of
+from vllm_omni.model_executor.checkpoint.tensor_files import (
     AdaptedSource,
     Forms,
     Shape,
@@ -33,7 +32,15 @@ from vllm_omni.model_executor.tensor_files import (
     read_yaml,
     unchanged,
 )
-from vllm_omni.model_executor.weights import Rules, load_strict, rename, shapes_of
+from vllm_omni.model_executor.layers.collectives.parallel import checkpoint_slots
+from vllm_omni.model_executor.models.wan.architecture import UMT5_XXL
+from vllm_omni.model_executor.models.wan.checkpoint.layout import (
+    StoredShapes,
+    checked_text,
+    engine_fields,
+    stated_text,
+)
+from vllm_omni.model_executor.models.waypoint.config import WaypointConfig
 
 if TYPE_CHECKING:
     from vllm_omni.model_executor.models.waypoint.transformer import WaypointTransformer
@@ -41,17 +48,30 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm." + __name__)
 
 CONFIG_FILE, WEIGHTS_FILE = "config.yaml", "model.safetensors"
-TAEHV_FILES: Final = ("taehv1_5.pth", "taehv1_5.safetensors", "vae/diffusion_pytorch_model.safetensors")
+TAEHV_FILES: Final = (
+    "taehv1_5.pth",
+    "taehv1_5.safetensors",
+    "vae/diffusion_pytorch_model.safetensors",
+)
 _TAEHV_WIDTHS: Final = ("encoder.0", "decoder.1", "decoder.8", "decoder.14", "decoder.20")
 """Its convolutions whose outputs are as many as its arguments say."""
 LAYOUTS = ("v1_5", "v1")
 """The released layouts, by the names `make-tiny` takes."""
 IMAGES_FOLDER, TEXT_FOLDER = "ae", "text_encoder"
 AUTOENCODER_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
-    "encoder": ("latent_channels", "ch_0", "ch_max", "encoder_blocks_per_stage", "channels", "skip_logvar"),
+    "encoder": (
+        "latent_channels",
+        "ch_0",
+        "ch_max",
+        "encoder_blocks_per_stage",
+        "channels",
+        "skip_logvar",
+    ),
     "decoder": ("latent_channels", "ch_0", "ch_max", "decoder_blocks_per_stage", "channels"),
 }
-"""Of Waypoint-1's autoencoder, `{half}.safetensors` with `{half}_conf.yml`: the keys that are read."""
+"""Of Waypoint-1's autoencoder, `{half}.safetensors` with `{half}_conf.yml`: the keys that are
+read.
+"""
 UMT5_XL: dict[str, Any] = {**UMT5_XXL, "d_model": 2048, "d_ff": 5120, "num_heads": 32}
 """google/umt5-xl."""
 
@@ -76,7 +96,10 @@ _UNUSED = re.compile(r"\.cond_heads\.|^(ctrl|prompt)_cfg\.null_emb\Z")
 
 
 def network_source(stored: TensorSource, config: WaypointConfig) -> AdaptedSource:
-    """A stored network under the names of `transformer_shapes`. Raises ValueError for what cannot be told apart."""
+    """A stored network under the names of `transformer_shapes`.
+
+    Raises ValueError for what cannot be told apart.
+    """
     first, cells = config.d_model, math.prod(config.patch)
     changed: dict[str, Forms] = {
         r"\.cond_head\.bias_in\Z": lambda name: {
@@ -110,15 +133,22 @@ def transformer_shapes(config: WaypointConfig, *, stored: bool = False) -> dict[
     stored: of a file, which repeats the modulation projections for every block.
     """
     shapes = _network_shapes(config)
-    return shapes | {repeat: shapes[kept] for repeat, kept in _repeats(config).items()} if stored else shapes.copy()
+    return (
+        shapes | {repeat: shapes[retained] for repeat, retained in _repeats(config).items()}
+        if stored
+        else shapes.copy()
+    )
 
 
 @cache
 def _network_shapes(config: WaypointConfig) -> dict[str, Shape]:
-    from vllm_omni.model_executor.models.waypoint.transformer import WaypointTransformer  # not to describe a checkpoint
+    # not to describe a checkpoint
+    from vllm_omni.model_executor.models.waypoint.transformer import WaypointTransformer
 
     with torch.device("meta"):
-        return {name: slot.shape for name, slot in checkpoint_slots(WaypointTransformer(config)).items()}
+        return {
+            name: slot.shape for name, slot in checkpoint_slots(WaypointTransformer(config)).items()
+        }
 
 
 def _repeats(config: WaypointConfig) -> dict[str, str]:
@@ -133,24 +163,28 @@ def load_transformer(transformer: "WaypointTransformer", stored: TensorSource) -
     source = network_source(stored, config)
     load_strict(transformer, source, transformer_shapes(config, stored=True), what="transformer")
     repeats = _repeats(config)
-    for name, tensor in source.read(repeats):
+    for name, tensor in source.read_tensors(repeats):
         held = transformer.get_parameter(repeats[name])
         if not torch.equal(tensor.to(held), held):
             raise ValueError(
-                f"transformer: {stored.where}: {name} differs from block 0's; these projections are shared by all "
+                f"transformer: {stored.where}: {name} differs from block 0's; these projections "
+                "are shared by all "
                 "blocks of the models known here"
             )
-    transformer.forget()
-    differing = sum(not torch.equal(block.attn_bias, block.mlp_bias) for block in transformer.layers)
+    transformer.clear_derived()
+    differing = sum(
+        not torch.equal(block.attn_bias, block.mlp_bias) for block in transformer.layers
+    )
     if differing:
         logger.info(
-            "%s: %d blocks have different modulation biases for attention and MLP; each is used for its own (the "
+            "%s: %d blocks have different modulation biases for attention and MLP; each is used "
+            "for its own (the "
             "original engine reads the MLP's for both)",
             *(stored.where, differing),
         )
 
 
-# -- the other pieces --------------------------------------------------------------------------------------------------
+# -- the other pieces ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -168,20 +202,28 @@ class CheckpointLayout:
         return read_config(self.root)
 
     def require(self, config: WaypointConfig) -> None:
-        """Raise ValueError of one line unless the pieces that `config` needs are there with their weights."""
+        """Raise ValueError of one line unless the pieces that `config` needs are there with
+        their weights.
+        """
         streams = config.temporal_compression > 1
         images = [(f"{IMAGES_FOLDER}/{half}.safetensors",) for half in AUTOENCODER_KEYS]
-        pieces = [(WEIGHTS_FILE,), *([TAEHV_FILES] if streams else images)]
-        pieces += [(f"{TEXT_FOLDER}/*.safetensors",)] if config.prompted else []
-        missing = [" or ".join(places) for places in pieces if not any(any(self.root.glob(place)) for place in places)]
+        components = [(WEIGHTS_FILE,), *([TAEHV_FILES] if streams else images)]
+        components += [(f"{TEXT_FOLDER}/*.safetensors",)] if config.prompted else []
+        missing = [
+            " or ".join(positions)
+            for positions in components
+            if not any(any(self.root.glob(position)) for position in positions)
+        ]
         if missing:
             raise ValueError(
                 f"{self.root} lacks {', '.join(missing)}; complete it with `vllm-omni download "
-                f"{'waypoint' if streams else 'waypoint_1_small'} {self.root}` or start with --load-format dummy"
+                f"{'waypoint' if streams else 'waypoint_1_small'} {self.root}` or start with "
+                "--load-format dummy"
             )
 
     def codec_sizes(self) -> dict[str, Any]:
-        """Return the autoencoder's arguments that differ from the released ones, JSON types only: as its files say.
+        """Return the autoencoder's arguments that differ from the released ones, JSON types only:
+        as its files say.
 
         Raises ValueError.
         """
@@ -197,7 +239,9 @@ class CheckpointLayout:
         return sizes
 
     def text_config(self, width: int) -> dict[str, Any]:
-        """Return `UMT5Config` values from the encoder's config, else the released ones. width: of the rows."""
+        """Return `UMT5Config` values from the encoder's config, else the released ones. width:
+        of the rows.
+        """
         return checked_text(stated_text(self.text_encoder) or dict(UMT5_XL), width, self.root)
 
     def open_network(self) -> TensorSource:
@@ -214,13 +258,20 @@ class CheckpointLayout:
 
 
 def find_layout(path: Path) -> CheckpointLayout:
-    """Find the pieces below `path`. Raises ValueError of one line if its config is none of Waypoint's."""
+    """Find the pieces below `path`.
+
+    Raises ValueError of one line if its config is none of Waypoint's.
+    """
     if not is_checkpoint(path):
-        raise ValueError(f"{path} holds no {CONFIG_FILE} of a Waypoint model with the key `model_type`")
+        raise ValueError(
+            f"{path} holds no {CONFIG_FILE} of a Waypoint model with the key `model_type`"
+        )
     taehv = next((path / name for name in TAEHV_FILES if (path / name).is_file()), None)
     text = path / TEXT_FOLDER
     return CheckpointLayout(
-        path, None if taehv is None else confined(taehv.parent, taehv.name), text if text.is_dir() else None
+        path,
+        None if taehv is None else confined(taehv.parent, taehv.name),
+        text if text.is_dir() else None,
     )
 
 
@@ -230,13 +281,17 @@ def is_checkpoint(path: Path) -> bool:
         config = read_config(path) if (path / CONFIG_FILE).is_file() else {}
     except (ValueError, OSError):
         return False
-    return str(config.get("model_type", "")).startswith("waypoint") or {"n_buttons", "global_pinned_dilation"} <= set(
-        config
-    )
+    return str(config.get("model_type", "")).startswith("waypoint") or {
+        "n_buttons",
+        "global_pinned_dilation",
+    } <= set(config)
 
 
 def hf_config(path: Path) -> dict[str, Any]:
-    """Return the fields of vLLM's config object, JSON types only; needs no weight files. Raises ValueError."""
+    """Return the fields of vLLM's config object, JSON types only; needs no weight files.
+
+    Raises ValueError.
+    """
     layout = find_layout(path)
     values = layout.config()
     config = WaypointConfig.from_checkpoint(values)
@@ -249,12 +304,18 @@ def hf_config(path: Path) -> dict[str, Any]:
 
 
 def load_autoencoder(module: nn.Module, source: TensorSource, *, what: str) -> None:
-    """Load TAEHV or half an image autoencoder, whose parameters have the stored names. Raises ValueError."""
+    """Load TAEHV or half an image autoencoder, whose parameters have the stored names.
+
+    Raises ValueError.
+    """
     load_strict(module, source, shapes_of(module), what=what)
 
 
 def read_config(path: Path, name: str = CONFIG_FILE) -> dict[str, Any]:
-    """Return the mapping in a YAML file of the folder `path`, or in its section `model`. Raises ValueError."""
+    """Return the mapping in a YAML file of the folder `path`, or in its section `model`.
+
+    Raises ValueError.
+    """
     values = read_yaml(confined(path, name))
     section = values.get("model")
     return section if isinstance(section, dict) else values

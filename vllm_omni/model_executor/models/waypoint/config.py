@@ -16,12 +16,12 @@ from typing import Annotated, Any, Final
 import msgspec
 import torch
 
-from vllm_omni.actions import ActionRows, ActionSpace, Axis, Button
+from vllm_omni.actions import ActionFrames, ActionSpace, Axis, Button
 from vllm_omni.config import OmniConfig, parse_options
 from vllm_omni.model_executor.models.wan.architecture import check_implemented
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan, FrameRate
 from vllm_omni.model_executor.streaming.options import StreamingOptions
-from vllm_omni.model_executor.streaming.stream import Stream
+from vllm_omni.model_executor.streaming.stream import StreamModelSetup
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -39,11 +39,13 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class WaypointConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Architecture, under `config.yaml`'s own names; defaults are those of a key that the file leaves out.
+    """Architecture, under `config.yaml`'s own names; defaults are those of a key that the file
+    leaves out.
 
-    height, width: of the token grid, after patching. channels: of latents. local_window, global_window: frames, itself
-    included; a global layer keeps every `global_pinned_dilation`-th frame. scheduler_sigmas: from 1 to 0, the noise
-    level of each step. base_fps, inference_fps: latents and video frames per second as trained and served.
+    height, width: of the token grid, after patching. channels: of latents. local_window,
+    global_window: frames, itself included; a global layer keeps every `global_pinned_dilation`-th
+    frame. scheduler_sigmas: from 1 to 0, the noise level of each step. base_fps, inference_fps:
+    latents and video frames per second as trained and served.
     """
 
     d_model: Count
@@ -68,7 +70,13 @@ class WaypointConfig(msgspec.Struct, frozen=True, kw_only=True):
     prompt_conditioning: str | None = None
     prompt_conditioning_period: Count | None = None
     prompt_embedding_dim: Count | None = None
-    scheduler_sigmas: tuple[float, ...] = (1.0, 0.8609585762023926, 0.729332447052002, 0.3205108940601349, 0.0)
+    scheduler_sigmas: tuple[float, ...] = (
+        1.0,
+        0.8609585762023926,
+        0.729332447052002,
+        0.3205108940601349,
+        0.0,
+    )
     inference_fps: Count = 0  # base_fps
     temporal_compression: Count = 1
     value_residual: bool = False
@@ -77,20 +85,27 @@ class WaypointConfig(msgspec.Struct, frozen=True, kw_only=True):
     rope_theta: float = 10000.0
 
     def __post_init__(self) -> None:
-        sigmas, width, cells = self.scheduler_sigmas, self.prompt_embedding_dim, self.height * self.width
+        sigmas, width, cells = (
+            self.scheduler_sigmas,
+            self.prompt_embedding_dim,
+            self.height * self.width,
+        )
         msgspec.structs.force_setattr(self, "n_kv_heads", self.n_kv_heads or self.n_heads)
         msgspec.structs.force_setattr(self, "tokens_per_frame", self.tokens_per_frame or cells)
         msgspec.structs.force_setattr(self, "inference_fps", self.inference_fps or self.base_fps)
         heads = self.n_heads, self.n_kv_heads
         problems = {
-            f"tokens_per_frame is {self.tokens_per_frame}, height x width is {cells}": self.tokens_per_frame != cells,
-            f"d_model {self.d_model} over {heads[0]} heads must give a multiple of 8": self.d_model % (8 * heads[0]),
+            f"tokens_per_frame is {self.tokens_per_frame}, height x width "
+            f"is {cells}": self.tokens_per_frame != cells,
+            f"d_model {self.d_model} over {heads[0]} heads must give a multiple of 8": self.d_model
+            % (8 * heads[0]),
             f"{heads[0]} heads do not divide over {heads[1]} key-value heads": heads[0] % heads[1],
-            f"global_window {self.global_window} is no multiple of the dilation {self.global_pinned_dilation}": (
-                self.global_window % self.global_pinned_dilation
-            ),
+            f"global_window {self.global_window} is no multiple of the dilation "
+            f"{self.global_pinned_dilation}": (self.global_window % self.global_pinned_dilation),
             f"scheduler_sigmas must fall to 0, got {list(sigmas)}": (
-                len(sigmas) < 2 or sigmas[-1] != 0 or any(a <= b for a, b in itertools.pairwise(sigmas))
+                len(sigmas) < 2
+                or sigmas[-1] != 0
+                or any(a <= b for a, b in itertools.pairwise(sigmas))
             ),
             f"prompt_embedding_dim {width} must be a multiple of {self.head_dim}": (
                 self.prompted and (not width or width % self.head_dim)
@@ -100,7 +115,7 @@ class WaypointConfig(msgspec.Struct, frozen=True, kw_only=True):
             if found:
                 raise ValueError(problem)
 
-    # -- derived -------------------------------------------------------------------------------------------------------
+    # -- derived -----------------------------------------------------------------------------------
 
     @property
     def num_layers(self) -> int:
@@ -138,7 +153,10 @@ class WaypointConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.temporal_compression == 1:
             return 360, 640
         height, width = self.codec_size
-        return height * 45 // 32 // SIZE_MULTIPLE * SIZE_MULTIPLE, width * 5 // 4 // SIZE_MULTIPLE * SIZE_MULTIPLE
+        return (
+            height * 45 // 32 // SIZE_MULTIPLE * SIZE_MULTIPLE,
+            width * 5 // 4 // SIZE_MULTIPLE * SIZE_MULTIPLE,
+        )
 
     @property
     def time_step(self) -> int:
@@ -157,9 +175,14 @@ class WaypointConfig(msgspec.Struct, frozen=True, kw_only=True):
         return ChunkPlan(1, 1, self.global_window, 0, FrameRate(first=stride, later=stride))
 
     def latent_size(self, height: int, width: int) -> tuple[int, int]:
-        """Latent height and width, of every video size. Raises ValueError for one that frames are not resized to."""
+        """Latent height and width, of every video size.
+
+        Raises ValueError for one that frames are not resized to.
+        """
         if height % SIZE_MULTIPLE or width % SIZE_MULTIPLE:
-            raise ValueError(f"{height}x{width}: height and width must be multiples of {SIZE_MULTIPLE}")
+            raise ValueError(
+                f"{height}x{width}: height and width must be multiples of {SIZE_MULTIPLE}"
+            )
         return self.latent_shape[1], self.latent_shape[2]
 
     def is_global(self, layer: int) -> bool:
@@ -169,7 +192,10 @@ class WaypointConfig(msgspec.Struct, frozen=True, kw_only=True):
         return layer % self.ctrl_conditioning_period == 0
 
     def reads_prompt(self, layer: int) -> bool:
-        return self.prompted and layer % (self.prompt_conditioning_period or self.ctrl_conditioning_period) == 0
+        return (
+            self.prompted
+            and layer % (self.prompt_conditioning_period or self.ctrl_conditioning_period) == 0
+        )
 
     @classmethod
     def from_checkpoint(cls, values: Mapping[str, Any]) -> "WaypointConfig":
@@ -181,7 +207,9 @@ class WaypointConfig(msgspec.Struct, frozen=True, kw_only=True):
         given = {key: value for key, value in values.items() if value is not None}
         check_implemented(values, "config.yaml", _IMPLEMENTED)
         if unknown := sorted(set(map(str, values)) - cls.known_keys()):
-            logger.warning("config.yaml has keys that this model does not read: %s", ", ".join(unknown[:8]))
+            logger.warning(
+                "config.yaml has keys that this model does not read: %s", ", ".join(unknown[:8])
+            )
         return parse_options(cls, given, "config.yaml")
 
     @classmethod
@@ -199,24 +227,37 @@ _IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "moe": (False, None),
 }
 _UNUSED = (
-    *("auto_aspect_ratio", "ctrl_cond_dropout", "prompt_cond_dropout", "n_frames", "taehv_ae", "ae_uri"),
+    *(
+        "auto_aspect_ratio",
+        "ctrl_cond_dropout",
+        "prompt_cond_dropout",
+        "n_frames",
+        "taehv_ae",
+        "ae_uri",
+    ),
     "prompt_encoder_uri",
 )
 _FIXED: Final = (
-    *("latent_frames_per_chunk", "first_chunk_latent_frames", "window_frames", "sink_frames", "decoder"),
+    *(
+        "latent_frames_per_chunk",
+        "first_chunk_latent_frames",
+        "window_frames",
+        "sink_frames",
+        "decoder",
+    ),
     "sequence_parallel",
 )
 
-WaypointStream = Stream[WaypointConfig, StreamingOptions]
+WaypointStream = StreamModelSetup[WaypointConfig, StreamingOptions]
 
 
 def read_stream(checkpoint: Mapping[str, Any], omni: OmniConfig) -> WaypointStream:
     """Return the family's part of `hf_config` with the serving options. Raises ValueError."""
     config = WaypointConfig.from_checkpoint(checkpoint["transformer"])
-    return Stream(config, StreamingOptions.read_unless(_FIXED, omni.model), config.plan)
+    return StreamModelSetup(config, StreamingOptions.read_unless(_FIXED, omni.model), config.plan)
 
 
-# -- controls ----------------------------------------------------------------------------------------------------------
+# -- controls --------------------------------------------------------------------------------------
 
 _KEYS: Final[Mapping[int, str]] = {
     0x01: "mouse_left Mouse0",
@@ -263,7 +304,9 @@ def action_space(config: WaypointConfig) -> ActionSpace:
     )
 
 
-def control_vectors(rows: ActionRows) -> torch.Tensor:
+def control_vectors(actions: ActionFrames) -> torch.Tensor:
     """Convert controls to fp32 [N, buttons + 3]: mouse dx, dy, then every button, then the wheel's
     sign."""
-    return torch.cat((rows.axes_NA, rows.buttons_NB.float(), rows.scroll_N.sign().unsqueeze(1)), dim=1)
+    return torch.cat(
+        (actions.axes_NA, actions.buttons_NB.float(), actions.scroll_N.sign().unsqueeze(1)), dim=1
+    )

@@ -7,7 +7,12 @@ from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.models.capabilities import Capabilities
 from vllm_omni.model_executor.models.wan.splits import check_parts
 from vllm_omni.model_executor.models.waypoint.checkpoint import LAYOUTS, hf_config, is_checkpoint
-from vllm_omni.model_executor.models.waypoint.config import SIZE_MULTIPLE, WaypointStream, action_space, read_stream
+from vllm_omni.model_executor.models.waypoint.config import (
+    SIZE_MULTIPLE,
+    WaypointStream,
+    action_space,
+    read_stream,
+)
 from vllm_omni.model_executor.models.waypoint.plan import PLAN
 from vllm_omni.model_executor.streaming.family import streaming_family
 
@@ -16,12 +21,22 @@ def _check_parallel(stream: WaypointStream, omni: OmniConfig, ranks: int, stages
     omni.refuse_chunks_in_flight("Waypoint")
     omni.refuse_vae_parallel("Waypoint")
     config = stream.config
-    check_parts(config.n_layers, {"n_kv_heads": config.n_kv_heads}, omni, ranks, stages, stages - omni.vae_stage)
+    check_parts(
+        config.n_layers,
+        {"n_kv_heads": config.n_kv_heads},
+        omni,
+        ranks,
+        stages,
+        stages - omni.vae_stage,
+    )
 
 
-def _facts(stream: WaypointStream) -> dict[str, Any]:
+def _info(stream: WaypointStream) -> dict[str, Any]:
     stride = stream.plan.rate.later
-    return {"fps": float(stream.config.inference_fps), "vae_stride": (stride, SIZE_MULTIPLE, SIZE_MULTIPLE)}
+    return {
+        "fps": float(stream.config.inference_fps),
+        "vae_stride": (stride, SIZE_MULTIPLE, SIZE_MULTIPLE),
+    }
 
 
 FAMILY = streaming_family(
@@ -35,11 +50,11 @@ FAMILY = streaming_family(
     check_options=lambda omni: omni.refuse_degradations("Waypoint"),
     check_parallel=_check_parallel,
     action_space=lambda stream: action_space(stream.config),
-    facts=lambda stream: {"patch_size": (1, 1, 1), **_facts(stream)},
+    info=lambda stream: {"patch_size": (1, 1, 1), **_info(stream)},
     capabilities=lambda config, omni: Capabilities(
         tasks=("world", "text_to_video", "image_to_video"),
         size_multiple=(SIZE_MULTIPLE, SIZE_MULTIPLE),
-        fps=_facts(read_stream(config["waypoint"], omni))["fps"],
+        fps=_info(read_stream(config["waypoint"], omni))["fps"],
     ),
     plan=PLAN,
 )

@@ -8,23 +8,30 @@ of the autoencoders' repositories were not available.
 
 from pathlib import Path
 
-from vllm_omni.model_executor.hub import HubPiece, HubSource
+from vllm_omni.model_executor.checkpoint.hub import HubComponent, HubSource
 
 _OWNER = "Overworld"
 _FILES = ("config.yaml", "model.safetensors")
 
 
-def _v1_5(name: str) -> tuple[HubPiece, ...]:
+def _v1_5(name: str) -> tuple[HubComponent, ...]:
     """Return the files of 1.5; TAEHV is in the transformer's repository."""
-    return (HubPiece(f"{_OWNER}/{name}", (*_FILES, "vae/*"), "", 3.8),)
+    return (HubComponent(f"{_OWNER}/{name}", (*_FILES, "vae/*"), "", 3.8),)
 
 
 def _v1(name: str) -> HubSource:
     return HubSource(
         (
-            HubPiece(f"{_OWNER}/{name}", _FILES, "", 4.7),
-            HubPiece("OpenWorldLabs/owl_vae_f16_c16_distill_v0_nogan", ("*.yml", "*.safetensors"), "ae", 0.3),
-            HubPiece("google/umt5-xl", ("*.json", "spiece.model", "*.safetensors"), "text_encoder", 7.6),
+            HubComponent(f"{_OWNER}/{name}", _FILES, "", 4.7),
+            HubComponent(
+                "OpenWorldLabs/owl_vae_f16_c16_distill_v0_nogan",
+                ("*.yml", "*.safetensors"),
+                "ae",
+                0.3,
+            ),
+            HubComponent(
+                "google/umt5-xl", ("*.json", "spiece.model", "*.safetensors"), "text_encoder", 7.6
+            ),
         )
     )
 
@@ -40,13 +47,18 @@ RELEASES = {
 
 
 def check_complete(path: Path) -> None:
-    """Raise ValueError unless every piece is there and the network's tensors have the right names and shapes.
+    """Raise ValueError unless every piece is there and the network's tensors have the right names
+    and shapes.
 
     Only file names and headers are read.
     """
-    from vllm_omni.model_executor.models.waypoint.checkpoint import find_layout, network_source, transformer_shapes
+    from vllm_omni.model_executor.checkpoint.loading import check_shapes
+    from vllm_omni.model_executor.models.waypoint.checkpoint import (
+        find_layout,
+        network_source,
+        transformer_shapes,
+    )
     from vllm_omni.model_executor.models.waypoint.config import WaypointConfig
-    from vllm_omni.model_executor.weights import check_shapes
 
     layout = find_layout(path)
     config = WaypointConfig.from_checkpoint(layout.config())

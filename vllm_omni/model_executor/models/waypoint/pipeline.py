@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waypoint served frame by frame: encode, four Euler steps, one pass at noise level 0, decode, commit.
+"""Waypoint served frame by frame: encode, four Euler steps, one pass at noise level 0, decode,
+commit.
 
     a start image: its latent is a session's first frame               prepare_encode
     transformer(latent, 0, controls): its K/V stay                     the first denoise_step
@@ -27,10 +28,14 @@ from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.device_async import to_device
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs
-from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
-from vllm_omni.model_executor.models.wan.text_encoder import text_encoder_of
+from vllm_omni.model_executor.models.wan.text_encoder.encoder import text_encoder_of
+from vllm_omni.model_executor.models.wan.text_encoder.prompts import SharedPrompts
 from vllm_omni.model_executor.models.waypoint.autoencoders import make_codec
-from vllm_omni.model_executor.models.waypoint.checkpoint import CheckpointLayout, find_layout, load_transformer
+from vllm_omni.model_executor.models.waypoint.checkpoint import (
+    CheckpointLayout,
+    find_layout,
+    load_transformer,
+)
 from vllm_omni.model_executor.models.waypoint.config import (
     DEFAULT_PROMPT,
     PROMPT_ROWS,
@@ -40,17 +45,21 @@ from vllm_omni.model_executor.models.waypoint.config import (
     control_vectors,
     read_stream,
 )
-from vllm_omni.model_executor.models.waypoint.state import Chunk, FrameRings, WaypointSession
-from vllm_omni.model_executor.models.waypoint.transformer import FrameRow, WaypointTransformer
+from vllm_omni.model_executor.models.waypoint.state import (
+    FrameRings,
+    WaypointChunk,
+    WaypointSession,
+)
+from vllm_omni.model_executor.models.waypoint.transformer import FrameItem, WaypointTransformer
 from vllm_omni.model_executor.schedules import ChunkNoise, EulerSchedule
 from vllm_omni.model_executor.streaming.model import StreamingModel, build_transformer
 from vllm_omni.model_executor.streaming.options import StreamingOptions
-from vllm_omni.model_executor.streaming.request import read_latent_rows, read_played
+from vllm_omni.model_executor.streaming.request import read_latent_actions, read_played
 from vllm_omni.model_executor.streaming.session import SessionShape
 from vllm_omni.model_executor.streaming.setup import StreamingSetup
 from vllm_omni.model_executor.vllm_model import CheckpointPipeline, ServedCheckpoint
 
-Request = DiffusionRequest[WaypointSession, Chunk]
+Request = DiffusionRequest[WaypointSession, WaypointChunk]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +73,13 @@ class WaypointSetup(StreamingSetup[WaypointConfig, StreamingOptions]):
     text_config: Mapping[str, Any]
 
     @classmethod
-    def own_fields(cls, checkpoint: Mapping[str, Any], stream: WaypointStream, omni: OmniConfig) -> dict[str, Any]:
+    def own_fields(
+        cls, checkpoint: Mapping[str, Any], stream: WaypointStream, omni: OmniConfig
+    ) -> dict[str, Any]:
         return {"codec": checkpoint["codec"], "text_config": checkpoint["umt5"]}
 
 
-class Waypoint(StreamingModel[WaypointSession, Chunk]):
+class Waypoint(StreamingModel[WaypointSession, WaypointChunk]):
     """Implements `SupportsStepExecution` for the part of the model that this rank holds."""
 
     session_type = WaypointSession
@@ -81,7 +92,9 @@ class Waypoint(StreamingModel[WaypointSession, Chunk]):
         self.action_space = action_space(setup.config)
         self.schedule = EulerSchedule(setup.config.scheduler_sigmas, setup.dtype)
         self.prompts = SharedPrompts(self._prompt_kv)
-        self.codec = make_codec(setup.config, setup.codec, setup.options.vae_torch_dtype(setup.dtype))
+        self.codec = make_codec(
+            setup.config, setup.codec, setup.options.vae_torch_dtype(setup.dtype)
+        )
         self.decoder = self.codec if setup.parallel.decodes else None
         self.text_encoder = text_encoder_of(
             setup.parallel,
@@ -100,9 +113,9 @@ class Waypoint(StreamingModel[WaypointSession, Chunk]):
         layout.load_codec(self.codec)
         if self.text_encoder is not None and layout.text_encoder is not None:
             self.text_encoder.load(layout.text_encoder)
-        self.prompts.forget()
+        self.prompts.clear_prompt()
 
-    # -- sessions ------------------------------------------------------------------------------------------------------
+    # -- sessions ----------------------------------------------------------------------------------
 
     def window_nbytes(self, shape: SessionShape) -> int:
         return self._rings(device="meta").nbytes
@@ -110,26 +123,36 @@ class Waypoint(StreamingModel[WaypointSession, Chunk]):
     def make_window(self, shape: SessionShape) -> FrameRings:
         return self._rings(device=self.transformer.device, rings=self.transformer.rings)
 
-    def _rings(self, **place: Any) -> FrameRings:
+    def _rings(self, **slot: Any) -> FrameRings:
         network = self.transformer
-        sizes = {"num_heads": network.num_cache_heads, "dtype": network.dtype, "storage": self.kv_dtype}
-        return FrameRings(self.config, network.layer_range, **sizes, **place)
+        sizes = {
+            "num_heads": network.num_cache_heads,
+            "dtype": network.dtype,
+            "storage": self.kv_dtype,
+        }
+        return FrameRings(self.config, network.layer_range, **sizes, **slot)
 
-    # -- one chunk -----------------------------------------------------------------------------------------------------
+    # -- one chunk ---------------------------------------------------------------------------------
 
     @torch.no_grad()
     def prepare_encode(self, request: Request) -> None:
         session = request.session
         inputs = read_played(request, session, self.action_space)
-        rows = read_latent_rows(request.params, request.tensors, self.action_space, 1)
+        actions = read_latent_actions(request.params, request.tensors, self.action_space, 1)
         prompt = inputs.prompt or (DEFAULT_PROMPT if self.config.prompted else "")
         start = session.window.committed_frames
         frames = range(start, start + 1 + (inputs.image is not None))
         channels, *cells = self.config.latent_shape
         size = (channels, 1, *cells)
-        given: dict[str, Any] = {"prompt": prompt, "seed": inputs.seed, "controls": control_vectors(rows)[0]}
+        given: dict[str, Any] = {
+            "prompt": prompt,
+            "seed": inputs.seed,
+            "controls": control_vectors(actions)[0],
+        }
         if self.parallel.is_vae_stage:
-            request.state = Chunk.to_decode(frames, self.schedule, size, session.window, own=None, **given)
+            request.state = WaypointChunk.to_decode(
+                frames, self.schedule, size, session.window, own=None, **given
+            )
             request.num_steps = 1  # the ranks with layers know
             return
         image = None
@@ -143,14 +166,14 @@ class Waypoint(StreamingModel[WaypointSession, Chunk]):
                 text = self.text_encoder.encode(prompt, self.transformer.device)
         noise = ChunkNoise(size, inputs.seed, session.chunk_index, self.transformer.device)
         ropes = [self.transformer.rope(frame) for frame in frames]
-        request.state = Chunk(
+        request.state = WaypointChunk(
             frames=frames,
             schedule=self.schedule,
             latents=noise.draw(0),
             noise=noise,
             rope=ropes[-1],
             ropes=ropes,
-            places=[session.window.place(frame) for frame in frames],
+            slots=[session.window.frame_slot(frame) for frame in frames],
             text=text,
             window=session.window,
             own=None,
@@ -162,28 +185,32 @@ class Waypoint(StreamingModel[WaypointSession, Chunk]):
         request.clean_passes = 1
 
     @torch.no_grad()
-    def denoise_step(self, batch: Sequence[Request], hidden: torch.Tensor | None = None) -> torch.Tensor:
-        rows: list[FrameRow] = []
+    def denoise_step(
+        self, batch: Sequence[Request], hidden: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        actions: list[FrameItem] = []
         for request in batch:
-            self.begin_step(request)
-            rows += self.rows(request)
-        prediction: torch.Tensor = self.transformer(rows, hidden)
+            self.start_step(request)
+            actions += self.items(request)
+        prediction: torch.Tensor = self.transformer(actions, hidden)
         return prediction.unsqueeze(2) if self.parallel.last_stage else prediction
 
     def warmup_inputs(self) -> list[Inputs]:
-        """A chunk with an image and one without: every kind of forward, and a stream's first decode and a later one."""
+        """A chunk with an image and one without: every kind of forward, and a stream's first
+        decode and a later one.
+        """
         image = torch.zeros(self.omni.height, self.omni.width, 3, dtype=torch.uint8)
         params = DiffusionParams(session_id="warm-up")
         return [(params, {"image": image}), (params, {})]
 
-    # -- parts of the above --------------------------------------------------------------------------------------------
+    # -- parts of the above ------------------------------------------------------------------------
 
     def _prompt_kv(self, text_SE: torch.Tensor) -> torch.Tensor:
         """K/V of an encoded prompt (collective under tensor parallelism)."""
         padded = functional.pad(text_SE, (0, 0, 0, PROMPT_ROWS - len(text_SE)))
         return self.transformer.cross_attention_kv(padded)
 
-    def begin_step(self, request: Request) -> None:
+    def start_step(self, request: Request) -> None:
         """Shared by a chunk's forwards: its controls' and its prompt's part (collective there)."""
         chunk = request.work
         if chunk.terms is not None:
@@ -192,17 +219,17 @@ class Waypoint(StreamingModel[WaypointSession, Chunk]):
         if chunk.cross_kv is None and chunk.text is not None:
             chunk.cross_kv = self.prompts.get(chunk.prompt, chunk.text)
 
-    def rows(self, request: Request) -> list[FrameRow]:
+    def items(self, request: Request) -> list[FrameItem]:
         chunk = request.work
         frame, step = chunk.frame_index(request.step), chunk.denoise_index(request.step)
         assert chunk.terms is not None
-        row = FrameRow(
+        row = FrameItem(
             latents=chunk.latents_at(request.step),
             sigma=0.0 if step is None else self.schedule.sigmas[step],
             rope=chunk.ropes[frame],
             control=chunk.terms,
             window=chunk.window,
-            place=chunk.places[frame],
+            slot=chunk.slots[frame],
             prompt_kv=chunk.cross_kv,
         )
         return [row]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waypoint as `vllm-omni plan` sees it: a fixed token grid, two kinds of K/V rings, autoencoders of its own.
+"""Waypoint as `vllm-omni plan` sees it: a fixed token grid, two kinds of K/V rings, autoencoders of
+its own.
 
 Bytes are counted on modules without storage, which are imported when a network is planned.
 Held by tests/planning/test_plan_waypoint.py.
@@ -20,7 +21,9 @@ from vllm_omni.planning.stream_model import Autoencoder, Changes, FamilyPlan, St
 _TEXT_WEIGHTS = 7.6e9
 """umt5-xl's encoder, bf16."""
 _WORKSPACE = 0.9e9
-"""Bytes of a decode at 512 tokens per frame: the peak of the one measured run less weights and session."""
+"""Bytes of a decode at 512 tokens per frame: the peak of the one measured run less weights and
+session.
+"""
 
 
 def _named(name: str, changes: Changes) -> StreamModel:
@@ -38,13 +41,21 @@ def _stream_model(
     """codec: the autoencoder's sizes where they are not the released ones."""
     from vllm_omni.model_executor.models.waypoint.state import FrameRings
 
-    fixed = sorted({"window", "chunk", "denoise", "noise_matched", "in_flight", "video_input"} & set(changes))
+    fixed = sorted(
+        {"window", "chunk", "denoise", "noise_matched", "in_flight", "video_input"} & set(changes)
+    )
     if fixed:
-        raise ValueError(f"{name}: a Waypoint checkpoint fixes its windows, chunks and steps, and takes no video")
+        raise ValueError(
+            f"{name}: a Waypoint checkpoint fixes its windows, chunks and steps, and takes no video"
+        )
     shapes = transformer_shapes(config)
     read_prompts = sum(config.reads_prompt(layer) for layer in range(config.n_layers))
     tokens, kv_dim = config.tokens_per_frame, config.n_kv_heads * config.head_dim
-    sizes: dict[str, Any] = {"num_heads": config.n_kv_heads, "dtype": torch.bfloat16, "device": "meta"}
+    sizes: dict[str, Any] = {
+        "num_heads": config.n_kv_heads,
+        "dtype": torch.bfloat16,
+        "device": "meta",
+    }
     rings = FrameRings(config, range(config.n_layers), **sizes).nbytes
     each = 2 * kv_dim * config.n_layers  # numbers of a token
     window = config.local_window
@@ -77,8 +88,15 @@ def _stream_model(
 
 
 def _passed(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether every token passes this layer of a block: not those of controls and prompts, which are computed once."""
-    return name.startswith("blocks.") and len(shape) == 2 and ".fc1_c." not in name and ".cross.k" not in name
+    """Whether every token passes this layer of a block: not those of controls and prompts, which
+    are computed once.
+    """
+    return (
+        name.startswith("blocks.")
+        and len(shape) == 2
+        and ".fc1_c." not in name
+        and ".cross.k" not in name
+    )
 
 
 @cache

@@ -33,13 +33,19 @@ from torch.nn import functional
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from vllm_omni.model_executor.device_async import to_device
-from vllm_omni.model_executor.layers import chains
-from vllm_omni.model_executor.layers.attention import attention, stack
-from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs, Inputs
-from vllm_omni.model_executor.layers.linear import ColumnLinear, LinearPrecision, MergedLinear, QKVLinear, RowLinear
-from vllm_omni.model_executor.layers.parallel import ParallelContext, StageNetwork
+from vllm_omni.model_executor.layers import fused_ops as layers_fused_ops
+from vllm_omni.model_executor.layers.attention.attention import attention, stack
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext, StageNetwork
+from vllm_omni.model_executor.layers.cuda_graphs import ForwardGraphs, Inputs
+from vllm_omni.model_executor.layers.linear.linear import (
+    ColumnLinear,
+    LinearPrecision,
+    MergedLinear,
+    QKVLinear,
+    RowLinear,
+)
 from vllm_omni.model_executor.models.waypoint.config import PROMPT_ROWS, WaypointConfig
-from vllm_omni.model_executor.models.waypoint.state import FramePlace, FrameRings, Rotation
+from vllm_omni.model_executor.models.waypoint.state import FrameRings, FrameSlot, Rotation
 
 _EPS = float(torch.finfo(torch.float32).eps)
 """Epsilon of every norm, for all dtypes."""
@@ -48,14 +54,16 @@ _NOISE_WIDTH = 512
 
 @dataclass(frozen=True)
 class FrequencyTables:
-    """The network's constants, fp32 on the CPU. noise: [256]. xy, time: of the lanes of a spatial axis and of time."""
+    """The network's constants, fp32 on the CPU. noise: [256]. xy, time: of the lanes of a
+    spatial axis and of time.
+    """
 
     noise: torch.Tensor
     xy: torch.Tensor
     time: torch.Tensor
 
     @classmethod
-    def of(cls, config: WaypointConfig) -> "FrequencyTables":
+    def of_config(cls, config: WaypointConfig) -> "FrequencyTables":
         # not the default dtype and device, which are set while models are built
         exact: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
         half, spatial, temporal = _NOISE_WIDTH // 2, config.head_dim // 8, config.head_dim // 4
@@ -63,7 +71,11 @@ class FrequencyTables:
         fastest = config.rope_nyquist_frac / 2 * min(config.height, config.width)
         xy = math.pi * torch.linspace(1.0, fastest, -(-spatial // 2), **exact)
         time = torch.pow(config.rope_theta, -2 * torch.arange(temporal // 2, **exact) / temporal)
-        return cls(noise.float(), xy.repeat_interleave(2)[:spatial].float(), time.repeat_interleave(2).float())
+        return cls(
+            noise.float(),
+            xy.repeat_interleave(2)[:spatial].float(),
+            time.repeat_interleave(2).float(),
+        )
 
 
 def rms(x: torch.Tensor) -> torch.Tensor:
@@ -78,14 +90,18 @@ def rms_rotate(x_BTNH: torch.Tensor, cos_BTC: torch.Tensor, sin_BTC: torch.Tenso
     second ones."""
     first, second = rms(x_BTNH).float().unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos_BTC.unsqueeze(-2), sin_BTC.unsqueeze(-2)
-    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1).to(x_BTNH.dtype)
+    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1).to(
+        x_BTNH.dtype
+    )
 
 
 def modulate(x_BTD: torch.Tensor, scale_B1D: torch.Tensor, bias_B1D: torch.Tensor) -> torch.Tensor:
     return rms(x_BTD) * (1 + scale_B1D) + bias_B1D
 
 
-def gated_add(x_BTD: torch.Tensor, update_BTD: torch.Tensor, gate_B1D: torch.Tensor) -> torch.Tensor:
+def gated_add(
+    x_BTD: torch.Tensor, update_BTD: torch.Tensor, gate_B1D: torch.Tensor
+) -> torch.Tensor:
     return x_BTD + gate_B1D * update_BTD
 
 
@@ -98,7 +114,7 @@ def silu_sum(x: torch.Tensor, term: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Chains(chains.Chains):
+class FusedOps(layers_fused_ops.FusedOps):
     """The functions above."""
 
     rms: Callable[..., torch.Tensor] = rms
@@ -109,11 +125,11 @@ class Chains(chains.Chains):
     silu_sum: Callable[..., torch.Tensor] = silu_sum
 
 
-# -- a forward's inputs ------------------------------------------------------------------------------------------------
+# -- a forward's inputs ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class FrameRow:
+class FrameItem:
     """One batch entry of a forward pass; tensors on the model's device."""
 
     latents: torch.Tensor
@@ -126,7 +142,7 @@ class FrameRow:
     """Result of `controls`."""
     window: FrameRings
     """The session's ring buffers, which every block writes to at `place`."""
-    place: FramePlace
+    slot: FrameSlot
     """Where the K/V of the frame are written."""
     prompt_kv: torch.Tensor | None = None
     """Result of `cross_attention_kv`. None: no prompt."""
@@ -136,31 +152,35 @@ class FrameRow:
 class Pass:
     """A forward's rows, as its layers see them. cos, sin: fp32 [B, T, C].
 
-    controls: [B, 1, D], the next for each block with a `ControlFusion`. prompts: the rows' [2, S, N, H], the next for
-    each block with a `CrossAttention`.
+    controls: [B, 1, D], the next for each block with a `ControlFusion`. prompts: the rows' [2, S,
+    N, H], the next for each block with a `CrossAttention`.
     """
 
-    rows: Sequence[FrameRow]
+    items: Sequence[FrameItem]
     cos: torch.Tensor
     sin: torch.Tensor
     controls: Iterator[torch.Tensor]
     prompts: Iterator[Sequence[torch.Tensor]]
 
-    def attend(self, layer: int, q_BTNH: torch.Tensor, k_BTNH: torch.Tensor, v_BTNH: torch.Tensor) -> torch.Tensor:
-        rows = zip(self.rows, q_BTNH, k_BTNH, v_BTNH, strict=True)
-        return stack([row.window.attend(layer, q, k, v, row.place) for row, q, k, v in rows])
+    def attend(
+        self, layer: int, q_BTNH: torch.Tensor, k_BTNH: torch.Tensor, v_BTNH: torch.Tensor
+    ) -> torch.Tensor:
+        items = zip(self.items, q_BTNH, k_BTNH, v_BTNH, strict=True)
+        return stack([item.window.attend(layer, q, k, v, item.slot) for item, q, k, v in items])
 
 
-# -- layers ------------------------------------------------------------------------------------------------------------
+# -- layers ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Build:
-    """What every layer of a rank is made with. prefix: the layer's name in the pipeline, for quantization."""
+    """What every layer of a rank is made with. prefix: the layer's name in the pipeline, for
+    quantization.
+    """
 
     config: WaypointConfig
     parallel: ParallelContext
-    chains: Chains
+    fused_ops: FusedOps
     precision: LinearPrecision
     prefix: str
 
@@ -168,10 +188,14 @@ class Build:
         return replace(self, prefix=f"{self.prefix}.{name}")
 
     def column(self, inputs: int, outputs: int, name: str) -> ColumnLinear:
-        return ColumnLinear(inputs, outputs, self.parallel, self.precision, f"{self.prefix}.{name}", bias=False)
+        return ColumnLinear(
+            inputs, outputs, self.parallel, self.precision, f"{self.prefix}.{name}", bias=False
+        )
 
-    def row(self, inputs: int, outputs: int, name: str) -> RowLinear:
-        return RowLinear(inputs, outputs, self.parallel, self.precision, f"{self.prefix}.{name}", bias=False)
+    def item(self, inputs: int, outputs: int, name: str) -> RowLinear:
+        return RowLinear(
+            inputs, outputs, self.parallel, self.precision, f"{self.prefix}.{name}", bias=False
+        )
 
 
 def mlp(fc1: nn.Module, fc2: nn.Module) -> nn.Sequential:
@@ -190,11 +214,19 @@ class SelfAttention(nn.Module):
     def __init__(self, build: Build, layer: int) -> None:
         super().__init__()
         config, parallel = build.config, build.parallel
-        self.config, self.chains, self.layer = config, build.chains, layer
+        self.config, self.fused_ops, self.layer = config, build.fused_ops, layer
         heads, dim = config.n_heads, config.d_model
-        qkv = (dim, config.head_dim, heads, config.n_kv_heads, parallel, build.precision, f"{build.prefix}.qkv")
+        qkv = (
+            dim,
+            config.head_dim,
+            heads,
+            config.n_kv_heads,
+            parallel,
+            build.precision,
+            f"{build.prefix}.qkv",
+        )
         self.qkv = QKVLinear(*qkv, bias=False)
-        self.out_proj = build.row(dim, dim, "out_proj")
+        self.out_proj = build.item(dim, dim, "out_proj")
         own, kv = heads // parallel.tensor_size, config.n_kv_heads // parallel.tensor_size
         self.sizes = [count * config.head_dim for count in (own, kv, kv)]
         if config.value_residual:
@@ -205,13 +237,18 @@ class SelfAttention(nn.Module):
     def forward(
         self, a_BTD: torch.Tensor, first_v: torch.Tensor | None, inputs: Pass
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (result, the values of the first layer). first_v: those, None in that layer itself."""
-        q, k, v = (part.unflatten(-1, (-1, self.config.head_dim)) for part in self.qkv(a_BTD).split(self.sizes, dim=-1))
+        """Return (result, the values of the first layer). first_v: those, None in that layer
+        itself.
+        """
+        q, k, v = (
+            part.unflatten(-1, (-1, self.config.head_dim))
+            for part in self.qkv(a_BTD).split(self.sizes, dim=-1)
+        )
         if first_v is None:
             first_v = v
         elif self.config.value_residual:
-            v = self.chains.mix(v, first_v, self.v_lamb)
-        q, k = (self.chains.rms_rotate(x, inputs.cos, inputs.sin) for x in (q, k))
+            v = self.fused_ops.mix(v, first_v, self.v_lamb)
+        q, k = (self.fused_ops.rms_rotate(x, inputs.cos, inputs.sin) for x in (q, k))
         out = inputs.attend(self.layer, q, k, v)
         if self.config.gated_attn:
             gates_BTN = self.gate_proj(a_BTD[..., : self.config.n_heads].contiguous()).sigmoid()
@@ -224,21 +261,24 @@ class CrossAttention(nn.Module):
 
     def __init__(self, build: Build) -> None:
         super().__init__()
-        self.chains, self.head_dim = build.chains, build.config.head_dim
+        self.fused_ops, self.head_dim = build.fused_ops, build.config.head_dim
         dim, width = build.config.d_model, build.config.prompt_embedding_dim
         assert width is not None
         self.q = build.column(dim, width, "q")
         rest = (build.parallel, build.precision, f"{build.prefix}.kv")
         self.kv = MergedLinear(width, ("k", "v"), (width, width), *rest, bias=False)
-        self.out_proj = build.row(width, dim, "out_proj")
+        self.out_proj = build.item(width, dim, "out_proj")
 
     def keys_values(self, prompt_SE: torch.Tensor) -> torch.Tensor:
         """Return [2, S, N, H], a function of the prompt alone."""
-        k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.kv(rms(prompt_SE)).chunk(2, dim=-1))
+        k, v = (
+            part.unflatten(-1, (-1, self.head_dim))
+            for part in self.kv(rms(prompt_SE)).chunk(2, dim=-1)
+        )
         return torch.stack((rms(k), v))
 
     def forward(self, x_BTD: torch.Tensor, kv: Sequence[torch.Tensor]) -> torch.Tensor:
-        rms = self.chains.rms
+        rms = self.fused_ops.rms
         q = rms(self.q(rms(x_BTD)).unflatten(-1, (-1, self.head_dim)))
         attended = [attention(q_TNH, *pair) for q_TNH, pair in zip(q, kv, strict=True)]
         out: torch.Tensor = self.out_proj(stack(attended).flatten(-2))
@@ -250,49 +290,57 @@ class ControlFusion(nn.Module):
 
     def __init__(self, build: Build) -> None:
         super().__init__()
-        self.chains, dim = build.chains, build.config.d_model
+        self.fused_ops, dim = build.fused_ops, build.config.d_model
         self.fc1_x, self.fc1_c = build.column(dim, dim, "fc1_x"), build.column(dim, dim, "fc1_c")
-        self.fc2 = build.row(dim, dim, "fc2")
+        self.fc2 = build.item(dim, dim, "fc2")
 
     def term(self, embedded_D: torch.Tensor) -> torch.Tensor:
         term: torch.Tensor = self.fc1_c(rms(embedded_D).unsqueeze(0))[0]
         return term
 
     def forward(self, x_BTD: torch.Tensor, term_B1D: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.fc2(self.chains.silu_sum(self.fc1_x(self.chains.rms(x_BTD)), term_B1D))
+        out: torch.Tensor = self.fc2(
+            self.fused_ops.silu_sum(self.fc1_x(self.fused_ops.rms(x_BTD)), term_B1D)
+        )
         return out
 
 
 class Block(nn.Module):
     def __init__(self, build: Build, layer: int) -> None:
         super().__init__()
-        config, self.chains = build.config, build.chains
+        config, self.fused_ops = build.config, build.fused_ops
         dim, hidden, inner = config.d_model, config.mlp_dim, build.under("mlp")
         self.attn = SelfAttention(build.under("attn"), layer)
-        self.mlp = mlp(inner.column(dim, hidden, "fc1"), inner.row(hidden, dim, "fc2"))
+        self.mlp = mlp(inner.column(dim, hidden, "fc1"), inner.item(hidden, dim, "fc2"))
         self.attn_bias = nn.Parameter(torch.zeros(dim), requires_grad=False)
         self.mlp_bias = nn.Parameter(torch.zeros(dim), requires_grad=False)
         self.control = ControlFusion(build.under("control")) if config.controlled(layer) else None
         self.cross = CrossAttention(build.under("cross")) if config.reads_prompt(layer) else None
 
     def forward(
-        self, x: torch.Tensor, first_v: torch.Tensor | None, inputs: Pass, modulation_B6D: torch.Tensor
+        self,
+        x: torch.Tensor,
+        first_v: torch.Tensor | None,
+        inputs: Pass,
+        modulation_B6D: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (the residual stream [B, T, D], the values of the first layer)."""
-        chains = self.chains
+        fused_ops = self.fused_ops
         s0, b0, g0, s1, b1, g1 = modulation_B6D.unsqueeze(2).unbind(1)
-        attended, first_v = self.attn(chains.modulate(x, s0, b0), first_v, inputs)
-        x = chains.gated_add(x, attended, g0)
+        attended, first_v = self.attn(fused_ops.modulate(x, s0, b0), first_v, inputs)
+        x = fused_ops.gated_add(x, attended, g0)
         if self.cross is not None:
             x = x + self.cross(x, next(inputs.prompts))
         if self.control is not None:
             x = x + self.control(x, next(inputs.controls))
-        return chains.gated_add(x, self.mlp(chains.modulate(x, s1, b1)), g1), first_v
+        return fused_ops.gated_add(x, self.mlp(fused_ops.modulate(x, s1, b1)), g1), first_v
 
 
 class WaypointTransformer(StageNetwork):
-    """This rank's part of the network. Parameters are created in torch's default type and device, those of the noise
-    MLP in fp32. compiled: fuse the elementwise chains. cuda_graphs: launch forwards as graphs (`ForwardGraphs`).
+    """This rank's part of the network.
+
+    Parameters are created in torch's default type and device, those of the noise MLP in fp32.
+    compiled: fuse the elementwise chains. cuda_graphs: launch forwards as graphs (`ForwardGraphs`).
     """
 
     def __init__(
@@ -308,18 +356,24 @@ class WaypointTransformer(StageNetwork):
         super().__init__()
         self.config, self.parallel = config, parallel or ParallelContext()
         dim = config.d_model
-        self.tables = FrequencyTables.of(config)
+        self.tables = FrequencyTables.of_config(config)
         self.graphs = ForwardGraphs() if cuda_graphs else None
         # few channels; one token
-        kept = [f"{prefix}.blocks.*.attn.gate_proj", f"{prefix}.blocks.*.control.fc1_c"]
+        retained = [f"{prefix}.blocks.*.attn.gate_proj", f"{prefix}.blocks.*.control.fc1_c"]
         self._build = Build(
-            config, self.parallel, Chains.build(compiled), LinearPrecision(quantization, kept), f"{prefix}.blocks"
+            config,
+            self.parallel,
+            FusedOps.build(compiled),
+            LinearPrecision(quantization, retained),
+            f"{prefix}.blocks",
         )
         self.denoise_step_emb = whole_mlp(_NOISE_WIDTH, 4 * dim, dim).float()
         self.ctrl_emb = whole_mlp(config.control_values, config.mlp_dim, dim)
         self.patchify = nn.Conv2d(config.channels, dim, config.patch, config.patch, bias=False)
         self.cond_proj = nn.ModuleList(nn.Linear(dim, dim, bias=False) for _ in range(6))
-        self.blocks = nn.ModuleDict({str(layer): self.empty_block(layer) for layer in self.layer_range})
+        self.blocks = nn.ModuleDict(
+            {str(layer): self.empty_block(layer) for layer in self.layer_range}
+        )
         self.out_norm = nn.Linear(dim, 2 * dim, bias=False)
         self.unpatchify = nn.Linear(dim, config.channels * math.prod(config.patch))
         self._modulation: dict[float, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -351,13 +405,19 @@ class WaypointTransformer(StageNetwork):
     def cross_kv_nbytes(self) -> int:
         """Bytes of one prompt's `cross_attention_kv`."""
         width = (self.config.prompt_embedding_dim or 0) // self.parallel.tensor_size
-        return sum(block.cross is not None for block in self.layers) * 2 * PROMPT_ROWS * width * self.dtype.itemsize
+        return (
+            sum(block.cross is not None for block in self.layers)
+            * 2
+            * PROMPT_ROWS
+            * width
+            * self.dtype.itemsize
+        )
 
-    def forget(self) -> None:
-        super().forget()
+    def clear_derived(self) -> None:
+        super().clear_derived()
         self._modulation.clear()
 
-    # -- once a frame or less ------------------------------------------------------------------------------------------
+    # -- once a frame or less ----------------------------------------------------------------------
 
     def embed_noise(self, sigma: float) -> torch.Tensor:
         """Return fp32 [D] of a noise level in [0, 1]; phases are fp32 products, as in training."""
@@ -373,9 +433,14 @@ class WaypointTransformer(StageNetwork):
             embedded = self.embed_noise(sigma)
             blocks = []
             for block in self.layers:
-                halves = [(embedded + bias.float()).to(self.dtype) for bias in (block.attn_bias, block.mlp_bias)]
+                halves = [
+                    (embedded + bias.float()).to(self.dtype)
+                    for bias in (block.attn_bias, block.mlp_bias)
+                ]
                 sources = [functional.silu(half) for half in halves for _ in range(3)]
-                blocks.append(torch.stack([p(x) for p, x in zip(self.cond_proj, sources, strict=True)]))
+                blocks.append(
+                    torch.stack([p(x) for p, x in zip(self.cond_proj, sources, strict=True)])
+                )
             head = self.out_norm(functional.silu(embedded.to(self.dtype))).unflatten(0, (2, -1))
             self._modulation[sigma] = (torch.stack(blocks), head)
         return self._modulation[sigma]
@@ -386,7 +451,9 @@ class WaypointTransformer(StageNetwork):
         return embedded
 
     def controls(self, controls: torch.Tensor) -> torch.Tensor:
-        """Return [control blocks, D] (this rank's channels): what a frame's controls add in each block reading them."""
+        """Return [control blocks, D] (this rank's channels): what a frame's controls add in each
+        block reading them.
+        """
         embedded = self.embed_controls(controls)
         terms = [block.control.term(embedded) for block in self.layers if block.control is not None]
         return torch.stack(terms) if terms else embedded.new_empty(0, embedded.shape[0])
@@ -394,9 +461,11 @@ class WaypointTransformer(StageNetwork):
     def cross_attention_kv(self, prompt_SE: torch.Tensor) -> torch.Tensor:
         """Return [prompt blocks, 2, S, N, H] of text embeddings; their padding is zero and takes
         part in attention."""
-        rows = prompt_SE.to(self.device, self.dtype)
-        kept = [block.cross.keys_values(rows) for block in self.layers if block.cross is not None]
-        return torch.stack(kept) if kept else rows.new_empty(0)
+        items = prompt_SE.to(self.device, self.dtype)
+        retained = [
+            block.cross.keys_values(items) for block in self.layers if block.cross is not None
+        ]
+        return torch.stack(retained) if retained else items.new_empty(0)
 
     def rope(self, frame: int) -> Rotation:
         """Return (cos, sin) [T, C] of a latent frame, fp32: channels of x, y, then time. Frame
@@ -415,52 +484,67 @@ class WaypointTransformer(StageNetwork):
         x = (2 * torch.arange(config.width, dtype=torch.float64) + 1) / config.width - 1
         y = (2 * torch.arange(config.height, dtype=torch.float64) + 1) / config.height - 1
         size = (config.height, config.width, -1)
-        of_x, of_y = torch.outer(x, lanes).unsqueeze(0).expand(size), torch.outer(y, lanes).unsqueeze(1).expand(size)
+        of_x, of_y = (
+            torch.outer(x, lanes).unsqueeze(0).expand(size),
+            torch.outer(y, lanes).unsqueeze(1).expand(size),
+        )
         angles = torch.cat((of_x, of_y), dim=-1).flatten(0, 1)
         return angles.cos().float(), angles.sin().float()
 
-    # -- a forward -----------------------------------------------------------------------------------------------------
+    # -- a forward ---------------------------------------------------------------------------------
 
-    def forward(self, rows: Sequence[FrameRow], hidden_BTD: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, items: Sequence[FrameItem], hidden_BTD: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Predict velocities, fp32 [B, C, h, w], and write each frame's K/V into its window.
 
         Collective under tensor parallelism. `hidden_BTD` is the result of the previous pipeline
         stage; earlier stages return hidden states.
         """
-        levels = [self.modulation(row.sigma) for row in rows]
+        levels = [self.modulation(item.sigma) for item in items]
         inputs: Inputs = {
             "blocks": stack([blocks for blocks, _ in levels]),
             "head": stack([head for _, head in levels]),
-            "latents": stack([row.latents for row in rows]),
-            "cos": stack([row.rope[0] for row in rows]),
-            "sin": stack([row.rope[1] for row in rows]),
-            "control": stack([row.control for row in rows]),
-            "tokens": stack([row.place.tokens_KT for row in rows]),
-            "key_ranges": stack([row.place.key_ranges_K2 for row in rows]),
+            "latents": stack([item.latents for item in items]),
+            "cos": stack([item.rope[0] for item in items]),
+            "sin": stack([item.rope[1] for item in items]),
+            "control": stack([item.control for item in items]),
+            "tokens": stack([item.slot.tokens_KT for item in items]),
+            "key_ranges": stack([item.slot.key_ranges_K2 for item in items]),
         }
         if hidden_BTD is not None:
             inputs["hidden"] = hidden_BTD
-        prompts = {f"prompt{n}": row.prompt_kv for n, row in enumerate(rows) if row.prompt_kv is not None}
+        prompts = {
+            f"prompt{n}": item.prompt_kv
+            for n, item in enumerate(items)
+            if item.prompt_kv is not None
+        }
         if self.graphs is None:
-            return self._predict(rows, inputs | prompts)
+            return self._predict(items, inputs | prompts)
         # a closed window drops its memory
-        held = [replace(row, window=copy.copy(row.window)) for row in rows]
-        fits = tuple(row.place.fits for row in rows)
+        held = [replace(item, window=copy.copy(item.window)) for item in items]
+        fits = tuple(item.slot.is_contiguous for item in items)
         return self.graphs(
             fits,
             inputs | prompts,
             lambda own: self._predict(held, own),
-            places=[place for row in rows for place in row.window.places],
+            buffers=[position for item in items for position in item.window.buffers],
             kind=fits,
             steady=prompts.keys(),
         )
 
-    def _predict(self, rows: Sequence[FrameRow], given: Inputs) -> torch.Tensor:
+    def _predict(self, items: Sequence[FrameItem], given: Inputs) -> torch.Tensor:
         """`forward`: of `rows` only what a graph may keep, everything else from `given`."""
-        placed = zip(rows, given["tokens"], given["key_ranges"], strict=True)
-        prompts = zip(*(given[f"prompt{n}"] for n, row in enumerate(rows) if row.prompt_kv is not None), strict=True)
+        placed = zip(items, given["tokens"], given["key_ranges"], strict=True)
+        prompts = zip(
+            *(given[f"prompt{n}"] for n, item in enumerate(items) if item.prompt_kv is not None),
+            strict=True,
+        )
         inputs = Pass(
-            [replace(row, place=FramePlace(tokens, keys, row.place.fits)) for row, tokens, keys in placed],
+            [
+                replace(item, slot=FrameSlot(tokens, keys, item.slot.is_contiguous))
+                for item, tokens, keys in placed
+            ],
             given["cos"],
             given["sin"],
             iter(given["control"].unsqueeze(2).unbind(1)),
@@ -479,16 +563,22 @@ class WaypointTransformer(StageNetwork):
             assert first_v is not None
             return torch.cat((x, self.parallel.all_gather_channels(first_v.flatten(2))), dim=-1)
         scale, bias = given["head"].unsqueeze(2).unbind(1)
-        return self._velocity(functional.silu(self._build.chains.modulate(x, scale, bias)))
+        return self._velocity(functional.silu(self._build.fused_ops.modulate(x, scale, bias)))
 
     def _tokens(self, latents_BChw: torch.Tensor) -> torch.Tensor:
-        """[B, T, D], row by row: the convolution as a product, whose bits do not depend on the batch."""
+        """[B, T, D], row by row: the convolution as a product, whose bits do not depend on the
+        batch.
+        """
         (high, wide), weight = self.config.patch, self.patchify.weight
-        cells = latents_BChw.unflatten(3, (-1, wide)).unflatten(2, (-1, high)).permute(0, 2, 4, 1, 3, 5)
+        cells = (
+            latents_BChw.unflatten(3, (-1, wide)).unflatten(2, (-1, high)).permute(0, 2, 4, 1, 3, 5)
+        )
         return functional.linear(cells.flatten(3).flatten(1, 2), weight.flatten(1))
 
     def _velocity(self, x_BTD: torch.Tensor) -> torch.Tensor:
         """The way back, fp32 [B, C, h, w]."""
         config, cells = self.config, self.unpatchify(x_BTD)
-        grid = cells.unflatten(-1, (config.channels, *config.patch)).unflatten(1, (config.height, config.width))
+        grid = cells.unflatten(-1, (config.channels, *config.patch)).unflatten(
+            1, (config.height, config.width)
+        )
         return grid.permute(0, 3, 1, 4, 2, 5).reshape(len(x_BTD), *config.latent_shape).float()

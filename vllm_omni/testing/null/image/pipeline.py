@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`NullImagePipeline`: images and videos with no model behind them, for measuring and breaking the code around one.
+"""`NullImagePipeline`: images and videos with no model behind them, for measuring and breaking the
+code around one.
 
-It follows the contract of one-shot models (entrypoints/openai/__init__.py) and costs next to nothing. A picture
-depends on prompts, seed, steps, guidance and input pictures, and on nothing else: not on its batch, not on how n is
-cut into requests. `DiffusionParams.options` can slow it down or make it fail: see `NullFaults`.
+It follows the contract of one-shot models (entrypoints/openai/__init__.py) and costs next to
+nothing. A picture depends on prompts, seed, steps, guidance and input pictures, and on nothing
+else: not on its batch, not on how n is cut into requests. `DiffusionParams.options` can slow it
+down or make it fail: see `NullFaults`.
 
-Pictures: squares of 8 pixels, one for each latent, coloured by it; the first square has the mean colour of all input
-pictures (grey 0 if there are none), the second the grey level 10 x their number, plus 100 if there is a mask.
-Frames: every pixel of frame n is n % 256, except the first square, as above.
+Pictures: squares of 8 pixels, one for each latent, coloured by it; the first square has the mean
+colour of all input pictures (grey 0 if there are none), the second the grey level 10 x their
+number, plus 100 if there is a mask. Frames: every pixel of frame n is n % 256, except the first
+square, as above.
 """
 
 import hashlib
@@ -35,14 +38,14 @@ LATENT_CHANNELS = 3
 
 
 @dataclass
-class _Picture:
+class _Image:
     latents_NCHW: torch.Tensor
     faults: NullFaults
     mean_C: torch.Tensor
     input_level: int
 
 
-Request = DiffusionRequest[OneShotSession, _Picture]
+Request = DiffusionRequest[OneShotSession, _Image]
 
 
 class NullImagePipeline(StepPipeline):
@@ -63,7 +66,8 @@ class NullImagePipeline(StepPipeline):
         if height % SQUARE or width % SQUARE or height * width > self.omni.max_area:
             raise RequestFailed(
                 "unsupported_size",
-                f"{width}x{height} arrived; width and height must be multiples of {SQUARE} with at most "
+                f"{width}x{height} arrived; width and height must be multiples of {SQUARE} with "
+                "at most "
                 f"{self.omni.max_area} pixels",
             )
         return params.num_images, LATENT_CHANNELS, height // SQUARE, width // SQUARE
@@ -74,7 +78,9 @@ class NullImagePipeline(StepPipeline):
 
     def new_session(self, params: DiffusionParams) -> OneShotSession:
         if not params.one_shot:
-            raise RequestFailed("invalid_request", "this model makes single images and videos: send one_shot")
+            raise RequestFailed(
+                "invalid_request", "this model makes single images and videos: send one_shot"
+            )
         return OneShotSession(params.session_id, self.session_nbytes(params))
 
     def prepare_encode(self, request: Request) -> None:
@@ -88,18 +94,28 @@ class NullImagePipeline(StepPipeline):
             raise RuntimeError("injected failure")
         mean_C, level = _look_at_inputs(request.tensors)
         steps = params.num_inference_steps or CAPABILITIES.num_inference_steps
-        guidance = CAPABILITIES.guidance_scale if params.guidance_scale is None else params.guidance_scale
+        guidance = (
+            CAPABILITIES.guidance_scale if params.guidance_scale is None else params.guidance_scale
+        )
         assert steps is not None
         shape = self._latent_shape(params)
-        key = f"{params.prompt}|{params.negative_prompt}|{steps}|{guidance}|{mean_C.tolist()}|{level}|{shape[1:]}"
-        noise = [_noise(f"{key}|{nth_seed(params.seed or 0, number)}", shape[1:]) for number in range(shape[0])]
-        request.state = _Picture(torch.stack(noise).to(self.gain.device), faults, mean_C, level)
+        key = (
+            f"{params.prompt}|{params.negative_prompt}|{steps}|{guidance}|{mean_C.tolist()}|"
+            f"{level}|{shape[1:]}"
+        )
+        noise = [
+            _noise(f"{key}|{nth_seed(params.seed or 0, number)}", shape[1:])
+            for number in range(shape[0])
+        ]
+        request.state = _Image(torch.stack(noise).to(self.gain.device), faults, mean_C, level)
         request.num_steps = steps
 
     def batch_key(self, request: Request) -> Hashable:
         return request.work.latents_NCHW.shape
 
-    def denoise_step(self, batch: Sequence[Request], hidden: torch.Tensor | None = None) -> torch.Tensor:
+    def denoise_step(
+        self, batch: Sequence[Request], hidden: torch.Tensor | None = None
+    ) -> torch.Tensor:
         for request in batch:
             faults = request.work.faults
             time.sleep(faults.step_ms / 1e3)
@@ -132,12 +148,16 @@ class NullImagePipeline(StepPipeline):
         count, _, high, wide = state.latents_NCHW.shape
         if params.num_frames is None:
             images_NHWC = empty_result((count, high * SQUARE, wide * SQUARE, 3), torch.uint8)
-            levels_NHWC = ((state.latents_NCHW + 1) * 127.5).clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1)
+            levels_NHWC = (
+                ((state.latents_NCHW + 1) * 127.5).clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1)
+            )
             images_NHWC.copy_(levels_NHWC.repeat_interleave(SQUARE, 1).repeat_interleave(SQUARE, 2))
             images_NHWC[:, :SQUARE, :SQUARE] = state.mean_C
             images_NHWC[:, :SQUARE, SQUARE : 2 * SQUARE] = state.input_level
             return meta, {"images": images_NHWC}
-        frames_THWC = empty_result((params.num_frames, high * SQUARE, wide * SQUARE, 3), torch.uint8)
+        frames_THWC = empty_result(
+            (params.num_frames, high * SQUARE, wide * SQUARE, 3), torch.uint8
+        )
         for number in range(params.num_frames):
             frames_THWC[number].fill_(number % 256)
         frames_THWC[:, :SQUARE, :SQUARE] = state.mean_C
@@ -151,20 +171,28 @@ class NullImagePipeline(StepPipeline):
 
 
 def _look_at_inputs(tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
-    """Mean colour of the input pictures, uint8 [3]; the level that tells their number and whether there is a mask."""
-    pictures = [tensor for name, tensor in sorted(tensors.items()) if name == "image" or name.startswith("image_")]
-    if not pictures:
+    """Mean colour of the input pictures, uint8 [3]; the level that tells their number and
+    whether there is a mask.
+    """
+    images = [
+        tensor
+        for name, tensor in sorted(tensors.items())
+        if name == "image" or name.startswith("image_")
+    ]
+    if not images:
         return torch.zeros(3, dtype=torch.uint8), 0
-    means = torch.stack([picture.float().mean((0, 1)) for picture in pictures])
-    return means.mean(0).round().to(torch.uint8), 10 * len(pictures) + 100 * ("mask" in tensors)
+    means = torch.stack([image.float().mean((0, 1)) for image in images])
+    return means.mean(0).round().to(torch.uint8), 10 * len(images) + 100 * ("mask" in tensors)
 
 
 def _noise(key: str, shape: Sequence[int]) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "little"))
+    generator = torch.Generator().manual_seed(
+        int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "little")
+    )
     return torch.randn(list(shape), generator=generator)
 
 
 if TYPE_CHECKING:
 
-    def _keeps_the_contract(model: NullImagePipeline) -> SupportsStepExecution[OneShotSession, _Picture]:
+    def _meets_protocol(model: NullImagePipeline) -> SupportsStepExecution[OneShotSession, _Image]:
         return model

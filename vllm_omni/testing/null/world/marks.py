@@ -1,26 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the null world's frames show the actions that arrived, so that tests see them through codecs and browsers.
+"""How the null world's frames show the actions that arrived, so that tests see them through codecs
+and browsers.
 
-Squares of 8 x 8 pixels in the last rows of a frame, from the left, row above row: one per button, one per axis, one for
-the wheel, in the order of the action space. A held button is white, another black; an axis or the wheel is gray, 128 at
-rest, and up to 127 more or less: the share of its range, or its value if its range has no end. A chunk in which nothing
-is done shows none.
+Squares of 8 x 8 pixels in the last rows of a frame, from the left, row above row: one per button,
+one per axis, one for the wheel, in the order of the action space. A held button is white, another
+black; an axis or the wheel is gray, 128 at rest, and up to 127 more or less: the share of its
+range, or its value if its range has no end. A chunk in which nothing is done shows none.
 """
 
 import numpy as np
 import torch
 
-from vllm_omni.actions import ActionRows, ActionSpace, Axis
+from vllm_omni.actions import ActionFrames, ActionSpace, Axis
 
 SIDE = 8
 _ENDLESS = 1e6
 
 
-def is_idle(rows: ActionRows | None) -> bool:
+def is_idle(rows: ActionFrames | None) -> bool:
     return rows is None or not (rows.buttons_NB.any() or rows.axes_NA.any() or rows.scroll_N.any())
 
 
-def levels(space: ActionSpace, rows: ActionRows) -> np.ndarray:
+def levels(space: ActionSpace, rows: ActionFrames) -> np.ndarray:
     """Gray values `[N, squares]`, uint8, of each row of controls."""
     buttons_NB = rows.buttons_NB.to(torch.float32) * 255
     gains_A = torch.tensor([_gain(axis) for axis in space.axes])
@@ -29,21 +30,24 @@ def levels(space: ActionSpace, rows: ActionRows) -> np.ndarray:
     return torch.cat([buttons_NB, gray_NV], 1).to(torch.uint8).numpy()
 
 
-def draw(frames_THWC: torch.Tensor, space: ActionSpace, rows: ActionRows) -> None:
+def draw(frames_THWC: torch.Tensor, space: ActionSpace, rows: ActionFrames) -> None:
     """Write the squares of T rows of controls into T frames, uint8."""
-    for place, gray_T in enumerate(torch.from_numpy(levels(space, rows)).unbind(1)):
-        top, left = _corner(place, *frames_THWC.shape[1:3])
+    for position, gray_T in enumerate(torch.from_numpy(levels(space, rows)).unbind(1)):
+        top, left = _corner(position, *frames_THWC.shape[1:3])
         frames_THWC[:, top : top + SIDE, left : left + SIDE] = gray_T[:, None, None, None]
 
 
 def read(frame_HWC: np.ndarray, count: int) -> list[int]:
     """Gray values of the first `count` squares of one frame, of their middles."""
-    corners = [_corner(place, *frame_HWC.shape[:2]) for place in range(count)]
-    return [round(float(frame_HWC[top + 2 : top + 6, left + 2 : left + 6].mean())) for top, left in corners]
+    corners = [_corner(position, *frame_HWC.shape[:2]) for position in range(count)]
+    return [
+        round(float(frame_HWC[top + 2 : top + 6, left + 2 : left + 6].mean()))
+        for top, left in corners
+    ]
 
 
-def _corner(place: int, height: int, width: int) -> tuple[int, int]:
-    row, column = divmod(place, width // SIDE)
+def _corner(position: int, height: int, width: int) -> tuple[int, int]:
+    row, column = divmod(position, width // SIDE)
     return height - SIDE * (row + 1), column * SIDE
 
 

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`NullWorldPipeline`: a world with no picture in it, for measuring and breaking everything around a model.
+"""`NullWorldPipeline`: a world with no picture in it, for measuring and breaking everything around
+a model.
 
-It costs nearly nothing, yet behaves like a real causal world: a chunk's latents depend on prompt, seed, camera, actions
-and all earlier chunks of the session, layers can be split over pipeline stages, and frames tell which chunk they belong
-to. `DiffusionParams.options` can slow it down or make it fail: `steps`, `step_ms`, `prepare_ms`, `decode_ms`,
-`fail_in` ("prepare" | "denoise" | "decode"), `fail_at` / `nan_at` (a step). With `clean_pass` the last step leaves the
-latents as they are.
+It costs nearly nothing, yet behaves like a real causal world: a chunk's latents depend on prompt,
+seed, camera, actions and all earlier chunks of the session, layers can be split over pipeline
+stages, and frames tell which chunk they belong to. `DiffusionParams.options` can slow it down or
+make it fail: `steps`, `step_ms`, `prepare_ms`, `decode_ms`, `fail_in` ("prepare" | "denoise" |
+"decode"), `fail_at` / `nan_at` (a step). With `clean_pass` the last step leaves the latents as they
+are.
 
-Frames: every pixel of session frame n is n % 256, except pixel (0, 0) = (chunk % 256, signature % 256, 0), where the
-signature sums the chunk's latents, and squares for the chunk's actions (`marks.py`). `omni.model.actions` says which
-controls it takes, by default the camera keys.
+Frames: every pixel of session frame n is n % 256, except pixel (0, 0) = (chunk % 256, signature %
+256, 0), where the signature sums the chunk's latents, and squares for the chunk's actions
+(`marks.py`). `omni.model.actions` says which controls it takes, by default the camera keys.
 """
 
 import hashlib
@@ -23,15 +25,20 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 
-from vllm_omni.actions import ActionRows, read_actions
+from vllm_omni.actions import ActionFrames, read_actions
 from vllm_omni.config import OmniConfig, parse_options
 from vllm_omni.inputs import DiffusionParams, Text, refuse_unused
-from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SessionState, SupportsStepExecution
-from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.interfaces import (
+    DiffusionRequest,
+    Inputs,
+    SessionState,
+    SupportsStepExecution,
+)
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.vllm_model import StepPipeline
 from vllm_omni.outputs import RequestFailed, empty_result
-from vllm_omni.saved_tensors import ChunkIndex, SavedTensors, read_scalars
 from vllm_omni.seeds import Seed
+from vllm_omni.tensors.saved import ChunkIndex, SavedTensors, read_scalars
 from vllm_omni.testing.null.world import marks
 from vllm_omni.testing.null.world.options import NullWorldOptions
 
@@ -65,9 +72,18 @@ class NullScalars(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class NullSession(SessionState):
-    """`memory_CHW`: the sum of all committed latents, fp32; it makes later chunks depend on earlier ones."""
+    """`memory_CHW`: the sum of all committed latents, fp32; it makes later chunks depend on
+    earlier ones.
+    """
 
-    def __init__(self, session_id: str, params: DiffusionParams, height: int, width: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        session_id: str,
+        params: DiffusionParams,
+        height: int,
+        width: int,
+        device: torch.device,
+    ) -> None:
         super().__init__(session_id)
         self.height, self.width = height, width
         self.prompt = params.prompt or ""
@@ -84,14 +100,22 @@ class NullSession(SessionState):
     def scalars(self) -> dict[str, Any]:
         return {"chunk_index": self.chunk_index, "prompt": self.prompt, "seed": self.seed}
 
-    def opening_params(self) -> DiffusionParams:
+    def start_params(self) -> DiffusionParams:
         return DiffusionParams(
-            session_id=self.session_id, prompt=self.prompt, seed=self.seed, height=self.height, width=self.width
+            session_id=self.session_id,
+            prompt=self.prompt,
+            seed=self.seed,
+            height=self.height,
+            width=self.width,
         )
 
     def restore(self, scalars: Mapping[str, Any], saved: SavedTensors) -> None:
-        kept = read_scalars(scalars, NullScalars)
-        self.chunk_index, self.prompt, self.seed = kept.chunk_index, kept.prompt, kept.seed
+        retained = read_scalars(scalars, NullScalars)
+        self.chunk_index, self.prompt, self.seed = (
+            retained.chunk_index,
+            retained.prompt,
+            retained.seed,
+        )
         saved.fill(self.tensors())
 
     def fork(self, session_id: str) -> "NullSession":
@@ -110,7 +134,7 @@ class _Chunk:
     latents_CHW: torch.Tensor
     options: NullOptions
     prompt: str
-    rows: ActionRows | None
+    rows: ActionFrames | None
 
 
 Request = DiffusionRequest[NullSession, _Chunk]
@@ -122,14 +146,18 @@ class NullWorldPipeline(StepPipeline):
         self.omni = OmniConfig.from_additional_config(vllm_config.additional_config)
         self.space = parse_options(NullWorldOptions, self.omni.model, "omni.model").actions
         self.gain_N = nn.Parameter(torch.ones(NUM_LAYERS), requires_grad=False)
-        parallel = ParallelContext.from_vllm(vae_stage=self.omni.vae_stage, partition=self.omni.partition)
+        parallel = ParallelContext.from_vllm(
+            vae_stage=self.omni.vae_stage, partition=self.omni.partition
+        )
         self.is_first = parallel.first_stage
         self.layers = parallel.layers(NUM_LAYERS)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         loaded = dict(weights)
         if set(loaded) != {"gain"} or loaded["gain"].shape != self.gain_N.shape:
-            raise ValueError(f"expected one tensor 'gain' of shape ({NUM_LAYERS},), got {sorted(loaded)[:3]}")
+            raise ValueError(
+                f"expected one tensor 'gain' of shape ({NUM_LAYERS},), got {sorted(loaded)[:3]}"
+            )
         self.gain_N.data.copy_(loaded["gain"])
         return {"gain_N"}
 
@@ -166,16 +194,22 @@ class NullWorldPipeline(StepPipeline):
         if poses is not None and not bool(torch.isfinite(poses).all()):
             raise RequestFailed("non_finite_pose", "poses must be finite")
         if request.params.prompt and self.space.prompt == "none":
-            raise RequestFailed("invalid_request", f"this model takes no prompt; it takes {self.space.takes()}")
+            raise RequestFailed(
+                "invalid_request", f"this model takes no prompt; it takes {self.space.takes()}"
+            )
         rows = read_actions(self.space, request.params.actions, request.tensors, CHUNK_LATENTS)
         prompt = request.params.prompt if request.params.prompt is not None else session.prompt
-        key = f"{prompt}|{session.seed}|{session.chunk_index}|{0 if poses is None else float(poses.double().sum())}"
+        key = f"{prompt}|{session.seed}|{session.chunk_index}|{0 if poses is None else float(poses.double().sum())}"  # noqa: E501
         if rows is not None and not marks.is_idle(rows):
             key += f"|{rows.buttons_NB.tolist()}{rows.axes_NA.tolist()}{rows.scroll_N.tolist()}"
-        generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "little"))
+        generator = torch.Generator().manual_seed(
+            int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "little")
+        )
         noise = torch.randn(session.memory_CHW.shape, generator=generator)
         request.state = _Chunk(noise.to(session.memory_CHW.device), options, prompt, rows)
-        request.num_steps = -(-options.steps // 2) if "fewer_steps" in request.degradations else options.steps
+        request.num_steps = (
+            -(-options.steps // 2) if "fewer_steps" in request.degradations else options.steps
+        )
         request.clean_passes = int(options.clean_pass)
 
     def refuse_degradation(self, name: str) -> str | None:
@@ -184,14 +218,20 @@ class NullWorldPipeline(StepPipeline):
     def batch_key(self, request: Request) -> Hashable:
         return request.work.latents_CHW.shape
 
-    def denoise_step(self, batch: Sequence[Request], hidden: torch.Tensor | None = None) -> torch.Tensor:
+    def denoise_step(
+        self, batch: Sequence[Request], hidden: torch.Tensor | None = None
+    ) -> torch.Tensor:
         for request in batch:
             options = request.work.options
             if self.is_first:
                 time.sleep(options.step_ms / 1e3)
             if options.fail_in == "denoise" and request.step == options.fail_at:
                 raise RuntimeError("injected failure")
-        x_BCHW = torch.stack([request.work.latents_CHW for request in batch]) if hidden is None else hidden
+        x_BCHW = (
+            torch.stack([request.work.latents_CHW for request in batch])
+            if hidden is None
+            else hidden
+        )
         memory_BCHW = torch.stack([request.session.memory_CHW for request in batch])
         for layer in self.layers:
             x_BCHW = torch.tanh(x_BCHW * self.gain_N[layer] + 0.1 * memory_BCHW + 0.01 * layer)
@@ -202,7 +242,9 @@ class NullWorldPipeline(StepPipeline):
             chunk = request.work
             if request.step >= request.num_steps - request.clean_passes:
                 continue
-            chunk.latents_CHW = chunk.latents_CHW + (x0_CHW - chunk.latents_CHW) / (request.num_steps - request.step)
+            chunk.latents_CHW = chunk.latents_CHW + (x0_CHW - chunk.latents_CHW) / (
+                request.num_steps - request.step
+            )
             if chunk.options.nan_at == request.step:
                 chunk.latents_CHW = chunk.latents_CHW * float("nan")
 
@@ -220,7 +262,12 @@ class NullWorldPipeline(StepPipeline):
         index = session.chunk_index
         first = 0 if index == 0 else FIRST_CHUNK_FRAMES + CHUNK_FRAMES * (index - 1)
         count = FIRST_CHUNK_FRAMES if index == 0 else CHUNK_FRAMES
-        meta = {"first_frame": first, "num_frames": count, "height": session.height, "width": session.width}
+        meta = {
+            "first_frame": first,
+            "num_frames": count,
+            "height": session.height,
+            "width": session.width,
+        }
         if request.params.output == "latents":
             return meta, {"latents": chunk.latents_CHW}
         signature = round(float(chunk.latents_CHW.double().sum()) * 1000)
@@ -232,13 +279,15 @@ class NullWorldPipeline(StepPipeline):
             repeats = [first_latent, *[FRAMES_PER_LATENT] * (CHUNK_LATENTS - 1)]
             marks.draw(frames_THWC, self.space, chunk.rows.repeated(repeats))
         frames_THWC[:, 0, 0] = torch.tensor([index % 256, signature % 256, 0], dtype=torch.uint8)
-        beside = {"latents": chunk.latents_CHW} if request.params.output == "both" else {}
-        return meta, {"frames": frames_THWC, **beside}
+        alongside = {"latents": chunk.latents_CHW} if request.params.output == "both" else {}
+        return meta, {"frames": frames_THWC, **alongside}
 
-    def hand_over(self, request: Request) -> dict[str, Any]:
+    def pack_decode_state(self, request: Request) -> dict[str, Any]:
         return {}
 
-    def take_over(self, request: Request, latents: torch.Tensor, facts: Mapping[str, Any]) -> None:
+    def unpack_decode_state(
+        self, request: Request, latents: torch.Tensor, info: Mapping[str, Any]
+    ) -> None:
         request.work.latents_CHW = latents
 
     def commit(self, request: Request) -> None:
@@ -254,5 +303,5 @@ class NullWorldPipeline(StepPipeline):
 
 if TYPE_CHECKING:
 
-    def _keeps_the_contract(model: NullWorldPipeline) -> SupportsStepExecution[NullSession, _Chunk]:
+    def _meets_protocol(model: NullWorldPipeline) -> SupportsStepExecution[NullSession, _Chunk]:
         return model

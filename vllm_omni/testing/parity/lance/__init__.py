@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lance against golden files: decoder, latent bridge, packing, sampling of every task, vision tower, autoencoder.
+"""Lance against golden files: decoder, latent bridge, packing, sampling of every task, vision
+tower, autoencoder.
 
-Everything is driven by the recordings and their metadata, so any directory of the same layout can be verified: other
-sizes, layers, heads, prompts, seeds. `recorded` says how results are judged.
+Everything is driven by the recordings and their metadata, so any directory of the same layout can
+be verified: other sizes, layers, heads, prompts, seeds. `recorded` says how results are judged.
 """
 
 from pathlib import Path
@@ -39,7 +40,7 @@ def run_fp32(scenario: Scenario) -> None:
     compare_tables(scenario, model)
     for name in _recorded(scenario):
         task, variant = _split(name)
-        inputs = TaskInputs.read(scenario, model, task)
+        inputs = TaskInputs.read_scenario(scenario, model, task)
         if not variant:
             compare_packing(scenario, model, inputs)
         compare_task(scenario, model, inputs, variant, Fp32Judge(scenario))
@@ -47,14 +48,18 @@ def run_fp32(scenario: Scenario) -> None:
 
 def run_bf16(scenario: Scenario) -> None:
     """End results only; inputs come from the fp32 recording beside it."""
-    inputs_file = Scenario(scenario.directory / "golden_fp32.safetensors", Report("lance", "inputs"))
+    inputs_file = Scenario(
+        scenario.directory / "golden_fp32.safetensors", Report("lance", "inputs")
+    )
     model = ToyModel(scenario.directory, "bf16", torch.bfloat16)
     judge = Bf16Judge(scenario, inputs_file)
     compare_text(inputs_file, model, judge)
     compare_velocity(inputs_file, model, judge)
     for name in _recorded(scenario):
         task, variant = _split(name)
-        compare_task(inputs_file, model, TaskInputs.read(inputs_file, model, task), variant, judge)
+        compare_task(
+            inputs_file, model, TaskInputs.read_scenario(inputs_file, model, task), variant, judge
+        )
 
 
 def _recorded(scenario: Scenario) -> list[str]:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lance's autoencoder against recordings, and its tensors at full size against the real checkpoint's list.
+"""Lance's autoencoder against recordings, and its tensors at full size against the real
+checkpoint's list.
 
 Held by tests/model_executor/models/lance/test_lance_parity.py.
 """
@@ -8,9 +9,9 @@ import json
 
 import torch
 
-from vllm_omni.model_executor.layers.parallel import checkpoint_slots
-from vllm_omni.model_executor.models.lance.vae import VAE_RULES, LanceVAEConfig, LanceWanVAE
-from vllm_omni.model_executor.weights import rename
+from vllm_omni.model_executor.checkpoint.loading import rename
+from vllm_omni.model_executor.layers.collectives.parallel import checkpoint_slots
+from vllm_omni.model_executor.models.lance.network.vae import VAE_RULES, LanceVAEConfig, LanceWanVAE
 from vllm_omni.testing.parity.comparison import Scenario, read_tensors
 from vllm_omni.testing.parity.lance.recorded import VAE, Fp32Judge
 
@@ -32,11 +33,16 @@ def run_vae(scenario: Scenario) -> None:
     slots = checkpoint_slots(vae.vae)
     renamed = {rename(name, VAE_RULES): tensor for name, tensor in weights.items()}
     if slots.keys() != renamed.keys():
-        raise ValueError(f"{VAE_WEIGHTS}: names differ from the model's: {sorted(slots.keys() ^ renamed.keys())[:3]}")
+        raise ValueError(
+            f"{VAE_WEIGHTS}: names differ from the model's: "
+            f"{sorted(slots.keys() ^ renamed.keys())[:3]}"
+        )
     for name, slot in slots.items():
         slot.load(renamed[name])
     judge = Fp32Judge(scenario)
-    for clip in sorted({name.rpartition(".")[0] for name in scenario.tensors if name.endswith(".x")}):
+    for clip in sorted(
+        {name.rpartition(".")[0] for name in scenario.tensors if name.endswith(".x")}
+    ):
         mean, log_var = vae.posterior(scenario.get(f"{clip}.x"))
         judge("encode: mean", mean, f"{clip}.mu_norm", VAE)
         judge("encode: log-variance", log_var, f"{clip}.logvar", VAE)
@@ -46,25 +52,37 @@ def run_vae(scenario: Scenario) -> None:
 
 
 def run_report(scenario: Scenario) -> None:
-    """The real checkpoint's VAE names and shapes against ours at full size, and the recorded equivalence numbers."""
+    """The real checkpoint's VAE names and shapes against ours at full size, and the recorded
+    equivalence numbers.
+    """
     recorded = json.loads(scenario.path.read_text())
     with torch.device("meta"):
         slots = checkpoint_slots(LanceWanVAE(LanceVAEConfig()).vae)
     real = {rename(name, VAE_RULES): tuple(shape) for name, shape in recorded["real_keys"].items()}
     wrong = [
-        name for name in real.keys() | slots.keys() if real.get(name) != (slots[name].shape if name in slots else None)
+        name
+        for name in real.keys() | slots.keys()
+        if real.get(name) != (slots[name].shape if name in slots else None)
     ]
     if wrong:
         raise ValueError(f"{len(wrong)} VAE tensors differ in name or shape: {sorted(wrong)[:3]}")
     scenario.compare(
-        "VAE tensors, real size", torch.tensor(len(slots)), torch.tensor(recorded["real_vae"]["n_tensors"]), 0.0
+        "VAE tensors, real size",
+        torch.tensor(len(slots)),
+        torch.tensor(recorded["real_vae"]["n_tensors"]),
+        0.0,
     )
     elements = sum(torch.Size(slot.shape).numel() for slot in slots.values())
     scenario.compare(
-        "VAE elements, real size", torch.tensor(elements), torch.tensor(recorded["real_vae"]["n_params"]), 0.0
+        "VAE elements, real size",
+        torch.tensor(elements),
+        torch.tensor(recorded["real_vae"]["n_params"]),
+        0.0,
     )
     for name, value in recorded.items():
         numbers = value.items() if isinstance(value, dict) else [(name, value)]
         for key, number in numbers:
             if "maxabs" in key:
-                scenario.compare("recorded equivalences", torch.tensor(float(number)), torch.tensor(0.0), VAE)
+                scenario.compare(
+                    "recorded equivalences", torch.tensor(float(number)), torch.tensor(0.0), VAE
+                )

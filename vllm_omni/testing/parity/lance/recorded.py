@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The recorded tiny Lance, how a result is judged in each precision, and the tolerances.
 
-Tolerances. fp32: 2e-5 per stage, 1e-4 for final latents; ids, masks, positions and greedy tokens exactly. bf16:
-relative L2 distance to the recorded bf16 result, allowed 2 % or twice that result's distance from the recorded fp32
-one (two independent roundings of that size). Greedy tokens in bf16 are compared up to the first step that bf16 cannot
-decide: its two best logits are nearer than 2 % of the largest.
+Tolerances. fp32: 2e-5 per stage, 1e-4 for final latents; ids, masks, positions and greedy tokens
+exactly. bf16: relative L2 distance to the recorded bf16 result, allowed 2 % or twice that result's
+distance from the recorded fp32 one (two independent roundings of that size). Greedy tokens in bf16
+are compared up to the first step that bf16 cannot decide: its two best logits are nearer than 2 %
+of the largest.
 """
 
 import json
@@ -16,24 +17,35 @@ from typing import Any
 import torch
 
 from vllm_omni.model_executor.dtypes import default_dtype
-from vllm_omni.model_executor.layers.parallel import checkpoint_slots
+from vllm_omni.model_executor.layers.collectives.parallel import checkpoint_slots
 from vllm_omni.model_executor.models.lance.config import LanceConfig, VisionConfig
-from vllm_omni.model_executor.models.lance.context import PlacedSegment, Visuals
-from vllm_omni.model_executor.models.lance.prompt import VISION_END, VISION_START, PromptTokens
-from vllm_omni.model_executor.models.lance.reading import AnswerRules, Reading
-from vllm_omni.model_executor.models.lance.sampling import TokenChoice
-from vllm_omni.model_executor.models.lance.stepper import Stepper
-from vllm_omni.model_executor.models.lance.transformer import LanceNetwork
-from vllm_omni.model_executor.models.lance.vision import VisionTower
+from vllm_omni.model_executor.models.lance.network.transformer import LanceNetwork
+from vllm_omni.model_executor.models.lance.network.vision import VisionTower
+from vllm_omni.model_executor.models.lance.tasks.context import ContextSegment, Visuals
+from vllm_omni.model_executor.models.lance.tasks.prompt import (
+    VISION_END,
+    VISION_START,
+    PromptTokens,
+)
+from vllm_omni.model_executor.models.lance.tasks.sampling import TokenChoice
+from vllm_omni.model_executor.models.lance.tasks.stepper import Stepper
+from vllm_omni.model_executor.models.lance.tasks.understanding import TextRules, Understanding
 from vllm_omni.testing.parity.comparison import Scenario, check_recorded, read_tensors
 
-_LATENT_SETTINGS = {"latent_patch_size": [1, 1, 1], "z_channels": 48, "max_num_frames": None, "max_latent_size": None}
+_LATENT_SETTINGS = {
+    "latent_patch_size": [1, 1, 1],
+    "z_channels": 48,
+    "max_num_frames": None,
+    "max_latent_size": None,
+}
 """Recorded settings of the latents; None = any value."""
 _OTHER_LLM_KEYS = (
     *("max_position_embeddings", "tie_word_embeddings", "_attn_implementation", "image_token_id"),
     *("layer_module", "qk_norm", "qk_norm_und", "qk_norm_gen", "apply_qwen_2_5_vl_pos_emb"),
 )
-"""Recorded keys of the language model that change nothing in the comparison, or that Lance has no choice about."""
+"""Recorded keys of the language model that change nothing in the comparison, or that Lance has
+no choice about.
+"""
 STAGE, LATENT, TABLE, VAE = 2e-5, 1e-4, 1e-6, 2e-5
 _BF16 = 2e-2
 WEIGHTS = "state_dict.safetensors"
@@ -45,13 +57,17 @@ class ToyModel:
     def __init__(self, directory: Path, precision: str, dtype: torch.dtype) -> None:
         meta = json.loads((directory / f"meta_{precision}.json").read_text())
         values = meta["config"]
-        check_recorded("config.llm", values["llm"], (*LanceConfig.checkpoint_keys(), *_OTHER_LLM_KEYS))
+        check_recorded(
+            "config.llm", values["llm"], (*LanceConfig.checkpoint_keys(), *_OTHER_LLM_KEYS)
+        )
         vision_keys = (*VisionConfig.__dataclass_fields__, "in_chans", "hidden_act")
         check_recorded("config.vit", values["vit"], vision_keys)
         latent = check_recorded("config.latent", values["latent"], _LATENT_SETTINGS)
         for key, allowed in _LATENT_SETTINGS.items():
             if allowed not in (None, latent.get(key, allowed)):
-                raise ValueError(f"config.latent has {key} = {latent[key]!r}; Lance has {allowed!r}")
+                raise ValueError(
+                    f"config.latent has {key} = {latent[key]!r}; Lance has {allowed!r}"
+                )
         self.packing: dict[str, Any] = meta.get("packing", {})
         self.special: dict[str, int] = values["specials"]
         self.vocabulary: dict[str, int] = {**meta["toy_vocab"], **self.special}
@@ -70,7 +86,10 @@ class ToyModel:
             f"vit_model.{name}": slot for name, slot in checkpoint_slots(self.vision.tower).items()
         }
         if slots.keys() != weights.keys():
-            raise ValueError(f"{WEIGHTS}: names differ from the model's: {sorted(slots.keys() ^ weights.keys())[:3]}")
+            raise ValueError(
+                f"{WEIGHTS}: names differ from the model's: "
+                f"{sorted(slots.keys() ^ weights.keys())[:3]}"
+            )
         for name, slot in slots.items():
             slot.load(weights[name])
         markers = (self.special[VISION_START], self.special[VISION_END])
@@ -84,7 +103,9 @@ class ToyModel:
         """Tokenise with the recorded vocabulary, the longest word first."""
         ids = []
         while text:
-            word = max((word for word in self.vocabulary if text.startswith(word)), key=len, default=None)
+            word = max(
+                (word for word in self.vocabulary if text.startswith(word)), key=len, default=None
+            )
             if word is None:
                 raise ValueError(f"the recorded vocabulary has no word for {text[:20]!r}")
             ids.append(self.vocabulary[word])
@@ -105,7 +126,9 @@ class Fp32Judge:
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
 
-    def __call__(self, stage: str, ours: torch.Tensor, name: str, tolerance: float, rows: slice = slice(None)) -> None:
+    def __call__(
+        self, stage: str, ours: torch.Tensor, name: str, tolerance: float, rows: slice = slice(None)
+    ) -> None:
         if name not in self.scenario:
             return
         self.scenario.compare(stage, ours, self.scenario.get(name)[rows], tolerance)
@@ -117,7 +140,9 @@ class Bf16Judge:
     def __init__(self, scenario: Scenario, fp32: Scenario) -> None:
         self.scenario, self.fp32 = scenario, fp32
 
-    def __call__(self, stage: str, ours: torch.Tensor, name: str, tolerance: float, rows: slice = slice(None)) -> None:
+    def __call__(
+        self, stage: str, ours: torch.Tensor, name: str, tolerance: float, rows: slice = slice(None)
+    ) -> None:
         if name not in self.scenario:
             return
         recorded, exact = self.scenario.get(name)[rows], self.fp32.get(name)[rows]
@@ -133,7 +158,8 @@ class Bf16Judge:
     def _decided(self, logits: str) -> int:
         """How many leading steps of an answer bf16 can decide."""
         chosen_by = self.fp32.get(logits)
-        if logits == "a.greedy_logits":  # recorded after each token was fed: the prompt's last row chose the first
+        # recorded after each token was fed: the prompt's last row chose the first
+        if logits == "a.greedy_logits":
             chosen_by = torch.cat((self.fp32.get("a.logits")[-1:], chosen_by[:-1]))
         best = chosen_by.topk(2, dim=-1).values
         clear = best[:, 0] - best[:, 1] > _BF16 * best[:, 0].abs()
@@ -148,13 +174,13 @@ def _distance(ours: torch.Tensor, recorded: torch.Tensor) -> float:
 
 
 def greedy(
-    model: ToyModel, context: Sequence[PlacedSegment], visuals: Visuals, steps: int, end_token: int
+    model: ToyModel, context: Sequence[ContextSegment], visuals: Visuals, steps: int, end_token: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Decode greedily, one token a step; returns (tokens, logits of each)."""
     capacity = sum(placed.segment.length for placed in context) + steps
-    reading = Reading(
+    reading = Understanding(
         cache=model.network.language_model.new_cache(capacity),
-        rules=AnswerRules(TokenChoice(0.0, 1.0), seed=0, max_tokens=steps, end_token=end_token),
+        rules=TextRules(TokenChoice(0.0, 1.0), seed=0, max_tokens=steps, end_token=end_token),
         chunk_tokens=steps,
         context=context,
         visuals=visuals,

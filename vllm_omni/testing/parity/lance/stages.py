@@ -8,28 +8,40 @@ from typing import Any
 
 import torch
 
-from vllm_omni.model_executor.models.lance.context import PlacedSegment, Visuals
-from vllm_omni.model_executor.models.lance.layout import Segment
-from vllm_omni.model_executor.models.lance.pack import PackBuilder
-from vllm_omni.model_executor.models.lance.sampling import flow_timesteps
-from vllm_omni.model_executor.models.lance.transformer import LancePositionEmbedding3D, timestep_features
+from vllm_omni.model_executor.models.lance.network.pack import PackBuilder
+from vllm_omni.model_executor.models.lance.network.transformer import (
+    LancePositionEmbedding3D,
+    timestep_features,
+)
+from vllm_omni.model_executor.models.lance.tasks.context import ContextSegment, Visuals
+from vllm_omni.model_executor.models.lance.tasks.sampling import flow_timesteps
+from vllm_omni.model_executor.models.lance.tasks.sequence_layout import Segment
 from vllm_omni.testing.parity.comparison import Scenario
 from vllm_omni.testing.parity.lance.recorded import STAGE, TABLE, Fp32Judge, Judge, ToyModel, greedy
 
 
 def compare_text(scenario: Scenario, model: ToyModel, judge: Judge) -> None:
-    """A text prefill layer by layer, its keys and values, its logits, and greedy decoding behind it."""
+    """A text prefill layer by layer, its keys and values, its logits, and greedy decoding behind
+    it.
+    """
     if "a.input_ids" not in scenario:
         return
     ids = scenario.get("a.input_ids").tolist()
-    context = [PlacedSegment(Segment("text", ids=tuple(ids)), scenario.get("a.position_ids")[:, 0])]
+    context = [
+        ContextSegment(Segment("text", ids=tuple(ids)), scenario.get("a.position_ids")[:, 0])
+    ]
     decoder = model.network.language_model
     cache = decoder.new_cache(len(ids))
     builder = PackBuilder()
-    model.stepper.writer.add(builder, cache, context, Visuals())
+    model.stepper.writer.append_segments(builder, cache, context, Visuals())
     pack = builder.build()
     for layer in range(model.config.num_layers):
-        judge("text: layers", decoder.hidden_states(pack, layer + 1)["und"], f"a.layer{layer}_out", STAGE)
+        judge(
+            "text: layers",
+            decoder.hidden_states(pack, layer + 1)["und"],
+            f"a.layer{layer}_out",
+            STAGE,
+        )
         judge("text: keys", cache.k[layer], f"a.k{layer}", STAGE)
         judge("text: values", cache.v[layer], f"a.v{layer}", STAGE)
     hidden = decoder(pack)["und"]
@@ -40,7 +52,8 @@ def compare_text(scenario: Scenario, model: ToyModel, judge: Judge) -> None:
     steps = len(scenario.get("a.greedy_tokens"))
     tokens, logits = greedy(model, context, Visuals(), steps + 1, end_token=-1)
     judge("text: greedy tokens", tokens[:steps], "a.greedy_tokens", 0.0)
-    judge("text: greedy logits", logits[1:], "a.greedy_logits", STAGE)  # recorded after each token was fed
+    # recorded after each token was fed
+    judge("text: greedy logits", logits[1:], "a.greedy_logits", STAGE)
 
 
 def compare_velocity(scenario: Scenario, model: ToyModel, judge: Judge) -> None:
@@ -54,8 +67,10 @@ def compare_velocity(scenario: Scenario, model: ToyModel, judge: Judge) -> None:
     x_t, t = scenario.get("b.x_t"), scenario.get("b.timestep")
     cache = network.language_model.new_cache(len(ids), len(x_t) + 2)
     builder = PackBuilder()
-    context = [PlacedSegment(Segment("text", ids=tuple(ids)), scenario.get("b.ctx_position_ids")[:, 0])]
-    writer.add(builder, cache, context, Visuals())
+    context = [
+        ContextSegment(Segment("text", ids=tuple(ids)), scenario.get("b.ctx_position_ids")[:, 0])
+    ]
+    writer.append_segments(builder, cache, context, Visuals())
     network.language_model(builder.build())
 
     size = model.config.max_latent_size
@@ -67,7 +82,9 @@ def compare_velocity(scenario: Scenario, model: ToyModel, judge: Judge) -> None:
     embeds = network.embed_latents(x_t, time, rows)
     judge("velocity: latent tokens", embeds, "b.vae_embed", STAGE)
     markers = writer.markers()
-    judge("velocity: block", torch.cat((markers[:1], embeds, markers[1:])), "b.query_sequence", STAGE)
+    judge(
+        "velocity: block", torch.cat((markers[:1], embeds, markers[1:])), "b.query_sequence", STAGE
+    )
     builder = PackBuilder()
     writer.add_block(builder, cache, embeds, writer.block_rope(where), writer.seen(cache))
     pack = builder.build()
@@ -115,7 +132,9 @@ def compare_tables(scenario: Scenario, model: ToyModel) -> None:
             scenario.compare("tables: indices", ours, recorded, 0.0)
         elif label.startswith("schedule"):
             steps, shift = label.removeprefix("schedule_n").split("_s")
-            scenario.compare("tables: schedule", flow_timesteps(int(steps), float(shift)), recorded, TABLE)
+            scenario.compare(
+                "tables: schedule", flow_timesteps(int(steps), float(shift)), recorded, TABLE
+            )
         elif label.startswith("timestep_freq"):
             ours = timestep_features(scenario.get("c.timestep_in"))
             scenario.compare("tables: timestep features", ours, recorded, TABLE)

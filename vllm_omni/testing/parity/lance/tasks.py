@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from vllm_omni.model_executor.models.lance.config import READING_TASKS, Task
-from vllm_omni.model_executor.models.lance.context import Visuals, place
-from vllm_omni.model_executor.models.lance.drawing import Drawing, plan_drawing
-from vllm_omni.model_executor.models.lance.layout import Grid, Segment, positions, raw_positions
-from vllm_omni.model_executor.models.lance.prompt import (
+from vllm_omni.model_executor.models.lance.network.vision import decoder_grid, to_patches
+from vllm_omni.model_executor.models.lance.tasks.context import Visuals, position_segments
+from vllm_omni.model_executor.models.lance.tasks.generation import ImageGeneration, plan_generation
+from vllm_omni.model_executor.models.lance.tasks.prompt import (
     IM_END,
     VISION_END,
     VISION_PAD,
@@ -23,10 +23,22 @@ from vllm_omni.model_executor.models.lance.prompt import (
     Prompt,
     build_prompt,
 )
-from vllm_omni.model_executor.models.lance.sampling import Guidance, flow_timesteps
-from vllm_omni.model_executor.models.lance.vision import decoder_grid, to_patches
+from vllm_omni.model_executor.models.lance.tasks.sampling import Guidance, flow_timesteps
+from vllm_omni.model_executor.models.lance.tasks.sequence_layout import (
+    Grid,
+    Segment,
+    positions,
+    raw_positions,
+)
 from vllm_omni.testing.parity.comparison import Scenario
-from vllm_omni.testing.parity.lance.recorded import LATENT, STAGE, Fp32Judge, Judge, ToyModel, greedy
+from vllm_omni.testing.parity.lance.recorded import (
+    LATENT,
+    STAGE,
+    Fp32Judge,
+    Judge,
+    ToyModel,
+    greedy,
+)
 
 _SHIFT, _SCALE, _INTERVAL = 3.5, 4.0, (0.4, 1.0)
 VARIANTS = {
@@ -52,7 +64,7 @@ class TaskInputs:
     visuals: Visuals
 
     @classmethod
-    def read(cls, scenario: Scenario, model: ToyModel, task: Task) -> "TaskInputs":
+    def read_scenario(cls, scenario: Scenario, model: ToyModel, task: Task) -> "TaskInputs":
         ids = scenario.get(f"{task}.packed_text_ids").tolist()
         vit_grid = reference = noise = first_frame = None
         rows = None
@@ -84,11 +96,17 @@ class TaskInputs:
         return cls(task, prompt, vit_grid, reference, noise, first_frame, visuals)
 
 
-def _texts(scenario: Scenario, model: ToyModel, task: Task, ids: list[int]) -> tuple[str, str | None]:
-    """Return the user's text and, for reading tasks (whose system prompt is the request's), the system prompt."""
+def _texts(
+    scenario: Scenario, model: ToyModel, task: Task, ids: list[int]
+) -> tuple[str, str | None]:
+    """Return the user's text and, for reading tasks (whose system prompt is the request's), the
+    system prompt.
+    """
     if task not in READING_TASKS:
         modality = scenario.get(f"{task}.sample_modality").tolist()
-        return model.text([number for number, kind in zip(ids, modality, strict=True) if kind == 0]), None
+        return model.text(
+            [number for number, kind in zip(ids, modality, strict=True) if kind == 0]
+        ), None
     end = model.special[IM_END]
     vision_end = len(ids) - 1 - ids[::-1].index(model.special[VISION_END])
     user = ids[vision_end + 1 : ids.index(end, vision_end)]
@@ -103,23 +121,25 @@ def compare_packing(scenario: Scenario, model: ToyModel, inputs: TaskInputs) -> 
         if name in scenario:
             recorded = scenario.get(name)
             recorded = recorded if size is None else recorded[..., :size]
-            scenario.compare(f"{task}: {stage}", torch.as_tensor(ours).reshape(recorded.shape), recorded, 0.0)
+            scenario.compare(
+                f"{task}: {stage}", torch.as_tensor(ours).reshape(recorded.shape), recorded, 0.0
+            )
 
-    reading = task in READING_TASKS
+    understanding = task in READING_TASKS
     closing = Segment("text", ids=(model.special[IM_END],))
-    cond = [*inputs.prompt.cond] if reading else [*inputs.prompt.cond, closing]
+    cond = [*inputs.prompt.cond] if understanding else [*inputs.prompt.cond, closing]
     ids = [number for segment in cond for number in _ids(segment, model)]
-    if reading:
+    if understanding:
         equal("ids", ids, f"{task}.prompt_ids")
         equal("ids", ids, f"{task}.packed_text_ids", len(ids))
         equal("splits", [segment.length for segment in cond[:2]], f"{task}.split_lens", 2)
         if f"{task}.ce_loss_indexes" in scenario:
-            answer = len(ids) - 1 + torch.arange(len(scenario.get(f"{task}.ce_loss_indexes")))
-            equal("answer's place", answer, f"{task}.ce_loss_indexes")
+            response = len(ids) - 1 + torch.arange(len(scenario.get(f"{task}.ce_loss_indexes")))
+            equal("answer's place", response, f"{task}.ce_loss_indexes")
         if f"{task}.mrope" in scenario:
             where = torch.cat(positions(cond), dim=1)
-            behind = scenario.get(f"{task}.mrope").shape[2] - len(ids)
-            following = int(where[0, -1]) + 1 + torch.arange(behind).expand(3, -1)
+            after = scenario.get(f"{task}.mrope").shape[2] - len(ids)
+            following = int(where[0, -1]) + 1 + torch.arange(after).expand(3, -1)
             equal("positions", torch.cat((where, following), dim=1).unsqueeze(1), f"{task}.mrope")
     else:
         uncond = [*inputs.prompt.uncond, closing]
@@ -135,10 +155,14 @@ def compare_packing(scenario: Scenario, model: ToyModel, inputs: TaskInputs) -> 
     if packing is not None:
         modes = [segment.mode for segment in cond]
         if modes != packing["attn_modes"]:
-            raise ValueError(f"{task}: attention modes are {modes}, recorded {packing['attn_modes']}")
+            raise ValueError(
+                f"{task}: attention modes are {modes}, recorded {packing['attn_modes']}"
+            )
     blocks = [segment for segment in cond if segment.kind in ("reference", "noise")]
     equal("grids", _grids(inputs, blocks), f"{task}.video_grid_thw")
-    sizes = [(1 + 4 * (block.grid[0] - 1), 16 * block.grid[1], 16 * block.grid[2]) for block in blocks]
+    sizes = [
+        (1 + 4 * (block.grid[0] - 1), 16 * block.grid[1], 16 * block.grid[2]) for block in blocks
+    ]
     equal("sizes", sizes, f"{task}.video_sizes")
     if inputs.first_frame is not None:
         start = sum(segment.length for segment in cond[:-2]) + 1
@@ -161,27 +185,41 @@ def _ids(segment: Segment, model: ToyModel) -> list[int]:
 
 def _grids(inputs: TaskInputs, blocks: Sequence[Segment]) -> list[Grid]:
     """The original's grids: vision in patches, latents with both sides doubled."""
-    vision = [] if inputs.vit_grid is None else [(inputs.vit_grid[0], 2 * inputs.vit_grid[1], 2 * inputs.vit_grid[2])]
+    vision = (
+        []
+        if inputs.vit_grid is None
+        else [(inputs.vit_grid[0], 2 * inputs.vit_grid[1], 2 * inputs.vit_grid[2])]
+    )
     return [*vision, *((block.grid[0], 2 * block.grid[1], 2 * block.grid[2]) for block in blocks)]
 
 
-def compare_task(scenario: Scenario, model: ToyModel, inputs: TaskInputs, variant: str, judge: Judge) -> None:
+def compare_task(
+    scenario: Scenario, model: ToyModel, inputs: TaskInputs, variant: str, judge: Judge
+) -> None:
     if inputs.task in READING_TASKS:
-        _compare_answer(scenario, model, inputs, judge)
+        _compare_text(scenario, model, inputs, judge)
         return
     name = inputs.task if not variant else f"{inputs.task}_{variant}"
     for path in ("kv", "nokv"):
         if f"{name}.{path}.latent" in judge.scenario:
-            _compare_drawing(scenario, model, inputs, variant, f"{name}.{path}", judge)
+            _compare_generation(scenario, model, inputs, variant, f"{name}.{path}", judge)
 
 
-def _compare_drawing(
-    scenario: Scenario, model: ToyModel, inputs: TaskInputs, variant: str, recorded: str, judge: Judge
+def _compare_generation(
+    scenario: Scenario,
+    model: ToyModel,
+    inputs: TaskInputs,
+    variant: str,
+    recorded: str,
+    judge: Judge,
 ) -> None:
-    """Sample with the recorded noise. The full-sequence path equals ours with positions of their own."""
+    """Sample with the recorded noise.
+
+    The full-sequence path equals ours with positions of their own.
+    """
     cached = recorded.endswith(".kv")
     steps = _num_steps(scenario, inputs.task)
-    plan = plan_drawing(inputs.prompt, "cond" if cached else "own")
+    plan = plan_generation(inputs.prompt, "cond" if cached else "own")
     sizes = plan.capacities()
     guidance = VARIANTS[variant]
     decoder = model.network.language_model
@@ -191,7 +229,7 @@ def _compare_drawing(
     if inputs.first_frame is not None:
         pinned = len(inputs.first_frame)
         latents[:pinned] = inputs.first_frame
-    drawing = Drawing(
+    generation = ImageGeneration(
         plan=plan,
         visuals=inputs.visuals,
         guidance=guidance,
@@ -202,35 +240,45 @@ def _compare_drawing(
         pinned=pinned,
         renorm_pinned=cached,
     )
-    model.stepper.step([drawing], [])
-    drawing.advance()
+    model.stepper.step([generation], [])
+    generation.advance()
     label, forward = recorded.rpartition(".")[0], 0
     tail, cells = slice(-plan.num_latents, None), slice(1, -1)
-    context = [cache.length for cache in (*drawing.cond, *drawing.uncond)]
+    context = [cache.length for cache in (*generation.cond, *generation.uncond)]
     for step in range(steps):
-        judge(f"{label}: noisy latents", drawing.latents[0], f"{recorded}.x_t{step}", STAGE, tail)
-        model.stepper.step([drawing], [])
-        assert drawing.prediction is not None
-        for velocity in drawing.prediction[:, 0]:
+        judge(
+            f"{label}: noisy latents", generation.latents[0], f"{recorded}.x_t{step}", STAGE, tail
+        )
+        model.stepper.step([generation], [])
+        assert generation.prediction is not None
+        for velocity in generation.prediction[:, 0]:
             judge(f"{label}: velocity", velocity, f"{recorded}.llm2vae{forward}", STAGE, cells)
             forward += 1
-        drawing.advance()
-    if context != [cache.length for cache in (*drawing.cond, *drawing.uncond)]:
+        generation.advance()
+    if context != [cache.length for cache in (*generation.cond, *generation.uncond)]:
         raise ValueError(f"{recorded}: a denoise step moved the end of a context")
-    final = drawing.latents[0].view(*plan.grid, -1)
-    judge(f"{label}: final latents ({recorded.rpartition('.')[2]})", final, f"{recorded}.latent", LATENT)
+    final = generation.latents[0].view(*plan.grid, -1)
+    judge(
+        f"{label}: final latents ({recorded.rpartition('.')[2]})",
+        final,
+        f"{recorded}.latent",
+        LATENT,
+    )
 
 
 def _num_steps(scenario: Scenario, task: Task) -> int:
     """Return how many steps a task was sampled with: one recorded `x_t` each, on either path."""
-    steps = max(sum(name.startswith(f"{task}.{path}.x_t") for name in scenario.tensors) for path in ("kv", "nokv"))
+    steps = max(
+        sum(name.startswith(f"{task}.{path}.x_t") for name in scenario.tensors)
+        for path in ("kv", "nokv")
+    )
     if steps == 0:
         raise ValueError(f"{task} has no x_t: the number of its steps is unknown")
     return steps
 
 
-def _compare_answer(scenario: Scenario, model: ToyModel, inputs: TaskInputs, judge: Judge) -> None:
-    context = place(inputs.prompt.cond, positions(inputs.prompt.cond))
+def _compare_text(scenario: Scenario, model: ToyModel, inputs: TaskInputs, judge: Judge) -> None:
+    context = position_segments(inputs.prompt.cond, positions(inputs.prompt.cond))
     for path in ("kv", "nokv"):
         name = f"{inputs.task}.{path}"
         if f"{name}.tokens" not in judge.scenario:
@@ -243,7 +291,9 @@ def _compare_answer(scenario: Scenario, model: ToyModel, inputs: TaskInputs, jud
 
 def attention_allowed(segments: Sequence[Segment]) -> torch.Tensor:
     """Return the dense rule as bool [S, S], query by key."""
-    owner = torch.cat([torch.full((segment.length,), index) for index, segment in enumerate(segments)])
+    owner = torch.cat(
+        [torch.full((segment.length,), index) for index, segment in enumerate(segments)]
+    )
     size = len(owner)
     same = owner[:, None] == owner[None, :]
     block = torch.tensor([segment.kind != "text" for segment in segments])[owner]

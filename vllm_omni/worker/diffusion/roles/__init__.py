@@ -6,28 +6,30 @@ from collections.abc import Callable, Mapping
 from vllm_omni.worker.diffusion.roles.before_vae import BeforeVAE
 from vllm_omni.worker.diffusion.roles.layers import LayersStage
 from vllm_omni.worker.diffusion.roles.role import RankParts, Role
-from vllm_omni.worker.diffusion.roles.single import Single, WholeChunks
-from vllm_omni.worker.diffusion.roles.temporal import OwnStep
+from vllm_omni.worker.diffusion.roles.single import SingleRank, WholeChunks
+from vllm_omni.worker.diffusion.roles.temporal import StageSteps
 from vllm_omni.worker.diffusion.roles.vae import VAEStage
-from vllm_omni.worker.diffusion.roles.with_layers import EveryStep, LastStage, StepTaker, WithLayers
+from vllm_omni.worker.diffusion.roles.with_layers import EveryStep, LastStage, LayersRole, StepSplit
 
-STEPS: Mapping[str, Callable[[RankParts], StepTaker]] = {
-    "blocks": lambda parts: EveryStep(parts.model, parts.place.last_stage),
-    "temporal": lambda parts: OwnStep(parts.model, parts.place.stage, parts.place.num_stages),
+STEPS: Mapping[str, Callable[[RankParts], StepSplit]] = {
+    "blocks": lambda parts: EveryStep(parts.model, parts.parallel.last_stage),
+    "temporal": lambda parts: StageSteps(
+        parts.model, parts.parallel.stage, parts.parallel.num_stages
+    ),
 }
 """The denoise steps of a chunk that a rank with layers runs, by `omni.pipeline`."""
 
 
-def _with_layers(role: Callable[[RankParts, StepTaker], WithLayers]) -> Callable[[RankParts], Role]:
+def _with_layers(role: Callable[[RankParts, StepSplit], LayersRole]) -> Callable[[RankParts], Role]:
     return lambda parts: role(parts, STEPS[parts.omni.pipeline](parts))
 
 
 ROLES: tuple[tuple[Callable[[RankParts], bool], Callable[[RankParts], Role]], ...] = (
-    (lambda parts: parts.place.is_vae_stage, VAEStage),
-    (lambda parts: parts.place.last_stage and parts.place.vae_stage, _with_layers(BeforeVAE)),
+    (lambda parts: parts.parallel.is_vae_stage, VAEStage),
+    (lambda parts: parts.parallel.last_stage and parts.parallel.vae_stage, _with_layers(BeforeVAE)),
     (lambda parts: not parts.step_at_a_time, WholeChunks),
-    (lambda parts: parts.place.num_stages == 1, Single),
-    (lambda parts: parts.place.last_stage, _with_layers(LastStage)),
+    (lambda parts: parts.parallel.num_stages == 1, SingleRank),
+    (lambda parts: parts.parallel.last_stage, _with_layers(LastStage)),
     (lambda parts: True, _with_layers(LayersStage)),
 )
 """Pairs of a condition and a role. The first condition that holds selects the role of a rank."""

@@ -15,13 +15,13 @@ from vllm.sequence import IntermediateTensors
 from vllm_omni.model_executor.interfaces import VAEStageModel
 from vllm_omni.model_executor.requests import RequestState
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.worker.diffusion.in_flight import ChunksInFlight
 from vllm_omni.worker.diffusion.link import ChunkNote, StageNote
 from vllm_omni.worker.diffusion.roles.role import Envelopes, RankParts
-from vllm_omni.worker.diffusion.roles.with_layers import MicroStep, StepTaker, WithLayers
+from vllm_omni.worker.diffusion.roles.with_layers import LayersRole, MicroStep, StepSplit
+from vllm_omni.worker.diffusion.sessions.in_flight import ChunksInFlight
 
 
-class BeforeVAE(WithLayers):
+class BeforeVAE(LayersRole):
     """Role of the last stage with layers before a VAE stage.
 
     A batch that only fetches results is not a step of this rank, so it waits for nothing.
@@ -29,7 +29,7 @@ class BeforeVAE(WithLayers):
 
     decodes_chunks = False
 
-    def __init__(self, parts: RankParts, steps: StepTaker) -> None:
+    def __init__(self, parts: RankParts, steps: StepSplit) -> None:
         super().__init__(parts, steps)
         assert isinstance(parts.model, VAEStageModel)
         self._stage_model = parts.model
@@ -47,11 +47,15 @@ class BeforeVAE(WithLayers):
         return message
 
     def message(self, done: MicroStep, outputs: Envelopes) -> IntermediateTensors:
-        failed = [state for state in done.states if state.failure is not None and state not in done.alive]
-        return hand_over(self._stage_model, self.in_flight, [*done.alive, *failed], self.parts.place.size)
+        failed = [
+            state for state in done.states if state.failure is not None and state not in done.alive
+        ]
+        return send_to_vae_stage(
+            self._stage_model, self.in_flight, [*done.alive, *failed], self.parts.parallel.size
+        )
 
 
-def hand_over(
+def send_to_vae_stage(
     model: VAEStageModel, in_flight: ChunksInFlight, states: Sequence[RequestState], ranks: int
 ) -> IntermediateTensors:
     """Return the message after a step in which `states` took part or failed.
@@ -84,7 +88,9 @@ def hand_over(
         elif request is not None:
             clean = request.step == request.num_steps - request.clean_passes
             if clean:
-                assert state.done or in_flight.is_next(request), "chunks of a session are decoded in order"
+                assert state.done or in_flight.is_next(request), (
+                    "chunks of a session are decoded in order"
+                )
                 latents.append(model.latents(request))
             chunks.append(
                 ChunkNote(
@@ -94,7 +100,7 @@ def hand_over(
                     request.num_steps,
                     clean,
                     state.done,
-                    model.hand_over(request) if clean else {},
+                    model.pack_decode_state(request) if clean else {},
                     request.timer.milliseconds_so_far() if state.done else {},
                 )
             )

@@ -13,10 +13,10 @@ from vllm_omni.model_executor.interfaces import DiffusionRequest
 from vllm_omni.model_executor.requests import RequestState
 from vllm_omni.worker.diffusion.link import HIDDEN, together
 from vllm_omni.worker.diffusion.roles.role import Envelopes
-from vllm_omni.worker.diffusion.roles.with_layers import MicroStep, WithLayers
+from vllm_omni.worker.diffusion.roles.with_layers import LayersRole, MicroStep
 
 
-class LayersStage(WithLayers):
+class LayersStage(LayersRole):
     """Role of a stage that waits for the last stage.
 
     The next step of a chunk starts, and a chunk is committed, when the last stage's return message
@@ -41,20 +41,22 @@ class LayersStage(WithLayers):
 
     def message(self, done: MicroStep, outputs: Envelopes) -> IntermediateTensors:
         results = [result for result in done.results if result is not None]
-        assert len(results) == len(done.results), "with several ranks a failed forward pass ends the engine"
-        hidden = together(HIDDEN, results, self.parts.place.size)
+        assert len(results) == len(done.results), (
+            "with several ranks a failed forward pass ends the engine"
+        )
+        hidden = together(HIDDEN, results, self.parts.parallel.size)
         mask = self.agreement.mask(done.chunks, done.alive, done.waiting)
-        return IntermediateTensors(hidden | self.parts.texts.message(done.beginning) | mask)
+        return IntermediateTensors(hidden | self.parts.texts.message(done.starting) | mask)
 
-    def take_answers(self, request_ids: Iterable[str]) -> None:
+    def receive_results(self, request_ids: Iterable[str]) -> None:
         if self.channel is not None:
-            self.channel.drain(request_ids, self._take_answer)
+            self.channel.drain(request_ids, self._receive_result)
 
     def listen(self) -> None:
         if self.channel is not None:
             self.channel.listen(self.model)
 
-    def _take_answer(self, request: DiffusionRequest, ok: bool, latents: torch.Tensor) -> None:
+    def _receive_result(self, request: DiffusionRequest, ok: bool, latents: torch.Tensor) -> None:
         """Apply the result of a step that the last stage has finished."""
         if request.state is None:
             return  # aborted or finished in the meantime

@@ -14,7 +14,12 @@ from typing import ClassVar, Self
 import torch
 from torch import nn
 from vllm.config import VllmConfig
-from vllm.distributed.parallel_state import GroupCoordinator, get_pp_group, get_tp_group, get_world_group
+from vllm.distributed.parallel_state import (
+    GroupCoordinator,
+    get_pp_group,
+    get_tp_group,
+    get_world_group,
+)
 from vllm.sequence import IntermediateTensors
 
 from vllm_omni.config import OmniConfig
@@ -25,18 +30,18 @@ from vllm_omni.model_executor.interfaces import (
     check_parallel_decode,
     check_vae_stage,
 )
-from vllm_omni.model_executor.layers.linear import check_quantization
-from vllm_omni.model_executor.layers.parallel import ParallelContext
-from vllm_omni.model_executor.lora.store import NoAdapters
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
+from vllm_omni.model_executor.layers.linear.linear import check_quantization
+from vllm_omni.model_executor.layers.lora.store import NoAdapters
 from vllm_omni.model_executor.requests import RequestState
 from vllm_omni.registration import steps_one_at_a_time
-from vllm_omni.worker.diffusion.admission import Admission
 from vllm_omni.worker.diffusion.agreement import RankAgreement
 from vllm_omni.worker.diffusion.decode import ChunkEnd, ResultStream
-from vllm_omni.worker.diffusion.in_flight import ChunksInFlight
 from vllm_omni.worker.diffusion.link import ReturnChannel, connect_forward
 from vllm_omni.worker.diffusion.pacing import StepPacer
-from vllm_omni.worker.diffusion.sessions import SessionStore
+from vllm_omni.worker.diffusion.sessions.admission import Admission
+from vllm_omni.worker.diffusion.sessions.in_flight import ChunksInFlight
+from vllm_omni.worker.diffusion.sessions.store import SessionStore
 from vllm_omni.worker.diffusion.shared_text import SharedText
 
 Envelopes = dict[str, torch.Tensor]
@@ -51,7 +56,7 @@ class RankParts:
     """Options of this package."""
     device: torch.device
     """Device of the rank."""
-    place: ParallelContext
+    parallel: ParallelContext
     """Position of the rank: its stage, and its ranks that share layers."""
     pp: GroupCoordinator
     """Pipeline group of the rank."""
@@ -90,14 +95,14 @@ class RankParts:
         return 1 if self.omni.batch_invariant else self.omni.max_requests_per_step
 
     @classmethod
-    def of(
+    def of_config(
         cls,
         vllm_config: VllmConfig,
         network: nn.Module,
         model: SupportsStepExecution,
         adapters: NoAdapters,
         device: torch.device,
-        place: ParallelContext,
+        parallel: ParallelContext,
         agreement: RankAgreement,
         sessions: SessionStore,
     ) -> Self:
@@ -120,18 +125,20 @@ class RankParts:
         pp, tp, num_ranks = get_pp_group(), get_tp_group(), get_world_group().world_size
         check_degradations(network, omni.degradations)
         in_flight = ChunksInFlight(omni.chunks_in_flight)
-        in_flight.order.steps_behind = check_chunks_in_flight(network, omni, place.num_stages)
+        in_flight.order.lag_steps = check_chunks_in_flight(network, omni, parallel.num_stages)
         shares_decode = check_parallel_decode(network, omni)
         check_vae_stage(network, omni)
-        if vllm_config.quant_config is not None and not place.is_vae_stage:
+        if vllm_config.quant_config is not None and not parallel.is_vae_stage:
             check_quantization(network, vllm_config.model_config.quantization)
         step_at_a_time = steps_one_at_a_time(vllm_config)
         several_gpus = device.type == "cuda" and num_ranks > 1
-        overlap = step_at_a_time and (several_gpus if omni.overlap_decode is None else omni.overlap_decode)
+        overlap = step_at_a_time and (
+            several_gpus if omni.overlap_decode is None else omni.overlap_decode
+        )
         return cls(
             omni=omni,
             device=device,
-            place=place,
+            parallel=parallel,
             pp=pp,
             num_ranks=num_ranks,
             step_at_a_time=step_at_a_time,
@@ -141,9 +148,9 @@ class RankParts:
             sessions=sessions,
             in_flight=in_flight,
             admission=Admission(model, sessions, in_flight, device, adapters),
-            results=ResultStream(device, overlap, beside_steps=not omni.vae_stage),
+            results=ResultStream(device, overlap, overlaps_steps=not omni.vae_stage),
             pacer=StepPacer(device, stages=pp.world_size > 1),
-            texts=SharedText(model, tp, first_stage=place.first_stage),
+            texts=SharedText(model, tp, first_stage=parallel.first_stage),
             decodes=tp.is_first_rank or shares_decode,
             shares_decode=shares_decode,
             overlap=overlap,
@@ -185,7 +192,7 @@ class Role(ABC):
         Call it before the first chunk.
         """
         connect_forward(self.parts.pp, self.parts.device)
-        stages = self.parts.place.num_stages
+        stages = self.parts.parallel.num_stages
         if stages > 1:
             self.channel = ReturnChannel(self.parts.pp.ranks[:stages], self.parts.device)
 
@@ -205,7 +212,10 @@ class Role(ABC):
 
     @abstractmethod
     def micro_step(
-        self, states: Sequence[RequestState], received: IntermediateTensors | None, outputs: Envelopes
+        self,
+        states: Sequence[RequestState],
+        received: IntermediateTensors | None,
+        outputs: Envelopes,
     ) -> IntermediateTensors | None:
         """Advance each request by one denoise step.
 
@@ -218,7 +228,7 @@ class Role(ABC):
             Tensors for the next stage, or None on the last one.
         """
 
-    def take_answers(self, request_ids: Iterable[str]) -> None:  # noqa: B027 - most roles receive none
+    def receive_results(self, request_ids: Iterable[str]) -> None:  # noqa: B027 - most roles receive none
         """Apply return messages of the last stage up to the newest for one of the requests."""
 
     def listen(self) -> None:  # noqa: B027
@@ -235,4 +245,6 @@ def delivering(states: Sequence[RequestState]) -> list[RequestState]:
 
 def envelopes(states: Sequence[RequestState]) -> Envelopes:
     """Wait for the results of `states` and pack them."""
-    return {state.request_id: state.pending.envelope() for state in states if state.pending is not None}
+    return {
+        state.request_id: state.pending.envelope() for state in states if state.pending is not None
+    }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Single`: the role of the only pipeline stage. This is the file to read first.
+"""`SingleRank`: the role of the only pipeline stage. This is the file to read first.
 
 The rank holds all layers and the decoder, alone or with other ranks that share the layers (tensor
 or sequence parallelism). An engine step, from top to bottom:
@@ -29,7 +29,7 @@ from vllm_omni.worker.diffusion.decode import deliverable
 from vllm_omni.worker.diffusion.roles.role import Envelopes, Role, delivering, envelopes
 
 
-class Single(Role):
+class SingleRank(Role):
     """One denoise step per engine step. The scheduler receives the device time of each."""
 
     decodes_chunks = True
@@ -66,7 +66,8 @@ class Single(Role):
             if state.failure is None and state.chunk is None and state not in waiting:
                 self.admission.admit(state, outputs)
         alive = [state for state in chunks if state.failure is None and state not in waiting]
-        if self.agreement.several:  # ranks that share the layers run the same requests; one of them encodes text
+        # ranks that share the layers run the same requests; one of them encodes text
+        if self.agreement.several:
             alive = self.agreement.alive(chunks, waiting, None)
             self.parts.texts.complete(first_steps(alive), {})
         for batch in group_states(self.model, alive, self.parts.most_batched):
@@ -75,7 +76,9 @@ class Single(Role):
         self.chunk_end.pack_failures(states, outputs)
         return None
 
-    def forward(self, states: Sequence[RequestState], hidden: torch.Tensor | None = None) -> torch.Tensor | None:
+    def forward(
+        self, states: Sequence[RequestState], hidden: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
         """Run one forward pass for one batch.
 
         On one rank an exception fails only the request that causes it: the batch is repeated one
@@ -106,10 +109,13 @@ class Single(Role):
             return None
         for state, request in zip(states, requests, strict=True):
             if self.runs_schedule and request.step == request.num_steps - request.clean_passes:
-                state.finite = FiniteCheck(self.model.latents(request))  # launched now, read in `end_batch`
+                # launched now, read in `end_batch`
+                state.finite = FiniteCheck(self.model.latents(request))
         return result
 
-    def take_step(self, requests: Sequence[DiffusionRequest], hidden: torch.Tensor | None) -> torch.Tensor:
+    def take_step(
+        self, requests: Sequence[DiffusionRequest], hidden: torch.Tensor | None
+    ) -> torch.Tensor:
         """Advance each request by one denoise step."""
         prediction = self.model.denoise_step(requests, hidden)
         self.model.step_scheduler(requests, prediction)
@@ -130,7 +136,7 @@ class Single(Role):
             self.chunk_end.finish(state, outputs)
 
 
-class WholeChunks(Single):
+class WholeChunks(SingleRank):
     """All steps of a chunk in one engine step, for schedulers that expect this (vLLM's own)."""
 
     def step(
@@ -150,4 +156,8 @@ def first_steps(states: Sequence[RequestState]) -> list[DiffusionRequest]:
 
 def _chunk_order(state: RequestState) -> tuple[str, float]:
     """Sort key: chunks of one session in the order of their index."""
-    return ("", 0.0) if state.params is None else (state.params.session_id, turn(state.params.chunk_index))
+    return (
+        ("", 0.0)
+        if state.params is None
+        else (state.params.session_id, turn(state.params.chunk_index))
+    )

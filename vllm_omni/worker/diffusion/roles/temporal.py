@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`OwnStep`: the pipeline in which every stage owns one denoise step (`omni.pipeline` "temporal").
+"""`StageSteps`: the pipeline in which every stage owns one denoise step (`omni.pipeline`
+"temporal").
 
 A chunk passes through all stages in one engine step. Stage i holds the whole network and the K/V
 window of step i; it receives the chunk's latents, runs step i and sends the latents to the next
@@ -18,8 +19,8 @@ import torch
 from vllm_omni.model_executor.interfaces import DiffusionRequest, SupportsStepExecution
 
 
-class OwnStep:
-    """The steps of a rank in a temporal pipeline. A `StepTaker`.
+class StageSteps:
+    """The steps of a rank in a temporal pipeline. A `StepSplit`.
 
     Args:
         model: The model.
@@ -33,7 +34,9 @@ class OwnStep:
         self._is_last = stage == num_stages - 1
         self._entered: dict[str, torch.Tensor] = {}
 
-    def take(self, batch: Sequence[DiffusionRequest], hidden: torch.Tensor | None) -> torch.Tensor:
+    def run_steps(
+        self, batch: Sequence[DiffusionRequest], hidden: torch.Tensor | None
+    ) -> torch.Tensor:
         """Run this stage's step, which is the only one of a chunk on this rank.
 
         Args:
@@ -55,6 +58,6 @@ class OwnStep:
             request.step = request.num_steps
         return torch.stack([self._model.latents(request) for request in batch])
 
-    def answer(self, request: DiffusionRequest) -> torch.Tensor:
+    def latents_for_earlier_stages(self, request: DiffusionRequest) -> torch.Tensor:
         """Return and remove the latents that entered the last step. For the last stage."""
         return self._entered.pop(request.request_id)

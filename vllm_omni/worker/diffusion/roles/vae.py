@@ -60,19 +60,22 @@ class VAEStage(Role):
         return deliverable(states, outputs)
 
     def micro_step(
-        self, states: Sequence[RequestState], received: IntermediateTensors | None, outputs: Envelopes
+        self,
+        states: Sequence[RequestState],
+        received: IntermediateTensors | None,
+        outputs: Envelopes,
     ) -> None:
         assert received is not None
-        note = StageNote.read(received.tensors)
+        note = StageNote.read_tensors(received.tensors)
         self.fail(states, note)
         for state in states:
             # A chunk that the ranks with layers hold back or have refused does not start here
             # either.
-            begins = state.is_session_operation or state.request_id in note.taking_part
-            if state.failure is None and state.chunk is None and begins:
+            starts = state.is_session_operation or state.request_id in note.taking_part
+            if state.failure is None and state.chunk is None and starts:
                 self.admission.admit(state, outputs)
         for state in self.advance(states, note, note.latents(received.tensors)):
-            self.chunk_end.hand_out(state, outputs)
+            self.chunk_end.release_result(state, outputs)
         self.chunk_end.pack_failures(states, outputs)
 
     def fail(self, states: Sequence[RequestState], note: StageNote) -> None:
@@ -105,17 +108,19 @@ class VAEStage(Role):
             try:
                 self._follow(state, entry)
                 if entry.clean and state.failure is None and state.chunk is not None:
-                    self._stage_model.take_over(state.chunk, latents[entry.request_id], entry.facts)
+                    self._stage_model.unpack_decode_state(
+                        state.chunk, latents[entry.request_id], entry.info
+                    )
             except Exception as error:
                 state.failure = as_failure(error, state.request_id)
             if entry.clean:
                 self._decode(state)
             if entry.done and state.failure is None and state.chunk is not None:
                 self.chunk_end.commit(state.chunk)
-                state.chunk.timer.add(entry.timings_ms)
+                state.chunk.timer.add_times(entry.timings_ms)
                 done.append(state)
             elif entry.done:
-                self._lose(state)
+                self._drop_chunks(state)
         return done
 
     def ready(self, due: Sequence[RequestState], *, alone: bool) -> list[RequestState]:
@@ -154,7 +159,7 @@ class VAEStage(Role):
         elif state.failure is None:
             state.failure = state.decode_failure
 
-    def _lose(self, state: RequestState) -> None:
+    def _drop_chunks(self, state: RequestState) -> None:
         """Mark a session as lost, because other ranks committed a chunk that failed here."""
         session_id = None if state.params is None else state.params.session_id
         if session_id is not None and session_id in self._sessions:
@@ -175,5 +180,6 @@ class VAEStage(Role):
 def _lost() -> RequestFailed:
     return RequestFailed(
         "session_lost",
-        "a chunk of this session could not be decoded, so the session cannot continue: close or reset it",
+        "a chunk of this session could not be decoded, so the session cannot continue: close or "
+        "reset it",
     )

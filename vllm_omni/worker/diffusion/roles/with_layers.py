@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`WithLayers`: what the roles of several pipeline stages add to `Single`, and the last stage's role.
+"""`LayersRole`: what the roles of several pipeline stages add to `SingleRank`, and the last stage's
+role.
 
 A stage receives hidden states and a mask of the requests that take part, runs its layers and sends
-a message to the next stage. A `StepTaker` decides which denoise steps this rank runs.
+a message to the next stage. A `StepSplit` decides which denoise steps this rank runs.
 Tests: tests/worker/test_two_stages.py and test_pipeline_parallel.py, tests/engine/test_parallel.py.
 """
 
@@ -18,13 +19,15 @@ from vllm_omni.model_executor.interfaces import DiffusionRequest, SupportsStepEx
 from vllm_omni.model_executor.requests import RequestState, group_states
 from vllm_omni.worker.diffusion.link import HIDDEN, unpack
 from vllm_omni.worker.diffusion.roles.role import Envelopes, RankParts
-from vllm_omni.worker.diffusion.roles.single import Single, first_steps
+from vllm_omni.worker.diffusion.roles.single import SingleRank, first_steps
 
 
-class StepTaker(Protocol):
+class StepSplit(Protocol):
     """The denoise steps of a chunk that a rank runs (`omni.pipeline`)."""
 
-    def take(self, batch: Sequence[DiffusionRequest], hidden: torch.Tensor | None) -> torch.Tensor:
+    def run_steps(
+        self, batch: Sequence[DiffusionRequest], hidden: torch.Tensor | None
+    ) -> torch.Tensor:
         """Run this rank's part of a step and advance each request's `step`.
 
         Args:
@@ -35,7 +38,7 @@ class StepTaker(Protocol):
             `hidden` for the next stage.
         """
 
-    def answer(self, request: DiffusionRequest) -> torch.Tensor:
+    def latents_for_earlier_stages(self, request: DiffusionRequest) -> torch.Tensor:
         """Return the latents for the earlier stages. For the last stage, once after each `take`."""
 
 
@@ -51,7 +54,9 @@ class EveryStep:
         self._model = model
         self._ends_steps = ends_steps
 
-    def take(self, batch: Sequence[DiffusionRequest], hidden: torch.Tensor | None) -> torch.Tensor:
+    def run_steps(
+        self, batch: Sequence[DiffusionRequest], hidden: torch.Tensor | None
+    ) -> torch.Tensor:
         result = self._model.denoise_step(batch, hidden)
         if self._ends_steps:
             self._model.step_scheduler(batch, result)
@@ -59,7 +64,7 @@ class EveryStep:
             request.step += 1
         return result
 
-    def answer(self, request: DiffusionRequest) -> torch.Tensor:
+    def latents_for_earlier_stages(self, request: DiffusionRequest) -> torch.Tensor:
         return self._model.latents(request)
 
 
@@ -73,7 +78,7 @@ class MicroStep:
     """Requests that need computation."""
     alive: Sequence[RequestState]
     """Requests that ran the step."""
-    beginning: Sequence[DiffusionRequest]
+    starting: Sequence[DiffusionRequest]
     """Chunks that ran their first step."""
     waiting: Sequence[RequestState]
     """Requests held back in this step."""
@@ -81,7 +86,7 @@ class MicroStep:
     """Result of each forward pass, in order."""
 
 
-class WithLayers(Single):
+class LayersRole(SingleRank):
     """A stage that holds layers, before or after other stages.
 
     Args:
@@ -89,7 +94,7 @@ class WithLayers(Single):
         steps: This rank's share of the steps of each chunk.
     """
 
-    def __init__(self, parts: RankParts, steps: StepTaker) -> None:
+    def __init__(self, parts: RankParts, steps: StepSplit) -> None:
         super().__init__(parts)
         self.steps = steps
 
@@ -104,14 +109,16 @@ class WithLayers(Single):
         chunks = [state for state in states if not state.is_session_operation and not state.done]
         tensors = {} if received is None else received.tensors
         mask = None if received is None else self.agreement.read_mask(tensors, chunks)
-        waiting = self.in_flight.waiting(chunks) if mask is None else self.agreement.waiting(chunks, mask)
+        waiting = (
+            self.in_flight.waiting(chunks) if mask is None else self.agreement.waiting(chunks, mask)
+        )
         indices = self.agreement.indices(chunks, mask)
         for state in states:
             if state.failure is None and state.chunk is None and state not in waiting:
                 self.admission.admit(state, outputs, indices.get(state.request_id))
         alive = self.agreement.alive(chunks, waiting, mask)
-        beginning = first_steps(alive)
-        self.parts.texts.complete(beginning, tensors)
+        first_part = first_steps(alive)
+        self.parts.texts.complete(first_part, tensors)
         batches = group_states(self.model, alive, self.parts.most_batched)
         arrived: Sequence[torch.Tensor | None] = [None] * len(batches)
         if received is not None:
@@ -120,25 +127,31 @@ class WithLayers(Single):
         for batch, hidden in zip(batches, arrived, strict=True):
             results.append(self.forward(batch, hidden))
             self.end_batch(batch, outputs)
-        return self.message(MicroStep(states, chunks, alive, beginning, waiting, results), outputs)
+        return self.message(MicroStep(states, chunks, alive, first_part, waiting, results), outputs)
 
-    def take_step(self, requests: Sequence[DiffusionRequest], hidden: torch.Tensor | None) -> torch.Tensor:
-        return self.steps.take(requests, hidden)
+    def take_step(
+        self, requests: Sequence[DiffusionRequest], hidden: torch.Tensor | None
+    ) -> torch.Tensor:
+        return self.steps.run_steps(requests, hidden)
 
     def end_batch(self, states: Sequence[RequestState], outputs: Envelopes) -> None:
-        """As of `Single`, and send each request's latents and status to the earlier stages."""
+        """As of `SingleRank`, and send each request's latents and status to the earlier stages."""
         super().end_batch(states, outputs)
         if self.channel is not None:
             requests = [state.chunk for state in states if state.chunk is not None]
             succeeded = [state.failure is None for state in states]
-            self.channel.send(requests, succeeded, [self.steps.answer(request) for request in requests])
+            self.channel.send(
+                requests,
+                succeeded,
+                [self.steps.latents_for_earlier_stages(request) for request in requests],
+            )
 
     @abstractmethod
     def message(self, done: MicroStep, outputs: Envelopes) -> IntermediateTensors | None:
         """Return the tensors for the next stage; None on the last one."""
 
 
-class LastStage(WithLayers):
+class LastStage(LayersRole):
     """The last of several pipeline stages: it has the last layers and the decoder.
 
     It sends return messages to the earlier stages, decodes, and returns results to the engine.

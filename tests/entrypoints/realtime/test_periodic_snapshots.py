@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints without a server: which session is saved when, what goes with its world, and whose
+files are whose.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from helpers.fake_engine import FIRST, LATER, FakeEngine
+from helpers.waits import pause_task, seconds, until
+from test_session import ended, job, scenario
+
+from vllm_omni.config import OmniConfig
+from vllm_omni.entrypoints.errors import EndpointError
+from vllm_omni.entrypoints.realtime.sessions.migration import SessionMigration
+from vllm_omni.entrypoints.realtime.sessions.periodic_snapshots import PeriodicSnapshots
+from vllm_omni.entrypoints.realtime.sessions.persisted_sessions import PersistedSessions
+from vllm_omni.entrypoints.realtime.sessions.session import Session
+from vllm_omni.entrypoints.realtime.sessions.session_manager import SessionManager
+from vllm_omni.entrypoints.staging_directory import StagingDirectory
+
+PERIOD_S = 0.05
+
+
+class Writer:
+    """Stands for the engine's side: writes the chunk's number, after `delay_s`, or fails."""
+
+    def __init__(self, manager: SessionManager) -> None:
+        self.manager, self.delay_s, self.cost_s = manager, 0.0, 0.0
+        self.saved: list[tuple[str, int]] = []
+        self.fails: EndpointError | None = None
+        self.is_dead = False
+        self.engine = manager.engine
+        manager.engine = self  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    async def checkpoint(
+        self, session_id: str, path: Path, owner: dict[str, str]
+    ) -> tuple[Any, float]:
+        session = next(each for each in self.manager.sessions() if each.engine_id == session_id)
+        chunk = session.next_chunk
+        await asyncio.sleep(self.delay_s)
+        if self.fails is not None:
+            raise self.fails
+        path.write_text(str(chunk))
+        self.saved.append((owner["session_id"], chunk))
+        return SimpleNamespace(chunk_index=chunk), self.cost_s
+
+
+Test = Callable[[SessionManager, Session, FakeEngine, Writer, PersistedSessions], Awaitable[None]]
+
+
+def checkpointed(folder: Path, test: Test) -> None:
+    """Run `test` with a manager whose sessions are checkpointed to `folder`."""
+
+    async def inner(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
+        writer = Writer(manager)
+        migration = SessionMigration(
+            manager, StagingDirectory(folder / "spool"), folder / "kept", PERIOD_S
+        )
+        assert migration.persistent_dir is not None and isinstance(
+            migration.periodic_snapshots, PeriodicSnapshots
+        )
+        await test(manager, session, engine, writer, migration.persistent_dir)
+
+    scenario(inner)
+
+
+async def walk(session: Session, number: int) -> None:
+    frames = FIRST if number == 0 else LATER
+    assert await ended(session.submit(job(frames, f"r{number}", image=number == 0))) is None
+
+
+def test_a_session_is_saved_when_it_has_moved_and_its_file_goes_with_its_world(
+    tmp_path: Path,
+) -> None:
+    """One file, replaced; nothing is written for a session that stands still."""
+
+    async def test(
+        manager: SessionManager,
+        session: Session,
+        engine: FakeEngine,
+        writer: Writer,
+        retained: PersistedSessions,
+    ) -> None:
+        await walk(session, 0)
+        file = retained.checkpoint(session.key)
+        await until(file.exists)
+        await pause_task(4 * PERIOD_S)
+        assert writer.saved == [("s", 1)]
+        await walk(session, 1)
+        await until(lambda: file.read_text() == "2")
+        assert [path.name for path in retained.folder.glob("*.safetensors")] == [file.name]
+        await session.reset()
+        assert not file.exists()
+
+    checkpointed(tmp_path, test)
+
+
+def test_a_world_that_ends_while_it_is_written_leaves_no_file(tmp_path: Path) -> None:
+    async def test(
+        manager: SessionManager,
+        session: Session,
+        engine: FakeEngine,
+        writer: Writer,
+        retained: PersistedSessions,
+    ) -> None:
+        writer.delay_s = 0.1
+        await walk(session, 0)
+        await pause_task(2 * PERIOD_S)
+        await session.reset()
+        await until(lambda: writer.saved)
+        await pause_task(PERIOD_S)
+        assert not [
+            path
+            for path in retained.folder.iterdir()
+            if path.suffix in (".partial", ".safetensors")
+        ]
+
+    checkpointed(tmp_path, test)
+
+
+def test_what_a_dead_engine_held_stays_for_the_next_server(tmp_path: Path) -> None:
+    """Doors free the worlds of clients that they close; after a crash that must not cost the
+    checkpoint.
+    """
+
+    async def test(
+        manager: SessionManager,
+        session: Session,
+        engine: FakeEngine,
+        writer: Writer,
+        retained: PersistedSessions,
+    ) -> None:
+        await walk(session, 0)
+        await until(retained.checkpoint(session.key).exists)
+        writer.is_dead = True
+        session.discard_engine_session(in_engine=False)
+        assert retained.checkpoint(session.key).exists()
+
+    checkpointed(tmp_path, test)
+
+
+def test_a_full_disk_costs_the_checkpoint_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is logged once, the one before stays, and the next period tries again."""
+
+    async def test(
+        manager: SessionManager,
+        session: Session,
+        engine: FakeEngine,
+        writer: Writer,
+        retained: PersistedSessions,
+    ) -> None:
+        await walk(session, 0)
+        file = retained.checkpoint(session.key)
+        await until(file.exists)
+        writer.fails = EndpointError("storage_full", "there is no room")
+        await walk(session, 1)
+        await pause_task(6 * PERIOD_S)
+        assert file.read_text() == "1"
+        writer.fails = None
+        await until(lambda: file.read_text() == "2")
+
+    with caplog.at_level("WARNING", "vllm.vllm_omni"):
+        checkpointed(tmp_path, test)
+    assert sum("could not be written" in record.message for record in caplog.records) <= 1
+
+
+def test_checkpoints_take_no_more_than_their_share(tmp_path: Path) -> None:
+    """One that cost the engine 10 ms is followed by two thirds of a second without any."""
+
+    async def test(
+        manager: SessionManager,
+        session: Session,
+        engine: FakeEngine,
+        writer: Writer,
+        retained: PersistedSessions,
+    ) -> None:
+        writer.cost_s = 0.01
+        started_s = time.monotonic()
+        for number in range(8):
+            await walk(session, number)
+            await pause_task(PERIOD_S)
+        lasted_s = time.monotonic() - started_s
+        assert 1 <= len(writer.saved) <= 1 + lasted_s / (0.01 / 0.02)
+
+    checkpointed(tmp_path, test)
+
+
+def test_a_drain_does_not_wait_for_checkpoints_and_ends_them(tmp_path: Path) -> None:
+    """The session is saved for good, under the name that any server takes over; its checkpoint
+    goes.
+    """
+
+    async def test(
+        manager: SessionManager,
+        session: Session,
+        engine: FakeEngine,
+        writer: Writer,
+        retained: PersistedSessions,
+    ) -> None:
+        async def save(session_id: str, path: Path, owner: dict[str, str]) -> Any:
+            path.write_text("for good")
+            return SimpleNamespace(chunk_index=1)
+
+        writer.save = save  # type: ignore[attr-defined]
+        await walk(session, 0)
+        await until(retained.checkpoint(session.key).exists)
+        async with asyncio.timeout(seconds(5)):
+            await manager.drain.drain_sessions(manager)
+        assert retained.drained(session.key).read_text() == "for good"
+        assert not retained.checkpoint(session.key).exists()
+
+    checkpointed(tmp_path, test)
+
+
+def test_only_files_of_the_dead_are_taken_over(tmp_path: Path) -> None:
+    """Of several of one session the newest; a living server's checkpoint is its own; a day old
+    ones go.
+    """
+    living, dead = StagingDirectory(tmp_path), StagingDirectory(tmp_path)
+    key, other = ("anonymous", "walk"), ("anonymous", "other")
+    mine, theirs = (
+        PersistedSessions(tmp_path, living.owner),
+        PersistedSessions(tmp_path, dead.owner),
+    )
+    for age_s, path in enumerate(
+        (
+            theirs.checkpoint(key),
+            theirs.drained(key),
+            mine.checkpoint(other),
+            theirs.checkpoint(other),
+        )
+    ):
+        path.write_text("x")
+        os.utime(path, (time.time() - age_s - 10,) * 2)
+    theirs.partial(theirs.checkpoint(key)).write_text("torn")
+    assert mine.left_by_others() == [mine.drained(key)], "the dead one still lives"
+    dead.close()
+    assert mine.left_by_others() == [theirs.checkpoint(other), theirs.checkpoint(key)]
+    assert not mine.drained(key).exists()
+    mine.sweep({dead.owner})
+    assert not list(tmp_path.glob("*.partial"))
+    os.utime(theirs.checkpoint(other), (time.time() - 100_000,) * 2)
+    mine.sweep(set())
+    assert mine.left_by_others() == [theirs.checkpoint(key)]
+    assert mine.checkpoint(other).exists()
+
+
+def test_an_entry_that_is_no_file_ends_no_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A directory, a FIFO and a file that is no snapshot stay where they are, and the log says
+    why.
+    """
+    retained = tmp_path / "kept"
+    retained.mkdir()
+    names = [f"{digit * 32}.session.safetensors" for digit in "abc"]
+    (retained / names[0]).mkdir()
+    os.mkfifo(retained / names[1])
+    (retained / names[2]).write_text("x")
+    os.mkfifo(retained / "vllm_omni-0123456789abcdef.owner")
+    os.mkfifo(retained / f"{'a' * 32}.0123456789abcdef.session.safetensors")
+
+    async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
+        migration = SessionMigration(manager, StagingDirectory(tmp_path / "spool"), retained)
+        migration.sweep()
+        assert await migration.take_over() == 0
+
+    with caplog.at_level("WARNING"):
+        scenario(test)
+    assert all(f"{name} is not restored" in caplog.text for name in names)
+    assert all((retained / name).exists() for name in names)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"snapshot_period_s": 5}, "requires drain_snapshot_dir"),
+        ({"snapshot_period_s": 0, "drain_snapshot_dir": "k"}, ">= 0.1"),
+    ],
+)
+def test_checkpoints_need_a_place_and_a_time(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        OmniConfig.from_additional_config({"omni": options})
+
+
+def test_a_model_without_sessions_refuses_checkpoints() -> None:
+    retained = OmniConfig(snapshot_period_s=5, drain_snapshot_dir="kept")
+    with pytest.raises(ValueError, match="Lance has no sessions"):
+        retained.refuse_checkpoints("Lance")

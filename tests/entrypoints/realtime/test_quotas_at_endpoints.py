@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a client of a realtime door is told when its key's quota is used up."""
+
+import base64
+from collections.abc import Callable
+
+from helpers.fake_engine import FIRST, LATER, Client, EndpointServer, infer
+from helpers.live_clients import VideoClient, png
+from helpers.waits import wait_until
+
+from vllm_omni.entrypoints.limits.quotas import Allowance, FileQuotas, Quota, QuotaFile, Quotas
+
+START = {
+    "type": "session.start",
+    "prompt": "a path",
+    "width": 48,
+    "height": 32,
+    "image_reference": {"image_url": "data:image/png;base64," + base64.b64encode(png()).decode()},
+}
+
+
+class Clock:
+    now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def quotas(clock: Clock, **limits: int) -> FileQuotas:
+    """Quotas that hold for every client."""
+    return FileQuotas(QuotaFile(default=Quota(**limits)), clock)
+
+
+def test_one_session_too_many_is_refused_and_says_when_to_try_again(
+    endpoint: EndpointServer,
+) -> None:
+    endpoint.manager.quotas = quotas(Clock(), sessions=1)
+    with endpoint.client() as client:
+        client.send(infer(session_id="one"))
+        client.frames()
+        error = client.request(infer(session_id="two"))
+        assert (error["code"], error["quota"], error["retryable"]) == (
+            "quota_exceeded",
+            "sessions",
+            True,
+        )
+        assert error["retry_after_ms"] > 0
+        client.request({"endpoint": "close", "session_id": "one", "protocol_version": 1})
+        client.send(infer(session_id="two"))
+        client.frames()
+
+
+def test_a_request_beyond_the_chunks_of_a_minute_changes_nothing(
+    client: Client, endpoint: EndpointServer
+) -> None:
+    """A request that is begun is finished, and paid by waiting; one that is refused leaves the
+    world, even if it asked for a new one."""
+    clock = Clock()
+    endpoint.manager.quotas = quotas(clock, chunks_per_minute=2)
+    client.send(infer())
+    client.frames()
+    client.send(infer(2 * LATER))
+    assert client.frames()[-1]["chunk_index"] == 2
+    error = client.request(infer(restart=True))
+    assert (error["code"], error["quota"], error["retry_after_ms"]) == (
+        "quota_exceeded",
+        "chunks",
+        60_000,
+    )
+    assert len(endpoint.engine.chunks) == 3
+    clock.now_s += 60
+    client.send(infer(LATER))
+    assert client.frames()[-1]["chunk_index"] == 3
+
+
+def test_a_stream_that_has_used_its_chunks_delivers_them_and_ends_with_the_reason(
+    endpoint: EndpointServer,
+) -> None:
+    """At the doors of endless streams, where chunks are asked for one by one."""
+    endpoint.manager.quotas = quotas(Clock(), chunks_per_minute=3)
+    with VideoClient(endpoint.port) as video:
+        assert video.request(START)["type"] == "video.start"
+        messages = [video.receive()]
+        while messages[-1]["type"] != "error":
+            messages.append(video.receive())
+    assert sum(message["type"] == "video.chunk_metadata" for message in messages) == 3
+    assert messages[-1]["code"] == "quota_exceeded" and messages[-1]["retry_after_ms"] > 0
+    assert len(endpoint.engine.chunks) == 3
+
+
+def test_a_live_stream_pays_for_its_bytes_and_ends_with_the_reason(
+    endpoint: EndpointServer,
+) -> None:
+    """Chunks are delivered until the bytes of a minute are used; the one that used them up is
+    delivered, too.
+    """
+    endpoint.manager.quotas = quotas(Clock(), bytes_per_minute=1)
+    with VideoClient(endpoint.port) as video:
+        assert video.request(START)["type"] == "video.start"
+        messages = [video.receive()]
+        while messages[-1]["type"] != "error":
+            messages.append(video.receive())
+    (error,) = [message for message in messages if message["type"] == "error"]
+    assert error["code"] == "quota_exceeded" and "bytes a minute" in error["message"]
+    assert 1 <= len(endpoint.engine.chunks) <= 2
+
+
+class Charges(Quotas, Allowance):
+    """Counts what clients are charged and refuses nothing."""
+
+    def __init__(self) -> None:
+        self.chunks = 0
+
+    def allowance_of(self, client: str) -> Allowance:
+        return self
+
+    def charge_chunks(self, count: int) -> None:
+        self.chunks += count
+
+
+def test_a_client_that_reconnects_pays_once_for_a_chunk(
+    make_endpoint: Callable[..., EndpointServer],
+) -> None:
+    """The same request on another connection: chunks that are kept are free, the others are paid
+    for when it begins.
+    """
+    endpoint = make_endpoint()
+    endpoint.engine.delay_s = 0.05
+    endpoint.manager.quotas = charges = Charges()
+    request = infer(FIRST + 3 * LATER, request_id="r1", session_id="a")
+    with endpoint.client() as client:
+        client.send(request)
+        client.receive()
+    wait_until(lambda: not endpoint.engine.running)
+    retained = endpoint.manager.sessions()[0].next_chunk
+    assert 1 <= retained < 4 and charges.chunks == 4
+    with endpoint.client() as client:
+        client.send(request)
+        client.frames()
+    assert charges.chunks == 4 + (4 - retained)

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a killed server leaves in a directory that others share is removed by the next one;
+nobody else's is.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from vllm_omni.entrypoints.staging_directory import StagingDirectory
+
+SERVER = """
+import sys
+from pathlib import Path
+from vllm_omni.entrypoints.staging_directory import StagingDirectory
+spool = StagingDirectory(Path(sys.argv[1]))
+spool.new_path().write_bytes(b"half a world")
+print(spool.owner, flush=True)
+sys.stdin.read()
+"""
+
+
+def server(folder: Path) -> "tuple[subprocess.Popen[str], str]":
+    command = [sys.executable, "-c", SERVER, str(folder)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, process.stdout.readline().strip()
+
+
+def test_files_of_a_killed_server_are_swept_and_those_of_a_living_one_stay(tmp_path: Path) -> None:
+    """One server is killed, one lives, one ends in order; a file of somebody else lies there,
+    too.
+    """
+    (tmp_path / "vllm_omni-notes.txt").write_text("mine")
+    killed, dead = server(tmp_path)
+    living, alive = server(tmp_path)
+    killed.kill()
+    killed.wait()
+    staging = StagingDirectory(tmp_path)
+    assert staging.sweep() == {dead}
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert not [name for name in names if dead in name]
+    assert len([name for name in names if alive in name]) == 2
+    assert "vllm_omni-notes.txt" in names
+    living.communicate("")
+    assert staging.sweep() == set()  # in order: its lock went with it
+    staging.close()
+    assert not list(tmp_path.glob("*.owner"))

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Windows that take the memory of closed ones see nothing of them, and kept memory gives way to
+what is needed.
+"""
+
+import pytest
+import torch
+
+from vllm_omni.model_executor.layers.kv_cache.memory_pool import MemoryPool, Ring
+from vllm_omni.model_executor.layers.kv_cache.window import KVWindow
+
+FP8 = torch.float8_e4m3fn
+
+
+def window(
+    rings: MemoryPool[Ring] | None, frames: int = 4, storage: torch.dtype | None = None
+) -> KVWindow:
+    return KVWindow(
+        num_layers=2,
+        window_frames=frames,
+        sink_frames=1,
+        tokens_per_frame=2,
+        num_heads=2,
+        head_dim=4,
+        dtype=torch.float32,
+        device="cpu",
+        storage=storage,
+        rings=rings,
+    )
+
+
+def fill(held: KVWindow, frames: int = 4, factor: float = 100.0) -> None:
+    for layer in range(2):
+        k_TNH, v_TNH = (factor * torch.randn(2 * frames, 2, 4) for _ in range(2))
+        held.write(layer, range(frames), k_TNH, v_TNH)
+    held.commit(frames)
+
+
+@pytest.mark.parametrize("storage", [None, FP8])
+def test_a_new_window_takes_the_memory_of_a_closed_one_and_finds_it_empty(
+    storage: torch.dtype | None,
+) -> None:
+    rings: MemoryPool[Ring] = MemoryPool()
+    first = window(rings, storage=storage)
+    fill(first)
+    positions = first.buffers
+    first.close()
+    first.close()
+    assert len(rings) == 1 and rings.nbytes > 0
+    again, fresh = window(rings, storage=storage), window(None, storage=storage)
+    assert [id(position) for position in again.buffers] == [
+        id(position) for position in positions
+    ] and len(rings) == 0
+    assert again.committed_frames == 0
+    for got, want in zip(again.buffers, fresh.buffers, strict=True):
+        torch.testing.assert_close(got.float(), want.float(), rtol=0, atol=0)
+
+
+def test_a_closed_window_has_let_go_of_its_memory() -> None:
+    """A chunk that were still at work on it could not write into the next session's."""
+    rings: MemoryPool[Ring] = MemoryPool()
+    first = window(rings)
+    first.close()
+    again = window(rings)
+    assert first.buffer.numel() == 0 and again.buffer.numel() > 0
+
+
+@pytest.mark.parametrize("storage", [None, FP8])
+def test_a_fork_takes_other_memory(storage: torch.dtype | None) -> None:
+    """That of a closed window, if there is any."""
+    rings: MemoryPool[Ring] = MemoryPool()
+    source, closed = window(rings, storage=storage), window(rings, storage=storage)
+    fill(source)
+    fill(closed, factor=3.0)
+    retained = closed.buffers
+    closed.close()
+    forks = [source.fork(), source.fork()]
+    assert [id(position) for position in forks[0].buffers] == [
+        id(position) for position in retained
+    ]
+    for fork in forks:
+        assert not {id(position) for position in fork.buffers} & {
+            id(position) for position in source.buffers
+        }
+        for got, want in zip(fork.buffers, source.buffers, strict=True):
+            torch.testing.assert_close(got.float(), want.float(), rtol=0, atol=0)
+
+
+def test_memory_of_other_sizes_is_dropped_when_a_ring_must_be_made() -> None:
+    rings: MemoryPool[Ring] = MemoryPool()
+    windows = [window(rings), window(rings)]
+    for held in windows:
+        held.close()
+    larger = window(rings, frames=5)
+    assert len(rings) == 0
+    larger.close()
+    assert len(rings) == 1
+
+
+def test_retained_memory_gives_way_oldest_first() -> None:
+    rings: MemoryPool[Ring] = MemoryPool()
+    windows = [window(rings) for _ in range(3)]
+    positions, each = [held.buffer for held in windows], windows[0].nbytes
+    for held in windows:
+        held.close()
+    rings.trim(2 * each)
+    assert len(rings) == 2
+    assert [id(window(rings).buffer) for _ in range(2)] == [
+        id(position) for position in positions[1:]
+    ]
+    rings.trim(0)
+    assert rings.nbytes == 0
+
+
+def test_a_session_is_closed_outside_of_inference_too() -> None:
+    """Its window was made within: torch lets nobody else write to such tensors.
+
+    An operator's call closes sessions.
+    """
+    rings: MemoryPool[Ring] = MemoryPool()
+    with torch.inference_mode():
+        first = window(rings)
+        fill(first)
+    first.close()
+    with torch.inference_mode():
+        assert not window(rings).buffer.any()
+
+
+def test_memory_that_was_moved_is_not_retained() -> None:
+    """No graph knows it where it is now."""
+    rings: MemoryPool[Ring] = MemoryPool()
+    held = window(rings)
+    held.to("cpu")
+    held.close()
+    assert len(rings) == 0

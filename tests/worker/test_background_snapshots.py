@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank's checkpoints: copied between two steps, written beside the next ones, the same bytes
+as a snapshot's.
+"""
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.snapshot_steps import Worker, text_chunk, video_chunk, world_chunk
+from helpers.waits import seconds
+
+from vllm_omni.outputs import RequestFailed
+from vllm_omni.sessions.snapshot_exchange import Call, checkpoint_exchange
+from vllm_omni.worker.diffusion.sessions import background_snapshots as module
+
+SMALL = {"window_frames": 7, "sink_frames": 2}
+
+
+@pytest.mark.parametrize(
+    ("family", "chunk", "options"),
+    [
+        ("null_world", text_chunk, {}),
+        ("lingbot_world", world_chunk, SMALL),
+        ("causal_wan", video_chunk, SMALL),
+    ],
+)
+def test_a_checkpoint_is_the_file_that_a_snapshot_would_be(
+    family: str,
+    chunk: Any,
+    options: dict[str, Any],
+    make_runner: Any,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+) -> None:
+    """Bit for bit, whatever layout its tensors have; only its owner may read it."""
+    worker = Worker(make_runner(request.getfixturevalue(family), {"model": options}))
+    for index in range(3):
+        chunk(worker, "a", index)
+    header = worker.save("a", tmp_path / "snapshot")
+    checkpointed, cost_s = worker.checkpoint("a", tmp_path / "checkpoint")
+    assert checkpointed == header
+    assert cost_s > 0
+    assert (tmp_path / "checkpoint").read_bytes() == (tmp_path / "snapshot").read_bytes()
+    assert (tmp_path / "checkpoint").stat().st_mode & 0o777 == 0o600
+
+
+def test_chunks_made_while_it_is_written_are_not_in_it(
+    null_world: Path, make_runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine goes on while the thread writes; the file holds the session as it was when it
+    was copied.
+    """
+    may_write, write_bytes = threading.Event(), module.write_bytes
+
+    def slow(*args: Any) -> None:
+        assert may_write.wait(seconds(20))
+        write_bytes(*args)
+
+    monkeypatch.setattr(module, "write_bytes", slow)
+    worker = Worker(make_runner(null_world))
+    text_chunk(worker, "a", 0)
+    before = worker.bits("a")
+    exchange = checkpoint_exchange("a", tmp_path / "a", "0.test")
+    call: Call | None = next(exchange)
+    for _ in range(3):  # staged, begun, and not yet written
+        assert call is not None
+        call = exchange.send(worker.rpc(call.method, call.args))
+    assert call is not None and call.method == "checkpoint_written"
+    text_chunk(worker, "a", 1)
+    with pytest.raises(RequestFailed, match="busy"):
+        worker.checkpoint("a", tmp_path / "second")
+    may_write.set()
+    while call is not None:
+        try:
+            call = exchange.send(worker.rpc(call.method, call.args))
+        except StopIteration as end:
+            call, header = None, end.value[0]
+    assert header.chunk_index == 1
+    worker.restore("b", tmp_path / "a")
+    assert worker.bits("b") == before
+    assert worker.bits("a") != before
+
+
+def test_what_cannot_be_written_is_an_error_and_no_file(
+    null_world: Path, make_runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An unknown session, a disk that fills up under the thread: typed; the next checkpoint is
+    as good as ever.
+    """
+    worker = Worker(make_runner(null_world))
+    with pytest.raises(RequestFailed, match="unknown_session"):
+        worker.checkpoint("nobody", tmp_path / "a")
+    text_chunk(worker, "a", 0)
+
+    def full(*args: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("vllm_omni.sessions.snapshot_writing.os.fsync", full)
+        with pytest.raises(RequestFailed, match="storage_full"):
+            worker.checkpoint("a", tmp_path / "a")
+    assert list(tmp_path.glob("a")) == []
+    worker.checkpoint("a", tmp_path / "a")
+    worker.restore("b", tmp_path / "a")
+
+
+def test_memory_is_retained_from_one_checkpoint_to_the_next(
+    null_world: Path, make_runner: Any, tmp_path: Path
+) -> None:
+    """As much as the largest session so far; fresh pages would cost more than the copy."""
+    worker = Worker(make_runner(null_world))
+    held = []
+    for number, size in enumerate((16, 32, 16, 32)):
+        worker.chunk(
+            "s" + str(number), prompt="a", seed=1, height=size, width=size, actions=[[]] * 3
+        )
+        worker.checkpoint("s" + str(number), tmp_path / str(number))
+        held.append(worker.checkpoints._memory)
+    assert held[3] is held[2] is held[1] and len(held[1]) > len(held[0])
+
+
+def test_bytes_that_no_dtype_may_start_at_are_copied_all_the_same(
+    null_world: Path, make_runner: Any, tmp_path: Path
+) -> None:
+    """Three bytes before floats: their memory is not aligned."""
+    checkpoints = Worker(make_runner(null_world)).checkpoints
+    odd, floats = torch.tensor([1, 2, 3], dtype=torch.uint8), torch.arange(6.0).view(2, 3)
+    checkpoints._copy({"odd": odd, "empty": torch.empty(0), "floats": floats.T})
+    assert checkpoints._memory[:3].tolist() == [1, 2, 3]
+    assert (
+        checkpoints._memory[3:27].clone().view(torch.float32).tolist()
+        == floats.T.flatten().tolist()
+    )
+
+
+def test_writing_takes_processor_time_from_steps_on_the_cpu_only(
+    null_world: Path, make_runner: Any, tmp_path: Path
+) -> None:
+    """The thread's own, not the time it waited for the disk."""
+    checkpoints, path = Worker(make_runner(null_world)).checkpoints, tmp_path / "a"
+    checkpoints._copy({"bytes": torch.ones(1 << 20, dtype=torch.uint8)})
+    path.write_bytes(bytes(1 << 20))
+    started_s = time.thread_time()
+    spent_s = checkpoints._write(path, [0, 1 << 20], 0)
+    assert 0 < spent_s <= time.thread_time() - started_s
+    assert path.read_bytes() == b"\1" * (1 << 20)
+    checkpoints._device = torch.device("cuda")
+    assert checkpoints._write(path, [0, 1 << 20], 0) == 0

@@ -1,0 +1,411 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`OmniEngine`: the interface of all endpoints to vLLM's engine.
+
+One call is one pooling request: a chunk, a set of images or a video. The class uses only public
+methods of stock `EngineClient` (`encode`, `abort`, `collective_rpc`) and converts between NumPy and
+torch, so endpoints only handle NumPy arrays.
+
+Failures are `RequestFailed` with the worker's error codes. Three codes originate here: `cancelled`
+(the engine ended the request), `engine_error` (the request failed in the engine) and `engine_dead`
+(the engine has stopped). The code `capacity` also covers a paused engine and a full queue.
+
+With data parallelism, `SessionRanks` selects the rank of a request. Such requests use
+`AsyncLLM.add_request`, because stock `encode` takes no rank. Results of workers are gathered over
+all ranks.
+"""
+
+import asyncio
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import numpy as np
+import torch
+from vllm.engine.protocol import EngineClient
+from vllm.exceptions import (
+    GenerationError,
+    GracefulHTTPError,
+    RetryableRequestError,
+    VLLMClientError,
+)
+from vllm.outputs import PoolingRequestOutput
+from vllm.pooling_params import PoolingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import AsyncMPClient
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from vllm_omni.entrypoints.engine.ranks import SessionRanks
+from vllm_omni.entrypoints.telemetry.tracing import tracing
+from vllm_omni.inputs import DiffusionParams, engine_prompt
+from vllm_omni.outputs import RequestFailed, unpack_arrays
+from vllm_omni.runtime import log_context
+from vllm_omni.runtime.processes import machine_id
+from vllm_omni.sessions.snapshot import SnapshotHeader
+from vllm_omni.sessions.snapshot_exchange import (
+    Call,
+    Exchange,
+    checkpoint_exchange,
+    package_version,
+    restore_exchange,
+    run_exchange_async,
+    save_exchange,
+)
+
+logger = logging.getLogger("vllm." + __name__)
+
+T = TypeVar("T")
+
+_DEAD: Final = "the engine has stopped"
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
+
+
+class OmniEngine:
+    """Requests and collective calls of this package.
+
+    Args:
+        client: vLLM's engine client.
+        ranks: Data-parallel rank of each session, shared by all users of `client`. Default: the
+            engine has one rank.
+    """
+
+    def __init__(self, client: EngineClient, ranks: SessionRanks | None = None) -> None:
+        self._client = client
+        # request ids are unique in the engine
+        self._process, self._numbers = secrets.token_hex(8), itertools.count()
+        self._ranks = ranks if ranks is not None and ranks.size > 1 else None
+        self._logs_chunks = logger.isEnabledFor(logging.DEBUG)
+
+    @property
+    def is_dead(self) -> bool:
+        return bool(self._client.errored)
+
+    def run_request(
+        self, params: DiffusionParams, arrays: Mapping[str, np.ndarray]
+    ) -> Coroutine[Any, Any, tuple[dict[str, Any], dict[str, np.ndarray]]]:
+        """Run one request.
+
+        Cancelling the call aborts the request before its next denoise step.
+
+        Args:
+            params: Parameters of the request.
+            arrays: Input arrays by name.
+
+        Returns:
+            `(meta, arrays)`. The arrays are views of the engine's result.
+
+        Raises:
+            RequestFailed: The request was refused, was aborted or failed.
+        """
+        if self._ranks is None:
+            return self._run(params, arrays, None)
+        return self._ranks.route(params, lambda rank: self._run(params, arrays, rank))
+
+    async def _run(
+        self, params: DiffusionParams, arrays: Mapping[str, np.ndarray], rank: int | None
+    ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        # The engine's log lines contain this id.
+        request_id = "-".join(
+            ["omni", *log_context.current().values(), self._process, str(next(self._numbers))]
+        )
+        sent_s = time.monotonic()
+        try:
+            tensors = (
+                {name: torch.from_numpy(array) for name, array in arrays.items()}
+                if arrays
+                else None
+            )
+            response: PoolingRequestOutput | None = None
+            async for output in self._responses(
+                params.to_pooling_params(tensors), request_id, rank
+            ):
+                response = output
+            # stock vLLM's result of an aborted request
+            if response is None or response.outputs.data.numel() == 0:
+                raise RequestFailed("cancelled", "the request was cancelled")
+            meta, results = unpack_arrays(response.outputs.data)
+            if self._logs_chunks and "chunk_index" in meta:
+                _log_chunk(meta, time.monotonic() - sent_s)
+            return meta, results
+        except asyncio.CancelledError:
+            # Closing the `encode` generator does not abort. The engine ignores unknown ids.
+            await self._client.abort(request_id)
+            raise
+        except RequestFailed as failure:
+            # The message may name the session by the engine's id, which clients do not know.
+            raise RequestFailed(
+                failure.code, failure.message.replace(repr(params.session_id), "this session")
+            ) from None
+        except EngineDeadError:
+            raise RequestFailed("engine_dead", _DEAD) from None
+        except VLLMClientError as error:
+            raise RequestFailed("invalid_request", "the engine refused the request") from error
+        except (RetryableRequestError, GracefulHTTPError) as error:  # paused, or its queue is full
+            raise RequestFailed(
+                "capacity", "the engine takes no requests now; try again later"
+            ) from error
+        except (EngineGenerateError, GenerationError) as error:
+            # When one of several ranks dies, stock vLLM stops the others, and their requests end
+            # like this.
+            # with several ranks, those that stock vLLM stops after another's death end like this
+            if self.is_dead:
+                raise RequestFailed("engine_dead", _DEAD) from None
+            raise RequestFailed(
+                "engine_error", "the engine failed on this request; the server's log has details"
+            ) from error
+
+    def _responses(
+        self, params: PoolingParams, request_id: str, rank: int | None
+    ) -> AsyncIterator[PoolingRequestOutput]:
+        """Yield the engine's outputs for one request. The last one is complete."""
+        headers = tracing().engine_headers()
+        trace: dict[str, Any] = {} if headers is None else {"trace_headers": headers}
+        if rank is None:
+            return self._client.encode(engine_prompt(), params, request_id, **trace)
+        return self._response_of_rank(params, request_id, rank, trace)
+
+    async def _response_of_rank(
+        self, params: PoolingParams, request_id: str, rank: int, trace: dict[str, Any]
+    ) -> AsyncIterator[PoolingRequestOutput]:
+        assert isinstance(self._client, AsyncLLM), "only vLLM's own client has several ranks"
+        queue = await self._client.add_request(
+            request_id, engine_prompt(), params, data_parallel_rank=rank, **trace
+        )
+        try:
+            yield queue.get_nowait() or await queue.get()  # type: ignore[misc]
+        except (
+            asyncio.CancelledError,
+            EngineDeadError,
+            VLLMClientError,
+            GracefulHTTPError,
+            GenerationError,
+        ):
+            raise
+        except Exception as error:  # the same conversion as in stock `encode`
+            await self._client.abort(request_id)
+            raise EngineGenerateError from error
+        finally:
+            queue.close()
+
+    async def run_when_room(
+        self,
+        params: DiffusionParams,
+        arrays: Mapping[str, np.ndarray],
+        *,
+        timeout_s: float,
+        wait_s: float,
+    ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """Run one request, and retry while the engine refuses it with `capacity`.
+
+        Args:
+            params: Parameters of the request.
+            arrays: Input arrays by name.
+            timeout_s: Time limit of one attempt in seconds. A longer attempt is aborted.
+            wait_s: Time in seconds during which `capacity` is retried.
+
+        Returns:
+            `(meta, arrays)`, as from `run`.
+
+        Raises:
+            RequestFailed: As from `run`, and with `timeout` after `timeout_s`.
+        """
+        give_up_s = time.monotonic() + wait_s
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    return await self.run_request(params, arrays)
+            except RequestFailed as failure:
+                if failure.code != "capacity" or time.monotonic() > give_up_s:
+                    raise
+            except TimeoutError:
+                raise RequestFailed(
+                    "timeout", "the engine took too long; the request was dropped"
+                ) from None
+            await asyncio.sleep(pause_s)
+            pause_s = min(_LONGEST_PAUSE_S, 1.5 * pause_s)
+
+    async def close(self, session_id: str) -> None:
+        """Free the state of a session. Unknown ids are ignored.
+
+        Raises:
+            RequestFailed: The engine did not run the request.
+        """
+        await self.run_request(DiffusionParams(session_id=session_id, op="close"), {})
+
+    async def progress(self) -> dict[str, tuple[int, int]]:
+        """Return `{session id: (finished steps, all steps)}` of the requests in flight.
+
+        Raises:
+            RequestFailed: The engine did not respond.
+        """
+        ranks = await self._rpc("request_progress")
+        return {
+            str(name): (int(done), int(total))
+            for rank in ranks
+            for name, (done, total) in rank.items()
+        }
+
+    async def session_stats(self) -> list[dict[str, Any]]:
+        """Return the session counts and sizes of each data-parallel rank.
+
+        Returns:
+            One dict per rank: `sessions`, `max_sessions`, `bytes`, `max_bytes`.
+
+        Raises:
+            RequestFailed: The engine did not respond.
+        """
+        return await self._rpc("session_stats")
+
+    async def process_ids(self) -> list[int]:
+        """Return the ids of the engine's processes on this machine: workers and engine cores.
+
+        Raises:
+            RequestFailed: The engine did not respond.
+        """
+        machine = machine_id()
+        workers = [
+            dict(response)
+            for responses in await self._call_all_ranks("engine_processes")
+            for response in responses
+        ]
+        return sorted(
+            {
+                int(pid)
+                for worker in workers
+                if worker["machine"] == machine
+                for pid in worker["pids"]
+            }
+        )
+
+    async def save_session(
+        self, session_id: str, path: Path, owner: Mapping[str, str] | None
+    ) -> SnapshotHeader:
+        """Write a session, as of its last finished chunk, to a new file.
+
+        Args:
+            session_id: The engine's id of the session.
+            path: File to create.
+            owner: Owner that is written to the header. None: the session has no owner.
+
+        Returns:
+            Header of the snapshot.
+
+        Raises:
+            RequestFailed: The session is unknown or could not be written.
+        """
+        return await self._exchange(
+            save_exchange(session_id, path, package_version(), owner), session_id
+        )
+
+    async def checkpoint_session(
+        self, session_id: str, path: Path, owner: Mapping[str, str] | None
+    ) -> tuple[SnapshotHeader, float]:
+        """Write a session to a new file without pausing the engine.
+
+        The arguments are those of `save_session`.
+
+        Returns:
+            `(header, seconds)`: header of the snapshot and the time that it cost the engine.
+
+        Raises:
+            RequestFailed: The session is unknown or could not be written.
+        """
+        return await self._exchange(
+            checkpoint_exchange(session_id, path, package_version(), owner), session_id
+        )
+
+    async def _exchange(self, exchange: Exchange[T], session_id: str) -> T:
+        """Run an exchange about a live session with the workers of its rank."""
+        rank = None if self._ranks is None else self._ranks.rank_of(session_id)
+        return await run_exchange_async(exchange, lambda call: self._call_workers(call, rank))
+
+    async def restore_session(
+        self, session_id: str, path: Path
+    ) -> tuple[SnapshotHeader, dict[str, Any]]:
+        """Restore a session from a snapshot file under a new id.
+
+        Args:
+            session_id: The engine's id of the restored session.
+            path: Snapshot file.
+
+        Returns:
+            `(header, scalars)` of the snapshot.
+
+        Raises:
+            RequestFailed: The id is in use (`session_exists`), or the snapshot could not be
+                restored.
+        """
+        if self._ranks is not None and self._ranks.rank_of(session_id) is not None:
+            raise RequestFailed("session_exists", "a session of this id is live here")
+        rank = self._ranks.adopt(session_id) if self._ranks is not None else None
+        try:
+            exchange = restore_exchange(session_id, path, rank)
+            return await run_exchange_async(exchange, lambda call: self._call_workers(call, rank))
+        except BaseException:
+            if self._ranks is not None:
+                self._ranks.remove_session(session_id)
+            raise
+
+    async def _call_workers(self, call: Call, rank: int | None) -> list[dict[str, Any]]:
+        """Call all workers of one data-parallel rank.
+
+        The call reaches the workers of the other ranks too. They refuse it or do nothing.
+        """
+        return (await self._call_all_ranks(call.method, call.args))[rank or 0]
+
+    async def _rpc(self, method: str) -> list[dict[str, Any]]:
+        """Call the first worker of every data-parallel rank, after the engine step that runs."""
+        return [dict(responses[0]) for responses in await self._call_all_ranks(method)]
+
+    async def _call_all_ranks(self, method: str, args: tuple[Any, ...] = ()) -> list[list[Any]]:
+        """Call all workers of every data-parallel rank.
+
+        Returns:
+            For each rank, the results of its workers.
+        """
+        try:
+            if self._ranks is None:
+                return [await self._client.collective_rpc(method, args=args)]
+            assert isinstance(self._client, AsyncLLM) and isinstance(
+                self._client.engine_core, AsyncMPClient
+            )
+            # Stock `collective_rpc` calls every rank but returns only the first rank's result.
+            core = self._client.engine_core
+            responses: list[list[Any]] = await core.call_utility_all_async(
+                "collective_rpc", method, None, args, None
+            )
+            return responses
+        except EngineDeadError:
+            raise RequestFailed("engine_dead", _DEAD) from None
+        # boundary: every exception of a worker arrives as a plain `Exception`
+        except Exception as error:
+            logger.debug("worker RPC %s failed", method, exc_info=True)
+            raise RequestFailed(
+                "engine_error", f"the worker did not respond to {method}"
+            ) from error
+
+
+def _log_chunk(meta: Mapping[str, Any], wall_s: float) -> None:
+    """Log one line for a chunk.
+
+    Args:
+        meta: Metadata of the engine's result.
+        wall_s: Time from request to result in seconds.
+    """
+    stages = " ".join(
+        f"{name}={sum(times):.1f}" for name, times in meta.get("timings_ms", {}).items()
+    )
+    logger.debug(
+        "chunk index=%s first_frame=%s frames=%s wall_ms=%.1f %s",
+        *(
+            meta["chunk_index"],
+            meta.get("first_frame"),
+            meta.get("num_frames"),
+            wall_s * 1e3,
+            stages,
+        ),
+    )

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`GracefulStop`: drains an API server process between SIGTERM and its exit.
+
+On SIGTERM, stock vLLM stops the engine at once, or after its requests with `--shutdown-timeout`.
+This is too late for work that needs the engine: chunks in flight and snapshots. This class installs
+another handler for the signal on the same event loop, from the application's lifespan, which
+uvicorn runs before it listens. The handler refuses new work, waits for the endpoints up to
+`drain_timeout_s`, and then stops uvicorn with its flag `should_exit`. vLLM then stops the engine as
+usual. A second SIGTERM ends the wait.
+
+Only the API server may receive the signal first. A process manager that signals the engine's
+process at the same time (systemd without `KillMode=mixed`) stops the engine too early.
+"""
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+from fastapi import FastAPI
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+logger = logging.getLogger("vllm." + __name__)
+
+READY_PATH: Final = "/omni/ready"
+_REFUSED_METHODS: Final = frozenset({"POST", "PUT", "PATCH"})
+_LEAST_CLOSING_S: Final = 3.0
+"""Minimum time in seconds for connections to close, regardless of the time that draining took."""
+
+
+class GracefulStop:
+    """Drains one server.
+
+    Call `attach` while the application is built, and `start` when the endpoints have started.
+    """
+
+    def __init__(self) -> None:
+        self.is_draining = False
+        self.in_flight = 0
+        """HTTP requests in progress that change state or generate."""
+        self._finish: Callable[[], Awaitable[None]] | None = None
+        self._timeout_s = 0.0
+        self._task: asyncio.Task[None] | None = None
+
+    def start_handling_signals(
+        self, finish: Callable[[], Awaitable[None]], timeout_s: float
+    ) -> None:
+        """Set what to do at shutdown.
+
+        Args:
+            finish: Returns when the endpoints have finished.
+            timeout_s: Time limit in seconds; 0 leaves vLLM's own shutdown unchanged.
+        """
+        self._finish, self._timeout_s = finish, timeout_s
+
+    def attach_to_app(self, app: FastAPI) -> None:
+        app.add_middleware(DrainGuard, stop=self)
+        inner = app.router.lifespan_context
+
+        @asynccontextmanager
+        async def lifespan(starting: FastAPI) -> AsyncIterator[Any]:
+            async with inner(starting) as state:
+                self._listen(starting)
+                yield state
+
+        app.router.lifespan_context = lifespan
+
+    def _listen(self, app: FastAPI) -> None:
+        if self._finish is None or self._timeout_s == 0:
+            return
+        try:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._stop, app)
+        # not the main thread, or a platform without signals
+        except (NotImplementedError, RuntimeError, ValueError):
+            logger.info("graceful shutdown is not available: this server has no signal handlers")
+
+    def _stop(self, app: FastAPI) -> None:
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._drain(app))
+        else:
+            logger.info("drain_cut_short: stopping now")
+            self._task.cancel()
+
+    async def _drain(self, app: FastAPI) -> None:
+        assert self._finish is not None
+        started_s = time.monotonic()
+        logger.info("drain_started timeout_s=%g", self._timeout_s)
+        self.is_draining = True
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._finish()
+                while self.in_flight:
+                    await asyncio.sleep(0.02)
+            logger.info("drain_ended lasted_s=%.3f", time.monotonic() - started_s)
+        except TimeoutError:
+            logger.warning("drain_timed_out after_s=%g: remaining work is dropped", self._timeout_s)
+        except Exception:
+            logger.exception("drain failed")
+        finally:
+            server = app.state.server
+            left_s = max(_LEAST_CLOSING_S, self._timeout_s - (time.monotonic() - started_s))
+            server.config.timeout_graceful_shutdown = int(left_s)
+            server.should_exit = True
+
+
+class DrainGuard:
+    """ASGI middleware that refuses new work with 503 while draining.
+
+    The readiness probe then reports `draining`.
+    """
+
+    def __init__(self, app: ASGIApp, stop: GracefulStop) -> None:
+        self._app, self._stop = app, stop
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        works = scope["method"] in _REFUSED_METHODS
+        path = str(scope["path"]).removeprefix(scope.get("root_path", ""))
+        if self._stop.is_draining and (works or path == READY_PATH):
+            await _refusal(path).__call__(scope, receive, send)
+            return
+        self._stop.in_flight += works
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._stop.in_flight -= works
+
+
+def _refusal(path: str) -> JSONResponse:
+    headers = {"Retry-After": "5", "Connection": "close"}
+    if path == READY_PATH:
+        return JSONResponse({"status": "draining"}, 503, headers)
+    error = {
+        "message": "the server is stopping",
+        "type": "server_error",
+        "param": None,
+        "code": "draining",
+    }
+    return JSONResponse({"error": error}, 503, headers)

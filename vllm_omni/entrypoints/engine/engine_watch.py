@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`EngineWatch`: stops an API server process when its engine dies or hangs.
+
+The kernel reports when a process of the engine ends. In addition, vLLM is polled twenty times a
+second, which covers processes on other machines and failures without an exit. When the engine is
+dead, the endpoints send an error to every client, and the server exits with `ENGINE_DIED`. Stock
+vLLM polls every 5 s, closes sockets as in a planned shutdown and exits with 0, so no supervisor
+restarts it.
+
+vLLM reports a dead worker only after the other workers have exited, which may take seconds. Workers
+that have not exited within `_LEAVING_S` are killed, so that HTTP requests fail as early as sockets
+do. A process of the engine that has been stopped (SIGSTOP) for `stopped_timeout_s` is killed too.
+After SIGTERM or SIGINT the server exits with 0.
+
+A plain `vllm serve` has the same exit status, because a task raises SystemExit when the event loop
+closes.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from types import FrameType
+from typing import Any, Final
+
+from fastapi import FastAPI
+from vllm import envs
+
+from vllm_omni.runtime.exit_codes import ENGINE_DIED
+from vllm_omni.runtime.processes import is_stopped
+
+logger = logging.getLogger("vllm." + __name__)
+
+_POLL_S: Final = 0.05
+_LOOK_S: Final = 0.25
+_OWN_GAP_S: Final = 2.0
+"""If this process was itself paused for so long, it cannot tell how long others were stopped."""
+_LEAVING_S: Final = 0.3
+"""Seconds in which the rest of a dead engine may log the reason and exit."""
+_CLOSING_S: Final = 3
+"""Seconds in which connections may close after the engine has died."""
+
+
+async def _notify_no_client() -> None:
+    """Do nothing: there are no clients to inform."""
+
+
+class EngineWatch:
+    """Watches the engine of one server.
+
+    Call `attach` while the application is built, after everything that handles signals. Call
+    `start` after engine startup.
+    """
+
+    def __init__(self) -> None:
+        self._is_dead: Callable[[], bool] | None = None
+        self._pids: Sequence[int] = ()
+        self._stopped_timeout_s: float | None = None
+        self._notify_clients: Callable[[], Awaitable[None]] = _notify_no_client
+        self._is_stopping = False
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start_watching(
+        self,
+        is_dead: Callable[[], bool],
+        pids: Sequence[int] = (),
+        stopped_timeout_s: float | None = None,
+        notify_clients: Callable[[], Awaitable[None]] = _notify_no_client,
+    ) -> None:
+        """Set what to watch.
+
+        Args:
+            is_dead: Returns whether the engine has died.
+            pids: The engine's processes on this machine.
+            stopped_timeout_s: Seconds after which a stopped process is killed. Default: never.
+            tell: Sends an error to all clients of the endpoints.
+        """
+        self._is_dead, self._notify_clients = is_dead, notify_clients
+        self._pids = [pid for pid in pids if pid != os.getpid()]
+        self._stopped_timeout_s = stopped_timeout_s
+
+    def attach_to_app(self, app: FastAPI) -> None:
+        inner = app.router.lifespan_context
+
+        @asynccontextmanager
+        async def lifespan(starting: FastAPI) -> AsyncIterator[Any]:
+            async with inner(starting) as state:
+                watching = None
+                if self._is_dead is not None:
+                    self._note_signals()
+                    watching = asyncio.create_task(self._watch(starting, self._is_dead))
+                try:
+                    yield state
+                finally:
+                    if watching is not None:
+                        watching.cancel()
+
+        app.router.lifespan_context = lifespan
+
+    def _note_signals(self) -> None:
+        """Record that a shutdown was requested, because the engine's exit is then expected.
+
+        Event loops receive signals through a file descriptor. The handler that Python calls in
+        addition is a dummy, which this replaces.
+        """
+
+        def note(number: int, frame: FrameType | None) -> None:
+            self._is_stopping = True
+
+        with contextlib.suppress(ValueError):  # not the main thread, which handles no signals
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, note)
+
+    async def _watch(self, app: FastAPI, is_dead: Callable[[], bool]) -> None:
+        with _end_of_any(self._pids) as ended:
+            await self._wait_for_death(is_dead, ended)
+        if not self._is_stopping:
+            await self._end(app, is_dead)
+
+    async def _wait_for_death(self, is_dead: Callable[[], bool], ended: asyncio.Event) -> None:
+        looked_s = time.monotonic()
+        running_s = dict.fromkeys(self._pids, looked_s)
+        while not (ended.is_set() or is_dead()):
+            now_s = time.monotonic()
+            if self._stopped_timeout_s is not None and now_s - looked_s >= _LOOK_S:
+                for pid in self._pids:
+                    if now_s - looked_s > _OWN_GAP_S or not is_stopped(pid):
+                        running_s[pid] = now_s
+                    elif now_s - running_s[pid] >= self._stopped_timeout_s:
+                        _end_stopped(pid, self._stopped_timeout_s)
+                looked_s = now_s
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_POLL_S):
+                    await ended.wait()
+
+    async def _end_rest(self, is_dead: Callable[[], bool]) -> None:
+        """Kill the engine's other processes if they do not exit, so that vLLM reports the death."""
+        give_up_s = time.monotonic() + _LEAVING_S
+        while not is_dead() and time.monotonic() < give_up_s:
+            await asyncio.sleep(_POLL_S)
+        if not is_dead():
+            for pid in self._pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    async def _end(self, app: FastAPI, is_dead: Callable[[], bool]) -> None:
+        logger.critical(
+            "engine_died: informing clients; this server exits with status %d", ENGINE_DIED
+        )
+        self._tasks.append(asyncio.create_task(_exit_with(ENGINE_DIED)))
+        await asyncio.gather(self._notify_clients(), self._end_rest(is_dead))
+        if not envs.VLLM_KEEP_ALIVE_ON_ENGINE_DEATH:
+            app.state.server.config.timeout_graceful_shutdown = _CLOSING_S
+            app.state.server.should_exit = True
+
+
+@contextmanager
+def _end_of_any(pids: Sequence[int]) -> Iterator[asyncio.Event]:
+    """Yield an event that is set when one of the processes ends."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    watched: set[int] = set()
+
+    def end(descriptor: int) -> None:
+        loop.remove_reader(descriptor)
+        ended.set()
+
+    for pid in pids:
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            ended.set()
+        except OSError as error:  # a kernel before 5.3 or a sandbox: vLLM reports the death
+            logger.warning("the exit of engine process %d may be detected late: %s", pid, error)
+        else:
+            watched.add(descriptor)
+            loop.add_reader(descriptor, end, descriptor)
+    try:
+        yield ended
+    finally:
+        for descriptor in watched:
+            loop.remove_reader(descriptor)
+            os.close(descriptor)
+
+
+def _end_stopped(pid: int, timeout_s: float) -> None:
+    logger.critical("engine process %d has been stopped for %g s: killing it", pid, timeout_s)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+async def _exit_with(status: int) -> None:
+    """Wait until the closing event loop cancels this task, and then exit the process."""
+    try:
+        await asyncio.Event().wait()
+    except asyncio.CancelledError:
+        await asyncio.sleep(_POLL_S)  # let the other tasks end first
+        raise SystemExit(status) from None

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`SessionRanks`: maps sessions to data-parallel ranks.
+
+With `--data-parallel-size N` each rank is a separate engine with separate sessions. Stock vLLM
+sends a request to the least busy rank, which would scatter the requests of a session. Here a
+session is assigned to the rank with the fewest sessions of this process when it starts. If that
+rank refuses with `capacity`, the next one is tried. The session stays on its rank until it is
+closed. A fork is on its parent's rank, because the state is copied there.
+
+This module knows neither the engine nor sockets; its caller passes a function that sends a request
+to a rank. It does not know the sessions of other API server processes, so a rank may be fuller than
+it seems and refuse with `capacity`.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.outputs import RequestFailed
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+T = TypeVar("T")
+
+SendToRank = Callable[[int], Awaitable[T]]
+"""Sends one request to a rank and returns the result. Raises `RequestFailed`."""
+
+
+def num_ranks(vllm_config: "VllmConfig") -> int:
+    """Return the number of data-parallel ranks that this API server sends requests to."""
+    parallel = vllm_config.parallel_config
+    return int(
+        parallel.data_parallel_size_local
+        if parallel.local_engines_only
+        else parallel.data_parallel_size
+    )
+
+
+@dataclass(eq=False)
+class _Placement:
+    """The rank of one session."""
+
+    rank: int
+    """Number of the rank; -1 before the first attempt."""
+    settled: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the first chunk has a result. Before that the session may move to another rank."""
+
+
+class SessionRanks:
+    """Sessions of one API server process. Use it from one event loop.
+
+    Args:
+        size: Number of ranks, at least 1.
+        offset: The first rank to use if all have the same number of sessions.
+    """
+
+    def __init__(self, size: int, offset: int = 0) -> None:
+        self.size = size
+        self._placements: dict[str, _Placement] = {}
+        self._held = [0] * size  # sessions, and one-shot requests in flight
+        self._next_rank = itertools.count(offset)
+
+    def rank_of(self, session_id: str) -> int | None:
+        """Return the rank of a session of this process; None if it is unknown."""
+        placement = self._placements.get(session_id)
+        return None if placement is None else placement.rank
+
+    @property
+    def held(self) -> list[int]:
+        """Number of sessions and one-shot requests of this process on each rank."""
+        return list(self._held)
+
+    async def route(self, params: DiffusionParams, send: "SendToRank[T]") -> T:
+        """Send a request to the rank of its session.
+
+        Args:
+            params: Parameters of the request.
+            ask: Sends the request to a rank. Its exceptions are raised.
+
+        Returns:
+            Result of `ask`.
+        """
+        if params.op == "close":
+            return await self._close(params.session_id, send)
+        placement = self._placements.get(params.session_id)
+        while placement is not None and not placement.settled.is_set():
+            await placement.settled.wait()  # chunks that follow wait until the session has its rank
+            placement = self._placements.get(params.session_id)
+        if placement is None:
+            if params.op == "generate" and params.chunk_index in (None, 0):
+                return await self._start(params, send)
+            return await send(0)  # an unknown session, which every rank refuses in the same way
+        if params.op == "fork":
+            return await self._fork(params, placement.rank, send)
+        try:
+            return await send(placement.rank)
+        except RequestFailed as failure:
+            if failure.code == "unknown_session":
+                self._remove(params.session_id)
+            raise
+
+    async def _start(self, params: DiffusionParams, send: "SendToRank[T]") -> T:
+        """Start a session or a one-shot request on the least loaded rank that accepts it."""
+        placement = self._assign(params.session_id, -1)
+        retained = False
+        try:
+            for last, rank in self._by_load():
+                self._move(placement, rank)
+                try:
+                    response = await send(rank)
+                except RequestFailed as failure:
+                    if failure.code != "capacity" or last:
+                        raise
+                else:
+                    retained = not params.one_shot
+                    return response
+            raise AssertionError("unreachable: the last rank's answer is final")
+        except asyncio.CancelledError:
+            # the chunk may have been committed, so `close` must find the session
+            retained = not params.one_shot
+            raise
+        finally:
+            placement.settled.set()
+            if not retained:
+                self._remove(params.session_id)
+
+    def adopt(self, session_id: str) -> int:
+        """Assign a session to the least loaded rank before it is restored. Undo with `forget`."""
+        _, rank = next(self._by_load())
+        self._assign(session_id, rank).settled.set()
+        return rank
+
+    def remove_session(self, session_id: str) -> None:
+        """Remove a session from the table."""
+        self._remove(session_id)
+
+    def _by_load(self) -> Iterator[tuple[bool, int]]:
+        """Yield `(is_last, rank)` by number of sessions. Ties rotate."""
+        turn = next(self._next_rank)
+        order = sorted(
+            range(self.size), key=lambda rank: (self._held[rank], (rank - turn) % self.size)
+        )
+        return ((number == self.size - 1, rank) for number, rank in enumerate(order))
+
+    async def _fork(self, params: DiffusionParams, rank: int, send: "SendToRank[T]") -> T:
+        response = await send(rank)
+        if params.fork_to is not None:
+            self._assign(params.fork_to, rank).settled.set()
+        return response
+
+    async def _close(self, session_id: str, send: "SendToRank[T]") -> T:
+        """Close a session on its rank.
+
+        An unknown session may belong to another process, so it is closed on every rank.
+        """
+        rank = self.rank_of(session_id)
+        if rank is None:
+            responses = await asyncio.gather(*(send(rank) for rank in range(self.size)))
+            return responses[0]
+        response = await send(rank)
+        self._remove(session_id)
+        return response
+
+    # -- the table ---------------------------------------------------------------------------------
+
+    def _assign(self, session_id: str, rank: int) -> _Placement:
+        self._remove(session_id)
+        placement = self._placements[session_id] = _Placement(rank)
+        if rank >= 0:
+            self._held[rank] += 1
+        return placement
+
+    def _move(self, placement: _Placement, rank: int) -> None:
+        if placement.rank >= 0:
+            self._held[placement.rank] -= 1
+        placement.rank = rank
+        self._held[rank] += 1
+
+    def _remove(self, session_id: str) -> None:
+        placement = self._placements.pop(session_id, None)
+        if placement is not None and placement.rank >= 0:
+            self._held[placement.rank] -= 1
+            placement.settled.set()

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`/omni/ready`: whether this server accepts new work now. `/health` reports whether it is alive.
+
+Status 200: the server accepts work. Status 503 with `capacity`: it works but would refuse. Status
+503 with `engine_dead`: it does not work. The same worker statistics feed the gauges of
+`../telemetry/metrics.py` every `stats_interval_s`.
+
+Workers respond between engine steps, but a probe must respond within a second. It therefore returns
+the newest statistics with their age. Its request to the workers continues, and the next probe uses
+the result.
+"""
+
+import asyncio
+import contextvars
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from vllm_omni.entrypoints.engine.client import OmniEngine
+from vllm_omni.entrypoints.telemetry.metrics import endpoint_metrics
+from vllm_omni.outputs import RequestFailed
+
+logger = logging.getLogger("vllm." + __name__)
+
+PATH: Final = "/omni/ready"
+_FRESH_S: Final = 0.25
+_COUNTED: Final = ("sessions", "max_sessions", "bytes", "max_bytes")
+_PATIENCE_S: Final = 0.5  # Kubernetes gives a probe one second by default
+
+
+class ReadyReply(BaseModel):
+    """Reply of `/omni/ready`.
+
+    Numbers are sums over all data-parallel ranks.
+    """
+
+    status: str
+    """`ready`, `capacity` or `engine_dead`."""
+    sessions: int | None = None
+    """Number of sessions in the engine."""
+    max_sessions: int | None = None
+    """Maximum number of sessions."""
+    bytes: int | None = None
+    """Size of the sessions in bytes."""
+    max_bytes: int | None = None
+    """Maximum size of the sessions in bytes. None: no limit."""
+    age_s: float | None = None
+    """Age of the numbers in seconds; more than one during a long engine step. None: no numbers yet.
+    """
+    ranks: list[dict[str, int | None]] | None = None
+    """Numbers of each rank, if there are several."""
+
+
+class Readiness:
+    """Readiness of one API server process.
+
+    Args:
+        engine: Requests to the engine.
+        interval_s: Seconds between updates of the gauges.
+        has_room: Returns whether the endpoints of this process accept work.
+        can_make_room: Returns whether a session could be evicted for a new one. None: sessions are
+            irrelevant, because requests of a model without sessions queue for them.
+        media_bytes: Returns the size of stored media files in bytes. Called on a thread.
+        reply_bytes: Returns the size of retained replies in bytes.
+    """
+
+    def __init__(
+        self,
+        engine: OmniEngine,
+        interval_s: float,
+        has_room: Callable[[], bool],
+        can_make_room: Callable[[], bool] | None,
+        media_bytes: Callable[[], int],
+        reply_bytes: Callable[[], int],
+    ) -> None:
+        self._engine, self._interval_s = engine, interval_s
+        self._has_room, self._can_make_room = has_room, can_make_room
+        self._media_bytes, self._reply_bytes = media_bytes, reply_bytes
+        self._stats: list[dict[str, Any]] = []  # of each data-parallel rank
+        self._responded_s: float | None = None
+        self._question: asyncio.Task[RequestFailed | None] | None = None
+        self._sampler = asyncio.create_task(self._sample())
+
+    async def ready(self) -> Response:
+        if self._engine.is_dead:
+            return JSONResponse(ReadyReply(status="engine_dead").model_dump(), 503)
+        age_s = self._age_s()
+        if age_s is None or age_s >= _FRESH_S:
+            # does not cancel the request
+            responded, _ = await asyncio.wait([self._probe()], timeout=_PATIENCE_S)
+            if any(question.result() is not None for question in responded):
+                return JSONResponse(ReadyReply(status="engine_dead").model_dump(), 503)
+            age_s = self._age_s()
+        has_room = self._has_room() and (
+            self._can_make_room is None or self._engine_has_room() or self._can_make_room()
+        )
+        reply = ReadyReply(
+            status="ready" if has_room else "capacity",
+            **_sums(self._stats),
+            age_s=None if age_s is None else round(age_s, 3),
+            ranks=[{name: rank[name] for name in _COUNTED} for rank in self._stats]
+            if len(self._stats) > 1
+            else None,
+        )
+        headers = {} if has_room else {"Retry-After": "2"}
+        return JSONResponse(reply.model_dump(), 200 if has_room else 503, headers)
+
+    def _engine_has_room(self) -> bool:
+        """Return whether one more session of average size fits on a rank."""
+        return not self._stats or any(_has_room(rank) for rank in self._stats)
+
+    def _age_s(self) -> float | None:
+        return None if self._responded_s is None else time.monotonic() - self._responded_s
+
+    def _probe(self) -> "asyncio.Task[RequestFailed | None]":
+        """Return the statistics request in progress; start one if there is none."""
+        if self._question is None or self._question.done():
+            # it belongs to no single request
+            self._question = asyncio.create_task(self._refresh(), context=contextvars.Context())
+        return self._question
+
+    async def _refresh(self) -> RequestFailed | None:
+        try:
+            self._stats = await self._engine.session_stats()
+        except RequestFailed as failure:
+            return failure
+        self._responded_s = time.monotonic()
+        endpoint_metrics().engine_state(_sums(self._stats))
+        return None
+
+    async def _sample(self) -> None:
+        while not self._engine.is_dead:
+            failure = await asyncio.shield(self._probe())
+            if failure is not None:
+                logger.debug("statistics not available: %s", failure)
+            try:
+                endpoint_metrics().endpoint_bytes(
+                    await asyncio.to_thread(self._media_bytes), self._reply_bytes()
+                )
+            except OSError as error:
+                logger.debug("size of stored files not available: %s", error)
+            await asyncio.sleep(self._interval_s)
+
+
+def _has_room(stats: Mapping[str, Any]) -> bool:
+    if not stats["sessions"]:
+        return True
+    one_more = stats["bytes"] / stats["sessions"]
+    fits = stats["max_bytes"] is None or stats["bytes"] + one_more <= stats["max_bytes"]
+    return bool(stats["sessions"] < stats["max_sessions"] and fits)
+
+
+def _sums(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the sums over all ranks; None if a rank has no value."""
+    sums: dict[str, Any] = {}
+    for name in _COUNTED if ranks else ():
+        values = [rank[name] for rank in ranks]
+        sums[name] = None if None in values else sum(values)
+    return sums
+
+
+class ReadyRoute:
+    """The route.
+
+    Call `attach` while the application is built, and set `readiness` after engine startup.
+    """
+
+    def __init__(self) -> None:
+        self.readiness: Readiness | None = None
+
+    def attach_to_app(self, app: FastAPI) -> None:
+        responses: dict[int | str, dict[str, Any]] = {
+            200: {"model": ReadyReply, "description": "The server accepts new work."},
+            503: {
+                "model": ReadyReply,
+                "description": "The server is full (`capacity`), or its engine has stopped.",
+            },
+        }
+        app.add_api_route(
+            PATH,
+            self._ready,
+            methods=["GET"],
+            response_class=Response,
+            response_model=None,
+            responses=responses,
+        )
+
+    async def _ready(self, request: Request) -> Response:
+        """Whether this server accepts new work now."""
+        assert self.readiness is not None, "vLLM initialises state before it serves"
+        return await self.readiness.ready()

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Access control: API keys and origins for every route that does work, tickets for browsers.
+
+Stock vLLM requires the header `Authorization` for the prefixes `/v1`, `/v2`, `/inference` and
+`/cohere`. This module adds three things as routes and middleware of the application:
+
+- `KeyGuard` requires the key for every other route too, except `OPEN_PATHS` and the files of the
+  web page.
+- A browser cannot set headers on a WebSocket. It exchanges its key for a ticket (`POST
+  /v1/omni/ticket`) and connects to `/omni/ws/...`. There the ticket is replaced by the header, and
+  the connection passes through the whole application again as `/v1/...`, so that stock vLLM checks
+  the key itself.
+- `OriginGuard` refuses requests that a browser sends for a page of another origin.
+"""
+
+import hashlib
+import hmac
+import logging
+import os
+from argparse import Namespace
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+from urllib.parse import parse_qsl, urlencode
+
+from fastapi import FastAPI, Request
+from starlette.datastructures import Headers
+from starlette.requests import HTTPConnection
+from starlette.responses import JSONResponse, Response
+from starlette.routing import WebSocketRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.websockets import WebSocket
+
+from vllm_omni.entrypoints.limits.tickets import TicketError, TicketOffice, derive_secret
+from vllm_omni.entrypoints.realtime.connection.connection import (
+    ANONYMOUS,
+    normalize_origin,
+    origin_allowed,
+    principal_of,
+)
+
+logger = logging.getLogger("vllm." + __name__)
+
+TICKET_PATH: Final = "/v1/omni/ticket"
+SOCKET_PREFIX: Final = "/omni/ws/"
+TICKET_SUBPROTOCOL: Final = "ticket."
+
+_WORKING_READS: Final = ("/v1/sessions/", "/v1/hidden_states/")
+"""Reads that do work: a snapshot occupies the engine, and hidden states are returned only once."""
+_OWNER: Final = "vllm_omni.owner"
+
+OPEN_PATHS: Final = frozenset(
+    {"/health", "/omni/ready", "/ping", "/version", "/load", "/metrics", "/metrics/"}
+)
+"""Paths without a key, for probes and Prometheus, as in stock vLLM."""
+
+
+def configured_keys(args: Namespace) -> tuple[str, ...]:
+    """Return the server's API keys as stock vLLM does: `--api-key`, else VLLM_API_KEY."""
+    from vllm import envs
+
+    return tuple(key for key in (args.api_key or [envs.VLLM_API_KEY]) if key)
+
+
+class BrowserAccess:
+    """API keys of one API server process, and the tickets that stand for them."""
+
+    def __init__(self, keys: Sequence[str], environ: Mapping[str, str] | None = None) -> None:
+        self._keys = tuple(keys)
+        self._digests = [
+            hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest() for key in keys
+        ]
+        secret = derive_secret(keys, os.environ if environ is None else environ) if keys else b""
+        self._office = TicketOffice(secret, len(self._keys))
+        self.open_paths = OPEN_PATHS
+
+    def attach_to_app(self, app: FastAPI, open_paths: Iterable[str] = ()) -> None:
+        """Add the middleware and the two routes.
+
+        Args:
+            app: The application.
+            open_paths: Further paths that need no key.
+        """
+        self.open_paths = OPEN_PATHS.union(open_paths)
+        app.add_middleware(KeyGuard, access=self)
+        app.add_api_route(TICKET_PATH, self._ticket, methods=["POST"], include_in_schema=False)
+        app.router.routes.append(WebSocketRoute(SOCKET_PREFIX + "{door:path}", self._socket))
+
+    @property
+    def needs_key(self) -> bool:
+        return bool(self._keys)
+
+    def key_index(self, headers: Headers) -> int | None:
+        """Return the index of the key in a request's header; None for an unknown key.
+
+        The time does not depend on the key.
+        """
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        digest = hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
+        found = None
+        for index, known in enumerate(self._digests):
+            if hmac.compare_digest(digest, known) and scheme.lower() == "bearer":
+                found = index
+        return found
+
+    async def _ticket(self, request: Request) -> Response:
+        """Exchange a key for a ticket, valid for one WebSocket from the same origin."""
+        headers = {"Cache-Control": "no-store"}
+        if not self._keys:
+            return JSONResponse({"required": False}, headers=headers)
+        index = self.key_index(request.headers)
+        # stock vLLM's middleware has already checked the key, unless a proxy rewrites paths
+        if index is None:
+            return _unauthorized()
+        ticket = self._office.issue(index, request.headers.get("origin"))
+        response = {"required": True, "ticket": ticket, "expires_in_s": self._office.ttl_s}
+        return JSONResponse(response, headers=headers)
+
+    async def _socket(self, websocket: WebSocket) -> None:
+        """Replace the ticket by its key and continue the connection as `/v1/...`."""
+        headers, rest = list(websocket.scope["headers"]), websocket.scope
+        if self._keys and self.key_index(websocket.headers) is None:
+            try:
+                index = self._office.redeem_ticket(
+                    _offered_ticket(websocket), websocket.headers.get("origin")
+                )
+            except TicketError as error:
+                logger.info("a WebSocket was refused: ticket %s", error)
+                await websocket.send_denial_response(Response("a new ticket is needed", 401))
+                return
+            headers = [item for item in headers if item[0] != b"authorization"]
+            # Headers are Latin-1. The key arrived in a header, so it can be encoded.
+            headers.append((b"authorization", b"Bearer " + self._keys[index].encode("latin-1")))
+        await websocket.app(_without_ticket(rest, headers), websocket.receive, websocket.send)
+
+
+def owner_of(connection: HTTPConnection) -> str:
+    """Return the owner of files and jobs that a request stores: the client's key.
+
+    Without keys all clients are one owner.
+    """
+    return str(connection.scope.get(_OWNER, ANONYMOUS))
+
+
+class KeyGuard:
+    """ASGI middleware that requires the key, except for open paths and sockets with tickets.
+
+    It also records the owner of files and jobs that a request stores, for `owner_of`.
+    """
+
+    def __init__(self, app: ASGIApp, access: BrowserAccess) -> None:
+        self._app = app
+        self._access = access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._needs_key(scope) and self._access.key_index(Headers(scope=scope)) is None:
+            await _unauthorized()(scope, receive, send)
+            return
+        if self._access.needs_key and scope["type"] in ("http", "websocket"):
+            scope = {**scope, _OWNER: principal_of(HTTPConnection(scope))}
+        await self._app(scope, receive, send)
+
+    def _needs_key(self, scope: Scope) -> bool:
+        if not self._access.needs_key or scope["type"] not in ("http", "websocket"):
+            return False  # startup and shutdown of the server
+        path = route_path(scope)
+        is_open = path in self._access.open_paths or path.startswith(SOCKET_PREFIX)
+        return scope.get("method") != "OPTIONS" and not is_open
+
+
+class OriginGuard:
+    """ASGI middleware that refuses requests of pages of other origins.
+
+    The WebSocket endpoints refuse them too. Browsers send a form, or JSON without its content type,
+    to any server without a preflight request. With a key such requests fail, but a server at
+    127.0.0.1 often has none. Other clients send neither `Origin` nor `Sec-Fetch-Site`.
+
+    Args:
+        app: The application.
+        origins: `scheme://host[:port]` that are allowed in addition to the server's own, from
+            `--allowed-origins`.
+    """
+
+    def __init__(self, app: ASGIApp, origins: Iterable[str]) -> None:
+        self._app = app
+        self._origins = frozenset(map(normalize_origin, origins))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not _works(scope) or self._is_allowed(Headers(scope=scope)):
+            await self._app(scope, receive, send)
+            return
+        logger.info(
+            "origin_refused origin=%.200r path=%.200r",
+            Headers(scope=scope).get("origin"),
+            route_path(scope),
+        )
+        error = {
+            "message": "origin not allowed",
+            "type": "invalid_request_error",
+            "param": None,
+            "code": "origin",
+        }
+        await JSONResponse({"error": error}, 403)(scope, receive, send)
+
+    def _is_allowed(self, headers: Headers) -> bool:
+        """Return whether a page may send this request.
+
+        `same-origin` also holds behind a proxy that changes `Host`. Pages cannot set
+        `Sec-Fetch-Site`.
+        """
+        layer = headers.get("sec-fetch-site")
+        if "origin" in headers:
+            return layer == "same-origin" or origin_allowed(headers, self._origins)
+        return layer not in ("cross-site", "same-site") or "*" in self._origins
+
+
+def _works(scope: Scope) -> bool:
+    """Return whether a request changes state or occupies the engine.
+
+    Other pages may show images and videos.
+    """
+    reads_work = route_path(scope).startswith(_WORKING_READS)
+    return scope["method"] not in ("GET", "HEAD", "OPTIONS") or (
+        reads_work and scope["method"] != "OPTIONS"
+    )
+
+
+def route_path(scope: Scope) -> str:
+    """Return the path of a request, without the server's root path."""
+    return str(scope["path"]).removeprefix(scope.get("root_path", ""))
+
+
+def _unauthorized() -> Response:
+    return JSONResponse({"error": "Unauthorized"}, 401)  # the text of stock vLLM
+
+
+def _offered_ticket(websocket: WebSocket) -> str:
+    """Return the ticket from the subprotocols (`ticket.XXX`) or the query (`?ticket=XXX`).
+
+    The query is the second choice, because it may appear in access logs.
+    """
+    for offered in websocket.scope.get("subprotocols") or []:
+        if offered.startswith(TICKET_SUBPROTOCOL):
+            return str(offered.removeprefix(TICKET_SUBPROTOCOL))
+    return websocket.query_params.get("ticket", "")
+
+
+def _without_ticket(scope: Scope, headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:
+    """Return the scope with the endpoint's own path and without the ticket."""
+    path = scope.get("root_path", "") + "/v1/" + route_path(scope).removeprefix(SOCKET_PREFIX)
+    subprotocols = [
+        item for item in scope.get("subprotocols") or [] if not item.startswith(TICKET_SUBPROTOCOL)
+    ]
+    query = [
+        item for item in parse_qsl(scope["query_string"].decode("latin-1")) if item[0] != "ticket"
+    ]
+    retained = (
+        "type",
+        "asgi",
+        "http_version",
+        "scheme",
+        "server",
+        "client",
+        "root_path",
+        "extensions",
+        "state",
+    )
+    return {
+        **{name: scope[name] for name in retained if name in scope},
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": urlencode(query).encode(),
+        "headers": headers,
+        "subprotocols": subprotocols,
+    }

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`BodyTimeout`: ASGI middleware that ends requests with bodies that arrive too slowly.
+
+A body may take `body_grace_s`, plus one second for every `min_body_bytes_per_s` bytes that have
+arrived. Only time spent waiting for the client counts. After that the client receives 408
+`timeout`, the connection is closed, and the route sees a disconnect.
+
+If a route leaves part of a body unread, that part is read at a limited rate before the response
+ends. Closing a connection with unread bytes resets it, and a client that sends everything before it
+reads would not see the response.
+
+Why not an option: uvicorn and Starlette have no timeout for bodies. nginx has one
+(client_body_timeout) between two reads, so one byte per minute passes.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from typing import Annotated
+
+import msgspec
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from vllm_omni.entrypoints.openai.errors import ApiError
+
+logger = logging.getLogger("vllm." + __name__)
+
+_MOST_DISCARDED_BYTES = 1 << 28
+"""Maximum number of unread bytes that are read. With more, the connection is closed at once."""
+DISCARDED_BYTES_PER_S = 16 << 20
+"""Maximum rate for such bodies of one address together: 4 % of a core."""
+
+
+class BodyLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of HTTP bodies, from the environment as in `EndpointLimits`."""
+
+    body_grace_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)] = 10.0
+    """Seconds that any HTTP body may take. Default: 10."""
+    min_body_bytes_per_s: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)] = 16 << 10
+    """Bytes that allow one more second each. Default: 16384."""
+
+
+class BodyTimeout:
+    def __init__(self, app: ASGIApp, limits: BodyLimits) -> None:
+        self._app, self._limits = app, limits
+        self._discards: Counter[str] = Counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            request = _PacedRequest(scope, receive, send, self._limits, self._discards)
+            await self._app(scope, request.receive, request.send)
+        else:
+            await self._app(scope, receive, send)
+
+
+class _PacedRequest:
+    """One request.
+
+    `discards` counts the bodies of each address that are being discarded.
+    """
+
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, limits: BodyLimits, discards: Counter[str]
+    ) -> None:
+        self._scope, self._receive, self._send, self._limits = scope, receive, send, limits
+        self._discards = discards
+        self._left_s = limits.body_grace_s
+        self._has_more = True
+        self._has_response = False
+        self._is_over = False
+
+    async def receive(self) -> Message:
+        if self._is_over:
+            return {"type": "http.disconnect"}
+        if not self._has_more:
+            return await self._receive()  # the server waits for the disconnect
+        started_s = time.monotonic()
+        try:
+            async with asyncio.timeout(self._left_s):
+                message = await self._receive()
+        except TimeoutError:
+            await self._refuse()
+            return {"type": "http.disconnect"}
+        self._left_s -= time.monotonic() - started_s
+        self._left_s += len(message.get("body", b"")) / self._limits.min_body_bytes_per_s
+        self._has_more = bool(message.get("more_body", False))
+        return message
+
+    async def send(self, message: Message) -> None:
+        if self._is_over:
+            return
+        self._has_response = True
+        ends = message["type"] == "http.response.body" and not message.get("more_body", False)
+        if ends and self._has_more and _body_follows(self._scope):
+            await self._send({**message, "more_body": True})
+            await self._discard()
+            message = {"type": "http.response.body", "body": b""}
+        await self._send(message)
+
+    async def _discard(self) -> None:
+        """Read the rest of the body, up to a limit and at a limited rate."""
+        left, address = _MOST_DISCARDED_BYTES, (self._scope.get("client") or ("local",))[0]
+        self._discards[address] += 1
+        try:
+            while self._has_more and not self._is_over and left > 0:
+                nbytes = len((await self.receive()).get("body", b""))
+                left -= nbytes
+                if self._has_more:
+                    await asyncio.sleep(nbytes * self._discards[address] / DISCARDED_BYTES_PER_S)
+        finally:
+            self._discards[address] -= 1
+            self._discards += Counter()  # remove addresses without bodies
+
+    async def _refuse(self) -> None:
+        self._is_over = True
+        logger.info("http_body_too_slow path=%.200r", self._scope["path"])
+        if self._has_response:
+            return
+        limits = self._limits
+        text = (
+            f"the request's body came too slowly: it has {limits.body_grace_s:g} s, "
+            f"and a second more for every {limits.min_body_bytes_per_s} bytes"
+        )
+        response = ApiError(408, text, code="timeout").response()
+        response.headers["Connection"] = "close"
+        await response(self._scope, self._receive, self._send)
+
+
+def _body_follows(scope: Scope) -> bool:
+    """Return whether the client sends a body without waiting for `100 Continue`."""
+    headers = dict(scope["headers"])
+    has_body = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
+    return has_body and b"expect" not in headers

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`FrameBudget`: limits the small WebSocket frames of a connection, which are counted during
+parsing.
+
+Every frame costs the event loop some microseconds, regardless of its size. Neither `--ws-max-size`
+nor the endpoints' message rate covers fragments, pings and pongs; a megabyte of them blocked every
+other connection for seconds. Frames of `SMALL_BYTES` and more are not counted, because their bytes
+are limited. A connection over the budget is closed with 1008 and a reason. `BudgetedProtocol`
+counts at uvicorn's sockets; the router counts at its own.
+
+Why not an option: neither uvicorn nor `websockets` limits frames, and ASGI sees no fragments, pings
+or pongs. tests/seams/test_uvicorn.py detects a change of uvicorn's class.
+"""
+
+import functools
+import logging
+from dataclasses import dataclass
+from typing import Any, Final
+
+from websockets.frames import CloseCode, Frame
+
+from vllm_omni.entrypoints.gathered_writes import GatheringProtocol
+from vllm_omni.entrypoints.limits.token_bucket import TokenBucket
+
+logger = logging.getLogger("vllm." + __name__)
+
+SMALL_BYTES: Final = 1024
+"""Payload in bytes from which a frame is not counted. Libraries fragment at 1 KiB to 128 KiB."""
+BURST_S: Final = 1.0
+"""Seconds of budget that may be used at once: twice the messages that an endpoint accepts.
+
+Each new connection has a full budget; parsing it takes 4 ms.
+"""
+SLICE_BYTES: Final = 4096
+"""Bytes parsed between two checks of the budget: at most 682 frames, about 4 ms."""
+_LINGER_S: Final = 1.0
+"""Seconds during which a closed peer may still send, because closing at once would reset the
+connection and lose the close frame."""
+
+
+@dataclass(frozen=True)
+class FrameBudget:
+    """Budget of one connection."""
+
+    small_frames_per_s: float = 400.0
+    """Average number of small frames per second; `BURST_S` seconds' worth may arrive at once."""
+
+    @property
+    def burst(self) -> float:
+        return BURST_S * self.small_frames_per_s
+
+    @property
+    def reason(self) -> str:
+        """Close reason of a connection over the budget."""
+        return f"more than {self.small_frames_per_s:g} frames under {SMALL_BYTES} bytes a second"
+
+    def bucket(self) -> TokenBucket:
+        """Return a full bucket for one connection."""
+        return TokenBucket(self.small_frames_per_s, self.burst)
+
+    def apply(self, uvicorn_config: Any) -> None:
+        """Configure a `uvicorn.Config`, loaded or not, to use this budget for WebSockets."""
+        protocol = functools.partial(BudgetedProtocol, budget=self)
+        uvicorn_config.ws = uvicorn_config.ws_protocol_class = protocol
+
+
+class BudgetedProtocol(GatheringProtocol):
+    """uvicorn's protocol, fed in slices, which stops accepting frames over the budget."""
+
+    def __init__(self, *args: Any, budget: FrameBudget, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._budget = budget
+        self._bucket = budget.bucket()
+        self._is_over = False
+
+    def data_received(self, data: bytes) -> None:
+        if len(data) <= SLICE_BYTES:
+            self._take(data)
+            return
+        view = memoryview(data)
+        for start in range(0, len(data), SLICE_BYTES):
+            self._take(view[start : start + SLICE_BYTES])
+
+    def _take(self, data: Any) -> None:
+        if not self._is_over and not self.transport.is_closing():
+            super().data_received(data)
+
+    def handle_events(self) -> None:
+        small = 0
+        for event in self.conn.events:
+            small += isinstance(event, Frame) and len(event.data) < SMALL_BYTES
+        if self._bucket.take_tokens(small):
+            super().handle_events()
+        else:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """Close with 1008, and discard further data until the peer has read the close frame."""
+        self._is_over = True
+        self.stop_keepalive()
+        self.frames.clear()
+        logger.info("websocket_frames_over_budget client=%s", self.client)
+        reason = self._budget.reason
+        self.queue.put_nowait(
+            {"type": "websocket.disconnect", "code": CloseCode.POLICY_VIOLATION, "reason": reason}
+        )
+        if not self.handshake_complete:
+            self.transport.abort()
+        elif not self.transport.is_closing():
+            self.conn.fail(CloseCode.POLICY_VIOLATION, reason)
+            self.transport.write(b"".join(self.conn.data_to_send()))
+            if self.transport.can_write_eof():
+                self.transport.write_eof()
+            self.close_timer = self.loop.call_later(_LINGER_S, self.transport.abort)
+            if self.read_paused:
+                self.read_paused = False
+                self.transport.resume_reading()
+        self.close_sent = True

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Limits of request headers: `--h11-max-incomplete-event-size` and `--h11-max-header-count`.
+
+Headers are stored before any key is checked. httptools stores any amount and ignores both options.
+h11 (`http_parser.py`) enforces the first one. The second one is vLLM's own, so it is checked here.
+A WebSocket handshake is an HTTP request with the same limits.
+"""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+from fastapi import FastAPI
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+DEFAULT_BYTES: Final = 64 << 10
+"""Replaces vLLM's default of 4 MiB, with which a few hundred connections could use gigabytes."""
+VLLM_DEFAULT_BYTES: Final = 4 << 20
+
+
+class HeaderCount:
+    """ASGI middleware around the whole application. A request with too many headers gets 431."""
+
+    def __init__(self, app: ASGIApp, most: int) -> None:
+        self._app, self._most = app, most
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] in ("http", "websocket") and len(scope["headers"]) > self._most:
+            response = PlainTextResponse(
+                f"a request may have {self._most} headers", 431, {"Connection": "close"}
+            )
+            await response(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def attach(app: FastAPI) -> None:
+    """Limit headers when vLLM's server starts.
+
+    uvicorn reads its config for each new connection and runs the application's lifespan before it
+    listens.
+    """
+    inner = app.router.lifespan_context
+
+    @asynccontextmanager
+    async def lifespan(starting: FastAPI) -> AsyncIterator[Any]:
+        config = starting.state.server.config
+        if config.h11_max_incomplete_event_size in (None, VLLM_DEFAULT_BYTES):
+            config.h11_max_incomplete_event_size = DEFAULT_BYTES
+        config.loaded_app = HeaderCount(config.loaded_app, starting.state.args.h11_max_header_count)
+        async with inner(starting) as state:
+            yield state
+
+    app.router.lifespan_context = lifespan

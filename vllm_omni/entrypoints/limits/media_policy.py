@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One policy for media URLs on every route of this package's servers.
+
+`data:` URLs are always accepted. `http:` and `https:` URLs require vLLM's
+`--allowed-media-domains`, and `file:` URLs require `--allowed-local-media-path`. Without the first
+flag, vLLM's own connector fetches any URL, including those of the server's network. Media that
+cannot be fetched or decoded are client errors (4xx).
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any, Final
+
+import aiohttp
+from PIL import Image
+from urllib3.exceptions import LocationParseError
+from urllib3.util import parse_url
+from vllm.exceptions import VLLMUnprocessableEntityError, VLLMValidationError
+from vllm.logger import init_logger
+from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
+
+logger = init_logger("vllm." + __name__)
+
+_NAME: Final = "vllm_omni"
+_PARAMETER: Final = "url"
+
+
+def apply() -> None:
+    """Apply the policy to vLLM's routes, unless VLLM_MEDIA_CONNECTOR selects a connector.
+
+    Redirects are followed only if VLLM_MEDIA_URL_ALLOW_REDIRECTS allows it, because their target is
+    not checked.
+    """
+    os.environ.setdefault("VLLM_MEDIA_CONNECTOR", _NAME)
+    os.environ.setdefault("VLLM_MEDIA_URL_ALLOW_REDIRECTS", "0")
+
+
+@MEDIA_CONNECTOR_REGISTRY.register(_NAME)
+class AllowedMediaConnector(MediaConnector):
+    """vLLM's connector, restricted to the allowed URLs."""
+
+    def load_from_url(self, url: str, media_io: Any, *, fetch_timeout: int | None = None) -> Any:
+        self._check(url)
+        with _client_errors():
+            return super().load_from_url(url, media_io, fetch_timeout=fetch_timeout)
+
+    async def load_from_url_async(
+        self, url: str, media_io: Any, *, fetch_timeout: int | None = None
+    ) -> Any:
+        self._check(url)
+        with _client_errors():
+            return await super().load_from_url_async(url, media_io, fetch_timeout=fetch_timeout)
+
+    def _check(self, url: str) -> None:
+        """Check a URL.
+
+        Raises:
+            VLLMValidationError: This server does not read the URL.
+        """
+        if url[:5].lower() == "data:":
+            return
+        try:
+            scheme = parse_url(url).scheme or ""
+        except LocationParseError:
+            scheme = ""
+        if scheme in ("http", "https") and not self.allowed_media_domains:
+            raise VLLMValidationError(
+                "this server fetches no URLs (its operator lists domains with "
+                "--allowed-media-domains): "
+                "send a data: URL",
+                parameter=_PARAMETER,
+            )
+        if scheme == "file" and self.allowed_local_media_path is None:
+            raise VLLMValidationError(
+                "this server reads no local files (its operator names a directory with "
+                "--allowed-local-media-path): "
+                "send a data: URL",
+                parameter=_PARAMETER,
+            )
+        if scheme not in ("http", "https", "file"):
+            raise VLLMValidationError(
+                "the URL must be a data:, http:, https: or file: URL", parameter=_PARAMETER
+            )
+
+
+@contextlib.contextmanager
+def _client_errors() -> Iterator[None]:
+    """Convert failures to fetch or decode to client errors.
+
+    Their messages, which may contain paths, are only logged.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, aiohttp.ClientError, Image.DecompressionBombError) as error:
+        logger.info("media_refused %.300r", error)
+        raise VLLMUnprocessableEntityError(
+            f"the media cannot be fetched or read ({type(error).__name__})", parameter=_PARAMETER
+        ) from error

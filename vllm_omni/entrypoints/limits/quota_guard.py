@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`QuotaGuard`: quotas of HTTP requests. Requests over a quota get 429; sent bytes are charged.
+
+Sessions on WebSockets are charged in `../realtime/sessions/session.py`. Open paths, tickets,
+`OPTIONS` and `DELETE` are free and never refused. Runs after the check of the API key.
+"""
+
+from typing import Final
+
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from vllm_omni.entrypoints.errors import EndpointError
+from vllm_omni.entrypoints.limits.access import OPEN_PATHS, TICKET_PATH, route_path
+from vllm_omni.entrypoints.limits.quotas import Quotas
+from vllm_omni.entrypoints.openai.errors import from_failure
+from vllm_omni.entrypoints.realtime.connection.connection import client_of
+from vllm_omni.entrypoints.session_routes import PATH as SESSIONS_PATH
+
+_FREE: Final = OPEN_PATHS | {"/", TICKET_PATH}
+_CHARGED: Final = frozenset({"GET", "POST", "PUT"})
+
+
+class QuotaGuard:
+    """ASGI middleware.
+
+    `quotas` is set after the server has read its options and before it serves.
+    """
+
+    quotas: Quotas = Quotas()
+
+    def around(self, app: ASGIApp) -> ASGIApp:
+        """Wrap an application in this guard. A factory for Starlette's `add_middleware`."""
+
+        async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+            await self._serve(app, scope, receive, send)
+
+        return guarded
+
+    async def _serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        if (
+            scope["type"] != "http"
+            or scope["method"] not in _CHARGED
+            or not _costs(route_path(scope))
+        ):
+            await app(scope, receive, send)
+            return
+        allowance = self.quotas.allowance_of(client_of(HTTPConnection(scope)))
+        try:
+            if scope["method"] == "POST" and not route_path(scope).startswith(SESSIONS_PATH):
+                allowance.check_chunk()
+                allowance.charge_chunks(1)
+            else:
+                allowance.check_bytes()
+        except EndpointError as refusal:
+            await from_failure(refusal).response()(scope, receive, send)
+            return
+
+        async def charged(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                allowance.charge_bytes(len(message.get("body", b"")))
+            await send(message)
+
+        await app(scope, receive, charged)
+
+
+def _costs(path: str) -> bool:
+    return path not in _FREE and not path.startswith("/omni")

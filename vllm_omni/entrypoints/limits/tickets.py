@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tickets: a browser's credential for a WebSocket, because a browser cannot set its headers.
+
+A ticket stands for one API key and one `Origin`, expires within seconds and can be used once.
+Tickets are signed and not stored, so every API server process with the same secret accepts them.
+Only the process that accepted a ticket knows that it was used.
+
+Why not JSON Web Tokens or itsdangerous: neither refuses a second use, and the rest is one HMAC of
+the standard library.
+"""
+
+import base64
+import binascii
+import hashlib
+import hmac
+import secrets
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+SECRET_VARIABLE: Final = "VLLM_OMNI_TICKET_SECRET"
+"""Set by `vllm serve --omni` to a random value, so that its API server processes share a secret."""
+
+TTL_S: Final = 30
+MAX_REMEMBERED: Final = 65_536
+
+_HEAD: Final = struct.Struct(">BIH12s")  # version, expiry (Unix seconds), number of the key, nonce
+_VERSION: Final = 1
+_MAC_BYTES: Final = 16
+
+
+class TicketError(Exception):
+    """A ticket was refused. The text is for the server's log; the client does not see it."""
+
+
+def derive_secret(keys: Sequence[str], environ: Mapping[str, str]) -> bytes:
+    """Return the secret that signs tickets.
+
+    It is equal in all processes with the same keys and environment. Without the variable (plain
+    `vllm serve`) it is derived from the keys with scrypt, which is slow, so that a ticket does not
+    allow quick tests of guessed keys.
+    """
+    joined = b"\0".join(
+        hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest() for key in keys
+    )
+    if shared := environ.get(SECRET_VARIABLE):
+        return hmac.digest(shared.encode("utf-8", "surrogateescape"), joined, "sha256")
+    return hashlib.scrypt(joined, salt=b"vllm_omni tickets", n=1 << 14, r=8, p=1, dklen=32)
+
+
+class TicketOffice:
+    """Issues and accepts tickets in one process.
+
+    Args:
+        secret: Signs the tickets.
+        num_keys: Number of API keys.
+        ttl_s: Lifetime of a ticket in seconds.
+        max_remembered: Maximum number of used tickets within `ttl_s`. Further ones are refused.
+        now: Returns the Unix time.
+    """
+
+    def __init__(
+        self,
+        secret: bytes,
+        num_keys: int,
+        *,
+        ttl_s: int = TTL_S,
+        max_remembered: int = MAX_REMEMBERED,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self.ttl_s = ttl_s
+        self._secret = secret
+        self._num_keys = num_keys
+        self._max_remembered = max_remembered
+        self._now = now
+        self._used: set[bytes] = set()
+        # (time at which it may be removed, nonce)
+        self._order: deque[tuple[float, bytes]] = deque()
+
+    def issue(self, key_index: int, origin: str | None) -> str:
+        """Return a new ticket: 47 URL-safe characters.
+
+        Args:
+            key_index: Index of the API key.
+            origin: Origin of the page. None: no page.
+        """
+        head = _HEAD.pack(
+            _VERSION, int(self._now()) + self.ttl_s, key_index, secrets.token_bytes(12)
+        )
+        return base64.urlsafe_b64encode(head + self._mac(head, origin)).rstrip(b"=").decode()
+
+    def redeem_ticket(self, ticket: str, origin: str | None) -> int:
+        """Use a ticket and return the index of its API key.
+
+        Raises:
+            TicketError: The ticket is invalid, expired or already used.
+        """
+        try:
+            data = base64.b64decode(
+                ticket + "=" * (-len(ticket) % 4), altchars=b"-_", validate=True
+            )
+        except (binascii.Error, ValueError):
+            raise TicketError("not base64") from None
+        head, mac = data[: _HEAD.size], data[_HEAD.size :]
+        if len(head) != _HEAD.size or not hmac.compare_digest(mac, self._mac(head, origin)):
+            raise TicketError("signature or origin differs")
+        version, expiry, key_index, nonce = _HEAD.unpack(head)
+        now = self._now()
+        if version != _VERSION or key_index >= self._num_keys:
+            raise TicketError("made by another server")
+        if not now < expiry <= now + self.ttl_s + 1:
+            raise TicketError("expired")
+        self._remember(nonce, now)
+        return int(key_index)
+
+    def _remember(self, nonce: bytes, now: float) -> None:
+        while self._order and self._order[0][0] < now:
+            self._used.discard(self._order.popleft()[1])
+        if nonce in self._used:
+            raise TicketError("used before")
+        if len(self._used) >= self._max_remembered:
+            raise TicketError("too many tickets at once")
+        self._used.add(nonce)
+        self._order.append((now + self.ttl_s + 1, nonce))
+
+    def _mac(self, head: bytes, origin: str | None) -> bytes:
+        text = b"-" if origin is None else b"+" + origin.encode("utf-8", "surrogateescape")
+        return hmac.digest(self._secret, head + text, "sha256")[:_MAC_BYTES]

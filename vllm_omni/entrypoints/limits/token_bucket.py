@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`TokenBucket`: limits an average rate and a burst.
+
+Why not `limits` or slowapi: they count whole requests over a window. Costs here are bytes and
+chunks that are known only afterwards, so a bucket may go below zero.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+_ROUNDING: Final = 1e-6
+"""Tolerance in tokens, so that a caller that waits exactly `wait_s` seconds succeeds."""
+
+
+class TokenBucket:
+    """A bucket that is full at first.
+
+    Args:
+        per_s: Tokens that are added per second.
+        burst: Capacity in tokens.
+        clock: Returns a monotonic time in seconds.
+    """
+
+    def __init__(
+        self, per_s: float, burst: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._per_s, self._burst, self._clock = per_s, burst, clock
+        self._left = burst
+        self._counted_s = clock()
+
+    def take_tokens(self, count: float) -> bool:
+        """Take tokens. Missing ones become a debt.
+
+        Returns:
+            Whether the bucket had enough tokens.
+        """
+        now_s = self._clock()
+        self._left = min(self._burst, self._left + (now_s - self._counted_s) * self._per_s) - count
+        self._counted_s = now_s
+        return self._left >= 0
+
+    def wait_s(self) -> float:
+        """Return the seconds until one token is available; 0 for now."""
+        self.take_tokens(0)
+        missing = 1.0 - self._left
+        return missing / self._per_s if missing > _ROUNDING else 0.0

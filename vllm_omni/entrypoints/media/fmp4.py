@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fragmented MP4 for live streams: each chunk becomes one fragment that a browser can append.
+
+`FragmentEncoder` returns an initialization segment once and a media fragment (`moof` + `mdat`) for
+every chunk. Their concatenation is a playable file. Any run of fragments plays after the
+initialization segment (Media Source Extensions), because each fragment starts with a key frame and
+carries its own time.
+
+Why not one FFmpeg muxer for the whole stream: a fragment would have to be flushed after each chunk,
+and PyAV has no call for that. Each chunk is therefore a file of FFmpeg, and only its boxes are
+extracted here.
+"""
+
+import io
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Final
+
+import av
+import numpy as np
+
+from vllm_omni.entrypoints.media.mp4 import check_frames
+
+# T frames, H height, W width, C = 3 channels (RGB)
+
+_MOVFLAGS: Final = "empty_moov+default_base_moof+frag_discont+cmaf"
+_ENCODER: Final = {
+    "crf": "18",
+    "preset": "veryfast",
+    "tune": "zerolatency",  # no B-frames, which would delay frames
+    "threads": "4",  # one slice each; a fixed number, so that every machine produces the same bytes
+}
+
+
+class FragmentEncoder:
+    """Encodes H.264, yuv420p. Odd sides are padded by repeating a row or column.
+
+    Args:
+        fps: Frames per second, exact to 1/1001.
+    """
+
+    def __init__(self, fps: float) -> None:
+        if not 0 < fps <= 1000:
+            raise ValueError(f"fps must be in (0, 1000], got {fps}")
+        self._rate = Fraction(fps).limit_denominator(1001)
+        self._num_frames = 0
+        self._num_fragments = 0
+        self._init_segment: bytes | None = None
+
+    def encode(self, frames_THWC: np.ndarray) -> bytes:
+        """Return the bytes that continue the stream.
+
+        The first call returns the initialization segment and a fragment, later calls a fragment.
+        Takes some milliseconds per frame at 480x832, so call it on a thread.
+
+        Args:
+            frames_THWC: Frames, uint8 RGB, T >= 1, with the same H and W in every call.
+
+        Raises:
+            ValueError: The frames have another size.
+        """
+        check_frames(frames_THWC)
+        self._num_fragments += 1
+        init, media = [], []
+        for kind, box in _boxes(self._mux(frames_THWC)):
+            if kind in (b"ftyp", b"moov"):
+                init.append(box)
+            elif kind in (b"moof", b"mdat"):
+                media.append(box)
+        self._num_frames += len(frames_THWC)
+        segment = b"".join(init)
+        if self._init_segment is None:
+            self._init_segment = segment
+            return b"".join([segment, *media])
+        if segment != self._init_segment:
+            raise ValueError("all frames of a stream must have the same size")
+        return b"".join(media)
+
+    @property
+    def mime_type(self) -> str | None:
+        """MIME type for `MediaSource.addSourceBuffer`; None before the first fragment."""
+        if self._init_segment is None:
+            return None
+        profile = self._init_segment.index(b"avcC") + 5
+        return f'video/mp4; codecs="avc1.{self._init_segment[profile : profile + 3].hex()}"'
+
+    def _mux(self, frames_THWC: np.ndarray) -> bytes:
+        """Return a separate MP4 file that continues the times and sequence numbers."""
+        _, height, width, _ = frames_THWC.shape
+        if height % 2 or width % 2:
+            frames_THWC = np.pad(
+                frames_THWC, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge"
+            )
+        buffer = io.BytesIO()
+        options = {"movflags": _MOVFLAGS, "fragment_index": str(self._num_fragments)}
+        with av.open(buffer, mode="w", format="mp4", options=options) as container:
+            stream = container.add_stream("libx264", rate=self._rate, options=_ENCODER)
+            stream.width, stream.height, stream.pix_fmt = (
+                frames_THWC.shape[2],
+                frames_THWC.shape[1],
+                "yuv420p",
+            )
+            for number, frame_HWC in enumerate(frames_THWC):
+                image = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame_HWC), format="rgb24")
+                image.pts, image.time_base = self._num_frames + number, 1 / self._rate
+                container.mux(stream.encode(image))
+            container.mux(stream.encode(None))
+        return buffer.getvalue()
+
+
+def _boxes(data: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Yield the top-level boxes of an MP4: `(type, whole box)`."""
+    position = 0
+    while position < len(data):
+        size = int.from_bytes(data[position : position + 4])
+        yield data[position + 4 : position + 8], data[position : position + size]
+        position += size

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decodes clients' clips to arrays, at the rate and length that the served model accepts."""
+
+import base64
+import binascii
+import io
+from collections.abc import Callable
+from typing import Any, Final
+
+import av
+import numpy as np
+
+from vllm_omni.entrypoints.media.mp4 import as_displayed
+from vllm_omni.entrypoints.openai.errors import ApiError, invalid
+from vllm_omni.entrypoints.realtime.connection.images import format_name
+
+_MAX_CLIP_SECONDS: Final = 600.0
+_CLIP_SIDE: Final = 1024
+"""Longest side in pixels of the frames that are sent to the engine. Models use smaller ones."""
+
+_MAX_FRAMES: Final = 36_000
+_MAX_FRAME_PIXELS: Final = 4096 * 4096
+_MAX_PIXELS: Final = 1 << 32
+"""Maximum number of pixels of all frames, for example 69 s of 1920x1080 at 30 frames per second.
+Decoding them takes about ten seconds on one core."""
+
+_MP4_BOXES: Final = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
+"""First boxes of MP4 and QuickTime files. Older MOV files have no `ftyp`."""
+
+
+def is_clip(source: Any) -> bool:
+    """Return whether an upload is a video: a `data:video/` URL, or the first bytes of a container.
+
+    AVIF and HEIC files start like MP4 but are images.
+    """
+    if isinstance(source, str):
+        return source.startswith("data:video/")
+    if format_name(source) is not None:
+        return False
+    is_transport = len(source) > _TS_PACKET and source[0] == source[_TS_PACKET] == _TS_SYNC
+    is_avi = (source[:4], source[8:12]) == (b"RIFF", b"AVI ")
+    return source[4:8] in _MP4_BOXES or source.startswith(_CONTAINERS) or is_avi or is_transport
+
+
+_CONTAINERS: Final = (
+    b"\x1aE\xdf\xa3",
+    b"FLV\x01",
+    b"OggS",
+    b"\0\0\x01\xba",
+    b"0&\xb2u\x8ef\xcf\x11",
+)
+"""Matroska and WebM, FLV, Ogg, MPEG program streams, ASF."""
+_TS_PACKET, _TS_SYNC = 188, 0x47
+"""MPEG-TS: packets of so many bytes, each begins with this one."""
+
+
+class ClientDisconnectedError(Exception):
+    """The client of a clip has disconnected."""
+
+
+def read_clip(
+    source: bytes | str,
+    rate: float,
+    most_frames: int,
+    param: str,
+    has_left: Callable[[], bool] = lambda: False,
+) -> np.ndarray:
+    """Decode a video file or `data:` URL with a limited frame rate and number of frames.
+
+    Frames are evenly spread and rotated as players show them (`as_displayed`). The amount of work
+    is limited before decoding.
+
+    Args:
+        source: Bytes of a file, or a `data:` URL.
+        rate: Maximum frame rate.
+        most_frames: Maximum number of frames.
+        param: Name of the field, for errors.
+        has_left: Returns whether the client has disconnected. Called for every frame.
+
+    Returns:
+        uint8 [T, H, W, 3], T >= 1.
+
+    Raises:
+        ApiError: 400, the file is not a video or is too large.
+        ClientDisconnectedError: `has_left` returned True.
+    """
+    try:
+        data = (
+            base64.b64decode(source.partition(",")[2], validate=True)
+            if isinstance(source, str)
+            else source
+        )
+    except binascii.Error:
+        raise invalid("the video is not valid base64", param, "invalid_video") from None
+    try:
+        count, seconds = _measure(data, param, has_left)
+        wanted = max(1, min(count, most_frames, round(rate * seconds)))
+        chosen = set(np.linspace(0, count - 1, wanted).astype(int).tolist())
+        frames, pixels_left = [], _MAX_PIXELS
+        with av.open(io.BytesIO(data), mode="r") as container:
+            stream = container.streams.video[0]
+            # FFmpeg refuses frames that are larger than the file declares. Each clip uses one core.
+            stream.codec_context.options = {"max_pixels": str(_MAX_FRAME_PIXELS)}
+            stream.codec_context.thread_count = 1
+            for number, frame in enumerate(container.decode(stream)):
+                if has_left():
+                    raise ClientDisconnectedError
+                pixels_left -= frame.width * frame.height
+                if pixels_left < 0 or number >= _MAX_FRAMES:
+                    raise _too_large(param)
+                if number in chosen:
+                    frames.append(as_displayed(frame, stream, _CLIP_SIDE))
+    except (av.FFmpegError, IndexError, ValueError) as error:
+        raise invalid(
+            f"the file cannot be read as a video ({type(error).__name__})", param, "invalid_video"
+        ) from None
+    if not frames:
+        raise invalid("the video holds no frames", param, "invalid_video")
+    if len({frame.shape for frame in frames}) > 1:
+        raise invalid("the video's frames change their size", param, "invalid_video")
+    return np.stack(frames)
+
+
+def _measure(data: bytes, param: str, has_left: Callable[[], bool]) -> tuple[int, float]:
+    """Return a clip's frames, counted by packets without decoding, and its seconds.
+
+    Raises:
+        ApiError: 400, the clip is empty, too long or too large.
+        ClientDisconnectedError: The client has disconnected.
+    """
+    with av.open(io.BytesIO(data), mode="r") as container:
+        stream = container.streams.video[0]
+        fps = float(stream.average_rate or 12)
+        pixels = max(1, stream.width * stream.height)
+        count = 0
+        for packet in container.demux(stream):
+            count += packet.size > 0
+            if count > fps * _MAX_CLIP_SECONDS:
+                raise invalid(
+                    f"the clip is longer than {_MAX_CLIP_SECONDS:g} s", param, "video_too_long"
+                )
+            if count > _MAX_FRAMES or count * pixels > _MAX_PIXELS or pixels > _MAX_FRAME_PIXELS:
+                raise _too_large(param)
+            if has_left():
+                raise ClientDisconnectedError
+    if count == 0:
+        raise invalid("the video holds no frames", param, "invalid_video")
+    return count, count / fps
+
+
+def _too_large(param: str) -> ApiError:
+    return invalid(
+        f"the clip is too large: at most {_MAX_FRAMES} frames of {_MAX_FRAME_PIXELS} pixels, "
+        f"{_MAX_PIXELS} pixels in all its frames; send a shorter or smaller one",
+        param,
+        "video_too_large",
+    )

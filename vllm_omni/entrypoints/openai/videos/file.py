@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of one video: the MP4, a thumbnail (WebP) and a sprite sheet (JPEG), written incrementally.
+
+Calls block, so run them on a thread.
+"""
+
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from PIL import Image
+
+from vllm_omni.entrypoints.media.mp4 import Mp4Writer, contact_sheet
+
+_SHEET_FRAMES: Final = 16
+_STILL_WIDTH: Final = 320
+
+
+class VideoFile:
+    """Writes `<stem>.mp4`, `<stem>.webp` and `<stem>.jpg`.
+
+    Args:
+        stem: Path without suffix.
+        fps: Frames per second.
+        num_frames: Pixel frames of the whole video, which determine the frames of the sheet.
+    """
+
+    def __init__(self, stem: Path, fps: float, num_frames: int) -> None:
+        self._stem = stem
+        self._writer = Mp4Writer(stem.with_suffix(".mp4"), fps)
+        count = min(_SHEET_FRAMES, num_frames)
+        self._wanted = {
+            round(number * (num_frames - 1) / max(1, count - 1)) for number in range(count)
+        }
+        self._stills: list[np.ndarray] = []
+        self.num_frames = 0
+
+    def write_frames(self, frames_THWC: np.ndarray) -> None:
+        """Append uint8 RGB `[T, H, W, 3]`."""
+        self._writer.write_frames(frames_THWC)
+        for offset in range(len(frames_THWC)):
+            if self.num_frames + offset in self._wanted:
+                self._stills.append(_still(frames_THWC[offset]))
+        self.num_frames += len(frames_THWC)
+
+    def finish(self) -> int:
+        """Complete the files. Return their size in bytes."""
+        self._writer.close()
+        Image.fromarray(self._stills[0]).save(self._stem.with_suffix(".webp"), "WEBP", quality=80)
+        contact_sheet(np.stack(self._stills)).save(
+            self._stem.with_suffix(".jpg"), "JPEG", quality=85
+        )
+        return sum(
+            self._stem.with_suffix(suffix).stat().st_size for suffix in (".mp4", ".webp", ".jpg")
+        )
+
+    def abandon(self) -> None:
+        """Remove the written files. Idempotent."""
+        self._writer.abandon()
+        for suffix in (".mp4", ".webp", ".jpg"):
+            self._stem.with_suffix(suffix).unlink(missing_ok=True)
+
+
+def _still(frame_HWC: np.ndarray) -> np.ndarray:
+    image = Image.fromarray(np.ascontiguousarray(frame_HWC))
+    image.thumbnail((_STILL_WIDTH, _STILL_WIDTH))
+    return np.asarray(image)

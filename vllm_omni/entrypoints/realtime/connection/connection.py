@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Connection`: one WebSocket of an endpoint, with deadlines and limits.
+
+Sends have a deadline. Receives have an idle timeout and a rate limit. Undecodable messages are
+counted. Every connection ends with a close code and a reason. If a peer stops reading, the
+transport is aborted, because a close frame would only queue after the unread data.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from typing import Final
+
+from starlette.datastructures import Headers
+from starlette.requests import HTTPConnection
+from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
+
+from vllm_omni.entrypoints.errors import ClientDisconnected, Close, EndpointError
+from vllm_omni.entrypoints.gathered_writes import Message, writer_of
+from vllm_omni.entrypoints.limits.token_bucket import TokenBucket
+from vllm_omni.entrypoints.realtime.connection.codec import MAX_NODES, CodecError, TooManyValues
+from vllm_omni.entrypoints.realtime.connection.deadline import Deadline
+from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
+
+logger = logging.getLogger("vllm." + __name__)
+
+ANONYMOUS: Final = "anonymous"
+
+_DEFAULT_PORTS: Final = {"http": ":80", "https": ":443"}
+
+_STRIKES: Final = 3
+# The kernel buffers this much in addition to the bytes in transit. A larger buffer only hides a
+# slow peer.
+_UNSENT_BYTES: Final = 64 * 1024
+_STRIKE_WINDOW_S: Final = 10.0
+_VALUES_BURST_S: Final = 2.0
+_LAST_WORDS_S: Final = 1.5
+_FAILING_POLL_S: Final = 0.02
+_AHEAD_MESSAGES: Final = 4096  # 15 s of key events at 200 a second
+_AHEAD_BYTES: Final = 1024 * 1024
+_REASON_BYTES: Final = 123  # RFC 6455: a control frame holds 125 bytes, two are the code
+
+
+class Connection:
+    """An accepted WebSocket. One task receives; any task may send.
+
+    Args:
+        websocket: The connection.
+        limits: Timeouts and rates.
+        max_strikes: Number of undecodable messages within 10 s that ends the connection.
+    """
+
+    def __init__(
+        self, websocket: WebSocket, limits: EndpointLimits, max_strikes: int = _STRIKES
+    ) -> None:
+        self._websocket = websocket
+        self._limits = limits
+        self._send_lock = asyncio.Lock()
+        self._send_deadline = Deadline(limits.send_deadline_s, self._give_up)
+        self._idle_deadline = Deadline(limits.idle_timeout_s)
+        self._writer = writer_of(websocket.scope)
+        self._closed = False
+        self._failure: EndpointError | None = None
+        self._fail_by_s = 0.0
+        self._strikes: deque[float] = deque(maxlen=max_strikes)
+        self._arrivals: deque[float] = deque(maxlen=limits.max_messages_per_s)
+        self._ahead: deque[bytes | str] = deque()
+        """Messages that `read_ahead` has received and `receive` has not returned yet."""
+        self._values = TokenBucket(
+            limits.max_values_per_s, max(_VALUES_BURST_S * limits.max_values_per_s, MAX_NODES)
+        )
+        self.principal = principal_of(websocket)
+        """Identifies the owner of sessions. Derived from the API key, never the key itself."""
+        self.client = client_of(websocket)
+        """Identifies the client for `sessions_per_client` and quotas."""
+
+    async def accept(self, subprotocol: str | None) -> None:
+        await self._websocket.accept(subprotocol=subprotocol)
+        transport = self._transport()
+        if transport is not None:
+            # do not buffer here either: one message at a time waits for the kernel
+            transport.set_write_buffer_limits(high=0)
+        raw = transport.get_extra_info("socket") if transport is not None else None
+        if raw is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
+            # Pings queue after unread data, so the kernel must also drop a peer that acknowledges
+            # nothing.
+            with contextlib.suppress(OSError):  # not a TCP socket
+                timeout_ms = int(3 * self._limits.send_deadline_s * 1000)
+                raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
+                raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
+
+    async def receive(self, busy: Callable[[], bool]) -> bytes | str:
+        """Return the next message.
+
+        Args:
+            busy: Returns whether requests run. The idle timeout does not apply while they do.
+
+        Raises:
+            ClientDisconnected: The client disconnected.
+            EndpointError: The connection was idle or exceeded a rate limit. The error has a close
+            code.
+        """
+        return self._ahead.popleft() if self._ahead else await self._receive(busy)
+
+    async def read_ahead(self) -> None:
+        """Buffer messages for `receive`, to notice a disconnect while a request waits.
+
+        Runs until cancelled. Stops reading after `_AHEAD_MESSAGES` messages or `_AHEAD_BYTES`
+        bytes; the rest stays in the peer's buffers. Raises like `receive`.
+        """
+        num_bytes = 0
+        while len(self._ahead) < _AHEAD_MESSAGES and num_bytes < _AHEAD_BYTES:
+            message = await self._receive(lambda: True)
+            num_bytes += len(message)
+            self._ahead.append(message)
+        await asyncio.Event().wait()
+
+    async def _receive(self, busy: Callable[[], bool]) -> bytes | str:
+        while True:
+            try:
+                with self._idle_deadline if self._failure is None else Deadline(_FAILING_POLL_S):
+                    message = await self._websocket.receive()
+                break
+            except TimeoutError:
+                if self._failure is not None:
+                    if busy() and time.monotonic() < self._fail_by_s:
+                        continue
+                    raise self._failure from None
+                if not busy():
+                    raise EndpointError(
+                        "timeout",
+                        f"no message for {self._limits.idle_timeout_s:g} s",
+                        close=Close.IDLE,
+                    ) from None
+            except RuntimeError:  # Starlette: already disconnected
+                raise ClientDisconnected from None
+        if message["type"] == "websocket.disconnect":
+            self._closed = True
+            self._idle_deadline.close()
+            raise ClientDisconnected
+        self._count_arrival()
+        data = message.get("bytes")
+        return data if data is not None else message["text"]
+
+    def fail(self, error: EndpointError, patience_s: float) -> None:
+        """Make `receive` raise an error.
+
+        Args:
+            error: Error with a close code.
+            patience_s: Time in seconds for requests in flight to fail by themselves. Without such
+                requests the error is raised at once.
+        """
+        self._failure, self._fail_by_s = error, time.monotonic() + patience_s
+        self._idle_deadline.expire()
+
+    def _count_arrival(self) -> None:
+        now = time.monotonic()
+        if len(self._arrivals) == self._arrivals.maxlen and now - self._arrivals[0] < 1.0:
+            raise EndpointError(
+                "rate_limited",
+                f"more than {self._limits.max_messages_per_s} messages in a second",
+                close=Close.POLICY,
+            )
+        self._arrivals.append(now)
+
+    def count_values(self, num_values: int) -> None:
+        """Count the values in a message, which determine the cost of decoding it.
+
+        Raises:
+            EndpointError: The rate limit is exceeded. The error has a close code.
+        """
+        if not self._values.take_tokens(num_values):
+            raise EndpointError(
+                "rate_limited",
+                f"more than {self._limits.max_values_per_s} values in messages a second; send "
+                "values as arrays",
+                close=Close.POLICY,
+            )
+
+    def undecodable(self, error: CodecError) -> EndpointError:
+        """Return the error to send for an undecodable message.
+
+        It has a close code after too many such messages, or if the message has too many values.
+        """
+        close = Close.POLICY if isinstance(error, TooManyValues) else None
+        return self.strike(EndpointError("invalid_msgpack", str(error), close=close))
+
+    def strike(self, error: EndpointError) -> EndpointError:
+        """Count an invalid message. Too many within 10 s add a close code to the error."""
+        now = time.monotonic()
+        self._strikes.append(now)
+        if (
+            len(self._strikes) == self._strikes.maxlen
+            and now - self._strikes[0] < _STRIKE_WINDOW_S
+            and error.close is None
+        ):
+            error.close = Close.POLICY
+        return error
+
+    async def send(self, *messages: Message) -> None:
+        """Send messages without interleaving those of other tasks.
+
+        If cancelled, either all or none of the messages are sent. A peer that reads too slowly is
+        closed with 4008.
+
+        Raises:
+            ClientDisconnected: The connection is closed.
+        """
+        try:
+            if self._writer is not None and self._writer.has_room and not self._send_lock.locked():
+                if self._closed:
+                    raise ClientDisconnected
+                self._writer.write(messages)
+                if len(messages) == 1 or self._writer.has_room:
+                    return  # the usual case: no lock and no timer
+                messages = ()  # written, but not yet accepted by the kernel
+            async with self._send_lock:
+                if self._closed:
+                    raise ClientDisconnected
+                with self._send_deadline:
+                    await self._send_all(messages)
+        except TimeoutError:
+            raise ClientDisconnected from None
+        except (WebSocketDisconnect, RuntimeError, OSError):
+            self._closed = True
+            raise ClientDisconnected from None
+
+    async def _send_all(self, messages: tuple[Message, ...]) -> None:
+        if self._writer is not None:
+            await self._writer.send(messages)
+            return
+        for number, message in enumerate(messages):
+            try:
+                if isinstance(message, str):
+                    await self._websocket.send_text(message)
+                else:
+                    await self._websocket.send_bytes(message)  # type: ignore[arg-type]  # any buffer is sent as it is
+            except asyncio.CancelledError:
+                # The peer has part of the messages and would take the next bytes for the rest.
+                if number and not self._send_deadline.expired:
+                    await self._send_rest(messages[number:])
+                raise
+
+    async def _send_rest(self, messages: tuple[Message, ...]) -> None:
+        """Finish sending although this task is cancelled. The send deadline still applies."""
+        sending = asyncio.ensure_future(self._send_all(messages))
+        while not sending.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([sending])
+            if self._send_deadline.expired:
+                sending.cancel()
+        if not sending.cancelled():
+            sending.exception()  # the connection's next send raises `ClientDisconnected`
+
+    def _give_up(self) -> None:
+        logger.info("a client did not read for %g s; closing it", self._limits.send_deadline_s)
+        self._closed = True
+        self.cut()
+
+    async def close(self, code: Close, reason: str) -> None:
+        """Close with a code and a reason. Idempotent. Takes at most the send deadline."""
+        if self._closed or self._websocket.application_state is not WebSocketState.CONNECTED:
+            return
+        self._closed = True
+        text = reason.encode()[:_REASON_BYTES].decode(errors="ignore")
+        try:
+            async with asyncio.timeout(self._limits.send_deadline_s), self._send_lock:
+                await self._websocket.close(int(code), text)
+        except (TimeoutError, WebSocketDisconnect, RuntimeError, OSError):
+            self.cut()
+
+    def cut_soon(self) -> None:
+        """Drop the TCP connection after a short delay, for a slow peer's last messages."""
+        if (transport := self._transport()) is not None:
+            asyncio.get_running_loop().call_later(_LAST_WORDS_S, transport.abort)
+
+    def cut(self) -> None:
+        """Drop the TCP connection and all unsent data."""
+        transport = self._transport()
+        if transport is not None:
+            transport.abort()
+
+    def _transport(self) -> asyncio.Transport | None:
+        return transport_of(self._websocket)
+
+
+def transport_of(connection: HTTPConnection) -> asyncio.Transport | None:
+    """Return the connection's transport in uvicorn.
+
+    Returns None under another server or over a Unix socket.
+    """
+    server = getattr(connection.app.state, "server", None)
+    if server is None or connection.client is None:
+        return None
+    peer = tuple(connection.client)
+    for protocol in server.server_state.connections:
+        if protocol.client == peer:
+            transport: asyncio.Transport = protocol.transport
+            return transport
+    return None
+
+
+def principal_of(connection: HTTPConnection) -> str:
+    """Return a digest of the request's bearer token, which vLLM's middleware has checked."""
+    scheme, _, token = connection.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not token:
+        return ANONYMOUS
+    return hashlib.sha256(token.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+
+
+def client_of(connection: HTTPConnection) -> str:
+    """Return the identity that limits apply to: the API key's digest, or the address."""
+    address = connection.client.host if connection.client is not None else "local"
+    principal = principal_of(connection)
+    return principal if principal != ANONYMOUS else f"address {address}"
+
+
+def origin_allowed(headers: Headers, allowed: Collection[str]) -> bool:
+    """Return whether a browser page may use this server, by the request's `Origin` and `Host`.
+
+    Clients other than browsers send no `Origin` and are always allowed, because the check protects
+    a browser's user.
+
+    Args:
+        headers: Headers of an HTTP request or a WebSocket handshake.
+        allowed: Origins, from `normalize_origin`, that are allowed in addition to the server's own.
+            "*" allows any.
+    """
+    if (origin := headers.get("origin")) is None:
+        return True
+    origin = normalize_origin(origin)
+    if "*" in allowed or origin in allowed:
+        return True
+    scheme, _, name = origin.partition("://")
+    return bool(name) and origin == normalize_origin(f"{scheme}://{headers.get('host', '')}")
+
+
+def normalize_origin(origin: str) -> str:
+    """Return `scheme://host[:port]` in lower case, without the default port and trailing slash.
+
+    For example, `https://Worlds.example:443/` becomes `https://worlds.example`. "null" and "*" stay
+    unchanged.
+    """
+    scheme, separator, name = origin.rstrip("/").lower().partition("://")
+    name = name.removesuffix(_DEFAULT_PORTS.get(scheme, "")).removesuffix(":")
+    return f"{scheme}{separator}{name}"

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`DeliveryWindow`: detects clients that receive video more slowly than it plays.
+
+A client may be slow for a moment, and a client that never reads exceeds the send deadline. This
+class detects the case in between: a client that always reads a little, and so would occupy its
+session and the engine permanently. It knows no sockets.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from vllm_omni.entrypoints.errors import Close, EndpointError
+
+_KEEPS_UP: Final = 0.9
+"""Fraction of the playback rate that a client must reach, because clocks and networks are not
+exact."""
+_PAUSE: Final = 0.1
+"""Fraction of the timeout for which no reply may wait before earlier lateness is ignored.
+
+Clients read a socket's buffer in bursts. After each one, the server's queue is empty for a moment.
+"""
+
+
+class DeliveryWindow:
+    """Reading pace of one client that follows a run.
+
+    A client is behind if, whenever it has received a reply, a later chunk is already waiting. This
+    alone may only mean that the model is faster than real time. A client is too slow if it has also
+    received fewer frames than play in `timeout_s`. The measured window is longer by one chunk,
+    because a client that plays in real time receives nothing between two chunks.
+
+    Args:
+        timeout_s: Time in seconds for which a client may be behind without pause; 0 for no limit.
+        fps: Playback rate in frames per second.
+    """
+
+    def __init__(self, timeout_s: float, fps: float) -> None:
+        self._timeout_s, self._fps = timeout_s, fps
+        self._late_since_s: float | None = None
+        self._last_late_s = 0.0
+        self._taken: deque[tuple[float, int]] = deque()  # (time, frames) within the window
+        self._num_taken = 0
+        self._window_s = timeout_s
+
+    async def deliver(
+        self, delivery: Awaitable[None], num_frames: int, is_more_waiting: Callable[[], bool]
+    ) -> None:
+        """Await the delivery of a reply.
+
+        Args:
+            delivery: Sends the reply.
+            num_frames: New frames of the reply.
+            is_more_waiting: Returns whether a later chunk is ready. Called after the delivery.
+
+        Raises:
+            EndpointError: `slow_reader`.
+        """
+        if self._timeout_s == 0:
+            await delivery
+            return
+        now = asyncio.get_running_loop().time
+        started_s = now()
+        if num_frames:
+            self._window_s = self._timeout_s + num_frames / self._fps
+        if started_s - self._last_late_s > _PAUSE * self._timeout_s:
+            self._late_since_s = None
+        if self._late_since_s is None:  # the usual case, so without a timer
+            await delivery
+        else:
+            await self._within(self._too_slow_at_s(self._late_since_s) - started_s, delivery)
+        now_s = now()
+        self._taken.append((now_s, num_frames))
+        self._num_taken += num_frames
+        while self._taken[0][0] + self._window_s < now_s:
+            self._num_taken -= self._taken.popleft()[1]
+        if is_more_waiting():
+            self._late_since_s = started_s if self._late_since_s is None else self._late_since_s
+            self._last_late_s = now_s
+
+    async def _within(self, left_s: float, delivery: Awaitable[None]) -> None:
+        try:
+            async with asyncio.timeout(left_s) as limit:
+                await delivery
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise EndpointError(
+                "slow_reader",
+                f"you have been behind for {self._timeout_s:g} s: fewer than {self._fps:g} frames "
+                "a second were taken "
+                "while more were waiting",
+                close=Close.SLOW_CONSUMER,
+            ) from None
+
+    def _too_slow_at_s(self, late_since_s: float) -> float:
+        """Return when a client becomes too slow, if it receives nothing more."""
+        at_s = late_since_s + self._window_s
+        needed = _KEEPS_UP * self._fps * self._timeout_s
+        left = self._num_taken
+        for taken_s, num_frames in self._taken:
+            if left < needed:
+                break
+            at_s = max(at_s, taken_s + self._window_s)
+            left -= num_frames
+        return at_s

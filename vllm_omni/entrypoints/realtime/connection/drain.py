@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`SessionDrain`: graceful shutdown of the realtime endpoints.
+
+While draining, no new chunk starts. Chunks in flight are finished, rendered and delivered. Then
+every incomplete request ends with `draining` (close code 1013). If `save_to` is set, each session
+is saved exactly once: at the end of its run, because closing a live connection frees its session,
+or otherwise when it is idle. This module knows neither signals nor the engine.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from contextlib import AbstractContextManager
+from typing import Any, Generic, Protocol, TypeVar
+
+from vllm_omni.entrypoints.errors import Close, EndpointError
+from vllm_omni.entrypoints.realtime.connection.guard import ConnectionGuard
+from vllm_omni.entrypoints.realtime.sessions.delivery_log import DeliveryLog
+from vllm_omni.runtime import log_context
+
+logger = logging.getLogger("vllm." + __name__)
+
+_POLL_S = 0.02
+
+
+class Drainable(Protocol):
+    """The part of a session that draining uses."""
+
+    engine_id: str
+    started: bool
+    delivery_log: DeliveryLog
+
+    @property
+    def session_id(self) -> str: ...
+
+    @property
+    def is_busy(self) -> bool: ...
+
+    def keep_alive(self) -> AbstractContextManager[None]: ...
+
+
+S = TypeVar("S", bound=Drainable)
+S_co = TypeVar("S_co", bound=Drainable, covariant=True)
+
+
+class SessionTable(Protocol[S_co]):
+    """The part of the session manager that draining uses."""
+
+    guard: ConnectionGuard
+
+    def sessions(self) -> Iterable[S_co]: ...
+
+    @property
+    def is_working(self) -> bool: ...
+
+
+class SessionDrain(Generic[S]):
+    """Drains the sessions of one API server process.
+
+    `save_to` writes a session to persistent storage. Default: sessions are discarded.
+    """
+
+    def __init__(self) -> None:
+        self.save_to: Callable[[S], Awaitable[None]] | None = None
+        self.is_draining = False
+        self._started = asyncio.Event()
+        self._saved: set[str] = set()
+        self._saving: set[asyncio.Task[None]] = set()
+
+    def check(self, **details: Any) -> None:
+        """Check whether new work may start.
+
+        Raises:
+            EndpointError: `draining`.
+        """
+        if self.is_draining:
+            raise EndpointError(
+                "draining",
+                "the server is stopping; continue on another one",
+                close=Close.CAPACITY,
+                **details,
+            )
+
+    async def unless_draining(self, waiting: Coroutine[Any, Any, None]) -> None:
+        """Await a coroutine until it ends or draining starts."""
+        tasks = [asyncio.ensure_future(waiting), asyncio.ensure_future(self._started.wait())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def save(self, session: S) -> None:
+        """Save a session once, if sessions are saved. A failure is only logged."""
+        if self.save_to is None or session.engine_id in self._saved or not session.started:
+            return
+        self._saved.add(session.engine_id)
+        # a separate task, because a disconnect must not interrupt it
+        saving = asyncio.ensure_future(self._save(self.save_to, session))
+        self._saving.add(saving)
+        saving.add_done_callback(self._saving.discard)
+        await asyncio.shield(saving)
+
+    async def _save(self, save_to: Callable[[S], Awaitable[None]], session: S) -> None:
+        with log_context.bound(session_id=session.session_id):
+            try:
+                await save_to(session)
+            except (EndpointError, OSError) as error:
+                logger.warning("a session could not be saved: %s", error)
+
+    async def drain_sessions(self, manager: SessionTable[S]) -> None:
+        """Drain: refuse new work, then finish and save what has started.
+
+        Returns when all connections are closed. Clients that receive `draining` are closed with
+        1013 by their own tasks. Otherwise the server's shutdown would close them with 1012.
+        """
+        self.is_draining = True
+        self._started.set()
+        manager.guard.is_draining = True
+        while any(_works(session) for session in manager.sessions()):
+            await asyncio.sleep(_POLL_S)
+        for session in manager.sessions():
+            with session.keep_alive():
+                await self.save(session)
+        if self._saving:
+            await asyncio.wait(set(self._saving))
+        while manager.is_working:
+            await asyncio.sleep(_POLL_S)
+
+
+def _works(session: Drainable) -> bool:
+    """Return whether a request runs, or a client still receives its replies."""
+    return session.is_busy or any(run.has_follower for run in session.delivery_log.runs.values())

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Gate`: admits clients to the realtime endpoints before the WebSocket upgrade.
+
+A browser page of another origin is refused with 403. A connection over the limit is refused with
+503. The limit applies to all endpoints of one API server process together. vLLM's own middleware
+has already checked API keys.
+"""
+
+import logging
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+
+from starlette.responses import Response
+from starlette.websockets import WebSocket
+
+from vllm_omni.entrypoints.realtime.connection.connection import normalize_origin, origin_allowed
+from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
+
+logger = logging.getLogger("vllm." + __name__)
+
+
+class ConnectionGuard:
+    """Admission of connections in one API server process.
+
+    Args:
+        limits: Maximum number of connections.
+        origins: `scheme://host[:port]` from which browsers may connect, in addition to the server's
+            own. "null" stands for local files, "*" for any origin.
+    """
+
+    def __init__(self, limits: EndpointLimits, origins: Iterable[str] = ()) -> None:
+        self._limits = limits
+        self._origins = frozenset(map(normalize_origin, origins))
+        self.num_connections = 0
+        self.is_draining = False
+        """Whether the server is shutting down and admits no connections."""
+
+    @asynccontextmanager
+    async def admit(self, websocket: WebSocket) -> AsyncIterator[bool]:
+        """Yield whether this client is admitted. A refused client has received its response."""
+        refusal = self._refusal(websocket)
+        if refusal is not None:
+            await websocket.send_denial_response(refusal)
+            yield False
+            return
+        self.num_connections += 1
+        try:
+            yield True
+        finally:
+            self.num_connections -= 1
+
+    def _refusal(self, websocket: WebSocket) -> Response | None:
+        if not origin_allowed(websocket.headers, self._origins):
+            logger.info(
+                "origin_refused origin=%.200r; pages of other origins may connect when "
+                "--allowed-origins lists them",
+                websocket.headers.get("origin"),
+            )
+            return Response("origin not allowed", 403)
+        if self.is_draining:
+            return Response("the server is stopping", 503, {"Retry-After": "5"})
+        if self.num_connections >= self._limits.max_connections:
+            return Response("too many connections", 503, {"Retry-After": "1"})
+        return None

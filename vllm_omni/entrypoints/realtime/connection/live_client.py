@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Handlers of realtime connections: `ConnectionHandler`, and `LiveClient` for one steered stream.
+
+The connection's own task receives messages, so that a disconnect is noticed at once. A second task
+delivers chunks. When either task ends, the other is cancelled. On disconnect, the chunk in flight
+is aborted and the session is closed.
+"""
+
+import asyncio
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+from starlette.websockets import WebSocket
+
+from vllm_omni.entrypoints.errors import ClientDisconnected, Close, EndpointError
+from vllm_omni.entrypoints.realtime.connection.connection import Connection
+from vllm_omni.entrypoints.realtime.sessions.run import Job
+from vllm_omni.entrypoints.realtime.sessions.session import Session, new_session_id
+from vllm_omni.entrypoints.realtime.sessions.session_manager import SessionManager
+from vllm_omni.entrypoints.telemetry.metrics import endpoint_metrics
+from vllm_omni.runtime import log_context
+
+logger = logging.getLogger("vllm." + __name__)
+
+UNSENT_CHUNKS: Final = 1
+"""Finished chunks that may wait for the client while the next one is generated.
+
+More would delay the effect of a client's controls.
+"""
+
+# Clients of these protocols expect a reply to each mistake, so the limit is high. It still stops
+# floods.
+_MAX_STRIKES: Final = 100
+_SLOT_POLL_S: Final = 0.1
+_MAX_TEXT_FRAMES: Final = 3
+
+
+class ConnectionHandler(ABC):
+    """One WebSocket connection: accept, receive messages, close with a code and a reason.
+
+    Endpoints subclass it and define their messages.
+    """
+
+    endpoint: str
+    """Name of the endpoint in log lines and metrics."""
+    subprotocol = "omni.v1"
+    """Sent back to a client that offers it, because browsers require a reply to what they offer."""
+
+    def __init__(
+        self, manager: SessionManager, websocket: WebSocket, max_strikes: int | None = None
+    ) -> None:
+        """Initialize the handler.
+
+        Args:
+            manager: Sessions of this process.
+            websocket: The connection, not accepted yet.
+            max_strikes: Malformed messages that end the connection. Default: `Connection`'s.
+        """
+        self.manager, self.limits, self.info = manager, manager.limits, manager.info
+        strikes = () if max_strikes is None else (max_strikes,)
+        self.connection = Connection(websocket, manager.limits, *strikes)
+        manager.connections.add(self.connection)
+        self._offered: list[str] = websocket.scope.get("subprotocols") or []
+        self._texts = TextFrames()
+        self._end = "client left"
+
+    @property
+    @abstractmethod
+    def is_active(self) -> bool:
+        """Whether work for this client is in progress. Otherwise its silence is idle time."""
+
+    async def run(self) -> None:
+        """Serve the connection until either side closes it."""
+        await self.connection.accept(
+            self.subprotocol if self.subprotocol in self._offered else None
+        )
+        started_s = time.monotonic()
+        try:
+            await self.start_now()
+            while True:
+                await self.take(await self.receive())
+        except ClientDisconnected:
+            pass
+        except EndpointError as error:  # of the connection, not of one message
+            await self.end_with(error)
+        except Exception:
+            logger.exception("%s connection failed", self.endpoint)
+            self._end = "internal error"
+            await self.connection.close(Close.INTERNAL, self._end)
+        finally:
+            await self.stop()
+            self._log_end(time.monotonic() - started_s)
+
+    def _log_end(self, seconds: float) -> None:
+        logger.info("%s ended after %.1f s: %s", self.endpoint, seconds, self._end)
+
+    def receive(self) -> Awaitable[bytes | str]:
+        return self.connection.receive(busy=lambda: self.is_active)
+
+    async def end_with(self, error: EndpointError) -> None:
+        """Send the error and close the connection with a close code and a reason."""
+        self._end = f"{error.code}: {error.message}"
+        if error.close is Close.SLOW_CONSUMER:
+            self.connection.cut_soon()
+        try:
+            await self.tell(error)
+        except ClientDisconnected:
+            return
+        await self.connection.close(error.close or Close.INTERNAL, error.message)
+
+    # -- for endpoints -----------------------------------------------------------------------------
+
+    async def start_now(self) -> None:  # noqa: B027  (most endpoints send nothing first)
+        """Do the work before the first message of the receive loop."""
+
+    @abstractmethod
+    async def take(self, data: bytes | str) -> None:
+        """Handle one message. A `EndpointError` raised here ends the connection."""
+
+    @abstractmethod
+    async def tell(self, error: EndpointError) -> None:
+        """Send an error message."""
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """Cancel the work for this client. Called once, at the end of the connection."""
+
+
+class LiveClient(ConnectionHandler):
+    """A connection with at most one stream at a time."""
+
+    def __init__(self, manager: SessionManager, websocket: WebSocket) -> None:
+        super().__init__(manager, websocket, _MAX_STRIKES)
+        self.session: Session | None = None
+        self._stream: asyncio.Task[None] | None = None
+        self._num_messages = 0
+
+    @property
+    def is_active(self) -> bool:
+        """Whether chunks are generated for this client. If not, its silence counts as idle time."""
+        return self._stream is not None and not self._stream.done()
+
+    def _log_end(self, seconds: float) -> None:
+        logger.info(
+            "%s ended after %.1f s and %d messages: %s",
+            self.endpoint,
+            seconds,
+            self._num_messages,
+            self._end,
+        )
+
+    @abstractmethod
+    async def deliver(self, payload: Any) -> None:
+        """Send one reply, as rendered by the job's `render`."""
+
+    @abstractmethod
+    async def complete(self) -> None:
+        """Report the planned end of the stream and close."""
+
+    # -- the stream --------------------------------------------------------------------------------
+
+    async def open_session(self, session_id: str | None = None) -> Session:
+        """Open a session for this connection. If all are in use, wait up to `slot_wait_s`.
+
+        Only `capacity` is retried, because waiting changes neither the client's own limits nor a
+        draining server.
+
+        Raises:
+            EndpointError: `capacity`, `session_limit`, `quota_exceeded` or `draining`. Counted once
+                in the metrics.
+            ClientDisconnected: The client disconnected while waiting.
+        """
+        key = (self.connection.principal, session_id or new_session_id())
+        log_context.bind(session_id=key[1])
+        deadline_s = time.monotonic() + self.limits.slot_wait_s
+        receive_task: asyncio.Task[None] | None = None
+        try:
+            while True:
+                try:
+                    self.session = self.manager.open(key, self.connection.client, self.endpoint)
+                    self.session.connections.add(self)
+                    return self.session
+                except EndpointError as error:
+                    if error.code != "capacity" or time.monotonic() >= deadline_s:
+                        endpoint_metrics().session_refused(self.endpoint, error.code)
+                        raise
+                if receive_task is None:
+                    receive_task = asyncio.create_task(self.connection.read_ahead())
+                await asyncio.wait(
+                    [receive_task],
+                    timeout=max(0.0, min(_SLOT_POLL_S, deadline_s - time.monotonic())),
+                )
+                if receive_task.done():
+                    receive_task.result()
+        finally:
+            if receive_task is not None:
+                receive_task.cancel()
+                await asyncio.wait([receive_task])
+
+    def start_job(self, job: Job) -> None:
+        """Start to generate and deliver a job's chunks. Requires `open_session`."""
+        assert self.session is not None
+        self._stream = self.manager.spawn(self._deliver_all(self.session, job))
+
+    async def _deliver_all(self, session: Session, job: Job) -> None:
+        try:
+            run = session.submit(job)
+            try:
+                await run.follow(self.deliver, self, self.manager.delivery_window(job.replies.fps))
+            finally:
+                self._num_messages += run.delivered
+                if not run.finished:
+                    session.cancel([run])
+            self._end = "complete"
+            await self.complete()
+        except ClientDisconnected:
+            pass
+        except EndpointError as error:
+            await self.end_with(error)
+        except Exception:
+            logger.exception("%s stream failed", self.endpoint)
+            await self.end_with(
+                EndpointError("engine_error", "internal error; the server's log has details")
+            )
+
+    async def stop(self) -> None:
+        """Cancel the stream and free the session. Idempotent."""
+        session, self.session = self.session, None
+        if session is not None:
+            session.cancel()  # first, so that the engine stops at once
+        if self._stream is not None:
+            self._stream.cancel()
+            await asyncio.wait([self._stream])
+            self._stream = None
+        if session is not None:
+            session.connections.discard(self)
+            await session.reset()
+            self.manager.remove_if_empty(session)
+
+
+class RealtimeEndpoint:
+    """A realtime WebSocket endpoint in one API server process."""
+
+    def __init__(
+        self,
+        manager: SessionManager,
+        handler: Callable[[SessionManager, WebSocket], ConnectionHandler],
+    ) -> None:
+        """Initialize the endpoint.
+
+        Args:
+            manager: Sessions of this process; its gate admits connections.
+            handler: Creates the handler of one connection.
+        """
+        self._manager, self._handler = manager, handler
+
+    async def serve(self, websocket: WebSocket) -> None:
+        """Serve one connection from handshake to close."""
+        async with self._manager.guard.admit(websocket) as admitted:
+            if admitted:
+                # The handler gets its own task: a message wakes every coroutine of the task that
+                # waits for it, and there are more than a dozen layers of middleware above this one.
+                await asyncio.create_task(self._handler(self._manager, websocket).run())
+
+
+class TextFrames:
+    """Counts messages of the wrong frame type, text or binary. The third ends the connection."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def refuse(self, message: str) -> EndpointError:
+        self._count += 1
+        return EndpointError(
+            "invalid_frame",
+            message,
+            close=Close.UNSUPPORTED_DATA if self._count >= _MAX_TEXT_FRAMES else None,
+        )
+
+
+class MediaClock:
+    """Spaces chunks by their playing time."""
+
+    def __init__(self, fps: float) -> None:
+        self._fps = fps
+        self._next_s = 0.0
+
+    async def wait(self, num_frames: int, skip: bool) -> float:
+        """Sleep until the previous chunk has played.
+
+        Args:
+            num_frames: Frames of this chunk.
+            skip: Send this chunk at once, because it responds to the client's input.
+
+        Returns:
+            Time slept in milliseconds.
+        """
+        now_s = time.monotonic()
+        if skip:
+            self._next_s = now_s
+        delay_s = max(0.0, self._next_s - now_s)
+        self._next_s = max(self._next_s, now_s) + num_frames / self._fps
+        if delay_s > 0:
+            await asyncio.sleep(delay_s)
+        return delay_s * 1e3
+
+
+class Throttle:
+    """Decides when the next chunk may start: not while paused, and not without credit."""
+
+    def __init__(self) -> None:
+        self.credit: int | None = None
+        """Chunks that may start. None: unlimited."""
+        self.paused = False
+        self._changed = asyncio.Event()
+
+    @property
+    def ready(self) -> bool:
+        return not self.paused and self.credit != 0
+
+    async def wait_until_ready(self) -> None:
+        while not self.ready:
+            await self._changed.wait()
+
+    def take_chunk(self) -> None:
+        """Use one chunk of credit."""
+        if self.credit is not None:
+            self.credit -= 1
+
+    def update(self, *, paused: bool | None = None, more_credit: int = 0) -> None:
+        if paused is not None:
+            self.paused = paused
+        if more_credit:
+            self.credit = min((self.credit or 0) + more_credit, 1 << 31)
+        self._changed.set()
+        self._changed = asyncio.Event()

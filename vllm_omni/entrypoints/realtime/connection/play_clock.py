@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`PlayClock`: computes the deadline of a stream's next chunk from its playing time."""
+
+from typing import NamedTuple
+
+
+class PlayDeadline(NamedTuple):
+    """Deadline of a chunk."""
+
+    in_s: float
+    """Time until the deadline in seconds."""
+    period_s: float
+    """Playing time of the chunk in seconds."""
+
+
+class PlayClock:
+    """Deadlines of one stream.
+
+    A chunk is due one playing time after the previous chunk. If the stream is late or was paused,
+    the next deadline counts from now, so that delays do not accumulate.
+    """
+
+    def __init__(self) -> None:
+        self._deadline_s = 0.0
+
+    def schedule_chunk(self, num_frames: int, fps: float, now_s: float) -> PlayDeadline:
+        """Return the deadline of a chunk that is requested now.
+
+        Args:
+            num_frames: Pixel frames of the chunk.
+            fps: Playback rate in frames per second.
+            now_s: Monotonic time in seconds.
+        """
+        period_s = num_frames / fps
+        self._deadline_s = max(self._deadline_s, now_s) + period_s
+        return PlayDeadline(self._deadline_s - now_s, period_s)

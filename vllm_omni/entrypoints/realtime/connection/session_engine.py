@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`SessionEngine`: requests of realtime endpoints to the engine, with errors that clients may
+see.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from vllm.engine.protocol import EngineClient
+
+from vllm_omni.entrypoints.engine.client import OmniEngine
+from vllm_omni.entrypoints.engine.ranks import SessionRanks
+from vllm_omni.entrypoints.errors import Close, EndpointError
+from vllm_omni.entrypoints.realtime.sessions.recorder import Recorder
+from vllm_omni.entrypoints.telemetry.tracing import NO_CHUNK, ChunkTrace
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.outputs import RequestFailed
+from vllm_omni.sessions.snapshot import SnapshotHeader
+
+WORLD_POSES: Final = "world_poses"
+"""Key of the poses in a chunk's metadata and replies."""
+
+
+class ChunkResult(msgspec.Struct, frozen=True):
+    """One generated chunk."""
+
+    meta: dict[str, Any]
+    """Metadata of the engine's result."""
+    frames_THWC: np.ndarray
+    """Frames, uint8 RGB, a view of the engine's result."""
+    wall_ms: float
+    """Time from the request to its result in milliseconds."""
+    trace: ChunkTrace = NO_CHUNK
+    """Trace that the chunk's spans belong to."""
+
+    @property
+    def world_pose_fields(self) -> dict[str, Any]:
+        """The field `world_poses` of replies, with one pose per latent frame.
+
+        A pose is [x_m, z_m, heading_degrees, pitch_degrees]. Empty if the camera's pose in the
+        world is unknown.
+        """
+        poses = self.meta.get(WORLD_POSES)
+        return {} if poses is None else {WORLD_POSES: poses}
+
+
+class SessionEngine:
+    def __init__(
+        self,
+        client: EngineClient,
+        ranks: SessionRanks | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self._engine = OmniEngine(client, ranks)
+        self._recorder = recorder
+
+    @property
+    def is_dead(self) -> bool:
+        return self._engine.is_dead
+
+    async def generate(
+        self, params: DiffusionParams, arrays: dict[str, np.ndarray], trace: ChunkTrace = NO_CHUNK
+    ) -> ChunkResult:
+        """Run one chunk. Cancelling the call aborts the chunk at its next denoise step.
+
+        Args:
+            params: Parameters of the request.
+            arrays: Input arrays by name.
+            trace: Trace to attach to the result.
+
+        Raises:
+            EndpointError: The chunk was refused, was aborted or failed.
+        """
+        started_s = time.monotonic()
+        try:
+            meta, results = await self._engine.run_request(params, arrays)
+        except BaseException as error:
+            failure = _endpoint_error(error) if isinstance(error, RequestFailed) else None
+            if self._recorder is not None and (
+                failure is None or failure.code in ("cancelled", "engine_error")
+            ):
+                self._recorder.cancelled(params, arrays)
+            if failure is None:
+                raise
+            raise failure from error.__cause__
+        if self._recorder is not None:
+            await self._recorder.finished(params, arrays, meta, results["frames"])
+        return ChunkResult(meta, results["frames"], (time.monotonic() - started_s) * 1e3, trace)
+
+    async def close(self, session_id: str) -> None:
+        """Free a session's state. Unknown ids are ignored."""
+        if self._recorder is not None:
+            self._recorder.closed(session_id)
+        with _endpoint_errors():
+            await self._engine.close(session_id)
+
+    async def fork(self, session_id: str, fork_to: str) -> None:
+        """Copy a session's committed state to a new id.
+
+        Raises:
+            EndpointError: The engine refused the copy.
+        """
+        with _endpoint_errors():
+            await self._engine.run_request(
+                DiffusionParams(session_id=session_id, op="fork", fork_to=fork_to), {}
+            )
+        if self._recorder is not None:
+            self._recorder.forked(session_id, fork_to)
+
+    async def save(
+        self, session_id: str, path: Path, owner: Mapping[str, str] | None
+    ) -> SnapshotHeader:
+        """Write a session to a new file.
+
+        Raises:
+            EndpointError: The session could not be written.
+        """
+        with _endpoint_errors():
+            return await self._engine.save_session(session_id, path, owner)
+
+    async def checkpoint(
+        self, session_id: str, path: Path, owner: Mapping[str, str] | None
+    ) -> tuple[SnapshotHeader, float]:
+        """Write a session to a new file without pausing the engine.
+
+        Returns:
+            `(header, seconds that it cost the engine)`.
+
+        Raises:
+            EndpointError: The session could not be written.
+        """
+        with _endpoint_errors():
+            return await self._engine.checkpoint_session(session_id, path, owner)
+
+    async def restore(self, session_id: str, path: Path) -> tuple[SnapshotHeader, dict[str, Any]]:
+        """Restore a session from a file.
+
+        Returns:
+            `(header, scalars)`.
+
+        Raises:
+            EndpointError: The session could not be restored.
+        """
+        with _endpoint_errors():
+            return await self._engine.restore_session(session_id, path)
+
+
+@contextmanager
+def _endpoint_errors() -> Iterator[None]:
+    try:
+        yield
+    except RequestFailed as failure:
+        raise _endpoint_error(failure) from failure.__cause__
+
+
+def _endpoint_error(failure: RequestFailed) -> EndpointError:
+    if failure.code == "engine_dead":
+        return EndpointError("engine_error", failure.message, close=Close.INTERNAL)
+    return EndpointError(failure.code, failure.message)

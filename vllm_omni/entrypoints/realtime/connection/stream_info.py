@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`StreamInfo`: stream metadata of the served model, so that endpoints are independent of the
+model.
+
+A family defines its differences from the defaults in `ModelFamily.stream_info`. Sizes and session
+limits come from `OmniConfig`.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from vllm_omni.actions import CAMERA_SPACE, ActionSpace
+from vllm_omni.config import DEFAULT_HEIGHT, DEFAULT_WIDTH, OmniConfig, parse_options
+from vllm_omni.entrypoints.engine.ranks import num_ranks
+from vllm_omni.entrypoints.errors import EndpointError
+from vllm_omni.model_executor.models.registry import get_family
+from vllm_omni.worlds.description import CONFIG_KEY, WorldDescription
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class StreamInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Controls, geometry and rates of a causal world model."""
+
+    actions: ActionSpace = CAMERA_SPACE
+    """Controls of the model, and whether it takes prompts and start images."""
+    patch_size: tuple[int, int, int] = (1, 2, 2)
+    """Patch size of the transformer: (time, height, width)."""
+    vae_stride: tuple[int, int, int] = (4, 8, 8)
+    """Downsampling of the VAE: (time, height, width)."""
+    first_stride: int = 1
+    """Pixel frames of a session's first latent frame. Default: 1."""
+    latent_frames_per_chunk: int = 3
+    """Latent frames that are denoised together. Default: 3."""
+    first_chunk_latent_frames: int | None = None
+    """Latent frames of a session's first chunk. Default: `latent_frames_per_chunk`."""
+    fps: float = 16.0
+    """Frame rate that the model was trained at. Default: 16."""
+    intrinsics_reference_size: tuple[int, int] = (832, 480)
+    """(width, height) in pixels that intrinsics refer to."""
+    key_focal: float = 500.0
+    """Focal length that camera keys assume, in pixels of the video, unless the world description
+    has one."""
+    key_step: float = 0.05
+    """Step of a movement key in pose units. Default: 0.05."""
+
+    height: int = DEFAULT_HEIGHT
+    """Default height of the frames in pixels."""
+    width: int = DEFAULT_WIDTH
+    """Default width of the frames in pixels."""
+    max_sessions: int = 8
+    """Maximum number of sessions over all data-parallel ranks."""
+    session_idle_s: float = 300.0
+    """Idle time in seconds after which a session is closed."""
+    by_deadline: bool = False
+    """Whether the engine schedules chunks by deadline (`OmniConfig.scheduling`)."""
+    window_frames: int | None = None
+    """Attention window in latent frames, if sessions may choose a smaller one. None: they may not.
+    """
+    sink_frames: int | None = None
+    """Sink frames of the attention window, if sessions may choose fewer. None: they may not."""
+    chunks_in_flight: int = 1
+    """Chunks of a session that the engine processes at the same time (`OmniConfig`)."""
+    target_fps: float | None = None
+    """Frame rate of streams without a rate of their client. None: the model's rate."""
+    model: str = ""
+    """Name of the model, as clients know it."""
+    card: WorldDescription | None = None
+    """World description of the checkpoint, if it has one."""
+
+    @classmethod
+    def from_vllm_config(cls, vllm_config: "VllmConfig", model: str) -> "StreamInfo":
+        """Return the metadata of the served model and its deployment.
+
+        Args:
+            vllm_config: vLLM's configuration.
+            model: Name of the model, as clients know it.
+        """
+        hf_config: dict[str, Any] = vllm_config.model_config.hf_config.to_dict()
+        omni = OmniConfig.from_additional_config(vllm_config.additional_config)
+        family = get_family(hf_config["omni_family"])
+        info = {
+            **(family.stream_info(hf_config, omni) if family.stream_info is not None else {}),
+            "actions": ActionSpace()
+            if family.action_space is None
+            else family.action_space(hf_config, omni),
+            "height": omni.height,
+            "width": omni.width,
+            "max_sessions": omni.max_sessions * num_ranks(vllm_config),
+            "session_idle_s": omni.session_idle_s,
+            "by_deadline": omni.scheduling == "deadline",
+            "chunks_in_flight": omni.chunks_in_flight,
+            "target_fps": omni.target_fps,
+            "model": model,
+            "card": hf_config.get(CONFIG_KEY),
+        }
+        return parse_options(cls, info, f"world facts of {family.name}")
+
+    @property
+    def needs_image(self) -> bool:
+        """Whether a session requires a start image."""
+        return self.actions.image == "required"
+
+    def check_prompt(self, prompt: str | None) -> None:
+        """Check a prompt.
+
+        Raises:
+            EndpointError: `invalid_prompt`: the model takes no prompts.
+        """
+        if prompt and self.actions.prompt == "none":
+            raise EndpointError(
+                "invalid_prompt",
+                f"this model takes no prompt; it takes {self.actions.takes()}",
+                param="prompt",
+            )
+
+    def check_image(self, has_image: bool, param: str) -> None:
+        """Check whether a session may start with, or without, a start image.
+
+        Args:
+            has_image: Whether the client sent one.
+            param: Key of the image in the client's message.
+
+        Raises:
+            EndpointError: `invalid_image` or `missing_image`.
+        """
+        if has_image and self.actions.image == "none":
+            raise EndpointError(
+                "invalid_image",
+                f"this model takes no start image; it takes {self.actions.takes()}",
+                param=param,
+            )
+        if not has_image and self.needs_image:
+            raise EndpointError(
+                "missing_image", f"this model requires a start image; send {param}", param=param
+            )
+
+    @property
+    def max_area(self) -> int:
+        return self.height * self.width
+
+    @property
+    def size_multiple(self) -> tuple[int, int]:
+        """(width, height) in pixels; the size of frames must be a multiple of it."""
+        return self.patch_size[2] * self.vae_stride[2], self.patch_size[1] * self.vae_stride[1]
+
+    @property
+    def first_chunk_frames(self) -> int:
+        """Pixel frames of a session's first chunk."""
+        return self.pixel_frames(
+            self.first_chunk_latent_frames or self.latent_frames_per_chunk, starts_session=True
+        )
+
+    @property
+    def chunk_frames(self) -> int:
+        """Pixel frames of every later chunk."""
+        return self.vae_stride[0] * self.latent_frames_per_chunk
+
+    def key_intrinsics(self, width: int, height: int) -> list[float]:
+        """Return fx, fy, cx, cy of the view that camera keys assume.
+
+        Units are pixels of the reference size, as for the intrinsics of poses.
+
+        Args:
+            width: Width of the video in pixels.
+            height: Height of the video in pixels.
+        """
+        wide, high = self.intrinsics_reference_size
+        focal = self.focal_of_keys(width)
+        return [focal * wide / width, focal * high / height, wide / 2, high / 2]
+
+    def focal_of_keys(self, width: int) -> float:
+        """Return the focal length that camera keys assume, in pixels of a video of `width`."""
+        own = None if self.card is None else self.card.focal
+        return self.key_focal if own is None else own * width
+
+    def pixel_frames(self, latent_frames: int, starts_session: bool) -> int:
+        """Return the pixel frames of a number of latent frames.
+
+        Args:
+            latent_frames: Number of latent frames.
+            starts_session: Whether they are the first ones of a session.
+        """
+        less = self.vae_stride[0] - self.first_stride if starts_session else 0
+        return max(0, self.vae_stride[0] * latent_frames - less)
+
+    def latent_frames(self, pixel_frames: int) -> int:
+        """Return the latent frames of a chunk of `pixel_frames`."""
+        return -(-pixel_frames // self.vae_stride[0])
+
+    def chunk_sizes(self, first: bool) -> Iterator[int]:
+        """Yield the sizes of the next chunks in pixel frames, without end.
+
+        Args:
+            first: Whether the session has not started.
+        """
+        if first:
+            yield self.first_chunk_frames
+        while True:
+            yield self.chunk_frames
+
+    def split(self, num_frames: int, first: bool) -> tuple[list[int], int]:
+        """Split a number of pixel frames into whole chunks.
+
+        Returns:
+            `(sizes, remaining frames)`.
+        """
+        sizes: list[int] = []
+        for size in self.chunk_sizes(first):
+            if size > num_frames:
+                return sizes, num_frames
+            sizes.append(size)
+            num_frames -= size
+        raise AssertionError("unreachable: chunk_sizes is endless")
+
+    def check_size(self, height: int, width: int) -> None:
+        """Check the size of frames.
+
+        Raises:
+            EndpointError: `unsupported_size`: the model cannot generate frames of this size.
+        """
+        wide, high = self.size_multiple
+        if width % wide or height % high or height * width > self.max_area:
+            raise EndpointError(
+                "unsupported_size",
+                f"{width}x{height} arrived; width must be a multiple of {wide}, height of "
+                f"{high}, and "
+                f"width x height at most {self.max_area}",
+                param="extra_body",
+            )

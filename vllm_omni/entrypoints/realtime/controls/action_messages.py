@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parses actions in clients' messages, for all endpoints.
+
+Frames are a list with one entry per latent frame: names of held buttons, or a map of `buttons`,
+`axes` and `scroll`. Transitions are `{"mode": "state", "transitions": [...]}`, a list of maps with
+the same keys; absent keys change nothing. An unknown control is refused with `invalid_action` and
+the list of the model's controls. Camera keys, from clients that support nothing else, press the
+buttons that they belong to and are otherwise ignored.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+
+from vllm_omni.actions import (
+    MAX_HELD,
+    ActionEntry,
+    ActionFrame,
+    ActionSpace,
+    Name,
+    Value,
+    as_frame,
+    check_frame,
+)
+from vllm_omni.camera_keys import CAMERA_KEYS
+from vllm_omni.entrypoints.errors import EndpointError
+from vllm_omni.entrypoints.realtime.controls.control_track import (
+    MAX_SCRIPT_ENTRIES,
+    Held,
+    Script,
+    States,
+    Transition,
+)
+from vllm_omni.outputs import RequestFailed
+
+_MAX_TRANSITIONS: Final = 512
+_MAX_KEYS: Final = 16  # camera keys held at once
+
+
+class _Transition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    buttons: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_HELD)] | None = None
+    axes: dict[Name, Value] = msgspec.field(default_factory=dict)
+    scroll: Value = 0.0
+    client_ts_ms: float | None = None
+
+
+class _States(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    mode: Literal["state"]
+    transitions: Annotated[list[_Transition], msgspec.Meta(max_length=_MAX_TRANSITIONS)]
+
+
+def read_actions_message(value: Any, space: ActionSpace) -> Script | States:
+    """Parse the frames or transitions of one message.
+
+    Raises:
+        EndpointError: `invalid_action`.
+    """
+    if isinstance(value, dict):
+        states: _States = _convert(value, _States, space)
+        return States(
+            tuple(_transition(index, item, space) for index, item in enumerate(states.transitions))
+        )
+    if isinstance(value, list) and len(value) > MAX_SCRIPT_ENTRIES:
+        raise EndpointError(
+            "invalid_action",
+            f"{len(value)} frames arrived; at most {MAX_SCRIPT_ENTRIES}",
+            param="actions",
+        )
+    return read_script(convert_frames(value, space), space)
+
+
+def convert_frames(value: Any, space: ActionSpace) -> list[ActionEntry]:
+    """Parse a list of frames. `read_script` checks its names afterwards.
+
+    Raises:
+        EndpointError: `invalid_action`.
+    """
+    frames: list[ActionEntry] = _convert(value, list[ActionEntry], space)
+    return frames
+
+
+def read_script(entries: Sequence[ActionEntry], space: ActionSpace) -> Script:
+    """Check parsed frames against the model's controls.
+
+    Raises:
+        EndpointError: `invalid_action`.
+    """
+    frames = tuple(_without_repeats(as_frame(entry)) for entry in entries)
+    for index, frame in enumerate(frames):
+        _check(space, frame, f"actions[{index}]", summed=False)
+    return Script(frames)
+
+
+def camera_frames(entries: Iterable[Any], space: ActionSpace) -> Script:
+    """Parse frames of camera keys, one list per latent frame.
+
+    Raises:
+        EndpointError: `invalid_request`: an entry is not a list of strings.
+    """
+    return Script(tuple(ActionFrame(camera_buttons(keys, space)) for keys in entries))
+
+
+def camera_buttons(keys: Any, space: ActionSpace) -> Held:
+    """Return the buttons that held camera keys press. Unknown keys are ignored, as clients expect.
+
+    Raises:
+        EndpointError: `invalid_request`: the keys are not a list of strings.
+    """
+    if not isinstance(keys, list) or len(keys) > _MAX_KEYS or not {str}.issuperset(map(type, keys)):
+        raise EndpointError(
+            "invalid_request",
+            f"keys must be a list of at most {_MAX_KEYS} short texts",
+            param="camera_actions",
+        )
+    names: dict[str, None] = {}
+    for key in keys:
+        known = len(key) == 1 and key.lower() in CAMERA_KEYS
+        if known and (name := space.button_of_key(key.lower())) is not None:
+            names[name] = None
+    return tuple(names)[:1] if space.exclusive else tuple(names)
+
+
+def _transition(index: int, item: _Transition, space: ActionSpace) -> Transition:
+    frame = _without_repeats(ActionFrame(item.buttons or (), item.axes, item.scroll))
+    _check(space, frame, f"transitions[{index}]", summed=True)
+    return Transition(None if item.buttons is None else frame.buttons, frame.axes, frame.scroll)
+
+
+def _without_repeats(frame: ActionFrame) -> ActionFrame:
+    return msgspec.structs.replace(frame, buttons=tuple(dict.fromkeys(frame.buttons)))
+
+
+def _check(space: ActionSpace, frame: ActionFrame, where: str, *, summed: bool) -> None:
+    try:
+        check_frame(space, frame, where, summed=summed)
+    except RequestFailed as failure:
+        raise EndpointError(failure.code, failure.message, param="actions") from None
+
+
+def _convert(value: Any, kind: Any, space: ActionSpace) -> Any:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise EndpointError(
+            "invalid_action",
+            f"actions: {error}; this model takes {space.describe()}",
+            param="actions",
+        ) from None

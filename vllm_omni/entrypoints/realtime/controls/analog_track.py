@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`AnalogTrack`: values of a client's axes and wheel until the next chunk samples them.
+
+A `rate` axis keeps its value until it changes. Distances on a `motion` axis are summed until a
+chunk starts. The sum is spread evenly over the chunk's frames and limited to the range of a frame,
+so that the motion ends when the hand rests. Notches of the wheel are also summed. Each frame gets
+one notch, from the first frame on; surplus notches are dropped. This module is pure data.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+
+from vllm_omni.actions import ActionSpace
+
+MAX_WAITING: Final = 1024
+"""Maximum number of motion events that wait for one chunk."""
+
+EventId = int | str
+
+
+class Event(msgspec.Struct, frozen=True):
+    """One event of a client."""
+
+    order: int
+    """Order of arrival within the session."""
+    event_id: EventId | None
+    """The client's id. None: the client sent none."""
+
+
+@dataclass
+class _Rate:
+    value: float
+    event: Event
+    is_new: bool = True
+
+
+@dataclass
+class AnalogTrack:
+    """Axes and wheel of one session."""
+
+    space: ActionSpace
+    """Controls of the model."""
+    _rates: dict[str, _Rate] = field(default_factory=dict)
+    _moved: dict[str, float] = field(default_factory=dict)
+    _notches: float = 0.0
+    _movers: dict[int, Event] = field(default_factory=dict)
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether no value waits for the next chunk and no event acts."""
+        return not (self._rates or self._movers)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._movers) >= MAX_WAITING
+
+    def push(self, axes: Mapping[str, float], scroll: float, event: Event) -> list[Event]:
+        """Apply one transition. Its names must be in the action space.
+
+        Returns:
+            Events with rates that the transition replaces.
+        """
+        replaced = []
+        kinds = {axis.name: axis.kind for axis in self.space.axes}
+        for name, value in axes.items():
+            if kinds[name] == "motion":
+                self._moved[name] = self._moved.get(name, 0.0) + value
+                self._movers[event.order] = event
+                continue
+            if (before := self._rates.get(name)) is not None:
+                replaced.append(before.event)
+            self._rates[name] = _Rate(value, event)
+        if scroll:
+            self._notches += scroll
+            self._movers[event.order] = event
+        return replaced
+
+    def clear(self) -> list[Event]:
+        """Reset all values.
+
+        Returns:
+            Events that this interrupts.
+        """
+        cut = [*self._movers.values(), *(rate.event for rate in self._rates.values())]
+        self._rates.clear()
+        self._moved.clear()
+        self._movers.clear()
+        self._notches = 0.0
+        return cut
+
+    @property
+    def waiting(self) -> list[Event]:
+        """Events that have not completely acted."""
+        return [
+            *self._movers.values(),
+            *(rate.event for rate in self._rates.values() if rate.is_new),
+        ]
+
+    @property
+    def holding(self) -> list[Event]:
+        """Events with rates that stay active."""
+        return [rate.event for rate in self._rates.values() if rate.value]
+
+    def sample(
+        self, latent_frames: int, events: list[Event]
+    ) -> list[tuple[dict[str, float], float]]:
+        """Return and consume the values of each frame of the next chunk.
+
+        Args:
+            latent_frames: Latent frames of the chunk.
+            events: The events that act are appended to this list.
+
+        Returns:
+            `(axes, scroll)` of each frame.
+        """
+        events += [*self._movers.values(), *(rate.event for rate in self._rates.values())]
+        steady = {name: rate.value for name, rate in self._rates.items() if rate.value}
+        for axis in self.space.axes:
+            if moved := self._moved.get(axis.name):
+                steady[axis.name] = min(axis.high, max(axis.low, moved / latent_frames))
+        sign = (self._notches > 0) - (self._notches < 0)
+        scrolled = [
+            float(sign) if number < abs(self._notches) else 0.0 for number in range(latent_frames)
+        ]
+        for rate in self._rates.values():
+            rate.is_new = False
+        self._moved.clear()
+        self._movers.clear()
+        self._notches = 0.0
+        return [(dict(steady), scroll) for scroll in scrolled]

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Camera paths from clients: checked here once, exact float32 arrays afterwards.
+
+Poses are camera-to-world with OpenCV axes (x right, y down, z forward), one per pixel frame.
+Intrinsics are fx, fy, cx, cy in pixels of the model's reference size.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from vllm_omni.entrypoints.errors import EndpointError
+from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
+
+# N pixel frames
+
+PosePolicy = Literal["error", "trim", "hold_last"]
+
+# a larger deviation from a rotation is an error, a smaller one is rounding
+_ROTATION_TOLERANCE: Final = 1e-2
+_LAST_ROW_TOLERANCE: Final = 1e-3
+_LARGEST: Final = 1e6  # a larger float32 position has no useful precision
+
+
+@dataclass(frozen=True)
+class CameraPath:
+    """Poses and intrinsics of consecutive pixel frames. Arrays are C-contiguous and finite."""
+
+    poses_N44: np.ndarray
+    """Camera-to-world matrices, float32."""
+    intrinsics_N4: np.ndarray
+    """fx, fy, cx, cy in pixels of the reference size, float32."""
+
+    def __len__(self) -> int:
+        return len(self.poses_N44)
+
+    @classmethod
+    def parse(
+        cls,
+        poses: Any,
+        intrinsics: Any,
+        max_poses: int,
+        size: tuple[int, int],
+        own_size: tuple[int, int] | None = None,
+    ) -> "CameraPath":
+        """Check a client's arrays or nested lists.
+
+        Rotations are made exactly orthonormal.
+
+        Args:
+            poses: `[N, 4, 4]`.
+            intrinsics: `[N, 4]`, `[N, 3, 3]` or `[N, 4, 4]`, or one for all poses.
+            max_poses: Maximum number of poses.
+            size: Width and height of the image that the server's intrinsics refer to.
+            own_size: Width and height of the image that the client's intrinsics refer to. They are
+                scaled from it to `size`. Default: the same size.
+
+        Raises:
+            EndpointError: `invalid_camera` or `non_finite_pose`, with the received and the allowed
+                values.
+        """
+        poses_N44 = _numbers(poses, "poses")
+        if poses_N44.ndim != 3 or poses_N44.shape[1:] != (4, 4) or len(poses_N44) == 0:
+            raise EndpointError(
+                "invalid_camera",
+                f"poses must have shape [N, 4, 4], got {list(poses_N44.shape)}",
+                param="poses",
+            )
+        if len(poses_N44) > max_poses:
+            raise EndpointError(
+                "invalid_camera",
+                f"{len(poses_N44)} poses arrived; at most {max_poses} are allowed",
+                param="poses",
+            )
+        intrinsics_N4 = _per_frame(_numbers(intrinsics, "intrinsics"), len(poses_N44))
+        for name, array in (("poses", poses_N44), ("intrinsics", intrinsics_N4)):
+            if not np.isfinite(array).all():
+                raise EndpointError(
+                    "non_finite_pose", f"{name} must be finite, got NaN or Inf", param=name
+                )
+            if np.abs(array).max() > _LARGEST:
+                raise EndpointError(
+                    "invalid_camera", f"{name} must lie within +-{_LARGEST:g}", param=name
+                )
+        if (intrinsics_N4[:, :2] <= 0).any():
+            raise EndpointError(
+                "invalid_camera", "focal lengths fx and fy must be > 0", param="intrinsics"
+            )
+        given = size if own_size is None else own_size
+        centres_N2 = intrinsics_N4[:, 2:]
+        if (centres_N2 < 0).any() or (centres_N2 > given).any():
+            x, y = centres_N2[((centres_N2 < 0) | (centres_N2 > given)).any(axis=1)][0]
+            raise EndpointError(
+                "invalid_camera",
+                f"the principal point ({x:g}, {y:g}) lies outside a picture of "
+                f"{given[0]}x{given[1]}: intrinsics for a "
+                f"picture of about {2 * x:g}x{2 * y:g}? Scale them to {size[0]}x{size[1]}, or name "
+                "their picture's "
+                f"[width, height] as camera.intrinsics_size",
+                param="intrinsics",
+            )
+        scale_2 = np.array(size) / given
+        intrinsics_N4 = intrinsics_N4 * np.tile(scale_2, 2)
+        return cls(
+            np.ascontiguousarray(_with_exact_rotations(poses_N44), dtype=np.float32),
+            np.ascontiguousarray(intrinsics_N4, dtype=np.float32),
+        )
+
+    def slice(self, start: int, stop: int) -> "CameraPath":
+        return CameraPath(self.poses_N44[start:stop], self.intrinsics_N4[start:stop])
+
+    def resized(self, num_frames: int) -> "CameraPath":
+        """Truncate the path to `num_frames`, or repeat the last pose."""
+        index = np.minimum(np.arange(num_frames), len(self) - 1)
+        return CameraPath(self.poses_N44[index], self.intrinsics_N4[index])
+
+
+def plan_frames(
+    num_poses: int, num_frames: int | None, policy: PosePolicy, info: StreamInfo, first: bool
+) -> list[int]:
+    """Return the chunk sizes of one request in pixel frames.
+
+    Args:
+        num_poses: Number of poses that the client sent.
+        num_frames: Pixel frames that the client requested. None: as many as poses.
+        policy: `error` requires whole chunks and equal numbers. `trim` drops frames that do not
+            fill a chunk. `hold_last` repeats the last pose to fill a chunk.
+        facts: Chunk sizes of the model.
+        first: Whether this is the session's first request.
+
+    Raises:
+        EndpointError: `invalid_camera`: the numbers do not match the policy.
+    """
+    grid = f"{info.first_chunk_frames} + {info.chunk_frames}k" if first else f"{info.chunk_frames}k"
+    where = "a session's first request" if first else "a later request"
+    if policy == "error" and num_frames not in (None, num_poses):
+        raise EndpointError(
+            "invalid_camera",
+            f"num_frames is {num_frames} but {num_poses} poses arrived; send one pose per frame",
+            param="poses",
+        )
+    wanted = num_poses if num_frames is None else num_frames
+    if policy == "trim":
+        wanted = min(wanted, num_poses)
+    sizes, rest = info.split(wanted, first)
+    if rest and policy == "hold_last":
+        sizes.append(next(info.chunk_sizes(first and not sizes)))
+    elif (rest and policy == "error") or not sizes:
+        raise EndpointError(
+            "invalid_camera",
+            f"{wanted} frames arrived; {where} makes {grid} frames: send that many poses, or set "
+            f"extra_body.pose_policy to 'trim' or 'hold_last'",
+            param="poses",
+        )
+    return sizes
+
+
+def _numbers(value: Any, name: str) -> np.ndarray:
+    """Return an array or nested list of numbers as float64.
+
+    Raises:
+        EndpointError: The value contains booleans or text, or its lists differ in length.
+    """
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind not in "iuf":
+            raise EndpointError(
+                "invalid_camera", f"{name} must hold numbers, got dtype {value.dtype}", param=name
+            )
+        with np.errstate(invalid="ignore"):  # NaN is refused later, with its own error
+            return value.astype(np.float64)
+    if not isinstance(value, list) or not _check_numeric(value):
+        raise EndpointError(
+            "invalid_camera", f"{name} must be an array or nested lists of numbers", param=name
+        )
+    try:
+        return np.array(value, dtype=np.float64)
+    except (ValueError, OverflowError):
+        raise EndpointError(
+            "invalid_camera",
+            f"{name} must be a regular array; its lists differ in length",
+            param=name,
+        ) from None
+
+
+def _check_numeric(value: list[Any]) -> bool:
+    return all(
+        _check_numeric(item) if isinstance(item, list) else type(item) in (int, float)
+        for item in value
+    )
+
+
+def _per_frame(intrinsics: np.ndarray, count: int) -> np.ndarray:
+    """Return fx, fy, cx, cy per frame. A single 4-vector or matrix applies to all frames."""
+    shape = intrinsics.shape
+    if shape in ((4,), (3, 3)) or (shape == (4, 4) and count != 4):
+        intrinsics = np.broadcast_to(intrinsics, (count, *shape))
+        shape = intrinsics.shape
+    if shape[1:] in ((3, 3), (4, 4)):
+        intrinsics = np.stack(
+            [intrinsics[:, 0, 0], intrinsics[:, 1, 1], intrinsics[:, 0, 2], intrinsics[:, 1, 2]],
+            axis=1,
+        )
+    if intrinsics.shape != (count, 4):
+        raise EndpointError(
+            "invalid_camera",
+            f"intrinsics must have shape [N, 4], [N, 3, 3] or [N, 4, 4] with N = {count} poses, or "
+            "be one for all; "
+            f"got {list(shape)}",
+            param="intrinsics",
+        )
+    return intrinsics
+
+
+def _with_exact_rotations(poses_N44: np.ndarray) -> np.ndarray:
+    """Replace each rotation by the nearest orthonormal one (SVD).
+
+    Raises:
+        EndpointError: A pose is not rigid.
+    """
+    if np.abs(poses_N44[:, 3] - np.array([0.0, 0.0, 0.0, 1.0])).max() > _LAST_ROW_TOLERANCE:
+        raise EndpointError(
+            "invalid_camera", "the last row of every pose must be [0, 0, 0, 1]", param="poses"
+        )
+    rotation_N33 = poses_N44[:, :3, :3]
+    error = np.abs(rotation_N33.transpose(0, 2, 1) @ rotation_N33 - np.eye(3)).max(axis=(1, 2))
+    bad = (error > _ROTATION_TOLERANCE) | (np.linalg.det(rotation_N33) <= 0)
+    if bad.any():
+        raise EndpointError(
+            "invalid_camera",
+            f"pose {int(np.argmax(bad))} is not rigid: its 3x3 part must be a rotation "
+            "(orthonormal within "
+            f"{_ROTATION_TOLERANCE:g}, determinant +1)",
+            param="poses",
+        )
+    left, _, right = np.linalg.svd(rotation_N33)
+    exact_N44 = poses_N44.copy()
+    exact_N44[:, :3, :3] = left @ right
+    exact_N44[:, 3] = (0.0, 0.0, 0.0, 1.0)
+    return exact_N44

@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ControlTrack`: a client's pending controls, and the controls of the next chunk.
+
+Actions arrive as a script or as states. A script is a timeline with one frame of controls per
+latent frame; after its end no control is active. States are transitions, for example "these buttons
+are held". Held buttons stay until they change, so there is never a backlog. A button that is
+pressed and released between two chunks still acts for one latent frame. `AnalogTrack` handles axes
+and wheel. A script replaces states, and states replace a script. Of prompts and LoRA adapters, only
+the latest applies. All buffers are bounded.
+
+This module is pure data: it has no sockets, clock or engine.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+
+from vllm_omni.actions import CAMERA_SPACE, ActionEntry, ActionFrame, ActionSpace, as_entry
+from vllm_omni.entrypoints.realtime.controls.analog_track import AnalogTrack, Event, EventId
+from vllm_omni.inputs import Lora
+
+MAX_SCRIPT_ENTRIES: Final = 512
+_REMEMBERED_IDS: Final = 1024
+
+Held = tuple[str, ...]
+"""Buttons held during one latent frame; () for none."""
+
+
+class TooManyEvents(Exception):
+    """Too many events wait for the next chunk."""
+
+
+class Script(msgspec.Struct, frozen=True):
+    """A timeline of controls."""
+
+    entries: tuple[ActionFrame, ...]
+    """Controls of each latent frame."""
+
+
+class Transition(msgspec.Struct, frozen=True):
+    """One change of controls."""
+
+    buttons: Held | None = None
+    """Buttons that are now held. None: unchanged."""
+    axes: Mapping[str, float] = {}
+    """New value of a rate axis, or distance on a motion axis, by name."""
+    scroll: float = 0.0
+    """Notches of the wheel."""
+
+
+class States(msgspec.Struct, frozen=True):
+    """Transitions in chronological order."""
+
+    transitions: tuple[Transition, ...]
+    """Transitions, oldest first."""
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """A new prompt."""
+
+    text: str
+    """The prompt."""
+
+
+class Adapters(msgspec.Struct, frozen=True):
+    """New LoRA adapters."""
+
+    choices: tuple[Lora, ...]
+    """The adapters; () for none."""
+
+
+Update = Script | States | Prompt | Adapters
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """Controls of one chunk."""
+
+    actions: list[ActionEntry] | None = None
+    """One entry per latent frame. None: the client never sent actions."""
+    prompt: str | None = None
+    """New prompt. None: unchanged."""
+    lora: tuple[Lora, ...] | None = None
+    """New LoRA adapters. None: unchanged."""
+    event_id: EventId | None = None
+    """Id of the newest event that acts in this chunk."""
+    is_new: bool = False
+    """Whether no earlier sample contained `event_id`."""
+    applied: tuple[EventId, ...] = ()
+    """Ids of the events that act for the first time in this chunk."""
+    active: tuple[EventId, ...] = ()
+    """Ids of the events that still act after this chunk."""
+
+
+@dataclass
+class ControlTrack:
+    """Controls of one session, in order of arrival. Call `apply` and `sample` on one event loop."""
+
+    space: ActionSpace = CAMERA_SPACE
+    """Controls of the model. Every control of an update must be one of them."""
+    _script: deque[tuple[ActionFrame, Event]] = field(default_factory=deque)
+    _transitions: list[tuple[Held, Event]] = field(default_factory=list)
+    _held: Held = ()
+    _held_by: Event | None = None
+    _any_actions: bool = False
+    _prompt: tuple[str, Event] | None = None
+    _lora: tuple[tuple[Lora, ...], Event] | None = None
+    _num_events: int = 0
+    _newest_sent: int = -1
+    _acting: set[int] = field(default_factory=set)
+    _seen: OrderedDict[EventId, None] = field(default_factory=OrderedDict)
+
+    def __post_init__(self) -> None:
+        self._analog = AnalogTrack(self.space)
+
+    def is_repeated(self, event_id: EventId | None) -> bool:
+        """Whether an event with this id has been applied. A repetition has no effect."""
+        return event_id is not None and event_id in self._seen
+
+    def apply(self, updates: Iterable[Update], event_id: EventId | None = None) -> list[EventId]:
+        """Apply one event.
+
+        Args:
+            updates: Parts of the event. They are applied together.
+            event_id: The client's id of the event.
+
+        Returns:
+            Ids of earlier events that will never act.
+
+        Raises:
+            TooManyEvents: Too many events wait. No part of this one is applied.
+        """
+        updates = list(updates)
+        if self._analog.is_full and any(_moves(update) for update in updates):
+            raise TooManyEvents
+        event = Event(self._num_events, event_id)
+        self._num_events += 1
+        if event_id is not None:
+            self._seen[event_id] = None
+            while len(self._seen) > _REMEMBERED_IDS:
+                self._seen.popitem(last=False)
+        replaced: list[Event] = []
+        for update in updates:
+            match update:
+                case Prompt(text):
+                    replaced += [self._prompt[1]] if self._prompt is not None else []
+                    self._prompt = (text, event)
+                case Adapters(choices):
+                    replaced += [self._lora[1]] if self._lora is not None else []
+                    self._lora = (choices, event)
+                case Script(entries):
+                    replaced += self._clear()
+                    self._script.extend((frame, event) for frame in entries[:MAX_SCRIPT_ENTRIES])
+                    self._any_actions = True
+                case States(transitions):
+                    replaced += [waiting for _, waiting in self._script]
+                    self._script.clear()
+                    replaced += self._push(transitions, event)
+                    self._any_actions = True
+        if not replaced:
+            return []
+        alive = self._acting | self._waiting()
+        gone = [old for old in replaced if old.order not in alive and old.order != event.order]
+        ids = {old.event_id: None for old in gone}
+        return [old_id for old_id in ids if old_id is not None]
+
+    def _waiting(self) -> set[int]:
+        """Return the order numbers of events that have not completely acted."""
+        if (
+            not (self._script or self._transitions or self._prompt or self._lora)
+            and self._analog.is_at_rest
+        ):
+            return set()  # the usual case after a chunk has sampled its controls
+        events = [event for _, event in (*self._script, *self._transitions)]
+        slots = [slot[1] for slot in (self._prompt, self._lora) if slot is not None]
+        return {event.order for event in [*events, *self._analog.waiting, *slots]}
+
+    def _push(self, transitions: tuple[Transition, ...], event: Event) -> list[Event]:
+        """Append transitions.
+
+        Only the newest buttons and the newest non-empty buttons are retained.
+        """
+        replaced = [old for _, old in self._transitions]
+        for transition in transitions:
+            if transition.buttons is not None:
+                self._transitions.append((transition.buttons, event))
+            if transition.axes or transition.scroll:
+                replaced += self._analog.push(transition.axes, transition.scroll, event)
+        if len(self._transitions) > 2:
+            last = self._transitions[-1]
+            pulse = next((item for item in reversed(self._transitions) if item[0]), last)
+            self._transitions = [pulse, last] if pulse is not last else [last]
+        if not replaced:
+            return []
+        retained = {item.order for _, item in self._transitions}
+        return [old for old in replaced if old.order not in retained]
+
+    def _clear(self) -> list[Event]:
+        replaced = [event for _, event in (*self._script, *self._transitions)]
+        self._script.clear()
+        self._transitions.clear()
+        self._held, self._held_by = (), None
+        return replaced + self._analog.clear()
+
+    def sample(self, latent_frames: int, with_prompt: bool = True) -> Sample:
+        """Return and consume the next chunk's controls.
+
+        Args:
+            latent_frames: Latent frames of the chunk.
+            with_prompt: Whether the prompt may change.
+        """
+        events: list[Event] = []
+        actions = self._sample_actions(latent_frames, events) if self._any_actions else None
+        prompt = None
+        if with_prompt and self._prompt is not None:
+            prompt, event = self._prompt
+            self._prompt = None
+            events.append(event)
+        lora = None
+        if self._lora is not None:
+            lora, event = self._lora
+            self._lora = None
+            events.append(event)
+        newest: Event | None = None
+        named: dict[int, EventId] = {}
+        for event in events:
+            if event.event_id is None:
+                continue
+            named[event.order] = event.event_id
+            if newest is None or event.order > newest.order:
+                newest = event
+        is_new = newest is not None and newest.order > self._newest_sent
+        if is_new and newest is not None:
+            self._newest_sent = newest.order
+        lasting = self._lasting() if named else set()
+        applied: list[EventId] = []
+        active: list[EventId] = []
+        for order in sorted(named):
+            if order not in self._acting:
+                applied.append(named[order])
+            if order in lasting:
+                active.append(named[order])
+        self._acting = set(named)
+        return Sample(
+            actions=actions,
+            prompt=prompt,
+            lora=lora,
+            event_id=newest.event_id if newest is not None else None,
+            is_new=is_new,
+            applied=tuple(applied),
+            active=tuple(active),
+        )
+
+    def _lasting(self) -> set[int]:
+        """Return the order numbers of events that still act after this chunk."""
+        orders = self._waiting()
+        if self._held_by is not None and self._held:
+            orders.add(self._held_by.order)
+        for event in self._analog.holding:
+            orders.add(event.order)
+        return orders
+
+    def _sample_actions(self, latent_frames: int, events: list[Event]) -> list[ActionEntry]:
+        if self._script:
+            taken = [self._script.popleft() for _ in range(min(latent_frames, len(self._script)))]
+            events += [event for _, event in taken]
+            return [
+                *(as_entry(frame) for frame, _ in taken),
+                *([] for _ in range(latent_frames - len(taken))),
+            ]
+        held = self._sample_buttons(latent_frames, events)
+        if self._analog.is_at_rest:  # always true for models that only have buttons
+            return list(map(list, held))
+        analog = self._analog.sample(latent_frames, events)
+        return [
+            as_entry(ActionFrame(buttons, axes, scroll))
+            for buttons, (axes, scroll) in zip(held, analog, strict=True)
+        ]
+
+    def _sample_buttons(self, latent_frames: int, events: list[Event]) -> list[Held]:
+        pulse: Held | None = None
+        if self._transitions:
+            for buttons, event in self._transitions:
+                pulse = buttons or pulse
+                events.append(event)
+            self._held, self._held_by = self._transitions[-1]
+            pulse = None if pulse == self._held else pulse
+            self._transitions.clear()
+        elif self._held_by is not None:
+            events.append(self._held_by)
+        chunk = [self._held] * latent_frames
+        if pulse is not None:
+            chunk[0] = pulse
+        return chunk
+
+
+def _moves(update: Update) -> bool:
+    return isinstance(update, States) and any(
+        step.axes or step.scroll for step in update.transitions
+    )

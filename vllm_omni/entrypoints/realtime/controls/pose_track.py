@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`PoseTrack`: converts camera commands to one pose per pixel frame.
+
+Commands use x right, y up and z forward, relative to the session's start. Poses are camera-to-world
+with OpenCV axes (y down), as in `CameraPath`. A `target` is reached after a number of chunks:
+positions change linearly, and rotations follow the shortest arc at constant speed. A `velocity` is
+a step that repeats every latent frame until the next command. Pixel frames between latent frames
+are interpolated in the same way.
+
+If the model has the axes `WALK_AXES`, a velocity is converted to their values instead
+(`walk_axes`). The model then moves the camera with the package's only integrator, so that walls
+stop it. This module is pure data.
+"""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+import numpy as np
+import torch
+
+from vllm_omni.actions import ActionSpace
+from vllm_omni.worlds.movement import Motion, move_cameras, pitch_of
+
+# N pixel frames
+
+MAX_PENDING: Final = 32
+"""Maximum number of commands that wait for the next chunk. A command replaces its predecessor."""
+
+WALK_AXES: Final = ("forward", "right", "up", "yaw", "pitch")
+"""Rates of a walking camera: steps per latent frame, then degrees per latent frame."""
+
+_UP_TO_DOWN_44: Final = np.diag([1.0, -1.0, 1.0, 1.0])
+
+
+@dataclass(frozen=True)
+class Command:
+    """One camera command."""
+
+    event_id: str
+    """The client's id of the command."""
+    mode: Literal["target", "velocity"]
+    """Move to a pose, or keep moving."""
+    translation_3: np.ndarray
+    """Position of a target, or step of a velocity."""
+    rotation_4: np.ndarray
+    """Rotation as a unit quaternion x, y, z, w."""
+    transition_chunks: int = 1
+    """Chunks until a target is reached, at least 0. Default: 1."""
+
+    @property
+    def yaw_degrees(self) -> float:
+        forward_3 = _rotation(self.rotation_4)[:, 2]
+        return math.degrees(math.atan2(forward_3[0], forward_3[2]))
+
+    @property
+    def pitch_degrees(self) -> float:
+        return math.degrees(math.asin(min(1.0, max(-1.0, float(_rotation(self.rotation_4)[1, 2])))))
+
+    def walk_axes(self, step: float) -> dict[str, float]:
+        """Return a velocity as values of `WALK_AXES`, without roll.
+
+        Args:
+            step: Length of a step in pose units.
+        """
+        right, up, forward = (self.translation_3 / step).tolist()
+        values = (forward, right, up, self.yaw_degrees, self.pitch_degrees)
+        return dict(zip(WALK_AXES, values, strict=True))
+
+
+def walks(space: ActionSpace) -> bool:
+    """Return whether a model has the axes of a walking camera."""
+    return set(WALK_AXES) <= set(space.axis_names)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Progress of commands in one chunk."""
+
+    started: tuple[str, ...] = ()
+    """Ids of commands that started in the chunk."""
+    active: tuple[str, ...] = ()
+    """Ids of commands that act at the end of the chunk."""
+    completed: tuple[str, ...] = ()
+    """Ids of commands that ended in the chunk: reached or replaced."""
+
+
+_Pose = tuple[np.ndarray, np.ndarray]
+"""(translation_3, rotation_4), in the axes of commands."""
+
+
+@dataclass
+class PoseTrack:
+    """Camera of one session. It starts at the identity pose."""
+
+    walks: bool = False
+    """Whether velocities are converted to `WALK_AXES`. Default: False."""
+    _pending: deque[Command] = field(default_factory=lambda: deque(maxlen=MAX_PENDING))
+    _active: Command | None = None
+    _source: _Pose = field(default_factory=lambda: _identity())
+    _pose: _Pose = field(default_factory=lambda: _identity())
+    _steps: int = 0
+
+    def push(self, command: Command) -> None:
+        self._pending.append(command)
+
+    @property
+    def velocity(self) -> Command | None:
+        """Return the velocity of the next chunk, if any."""
+        command = self._pending[-1] if self._pending else self._active
+        return command if command is not None and command.mode == "velocity" else None
+
+    @property
+    def position_3(self) -> np.ndarray:
+        """Where the camera is, with OpenCV axes."""
+        return _matrix(self._pose)[:3, 3]
+
+    def shift(self, by_3: np.ndarray) -> None:
+        """Correct the camera's position, in OpenCV axes, after an obstacle has stopped it."""
+        self._pose = (self._pose[0] + _UP_TO_DOWN_44[:3, :3] @ by_3, self._pose[1])
+
+    def sample(self, pixel_frames: int, latent_frames: int) -> tuple[np.ndarray, Progress]:
+        """Return the poses of the next chunk.
+
+        Args:
+            pixel_frames: Pixel frames of the chunk.
+            latent_frames: Latent frames of the chunk.
+
+        Returns:
+            Float32 poses `[pixel_frames, 4, 4]` and the progress of the commands.
+        """
+        started = [command.event_id for command in self._pending]
+        completed = []
+        while self._pending:
+            if self._active is not None:
+                completed.append(self._active.event_id)
+            self._active, self._source, self._steps = self._pending.popleft(), self._pose, 0
+        knots = [self._pose]
+        for _ in range(latent_frames):
+            self._step(latent_frames, completed)
+            knots.append(self._pose)
+        # Pixel frames are interpolated between latent frames. The last one of each group shows the
+        # latent frame itself.
+        ahead = np.arange(1, pixel_frames + 1) * latent_frames / pixel_frames
+        if pixel_frames % latent_frames:  # a session's first latent frame is a single pixel frame
+            rest = (pixel_frames - 1) // max(1, latent_frames - 1)
+            ahead = np.concatenate([[1.0], 1 + np.arange(1, pixel_frames) / max(1, rest)])
+        poses_N44 = np.stack([_matrix(_between(knots, float(position))) for position in ahead])
+        active = () if self._active is None else (self._active.event_id,)
+        return poses_N44.astype(np.float32), Progress(tuple(started), active, tuple(completed))
+
+    def _step(self, latent_frames: int, completed: list[str]) -> None:
+        command = self._active
+        if command is None:
+            return
+        if command.mode == "velocity" and self.walks:
+            self._pose = _walked(self._pose, command)
+            return
+        if command.mode == "velocity":
+            translation_3, rotation_4 = self._pose
+            moved_3 = translation_3 + _rotation(rotation_4) @ command.translation_3
+            self._pose = (moved_3, _normal(_product(rotation_4, command.rotation_4)))
+            return
+        self._steps += 1
+        total = command.transition_chunks * latent_frames
+        target = (command.translation_3, command.rotation_4)
+        if self._steps >= total:
+            self._pose, self._active = target, None
+            completed.append(command.event_id)
+        else:
+            self._pose = _interpolate(self._source, target, self._steps / total)
+
+
+def unit_quaternion(values: Sequence[float]) -> np.ndarray:
+    """Return x, y, z, w as a unit quaternion.
+
+    Raises:
+        ValueError: The quaternion is zero or not finite.
+    """
+    rotation_4 = np.array(values, dtype=np.float64)
+    length = float(np.linalg.norm(rotation_4))
+    if not math.isfinite(length) or length < 1e-6:
+        raise ValueError("a rotation must be a quaternion x, y, z, w that is not zero")
+    return rotation_4 / length
+
+
+def _walked(pose: _Pose, velocity: Command) -> _Pose:
+    """Return the pose after one latent frame of a velocity, without obstacles."""
+    right, up, forward, yaw, pitch = (
+        torch.tensor([value], dtype=torch.float64)
+        for value in (
+            *velocity.translation_3.tolist(),
+            velocity.yaw_degrees,
+            velocity.pitch_degrees,
+        )
+    )
+    pose_144 = torch.from_numpy(_matrix(pose))[None]
+    pitch_1 = torch.tensor([pitch_of(pose_144[0])], dtype=torch.float64)
+    moved_144, _ = move_cameras(pose_144, pitch_1, Motion(forward, right, up, yaw, pitch), step=1.0)
+    matrix_44 = _UP_TO_DOWN_44 @ moved_144[0].numpy() @ _UP_TO_DOWN_44
+    return matrix_44[:3, 3], _quaternion(matrix_44[:3, :3])
+
+
+def _quaternion(rotation_33: np.ndarray) -> np.ndarray:
+    """Return the quaternion of a rotation, computed from its largest component for accuracy."""
+    r = rotation_33
+    squares_4 = 1.0 + np.array([[1, -1, -1], [-1, 1, -1], [-1, -1, 1], [1, 1, 1]]) @ np.diag(r)
+    rows_44 = np.array(
+        [
+            [squares_4[0], r[1, 0] + r[0, 1], r[0, 2] + r[2, 0], r[2, 1] - r[1, 2]],
+            [r[1, 0] + r[0, 1], squares_4[1], r[2, 1] + r[1, 2], r[0, 2] - r[2, 0]],
+            [r[0, 2] + r[2, 0], r[2, 1] + r[1, 2], squares_4[2], r[1, 0] - r[0, 1]],
+            [r[2, 1] - r[1, 2], r[0, 2] - r[2, 0], r[1, 0] - r[0, 1], squares_4[3]],
+        ]
+    )
+    return _normal(rows_44[int(squares_4.argmax())])
+
+
+def _identity() -> _Pose:
+    return np.zeros(3), np.array([0.0, 0.0, 0.0, 1.0])
+
+
+def _between(knots: list[_Pose], position: float) -> _Pose:
+    index = min(int(position), len(knots) - 1)
+    part = position - index
+    return knots[index] if part < 1e-9 else _interpolate(knots[index], knots[index + 1], part)
+
+
+def _interpolate(source: _Pose, target: _Pose, part: float) -> _Pose:
+    return source[0] + part * (target[0] - source[0]), _slerp(source[1], target[1], part)
+
+
+def _slerp(a_4: np.ndarray, b_4: np.ndarray, part: float) -> np.ndarray:
+    cosine = float(a_4 @ b_4)
+    if cosine < 0:
+        b_4, cosine = -b_4, -cosine
+    angle = math.acos(min(1.0, cosine))
+    if angle < 1e-6:
+        return _normal(a_4 + part * (b_4 - a_4))
+    return _normal(
+        (math.sin((1 - part) * angle) * a_4 + math.sin(part * angle) * b_4) / math.sin(angle)
+    )
+
+
+def _normal(rotation_4: np.ndarray) -> np.ndarray:
+    return rotation_4 / np.linalg.norm(rotation_4)
+
+
+def _product(a_4: np.ndarray, b_4: np.ndarray) -> np.ndarray:
+    """Return the Hamilton product: rotation b followed by rotation a."""
+    vector_3 = a_4[3] * b_4[:3] + b_4[3] * a_4[:3] + np.cross(a_4[:3], b_4[:3])
+    return np.append(vector_3, a_4[3] * b_4[3] - a_4[:3] @ b_4[:3])
+
+
+def _rotation(rotation_4: np.ndarray) -> np.ndarray:
+    x, y, z, w = rotation_4
+    return np.array(
+        [
+            [1 - 2 * (y * y + z * z), 2 * (x * y - z * w), 2 * (x * z + y * w)],
+            [2 * (x * y + z * w), 1 - 2 * (x * x + z * z), 2 * (y * z - x * w)],
+            [2 * (x * z - y * w), 2 * (y * z + x * w), 1 - 2 * (x * x + y * y)],
+        ]
+    )
+
+
+def _matrix(pose: _Pose) -> np.ndarray:
+    """Return the camera-to-world matrix with OpenCV axes."""
+    matrix_44 = np.eye(4)
+    matrix_44[:3, :3], matrix_44[:3, 3] = _rotation(pose[1]), pose[0]
+    return _UP_TO_DOWN_44 @ matrix_44 @ _UP_TO_DOWN_44

@@ -1,0 +1,391 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The endpoint `/v1/realtime_video/generate`: SGLang's wire protocol for live, steered video.
+
+SGLang's clients and web UI work unchanged. A client that names `extensions` in `init` gets
+additional messages: receipts, credit, pause, reset and ping. Other clients never receive them,
+because they would read an unknown message as their next frame.
+
+Differences from the original that clients do not notice: many sessions at a time, a close frame at
+every end, disconnection of slow readers, and abort of the running chunk on disconnect.
+"""
+
+import time
+import uuid
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from starlette.websockets import WebSocket
+
+from vllm_omni.entrypoints.errors import Close, EndpointError
+from vllm_omni.entrypoints.realtime.chunk_source import ChunkSpan, Controls, LiveChunks
+from vllm_omni.entrypoints.realtime.connection.codec import CodecError, decode
+from vllm_omni.entrypoints.realtime.connection.images import load_image
+from vllm_omni.entrypoints.realtime.connection.live_client import (
+    UNSENT_CHUNKS,
+    LiveClient,
+    MediaClock,
+    RealtimeEndpoint,
+    Throttle,
+)
+from vllm_omni.entrypoints.realtime.controls.analog_track import MAX_WAITING, EventId
+from vllm_omni.entrypoints.realtime.controls.control_track import (
+    ControlTrack,
+    Prompt,
+    TooManyEvents,
+)
+from vllm_omni.entrypoints.realtime.generate import protocol
+from vllm_omni.entrypoints.realtime.generate.frames import ChunkReport, FrameBatcher, FrameMessage
+from vllm_omni.entrypoints.realtime.sessions.run import Job, ReplyOptions, WorldStart
+from vllm_omni.entrypoints.realtime.sessions.session_manager import SessionManager
+from vllm_omni.entrypoints.timed_prompts import PromptSchedule
+from vllm_omni.seeds import chosen_seed
+
+PATHS: Final = ("/v1/realtime_video/generate", "/v1/realtime_video/generate/")
+
+_OFF_LOOP_BYTES: Final = 64 * 1024
+
+_pack = msgspec.msgpack.Encoder().encode
+
+
+class _KeyedSource(LiveChunks):
+    """Samples a client's controls for each chunk.
+
+    Args:
+        init: The client's first message.
+        prompt: Prompt of `init`; None if the model takes no prompt.
+        timed: Prompts with a start time.
+        track: Controls that wait for a chunk.
+        throttle: Pause and credit.
+    """
+
+    def __init__(
+        self,
+        init: protocol.Init,
+        prompt: str | None,
+        timed: PromptSchedule,
+        track: ControlTrack,
+        throttle: Throttle,
+    ) -> None:
+        self._prompt, self._lora, self.num_chunks = prompt, init.lora, init.max_chunks
+        self._timed, self._track, self._throttle = timed, track, throttle
+        self._takes_actions = track.space.has_controls
+
+    @property
+    def ready(self) -> bool:
+        return self._throttle.ready
+
+    async def wait_until_ready(self) -> None:
+        await self._throttle.wait_until_ready()
+
+    def sample(self, span: ChunkSpan) -> Controls:
+        self._throttle.take_chunk()
+        sample = self._track.sample(span.num_latents, with_prompt=span.chunk_index > 0)
+        actions = (
+            sample.actions if sample.actions is not None else [[] for _ in range(span.num_latents)]
+        )
+        timed = self._timed.take_prompt(span.chunk_index, span.first_frame)
+        own = self._prompt if span.chunk_index == 0 else None
+        return Controls(
+            actions=actions if self._takes_actions else None,
+            prompt=sample.prompt or timed or own,
+            lora=sample.lora if sample.lora is not None or span.chunk_index else self._lora,
+            mark=sample,
+        )
+
+
+class _Client(LiveClient):
+    endpoint = "realtime_video/generate"
+
+    def __init__(self, manager: SessionManager, websocket: WebSocket) -> None:
+        super().__init__(manager, websocket)
+        self._init: protocol.Init | None = None
+        self._granted: tuple[str, ...] = ()
+        self._events = protocol.EventReader(self.limits, self.info.actions)
+        self._size = (0, 0)
+        self._image: np.ndarray | None = None
+        self._track = ControlTrack(self.info.actions)
+        self._throttle = Throttle()
+        self._clock: MediaClock | None = None
+        self._sent_bytes = 0
+        self._write_ms = self._throttle_ms = 0.0
+
+    @property
+    def is_active(self) -> bool:
+        return super().is_active and self._throttle.ready
+
+    # -- messages in -------------------------------------------------------------------------------
+
+    async def take(self, data: bytes | str) -> None:
+        content = protocol.INVALID_INIT if self._init is None else protocol.INVALID_EVENT
+        event_id: int | None = None
+        granted = self._granted
+        try:
+            if isinstance(data, str):
+                raise self._texts.refuse("send binary frames with msgpack maps, not text")
+            value = await self._decode(data)
+            if self._init is None:
+                granted = protocol.named_extensions(value)
+                await self._start_now(value)
+            elif (extra := protocol.parse_extra(value, self._granted)) is not None:
+                await self._take_extra(extra)
+            else:
+                event_id = _event_id(value)
+                await self._take_event(self._events.read_event(value))
+        except EndpointError as error:
+            if error.close is not None:
+                raise
+            if event_id is not None and self.session is not None:
+                await self._acknowledge("rejected", event_id, reason=error.code)
+            await self._send(protocol.error_reply(error, content, granted))
+
+    async def _decode(self, data: bytes) -> Any:
+        try:
+            decoded = (
+                await self.manager.off_loop(decode, data)
+                if len(data) >= _OFF_LOOP_BYTES
+                else decode(data)
+            )
+        except CodecError as error:
+            raise self.connection.undecodable(error) from None
+        self.connection.count_values(decoded.num_values)
+        return decoded.value
+
+    async def _start_now(self, value: Any) -> None:
+        """Start the session of an `init` message. After an error the client may send another."""
+        init = protocol.parse_init(value, self.limits, self.info.actions)
+        lora = self.manager.with_adapter(init.model, init.lora)
+        init = msgspec.structs.replace(init, seed=chosen_seed(init.seed), lora=lora)
+        for prompt in (init.prompt, *(timed.prompt for timed in init.prompts)):
+            self.info.check_prompt(prompt)
+        size = init.height_width() or (self.info.height, self.info.width)
+        self.info.check_size(*size)
+        self.info.check_image(init.first_frame is not None, "first_frame")
+        if init.first_frame is not None:
+            self._image = await self.manager.off_loop(
+                load_image, init.first_frame, *size, self.limits
+            )
+        self._init, self._granted, self._size = init, init.granted, size
+        self._events = protocol.EventReader(self.limits, self.info.actions, init.granted)
+        try:
+            session = await self.open_session(uuid.uuid4().hex)
+        except EndpointError as error:
+            error.close = error.close or (Close.CAPACITY if self._granted else Close.POLICY)
+            raise
+        if "credit" in self._granted:
+            self._throttle.credit = 0
+        if self._granted:
+            await self._send(
+                {
+                    "type": "session",
+                    "protocol": 1,
+                    "session_id": session.session_id,
+                    "granted": list(self._granted),
+                    "seed": init.seed,
+                    "limits": {
+                        "max_image_bytes": min(self.limits.max_image_bytes, (1 << 32) - 1),
+                        "max_prompt_chars": self.limits.max_prompt_chars,
+                        "max_messages_per_s": self.limits.max_messages_per_s,
+                    },
+                    "server": {"name": "vllm-omni", "model": self.info.model},
+                    **(
+                        {"actions": self.info.actions.as_json()}
+                        if "actions" in self._granted
+                        else {}
+                    ),
+                }
+            )
+        self._start(init)
+
+    def _start(self, init: protocol.Init) -> None:
+        script = init.script(self.info.actions)
+        if script is not None:
+            self._track.apply([script])
+        if init.realtime_output_pacing:
+            self._clock = MediaClock(init.fps or self.info.fps)
+        self.start_job(self._job(init))
+
+    def _job(self, init: protocol.Init) -> Job:
+        kind = (init.realtime_output_format or "raw").replace("-", "_")
+        image = self._image
+        window_frames, sink_frames = init.window(self.info.window_frames, self.info.sink_frames)
+        return Job(
+            request_id=uuid.uuid4().hex,
+            source=_KeyedSource(
+                init,
+                None if self.info.actions.prompt == "none" else init.prompt,
+                PromptSchedule(init.prompts, init.fps or self.info.fps),
+                self._track,
+                self._throttle,
+            ),
+            start=WorldStart(
+                load_image=None if image is None else lambda height, width: image,
+                seed=init.seed,
+                height=self._size[0],
+                width=self._size[1],
+                window_frames=window_frames,
+                sink_frames=sink_frames,
+            ),
+            options={} if init.start_pose is None else init.start_pose.as_option(),
+            replies=ReplyOptions(
+                render=FrameBatcher(kind, init.output_compression, init.realtime_preview_max_width),
+                inline=kind == "raw",
+                keep=False,
+                unsent_chunks=UNSENT_CHUNKS,
+                fps=init.fps,
+            ),
+        )
+
+    async def _take_event(self, event: protocol.Event) -> None:
+        if self._track.is_repeated(event.event_id):
+            return
+        for update in event.updates:
+            if isinstance(update, Prompt):
+                self.info.check_prompt(update.text)
+        try:
+            superseded = self._track.apply(event.updates, event.event_id)
+        except TooManyEvents:
+            raise EndpointError(
+                "too_many_events", f"{MAX_WAITING} motion events wait for the next chunk"
+            ) from None
+        for event_id in superseded:
+            await self._acknowledge("superseded", event_id)
+        if event.event_id is not None:
+            await self._acknowledge("accepted", event.event_id)
+
+    # -- messages out ------------------------------------------------------------------------------
+
+    async def deliver(self, payload: FrameMessage) -> None:
+        if payload.is_first:
+            self._sent_bytes, self._write_ms, self._throttle_ms = 0, 0.0, 0.0
+            if self._clock is not None:
+                self._throttle_ms = await self._clock.wait(
+                    payload.chunk_frames, payload.is_new_event
+                )
+        self._sent_bytes += payload.num_bytes
+        if payload.report is not None:
+            await self.connection.send(*payload.parts, *self._after_chunk(payload.report))
+            return
+        started_s = time.perf_counter()
+        await self.connection.send(*payload.parts)
+        self._write_ms += (time.perf_counter() - started_s) * 1e3
+
+    def _after_chunk(self, report: ChunkReport) -> list[bytes]:
+        """Return the messages that are sent in one write with a chunk's last frames."""
+        messages = [self._stats(report)]
+        for event_id in report.sample.applied if "receipts" in self._granted else ():
+            applied = {"type": "event_applied", "event_id": event_id}
+            messages.append(
+                _pack({**applied, "chunk_index": report.chunk_index, "frame_offset": 0})
+            )
+        if "world_poses" in self._granted and report.world_pose_fields:
+            messages.append(
+                _pack(
+                    {
+                        "type": "world_poses",
+                        "chunk_index": report.chunk_index,
+                        **report.world_pose_fields,
+                    }
+                )
+            )
+        return messages
+
+    def _stats(self, report: ChunkReport) -> bytes:
+        """Return `chunk_stats`, with non-negative integers only. Times are rounded to milliseconds.
+
+        The write time excludes the chunk's last messages, because they are written together with
+        this one.
+        """
+        forward_ms, build_ms, throttle_ms, write_ms = (
+            report.forward_ms,
+            report.build_ms,
+            self._throttle_ms,
+            self._write_ms,
+        )
+        stats = {
+            "type": "chunk_stats",
+            "session_id": report.session_id,
+            "request_id": report.request_id,
+            "chunk_index": report.chunk_index,
+            "event_id": report.sample.event_id,
+            "request_prepare_ms": 0,
+            "scheduler_forward_ms": int(forward_ms + 0.5),
+            "pace_wait_ms": int(throttle_ms + 0.5),
+            "header_write_ms": 0,
+            "raw_payload_build_ms": int(build_ms + 0.5),
+            "raw_write_ms": int(write_ms + 0.5),
+            "ws_write_ms": int(write_ms + 0.5),
+            "chunk_total_ms": int(forward_ms + build_ms + throttle_ms + write_ms + 0.5),
+            "num_batches": report.num_batches,
+            "num_frames": report.num_frames,
+            "raw_bytes": report.raw_bytes,
+            "ws_payload_bytes": self._sent_bytes,
+            "content_type": report.content_type,
+        }
+        return _pack(stats)
+
+    async def complete(self) -> None:
+        await self.connection.close(Close.NORMAL, "generation complete")
+
+    async def tell(self, error: EndpointError) -> None:
+        # the close frame has the reason; these clients would show an error message permanently
+        if error.close is Close.IDLE:
+            return
+        if error.code in ("capacity", "session_limit", "quota_exceeded"):
+            content = protocol.BUSY
+        elif error.close is Close.INTERNAL or (
+            self.session is not None and error.close not in (Close.UNSUPPORTED_DATA, Close.POLICY)
+        ):
+            content = f"error during generate loop: {error.message}"
+        else:
+            content = protocol.INVALID_INIT if self._init is None else protocol.INVALID_EVENT
+        await self._send(protocol.error_reply(error, content, self._granted))
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        await self.connection.send(_pack(message))
+
+    # -- extensions --------------------------------------------------------------------------------
+
+    async def _acknowledge(self, status: str, event_id: EventId, reason: str | None = None) -> None:
+        if "receipts" in self._granted:
+            message: dict[str, Any] = {"type": "event_ack", "event_id": event_id, "status": status}
+            await self._send(message if reason is None else {**message, "reason": reason})
+
+    async def _take_extra(self, extra: protocol.Extra) -> None:
+        match extra:
+            case protocol.Ping(t=sent):
+                await self._send({"type": "pong", "t": sent, "server_ms": time.time() * 1e3})
+            case protocol.Credit(chunks=chunks):
+                self._throttle.update(more_credit=chunks)
+            case protocol.Control(op="pause" | "resume" as op):
+                self._throttle.update(paused=op == "pause")
+                await self._send({"type": "control_result", "id": extra.id, "ok": True, "op": op})
+            case protocol.Control(op="stop"):
+                await self._send(
+                    {"type": "control_result", "id": extra.id, "ok": True, "op": "stop"}
+                )
+                await self.stop()
+                await self.connection.close(Close.NORMAL, "stopped by the client")
+            case protocol.Control():
+                await self._restart(extra)
+
+    async def _restart(self, control: protocol.Control) -> None:
+        """Restart with the same `init`. Controls are cleared, and the first prompt applies."""
+        assert self._init is not None
+        await self.stop()
+        self._track = ControlTrack(self.info.actions)
+        session = await self.open_session(uuid.uuid4().hex)
+        reply = {"type": "control_result", "id": control.id, "ok": True, "op": "reset"}
+        await self._send({**reply, "session_id": session.session_id})
+        self._start(self._init)
+
+
+def _event_id(value: Any) -> int | None:
+    """Return the id of an event that is refused, or None without a valid id."""
+    event_id = value.get("event_id") if isinstance(value, dict) else None
+    return event_id if type(event_id) is int and 0 <= event_id < 1 << 32 else None
+
+
+def generate_endpoint(manager: SessionManager) -> RealtimeEndpoint:
+    """Return SGLang's endpoint."""
+    return RealtimeEndpoint(manager, _Client)

@@ -1,0 +1,404 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The typed messages of `/v1/realtime_video/generate`, wire-compatible with SGLang 0.5.23.
+
+This module parses client messages (decoded msgpack maps) and builds errors. The server's integers
+stay within 32 bits and its strings below 64 KiB, because the web UI's decoder supports nothing
+larger.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+
+from vllm_omni.actions import CAMERA_SPACE, ActionSpace
+from vllm_omni.entrypoints.errors import EndpointError
+from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
+from vllm_omni.entrypoints.realtime.controls.action_messages import (
+    camera_buttons,
+    camera_frames,
+    read_actions_message,
+)
+from vllm_omni.entrypoints.realtime.controls.control_track import (
+    MAX_SCRIPT_ENTRIES,
+    Adapters,
+    Prompt,
+    Script,
+    States,
+    Transition,
+    Update,
+)
+from vllm_omni.entrypoints.realtime.world_camera.protocol import check_prompt, with_integers
+from vllm_omni.entrypoints.timed_prompts import MAX_PROMPTS, TimedPrompt
+from vllm_omni.inputs import Loras
+from vllm_omni.seeds import RequestedSeed, check_seed
+from vllm_omni.worlds.start_pose import StartPose
+
+EXTENSIONS: Final = ("receipts", "credit", "control", "ping", "actions", "world_poses")
+"""Extensions that a client may enable with `init.extensions`. Other clients never receive other
+types of messages."""
+
+INVALID_INIT: Final = "invalid generate request"
+INVALID_EVENT: Final = "invalid event"
+BUSY: Final = "another realtime session is already active"
+
+_MAX_TRANSITIONS: Final = 512
+_NOT_OFFERED: Final = ("enhance_prompt", "enable_frame_interpolation", "enable_upscaling")
+"""Options of SGLang that change the frames. They are refused, because the client would expect other
+frames."""
+_U32: Final = (1 << 32) - 1
+_SIZE: Final = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,4})", re.ASCII)
+
+OutputFormat = Literal["raw", "webp", "jpeg", "delta_gzip", "delta-gzip"]
+Number = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
+EventId = Annotated[int, msgspec.Meta(ge=0, le=_U32)]
+
+
+class Init(msgspec.Struct, frozen=True, kw_only=True):
+    """The first message of a connection.
+
+    Unknown keys are ignored, and so are settings that the deployment fixes (steps, causal window).
+    """
+
+    type: Literal["init"]
+    """Type of the message."""
+    prompt: str
+    """First prompt."""
+    prompts: Annotated[list[TimedPrompt], msgspec.Meta(max_length=MAX_PROMPTS)] = []
+    """Extension: later prompts, each with its second or chunk. Prompt events may come between them.
+    """
+    model: str | None = None
+    """Accepted and ignored."""
+    first_frame: Any = None
+    """Start image: PNG, JPEG, WebP or GIF bytes, or a `data:` URL."""
+    size: str | None = None
+    """Size of the frames, for example `"832x480"`. Default: the deployment's."""
+    fps: Annotated[int, msgspec.Meta(ge=1, le=240)] | None = None
+    """Playback rate in frames per second, 1 to 240. Default: the model's."""
+    num_frames: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] | None = None
+    """Accepted and ignored, because the model fixes the length of the first chunk."""
+    max_chunks: Annotated[int, msgspec.Meta(ge=1, le=_U32)] | None = None
+    """Maximum number of chunks. Default: unlimited."""
+    seed: RequestedSeed = 42
+    """Seed of the noise. Default: 42."""
+    num_inference_steps: Annotated[int, msgspec.Meta(ge=1, le=1000)] | None = None
+    """Accepted and ignored."""
+    guidance_scale: Number | None = None
+    """Accepted and ignored."""
+    negative_prompt: str | None = None
+    """Accepted and ignored."""
+    enhance_prompt: bool = False
+    """Refused if True."""
+    condition_inputs: dict[str, Any] | None = None
+    """Actions of the first chunks: `camera_actions`, or `actions` with that extension."""
+    realtime_output_format: OutputFormat | None = None
+    """Encoding of the frames. Default: raw."""
+    output_compression: Annotated[int, msgspec.Meta(ge=1, le=100)] | None = None
+    """Quality of webp and jpeg, 1 to 100. Default: 90 and 95."""
+    realtime_preview_max_width: Annotated[int, msgspec.Meta(ge=0, le=8192)] | None = None
+    """Maximum width in pixels; wider frames are scaled down before encoding. 0 or default: no
+    limit."""
+    realtime_output_pacing: bool = False
+    """Send each chunk no earlier than it plays. Default: False."""
+    realtime_causal_kv_cache_num_frames: Annotated[int, msgspec.Meta(ge=1, le=4096)] | None = None
+    """Attention window of the session in latent frames, at most the server's. Default: the
+    server's."""
+    realtime_causal_sink_size: Annotated[int, msgspec.Meta(ge=0, le=4096)] | None = None
+    """Sink frames of the session, at most the server's. Default: the server's."""
+    enable_frame_interpolation: bool = False
+    """Refused if True."""
+    enable_upscaling: bool = False
+    """Refused if True."""
+    lora: Loras | None = None
+    """LoRA adapters, `[{"name", "scale"}]`."""
+    start_pose: StartPose | None = None
+    """Extension: pose of the start image in the world."""
+    extensions: Annotated[list[str], msgspec.Meta(max_length=32)] | None = None
+    """Names of the requested extensions."""
+
+    def __post_init__(self) -> None:
+        check_seed(self.seed)
+
+    @property
+    def granted(self) -> tuple[str, ...]:
+        """Requested extensions that the server has."""
+        return tuple(name for name in EXTENSIONS if name in (self.extensions or ()))
+
+    def height_width(self) -> tuple[int, int] | None:
+        """Return (height, width), or None for the default size.
+
+        Raises:
+            EndpointError: `size` is not of the form WIDTHxHEIGHT.
+        """
+        if self.size is None:
+            return None
+        found = _SIZE.fullmatch(self.size)
+        if found is None:
+            raise EndpointError("invalid_request", "size must look like 832x480", param="size")
+        return int(found[2]), int(found[1])
+
+    def window(
+        self, most_frames: int | None, most_sinks: int | None
+    ) -> tuple[int | None, int | None]:
+        """Return the session's window and sink frames; None for the server's.
+
+        Larger values become the server's, because the original web page always sends 18 and 9.
+
+        Args:
+            most_frames: The server's window. None: sessions cannot choose one.
+            most_sinks: The server's sink frames. None: as above.
+        """
+        frames, sinks = self.realtime_causal_kv_cache_num_frames, self.realtime_causal_sink_size
+        if most_frames is None or most_sinks is None:
+            return None, None
+        return (
+            None if frames is None else min(frames, most_frames),
+            None if sinks is None else min(sinks, most_sinks),
+        )
+
+    def script(self, space: ActionSpace = CAMERA_SPACE) -> Script | States | None:
+        """Return the actions of the first chunks, if the client sent any.
+
+        Raises:
+            EndpointError: The actions are invalid.
+        """
+        inputs = self.condition_inputs or {}
+        if "actions" in self.granted and inputs.get("actions") is not None:
+            return read_actions_message(inputs["actions"], space)
+        keys = inputs.get("camera_actions")
+        return None if keys is None else _script(keys, space)
+
+
+class Event(msgspec.Struct, frozen=True):
+    """A control event during the stream."""
+
+    updates: tuple[Update, ...]
+    """Parts of the event. They are applied together."""
+    event_id: int | None
+    """The client's id of the event."""
+
+
+class Control(msgspec.Struct, frozen=True, kw_only=True):
+    """Extension `control`: pause, resume, restart or stop the session."""
+
+    type: Literal["control"]
+    """Type of the message."""
+    op: Literal["pause", "resume", "reset", "stop"]
+    """Operation."""
+    id: EventId | Annotated[str, msgspec.Meta(max_length=128)] | None = None
+    """Returned in `control_result`."""
+
+
+class Credit(msgspec.Struct, frozen=True, kw_only=True):
+    """Extension `credit`: allows the server to send more chunks."""
+
+    type: Literal["credit"]
+    """Type of the message."""
+    chunks: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
+    """Number of additional chunks."""
+
+
+class Ping(msgspec.Struct, frozen=True, kw_only=True):
+    """Extension `ping`. The server replies with `pong`."""
+
+    type: Literal["ping"]
+    """Type of the message."""
+    t: float | None = None
+    """Returned in `pong`."""
+
+
+Extra = Control | Credit | Ping
+_EXTRAS: Final[dict[str, tuple[str, type[Control] | type[Credit] | type[Ping]]]] = {
+    "control": ("control", Control),
+    "credit": ("credit", Credit),
+    "ping": ("ping", Ping),
+}
+
+
+def named_extensions(value: Any) -> tuple[str, ...]:
+    """Return the extensions that a message names, even if the message is invalid.
+
+    A client that names extensions understands the details of a refusal.
+    """
+    names = value.get("extensions") if isinstance(value, dict) else None
+    return tuple(name for name in EXTENSIONS if name in names) if isinstance(names, list) else ()
+
+
+def parse_init(value: Any, limits: EndpointLimits, space: ActionSpace = CAMERA_SPACE) -> Init:
+    """Parse and check an `init` message.
+
+    Raises:
+        EndpointError: The message is invalid. The text is for the log and for clients with
+        extensions.
+    """
+    init = _convert(value, Init)
+    for name in _NOT_OFFERED:
+        if getattr(init, name):
+            raise EndpointError(
+                "invalid_request", f"{name} is not offered: leave it out", param=name
+            )
+    check_prompt(init.prompt, limits, empty_ok=True)
+    for timed in init.prompts:
+        check_prompt(timed.prompt, limits, empty_ok=False)
+    image = init.first_frame
+    if isinstance(image, str) and not image.startswith("data:image/"):
+        raise EndpointError(
+            "invalid_image",
+            "first_frame must be the image's bytes or a data: URL",
+            param="first_frame",
+        )
+    if not isinstance(image, bytes | str | None):
+        raise EndpointError(
+            "invalid_image",
+            "first_frame must be the image's bytes or a data: URL",
+            param="first_frame",
+        )
+    init.height_width()
+    init.script(space)
+    return init
+
+
+@dataclass(frozen=True)
+class EventReader:
+    """Parses events of one client."""
+
+    limits: EndpointLimits
+    """Limits of messages."""
+    space: ActionSpace = CAMERA_SPACE
+    """Controls of the model."""
+    granted: tuple[str, ...] = ()
+    """Extensions of the client."""
+
+    def read_event(self, value: Any) -> Event:
+        """Parse and check one event.
+
+        Raises:
+            EndpointError: A part of the event is invalid. The whole event is refused.
+        """
+        event_id = _event_id(value)
+        kind, payload = value.get("kind"), value.get("payload")
+        if kind == "composite_input":
+            return Event(self._composite(payload), event_id)
+        return Event((self._update(kind, payload),), event_id)
+
+    def _composite(self, payload: Any) -> tuple[Update, ...]:
+        kinds = payload.get("input_types") if isinstance(payload, dict) else None
+        if not isinstance(kinds, list) or not kinds:
+            raise EndpointError(
+                "invalid_request",
+                "composite_input needs input_types, a list of kinds",
+                param="payload",
+            )
+        if len(kinds) > 8 or any(
+            not isinstance(kind, str) or kind not in payload for kind in kinds
+        ):
+            raise EndpointError(
+                "invalid_request",
+                "composite_input must hold one entry for each of its kinds",
+                param="payload",
+            )
+        return tuple(self._update(kind, payload[kind]) for kind in kinds)
+
+    def _update(self, kind: Any, payload: Any) -> Update:
+        if kind == "prompt":
+            if not isinstance(payload, str):
+                raise EndpointError("invalid_request", "a prompt must be text", param="payload")
+            check_prompt(payload, self.limits, empty_ok=False)
+            return Prompt(payload)
+        if kind == "camera_actions":
+            if isinstance(payload, dict) and payload.get("mode") == "state":
+                return _states(payload.get("transitions"), self.space)
+            return _script(payload, self.space)
+        if kind == "actions" and "actions" in self.granted:
+            return read_actions_message(payload, self.space)
+        if kind == "lora":
+            try:
+                return Adapters(tuple(msgspec.convert(payload, Loras)))
+            except msgspec.ValidationError as error:
+                raise EndpointError("invalid_request", f"lora: {error}", param="payload") from None
+        raise EndpointError(
+            "invalid_request",
+            "kind must be camera_actions, prompt, lora or composite_input",
+            param="kind",
+        )
+
+
+def _event_id(value: Any) -> int | None:
+    """Return the id of a message that is an event.
+
+    Raises:
+        EndpointError: The message is not an event, or its id is invalid.
+    """
+    if not isinstance(value, dict) or value.get("type") != "event":
+        raise EndpointError("invalid_request", "a message must be a map with type 'event'")
+    event_id = value.get("event_id")
+    # JavaScript packs large integers as floats
+    if type(event_id) is float and event_id.is_integer():
+        event_id = int(event_id)
+    if event_id is not None and (type(event_id) is not int or not 0 <= event_id <= _U32):
+        raise EndpointError(
+            "invalid_request", f"event_id must be a whole number from 0 to {_U32}", param="event_id"
+        )
+    return event_id
+
+
+def parse_extra(value: Any, granted: tuple[str, ...]) -> Extra | None:
+    """Return the message of a granted extension, or None for any other message."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if not isinstance(kind, str) or kind not in _EXTRAS or _EXTRAS[kind][0] not in granted:
+        return None
+    return _convert(value, _EXTRAS[kind][1])
+
+
+def error_reply(
+    error: EndpointError, content: str, granted: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Return an `error` message. Only clients with extensions receive details."""
+    reply: dict[str, Any] = {"type": "error", "content": content}
+    if granted:
+        reply |= {
+            "code": error.code,
+            "message": error.message,
+            "retryable": error.retryable,
+            **error.details,
+        }
+    return reply
+
+
+def _convert(value: Any, kind: type[Any]) -> Any:
+    if not isinstance(value, dict):
+        raise EndpointError("invalid_request", "a message must be a map")
+    try:
+        return msgspec.convert(with_integers(value), kind)
+    except msgspec.ValidationError as error:
+        raise EndpointError("invalid_request", str(error)) from None
+
+
+def _script(value: Any, space: ActionSpace) -> Script:
+    if not isinstance(value, list) or len(value) > MAX_SCRIPT_ENTRIES:
+        raise EndpointError(
+            "invalid_request",
+            f"camera_actions must be a list of at most {MAX_SCRIPT_ENTRIES} lists of keys",
+            param="camera_actions",
+        )
+    return camera_frames(value, space)
+
+
+def _states(transitions: Any, space: ActionSpace) -> States:
+    if not isinstance(transitions, list) or len(transitions) > _MAX_TRANSITIONS:
+        raise EndpointError(
+            "invalid_request",
+            f"transitions must be a list of at most {_MAX_TRANSITIONS}",
+            param="transitions",
+        )
+    held = []
+    for transition in transitions:
+        if not isinstance(transition, dict) or not isinstance(
+            transition.get("client_ts_ms", 0), int | float | None
+        ):
+            raise EndpointError(
+                "invalid_request", "a transition must be a map with actions", param="transitions"
+            )
+        held.append(Transition(camera_buttons(transition.get("actions"), space)))
+    return States(tuple(held))

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`SessionMigration`: writes sessions of this API server process to files and restores them.
+
+If a request runs, the snapshot contains the state after its last finished chunk. A restored session
+belongs to the client that restored it. It continues at the same chunk on every endpoint that
+continues sessions. Snapshots in transit are in `staging`; snapshots that outlive the server are in
+`kept`. Neither directory is readable by other users. This module knows no HTTP.
+"""
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+
+from vllm_omni.entrypoints.errors import EndpointError
+from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
+from vllm_omni.entrypoints.realtime.sessions.periodic_snapshots import PeriodicSnapshots
+from vllm_omni.entrypoints.realtime.sessions.persisted_sessions import PersistedSessions, claimed
+from vllm_omni.entrypoints.realtime.sessions.session import Session
+from vllm_omni.entrypoints.realtime.sessions.session_host import SessionKey
+from vllm_omni.entrypoints.realtime.sessions.session_manager import SessionManager
+from vllm_omni.entrypoints.realtime.world_camera.protocol import check_prompt
+from vllm_omni.entrypoints.staging_directory import StagingDirectory
+from vllm_omni.inputs import SessionId
+from vllm_omni.outputs import RequestFailed
+from vllm_omni.seeds import Seed, check_seed
+from vllm_omni.sessions.snapshot import SnapshotHeader, check_table, read_header
+
+logger = logging.getLogger("vllm." + __name__)
+
+_ATTEMPTS: Final = 20
+_PAUSE_S: Final = 0.05
+
+
+class Owner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Owner of a session that a draining server has saved."""
+
+    principal: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9]{1,32}\Z")]
+    """Digest of the client's API key, or `anonymous`."""
+    session_id: SessionId
+    """The client's id of the session."""
+    client: Annotated[str, msgspec.Meta(max_length=256)]
+    """Client that limits and quotas count the session for."""
+
+
+class WorldScalars(msgspec.Struct, frozen=True):
+    """Scalars in every snapshot of a world model. Others are specific to the model."""
+
+    prompt: str
+    """Current prompt."""
+    seed: int | None = None
+    """Seed of the session. None: unknown."""
+
+
+class SessionMigration:
+    """Saves and restores sessions.
+
+    Args:
+        manager: Sessions of this process.
+        spool: Staging directory that the workers can also access.
+        kept: Directory of snapshots that outlive this server. None: sessions are discarded at
+            shutdown.
+        snapshot_period_s: Seconds between periodic snapshots of a live session. Default: sessions
+            are only saved at shutdown.
+    """
+
+    def __init__(
+        self,
+        manager: SessionManager,
+        staging: StagingDirectory,
+        persistent_dir: Path | None,
+        snapshot_period_s: float | None = None,
+    ) -> None:
+        self.manager, self.staging = manager, staging
+        self.persistent_dir: PersistedSessions | None = None
+        self.periodic_snapshots: PeriodicSnapshots | None = None
+        if persistent_dir is None:
+            return
+        persistent_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # A periodic snapshot belongs to its process while that process lives. Other servers that
+        # use the directory see the process's lock in `kept`.
+        self._persistent_staging = (
+            staging if snapshot_period_s is None else StagingDirectory(persistent_dir)
+        )
+        self.persistent_dir = PersistedSessions(persistent_dir, self._persistent_staging.owner)
+        manager.drain.save_to = self._persist
+        if snapshot_period_s is not None:
+            self.periodic_snapshots = PeriodicSnapshots(
+                manager, self.persistent_dir, self.checkpoint, snapshot_period_s
+            )
+            self.periodic_snapshots.start_saving()
+
+    async def save(
+        self, session: Session, path: Path, owner: dict[str, str] | None = None
+    ) -> SnapshotHeader:
+        """Write a session to a new file.
+
+        Args:
+            session: The session.
+            path: File to create.
+            owner: Owner that is written to the header. Default: none.
+
+        Raises:
+            EndpointError: For example `unknown_session` or `session_busy`.
+        """
+        with session.keep_alive():
+            for attempt in range(_ATTEMPTS):
+                if not session.started:
+                    raise EndpointError("unknown_session", "the session has no finished chunk yet")
+                try:
+                    return await self.manager.engine.save(session.engine_id, path, owner)
+                # a chunk finished between the two calls that a snapshot takes
+                except EndpointError as error:
+                    if error.code != "session_busy" or attempt == _ATTEMPTS - 1:
+                        raise
+                await asyncio.sleep(_PAUSE_S)
+        raise AssertionError("unreachable")
+
+    async def restore(self, key: SessionKey, client: str, path: Path, endpoint: str) -> Session:
+        """Restore a session from a file.
+
+        Args:
+            key: Principal and id of the new session.
+            client: Client that limits count the session for.
+            path: Snapshot file.
+            endpoint: Name of the endpoint, for metrics.
+
+        Raises:
+            EndpointError: For example `session_exists`. Nothing has changed.
+        """
+        if self.manager.find(key) is not None:
+            raise EndpointError(
+                "session_exists",
+                "a session with this id is live; choose another",
+                param="session_id",
+            )
+        await self._check(path)
+        session = self.manager.open(key, client, endpoint)
+        with session.keep_alive():
+            await self.manager.worlds_closed()
+            try:
+                header, scalars = await self.manager.engine.restore(session.engine_id, path)
+            except (RequestFailed, OSError) as error:
+                raise _as_endpoint_error(error) from error
+            try:
+                said = msgspec.convert(scalars, WorldScalars)
+                height, width = int(header.opening["height"]), int(header.opening["width"])
+            except (KeyError, ValueError, msgspec.ValidationError) as error:
+                self.manager.close_engine_session(session.engine_id)
+                raise EndpointError(
+                    "invalid_snapshot", "the snapshot is not of a world model"
+                ) from error
+            session.started, session.in_step = True, True
+            session.next_chunk = header.chunk_index
+            session.next_frame = frames_before(self.manager.info, header.chunk_index)
+            session.height, session.width = height, width
+            session.prompt, session.seed = said.prompt, said.seed
+            session.last_used_s = time.monotonic()
+        return session
+
+    async def _check(self, path: Path) -> None:
+        """Check a file before the workers read it.
+
+        Raises:
+            EndpointError: The file is damaged, or no endpoint would accept its prompt or seed.
+        """
+        try:
+            header = await asyncio.to_thread(read_header, path)
+            await asyncio.to_thread(check_table, path)
+        except (RequestFailed, OSError) as error:
+            raise _as_endpoint_error(error) from error
+        for fields in (header.opening, *(part.scalars for part in header.ranks)):
+            prompt, seed = fields.get("prompt"), fields.get("seed")
+            if isinstance(prompt, str):
+                check_prompt(prompt, self.manager.limits, name="the snapshot's prompt")
+            try:
+                check_seed(msgspec.convert(seed, Seed | None))
+            except ValueError as error:
+                raise EndpointError(
+                    "invalid_request", f"the snapshot's seed: {error}", param="seed"
+                ) from error
+
+    async def take_over(self) -> int:
+        """Restore sessions of stopped servers from `kept`.
+
+        Sessions that cannot be restored, or exceed the capacity, stay in the directory and are
+        logged.
+
+        Returns:
+            Number of restored sessions.
+        """
+        if self.persistent_dir is None:
+            return 0
+        count, room = 0, self.manager.info.max_sessions - len(self.manager)
+        left = await asyncio.to_thread(self.persistent_dir.left_by_others)
+        if len(left) > room:
+            logger.warning(
+                "%d sessions of stopped servers are not restored: no capacity", len(left) - room
+            )
+        for path in left[-room:] if room > 0 else []:
+            with claimed(path) as is_mine:
+                if not is_mine:
+                    continue
+                try:
+                    header = await asyncio.to_thread(read_header, path)
+                    owner = msgspec.convert(header.owner or {}, Owner)
+                    key = (owner.principal, owner.session_id)
+                    session = await self.restore(key, owner.client, path, "drain")
+                except (EndpointError, RequestFailed, OSError, msgspec.ValidationError) as error:
+                    logger.warning("%s is not restored: %s", path, error)
+                    continue
+                count += 1
+                try:
+                    if self.periodic_snapshots is None:
+                        path.unlink()
+                    else:
+                        self.periodic_snapshots.adopt(session, path)
+                except OSError as error:
+                    logger.warning(
+                        "%s is restored, but its file cannot be removed: %s", path, error
+                    )
+        return count
+
+    def sweep(self) -> None:
+        """Remove files of killed servers: staged snapshots and incomplete snapshots in `kept`."""
+        dead = self.staging.sweep()
+        if self.persistent_dir is not None:
+            self.persistent_dir.sweep(dead | self._persistent_staging.sweep())
+
+    async def checkpoint(self, session: Session, path: Path) -> tuple[SnapshotHeader, float]:
+        """Write a live session to a new file without pausing it.
+
+        Returns:
+            `(header, seconds of engine time)`.
+
+        Raises:
+            EndpointError: The engine could not save the session.
+            OSError: The file could not be written.
+        """
+        return await self.manager.engine.checkpoint(session.engine_id, path, _owner(session))
+
+    async def _persist(self, session: Session) -> None:
+        """Save one session during shutdown."""
+        assert self.persistent_dir is not None
+        final = self.persistent_dir.drained(session.key)
+        partial = self.persistent_dir.partial(final)
+        header = await self.save(session, partial, _owner(session))
+        partial.replace(final)
+        self.persistent_dir.checkpoint(session.key).unlink(missing_ok=True)
+        logger.info("session_saved chunks=%d bytes=%d", header.chunk_index, final.stat().st_size)
+
+
+def _owner(session: Session) -> dict[str, str]:
+    principal, session_id = session.key
+    owner: dict[str, str] = msgspec.to_builtins(Owner(principal, session_id, session.client))
+    return owner
+
+
+def frames_before(info: StreamInfo, chunk_index: int) -> int:
+    """Return the number of pixel frames before a chunk."""
+    return (
+        0 if chunk_index == 0 else info.first_chunk_frames + info.chunk_frames * (chunk_index - 1)
+    )
+
+
+def _as_endpoint_error(error: RequestFailed | OSError) -> EndpointError:
+    if isinstance(error, RequestFailed):
+        return EndpointError(error.code, error.message)
+    return EndpointError("snapshot_storage", "the snapshot's file cannot be read")

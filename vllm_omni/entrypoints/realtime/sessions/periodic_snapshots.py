@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`PeriodicSnapshots`: periodic snapshots of live sessions, which limit what a crash loses.
+
+One session is saved at a time: the one with the oldest snapshot, if it has finished a chunk since.
+Afterwards the engine is not interrupted until the cost is at most `_SHARE` of its time, so the
+interval adapts to the machine. If a snapshot cannot be written, the previous one stays. When a
+session ends, its snapshot is removed. If the engine dies, the snapshots stay for the next server.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from vllm_omni.entrypoints.errors import EndpointError
+from vllm_omni.entrypoints.realtime.sessions.persisted_sessions import PersistedSessions
+from vllm_omni.entrypoints.realtime.sessions.session import Session
+from vllm_omni.entrypoints.realtime.sessions.session_manager import SessionManager
+from vllm_omni.sessions.snapshot import SnapshotHeader
+
+logger = logging.getLogger("vllm." + __name__)
+
+_SHARE: Final = 0.015
+"""Maximum fraction of the engine's time for all periodic snapshots, because chunk time may grow by
+at most 2 %."""
+_LONGEST_TICK_S: Final = 0.25
+
+
+@dataclass
+class _Saved:
+    """The last snapshot of a session."""
+
+    chunk: int
+    """Number of the next chunk in the file; 0 without a file."""
+    tried_s: float
+    """Monotonic time of the last attempt in seconds."""
+    path: Path | None = None
+    """The snapshot. None: not saved yet."""
+
+
+class PeriodicSnapshots:
+    """Saves the sessions of one API server process periodically, until draining starts.
+
+    Args:
+        manager: Sessions of this process.
+        kept: Directory of the snapshots.
+        write: Saves a session to a new file. Returns the header and the seconds that it cost the
+            engine.
+        period_s: Seconds between two snapshots of a session.
+    """
+
+    def __init__(
+        self,
+        manager: SessionManager,
+        persistent_dir: PersistedSessions,
+        write: Callable[[Session, Path], Awaitable[tuple[SnapshotHeader, float]]],
+        period_s: float,
+    ) -> None:
+        self._manager, self._persistent_dir, self._write, self._period_s = (
+            manager,
+            persistent_dir,
+            write,
+            period_s,
+        )
+        self._saved: dict[str, _Saved] = {}
+        self._trouble: str | None = None
+        self._is_stretched = False
+        self.task: asyncio.Task[None] | None = None
+
+    def start_saving(self) -> None:
+        self._manager.on_world_end.append(self.discard_snapshot)
+        self.task = self._manager.spawn_background(self._run())
+
+    def adopt(self, session: Session, path: Path) -> None:
+        """Continue with the file that a session was restored from."""
+        own = self._persistent_dir.checkpoint(session.key)
+        path.rename(own)
+        self._saved[session.engine_id] = _Saved(session.next_chunk, time.monotonic(), own)
+
+    def discard_snapshot(self, engine_id: str) -> None:
+        """Remove the snapshot of a session that has ended, unless the engine is dead."""
+        saved = self._saved.pop(engine_id, None)
+        if saved is not None and saved.path is not None and not self._manager.engine.is_dead:
+            saved.path.unlink(missing_ok=True)
+
+    async def _run(self) -> None:
+        while not self._manager.drain.is_draining:
+            session = self._due()
+            if session is None:
+                await asyncio.sleep(min(_LONGEST_TICK_S, self._period_s / 4))
+                continue
+            cost_s = 0.0
+            try:
+                cost_s = await self._save(session)
+            except Exception:
+                logger.exception("a periodic snapshot failed")
+            await asyncio.sleep(cost_s / _SHARE)
+
+    def _due(self) -> Session | None:
+        """Return the session with the oldest snapshot among those that are due."""
+        now_s, due = time.monotonic(), []
+        for session in self._manager.sessions():
+            saved = self._saved.get(session.engine_id)
+            if saved is None and session.started:
+                due.append((0.0, session))
+            elif (
+                saved is not None
+                and saved.chunk < session.next_chunk
+                and now_s >= saved.tried_s + self._period_s
+            ):
+                due.append((saved.tried_s, session))
+        return min(due, key=lambda item: item[0], default=(0.0, None))[1]
+
+    async def _save(self, session: Session) -> float:
+        """Write one snapshot.
+
+        Returns:
+            Seconds of engine time that it cost.
+        """
+        engine_id, now_s = session.engine_id, time.monotonic()
+        saved = self._saved.setdefault(engine_id, _Saved(0, now_s))
+        self._note_cost(now_s - saved.tried_s)
+        saved.tried_s = now_s
+        final = self._persistent_dir.checkpoint(session.key)
+        partial = self._persistent_dir.partial(final)
+        try:
+            header, cost_s = await self._write(session, partial)
+        except (EndpointError, OSError) as error:
+            self._note_trouble(session, error)
+            return 0.0
+        # the session has ended, or draining saves it
+        if session.engine_id != engine_id or self._manager.drain.is_draining:
+            partial.unlink(missing_ok=True)
+            return cost_s
+        partial.replace(final)
+        saved.chunk, saved.path = header.chunk_index, final
+        if self._trouble is not None:
+            self._trouble = None
+            logger.info("checkpoints are written again")
+        logger.debug("checkpoint chunks=%d cost_ms=%.1f", header.chunk_index, cost_s * 1e3)
+        return cost_s
+
+    def _note_trouble(self, session: Session, error: EndpointError | OSError) -> None:
+        """Log why a snapshot could not be written, once for each reason."""
+        if not session.started or self._manager.engine.is_dead:
+            return  # the session has ended
+        trouble = error.code if isinstance(error, EndpointError) else type(error).__name__
+        if trouble != self._trouble:
+            self._trouble = trouble
+            logger.warning(
+                "a periodic snapshot could not be written; sessions and earlier snapshots are not "
+                "affected: %s",
+                error,
+            )
+
+    def _note_cost(self, since_s: float) -> None:
+        if since_s > 2 * self._period_s and not self._is_stretched:
+            self._is_stretched = True
+            logger.warning(
+                "checkpoints are %.1f s apart, not omni.snapshot_period_s %g: more often would "
+                "take over %g %% of the "
+                "engine's time",
+                since_s,
+                self._period_s,
+                _SHARE * 100,
+            )

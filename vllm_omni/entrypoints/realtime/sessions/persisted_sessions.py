@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`PersistedSessions`: the directory of snapshots that outlive their server process.
+
+It contains two kinds of files. `<digest>.session.safetensors` is a session that a server saved at
+shutdown. `<digest>.<owner>.session.safetensors` is a periodic snapshot that belongs to the process
+`owner` while that process lives. The digest is that of the session's key. Files are renamed into
+place, so they are always complete. This module knows neither sessions nor the engine.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from vllm_omni.entrypoints.realtime.sessions.session_host import SessionKey
+from vllm_omni.entrypoints.staging_directory import is_alive, open_regular
+
+logger = logging.getLogger("vllm." + __name__)
+
+SUFFIX: Final = ".session.safetensors"
+_PARTIAL: Final = ".partial"
+_ABANDONED_S: Final = 600.0
+"""Age in seconds at which an incomplete file of another machine is considered abandoned."""
+_LIFETIME_S: Final = 86_400.0
+"""Age in seconds at which a periodic snapshot that no server could restore is removed."""
+
+
+class PersistedSessions:
+    """Paths of snapshots in one directory.
+
+    Args:
+        folder: The directory. Created if it does not exist.
+        owner: Name of this process, from `StagingDirectory.owner`. For periodic snapshots the spool
+            must be in the same directory.
+    """
+
+    def __init__(self, folder: Path, owner: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.folder, self._owner = folder, owner
+
+    def drained(self, key: SessionKey) -> Path:
+        """Return the path of a session that is saved at shutdown."""
+        return self.folder / f"{_digest(key)}{SUFFIX}"
+
+    def checkpoint(self, key: SessionKey) -> Path:
+        """Return the path of this process's periodic snapshot of a session."""
+        return self.folder / f"{_digest(key)}.{self._owner}{SUFFIX}"
+
+    def partial(self, final: Path) -> Path:
+        """Return the path at which a file is written before it is renamed to `final`."""
+        return final.with_name(f"{final.name.removesuffix(SUFFIX)}.{self._owner}{_PARTIAL}")
+
+    def left_by_others(self) -> list[Path]:
+        """Return the snapshots of ended processes, oldest first.
+
+        Of several snapshots of one session, only the newest is returned.
+        """
+        newest: dict[str, tuple[float, Path]] = {}
+        for path in self.folder.glob(f"*{SUFFIX}"):
+            digest, _, owner = path.name.removesuffix(SUFFIX).partition(".")
+            if owner and is_alive(self.folder, owner):
+                continue
+            try:
+                with open_regular(path) as file:
+                    found = os.fstat(file.fileno()).st_mtime, path
+                older = min(found, newest.get(digest, found))
+                newest[digest] = max(found, newest.get(digest, found))
+                if older != newest[digest]:
+                    older[1].unlink()
+            # another server that starts at the same time may have taken it
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                logger.warning("%s is not restored: %s", path, error)
+        return [path for _, path in sorted(newest.values())]
+
+    def sweep(self, dead: set[str]) -> None:
+        """Remove incomplete files of the processes `dead`, and expired periodic snapshots."""
+        now_s = time.time()
+        for partial in self.folder.glob(f"*{_PARTIAL}"):
+            # another server that starts at the same time may have removed it
+            with contextlib.suppress(OSError):
+                if (
+                    partial.name.split(".")[-2] in dead
+                    or now_s - partial.stat().st_mtime > _ABANDONED_S
+                ):
+                    partial.unlink(missing_ok=True)
+        for path in self.folder.glob(f"*.*{SUFFIX}"):
+            owner = path.name.removesuffix(SUFFIX).partition(".")[2]
+            with contextlib.suppress(OSError):
+                if not is_alive(self.folder, owner) and now_s - path.stat().st_mtime > _LIFETIME_S:
+                    path.unlink()
+                    logger.warning(
+                        "%s is removed, because no server could restore it for a day", path
+                    )
+
+
+@contextlib.contextmanager
+def claimed(path: Path) -> Iterator[bool]:
+    """Lock a snapshot against other API server processes.
+
+    If this process dies, the lock is released and the next server may restore the snapshot.
+
+    Yields:
+        False if the file is locked, missing or cannot be opened.
+    """
+    try:
+        file = open_regular(path)
+    except OSError:
+        yield False
+        return
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            yield False
+            return
+        yield path.exists()  # another process may have restored and removed it
+
+
+def _digest(key: SessionKey) -> str:
+    principal, session_id = key
+    return hashlib.blake2b(f"{principal}/{session_id}".encode(), digest_size=16).hexdigest()

@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Job` and `Run`: one request's checked inputs, and its replies so far.
+
+A run outlives the connection that requested it. Its replies are numbered and retained by the
+session, so a client that reconnects can receive them again or follow a run in progress. A job's
+`ChunkSource` determines its chunks. This module knows neither message formats nor sockets.
+"""
+
+import asyncio
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence, Sized
+from dataclasses import dataclass, field
+from functools import cache, partial
+from itertools import count, islice
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from vllm_omni.entrypoints.errors import Close, EndpointError
+from vllm_omni.entrypoints.realtime.chunk_source import (
+    ChunkSource,
+    ChunkSpan,
+    Controls,
+    PlannedChunks,
+)
+from vllm_omni.entrypoints.realtime.connection.delivery_window import DeliveryWindow
+from vllm_omni.entrypoints.realtime.connection.session_engine import ChunkResult
+from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
+from vllm_omni.entrypoints.telemetry.tracing import ChunkTrace
+
+Deliver = Callable[[Any], Awaitable[None]]
+"""Sends the payload of one reply to the client."""
+
+
+class FinishedChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """A finished chunk with the metadata that replies need."""
+
+    session_id: str
+    """Session id, as clients know it."""
+    request_id: str
+    """Request id."""
+    sizes: tuple[int, ...]
+    """Pixel frames of each chunk of the request. A live request: only those of this chunk."""
+    number: int
+    """Number of this chunk within the request, from 0."""
+    result: ChunkResult
+    """Frames and metadata from the engine."""
+    chunk_index: int
+    """Number of this chunk within the session, from 0."""
+    first_frame: int
+    """Number of the chunk's first pixel frame within the session."""
+    seed: int | None
+    """Seed of the session. None: unknown."""
+    prompt_applied: bool
+    """Whether the prompt changed with this chunk."""
+    warnings: tuple[str, ...]
+    """Warnings for the client. Only the first chunk of a request has some."""
+    controls: Controls
+    """Controls that the chunk was generated with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorldStart:
+    """How a request starts its session, if the session has not started."""
+
+    load_image: Callable[[int, int], np.ndarray] | None = None
+    """Returns the start image, uint8 `[H, W, 3]`, for `(height, width)`. Called on a thread. None:
+    no image."""
+    seed: int | None = None
+    """Seed of the noise; -1 draws one. Default: drawn."""
+    height: int | None = None
+    """Height of the frames in pixels. Default: the server's."""
+    width: int | None = None
+    """Width of the frames in pixels. Default: the server's."""
+    window_frames: int | None = None
+    """Attention window in latent frames. Default: the server's."""
+    sink_frames: int | None = None
+    """Sink frames of the attention window, in latent frames. Default: the server's."""
+    restart: bool = False
+    """Discard an existing state and start again. Default: False."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplyOptions:
+    """How finished chunks become replies."""
+
+    render: Callable[[FinishedChunk], Sequence[Sized]]
+    """Encodes a chunk as replies that have a length in bytes. Called on a thread unless `inline`.
+    """
+    inline: bool = False
+    """Call `render` on the event loop, because it takes less time than a change of threads.
+    Default: False."""
+    keep: bool = True
+    """Retain delivered replies, so that a client that reconnects can receive them again. Default:
+    True."""
+    unsent_chunks: int | None = None
+    """Finished chunks that may wait for the client.
+
+    Default: `unsent_chunks` of `EndpointLimits`.
+    """
+    fps: float | None = None
+    """Playback rate of the client in frames per second. Default: the server's target."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """The checked inputs of one request."""
+
+    request_id: str
+    """Id of the request, unique in the session."""
+    source: ChunkSource
+    """Determines the request's chunks and their controls."""
+    replies: ReplyOptions
+    """How finished chunks become replies."""
+    start: WorldStart = WorldStart()
+    """How the session starts if it has not."""
+    digest: bytes = b""
+    """Digest of the request's content. It distinguishes a repeated request from a reused id."""
+    chunk_index: int | None = None
+    """Number that the next chunk of the session must have. Default: any."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of the model, for every chunk."""
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """One encoded message."""
+
+    chunk_index: int
+    """Number of the chunk within the session."""
+    part: int
+    """Number of the message within its chunk, from 0."""
+    payload: Any
+    """The encoded message."""
+    num_bytes: int
+    """Size of the message in bytes."""
+    num_frames: int = 0
+    """Pixel frames of the whole chunk for its first message, otherwise 0."""
+    trace: ChunkTrace | None = None
+    """Trace of the chunk, for its last message only. Delivery of that message ends the `transport`
+    span."""
+
+
+@dataclass(eq=False)
+class _Follower:
+    owner: object
+
+
+@dataclass
+class HeldBytes:
+    """Total size of the retained replies of several runs."""
+
+    total: int = 0
+    """Size in bytes."""
+
+
+@dataclass(eq=False)
+class Run:
+    """One request: its plan, its replies and its end."""
+
+    job: Job
+    """Inputs of the request."""
+    sizes: tuple[int, ...] = ()
+    """Pixel frames of each chunk, set before the first one. Empty for a live run."""
+    first_chunk: int = 0
+    """Number of the run's first chunk within the session."""
+    attempt: int = 1
+    """Number of attempts, including this one. An interrupted run may be repeated."""
+    completed: int = 0
+    """Number of finished chunks."""
+    replies: deque[Reply] = field(default_factory=deque)
+    """Retained replies, oldest first."""
+    num_replies: int = 0
+    """Number of replies so far, including dropped ones."""
+    first_retained: int = 0
+    """Number of the oldest retained reply."""
+    delivered: int = 0
+    """Number of replies that the current follower has received."""
+    finished: bool = False
+    """Whether the run has ended."""
+    error: EndpointError | None = None
+    """Why the run failed. None: it did not."""
+    task: "asyncio.Task[EndpointError | None] | None" = None
+    """The task that generates the chunks."""
+    started_s: float = field(default_factory=time.monotonic)
+    """Monotonic time of the last attempt's start, in seconds."""
+    controls: deque[Controls] = field(default_factory=deque)
+    """Controls of the chunks in flight."""
+    retained_bytes: int = 0
+    """Size of the retained replies in bytes."""
+    held: HeldBytes = field(default_factory=HeldBytes)
+    """Total of several runs, which includes `retained_bytes`."""
+    dropped: Callable[[int], None] = lambda num_frames: None
+    """Called with the number of frames that are dropped undelivered."""
+    _follower: "_Follower | None" = None
+    _waiting: list[asyncio.Future[None]] = field(default_factory=list)
+
+    @property
+    def has_follower(self) -> bool:
+        return self._follower is not None
+
+    @property
+    def num_chunks(self) -> int | None:
+        """Number of chunks. None: unlimited, until the run is cancelled."""
+        return len(self.sizes) or self.job.source.num_chunks
+
+    def spans(self, info: StreamInfo) -> Iterator[ChunkSpan]:
+        """Yield the chunks to request, from the first incomplete one on."""
+        latent_frames = cache(info.latent_frames)  # chunks have only two sizes
+        frame = sum(self.sizes[: self.completed])
+        latent = sum(map(latent_frames, self.sizes[: self.completed]))
+        first_size, later_size = info.first_chunk_frames, info.chunk_frames
+        for number in count(self.completed):
+            index = self.first_chunk + number
+            size = self.sizes[number] if self.sizes else later_size if index else first_size
+            span = ChunkSpan(
+                chunk_index=index,
+                number=number,
+                first_frame=frame,
+                num_frames=size,
+                first_latent=latent,
+                num_latents=latent_frames(size),
+            )
+            frame, latent = frame + size, latent + span.num_latents
+            yield span
+
+    def append(self, reply: Reply) -> None:
+        self.replies.append(reply)
+        self.num_replies += 1
+        self._grow(reply.num_bytes)
+        if self._waiting:
+            self._notify()
+
+    def _grow(self, num_bytes: int) -> None:
+        self.retained_bytes += num_bytes
+        self.held.total += num_bytes
+
+    def finish(self, error: EndpointError | None = None) -> None:
+        """Mark the end and drop the inputs, which a repeated request sends again."""
+        self.finished, self.error = True, error
+        self.controls.clear()
+        self.job = dataclasses.replace(self.job, source=PlannedChunks(), start=WorldStart())
+        self._notify()
+
+    def discard(self) -> None:
+        """Drop every reply, because no client can request them any more."""
+        undelivered = islice(self.replies, max(0, self.delivered - self.first_retained), None)
+        self.dropped(sum(reply.num_frames for reply in undelivered))
+        self.first_retained = self.num_replies
+        self.replies.clear()
+        self._grow(-self.retained_bytes)
+
+    def reopen(self, job: Job) -> None:
+        """Continue an interrupted run with the repeated request's job.
+
+        Finished chunks and their replies stay.
+        """
+        self.job, self.finished, self.error, self.attempt = job, False, None, self.attempt + 1
+        self.started_s = time.monotonic()
+
+    def follow(
+        self, deliver: Deliver, owner: object, window: DeliveryWindow, start: int = 0
+    ) -> Coroutine[Any, Any, bool]:
+        """Deliver replies until the run ends. An earlier follower is superseded at once.
+
+        Args:
+            deliver: Sends one reply.
+            owner: The connection.
+            pace: Detects a client that reads too slowly.
+            start: Number of the first reply to deliver.
+
+        Returns:
+            False if a later call of the same owner superseded this one, else True.
+
+        Raises:
+            EndpointError: The run's own error; `superseded` by another owner; `resync_required` if
+                replies have been dropped; or `slow_reader`.
+        """
+        me = self._follower = _Follower(owner)
+        self.delivered = start
+        self._notify()
+        return self._follow(me, deliver, window, start)
+
+    async def _follow(
+        self, me: "_Follower", deliver: Deliver, window: DeliveryWindow, position: int
+    ) -> bool:
+        started_ns = time.time_ns()
+        try:
+            while True:
+                if self._follower is not me:
+                    if self._follower is not None and self._follower.owner is me.owner:
+                        return False
+                    raise EndpointError(
+                        "superseded",
+                        "another connection took this session over",
+                        close=Close.SUPERSEDED,
+                    )
+                if position < self.first_retained:
+                    raise EndpointError(
+                        "resync_required", "earlier replies of this request have been dropped"
+                    )
+                if position < self.num_replies:
+                    reply = self.replies[position - self.first_retained]
+                    if reply.part == 0:
+                        started_ns = time.time_ns()
+                    await window.deliver(
+                        deliver(reply.payload), reply.num_frames, partial(self._has_later, reply)
+                    )
+                    position += 1
+                    if reply.trace is not None:
+                        reply.trace.sent(started_ns)
+                    if self._follower is me:
+                        self.delivered = position
+                        if not self.job.replies.keep:
+                            self.drop_oldest()
+                        if self._waiting:
+                            self._notify()
+                elif self.finished:
+                    break
+                else:
+                    await self._notify_waiters()
+            if self.error is not None:
+                raise self.error
+            return True
+        finally:
+            if self._follower is me:
+                self._follower = None
+
+    def _has_later(self, reply: Reply) -> bool:
+        return bool(self.replies) and self.replies[-1].chunk_index != reply.chunk_index
+
+    async def wait_for_reader(self, unsent_chunks: int) -> None:
+        """Wait until at most `unsent_chunks` chunks wait for delivery."""
+        while self._num_unsent_chunks() > unsent_chunks:
+            await self._notify_waiters()
+
+    def _num_unsent_chunks(self) -> int:
+        unsent = self.num_replies - max(self.delivered, self.first_retained)
+        if unsent <= 1:
+            return unsent
+        return len({reply.chunk_index for reply in islice(reversed(self.replies), unsent)})
+
+    def drop_oldest(self) -> int:
+        """Drop the oldest reply if it was delivered.
+
+        Returns:
+            Bytes freed; 0 if no reply can be dropped.
+        """
+        if not self.replies or (not self.finished and self.first_retained >= self.delivered):
+            return 0
+        oldest = self.replies.popleft()
+        if self.first_retained >= self.delivered:
+            self.dropped(oldest.num_frames)
+        self.first_retained += 1
+        self._grow(-oldest.num_bytes)
+        return oldest.num_bytes
+
+    def _notify_waiters(self) -> asyncio.Future[None]:
+        """Return a future that completes at the next reply, delivery or end."""
+        changed = asyncio.get_running_loop().create_future()
+        self._waiting.append(changed)
+        return changed
+
+    def _notify(self) -> None:
+        for changed in self._waiting:
+            if not changed.done():  # unless cancelled
+                changed.set_result(None)
+        self._waiting.clear()

@@ -1,0 +1,586 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state of one client's session: its requests, its position, and its state in the engine.
+
+All endpoints share this module, which knows neither message formats nor sockets. An endpoint
+submits a `Job` to a `Session`, follows the `Run` that it receives, and delivers the replies.
+`session_manager.py` holds the table of sessions.
+
+Invariants:
+- One request of a session runs and at most one waits.
+- At most `chunks_in_flight` chunks of a session are in the engine.
+- A restarted session gets a new engine id, so a late result never reaches it.
+- A session is in the manager's table exactly while it has engine state or a request.
+"""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from typing import Final
+
+import numpy as np
+
+from vllm_omni.entrypoints.errors import EndpointError
+from vllm_omni.entrypoints.realtime.chunk_source import ChunkSpan, Controls
+from vllm_omni.entrypoints.realtime.connection.deadline import Deadline
+from vllm_omni.entrypoints.realtime.connection.play_clock import PlayClock, PlayDeadline
+from vllm_omni.entrypoints.realtime.connection.session_engine import ChunkResult
+from vllm_omni.entrypoints.realtime.connection.settled import settled
+from vllm_omni.entrypoints.realtime.sessions.delivery_log import DeliveryLog
+from vllm_omni.entrypoints.realtime.sessions.run import FinishedChunk, Job, Reply, Run
+from vllm_omni.entrypoints.realtime.sessions.session_host import SessionHost, SessionKey
+from vllm_omni.entrypoints.telemetry.metrics import SessionMeter
+from vllm_omni.entrypoints.telemetry.tracing import tracing
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.runtime import log_context
+from vllm_omni.seeds import RANDOM_SEED, chosen_seed
+from vllm_omni.worlds.start_pose import START_POSE, without_start_pose
+
+logger = logging.getLogger("vllm." + __name__)
+
+_MAX_WAITING: Final = 2  # one request runs, one waits
+
+
+def new_session_id() -> str:
+    """Return an unguessable id. Clients that know the id may continue the session."""
+    return secrets.token_urlsafe(16)
+
+
+class Session:
+    """One session of one client. Not thread-safe: use it from one event loop."""
+
+    def __init__(
+        self, key: SessionKey, manager: "SessionHost[Session]", client: str, endpoint: str
+    ) -> None:
+        self.key, self.session_id = key, key[1]
+        self.meter = SessionMeter(endpoint)
+        self.trace = tracing().session(key[1], endpoint)
+        self.client = client
+        """Client that `sessions_per_client` and quotas count the session for."""
+        self.allowance = manager.quotas.allowance_of(client)
+        self.allowance.open_session()
+        self._closed = False
+        self._manager = manager
+        self.engine_id = new_session_id()
+        self.started = False
+        self.next_chunk = 0
+        self.next_frame = 0
+        self.height, self.width = manager.info.height, manager.info.width
+        self.prompt: str | None = None
+        self.seed: int | None = None
+        self.in_step = True
+        """Whether `next_chunk` is certain. After an abort the engine may be one chunk further."""
+        self.connections: set[object] = set()
+        """Open connections that have used this session. Endpoints add and remove them."""
+        self.last_used_s = time.monotonic()
+        self.pinged_s = self.last_used_s
+        """Monotonic time of the client's last ping in seconds."""
+        self.delivery_log = DeliveryLog()
+        self._clock = PlayClock()
+        self._next_request = asyncio.Lock()
+        self._waiting = 0
+
+    @property
+    def is_busy(self) -> bool:
+        return self._waiting > 0
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the last request; 0 while a request runs."""
+        return 0.0 if self.is_busy else time.monotonic() - self.last_used_s
+
+    def close(self, reason: str) -> None:
+        """End the session's metrics and trace spans. Idempotent.
+
+        The session has left the manager's table.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self.allowance.close_session()
+        self.meter.close(reason)
+        self.trace.close(reason)
+
+    @contextlib.contextmanager
+    def keep_alive(self) -> Iterator[None]:
+        """Protect the session from eviction, then remove it from the table if it is empty."""
+        self._waiting += 1
+        try:
+            yield
+        finally:
+            self._waiting -= 1
+            self._manager.remove_if_empty(self)
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def submit(self, job: Job) -> Run:
+        """Start a request, or return the run of an earlier request with the same id.
+
+        A finished run is returned as it is. An interrupted run continues where it stopped.
+
+        Raises:
+            EndpointError: `request_id_conflict`, `session_busy` or `draining`.
+        """
+        self.last_used_s = time.monotonic()
+        run = self.delivery_log.runs.get(job.request_id)
+        if run is not None and run.job.digest != job.digest:
+            raise EndpointError(
+                "request_id_conflict",
+                "this request_id belongs to another request; use a new one",
+                param="request_id",
+            )
+        if run is not None and (not run.finished or run.error is None):
+            return run
+        self._manager.drain.check()
+        if self._waiting >= _MAX_WAITING:
+            raise EndpointError(
+                "session_busy", "one request of this session runs and one waits; wait for an answer"
+            )
+        if run is not None and run.completed:
+            run.reopen(job)
+        else:
+            attempt = run.attempt + 1 if run is not None else 1
+            run = self.delivery_log.runs[job.request_id] = Run(
+                job, attempt=attempt, held=self._manager.held, dropped=self.meter.frames_dropped
+            )
+            self._trim_delivery_log()
+            self.delivery_log.evict_old()
+        self._waiting += 1
+        run.task = self._manager.spawn(self._produce(run))
+        run.task.add_done_callback(lambda task: self._ended(run, task))
+        return run
+
+    def cancel(self, runs: Iterable[Run] | None = None) -> None:
+        """Cancel runs with the error `cancelled` and abort their chunks in the engine.
+
+        Args:
+            runs: Runs of this session. Default: all of them.
+        """
+        for run in list(self.delivery_log.runs.values()) if runs is None else runs:
+            if not run.finished and run.task is not None and not run.task.cancelling():
+                run.task.cancel()  # only once, because a second cancel would interrupt the cleanup
+
+    async def _produce(self, run: Run) -> EndpointError | None:
+        log_context.bind(session_id=self.session_id)
+        try:
+            async with self._next_request:
+                await self._generate(run)
+        except EndpointError as failure:
+            return failure
+        except Exception:
+            logger.exception("request %s failed", run.job.request_id)
+            return EndpointError("engine_error", "internal error; the server's log has details")
+        return None
+
+    def _ended(self, run: Run, task: "asyncio.Task[EndpointError | None]") -> None:
+        """Finish a run.
+
+        This is a done-callback, because a task that is cancelled before its first step never runs
+        its own cleanup.
+        """
+        if task.cancelled():
+            error: EndpointError | None = EndpointError(
+                "cancelled", "the request was cancelled", next_chunk_index=self.next_chunk
+            )
+        else:
+            error = task.result()
+        self._waiting -= 1
+        self.last_used_s = time.monotonic()
+        run.finish(error)
+        self._manager.remove_if_empty(self)
+
+    async def _generate(self, run: Run) -> None:
+        """Generate the chunks of a run and render the results in order.
+
+        Up to `chunks_in_flight` chunks are in the engine. A live run has as few as keep the engine
+        busy, so that controls are sampled as late as possible. The next chunk is requested before
+        the current one is rendered and sent.
+        """
+        limits, info, drain = self._manager.limits, self._manager.info, self._manager.drain
+        source, unsent_chunks = run.job.source, run.job.replies.unsent_chunks
+        drain.check()  # before a restart may discard the session's state
+        self.allowance.check_chunk()
+        self.meter.request_started()
+        image, warnings = await self._start(run)
+        planned, num_chunks = len(run.sizes), run.num_chunks
+        # a live run is charged for each chunk
+        self.allowance.charge_chunks(max(0, planned - run.completed))
+        in_flight: deque[asyncio.Task[ChunkResult]] = deque()
+        deadline, loop = Deadline(limits.chunk_timeout_s), asyncio.get_running_loop()
+        spans = run.spans(info)
+        most_in_flight = source.most_in_flight(info, limits)
+        unsent_chunks = limits.unsent_chunks if unsent_chunks is None else unsent_chunks
+
+        def fill() -> bool:
+            """Request chunks. Return whether a quota prevents the next chunk of a live run."""
+            # Until the position is certain, request one chunk at a time: its result contains the
+            # engine's position.
+            while (
+                len(in_flight) < (most_in_flight if self.in_step else 1)
+                and source.ready
+                and not drain.is_draining
+            ):
+                started = run.completed + len(in_flight)
+                if started == num_chunks:
+                    break
+                if started >= planned and not self.allowance.take_chunk():
+                    return True
+                span = next(spans)
+                controls = source.sample(span)
+                run.controls.append(controls)
+                in_flight.append(loop.create_task(self._request_chunk(run, span, image, controls)))
+            return False
+
+        try:
+            while run.completed != num_chunks:
+                if not in_flight and not source.ready:
+                    await drain.unless_draining(source.wait_until_ready())
+                is_held_back = fill()
+                if not in_flight and drain.is_draining:
+                    break
+                if not in_flight:
+                    if is_held_back:
+                        self.allowance.check_chunk()
+                    continue  # the quota allows a chunk again, or the client has paused
+                with deadline:
+                    await settled(in_flight[0])
+                result = in_flight.popleft().result()
+                chunk = self._advance(run, result, warnings)
+                fill()  # the engine works while this chunk is rendered and sent
+                await self._render(run, chunk)
+                await run.wait_for_reader(0 if self._manager.is_over_budget else unsent_chunks)
+        except TimeoutError:
+            await self._abort(run, in_flight)
+            raise EndpointError(
+                "timeout", f"a chunk took longer than {limits.chunk_timeout_s:g} s and was dropped"
+            ) from None
+        except BaseException as error:
+            refused = isinstance(error, EndpointError) and error.code not in (
+                "cancelled",
+                "engine_error",
+            )
+            if isinstance(error, EndpointError) and not refused:
+                self.in_step = False  # the engine ended the chunk without reporting its position
+            if isinstance(error, EndpointError):
+                self.meter.chunks_aborted(error.code)
+            await self._abort(run, in_flight, refused)
+            raise
+        finally:
+            deadline.close()
+        if drain.is_draining and run.completed != num_chunks:
+            # immediately, because closing a live connection frees its session
+            await drain.save(self)
+            drain.check(next_chunk_index=self.next_chunk)
+
+    async def _start(self, run: Run) -> tuple[np.ndarray | None, tuple[str, ...]]:
+        """Prepare a run: check its position, plan its chunks and load the start image.
+
+        Returns:
+            `(image, warnings)`. The image is None unless the session starts here.
+        """
+        job, start, info = run.job, run.job.start, self._manager.info
+        if start.restart and self.started and not run.completed:
+            self.discard_engine_session()
+        if run.completed:
+            if self.in_step and self.next_chunk != run.first_chunk + run.completed:
+                raise EndpointError(
+                    "resync_required",
+                    "the session has moved on since this request",
+                    next_chunk_index=self.next_chunk,
+                )
+            return None, ()
+        if self.in_step and job.chunk_index not in (None, self.next_chunk):
+            raise EndpointError(
+                "out_of_order",
+                f"chunk_index {job.chunk_index} arrived, the session's next chunk is "
+                f"{self.next_chunk}",
+                param="chunk_index",
+                expected=self.next_chunk,
+            )
+        if not self.started:
+            if (
+                start.load_image is None
+                and not start.restart
+                and self._manager.was_evicted(self.key)
+            ):
+                raise EndpointError(
+                    "session_evicted", "the session was closed to make room; start it again"
+                )
+            info.check_image(start.load_image is not None, "image")
+        run.first_chunk = self.next_chunk if job.chunk_index is None else job.chunk_index
+        run.sizes = job.source.plan(info, self._manager.limits, starts_session=not self.started)
+        warnings = []
+        size = (start.height or self.height, start.width or self.width)
+        if self.started:
+            if size != (self.height, self.width):
+                raise EndpointError(
+                    "unsupported_size",
+                    f"{size[1]}x{size[0]} arrived, the session's frames are "
+                    f"{self.width}x{self.height}; reset it first",
+                    param="extra_body",
+                )
+            if start.load_image is not None:
+                warnings.append(
+                    "image ignored: the session has started; send restart to start again"
+                )
+            if start.seed not in (None, RANDOM_SEED, self.seed):
+                warnings.append("seed ignored: it is fixed when a session starts")
+            return None, tuple(warnings)
+        info.check_size(*size)
+        image = (
+            None
+            if start.load_image is None
+            else await self._manager.off_loop(start.load_image, *size)
+        )
+        await self._manager.worlds_closed()
+        self.height, self.width = size
+        self.prompt, self.seed = None, chosen_seed(start.seed)
+        untrained = (
+            None if info.card is None else info.card.untrained_size(width=size[1], height=size[0])
+        )
+        return image, () if untrained is None else (untrained,)
+
+    async def _request_chunk(
+        self, run: Run, span: ChunkSpan, image: np.ndarray | None, controls: Controls
+    ) -> ChunkResult:
+        """Request one chunk of a run from the engine.
+
+        Raises:
+            EndpointError: The engine refused or aborted the chunk.
+        """
+        job = run.job
+        arrays: dict[str, np.ndarray] = {}
+        if controls.camera is not None:
+            arrays |= {
+                "poses": controls.camera.poses_N44,
+                "intrinsics": controls.camera.intrinsics_N4,
+            }
+        is_start = not self.started and span.number == 0
+        if image is not None and is_start:
+            arrays["image"] = image
+        # After an abort only the engine knows its position. A new request then accepts any
+        # position; a resumed request and one that names its chunk require theirs.
+        insists = self.in_step or run.attempt > 1 or job.chunk_index is not None
+        due = self._due(run, span) if self._manager.info.by_deadline else None
+        params = DiffusionParams(
+            session_id=self.engine_id,
+            chunk_index=span.chunk_index if insists else None,
+            prompt=controls.prompt if is_start or controls.prompt != self.prompt else None,
+            seed=self.seed if is_start else None,
+            height=self.height if is_start else None,
+            width=self.width if is_start else None,
+            window_frames=job.start.window_frames if is_start else None,
+            sink_frames=job.start.sink_frames if is_start else None,
+            actions=None if controls.actions is None else list(controls.actions),
+            deadline_s=None if due is None else due.in_s,
+            chunk_period_s=None if due is None else due.period_s,
+            lora=None if controls.lora is None else list(controls.lora),
+            options=without_start_pose(job.options)
+            if span.number and START_POSE in job.options
+            else job.options,
+        )
+        trace = self.trace.chunk(span.chunk_index)
+        try:
+            result = await self._manager.engine.generate(params, arrays, trace)
+        except BaseException as error:
+            trace.failed(error)
+            if isinstance(error, EndpointError) and (
+                error.code == "unknown_session"
+                or (error.code == "out_of_order" and not self.in_step)
+            ):
+                raise self._lost(error) from error
+            raise
+        trace.finished(result.meta)
+        return result
+
+    def _due(self, run: Run, span: ChunkSpan) -> PlayDeadline:
+        """Return the deadline of a chunk, for engines that schedule by deadline."""
+        info = self._manager.info
+        return self._clock.schedule_chunk(
+            span.num_frames, run.job.replies.fps or info.target_fps or info.fps, time.monotonic()
+        )
+
+    def _lost(self, error: EndpointError) -> EndpointError:
+        """Return the error for a client whose session has another position in the engine."""
+        if error.code == "unknown_session":
+            self.discard_engine_session(in_engine=False)
+            return EndpointError(
+                "session_evicted", "the engine has closed this session; send it again with an image"
+            )
+        return EndpointError(
+            "resync_required",
+            "a chunk was finished after it was cancelled; send a new request to continue "
+            "from there",
+        )
+
+    def _advance(self, run: Run, result: ChunkResult, warnings: tuple[str, ...]) -> FinishedChunk:
+        """Update the session for a committed chunk."""
+        job, number = run.job, run.completed
+        index = int(result.meta.get("chunk_index", self.next_chunk))
+        first_frame = int(result.meta.get("first_frame", self.next_frame))
+        if number == 0:
+            run.first_chunk = index
+        controls = run.controls.popleft()
+        job.source.note_result(result.meta)
+        prompt_applied = controls.prompt is not None and (
+            not self.started or controls.prompt != self.prompt
+        )
+        self.prompt = controls.prompt if prompt_applied else self.prompt
+        self.started, self.in_step = True, True
+        num_frames = len(result.frames_THWC)
+        self.next_chunk, self.next_frame = index + 1, first_frame + num_frames
+        timings_ms = result.meta.get("timings_ms", {})
+        self.meter.chunk_done(num_frames, self._manager.info.fps, timings_ms, result.wall_ms / 1e3)
+        run.completed += 1
+        return FinishedChunk(
+            session_id=self.session_id,
+            request_id=job.request_id,
+            sizes=run.sizes or (num_frames,),
+            number=number,
+            result=result,
+            chunk_index=index,
+            first_frame=first_frame,
+            seed=self.seed,
+            prompt_applied=prompt_applied,
+            warnings=warnings if number == 0 else (),
+            controls=controls,
+        )
+
+    async def _render(self, run: Run, chunk: FinishedChunk) -> None:
+        """Encode a chunk and store its replies.
+
+        Cancellation waits for the encoder, because the chunk is part of the session.
+        """
+        started_ns = time.time_ns()
+        replies = run.job.replies
+        if replies.inline:
+            payloads = replies.render(chunk)
+            chunk.result.trace.rendered(started_ns)
+            self._keep(run, chunk, payloads)
+            return
+        rendering = asyncio.ensure_future(self._manager.off_loop(replies.render, chunk))
+        try:
+            await asyncio.shield(rendering)
+        finally:
+            payloads = await rendering
+            chunk.result.trace.rendered(started_ns)
+            self._keep(run, chunk, payloads)
+
+    def missed_since(self, last_chunk: int | None) -> list[tuple[Run, int]]:
+        """Return the replies after `last_chunk`, as `DeliveryLog.missed_since`.
+
+        Raises:
+            EndpointError: `resync_required`.
+        """
+        return self.delivery_log.missed_since(last_chunk, self.next_chunk)
+
+    def _trim_delivery_log(self, has_grown: bool = True) -> None:
+        if has_grown:
+            self.delivery_log.drop_delivered(self._manager.limits.delivery_log_bytes)
+        if self._manager.is_over_budget:
+            self._manager.trim()
+
+    def _keep(self, run: Run, chunk: FinishedChunk, payloads: Sequence[Sized]) -> None:
+        num_bytes = 0
+        for part, payload in enumerate(payloads):
+            num_frames = len(chunk.result.frames_THWC) if part == 0 else 0
+            trace = chunk.result.trace if part == len(payloads) - 1 else None
+            reply = Reply(chunk.chunk_index, part, payload, len(payload), num_frames, trace)
+            run.append(reply)
+            num_bytes += reply.num_bytes
+        self.allowance.charge_bytes(num_bytes)
+        self._trim_delivery_log(run.job.replies.keep)
+
+    async def _abort(
+        self, run: Run, in_flight: deque[asyncio.Task[ChunkResult]], refused: bool = False
+    ) -> None:
+        """Process finished chunks, cancel the others, and update whether the position is certain.
+
+        Args:
+            run: Run that ends.
+            in_flight: Its chunks in the engine, oldest first.
+            refused: The engine refused an earlier chunk, so none of these was committed.
+        """
+        responded = []
+        while (
+            in_flight
+            and in_flight[0].done()
+            and not in_flight[0].cancelled()
+            and not in_flight[0].exception()
+        ):
+            responded.append(in_flight.popleft().result())
+        for task in in_flight:
+            task.cancel()
+        if in_flight:
+            self.meter.chunks_aborted("cancelled", len(in_flight))
+        for result in responded:
+            await self._render(run, self._advance(run, result, ()))
+        if in_flight:
+            await asyncio.wait(in_flight)
+            for task in in_flight:  # retrieve every exception, so that asyncio does not report it
+                if not task.cancelled():
+                    task.exception()
+            self.in_step = self.in_step and refused
+        if not self.started and not refused:
+            self.discard_engine_session()  # the first chunk may still have been committed
+
+    # -- the world ---------------------------------------------------------------------------------
+
+    def discard_engine_session(self, in_engine: bool = True) -> None:
+        """Discard the session's state. The next request needs an image.
+
+        Args:
+            in_engine: Whether the engine may still hold the state.
+        """
+        self._manager.engine_session_ended(self.engine_id)
+        if in_engine:
+            with self.trace.current():
+                self._manager.close_engine_session(self.engine_id)
+        self.engine_id = new_session_id()
+        self.started, self.in_step = False, True
+        self.next_chunk = self.next_frame = 0
+        self.prompt = self.seed = None
+        self.delivery_log.evict_finished()
+
+    async def stop(self) -> None:
+        """Cancel all requests. The session's state stays."""
+        with self.keep_alive():
+            self.cancel()
+            async with self._next_request:
+                pass
+
+    async def reset(self) -> None:
+        """Cancel all requests and free the session's state.
+
+        The session leaves the table unless another request waits.
+        """
+        with self.keep_alive():
+            self.cancel()
+            async with self._next_request:
+                if self.started:
+                    self.discard_engine_session()
+
+    async def fork(self, new: "Session") -> None:
+        """Copy the state into `new`, between two chunks.
+
+        Raises:
+            EndpointError: `missing_image`: the session has no state yet.
+        """
+        with self.keep_alive(), new.keep_alive():
+            async with self._next_request:
+                if not self.started:
+                    raise EndpointError(
+                        "missing_image", "the session has not started, so it cannot be branched"
+                    )
+                await self._manager.engine.fork(self.engine_id, new.engine_id)
+                new.started, new.in_step = True, self.in_step
+                new.next_chunk, new.next_frame = self.next_chunk, self.next_frame
+                new.height, new.width, new.prompt, new.seed = (
+                    self.height,
+                    self.width,
+                    self.prompt,
+                    self.seed,
+                )

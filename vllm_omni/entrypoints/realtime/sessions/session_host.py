@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`SessionHost`: the part of `SessionManager` that a `Session` uses."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, Protocol, TypeVar
+
+from vllm_omni.entrypoints.limits.quotas import Quotas
+from vllm_omni.entrypoints.realtime.connection.drain import Drainable, SessionDrain
+from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
+from vllm_omni.entrypoints.realtime.connection.session_engine import SessionEngine
+from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
+from vllm_omni.entrypoints.realtime.sessions.run import HeldBytes
+
+SessionKey = tuple[str, str]
+"""(principal, session id). The same id of two principals denotes two sessions."""
+
+S = TypeVar("S", bound=Drainable)
+T = TypeVar("T")
+
+
+class SessionHost(Protocol[S]):
+    """The session manager as a session uses it. See `SessionManager`."""
+
+    engine: SessionEngine
+    info: StreamInfo
+    limits: EndpointLimits
+    quotas: Quotas
+    drain: SessionDrain[S]
+    held: HeldBytes
+
+    @property
+    def is_over_budget(self) -> bool: ...
+
+    def trim(self) -> None: ...
+
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]: ...
+
+    async def off_loop(self, function: Any, *args: Any) -> Any: ...
+
+    def remove_if_empty(self, session: S) -> None: ...
+
+    def was_evicted(self, key: SessionKey) -> bool: ...
+
+    def close_engine_session(self, engine_id: str) -> None: ...
+
+    def engine_session_ended(self, engine_id: str) -> None: ...
+
+    async def worlds_closed(self) -> None: ...

@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`SessionManager`: the table of sessions in one API server process, and their eviction.
+
+It also owns the connection gate, background tasks and the threads that decode images and encode
+frames.
+"""
+
+import asyncio
+import contextlib
+import contextvars
+import logging
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Coroutine, Iterable
+from concurrent.futures import Executor
+from typing import Any, Final, TypeVar
+
+from vllm_omni.entrypoints.errors import Close, EndpointError
+from vllm_omni.entrypoints.limits.quotas import Quotas
+from vllm_omni.entrypoints.realtime.connection.connection import Connection
+from vllm_omni.entrypoints.realtime.connection.delivery_window import DeliveryWindow
+from vllm_omni.entrypoints.realtime.connection.drain import SessionDrain
+from vllm_omni.entrypoints.realtime.connection.guard import ConnectionGuard
+from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
+from vllm_omni.entrypoints.realtime.connection.session_engine import SessionEngine
+from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
+from vllm_omni.entrypoints.realtime.sessions.run import HeldBytes
+from vllm_omni.entrypoints.realtime.sessions.session import Session
+from vllm_omni.entrypoints.realtime.sessions.session_host import SessionKey
+from vllm_omni.inputs import Lora
+from vllm_omni.runtime import log_context
+
+logger = logging.getLogger("vllm." + __name__)
+
+T = TypeVar("T")
+
+_REMEMBERED_EVICTIONS: Final = 4096
+_OWN_ERRORS_S: Final = 0.5
+"""Time in seconds for requests in flight to fail with their own ids before the connection closes.
+"""
+_FAREWELL_S: Final = 1.5
+
+
+class SessionManager:
+    """All sessions of one API server process.
+
+    Sessions idle for `session_idle_s` are closed. For clients that send pings the limit is
+    `pinged_session_idle_s`. A new session may evict the least recently used one that has no
+    connection or that only pings keep open.
+
+    Args:
+        engine: Requests to the engine.
+        facts: Stream metadata of the served model.
+        limits: Limits of connections and sessions.
+        executor: Threads that decode images and encode frames.
+        origins: Allowed browser origins; see `Gate`.
+        quotas: Quotas of clients. Default: none.
+    """
+
+    def __init__(
+        self,
+        engine: SessionEngine,
+        info: StreamInfo,
+        limits: EndpointLimits,
+        executor: Executor,
+        origins: Iterable[str] = (),
+        quotas: Quotas | None = None,
+    ) -> None:
+        self.engine, self.info, self.limits = engine, info, limits
+        self.guard = ConnectionGuard(limits, origins)
+        self.drain = SessionDrain[Session]()
+        self.quotas = quotas or Quotas()
+        self._executor = executor
+        self._sessions: OrderedDict[SessionKey, Session] = OrderedDict()
+        self._evicted: OrderedDict[SessionKey, None] = OrderedDict()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._background: set[asyncio.Task[Any]] = set()
+        self._closing: set[asyncio.Task[None]] = set()
+        self._sweeper: asyncio.Task[None] | None = None
+        self.on_world_end: list[Callable[[str], None]] = []
+        """Called with the engine's id of a session whose state is discarded."""
+        self.connections: weakref.WeakSet[Connection] = weakref.WeakSet()
+        self.adapters: Callable[[], Collection[str]] = tuple
+        """Names of the LoRA adapters that are loaded now; a stream's `model` may be one of them."""
+        self.held = HeldBytes()
+        """Size of the undelivered and retained replies of all sessions."""
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def find(self, key: SessionKey) -> Session | None:
+        return self._sessions.get(key)
+
+    def sessions(self) -> list[Session]:
+        return list(self._sessions.values())
+
+    def with_adapter(self, model: str | None, lora: list[Lora] | None) -> list[Lora] | None:
+        """Return a stream's adapters: those of its `lora`, and the one that its `model` names."""
+        if model not in self.adapters() or any(adapter.name == model for adapter in lora or ()):
+            return lora
+        return [Lora(name=str(model)), *(lora or ())]
+
+    def was_evicted(self, key: SessionKey) -> bool:
+        return key in self._evicted
+
+    def open(
+        self, key: SessionKey, client: str | None = None, endpoint: str = "realtime"
+    ) -> Session:
+        """Return the session of a key. Create it if it does not exist.
+
+        Args:
+            key: Principal and session id.
+            client: Client that `sessions_per_client` counts the session for. Default: the
+                principal.
+            endpoint: Name of the endpoint, for metrics.
+
+        Raises:
+            EndpointError: `capacity`, `session_limit`, `quota_exceeded` or `draining`.
+        """
+        if self._sweeper is None:
+            self._sweeper = self.spawn_background(self._sweep())
+        session = self._sessions.get(key)
+        if session is None:
+            self.drain.check()
+            client = key[0] if client is None else client
+            self._check_bounds(client)
+            self.quotas.allowance_of(client).check_session()
+            if len(self._sessions) >= self.info.max_sessions:
+                self._make_room()
+            with log_context.bound(session_id=key[1]):
+                session = self._sessions[key] = Session(key, self, client, endpoint)
+        self._sessions.move_to_end(key)
+        return session
+
+    def _check_bounds(self, client: str) -> None:
+        limit = self.limits.sessions_per_client
+        if (
+            len(self._sessions) >= limit
+            and sum(s.client == client for s in self._sessions.values()) >= limit
+        ):
+            raise EndpointError(
+                "session_limit", f"you have {limit} sessions, the maximum for one client"
+            )
+        if self.is_over_budget:
+            raise EndpointError(
+                "capacity",
+                "slow readers fill the buffer memory; try again later",
+                retry_after_ms=1000,
+            )
+
+    # -- bytes -------------------------------------------------------------------------------------
+
+    @property
+    def held_bytes(self) -> int:
+        return self.held.total
+
+    @property
+    def is_over_budget(self) -> bool:
+        return self.held.total > self.limits.max_held_bytes
+
+    def trim(self) -> None:
+        """While over budget, drop the oldest delivered replies.
+
+        Unread replies stay, and their session pauses.
+        """
+        for session in self._sessions.values():  # least recently used first
+            if not self.is_over_budget:
+                return
+            session.delivery_log.drop_delivered(0)
+
+    # -- room --------------------------------------------------------------------------------------
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a new session would be accepted now."""
+        return not self.is_over_budget and (
+            len(self._sessions) < self.info.max_sessions or self.can_make_room
+        )
+
+    @property
+    def can_make_room(self) -> bool:
+        """Whether an unused session could be evicted."""
+        return any(self._is_unused(session) for session in self._sessions.values())
+
+    def _is_unused(self, session: Session) -> bool:
+        return not session.is_busy and (
+            not session.connections or session.idle_s >= self.info.session_idle_s
+        )
+
+    def _make_room(self) -> None:
+        for session in self._sessions.values():  # least recently used first
+            if self._is_unused(session):
+                self._evict(session, "made_room")
+                return
+        raise EndpointError(
+            "capacity",
+            f"all {self.info.max_sessions} sessions are in use; try again later",
+            retry_after_ms=1000,
+        )
+
+    def _evict(self, session: Session, reason: str) -> None:
+        """Free a session that is not busy, and record that the server closed it."""
+        with log_context.bound(session_id=session.session_id):
+            session.discard_engine_session()
+            session.close(reason)
+            self.remove_if_empty(session)
+        self._evicted[session.key] = None
+        while len(self._evicted) > _REMEMBERED_EVICTIONS:
+            self._evicted.popitem(last=False)
+
+    async def branch(self, source: Session, key: SessionKey) -> Session:
+        """Copy a session under a new key.
+
+        Raises:
+            EndpointError: `invalid_request` or `capacity`.
+        """
+        if key in self._sessions:
+            raise EndpointError(
+                "invalid_request",
+                "a session with this id exists; choose another",
+                param="new_session_id",
+            )
+        new = self.open(key, source.client)
+        await source.fork(new)
+        return new
+
+    def remove_if_empty(self, session: Session) -> None:
+        """Remove a session that has neither state nor requests, so that its id is free again."""
+        if (
+            not session.started
+            and not session.is_busy
+            and self._sessions.get(session.key) is session
+        ):
+            del self._sessions[session.key]
+            session.delivery_log.discard()
+            with log_context.bound(session_id=session.session_id):
+                session.close("closed")
+        elif session.started:
+            self._evicted.pop(session.key, None)
+
+    def engine_session_ended(self, engine_id: str) -> None:
+        for notify in self.on_world_end:
+            notify(engine_id)
+
+    def close_engine_session(self, engine_id: str) -> None:
+        """Free a session's state in the engine, in the background."""
+        task = self.spawn(self._close_engine_session(engine_id))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _close_engine_session(self, engine_id: str) -> None:
+        try:
+            await self.engine.close(engine_id)
+        except EndpointError as error:
+            logger.warning("the engine did not close a session: %s", error)
+
+    async def worlds_closed(self) -> None:
+        """Wait until the engine has freed all closed sessions.
+
+        A new session may need their memory.
+        """
+        if self._closing:
+            await asyncio.wait(set(self._closing))
+
+    async def _sweep(self) -> None:
+        """Close idle sessions."""
+        idle_s = self.info.session_idle_s
+        pinged_idle_s = max(idle_s, self.limits.pinged_session_idle_s)
+        while True:
+            await asyncio.sleep(min(5.0, idle_s / 4))
+            for session in list(self._sessions.values()):
+                is_pinged = time.monotonic() - session.pinged_s < idle_s
+                if not session.is_busy and session.idle_s >= (
+                    pinged_idle_s if is_pinged else idle_s
+                ):
+                    self._evict(session, "idle")
+
+    def delivery_window(self, fps: float | None) -> DeliveryWindow:
+        """Return the pace at which a client must read a run.
+
+        Args:
+            fps: Playback rate of the client in frames per second. Default: the server's rate.
+        """
+        info = self.info
+        return DeliveryWindow(self.limits.slow_reader_timeout_s, fps or info.target_fps or info.fps)
+
+    # -- work --------------------------------------------------------------------------------------
+
+    def spawn(
+        self, work: Coroutine[Any, Any, T], context: contextvars.Context | None = None
+    ) -> asyncio.Task[T]:
+        """Run a task and hold a reference to it, so that it is not garbage collected.
+
+        Args:
+            work: The coroutine.
+            context: Context of its log lines. Default: the caller's.
+        """
+        task = asyncio.get_running_loop().create_task(work, context=context)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def spawn_background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run a task that lasts as long as the manager and belongs to no request."""
+        task = self.spawn(work, contextvars.Context())
+        self._background.add(task)
+        return task
+
+    @property
+    def is_working(self) -> bool:
+        """Whether a task runs that will end by itself."""
+        return bool(self._tasks - self._background)
+
+    async def off_loop(self, function: Any, *args: Any) -> Any:
+        """Run a CPU-bound function on the executor's threads."""
+        run = contextvars.copy_context().run
+        return await asyncio.get_running_loop().run_in_executor(
+            self._executor, run, function, *args
+        )
+
+    async def engine_died(self) -> None:
+        """Send an error to every connection and close it with 1011.
+
+        Returns when all connections are closed, or after a time limit.
+        """
+        for connection in list(self.connections):
+            connection.fail(
+                EndpointError("engine_error", "the engine has stopped", close=Close.INTERNAL),
+                _OWN_ERRORS_S,
+            )
+        give_up_s = time.monotonic() + _FAREWELL_S
+        while self.guard.num_connections and time.monotonic() < give_up_s:
+            await asyncio.sleep(0.02)
+
+    async def shutdown(self) -> None:
+        """Cancel all tasks, for tests and the end of the process."""
+        for task in list(self._tasks):
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,0 +1,510 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The endpoint `/v1/realtime/video`: JSON control messages in, fragmented MP4 for browsers out.
+
+It implements the protocol of vLLM-Omni 0.30. Differences that clients of the original do not
+notice: streams of unlimited length, start images up to the server's limit, prompts and camera for
+every model that accepts them, and a close frame at every end. Neither a binary message nor a slow
+reader blocks the controls.
+"""
+
+import asyncio
+import uuid
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from starlette.websockets import WebSocket
+
+from vllm_omni.actions import ActionEntry, ActionFrame, as_entry, check_frame
+from vllm_omni.entrypoints.errors import Close, EndpointError
+from vllm_omni.entrypoints.media.fmp4 import FragmentEncoder
+from vllm_omni.entrypoints.realtime.chunk_source import ChunkSpan, Controls, LiveChunks
+from vllm_omni.entrypoints.realtime.connection.images import load_image
+from vllm_omni.entrypoints.realtime.connection.live_client import (
+    UNSENT_CHUNKS,
+    LiveClient,
+    MediaClock,
+    RealtimeEndpoint,
+    TextFrames,
+)
+from vllm_omni.entrypoints.realtime.connection.session_engine import WORLD_POSES
+from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
+from vllm_omni.entrypoints.realtime.controls.analog_track import MAX_WAITING
+from vllm_omni.entrypoints.realtime.controls.camera import CameraPath
+from vllm_omni.entrypoints.realtime.controls.control_track import (
+    ControlTrack,
+    Script,
+    States,
+    TooManyEvents,
+)
+from vllm_omni.entrypoints.realtime.controls.pose_track import Command, PoseTrack, Progress, walks
+from vllm_omni.entrypoints.realtime.sessions.run import FinishedChunk, Job, ReplyOptions, WorldStart
+from vllm_omni.entrypoints.realtime.sessions.session_manager import SessionManager
+from vllm_omni.entrypoints.realtime.video import protocol
+from vllm_omni.entrypoints.timed_prompts import PromptSchedule
+from vllm_omni.inputs import Lora
+from vllm_omni.outputs import RequestFailed
+from vllm_omni.seeds import chosen_seed
+from vllm_omni.worlds.movement import world_pose
+
+PATHS: Final = ("/v1/realtime/video", "/v1/realtime/video/")
+
+_REMEMBERED_IDS: Final = 1024
+
+
+@dataclass(frozen=True)
+class _Media:
+    """One chunk to send: a metadata message and the media bytes that follow it."""
+
+    metadata: dict[str, Any]
+    """The message `video.chunk_metadata`."""
+    data: bytes
+    """MP4 fragment."""
+    is_response: bool
+    """Whether the chunk is the first effect of an interaction and should be sent at once."""
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+
+class _FragmentRenderer:
+    """Encodes a session's chunks as MP4 fragments, in order."""
+
+    def __init__(self, fps: float, request_id: str) -> None:
+        self._encoder = FragmentEncoder(fps)
+        self._request_id = request_id
+
+    def __call__(self, chunk: FinishedChunk) -> list[_Media]:
+        progress: Progress = chunk.controls.mark
+        is_first = self._encoder.mime_type is None
+        data = self._encoder.encode(chunk.result.frames_THWC)
+        metadata: dict[str, Any] = {
+            "type": "video.chunk_metadata",
+            "request_id": self._request_id,
+            "kind": "media",
+            "num_frames": len(chunk.result.frames_THWC),
+            "byte_length": len(data),
+            "generation_chunk_index": chunk.chunk_index,
+            "started_event_ids": list(progress.started),
+            "active_event_ids": list(progress.active),
+            "completed_event_ids": list(progress.completed),
+            **chunk.result.world_pose_fields,
+        }
+        if is_first:
+            metadata["mime_type"] = self._encoder.mime_type
+        return [_Media(metadata, data, is_response=bool(progress.started))]
+
+
+class _CommandedSource(LiveChunks):
+    """Samples a client's interactions for each chunk."""
+
+    def __init__(
+        self,
+        start: protocol.Start,
+        timed: PromptSchedule,
+        script: Script | States | None,
+        info: StreamInfo,
+        size: tuple[int, int],
+        num_chunks: int | None,
+    ) -> None:
+        self._prompt: str | None = None if info.actions.prompt == "none" else start.prompt
+        self._lora = start.lora
+        self._timed, self._info, self.num_chunks = timed, info, num_chunks
+        # commands do not change the field of view
+        self._intrinsics_4 = np.array(info.key_intrinsics(size[1], size[0]), np.float32)
+        self._new_prompt: tuple[str, str] | None = None
+        self._new_lora: tuple[list[Lora], str] | None = None
+        self._track = ControlTrack(info.actions)
+        self.has_actions = script is not None
+        if script is not None:
+            self._track.apply([script])
+        self._acting: dict[str, None] = {}
+        self._replaced: list[str] = []
+        self._poses = PoseTrack(walks=walks(info.actions))
+        self._frame = _SessionFrame(info)
+        self._expected: deque[np.ndarray | None] = deque()
+        self.uses_poses = False
+
+    def check_velocity(self, command: Command) -> None:
+        """Check a velocity command.
+
+        Raises:
+            EndpointError: The velocity exceeds the range of the model's axes.
+        """
+        if not self._poses.walks or command.mode != "velocity":
+            return
+        try:
+            check_frame(
+                self._info.actions,
+                ActionFrame(axes=command.walk_axes(self._info.key_step)),
+                "the velocity",
+            )
+        except RequestFailed as failure:
+            raise EndpointError("invalid_camera", failure.message, param="translation") from None
+
+    def take_interaction(self, interaction: protocol.Interaction) -> None:
+        """Apply an interaction to the next chunk.
+
+        Raises:
+            EndpointError: `too_many_events`. No part of the interaction is applied.
+        """
+        if interaction.actions is not None:
+            try:
+                self._replaced += map(
+                    str, self._track.apply([interaction.actions], interaction.event_id)
+                )
+            except TooManyEvents:
+                raise EndpointError(
+                    "too_many_events", f"{MAX_WAITING} motion events wait for the next chunk"
+                ) from None
+            self.has_actions = True
+        if interaction.prompt is not None:
+            self._new_prompt = (interaction.prompt, interaction.event_id)
+        if interaction.lora is not None:
+            self._new_lora = (interaction.lora, interaction.event_id)
+        if interaction.command is not None:
+            self._poses.push(interaction.command)
+            self.uses_poses = True
+
+    def _sample_actions(self, num_latents: int) -> tuple[list[ActionEntry], Progress]:
+        """Return the actions of each latent frame and the progress of their events."""
+        sample = self._track.sample(num_latents)
+        started, active = (
+            [str(event_id) for event_id in ids] for ids in (sample.applied, sample.active)
+        )
+        ended = [event_id for event_id in [*self._acting, *started] if event_id not in active]
+        progress = Progress(tuple(started), tuple(active), (*self._replaced, *ended))
+        self._acting, self._replaced = dict.fromkeys(active), []
+        return sample.actions or [[] for _ in range(num_latents)], progress
+
+    def sample(self, span: ChunkSpan) -> Controls:
+        progress, camera, actions = Progress(), None, None
+        velocity = self._poses.velocity if self._poses.walks else None
+        if self.uses_poses:
+            poses_N44, progress = self._poses.sample(span.num_frames, span.num_latents)
+        if velocity is not None:
+            frame = as_entry(ActionFrame(axes=velocity.walk_axes(self._info.key_step)))
+            actions = [frame] * span.num_latents
+        elif self.uses_poses:
+            poses_N44 = self._frame.of_session(poses_N44, starts=span.chunk_index == 0)
+            camera = CameraPath(poses_N44, np.tile(self._intrinsics_4, (span.num_frames, 1)))
+        elif self._info.actions.has_controls:
+            actions, progress = self._sample_actions(span.num_latents)
+        self._expected.append(None if velocity is None else self._poses.position_3)
+        prompt = self._timed.take_prompt(span.chunk_index, span.first_frame)
+        if span.chunk_index == 0:
+            prompt = prompt or self._prompt
+        elif self._new_prompt is not None:
+            (prompt, event_id), self._new_prompt = self._new_prompt, None
+            done = (*progress.completed, event_id)
+            progress = Progress(
+                (*progress.started, event_id), progress.active, tuple(dict.fromkeys(done))
+            )
+        lora = self._lora if span.chunk_index == 0 else None
+        if self._new_lora is not None:
+            (lora, event_id), self._new_lora = self._new_lora, None
+            started, ended = (
+                dict.fromkeys((*ids, event_id)) for ids in (progress.started, progress.completed)
+            )
+            progress = Progress(tuple(started), progress.active, tuple(ended))
+        return Controls(actions=actions, camera=camera, prompt=prompt, lora=lora, mark=progress)
+
+    def note_result(self, meta: Mapping[str, Any]) -> None:
+        """Correct the position if a wall of the world has stopped a velocity command."""
+        expected_3 = self._expected.popleft()
+        world_poses = meta.get(WORLD_POSES)
+        if world_poses is None:
+            return
+        self._frame.note(world_poses)
+        if expected_3 is None:
+            return
+        off_3 = self._frame.position_3(world_poses[-1]) - expected_3
+        self._poses.shift(off_3)
+        self._expected = deque(
+            None if later_3 is None else later_3 + off_3 for later_3 in self._expected
+        )
+
+
+class _SessionFrame:
+    """Coordinates of a session that may have known world poses.
+
+    Commands are relative to the start image. If a session starts with poses from its client, its
+    coordinates are theirs. If it starts with actions and its world pose is known, its coordinates
+    are the world's, scaled to pose units.
+    """
+
+    def __init__(self, info: StreamInfo) -> None:
+        self._unit_m = 1.0 if info.card is None else info.card.metres_per_unit
+        self._start_44: np.ndarray | None = None
+        self._first_44: np.ndarray | None = None
+
+    def of_session(self, poses_N44: np.ndarray, *, starts: bool) -> np.ndarray:
+        """Return poses in the session's coordinates.
+
+        Args:
+            poses_N44: Poses relative to the start image.
+            starts: Whether they are the session's first poses.
+        """
+        if starts:
+            self._first_44 = poses_N44[0].astype(np.float64)
+        if self._first_44 is not None or self._start_44 is None:
+            return poses_N44
+        return (self._start_44 @ poses_N44).astype(np.float32)
+
+    def note(self, world_poses: Sequence[Sequence[float]]) -> None:
+        """Read a chunk's world poses. The session's first one is the pose of the start image."""
+        if self._start_44 is None:
+            self._start_44 = self._pose_44(world_poses[0])
+
+    def position_3(self, row: Sequence[float]) -> np.ndarray:
+        """Return the position of a world pose in the coordinates of commands."""
+        assert self._start_44 is not None
+        relative_44 = np.linalg.inv(self._start_44) @ self._pose_44(row)
+        return (relative_44 if self._first_44 is None else self._first_44 @ relative_44)[:3, 3]
+
+    def _pose_44(self, row: Sequence[float]) -> np.ndarray:
+        pose_44 = world_pose(*row).numpy()
+        pose_44[:3, 3] /= self._unit_m
+        return pose_44
+
+
+class _Client(LiveClient):
+    endpoint = "realtime/video"
+
+    def __init__(self, manager: SessionManager, websocket: WebSocket) -> None:
+        super().__init__(manager, websocket)
+        self._request_id: str | None = None
+        self._source: _CommandedSource | None = None
+        self._clock: MediaClock | None = None
+        self._binaries = TextFrames()
+        self._event_ids: OrderedDict[str, None] = OrderedDict()
+        self._chunks = 0
+
+    # -- messages in -------------------------------------------------------------------------------
+
+    async def start_now(self) -> None:
+        """Wait for `session.start` and start the session. An invalid one ends the connection."""
+        try:
+            async with asyncio.timeout(self.limits.start_timeout_s):
+                data = await self.receive()
+        except TimeoutError:
+            raise EndpointError(
+                "timeout", "Timeout waiting for session.start", close=Close.POLICY
+            ) from None
+        try:
+            if not isinstance(data, str):
+                raise EndpointError("invalid_frame", "session.start must be a JSON text message")
+            value = protocol.decode(data, protocol.max_start_bytes(self.limits), "session.start")
+            await self._start(protocol.parse_start(value, self.limits, self.info.actions))
+        except EndpointError as error:
+            error.close = error.close or Close.POLICY
+            raise
+
+    async def _start(self, start: protocol.Start) -> None:
+        info, start = self.info, msgspec.structs.replace(start, seed=chosen_seed(start.seed))
+        served = (info.model, *self.manager.adapters())
+        if start.model is not None and start.model not in served:
+            names = ", ".join(f"'{name}'" for name in served)
+            raise EndpointError(
+                "invalid_request", f"Model mismatch: this server runs {names}", param="model"
+            )
+        start = msgspec.structs.replace(
+            start, lora=self.manager.with_adapter(start.model, start.lora)
+        )
+        size = (start.height or info.height, start.width or info.width)
+        info.check_size(*size)
+        num_chunks = self._num_chunks(start.num_frames)
+        script = start.script(info.actions)
+        if script is not None and not info.actions.has_controls:
+            raise EndpointError(
+                "unsupported", "the served model takes no actions", param="extra_params"
+            )
+        for prompt in (start.prompt, *(timed.prompt for timed in start.extra_params.prompts)):
+            info.check_prompt(prompt)
+        info.check_image(start.image_reference is not None, "image_reference")
+        image: np.ndarray | None = None
+        if start.image_reference is not None:
+            image = await self.manager.off_loop(
+                load_image, start.image_reference.image_url, *size, self.limits
+            )
+        request_id = f"video_stream-{uuid.uuid4().hex}"
+        try:
+            session = await self.open_session()
+        except EndpointError as error:
+            error.close = error.close or Close.CAPACITY
+            raise
+        self._request_id = request_id
+        fps = start.fps or info.fps
+        if start.extra_params.pace_to_media_time:
+            self._clock = MediaClock(fps)
+        config = {
+            "model": info.model,
+            "prompt": start.prompt,
+            "width": size[1],
+            "height": size[0],
+            "fps": fps,
+        }
+        config |= {
+            "num_frames": start.num_frames,
+            "seed": start.seed,
+            "session_id": session.session_id,
+        }
+        await self._send(
+            {
+                "type": "video.start",
+                "request_id": request_id,
+                "format": protocol.FORMAT,
+                "config": config,
+            }
+        )
+        timed, start_pose = (
+            PromptSchedule(start.extra_params.prompts, fps),
+            start.extra_params.start_pose,
+        )
+        self._source = _CommandedSource(start, timed, script, info, size, num_chunks)
+        self.start_job(
+            Job(
+                request_id=request_id,
+                source=self._source,
+                start=WorldStart(
+                    load_image=None if image is None else lambda height, width: image,
+                    seed=start.seed,
+                    height=size[0],
+                    width=size[1],
+                ),
+                options={} if start_pose is None else start_pose.as_option(),
+                replies=ReplyOptions(
+                    render=_FragmentRenderer(fps, request_id),
+                    keep=False,
+                    unsent_chunks=UNSENT_CHUNKS,
+                    fps=start.fps,
+                ),
+            )
+        )
+
+    def _num_chunks(self, num_frames: int | None) -> int | None:
+        if num_frames is None:
+            return None
+        first, later = self.info.first_chunk_frames, self.info.chunk_frames
+        chunks, rest = divmod(num_frames - first, later)
+        if rest or chunks < 0:
+            raise EndpointError(
+                "invalid_request",
+                f"Invalid session.start: num_frames must be {first} + {later}k, got {num_frames}",
+                param="num_frames",
+            )
+        return chunks + 1
+
+    async def take(self, data: bytes | str) -> None:
+        event_id: str | None = None
+        try:
+            if not isinstance(data, str):
+                raise self._binaries.refuse("WebSocket messages must be JSON text")
+            try:
+                value = protocol.decode(data, protocol.MAX_CONTROL_BYTES, "message")
+            except EndpointError as error:
+                raise (
+                    self.connection.strike(error) if error.code == "invalid_json" else error
+                ) from None
+            kind = value.get("type")
+            if kind == "session.ping":
+                await self._send({"type": "session.pong"})
+            elif kind == "session.stop":
+                await self._stop()
+            elif kind == "session.interaction":
+                interaction = protocol.parse_interaction(value, self.limits, self.info.actions)
+                event_id = interaction.event_id
+                await self._interact(interaction)
+            else:
+                raise EndpointError("invalid_request", "Unknown message type", param="type")
+        except EndpointError as error:
+            if error.close is not None:
+                raise
+            await self._send_event(error, event_id)
+
+    async def _interact(self, interaction: protocol.Interaction) -> None:
+        assert self._source is not None
+        if interaction.event_id in self._event_ids:
+            raise EndpointError("event_id_conflict", "event_id_conflict", param="event_id")
+        self.info.check_prompt(interaction.prompt)
+        if interaction.command is not None and not self.info.actions.pose:
+            raise EndpointError("interaction_failed", "the served model takes no camera")
+        if interaction.command is not None and self._source.has_actions:
+            raise EndpointError(
+                "interaction_failed", "actions steer this session; start one without for the camera"
+            )
+        if interaction.command is not None:
+            self._source.check_velocity(interaction.command)
+        if interaction.actions is not None and self._source.uses_poses:
+            raise EndpointError(
+                "interaction_failed",
+                "camera commands steer this session; start another to use actions",
+            )
+        if interaction.actions is not None and not self.info.actions.has_controls:
+            raise EndpointError(
+                "invalid_action", f"the served model takes {self.info.actions.describe()}"
+            )
+        self._event_ids[interaction.event_id] = None
+        while len(self._event_ids) > _REMEMBERED_IDS:
+            self._event_ids.popitem(last=False)
+        reply = {"type": "session.interaction.queued", "request_id": self._request_id}
+        await self._send({**reply, "event_id": interaction.event_id})
+        # after the receipt, because clients expect `queued` before any effect
+        self._source.take_interaction(interaction)
+
+    async def _stop(self) -> None:
+        await self.stop()
+        await self._finish(stopped=True)
+
+    # -- messages out ------------------------------------------------------------------------------
+
+    async def deliver(self, payload: _Media) -> None:
+        if self._clock is not None:
+            await self._clock.wait(payload.metadata["num_frames"], payload.is_response)
+        metadata = {**payload.metadata, "transport_chunk_index": self._chunks}
+        await self.connection.send(_json(metadata), payload.data)
+        self._chunks += 1
+
+    async def complete(self) -> None:
+        await self._finish(stopped=False)
+
+    async def _finish(self, *, stopped: bool) -> None:
+        done = {
+            "type": "session.done",
+            "request_id": self._request_id,
+            "chunks": self._chunks,
+            "stopped": stopped,
+        }
+        await self._send(done)
+        await self.connection.close(
+            Close.NORMAL, "stopped by the client" if stopped else "generation complete"
+        )
+
+    async def tell(self, error: EndpointError) -> None:
+        await self._send_event(error, None)
+
+    async def _send_event(self, error: EndpointError, event_id: str | None) -> None:
+        message = {
+            "type": "error",
+            "message": error.message,
+            "code": error.code,
+            "request_id": self._request_id,
+            "event_id": event_id,
+            "retry_after_ms": error.details.get("retry_after_ms"),
+        }
+        await self._send({key: value for key, value in message.items() if value is not None})
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        await self.connection.send(_json(message))
+
+
+def _json(message: dict[str, Any]) -> str:
+    return msgspec.json.encode(message).decode()
+
+
+def video_endpoint(manager: SessionManager) -> RealtimeEndpoint:
+    """Return vLLM-Omni's realtime video endpoint."""
+    return RealtimeEndpoint(manager, _Client)

@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The typed messages of `/v1/realtime/video`: JSON control messages of vLLM-Omni 0.30.
+
+The first message is `session.start`. Interactions (a prompt, a camera command, actions),
+`session.stop` and `session.ping` follow.
+"""
+
+import uuid
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+import numpy as np
+
+from vllm_omni.actions import CAMERA_SPACE, ActionSpace
+from vllm_omni.entrypoints.errors import EndpointError
+from vllm_omni.entrypoints.json_values import MAX_JSON_VALUES, has_too_many_values
+from vllm_omni.entrypoints.realtime.connection.limits import MIB, EndpointLimits
+from vllm_omni.entrypoints.realtime.controls.action_messages import (
+    camera_frames,
+    read_actions_message,
+)
+from vllm_omni.entrypoints.realtime.controls.control_track import MAX_SCRIPT_ENTRIES, Script, States
+from vllm_omni.entrypoints.realtime.controls.pose_track import Command, unit_quaternion
+from vllm_omni.entrypoints.realtime.world_camera.protocol import check_prompt, with_integers
+from vllm_omni.entrypoints.timed_prompts import MAX_PROMPTS, TimedPrompt
+from vllm_omni.inputs import Lora, Loras
+from vllm_omni.seeds import RequestedSeed, check_seed
+from vllm_omni.worlds.start_pose import StartPose
+
+FORMAT: Final = "m4s"
+MAX_CONTROL_BYTES: Final = 128 * 1024
+
+_LARGEST: Final = 1e6  # as for camera paths: a larger float32 position has no useful precision
+_MAX_TRANSITION_CHUNKS: Final = 10_000
+
+Pixels = Annotated[int, msgspec.Meta(ge=8, le=8192)]
+Coordinate = Annotated[float, msgspec.Meta(ge=-_LARGEST, le=_LARGEST)]
+
+
+class ImageReference(msgspec.Struct, frozen=True):
+    image_url: str
+    """A `data:` URL."""
+
+
+class ExtraParams(msgspec.Struct, frozen=True, kw_only=True):
+    """Additional parameters of `session.start`."""
+
+    camera_action_script: (
+        Annotated[list[list[str] | str], msgspec.Meta(max_length=MAX_SCRIPT_ENTRIES)] | None
+    ) = None
+    """Camera keys that are held in each latent frame."""
+    action_script: Any = None
+    """Actions of each latent frame, checked against the model. Extension of this server."""
+    prompts: Annotated[list[TimedPrompt], msgspec.Meta(max_length=MAX_PROMPTS)] = []
+    """Later prompts, each with its second or chunk. Interactions may come between them."""
+    start_pose: StartPose | None = None
+    """Pose of the start image in the world. Default: the world's own start images are recognized.
+    """
+    pace_to_media_time: bool = False
+    """Send each chunk no earlier than it plays. Default: False."""
+    preencode_mp4: bool = False
+    """Refused if True."""
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True):
+    """The first message of a connection.
+
+    Unknown keys are ignored, and so are settings that the deployment fixes (steps, guidance).
+    """
+
+    prompt: str = ""
+    """First prompt."""
+    model: str | None = None
+    """Name of the served model. Another name is refused. Default: not checked."""
+    format: str = FORMAT
+    """Container format. Only `m4s` is supported."""
+    width: Pixels | None = None
+    """Width of the frames in pixels. Default: the server's."""
+    height: Pixels | None = None
+    """Height of the frames in pixels. Default: the server's."""
+    fps: Annotated[float, msgspec.Meta(ge=1, le=240)] | None = None
+    """Playback rate in frames per second, 1 to 240. Default: the model's."""
+    num_frames: Annotated[int, msgspec.Meta(ge=1, le=1 << 31)] | None = None
+    """Length of the stream in pixel frames: the first chunk plus k chunks. Default: until
+    `session.stop`."""
+    seed: RequestedSeed | None = None
+    """Seed of the noise. Default: drawn."""
+    image_reference: ImageReference | None = None
+    """Start image."""
+    lora: Loras | None = None
+    """LoRA adapters, `[{"name", "scale"}]`."""
+    extra_params: ExtraParams = ExtraParams()
+    """Additional parameters."""
+
+    def __post_init__(self) -> None:
+        check_seed(self.seed)
+
+    def script(self, space: ActionSpace) -> Script | States | None:
+        """Return the actions of the first chunks.
+
+        Raises:
+            EndpointError: The actions are invalid.
+        """
+        keys, actions = self.extra_params.camera_action_script, self.extra_params.action_script
+        if actions is not None:
+            if keys is not None:
+                raise EndpointError(
+                    "invalid_request", "send camera_action_script or action_script: one of the two"
+                )
+            return read_actions_message(actions, space)
+        return None if keys is None else camera_frames(map(list, keys), space)
+
+
+class Interaction(msgspec.Struct, frozen=True):
+    """A prompt, LoRA adapters, and either a camera command or actions."""
+
+    event_id: str
+    """The client's id of the interaction."""
+    prompt: str | None
+    """New prompt. None: unchanged."""
+    lora: list[Lora] | None
+    """New LoRA adapters. None: unchanged."""
+    command: Command | None
+    """Camera command. None: unchanged."""
+    actions: Script | States | None
+    """Actions. None: unchanged."""
+
+
+class _CameraData(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    translation: tuple[Coordinate, Coordinate, Coordinate] = (0.0, 0.0, 0.0)
+    rotation: tuple[Coordinate, Coordinate, Coordinate, Coordinate] = (0.0, 0.0, 0.0, 1.0)
+
+
+class _Camera(msgspec.Struct, frozen=True):
+    data: _CameraData
+    mode: Literal["target", "velocity"] = "target"
+
+
+class _MultiModal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    camera: _Camera | None = None
+    actions: Any = None
+
+
+class _InteractionEvent(msgspec.Struct, frozen=True):
+    prompt: str | None = None
+    lora: Loras | None = None
+    multi_modal_data: _MultiModal | None = None
+
+
+class _Interaction(msgspec.Struct, frozen=True):
+    event: _InteractionEvent
+    event_id: Annotated[str, msgspec.Meta(min_length=1, max_length=128)] | None = None
+    transition_chunks: Annotated[int, msgspec.Meta(ge=0, le=_MAX_TRANSITION_CHUNKS)] | None = None
+
+
+def max_start_bytes(limits: EndpointLimits) -> int:
+    """Return the maximum size of `session.start`, with its start image as base64 text."""
+    return limits.max_image_bytes * 4 // 3 + MIB // 4
+
+
+def decode(text: str, max_bytes: int, name: str) -> dict[str, Any]:
+    """Return the JSON object of one message.
+
+    Args:
+        text: The message.
+        max_bytes: Maximum number of characters.
+        name: Name of the expected message, for errors.
+
+    Raises:
+        EndpointError: The message is invalid.
+    """
+    if len(text) > max_bytes:
+        raise EndpointError(
+            "invalid_request", f"{name} too large: {len(text)} characters, at most {max_bytes}"
+        )
+    if has_too_many_values(text):
+        raise EndpointError("invalid_json", f"more than {MAX_JSON_VALUES} values in {name}")
+    try:
+        value = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        raise EndpointError("invalid_json", f"Invalid JSON in {name}") from None
+    if not isinstance(value, dict):
+        raise EndpointError("invalid_request", f"{name} must be a JSON object")
+    return value
+
+
+def parse_start(
+    value: dict[str, Any], limits: EndpointLimits, space: ActionSpace = CAMERA_SPACE
+) -> Start:
+    """Parse and check `session.start`.
+
+    Raises:
+        EndpointError: The message is invalid.
+    """
+    if value.get("type") != "session.start":
+        raise EndpointError("invalid_request", "Expected session.start", param="type")
+    nested = value.get("sampling_params")
+    fields = with_integers({**(nested if isinstance(nested, dict) else {}), **value})
+    start: Start = _convert(fields, Start, "Invalid session.start")
+    if start.format != FORMAT:
+        raise EndpointError(
+            "unsupported_codec",
+            f"Invalid session.start format: expected '{FORMAT}'.",
+            param="format",
+        )
+    check_prompt(start.prompt, limits, empty_ok=space.prompt != "required")
+    for timed in start.extra_params.prompts:
+        check_prompt(timed.prompt, limits, empty_ok=False)
+    if (start.width is None) != (start.height is None):
+        raise EndpointError(
+            "invalid_request",
+            "Invalid session.start: send width and height, or neither",
+            param="width",
+        )
+    if start.extra_params.preencode_mp4:
+        raise EndpointError(
+            "invalid_request",
+            "Invalid session.start: preencode_mp4 does not stream",
+            param="extra_params",
+        )
+    return start
+
+
+def parse_interaction(
+    value: dict[str, Any], limits: EndpointLimits, space: ActionSpace = CAMERA_SPACE
+) -> Interaction:
+    """Parse and check an interaction.
+
+    Raises:
+        EndpointError: The message is invalid. No part of it takes effect.
+    """
+    wanted: _Interaction = _convert(
+        value.get("interaction"), _Interaction, "Invalid session.interaction"
+    )
+    event = wanted.event
+    data = event.multi_modal_data or _MultiModal()
+    camera, actions = data.camera, data.actions
+    if all(part is None for part in (event.prompt, event.lora, camera, actions)):
+        raise EndpointError(
+            "invalid_request",
+            "session.interaction needs event.prompt, event.lora or event.multi_modal_data.camera "
+            "or .actions",
+        )
+    if camera is not None and actions is not None:
+        raise EndpointError(
+            "invalid_request", "send multi_modal_data.camera or .actions: one of the two"
+        )
+    if event.prompt is not None:
+        check_prompt(event.prompt, limits, empty_ok=False)
+    event_id = wanted.event_id or uuid.uuid4().hex
+    command = None
+    if camera is not None:
+        try:
+            rotation_4 = unit_quaternion(camera.data.rotation)
+        except ValueError as error:
+            raise EndpointError("invalid_camera", str(error), param="rotation") from None
+        chunks = 1 if wanted.transition_chunks is None else wanted.transition_chunks
+        command = Command(
+            event_id, camera.mode, np.array(camera.data.translation), rotation_4, chunks
+        )
+    updates = None if actions is None else read_actions_message(actions, space)
+    return Interaction(event_id, event.prompt, event.lora, command, updates)
+
+
+def _convert(value: Any, kind: type[Any], what: str) -> Any:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise EndpointError("invalid_request", f"{what}: {error}") from None

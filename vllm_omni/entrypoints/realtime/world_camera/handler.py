@@ -1,0 +1,414 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The endpoint `/v1/realtime/world/camera`: msgpack messages in, video chunks out.
+
+It sends `hello`, turns messages into `Job`s, follows their runs, and replies in the client's
+dialect. Each connection has one task that receives messages and one task per request, so that a
+disconnect, a `reset` or a `ping` is noticed at once.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+from starlette.websockets import WebSocket
+
+from vllm_omni.entrypoints.errors import ClientDisconnected, Close, EndpointError
+from vllm_omni.entrypoints.realtime.chunk_source import PlannedChunks
+from vllm_omni.entrypoints.realtime.connection.codec import (
+    CodecError,
+    Decoded,
+    Dialect,
+    decode,
+    encode,
+)
+from vllm_omni.entrypoints.realtime.connection.images import load_image
+from vllm_omni.entrypoints.realtime.connection.live_client import (
+    ConnectionHandler,
+    RealtimeEndpoint,
+)
+from vllm_omni.entrypoints.realtime.render import FrameRenderer
+from vllm_omni.entrypoints.realtime.sessions.run import Job, ReplyOptions, Run, WorldStart
+from vllm_omni.entrypoints.realtime.sessions.session import Session, new_session_id
+from vllm_omni.entrypoints.realtime.sessions.session_host import SessionKey
+from vllm_omni.entrypoints.realtime.sessions.session_manager import SessionManager
+from vllm_omni.entrypoints.realtime.world_camera import protocol
+from vllm_omni.entrypoints.telemetry.metrics import endpoint_metrics
+from vllm_omni.runtime import log_context
+
+logger = logging.getLogger("vllm." + __name__)
+
+PATHS: Final = ("/v1/realtime/world/camera", "/v1/realtime/world/camera/")
+"""Both paths are routed, because WebSocket clients do not follow redirects."""
+
+_OFF_LOOP_BYTES: Final = 64 * 1024  # messages of this size and above are decoded on a thread
+
+
+def world_camera_endpoint(manager: SessionManager, max_message_bytes: int) -> RealtimeEndpoint:
+    """Return the world camera endpoint.
+
+    Args:
+        manager: Sessions of this process.
+        max_message_bytes: The server's limit of a WebSocket message in bytes, reported in `hello`.
+    """
+    return RealtimeEndpoint(manager, partial(_Client, max_message_bytes=max_message_bytes))
+
+
+class _Client(ConnectionHandler):
+    """A connection that runs each request in its own task."""
+
+    endpoint = "realtime/world/camera"
+    subprotocol = protocol.SUBPROTOCOL
+
+    def __init__(
+        self, manager: SessionManager, websocket: WebSocket, max_message_bytes: int
+    ) -> None:
+        super().__init__(manager, websocket)
+        self._max_message_bytes = max_message_bytes
+        self._own_session_id = new_session_id()
+        self._used: set[SessionKey] = set()
+        self._requests: set[asyncio.Task[None]] = set()
+
+    @property
+    def is_active(self) -> bool:
+        return bool(self._requests)
+
+    def _log_end(self, seconds: float) -> None:
+        with log_context.bound(
+            session_id=",".join(session_id for _, session_id in self._used) or None
+        ):
+            super()._log_end(seconds)
+
+    async def start_now(self) -> None:
+        """Send `hello`."""
+        info = self.info
+        if not info.actions.is_steered:
+            raise EndpointError(
+                "unsupported",
+                "the served model takes neither a camera nor actions",
+                close=Close.POLICY,
+            )
+        hello = protocol.hello(info, self.limits, self._own_session_id, self._max_message_bytes)
+        await self._send(hello)
+
+    async def tell(self, error: EndpointError) -> None:
+        await self._send(protocol.error_message(error))
+
+    async def stop(self) -> None:
+        """Cancel this client's runs. Its sessions stay, so that it can reconnect."""
+        requests = list(self._requests)
+        for task in requests:
+            task.cancel()
+        if requests:
+            await asyncio.wait(requests)
+        for key in self._used:
+            session = self.manager.find(key)
+            if session is not None:
+                session.connections.discard(self)
+
+    async def superseded(self) -> None:
+        """Close this connection, because another one has resumed one of its sessions."""
+        await self.connection.close(Close.SUPERSEDED, "another connection took this session over")
+
+    # -- messages in -------------------------------------------------------------------------------
+
+    async def take(self, data: bytes | str) -> None:
+        """Decode one message and start its work. An invalid message is only refused."""
+        request_id: str | None = None
+        try:
+            if isinstance(data, str):
+                raise self._texts.refuse("send binary frames with msgpack maps, not text")
+            decoded, digest = await self._decode(data)
+            self.connection.count_values(decoded.num_values)
+            if isinstance(decoded.value, dict) and isinstance(decoded.value.get("request_id"), str):
+                request_id = decoded.value["request_id"][:128]
+            self._start(protocol.parse(decoded.value, self.limits), decoded.dialect, digest)
+        except EndpointError as error:
+            await self._refuse(error, request_id)
+
+    async def _decode(self, data: bytes) -> tuple[Decoded, bytes]:
+        """Return the message and a digest of its bytes. Large messages are decoded on a thread."""
+
+        def work() -> tuple[Decoded, bytes]:
+            return decode(data), hashlib.blake2b(data, digest_size=16).digest()
+
+        try:
+            return await self.manager.off_loop(work) if len(data) >= _OFF_LOOP_BYTES else work()
+        except CodecError as error:
+            raise self.connection.undecodable(error) from None
+
+    def _start(self, message: protocol.Message, dialect: Dialect | None, digest: bytes) -> None:
+        """Start a task for one message. Tasks start in the order of their messages."""
+        if len(self._requests) >= self.limits.max_requests_per_connection and not isinstance(
+            message, protocol.Ping
+        ):
+            raise EndpointError(
+                "busy",
+                f"{len(self._requests)} requests of this connection are in progress",
+                retry_after_ms=100,
+            )
+        work: Callable[[], Awaitable[None]]
+        match message:
+            case protocol.Infer():
+                work = partial(self._infer, message, dialect, digest)
+            case protocol.Reset():
+                work = partial(self._reset, message)
+            case protocol.Stop():
+                work = partial(self._stop, message)
+            case protocol.CloseSession():
+                work = partial(self._close_session, message)
+            case protocol.Branch():
+                work = partial(self._branch, message)
+            case protocol.Resume():
+                work = partial(self._resume, message)
+            case protocol.Ping():
+                work = partial(self._pong, message)
+            case _:
+                raise AssertionError(f"no handler for {type(message).__name__}")
+        task = self.manager.spawn(self._response(message, work))
+        self._requests.add(task)
+        task.add_done_callback(self._requests.discard)
+
+    async def _response(
+        self, message: protocol.Message, work: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Run the work of one message. Every failure is reported as an error of this message."""
+        log_context.bind(session_id=self._session_id(message))
+        try:
+            await work()
+        except EndpointError as error:
+            await self._refuse(error, message.request_id, self._session_id(message))
+        except ClientDisconnected:
+            pass
+        except Exception:
+            logger.exception("endpoint %s failed", message.endpoint)
+            failure = EndpointError("engine_error", "internal error; the server's log has details")
+            await self._refuse(failure, message.request_id, self._session_id(message))
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        await self.connection.send(encode(message))
+
+    async def _refuse(
+        self, error: EndpointError, request_id: str | None = None, session_id: str | None = None
+    ) -> None:
+        if error.close is Close.SLOW_CONSUMER:
+            self.connection.cut_soon()
+        with contextlib.suppress(ClientDisconnected):
+            await self._send(protocol.error_message(error, request_id, session_id))
+        if error.close is not None:
+            await self.connection.close(error.close, error.message)
+
+    # -- sessions ----------------------------------------------------------------------------------
+
+    def _session_id(self, message: protocol.Message) -> str:
+        if message.session_id is not None:
+            return message.session_id
+        named = message.extra_body.session_id if isinstance(message, protocol.Infer) else None
+        return named if named is not None else self._own_session_id
+
+    def _key(self, session_id: str) -> SessionKey:
+        return self.connection.principal, session_id
+
+    def _attach(self, session: Session) -> None:
+        session.connections.add(self)
+        self._used.add(session.key)
+
+    # -- endpoints ---------------------------------------------------------------------------------
+
+    async def _infer(self, message: protocol.Infer, dialect: Dialect | None, digest: bytes) -> None:
+        job = self._job(message, dialect, digest)
+        try:
+            session = self.manager.open(
+                self._key(self._session_id(message)), self.connection.client, self.endpoint
+            )
+        except EndpointError as error:
+            endpoint_metrics().session_refused(self.endpoint, error.code)
+            if not self._used:
+                error.close = Close.CAPACITY
+            raise
+        self._attach(session)
+        serve_client = session.submit(job)
+        started_s = time.monotonic()
+        if await self._follow(session, serve_client) and message.protocol_version is not None:
+            await self._send(
+                {
+                    "type": "done",
+                    "request_id": job.request_id,
+                    "session_id": session.session_id,
+                    "next_chunk_index": serve_client.first_chunk + serve_client.completed,
+                    "frames": sum(serve_client.sizes),
+                    "wall_ms": round((time.monotonic() - started_s) * 1e3, 3),
+                }
+            )
+
+    async def _follow(self, session: Session, serve_client: Run, start: int = 0) -> bool:
+        """Deliver a run's replies.
+
+        If this connection ends and no other follows the run, the run is cancelled.
+        """
+        try:
+            return await serve_client.follow(
+                self.connection.send,
+                self,
+                self.manager.delivery_window(serve_client.job.replies.fps),
+                start,
+            )
+        finally:
+            if not serve_client.finished and not serve_client.has_follower:
+                session.cancel([serve_client])
+
+    def _job(self, message: protocol.Infer, dialect: Dialect | None, digest: bytes) -> Job:
+        extra, info, image, limits = (
+            message.extra_body,
+            self.manager.info,
+            message.image,
+            self.limits,
+        )
+        # Clients of the protocol's first version send `camera` with array markers, expect lists of
+        # float frames, and request numbers of frames that do not fill chunks.
+        first_version = (
+            message.camera is not None and dialect is not None and message.protocol_version is None
+        )
+        camera = message.camera_path(limits.max_frames_per_request, info.intrinsics_reference_size)
+        actions = message.script(info.actions)
+        if camera is not None and not info.actions.pose:
+            raise EndpointError(
+                "invalid_camera",
+                f"this model takes no poses; it takes {info.actions.describe()}",
+                param="camera",
+            )
+        info.check_prompt(message.prompt)
+        codec = extra.video_format or ("ndarray_f32" if first_version else protocol.DEFAULT_CODEC)
+
+        def load(height: int, width: int) -> np.ndarray:
+            return load_image(image, height, width, limits)
+
+        return Job(
+            request_id=message.request_id or uuid.uuid4().hex,
+            digest=digest,
+            source=PlannedChunks(
+                camera=camera,
+                actions=actions,
+                num_frames=extra.num_frames,
+                policy=extra.pose_policy or ("trim" if first_version else "error"),
+                prompt=message.prompt,
+                lora=extra.lora,
+            ),
+            start=WorldStart(
+                load_image=load if image is not None else None,
+                seed=extra.seed,
+                height=extra.height,
+                width=extra.width,
+                restart=message.restart,
+            ),
+            chunk_index=message.chunk_index,
+            options=extra.model_options(),
+            replies=ReplyOptions(
+                render=FrameRenderer(
+                    codec=codec,
+                    fps=extra.fps or info.fps,
+                    quality=extra.quality,
+                    frames_per_message=extra.frames_per_chunk,
+                    dialect=dialect or Dialect.OPENPI,
+                    with_mp4=extra.with_mp4,
+                    mp4_scale=extra.mp4_scale,
+                ),
+                fps=extra.fps,
+            ),
+        )
+
+    async def _reset(self, message: protocol.Reset) -> None:
+        session = self.manager.find(self._key(self._session_id(message)))
+        if session is not None:
+            await session.reset()
+        if message.protocol_version is None:
+            await self.connection.send("reset successful")
+        else:
+            session_id = self._session_id(message)
+            await self._send(
+                {"type": "reset", "status": "reset successful", "session_id": session_id}
+            )
+
+    async def _stop(self, message: protocol.Stop) -> None:
+        session = self.manager.find(self._key(self._session_id(message)))
+        if session is not None:
+            await session.stop()
+        await self._send(
+            {
+                "type": "stopped",
+                "session_id": self._session_id(message),
+                "next_chunk_index": session.next_chunk if session is not None else 0,
+            }
+        )
+        if message.session_id is None:
+            await self.connection.close(Close.NORMAL, "stopped by the client")
+
+    async def _close_session(self, message: protocol.CloseSession) -> None:
+        session = self.manager.find(self._key(self._session_id(message)))
+        if session is not None:
+            await session.reset()
+        await self._send({"type": "closed", "session_id": self._session_id(message)})
+        if message.session_id is None:
+            await self.connection.close(Close.NORMAL, "closed by the client")
+
+    async def _branch(self, message: protocol.Branch) -> None:
+        source = self._known(self._session_id(message))
+        new_id = message.new_session_id or new_session_id()
+        branch = await self.manager.branch(source, self._key(new_id))
+        if not message.disposable:
+            self._attach(branch)
+        await self._send(
+            {
+                "type": "branched",
+                "session_id": new_id,
+                "parent_session_id": source.session_id,
+                "next_chunk_index": branch.next_chunk,
+            }
+        )
+
+    async def _resume(self, message: protocol.Resume) -> None:
+        session = self._known(self._session_id(message))
+        missed = session.missed_since(message.last_chunk_id)
+        for other in list(session.connections - {self}):
+            if isinstance(other, _Client):
+                self.manager.spawn(other.superseded())
+        self._attach(session)
+        session.last_used_s = time.monotonic()
+        reply = {
+            "type": "resumed",
+            "session_id": session.session_id,
+            "next_chunk_index": session.next_chunk,
+        }
+        await self._send(
+            {
+                **reply,
+                "replayed": sum(serve_client.num_replies - start for serve_client, start in missed),
+            }
+        )
+        for serve_client, start in missed:
+            was_finished = serve_client.finished
+            try:
+                await self._follow(session, serve_client, start)
+            except EndpointError as error:
+                if not was_finished or error is not serve_client.error:
+                    raise
+
+    def _known(self, session_id: str) -> Session:
+        session = self.manager.find(self._key(session_id))
+        if session is None:
+            raise EndpointError(
+                "session_evicted", "the server has no such session; start again with an image"
+            )
+        return session
+
+    async def _pong(self, message: protocol.Ping) -> None:
+        for key in self._used:
+            if (session := self.manager.find(key)) is not None and self in session.connections:
+                session.pinged_s = time.monotonic()
+        await self._send({"type": "pong", "t": message.t, "server_ms": round(time.time() * 1e3, 3)})

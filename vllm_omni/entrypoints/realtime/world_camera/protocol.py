@@ -1,0 +1,426 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The typed messages of `/v1/realtime/world/camera`: the client's requests and the server's
+replies.
+
+A message is a map with the key `endpoint` (default `infer`). Unknown keys are ignored, because
+other clients of this protocol send some. A known key with a wrong type or value is refused with a
+message that names it. Arrays stay `Any` here; `../controls/camera.py` and `../connection/images.py`
+check them.
+"""
+
+from typing import Annotated, Any, ClassVar, Final
+
+import msgspec
+import numpy as np
+
+from vllm_omni.actions import ActionEntry, ActionSpace, as_entry
+from vllm_omni.entrypoints.errors import EndpointError
+from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
+from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
+from vllm_omni.entrypoints.realtime.controls.action_messages import read_script
+from vllm_omni.entrypoints.realtime.controls.camera import CameraPath, PosePolicy
+from vllm_omni.inputs import Loras, SessionId
+from vllm_omni.seeds import RequestedSeed, check_seed
+from vllm_omni.worlds.start_pose import StartPose
+
+PROTOCOL: Final = "omni.world.camera"
+PROTOCOL_VERSION: Final = 1
+SUBPROTOCOL: Final = "omni.world.camera.v1"
+CODECS: Final = ("mp4", "jpeg", "ndarray_u8", "ndarray_f32")
+DEFAULT_CODEC: Final = "mp4"
+
+RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+Index = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+
+
+class ExtraBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Generation settings of one `infer`."""
+
+    height: Annotated[int, msgspec.Meta(ge=8, le=8192)] | None = None
+    """Height of the frames in pixels, 8 to 8192. Default: the server's."""
+    width: Annotated[int, msgspec.Meta(ge=8, le=8192)] | None = None
+    """Width of the frames in pixels, 8 to 8192. Default: the server's."""
+    num_frames: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] | None = None
+    """Pixel frames to generate. Default: as many as poses."""
+    fps: Annotated[float, msgspec.Meta(ge=1, le=240)] | None = None
+    """Playback rate in frames per second, 1 to 240. Default: the model's."""
+    seed: RequestedSeed | None = None
+    """Seed of the noise. Default: drawn."""
+    frames_per_chunk: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = None
+    """Frames in one reply. Default: a whole chunk, but 4 for `ndarray_f32`."""
+    session_id: SessionId | None = None
+    """Same as `session_id` of the message."""
+    num_inference_steps: Annotated[int, msgspec.Meta(ge=1, le=1000)] | None = None
+    """Passed to the model. Default: the model's."""
+    guidance_scale: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
+    """Passed to the model. Default: the model's."""
+    negative_prompt: Annotated[str, msgspec.Meta(max_length=16384)] | None = None
+    """Passed to the model. Default: the model's."""
+    video_format: str | None = None
+    """Encoding of the frames, one of `CODECS`.
+
+    Default: `mp4`, but `ndarray_f32` for clients of the protocol's first version.
+    """
+    with_mp4: bool = False
+    """Add an MP4 file of the frames to each reply, in `mp4`. Default: False."""
+    mp4_scale: Annotated[int, msgspec.Meta(ge=1, le=8)] = 1
+    """Integer scale factor of that file, up to a side of 1280 pixels. Default: 1."""
+    quality: Annotated[int, msgspec.Meta(ge=1, le=100)] = 90
+    """JPEG quality, 1 to 100. Default: 90."""
+    pose_policy: PosePolicy | None = None
+    """Handling of poses that do not fill whole chunks.
+
+    Default: `error`, but `trim` for clients of the protocol's first version.
+    """
+    start_pose: StartPose | None = None
+    """Pose of the start image in the world. Default: the world's own start images are recognized.
+    """
+    lora: Loras | None = None
+    """LoRA adapters from this request on, `[{"name", "scale"}]`; [] for none. Default: unchanged.
+    """
+    options: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Options of the model (JSON types). The model checks them."""
+
+    def __post_init__(self) -> None:
+        check_seed(self.seed)
+
+    def model_options(self) -> dict[str, Any]:
+        """Return the options that are passed to the model unchanged, if the client sent them."""
+        named = {
+            name: getattr(self, name)
+            for name in ("num_inference_steps", "guidance_scale", "negative_prompt")
+        }
+        start = {} if self.start_pose is None else self.start_pose.as_option()
+        return {
+            **{name: value for name, value in named.items() if value is not None},
+            **start,
+            **self.options,
+        }
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True):
+    """Keys that every message may have."""
+
+    endpoint: ClassVar[str]
+
+    session_id: SessionId | None = None
+    """Session of the message. Default: the connection's own session."""
+    request_id: RequestId | None = None
+    """The client's id of the request, 1 to 128 characters. Default: drawn."""
+    protocol_version: int | None = None
+    """Version of the protocol. Clients that send it receive additional messages of this server."""
+
+
+class Infer(Message, frozen=True, kw_only=True):
+    """Generate frames along a camera path, or for actions."""
+
+    endpoint: ClassVar[str] = "infer"
+
+    chunk_index: Index | None = None
+    """Number that the next chunk of the session must have. Default: any."""
+    image: Any = None
+    """Start image."""
+    prompt: str | None = None
+    """Prompt. Default: unchanged."""
+    camera: dict[str, Any] | None = None
+    """Camera path with `poses` and `intrinsics`."""
+    cameras: dict[str, Any] | None = None
+    """Alternative name of `camera`."""
+    actions: Annotated[list[ActionEntry], msgspec.Meta(max_length=4096)] | None = None
+    """Actions, one entry per latent frame."""
+    restart: bool = False
+    """Discard an existing session state and start again. Default: False."""
+    extra_body: ExtraBody = ExtraBody()
+    """Further settings."""
+
+    def camera_path(self, max_poses: int, size: tuple[int, int]) -> CameraPath | None:
+        """Return the checked camera path, or None for actions.
+
+        Args:
+            max_poses: Maximum number of poses.
+            size: Width and height that the intrinsics refer to, unless the path names another size.
+
+        Raises:
+            EndpointError: The path is missing or invalid, or `camera` and `cameras` differ.
+        """
+        paths = [
+            _camera_path(value, max_poses, size)
+            for value in (self.camera, self.cameras)
+            if value is not None
+        ]
+        if len(paths) + (self.actions is not None) == 0:
+            raise EndpointError(
+                "missing_camera",
+                "camera (or cameras) with poses and intrinsics is required",
+                param="camera",
+            )
+        if self.actions is not None:
+            if paths:
+                raise EndpointError(
+                    "invalid_camera", "send camera or actions, not both", param="actions"
+                )
+            return None
+        if len(paths) == 2 and not (
+            np.array_equal(paths[0].poses_N44, paths[1].poses_N44)
+            and np.array_equal(paths[0].intrinsics_N4, paths[1].intrinsics_N4)
+        ):
+            raise EndpointError(
+                "invalid_camera",
+                "camera and cameras are both given and differ; send one",
+                param="camera",
+            )
+        return paths[0]
+
+    def script(self, space: ActionSpace) -> list[ActionEntry] | None:
+        """Return the actions, checked against the model.
+
+        Raises:
+            EndpointError: `invalid_action`.
+        """
+        if self.actions is None:
+            return None
+        return [as_entry(frame) for frame in read_script(self.actions, space).entries]
+
+
+class Reset(Message, frozen=True, kw_only=True):
+    """Cancel a session's requests and discard its state. Its id stays valid."""
+
+    endpoint: ClassVar[str] = "reset"
+
+
+class Stop(Message, frozen=True, kw_only=True):
+    """Cancel a session's requests. Without `session_id`, also close the connection."""
+
+    endpoint: ClassVar[str] = "stop"
+
+
+class CloseSession(Message, frozen=True, kw_only=True):
+    """Free a session. Without `session_id`, free the connection's own and close the connection."""
+
+    endpoint: ClassVar[str] = "close"
+
+
+class Ping(Message, frozen=True, kw_only=True):
+    """The server replies with `pong` at once. Keeps the connection and its sessions open."""
+
+    endpoint: ClassVar[str] = "ping"
+
+    t: float | None = None
+    """Returned in `pong`."""
+
+
+class Branch(Message, frozen=True, kw_only=True):
+    """Copy the current state of a session to a new session."""
+
+    endpoint: ClassVar[str] = "branch"
+
+    new_session_id: SessionId | None = None
+    """Id of the new session. Default: drawn."""
+    disposable: bool = False
+    """Whether a new session may evict the copy although its client is connected. Default: False."""
+
+
+class Resume(Message, frozen=True, kw_only=True):
+    """Continue a session on this connection and replay missed replies."""
+
+    endpoint: ClassVar[str] = "resume"
+
+    last_chunk_id: Index | None = None
+    """Last chunk that the client has received. Default: no chunk."""
+
+
+_MESSAGES: Final[dict[str, type[Message]]] = {
+    message.endpoint: message
+    for message in (Infer, Reset, Stop, CloseSession, Ping, Branch, Resume)
+}
+
+
+def parse(value: Any, limits: EndpointLimits) -> Message:
+    """Convert a decoded message to its type.
+
+    Raises:
+        EndpointError: `invalid_request`, `unknown_endpoint`, `prompt_too_long` or
+        `unsupported_codec`.
+    """
+    if not isinstance(value, dict):
+        raise EndpointError("invalid_request", f"a message must be a map, got {_kind(value)}")
+    endpoint = value.get("endpoint", Infer.endpoint)
+    message_type = _MESSAGES.get(endpoint) if isinstance(endpoint, str) else None
+    if message_type is None:
+        raise EndpointError(
+            "unknown_endpoint", f"endpoint must be one of {', '.join(_MESSAGES)}", param="endpoint"
+        )
+    fields = with_integers(value)
+    if fields.get("extra_body") is None:
+        fields.pop("extra_body", None)
+    elif isinstance(fields["extra_body"], dict):
+        fields["extra_body"] = with_integers(fields["extra_body"])
+    try:
+        message = msgspec.convert(fields, message_type)
+    except msgspec.ValidationError as error:
+        raise EndpointError("invalid_request", str(error)) from None
+    if isinstance(message, Infer):
+        _check_infer(message, limits)
+    return message
+
+
+def _check_infer(infer: Infer, limits: EndpointLimits) -> None:
+    extra = infer.extra_body
+    if infer.prompt is not None:
+        check_prompt(infer.prompt, limits)
+    if extra.video_format is not None and extra.video_format not in CODECS:
+        raise EndpointError(
+            "unsupported_codec",
+            f"video_format must be one of {', '.join(CODECS)}",
+            param="video_format",
+        )
+    if infer.session_id is not None and extra.session_id not in (None, infer.session_id):
+        raise EndpointError(
+            "invalid_request",
+            "session_id and extra_body.session_id differ; send one",
+            param="session_id",
+        )
+    if not _is_json(extra.options):
+        raise EndpointError(
+            "invalid_request",
+            "extra_body.options takes numbers, text, lists and maps only",
+            param="options",
+        )
+
+
+def check_prompt(
+    prompt: str, limits: EndpointLimits, *, empty_ok: bool = True, name: str = "the prompt"
+) -> None:
+    """Check the length of a prompt.
+
+    Args:
+        prompt: The prompt.
+        limits: Maximum length.
+        empty_ok: Whether the prompt may be empty.
+        name: Name of the prompt in the error.
+
+    Raises:
+        EndpointError: The prompt is too long or empty.
+    """
+    if not prompt.strip() and not empty_ok:
+        raise EndpointError("invalid_request", f"{name} must not be empty", param="prompt")
+    if len(prompt) > limits.max_prompt_chars:
+        raise EndpointError(
+            "prompt_too_long",
+            f"{name} has {len(prompt)} characters; at most {limits.max_prompt_chars} are allowed",
+            param="prompt",
+        )
+
+
+def with_integers(fields: dict[str, Any]) -> dict[str, Any]:
+    """Convert whole floats to ints, because JavaScript packs large integers as floats.
+
+    Fields of type float accept ints.
+    """
+    return {
+        key: int(value) if type(value) is float and value.is_integer() else value
+        for key, value in fields.items()
+    }
+
+
+def _is_json(value: Any) -> bool:
+    """Return whether a value consists of JSON types only.
+
+    Other values in `PoolingParams.extra_kwargs`, for example arrays, would stop the engine.
+    """
+    if isinstance(value, dict):
+        return all(_is_json(item) for item in value.values())
+    if isinstance(value, list):
+        return all(_is_json(item) for item in value)
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _camera_path(camera: dict[str, Any], max_poses: int, size: tuple[int, int]) -> CameraPath:
+    for name in ("poses", "intrinsics"):
+        if camera.get(name) is None:
+            raise EndpointError("missing_camera", f"camera.{name} is required", param=name)
+    own_size = camera.get("intrinsics_size")
+    if own_size is not None:
+        if not isinstance(own_size, list | tuple) or [type(side) for side in own_size] != [
+            int,
+            int,
+        ]:
+            raise EndpointError(
+                "invalid_camera", "intrinsics_size must be [width, height]", param="intrinsics_size"
+            )
+        if min(own_size) < 1 or max(own_size) > 1 << 16:
+            raise EndpointError(
+                "invalid_camera",
+                "intrinsics_size must lie within 1 to 65536",
+                param="intrinsics_size",
+            )
+        own_size = tuple(own_size)
+    return CameraPath.parse(camera["poses"], camera["intrinsics"], max_poses, size, own_size)
+
+
+def _kind(value: Any) -> str:
+    return {list: "a list", str: "text", bytes: "binary", np.ndarray: "an array"}.get(
+        type(value), "a single value"
+    )
+
+
+# -- replies ---------------------------------------------------------------------------------------
+
+
+def hello(
+    info: StreamInfo, limits: EndpointLimits, session_id: str, max_message_bytes: int
+) -> dict[str, Any]:
+    """Return the first message to every client: the model's geometry, formats and limits."""
+    return {
+        "patch_size": list(info.patch_size),
+        "vae_stride": list(info.vae_stride),
+        "latent_frames_per_chunk": info.latent_frames_per_chunk,
+        "max_area": info.max_area,
+        "protocol": PROTOCOL,
+        "protocol_version": PROTOCOL_VERSION,
+        "model": info.model,
+        "session_id": session_id,
+        "fps": info.fps,
+        "default_size": [info.width, info.height],
+        "size_multiple": list(info.size_multiple),
+        "first_chunk_frames": info.first_chunk_frames,
+        "chunk_frames": info.chunk_frames,
+        "max_frames_per_request": limits.max_frames_per_request,
+        "max_session_frames": None,
+        "pose_convention": "c2w_opencv",
+        "pose_units": "scene",
+        "intrinsics_reference_size": list(info.intrinsics_reference_size),
+        "key_focal": info.focal_of_keys(info.width),
+        "actions": info.actions.as_json(),
+        "codecs": list(CODECS),
+        "default_codec": DEFAULT_CODEC,
+        "limits": {
+            "max_message_bytes": max_message_bytes,
+            "max_image_bytes": limits.max_image_bytes,
+            "max_image_pixels": limits.max_image_pixels,
+            "max_prompt_chars": limits.max_prompt_chars,
+            "idle_timeout_s": limits.idle_timeout_s,
+            "queue": limits.max_requests_per_connection,
+            "sessions": info.max_sessions,
+        },
+        "resume": {"ttl_s": info.session_idle_s},
+        **(
+            {} if info.card is None else {"domain": info.card.domain, "world": info.card.as_hello()}
+        ),
+    }
+
+
+def error_message(
+    error: EndpointError, request_id: str | None = None, session_id: str | None = None
+) -> dict[str, Any]:
+    message = {
+        "type": "error",
+        "code": error.code,
+        "message": error.message,
+        "retryable": error.retryable,
+        "request_id": request_id,
+        "session_id": session_id,
+        "param": error.param,
+        **error.details,
+    }
+    return {key: value for key, value in message.items() if value is not None}

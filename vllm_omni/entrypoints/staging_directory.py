@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ownership of files by server processes, in directories that several processes share.
+
+A process holds a lock on a file while it lives. The system releases the lock however the process
+ends.
+
+Why not `filelock`: it protects a path for a while; here the lock shows whether the process that
+created a file is alive.
+"""
+
+import contextlib
+import fcntl
+import multiprocessing.util
+import os
+import secrets
+import stat
+import uuid
+from pathlib import Path
+from typing import IO, Any, BinaryIO, Final
+
+_PREFIX: Final = "vllm_omni-"
+
+
+def hold_lock(path: Path) -> IO[Any]:
+    """Create a file that is locked from the moment it is visible.
+
+    The lock ends when the returned file or the process is closed.
+    """
+    hidden = path.with_name(f".{path.name}.new")
+    file = hidden.open("wb")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    hidden.rename(path)
+    return file
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file of a shared directory for reading, without blocking.
+
+    Raises:
+        OSError: The file cannot be opened or is not a regular file.
+    """
+    # opening a FIFO would wait for a writer
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return open(descriptor, "rb")
+    os.close(descriptor)
+    raise OSError(f"{path} is not a regular file")
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether the process that created this file is alive.
+
+    A file that cannot be opened for lack of permission counts as alive.
+    """
+    try:
+        with open_regular(path) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def is_alive(folder: Path, owner: str) -> bool:
+    """Return whether the process with this owner name in `folder` is alive."""
+    return is_locked(folder / f"{_PREFIX}{owner}.owner")
+
+
+class StagingDirectory:
+    """Staged snapshots in `folder`, named by the server process that created them."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.owner = folder, secrets.token_hex(8)
+        path = folder / f"{_PREFIX}{self.owner}.owner"
+        self._lock = hold_lock(path)
+        # Unlike `atexit`, this also runs at the exit of the API server processes that vLLM starts.
+        self._finalizer = multiprocessing.util.Finalize(
+            self, _release, (self._lock, path), exitpriority=10
+        )
+
+    def close(self) -> None:
+        """Release the lock. Idempotent."""
+        self._finalizer()
+
+    def new_path(self) -> Path:
+        return self.folder / f"{_PREFIX}{self.owner}-{uuid.uuid4().hex}.safetensors"
+
+    def sweep(self) -> set[str]:
+        """Remove files of killed servers.
+
+        Returns:
+            Owner names of these servers.
+        """
+        dead = set()
+        for path in self.folder.glob(f"{_PREFIX}*.owner"):
+            if is_locked(path):
+                continue
+            owner = path.stem.removeprefix(_PREFIX)
+            # another server that starts at the same time may have removed it
+            with contextlib.suppress(OSError):
+                for left in self.folder.glob(f"{_PREFIX}{owner}-*.safetensors"):
+                    left.unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
+            dead.add(owner)
+        return dead
+
+
+def _release(lock: IO[Any], path: Path) -> None:
+    lock.close()
+    path.unlink(missing_ok=True)

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Changes to the log handlers of vLLM and uvicorn: adds ids and removes known noise.
+
+`add_ids` adds the ids of request and session to the handlers of an API server process. A user's own
+logging configuration (`--log-config-file`, VLLM_LOGGING_CONFIG_PATH) stays unchanged; it may use
+the filter of `vllm_omni.runtime.log_context`.
+
+`quiet_start` drops log records that are misleading or useless for a server of this package. Each
+filter names its logger and its reason. The filters are those of the standard library, so no code of
+vLLM is replaced.
+"""
+
+import contextvars
+import functools
+import logging
+from typing import Any, Final
+
+from vllm_omni.runtime.log_context import ContextFilter, ContextFormatter
+
+_LOGGERS: Final = ("vllm", "uvicorn", "uvicorn.error", "uvicorn.access")
+
+answered_by_denial: Final = contextvars.ContextVar("omni_answered_by_denial", default=False)
+"""Whether this connection's handshake ended with an HTTP status (ASGI's denial response)."""
+
+
+def add_ids(custom_config: bool) -> None:
+    """Add ids to every handler of this process. Idempotent.
+
+    Args:
+        custom_config: Whether the user provided a logging configuration.
+    """
+    if custom_config:
+        return
+    for handler in {handler for name in _LOGGERS for handler in logging.getLogger(name).handlers}:
+        formatter = handler.formatter
+        if formatter is None or isinstance(formatter, ContextFormatter):
+            continue
+        if _writes_attributes(formatter):
+            if not any(isinstance(known, ContextFilter) for known in handler.filters):
+                handler.addFilter(ContextFilter(missing=None))
+        else:
+            handler.setFormatter(ContextFormatter(formatter))
+
+
+def has_custom_config(args: Any) -> bool:
+    """Return whether a server's arguments name a logging configuration of the user."""
+    config = getattr(args, "logging_config", None)
+    return bool(
+        config.pylogging_config_file
+        if config is not None
+        else getattr(args, "log_config_file", None)
+    )
+
+
+def _writes_attributes(formatter: logging.Formatter) -> bool:
+    """Return whether a formatter writes all attributes of a record, as JSON formatters do."""
+    try:
+        from pythonjsonlogger.core import BaseJsonFormatter
+    except ImportError:  # vLLM's JSON lines require it, so there are none
+        return False
+    return isinstance(formatter, BaseJsonFormatter)
+
+
+@functools.cache
+def known_variables() -> frozenset[str]:
+    """Return the environment variables that this package reads."""
+    import msgspec
+
+    from vllm_omni.entrypoints.engine.environment import PREFIX
+    from vllm_omni.entrypoints.hidden_states_store import StoreLimits
+    from vllm_omni.entrypoints.limits.body_timeout import BodyLimits
+    from vllm_omni.entrypoints.limits.tickets import SECRET_VARIABLE
+    from vllm_omni.entrypoints.openai.limits import MediaLimits
+    from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
+
+    structs = (BodyLimits, EndpointLimits, MediaLimits, StoreLimits)
+    fields = (field for struct in structs for field in msgspec.structs.fields(struct))
+    return frozenset({SECRET_VARIABLE, *(PREFIX + field.name.upper() for field in fields)})
+
+
+class _Drop(logging.Filter):
+    logger: str
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not self.is_noise(record)
+
+    def is_noise(self, record: logging.LogRecord) -> bool:
+        raise NotImplementedError
+
+
+class KnownVariables(_Drop):
+    """vLLM warns of every unknown variable that starts with VLLM_, including this package's.
+
+    Warnings about misspelled variables stay.
+    """
+
+    logger = "vllm.platforms.interface"
+
+    def is_noise(self, record: logging.LogRecord) -> bool:
+        if not str(record.msg).startswith("Unknown vLLM environment variable") or not isinstance(
+            record.args, tuple
+        ):
+            return False
+        return not known_variables().isdisjoint(record.args)
+
+
+class MissingTokenizer(_Drop):
+    """vLLM renders a chat as warm-up, which fails for models without a tokenizer."""
+
+    logger = "vllm.renderers.base"
+
+    def is_noise(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        return record.msg == "Chat template warmup failed" and str(error).startswith(
+            "Tokenizer not available"
+        )
+
+
+class RouteLines(_Drop):
+    """vLLM logs every route and file of the web page, over a hundred lines.
+
+    Shown at level DEBUG.
+    """
+
+    logger = "vllm.entrypoints.launchers.launcher"
+
+    def is_noise(self, record: logging.LogRecord) -> bool:
+        is_route = str(record.msg).startswith(("Available routes are", "Route: "))
+        return is_route and not logging.getLogger(self.logger).isEnabledFor(logging.DEBUG)
+
+
+class DeniedHandshakes(_Drop):
+    """uvicorn reports a handshake that ended with 401, 403 or 503 as unfinished."""
+
+    logger = "uvicorn.error"
+
+    def is_noise(self, record: logging.LogRecord) -> bool:
+        return (
+            str(record.msg).startswith("ASGI callable returned without")
+            and answered_by_denial.get()
+        )
+
+
+def quiet_start() -> None:
+    """Add the filters to the loggers of this process. Idempotent."""
+    for kind in (KnownVariables, MissingTokenizer, RouteLines, DeniedHandshakes):
+        logger = logging.getLogger(kind.logger)
+        if not any(type(known) is kind for known in logger.filters):
+            logger.addFilter(kind())

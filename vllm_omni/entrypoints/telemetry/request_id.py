@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`RequestIds`: adds `X-Request-Id` to HTTP responses, WebSocket handshakes and log lines.
+
+A client's id is used if it is printable ASCII of up to 128 characters without spaces, quotes and
+backslashes; otherwise the server generates one. The id is written to the request's headers, so that
+stock vLLM uses it for `--enable-request-id-headers` and for its own request ids. The client's trace
+context is also recorded here. The middleware wraps the whole application, including error pages.
+
+Why not vLLM's `--enable-request-id-headers` alone: it adds the header to HTTP responses, but not to
+WebSocket handshakes or log lines.
+"""
+
+import re
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+from fastapi import FastAPI
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from vllm_omni.entrypoints.telemetry import logs
+from vllm_omni.runtime import log_context, trace_context
+
+HEADER: Final = "X-Request-Id"
+_ACCEPTABLE: Final = re.compile(r"[!#-\[\]-~]{1,128}")
+"""Request ids that log lines and headers may repeat unchanged."""
+_TRACE_HEADERS: Final = ("traceparent", "tracestate")
+_STARTS: Final = frozenset(
+    {"http.response.start", "websocket.accept", "websocket.http.response.start"}
+)
+
+
+class RequestIds:
+    """ASGI middleware around the whole application."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get(HEADER, "")
+        request_id = given if _ACCEPTABLE.fullmatch(given) else uuid.uuid4().hex
+        name = HEADER.lower().encode()
+        headers = [item for item in scope["headers"] if item[0] != name] + [
+            (name, request_id.encode())
+        ]
+        trace_context.set_parent(
+            {key: value for key in _TRACE_HEADERS if (value := Headers(scope=scope).get(key))}
+            or None
+        )
+        # the server runs each request and each WebSocket in a separate task
+        log_context.bind(request_id=request_id)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] in _STARTS:
+                message.setdefault("headers", [])
+                message["headers"] = list(message["headers"])
+                MutableHeaders(raw=message["headers"])[HEADER] = request_id
+                if message["type"] == "websocket.http.response.start":
+                    logs.answered_by_denial.set(True)
+            await send(message)
+
+        await self._app({**scope, "headers": headers}, receive, send_with_id)
+
+
+def attach(app: FastAPI) -> None:
+    """Wrap the application when vLLM's server starts, and add ids to this process's log lines.
+
+    uvicorn reads `loaded_app` of its config for each new connection and runs the lifespan before it
+    listens.
+    """
+    inner = app.router.lifespan_context
+
+    @asynccontextmanager
+    async def lifespan(starting: FastAPI) -> AsyncIterator[Any]:
+        logs.add_ids(custom_config=logs.has_custom_config(starting.state.args))
+        config = starting.state.server.config
+        config.loaded_app = RequestIds(config.loaded_app)
+        async with inner(starting) as state:
+            yield state
+
+    app.router.lifespan_context = lifespan

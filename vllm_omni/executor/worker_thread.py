@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`WorkerThread`: a worker thread whose work pauses at defined points until its owner resumes it.
+
+A pipeline's `__call__` cannot be suspended, so it runs on a separate thread. Its step callback
+pauses the thread, and the engine resumes it once per engine step. Exactly one of the two threads
+runs at any time, so neither needs locks. The thread exists as long as the lane, because a thread
+per request would create a new OpenMP thread pool per request. This module does not depend on
+pipelines.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+PausePoint = Callable[[], None]
+
+
+class Cancelled(BaseException):
+    """Raised at the point where cancelled work is paused. Not caught by `except Exception`."""
+
+
+class WorkerThread(Generic[T]):
+    """A worker thread that runs step by step. Its owner calls all methods from a single thread.
+
+    Args:
+        name: Name of the thread.
+        on_thread_start: Called first on the thread, for example to select a device.
+    """
+
+    def __init__(self, name: str, on_thread_start: Callable[[], None] = lambda: None) -> None:
+        self._resume, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
+        self._work: Callable[[PausePoint], T] | None = None
+        self._errand: Callable[[], None] | None = None
+        self._result: T | None = None
+        self._error: BaseException | None = None
+        self._closing = self._cancelling = False
+        self._thread = threading.Thread(
+            target=self._run, args=(on_thread_start,), name=name, daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether work has been started and has not finished."""
+        return self._work is not None
+
+    def start_work(self, work: Callable[[PausePoint], T]) -> None:
+        """Assign work. It starts to run with `advance`.
+
+        Args:
+            work: Function that is called with a function that pauses the thread.
+        """
+        assert self._work is None, "the worker thread is busy"
+        self._work = work
+
+    def advance(self) -> tuple[bool, T | None]:
+        """Run the work until it pauses or ends. Raises the exception of the work.
+
+        Returns:
+            Whether the work has finished, and its result if so.
+        """
+        assert self._work is not None, "the worker thread has no work"
+        self._resume.release()
+        self._stopped.acquire()
+        if self._work is not None:
+            return False, None
+        result, error = self._result, self._error
+        self._result = self._error = None
+        if error is None:
+            return True, result
+        try:
+            raise error
+        finally:
+            # its traceback references this frame and, through the work's frames, device memory
+            del error
+
+    def cancel(self) -> None:
+        """Cancel the paused work and wait until its thread has unwound.
+
+        Does nothing without work.
+        """
+        if self._work is None:
+            return
+        self._cancelling = True
+        try:
+            with contextlib.suppress(Cancelled):
+                # work that pauses again while it unwinds is cancelled again
+                while self._work is not None:
+                    self.advance()
+        finally:
+            self._cancelling = False
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Run a function on the idle or paused thread; raises the function's exception."""
+        self._errand = function
+        self._resume.release()
+        self._stopped.acquire()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Cancel the work and end the thread. Idempotent."""
+        if self._closing:
+            return
+        self.cancel()
+        self._closing = True
+        self._resume.release()
+        self._thread.join()
+
+    def _run(self, on_thread_start: Callable[[], None]) -> None:
+        started = False
+        while True:
+            self._await_resume()
+            if self._closing:
+                return
+            try:
+                if not started:
+                    on_thread_start()
+                    started = True
+                if self._cancelling:
+                    raise Cancelled
+                assert self._work is not None
+                self._result = self._work(self._pause)
+            # boundary of the thread: `advance` raises it in the owner's thread
+            except BaseException as error:
+                self._error = error
+            self._work = None
+            self._stopped.release()
+
+    def _pause(self) -> None:
+        self._stopped.release()
+        self._await_resume()
+        if self._cancelling:
+            raise Cancelled
+
+    def _await_resume(self) -> None:
+        """Wait until the owner resumes the thread; run the functions of `call` meanwhile."""
+        self._resume.acquire()
+        while self._errand is not None:
+            try:
+                self._errand()
+            except BaseException as error:  # boundary, as in `_run`
+                self._error = error
+            self._errand = None
+            self._stopped.release()
+            self._resume.acquire()

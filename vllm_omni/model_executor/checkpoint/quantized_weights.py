@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights that are stored quantized: which tensors of a file form a layer, and the numbers they
+stand for.
+
+A quantized linear layer [out, in] is a weight of one byte, or half a byte, per number and its
+scales:
+
+| format | weight | scales beside it |
+|---|---|---|
+| FP8 or int8, one scale | `weight` e4m3, e5m2 or int8 [out, in] | `weight_scale` [], [1] |
+| a scale per channel | the same | `weight_scale` [out], [out, 1] |
+| a scale per block of 128x128 | the same | `weight_scale_inv` or `weight_scale` [out/128, in/128] |
+| NVFP4 of ModelOpt | `weight` uint8 [out, in/2] | `weight_scale` e4m3 [out, in/16], `weight_scale_2` [] |
+| NVFP4 of compressed-tensors | `weight_packed`, as above | `weight_scale`, `weight_global_scale` [1], the inverse |
+| FP8 of the Wan community | `weight` e4m3 or e5m2 | `scale_weight` [], [1]; the file has a tensor scaled_fp8 |
+| torchao's Float8Tensor and Int8Tensor | _weight_qdata | _weight_scale and _weight_zero_point [out, 1] |
+
+Scales of inputs (`input_scale`, `scale_input`, `input_global_scale`) belong to kernels and are no
+part of the numbers. Formats: NVIDIA ModelOpt 0.47, compressed-tensors 0.17, torchao 0.18 in its
+flat safetensors, and ComfyUI's scaled FP8.
+Held by tests/model_executor/test_quantized_weights.py.
+"""  # noqa: E501
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from vllm_omni.model_executor.checkpoint.tensor_files import QUANTIZED_DTYPES, Shape, TensorSource
+from vllm_omni.model_executor.checkpoint.tensor_names import Rules, rename
+from vllm_omni.model_executor.layers.collectives.parallel import CheckpointSlot
+
+BLOCK = 128
+FP4_GROUP = 16
+_FP4_VALUES = (
+    0.0,
+    0.5,
+    1.0,
+    1.5,
+    2.0,
+    3.0,
+    4.0,
+    6.0,
+    -0.0,
+    -0.5,
+    -1.0,
+    -1.5,
+    -2.0,
+    -3.0,
+    -4.0,
+    -6.0,
+)
+"""Of the sixteen codes of e2m1; the lower half of a byte comes first."""
+
+WEIGHTS = ("weight", "weight_packed")
+SCALES = ("weight_scale", "weight_scale_inv")
+_SECOND_SCALES = ("weight_scale_2", "weight_global_scale")
+_INPUT_SCALES = ("input_scale", "input_global_scale")
+_ZERO = "weight_zero_point"
+COMPANIONS = frozenset((*SCALES, *_SECOND_SCALES, *_INPUT_SCALES, _ZERO))
+"""The names under which scales stand beside a weight."""
+
+_SPELLINGS = (
+    (r"\.scale_weight\Z", ".weight_scale"),
+    (r"\.scale_input\Z", ".input_scale"),
+    (r"\._weight_qdata\Z", ".weight"),
+    (r"\._weight_(scale|zero_point)\Z", r".weight_\1"),
+    (r"^(model\.)?diffusion_model\.", ""),
+)
+"""Names of the community's files and of torchao's -> those of the other libraries."""
+_MARKERS = ("scaled_fp8", "comfy_quant")
+"""Last parts of names of tensors that only say how a file was made: `scaled_fp8`,
+`<layer>.comfy_quant`.
+"""
+
+
+def model_names(
+    source: TensorSource, rules: Rules = (), ignored: Collection[str] = ()
+) -> dict[str, str]:
+    """Return a model's name -> the one in the file, of all tensors but markers and `ignored`.
+
+    rules: (regular expression, replacement), applied in order. Raises ValueError if two tensors
+    become one.
+    """
+    names: dict[str, str] = {}
+    spellings = (*_SPELLINGS, *rules)
+    for name in source.shapes:
+        if name in ignored or name.rpartition(".")[2] in _MARKERS:
+            continue
+        target = rename(name, spellings)
+        if target in names:
+            raise ValueError(
+                f"{source.where} holds {target!r} twice, as {names[target]!r} and {name!r}"
+            )
+        names[target] = name
+    return names
+
+
+@dataclass(frozen=True)
+class QuantizedLayer:
+    """One layer of a file: kind of tensor (`weight`, `weight_scale`, ...) -> its name in the
+    file.
+    """
+
+    tensors: Mapping[str, str]
+
+    @property
+    def weight(self) -> str:
+        return next(self.tensors[kind] for kind in WEIGHTS if kind in self.tensors)
+
+    @property
+    def scale(self) -> str | None:
+        return next((self.tensors[kind] for kind in SCALES if kind in self.tensors), None)
+
+    @property
+    def second_scale(self) -> str | None:
+        return next((self.tensors[kind] for kind in _SECOND_SCALES if kind in self.tensors), None)
+
+    @property
+    def others(self) -> list[str]:
+        """Names in the file of the scales beside the weight."""
+        names = (self.scale, self.second_scale, self.tensors.get(_ZERO))
+        return [name for name in names if name is not None]
+
+    def shape(self, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype]) -> Shape:
+        """Of the weight's numbers: a byte holds two of four bits."""
+        stored = shapes[self.weight]
+        return (*stored[:-1], 2 * stored[-1]) if dtypes[self.weight] == torch.uint8 else stored
+
+    def scale_shapes(
+        self, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype]
+    ) -> tuple[Shape, ...]:
+        """The shapes that the first scale may have."""
+        shape = self.shape(shapes, dtypes)
+        if len(shape) != 2:
+            return ((), (1,))
+        out, width = shape
+        if dtypes[self.weight] == torch.uint8:
+            return ((out, width // FP4_GROUP),)
+        blocks = (-(-out // BLOCK), -(-width // BLOCK))
+        return ((), (1,), (1, 1), (out,), (out, 1), blocks)
+
+
+def quantized_layers(
+    stored: Mapping[str, str], dtypes: Mapping[str, torch.dtype]
+) -> dict[str, QuantizedLayer]:
+    """Return layer name -> layer for each whose weight is quantized. stored: a model's names ->
+    those in the file.
+    """
+    layers: dict[str, dict[str, str]] = {}
+    for target, name in stored.items():
+        layer, _, kind = target.rpartition(".")
+        if kind in WEIGHTS and dtypes[name] in QUANTIZED_DTYPES:
+            layers[layer] = {kind: name}
+    for target, name in stored.items():
+        layer, _, kind = target.rpartition(".")
+        if kind in COMPANIONS and layer in layers:
+            layers[layer][kind] = name
+    return {layer: QuantizedLayer(tensors) for layer, tensors in layers.items()}
+
+
+@dataclass(frozen=True)
+class StoredLayout:
+    """A file laid beside a model: names -> shapes that the file has and that the model wants, by
+    the model's names.
+
+    stored: the model's names -> those in the file. read_back: layers whose numbers are read back,
+    by weight.
+    """
+
+    found: dict[str, Shape]
+    expected: dict[str, Shape]
+    stored: dict[str, str]
+    read_back: dict[str, QuantizedLayer]
+
+    def mistyped(
+        self, dtypes: Mapping[str, torch.dtype], slots: Mapping[str, CheckpointSlot]
+    ) -> list[str]:
+        """The tensors whose values mean something else in the model's type: quantized ones keep
+        theirs.
+        """
+        faults = []
+        for name, slot in slots.items():
+            stored, held = dtypes[self.stored[name]], slot.target.dtype
+            if (
+                name not in self.read_back
+                and stored != held
+                and not QUANTIZED_DTYPES.isdisjoint((stored, held))
+            ):
+                faults.append(f"{self.stored[name]} is {stored}, not {held}".replace("torch.", ""))
+        return faults
+
+
+def match_layers(
+    stored: Mapping[str, str],
+    source: TensorSource,
+    expected: Mapping[str, Shape],
+    slots: Mapping[str, CheckpointSlot],
+) -> StoredLayout:
+    """Lay a file beside a model. stored: the model's names -> the file's. expected: the component's
+    names -> shapes.
+
+    slots: this rank's. A layer of this rank that takes scales wants those of its slots; one that
+    does not is read back; a quantized layer of another rank is left to that rank, its scales
+    included.
+    """
+    fit = StoredLayout(
+        {name: source.shapes[file] for name, file in stored.items()},
+        dict(expected),
+        dict(stored),
+        {},
+    )
+    scaled = {name.rpartition(".")[0] for name in slots if name.rpartition(".")[2] in COMPANIONS}
+    for layer in scaled:
+        fit.expected.pop(f"{layer}.weight", None)
+    fit.expected.update(
+        {name: slot.shape for name, slot in slots.items() if name.rpartition(".")[0] in scaled}
+    )
+    for layer, quantized in quantized_layers(stored, source.dtypes).items():
+        weight = f"{layer}.weight"
+        inputs = [f"{layer}.{kind}" for kind in _INPUT_SCALES]
+        if layer in scaled:
+            unread = [name for name in inputs if name not in slots]
+        elif weight in expected:
+            unread = [f"{layer}.{kind}" for kind in quantized.tensors]
+        else:
+            continue
+        for name in unread:
+            fit.found.pop(name, None)
+        if layer not in scaled:
+            _read_back(fit, layer, quantized, source) if weight in slots else fit.expected.pop(
+                weight
+            )
+    for name, shape in fit.expected.items():
+        if shape == () and fit.found.get(name) == (1,):
+            fit.found[name] = ()
+    return fit
+
+
+def _read_back(
+    layout: StoredLayout, layer: str, quantized: QuantizedLayer, source: TensorSource
+) -> None:
+    """Count on a layer's numbers; a scale that they need is wanted if it is not there or has
+    another shape.
+    """
+    weight = f"{layer}.weight"
+    layout.read_back[weight], layout.stored[weight] = quantized, quantized.weight
+    layout.found[weight] = quantized.shape(source.shapes, source.dtypes)
+    allowed = quantized.scale_shapes(source.shapes, source.dtypes)
+    if quantized.scale is None or source.shapes[quantized.scale] not in allowed:
+        layout.expected[f"{layer}.{SCALES[0]}"] = allowed[0]
+        if quantized.scale is not None:
+            layout.found[f"{layer}.{SCALES[0]}"] = source.shapes[quantized.scale]
+    if source.dtypes[quantized.weight] == torch.uint8 and quantized.second_scale is None:
+        layout.expected[f"{layer}.{_SECOND_SCALES[0]}"] = ()
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether there is neither NaN nor Inf."""
+    if not tensor.dtype.is_floating_point:
+        return True
+    return bool(torch.isfinite(tensor.float() if tensor.itemsize == 1 else tensor).all())
+
+
+@dataclass(frozen=True)
+class ReadBack:
+    """A source whose given layers come as fp32 numbers under their weights' names. layers:
+    those; others as stored.
+    """
+
+    source: TensorSource
+    layers: Iterable[QuantizedLayer]
+    _by_weight: dict[str, QuantizedLayer] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._by_weight.update({layer.weight: layer for layer in self.layers})
+
+    def read_tensors(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, CPU tensor); a layer's scales are read first, then its weight alone."""
+        wanted = list(names)
+        layers = [self._by_weight[name] for name in wanted if name in self._by_weight]
+        needed = [name for layer in layers for name in layer.others]
+        scales = dict(self.source.read_tensors(needed))
+        for name, tensor in self.source.read_tensors(wanted):
+            layer = self._by_weight.get(name)
+            yield name, tensor if layer is None else numbers(layer, tensor, scales)
+
+
+def numbers(
+    layer: QuantizedLayer, weight: torch.Tensor, scales: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    """Return the fp32 numbers [out, in] that a stored weight stands for. scales: by their names
+    in the file.
+    """
+    assert layer.scale is not None
+    scale = scales[layer.scale].float()
+    if weight.dtype == torch.uint8:
+        assert layer.second_scale is not None
+        second = scales[layer.second_scale].float()
+        scale = scale / second if "weight_global_scale" in layer.tensors else scale * second
+        values = torch.tensor(_FP4_VALUES)
+        pairs = torch.stack((values[(weight & 15).long()], values[(weight >> 4).long()]), dim=-1)
+        return pairs.flatten(-2) * scale.repeat_interleave(FP4_GROUP, dim=-1)
+    full = weight.float()
+    if _ZERO in layer.tensors:
+        full = full - scales[layer.tensors[_ZERO]].float()
+    if scale.numel() == 1:
+        return full * scale.reshape(())
+    out, width = full.shape
+    if scale.shape[0] == out and scale.numel() == out:
+        return full * scale.reshape(out, 1)
+    return full * scale.repeat_interleave(BLOCK, 0)[:out].repeat_interleave(BLOCK, 1)[:, :width]

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Unmasked attention of one sequence, with the fastest kernel of the device.
+
+On CUDA devices that vLLM's FlashAttention 3 supports, that kernel is used. Elsewhere torch's
+scaled-dot-product attention chooses cuDNN, flash or a CPU kernel. The caller makes attention causal
+between chunks by passing only the visible keys. Text attention adds the usual triangular mask,
+aligned to the last key.
+"""
+
+# T query tokens, S key tokens, N heads, H head dim
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+
+import torch
+from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
+
+
+@cache
+def _flash_attention(*versions: int) -> Callable[..., torch.Tensor] | None:
+    """Return the first `flash_attn_varlen_func` of vLLM, by version, that the CUDA device supports,
+    or None."""
+    try:
+        from vllm.vllm_flash_attn.flash_attn_interface import (
+            flash_attn_varlen_func,
+            is_fa_version_supported,
+        )
+    except ImportError:
+        return None
+    found = [version for version in versions if is_fa_version_supported(version)]
+    return partial(flash_attn_varlen_func, fa_version=found[0]) if found else None
+
+
+@cache  # unbounded, because captured CUDA graphs read these tensors for as long as they exist
+def _cu_seqlens(length: int, device: torch.device) -> torch.Tensor:
+    return torch.tensor([0, length], dtype=torch.int32, device=device)
+
+
+def attention(
+    q_TNH: torch.Tensor,
+    k_SNH: torch.Tensor,
+    v_SNH: torch.Tensor,
+    *,
+    causal: bool = False,
+    key_range: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return softmax(q k^T / sqrt(H)) v as [T, N, H] in the dtype of `q_TNH`.
+
+    Args:
+        q_TNH: Queries.
+        k_SNH: Keys. Their number of heads may divide that of the queries (grouped-query attention).
+        v_SNH: Values, with as many heads as the keys.
+        causal: Query t attends to the first S - T + t + 1 keys only. Requires S >= T.
+        key_range: int32 [2] on the device of `q_TNH`: 0 and the number of leading keys to attend
+            to. The host does not read this number, so that one CUDA graph serves every length.
+            Excludes `causal`. Default: all keys.
+    """
+    if key_range is not None:
+        return _attention_to_first(q_TNH, k_SNH, v_SNH, key_range)
+    causal = causal and q_TNH.shape[0] > 1
+    if _is_half(q_TNH) and (flash := _flash_attention(3)):
+        queries, keys = q_TNH.shape[0], k_SNH.shape[0]
+        return flash(
+            q_TNH,
+            k_SNH,
+            v_SNH,
+            max_seqlen_q=queries,
+            cu_seqlens_q=_cu_seqlens(queries, q_TNH.device),
+            max_seqlen_k=keys,
+            cu_seqlens_k=_cu_seqlens(keys, q_TNH.device),
+            causal=causal,
+        )
+    q, k, v = _batch_of_one(q_TNH, k_SNH, v_SNH)
+    mask = causal_lower_right(q.shape[2], k.shape[2]) if causal else None
+    grouped = q.shape[1] != k.shape[1]
+    out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+    return out.squeeze(0).transpose(0, 1)
+
+
+def cross_attention(q_TNH: torch.Tensor, k_SNH: torch.Tensor, v_SNH: torch.Tensor) -> torch.Tensor:
+    """Return `attention` of many queries to the few keys of a prompt.
+
+    Hopper GPUs use cuDNN, because it is faster there than FlashAttention 3 for so few keys. cuDNN
+    builds a plan for each new size, which pays off because prompts have few sizes. vLLM disables
+    cuDNN in torch's automatic choice of kernels, so this function calls it explicitly.
+    """
+    if _is_half(q_TNH) and _flash_attention(3) and torch.backends.cudnn.is_available():
+        q, k, v = _batch_of_one(q_TNH, k_SNH, v_SNH)
+        out: torch.Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, False
+        )[0]
+        return out.squeeze(0).transpose(0, 1)
+    return attention(q_TNH, k_SNH, v_SNH)
+
+
+def _batch_of_one(*tensors_TNH: torch.Tensor) -> list[torch.Tensor]:
+    """Return each tensor as a view [1, N, T, H], the layout of torch's attention."""
+    return [x_TNH.transpose(0, 1).unsqueeze(0) for x_TNH in tensors_TNH]
+
+
+def _is_half(q_TNH: torch.Tensor) -> bool:
+    return q_TNH.is_cuda and q_TNH.dtype in (torch.bfloat16, torch.float16)
+
+
+def _attention_to_first(
+    q_TNH: torch.Tensor, k_SNH: torch.Tensor, v_SNH: torch.Tensor, key_range: torch.Tensor
+) -> torch.Tensor:
+    """Return `attention` to the first `key_range[1]` keys, without a host synchronisation on
+    CUDA.
+    """
+    if q_TNH.device.type == "cpu":
+        seen = slice(0, int(key_range[1]))
+        return attention(q_TNH, k_SNH[seen], v_SNH[seen])
+    if _is_half(q_TNH) and (flash := _flash_attention(3, 2)):
+        return flash(
+            q_TNH,
+            k_SNH,
+            v_SNH,
+            max_seqlen_q=q_TNH.shape[0],
+            cu_seqlens_q=_cu_seqlens(q_TNH.shape[0], q_TNH.device),
+            max_seqlen_k=k_SNH.shape[0],
+            cu_seqlens_k=key_range,
+        )
+    q, k, v = _batch_of_one(q_TNH, k_SNH, v_SNH)
+    seen_S = torch.arange(k_SNH.shape[0], device=q.device) < key_range[1]
+    out = functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=seen_S, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return out.squeeze(0).transpose(0, 1)
+
+
+def stack(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Stack along a new first dimension; a view when there is one part."""
+    return parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(list(parts))
+
+
+def in_words(x: torch.Tensor) -> torch.Tensor:
+    """View `x` as 8-byte elements if its last dimension allows, because strided copies of narrower
+    elements are slow.
+
+    Compiled code gets `x` itself: its loops already use the widest loads.
+    """
+    if torch.compiler.is_compiling() or x.shape[-1] * x.itemsize % torch.int64.itemsize:
+        return x
+    return x.view(torch.int64)

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention with both matrix products in FP8 (e4m3), to keys and values stored in FP8, by cuDNN on
+Hopper.
+
+Queries and the result are quantized to e4m3 too; softmax runs in fp32. cuDNN accepts one scale per
+tensor, but a K/V window has one per head. The scales per head are therefore applied where they are
+exact: those of keys to the queries before these are quantized, those of values to the result. All
+scales are powers of two and none depends on the queries.
+
+The graphs come from cuDNN's Python package, which vLLM's CUDA builds require. Results are bitwise
+reproducible for calls of the same sizes. `benchmarks/attention_kernels.py` measures the speed.
+"""
+
+# T query tokens, S stored tokens, N heads, H head dim
+
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from vllm_omni.model_executor.layers.attention.attention import in_words
+from vllm_omni.model_executor.layers.quantization.fp8_kernels import FP8, dequantize, quantize
+
+_QUERY_SCALE = 8.0
+"""Factor of the queries. Queries times the scales of their keys are around 1/4; after this factor,
+few are subnormal in e4m3."""
+_PROBABILITY_SCALE = 256.0
+"""Factor of the attention probabilities, which are at most 1 before normalisation."""
+_RESULT_SCALE = 4.0
+"""Factor of the result. It is a mean of values; those of the first chunk are below 448 / 16, and
+later ones may be four times as large."""
+_FEWEST_KEYS = 2
+"""Minimum ratio of keys to queries. With fewer keys, the bf16 product is as fast."""
+
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Maps queries [T, N, H], keys [S, N, H] and values [S, N, H] to the result [T, N, H]. All are
+e4m3; queries and result are scaled."""
+
+
+def fp8_attention(
+    q_TNH: torch.Tensor,
+    stored_2SNH: torch.Tensor,
+    scales_2N: torch.Tensor,
+    tokens_S: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """Return attention to quantized keys and values, or None where FP8 is not faster.
+
+    Args:
+        q_TNH: Queries, not quantized.
+        stored_2SNH: Keys and values, e4m3.
+        scales_2N: Scales per head, fp32 powers of two.
+        tokens_S: int64 positions of the visible tokens, in order. Default: all.
+
+    Returns:
+        The result in the dtype of `q_TNH`. None if dequantizing first is as fast, or if this device
+        or its cuDNN lacks FP8 attention.
+    """
+    product = fp8_product(len(q_TNH), stored_2SNH, tokens_S)
+    return (
+        None
+        if product is None
+        else by_product(product, q_TNH, _chosen(stored_2SNH, tokens_S), scales_2N)
+    )
+
+
+def fp8_product(
+    num_queries: int, stored_2SNH: torch.Tensor, tokens_S: torch.Tensor | None = None
+) -> Product | None:
+    """Return the FP8 product that `fp8_attention` uses for this number of queries, or None."""
+    _, keys, *head = stored_2SNH.shape
+    keys = keys if tokens_S is None else len(tokens_S)
+    if keys < _FEWEST_KEYS * num_queries or not _has_cudnn(stored_2SNH.device):
+        return None
+    heads, width = head
+    stride = (
+        stored_2SNH.stride()
+        if tokens_S is None
+        else (keys * heads * width, heads * width, width, 1)
+    )
+    return _product(
+        (num_queries, heads, width), (2, keys, heads, width), stride, stored_2SNH.device
+    )
+
+
+def by_product(
+    product: Product, q_TNH: torch.Tensor, stored_2SNH: torch.Tensor, scales_2N: torch.Tensor
+) -> torch.Tensor:
+    """Quantize the queries, call the product and dequantize its result."""
+    quantized_1TNH = torch.empty((1, *q_TNH.shape), dtype=FP8, device=q_TNH.device)
+    quantize((q_TNH,), query_scales(scales_2N[:1]), quantized_1TNH)
+    out_TNH = product(quantized_1TNH[0], *stored_2SNH)
+    return dequantize(out_TNH.unsqueeze(0), result_scales(scales_2N[1:]), q_TNH.dtype)[0]
+
+
+def quantized_attention(
+    q_TNH: torch.Tensor, stored_2SNH: torch.Tensor, tokens_S: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return `fp8_attention` from e4m3 queries to an e4m3 result.
+
+    The caller has divided the queries by `query_scales` and must multiply the result by
+    `result_scales`. Requires that `fp8_product` returns a product.
+    """
+    product = fp8_product(len(q_TNH), stored_2SNH, tokens_S)
+    assert product is not None, "queries are rounded for a product"
+    adjacent_TNH = in_words(q_TNH).contiguous().view(FP8)
+    return product(adjacent_TNH, *_chosen(stored_2SNH, tokens_S))
+
+
+def query_scales(k_scales: torch.Tensor) -> torch.Tensor:
+    """Return the divisors of the queries before quantization, from the scales of the keys per
+    head.
+    """
+    return (k_scales * _QUERY_SCALE).reciprocal()
+
+
+def result_scales(v_scales: torch.Tensor) -> torch.Tensor:
+    """Return the factors of the product's result, from the scales of the values per head."""
+    return v_scales / _RESULT_SCALE
+
+
+def _chosen(stored_2SNH: torch.Tensor, tokens_S: torch.Tensor | None) -> torch.Tensor:
+    return (
+        stored_2SNH
+        if tokens_S is None
+        else stored_2SNH.view(torch.uint8).index_select(1, tokens_S).view(FP8)
+    )
+
+
+@cache
+def _has_cudnn(device: torch.device) -> bool:
+    """Return whether this is a Hopper GPU with cuDNN's Python package installed."""
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    return is_hopper and find_spec("cudnn") is not None
+
+
+@cache  # unbounded, because captured CUDA graphs use these tensors
+def _product(
+    q_shape: tuple[int, ...],
+    stored_shape: tuple[int, ...],
+    stored_stride: tuple[int, ...],
+    device: torch.device,
+) -> Product | None:
+    """Return cuDNN's product for tensors of these sizes, or None if cuDNN rejects them."""
+    import cudnn
+
+    fp32, e4m3 = cudnn.data_type.FLOAT, cudnn.data_type.FP8_E4M3
+    handle = _handle(device)
+    graph = cudnn.pygraph(
+        io_data_type=e4m3, intermediate_data_type=fp32, compute_data_type=fp32, handle=handle
+    )
+
+    def tensor(name: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> Any:
+        """Describe a tensor [tokens, heads, channels] to cuDNN."""
+        tokens, heads, width = shape
+        return graph.tensor(
+            name=name,
+            dim=[1, heads, tokens, width],
+            stride=[tokens * stride[0], stride[1], stride[0], stride[2]],
+            data_type=e4m3,
+        )
+
+    def number(name: str) -> Any:
+        return graph.tensor(name=name, dim=[1] * 4, stride=[1] * 4, data_type=fp32)
+
+    _, heads, width = q_shape
+    contiguous = (heads * width, width, 1)
+    inputs = {
+        "q": tensor("q", q_shape, contiguous),
+        "k": tensor("k", stored_shape[1:], stored_stride[1:]),
+        "v": tensor("v", stored_shape[1:], stored_stride[1:]),
+    }
+    values = {"descale_q": 1.0, "descale_k": 1.0, "descale_v": 1.0, "scale_o": _RESULT_SCALE}
+    values |= {"scale_s": _PROBABILITY_SCALE, "descale_s": 1 / _PROBABILITY_SCALE}
+    scales = {name: number(name) for name in values}
+    softmax_scale = width**-0.5 / _QUERY_SCALE
+    out, _, *largest = graph.sdpa_fp8(
+        **inputs, **scales, attn_scale=softmax_scale, generate_stats=False
+    )
+    out.set_output(True).set_dim([1, heads, q_shape[0], width])
+    out.set_stride([q_shape[0] * heads * width, width, heads * width, 1]).set_data_type(e4m3)
+    for each in largest:  # maxima of probabilities and of the result; cuDNN always writes them
+        each.set_output(True).set_dim([1] * 4).set_stride([1] * 4).set_data_type(fp32)
+    try:
+        graph.validate()
+        graph.build_operation_graph()
+        graph.create_execution_plans([cudnn.heur_mode.A])
+        graph.check_support()
+        graph.build_plans()
+    except cudnn.cudnnGraphNotSupportedError:
+        return None
+    workspace = torch.empty(max(1, graph.get_workspace_size()), dtype=torch.uint8, device=device)
+    retained = {
+        scales[name]: torch.full((1,), value, device=device) for name, value in values.items()
+    }
+    retained |= {each: torch.zeros(1, device=device) for each in largest}
+
+    def product(q_TNH: torch.Tensor, k_SNH: torch.Tensor, v_SNH: torch.Tensor) -> torch.Tensor:
+        out_TNH = torch.empty_like(q_TNH)
+        tensors = retained | dict(
+            zip((*inputs.values(), out), (q_TNH, k_SNH, v_SNH, out_TNH), strict=True)
+        )
+        cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
+        graph.execute(
+            {node: x.data_ptr() for node, x in tensors.items()}, workspace.data_ptr(), handle=handle
+        )
+        return out_TNH
+
+    return product
+
+
+@cache
+def _handle(device: torch.device) -> Any:
+    import cudnn
+
+    with torch.cuda.device(device):
+        return cudnn.create_handle()

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotary position embedding over (frame, row, column), for video transformers of the Wan family.
+
+A head of size H has H/2 complex channels, made of interleaved pairs (2i, 2i+1) and split over the
+three axes. Channel j of an axis with n real dimensions rotates by position * theta^(-2j/n). Angles
+are computed from absolute positions in fp64, and their cosines and sines are rounded once to fp32.
+There is no precomputed table, so frame indices are unbounded.
+"""
+
+# L tokens of a chunk in (frame, row, column) order, N heads, H head dim, C = H/2 complex channels
+
+import torch
+
+THETA = 10000.0
+"""theta of all networks of the family."""
+
+
+def axis_dims(head_dim: int) -> tuple[int, int, int]:
+    """Return the real dimensions per head for (frame, row, column): 44/42/42 for a head of 128."""
+    spatial = 2 * (head_dim // 6)
+    return head_dim - 2 * spatial, spatial, spatial
+
+
+def temporal_frequencies(head_dim: int) -> torch.Tensor:
+    """Return the angle per frame of the temporal channels, which come first in a head: fp64, on the
+    CPU."""
+    return _frequencies(axis_dims(head_dim)[0], THETA)
+
+
+def _frequencies(dim: int, theta: float) -> torch.Tensor:
+    return theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+
+
+def axis_tables(positions: range, dim: int, theta: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (cos, sin) [positions, dim / 2] of one axis, fp32 on the CPU."""
+    angles = torch.outer(
+        torch.arange(positions.start, positions.stop, dtype=torch.float64), _frequencies(dim, theta)
+    )
+    return angles.cos().float(), angles.sin().float()
+
+
+def rope_tables(
+    head_dim: int, frames: range, height: int, width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (cos_LC, sin_LC), fp32 on the CPU, for tokens of `frames` (absolute indices) x
+    `height` x `width`.
+    """
+    sizes = (len(frames), height, width)
+    starts = (frames.start, 0, 0)
+    cos_pairs: list[torch.Tensor] = []
+    sin_pairs: list[torch.Tensor] = []
+    for axis, (dim, size, start) in enumerate(zip(axis_dims(head_dim), sizes, starts, strict=True)):
+        # computed per axis, which has far fewer positions than there are tokens
+        cos, sin = axis_tables(range(start, start + size), dim, THETA)
+        shape = [1, 1, 1, dim // 2]
+        shape[axis] = size
+        cos_pairs.append(cos.view(shape).expand(*sizes, dim // 2))
+        sin_pairs.append(sin.view(shape).expand(*sizes, dim // 2))
+    return torch.cat(cos_pairs, dim=-1).flatten(0, 2), torch.cat(sin_pairs, dim=-1).flatten(0, 2)
+
+
+def apply_rope(x_LNH: torch.Tensor, cos_LC: torch.Tensor, sin_LC: torch.Tensor) -> torch.Tensor:
+    """Rotate each interleaved pair of `x_LNH` (any leading dimensions before L); computes in
+    fp32, returns fp32.
+    """
+    even, odd = x_LNH.float().unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = cos_LC.unsqueeze(-2), sin_LC.unsqueeze(-2)
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)

@@ -1,0 +1,405 @@
+# SPDX-License-Identifier: Apache-2.0
+"""This rank's parallel layout, its collectives, and the placement of checkpoint tensors on it.
+
+A model receives a `ParallelContext` explicitly. The ranks of the context form one group, used in
+one of two ways:
+
+- tensor parallel: every rank has all tokens and a part of each layer's channels (heads, FFN
+  columns);
+- sequence parallel (Ulysses): every rank has all weights and a part of the tokens. An all-to-all
+  around attention (`head_all_to_all.py`) lets each rank attend with `heads / size` heads over the
+  whole sequence.
+
+Pipeline stages split the layers; the runner, not this module, sends hidden states between stages.
+With a VAE stage (`omni.vae_stage`), the pipeline's last rank holds no layer and decodes for the
+others.
+
+`StageNetwork` is the base of a network whose blocks are partitioned over stages and move between
+them.
+"""
+
+# B requests, T tokens (T_r: tokens of rank r), D channels
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+from vllm_omni.model_executor.layers.collectives.peer_memory import PeerMemory
+from vllm_omni.model_executor.layers.cuda_graphs import (
+    ForwardGraphs,
+    between_graphs,
+    persistent_buffer,
+    persistent_copy,
+)
+from vllm_omni.model_executor.layers.kv_cache.memory_pool import MemoryPool, Ring
+from vllm_omni.model_executor.layers.layer_moves import LayerMove
+
+
+@dataclass(frozen=True)
+class ParallelContext:
+    """One rank's parallel layout."""
+
+    rank: int = 0
+    """Index of this rank in `group`."""
+    size: int = 1
+    """Ranks in `group`."""
+    group: dist.ProcessGroup | None = None
+    """Process group of the tensor-parallel or sequence-parallel ranks. None exactly when `size`
+    is 1."""
+    stage: int = 0
+    """Pipeline stage of this rank, among the stages that hold layers; the VAE stage comes after
+    them."""
+    num_stages: int = 1
+    """Stages that hold layers."""
+    sequence_parallel: bool = False
+    """Whether the ranks shard tokens instead of channels."""
+    vae_stage: bool = False
+    """Whether the pipeline ends with a stage that only decodes."""
+    partition: tuple[int, ...] = ()
+    """Layers of each stage. Default: as even as possible."""
+    decode_group: dist.ProcessGroup | None = None
+    """A second group of the same ranks, which decode together (`omni.vae_parallel`). It is
+    separate because a decode may run on another CUDA stream, concurrently with denoise steps,
+    and collectives of two streams in one group wait for each other in the order of issue. None:
+    the first rank decodes alone."""
+    encodes: bool = True
+    """Whether this rank holds the text encoder. One rank of an engine does; the others receive
+    its text embeddings."""
+    peers: PeerMemory | None = None
+    """Symmetric memory of sequence-parallel ranks, which write into each other's buffers. None:
+    use collectives."""
+
+    @classmethod
+    def from_vllm(
+        cls,
+        sequence_parallel: bool = False,
+        vae_stage: bool = False,
+        partition: Sequence[int] = (),
+        vae_parallel: bool = False,
+    ) -> "ParallelContext":
+        """Return the layout in vLLM's tensor-parallel and pipeline-parallel groups, which the
+        worker has initialised.
+
+        Args:
+            sequence_parallel: Shard tokens instead of channels.
+            vae_stage: The last pipeline stage only decodes.
+            partition: Layers of each stage. Default: as even as possible.
+            vae_parallel: Ranks decode together. This creates a process group, which is collective
+                over all ranks of the engine.
+        """
+        from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+        tensor, pipeline = get_tp_group(), get_pp_group()
+        decode_group = None
+        if vae_parallel and tensor.world_size > 1:
+            decode_group = _another_group(tensor.ranks, tensor.device_group)
+        transfers = sequence_parallel and tensor.world_size > 1
+        return cls(
+            rank=tensor.rank_in_group,
+            size=tensor.world_size,
+            group=tensor.device_group if tensor.world_size > 1 else None,
+            stage=pipeline.rank_in_group,
+            num_stages=pipeline.world_size - vae_stage,
+            sequence_parallel=transfers,
+            vae_stage=vae_stage,
+            partition=tuple(partition),
+            decode_group=decode_group,
+            encodes=tensor.is_first_rank and pipeline.is_first_rank,
+            peers=PeerMemory.of_group(tensor) if transfers else None,
+        )
+
+    @property
+    def first_stage(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def last_stage(self) -> bool:
+        return self.stage == self.num_stages - 1
+
+    @property
+    def is_vae_stage(self) -> bool:
+        """Return whether this rank holds no layer and only decodes."""
+        return self.stage == self.num_stages
+
+    @property
+    def decodes(self) -> bool:
+        """Return whether this rank decodes latents into frames, or its part of them."""
+        return (self.rank == 0 or self.shares_decode) and (
+            self.is_vae_stage if self.vae_stage else self.last_stage
+        )
+
+    @property
+    def shares_decode(self) -> bool:
+        """Return whether the ranks of one stage decode together."""
+        return self.decode_group is not None
+
+    @property
+    def tensor_size(self) -> int:
+        """Return the number of ranks that shard each layer's channels."""
+        return 1 if self.sequence_parallel else self.size
+
+    @property
+    def tensor_rank(self) -> int:
+        return 0 if self.sequence_parallel else self.rank
+
+    def check_divisible(self, value: int, what: str) -> None:
+        """Raise ValueError if `value` (heads, columns) is not divisible by the number of ranks."""
+        if value % self.size:
+            raise ValueError(
+                f"{what} = {value} does not divide over {self.size} parallel ranks; "
+                f"use a degree that divides {value} for --tensor-parallel-size"
+            )
+
+    def layers(self, num_layers: int) -> range:
+        """Return the consecutive layers of this stage; empty on the VAE stage.
+
+        They follow `partition`, or are as even as possible with longer stages first.
+
+        Raises:
+            ValueError: `partition` does not fit.
+        """
+        lengths = self.lengths(num_layers)
+        if len(lengths) != self.num_stages or sum(lengths) != num_layers or min(lengths) < 1:
+            raise ValueError(
+                f"omni.pipeline_partition {lengths} does not fit: {num_layers} layers over "
+                f"{self.num_stages} stages "
+                "that hold layers, at least one each"
+            )
+        start = sum(lengths[: self.stage])
+        return range(start, num_layers if self.is_vae_stage else start + lengths[self.stage])
+
+    def lengths(self, num_layers: int) -> list[int]:
+        """Return the number of layers of each stage."""
+        return list(self.partition) or split_evenly(num_layers, self.num_stages)
+
+    def token_slice(self, num_tokens: int) -> slice:
+        """Return the tokens of this rank outside attention (all, unless sequence parallel)."""
+        if not self.sequence_parallel:
+            return slice(0, num_tokens)
+        lengths = split_evenly(num_tokens, self.size)
+        start = sum(lengths[: self.rank])
+        return slice(start, start + lengths[self.rank])
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over tensor-parallel ranks in place; the identity without tensor parallelism.
+
+        Use the result before the next all-reduce of the same shape, because both share memory in a
+        CUDA graph.
+        """
+        if self.tensor_size > 1:
+            x = persistent_copy("reduced", x)
+            between_graphs(partial(dist.all_reduce, x, group=self.group))
+        return x
+
+    def all_gather_channels(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """Concatenate the channels of tensor-parallel ranks along the last dimension."""
+        if self.tensor_size == 1:
+            return x_TD
+        return torch.cat(self._gather(x_TD), dim=-1)
+
+    def _gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Return `x` of every rank; all have one shape."""
+        own = persistent_copy("gathered", x)
+        parts = [
+            persistent_buffer(f"gathered from {rank}", own.shape, own) for rank in range(self.size)
+        ]
+        between_graphs(partial(dist.all_gather, parts, own, group=self.group))
+        return parts
+
+    def barrier(self) -> None:
+        """Barrier of ranks that write into each other's memory: no rank writes again before all
+        have read."""
+        if self.peers is not None:
+            self.peers.barrier()
+
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_lengths: list[int],
+        sent_lengths: list[int],
+    ) -> None:
+        """All-to-all of slices along the first dimension.
+
+        Args:
+            received: Receive buffer. It must be at the same address in each call.
+            sent: Send buffer. It must be at the same address in each call.
+            received_lengths: Length received from each rank.
+            sent_lengths: Length sent to each rank.
+        """
+        between_graphs(
+            partial(
+                dist.all_to_all_single,
+                received,
+                sent,
+                received_lengths,
+                sent_lengths,
+                group=self.group,
+            )
+        )
+
+    def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Return `x` of every rank; all have one shape. Use them before the next call with that
+        shape."""
+        return [x] if self.size == 1 else self._gather(x)
+
+    def gather_tokens(self, x_BTD: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """All-gather the tokens of sequence-parallel ranks: [B, T_r, D] -> [B, num_tokens, D] on
+        every rank."""
+        if not self.sequence_parallel:
+            return x_BTD
+        lengths = split_evenly(num_tokens, self.size)
+        parts = self._gather(functional.pad(x_BTD, (0, 0, 0, lengths[0] - x_BTD.shape[1])))
+        return torch.cat([part[:, :n] for part, n in zip(parts, lengths, strict=True)], dim=1)
+
+
+def _another_group(ranks: Sequence[int], group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Create a second `group` of the same `ranks`. Every rank of the world does so at the same
+    time, for its own group."""
+    everybody: list[list[int]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everybody, list(ranks))
+    backend = dist.get_backend(group)
+    made = {
+        each: dist.new_group(each, backend=backend)
+        for each in sorted({tuple(members) for members in everybody})
+    }
+    return made[tuple(ranks)]
+
+
+def split_evenly(total: int, parts: int) -> list[int]:
+    """Return `parts` lengths that sum to `total` and differ by at most one, longer first."""
+    return [total // parts + (index < total % parts) for index in range(parts)]
+
+
+@dataclass(frozen=True)
+class CheckpointSlot:
+    """The placement of one full checkpoint tensor on this rank."""
+
+    shape: tuple[int, ...]
+    """Shape of the full tensor."""
+    target: torch.Tensor
+    """View into a parameter."""
+    part: tuple[int, int] | None = None
+    """(dimension, start) of this rank's part of the full tensor. None: all of it."""
+    loader: Callable[[torch.Tensor], None] | None = None
+    """Cuts out this rank's part and fills `target`. None: a plain copy."""
+
+    def load(self, full: torch.Tensor) -> None:
+        """Copy this rank's part.
+
+        Raises:
+            ValueError: `full` has another shape.
+        """
+        if tuple(full.shape) != self.shape:
+            raise ValueError(f"has shape {tuple(full.shape)}, expected {self.shape}")
+        if self.loader is not None:
+            self.loader(full)
+            return
+        if self.part is not None:
+            dim, start = self.part
+            full = full.narrow(dim, start, self.target.shape[dim])
+        with torch.no_grad():
+            self.target.copy_(full)
+
+
+class ShardedModule(nn.Module):
+    """A module with parameters that are parts of differently named or larger checkpoint tensors."""
+
+    def slots(self, prefix: str) -> Iterator[tuple[str, CheckpointSlot]]:
+        """Yield (checkpoint name, slot); `prefix` is this module's own name in the model."""
+        raise NotImplementedError
+
+
+def checkpoint_slots(model: nn.Module) -> dict[str, CheckpointSlot]:
+    """Return a slot for every checkpoint tensor that `model` needs on this rank, by checkpoint
+    name."""
+    slots: dict[str, CheckpointSlot] = {}
+    spoken_for: str | None = None  # the children of a module directly follow it
+    for prefix, module in model.named_modules():
+        if spoken_for is not None and prefix.startswith(spoken_for):
+            continue
+        if isinstance(module, ShardedModule):
+            slots.update(module.slots(prefix))
+            spoken_for = f"{prefix}."
+        else:
+            for name, parameter in module.named_parameters(prefix, recurse=False):
+                slots[name] = CheckpointSlot(tuple(parameter.shape), parameter.data)
+    return slots
+
+
+class ChannelWeight(ShardedModule):
+    """A weight per channel, sharded by channel (the gain of a norm over the full width)."""
+
+    def __init__(self, dim: int, parallel: ParallelContext) -> None:
+        super().__init__()
+        self.dim = dim
+        self.tensor_rank = parallel.tensor_rank
+        self.weight = nn.Parameter(torch.empty(dim // parallel.tensor_size), requires_grad=False)
+
+    def slots(self, prefix: str) -> Iterator[tuple[str, CheckpointSlot]]:
+        start = self.tensor_rank * self.weight.shape[0]
+        yield f"{prefix}.weight", CheckpointSlot((self.dim,), self.weight.data, (0, start))
+
+
+class StageNetwork(nn.Module):
+    """Base of a network of equal blocks.
+
+    `blocks` maps the number in the whole network to a block. `graphs` is None if CUDA graphs are
+    disabled.
+    """
+
+    parallel: ParallelContext
+    blocks: nn.ModuleDict
+    graphs: ForwardGraphs | None = None
+
+    # -- of each network ---------------------------------------------------------------------------
+
+    @property
+    def typed_weight(self) -> torch.Tensor:
+        """A parameter that always has the network's dtype and device."""
+        raise NotImplementedError
+
+    def empty_block(self, layer: int) -> nn.Module:
+        """Build an empty block by its number in the whole network, in torch's default dtype and
+        device."""
+        raise NotImplementedError
+
+    # -- of all ------------------------------------------------------------------------------------
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.typed_weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.typed_weight.device
+
+    @property
+    def rings(self) -> MemoryPool[Ring] | None:
+        """The pool of K/V memory; None without CUDA graphs, because only they benefit from reused
+        memory."""
+        return None if self.graphs is None else self.graphs.pool
+
+    def clear_derived(self) -> None:
+        """Invalidate everything derived from weights, because these were reloaded or moved."""
+        if self.graphs is not None:
+            self.graphs.clear_graphs()
+
+    def move_layers(self, move: LayerMove) -> None:
+        """Receive and send blocks so that this stage holds those it has after `move`
+        (collective).
+        """
+
+        def empty(layer: int) -> nn.Module:
+            with torch.device(self.device):
+                block = self.empty_block(layer)
+            return block.to(self.dtype).requires_grad_(False)
+
+        self.blocks = move.modules(self.blocks, empty)
+        self.parallel = replace(self.parallel, partition=move.partition)
+        self.clear_derived()

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`PeerMemory`: GPUs of one machine write into each other's memory instead of calling a collective.
+
+This uses torch's symmetric memory: each rank of a group has a buffer of the same size, mapped into
+all ranks, and barriers run on the device. A rank writes data directly to where another rank reads
+it. Nothing is packed, staged or unpacked, and everything can be part of one CUDA graph. It is
+faster than NCCL's all-to-all even without the copies around it (docs/architecture/speed_log.md).
+
+The protocol is: write, `meet`, read. All ranks must have read before a rank writes there again,
+which a second `meet` ensures.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from vllm.distributed.parallel_state import GroupCoordinator
+
+
+class PeerMemory:
+    """Named buffers of a group's ranks, for use on one CUDA stream. All methods are collective."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._handles: dict[str, Any] = {}
+        # replaced by larger buffers, but CUDA graphs may still write to them
+        self._replaced: list[Any] = []
+
+    @classmethod
+    def of_group(cls, group: "GroupCoordinator") -> "PeerMemory | None":
+        """Return the memory of one of vLLM's groups, or None if its ranks cannot write into each
+        other's memory."""
+        from vllm.distributed.parallel_state import in_the_same_node_as
+
+        here = (
+            torch.cuda.current_device()
+            if torch.cuda.is_available() and torch.version.cuda is not None
+            else None
+        )
+        devices: list[int | None] = [None] * group.world_size
+        dist.all_gather_object(devices, here, group=group.cpu_group)
+        same_machine = all(in_the_same_node_as(group.cpu_group))
+        others = [device for device in devices if device is not None and device != here]
+        # Ranks that each see one device all number it 0, and torch then finds no peer access
+        # between them.
+        named_apart = here is not None and len(others) == group.world_size - 1
+        reaches = named_apart and all(
+            torch.cuda.can_device_access_peer(here, device) for device in others
+        )
+        responses = [False] * group.world_size
+        dist.all_gather_object(responses, bool(same_machine and reaches), group=group.cpu_group)
+        return cls(group.device_group) if all(responses) else None
+
+    def buffers(self, name: str, nbytes: int) -> list[torch.Tensor]:
+        """Return each rank's buffer of this name, uint8 [nbytes]. It is reused from the last call
+        if large enough."""
+        handle = self._handles.get(name)
+        if handle is None or handle.buffer_size < nbytes:
+            assert not torch.cuda.is_current_stream_capturing(), (
+                "a graph is of a forward that has run before"
+            )
+            if handle is not None:
+                self._replaced.append(handle)
+            handle = self._handles[name] = self._allocate(nbytes)
+        return [
+            handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(handle.world_size)
+        ]
+
+    def _allocate(self, nbytes: int) -> Any:
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        buffer = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda"))
+        return symmetric_memory.rendezvous(buffer, self._group.group_name)
+
+    def barrier(self) -> None:
+        """Device barrier: later kernels of this stream wait for earlier kernels of the other ranks'
+        streams."""
+        handle = next(iter(self._handles.values()))
+        handle.barrier(channel=0)

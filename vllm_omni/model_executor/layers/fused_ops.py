@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`FusedOps`: the fused pointwise ops of a network, as a table of pure functions.
+
+These are the operations between matrix products and attention. In eager mode each operation reads
+and writes its tensors once. Compiled, or as one Triton kernel, the whole fused op does so once.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from vllm.triton_utils import HAS_TRITON
+
+
+@dataclass(frozen=True)
+class FusedOps:
+    """Base of a network's table of fused pointwise ops.
+
+    A subclass has one field per function. The default of the field is the plain function.
+    """
+
+    @classmethod
+    def build(cls, compiled: bool) -> Self:
+        """Return the table with plain or compiled functions, and with `kernels` for tensors on
+        CUDA.
+
+        Args:
+            compiled: Compile each function with `fuse`.
+        """
+        functions: dict[str, Any] = dict(vars(cls()))
+        if compiled:
+            functions = {name: cls.fuse(function) for name, function in functions.items()}
+        if HAS_TRITON and torch.cuda.is_available():
+            functions |= {
+                kernel.__name__: on_cuda(kernel, functions[kernel.__name__])
+                for kernel in cls.kernels()
+            }
+        return cls(**functions)
+
+    @staticmethod
+    def kernels() -> Sequence[Callable[..., Any]]:
+        """Return the Triton kernels that replace functions of the same names; called only where
+        Triton is installed."""
+        return ()
+
+    @staticmethod
+    def fuse(function: Callable[..., Any]) -> Callable[..., Any]:
+        """Compile `function` for the static shapes that it is called with."""
+        return torch.compile(function, dynamic=False)
+
+
+def on_cuda(kernel: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls `kernel` if its first argument is on CUDA, else `other`."""
+
+    def chosen(x: torch.Tensor, *args: Any) -> Any:
+        return (kernel if x.is_cuda else other)(x, *args)
+
+    return chosen

@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Storage formats of a `KVWindow`: unquantized, or FP8 (e4m3) with a scale per layer and head.
+
+An e4m3 value has four significant bits over a range of 2^18. A scale therefore only has to bring
+the values into this range; it does not determine the precision. Each scale is a power of two,
+because multiplying by it is exact. It leaves `_HEADROOM` above the largest value of the session's
+first chunk, and each pass over that chunk sets it again. Later values beyond the range are clamped
+to the largest e4m3 value. The scale of a head depends only on that head of that session, so results
+do not change with the batch, the ranks or the order of chunks.
+
+A format also implements attention, because the fastest product of queries and stored keys depends
+on the storage.
+"""
+
+# L layers, T tokens of a chunk, S stored tokens, N heads, H head dim
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+from vllm_omni.model_executor.layers.attention.attention import attention, in_words
+from vllm_omni.model_executor.layers.attention.fp8_attention import (
+    fp8_attention,
+    fp8_product,
+    quantized_attention,
+)
+from vllm_omni.model_executor.layers.quantization.fp8_kernels import (
+    FP8,
+    LARGEST,
+    dequantize,
+    plain_quantize,
+    quantize,
+)
+
+_quantize = torch.compiler.disable(quantize)
+"""Excluded from compiled code, which has no e4m3 on CPUs."""
+_HEADROOM = 16.0
+_TINIEST = 2.0**-10
+"""Scale of a head whose values are all zero."""
+
+
+@dataclass(frozen=True)
+class KVSlot:
+    """Memory for the keys and values of one chunk in one layer."""
+
+    stored_2TNH: torch.Tensor
+    """Part of the window's buffer, keys then values."""
+    scales_2N: torch.Tensor | None
+    """fp32 powers of two that divide keys and values before quantization to FP8. None: they are
+    stored unquantized."""
+
+
+def store(
+    parts: tuple[torch.Tensor, ...], scales_KN: torch.Tensor | None, target_KTNH: torch.Tensor
+) -> None:
+    """Write one or two tensors [T, N, H] into a window's memory; `scales_KN` as in `KVSlot`."""
+    if scales_KN is not None:
+        _quantize(parts, scales_KN, target_KTNH)
+        return
+    for target_TNH, x_TNH in zip(target_KTNH, parts, strict=True):
+        in_words(target_TNH).copy_(in_words(x_TNH.to(target_TNH.dtype)))
+
+
+class KVFormat:
+    """Unquantized storage. `dtype` is the type of keys and values outside; `storage` that of the
+    buffer."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.storage = dtype
+
+    @property
+    def nbytes(self) -> int:
+        return 0
+
+    def fit_scales(self, layer: int, k_TNH: torch.Tensor, v_TNH: torch.Tensor) -> None:
+        """Set the scales from the first keys and values of the session, before they are stored."""
+
+    def store(
+        self, layer: int, k_TNH: torch.Tensor, v_TNH: torch.Tensor, target_2TNH: torch.Tensor
+    ) -> None:
+        """Quantize keys and values into a part of the buffer."""
+        store((k_TNH, v_TNH), self.layer_scales(layer), target_2TNH)
+
+    def store_quantized(self, quantized_2TNH: torch.Tensor, target_2TNH: torch.Tensor) -> None:
+        """Copy keys and values that are already quantized into a part of the buffer."""
+        in_words(target_2TNH).copy_(in_words(quantized_2TNH))
+
+    def encode(self, layer: int, kind: int, x_TNH: torch.Tensor) -> torch.Tensor:
+        """Quantize keys (kind 0) or values (kind 1) to the type of the buffer."""
+        return x_TNH
+
+    def load(
+        self, layer: int, stored_2SNH: torch.Tensor, tokens: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Dequantize a part of the buffer to keys and values [2, S, N, H] in `dtype`; possibly a
+        view.
+
+        Args:
+            layer: Index among the layers of this rank.
+            stored_2SNH: The part of the buffer.
+            tokens: int64 positions of the wanted tokens, in order. Default: all.
+        """
+        return stored_2SNH if tokens is None else stored_2SNH.index_select(1, tokens)
+
+    def attend(
+        self,
+        layer: int,
+        q_TNH: torch.Tensor,
+        stored_2SNH: torch.Tensor,
+        tokens: torch.Tensor | None = None,
+        key_range: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return `attention` of queries to a part of the buffer; `tokens` as in `load`."""
+        k_SNH, v_SNH = self.load(layer, stored_2SNH, tokens)
+        return attention(q_TNH, k_SNH, v_SNH, key_range=key_range)
+
+    def quantizes_queries(
+        self, num_queries: int, stored_2SNH: torch.Tensor, tokens: torch.Tensor | None = None
+    ) -> bool:
+        """Return whether `attend` quantizes this number of queries to e4m3, so that
+        `attend_quantized` may be called."""
+        return False
+
+    def attend_quantized(
+        self, q_TNH: torch.Tensor, stored_2SNH: torch.Tensor, tokens: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return `attend` from e4m3 to e4m3. Requires `quantizes_queries`; see
+        `fp8_attention.quantized_attention`."""
+        raise NotImplementedError
+
+    def quantized(self, stored: torch.Tensor) -> torch.Tensor:
+        """Return scaled float values with the precision of the buffer."""
+        return stored.to(self.storage)
+
+    def scales(self) -> torch.Tensor | None:
+        """Return the factors of the stored values for dequantization, [L, 2, N] fp32.
+
+        None: all 1.
+        """
+        return None
+
+    def layer_scales(self, layer: int) -> torch.Tensor | None:
+        """Return `scales` of one layer, [2, N]."""
+        scales = self.scales()
+        return None if scales is None else scales[layer]
+
+    def take_scales(self, other: Self) -> None:
+        """Copy the scales of another window whose buffer is copied into this one's."""
+
+    def clear(self) -> None:
+        """Reset the scales for a new session."""
+
+    @property
+    def buffers(self) -> tuple[torch.Tensor, ...]:
+        """Return the tensors, in addition to the buffer, that are read and written in place."""
+        return ()
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors of a snapshot, in addition to the buffer, by name."""
+        return {}
+
+    def fork(self) -> Self:
+        return self
+
+    def to(self, device: torch.device | str) -> None:
+        pass
+
+
+class ScaledFP8(KVFormat):
+    """Scaled e4m3 storage; see the module docstring.
+
+    Attention multiplies in FP8 where that is faster (`../attention/fp8_attention.py`). Elsewhere
+    one pass first dequantizes everything that a chunk sees to `dtype`.
+    """
+
+    def __init__(
+        self, dtype: torch.dtype, num_layers: int, num_heads: int, device: torch.device | str
+    ) -> None:
+        super().__init__(dtype)
+        self.storage = FP8
+        self._scales_L2N = torch.ones(num_layers, 2, num_heads, dtype=torch.float32, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        return self._scales_L2N.nbytes
+
+    def fit_scales(self, layer: int, k_TNH: torch.Tensor, v_TNH: torch.Tensor) -> None:
+        for kind, x_TNH in enumerate((k_TNH, v_TNH)):
+            largest_N = x_TNH.abs().amax(dim=(0, 2)).float().clamp_min(_TINIEST)
+            self._scales_L2N[layer, kind] = torch.exp2(
+                torch.ceil(torch.log2(largest_N * (_HEADROOM / LARGEST)))
+            )
+
+    def encode(self, layer: int, kind: int, x_TNH: torch.Tensor) -> torch.Tensor:
+        return plain_quantize(x_TNH, self._scales_L2N[layer, kind])
+
+    def load(
+        self, layer: int, stored_2SNH: torch.Tensor, tokens: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return dequantize(stored_2SNH, self._scales_L2N[layer], self.dtype, tokens)
+
+    def attend(
+        self,
+        layer: int,
+        q_TNH: torch.Tensor,
+        stored_2SNH: torch.Tensor,
+        tokens: torch.Tensor | None = None,
+        key_range: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if key_range is None:
+            out_TNH = fp8_attention(q_TNH, stored_2SNH, self._scales_L2N[layer], tokens)
+            if out_TNH is not None:
+                return out_TNH
+        return super().attend(layer, q_TNH, stored_2SNH, tokens, key_range)
+
+    def quantizes_queries(
+        self, num_queries: int, stored_2SNH: torch.Tensor, tokens: torch.Tensor | None = None
+    ) -> bool:
+        return fp8_product(num_queries, stored_2SNH, tokens) is not None
+
+    def attend_quantized(
+        self, q_TNH: torch.Tensor, stored_2SNH: torch.Tensor, tokens: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return quantized_attention(q_TNH, stored_2SNH, tokens)
+
+    def quantized(self, stored: torch.Tensor) -> torch.Tensor:
+        return stored.clamp(-LARGEST, LARGEST).to(FP8)
+
+    def scales(self) -> torch.Tensor | None:
+        return self._scales_L2N
+
+    def take_scales(self, other: KVFormat) -> None:
+        scales = other.scales()
+        assert scales is not None
+        self._scales_L2N.copy_(scales)
+
+    def clear(self) -> None:
+        self._scales_L2N.fill_(1)
+
+    @property
+    def buffers(self) -> tuple[torch.Tensor, ...]:
+        return (self._scales_L2N,)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {"kv.scales": self._scales_L2N}
+
+    def fork(self) -> Self:
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other._scales_L2N = self._scales_L2N.clone()
+        return other
+
+    def to(self, device: torch.device | str) -> None:
+        self._scales_L2N = self._scales_L2N.to(device)
+
+
+def kv_format(
+    dtype: torch.dtype,
+    storage: torch.dtype | None,
+    *,
+    num_layers: int,
+    num_heads: int,
+    device: torch.device | str,
+) -> KVFormat:
+    """Return the format of a window.
+
+    Args:
+        dtype: Type of keys and values outside the window.
+        storage: Type of the buffer. None: `dtype`.
+        num_layers: Layers of this rank.
+        num_heads: Heads of this rank.
+        device: Device of the scales.
+
+    Raises:
+        ValueError: `storage` is neither `dtype` nor e4m3.
+    """
+    if storage is None or storage == dtype:
+        return KVFormat(dtype)
+    if storage != FP8:
+        raise ValueError(f"keys and values can be kept as {dtype} or {FP8}, not {storage}")
+    return ScaledFP8(dtype, num_layers, num_heads, device)
+
+
+def kv_nbytes(
+    dtype: torch.dtype, storage: torch.dtype | None, *, num_layers: int, num_heads: int, numel: int
+) -> int:
+    """Return the bytes of `numel` stored elements and their scales in the format of `kv_format`."""
+    if storage is None or storage == dtype:
+        return numel * dtype.itemsize
+    return numel * storage.itemsize + num_layers * 2 * num_heads * torch.float32.itemsize

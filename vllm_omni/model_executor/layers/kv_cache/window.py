@@ -1,0 +1,514 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`KVWindow`: the K/V cache of one session for the layers of this rank: sink frames plus a ring
+buffer.
+
+The first `sink_frames` frames of a session stay for its whole life. Later frames share the
+`window_frames - sink_frames` slots of a ring buffer. Frame f is in slot f if f < sink, else in slot
+sink + (f - sink) % (window - sink). All else follows from frame indices, so the only state is the
+number of committed frames:
+
+- A chunk writes into its own slots at every denoise step. These slots held frames that neither this
+  chunk nor a later one may see, so an abandoned chunk needs no cleanup.
+- `spare_frames` makes the ring buffer longer than the visible window, by the number of frames that
+  chunks may write ahead of the oldest uncommitted chunk. The frames that this chunk sees are then
+  still present if it is run again.
+- A chunk [a, b) sees slots [0, b) while b <= window, and all slots afterwards. Attention does not
+  depend on the order of keys, because positions are rotated into them. The ring buffer is therefore
+  read in place: nothing is copied, moved or masked. With spare frames, a full window is copied into
+  the order that it has without them, so that results stay bitwise equal.
+
+Each chunk sees exactly the keys that it sees in the original's buffer, which rolls to the left;
+`chronological` rebuilds that buffer for comparison. `sink_frames == window_frames` means global
+attention: nothing is evicted, and a session that outgrows its buffer is refused. `format.py`
+defines how the buffer stores keys and values.
+"""
+
+# T tokens of a chunk, S visible tokens, N heads, H head dim
+
+from collections.abc import Hashable, Sequence
+from typing import Protocol, Self
+
+import torch
+
+from vllm_omni.model_executor.device_async import to_device
+from vllm_omni.model_executor.layers.attention.attention import stack
+from vllm_omni.model_executor.layers.kv_cache.format import KVFormat, KVSlot, kv_format, kv_nbytes
+from vllm_omni.model_executor.layers.kv_cache.memory_pool import MemoryPool, Ring
+from vllm_omni.outputs import RequestFailed
+from vllm_omni.tensors.saved import SavedTensors
+
+
+class KVWindow:
+    """K/V cache with a ring buffer, `[layers, 2, (window_frames + spare_frames) * tokens_per_frame,
+    heads, head_dim]`.
+
+    Args:
+        num_layers: Layers of this rank.
+        window_frames: Frames that a chunk can see, including its own and the sink frames.
+        sink_frames: First frames of the session that are never evicted.
+        tokens_per_frame: Tokens of one latent frame.
+        num_heads: Heads of this rank.
+        head_dim: Width of one head.
+        dtype: Type of keys and values in `write` and `visible`.
+        device: Device of the buffer.
+        storage: Type of the buffer. Default: `dtype`.
+        max_attention_tokens: A chunk sees only this many of the newest visible tokens in
+            chronological order. Sink frames are dropped first, as in the original when its
+            attention size is below its cache size. Default: no limit.
+        spare_frames: Additional slots for chunks that are written ahead of the oldest uncommitted
+            chunk.
+        rings: Pool to take the memory from, and to return it to in `close`. Default: allocate and
+            free.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        window_frames: int,
+        sink_frames: int,
+        tokens_per_frame: int,
+        num_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        storage: torch.dtype | None = None,
+        max_attention_tokens: int | None = None,
+        spare_frames: int = 0,
+        rings: MemoryPool[Ring] | None = None,
+    ) -> None:
+        if not 0 <= sink_frames <= window_frames or window_frames < 1:
+            raise ValueError(
+                f"a KV window needs 0 <= sink_frames <= window_frames, got sink {sink_frames} "
+                f"window {window_frames}"
+            )
+        self.window_frames = window_frames
+        self.sink_frames = sink_frames
+        self.tokens_per_frame = tokens_per_frame
+        self.max_attention_tokens = max_attention_tokens
+        # global attention never overwrites a slot
+        self.spare_frames = spare_frames if sink_frames < window_frames else 0
+        self.committed_frames = 0
+        self.valid_from = 0
+        shape = (
+            num_layers,
+            2,
+            (window_frames + self.spare_frames) * tokens_per_frame,
+            num_heads,
+            head_dim,
+        )
+
+        def new_ring() -> Ring:
+            stored = kv_format(
+                dtype, storage, num_layers=num_layers, num_heads=num_heads, device=device
+            )
+            return Ring(torch.zeros(shape, dtype=stored.storage, device=device), stored)
+
+        self._rings = rings if num_layers else None
+        sizes = torch.Size(shape), storage or dtype, torch.device(device), dtype
+        self._ring = new_ring() if self._rings is None else self._rings.take_memory(sizes, new_ring)
+        self._seen: tuple[int, tuple[int, ...]] | None = None
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        return self._ring.buffer
+
+    @property
+    def format(self) -> KVFormat:
+        return self._ring.format
+
+    @property
+    def ring_frames(self) -> int:
+        return self.window_frames - self.sink_frames
+
+    @property
+    def nbytes(self) -> int:
+        return self.buffer.nbytes + self.format.nbytes
+
+    @property
+    def device(self) -> torch.device:
+        return self.buffer.device
+
+    def slot(self, frame: int) -> int:
+        """Return the slot of `frame` while it is visible."""
+        if frame < self.sink_frames:
+            return frame
+        return self.sink_frames + (frame - self.sink_frames) % (
+            self.ring_frames + self.spare_frames
+        )
+
+    def _slot_without_spares(self, frame: int) -> int:
+        if frame < self.sink_frames:
+            return frame
+        return self.sink_frames + (frame - self.sink_frames) % self.ring_frames
+
+    def check_frames(self, frames: range) -> None:
+        """Raise `RequestFailed` if this window cannot serve a chunk of `frames`."""
+        if self.ring_frames == 0:
+            if frames.stop > self.window_frames:
+                raise RequestFailed(
+                    "session_full",
+                    f"global attention holds {self.window_frames} latent frames and this chunk "
+                    "ends at "
+                    f"{frames.stop}; start a new session or serve with a sliding window",
+                )
+        elif frames.stop - max(frames.start, self.sink_frames) > self.ring_frames:
+            raise RequestFailed(
+                "chunk_too_large",
+                f"a chunk of {len(frames)} latent frames does not fit the {self.ring_frames} "
+                "frames that a window of "
+                f"{self.window_frames} leaves next to its {self.sink_frames} sink frames",
+            )
+
+    def write(self, layer: int, frames: range, k_TNH: torch.Tensor, v_TNH: torch.Tensor) -> None:
+        """Write the keys and values of a chunk into its slots, over those of its earlier denoise
+        steps."""
+        size = self.tokens_per_frame
+        if frames.start == 0:
+            self.format.fit_scales(layer, k_TNH, v_TNH)
+        for offset, slot, count in self._runs(frames):
+            source = slice(offset * size, (offset + count) * size)
+            target = slice(slot * size, (slot + count) * size)
+            self.format.store(layer, k_TNH[source], v_TNH[source], self.buffer[layer, :, target])
+
+    def write_slot(self, layer: int, frames: range) -> KVSlot | None:
+        """Return the memory that `write` would fill, if it is contiguous and `write` has no other
+        effect; else None."""
+        runs, scales = self._runs(frames), self.format.layer_scales(layer)
+        if len(runs) > 1 or (frames.start == 0 and scales is not None):
+            return None
+        ((_, slot, count),) = runs
+        tokens = slice(slot * self.tokens_per_frame, (slot + count) * self.tokens_per_frame)
+        return KVSlot(self.buffer[layer, :, tokens], scales)
+
+    def quantized_ahead(self, frames: range) -> Self | None:
+        """Return this window if the keys and values of chunk `frames` may be quantized before
+        `write_quantized`, else None.
+
+        The first chunk of a session returns None, because `scales` are computed from it.
+        """
+        return self if frames.start > 0 and self.format.scales() is not None else None
+
+    @property
+    def scales(self) -> torch.Tensor:
+        """Return the divisors for quantization, [layers, 2, heads], fp32 powers of two."""
+        scales = self.format.scales()
+        assert scales is not None, "only a window that rounds has any"
+        return scales
+
+    def write_quantized(self, layer: int, frames: range, quantized_2TNH: torch.Tensor) -> None:
+        """Write keys and values that were already divided by `scales` and quantized."""
+        size = self.tokens_per_frame
+        for offset, slot, count in self._runs(frames):
+            source = slice(offset * size, (offset + count) * size)
+            target = slice(slot * size, (slot + count) * size)
+            self.format.store_quantized(quantized_2TNH[:, source], self.buffer[layer, :, target])
+
+    def visible(self, layer: int, frames: range) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `(k_SNH, v_SNH)` that chunk `frames` attends to, in slot order. The chunk must
+        have been written.
+
+        The tensors are views if the buffer holds them contiguously and in `dtype`.
+        """
+        k, v = self.format.load(layer, *self._seen_by(layer, frames))
+        return k, v
+
+    def attend(self, layer: int, frames: range, q_TNH: torch.Tensor) -> torch.Tensor:
+        """Return the attention of the queries of chunk `frames` to everything `visible` to it. The
+        chunk must have been written."""
+        stored_2SNH, tokens = self._seen_by(layer, frames)
+        return self.format.attend(layer, q_TNH, stored_2SNH, tokens)
+
+    def quantizes_queries(self, frames: range, num_queries: int) -> bool:
+        """Return whether `attend` quantizes the queries of chunk `frames`, so that
+        `attend_quantized` may be called."""
+        return self.format.quantizes_queries(num_queries, *self._seen_by(0, frames))
+
+    def attend_quantized(self, layer: int, frames: range, q_TNH: torch.Tensor) -> torch.Tensor:
+        """Return `attend` from e4m3 to e4m3. Requires `quantizes_queries`; see
+        `fp8_attention.quantized_attention`."""
+        return self.format.attend_quantized(q_TNH, *self._seen_by(layer, frames))
+
+    def _seen_by(self, layer: int, frames: range) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return a part of the buffer, and the tokens of it that chunk `frames` sees (None:
+        all).
+        """
+        span = self._span(frames)
+        if span is not None:
+            return self.buffer[layer, :, span], None
+        return self.buffer[layer], self._positions(self._seen_slots(frames.stop))
+
+    def _span(self, frames: range) -> slice | None:
+        """Return the slice of tokens that chunk `frames` sees, or None if they are not
+        contiguous.
+        """
+        valid = min(frames.stop, self.window_frames) * self.tokens_per_frame
+        limit = self.max_attention_tokens
+        if self.spare_frames and frames.stop > self.window_frames:
+            return None
+        if self.valid_from > self._oldest_ring_frame(frames.stop):
+            return None
+        if limit is None or limit >= valid:
+            return slice(0, valid)
+        # In slot order, which is chronological until the ring buffer wraps around.
+        return slice(valid - limit, valid) if frames.stop <= self.window_frames else None
+
+    @property
+    def buffers(self) -> tuple[torch.Tensor, ...]:
+        """Return the tensors that `write` and `attend` read and write in place."""
+        return self._ring.buffers
+
+    def graph_key(self, frames: range) -> Hashable:
+        """Return a key of all effects of `write` and `attend` for chunk `frames`, except values on
+        the device."""
+        span = self._span(frames)
+        if span is not None:
+            return tuple(self._runs(frames)), span.start, span.stop, frames.start == 0
+        slots = self._seen_slots(frames.stop)
+        self._positions(slots)  # a capture cannot copy them from the host
+        return tuple(self._runs(frames)), slots, frames.start == 0
+
+    def graph_kind(self, frames: range) -> Hashable:
+        """Return a key that is equal for chunks whose `write` and `attend` launch the same kernels,
+        possibly at other slots."""
+        span = self._span(frames)
+        seen = None if span is None else span.stop - span.start
+        return tuple(count for _, _, count in self._runs(frames)), seen, frames.start == 0
+
+    def commit(self, end_frame: int, *, retained_sinks: bool = False) -> None:
+        """Make frames up to `end_frame` part of the session. Their latest keys and values must be
+        from the clean-context pass.
+
+        Args:
+            end_frame: First frame that is not committed.
+            retained_sinks: The sink frames among them were already stored by
+            `SinkWindow.retain_sinks`.
+        """
+        self.committed_frames = end_frame
+
+    def tensors(self, next_frames: int) -> dict[str, torch.Tensor]:
+        """Return views `[layers, 2, tokens, N, H]` of all frames that a next chunk of `next_frames`
+        can see, by name.
+
+        No later result depends on other slots.
+        """
+        end = self.committed_frames + next_frames
+        size = self.tokens_per_frame
+        live = [frame for frame in self.visible_frames(end) if frame < self.committed_frames]
+        named = {
+            f"kv.frame{frame}": self.buffer[
+                :, :, self.slot(frame) * size : (self.slot(frame) + 1) * size
+            ]
+            for frame in live
+        }
+        return {**named, **self.format.tensors()} if live else named
+
+    def hide_before(self, frame: int) -> None:
+        """Set `valid_from`: frames from `frame` on are written again, and those before it have
+        left the ring.
+        """
+        self.valid_from, self._seen = frame, None
+
+    def take_first_frames(self, other: Self, num_frames: int) -> None:
+        """Copy the stream's first `num_frames` frames from another window of the same sizes."""
+        part = slice(0, num_frames * self.tokens_per_frame)
+        self.buffer[:, :, part].copy_(other.buffer[:, :, part])
+        self.format.take_scales(other.format)
+
+    def restore(self, saved: SavedTensors, committed_frames: int, next_frames: int) -> None:
+        """Fill a new window with the tensors of another window's `tensors(next_frames)`.
+
+        Raises:
+            RequestFailed: The tensors do not fit.
+        """
+        self.committed_frames = committed_frames
+        saved.fill(self.tensors(next_frames))
+
+    def fork(self) -> Self:
+        """Return an independent copy."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        held, rings = self._ring, self._rings
+        other._ring = (
+            held.another() if rings is None else rings.take_memory(held.sizes, held.another)
+        )
+        other._ring.copy_from(held)
+        return other
+
+    def to(self, device: torch.device | str) -> None:
+        self.format.to(device)
+        self._ring = Ring(self.buffer.to(device), self.format)
+        self._rings = None  # no CUDA graph was captured with the new memory
+
+    def close(self) -> None:
+        """Return the memory to the pool. Idempotent."""
+        if self._rings is not None and self.buffer.numel():
+            self._rings.return_memory(self._ring)
+        self._ring = Ring(self.buffer.new_empty(0), self.format)
+
+    def _runs(self, frames: range) -> list[tuple[int, int, int]]:
+        """Return (frame offset in the chunk, first slot, frames) for each run of consecutive
+        slots.
+        """
+        runs: list[tuple[int, int, int]] = []
+        for offset, frame in enumerate(frames):
+            slot = self.slot(frame)
+            if runs and slot == runs[-1][1] + runs[-1][2]:
+                runs[-1] = (runs[-1][0], runs[-1][1], runs[-1][2] + 1)
+            else:
+                runs.append((offset, slot, 1))
+        return runs
+
+    def visible_frames(self, end_frame: int) -> list[int]:
+        """Return the frames that a chunk ending at `end_frame` sees, oldest first."""
+        ring = range(max(self.valid_from, self._oldest_ring_frame(end_frame)), end_frame)
+        return [*range(min(self.sink_frames, end_frame)), *ring]
+
+    def _oldest_ring_frame(self, end_frame: int) -> int:
+        """Return the first frame after the sink frames that a chunk ending at `end_frame` may
+        see.
+        """
+        return max(self.sink_frames, end_frame - self.ring_frames)
+
+    def token_positions(self, slots: list[int]) -> torch.Tensor:
+        """Return the token positions of `slots`, on the buffer's device."""
+        size = self.tokens_per_frame
+        starts = torch.tensor(slots, dtype=torch.int64).unsqueeze(1) * size
+        return to_device((starts + torch.arange(size)).flatten(), self.buffer.device)
+
+    def _seen_slots(self, end_frame: int) -> tuple[int, ...]:
+        """Return the slots that a chunk ending at `end_frame` sees, if their tokens are not a
+        slice.
+
+        The order is oldest first, with spare frames the same as without. Cached for one chunk,
+        because every layer calls this.
+        """
+        if self._seen is None or self._seen[0] != end_frame:
+            frames = self.visible_frames(end_frame)
+            if self.spare_frames and self.max_attention_tokens is None:
+                frames.sort(key=self._slot_without_spares)
+            self._seen = end_frame, tuple(self.slot(frame) for frame in frames)
+        return self._seen[1]
+
+    def _positions(self, slots: tuple[int, ...]) -> torch.Tensor:
+        """Return the last `max_attention_tokens` of `token_positions(slots)`, cached with the ring
+        buffer."""
+        limit, orders = self.max_attention_tokens, self._ring.orders
+        if (slots, limit) not in orders:
+            order = self.token_positions(list(slots))
+            orders[slots, limit] = order if limit is None else order[-limit:]
+        return orders[slots, limit]
+
+
+def kv_window_nbytes(
+    *,
+    num_layers: int,
+    window_frames: int,
+    tokens_per_frame: int,
+    num_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    storage: torch.dtype | None = None,
+) -> int:
+    """Return the bytes of a `KVWindow` of these sizes.
+
+    `window_frames` includes its spare frames.
+    """
+    numel = 2 * num_layers * window_frames * tokens_per_frame * num_heads * head_dim
+    return kv_nbytes(dtype, storage, num_layers=num_layers, num_heads=num_heads, numel=numel)
+
+
+# -- attention to windows --------------------------------------------------------------------------
+
+
+class QuantizedView(Protocol):
+    """A `KVWindow` as attention uses it when keys and values are already quantized."""
+
+    @property
+    def scales(self) -> torch.Tensor: ...
+
+    def quantizes_queries(self, frames: range, num_queries: int) -> bool: ...
+
+    def write_quantized(self, layer: int, frames: range, quantized_2TNH: torch.Tensor) -> None: ...
+
+    def attend(self, layer: int, frames: range, q_TNH: torch.Tensor) -> torch.Tensor: ...
+
+    def attend_quantized(self, layer: int, frames: range, q_TNH: torch.Tensor) -> torch.Tensor: ...
+
+
+class KVView(Protocol):
+    """A `KVWindow` as attention uses it: write the K/V of a chunk, then attend to the visible
+    frames."""
+
+    def write(
+        self, layer: int, frames: range, k_TNH: torch.Tensor, v_TNH: torch.Tensor
+    ) -> None: ...
+
+    def write_slot(self, layer: int, frames: range) -> KVSlot | None: ...
+
+    def attend(self, layer: int, frames: range, q_TNH: torch.Tensor) -> torch.Tensor: ...
+
+    def quantized_ahead(self, frames: range) -> QuantizedView | None: ...
+
+
+class WindowItem(Protocol):
+    """One batch entry: a chunk at absolute `frames`, and its window."""
+
+    @property
+    def frames(self) -> range: ...
+    @property
+    def window(self) -> KVView: ...
+
+
+class WindowAttention:
+    """Self-attention of a batch to its K/V windows, on a rank that has all tokens of its heads.
+
+    `HeadExchange` is the version for sequence-parallel ranks.
+    """
+
+    def buffers(self, items: Sequence[WindowItem], layer: int) -> list[KVSlot] | None:
+        """Return the memory for the K/V of `layer` of each batch entry, or None.
+
+        The caller writes K/V there and calls `attend_to_written`. If the result is None, it passes
+        K/V to `attend` instead.
+        """
+        buffers = [row.window.write_slot(layer, row.frames) for row in items]
+        known = [position for position in buffers if position is not None]
+        return known if len(known) == len(items) else None
+
+    def attend_to_written(
+        self, rows: Sequence[WindowItem], layer: int, q_BTNH: torch.Tensor
+    ) -> torch.Tensor:
+        """Attend to windows that already hold the batch's K/V of `layer`. Returns [B, T, N, H]."""
+        return stack(
+            [
+                row.window.attend(layer, row.frames, q_TNH)
+                for row, q_TNH in zip(rows, q_BTNH, strict=True)
+            ]
+        )
+
+    def attend(
+        self,
+        items: Sequence[WindowItem],
+        layer: int,
+        q_BTNH: torch.Tensor,
+        k_BTNH: torch.Tensor,
+        v_BTNH: torch.Tensor,
+        write_only: bool,
+    ) -> torch.Tensor | None:
+        """Write K/V of `layer` into the windows, then attend.
+
+        Args:
+            rows: The chunks of the batch.
+            layer: Index among the layers of this rank.
+            q_BTNH: Queries of this rank's tokens, [B, T_r, N, H].
+            k_BTNH: Keys, of the same shape.
+            v_BTNH: Values, of the same shape.
+            write_only: Return None after the write.
+
+        Returns:
+            [B, T_r, N, H], valid until the next call; or None.
+        """
+        for row, k_TNH, v_TNH in zip(items, k_BTNH, v_BTNH, strict=True):
+            row.window.write(layer, row.frames, k_TNH, v_TNH)
+        return None if write_only else self.attend_to_written(items, layer, q_BTNH)

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`WindowSet`: several `KVWindow`s of one stream, committed, saved, copied and moved together."""
+
+import copy
+from collections.abc import Mapping
+from typing import Self
+
+import torch
+
+from vllm_omni.model_executor.layers.kv_cache.window import KVWindow
+from vllm_omni.tensors.saved import SavedTensors
+
+
+class WindowSet:
+    """Windows of one stream.
+
+    Args:
+        by_name: Windows by the prefix of their tensors' names. The last window defines the
+            committed frames of the stream.
+    """
+
+    def __init__(self, by_name: Mapping[str, KVWindow]) -> None:
+        self.by_name = dict(by_name)
+
+    @property
+    def windows(self) -> tuple[KVWindow, ...]:
+        return tuple(self.by_name.values())
+
+    @property
+    def clean(self) -> KVWindow:
+        """The window that defines the length and the sink frames of the stream."""
+        return self.windows[-1]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(window.nbytes for window in self.windows)
+
+    @property
+    def device(self) -> torch.device:
+        return self.clean.device
+
+    @property
+    def committed_frames(self) -> int:
+        return self.clean.committed_frames
+
+    def check_frames(self, frames: range) -> None:
+        """Raise `RequestFailed` if a chunk of `frames` cannot be served."""
+        self.clean.check_frames(frames)
+
+    def commit(self, end_frame: int) -> None:
+        """Make frames up to `end_frame` part of the stream."""
+        for window in self.windows:
+            window.commit(end_frame)
+
+    def tensors(self, next_frames: int) -> dict[str, torch.Tensor]:
+        """Return every tensor that a next chunk of `next_frames` can see, by a stable name."""
+        return {
+            f"{prefix}{name}": tensor
+            for prefix, window in self.by_name.items()
+            for name, tensor in window.tensors(next_frames).items()
+        }
+
+    def restore(self, saved: SavedTensors, committed_frames: int, next_frames: int) -> None:
+        """Fill new windows with the tensors of another set's `tensors(next_frames)`.
+
+        Raises:
+            RequestFailed: The tensors do not fit.
+        """
+        for prefix, window in self.by_name.items():
+            window.restore(saved.under(prefix), committed_frames, next_frames)
+
+    @property
+    def buffers(self) -> tuple[torch.Tensor, ...]:
+        """Return the tensors that forward passes read and write in place."""
+        return tuple(position for window in self.windows for position in window.buffers)
+
+    def __copy__(self) -> Self:
+        """Return a set that refers to the same memory, even after this one is closed."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other.by_name = {prefix: copy.copy(window) for prefix, window in self.by_name.items()}
+        return other
+
+    def fork(self) -> Self:
+        other = copy.copy(self)
+        other.by_name = {prefix: window.fork() for prefix, window in self.by_name.items()}
+        return other
+
+    def to(self, device: torch.device | str) -> None:
+        for window in self.windows:
+            window.to(device)
+
+    def close(self) -> None:
+        for window in self.windows:
+            window.close()

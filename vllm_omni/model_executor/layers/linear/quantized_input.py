@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FP8 inputs of linear layers: the op that produces an input also quantizes it, in the same pass
+over memory.
+
+vLLM's layers quantize their input per token in a separate pass before the product. Its kernels
+accept quantized inputs (`QuantizedActivation`), but on NVIDIA GPUs they advertise only those with
+one static scale. The product itself supports a scale per token.
+"""
+
+# T tokens, D channels
+
+from typing import Any
+
+import torch
+from torch import nn
+from vllm import envs
+from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassFP8ScaledMMLinearKernel
+from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation
+from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8DynamicTokenSym
+
+from vllm_omni.model_executor.layers.quantization.fp8_kernels import FP8, LARGEST
+
+LEAST_SCALE = 1 / (LARGEST * 512)
+"""vLLM's lower bound of a scale, for tokens that are nearly zero."""
+Input = torch.Tensor | QuantizedActivation
+"""Input of a linear layer, [..., D]."""
+
+
+def takes_quantized(layer: nn.Module) -> bool:
+    """Return whether `layer` accepts e4m3 inputs with a scale per token.
+
+    A layer with a LoRA adapter does not, because the adapter needs the unquantized input.
+    """
+    kernel = _kernel(layer)
+    if not isinstance(kernel, CutlassFP8ScaledMMLinearKernel) or envs.VLLM_BATCH_INVARIANT:
+        return False
+    return bool(kernel.config.activation_quant_key == kFp8DynamicTokenSym)
+
+
+def product(layer: Any, x: QuantizedActivation, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return the matrix product of a layer that `takes_quantized`, in the dtype that `x` was
+    quantized from."""
+    rows_TD, width = x.data.view(-1, x.data.shape[-1]), layer.weight.shape[1]
+    result: torch.Tensor = _kernel(layer).apply_scaled_mm(
+        A=rows_TD,
+        B=layer.weight,
+        out_dtype=x.orig_dtype,
+        As=x.scale.view(-1, 1),
+        Bs=layer.weight_scale,
+        bias=bias,
+        output_shape=[*x.orig_shape[:-1], width],
+    )
+    return result
+
+
+def quantized(data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> QuantizedActivation:
+    """Return a quantized activation.
+
+    Args:
+        data: e4m3 [..., D].
+        scale: fp32 [..., 1]; the input is `data` times `scale`.
+        dtype: Type of the input before quantization.
+    """
+    return QuantizedActivation(data, scale, dtype, data.shape, kFp8DynamicTokenSym)
+
+
+def quantize_tokens(x: torch.Tensor, dtype: torch.dtype) -> QuantizedActivation:
+    """Quantize [..., D] as vLLM's layers do: a token's largest value maps to e4m3's largest;
+    `dtype` as in `rounded`."""
+    x = x.float()
+    scale = (x.abs().amax(-1, keepdim=True) / LARGEST).clamp_(min=LEAST_SCALE)
+    return quantized((x / scale).clamp_(-LARGEST, LARGEST).to(FP8), scale, dtype)
+
+
+def split_tokens(x: Input, count: int) -> list[Input]:
+    """Split [T, D] into parts of `count` tokens; the last part may be shorter."""
+    if isinstance(x, torch.Tensor):
+        return list(x.split(count))
+    parts = zip(x.data.split(count), x.scale.split(count), strict=True)
+    return [quantized(data, scale, x.orig_dtype) for data, scale in parts]
+
+
+def _kernel(layer: nn.Module) -> Any:
+    return getattr(getattr(layer, "quant_method", None), "fp8_linear", None)

@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An adapter's files, and how their tensors' names are read: diffusers, PEFT, kohya and the Wan
+community's styles.
+
+    transformer.blocks.0.attn1.to_q.lora_A.weight
+        diffusers; `transformer_2.` of a second network
+    base_model.model.blocks.0.self_attn.q.lora_A.weight
+        PEFT, with adapter_config.json beside it
+    lora_unet_blocks_0_self_attn_q.lora_down.weight, .alpha       kohya, musubi-tuner
+    diffusion_model.blocks.0.self_attn.q.lora_down.weight, .alpha ComfyUI and others
+    ... .diff, .diff_b, .diff_m
+        whole differences: a weight's, a bias's, modulation's
+
+Names are read and compared with a model before any data is (`adapter.py`). A file is untrusted:
+`tensor_files.py`. Why not diffusers' converters (for musubi and ComfyUI): they need every block and
+all data, drop differences of norms, and fail at layers that Wan lacks, such as LingBot World's
+camera layers.
+Held by tests/model_executor/layers/lora/test_adapter_files.py.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.utils import get_adapter_absolute_path
+
+from vllm_omni.model_executor.checkpoint.tensor_files import (
+    TensorSource,
+    UnmappedSource,
+    confined,
+    read_json,
+)
+from vllm_omni.model_executor.layers.lora.target import AdapterTarget
+
+Kind = Literal["down", "up", "alpha", "bias", "diff"]
+
+_PEFT_CONFIG, _PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_DIFFUSERS_WEIGHTS = "pytorch_lora_weights.safetensors"
+_DIFFUSERS_SETTINGS = "lora_adapter_metadata"
+"""Metadata key under which diffusers stores PEFT's settings. Each module name is prefixed with its
+network."""
+_KOHYA = "lora_unet_"
+_PREFIXES = ("base_model.model.", "model.diffusion_model.", "diffusion_model.", "pipe.dit.", "dit.")
+_KINDS: tuple[tuple[str, Kind], ...] = (
+    (r"\.lora_(?:B|up)(?:\.[\w-]+)?\.bias\Z|\.diff_b\Z", "bias"),
+    (r"\.lora_(?:A|down)(?:\.[\w-]+)?\.weight\Z|\.lora\.down\.weight\Z", "down"),
+    (r"\.lora_(?:B|up)(?:\.[\w-]+)?\.weight\Z|\.lora\.up\.weight\Z", "up"),
+    (r"\.alpha\Z", "alpha"),
+    (r"\.diff(?:_m)?\Z", "diff"),
+)
+"""Suffixes of tensor names. Some versions of PEFT put the adapter's name before `.weight`."""
+
+
+class AdapterError(ValueError):
+    """An adapter does not fit. The message is one line: the kinds in its files, the kinds the model
+    takes, three examples."""
+
+
+@dataclass
+class MatrixKeys:
+    """The stored names of one module's delta."""
+
+    settings_name: str
+    """Name of the module in PEFT's settings."""
+    names: dict[Kind, str] = field(default_factory=dict)
+    """Stored tensor names, by kind."""
+
+
+@dataclass(frozen=True)
+class AdapterFile:
+    """One file of an adapter."""
+
+    source: TensorSource
+    """The open file."""
+    network: str | None
+    """The network that the file is for. None: the tensor names say so."""
+    scaling: Callable[[str], float] | None
+    """Returns PEFT's strength of a module by its stored name. None: the strength is stored in
+    tensors."""
+
+
+@dataclass
+class Contents:
+    """The parsed tensor names of a file."""
+
+    matrices: dict[tuple[str, str], MatrixKeys] = field(default_factory=dict)
+    """(network, module) -> stored names of a linear layer's delta."""
+    vectors: dict[tuple[str, str], str] = field(default_factory=dict)
+    """(network, tensor) -> stored name of the delta of a gain, norm bias or modulation."""
+    strange: list[str] = field(default_factory=list)
+    """Stored names of modules or networks that the model lacks, or that adapters may not change."""
+    unread: list[str] = field(default_factory=list)
+    """Stored names with an unsupported suffix, of modules that the model has."""
+
+
+def open_adapter(path: str, targets: Mapping[str, AdapterTarget]) -> list[AdapterFile]:
+    """Open an adapter without reading data: a file, a directory with one file, or with one file per
+    network.
+
+    Args:
+        path: Path from vLLM's `--lora-modules`.
+        targets: Networks of the model, by name.
+
+    Raises:
+        AdapterError: There is no such adapter; one line.
+        ValueError: A file cannot be read; one line.
+    """
+    where = Path(get_adapter_absolute_path(path))
+    if not where.exists():
+        raise AdapterError(f"{where} does not exist; name a directory or a .safetensors file")
+    config = where / _PEFT_CONFIG
+    if where.is_dir() and config.is_file():
+        helper = _helper(read_json(config), str(config))
+        return [AdapterFile(_opened(where / _PEFT_WEIGHTS), None, _scaling(helper, str(config)))]
+    paths = _files_in(where, targets) if where.is_dir() else [where]
+    if paths[0].suffix != ".safetensors":
+        raise AdapterError(f"{paths[0]} is no .safetensors file; convert it")
+    return [
+        AdapterFile(source, _marked_network(file, targets), _stored_scaling(source, targets))
+        for file, source in ((file, _opened(file)) for file in paths)
+    ]
+
+
+def _opened(file: Path) -> UnmappedSource:
+    """Open a file without mapping it, because a new version may overwrite it while the server
+    runs.
+    """
+    return UnmappedSource.open(confined(file.parent, file.name))
+
+
+def read_names(file: AdapterFile, targets: Mapping[str, AdapterTarget]) -> Contents:
+    """Group the names of a file by network, module and kind. Misfits are recorded, not raised."""
+    contents = Contents()
+    kohya = {name: _flat_names(target) for name, target in targets.items()}
+    for stored in file.source.shapes:
+        name, networks = _networks(stored, file.network, targets)
+        found = next(
+            ((match, kind) for end, kind in _KINDS if (match := re.search(end, name))), None
+        )
+        if found is None:
+            is_here = any(
+                _has_module(name, targets[network], kohya[network]) for network in networks
+            )
+            (contents.unread if is_here else contents.strange).append(stored)
+            continue
+        match, kind = found
+        module = name[: match.start()]
+        placed = False
+        for network in networks:
+            target = targets[network]
+            own = (
+                kohya[network].get(module.removeprefix(_KOHYA), module)
+                if module.startswith(_KOHYA)
+                else module
+            )
+            placed |= _target_of(
+                contents, network, target, (stored, own, kind), modulation=name.endswith(".diff_m")
+            )
+        if not placed:
+            contents.strange.append(stored)
+    return contents
+
+
+def _target_of(
+    contents: Contents,
+    network: str,
+    target: AdapterTarget,
+    key: tuple[str, str, Kind],
+    *,
+    modulation: bool,
+) -> bool:
+    """Record one name; return False if the network has no such module."""
+    stored, named, kind = key
+    module = target.module_named(named)
+    if modulation:
+        module = f"{module}.modulation"
+    if target.matrix(module) is not None:
+        keys = contents.matrices.setdefault((network, module), MatrixKeys(named))
+        keys.names[kind] = stored
+        return True
+    tensors = {"diff": (f"{module}.weight", module), "bias": (f"{module}.bias",)}.get(kind, ())
+    tensor = next((tensor for tensor in tensors if target.vector(tensor) is not None), None)
+    if tensor is None:
+        return False
+    contents.vectors[network, tensor] = stored
+    return True
+
+
+def _has_module(name: str, target: AdapterTarget, flat_names: Mapping[str, str]) -> bool:
+    """Return whether a name starts with a module that an adapter may change."""
+    parts = name.split(".")
+    modules = [".".join(parts[:count]) for count in range(1, len(parts))]
+    return parts[0].removeprefix(_KOHYA) in flat_names or any(
+        target.matrix(target.module_named(module)) is not None for module in modules
+    )
+
+
+def _networks(
+    stored: str, marked: str | None, targets: Mapping[str, AdapterTarget]
+) -> tuple[str, list[str]]:
+    """Strip the prefixes of a name; return the rest and its networks (all networks if nothing names
+    one)."""
+    name, networks = stored, list(targets) if marked is None else [marked]
+    while prefix := next((prefix for prefix in _PREFIXES if name.startswith(prefix)), None):
+        name = name.removeprefix(prefix)
+    first, _, rest = name.partition(".")
+    if re.fullmatch(r"transformer(_\d)?", first):
+        return rest, [first] if first in targets else []
+    return name, networks
+
+
+def _flat_names(target: AdapterTarget) -> dict[str, str]:
+    """Return kohya's names of the modules, which use underscores and so do not show where the dots
+    were."""
+    return {module.replace(".", "_"): module for module in target.matrices()}
+
+
+def _files_in(folder: Path, targets: Mapping[str, AdapterTarget]) -> list[Path]:
+    """Return the file in a directory, or the files of its networks."""
+    if (folder / _DIFFUSERS_WEIGHTS).is_file():
+        return [folder / _DIFFUSERS_WEIGHTS]
+    files = sorted(folder.glob("*.safetensors"))
+    marks = [_marked_network(file, targets) for file in files]
+    if len(files) == 1 or (files and None not in marks and len(set(marks)) == len(marks)):
+        return files
+    names = ", ".join(file.name for file in files[:3]) or "none"
+    raise AdapterError(
+        f"{folder} holds {len(files)} *.safetensors files ({names}); name one of them"
+    )
+
+
+def _marked_network(file: Path, targets: Mapping[str, AdapterTarget]) -> str | None:
+    """Return the network that the file name denotes, if the model has several."""
+    name = file.name.lower()
+    return next(
+        (
+            network
+            for network, one in targets.items()
+            if one.file_mark and re.search(one.file_mark, name)
+        ),
+        None,
+    )
+
+
+def _stored_scaling(
+    file: UnmappedSource, targets: Mapping[str, AdapterTarget]
+) -> Callable[[str], float] | None:
+    """Return the strengths in PEFT's settings that diffusers stores in a file's metadata, or
+    None.
+    """
+    text = file.metadata.get(_DIFFUSERS_SETTINGS)
+    if text is None:
+        return None
+    try:
+        settings = json.loads(text)
+        own = {
+            key.split(".", 1)[1]: value
+            for key, value in settings.items()
+            if key.split(".", 1)[0] in targets
+        }
+    except (ValueError, AttributeError, IndexError) as error:
+        raise AdapterError(
+            f"{file.where}: its metadata {_DIFFUSERS_SETTINGS!r} is no table of settings"
+        ) from error
+    return _scaling(_helper(own, file.where), file.where) if own else None
+
+
+def _helper(settings: dict[str, Any], where: str) -> PEFTHelper:
+    try:
+        helper = PEFTHelper.from_dict(
+            {**settings, "target_modules": settings.get("target_modules") or []}
+        )
+    except Exception as error:  # vLLM's reader raises arbitrary errors on malformed settings
+        raise AdapterError(f"{where}: its settings cannot be read ({error})") from error
+    # The part of `validate_legal` that does not concern the rank, which the tensors determine.
+    if problems := helper._validate_features():
+        raise AdapterError(f"{where}: {' '.join(problems)}")
+    return helper
+
+
+def _scaling(helper: PEFTHelper, where: str) -> Callable[[str], float]:
+    def scaling(module: str) -> float:
+        try:
+            found = float(helper.get_rank_and_scaling(module)[1])
+        # as above: patterns are regular expressions from the file, and numbers may be anything
+        except Exception as error:
+            raise AdapterError(
+                f"{where}: its settings of {module} cannot be read ({error})"
+            ) from error
+        if not math.isfinite(found):
+            raise AdapterError(
+                f"{where}: the strength of {module} (lora_alpha over r) is {found}, not a "
+                "finite number"
+            )
+        return found
+
+    return scaling

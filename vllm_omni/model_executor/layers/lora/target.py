@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`AdapterTarget`: a network that adapters may change, as a model declares it
+(`SupportsAdapters`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Protocol, runtime_checkable
+
+from torch import nn
+
+from vllm_omni.model_executor.checkpoint.loading import Rules, rename
+from vllm_omni.model_executor.checkpoint.tensor_files import Shape
+
+_WEIGHT = ".weight"
+
+
+@dataclass(frozen=True)
+class AdapterTarget:
+    """A network that adapters may change."""
+
+    network: nn.Module
+    """This rank's part of the network."""
+    shapes: Mapping[str, Shape]
+    """Checkpoint name -> shape of every tensor of the full network."""
+    rules: Rules = ()
+    """Renames from other naming styles to the checkpoint's."""
+    fixed: tuple[str, ...] = ()
+    """`fnmatch` patterns of modules that no adapter may change."""
+    linear_types: tuple[type[nn.Module], ...] = ()
+    """Additional types of modules that multiply by `weight`, flattened after its first
+    dimension. vLLM's and torch's linear layers are included by default."""
+    file_mark: str | None = None
+    """Regular expression (lower case) for names of files that are for this network, if the model
+    has several."""
+
+    def module_named(self, stored: str) -> str:
+        """Return the checkpoint's name of a module that an adapter's file calls `stored`."""
+        return rename(stored + _WEIGHT, self.rules).removesuffix(_WEIGHT)
+
+    def matrix(self, module: str) -> tuple[int, int] | None:
+        """Return (outputs, inputs) of a linear module that may be changed, else None."""
+        shape = self.shapes.get(module + _WEIGHT, ())
+        if len(shape) < 2 or any(fnmatchcase(module, pattern) for pattern in self.fixed):
+            return None
+        inputs = 1
+        for size in shape[1:]:
+            inputs *= size
+        return shape[0], inputs
+
+    def matrices(self) -> list[str]:
+        """Return the names of all linear modules that may be changed."""
+        names = (name.removesuffix(_WEIGHT) for name in self.shapes if name.endswith(_WEIGHT))
+        return [name for name in names if self.matrix(name) is not None]
+
+    def vector(self, tensor: str) -> Shape | None:
+        """Return the shape of a tensor that is not part of a linear module (gain, norm bias,
+        modulation), else None."""
+        shape = self.shapes.get(tensor)
+        if shape is None or any(fnmatchcase(tensor, pattern) for pattern in self.fixed):
+            return None
+        module, _, kind = tensor.rpartition(".")
+        with_matrix = len(self.shapes.get(module + _WEIGHT, ())) >= 2
+        return None if with_matrix and kind in ("weight", "bias") else shape
+
+
+@runtime_checkable
+class SupportsAdapters(Protocol):
+    """A model that supports LoRA adapters (`--enable-lora`)."""
+
+    def adapter_targets(self) -> Mapping[str, AdapterTarget]:
+        """Return the networks by their names in files with diffusers' layout: `transformer`,
+        `transformer_2`."""

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantize and dequantize 8-bit tensors: e4m3 for K/V windows, int8 for some weights.
+
+These operations are memory-bound. Plain torch needs two to four passes, and its broadcast of the
+scale prevents wide loads. A Triton kernel (`fp8_triton.py`) needs one pass. The plain versions
+define the result, and run on CPUs and on GPUs before Ada. The kernels give bitwise equal results,
+because the scales of windows are powers of two and the product of a weight and its scale is rounded
+once. `benchmarks/attention_kernels.py` measures the speed.
+"""
+
+# K kinds (keys, values), T tokens of a chunk, S stored tokens, N heads, H head dim; O outputs and I
+# inputs of a weight
+
+from functools import cache
+from types import ModuleType
+
+import torch
+from vllm.triton_utils import HAS_TRITON
+
+FP8 = torch.float8_e4m3fn
+LARGEST = torch.finfo(FP8).max
+
+
+@cache
+def _kernels(device: torch.device) -> ModuleType | None:
+    """Return the module of Triton kernels if Triton converts e4m3 on this device, else None."""
+    if device.type != "cuda" or not HAS_TRITON or torch.cuda.get_device_capability(device) < (8, 9):
+        return None
+    from vllm_omni.model_executor.layers.quantization import fp8_triton
+
+    return fp8_triton
+
+
+def dequantize(
+    stored_KSNH: torch.Tensor,
+    scales_KN: torch.Tensor,
+    dtype: torch.dtype,
+    tokens_S: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Dequantize: return `stored * scale` per kind and head in `dtype`, a new tensor [K, S, N, H].
+
+    Args:
+        stored_KSNH: e4m3. The heads of a token are contiguous.
+        scales_KN: fp32 powers of two.
+        dtype: Type of the result.
+        tokens_S: int64 positions of the tokens to dequantize, in order. Default: all.
+    """
+    if (kernels := _kernels(stored_KSNH.device)) is not None:
+        widened: torch.Tensor = kernels.dequantize(stored_KSNH, scales_KN, dtype, tokens_S)
+        return widened
+    return plain_dequantize(stored_KSNH, scales_KN, dtype, tokens_S)
+
+
+def dequantize_into(
+    stored_KSNH: torch.Tensor, scales_KN: torch.Tensor, out_KSNH: torch.Tensor
+) -> None:
+    """Dequantize all tokens into `out`; the heads of its tokens must be contiguous, too."""
+    if (kernels := _kernels(stored_KSNH.device)) is not None:
+        kernels.dequantize_into(stored_KSNH, scales_KN, out_KSNH)
+        return
+    out_KSNH.copy_(plain_dequantize(stored_KSNH, scales_KN, out_KSNH.dtype))
+
+
+def plain_dequantize(
+    stored_KSNH: torch.Tensor,
+    scales_KN: torch.Tensor,
+    dtype: torch.dtype,
+    tokens_S: torch.Tensor | None = None,
+) -> torch.Tensor:
+    if tokens_S is not None:
+        stored_KSNH = stored_KSNH.index_select(1, tokens_S)
+    return stored_KSNH.to(dtype).mul_(scales_KN[:, None, :, None].to(dtype))
+
+
+def dequantize_rows(
+    stored_OI: torch.Tensor, scales_O1: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Dequantize a weight: return `stored * scale` per output channel in `dtype`, rounded once.
+
+    Args:
+        stored_OI: Weight, int8.
+        scales_O1: Scales per output channel, fp32.
+        dtype: Type of the result.
+    """
+    if (kernels := _kernels(stored_OI.device)) is not None:
+        widened: torch.Tensor = kernels.dequantize(
+            stored_OI[None, None], scales_O1.view(1, -1), dtype, rows=1
+        )
+        return widened[0, 0]
+    return plain_dequantize_rows(stored_OI, scales_O1, dtype)
+
+
+def plain_dequantize_rows(
+    stored_OI: torch.Tensor, scales_O1: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    out_OI = torch.empty(stored_OI.shape, dtype=dtype, device=stored_OI.device)
+    return torch.mul(stored_OI, scales_O1, out=out_OI)
+
+
+def quantize(
+    parts: tuple[torch.Tensor, ...], scales_KN: torch.Tensor, target_KTNH: torch.Tensor
+) -> None:
+    """Quantize one or two tensors [T, N, H] into `target`: divide by the scales, clamp to the range
+    of e4m3.
+
+    Args:
+        parts: The tensors to quantize.
+        scales_KN: Scales per head, fp32.
+        target_KTNH: e4m3, with K = len(parts). The heads of a token are contiguous.
+    """
+    if (kernels := _kernels(target_KTNH.device)) is not None:
+        kernels.quantize(parts, scales_KN, target_KTNH)
+        return
+    for part, scale_N, target_TNH in zip(parts, scales_KN, target_KTNH, strict=True):
+        target_TNH.copy_(plain_quantize(part, scale_N))
+
+
+def plain_quantize(x_TNH: torch.Tensor, scale_N: torch.Tensor) -> torch.Tensor:
+    return (x_TNH / scale_N.unsqueeze(-1).to(x_TNH.dtype)).clamp_(-LARGEST, LARGEST).to(FP8)

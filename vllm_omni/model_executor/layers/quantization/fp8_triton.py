@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+"""Triton kernels behind `fp8_kernels.py`. Call that module instead; this one requires Triton.
+
+Kernel parameters carry only Triton's own annotations, because Triton reads annotations itself.
+"""
+
+# K kinds (keys, values), T tokens of a chunk, S stored tokens, N heads, H head dim
+
+import torch
+
+from vllm_omni.model_executor.layers.triton_or_names import tl, triton
+
+_LARGEST = tl.constexpr(torch.finfo(torch.float8_e4m3fn).max)
+ROWS = 32
+"""Number of (token, head) pairs per program: 4096 elements of 128-wide heads, 16 bytes per load and
+thread."""
+
+
+@triton.jit
+def _dequantize_kernel(
+    stored,
+    scales,
+    tokens,
+    out,
+    rows,
+    stored_kind,
+    stored_token,
+    out_kind,
+    out_token,
+    N: tl.constexpr,
+    H: tl.constexpr,
+    R: tl.constexpr,
+    B: tl.constexpr,
+):
+    """Dequantize.
+
+    `rows` is S * N; `tokens` is None or the stored position of each of the S tokens.
+    """
+    kind = tl.program_id(1)
+    row = tl.program_id(0) * R + tl.arange(0, R)
+    column = tl.arange(0, B)
+    inside = (row < rows)[:, None] & (column < H)[None, :]
+    head = row % N
+    token = row // N
+    target = kind.to(tl.int64) * out_kind + token.to(tl.int64) * out_token + head * H
+    if tokens is not None:
+        token = tl.load(tokens + token, mask=row < rows, other=0)
+    source = kind.to(tl.int64) * stored_kind + token.to(tl.int64) * stored_token + head * H
+    x = tl.load(stored + source[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    x *= tl.load(scales + kind * N + head)[:, None]
+    tl.store(out + target[:, None] + column[None, :], x.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def narrowed(x, scale):
+    """Divide fp32 values by powers of two and clamp them to the range of e4m3; NaN stays NaN."""
+    return tl.clamp(
+        x * tl.div_rn(1.0, scale), -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL
+    )
+
+
+@triton.jit
+def _quantize_kernel(
+    first,
+    second,
+    scales,
+    out,
+    rows,
+    first_token,
+    first_head,
+    second_token,
+    second_head,
+    out_kind,
+    out_token,
+    N: tl.constexpr,
+    H: tl.constexpr,
+    R: tl.constexpr,
+    B: tl.constexpr,
+):
+    """Quantize `first` to kind 0 of `out`; with a second row of programs, also `second` to kind 1.
+    `rows` is T * N."""
+    kind = tl.program_id(1)
+    row = tl.program_id(0) * R + tl.arange(0, R)
+    column = tl.arange(0, B)
+    inside = (row < rows)[:, None] & (column < H)[None, :]
+    head = row % N
+    token = (row // N).to(tl.int64)
+    if kind == 0:
+        x = tl.load(
+            first + (token * first_token + head * first_head)[:, None] + column[None, :],
+            mask=inside,
+        )
+    else:
+        x = tl.load(
+            second + (token * second_token + head * second_head)[:, None] + column[None, :],
+            mask=inside,
+        )
+    x = narrowed(x.to(tl.float32), tl.load(scales + kind * N + head)[:, None])
+    target = kind.to(tl.int64) * out_kind + token * out_token + head * H
+    tl.store(out + target[:, None] + column[None, :], x.to(out.dtype.element_ty), mask=inside)
+
+
+def dequantize(
+    stored_KSNH: torch.Tensor,
+    scales_KN: torch.Tensor,
+    dtype: torch.dtype,
+    tokens_S: torch.Tensor | None = None,
+    rows: int = ROWS,
+) -> torch.Tensor:
+    """See `fp8_kernels.dequantize`; `rows` is described at `ROWS`."""
+    kinds, count, heads, width = stored_KSNH.shape
+    count = count if tokens_S is None else len(tokens_S)
+    out = torch.empty(kinds, count, heads, width, dtype=dtype, device=stored_KSNH.device)
+    dequantize_into(stored_KSNH, scales_KN, out, tokens_S, rows)
+    return out
+
+
+def dequantize_into(
+    stored_KSNH: torch.Tensor,
+    scales_KN: torch.Tensor,
+    out_KSNH: torch.Tensor,
+    tokens_S: torch.Tensor | None = None,
+    rows: int = ROWS,
+) -> None:
+    """See `fp8_kernels.dequantize_into`."""
+    kinds, count, heads, width = out_KSNH.shape
+    assert (
+        stored_KSNH.stride()[2:] == out_KSNH.stride()[2:] == (width, 1)
+        and scales_KN.is_contiguous()
+    )
+    _dequantize_kernel[(triton.cdiv(count * heads, rows), kinds)](
+        stored_KSNH,
+        scales_KN,
+        tokens_S,
+        out_KSNH,
+        count * heads,
+        *stored_KSNH.stride()[:2],
+        *out_KSNH.stride()[:2],
+        N=heads,
+        H=width,
+        R=rows,
+        B=triton.next_power_of_2(width),
+    )
+
+
+def quantize(
+    parts: tuple[torch.Tensor, ...], scales_KN: torch.Tensor, target_KTNH: torch.Tensor
+) -> None:
+    """See `fp8_kernels.quantize`."""
+    kinds, count, heads, width = target_KTNH.shape
+    assert kinds == len(parts) <= 2 and target_KTNH.stride()[2:] == (width, 1)
+    first, second = (x if x.stride(-1) == 1 else x.contiguous() for x in (parts[0], parts[-1]))
+    _quantize_kernel[(triton.cdiv(count * heads, ROWS), kinds)](
+        first,
+        second,
+        scales_KN.contiguous(),
+        target_KTNH,
+        count * heads,
+        *first.stride()[:2],
+        *second.stride()[:2],
+        *target_KTNH.stride()[:2],
+        N=heads,
+        H=width,
+        R=ROWS,
+        B=triton.next_power_of_2(width),
+    )

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The published causal Wan 2.1 networks: file locations, and the settings of their training.
+
+A training checkpoint is in a Wan 2.1 T2V directory and is identified by its file name. One with
+another name uses the default options. Names, wrappers and settings come from the public inference
+code and configurations of each release. This module is only a table: `layout.py` locates,
+`weights.py` loads and `hub.py` downloads.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+STATE_KEYS = ("generator_ema", "generator", "ema", "state_dict", "model", "module")
+"""Keys of the network in a training checkpoint (`.pt`), by preference; without any, the file is the
+network itself."""
+
+LORA_KEYS = ("generator_lora",)
+"""The same for a LoRA; without any, the file is the LoRA itself."""
+
+
+@dataclass(frozen=True)
+class Release:
+    """One published network."""
+
+    download_name: str
+    """Name for `vllm-omni download`."""
+    files: tuple[str, ...]
+    """Paths in the checkpoint directory, by preference."""
+    state_keys: tuple[str, ...] = STATE_KEYS
+    """Keys of the network that the release's own code evaluates, by preference."""
+    loras: tuple[str, ...] = ()
+    """Paths of a LoRA that is merged into the network at load time."""
+    transformer: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of a `config.json` (window, sink frames, chunk) that the release's directory lacks."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Defaults of `CausalWanOptions`."""
+    shift: float = 5.0
+    """Shift of the timestep table."""
+    warps_steps: bool = True
+    """Whether a step s means entry 1000 - s of the table instead of timestep s."""
+    limits: str | None = None
+    """What the release's own sampler does and this project's does not."""
+
+    def find(self, root: Path) -> Path | None:
+        """Return the network's file in `root`, or None."""
+        return next((root / name for name in self.files if (root / name).is_file()), None)
+
+    def find_lora(self, root: Path) -> Path | None:
+        """Return the LoRA's file in `root`, or None."""
+        return next((root / name for name in self.loras if (root / name).is_file()), None)
+
+
+OTHER = Release("causal_wan", ())
+"""A network under any other file name, or in diffusers' folders."""
+
+RELEASES = (
+    Release(
+        "causal_wan",  # Self-Forcing
+        (
+            "checkpoints/self_forcing_dmd.pt",
+            "checkpoints/self_forcing_sid.pt",
+            "self_forcing_dmd.pt",
+        ),
+    ),
+    Release(
+        "causvid",
+        ("autoregressive_checkpoint/model.pt",),
+        options={"denoising_steps": [1000.0, 757.0, 522.0]},
+        shift=8.0,
+        warps_steps=False,
+    ),
+    Release("causvid_4_steps", ("autoregressive_checkpoint_warp_4step_cfg2/model.pt",), shift=8.0),
+    Release(
+        "stream_diffusion_v2", ("wan_causal_dmd_v2v/model.pt", "wan_causal_dmd_v2v_14b/model.pt")
+    ),
+    Release(
+        "longlive",
+        ("models/longlive_base.pt", "longlive_base.pt"),
+        # the release's code evaluates the network itself, not its average
+        state_keys=("generator", *STATE_KEYS),
+        loras=("models/lora.pt", "lora.pt"),
+        transformer={"local_attn_size": 12, "sink_size": 3, "num_frame_per_block": 3},
+        limits="a new prompt leaves the K/V of earlier frames as they are "
+        "(omni.model.prompt_switch: recompute)",
+    ),
+    Release(
+        "krea_realtime_14b",
+        ("krea-realtime-video-14b.safetensors", "checkpoints/krea-realtime-video-14b.safetensors"),
+        transformer={"local_attn_size": 6, "sink_size": 0, "num_frame_per_block": 3},
+        limits="the K/V of the window are not recomputed from re-encoded frames, and attention to "
+        "them has no bias",
+    ),
+    Release(
+        "reward_forcing",
+        ("rewardforcing.pt", "checkpoints/rewardforcing.pt"),
+        transformer={"local_attn_size": 12, "sink_size": 3, "num_frame_per_block": 3},
+        limits="sinks stay as they were made; frames that leave the window are not averaged "
+        "into them",
+    ),
+    Release(
+        "rolling_forcing",
+        ("checkpoints/rolling_forcing_dmd.pt", "rolling_forcing_dmd.pt"),
+        transformer={"local_attn_size": 21, "sink_size": 3, "num_frame_per_block": 3},
+        options={"denoising_steps": [1000.0, 800.0, 600.0, 400.0, 200.0]},
+        limits="chunks are denoised one after the other, not together in a rolling window of "
+        "rising noise",
+    ),
+)
+"""All releases. The names in `files` are distinct, so the order does not matter."""
+
+
+def find_release(root: Path) -> tuple[Release, Path] | None:
+    """Return the release with its network in `root`, and that file; None if there is none."""
+    for release in RELEASES:
+        if (position := release.find(root)) is not None:
+            return release, position
+    return None
+
+
+def find_unnamed(root: Path) -> Path | None:
+    """Return the only `.pt` of a directory (or of its `checkpoints/`), a training checkpoint with
+    another name."""
+    for folder in (root, root / "checkpoints"):
+        files = sorted(folder.glob("*.pt")) if folder.is_dir() else []
+        if len(files) == 1:
+            return files[0]
+    return None
+
+
+def release_named(name: str) -> Release:
+    """Return the release with this `download_name`."""
+    return next((release for release in RELEASES if release.download_name == name), OTHER)

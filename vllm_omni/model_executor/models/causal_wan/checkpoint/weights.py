@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Strict loading of a causal Wan checkpoint; the tables of names are `transformer/weights.py`'s.
+
+Names and shapes of the whole network are compared before any data is read
+(`model_executor/checkpoint/loading.py`).
+Held by tests/model_executor/models/causal_wan/test_causal_wan_weights.py.
+"""
+
+from torch import nn
+
+from vllm_omni.model_executor.checkpoint.loading import load_strict
+from vllm_omni.model_executor.checkpoint.tensor_files import TensorSource
+from vllm_omni.model_executor.layers.lora.target import AdapterTarget
+from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig
+from vllm_omni.model_executor.models.wan.transformer.weights import (
+    TRANSFORMER_RULES,
+    transformer_shapes,
+)
+
+
+def load_transformer(transformer: nn.Module, source: TensorSource, config: CausalWanConfig) -> None:
+    """Load the transformer, or the stage and slice of it that `transformer` is."""
+    load_strict(
+        transformer, source, transformer_shapes(config), TRANSFORMER_RULES, what="transformer"
+    )
+
+
+def adapter_target(transformer: nn.Module, config: CausalWanConfig) -> AdapterTarget:
+    """The transformer as LoRA adapters see it."""
+    # not needed to describe a checkpoint
+    from vllm_omni.model_executor.models.wan.transformer.layers import PatchEmbedding
+
+    return AdapterTarget(
+        transformer, transformer_shapes(config), TRANSFORMER_RULES, linear_types=(PatchEmbedding,)
+    )

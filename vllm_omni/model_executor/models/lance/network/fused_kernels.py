@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+"""The fused pointwise ops of `fused_ops.py` as Triton kernels. Import this module only with Triton
+(`HAS_TRITON`).
+
+`fused_ops.py` defines the results. A program keeps one token in registers, so it reads and writes
+the token once. It computes in fp32 and rounds once at the end. One kernel serves every number of
+tokens.
+"""
+
+# T tokens, D width, N heads, K key/value heads, H head dim, C = H/2 rotary channels, F feed-forward
+# width
+
+import torch
+
+from vllm_omni.model_executor.layers.linear.quantized_input import Input
+from vllm_omni.model_executor.layers.linear.quantized_input import quantized as rounded_rows
+from vllm_omni.model_executor.layers.quantization.fp8_kernels import FP8
+from vllm_omni.model_executor.layers.triton_or_names import tl, triton
+from vllm_omni.model_executor.layers.triton_rows import over_largest
+
+_NORM_WARPS = 8
+_SILU_WARPS = 8
+"""Of a program over a row of the feed-forward layer, 11008 channels at full size."""
+_NUMBERS_PER_WARP = 1024
+"""Of a token's heads, 32 a thread."""
+
+
+@triton.jit
+def _norm_kernel(
+    x, update, weight, total, normed, token_scales, eps, D: tl.constexpr, BLOCK: tl.constexpr
+):
+    """total = x + update; normed = total / rms(total) * weight. Arguments that are None are
+    skipped.
+
+    If `token_scales` is given, `normed` is divided by a scale per token, which is written there.
+    """
+    row = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    inside = column < D
+    at = row.to(tl.int64) * D + column
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if update is not None:
+        value += tl.load(update + at, mask=inside, other=0.0, eviction_policy="evict_first").to(
+            tl.float32
+        )
+        value = value.to(total.dtype.element_ty).to(tl.float32)
+        tl.store(total + at, value.to(total.dtype.element_ty), mask=inside)
+    value *= tl.rsqrt(tl.sum(value * value, axis=0) / D + eps)
+    value *= tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if token_scales is not None:
+        value = over_largest(value, token_scales + row)
+    tl.store(normed + at, value.to(normed.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _silu_mul_kernel(gate_up, out, token_scales, F: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < F
+    source = gate_up + row * 2 * F + column
+    gate = tl.load(source, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    up = tl.load(source + F, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    value = gate * tl.sigmoid(gate) * up
+    if token_scales is not None:
+        value = over_largest(value, token_scales + row)
+    tl.store(out + row * F + column, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _norm_rope_kernel(
+    x,
+    cos,
+    sin,
+    weight,
+    out,
+    x_token,
+    eps,
+    N: tl.constexpr,
+    C: tl.constexpr,
+    HEADS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Normalise and rotate the heads of a token; the two halves of a head rotate with each other.
+
+    `x` is [T, N * 2 C] with a token stride of `x_token`.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    head, thread = tl.arange(0, HEADS)[:, None], tl.arange(0, LANES)[None, :]
+    inside = (head < N) & (thread < C)
+    position = head * 2 * C + thread
+    first = tl.load(x + row * x_token + position, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(x + row * x_token + position + C, mask=inside, other=0.0).to(tl.float32)
+    squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
+    scale = tl.rsqrt(squares / (2 * C) + eps)[:, None]
+    first *= scale * tl.load(weight + thread, mask=thread < C, other=0.0).to(tl.float32)
+    second *= scale * tl.load(weight + C + thread, mask=thread < C, other=0.0).to(tl.float32)
+    cosine = tl.load(cos + row * C + thread, mask=thread < C, other=0.0)
+    sine = tl.load(sin + row * C + thread, mask=thread < C, other=0.0)
+    target = out + row * N * 2 * C + position
+    tl.store(target, (first * cosine - second * sine).to(out.dtype.element_ty), mask=inside)
+    tl.store(target + C, (second * cosine + first * sine).to(out.dtype.element_ty), mask=inside)
+
+
+def rms_norm(
+    x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, quantized: bool = False
+) -> Input:
+    """`fused_ops.rms_norm`."""
+    return _norm(x_TD.contiguous(), None, None, weight_D, eps, quantized)
+
+
+def add_norm(
+    x_TD: torch.Tensor,
+    update_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    quantized: bool = False,
+) -> tuple[torch.Tensor, Input]:
+    """`fused_ops.add_norm`."""
+    total = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
+    return total, _norm(x_TD.contiguous(), update_TD.contiguous(), total, weight_D, eps, quantized)
+
+
+def query_key(
+    qkv_TF: torch.Tensor,
+    cos_TC: torch.Tensor,
+    sin_TC: torch.Tensor,
+    q_weight_H: torch.Tensor,
+    k_weight_H: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`fused_ops.query_key`."""
+    width = num_heads * q_weight_H.shape[0]
+    turn = cos_TC.contiguous(), sin_TC.contiguous()
+    keys = qkv_TF[:, width : width + num_kv_heads * k_weight_H.shape[0]]
+    return _norm_rope(qkv_TF[:, :width], *turn, q_weight_H, eps), _norm_rope(
+        keys, *turn, k_weight_H, eps
+    )
+
+
+def silu_mul(gate_up_TF: torch.Tensor, to_fp8: bool = False) -> Input:
+    """`fused_ops.silu_mul`."""
+    tokens, width = gate_up_TF.shape[0], gate_up_TF.shape[1] // 2
+    out, token_scales = _rows(gate_up_TF, tokens, width, to_fp8)
+    if tokens:
+        _silu_mul_kernel[(tokens,)](
+            gate_up_TF.contiguous(),
+            out,
+            token_scales,
+            F=width,
+            BLOCK=triton.next_power_of_2(width),
+            num_warps=_SILU_WARPS,
+        )
+    return out if token_scales is None else rounded_rows(out, token_scales, gate_up_TF.dtype)
+
+
+KERNELS = (rms_norm, add_norm, query_key, silu_mul)
+
+
+def _norm(
+    x_TD: torch.Tensor,
+    update_TD: torch.Tensor | None,
+    total_TD: torch.Tensor | None,
+    weight_D: torch.Tensor,
+    eps: float,
+    to_fp8: bool,
+) -> Input:
+    tokens, width = x_TD.shape
+    normed, token_scales = _rows(x_TD, tokens, width, to_fp8)
+    if tokens:
+        _norm_kernel[(tokens,)](
+            x_TD, update_TD, weight_D, total_TD, normed, token_scales, eps,
+            D=width, BLOCK=triton.next_power_of_2(width), num_warps=_NORM_WARPS,
+        )  # fmt: skip
+    return normed if token_scales is None else rounded_rows(normed, token_scales, x_TD.dtype)
+
+
+def _norm_rope(
+    x_TF: torch.Tensor,
+    cos_TC: torch.Tensor,
+    sin_TC: torch.Tensor,
+    weight_H: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    """Return the heads of a slice of a wider tensor, [T, N H] -> [T, N, H]."""
+    lanes = cos_TC.shape[-1]
+    heads = x_TF.shape[1] // (2 * lanes)
+    out = torch.empty(x_TF.shape[0], heads, 2 * lanes, dtype=x_TF.dtype, device=x_TF.device)
+    rows, columns = triton.next_power_of_2(heads), triton.next_power_of_2(lanes)
+    warps = max(1, min(8, 2 * rows * columns // _NUMBERS_PER_WARP))
+    assert x_TF.stride(1) == 1
+    if len(x_TF):
+        _norm_rope_kernel[(len(x_TF),)](
+            x_TF, cos_TC, sin_TC, weight_H, out, x_TF.stride(0), eps,
+            N=heads, C=lanes, HEADS=rows, LANES=columns, num_warps=warps,
+        )  # fmt: skip
+    return out
+
+
+def _rows(
+    like: torch.Tensor, tokens: int, width: int, quantized: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Allocate a result, and the scales per token if it is quantized."""
+    out = torch.empty(tokens, width, dtype=FP8 if quantized else like.dtype, device=like.device)
+    return out, torch.empty(
+        tokens, 1, dtype=torch.float32, device=like.device
+    ) if quantized else None

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decoder's fused pointwise ops between matrix products and attention, as pure functions.
+
+For tensors on CUDA each is a kernel (`fused_kernels.py`). Otherwise it is plain, or compiled by
+torch for a dynamic number of tokens, so that requests of all sizes share it. All compute in fp32
+and round once at the end.
+"""
+
+# T tokens, D width, N heads, K key/value heads, H head dim, C = H/2 rotary channels, F feed-forward
+# width
+# rounded: quantize the result to FP8 for the linear layer that takes it
+# (`rounded_input.takes_quantized`)
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from vllm_omni.model_executor.layers import fused_ops
+from vllm_omni.model_executor.layers.linear.quantized_input import Input, quantize_tokens
+
+
+def rms_norm(
+    x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, quantized: bool = False
+) -> Input:
+    """Apply RMS normalisation over the last dimension, in the dtype of `x_TD`."""
+    x = x_TD.float()
+    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight_D.float()
+    return quantize_tokens(normed, x_TD.dtype) if quantized else normed.to(x_TD.dtype)
+
+
+def add_norm(
+    x_TD: torch.Tensor,
+    update_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    quantized: bool = False,
+) -> tuple[torch.Tensor, Input]:
+    """Return (x + update, its RMS norm)."""
+    x_TD = x_TD + update_TD
+    return x_TD, rms_norm(x_TD, weight_D, eps, quantized)
+
+
+def query_key(
+    qkv_TF: torch.Tensor,
+    cos_TC: torch.Tensor,
+    sin_TC: torch.Tensor,
+    q_weight_H: torch.Tensor,
+    k_weight_H: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Split queries [T, N, H] and keys [T, K, H] off [queries | keys | values]; normalise each head
+    and rotate it."""
+    head_dim = q_weight_H.shape[0]
+    heads_TNH = qkv_TF.unflatten(-1, (-1, head_dim))
+    queries = norm_rope(heads_TNH[:, :num_heads], q_weight_H, cos_TC, sin_TC, eps)
+    keys = norm_rope(
+        heads_TNH[:, num_heads : num_heads + num_kv_heads], k_weight_H, cos_TC, sin_TC, eps
+    )
+    return queries, keys
+
+
+def norm_rope(
+    x_TNH: torch.Tensor,
+    weight_H: torch.Tensor,
+    cos_TC: torch.Tensor,
+    sin_TC: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    """Apply RMS normalisation per head, then rotate channel m with channel m + H/2, in the dtype of
+    `x_TNH`."""
+    x = x_TNH.float()
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight_H.float()
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = cos_TC.unsqueeze(1), sin_TC.unsqueeze(1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(
+        x_TNH.dtype
+    )
+
+
+def silu_mul(gate_up_TF: torch.Tensor, quantized: bool = False) -> Input:
+    """Return silu(gate) * up of the two halves of the last dimension."""
+    gate, up = gate_up_TF.chunk(2, dim=-1)
+    if quantized:
+        return quantize_tokens(functional.silu(gate.float()) * up.float(), gate_up_TF.dtype)
+    return functional.silu(gate) * up
+
+
+@dataclass(frozen=True)
+class FusedOps(fused_ops.FusedOps):
+    """The functions above: plain, compiled or, for tensors on CUDA, a kernel."""
+
+    rms_norm: Callable[..., Any] = rms_norm
+    add_norm: Callable[..., tuple[torch.Tensor, Any]] = add_norm
+    query_key: Callable[..., tuple[torch.Tensor, torch.Tensor]] = query_key
+    silu_mul: Callable[..., Any] = silu_mul
+
+    @staticmethod
+    def kernels() -> Sequence[Callable[..., Any]]:
+        from vllm_omni.model_executor.models.lance.network import fused_kernels
+
+        return fused_kernels.KERNELS
+
+    @staticmethod
+    def fuse(function: Callable[..., Any]) -> Callable[..., Any]:
+        """Compile for any number of tokens from the first call on; every other size is fixed in
+        the kernel.
+        """
+        fused = torch.compile(function)
+
+        def call(x_TD: torch.Tensor, *rest: Any) -> Any:
+            tokens = x_TD.shape[0]
+            for argument in (x_TD, *rest):
+                if (
+                    isinstance(argument, torch.Tensor)
+                    and argument.dim() > 1
+                    and argument.shape[0] == tokens
+                ):
+                    torch._dynamo.maybe_mark_dynamic(argument, 0)
+            return fused(x_TD, *rest)
+
+        return call

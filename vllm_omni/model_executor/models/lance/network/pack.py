@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The work of one forward pass: tokens of many requests in two contiguous lists, and the caches
+they attend to.
+
+The decoder has two experts, `und` (text, vision, markers) and `gen` (latents). The tokens of each
+expert are contiguous over all requests, so that every matrix product runs once. Attention is a list
+of small jobs: a contiguous run of one expert's queries against the first slots of one cache, or of
+its context. Inside a bidirectional block the order of keys does not matter, so the generated block
+is stored before its context. Its address then does not depend on the prompt, and one CUDA graph
+serves all prompts.
+"""
+
+# T tokens, D width, C rotary lanes
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+Expert = Literal["und", "gen"]
+
+_CAPACITY_STEP = 128
+"""Minimum capacity in tokens; most prompts with their template are shorter."""
+
+
+@dataclass(eq=False)
+class BranchCache:
+    """K/V cache of one context on this rank.
+
+    Space before the context holds the block that is being denoised.
+    """
+
+    k: torch.Tensor
+    """Keys, [L, block + capacity, K, H]."""
+    v: torch.Tensor
+    """Values, of the same shape."""
+    length: int = 0
+    """Tokens in the context so far."""
+    block: int = 0
+    """Slots before the context. A denoise step writes only there."""
+
+    @property
+    def capacity(self) -> int:
+        """Maximum tokens of the context."""
+        return self.k.shape[1] - self.block
+
+    @property
+    def end(self) -> int:
+        """The slot after the context."""
+        return self.block + self.length
+
+    @property
+    def nbytes(self) -> int:
+        return self.k.nbytes + self.v.nbytes
+
+    @property
+    def sizes(self) -> Hashable:
+        """Equal for interchangeable caches (`MemoryPool`)."""
+        return self.k.shape, self.k.dtype, self.k.device, self.block
+
+    def clear(self) -> None:
+        """Reset to the state of a new cache, because kernels may read (but not use) slots that were
+        never written."""
+        self.k.zero_()
+        self.v.zero_()
+        self.length = 0
+
+    def copy_context(self, other: "BranchCache", length: int) -> None:
+        """Copy the first `length` tokens of another cache's context."""
+        own, others = (
+            slice(self.block, self.block + length),
+            slice(other.block, other.block + length),
+        )
+        self.k[:, own] = other.k[:, others]
+        self.v[:, own] = other.v[:, others]
+        self.length = length
+
+    def clone(self) -> "BranchCache":
+        """Return a copy in new memory."""
+        return BranchCache(self.k.clone(), self.v.clone(), self.length, self.block)
+
+    def to(self, device: torch.device | str) -> None:
+        self.k, self.v = self.k.to(device), self.v.to(device)
+
+
+def padded_capacity(tokens: int) -> int:
+    """Round a context length up, so that requests with other prompts can reuse the cache."""
+    return -(-tokens // _CAPACITY_STEP) * _CAPACITY_STEP
+
+
+@dataclass(frozen=True)
+class Store:
+    """Write the keys and values of `tokens` into `cache` from slot `start` on."""
+
+    expert: Expert
+    """Expert of the tokens."""
+    tokens: slice
+    """Range among the expert's tokens."""
+    cache: BranchCache
+    """Cache to write to."""
+    start: int
+    """First slot."""
+
+
+@dataclass(frozen=True)
+class Attend:
+    """Attention of `tokens` to a cache."""
+
+    expert: Expert
+    """Expert of the tokens."""
+    tokens: slice
+    """Range among the expert's tokens."""
+    cache: BranchCache
+    """Cache to attend to."""
+    keys: int | None
+    """Number of leading context tokens to attend to. None: the block and the whole context."""
+    causal: bool = False
+    """Whether the last query sees all keys, the one before it one less, and so on."""
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Tokens of one forward of `Qwen2MoTForCausalLM`.
+
+    A missing expert has no tokens; rope: (cos_TC, sin_TC) fp32.
+
+    seen: for caches whose block is attended to, 0 and how many slots block and context have: int32
+    [2] on the device, so that a graph of the forward depends on no context's length.
+    """
+
+    embeds: dict[Expert, torch.Tensor]
+    rope: dict[Expert, tuple[torch.Tensor, torch.Tensor]]
+    stores: list[Store]
+    attends: list[Attend]
+    seen: dict[BranchCache, torch.Tensor]
+
+    @property
+    def caches(self) -> list[BranchCache]:
+        """Those that it writes to and reads, each once."""
+        return list(dict.fromkeys(store.cache for store in self.stores))
+
+    @property
+    def key(self) -> Hashable:
+        """Its writes and reads, with caches as numbers of `caches`: equal for all steps of
+        drawings of a size.
+        """
+        number = {cache: index for index, cache in enumerate(self.caches)}
+        stores = (
+            (x.expert, x.tokens.start, x.tokens.stop, number[x.cache], x.start) for x in self.stores
+        )
+        attends = (
+            (x.expert, x.tokens.start, x.tokens.stop, number[x.cache], x.keys, x.causal)
+            for x in self.attends
+        )
+        return tuple(stores), tuple(attends)
+
+
+@dataclass
+class PackBuilder:
+    """Collects the tokens of several requests."""
+
+    embeds: dict[Expert, list[torch.Tensor]] = field(default_factory=lambda: {"und": [], "gen": []})
+    rope: dict[Expert, list[tuple[torch.Tensor, torch.Tensor]]] = field(
+        default_factory=lambda: {"und": [], "gen": []}
+    )
+    counts: dict[Expert, int] = field(default_factory=lambda: {"und": 0, "gen": 0})
+    stores: list[Store] = field(default_factory=list)
+    attends: list[Attend] = field(default_factory=list)
+    seen: dict[BranchCache, torch.Tensor] = field(default_factory=dict)
+
+    def add_tokens(
+        self,
+        expert: Expert,
+        embeds_TD: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        cache: BranchCache,
+        start: int,
+    ) -> slice:
+        """Add tokens whose keys go to slots from `start`; returns where they lie among the
+        expert's tokens.
+        """
+        first = self.counts[expert]
+        tokens = slice(first, first + embeds_TD.shape[0])
+        self.counts[expert] = tokens.stop
+        self.embeds[expert].append(embeds_TD)
+        self.rope[expert].append(rope)
+        self.stores.append(Store(expert, tokens, cache, start))
+        return tokens
+
+    def attend_to_block(
+        self, expert: Expert, tokens: slice, cache: BranchCache, seen: torch.Tensor
+    ) -> None:
+        """Let tokens attend to a cache's block and context. seen: see `Pack`."""
+        self.seen[cache] = seen
+        self.attends.append(Attend(expert, tokens, cache, None))
+
+    def attend(
+        self, expert: Expert, tokens: slice, cache: BranchCache, keys: int, *, causal: bool
+    ) -> None:
+        """Let tokens attend to a context.
+
+        A causal run that continues the previous one becomes one job.
+        """
+        last = self.attends[-1] if self.attends else None
+        if (
+            causal
+            and last is not None
+            and last.causal
+            and (last.expert, last.cache) == (expert, cache)
+            and last.tokens.stop == tokens.start
+            and last.keys is not None
+            and last.keys + tokens.stop - tokens.start == keys
+        ):
+            self.attends[-1] = Attend(
+                expert, slice(last.tokens.start, tokens.stop), cache, keys, causal=True
+            )
+            return
+        self.attends.append(Attend(expert, tokens, cache, keys, causal))
+
+    @property
+    def empty(self) -> bool:
+        return not self.attends
+
+    def build(self) -> Pack:
+        present: list[Expert] = [expert for expert, count in self.counts.items() if count]
+        return Pack(
+            embeds={expert: torch.cat(self.embeds[expert]) for expert in present},
+            rope={
+                expert: (
+                    torch.cat([cos for cos, _ in self.rope[expert]]),
+                    torch.cat([sin for _, sin in self.rope[expert]]),
+                )
+                for expert in present
+            },
+            stores=self.stores,
+            attends=self.attends,
+            seen=self.seen,
+        )

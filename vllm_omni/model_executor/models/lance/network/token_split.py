@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ulysses sequence parallelism for latents: each rank has all weights and a part of the `gen`
+tokens.
+
+Contexts are short, but a long video has many latents. `und` tokens are therefore computed on every
+rank, and `gen` tokens are sharded. For attention every rank has its heads of all tokens. An
+all-to-all reshards `gen` tokens to heads and back. For `und` tokens a rank selects its heads, and
+an all-gather returns the results of the others. Caches hold only this rank's heads. Without
+sequence parallelism, everything here is the identity.
+"""
+
+# T tokens, t of them on this rank, N query heads, K key/value heads, H head dim, D width; _r: this
+# rank's part
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from vllm_omni.model_executor.layers.collectives.head_all_to_all import (
+    heads_to_tokens,
+    tokens_to_heads,
+)
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
+from vllm_omni.model_executor.models.lance.config import LanceConfig
+from vllm_omni.model_executor.models.lance.network.pack import Expert, Pack
+
+Rope = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class HeadShare:
+    """The query heads of one rank and the K/V heads that they use."""
+
+    heads: int
+    """Number of query heads."""
+    kv_heads: int
+    """Number of K/V heads."""
+    first_head: int
+    """First query head."""
+    first_kv_head: int
+    """First K/V head."""
+
+    @property
+    def kv(self) -> slice:
+        return slice(self.first_kv_head, self.first_kv_head + self.kv_heads)
+
+
+def head_share(config: LanceConfig, size: int, rank: int) -> HeadShare | None:
+    """Return the share of `rank` of `size`, None when heads do not divide over so many.
+
+    With more ranks than key/value heads, ranks whose query heads read the same one hold it each.
+    """
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    if heads % size or (kv_heads % size and size % kv_heads):
+        return None
+    return HeadShare(
+        heads // size, max(1, kv_heads // size), rank * (heads // size), rank * kv_heads // size
+    )
+
+
+class TokenSplit:
+    """Resharding between tokens and heads. Raises ValueError if heads do not divide over the
+    sequence-parallel ranks."""
+
+    def __init__(self, config: LanceConfig, parallel: ParallelContext) -> None:
+        heads, kv_heads = config.num_heads, config.num_kv_heads
+        size = parallel.size if parallel.sequence_parallel else 1
+        self._parallel = parallel
+        shares = [
+            share for rank in range(size) if (share := head_share(config, size, rank)) is not None
+        ]
+        if not shares:
+            raise ValueError(
+                f"{heads} heads and {kv_heads} key/value heads do not divide over {size} "
+                "sequence-parallel ranks; use "
+                f"a --tensor-parallel-size that divides {heads}"
+            )
+        self._shares = shares
+        self._heads, self._kv_heads = shares[0].heads, shares[0].kv_heads
+
+    @property
+    def active(self) -> bool:
+        return self._parallel.sequence_parallel
+
+    @property
+    def num_cache_heads(self) -> int:
+        """K/V heads in this rank's caches."""
+        return self._kv_heads
+
+    def own(self, pack: Pack) -> tuple[dict[Expert, torch.Tensor], dict[Expert, Rope]]:
+        """Return this rank's embeddings and rotations."""
+        if not self.active or "gen" not in pack.embeds:
+            return dict(pack.embeds), dict(pack.rope)
+        tokens = self._parallel.token_slice(pack.embeds["gen"].shape[0])
+        cos, sin = pack.rope["gen"]
+        embeds: dict[Expert, torch.Tensor] = {**pack.embeds, "gen": pack.embeds["gen"][tokens]}
+        rope: dict[Expert, Rope] = {**pack.rope, "gen": (cos[tokens], sin[tokens])}
+        return embeds, rope
+
+    def to_heads(
+        self,
+        expert: Expert,
+        q_tNH: torch.Tensor,
+        k_tKH: torch.Tensor,
+        v_tKH: torch.Tensor,
+        num_tokens: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return this rank's heads of all `num_tokens` tokens: q [T, N_r, H], k and v [T, K_r,
+        H].
+        """
+        if not self.active:
+            return q_tNH, k_tKH, v_tKH
+        if expert == "und":
+            share = self._shares[self._parallel.rank]
+            own = slice(share.first_head, share.first_head + share.heads)
+            return q_tNH[:, own], k_tKH[:, share.kv], v_tKH[:, share.kv]
+        queries = q_tNH.split(self._heads, dim=1)
+        sent = [
+            part
+            for q, share in zip(queries, self._shares, strict=True)
+            for part in (q, k_tKH[:, share.kv], v_tKH[:, share.kv])
+        ]
+        (exchanged,) = tokens_to_heads(
+            self._parallel, [torch.cat(sent, dim=1).unsqueeze(0)], num_tokens
+        )
+        q, k, v = exchanged[0].split([self._heads, self._kv_heads, self._kv_heads], dim=1)
+        return q, k, v
+
+    def to_tokens(self, expert: Expert, mixed_TNH: torch.Tensor) -> torch.Tensor:
+        """Return all heads of this rank's tokens: [T, N_r, H] -> [t, N, H]."""
+        if not self.active:
+            return mixed_TNH
+        if expert == "gen":
+            return heads_to_tokens(self._parallel, mixed_TNH.unsqueeze(0))[0]
+        parts = [torch.empty_like(mixed_TNH) for _ in range(self._parallel.size)]
+        dist.all_gather(parts, mixed_TNH.contiguous(), group=self._parallel.group)
+        return torch.cat(parts, dim=1)
+
+    def join(self, expert: Expert, rows_tD: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """All-gather the hidden states of all tokens on every rank."""
+        if not self.active or expert == "und":
+            return rows_tD
+        return self._parallel.gather_tokens(rows_tD.unsqueeze(0), num_tokens)[0]

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Qwen2.5-VL vision tower: pixels -> patches -> embeddings in the decoder's width. The network
+is transformers'."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
+    Qwen2_5_VisionTransformerPretrainedModel,
+)
+
+from vllm_omni.model_executor.models.lance.config import VisionConfig
+from vllm_omni.model_executor.models.lance.tasks.sequence_layout import Grid
+
+_PATCH, _MERGE, _FRAMES = 14, 2, 2
+
+
+class VisionTower(nn.Module):
+    """The vision tower, with parameters under their checkpoint names (`patch_embed.*`, `blocks.*`,
+    `merger.*`)."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        # The released config asks for flash_attention_2, a package of its own; torch's attention
+        # needs none.
+        values: dict[str, Any] = {**config.to_dict(), "attn_implementation": "sdpa"}
+        self.tower = Qwen2_5_VisionTransformerPretrainedModel(Qwen2_5_VLVisionConfig(**values))
+        self.requires_grad_(False)
+        self.eval()
+
+    @torch.no_grad()
+    def forward(self, patches: torch.Tensor, grid_thw: Grid) -> torch.Tensor:
+        """Encode patches [T * h * w, 1176] of one image or clip to embeddings [T * h * w / 4,
+        D].
+        """
+        weight = self.tower.patch_embed.proj.weight
+        grid = torch.tensor([grid_thw], device=weight.device)
+        rows: torch.Tensor = self.tower(patches.to(weight.device, weight.dtype), grid).pooler_output
+        return rows
+
+
+def to_patches(video_CTHW: torch.Tensor) -> tuple[torch.Tensor, Grid]:
+    """Normalised pixels [3, T, H, W] (H, W multiples of 28) -> (patches [N, 1176], grid (T/2, H/14,
+    W/14)).
+
+    A clip of odd length is lengthened by its last frame, so an image stands twice. Patches come in
+    2x2 groups that the tower merges into one row; a patch's features are (channel, frame, row,
+    column).
+    """
+    if video_CTHW.shape[1] % _FRAMES:
+        video_CTHW = torch.cat((video_CTHW, video_CTHW[:, -1:]), dim=1)
+    channels, frames, height, width = video_CTHW.shape
+    grid = (frames // _FRAMES, height // _PATCH, width // _PATCH)
+    side = _PATCH * _MERGE
+    patches = video_CTHW.view(
+        channels, grid[0], _FRAMES, height // side, _MERGE, _PATCH, width // side, _MERGE, _PATCH
+    ).permute(1, 3, 6, 4, 7, 0, 2, 5, 8)
+    return patches.reshape(grid[0] * grid[1] * grid[2], channels * _FRAMES * _PATCH * _PATCH), grid
+
+
+def decoder_grid(grid_thw: Grid) -> Grid:
+    """Convert a grid in patches to a grid in embeddings (after the 2x2 merge)."""
+    return grid_thw[0], grid_thw[1] // _MERGE, grid_thw[2] // _MERGE

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write a request's context into a K/V cache: text, vision embeddings and clean reference latents.
+
+A token attends to everything before it and, inside a visual block, to the whole block. The whole
+context therefore needs only one forward pass of the decoder.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vllm_omni.model_executor.models.lance.network.pack import BranchCache, PackBuilder
+from vllm_omni.model_executor.models.lance.network.transformer import LanceNetwork
+from vllm_omni.model_executor.models.lance.tasks.sequence_layout import Segment, rope_tables
+
+Rope = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class ContextSegment:
+    """A segment and its token positions."""
+
+    segment: Segment
+    """The segment."""
+    positions_3T: torch.Tensor
+    """int64 [3, length]."""
+
+
+@dataclass(frozen=True)
+class Visuals:
+    """Content of the visual blocks of a context."""
+
+    vit: torch.Tensor | None = None
+    """Vision embeddings in the decoder's width, [n, D]."""
+    reference: torch.Tensor | None = None
+    """Clean latents, fp32 [n, 48]."""
+
+
+class ContextWriter:
+    """Adds contexts to a forward pass. `markers` are the ids of the start and end tokens of a
+    block."""
+
+    def __init__(self, network: LanceNetwork, markers: tuple[int, int]) -> None:
+        self.network = network
+        self._marker_ids = markers
+        self._markers: torch.Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.network.language_model.device
+
+    def embed(self, ids: Sequence[int]) -> torch.Tensor:
+        return self.network.language_model.embed(
+            torch.tensor(ids, dtype=torch.int64, device=self.device)
+        )
+
+    def markers(self) -> torch.Tensor:
+        """Return the embeddings of a block's start and end token, [2, D]."""
+        if self._markers is None or self._markers.device != self.device:
+            self._markers = torch.tensor(self._marker_ids, dtype=torch.int64, device=self.device)
+        return self.network.language_model.embed(self._markers)
+
+    def rope(self, positions_3T: torch.Tensor) -> Rope:
+        config = self.network.config
+        cos, sin = rope_tables(
+            positions_3T, config.head_dim, config.mrope_section, config.rope_theta
+        )
+        return cos.to(self.device), sin.to(self.device)
+
+    def block_rope(self, positions_3T: torch.Tensor) -> tuple[Rope, Rope]:
+        """Return the rotations of (the two markers, the cells) of a visual block."""
+        return self.rope(positions_3T[:, [0, -1]]), self.rope(positions_3T[:, 1:-1])
+
+    def position_values(self, grid: tuple[int, int, int]) -> torch.Tensor:
+        """Return the latent position embeddings of a grid, [n, D], in the model's dtype."""
+        return self.network.latent_pos_embed.rows(
+            *grid, self.device, self.network.language_model.dtype
+        )
+
+    def append_segments(
+        self,
+        builder: PackBuilder,
+        cache: BranchCache,
+        context: Sequence[ContextSegment],
+        visuals: Visuals,
+    ) -> slice | None:
+        """Append `context` to `cache`; return the range of the last text run among the `und`
+        tokens."""
+        last = None
+        for placed in context:
+            segment = placed.segment
+            if segment.length == 0:
+                continue
+            end = cache.length + segment.length
+            if segment.kind == "text":
+                last = builder.add_tokens(
+                    "und", self.embed(segment.ids), self.rope(placed.positions_3T), cache, cache.end
+                )
+                builder.attend("und", last, cache, end, causal=True)
+            elif segment.kind == "vit":
+                assert visuals.vit is not None
+                rows = self.markers()
+                rows = torch.cat((rows[:1], visuals.vit.to(rows.dtype), rows[1:]))
+                tokens = builder.add_tokens(
+                    "und", rows, self.rope(placed.positions_3T), cache, cache.end
+                )
+                builder.attend("und", tokens, cache, end, causal=False)
+            else:
+                assert visuals.reference is not None and segment.kind == "reference"
+                time = self.network.time_embedder(torch.zeros(1, device=self.device))
+                latents = self.network.embed_latents(
+                    visuals.reference, time, self.position_values(segment.grid)
+                )
+                markers, cells = self._add_latents(
+                    builder, cache, latents, self.block_rope(placed.positions_3T), cache.end
+                )
+                builder.attend("und", markers, cache, end, causal=False)
+                builder.attend("gen", cells, cache, end, causal=False)
+            cache.length = end
+        return last
+
+    def seen(self, cache: BranchCache) -> torch.Tensor:
+        """Return how much of its finished context and of itself a block sees, in the form of
+        `Pack.seen`."""
+        return torch.tensor([0, cache.end], dtype=torch.int32, device=self.device)
+
+    def add_block(
+        self,
+        builder: PackBuilder,
+        cache: BranchCache,
+        latents_ND: torch.Tensor,
+        rope: tuple[Rope, Rope],
+        seen: torch.Tensor,
+    ) -> slice:
+        """Add the generated block before the context; return its `gen` tokens. `seen` is
+        `self.seen(cache)`."""
+        assert cache.block == 2 + latents_ND.shape[0]
+        markers, cells = self._add_latents(builder, cache, latents_ND, rope, 0)
+        builder.attend_to_block("und", markers, cache, seen)
+        builder.attend_to_block("gen", cells, cache, seen)
+        return cells
+
+    def _add_latents(
+        self,
+        builder: PackBuilder,
+        cache: BranchCache,
+        latents_ND: torch.Tensor,
+        rope: tuple[Rope, Rope],
+        start: int,
+    ) -> tuple[slice, slice]:
+        """Add a latent block that stays in the cache from slot `start` on; return its `und` and
+        `gen` tokens."""
+        markers = builder.add_tokens("und", self.markers(), rope[0], cache, start)
+        return markers, builder.add_tokens("gen", latents_ND, rope[1], cache, start + 2)
+
+
+def position_segments(
+    segments: Sequence[Segment], positions: Sequence[torch.Tensor]
+) -> list[ContextSegment]:
+    return [
+        ContextSegment(segment, where) for segment, where in zip(segments, positions, strict=True)
+    ]

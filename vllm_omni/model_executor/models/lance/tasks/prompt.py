@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The chat template, the system prompts and the tokenizer: a task and a user's text become
+segments.
+
+    <|im_start|>system\\n SYSTEM <|im_end|>\\n<|im_start|>user\\n [vision] [reference] USER
+    <|im_end|>\\n <|im_start|>assistant\\n [noise | the answer]
+
+The unconditional context is the same without USER (or with a negative prompt in its place);
+`LanceOptions` names other implementations' prompts. Text of a user never becomes a special token.
+Held by tests/model_executor/models/lance/test_lance_prompt.py, test_lance_choices.py and the golden
+files.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tokenizers import Tokenizer
+
+from vllm_omni.model_executor.models.lance.config import READING_TASKS, LanceOptions, Task
+from vllm_omni.model_executor.models.lance.tasks.sequence_layout import Grid, Segment
+
+IM_START, IM_END = "<|im_start|>", "<|im_end|>"
+VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
+VISION_PAD = "<|video_pad|>"
+"""Placeholder of every visual token, also of images."""
+SPECIAL_TOKENS = (IM_START, IM_END, VISION_START, VISION_END, VISION_PAD)
+
+_DRAW_IMAGE = (
+    "Describe the image by detailing the color, quantity, text, shape, size, texture, spatial "
+    "relationships of the "
+    "objects and background:"
+)
+_DRAW_VIDEO = (
+    "Describe the video by detailing the color, quantity, visible text, shape, size, texture, "
+    "spatial relationships "
+    "and motion/camera movements of the objects and background:"
+)
+_EDIT = (
+    "Describe the key features of the input {0} (color, shape, size, texture, objects, "
+    "background), then explain how "
+    "the user\u2019s text instruction should alter or modify the {0}. Generate a new {0} that "
+    "meets the user\u2019s "
+    "requirements while maintaining consistency with the original input where appropriate."
+)
+SYSTEM_PROMPTS: Mapping[Task, str] = {
+    "t2i": _DRAW_IMAGE,
+    "t2v": _DRAW_VIDEO,
+    "i2v": _DRAW_VIDEO,
+    "image_edit": _EDIT.format("image"),
+    "video_edit": _EDIT.format("video"),
+    "x2t_image": "Look at the image carefully and answer the question.",
+    "x2t_video": "Watch the video carefully and answer the question.",
+    "t2t": "Answer the question.",
+}
+CAPTION_PROMPT = (
+    "Generate a detailed and accurate description of the {}, including all the key "
+    "moments and visual details."
+)
+
+_TEXT_TO_Images: tuple[Task, ...] = ("t2i", "t2v")
+_ORIGINAL = LanceOptions()
+
+Encode = Callable[[str], Sequence[int]]
+
+
+@dataclass(frozen=True)
+class PromptTokens:
+    """How text becomes ids. encode_template may produce special tokens, encode_user never does."""
+
+    encode_template: Encode
+    encode_user: Encode
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message of a conversation before the question."""
+
+    role: Literal["user", "assistant"]
+    text: str
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One request's sequence. cond: everything. uncond: without the user's text. unseen: without
+    the picture or clip.
+
+    A noise block comes last, if any.
+    """
+
+    cond: tuple[Segment, ...]
+    uncond: tuple[Segment, ...]
+    unseen: tuple[Segment, ...] = ()
+
+
+def system_prompt_of(task: Task, served: LanceOptions) -> str:
+    """Return a task's default system prompt, with the apostrophes of edits as configured."""
+    prompt = SYSTEM_PROMPTS[task]
+    return (
+        prompt if served.choices.edit_apostrophe == "typographic" else prompt.replace("\u2019", "'")
+    )
+
+
+def build_prompt(
+    task: Task,
+    tokens: PromptTokens,
+    user_text: str,
+    *,
+    system_prompt: str | None = None,
+    negative_prompt: str | None = None,
+    vit: Grid | None = None,
+    reference: Grid | None = None,
+    noise: Grid | None = None,
+    served: LanceOptions = _ORIGINAL,
+    messages: Sequence[Message] = (),
+    image_message: int | None = None,
+) -> Prompt:
+    """Put a request's segments in order. Grids are in decoder tokens (T, h, w).
+
+    turns: of a conversation before `user_text`. picture_turn: which of them the picture stands in;
+    None = `user_text`.
+    """
+    system = system_prompt_of(task, served) if system_prompt is None else system_prompt
+    encode = tokens.encode_template
+    from_text = task in _TEXT_TO_Images
+    wrapped = from_text and served.choices.drawing_prompt == "wrapped"
+    opening = (
+        *encode(f"{IM_START * wrapped}{IM_START}system\n"),
+        *(encode if system_prompt is None else tokens.encode_user)(system),
+    )
+    if messages:
+        said = [*messages, Message("user", user_text)]
+        return _conversation(
+            opening, said, tokens, vit, len(messages) if image_message is None else image_message
+        )
+    prefix = _text((*opening, *encode(f"{IM_END}\n{IM_START}user\n")))
+    context = [prefix]
+    if vit is not None:
+        context.append(Segment("vit", grid=vit))
+    if reference is not None:
+        context.append(Segment("reference", grid=reference))
+    user = _text(tokens.encode_user(user_text), user=True)
+    separator = _text(encode(f"{IM_END}\n{IM_START}assistant\n{IM_END * wrapped}"))
+    block = [] if noise is None else [Segment("noise", grid=noise)]
+    if task in READING_TASKS:
+        joined = _text((*user.ids, *separator.ids))
+        return Prompt((*context, joined), ())
+    negative = (
+        [] if not negative_prompt else [_text(tokens.encode_user(negative_prompt), user=True)]
+    )
+    uncond = [*context, *negative, separator]
+    if from_text and served.choices.uncond_context == "empty":
+        bare = task == "t2i" and not negative
+        uncond = [] if bare else [_text(encode(IM_START)), *negative, _text(encode(IM_END))]
+    unseen = (prefix, user, separator, *block)
+    return Prompt((*context, user, separator, *block), (*uncond, *block), unseen)
+
+
+def _conversation(
+    first: Sequence[int],
+    messages: Sequence[Message],
+    tokens: PromptTokens,
+    vit: Grid | None,
+    image_message: int,
+) -> Prompt:
+    """Return the tokens of several messages, each in the template; the image precedes the text of
+    its message."""
+    segments, ids = [], list(first)
+    for number, turn in enumerate(messages):
+        ids += tokens.encode_template(f"{IM_END}\n{IM_START}{turn.role}\n")
+        if vit is not None and number == image_message:
+            segments += [_text(ids), Segment("vit", grid=vit)]
+            ids = []
+        ids += tokens.encode_user(turn.text)
+    ids += tokens.encode_template(f"{IM_END}\n{IM_START}assistant\n")
+    return Prompt((*segments, _text(ids)), ())
+
+
+def _text(ids: Sequence[int], user: bool = False) -> Segment:
+    return Segment("text", ids=tuple(ids), user=user)
+
+
+class LanceTokenizer:
+    """A checkpoint's `tokenizer.json`, read directly, because the image checkpoint has no
+    `tokenizer_config.json`."""
+
+    def __init__(self, path: Path, special: Mapping[str, int], vocab_size: int) -> None:
+        try:
+            self._template, self._user = (
+                Tokenizer.from_file(str(path)),
+                Tokenizer.from_file(str(path)),
+            )
+        except Exception as error:  # the library raises bare Exception for all errors in the file
+            raise ValueError(f"{path} cannot be read as a tokenizer; download it again") from error
+        # names of special tokens in a user's text are plain text
+        self._user.encode_special_tokens = True
+        self.ids: dict[str, int] = {}
+        for token in SPECIAL_TOKENS:
+            found = self._template.token_to_id(token)
+            if found is None:
+                raise ValueError(
+                    f"{path} lacks the special token {token}; it is not this model's tokenizer"
+                )
+            if special.get(token, found) != found:
+                raise ValueError(
+                    f"{path} gives {token} the id {found}, llm_config.json says {special[token]}"
+                )
+            self.ids[token] = found
+        self.size: int = self._template.get_vocab_size(with_added_tokens=True)
+        if self.size > vocab_size:
+            raise ValueError(f"{path} has {self.size} tokens, the decoder only {vocab_size} rows")
+
+    @property
+    def tokens(self) -> PromptTokens:
+        return PromptTokens(
+            lambda text: self._template.encode(text, add_special_tokens=False).ids,
+            lambda text: self._user.encode(text, add_special_tokens=False).ids,
+        )
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of generated ids without special tokens."""
+        text: str = self._template.decode(list(ids), skip_special_tokens=True)
+        return text

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The maths between two forward passes: flow-matching steps, renormalised guidance, and token
+sampling.
+
+Nothing here synchronises with the device.
+"""
+
+# N latent tokens, C channels, V vocabulary
+
+from dataclasses import dataclass
+
+import torch
+
+RENORM_TYPES = ("global", "channel", "none")
+
+
+def flow_timesteps(num_steps: int, shift: float) -> torch.Tensor:
+    """Return fp32 [num_steps + 1] from 1 to 0: t = s u / (1 + (s - 1) u), u = 1 - i / num_steps."""
+    u = torch.linspace(1.0, 0.0, num_steps + 1)
+    return shift * u / (1 + (shift - 1) * u)
+
+
+@dataclass(frozen=True)
+class Guidance:
+    """Classifier-free guidance of one generated image or video.
+
+    It applies to steps with low < t <= high if a scale is above 1.
+    """
+
+    scale: float
+    """Scale against the context without the user's text."""
+    interval: tuple[float, float]
+    """(low, high), in [0, 1]."""
+    renorm: str
+    """`global` limits the guided velocity to the conditional one's norm over all tokens and
+    channels, `channel` per token, `none` not at all."""
+    renorm_min: float
+    """The smallest factor of the renormalisation."""
+    image_scale: float = 1.0
+    """Scale of an edit against the context without the image or clip."""
+
+    @property
+    def guides_text(self) -> bool:
+        return self.scale > 1.0
+
+    @property
+    def guides_image(self) -> bool:
+        return self.image_scale > 1.0
+
+    @property
+    def enabled(self) -> bool:
+        return self.guides_text or self.guides_image
+
+    def acts_at(self, t: float) -> bool:
+        return self.enabled and self.interval[0] < t <= self.interval[1]
+
+    def combine(
+        self,
+        cond_NC: torch.Tensor,
+        uncond_NC: torch.Tensor | None = None,
+        unseen_NC: torch.Tensor | None = None,
+        counted: slice = slice(None),
+    ) -> torch.Tensor:
+        """Return the guided velocity, fp32, as BAGEL combines the two scales.
+
+        Args:
+            cond_NC: Velocity in the full context.
+            uncond_NC: Velocity without the user's text. None: `scale` does not act.
+            unseen_NC: Velocity without the picture or clip. None: `image_scale` does not act.
+            counted: Tokens whose norms count in `global`.
+        """
+        guided = cond_NC
+        if uncond_NC is not None:
+            guided = uncond_NC + self.scale * (cond_NC - uncond_NC)
+        if unseen_NC is not None:
+            guided = unseen_NC + self.image_scale * (guided - unseen_NC)
+        if self.renorm == "none":
+            return guided
+        if self.renorm == "channel":
+            want, got = cond_NC.norm(dim=-1, keepdim=True), guided.norm(dim=-1, keepdim=True)
+        else:
+            want, got = cond_NC[counted].norm(), guided[counted].norm()
+        return guided * (want / (got + 1e-8)).clamp(self.renorm_min, 1.0)
+
+
+@dataclass(frozen=True)
+class TokenChoice:
+    """How the next token is sampled."""
+
+    temperature: float
+    """0: the most likely token."""
+    top_p: float
+    """Sample from the most likely tokens whose probabilities add up to this."""
+
+    def choose(self, logits_V: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+        """Return the next token's id, int64 [1] on the device. uniform: one number in [0, 1) on
+        the device.
+        """
+        if self.temperature == 0.0:
+            return logits_V.argmax(dim=-1, keepdim=True)
+        probabilities, ids = torch.softmax(logits_V / self.temperature, dim=-1).sort(
+            descending=True
+        )
+        before = probabilities.cumsum(-1) - probabilities
+        # the most likely token always remains
+        retained = torch.where(before < self.top_p, probabilities, 0.0)
+        reached = retained.cumsum(-1)
+        index = (reached <= uniform * reached[-1]).sum(dim=0, keepdim=True).clamp(max=len(ids) - 1)
+        return ids.gather(0, index)

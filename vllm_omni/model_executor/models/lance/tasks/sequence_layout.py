@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request as a packed sequence of segments: token ids, attention modes, and 3-D positions.
+
+A sequence consists of text runs and visual blocks. A block is a start marker, one token per grid
+cell in (t, h, w) order, and an end marker. Attention is causal in text and bidirectional inside a
+block. No other segment attends to a `noise` block.
+
+Positions (time, height, width) come from a running counter P. Text of n tokens takes P .. P+n-1 on
+all axes. A block with grid (T, h, w) takes (P, P, P) for its start, (P+1+2t, P+1+i, P+1+j) for its
+cells and one more than the largest for its end. Sequences with a reference are re-anchored: vision
+blocks start at time 1000, and a target with the reference's grid takes the reference's positions.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+TIME_STEP = 2
+"""Positions per latent frame or temporal patch: tokens_per_second 2 times one second per grid
+step.
+"""
+VIT_TIME_ORIGIN = 1000
+
+Kind = Literal["text", "vit", "reference", "noise"]
+Grid = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A text run or a visual block."""
+
+    kind: Kind
+    """Kind of the segment."""
+    ids: tuple[int, ...] = ()
+    """Token ids of a text run."""
+    grid: Grid = (0, 0, 0)
+    """(T, h, w) of a block, in decoder tokens."""
+    user: bool = False
+    """Whether this run is the user's text."""
+
+    @property
+    def num_cells(self) -> int:
+        return self.grid[0] * self.grid[1] * self.grid[2]
+
+    @property
+    def length(self) -> int:
+        return len(self.ids) if self.kind == "text" else self.num_cells + 2
+
+    @property
+    def mode(self) -> str:
+        """The original's name of the segment's attention."""
+        return {"text": "causal", "vit": "full", "reference": "full_noise", "noise": "noise"}[
+            self.kind
+        ]
+
+    @property
+    def modality(self) -> int:
+        """The original's code of the segment's kind."""
+        if self.kind == "text":
+            return 0 if self.user else -1
+        return {"vit": 4, "reference": 2, "noise": 1}[self.kind]
+
+
+def raw_positions(segments: Sequence[Segment]) -> list[torch.Tensor]:
+    """Return each segment's positions, int64 [3, length], by the counter alone."""
+    counter, result = 0, []
+    for segment in segments:
+        if segment.kind == "text":
+            positions = torch.arange(counter, counter + segment.length).expand(3, -1)
+            counter += segment.length
+        else:
+            positions = block_positions(counter, segment.grid)
+            counter = int(positions[0, -1]) + 1
+        result.append(positions)
+    return result
+
+
+def positions(segments: Sequence[Segment], *, anchor_vit: bool | None = None) -> list[torch.Tensor]:
+    """Return each segment's final positions, int64 [3, length].
+
+    `anchor_vit` starts vision blocks at time 1000. None: exactly if the sequence has a reference
+    block.
+    """
+    placed = raw_positions(segments)
+    reference = next(
+        (index for index, segment in enumerate(segments) if segment.kind == "reference"), None
+    )
+    if anchor_vit is None:
+        anchor_vit = reference is not None
+    for index, segment in enumerate(segments):
+        if segment.kind == "vit" and anchor_vit:
+            shift = torch.tensor([[VIT_TIME_ORIGIN - int(placed[index][0, 0])], [0], [0]])
+            placed[index] = placed[index] + shift
+        if (
+            segment.kind == "noise"
+            and reference is not None
+            and segment.length == segments[reference].length
+        ):
+            placed[index] = placed[reference]
+    return placed
+
+
+def block_positions(start: int, grid: Grid) -> torch.Tensor:
+    """Return a visual block's positions, int64 [3, length], including markers, for a start marker
+    at `start`."""
+    frames, height, width = grid
+    first = start + 1
+    cells = torch.stack(
+        torch.meshgrid(
+            first + TIME_STEP * torch.arange(frames),
+            first + torch.arange(height),
+            first + torch.arange(width),
+            indexing="ij",
+        )
+    ).flatten(1)
+    end = first + max(TIME_STEP * (frames - 1), height - 1, width - 1) + 1
+    return torch.cat((torch.full((3, 1), start), cells, torch.full((3, 1), end)), dim=1)
+
+
+def rope_tables(
+    positions_3T: torch.Tensor, head_dim: int, sections: tuple[int, int, int], theta: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (cos_TC, sin_TC), fp32 [T, head_dim / 2]; each frequency rotates by the axis that owns
+    it.
+
+    The first `sections[0]` frequencies belong to time, the next to height, the last to width. Equal
+    positions on all axes give ordinary rotary embedding. Angles are computed in fp64.
+    """
+    frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    axis = torch.repeat_interleave(torch.arange(3), torch.tensor(sections))
+    angles_TC = positions_3T.double()[axis].T * frequencies
+    return angles_TC.cos().float(), angles_TC.sin().float()

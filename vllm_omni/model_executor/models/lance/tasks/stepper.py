@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Stepper`: one engine step of a mixed batch of image generation and understanding requests.
+
+    pass 1    contexts of new generations, blocks of running ones; prompts of new understanding
+    requests, tokens of others
+    pass 2    the separate part of new unconditional contexts
+    pass 3..  further tokens of understanding requests, if a step decodes several
+
+Every matrix product of a pass serves all requests. A step with only running generations differs
+between denoise steps only in its inputs. It can be a CUDA graph, which later requests with the same
+caches reuse.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from vllm_omni.model_executor.layers.cuda_graphs import ForwardGraphs, Inputs
+from vllm_omni.model_executor.layers.lora.active import addresses_key
+from vllm_omni.model_executor.models.lance.network.pack import Expert, Pack, PackBuilder
+from vllm_omni.model_executor.models.lance.network.transformer import LanceNetwork
+from vllm_omni.model_executor.models.lance.tasks.context import ContextWriter
+from vllm_omni.model_executor.models.lance.tasks.generation import ImageGeneration
+from vllm_omni.model_executor.models.lance.tasks.understanding import Understanding
+
+
+class Stepper:
+    """markers: ids of a visual block's start and end. num_tokens: logits beyond belong to no token
+    of the tokenizer.
+
+    graphs: of denoise steps; None = they are launched kernel by kernel.
+    """
+
+    def __init__(
+        self,
+        network: LanceNetwork,
+        markers: tuple[int, int],
+        num_tokens: int,
+        graphs: ForwardGraphs | None = None,
+    ) -> None:
+        self.network = network
+        self.writer = ContextWriter(network, markers)
+        self.num_tokens = num_tokens
+        self.graphs = graphs
+
+    def step(
+        self,
+        generations: Sequence[ImageGeneration],
+        understandings: Sequence[Understanding],
+        tokens_per_step: int = 1,
+    ) -> None:
+        """Compute the velocities (or context) of every generation, and up to `tokens_per_step`
+        tokens of each understanding request.
+
+        No state changes before `ImageGeneration.advance` and `Understanding.settle`, so the step
+        can be run again after an exception.
+        """
+        for understanding in understandings:
+            understanding.start_step()
+        builder = PackBuilder()
+        generations = [generation for generation in generations if generation.computes]
+        fresh = [generation for generation in generations if not generation.prefilled]
+        for generation in generations:
+            if generation.prefilled:
+                generation.add_step(self.writer, builder)
+            else:
+                generation.add_context(self.writer, builder)
+        for understanding in understandings:
+            understanding.add_tokens(self.writer, builder)
+        if builder.empty:  # no step of this one needs the network
+            return
+        hidden: dict[Expert, torch.Tensor]
+        hidden = (
+            self._run(builder)
+            if fresh or understandings
+            else {"gen": self._denoise(builder.build())}
+        )
+        self._choose(understandings, hidden)
+        if len(fresh) < len(generations):
+            velocity = self.network.velocity(hidden["gen"])
+            for generation in generations:
+                if generation.prefilled:
+                    generation.take_velocity(velocity)
+        if fresh:
+            builder = PackBuilder()
+            for generation in fresh:
+                generation.add_uncond_context(self.writer, builder)
+            if not builder.empty:
+                self._run(builder)
+            for generation in fresh:
+                generation.finish_context(self.writer)
+        for _ in range(tokens_per_step - 1):
+            going_on = [
+                understanding for understanding in understandings if understanding.wanted > 0
+            ]
+            if not going_on:
+                break
+            builder = PackBuilder()
+            for understanding in going_on:
+                understanding.add_tokens(self.writer, builder)
+            self._choose(going_on, self._run(builder))
+
+    def _choose(
+        self, understandings: Sequence[Understanding], hidden: dict[Expert, torch.Tensor]
+    ) -> None:
+        if not understandings:
+            return
+        rows = torch.stack([hidden["und"][understanding.row] for understanding in understandings])
+        logits = self.network.language_model.logits(rows, self.num_tokens)
+        for understanding, row in zip(understandings, logits, strict=True):
+            understanding.choose(row)
+
+    def _denoise(self, pack: Pack) -> torch.Tensor:
+        """Run a pack of running drawings; returns the rows of their latents."""
+        if self.graphs is None:
+            return self._latent_slices(pack)
+        experts = list(pack.embeds)
+        inputs: Inputs = {f"{expert} embeds": pack.embeds[expert] for expert in experts}
+        for expert in experts:
+            inputs[f"{expert} cos"], inputs[f"{expert} sin"] = pack.rope[expert]
+        inputs["seen"] = torch.stack([pack.seen[cache] for cache in pack.caches])
+
+        def forward(own: Inputs) -> torch.Tensor:
+            embeds = {expert: own[f"{expert} embeds"] for expert in experts}
+            rope = {expert: (own[f"{expert} cos"], own[f"{expert} sin"]) for expert in experts}
+            seen = dict(zip(pack.caches, own["seen"].unbind(), strict=True))
+            return self._latent_slices(replace(pack, embeds=embeds, rope=rope, seen=seen))
+
+        written = [tensor for cache in pack.caches for tensor in (cache.k, cache.v)]
+        kernels = pack.key, addresses_key(), tuple(cache.sizes for cache in pack.caches)
+        return self.graphs(kernels, inputs, forward, buffers=written, kind=kernels)
+
+    def _latent_slices(self, pack: Pack) -> torch.Tensor:
+        rows: torch.Tensor = self.network.language_model(pack)["gen"]
+        return rows
+
+    def _run(self, builder: PackBuilder) -> dict[Expert, torch.Tensor]:
+        result: dict[Expert, torch.Tensor] = self.network.language_model(builder.build())
+        return result

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Understanding`: the token-by-token decode of an understanding request about an image or a clip.
+
+The prompt is written in one forward pass, and its last position (the newline after `assistant`)
+gives the first token. Each later pass takes the newest token. Tokens are sampled on the device; the
+host reads them once per engine step. Only `settle` changes the inputs of a later step, so a failed
+step can be run again.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from vllm_omni.model_executor.models.lance.network.pack import BranchCache, PackBuilder
+from vllm_omni.model_executor.models.lance.tasks.context import (
+    ContextSegment,
+    ContextWriter,
+    Visuals,
+)
+from vllm_omni.model_executor.models.lance.tasks.sampling import TokenChoice
+from vllm_omni.model_executor.schedules import noise_seed
+
+Decode = Callable[[Sequence[int]], str]
+
+
+@dataclass(frozen=True)
+class TextRules:
+    """How an answer is chosen and when it ends.
+
+    max_tokens: of the whole answer. stop: texts that end it and are not part of it. end_token: the
+    model's own end.
+    """
+
+    choice: TokenChoice
+    seed: int
+    max_tokens: int
+    end_token: int
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class UnderstandingProgress:
+    """The decoded tokens.
+
+    The cache's first `length` slots belong to it; `next_position` is the newest token's.
+
+    tokens: everything decoded so far, the end token included. newest: the last token, int64 [1] on
+    the device.
+    finish_reason: None while the answer goes on, then `stop` or `length`. sent: characters already
+    returned.
+    """
+
+    length: int = 0
+    next_position: int = 0
+    tokens: tuple[int, ...] = ()
+    newest: torch.Tensor | None = None
+    finish_reason: str | None = None
+    sent: int = 0
+
+    def text(self, decode: Decode, rules: TextRules) -> str:
+        """Return the text so far, cut before a stop text, without characters that may still
+        change.
+        """
+        text = decode([token for token in self.tokens if token != rules.end_token])
+        found = [position for stop in rules.stop if (position := text.find(stop)) >= 0]
+        if found:
+            return text[: min(found)]
+        if self.finish_reason is None:
+            text = text.rstrip("\ufffd")  # a character with incomplete bytes
+            held = max((len(stop) - 1 for stop in rules.stop), default=0)
+            return text[: max(self.sent, len(text) - held)]
+        return text
+
+    def new_text(self, decode: Decode, rules: TextRules) -> str:
+        """Return the characters of `text` that were not sent yet."""
+        return self.text(decode, rules)[self.sent :]
+
+
+@dataclass(eq=False)
+class Understanding:
+    """One chunk of one answer in flight; `progress` becomes the session's when the chunk succeeds.
+
+    context, visuals: the prompt, for the first chunk. chunk_tokens: how many tokens this chunk may
+    add.
+    first_token: how many were there before it.
+    """
+
+    cache: BranchCache
+    rules: TextRules
+    chunk_tokens: int
+    progress: UnderstandingProgress = field(default_factory=UnderstandingProgress)
+    context: Sequence[ContextSegment] = ()
+    visuals: Visuals = field(default_factory=Visuals)
+    prompt_tokens: int = 0
+    first_token: int = 0
+    logits: torch.Tensor | None = None
+    """Of the newest forward, fp32 [V]: checked for NaN at the end of the chunk."""
+
+    row: int = 0
+    """Of the forward being run: the `und` row whose logits choose the next token."""
+    _live: UnderstandingProgress = field(default_factory=UnderstandingProgress)
+    _pending: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def wanted(self) -> int:
+        """Return how many tokens this chunk may still decode after the pending ones."""
+        decoded = len(self.progress.tokens) + len(self._pending)
+        return min(
+            self.chunk_tokens - (decoded - self.first_token), self.rules.max_tokens - decoded
+        )
+
+    def start_step(self) -> None:
+        """Start or restart a step."""
+        self._live, self._pending = self.progress, []
+
+    def add_tokens(self, writer: ContextWriter, builder: PackBuilder) -> None:
+        """Add the prompt or the newest token to the forward pass."""
+        live = self._live
+        self.cache.length = live.length
+        if live.length == 0:
+            last = writer.append_segments(builder, self.cache, self.context, self.visuals)
+            assert last is not None, "a prompt ends with text"
+            after = int(self.context[-1].positions_3T[0, -1]) + 1
+            self._live = replace(live, length=self.cache.length, next_position=after)
+        else:
+            assert live.newest is not None
+            embeds = writer.network.language_model.embed(live.newest)
+            rope = writer.rope(torch.full((3, 1), live.next_position))
+            last = builder.add_tokens("und", embeds, rope, self.cache, self.cache.end)
+            builder.attend("und", last, self.cache, live.length + 1, causal=False)
+            self._live = replace(live, length=live.length + 1, next_position=live.next_position + 1)
+        self.row = last.stop - 1
+
+    def choose(self, logits_V: torch.Tensor) -> None:
+        """Sample the next token from this request's logits, without host synchronisation."""
+        number = len(self.progress.tokens) + len(self._pending)
+        draw = torch.rand(
+            1, generator=torch.Generator().manual_seed(noise_seed(self.rules.seed, 0, number))
+        )
+        token = self.rules.choice.choose(logits_V, draw.to(logits_V.device, non_blocking=True))
+        self.logits = logits_V
+        self._pending.append(token)
+        self._live = replace(self._live, newest=token)
+
+    def settle(self, decode: Decode) -> None:
+        """Copy the step's tokens to the host and check for the end of the text. Synchronises with
+        the device."""
+        tokens = [*self.progress.tokens, *torch.cat(self._pending).tolist()]
+        reason = None
+        if self.rules.end_token in tokens:
+            tokens = tokens[: tokens.index(self.rules.end_token) + 1]
+            reason = "stop"
+        elif self.rules.stop and any(stop in decode(tokens) for stop in self.rules.stop):
+            reason = "stop"
+        elif len(tokens) >= self.rules.max_tokens:
+            reason = "length"
+        self.progress = replace(self._live, tokens=tuple(tokens), finish_reason=reason)
+        self.context, self.visuals, self._pending = (), Visuals(), []
+
+    @property
+    def done(self) -> bool:
+        """Return whether this chunk has no more tokens to decode."""
+        return self.progress.finish_reason is not None or self.wanted <= 0

@@ -1,0 +1,395 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Locate the frozen components of a Wan checkpoint, under Wan's own file names or in diffusers'
+folders.
+
+Files that are missing in the checkpoint's directory are searched in its `assets/`, a folder or a
+link to a directory that several checkpoints share.
+
+This module only locates files; `loading.py` loads them. A missing component is an error only when
+it is needed (`require`). An engine with dummy weights can therefore start from configs alone, and a
+stage that does not decode needs no VAE. Each model family adds the location of its transformer.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+from vllm_omni.model_executor.checkpoint.loading import Rules, check_shapes, rename
+from vllm_omni.model_executor.checkpoint.quantization import quantization_of
+from vllm_omni.model_executor.checkpoint.tensor_files import (
+    Shape,
+    TensorSource,
+    confined,
+    open_tensors,
+    read_json,
+)
+from vllm_omni.model_executor.models.wan.architecture import (
+    CLIP_HEAD_DIM,
+    CLIP_VIT_H,
+    UMT5_XXL,
+    ChunkTransformerConfig,
+    VAEConfig,
+    clip_tokens,
+)
+from vllm_omni.model_executor.models.wan.checkpoint.component_names import (
+    CLIP_RULES,
+    TEXT_RULES,
+    VAE_RULES,
+)
+
+Component = Literal["transformer", "vae", "text_encoder", "tokenizer", "image_encoder"]
+
+COMPONENT_PLACES: dict[str, tuple[str, ...]] = {
+    "vae": ("Wan2.1_VAE.pth", "Wan2.1_VAE.safetensors", "vae"),
+    "text_encoder": (
+        "models_t5_umt5-xxl-enc-bf16.pth",
+        "models_t5_umt5-xxl-enc-bf16.safetensors",
+        "text_encoder",
+    ),
+    "tokenizer": ("google/umt5-xxl", "tokenizer"),
+    "image_encoder": (
+        "models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth",
+        "models_clip_open-clip-xlm-roberta-large-vit-huge-14.safetensors",
+        "image_encoder",
+    ),
+}
+
+ASSETS_FOLDER = "assets"
+TINY_VAE_FILE = "taew2_1.pth"
+_TINY_VAE_PLACES = (TINY_VAE_FILE, "taew2_1.safetensors")
+
+
+@dataclass(frozen=True)
+class WanComponents:
+    """The paths of a checkpoint's components. Subclasses set `download_name`, the name for
+    `vllm-omni download`."""
+
+    download_name: ClassVar[str]
+
+    root: Path
+    """Folder that holds the components."""
+    transformer: Path
+    """Folder of safetensors, or a weight file."""
+    vae: Path | None
+    """`.pth` or `.safetensors` file, or a folder. None: missing."""
+    text_encoder: Path | None
+    """`.pth` or `.safetensors` file, or a folder. None: missing."""
+    tokenizer: Path | None
+    """Folder of the tokenizer. None: missing."""
+    image_encoder: Path | None = field(default=None, kw_only=True)
+    """`.pth` or `.safetensors` file, or a folder. None: missing."""
+    tiny_vae: Path | None = field(default=None, kw_only=True)
+    """TAEHV file. None: missing."""
+
+    @classmethod
+    def of_folder(cls, root: Path, transformer: Path, **own: Any) -> Self:
+        """Return the layout with the components in `root`; `own` holds the fields of the family."""
+        return cls(
+            root=root,
+            transformer=transformer,
+            **find_components(root),
+            tiny_vae=find_tiny_vae(root),
+            **own,
+        )
+
+    def release(self) -> str:
+        """Return the name under which `vllm-omni download` fetches this checkpoint."""
+        return self.download_name
+
+    def require(self, *components: Component) -> None:
+        """Raise ValueError (one line) unless the named components exist with their weights."""
+        missing = [part for part in components if not self._present(part)]
+        if missing:
+            buffers = {part: COMPONENT_PLACES.get(part, ("*.safetensors",)) for part in missing}
+            wanted = "; ".join(f"{part}: {' or '.join(names)}" for part, names in buffers.items())
+            raise ValueError(
+                f"{self.root} lacks {', '.join(missing)} (looked for {wanted}; also below "
+                f"{ASSETS_FOLDER}/, which may "
+                "be a link to another checkpoint); complete it with `vllm-omni download "
+                f"{self.release()} {self.root}` "
+                "or start with --load-format dummy"
+            )
+
+    def open_transformer(self) -> TensorSource:
+        return open_tensors(self.transformer)
+
+    def check_transformer(self, expected: Mapping[str, Shape], rules: Rules = ()) -> None:
+        """Raise ValueError unless the transformer's tensors, renamed by `rules`, have the expected
+        names and shapes."""
+        found = {
+            rename(name, rules): shape for name, shape in self.open_transformer().shapes.items()
+        }
+        check_shapes(found, expected, str(self.transformer))
+
+    def _present(self, part: Component) -> bool:
+        buffers: dict[Component, Path | None] = {
+            "transformer": self.transformer,
+            "vae": self.vae,
+            "text_encoder": self.text_encoder,
+            "tokenizer": self.tokenizer,
+            "image_encoder": self.image_encoder,
+        }
+        position = buffers[part]
+        if position is None or not position.is_dir():
+            return position is not None
+        return any(position.glob("tokenizer*.json" if part == "tokenizer" else "*.safetensors"))
+
+    def vae_config(self) -> VAEConfig:
+        """Return the VAE's architecture from its config, from its weights' shapes, or by default
+        the released one."""
+        if self.vae is not None and (self.vae / "config.json").exists():
+            return VAEConfig.from_dict(read_json(self.vae / "config.json"))
+        if self.vae is None or self.vae.is_dir():
+            return VAEConfig()
+        shapes = StoredShapes(self.vae, VAE_RULES)
+        return VAEConfig(
+            base_dim=shapes["encoder.conv_in.weight"][0], z_dim=shapes["post_quant_conv.weight"][0]
+        )
+
+    def text_config(self) -> dict[str, Any]:
+        """Return `UMT5Config` values from the encoder's config, from its weights' shapes, or by
+        default the released ones."""
+        if stated := stated_text(self.text_encoder):
+            return stated
+        if self.text_encoder is None or self.text_encoder.is_dir():
+            return dict(UMT5_XXL)
+        attention = "encoder.block.0.layer.0.SelfAttention"
+        shapes = StoredShapes(self.text_encoder, TEXT_RULES)
+        vocab_size, d_model = shapes["shared.weight"]
+        num_heads = shapes[f"{attention}.relative_attention_bias.weight"][1]
+        return {
+            **UMT5_XXL,
+            "vocab_size": vocab_size,
+            "d_model": d_model,
+            "d_kv": shapes[f"{attention}.q.weight"][0] // num_heads,
+            "d_ff": shapes["encoder.block.0.layer.1.DenseReluDense.wo.weight"][1],
+            "num_layers": sum(name.endswith(".SelfAttention.q.weight") for name in shapes),
+            "num_heads": num_heads,
+        }
+
+    def clip_config(self) -> dict[str, Any]:
+        """Return `CLIPVisionConfig` values from the encoder's config, from its weights' shapes, or
+        by default the released ones."""
+        path = self.image_encoder
+        if path is not None and (path / "config.json").exists():
+            stated = read_json(path / "config.json")
+            return {
+                key: stated.get("vision_config", stated).get(key, value)
+                for key, value in CLIP_VIT_H.items()
+            }
+        if path is None or path.is_dir():
+            return dict(CLIP_VIT_H)
+        shapes = StoredShapes(path, CLIP_RULES)
+        dim, _, patch, _ = shapes["embeddings.patch_embedding.weight"]
+        *_, positions, _ = shapes["embeddings.position_embedding.weight"]
+        return {
+            **CLIP_VIT_H,
+            "hidden_size": dim,
+            "intermediate_size": shapes["encoder.layers.0.mlp.fc1.weight"][0],
+            "num_hidden_layers": sum(
+                fnmatchcase(name, "encoder.layers.*.mlp.fc1.weight") for name in shapes
+            ),
+            "num_attention_heads": max(1, dim // CLIP_HEAD_DIM),
+            "image_size": patch * math.isqrt(positions - 1),
+            "patch_size": patch,
+        }
+
+    def checked_vae(self, latent_channels: int) -> VAEConfig:
+        """Return the VAE's architecture, or raise ValueError (one line) if it does not fit the
+        transformer."""
+        vae = self.vae_config()
+        if vae.z_dim != latent_channels:
+            raise ValueError(
+                f"{self.root}: the VAE has {vae.z_dim} latent channels, the transformer "
+                f"{latent_channels}"
+            )
+        return vae
+
+    def checked_text(self, width: int) -> dict[str, Any]:
+        return checked_text(self.text_config(), width, self.root)
+
+    def checked_clip(self, rows: int, width: int) -> dict[str, Any]:
+        clip = self.clip_config()
+        given = clip_tokens(clip), clip["hidden_size"]
+        if given != (rows, width):
+            raise ValueError(
+                f"{self.root}: the image encoder gives {given[0]} rows of {given[1]}, the "
+                "transformer takes "
+                f"{rows} of {width}; the two belong to different checkpoints"
+            )
+        return clip
+
+
+def chunk_hf_config(
+    architecture: str,
+    name: str,
+    layout: WanComponents,
+    transformer: dict[str, Any],
+    config: ChunkTransformerConfig,
+    rules: Rules = (),
+    *,
+    context: Literal["umt5", "clip"] = "umt5",
+    **info: str,
+) -> dict[str, Any]:
+    """Return the fields of vLLM's config object for a causal Wan model, JSON types only.
+
+    In addition to the keys that vLLM reads, `name` holds `transformer` (its config as stored),
+    `vae` and `context` (architectures in diffusers' and transformers' keys), and `info`.
+
+    Args:
+        architecture: Name of the model class.
+        name: Key of the family's own fields.
+        layout: Components of the checkpoint.
+        transformer: Config of the transformer as stored.
+        config: The same, parsed.
+        rules: Renames from the stored tensor names to the transformer's.
+        context: Encoder of the embeddings for cross-attention.
+        facts: Further fields under `name`.
+
+    Raises:
+        ValueError: The components do not fit together.
+    """
+    if context == "umt5":
+        encoder = layout.checked_text(config.text_dim)
+    else:
+        encoder = layout.checked_clip(config.text_len, config.text_dim)
+    vae = layout.checked_vae(config.out_channels)
+    return {
+        **engine_fields(
+            architecture,
+            dim=config.dim,
+            heads=config.num_heads,
+            layers=config.num_layers,
+            context=encoder,
+        ),
+        "dtype": str(transformer.get("dtype") or transformer.get("torch_dtype") or "bfloat16"),
+        **quantization_of({"transformer": layout.transformer}, rules),
+        name: {"transformer": transformer, "vae": vae.to_dict(), context: encoder, **info},
+    }
+
+
+def engine_fields(
+    architecture: str, *, dim: int, heads: int, layers: int, context: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the fields of vLLM's config object that vLLM reads. `context` is the config of the
+    prompt or image encoder."""
+    return {
+        "architectures": [architecture],
+        "dtype": "bfloat16",
+        "hidden_size": dim,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "vocab_size": context.get("vocab_size", 2),
+        "max_position_embeddings": 16,
+    }
+
+
+def stated_text(encoder: Path | None) -> dict[str, Any]:
+    """Return `UMT5Config` values from the `config.json` of a text encoder's folder; {} without one.
+
+    Raises:
+        ValueError: It is the config of another model.
+    """
+    if encoder is None or not (encoder / "config.json").exists():
+        return {}
+    config = read_json(encoder / "config.json")
+    if config.get("model_type") != "umt5":
+        raise ValueError(
+            f"{encoder}/config.json has model_type {config.get('model_type')!r}, not 'umt5'"
+        )
+    return {
+        key: value
+        for key, value in config.items()
+        if key not in ("dtype", "torch_dtype", "architectures")
+    }
+
+
+def checked_text(text: dict[str, Any], width: int, root: Path) -> dict[str, Any]:
+    """Return `text` if its embeddings have the width that the transformer takes, else raise
+    ValueError (one line)."""
+    if text["d_model"] != width:
+        raise ValueError(
+            f"{root}: the text encoder gives rows of {text['d_model']}, the transformer takes "
+            f"{width}; the two belong to different checkpoints"
+        )
+    return text
+
+
+def find_transformer(
+    path: Path, names: Sequence[str], found: Callable[[Path], bool], model: str
+) -> tuple[Path, Path]:
+    """Return the folder of the transformer and the folder of the components.
+
+    Args:
+        path: The folder of the components, or the transformer's folder inside it.
+        names: Names of the transformer's folder in `path`, in order of preference.
+        found: Returns whether a folder is a transformer's.
+        model: Name of the model in errors.
+
+    Raises:
+        ValueError: There is no transformer; one line with what was found and what was expected.
+    """
+    folder = next((path / name for name in names if found(path / name)), None)
+    if folder is not None:
+        return folder, path
+    if not found(path):
+        entries = (
+            ", ".join(sorted(entry.name for entry in path.iterdir())[:8])
+            if path.is_dir()
+            else "no folder"
+        )
+        raise ValueError(
+            f"{path} holds no {model} transformer (found {entries or 'nothing'}); expected one of "
+            f"{', '.join(f'{name}/' for name in names)} with config.json or *.safetensors, or "
+            "these files themselves"
+        )
+    return path, path.parent if has_components(path.parent) and not has_components(path) else path
+
+
+def find_components(root: Path) -> dict[str, Path | None]:
+    """Return the paths of the components of `COMPONENT_PLACES` in `root` or its assets; None:
+    missing."""
+    return {part: _own_or_shared(root, names) for part, names in COMPONENT_PLACES.items()}
+
+
+def find_tiny_vae(root: Path) -> Path | None:
+    return _own_or_shared(root, _TINY_VAE_PLACES)
+
+
+def has_components(root: Path) -> bool:
+    """Whether `root` holds at least one component."""
+    return any(position is not None for position in find_components(root).values())
+
+
+class StoredShapes(dict[str, Shape]):
+    """The shapes of a file's tensors, under the names that `rules` give them. Raises ValueError for
+    a missing name."""
+
+    def __init__(self, path: Path, rules: Rules) -> None:
+        super().__init__(
+            {rename(name, rules): shape for name, shape in open_tensors(path).shapes.items()}
+        )
+        self._path = path
+
+    def __missing__(self, wanted: str) -> Shape:
+        raise ValueError(
+            f"{self._path} holds no tensor for {wanted}; it is not the file its name says, "
+            "download it again"
+        )
+
+
+def _own_or_shared(root: Path, names: tuple[str, ...]) -> Path | None:
+    return _first_target(root, names) or _first_target(root / ASSETS_FOLDER, names)
+
+
+def _first_target(root: Path, names: tuple[str, ...]) -> Path | None:
+    for name in names:
+        position = root / name
+        if position.is_dir():
+            return position
+        if position.is_file():
+            return confined(position.parent, position.name)
+    return None

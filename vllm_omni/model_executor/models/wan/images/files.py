@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Convert a client's image to the VAE's input: stretched (`prepare_image`) or cropped
+(`cut_image`)."""
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import nn
+
+
+def prepare_image(image: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """Return an image as the VAE takes it: [1, 3, 1, height, width], fp32 in about [-1, 1].
+
+    Both sides are resized, as in the original, where the output size already follows the image's
+    aspect ratio. As there, the resize is bicubic without antialiasing and its overshoot is not
+    clamped.
+
+    Args:
+        image: uint8 [h, w, 3], or float [3, h, w] in [0, 1]. The result is on its device.
+        height: Pixels.
+        width: Pixels.
+
+    Raises:
+        ValueError: The shape or dtype is another one, or a value is not finite.
+    """
+    if image.dtype == torch.uint8:
+        if image.ndim != 3 or image.shape[2] != 3:
+            raise ValueError(f"a uint8 image must be [height, width, 3], got {list(image.shape)}")
+        unit_CHW = image.permute(2, 0, 1).float() / 255
+    else:
+        if image.ndim != 3 or image.shape[0] != 3 or not image.is_floating_point():
+            raise ValueError(
+                f"an image must be uint8 [h, w, 3] or float [3, h, w], got {image.dtype} "
+                f"{list(image.shape)}"
+            )
+        unit_CHW = image.float()
+        if not bool(((unit_CHW >= 0) & (unit_CHW <= 1)).all()):
+            raise ValueError("a float image must have values from 0 to 1")
+    source_height, source_width = unit_CHW.shape[1:]
+    if min(source_height, source_width) < 1:
+        raise ValueError(f"the image is empty: {source_height} x {source_width}")
+    pixels_1CHW = nn.functional.interpolate(
+        (unit_CHW * 2 - 1)[None], size=(height, width), mode="bicubic"
+    )
+    return pixels_1CHW[:, :, None].contiguous()
+
+
+def cut_image(image_HWC: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """Center-crop a uint8 image to the aspect ratio of `width` x `height` and resize it; the result
+    is as in `prepare_image`.
+
+    The resize is bilinear with antialiasing, by Pillow on the host, as in the original of
+    Matrix-Game.
+    """
+    cut = Image.fromarray(image_HWC.cpu().numpy()).crop(middle_box(image_HWC, height, width))
+    resized = torch.from_numpy(np.array(cut.resize((width, height), Image.Resampling.BILINEAR)))
+    return (resized.permute(2, 0, 1)[None, :, None].float() / 255) * 2 - 1
+
+
+def middle_box(image_HWC: torch.Tensor, height: int, width: int) -> tuple[int, int, int, int]:
+    """Return (left, top, right, bottom) of the largest center crop with the aspect ratio of `width`
+    x `height`."""
+    rows, columns = image_HWC.shape[:2]
+    tall = rows / columns > height / width
+    high, wide = (
+        (int(columns * height / width), columns) if tall else (rows, int(rows * width / height))
+    )
+    left, top = (columns - wide) / 2, (rows - high) / 2
+    return round(left), round(top), round(left + wide), round(top + high)

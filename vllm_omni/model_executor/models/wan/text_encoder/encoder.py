@@ -1,0 +1,346 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text embeddings of prompts: cleaning, the umt5-xxl tokenizer and encoder, and a bounded cache of
+recent prompts.
+
+Only valid tokens are encoded, and the transformer appends zeros as padding. The valid embeddings
+equal the original's, because its attention is bidirectional with padding masked. On CUDA, prompts
+are padded to one of a few lengths that are each one CUDA graph, because eager launches take the
+host longer than the device.
+
+One of several ranks encodes (`ParallelContext.encodes`). On the others, `AwaitedText` replaces the
+encoder: it allocates the text embeddings, which the worker fills before they are read
+(`worker/diffusion/shared_text.py`).
+Cleaning: Robbyant/lingbot-world @ a43bec7, wan/modules/tokenizers.py, mode `whitespace`.
+
+`tokenizer.json` is read with the `tokenizers` library. Why not transformers 5: it rebuilds a T5
+tokenizer from its vocabulary alone and loses byte fallback and the id of the unknown token, which
+changes the ids of rare characters.
+"""
+
+# S valid tokens of a prompt, P padded ones, E text width
+
+import hashlib
+import html
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import ftfy
+import sentencepiece
+import tokenizers
+import torch
+from torch import nn
+from transformers import UMT5Config, UMT5EncoderModel
+
+from vllm_omni.model_executor.checkpoint.loading import load_strict, shapes_of
+from vllm_omni.model_executor.checkpoint.tensor_files import confined, open_tensors
+from vllm_omni.model_executor.device_async import to_device
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
+from vllm_omni.model_executor.layers.cuda_graphs import ForwardGraphs, Inputs
+from vllm_omni.model_executor.models.wan.checkpoint.component_names import TEXT_RULES
+
+_SHORTEST = 64
+"""Minimum padded length in tokens. Below it, reading the encoder's weights takes the device longer
+than computing."""
+
+
+def padded_lengths(max_tokens: int) -> list[int]:
+    """Return the padded lengths of prompts: powers of two, the last one capped at `max_tokens`."""
+    lengths, length = [], _SHORTEST
+    while length < max_tokens:
+        lengths.append(length)
+        length *= 2
+    return [*lengths, max_tokens]
+
+
+class TextEncoder(nn.Module):
+    """The umt5 encoder with its tokenizer. Parameters are uninitialised until `load`.
+
+    Args:
+        config: `UMT5Config` values.
+        tokenizer: A folder with `tokenizer.json` or `spiece.model`. None: weights only.
+        max_tokens: Longer prompts are truncated, but keep the end-of-sequence token.
+        device: `model`: torch's current default device. `cpu`: host memory; results are sent to the
+            caller's device.
+        dtype: Type of the weights.
+        cache_bytes: Maximum bytes of cached text embeddings.
+        graphs: CUDA graphs of every padded length, captured at the first prompt. None: eager.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        tokenizer: Path | None,
+        *,
+        max_tokens: int = 512,
+        device: Literal["model", "cpu"] = "model",
+        dtype: torch.dtype = torch.bfloat16,
+        cache_bytes: int = 64 << 20,
+        graphs: ForwardGraphs | None = None,
+    ) -> None:
+        super().__init__()
+        target = torch.device("cpu") if device == "cpu" else torch.get_default_device()
+        with torch.device("meta"):
+            model = UMT5EncoderModel(UMT5Config(**{**config, "dtype": None}))
+        self.model = model.to(dtype).to_empty(device=target).eval().requires_grad_(False)  # type: ignore[arg-type]
+        self.model.encoder.embed_tokens.weight = self.model.shared.weight
+        self.prompts = Prompts(tokenizer, max_tokens, self.model.config.vocab_size)
+        self.cache_bytes = cache_bytes
+        self._lengths = padded_lengths(max_tokens)
+        self._pads = target.type == "cuda" or graphs is not None
+        self._graphs = graphs
+        self._is_captured = False
+        self._cache: OrderedDict[tuple[str, torch.device], torch.Tensor] = OrderedDict()
+        self.cached_bytes = 0
+        """Bytes in the prompt cache, at most `cache_bytes`."""
+
+    @property
+    def text_dim(self) -> int:
+        return int(self.model.config.d_model)
+
+    def load(self, path: Path) -> None:
+        """Load the parameters strictly. Raises ValueError."""
+        load_text_encoder(self.model, path)
+        self.clear_prompts()
+
+    @torch.no_grad()
+    def encode(self, prompt: str, device: torch.device | str | None = None) -> torch.Tensor:
+        """Return the text embeddings [S, E] of a prompt, S <= max_tokens, in the encoder's dtype.
+
+        The result is on `device` (default: the encoder's). It belongs to the cache and must not be
+        written to.
+        """
+        own = self.model.shared.weight.device
+        target = torch.empty(0, device=own if device is None else device).device
+        key = (prompt_key(prompt), target)
+        if key in self._cache:
+            self._cache.move_to_end(key)
+            return self._cache[key]
+        if self._graphs is not None and not self._is_captured:
+            self._capture()
+        states_SE = to_device(self._hidden_states(self.prompts.tokenize(prompt)), target)
+        self._remember(key, states_SE)
+        return states_SE
+
+    def _hidden_states(self, ids: list[int]) -> torch.Tensor:
+        """Return the text embeddings [S, E] of S token ids, on the encoder's device."""
+        weight = self.model.shared.weight
+        if not self._pads:
+            ids_1S = to_device(torch.tensor([ids]), weight.device)
+            return self.model(input_ids=ids_1S).last_hidden_state[0]
+        length = next(length for length in self._lengths if length >= len(ids))
+        ids_1P = torch.zeros(1, length, dtype=torch.long)
+        ids_1P[0, : len(ids)] = torch.tensor(ids)
+        # added to the attention scores
+        mask_111P = torch.zeros(1, 1, 1, length, dtype=weight.dtype)
+        mask_111P[..., len(ids) :] = torch.finfo(weight.dtype).min
+        inputs = {
+            "ids": to_device(ids_1P, weight.device),
+            "mask": to_device(mask_111P, weight.device),
+        }
+        states_PE = (
+            self._forward(inputs)
+            if self._graphs is None
+            else self._graphs("text", inputs, self._forward)
+        )
+        return states_PE[: len(ids)]
+
+    def _forward(self, inputs: Inputs) -> torch.Tensor:
+        states_1PE = self.model(
+            input_ids=inputs["ids"], attention_mask=inputs["mask"]
+        ).last_hidden_state
+        return states_1PE[0]
+
+    def _capture(self) -> None:
+        """Run every padded length twice: the second run captures it."""
+        self._is_captured = True
+        for length in 2 * self._lengths:
+            self._hidden_states([0] * length)
+
+    def clear_prompts(self) -> None:
+        """Evict all cached prompts and graphs."""
+        self._cache.clear()
+        self.cached_bytes = 0
+        self._is_captured = False
+        if self._graphs is not None:
+            self._graphs.clear_graphs()
+
+    def _remember(self, key: tuple[str, torch.device], states_SE: torch.Tensor) -> None:
+        self._cache[key] = states_SE
+        self.cached_bytes += states_SE.nbytes
+        while self.cached_bytes > self.cache_bytes:
+            _, dropped = self._cache.popitem(last=False)
+            self.cached_bytes -= dropped.nbytes
+
+
+def load_text_encoder(model: nn.Module, path: Path) -> None:
+    """Load transformers' `UMT5EncoderModel` from Wan's `.pth` or from a transformers folder."""
+    source = open_tensors(path)
+    # the same matrix as shared.weight; some checkpoints store it twice
+    tied = "encoder.embed_tokens.weight"
+    ignored = [tied] if {tied, "shared.weight"} <= source.shapes.keys() else []
+    load_strict(model, source, shapes_of(model), TEXT_RULES, what="text encoder", ignored=ignored)
+
+
+class AwaitedText:
+    """Replaces the text encoder on a rank that receives text embeddings from another. It holds no
+    weights."""
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        tokenizer: Path | None,
+        *,
+        max_tokens: int,
+        dtype: torch.dtype,
+    ) -> None:
+        values = UMT5Config(**{**config, "dtype": None})
+        self.prompts = Prompts(tokenizer, max_tokens, values.vocab_size)
+        self._width, self._dtype = int(values.d_model), dtype
+
+    def load(self, path: Path) -> None:
+        """Do nothing: there are no parameters."""
+
+    def encode(self, prompt: str, device: torch.device | str) -> torch.Tensor:
+        """Return memory for the text embeddings [S, E] of a prompt, to be filled before it is
+        read.
+        """
+        return torch.empty(
+            len(self.prompts.tokenize(prompt)), self._width, dtype=self._dtype, device=device
+        )
+
+
+def text_encoder_of(
+    parallel: ParallelContext,
+    config: Mapping[str, Any],
+    tokenizer: Path | None,
+    *,
+    max_tokens: int,
+    device: Literal["cpu"] | None,
+    dtype: torch.dtype,
+    cuda_graphs: bool = False,
+) -> "TextEncoder | AwaitedText | None":
+    """Build this rank's text encoder, or None on a VAE stage and for an empty `config`.
+
+    Args:
+        parallel: This rank.
+        config: `UMT5Config` values.
+        tokenizer: See `TextEncoder`.
+        max_tokens: See `TextEncoder`.
+        device: None: the model's device.
+        dtype: Type of the weights.
+        cuda_graphs: Replay as CUDA graphs if it is on the model's device.
+    """
+    if parallel.is_vae_stage or not config:
+        return None
+    if not parallel.encodes:
+        return AwaitedText(config, tokenizer, max_tokens=max_tokens, dtype=dtype)
+    graphs = ForwardGraphs() if cuda_graphs and device is None else None
+    return TextEncoder(
+        config,
+        tokenizer,
+        max_tokens=max_tokens,
+        device=device or "model",
+        dtype=dtype,
+        graphs=graphs,
+    )
+
+
+class Prompts:
+    """Converts prompts to token ids.
+
+    Args:
+        tokenizer: See `TextEncoder`.
+        max_tokens: See `TextEncoder`.
+        vocabulary: Size of the encoder's embedding.
+
+    Raises:
+        ValueError: The tokenizer does not fit the encoder.
+    """
+
+    def __init__(self, tokenizer: Path | None, max_tokens: int, vocabulary: int) -> None:
+        self.tokenizer = None if tokenizer is None else open_tokenizer(tokenizer, max_tokens)
+        if self.tokenizer is not None and self.tokenizer.size > vocabulary:
+            raise ValueError(
+                f"{tokenizer} has {self.tokenizer.size} tokens, the text encoder only "
+                f"{vocabulary}; "
+                "use the tokenizer that came with the checkpoint"
+            )
+
+    def tokenize(self, prompt: str) -> list[int]:
+        """Return the token ids of a cleaned prompt with end-of-sequence, at most `max_tokens`."""
+        if self.tokenizer is None:
+            raise ValueError(
+                "this checkpoint has no tokenizer; put google/umt5-xxl (or tokenizer/) into it"
+            )
+        return self.tokenizer.encode(clean_prompt(prompt))
+
+
+def clean_prompt(prompt: str) -> str:
+    """Fix broken encodings, unescape HTML twice (`&amp;lt;`), and collapse white space."""
+    text = prompt.encode("utf-8", "replace").decode()  # lone surrogates cannot be encoded
+    text = html.unescape(html.unescape(ftfy.fix_text(text)))
+    return re.sub(r"\s+", " ", text).strip()
+
+
+def prompt_key(prompt: str) -> str:
+    """Return the sha256 of a cleaned prompt; equal keys have equal text embeddings."""
+    return hashlib.sha256(clean_prompt(prompt).encode("utf-8", "replace")).hexdigest()
+
+
+class Tokenizer(Protocol):
+    """Converts text to ids. `size` is the number of tokens."""
+
+    size: int
+
+    def encode(self, text: str) -> list[int]: ...
+
+
+class JsonTokenizer:
+    """A `tokenizer.json`; its template appends the end-of-sequence token."""
+
+    def __init__(self, path: Path, max_tokens: int) -> None:
+        self.tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        self.tokenizer.no_padding()
+        self.tokenizer.enable_truncation(max_tokens)
+        self.size = self.tokenizer.get_vocab_size()
+
+    def encode(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text).ids)
+
+
+class SentencePieceTokenizer:
+    """A `spiece.model`; this class appends the end-of-sequence token."""
+
+    def __init__(self, path: Path, max_tokens: int) -> None:
+        self.processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        self.max_tokens = max_tokens
+        self.size = self.processor.vocab_size()
+
+    def encode(self, text: str) -> list[int]:
+        return [*self.processor.encode(text)[: self.max_tokens - 1], self.processor.eos_id()]
+
+
+def open_tokenizer(folder: Path, max_tokens: int) -> Tokenizer:
+    """Open the tokenizer in `folder`, or raise ValueError (one line) if it is missing or
+    unreadable."""
+    readers: dict[str, Callable[[Path, int], Tokenizer]] = {
+        "tokenizer.json": JsonTokenizer,
+        "spiece.model": SentencePieceTokenizer,
+    }
+    for name, reader in readers.items():
+        if (folder / name).exists():
+            path = confined(folder, name)
+            try:
+                return reader(path, max_tokens)
+            # both libraries raise bare Exception or RuntimeError on a damaged file
+            except Exception as error:
+                raise ValueError(
+                    f"{path} is no tokenizer that can be read ({type(error).__name__}); get "
+                    "it again"
+                ) from error
+    raise ValueError(
+        f"{folder} has neither {' nor '.join(readers)}; take them from google/umt5-xxl"
+    )

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`SharedPrompts`: cross-attention K/V of the newest prompt, computed once for consecutive sessions
+that use it."""
+
+from collections.abc import Callable, Hashable
+
+import torch
+
+from vllm_omni.model_executor.layers.lora.active import weights_key
+
+
+class SharedPrompts:
+    """Cache of one prompt's K/V (up to 400 MiB at full size). Live sessions hold their own in
+    addition.
+
+    Args:
+        compute: Text embeddings -> K/V. Collective under tensor parallelism.
+    """
+
+    def __init__(self, compute: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._compute = compute
+        self._newest: tuple[Hashable, torch.Tensor] | None = None
+
+    def get(self, prompt: str, text: torch.Tensor) -> torch.Tensor:
+        """Return the K/V of `prompt` with the text embeddings `text`, under the active adapters.
+
+        The result is shared by all callers and must not be written to.
+        """
+        key = prompt, weights_key()
+        if self._newest is None or self._newest[0] != key:
+            self._newest = key, self._compute(text)
+        return self._newest[1]
+
+    def clear_prompt(self) -> None:
+        """Invalidate the cache, because weights were reloaded."""
+        self._newest = None

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Base of the family's causal transformers: one forward pass over chunks of several sessions, with
+K/V windows.
+
+A chunk attends to everything in its window without a mask, because the window contains only visible
+frames. No step of the forward pass synchronises with the device: slots and lengths are host
+integers, and timestep tensors stay on the device. Forward passes can be replayed as CUDA graphs.
+"""
+
+# B batch entries (one chunk of one session each), F frames, T tokens of a chunk on this rank, D
+# width, N heads (of this rank where sharded), H head dim, C = H/2 rotary channels, S sequence
+# length of the context
+
+import copy
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Final, Protocol
+
+import torch
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+from vllm_omni.model_executor.layers.attention.attention import stack
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
+from vllm_omni.model_executor.layers.cuda_graphs import ForwardGraphs, Inputs
+from vllm_omni.model_executor.layers.kv_cache.window import KVView
+from vllm_omni.model_executor.layers.lora.active import addresses_key, weights_key
+from vllm_omni.model_executor.models.wan.transformer.fused_ops import FusedOps
+from vllm_omni.model_executor.models.wan.transformer.layers import Head, embed_time, unpatchify
+from vllm_omni.model_executor.models.wan.transformer.transformer import Config, WanTransformer
+
+_KEPT_TIMESTEPS = 128
+"""Number of cached timestep embeddings (43 KiB each at 1.3B). The motion controller alone uses 101
+timesteps."""
+_MOST_JOINED_BYTES: Final = 2 << 30
+"""Maximum bytes of graph inputs for batches of several chunks. Warm-up measures the memory of a
+single chunk's."""
+
+
+class GraphView(KVView, Protocol):
+    """A K/V window that forward passes in CUDA graphs can use.
+
+    `places` are the tensors that `write` and `attend` access in place. `graph_key` covers all their
+    effects except values on the device. `graph_kind` is equal if the same kernels run, possibly at
+    other slots.
+    """
+
+    @property
+    def buffers(self) -> tuple[torch.Tensor, ...]: ...
+
+    def graph_key(self, frames: range) -> Hashable: ...
+
+    def graph_kind(self, frames: range) -> Hashable: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkItem:
+    """Inputs of one batch entry; tensors on the model's device, created once per chunk except
+    `latents`."""
+
+    latents: torch.Tensor
+    """fp32 [16, F, h, w]: noisy, or clean in the clean-context pass."""
+    timestep: float
+    """In [0, 1000]."""
+    frames: range
+    """Absolute latent frames of the chunk."""
+    rope: tuple[torch.Tensor, torch.Tensor]
+    """(cos_TC, sin_TC), fp32."""
+    cross_kv: torch.Tensor
+    """[layers, 2, S, N, H] from `cross_attention_kv`, for the layers of this stage."""
+    window: GraphView
+    """K/V window, written at `frames`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageItem(ChunkItem):
+    """A batch entry of a session that starts from an image."""
+
+    condition: torch.Tensor | None
+    """Mask and latents [20, F, h, w]. None after the first stage."""
+
+
+class ChunkTransformer(WanTransformer[Config]):
+    """This rank's part of a causal network; its batch entries are `ChunkItem`s.
+
+    Args:
+        config: Sizes of the network.
+        parallel: This rank. Default: a single rank.
+        residual_fp32: Keep the residual stream in fp32.
+        compiled: Compile the fused pointwise ops with torch.compile.
+        cuda_graphs: Replay forward passes as CUDA graphs (`ForwardGraphs`).
+        quantization: vLLM's config for `--quantization`.
+    """
+
+    fused_ops_type: ClassVar[type[FusedOps]] = FusedOps
+    moving_fields: ClassVar[tuple[str, ...]] = ("latents",)
+    """Fields of a batch entry that change between forward passes: tensors, lists of tensors, or
+    None. `cross_kv` and `rope` are included."""
+    steady_fields: ClassVar[tuple[str, ...]] = ("cross_kv",)
+    """The large ones among them that are never written to after their creation."""
+
+    def __init__(
+        self,
+        config: Config,
+        parallel: ParallelContext | None = None,
+        *,
+        residual_fp32: bool = True,
+        compiled: bool = False,
+        cuda_graphs: bool = False,
+        quantization: QuantizationConfig | None = None,
+    ) -> None:
+        fused_ops = self.fused_ops_type.build(compiled)
+        super().__init__(
+            config, parallel, fused_ops, residual_fp32=residual_fp32, quantization=quantization
+        )
+        if self.parallel.last_stage:
+            self.head = Head(config, fused_ops)
+        self._times: OrderedDict[Hashable, tuple[torch.Tensor, torch.Tensor]] = OrderedDict()
+        self.graphs = ForwardGraphs() if cuda_graphs else None
+        self._add_layers()
+        self.requires_grad_(False)
+
+    def _add_layers(self) -> None:
+        """Build a family's layers in addition to the blocks."""
+
+    def window_sizes(self, tokens_per_frame: int) -> dict[str, Any]:
+        """Return the arguments of this rank's `KVWindow`s, except their frames and storage."""
+        return {
+            "num_layers": self.num_local_layers,
+            "tokens_per_frame": tokens_per_frame,
+            "num_heads": self.num_cache_heads,
+            "head_dim": self.config.head_dim,
+            "dtype": self.dtype,
+        }
+
+    def clear_derived(self) -> None:
+        super().clear_derived()
+        self._times.clear()
+
+    def forward(
+        self, items: Sequence[Any], hidden_BTD: torch.Tensor | None = None, *, kv_only: bool = False
+    ) -> torch.Tensor:
+        """Predict the flow eps - x0 of every chunk and write its K/V at its frames.
+
+        Collective under tensor and sequence parallelism.
+
+        Args:
+            rows: Chunks with equal F, h, w.
+            hidden_BTD: Result of the previous pipeline stage. None on the first stage.
+            kv_only: No prediction is needed. The last stage stops after its last K/V write and
+                returns zeros.
+
+        Returns:
+            [B, 16, F, h, w] fp32 on the last stage; hidden states on earlier stages.
+        """
+        times = [self._time(batch_item.timestep) for batch_item in items]
+        time_BD = stack([time for time, _ in times])
+        time_B6D = stack([modulation for _, modulation in times])
+        if self.graphs is None:
+            return self._predict(items, hidden_BTD, time_BD, time_B6D, kv_only)
+        inputs = {"time": time_BD, "modulation": time_B6D}
+        if hidden_BTD is not None:
+            inputs["hidden"] = hidden_BTD
+        for number, batch_item in enumerate(items):
+            inputs |= {
+                f"{number} {name}": tensor for name, tensor in self._moving(batch_item).items()
+            }
+        if len(items) > 1 and sum(tensor.nbytes for tensor in inputs.values()) > _MOST_JOINED_BYTES:
+            return self._predict(items, hidden_BTD, time_BD, time_B6D, kv_only)
+        # a closed window drops its memory
+        held = [replace(batch_item, window=copy.copy(batch_item.window)) for batch_item in items]
+
+        def predict(own: Inputs) -> torch.Tensor:
+            placed = [self._placed(number, item, own) for number, item in enumerate(held)]
+            return self._predict(placed, own.get("hidden"), own["time"], own["modulation"], kv_only)
+
+        kind = None  # the same chunks are rarely batched together again
+        if len(items) == 1:
+            kind = items[0].window.graph_kind(items[0].frames), addresses_key()
+        return self.graphs(
+            (
+                kv_only,
+                tuple(batch_item.window.graph_key(batch_item.frames) for batch_item in items),
+                addresses_key(),
+            ),
+            inputs,
+            predict,
+            buffers=[position for batch_item in items for position in batch_item.window.buffers],
+            kind=kind,
+            whole=not kv_only,
+            steady=[
+                name
+                for name in inputs
+                if name.partition(" ")[2].partition(".")[0] in self.steady_fields
+            ],
+        )
+
+    def _moving(self, item: Any) -> Inputs:
+        """Return the tensors of a batch entry that change between forward passes, by field and list
+        index."""
+        cos, sin = item.rope
+        moving: Inputs = {"cos": cos, "sin": sin}
+        for name in ("cross_kv", *self.moving_fields):
+            value = getattr(item, name)
+            if isinstance(value, list):
+                moving |= {f"{name}.{position}": tensor for position, tensor in enumerate(value)}
+            elif value is not None:
+                moving[name] = value
+        return moving
+
+    def _placed(self, number: int, item: Any, own: Inputs) -> Any:
+        """Return the batch entry with its changing tensors replaced by those in `own`."""
+        moving: dict[str, Any] = {}
+        for name in self._moving(item):
+            field, _, position = name.partition(".")
+            tensor = own[f"{number} {name}"]
+            if position:
+                moving.setdefault(field, []).append(tensor)
+            else:
+                moving[field] = tensor
+        return replace(item, rope=(moving.pop("cos"), moving.pop("sin")), **moving)
+
+    def _predict(
+        self,
+        items: Sequence[Any],
+        hidden_BTD: torch.Tensor | None,
+        time_BD: torch.Tensor,
+        time_B6D: torch.Tensor,
+        kv_only: bool,
+    ) -> torch.Tensor:
+        """Run `forward` from the time embeddings."""
+        latents = items[0].latents
+        num_tokens = self.num_tokens(latents)
+        x = self.through_blocks(items, hidden_BTD, time_B6D, num_tokens, kv_only=kv_only)
+        if not self.parallel.last_stage:
+            return x
+        if kv_only:
+            return latents.new_zeros(len(items), *latents.shape)
+        patches = self.parallel.gather_tokens(self.head(x, time_BD), num_tokens)
+        return unpatchify(patches, latents.shape[1:])
+
+    def _time(self, timestep: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return e [D] and its six modulation vectors E [6, D] of a timestep, fp32, cached for
+        equal weights."""
+        key = timestep, weights_key()
+        known = self._times.get(key)
+        if known is None:
+            time_BD, time_B6D = embed_time(
+                [timestep],
+                self.config.freq_dim,
+                self.time_embedding,
+                self.time_projection,
+                self.device,
+            )
+            while len(self._times) >= _KEPT_TIMESTEPS:
+                self._times.popitem(last=False)
+            known = self._times[key] = (time_BD[0], time_B6D[0])
+        self._times.move_to_end(key)
+        return known
+
+
+class ImageTransformer(ChunkTransformer[Config]):
+    """This rank's part of a network whose batch entries are `ImageItem`s."""
+
+    moving_fields: ClassVar[tuple[str, ...]] = ("latents", "condition")
+
+    def channels(self, item: ImageItem) -> torch.Tensor:
+        """Return the 36 input channels: noisy latents, then mask and condition."""
+        assert item.condition is not None, "the first stage needs the condition"
+        return torch.cat((item.latents, item.condition.to(item.latents)))

@@ -1,0 +1,426 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+"""The fused pointwise ops of `fused_ops.py` as Triton kernels. Import this module only with Triton
+(`HAS_TRITON`).
+
+`fused_ops.py` defines the results. A program keeps one token in registers, so it reads and writes
+the token once. It computes in fp32 and rounds once at the end. Shifts, scales, gates and rotations
+are read in place with any broadcasting. No launch depends on data.
+`benchmarks/elementwise_kernels.py` measures the speed.
+"""
+
+# B batch entries, T tokens, D width (of this rank), C = H/2 rotary channels of a head. Kernel
+# parameters carry only Triton's own annotations, because Triton reads annotations itself.
+
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation
+
+from vllm_omni.model_executor.layers.linear.quantized_input import Input
+from vllm_omni.model_executor.layers.linear.quantized_input import quantized as rounded_rows
+from vllm_omni.model_executor.layers.quantization.fp8_kernels import FP8
+from vllm_omni.model_executor.layers.quantization.fp8_triton import narrowed
+from vllm_omni.model_executor.layers.triton_or_names import tl, triton
+from vllm_omni.model_executor.layers.triton_rows import over_largest
+
+WARPS = 4
+"""Warps per program. 8 were slower at 5120 channels, and 16 slower still."""
+GELU_WARPS = 8
+"""Warps per program for one token of an FFN, up to 13824 channels."""
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _residual_kernel(
+    x, update, gate, factor, offset, scale, shift, total, normed, token_scales,
+    tokens, gate_batch, gate_token, scale_batch, scale_token, eps,
+    D: tl.constexpr, BLOCK: tl.constexpr, PLUS_ONE: tl.constexpr,
+):  # fmt: skip
+    """total = (x + gate * update) * factor + offset; normed = LN(total) * scale + shift. Arguments
+    that are None are skipped.
+
+    If `token_scales` is given, `normed` is divided by a scale per token, which is written there.
+    """
+    row = tl.program_id(0)
+    batch, token = (row // tokens).to(tl.int64), (row % tokens).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < D
+    at = row.to(tl.int64) * D + column
+    value = tl.load(x + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    if update is not None:
+        change = tl.load(update + at, mask=inside, other=0.0, eviction_policy="evict_first").to(
+            tl.float32
+        )
+        if gate is not None:
+            change *= tl.load(
+                gate + batch * gate_batch + token * gate_token + column, mask=inside, other=0.0
+            )
+        value = (value + change).to(total.dtype.element_ty).to(tl.float32)
+        if factor is not None:
+            value *= tl.load(factor + at, mask=inside, other=0.0).to(tl.float32)
+            value += tl.load(offset + at, mask=inside, other=0.0).to(tl.float32)
+            value = value.to(total.dtype.element_ty).to(tl.float32)
+        tl.store(total + at, value.to(total.dtype.element_ty), mask=inside)
+    if normed is not None:
+        centred = tl.where(inside, value - tl.sum(value, axis=0) / D, 0.0)
+        value = centred * tl.rsqrt(tl.sum(centred * centred, axis=0) / D + eps)
+        modulation = batch * scale_batch + token * scale_token + column
+        multiplier = tl.load(scale + modulation, mask=inside, other=0.0).to(tl.float32)
+        if PLUS_ONE:
+            multiplier += 1.0
+        value = value * multiplier + tl.load(shift + modulation, mask=inside, other=0.0).to(
+            tl.float32
+        )
+        if token_scales is not None:
+            value = over_largest(value, token_scales + row)
+        tl.store(normed + at, value.to(normed.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _quantized_gelu_kernel(x, out, token_scales, D: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    at = row.to(tl.int64) * D + column
+    value = tl.load(x + at, mask=column < D, other=0.0, eviction_policy="evict_first").to(
+        tl.float32
+    )
+    value *= tl.sigmoid(1.5957691216057308 * (value + 0.044715 * value * value * value))
+    value = over_largest(value, token_scales + row)
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=column < D)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _rms_kernel(
+    x, squares, weight, cos, sin, out,
+    tokens, x_batch, x_token, squares_batch, squares_token, turn_batch, turn_token, dim, eps,
+    D: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """out = x / rms(x) * weight, with pairs of channels rotated. If `squares` is None, `x` has all
+    `dim` channels."""
+    row = tl.program_id(0)
+    batch, token = (row // tokens).to(tl.int64), (row % tokens).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < D
+    source = x + batch * x_batch + token * x_token + column
+    value = tl.load(source, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    if squares is None:
+        total = tl.sum(value * value, axis=0)
+    else:
+        total = tl.load(squares + batch * squares_batch + token * squares_token)
+    value *= tl.rsqrt(total / dim + eps) * tl.load(weight + column, mask=inside, other=0.0).to(
+        tl.float32
+    )
+    if cos is not None:
+        pair = tl.arange(0, BLOCK // 2)
+        turn = batch * turn_batch + token * turn_token + pair % C
+        cosine = tl.load(cos + turn, mask=pair < D // 2, other=0.0)
+        sine = tl.load(sin + turn, mask=pair < D // 2, other=0.0)
+        even, odd = tl.split(tl.reshape(value, (BLOCK // 2, 2)))
+        value = tl.reshape(
+            tl.join(even * cosine - odd * sine, even * sine + odd * cosine), (BLOCK,)
+        )
+    tl.store(out + row.to(tl.int64) * D + column, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _store_kernel(
+    k, squares, weight, cos, sin, v, scales, out,
+    k_token, squares_token, turn_token, v_token, out_kind, out_token, dim, eps,
+    N: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Write keys as in `_rms_kernel` to kind 0 of `out` and values to kind 1, divided by `scales`
+    per head if given.
+
+    A program holds all heads of one token: N heads of 2 C channels, padded to HEADS of 2 PAIRS.
+    """
+    token, kind = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    head, thread = tl.arange(0, HEADS)[:, None], tl.arange(0, 2 * PAIRS)[None, :]
+    column = head * 2 * C + thread
+    inside = (head < N) & (thread < 2 * C)
+    if kind == 0:
+        value = tl.load(
+            k + token * k_token + column, mask=inside, other=0.0, eviction_policy="evict_first"
+        )
+        value = value.to(tl.float32)
+        total = (
+            tl.sum(value * value) if squares is None else tl.load(squares + token * squares_token)
+        )
+        value *= tl.rsqrt(total / dim + eps) * tl.load(weight + column, mask=inside, other=0.0).to(
+            tl.float32
+        )
+        pair = tl.arange(0, PAIRS)[None, :]
+        cosine = tl.load(cos + token * turn_token + pair, mask=pair < C, other=0.0)
+        sine = tl.load(sin + token * turn_token + pair, mask=pair < C, other=0.0)
+        even, odd = tl.split(tl.reshape(value, (HEADS, PAIRS, 2)))
+        value = tl.join(even * cosine - odd * sine, even * sine + odd * cosine)
+        value = tl.reshape(value, (HEADS, 2 * PAIRS)).to(k.dtype.element_ty).to(tl.float32)
+    else:
+        value = tl.load(
+            v + token * v_token + column, mask=inside, other=0.0, eviction_policy="evict_first"
+        )
+        value = value.to(tl.float32)
+    if scales is not None:
+        value = narrowed(value, tl.load(scales + kind * N + head, mask=head < N, other=1.0))
+    target = out + kind.to(tl.int64) * out_kind + token * out_token + column
+    tl.store(target, value.to(out.dtype.element_ty), mask=inside)
+
+
+def modulated_norm(
+    x: torch.Tensor,
+    shift: torch.Tensor,
+    scale: torch.Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    quantized: bool = False,
+) -> Input:
+    """`fused_ops.modulated_norm`."""
+    return _residual(x, None, None, None, (scale, shift), eps, dtype, quantized)
+
+
+def after_self_attention(
+    x: torch.Tensor,
+    update: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+    moved: tuple[torch.Tensor, torch.Tensor] | None = None,
+    quantized: bool = False,
+) -> tuple[torch.Tensor, Input]:
+    """`fused_ops.after_self_attention`."""
+    total = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return total, _residual(
+        x,
+        update,
+        gate,
+        total,
+        (weight, bias),
+        eps,
+        weight.dtype,
+        quantized,
+        moved=moved,
+        plus_one=False,
+    )
+
+
+def after_cross_attention(
+    x: torch.Tensor,
+    update: torch.Tensor,
+    shift: torch.Tensor,
+    scale: torch.Tensor,
+    eps: float,
+    quantized: bool = False,
+) -> tuple[torch.Tensor, Input]:
+    """`fused_ops.after_cross_attention`."""
+    total = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return total, _residual(x, update, None, total, (scale, shift), eps, update.dtype, quantized)
+
+
+def after_ffn(
+    x: torch.Tensor,
+    update: torch.Tensor,
+    gate: torch.Tensor,
+    shift: torch.Tensor,
+    scale: torch.Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    quantized: bool = False,
+) -> tuple[torch.Tensor, Input]:
+    """`fused_ops.after_ffn`."""
+    total = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return total, _residual(x, update, gate, total, (scale, shift), eps, dtype, quantized)
+
+
+def gelu_to_fp8(x: torch.Tensor) -> QuantizedActivation:
+    """`fused_ops.rounded_gelu`."""
+    x = x.contiguous()
+    data = torch.empty_like(x, dtype=FP8)
+    token_scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+    width = x.shape[-1]
+    _quantized_gelu_kernel[(x[..., 0].numel(),)](
+        x, data, token_scales, D=width, BLOCK=triton.next_power_of_2(width), num_warps=GELU_WARPS
+    )
+    return rounded_rows(data, token_scales, x.dtype)
+
+
+def gated_add(x: torch.Tensor, update: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """`fused_ops.gated_add`."""
+    total = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _add_and_norm(x, update, gate, total, None, None)
+    return total
+
+
+def rms_scale(
+    x: torch.Tensor, squares: torch.Tensor | None, weight: torch.Tensor, dim: int, eps: float
+) -> torch.Tensor:
+    """`fused_ops.rms_scale`."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _rms(x, squares, weight, None, out, dim, eps)
+    return out
+
+
+def rms_rope(
+    x: torch.Tensor,
+    squares: torch.Tensor | None,
+    weight: torch.Tensor,
+    cos_TC: torch.Tensor,
+    sin_TC: torch.Tensor,
+    dim: int,
+    eps: float,
+) -> torch.Tensor:
+    """`fused_ops.rms_rope`."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _rms(x, squares, weight, (cos_TC, sin_TC), out, dim, eps)
+    return out.unflatten(-1, (-1, 2 * cos_TC.shape[-1]))
+
+
+def store_keys_values(
+    k: torch.Tensor,
+    squares: torch.Tensor | None,
+    weight: torch.Tensor,
+    cos_TC: torch.Tensor,
+    sin_TC: torch.Tensor,
+    dim: int,
+    eps: float,
+    v: torch.Tensor,
+    stored_2TNH: torch.Tensor,
+    scales_2N: torch.Tensor | None,
+) -> None:
+    """`fused_ops.store_keys_values`."""
+    heads, width = stored_2TNH.shape[2:]
+    out_kind, out_token, *of_head = stored_2TNH.stride()
+    assert of_head == [width, 1] and k.stride(-1) == v.stride(-1) == cos_TC.stride(-1) == 1
+    assert cos_TC.stride() == sin_TC.stride() and (scales_2N is None or scales_2N.is_contiguous())
+    _store_kernel[(len(k), 2)](
+        k,
+        squares,
+        weight,
+        cos_TC,
+        sin_TC,
+        v,
+        scales_2N,
+        stored_2TNH,
+        k.stride(0),
+        0 if squares is None else squares.stride(0),
+        cos_TC.stride(0),
+        v.stride(0),
+        out_kind,
+        out_token,
+        dim,
+        eps,
+        N=heads,
+        C=width // 2,
+        HEADS=triton.next_power_of_2(heads),
+        PAIRS=triton.next_power_of_2(width // 2),
+        num_warps=WARPS,
+    )
+
+
+KERNELS = (
+    modulated_norm,
+    after_self_attention,
+    after_cross_attention,
+    after_ffn,
+    gelu_to_fp8,
+    gated_add,
+    rms_scale,
+    rms_rope,
+    store_keys_values,
+)
+
+
+def _residual(
+    x: torch.Tensor,
+    update: torch.Tensor | None,
+    gate: torch.Tensor | None,
+    total: torch.Tensor | None,
+    modulation: tuple[torch.Tensor, torch.Tensor],
+    eps: float,
+    dtype: torch.dtype,
+    to_fp8: bool,
+    **others: Any,
+) -> Input:
+    """Write the sum to `total`; return its norm in `dtype` or quantized."""
+    normed = torch.empty_like(
+        x, dtype=FP8 if to_fp8 else dtype, memory_format=torch.contiguous_format
+    )
+    if not to_fp8:
+        _add_and_norm(x, update, gate, total, normed, None, modulation, eps, **others)
+        return normed
+    token_scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+    _add_and_norm(x, update, gate, total, normed, token_scales, modulation, eps, **others)
+    return rounded_rows(normed, token_scales, dtype)
+
+
+def _add_and_norm(
+    x: torch.Tensor,
+    update: torch.Tensor | None,
+    gate: torch.Tensor | None,
+    total: torch.Tensor | None,
+    normed: torch.Tensor | None,
+    token_scales: torch.Tensor | None,
+    modulation: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    eps: float = 0.0,
+    *,
+    moved: tuple[torch.Tensor, torch.Tensor] | None = None,
+    plus_one: bool = True,
+) -> None:
+    """Launch `_residual_kernel`. `modulation` holds the factor and the offset after the norm, with
+    equal strides."""
+    shape, (scale, shift) = x.shape, modulation
+    buffers = _strides(scale, shape)
+    assert buffers == _strides(shift, shape)
+    factor, offset = (None, None) if moved is None else (part.contiguous() for part in moved)
+    _residual_kernel[(x[..., 0].numel(),)](
+        x.contiguous(),
+        None if update is None else update.contiguous(),
+        gate,
+        factor,
+        offset,
+        scale,
+        shift,
+        total,
+        normed,
+        token_scales,
+        shape[-2],
+        *_strides(gate, shape),
+        *buffers,
+        eps,
+        D=shape[-1],
+        PLUS_ONE=plus_one,
+        **_block(shape[-1]),
+    )
+
+
+def _rms(
+    x: torch.Tensor,
+    squares: torch.Tensor | None,
+    weight: torch.Tensor,
+    turn: tuple[torch.Tensor, torch.Tensor] | None,
+    out: torch.Tensor,
+    dim: int,
+    eps: float,
+) -> None:
+    shape = x.shape
+    cos, sin = turn or (None, None)
+    buffers = _strides(cos, shape)
+    assert buffers == _strides(sin, shape)
+    _rms_kernel[(x[..., 0].numel(),)](
+        x, squares, weight, cos, sin, out,
+        shape[-2], *_strides(x, shape), *_strides(squares, shape), *buffers, dim, eps,
+        D=shape[-1], C=1 if cos is None else cos.shape[-1], **_block(shape[-1]),
+    )  # fmt: skip
+
+
+def _strides(tensor: torch.Tensor | None, shape: torch.Size) -> tuple[int, int]:
+    """Return the batch and token strides of `tensor`, broadcast over `shape`, [(B,) T, D]. Channels
+    are contiguous."""
+    if tensor is None:
+        return 0, 0
+    assert tensor.stride(-1) == 1 or tensor.shape[-1] == 1
+    *batch, token = tensor.expand(*shape[:-1], tensor.shape[-1]).stride()[:-1]
+    return (batch[0] if batch else 0), token
+
+
+def _block(width: int) -> dict[str, int]:
+    return {"BLOCK": triton.next_power_of_2(width), "num_warps": WARPS}

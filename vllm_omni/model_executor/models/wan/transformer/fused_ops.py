@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The transformer's fused pointwise ops between matrix products and attention, as pure functions.
+
+In eager mode, each operation moves about 100 MB at full size. Fused, each function reads its inputs
+once: with the kernels of `fused_kernels.py` for tensors on CUDA, else with torch.compile. All
+functions compute in fp32 and round once at the end.
+"""
+
+# x: the residual stream [..., T, D]; N heads, H head dim, C = H/2 rotary channels
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation
+
+from vllm_omni.model_executor.layers import fused_ops
+from vllm_omni.model_executor.layers.attention.rope import apply_rope
+from vllm_omni.model_executor.layers.kv_cache.format import store
+from vllm_omni.model_executor.layers.linear.quantized_input import Input, quantize_tokens
+
+# rounded: quantize the result to FP8 for the linear layer that takes it
+# (`rounded_input.takes_quantized`)
+
+
+def modulated_norm(
+    x: torch.Tensor,
+    shift: torch.Tensor,
+    scale: torch.Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    quantized: bool = False,
+) -> Input:
+    """Return LN(x) * (1 + scale) + shift as `dtype`. Shift and scale are fp32 and broadcast over
+    tokens."""
+    normed = functional.layer_norm(x.float(), x.shape[-1:], eps=eps) * (1 + scale) + shift
+    return quantize_tokens(normed, dtype) if quantized else normed.to(dtype)
+
+
+def after_self_attention(
+    x: torch.Tensor,
+    update: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+    moved: tuple[torch.Tensor, torch.Tensor] | None = None,
+    quantized: bool = False,
+) -> tuple[torch.Tensor, Input]:
+    """Add the gated attention; return (x, its affine LayerNorm in the dtype of `weight`).
+
+    `moved` holds a factor and an offset of the sum, shaped like `x` (the camera of LingBot World).
+    """
+    x = (x + gate * update.float()).to(x.dtype)
+    if moved is not None:
+        x = (x * moved[0] + moved[1]).to(x.dtype)
+    normed = functional.layer_norm(x.float(), x.shape[-1:], weight.float(), bias.float(), eps)
+    return x, quantize_tokens(normed, weight.dtype) if quantized else normed.to(weight.dtype)
+
+
+def after_cross_attention(
+    x: torch.Tensor,
+    update: torch.Tensor,
+    shift: torch.Tensor,
+    scale: torch.Tensor,
+    eps: float,
+    quantized: bool = False,
+) -> tuple[torch.Tensor, Input]:
+    """Add the cross-attention; return (x, its modulated LayerNorm in the dtype of `update`)."""
+    x = (x + update).to(x.dtype)
+    return x, modulated_norm(x, shift, scale, eps, update.dtype, quantized)
+
+
+def after_ffn(
+    x: torch.Tensor,
+    update: torch.Tensor,
+    gate: torch.Tensor,
+    shift: torch.Tensor,
+    scale: torch.Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    quantized: bool = False,
+) -> tuple[torch.Tensor, Input]:
+    """Return the result of `gated_add`, and the next block's `modulated_norm` of it."""
+    x = gated_add(x, update, gate)
+    return x, modulated_norm(x, shift, scale, eps, dtype, quantized)
+
+
+def rounded_gelu(x: torch.Tensor) -> QuantizedActivation:
+    """Apply the tanh approximation of GELU and quantize to FP8."""
+    return quantize_tokens(functional.gelu(x.float(), approximate="tanh"), x.dtype)
+
+
+def gated_add(x: torch.Tensor, update: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """Return x + gate * update in the dtype of the residual stream."""
+    return (x + gate * update.float()).to(x.dtype)
+
+
+def sum_of_squares(x: torch.Tensor) -> torch.Tensor:
+    """Sum squares over the channels (of this rank), fp32, keeping the last dimension."""
+    return x.float().square().sum(-1, keepdim=True)
+
+
+def rms_scale(
+    x: torch.Tensor, squares: torch.Tensor | None, weight: torch.Tensor, dim: int, eps: float
+) -> torch.Tensor:
+    """Apply RMS normalisation in the dtype of `x`.
+
+    `squares` is the sum of squares over all `dim` channels. If it is None, `x` has all channels.
+    """
+    return _scaled(x, squares, weight, dim, eps).to(x.dtype)
+
+
+def rms_rope(
+    x: torch.Tensor,
+    squares: torch.Tensor | None,
+    weight: torch.Tensor,
+    cos_TC: torch.Tensor,
+    sin_TC: torch.Tensor,
+    dim: int,
+    eps: float,
+) -> torch.Tensor:
+    """Apply `rms_scale`, split into heads [..., T, N, H] and rotate, in the dtype of `x`."""
+    heads = _scaled(x, squares, weight, dim, eps).unflatten(-1, (-1, 2 * cos_TC.shape[-1]))
+    return apply_rope(heads, cos_TC, sin_TC).to(x.dtype)
+
+
+def store_keys_values(
+    k: torch.Tensor,
+    squares: torch.Tensor | None,
+    weight: torch.Tensor,
+    cos_TC: torch.Tensor,
+    sin_TC: torch.Tensor,
+    dim: int,
+    eps: float,
+    v: torch.Tensor,
+    stored_2TNH: torch.Tensor,
+    scales_2N: torch.Tensor | None,
+) -> None:
+    """Write `rms_rope` of keys [T, D], and values [T, D], into a window's memory (`KVSlot`)."""
+    keys = rms_rope(k, squares, weight, cos_TC, sin_TC, dim, eps)
+    values = v.unflatten(-1, keys.shape[-2:])
+    store((keys, values), scales_2N, stored_2TNH)
+
+
+def _scaled(
+    x: torch.Tensor, squares: torch.Tensor | None, weight: torch.Tensor, dim: int, eps: float
+) -> torch.Tensor:
+    squares = sum_of_squares(x) if squares is None else squares
+    return x.float() * torch.rsqrt(squares / dim + eps) * weight.float()
+
+
+@dataclass(frozen=True)
+class FusedOps(fused_ops.FusedOps):
+    """The functions above: plain, compiled for static shapes, or a kernel for tensors on CUDA."""
+
+    modulated_norm: Callable[..., Any] = modulated_norm
+    after_self_attention: Callable[..., tuple[torch.Tensor, Any]] = after_self_attention
+    after_cross_attention: Callable[..., tuple[torch.Tensor, Any]] = after_cross_attention
+    after_ffn: Callable[..., tuple[torch.Tensor, Any]] = after_ffn
+    gelu_to_fp8: Callable[..., QuantizedActivation] = rounded_gelu
+    gated_add: Callable[..., torch.Tensor] = gated_add
+    sum_of_squares: Callable[..., torch.Tensor] = sum_of_squares
+    rms_scale: Callable[..., torch.Tensor] = rms_scale
+    rms_rope: Callable[..., torch.Tensor] = rms_rope
+    store_keys_values: Callable[..., None] = store_keys_values
+
+    @staticmethod
+    def kernels() -> Sequence[Callable[..., Any]]:
+        from vllm_omni.model_executor.models.wan.transformer import fused_kernels
+
+        return fused_kernels.KERNELS

@@ -1,0 +1,387 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Base of the Wan family's diffusion transformers: this rank's part of a network, and one forward
+pass of a batch.
+
+It owns parameters and their order of use on this rank (a tensor-parallel part, a pipeline stage, or
+a part of the tokens). It has no sessions, requests or schedules. A family defines the input
+channels (`WanTransformer.channels`), the modulation by time (`Block.modulate`) and additions to its
+blocks (`Block.after_self_attention`).
+
+Precision: linear layers run in the model's dtype. The residual stream (by default), modulation,
+gates, normalisation, rotation, the time MLPs and the head run in fp32.
+"""
+
+# B batch entries, L tokens of an entry, T of them on this rank, D width, N heads (of this rank
+# where sharded), H head dim, C = H/2 rotary channels, S text tokens
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+import torch
+from torch import nn
+from torch.nn import functional
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.offloader import get_offloader
+
+from vllm_omni.model_executor.device_async import to_device
+from vllm_omni.model_executor.layers.attention.attention import stack
+from vllm_omni.model_executor.layers.attention.rope import rope_tables
+from vllm_omni.model_executor.layers.collectives.head_exchange import head_exchange
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext, StageNetwork
+from vllm_omni.model_executor.layers.kv_cache.window import WindowAttention
+from vllm_omni.model_executor.layers.layer_moves import LayerMove
+from vllm_omni.model_executor.layers.linear.linear import (
+    ColumnLinear,
+    LinearPrecision,
+    RowLinear,
+    gelu_of,
+)
+from vllm_omni.model_executor.layers.linear.quantized_input import Input, takes_quantized
+from vllm_omni.model_executor.models.wan.architecture import WanConfig
+from vllm_omni.model_executor.models.wan.transformer.fused_ops import FusedOps
+from vllm_omni.model_executor.models.wan.transformer.layers import (
+    AttentionItem,
+    CrossAttention,
+    PatchEmbedding,
+    SelfAttention,
+    patchify,
+)
+
+Config = TypeVar("Config", bound=WanConfig)
+
+Update = tuple[torch.Tensor, torch.Tensor]
+"""The last term that a block adds to the residual stream: the result of its FFN [B, T, D], and its
+gate."""
+
+
+class WanItem(AttentionItem, Protocol):
+    """One batch entry of a forward pass. `rope` is (cos_TC, sin_TC) fp32 for this rank's tokens."""
+
+    @property
+    def rope(self) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+class FeedForward(nn.Sequential):
+    """Two linear layers with GELU between, fused into the first product or the second layer's
+    quantization if possible."""
+
+    def __init__(
+        self,
+        config: WanConfig,
+        parallel: ParallelContext,
+        fused_ops: FusedOps,
+        quant_config: LinearPrecision,
+        prefix: str,
+    ) -> None:
+        up = ColumnLinear(config.dim, config.ffn_dim, parallel, quant_config, f"{prefix}.0")
+        down = RowLinear(config.ffn_dim, config.dim, parallel, quant_config, f"{prefix}.2")
+        super().__init__(up, nn.GELU(approximate="tanh"), down)
+        self.fused_ops = fused_ops
+
+    def forward(self, x_BTD: Input) -> torch.Tensor:
+        up, _, down = self
+        assert isinstance(up, ColumnLinear)
+        between = (
+            self.fused_ops.gelu_to_fp8(up(x_BTD)) if takes_quantized(down) else gelu_of(up, x_BTD)
+        )
+        result: torch.Tensor = down(between)
+        return result
+
+
+class Block(nn.Module):
+    """One transformer block; `index` is its index among this stage's blocks."""
+
+    def __init__(
+        self,
+        config: WanConfig,
+        parallel: ParallelContext,
+        fused_ops: FusedOps,
+        index: int,
+        quant_config: LinearPrecision,
+        prefix: str,
+    ) -> None:
+        super().__init__()
+        dim = config.dim
+        self.index = index
+        self.eps = config.eps
+        self.fused_ops = fused_ops
+        self.modulation = nn.Parameter(torch.empty(1, 6, dim), requires_grad=False)
+        self.self_attn = SelfAttention(
+            config, parallel, fused_ops, quant_config, f"{prefix}.self_attn"
+        )
+        self.norm3 = nn.LayerNorm(dim, eps=config.eps)
+        self.cross_attn = CrossAttention(
+            config, parallel, fused_ops, quant_config, f"{prefix}.cross_attn"
+        )
+        self.ffn = FeedForward(config, parallel, fused_ops, quant_config, f"{prefix}.ffn")
+
+    def modulate(self, time: Any) -> Sequence[torch.Tensor]:
+        """Return shift, scale and gate of attention and of the FFN, each broadcastable to [B, T,
+        D].
+
+        `time` is the six modulation vectors of each timestep, fp32 [B, 6, D], in this class.
+        """
+        return (self.modulation.float() + time).unsqueeze(2).unbind(1)
+
+    def after_self_attention(
+        self,
+        x_BTD: torch.Tensor,
+        attended_BTD: torch.Tensor,
+        gate: torch.Tensor,
+        items: Sequence[Any],
+    ) -> tuple[torch.Tensor, Input]:
+        """Add the gated attention to the residual stream; return it and the input of
+        cross-attention."""
+        norm3, quantized = self.norm3, takes_quantized(self.cross_attn.q)
+        return self.fused_ops.after_self_attention(
+            x_BTD, attended_BTD, gate, norm3.weight, norm3.bias, self.eps, None, quantized
+        )
+
+    def after_cross_attention(
+        self,
+        x_BTD: torch.Tensor,
+        attended_BTD: torch.Tensor,
+        shift: torch.Tensor,
+        scale: torch.Tensor,
+        items: Sequence[Any],
+    ) -> tuple[torch.Tensor, Input]:
+        """Add cross-attention to the residual stream; return it and the input of the FFN."""
+        quantized = takes_quantized(self.ffn[0])
+        return self.fused_ops.after_cross_attention(
+            x_BTD, attended_BTD, shift, scale, self.eps, quantized
+        )
+
+    def forward(
+        self,
+        x_BTD: torch.Tensor,
+        update: Update | None,
+        items: Sequence[WanItem],
+        time: Any,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        exchange: WindowAttention,
+        write_only: bool,
+    ) -> tuple[torch.Tensor, Update | None]:
+        """Run one block. Takes and returns the residual stream and its pending update.
+
+        The next block adds the update, because one pass can then add and normalise. If
+        `write_only`, stop after K/V are written.
+        """
+        shift1, scale1, gate1, shift2, scale2, gate2 = self.modulate(time)
+        dtype, quantized, x = self.norm3.weight.dtype, takes_quantized(self.self_attn.qkv), x_BTD
+        if update is None:
+            hidden = self.fused_ops.modulated_norm(x, shift1, scale1, self.eps, dtype, quantized)
+        else:
+            x, hidden = self.fused_ops.after_ffn(
+                x, *update, shift1, scale1, self.eps, dtype, quantized
+            )
+        attended = self.self_attn(hidden, items, rope, self.index, exchange, write_only)
+        if attended is None:
+            return x, None
+        x, hidden = self.after_self_attention(x, attended, gate1, items)
+        x, hidden = self.after_cross_attention(
+            x, self.cross_attn(hidden, items, self.index), shift2, scale2, items
+        )
+        return x, (self.ffn(hidden), gate2)
+
+
+class WanTransformer(StageNetwork, Generic[Config]):
+    """This rank's part of a network without the head. Parameters are uninitialised, in torch's
+    default dtype and device.
+
+    Args:
+        config: Sizes of the network.
+        parallel: This rank. None: a single rank.
+        chains: Fused pointwise ops.
+        residual_fp32: Keep the residual stream in fp32 instead of the model's dtype.
+        quantization: vLLM's config for the blocks' linear layers, except `high_precision` and
+            `int8_weights`.
+        prefix: Name of the network in the pipeline, for quantization.
+    """
+
+    block_type: ClassVar[type[Block]] = Block
+    high_precision: ClassVar[tuple[str, ...]] = ()
+    """`fnmatch` patterns of the blocks' linear layers that are never quantized. Embeddings, time
+    and text layers, modulation and the head are torch's own layers and are never quantized either.
+    """
+    int8_weights: ClassVar[tuple[str, ...]] = ()
+    """`fnmatch` patterns of linear layers that use int8 weights and multiply in the model's dtype.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        parallel: ParallelContext | None,
+        fused_ops: FusedOps,
+        *,
+        residual_fp32: bool,
+        quantization: QuantizationConfig | None = None,
+        prefix: str = "transformer",
+    ) -> None:
+        super().__init__()
+        parallel = parallel or ParallelContext()
+        parallel.check_divisible(config.num_heads, "num_heads")
+        if not parallel.sequence_parallel:
+            parallel.check_divisible(config.ffn_dim, "ffn_dim")
+        if parallel.num_stages > config.num_layers:
+            raise ValueError(
+                f"{config.num_layers} layers can not be cut into {parallel.num_stages} "
+                "pipeline stages"
+            )
+        self.config = config
+        self.parallel = parallel
+        self.residual_fp32 = residual_fp32
+        dim = config.dim
+        if parallel.first_stage:
+            self.patch_embedding = PatchEmbedding(config)
+        self._add_context_layers()
+        self.time_embedding = nn.Sequential(
+            nn.Linear(config.freq_dim, dim), nn.SiLU(), nn.Linear(dim, dim)
+        )
+        self.time_projection = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
+        self.prefix = prefix
+        retained, int8 = (
+            [f"{prefix}.{name}" for name in names]
+            for names in (self.high_precision, self.int8_weights)
+        )
+        self.quant_config = LinearPrecision(quantization, retained, int8)
+        layers = parallel.layers(config.num_layers)
+        made = (self._block(layer, index, fused_ops) for index, layer in enumerate(layers))
+        self.blocks = nn.ModuleDict(
+            dict(zip(map(str, layers), get_offloader().wrap_modules(made), strict=True))
+        )
+
+    def _block(self, layer: int, index: int, fused_ops: FusedOps) -> Block:
+        """Build an empty block. `layer` counts in the whole network, `index` among this stage's
+        blocks."""
+        name, block = f"{self.prefix}.blocks.{layer}", self._block_type(layer)
+        return block(self.config, self.parallel, fused_ops, index, self.quant_config, name)
+
+    def _block_type(self, layer: int) -> type[Block]:
+        return self.block_type
+
+    def _add_context_layers(self) -> None:
+        """Build the layers of `embed_context`."""
+        text_dim, dim = self.config.text_dim, self.config.dim
+        self.text_embedding = nn.Sequential(
+            nn.Linear(text_dim, dim), nn.GELU(approximate="tanh"), nn.Linear(dim, dim)
+        )
+
+    def embed_context(self, text_SE: torch.Tensor) -> torch.Tensor:
+        """Project an encoder's embeddings to the input [S, D] of cross-attention keys and
+        values.
+        """
+        embedded: torch.Tensor = self.text_embedding(text_SE)
+        return embedded
+
+    @property
+    def typed_weight(self) -> torch.Tensor:
+        layer = self.time_embedding[0]
+        assert isinstance(layer, nn.Linear)
+        return layer.weight
+
+    @property
+    def num_local_layers(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def num_cache_heads(self) -> int:
+        """Heads of this rank's self-attention K/V cache."""
+        return self.config.num_heads // self.parallel.size
+
+    @property
+    def num_cross_heads(self) -> int:
+        """Heads of this rank's cross-attention K/V (all heads under sequence parallelism)."""
+        return self.config.num_heads // self.parallel.tensor_size
+
+    @property
+    def cross_kv_nbytes(self) -> int:
+        """Bytes of one prompt's `cross_attention_kv`."""
+        elements = self.num_cross_heads * self.config.head_dim * self.config.text_len
+        return 2 * self.num_local_layers * elements * self.dtype.itemsize
+
+    def num_tokens(self, latents: torch.Tensor) -> int:
+        """Return L of a [channels, F, h, w] chunk."""
+        return latents[0].numel() // (self.config.patch_size[1] * self.config.patch_size[2])
+
+    def rope(self, frames: range, size: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return this rank's rotations (cos_TC, sin_TC), fp32, of a chunk of latent `size`
+        [channels, F, h, w]."""
+        _, patch_height, patch_width = self.config.patch_size
+        cos, sin = rope_tables(
+            self.config.head_dim, frames, size[2] // patch_height, size[3] // patch_width
+        )
+        own = self.parallel.token_slice(len(cos))
+        return to_device(cos[own], self.device), to_device(sin[own], self.device)
+
+    def channels(self, item: Any) -> torch.Tensor:
+        """Return the input channels of a batch entry on the first stage, contiguous [in_channels,
+        F, h, w]."""
+        raise NotImplementedError
+
+    def cross_attention_kv(self, text_SE: torch.Tensor) -> torch.Tensor:
+        """Return K/V [layers, 2, text_len, N, H] of this stage's blocks for text embeddings.
+
+        Collective under tensor parallelism. Shorter prompts are padded with zeros that take part in
+        attention, as in the original.
+
+        Raises:
+            ValueError: The prompt is longer than text_len or has another width.
+        """
+        items, width = text_SE.shape
+        text_len, text_dim = self.config.text_len, self.config.text_dim
+        if items > text_len or width != text_dim:
+            raise ValueError(f"text must be [<= {text_len}, {text_dim}], got {items}x{width}")
+        padded = functional.pad(text_SE.to(self.device, self.dtype), (0, 0, 0, text_len - items))
+        text_SD = self.embed_context(padded)
+        return torch.stack([block.cross_attn.keys_values(text_SD) for block in self._blocks()])
+
+    def through_blocks(
+        self,
+        items: Sequence[Any],
+        hidden_BTD: torch.Tensor | None,
+        time: Any,
+        num_tokens: int,
+        *,
+        kv_only: bool = False,
+    ) -> torch.Tensor:
+        """Embed the batch on the first stage (`hidden_BTD` is None) and run this stage's blocks.
+
+        Collective under tensor and sequence parallelism.
+
+        Args:
+            rows: Batch entries with equal F, h, w.
+            hidden_BTD: Result of the previous stage.
+            time: Argument of `Block.modulate`.
+            num_tokens: L.
+            kv_only: The last stage stops after its last K/V write.
+
+        Returns:
+            [B, T, D].
+        """
+        if hidden_BTD is None:
+            own = self.parallel.token_slice(num_tokens)
+            x = self.patch_embedding(stack([patchify(self.channels(item))[own] for item in items]))
+            x = x.float() if self.residual_fp32 else x
+        else:
+            x = hidden_BTD
+        rope = (stack([item.rope[0] for item in items]), stack([item.rope[1] for item in items]))
+        exchange = WindowAttention()
+        if self.parallel.sequence_parallel:
+            exchange = head_exchange(self.parallel, items, num_tokens)
+        last = self.num_local_layers - 1
+        update = None
+        for block in self._blocks():
+            stop = kv_only and self.parallel.last_stage and block.index == last
+            x, update = block(x, update, items, time, rope, exchange, stop)
+        return x if update is None else self._blocks()[-1].fused_ops.gated_add(x, *update)
+
+    def empty_block(self, layer: int) -> Block:
+        return self._block(layer, layer, self._blocks()[0].fused_ops)
+
+    def move_layers(self, move: LayerMove) -> None:
+        super().move_layers(move)
+        for index, block in enumerate(self._blocks()):
+            block.index = index
+
+    def _blocks(self) -> list[Any]:
+        return list(self.blocks.values())

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Wan VAE, streamed, and its tiny replacement."""

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode one chunk's clean latents to video frames with one of two decoders, and return the state
+for the next chunk.
+
+A decoder that decoded the previous chunk continues from its features (`VAECache`), so that a stream
+equals the decode of the whole clip. A decoder that did not (because the other one decoded, or
+because `continuation` is `restart`, PR 3701's extension) restarts: it first decodes the newest
+latents before the chunk again and drops their frames. Frame counts therefore equal those of an
+uninterrupted stream. The accuracy of a restart depends on the decoder:
+
+- The tiny decoder depends on `REACH` latents and receives as many, so its frames equal those of an
+  uninterrupted stream.
+- Wan's decoder depends on dozens of latents and receives `RESTART_LATENTS` (one causal convolution
+  depends on two). This is an approximation, and its error fades as the stream continues. More
+  latents would be more accurate but as slow as the other decoder.
+"""
+
+# C channels, F latent frames, h, w latent cells, T video frames, H, W pixels
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from vllm_omni.model_executor.models.wan.vae.latents import LATENT_CHANNELS, VAE_SPATIAL
+from vllm_omni.model_executor.models.wan.vae.taehv import REACH
+from vllm_omni.model_executor.models.wan.vae.tiny_vae import TinyVAEDecoder
+from vllm_omni.model_executor.models.wan.vae.vae import (
+    CacheLayout,
+    Rounding,
+    StreamingWanVAE,
+    VAECache,
+    to_uint8,
+)
+from vllm_omni.outputs import RequestFailed
+from vllm_omni.tensors.saved import SavedTensors
+
+RESTART_LATENTS = 2
+_JOINED_CELLS = 4096
+"""Maximum latent cells per frame, over all streams that are decoded together. Above it the decode
+is compute-bound."""
+
+
+@dataclass(frozen=True, eq=False)
+class DecoderState:
+    """A stream's decoder state. Immutable; forks share it."""
+
+    cache: VAECache | None
+    """Features of the decoder that made the last frames. None: the next decoder restarts."""
+    newest: torch.Tensor | None = None
+    """The last latents [1, 16, F, h, w], fp32, as many as a restart needs. None: no restart can
+    happen."""
+    tiny: bool = False
+    """Whether the tiny decoder made the last frames."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors by stable name, for digests and snapshots. The names identify the
+        decoder."""
+        cache = {} if self.cache is None else self.cache.tensors()
+        named = {f"{_TINY if self.tiny else ''}{name}": tensor for name, tensor in cache.items()}
+        return named if self.newest is None else {**named, _NEWEST: self.newest}
+
+    def to(self, device: torch.device | str) -> "DecoderState":
+        cache = None if self.cache is None else self.cache.to(device)
+        return DecoderState(
+            cache, None if self.newest is None else self.newest.to(device), self.tiny
+        )
+
+
+_TINY, _NEWEST = "tiny.", "newest"
+
+
+@dataclass(frozen=True)
+class DecoderLayout:
+    """Shapes of a stream's `DecoderState` on this rank."""
+
+    height: int
+    """Pixels."""
+    width: int
+    """Pixels."""
+    main: CacheLayout | None
+    """Cache of Wan's decoder. None: it has no cache here."""
+    tiny: CacheLayout | None
+    """Cache of the tiny decoder. None: it has no cache, or is not loaded."""
+
+    def restore(
+        self, saved: SavedTensors, device: torch.device | str, num_latents: int
+    ) -> DecoderState:
+        """Restore the state that was saved after `num_latents` latent frames, possibly by a server
+        with other decoders.
+
+        Raises:
+            RequestFailed: `invalid_snapshot` with the name of a tensor that is missing or has
+                another shape or dtype.
+        """
+        newest = None
+        shape = saved.shape(_NEWEST)
+        if shape is not None:
+            retained = shape[2] if len(shape) == 5 else 0
+            if not 0 < retained <= min(REACH, num_latents):
+                raise RequestFailed(
+                    "invalid_snapshot", f"the snapshot's tensor decoder.{_NEWEST} is {shape}"
+                )
+            cells = (self.height // VAE_SPATIAL, self.width // VAE_SPATIAL)
+            newest = saved.take_tensor(
+                _NEWEST, device, torch.float32, (1, LATENT_CHANNELS, retained, *cells)
+            )
+        if saved.names(_TINY):
+            if self.tiny is not None:
+                return DecoderState(self.tiny.restore(saved.under(_TINY), device), newest, True)
+            if newest is not None and self.main is not None:
+                saved.skip_prefix(_TINY)  # no decoder of this server continues from it
+                return DecoderState(None, newest)
+        if self.main is not None:
+            return DecoderState(self.main.restore(saved, device), newest)
+        if newest is None:
+            raise RequestFailed(
+                "invalid_snapshot", f"the snapshot lacks the tensor decoder.{_NEWEST}"
+            )
+        return DecoderState(None, newest)
+
+
+class ChunkDecoder:
+    """Decodes chunks of any session, without holding session state.
+
+    Args:
+        main: Decodes all chunks that are not requested from `tiny`. It must have its decoder.
+        tiny: The tiny decoder, if loaded.
+        rounding: Rounding of pixels to uint8.
+        continuation: How `main` continues a stream; see the module docstring.
+        largest_cells: Latent cells per frame of the largest stream. Streams are decoded together up
+            to this size, or up to as many of these as fit `_JOINED_CELLS`. Warm-up measures the
+            memory of both.
+    """
+
+    def __init__(
+        self,
+        main: StreamingWanVAE | TinyVAEDecoder,
+        tiny: TinyVAEDecoder | None = None,
+        *,
+        rounding: Rounding = "round",
+        continuation: Literal["cache", "restart"] = "cache",
+        largest_cells: int = _JOINED_CELLS,
+    ) -> None:
+        self.main = main
+        self._joined_cells = min(
+            _JOINED_CELLS, largest_cells * max(1, _JOINED_CELLS // largest_cells)
+        )
+        self.tiny = tiny
+        self._rounding = rounding
+        self._restarts = continuation == "restart"
+        self._num_retained = max(
+            RESTART_LATENTS if self._restarts else 0, REACH if tiny is not None else 0
+        )
+
+    def can_be_tiny(self, before: DecoderState | None) -> bool:
+        """Return whether the tiny decoder can decode the next chunk: it needs the latents for a
+        restart."""
+        return self.tiny is not None and (
+            before is None or before.tiny or before.newest is not None
+        )
+
+    def decode(
+        self, latents_1CFhw: torch.Tensor, before: DecoderState | None, *, tiny: bool = False
+    ) -> tuple[torch.Tensor, DecoderState]:
+        """Decode the next latents of a stream.
+
+        Args:
+            latents_1CFhw: Clean latents.
+            before: State after the previous chunk. None: the stream starts.
+            tiny: Use the tiny decoder; requires `can_be_tiny`.
+
+        Returns:
+            Pixels [1, 3, T, H, W] with T = 4 F (4 F - 3 at the start of a stream), and the new
+            state. If ranks decode bands of rows, `main` returns this rank's band, and the tiny
+            decoder whole frames.
+        """
+        decoder = self.main
+        if tiny:
+            assert self.tiny is not None and self.can_be_tiny(before)
+            decoder = self.tiny
+        cache = newest = None
+        if before is not None:
+            cache, newest = before.cache if before.tiny == tiny else None, before.newest
+        if cache is None and newest is not None:
+            again = newest[:, :, -(REACH if tiny else RESTART_LATENTS) :]
+            # parts are no larger than chunks, so that no more memory is needed
+            for part in again.split(latents_1CFhw.shape[2], dim=2):
+                _, cache = decoder.decode(part, cache)
+        pixels, cache = decoder.decode(latents_1CFhw, cache)
+        if self._restarts and not tiny:
+            cache = None
+        return pixels, DecoderState(cache, self._newest(newest, latents_1CFhw), tiny)
+
+    def decode_frames(
+        self,
+        latents_CFhw: torch.Tensor,
+        size: tuple[int, int],
+        before: DecoderState | None,
+        *,
+        tiny: bool = False,
+    ) -> tuple[torch.Tensor | None, DecoderState]:
+        """Return `decode` as uint8 frames [T, H, W, 3]; None on ranks other than the first if ranks
+        decode bands."""
+        pixels, state = self.decode(latents_CFhw.unsqueeze(0), before, tiny=tiny)
+        frames = to_uint8(pixels, self._rounding)
+        if tiny or not isinstance(self.main, StreamingWanVAE) or self.main.bands is None:
+            return frames, state
+        return self.main.bands.join_frames(frames), state
+
+    def decode_frames_together(
+        self, latents_CFhw: Sequence[torch.Tensor], before: Sequence[DecoderState]
+    ) -> list[tuple[torch.Tensor, DecoderState]]:
+        """Return `decode_together` as uint8 frames [T, H, W, 3]."""
+        decoded = self.decode_together([latents.unsqueeze(0) for latents in latents_CFhw], before)
+        return [(to_uint8(pixels, self._rounding), state) for pixels, state in decoded]
+
+    def most_streams(self, before: DecoderState | None, latents_CFhw: torch.Tensor) -> int:
+        """Return how many chunks like this one can be decoded together (`decode_together`); 1:
+        separately."""
+        if (
+            before is None
+            or before.cache is None
+            or before.tiny
+            or not isinstance(self.main, StreamingWanVAE)
+        ):
+            return 1
+        cells = latents_CFhw.shape[2] * latents_CFhw.shape[3]
+        return max(1, self._joined_cells // cells) if self.main.takes_streams else 1
+
+    def decode_together(
+        self, latents_1CFhw: Sequence[torch.Tensor], before: Sequence[DecoderState]
+    ) -> list[tuple[torch.Tensor, DecoderState]]:
+        """Decode chunks of several streams with `main` in one pass (`most_streams`), equal to
+        `decode` within rounding."""
+        cache = VAECache.joined([state.cache for state in before if state.cache is not None])
+        pixels_B3THW, cache = self.main.decode(torch.cat(list(latents_1CFhw)), cache)
+        return [
+            (pixels, DecoderState(own, self._newest(state.newest, latents)))
+            for pixels, own, state, latents in zip(
+                pixels_B3THW.split(1), cache.of_streams(), before, latents_1CFhw, strict=True
+            )
+        ]
+
+    def _newest(
+        self, before_1CFhw: torch.Tensor | None, latents_1CFhw: torch.Tensor
+    ) -> torch.Tensor | None:
+        if self._num_retained == 0:
+            return None
+        both = (
+            latents_1CFhw
+            if before_1CFhw is None
+            else torch.cat((before_1CFhw, latents_1CFhw), dim=2)
+        )
+        return both[:, :, -self._num_retained :].float().clone()
+
+    def state_layout(self, height: int, width: int) -> DecoderLayout:
+        """Return the layout of the state of a stream of `height` x `width` pixels, without running
+        anything."""
+        return DecoderLayout(
+            height,
+            width,
+            None if self._restarts else self.main.decoder_cache_layout(height, width),
+            None if self.tiny is None else self.tiny.decoder_cache_layout(height, width),
+        )
+
+    def state_nbytes(self, height: int, width: int) -> int:
+        """Return the maximum bytes of the state of a stream of `height` x `width` pixels, without
+        running anything."""
+        caches = [] if self._restarts else [self.main.decoder_cache_nbytes(height, width)]
+        caches += [] if self.tiny is None else [self.tiny.decoder_cache_nbytes(height, width)]
+        cells = (height // VAE_SPATIAL) * (width // VAE_SPATIAL)
+        return max(caches, default=0) + 4 * LATENT_CHANNELS * self._num_retained * cells

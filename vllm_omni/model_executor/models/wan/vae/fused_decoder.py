@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Wan decoder for GPUs with few passes over memory: convolutions, and one kernel before each of
+them.
+
+It is built from `fused_layers.py`, as is the encoder. It decodes one latent frame at a time, so a
+stream cut at any point is bitwise equal to one call over the whole clip. `fused_decoder` decides
+where it is used.
+"""
+
+# B streams, T frames, N = B T, H rows, W columns, R rows with edges, C channels; activations are
+# [N, H, W, C] in memory
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d
+from torch import nn
+from torch.nn import functional
+
+from vllm_omni.model_executor.models.wan.vae.decoder_graphs import DecoderGraphs
+from vllm_omni.model_executor.models.wan.vae.fused_layers import (
+    FramesPass,
+    FusedLayers,
+    Passes,
+    convolved,
+    fastest_passes,
+    rows_last,
+    zero_features,
+)
+from vllm_omni.model_executor.models.wan.vae.split_decode import RowBands
+from vllm_omni.model_executor.models.wan.vae.stacked_frames import (
+    Activation,
+    Layout,
+    subpixel,
+    sum_of_taps,
+    taps_as_channels,
+)
+from vllm_omni.model_executor.models.wan.vae_layers import StreamedUpsample, folded
+
+
+def fused_decoder(
+    decoder: Any, bands: RowBands | None, *, cuda_graphs: bool = False
+) -> "FusedDecoder | None":
+    """Return the fused form of a built `WanDecoder3d`, or None if `fastest_passes` has none.
+
+    Args:
+        decoder: diffusers' decoder.
+        bands: Bands passed to `split_decoder`, if it was called.
+        cuda_graphs: Replay latent frames as CUDA graphs.
+    """
+    passes = fastest_passes(decoder.conv_in.weight)
+    if passes is None:
+        return None
+    return FusedDecoder(decoder, bands, passes, DecoderGraphs() if cuda_graphs else None)
+
+
+class FusedDecoder(FusedLayers):
+    """Decodes latent frames with the layers of a `WanDecoder3d` and its weights in the layout of
+    its convolutions.
+
+    `graphs` is None if latent frames are launched eagerly.
+    """
+
+    def __init__(
+        self,
+        decoder: Any,
+        bands: RowBands | None,
+        passes: Passes,
+        graphs: DecoderGraphs | None = None,
+    ) -> None:
+        super().__init__(decoder, _frames_of_levels(decoder), bands, passes)
+        self.decoder, self.graphs = decoder, graphs
+
+    def __call__(
+        self, x_BCTHW: torch.Tensor, features: list[Any] | None, shapes: tuple[tuple[int, ...], ...]
+    ) -> tuple[torch.Tensor, list[Any]]:
+        """Decode one latent frame of several streams.
+
+        Args:
+            x_BCTHW: Latents, T = 1.
+            features: Feature cache of the streams, replaced in place. None: the streams start.
+            shapes: Shapes of one stream's features.
+
+        Returns:
+            Frames [B, 3, T, H, W] with T = 4 (1 at the start), and the features. The features are
+            valid until the next decode of other streams (`kept`).
+        """
+        self.derive()
+        first = features is None
+        if features is None:
+            features = zero_features(x_BCTHW, shapes)
+        latent_height = None if self.bands is None else self.bands.latent_height
+        if self.graphs is not None and self.graphs.serve(features, latent_height):
+            return self.graphs(
+                x_BCTHW, features, partial(self._decode_in_place, first=first), first=first
+            )
+        return _LatentPass(self, features, len(x_BCTHW), first).decode(x_BCTHW), features
+
+    def kept(self, features: list[Any]) -> list[Any]:
+        """Return features that decodes of other streams do not overwrite."""
+        return features if self.graphs is None else self.graphs.pool(features)
+
+    def _decode_in_place(
+        self, x_BCTHW: torch.Tensor, features: list[torch.Tensor], *, first: bool
+    ) -> torch.Tensor:
+        return _LatentPass(self, features, len(x_BCTHW), first, in_place=True).decode(x_BCTHW)
+
+    def clear_derived(self) -> None:
+        super().clear_derived()
+        if self.graphs is not None:
+            self.graphs.clear_graphs()
+
+
+def _frames_of_levels(decoder: Any) -> Iterator[tuple[nn.Module, int]]:
+    """Yield each level's blocks, with the number of frames there per later latent frame."""
+    frames = 1
+    for level in decoder.up_blocks:
+        yield level.resnets, frames
+        if level.upsamplers is not None and level.upsamplers[0].mode == "upsample3d":
+            frames *= 2
+
+
+class _LatentPass(FramesPass):
+    """The decode of one latent frame; `first` if it is the first of its stream."""
+
+    def __init__(
+        self,
+        whole: FusedDecoder,
+        features: list[Any],
+        streams: int,
+        first: bool,
+        *,
+        in_place: bool = False,
+    ) -> None:
+        super().__init__(whole, features, streams, first=first, in_place=in_place)
+        self.whole = whole
+
+    def decode(self, x_BCTHW: torch.Tensor) -> torch.Tensor:
+        decoder = self.whole.decoder
+        at, _ = self.convolve(decoder.conv_in, Activation(rows_last(x_BCTHW)))
+        at = self.middle(decoder.mid_block, at)
+        for level in decoder.up_blocks:
+            for block in level.resnets:
+                at = self.residual(block, at)
+            if level.upsamplers is not None:
+                at = self._upsample(level.upsamplers[0], at)
+        return self._pixels(at)
+
+    def _upsample(self, layer: StreamedUpsample, at: Activation) -> Activation:
+        x = (
+            self._doubled(layer.time_conv, at)
+            if layer.mode == "upsample3d"
+            else self.whole.passes.add_up(at)
+        )
+        convolution: Any = layer.resample[1]
+        bands, rows = self.whole.bands, 1
+        if bands is not None:
+            x = bands.with_neighbours(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+            rows = 0
+        cells = convolved(x, self.whole.derived(convolution, subpixel), (rows, 1))
+        return Activation(cells, convolution.bias, shuffled=True)
+
+    def _doubled(self, layer: WanCausalConv3d, at: Activation) -> torch.Tensor:
+        """Double the frames, except for a stream's first latent, for which the layer's zero
+        features stay unchanged."""
+        if self.first:
+            self.index += 1
+            return self.whole.passes.add_up(at)
+        frames, _ = self.stacked(layer, at, self.whole.layout(layer))
+        pairs = functional.linear(frames, folded(layer.weight).flatten(1), layer.bias)
+        return pairs.unflatten(-1, (2, -1)).movedim(-2, 1).flatten(0, 1).contiguous()
+
+    def _pixels(self, at: Activation) -> torch.Tensor:
+        """Apply the last convolution. It has so few output channels that its three taps are
+        computed side by side and then added."""
+        decoder = self.whole.decoder
+        layer = decoder.conv_out
+        frames, _ = self.stacked(layer, at, Layout.IN_TURN, gamma=decoder.norm_out.gamma.flatten())
+        rows = 0 if self.whole.bands is not None else 1
+        of_taps = convolved(frames, self.whole.derived(layer, taps_as_channels), (rows, 1))
+        pixels_BTHWO = sum_of_taps(of_taps.unflatten(0, (self.streams, -1)), layer.bias)
+        return pixels_BTHWO.permute(0, 4, 1, 2, 3)

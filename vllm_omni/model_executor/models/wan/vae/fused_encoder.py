@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Wan encoder for GPUs with few passes over memory, the counterpart of `fused_decoder.py`.
+
+It is built from `fused_layers.py`. It encodes one latent frame at a time, so a stream cut at any
+point is bitwise equal to one call over the whole clip. `fused_encoder` decides where it is used.
+"""
+
+# B streams, T frames, C channels, H rows, W columns
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanResample, WanResidualBlock
+from torch import nn
+
+from vllm_omni.model_executor.models.wan.vae.fused_layers import (
+    FramesPass,
+    FusedLayers,
+    Passes,
+    by_streams,
+    fastest_passes,
+    rows_last,
+    zero_features,
+)
+from vllm_omni.model_executor.models.wan.vae.stacked_frames import Activation
+
+
+def fused_encoder(encoder: Any) -> "FusedEncoder | None":
+    """Return the fused form of a built `WanEncoder3d`, or None if `fastest_passes` has none."""
+    passes = fastest_passes(encoder.conv_in.weight)
+    return None if passes is None else FusedEncoder(encoder, passes)
+
+
+class FusedEncoder(FusedLayers):
+    """Encodes frames with the layers of a `WanEncoder3d` and its weights in the layout of its
+    convolutions."""
+
+    def __init__(self, encoder: Any, passes: Passes) -> None:
+        super().__init__(encoder, _frames_of_blocks(encoder), None, passes)
+        self.encoder = encoder
+
+    def __call__(
+        self, x_BCTHW: torch.Tensor, features: list[Any] | None, shapes: tuple[tuple[int, ...], ...]
+    ) -> tuple[torch.Tensor, list[Any]]:
+        """Encode the video frames of one latent frame of several streams.
+
+        Args:
+            x_BCTHW: Frames, T = 4 (1 at the start).
+            features: Feature cache of the streams, replaced in place. None: the streams start.
+            shapes: Shapes of one stream's features.
+
+        Returns:
+            Moments [B, 32, 1, H/8, W/8], and the features.
+        """
+        first = features is None
+        if features is None:
+            features = zero_features(x_BCTHW, shapes)
+        return _LatentPass(self, features, len(x_BCTHW), first).encode(x_BCTHW), features
+
+
+def _frames_of_blocks(encoder: Any) -> Iterator[tuple[nn.Module, int]]:
+    """Yield each residual block, with the number of frames there per later latent frame."""
+    frames = 2 ** sum(
+        isinstance(layer, WanResample) and layer.mode == "downsample3d"
+        for layer in encoder.down_blocks
+    )
+    for layer in encoder.down_blocks:
+        if isinstance(layer, WanResidualBlock):
+            yield layer, frames
+        elif layer.mode == "downsample3d":
+            frames //= 2
+
+
+class _LatentPass(FramesPass):
+    """The encode of the frames of one latent frame; `first` if they start their stream."""
+
+    def __init__(self, whole: FusedEncoder, features: list[Any], streams: int, first: bool) -> None:
+        super().__init__(whole, features, streams, first=first)
+        self.whole = whole
+
+    def encode(self, x_BCTHW: torch.Tensor) -> torch.Tensor:
+        encoder = self.whole.encoder
+        at, _ = self.convolve(encoder.conv_in, Activation(rows_last(x_BCTHW)))
+        for layer in encoder.down_blocks:
+            at = (
+                self.residual(layer, at)
+                if isinstance(layer, WanResidualBlock)
+                else self._downsample(layer, at)
+            )
+        at = self.middle(encoder.mid_block, at)
+        at, _ = self.convolve(encoder.conv_out, at, gamma=encoder.norm_out.gamma.flatten())
+        return by_streams(self.whole.passes.add_up(at), self.streams)
+
+    def _downsample(self, layer: WanResample, at: Activation) -> Activation:
+        """Use the original layers: the cells of their convolutions do not overlap, so they move
+        little memory."""
+        x_NCHW = self.whole.passes.add_up(at).permute(0, 3, 1, 2)
+        x_NHWC = layer.resample(x_NCHW).permute(0, 2, 3, 1)
+        if layer.mode == "downsample3d":
+            x_BCTHW = by_streams(x_NHWC, self.streams)
+            past_BCTHW = self.features[self.index]
+            self.store_feature(x_BCTHW[:, :, -1:].clone(memory_format=torch.channels_last_3d))
+            if not self.first:  # a stream's first frame is a complete latent frame
+                x_BCTHW = layer.time_conv(torch.cat((past_BCTHW, x_BCTHW), dim=2))
+            return Activation(rows_last(x_BCTHW))
+        return Activation(x_NHWC.contiguous())

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shared parts of the fused Wan encoder and decoder: convolutions in the layout of 2-D kernels, and
+one pass before each.
+
+The sums are those of diffusers' layers in another order (see `stacked_frames.py`), with the same
+parameters and the same feature cache. A stream can therefore switch between this form and the plain
+network. Nothing is compiled.
+"""
+
+# B streams, T frames, N = B T, H rows, W columns, R rows with edges, C channels; activations are
+# [N, H, W, C] in memory
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_wan import (
+    WanAttentionBlock,
+    WanCausalConv3d,
+    WanResidualBlock,
+)
+from torch import nn
+from torch.nn import functional
+from vllm.triton_utils import HAS_TRITON
+
+from vllm_omni.model_executor.models.wan.vae.split_decode import RowBands
+from vllm_omni.model_executor.models.wan.vae.stacked_frames import (
+    Activation,
+    Layout,
+    StackFrames,
+)
+from vllm_omni.model_executor.models.wan.vae.winograd import OF_FRAMES
+from vllm_omni.model_executor.models.wan.vae_layers import fold_memory
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The two passes between convolutions, from `stack_kernels.py` or from its reference
+    `stacked_frames.py`."""
+
+    stack_frames: StackFrames
+    """See `StackFrames`."""
+    add_up: Callable[[Activation], torch.Tensor]
+    """Returns the sum of an `Activation`."""
+
+
+def fastest_passes(weight: torch.Tensor) -> Passes | None:
+    """Return the kernels for a network with such weights; None on CPUs, on old GPUs, in fp32 and
+    without Triton."""
+    if not (HAS_TRITON and weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16)):
+        return None
+    if torch.version.cuda is not None and torch.cuda.get_device_capability(weight.device) < (8, 0):
+        return None
+    from vllm_omni.model_executor.models.wan.vae import stack_kernels
+
+    return Passes(stack_kernels.stack_frames, stack_kernels.add_up)
+
+
+class FusedLayers:
+    """A network's convolutions over three frames, as 2-D convolutions where these are faster.
+
+    Derived weights are cached; call `forget` after weights are loaded.
+
+    Args:
+        network: The encoder or decoder.
+        frames: Parts of the network, with the number of frames per later latent frame at their
+            convolutions. Convolutions over a number in `OF_FRAMES` combine frames (Winograd). All
+            others stay 3-D, because cuDNN is faster there: the frames are small or have few
+            channels.
+        bands: This rank's band, if ranks decode together.
+        passes: The two passes between convolutions.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        frames: Iterable[tuple[nn.Module, int]],
+        bands: RowBands | None,
+        passes: Passes,
+    ) -> None:
+        self.bands, self.passes = bands, passes
+        self._combining = {
+            layer: OF_FRAMES[count]
+            for part, count in frames
+            for layer in part.modules()
+            if count in OF_FRAMES
+            and isinstance(layer, WanCausalConv3d)
+            and layer.kernel_size == (3, 3, 3)
+        }
+        self._derived: dict[nn.Module, torch.Tensor] = {}
+        for layer in network.modules():
+            if isinstance(layer, WanCausalConv3d) and self.layout(layer) is Layout.SIDE_BY_SIDE:
+                layer.weight.data = fold_memory(layer.weight.data)
+
+    def layout(self, layer: WanCausalConv3d) -> Layout:
+        """Return the input layout of `layer` after a stream's first frame."""
+        if layer in self._combining:
+            return Layout.COMBINED
+        return Layout.IN_TURN if layer.kernel_size == (3, 3, 3) else Layout.SIDE_BY_SIDE
+
+    def convolve(
+        self, layer: WanCausalConv3d, frames: torch.Tensor, layout: Layout, streams: int
+    ) -> Activation:
+        """Apply `layer` to `Stacked.frames` in `layout`, which is the layer's or `ALONE`."""
+        rows = 0 if self.bands is not None else 1
+        if layout is Layout.COMBINED:
+            x = convolved_each(
+                frames, self.derived(layer, self._combining[layer].transformed), (rows, 1)
+            )
+            return Activation(x, layer.bias, products=True)
+        if layout is Layout.ALONE:
+            last = layer.weight[:, :, -1].contiguous(memory_format=torch.channels_last)
+            return Activation(convolved(frames, last, (rows, 1)), layer.bias)
+        x_BCTHW = functional.conv3d(by_streams(frames, streams), layer.weight, padding=(0, rows, 1))
+        return Activation(rows_last(x_BCTHW), layer.bias)
+
+    def derived(
+        self, layer: nn.Module, form: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """Return `form` of the layer's weight, cached."""
+        if layer not in self._derived:
+            weight: Any = layer.weight
+            self._derived[layer] = form(weight)
+            if weight.is_cuda:
+                # the next decode may run on another CUDA stream
+                torch.cuda.current_stream(weight.device).synchronize()
+        return self._derived[layer]
+
+    def derive(self) -> None:
+        """Compute the weights of combined frames now, because a graph capture must find them."""
+        for layer, winograd in self._combining.items():
+            self.derived(layer, winograd.transformed)
+
+    def clear_derived(self) -> None:
+        self._derived.clear()
+
+
+class FramesPass:
+    """The pass of several streams' frames through a network.
+
+    Args:
+        layers: The network.
+        features: Feature cache, replaced in the list.
+        streams: Number of streams.
+        first: These are the streams' first frames.
+        in_place: Overwrite the tensors of the features.
+    """
+
+    def __init__(
+        self,
+        layers: FusedLayers,
+        features: list[Any],
+        streams: int,
+        *,
+        first: bool,
+        in_place: bool = False,
+    ) -> None:
+        self.layers, self.features, self.streams, self.first, self.in_place = (
+            layers,
+            features,
+            streams,
+            first,
+            in_place,
+        )
+        self.index = 0
+        """Index of the next layer's feature."""
+
+    def stacked(
+        self,
+        layer: WanCausalConv3d,
+        at: Activation,
+        layout: Layout,
+        *,
+        want_sum: bool = False,
+        **more: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the input of `layer` and the sum; replaces the layer's feature."""
+        bands = self.layers.bands if layer.kernel_size[1] > 1 else None
+        past_BCTHW = self.features[self.index]
+        stacked = self.layers.passes.stack_frames(
+            at,
+            past_BCTHW.permute(0, 2, 3, 4, 1).contiguous(),
+            layout=layout,
+            edge_rows=0 if bands is None else 1,
+            want_sum=want_sum,
+            **more,
+        )
+        if bands is not None:
+            bands.fill_edges(stacked.frames.flatten(0, -4))
+        self.store_feature(stacked.newest.permute(0, 4, 1, 2, 3))
+        return stacked.frames, stacked.total
+
+    def store_feature(self, newest_BCTHW: torch.Tensor) -> None:
+        """Replace the next feature."""
+        if self.in_place:
+            self.features[self.index].copy_(newest_BCTHW)
+        else:
+            self.features[self.index] = newest_BCTHW
+        self.index += 1
+
+    def convolve(
+        self, layer: WanCausalConv3d, at: Activation, *, want_sum: bool = False, **more: Any
+    ) -> tuple[Activation, torch.Tensor | None]:
+        """Apply `layer` after its pass; return the result and the sum."""
+        layout = Layout.ALONE if self.first else self.layers.layout(layer)
+        frames, total = self.stacked(layer, at, layout, want_sum=want_sum, **more)
+        return self.layers.convolve(layer, frames, layout, self.streams), total
+
+    def residual(self, block: WanResidualBlock, at: Activation) -> Activation:
+        at, total = self.convolve(block.conv1, at, gamma=block.norm1.gamma.flatten(), want_sum=True)
+        assert total is not None
+        at, _ = self.convolve(block.conv2, at, gamma=block.norm2.gamma.flatten())
+        if isinstance(block.conv_shortcut, WanCausalConv3d):
+            shortcut = block.conv_shortcut
+            total = functional.linear(total, shortcut.weight.flatten(1), shortcut.bias)
+        return replace(at, residual=total)
+
+    def middle(self, mid_block: Any, at: Activation) -> Activation:
+        """Run the middle block of diffusers' encoder or decoder."""
+        at = self.residual(mid_block.resnets[0], at)
+        for attention, block in zip(mid_block.attentions, mid_block.resnets[1:], strict=True):
+            at = self.residual(block, self._attention(attention, at))
+        return at
+
+    def _attention(self, layer: WanAttentionBlock, at: Activation) -> Activation:
+        x_BCTHW = by_streams(self.layers.passes.add_up(at), self.streams)
+        return Activation(rows_last(layer(x_BCTHW)))
+
+
+def convolved(x_NRWC: torch.Tensor, weight: torch.Tensor, padding: tuple[int, int]) -> torch.Tensor:
+    out = functional.conv2d(x_NRWC.permute(0, 3, 1, 2), weight, padding=padding)
+    return out.permute(0, 2, 3, 1).contiguous()
+
+
+def convolved_each(
+    x_JBRWC: torch.Tensor, weight_JOCHW: torch.Tensor, padding: tuple[int, int]
+) -> torch.Tensor:
+    """Convolve [J, B, R, W, C], each J with its own weight, into one tensor [J, B, H, W, O]."""
+    streams, rows, width = x_JBRWC.shape[1:4]
+    shape = (
+        len(x_JBRWC),
+        streams,
+        rows + 2 * padding[0] - 2,
+        width + 2 * padding[1] - 2,
+        weight_JOCHW.shape[1],
+    )
+    out_JBHWO = x_JBRWC.new_empty(shape)
+    for x_BRWC, weight, out_BHWO in zip(x_JBRWC, weight_JOCHW, out_JBHWO, strict=True):
+        x, out = x_BRWC.permute(0, 3, 1, 2), out_BHWO.permute(0, 3, 1, 2)
+        if x.is_cuda and torch.version.cuda is not None:
+            cudnn = torch.backends.cudnn
+            flags = (cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32)
+            torch.cudnn_convolution(x, weight, padding, (1, 1), (1, 1), 1, *flags, out=out)
+        else:
+            out.copy_(functional.conv2d(x, weight, padding=padding))
+    return out_JBHWO
+
+
+def rows_last(x_BCTHW: torch.Tensor) -> torch.Tensor:
+    """Reshape [B, C, T, H, W] to [B T, H, W, C], contiguous."""
+    return x_BCTHW.permute(0, 2, 3, 4, 1).flatten(0, 1).contiguous()
+
+
+def by_streams(x_NHWC: torch.Tensor, streams: int) -> torch.Tensor:
+    """View [B T, H, W, C] as [B, C, T, H, W]."""
+    return x_NHWC.unflatten(0, (streams, -1)).permute(0, 4, 1, 2, 3)
+
+
+def zero_features(x_BCTHW: torch.Tensor, shapes: Iterable[tuple[int, ...]]) -> list[Any]:
+    """Return zero features for the start of streams, each [B, C, 1 or 2, h, w] channels-last, from
+    one stream's `shapes`."""
+    of_each = (x_BCTHW.new_zeros(len(x_BCTHW), *shape[2:], shape[1]) for shape in shapes)
+    return [zeros.permute(0, 4, 1, 2, 3) for zeros in of_each]

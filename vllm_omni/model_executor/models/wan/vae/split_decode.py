@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parallel VAE decode: several ranks share a Wan decoder, and each decodes a band of rows of every
+frame.
+
+The decoder consists of 3x3(x3) convolutions, nearest upsampling, norms per position, and one
+attention over each frame in the middle. A band therefore needs a halo exchange of one row before
+each spatial convolution, and an all-gather of keys and values at the attention. Everything else is
+local. At the upper and lower edge of the frame, a row of zeros replaces the halo, as in the padding
+of the whole decoder. The sums are the same; only kernels may order them differently.
+
+`split_decoder` replaces these layers of a built decoder by ones with the same parameter names. The
+feature cache of a stream then holds only the band's rows. Every rank receives whole latents; frames
+are gathered where they are needed. Everything here is collective over `RowBands.group`: its ranks
+must decode the same chunks of the same streams in the same order, or they deadlock. `ChunkEnd` and
+`VAEStage` ensure that.
+"""
+
+# B batch, C channels, T frames, H rows, W columns, R rows of this band
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanAttentionBlock, WanCausalConv3d
+from torch import nn
+from torch.nn import functional
+
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext, split_evenly
+from vllm_omni.model_executor.layers.cuda_graphs import (
+    between_graphs,
+    persistent_buffer,
+    persistent_copy,
+)
+from vllm_omni.model_executor.models.wan.vae_layers import replace_layers
+from vllm_omni.outputs import RequestFailed, empty_result
+
+_all_gather = (
+    dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+)
+"""One operation under two names: the one of torch 2.13, and that of earlier releases. Dynamo
+supports both."""
+
+
+class RowBands:
+    """This rank's band, and the exchanges between bands. Bands differ by at most one latent row;
+    longer ones come first.
+
+    Args:
+        rank: This rank.
+        size: Number of ranks.
+        group: Process group used for decodes only. They may run on a CUDA stream concurrently with
+            denoise steps, and collectives of both on one group would wait for each other.
+    """
+
+    def __init__(self, rank: int, size: int, group: dist.ProcessGroup) -> None:
+        self.rank = rank
+        self.size = size
+        self.group = group
+        self.latent_height = 0
+        """Latent height of the stream that is being decoded."""
+
+    @classmethod
+    def of_parallel(cls, parallel: ParallelContext) -> "RowBands | None":
+        """Return this rank's band, or None if one rank decodes alone."""
+        if parallel.decode_group is None:
+            return None
+        return cls(parallel.rank, parallel.size, parallel.decode_group)
+
+    def rows(self, latent_height: int) -> range:
+        """Return this rank's latent rows.
+
+        Raises:
+            RequestFailed: There are fewer rows than ranks.
+        """
+        if latent_height < self.size:
+            raise RequestFailed(
+                "unsupported_size",
+                f"{self.size} ranks share the VAE's decode by rows of 8 pixels: height must be "
+                "at least "
+                f"{8 * self.size}, got {8 * latent_height}",
+            )
+        lengths = split_evenly(latent_height, self.size)
+        start = sum(lengths[: self.rank])
+        return range(start, start + lengths[self.rank])
+
+    def take_band(self, latents_1CTHW: torch.Tensor) -> torch.Tensor:
+        """Return this rank's band of whole latents.
+
+        Later calls then use a stream of their height.
+        """
+        self.latent_height = latents_1CTHW.shape[3]
+        rows = self.rows(self.latent_height)
+        return latents_1CTHW[:, :, :, rows.start : rows.stop]
+
+    def gathered(self, own: torch.Tensor) -> torch.Tensor:
+        """All-gather [n, ...] -> [n * size, ...] in the order of ranks; all ranks have one shape.
+
+        Use the result before the next call.
+        """
+        own = persistent_copy("rows", own)
+        every = persistent_buffer("rows of all ranks", (self.size * len(own), *own.shape[1:]), own)
+        between_graphs(partial(_all_gather, every, own, group=self.group))
+        return every
+
+    def with_neighbours(self, x: torch.Tensor) -> torch.Tensor:
+        """Halo exchange, [B, C, ..., R, W] -> [B, C, ..., R + 2, W]: add the adjacent rows of the
+        neighbours, or zeros."""
+        # Channels-last, as `x` is on CUDA; concatenating rows of another layout would transpose it.
+        above, below = self._adjoining(
+            torch.stack([x.select(-2, row).movedim(1, -1) for row in (0, -1)])
+        )
+        return torch.cat(
+            (above.movedim(-1, 1).unsqueeze(-2), x, below.movedim(-1, 1).unsqueeze(-2)), dim=-2
+        )
+
+    def fill_edges(self, x_NRWC: torch.Tensor) -> None:
+        """Halo exchange in place: fill the first and last row as `with_neighbours`; the band's rows
+        are between them."""
+        x_NRWC[:, 0], x_NRWC[:, -1] = self._adjoining(torch.stack((x_NRWC[:, 1], x_NRWC[:, -2])))
+
+    def _adjoining(self, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Exchange this band's first and last row [2, ...] for the row above and the row below;
+        zeros outside the frame."""
+        rows = self.gathered(own)
+        nothing = own.new_zeros(own.shape[1:])
+        above = rows[2 * self.rank - 1] if self.rank > 0 else nothing
+        below = rows[2 * self.rank + 2] if self.rank < self.size - 1 else nothing
+        return above, below
+
+    def all_rows(self, x_R: torch.Tensor) -> torch.Tensor:
+        """All-gather the latent rows of every rank, [R, ...] -> [H, ...]."""
+        lengths = split_evenly(self.latent_height, self.size)
+        padded = functional.pad(
+            x_R, (0, 0) * (x_R.dim() - 1) + (0, lengths[0] - x_R.shape[0])
+        ).contiguous()
+        rows = self.gathered(padded)
+        if lengths[-1] == lengths[0]:
+            return rows
+        return torch.cat(
+            [part[:length] for part, length in zip(rows.chunk(self.size), lengths, strict=True)]
+        )
+
+    def join_frames(self, frames_TRWC: torch.Tensor) -> torch.Tensor | None:
+        """Gather uint8 frames of all bands to [T, H, W, C] on the first rank; None on other
+        ranks.
+        """
+        frames, rows, width, channels = frames_TRWC.shape
+        factor = rows // len(self.rows(self.latent_height))
+        lengths = [factor * length for length in split_evenly(self.latent_height, self.size)]
+        padded = functional.pad(frames_TRWC, (0, 0, 0, 0, 0, lengths[0] - rows)).contiguous()
+        parts = [torch.empty_like(padded) for _ in lengths] if self.rank == 0 else None
+        dist.gather(padded, parts, group=self.group, group_dst=0)
+        if parts is None:
+            return None
+        shape = (frames, sum(lengths), width, channels)
+        whole = padded.new_empty(shape) if padded.is_cuda else empty_result(shape, torch.uint8)
+        return torch.cat(
+            [part[:, :length] for part, length in zip(parts, lengths, strict=True)],
+            dim=1,
+            out=whole,
+        )
+
+
+class BandCausalConv3d(WanCausalConv3d):
+    """A causal convolution over frames of which this rank has a band."""
+
+    def __init__(self, whole: WanCausalConv3d, bands: RowBands) -> None:
+        super().__init__(whole.in_channels, whole.out_channels, 3, padding=1)
+        assert (
+            whole.kernel_size == (3, 3, 3)
+            and whole._padding == self._padding
+            and whole.stride == (1, 1, 1)
+        )
+        self.bands = bands
+        self.padding = (0, 0, 1)
+
+    def forward(self, x: torch.Tensor, cache_x: torch.Tensor | None = None) -> torch.Tensor:
+        past = 0
+        if cache_x is not None:
+            past = cache_x.shape[2]
+            x = torch.cat((cache_x, x), dim=2)
+        x = self.bands.with_neighbours(x)
+        missing = 2 - past  # frames before a stream's first are zeros
+        if missing > 0:
+            x = functional.pad(x, (0, 0, 0, 0, missing, 0))
+        return nn.Conv3d.forward(self, x)
+
+
+class BandConv2d(nn.Conv2d):
+    """A 3x3 convolution over a frame of which this rank has a band."""
+
+    def __init__(self, whole: nn.Conv2d, bands: RowBands) -> None:
+        super().__init__(whole.in_channels, whole.out_channels, 3, padding=(0, 1))
+        assert whole.kernel_size == (3, 3) and whole.padding == (1, 1) and whole.stride == (1, 1)
+        self.bands = bands
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.bands.with_neighbours(x))
+
+
+class BandAttention(WanAttentionBlock):
+    """Attention over whole frames of which this rank has a band: its queries attend to the keys of
+    all ranks."""
+
+    def __init__(self, whole: WanAttentionBlock, bands: RowBands) -> None:
+        super().__init__(whole.dim)
+        self.bands = bands
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, channels, time, rows, width = x.shape
+        frames = self.norm(x.transpose(1, 2).reshape(batch * time, channels, rows, width))
+        # Contiguous, because otherwise torch has no fused kernel and multiplies in fp32.
+        qkv = self.to_qkv(frames).movedim(1, -1).contiguous()  # [frames, R, W, 3 C]
+        query = qkv[..., :channels].flatten(1, 2)
+        rows_first = self.bands.all_rows(qkv[..., channels:].transpose(0, 1))
+        key, value = rows_first.transpose(0, 1).flatten(1, 2).chunk(2, dim=-1)
+        seen = functional.scaled_dot_product_attention(
+            query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
+        )
+        seen = seen.squeeze(1).transpose(1, 2).reshape(batch * time, channels, rows, width)
+        return x + self.proj(seen).view(batch, time, channels, rows, width).transpose(1, 2)
+
+
+def split_decoder(decoder: nn.Module, bands: RowBands) -> None:
+    """Replace, in place, every layer of a `WanDecoder3d` that depends on other rows than its own.
+
+    Parameters keep their names but are those of new layers, so load weights afterwards.
+    """
+    replace_layers(decoder, lambda layer: _in_bands(layer, bands))
+
+
+def _in_bands(layer: nn.Module, bands: RowBands) -> nn.Module | None:
+    if isinstance(layer, WanAttentionBlock):
+        return BandAttention(layer, bands)
+    if isinstance(layer, WanCausalConv3d):
+        return BandCausalConv3d(layer, bands) if layer.kernel_size[1] > 1 else None
+    if isinstance(layer, nn.Conv2d) and layer.kernel_size != (1, 1):
+        return BandConv2d(layer, bands)
+    return None

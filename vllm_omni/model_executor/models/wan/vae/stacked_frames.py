@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The passes between the convolutions of a fused Wan autoencoder in plain torch: the reference for
+`stack_kernels.py`.
+
+The pass before a causal convolution over three frames adds the bias and residual of the previous
+layer, normalises, applies SiLU, and arranges frames for 2-D convolutions: combined for F(m, 3)
+(`winograd.py`), or alone for a stream's first frame. Nearest upsampling followed by a 3x3
+convolution becomes a 2x2 convolution before the upsampling. Weights that meet the same cell are
+summed for each of the cell's four pixels; the four results are four groups of channels until the
+next pass.
+"""
+
+# B streams, T frames, N = B T frames of all streams, H rows, W columns, R rows with edges, C
+# channels, O channels of a result; activations are [N, H, W, C] in memory
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+import torch
+from torch.nn import functional
+
+from vllm_omni.model_executor.models.wan.vae.winograd import OF_FRAMES, product_dtype
+
+
+class Layout(Enum):
+    """How the input of a convolution holds the two predecessors of a frame."""
+
+    ALONE = "alone"
+    """[B, R, W, C]: a stream's first frame; its predecessors are zeros."""
+    SIDE_BY_SIDE = "side by side"
+    """[N, R, W, 3 C], oldest first."""
+    IN_TURN = "in turn"
+    """[B (T + 2), R, W, C]."""
+    COMBINED = "combined"
+    """[T + 2, B, R, W, C] of `product_dtype`, by F(T, 3): T is a key of `OF_FRAMES`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Activation:
+    """A tensor [N, H, W, C] as a sum that the next pass computes: `x + bias + residual`.
+
+    The pass may write the sum over an `x` that is neither shuffled nor products.
+    """
+
+    x: torch.Tensor
+    """[N, H, W, C]. If `shuffled`: [N, H/2 + 1, W/2 + 1, 4 C]. If `products`: [T + 2, B, H, W,
+    C]."""
+    bias: torch.Tensor | None = None
+    """[C]."""
+    residual: torch.Tensor | None = None
+    """[N, H, W, C]."""
+    shuffled: bool = False
+    """Whether `x` is the result of a `subpixel` convolution."""
+    products: bool = False
+    """Whether `x` holds the results of convolutions of combined frames."""
+
+    def __post_init__(self) -> None:
+        assert self.bias is not None or not self.products, "a sum takes its dtype from the bias"
+
+    @property
+    def is_sum(self) -> bool:
+        """Return whether `x` is already the sum."""
+        return self.bias is None and self.residual is None and not (self.shuffled or self.products)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the sum."""
+        return self.x.dtype if self.bias is None else self.bias.dtype
+
+    @property
+    def frames(self) -> int:
+        """Return N, the frames of all streams."""
+        return (len(self.x) - 2) * self.x.shape[1] if self.products else len(self.x)
+
+
+@dataclass(frozen=True, eq=False)
+class Stacked:
+    """A convolution's input, and the frames that its stream remembers."""
+
+    frames: torch.Tensor
+    """See `Layout`; edge rows are uninitialised."""
+    newest: torch.Tensor
+    """The last two frames, [B, 2, H, W, C]."""
+    total: torch.Tensor | None
+    """The sum [N, H, W, C], if requested."""
+
+
+class StackFrames(Protocol):
+    """Compute SiLU(RMS norm over channels) of a sum and append it to the previous frames; without
+    `gamma`, the sum alone.
+
+    Args:
+        activation: The sum, of any float dtype. Computed in fp32 and rounded once.
+        past: The two previous frames, [B, 2, H, W, C]; not read for `Layout.ALONE`.
+        layout: Layout of the result.
+        gamma: Gain of the norm, [C].
+        edge_rows: Rows to reserve above and below every frame.
+        want_sum: Return the sum too.
+    """
+
+    def __call__(
+        self,
+        activation: Activation,
+        past: torch.Tensor,
+        *,
+        layout: Layout,
+        gamma: torch.Tensor | None = None,
+        edge_rows: int = 0,
+        want_sum: bool = False,
+    ) -> Stacked: ...
+
+
+def add_up(activation: Activation) -> torch.Tensor:
+    """Return the sum [N, H, W, C], added in fp32."""
+    return _sum_fp32(activation).to(activation.dtype)
+
+
+def _sum_fp32(activation: Activation) -> torch.Tensor:
+    total = activation.x.float()
+    if activation.shuffled:
+        total = _spread(total)
+    if activation.products:
+        results = total.new_tensor(OF_FRAMES[len(total) - 2].results)
+        total = torch.einsum("tj,jb...->bt...", results, total).flatten(0, 1)
+    for term in (activation.bias, activation.residual):
+        if term is not None:
+            total = total + term.float()
+    return total
+
+
+def stack_frames(
+    activation: Activation,
+    past: torch.Tensor,
+    *,
+    layout: Layout,
+    gamma: torch.Tensor | None = None,
+    edge_rows: int = 0,
+    want_sum: bool = False,
+) -> Stacked:
+    """Implement `StackFrames` in plain torch."""
+    total = y = _sum_fp32(activation)
+    if gamma is not None:
+        y = functional.silu(
+            functional.normalize(total, dim=-1) * gamma.float() * total.shape[-1] ** 0.5
+        )
+    joined = torch.cat((past, y.to(past.dtype).unflatten(0, (len(past), -1))), dim=1)
+    if layout is Layout.COMBINED:
+        exact = torch.cat((past.float(), y.unflatten(0, (len(past), -1))), dim=1)
+        inputs = exact.new_tensor(OF_FRAMES[joined.shape[1] - 2].inputs)
+        stacked = torch.einsum("jt,bt...->jb...", inputs, exact).to(product_dtype(past.dtype))
+    elif layout is Layout.ALONE:
+        joined[:, :2] = 0
+        stacked = joined[:, 2]
+    elif layout is Layout.SIDE_BY_SIDE:
+        taps = [joined[:, tap : joined.shape[1] - 2 + tap] for tap in range(3)]
+        stacked = torch.cat(taps, dim=-1).flatten(0, 1)
+    else:
+        stacked = joined.flatten(0, 1)
+    stacked = functional.pad(stacked, (0, 0, 0, 0, edge_rows, edge_rows))
+    return Stacked(
+        stacked.contiguous(), joined[:, -2:].clone(), total.to(past.dtype) if want_sum else None
+    )
+
+
+def _spread(cells_NhwX: torch.Tensor) -> torch.Tensor:
+    """Rearrange [N, H/2 + 1, W/2 + 1, 4 C] to [N, H, W, C]: each pixel from its cell and phase."""
+    phases = cells_NhwX.unflatten(-1, (2, 2, -1))
+    rows = [
+        torch.stack(
+            [
+                phases[
+                    :,
+                    row : phases.shape[1] - 1 + row,
+                    column : phases.shape[2] - 1 + column,
+                    row,
+                    column,
+                ]
+                for column in range(2)
+            ],
+            dim=3,
+        )
+        for row in range(2)
+    ]
+    return torch.stack(rows, dim=2).flatten(3, 4).flatten(1, 2)
+
+
+def subpixel(weight_OCHW: torch.Tensor) -> torch.Tensor:
+    """Convert [O, C, 3, 3] after nearest upsampling to [4 O, C, 2, 2] before it, channels-last,
+    with phases row by row."""
+    a, b, c = weight_OCHW.float().unbind(2)
+    # [phase, O, C, 2, 3]
+    rows = torch.stack((torch.stack((a, b + c), 2), torch.stack((a + b, c), 2)))
+    a, b, c = rows.unbind(-1)
+    # [phase, phase, O, C, 2, 2]
+    both = torch.stack((torch.stack((a, b + c), -1), torch.stack((a + b, c), -1)), 1)
+    return both.flatten(0, 2).to(weight_OCHW.dtype).contiguous(memory_format=torch.channels_last)
+
+
+def taps_as_channels(weight_OCTHW: torch.Tensor, multiple: int = 16) -> torch.Tensor:
+    """Convert [O, C, 3, 3, 3] to [3 O padded to a multiple, C, 3, 3], channels-last: the results of
+    the taps side by side.
+
+    This suits small O: `sum_of_taps` adds the taps, and input frames need not be side by side.
+    """
+    weight = weight_OCTHW.transpose(1, 2).transpose(0, 1).flatten(0, 1)
+    missing = -len(weight) % multiple
+    padded = functional.pad(weight, (0, 0, 0, 0, 0, 0, 0, missing))
+    return padded.contiguous(memory_format=torch.channels_last)
+
+
+def sum_of_taps(of_taps_BTHWX: torch.Tensor, bias_O: torch.Tensor) -> torch.Tensor:
+    """Add the taps of a `taps_as_channels` convolution in fp32: [B, T + 2, H, W, >= 3 O] -> [B, T,
+    H, W, O]."""
+    channels, frames = len(bias_O), of_taps_BTHWX.shape[1] - 2
+    total = bias_O.float()
+    for tap in range(3):
+        total = (
+            total + of_taps_BTHWX[:, tap : tap + frames, ..., tap * channels : (tap + 1) * channels]
+        )
+    return total.to(of_taps_BTHWX.dtype)

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TAEHV, the tiny streaming autoencoder, as a whole or by its layers.
+
+The network is a sequence of 2-D convolutions over frames. Only its memory blocks use the past, each
+the previous frame at its own frame rate. A stream therefore needs one activation per memory block,
+and a stream cut at any point equals one call over the whole clip. Wan's tiny decoder
+(`tiny_vae.py`) and Waypoint 1.5 use it.
+
+Layout of the weights: madebyollin/taehv, class TAEHV with decoder upscaling (no, yes, yes) in time.
+"""
+
+# C channels, T frames, H, W pixels
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from vllm_omni.model_executor.checkpoint.tensor_files import open_tensors
+from vllm_omni.model_executor.layers.attention.attention import in_words
+from vllm_omni.model_executor.models.wan.vae.vae import VAECache, lay_channels_last
+
+FRAMES_PER_LATENT: Final = 4
+_SHRINK, _GROW = (2, 2, 1), (1, 2, 2)
+"""Consecutive frames that each level of the encoder joins, and that each level of the decoder makes
+of one."""
+_MEMORIES = 3
+"""Memory blocks per level."""
+REACH = math.ceil(sum(_MEMORIES / math.prod(_GROW[:level]) for level in range(len(_GROW))))
+"""Number of preceding latents that the frames of a chunk depend on. With so many, a stream may
+restart anywhere."""
+
+
+class MemoryBlock(nn.Module):
+    """A residual block over each frame and its predecessor."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Sequential(
+            nn.Conv2d(2 * channels, channels, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(channels, channels, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(channels, channels, 3, padding=1),
+        )
+
+    def forward(
+        self, x_TCHW: torch.Tensor, before_1CHW: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the result and the `before_1CHW` of the next call."""
+        past_TCHW = torch.cat(
+            (before_1CHW.contiguous(memory_format=torch.channels_last), x_TCHW[:-1])
+        )
+        out_TCHW = functional.relu(self.conv(torch.cat((x_TCHW, past_TCHW), dim=1)) + x_TCHW)
+        return out_TCHW, x_TCHW[-1:].clone()
+
+
+class Grow(nn.Module):
+    """Upsampling: one frame becomes `factor` frames of twice the size, from as many groups of
+    channels.
+
+    TAEHV upsamples first and then convolves. A 1x1 convolution of a quarter of the pixels gives the
+    same values.
+    """
+
+    def __init__(self, channels: int, factor: int) -> None:
+        super().__init__()
+        self.factor = factor
+        self.conv = nn.Conv2d(channels, channels * factor, 1, bias=False)
+
+    def forward(self, x_TCHW: torch.Tensor) -> torch.Tensor:
+        groups_THWC = self.conv(x_TCHW).permute(0, 2, 3, 1).contiguous()
+        time, height, width, channels = groups_THWC.shape
+        groups = in_words(
+            groups_THWC.reshape(time, height, 1, width, 1, self.factor, channels // self.factor)
+        )
+        # T, factor, H, 2, W, 2, C
+        frames = groups.expand(-1, -1, 2, -1, 2, -1, -1).permute(0, 5, 1, 2, 3, 4, 6)
+        out_THWC = frames.reshape(time * self.factor, 2 * height, 2 * width, -1).view(x_TCHW.dtype)
+        return out_THWC.permute(0, 3, 1, 2)
+
+
+class JoinTime(nn.Module):
+    """Concatenate `factor` consecutive frames along channels, earlier first, and apply a 1x1
+    convolution."""
+
+    def __init__(self, channels: int, factor: int) -> None:
+        super().__init__()
+        self.factor = factor
+        self.conv = nn.Conv2d(channels * factor, channels, 1, bias=False)
+
+    def forward(self, x_TCHW: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.conv(x_TCHW.unflatten(0, (-1, self.factor)).flatten(1, 2))
+        return out
+
+
+class SoftClamp(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x / 3) * 3
+
+
+def encoder(pixels: int, width: int, latent_channels: int) -> nn.Sequential:
+    """Build the encoder: a quarter of the frames, an eighth of the width. `pixels` is the number of
+    channels of a frame."""
+    layers: list[nn.Module] = [nn.Conv2d(pixels, width, 3, padding=1), nn.ReLU()]
+    for factor in _SHRINK:
+        layers += [
+            JoinTime(width, factor),
+            nn.Conv2d(width, width, 3, stride=2, padding=1, bias=False),
+        ]
+        layers += [MemoryBlock(width) for _ in range(_MEMORIES)]
+    return nn.Sequential(*layers, nn.Conv2d(width, latent_channels, 3, padding=1))
+
+
+def decoder(latent_channels: int, widths: Sequence[int], pixels: int) -> nn.Sequential:
+    """Build the decoder: four times the frames, eight times the width."""
+    layers: list[nn.Module] = [
+        SoftClamp(),
+        nn.Conv2d(latent_channels, widths[0], 3, padding=1),
+        nn.ReLU(),
+    ]
+    for level, factor in enumerate(_GROW):
+        here, below = widths[level], widths[level + 1]
+        layers += [MemoryBlock(here) for _ in range(_MEMORIES)]
+        # stands for TAEHV's upsampling, to keep the layer names
+        layers += [nn.Identity(), Grow(here, factor)]
+        layers += [nn.Conv2d(here, below, 3, padding=1, bias=False)]
+    return nn.Sequential(*layers, nn.ReLU(), nn.Conv2d(widths[-1], pixels, 3, padding=1))
+
+
+def run_stream(
+    layers: nn.Sequential, x_TCHW: torch.Tensor, cache: VAECache | None
+) -> tuple[torch.Tensor, VAECache]:
+    """Run the next frames of a stream through `layers`; return the result and the next cache. A
+    None `cache` starts a stream."""
+    past = None if cache is None else iter(cache.features)
+    retained, x = [], x_TCHW
+    for layer in layers:
+        if isinstance(layer, MemoryBlock):
+            x, last = layer(x, torch.zeros_like(x[:1]) if past is None else next(past))
+            retained.append(last)
+        else:
+            x = layer(x)
+    return x, VAECache(tuple(retained))
+
+
+def decoder_memory(
+    widths: Sequence[int], height: int, width: int
+) -> tuple[tuple[int, int, int, int], ...]:
+    """Return the shapes of a decoder's cache, one frame per memory block; `height` and `width` are
+    those of the latents."""
+    levels = [level for level in range(len(_GROW)) for _ in range(_MEMORIES)]
+    return tuple((1, widths[level], height * 2**level, width * 2**level) for level in levels)
+
+
+class TAEHV(nn.Module):
+    """Encoder and decoder with explicit caches.
+
+    Args:
+        channels: Latent channels.
+        encoder_width: Channels of the encoder's layers.
+        decoder_widths: Channels of each level of the decoder, and of its end.
+        patch: Side of the pixel patch that is folded into a frame's channels.
+        dtype: Type of weights, activations and caches.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        encoder_width: int,
+        decoder_widths: Sequence[int],
+        *,
+        patch: int,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.decoder_widths, self.patch, self.dtype = tuple(decoder_widths), patch, dtype
+        self.encoder = encoder(3 * patch**2, encoder_width, channels).to(dtype)
+        self.decoder = decoder(channels, decoder_widths, 3 * patch**2).to(dtype)
+        lay_channels_last(self)  # kernels for this layout are the fastest on every device
+        self.requires_grad_(False)
+        self.eval()
+
+    def encode(
+        self, frames_TCHW: torch.Tensor, cache: VAECache | None
+    ) -> tuple[torch.Tensor, VAECache]:
+        """Encode the next 4 n frames of a stream.
+
+        Args:
+            frames_TCHW: [4 n, 3, H, W] in [0, 1]. H and W are multiples of 8 patches.
+            cache: Result of the previous call. None: the stream starts.
+
+        Returns:
+            Latents [n, C, h, w] and the next cache.
+        """
+        if len(frames_TCHW) % FRAMES_PER_LATENT:
+            raise ValueError(
+                f"a latent frame is {FRAMES_PER_LATENT} video frames, got {len(frames_TCHW)}"
+            )
+        return run_stream(
+            self.encoder, functional.pixel_unshuffle(frames_TCHW.to(self.dtype), self.patch), cache
+        )
+
+    def decode(
+        self, latents_TCHW: torch.Tensor, cache: VAECache | None
+    ) -> tuple[torch.Tensor, VAECache]:
+        """Decode the next n latents of a stream.
+
+        Args:
+            latents_TCHW: The latents.
+            cache: Result of the previous call. None: the stream starts, with three discarded copies
+                of the first latent.
+
+        Returns:
+            Frames [4 n, 3, H, W] in [0, 1] and the next cache.
+        """
+        x = latents_TCHW.to(self.dtype)
+        if cache is None:
+            x = torch.cat((x[:1].expand(FRAMES_PER_LATENT - 1, -1, -1, -1), x))
+        out, retained = run_stream(self.decoder, x, cache)
+        frames = functional.pixel_shuffle(out, self.patch).clamp(0, 1)
+        return frames[-FRAMES_PER_LATENT * len(latents_TCHW) :], retained
+
+    def decoder_memory(self, height: int, width: int) -> tuple[tuple[int, int, int, int], ...]:
+        """Return the shapes of the decoder's cache for frames of `height` x `width` pixels."""
+        stride = 8 * self.patch
+        return decoder_memory(self.decoder_widths, height // stride, width // stride)
+
+
+def decoder_widths(path: Path) -> tuple[int, ...]:
+    """Return the widths of a TAEHV file's decoder, or raise ValueError if it is not a TAEHV
+    file.
+    """
+    shapes = open_tensors(path).shapes
+    names = ["decoder.1.weight", "decoder.8.weight", "decoder.14.weight", "decoder.20.weight"]
+    if any(name not in shapes for name in names):
+        raise ValueError(
+            f"{path} is no TAEHV file: it lacks "
+            f"{', '.join(name for name in names if name not in shapes)}"
+        )
+    return tuple(shapes[name][0] for name in names)

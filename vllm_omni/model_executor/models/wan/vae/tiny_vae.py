@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny streaming decoder of Wan 2.1 latents (TAEHV layout, `taew2_1.pth`): about 25 times
+cheaper, not exact.
+
+Every latent frame becomes 4 video frames; a stream's first latent yields only the last of them. The
+layers come from `taehv.py`. The encoder in the file is not used.
+"""
+
+# C channels, T frames, h, w latent cells
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from vllm_omni.model_executor.checkpoint.loading import load_strict, shapes_of
+from vllm_omni.model_executor.checkpoint.tensor_files import open_tensors
+from vllm_omni.model_executor.models.wan.checkpoint.layout import TINY_VAE_FILE, WanComponents
+from vllm_omni.model_executor.models.wan.vae import taehv
+from vllm_omni.model_executor.models.wan.vae.vae import CacheLayout, VAECache, lay_channels_last
+
+CHANNELS = (256, 128, 64, 64)
+"""Released widths: one per level, and that of the end."""
+_LATENT_CHANNELS = 16
+
+
+class TinyVAEDecoder(nn.Module):
+    """The decoder with an explicit cache; parameter names are TAEHV's. `dtype` is that of weights,
+    activations and cache."""
+
+    def __init__(
+        self, channels: Sequence[int] = CHANNELS, *, dtype: torch.dtype = torch.float32
+    ) -> None:
+        super().__init__()
+        self.channels = tuple(channels)
+        self.decoder = taehv.decoder(_LATENT_CHANNELS, channels, 3).to(dtype)
+        self.dtype = dtype
+        self.requires_grad_(False)
+        lay_channels_last(self)
+        self.eval()
+
+    @torch.no_grad()
+    def decode(
+        self, latents_1CTHW: torch.Tensor, cache: VAECache | None
+    ) -> tuple[torch.Tensor, VAECache]:
+        """Decode the next latents of a stream.
+
+        Args:
+            latents_1CTHW: [1, 16, n, h, w], normalised, any float dtype.
+            cache: Result of the previous call. None: the stream starts.
+
+        Returns:
+            Pixels [1, 3, T, 8h, 8w] in [-1, 1] with T = 4n (4n - 3 at the start), and the next
+            cache.
+        """
+        x = latents_1CTHW[0].transpose(0, 1).to(self.dtype)
+        x, retained = taehv.run_stream(self.decoder, x, cache)
+        if cache is None:
+            x = x[3:]  # the first latent frame has no past
+        pixels_1CTHW = (x * 2 - 1).clamp_(-1.0, 1.0).transpose(0, 1).unsqueeze(0)
+        return pixels_1CTHW, retained
+
+    def decoder_cache_layout(self, height: int, width: int) -> CacheLayout:
+        """Return the layout of the cache of a stream of `height` x `width` pixels."""
+        return CacheLayout(taehv.decoder_memory(self.channels, height // 8, width // 8), self.dtype)
+
+    def decoder_cache_nbytes(self, height: int, width: int) -> int:
+        return self.decoder_cache_layout(height, width).nbytes
+
+
+def tiny_vae_channels(path: Path | None) -> tuple[int, ...]:
+    """Return the widths of a TAEHV file, or without a file the released ones. Raises ValueError for
+    other files."""
+    return CHANNELS if path is None else taehv.decoder_widths(path)
+
+
+def load_tiny_vae(decoder: TinyVAEDecoder, path: Path) -> None:
+    """Load the decoder's half of a TAEHV file strictly. Raises ValueError."""
+    source = open_tensors(path)
+    encoder = [name for name in source.shapes if name.startswith("encoder.")]
+    load_strict(decoder, source, shapes_of(decoder), what="tiny VAE", ignored=encoder)
+
+
+def load_wanted(
+    decoder: TinyVAEDecoder | None, layout: WanComponents, wanted_by: str | None
+) -> None:
+    """Load this rank's tiny decoder from the checkpoint's directory, if it has one.
+
+    Args:
+        decoder: The tiny decoder, or None on a rank that does not decode.
+        layout: Components of the checkpoint.
+        wanted_by: Option that needs it, in the user's spelling. If it is set and the file is
+            missing, every rank raises.
+
+    Raises:
+        ValueError: The file is missing or does not fit.
+    """
+    if wanted_by is not None and layout.tiny_vae is None:
+        raise ValueError(
+            f"{layout.root} lacks {TINY_VAE_FILE}, which {wanted_by} needs (madebyollin/taehv)"
+        )
+    if decoder is not None and layout.tiny_vae is not None:
+        load_tiny_vae(decoder, layout.tiny_vae)

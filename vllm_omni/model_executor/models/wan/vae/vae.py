@@ -1,0 +1,567 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Wan 2.1 video autoencoder for streams: pixels and latents arrive in parts, and the feature
+cache is explicit.
+
+The networks are diffusers' `WanEncoder3d` and `WanDecoder3d`. This module owns the feature cache of
+their causal convolutions, which diffusers stores inside its model and clears in every call. Here a
+cache is a value: a call takes one and returns another, so an aborted chunk leaves the session's
+cache unchanged.
+
+One latent frame stands for 4 video frames, the first of a stream for 1. Latents are processed one
+at a time, so a stream cut at any point is bitwise equal to one call over the whole clip. A call
+holds one cache in addition to its argument: convolution by convolution, the features of a latent
+frame replace those of the previous one.
+
+Shape letters: B streams, C channels, T frames, H height, W width (pixels of
+`VAEConfig.spatial_factor` x latent cells).
+"""
+
+import itertools
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
+from typing import Any, Literal
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_wan import (
+    WanCausalConv3d,
+    WanDecoder3d,
+    WanEncoder3d,
+)
+from torch import nn
+from torch._dynamo.exc import TorchDynamoException
+
+from vllm_omni.model_executor.models.wan.architecture import VAEConfig
+from vllm_omni.model_executor.models.wan.vae.fused_decoder import FusedDecoder, fused_decoder
+from vllm_omni.model_executor.models.wan.vae.fused_encoder import FusedEncoder, fused_encoder
+from vllm_omni.model_executor.models.wan.vae.split_decode import RowBands, split_decoder
+from vllm_omni.model_executor.models.wan.vae_layers import (
+    cached_convolution,
+    stream_upsamplers,
+    use_cpu_layers,
+)
+from vllm_omni.outputs import empty_result
+from vllm_omni.tensors.saved import CHANNELS_LAST, SavedTensors
+
+logger = logging.getLogger("vllm." + __name__)
+
+Part = Literal["encoder", "decoder"]
+Rounding = Literal["round", "truncate"]
+"""How to round a level between two integers: to the nearest, or down."""
+Shape = tuple[int, ...]
+Network = Callable[..., torch.Tensor]
+"""(x, feat_cache, feat_idx) -> x, as in diffusers' encoder and decoder; replaces the features in
+`feat_cache`."""
+LatentNetwork = Callable[
+    [torch.Tensor, list[Any] | None, tuple[Shape, ...]], tuple[torch.Tensor, list[Any]]
+]
+"""(x of one latent frame, features, shapes of a stream's features) -> (output, features), as
+`_step`."""
+_COMPILE_ATTEMPTS = 2
+"""A network compiled for one shape."""
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """Shapes of a stream's caches, equal after every call."""
+
+    shapes: tuple[Shape, ...]
+    """Shapes of the features, in order."""
+    dtype: torch.dtype
+    """Type of the features."""
+
+    @cached_property
+    def nbytes(self) -> int:
+        return sum(math.prod(shape) for shape in self.shapes) * self.dtype.itemsize
+
+    def restore(
+        self, saved: SavedTensors, device: torch.device | str, num_latents: int = 0
+    ) -> "VAECache":
+        """Restore a saved cache; its layout does not depend on the stream's length.
+
+        Raises:
+            RequestFailed: `invalid_snapshot` with the name of a tensor that is missing or differs
+                from this layout.
+        """
+        return VAECache(
+            tuple(
+                saved.take_tensor(f"conv{index:02d}", device, self.dtype, shape)
+                for index, shape in enumerate(self.shapes)
+            )
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class VAECache:
+    """A stream's state between calls: the last input frames of every causal convolution. Never
+    written to.
+
+    Shapes are the same after every call, so `nbytes` is constant over a stream.
+    """
+
+    features: tuple[torch.Tensor, ...]
+    """Tensors [1, C, 1 or 2, h, w] in the VAE's dtype, in the order in which the network runs
+    its convolutions."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(feature.nbytes for feature in self.features)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors by stable name, for digests and snapshots."""
+        return {f"conv{index:02d}": feature for index, feature in enumerate(self.features)}
+
+    def clone(self) -> "VAECache":
+        """Return a copy in new memory (a cache is immutable, so sharing one is as good as
+        copying it).
+        """
+        return VAECache(tuple(feature.clone() for feature in self.features))
+
+    def to(self, device: torch.device | str) -> "VAECache":
+        """Move the cache to `device`; tensors that are already there are shared."""
+        return VAECache(tuple(feature.to(device) for feature in self.features))
+
+    @classmethod
+    def joined(cls, caches: Sequence["VAECache"]) -> "VAECache":
+        """Concatenate the caches of streams of one size that are decoded together, in new
+        memory.
+        """
+        return cls(
+            tuple(
+                torch.cat(features)
+                for features in zip(*(each.features for each in caches), strict=True)
+            )
+        )
+
+    def of_streams(self) -> list["VAECache"]:
+        """Split a joined cache into one cache per stream, in new memory."""
+        parts = zip(*(feature.split(1) for feature in self.features), strict=True)
+        return [VAECache(tuple(part.clone() for part in of_one)) for of_one in parts]
+
+    def equal(self, other: "VAECache") -> bool:
+        """Return whether both are bitwise equal (one host synchronisation per compared tensor)."""
+        return all(torch.equal(a, b) for a, b in zip(self.features, other.features, strict=True))
+
+
+class StreamingWanVAE(nn.Module):
+    """Encoder and/or decoder of a Wan 2.1 VAE with an explicit cache; parameter names are
+    diffusers'.
+
+    In half precision on CUDA with Triton, both are fused (`FusedEncoder`, `FusedDecoder`) with the
+    same weights and caches; `compiled` and `frames_per_call` apply only to other decoders.
+    Convolutions run channels-last, the fastest layout of their kernels, and on CPUs as 2-D
+    convolutions (`use_cpu_layers`).
+
+    Args:
+        config: Architecture.
+        encoder: Build the encoder.
+        decoder: Build the decoder.
+        dtype: Type of weights, activations and caches (float32 or bfloat16). Latents are always
+            normalised float32.
+        compiled: Compile the decoder with torch.compile, except for a stream's first latent, which
+            has separate control flow.
+        frames_per_call: How many of a latent frame's 4 video frames pass through the decoder's two
+            largest levels at a time. Fewer need less memory in addition to the cache and slightly
+            more time, with equal results. None: all.
+        bands: This rank decodes only its band of rows, together with other ranks (`split_decode`).
+            None: all rows.
+        fuse: (a built `WanDecoder3d`, bands) -> its fused form, or None to keep the plain one.
+        fuse_encoder: A built `WanEncoder3d` -> its fused form, or None.
+    """
+
+    latents_mean: torch.Tensor
+    latents_std: torch.Tensor
+
+    def __init__(
+        self,
+        config: VAEConfig,
+        *,
+        encoder: bool = True,
+        decoder: bool = True,
+        dtype: torch.dtype = torch.float32,
+        compiled: bool = False,
+        frames_per_call: int | None = None,
+        bands: RowBands | None = None,
+        fuse: Callable[[Any, RowBands | None], FusedDecoder | None] = fused_decoder,
+        fuse_encoder: Callable[[Any], FusedEncoder | None] = fused_encoder,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.bands = bands
+        self.dtype = dtype
+        self._compiled = compiled
+        common: dict[str, Any] = {
+            "dim_mult": list(config.dim_mult),
+            "num_res_blocks": config.num_res_blocks,
+        }
+        if encoder:
+            self.encoder = WanEncoder3d(
+                dim=config.base_dim,
+                z_dim=2 * config.z_dim,
+                temperal_downsample=list(config.temporal_downsample),
+                **common,
+            ).to(dtype)
+            self.quant_conv = WanCausalConv3d(2 * config.z_dim, 2 * config.z_dim, 1).to(dtype)
+        if decoder:
+            self.post_quant_conv = WanCausalConv3d(config.z_dim, config.z_dim, 1).to(dtype)
+            self.decoder = WanDecoder3d(
+                dim=config.base_dim,
+                z_dim=config.z_dim,
+                temperal_upsample=list(reversed(config.temporal_downsample)),
+                **common,
+            )
+            stream_upsamplers(self.decoder)
+            if bands is not None:
+                split_decoder(self.decoder, bands)
+            self.decoder.to(dtype)
+        for name, values in (
+            ("latents_mean", config.latents_mean),
+            ("latents_std", config.latents_std),
+        ):
+            buffer = torch.tensor(values, dtype=torch.float32).view(1, -1, 1, 1, 1)
+            self.register_buffer(name, buffer, persistent=False)
+        self.requires_grad_(False)
+        self.eval()
+        if any(weight.is_cuda for weight in self.parameters()):
+            lay_channels_last(self)
+        use_cpu_layers(self)
+        self._encode_latent: LatentNetwork | None = None
+        self._fused_encoder = fuse_encoder(self.encoder) if encoder else None
+        if encoder:
+            self._encode_latent = self._fused_encoder or partial(_step, self.encoder)
+        self._fused: FusedDecoder | None = fuse(self.decoder, bands) if decoder else None
+        self._decode_latent: LatentNetwork | None = self._fused
+        if decoder and self._fused is None:
+            self._decode_latent = _plain_decoder(self.decoder, compiled, frames_per_call)
+        self.register_load_state_dict_post_hook(lambda vae, _: vae.clear_derived())
+
+    @property
+    def has_encoder(self) -> bool:
+        return hasattr(self, "encoder")
+
+    @property
+    def has_decoder(self) -> bool:
+        return hasattr(self, "decoder")
+
+    @property
+    def takes_streams(self) -> bool:
+        """Whether decoding several streams in one call is faster than one after another: if nothing
+        is compiled."""
+        if not self.has_decoder or self.bands is not None:
+            return False
+        return self._fused is not None or (
+            not self._compiled and self.latents_mean.device.type == "cpu"
+        )
+
+    def clear_derived(self) -> None:
+        """Invalidate tensors derived from weights, because weights were loaded."""
+        for fused in (self._fused, self._fused_encoder):
+            if fused is not None:
+                fused.clear_derived()
+
+    @torch.no_grad()
+    def encode(
+        self, pixels_1CTHW: torch.Tensor, cache: VAECache | None
+    ) -> tuple[torch.Tensor, VAECache]:
+        """Encode the next frames of a stream.
+
+        Args:
+            pixels_1CTHW: [1, 3, T, H, W] in [-1, 1]; T = 1 + 4n at the start, 4n later; H and W
+                multiples of 8.
+            cache: Result of the previous call. None: the stream starts.
+
+        Returns:
+            The normalised posterior mean [1, 16, n (+1), H/8, W/8], float32, and the next cache.
+        """
+        first = 1 if cache is None else 0
+        group = self.config.temporal_factor
+        frames, height, width = pixels_1CTHW.shape[2:]
+        if frames < first or (frames - first) % group or frames == 0:
+            raise ValueError(
+                f"{'a stream starts with 1 +' if first else 'a stream goes on with'} a multiple of "
+                f"{group} frames, "
+                f"got {frames}"
+            )
+        if height % self.config.spatial_factor or width % self.config.spatial_factor:
+            raise ValueError(
+                f"height and width must be multiples of {self.config.spatial_factor}, got {height} "
+                f"x {width}"
+            )
+        shapes = _cache_shapes(self.config, "encoder", height, width)
+        assert self._encode_latent is not None, "this VAE was built without an encoder"
+        features = None if cache is None else list(cache.features)
+        pixels_1CTHW = pixels_1CTHW.to(self.dtype)
+        latents = []
+        for part in pixels_1CTHW.split(
+            [first] * first + [group] * ((frames - first) // group), dim=2
+        ):
+            moments, features = self._encode_latent(part, features, shapes)
+            latents.append(self.quant_conv(moments)[:, : self.config.z_dim].float())
+        assert features is not None
+        return (torch.cat(latents, dim=2) - self.latents_mean) / self.latents_std, VAECache(
+            tuple(features)
+        )
+
+    @torch.no_grad()
+    def decode(
+        self, latents_BCTHW: torch.Tensor, cache: VAECache | None
+    ) -> tuple[torch.Tensor, VAECache]:
+        """Decode the next latents of a stream.
+
+        Args:
+            latents_BCTHW: [B, 16, n, h, w], normalised, any float dtype, n >= 1. B > 1 requires
+                `takes_streams`, and that no stream starts (`VAECache.joined`).
+            cache: Result of the previous call. None: the stream starts.
+
+        Returns:
+            Pixels [B, 3, T, 8h, 8w] in [-1, 1] in the VAE's dtype with T = 4n (4n - 3 at the
+            start), and the next cache. With `bands`, both hold only this rank's rows.
+        """
+        factor = self.config.spatial_factor
+        if self.bands is not None:
+            latents_BCTHW = self.bands.take_band(latents_BCTHW)
+        shapes = _cache_shapes(
+            self.config, "decoder", latents_BCTHW.shape[3] * factor, latents_BCTHW.shape[4] * factor
+        )
+        assert self._decode_latent is not None, "this VAE was built without a decoder"
+        features = None if cache is None else list(cache.features)
+        latents_BCTHW = (latents_BCTHW.float() * self.latents_std + self.latents_mean).to(
+            self.dtype
+        )
+        pixels = []
+        for part in latents_BCTHW.split(1, dim=2):
+            frames, features = self._decode_latent(self.post_quant_conv(part), features, shapes)
+            pixels.append(frames)
+        assert features is not None, "decode needs at least one latent frame"
+        if self._fused is not None:
+            features = self._fused.kept(features)
+        return torch.cat(pixels, dim=2).clamp_(-1.0, 1.0), VAECache(tuple(features))
+
+    def encoder_cache_layout(self, height: int, width: int) -> CacheLayout:
+        """Return the layout of the encoder cache of a stream of `height` x `width` pixels, without
+        running anything."""
+        return _cache_layout(self.config, "encoder", height, width, self.dtype)
+
+    def encoder_cache_nbytes(self, height: int, width: int) -> int:
+        return self.encoder_cache_layout(height, width).nbytes
+
+    def check_height(self, height: int) -> None:
+        """Raise `RequestFailed` on all ranks for a stream with fewer rows than ranks that decode
+        bands."""
+        if self.bands is not None:
+            self.bands.rows(height // self.config.spatial_factor)
+
+    def decoder_cache_layout(self, height: int, width: int) -> CacheLayout:
+        """Return the layout of this rank's decoder cache of a stream of `height` x `width` pixels,
+        without running anything."""
+        if self.bands is not None:
+            factor = self.config.spatial_factor
+            height = factor * len(self.bands.rows(height // factor))
+        return _cache_layout(self.config, "decoder", height, width, self.dtype)
+
+    def decoder_cache_nbytes(self, height: int, width: int) -> int:
+        return self.decoder_cache_layout(height, width).nbytes
+
+
+def cache_nbytes(config: VAEConfig, part: Part, height: int, width: int, dtype: torch.dtype) -> int:
+    """Return the exact bytes of a `VAECache` without running or allocating the network."""
+    return _cache_layout(config, part, height, width, dtype).nbytes
+
+
+@lru_cache(maxsize=256)
+def _cache_layout(
+    config: VAEConfig, part: Part, height: int, width: int, dtype: torch.dtype
+) -> CacheLayout:
+    return CacheLayout(_cache_shapes(config, part, height, width), dtype)
+
+
+def to_uint8(pixels_1CTHW: torch.Tensor, rounding: Rounding = "round") -> torch.Tensor:
+    """Convert pixels [1, 3, T, H, W] in [-1, 1] to contiguous uint8 frames [T, H, W, 3] on the same
+    device.
+
+    Computes 255 * clamp(x / 2 + 0.5, 0, 1) in float32 and rounds to nearest or down.
+    """
+    unit_CTHW = (pixels_1CTHW[0].float() / 2 + 0.5).clamp_(0.0, 1.0)
+    levels = unit_CTHW.mul_(255)
+    # casts truncate
+    levels_THWC = (levels.round_() if rounding == "round" else levels).permute(1, 2, 3, 0)
+    if levels_THWC.is_cuda:
+        return levels_THWC.to(torch.uint8).contiguous()
+    return empty_result(levels_THWC.shape, torch.uint8).copy_(levels_THWC)
+
+
+def _step(
+    network: Network, x_1CTHW: torch.Tensor, features: list[Any] | None, shapes: tuple[Shape, ...]
+) -> tuple[torch.Tensor, list[Any]]:
+    """Run one latent frame through `network`; return its output and the features, which are
+    replaced in place.
+
+    The caller must be the only owner of `features`, so that replaced features are freed at once.
+    None starts a stream.
+    """
+    if features is not None:
+        return network(x_1CTHW, feat_cache=features, feat_idx=[0]), features
+    first: list[Any] = [None] * len(shapes)
+    out_1CTHW = network(x_1CTHW, feat_cache=first, feat_idx=[0])
+    return out_1CTHW, [
+        _pad_first(feature, shape, x_1CTHW) for feature, shape in zip(first, shapes, strict=True)
+    ]
+
+
+def _plain_decoder(decoder: Any, compiled: bool, frames_per_call: int | None) -> LatentNetwork:
+    """Return diffusers' layers; a stream's first latent has separate control flow."""
+    later = _later_latents(decoder, compiled, frames_per_call)
+
+    def decode(
+        x_1CTHW: torch.Tensor, features: list[Any] | None, shapes: tuple[Shape, ...]
+    ) -> tuple[torch.Tensor, list[Any]]:
+        return _step(decoder if features is None else later, x_1CTHW, features, shapes)
+
+    return decode
+
+
+def _later_latents(decoder: Any, compiled: bool, frames_per_call: int | None) -> Network:
+    """Return the decode of a latent frame that is not the first, in two parts if `frames_per_call`
+    is set.
+
+    The last two levels of a `WanDecoder3d` process 4 video frames per latent frame. Time may be
+    split anywhere there, because each part continues from the features of the previous one.
+    """
+    if frames_per_call is None:
+        forward: Network = decoder.forward
+        return _compiled(forward) if compiled else forward
+    if frames_per_call < 1:
+        raise ValueError(f"frames_per_call must be at least 1, got {frames_per_call}")
+
+    def small_levels(
+        x_1CTHW: torch.Tensor, feat_cache: list[Any], feat_idx: list[int]
+    ) -> torch.Tensor:
+        x_1CTHW = cached_convolution(decoder.conv_in, x_1CTHW, feat_cache, feat_idx)
+        for level in (decoder.mid_block, *decoder.up_blocks[:-2]):
+            x_1CTHW = level(x_1CTHW, feat_cache=feat_cache, feat_idx=feat_idx)
+        return x_1CTHW
+
+    def second_largest_level(
+        x_1CTHW: torch.Tensor, feat_cache: list[Any], feat_idx: list[int]
+    ) -> torch.Tensor:
+        level: Network = decoder.up_blocks[-2]
+        return level(x_1CTHW, feat_cache=feat_cache, feat_idx=feat_idx)
+
+    def largest_level(
+        x_1CTHW: torch.Tensor, feat_cache: list[Any], feat_idx: list[int]
+    ) -> torch.Tensor:
+        x_1CTHW = decoder.up_blocks[-1](x_1CTHW, feat_cache=feat_cache, feat_idx=feat_idx)
+        x_1CTHW = decoder.nonlinearity(decoder.norm_out(x_1CTHW))
+        return cached_convolution(decoder.conv_out, x_1CTHW, feat_cache, feat_idx)
+
+    parts: list[Network] = [small_levels, second_largest_level, largest_level]
+    if compiled:
+        parts = [_compiled(part) for part in parts]
+    small, middle, large = parts
+    of_middle, of_large = (
+        sum(map(_retains_frames, level.modules())) for level in decoder.up_blocks[-2:]
+    )
+
+    def decode_latent(
+        x_1CTHW: torch.Tensor, feat_cache: list[Any], feat_idx: list[int]
+    ) -> torch.Tensor:
+        cut = len(feat_cache) - 1 - of_large
+        features = (
+            feat_cache[: cut - of_middle],
+            feat_cache[cut - of_middle : cut],
+            feat_cache[cut:],
+        )
+        feat_cache.clear()  # only the lists of the parts now hold the features to be replaced
+        x_1CTHW = small(x_1CTHW, feat_cache=features[0], feat_idx=[0])
+        frames = []
+        for item in x_1CTHW.split(frames_per_call, dim=2):
+            item = middle(item, feat_cache=features[1], feat_idx=[0])
+            frames.append(large(item, feat_cache=features[2], feat_idx=[0]))
+        feat_cache.extend(itertools.chain(*features))
+        return torch.cat(frames, dim=2)
+
+    return decode_latent
+
+
+def _retains_frames(module: nn.Module) -> bool:
+    """Return whether a module is a convolution over several frames, which caches the last ones."""
+    return isinstance(module, WanCausalConv3d) and module.kernel_size[0] > 1
+
+
+def lay_channels_last(module: nn.Module) -> None:
+    """Store convolution weights channels-last; activations and caches follow the weights."""
+    for parameter in module.parameters():
+        if parameter.dim() in CHANNELS_LAST:
+            parameter.data = parameter.data.contiguous(memory_format=CHANNELS_LAST[parameter.dim()])
+
+
+def _compiled(network: Network) -> Network:
+    """Compile for one shape at a time, and copy features to separate memory.
+
+    Compiled code returns some features as views of a convolution's input buffer, which they would
+    keep alive. A network that fails to compile (kernels are built for the device, and that can
+    fail) runs eagerly. Nothing has run at that point, because the network is one graph.
+    """
+    compiled: Network = torch.compile(network, dynamic=False, fullgraph=True)
+    failures: Counter[torch.Size] = Counter()
+
+    def call(x_1CTHW: torch.Tensor, feat_cache: list[Any], feat_idx: list[int]) -> torch.Tensor:
+        run = compiled if failures[x_1CTHW.shape] < _COMPILE_ATTEMPTS else network
+        try:
+            out_1CTHW = run(x_1CTHW, feat_cache=feat_cache, feat_idx=feat_idx)
+        except TorchDynamoException:
+            failures[x_1CTHW.shape] += 1
+            logger.exception(
+                "a part of the VAE's decoder was not compiled for %s: it runs as it is",
+                x_1CTHW.shape,
+            )
+            out_1CTHW = network(x_1CTHW, feat_cache=feat_cache, feat_idx=feat_idx)
+        for index, feature in enumerate(feat_cache):
+            if feature.untyped_storage().nbytes() > feature.nbytes:
+                feat_cache[index] = feature.clone()
+        return out_1CTHW
+
+    return call
+
+
+def _pad_first(feature: Any, shape: Shape, like: torch.Tensor) -> torch.Tensor:
+    """Pad a feature of the first latent to its final shape; zero frames in front equal the
+    convolution's padding.
+
+    The first latent leaves one frame where later ones leave two. In the temporal upsamplers, which
+    skip their convolution once, it leaves a string instead of a tensor. The feature also gets its
+    final memory layout, because concatenating it with another layout would transpose every later
+    call's frames.
+    """
+    if isinstance(feature, torch.Tensor):
+        feature = nn.functional.pad(feature, (0, 0, 0, 0, shape[2] - feature.shape[2], 0))
+    else:
+        feature = like.new_zeros(shape)
+    return feature.contiguous(memory_format=torch.channels_last_3d)
+
+
+@lru_cache(maxsize=256)
+def _cache_shapes(config: VAEConfig, part: Part, height: int, width: int) -> tuple[Shape, ...]:
+    """Return the shapes of a cache after every call, from a run of two latent frames on the meta
+    device."""
+    with torch.device("meta"), torch.no_grad():
+        vae = StreamingWanVAE(config, encoder=part == "encoder", decoder=part == "decoder")
+        network = vae.encoder if part == "encoder" else vae.decoder
+        features: list[Any] = [None] * sum(
+            isinstance(module, WanCausalConv3d) for module in network.modules()
+        )
+        if part == "encoder":
+            components = [
+                torch.empty(1, 3, frames, height, width) for frames in (1, config.temporal_factor)
+            ]
+        else:
+            cells = (height // config.spatial_factor, width // config.spatial_factor)
+            components = [torch.empty(1, config.z_dim, 1, *cells) for _ in range(2)]
+        for item in components:
+            network(item, feat_cache=features, feat_idx=[0])
+    # Convolutions of one frame (the shortcuts) cache nothing: their slots are the unused ones at
+    # the end.
+    return tuple(tuple(feature.shape) for feature in features if feature is not None)

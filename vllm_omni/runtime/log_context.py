@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Request id and session id of log records, carried by context variables.
+
+`bound(...)` sets the ids for a block of code and for every task started in it. The handler
+determines how they appear in a log line. `ContextFilter` sets `request_id` and `session_id` on the
+record: JSON formatters write them as fields, and a user's logging configuration can use them in its
+format. `ContextFormatter` appends them to the first line of the text.
+`entrypoints/telemetry/logs.py` installs both. This module imports only the standard library,
+because a user's logging configuration refers to `ContextFilter` before vLLM is imported.
+"""
+
+import contextlib
+import contextvars
+import copy
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+NAMES: Final = ("request_id", "session_id")
+_OWN_LOGGERS: Final = "vllm.vllm_omni"
+_ids: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextVar("omni_log_ids", default={})  # noqa: B039
+"""The ids that are set, in the order of `NAMES`. Never modified in place."""
+
+
+@contextlib.contextmanager
+def bound(*, request_id: str | None = None, session_id: str | None = None) -> Iterator[None]:
+    """Set the ids for the log records of a block.
+
+    Args:
+        request_id: Request of the block; None leaves the current value.
+        session_id: Session of the block; None leaves the current value.
+    """
+    token = _ids.set(_merged(request_id, session_id))
+    try:
+        yield
+    finally:
+        _ids.reset(token)
+
+
+def bind(*, request_id: str | None = None, session_id: str | None = None) -> None:
+    """Set the ids until the end of the current task, for a task that serves one request or session.
+
+    Args:
+        request_id: As for `bound`.
+        session_id: As for `bound`.
+    """
+    _ids.set(_merged(request_id, session_id))
+
+
+def current() -> Mapping[str, str]:
+    """Return the ids that are set, by name."""
+    return _ids.get()
+
+
+def _merged(*given: str | None) -> Mapping[str, str]:
+    known = _ids.get()
+    ids = {
+        name: known.get(name) if new is None else new
+        for name, new in zip(NAMES, given, strict=True)
+    }
+    return {name: value for name, value in ids.items() if value is not None}
+
+
+class ContextFilter(logging.Filter):
+    """Logging filter that sets `request_id` and `session_id` on every record and drops none.
+
+    Args:
+        missing: Value of an id that is not set. With None the attribute is left unset, so that JSON
+            formatters omit it.
+    """
+
+    def __init__(self, missing: str | None = "-") -> None:
+        super().__init__()
+        self._missing = missing
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        known = current()
+        for name in NAMES:
+            if (value := known.get(name, self._missing)) is not None and not hasattr(record, name):
+                setattr(record, name, value)
+        return True
+
+
+class ContextFormatter(logging.Formatter):
+    """Append ` request_id=... session_id=...` to the first line of another formatter's text.
+
+    Control characters in the arguments of a record are escaped, because arguments may contain text
+    from clients: paths, close reasons, names. A newline in it would otherwise look like a separate
+    line of the server's log.
+
+    Args:
+        inner: The wrapped formatter.
+    """
+
+    def __init__(self, inner: logging.Formatter) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = self.inner.format(_escaped(record))
+        ids = "".join(f" {name}={value}" for name, value in current().items())
+        first, newline, rest = text.partition("\n")
+        return f"{first}{ids}{newline}{rest}"
+
+
+def _escaped(record: logging.LogRecord) -> logging.LogRecord:
+    """Return the record with escaped arguments. Records of other packages may contain newlines."""
+    allowed = "" if record.name.startswith(_OWN_LOGGERS) else "\n\t"
+    if isinstance(record.args, tuple):
+        args: Any = tuple(_printable(value, allowed) for value in record.args)
+    elif isinstance(record.args, Mapping):
+        args = {name: _printable(value, allowed) for name, value in record.args.items()}
+    else:
+        return record
+    escaped = copy.copy(record)
+    escaped.args = args
+    return escaped
+
+
+def _printable(value: object, allowed: str) -> object:
+    if not isinstance(value, str | BaseException) or (text := str(value)).isprintable():
+        return value
+    return "".join(
+        one if one.isprintable() or one in allowed else one.encode("unicode_escape").decode("ascii")
+        for one in text
+    )

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes of one engine: their ids, and a watchdog that ends them with their parent.
+
+vLLM stops its engine when it shuts down. After `kill -9` it cannot: the engine waits for requests
+forever and occupies its device's memory. `end_with_parent` starts a thread that waits, without
+polling, for the end of the parent process, and of the grandparent unless the parent is a main
+process: a worker is started by its engine core, an engine core by the server. Only processes that
+Python's `multiprocessing` started have such a parent. Ray's workers and an engine in the user's
+own process are not watched.
+
+Workers call it before they load; schedulers call it because they run in the engine core. This
+module imports neither vLLM nor torch.
+"""
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import select
+import threading
+from typing import Any, Final
+
+from vllm_omni.runtime.exit_codes import ENGINE_DIED
+
+logger = logging.getLogger("vllm." + __name__)
+
+_MAIN: Final = "MainProcess"
+"""Name that `multiprocessing` gives to a process it did not start."""
+_lock = threading.Lock()
+_watching: list[threading.Thread] = []
+
+
+def machine_id() -> str:
+    """Return an identifier that two processes share if and only if they see each other's pids."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+
+
+def engine_processes() -> dict[str, Any]:
+    """Return this process and the engine core that started it, if any.
+
+    Returns:
+        `{"machine": machine_id(), "pids": [...]}`.
+    """
+    parent = multiprocessing.parent_process()
+    pids = [os.getpid()]
+    if parent is not None and parent.name != _MAIN and parent.pid is not None:
+        pids.append(parent.pid)
+    return {"machine": machine_id(), "pids": pids}
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped (SIGSTOP, Ctrl-Z); one held by a debugger does not count."""
+    return _stat_of(pid)[:1] == ["T"]
+
+
+def end_with_parent() -> None:
+    """Make this process exit with status 70 as soon as a process it depends on has ended.
+
+    Idempotent.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None or parent.pid is None:
+        return
+    with _lock:
+        if _watching:
+            return
+        pids = [parent.pid]
+        if parent.name != _MAIN and (stat := _stat_of(parent.pid)):
+            pids.append(int(stat[1]))
+        thread = threading.Thread(target=_watch, args=(pids,), daemon=True, name="ParentWatch")
+        _watching.append(thread)
+        thread.start()
+
+
+def _watch(pids: list[int]) -> None:
+    poll = select.poll()
+    watched: dict[int, int] = {}
+    for pid in pids:
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            _end(pid)
+        except OSError as error:  # kernels before 5.3 and some sandboxes lack the system call
+            logger.warning(
+                "cannot watch process %d, this process will not exit with it: %s", pid, error
+            )
+        else:
+            watched[descriptor] = pid
+            poll.register(descriptor, select.POLLIN)
+    if watched:
+        [(descriptor, _), *_] = poll.poll()
+        _end(watched[descriptor])
+
+
+def _end(pid: int) -> None:
+    logger.critical("process %d, on which this process depends, has ended; exiting", pid)
+    os._exit(ENGINE_DIED)
+
+
+def _stat_of(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat from the state on; empty if there is no such process."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()
+    return []

@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transfer of tensor data to and from positions in a file, with one copy on the host.
+
+Host tensors are transferred directly between their memory and the file, many per system call.
+Strided tensors (frames of a K/V window) are transferred row by row in the same call. Device tensors
+pass through two page-locked staging buffers, small tensors together: while one buffer is copied
+between device and host, the other is written or read. A file holds the elements of a tensor in
+logical order, whatever its memory layout. Callers define the file format.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+_MAX_VECTORS: Final = 1024  # the kernel's limit for one pwritev or preadv
+_STAGING_BYTES: Final = 64 << 20
+_NUMPY_KNOWS: Final = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8}
+
+TensorAt = tuple[int, torch.Tensor]
+"""Position in a file in bytes, and the tensor whose data is there."""
+Array = Any
+"""Contiguous NumPy array that shares memory with a tensor or with a part of it."""
+
+
+def write_at(descriptor: int, positions: Iterable[TensorAt]) -> None:
+    """Write the data of each tensor at its position.
+
+    Raises:
+        OSError: Writing failed.
+    """
+    host, device = _sorted_out(positions)
+    for start, arrays in _runs(host):
+        _write(descriptor, start, arrays)
+    if device:
+        _write_staged(descriptor, device)
+
+
+def read_at(descriptor: int, positions: Iterable[TensorAt]) -> None:
+    """Fill each tensor with the data at its position.
+
+    Raises:
+        OSError: Reading failed.
+        EOFError: The file is too short.
+    """
+    host, device = _sorted_out(positions)
+    turned: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for start, arrays in _runs(host, turned):
+        _read(descriptor, start, arrays)
+    for target, saved in turned:
+        target.copy_(saved)
+    if device:
+        _read_to_device(descriptor, device)
+
+
+def _sorted_out(positions: Iterable[TensorAt]) -> tuple[list[TensorAt], list[TensorAt]]:
+    """Split into host tensors and tensors that need staging; empty tensors are dropped."""
+    host: list[TensorAt] = []
+    staged: list[TensorAt] = []
+    for slot in positions:
+        if slot[1].numel():
+            (staged if _passes_staging(slot[1]) else host).append(slot)
+    return host, staged
+
+
+def _passes_staging(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda
+
+
+# -- host memory -----------------------------------------------------------------------------------
+
+
+def _runs(
+    positions: Iterable[TensorAt], turned: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+) -> Iterator[tuple[int, list[Array]]]:
+    """Yield (start, arrays) for each range of arrays that are adjacent in the file.
+
+    Args:
+        places: Positions and tensors, in the order of the file.
+        turned: For reading: receives each tensor whose rows are not contiguous, with the contiguous
+            buffer that is filled instead. None for writing: the buffer is a copy of the tensor.
+    """
+    arrays: list[Array] = []
+    start = end = 0
+    for position, tensor in positions:
+        if position != end:
+            if arrays:
+                yield start, arrays
+            arrays, start = [], position
+        own = _arrays(tensor)
+        if own is None:
+            if turned is None:
+                stand_in = tensor.contiguous()
+            else:
+                stand_in = torch.empty(tensor.shape, dtype=tensor.dtype)
+                turned.append((tensor, stand_in))
+            own = [_numpy(stand_in)]
+        arrays += own
+        end = position + tensor.nbytes
+    if arrays:
+        yield start, arrays
+
+
+def _arrays(tensor: torch.Tensor) -> list[Array] | None:
+    """Return the memory of a host tensor in logical order; None if its rows are not contiguous."""
+    if tensor.is_contiguous():
+        return [_numpy(tensor)]
+    rows = _rows(tensor)
+    return None if rows is None else list(_numpy(rows))
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Merge the first two dimensions if all others are contiguous; None if that requires a copy."""
+    if tensor.dim() <= 2 or not tensor[0, 0].is_contiguous():
+        return None
+    rows = tensor.flatten(0, 1)
+    return rows if rows.data_ptr() == tensor.data_ptr() else None  # uneven strides: flatten copied
+
+
+def _numpy(tensor: torch.Tensor) -> Array:
+    known = _NUMPY_KNOWS.get(tensor.dtype)
+    return (tensor if known is None else tensor.view(known)).numpy()
+
+
+# -- device memory ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Load:
+    """Content of a staging buffer: one contiguous range of the file."""
+
+    position: int
+    """Start of the range in the file, in bytes."""
+    nbytes: int
+    """Length of the range in bytes."""
+    parts: list[tuple[int, torch.Tensor]]
+    """Offsets in the buffer, and uint8 views of device memory."""
+
+
+def _write_staged(descriptor: int, positions: Sequence[TensorAt]) -> None:
+    buffers = _staging(positions)
+    with ThreadPoolExecutor(1, thread_name_prefix="snapshot") as file:
+        writing: Future[None] | None = None
+        for number, load in enumerate(_loads(positions, len(buffers[0]))):
+            buffer = buffers[number % 2]  # not being written: only the other buffer's write may run
+            for offset, part in load.parts:
+                buffer[offset : offset + len(part)].copy_(part, non_blocking=True)
+            _wait_for_device()
+            if writing is not None:
+                writing.result()
+            writing = file.submit(
+                _write, descriptor, load.position, [buffer[: load.nbytes].numpy()]
+            )
+        if writing is not None:
+            writing.result()
+
+
+def _read_to_device(descriptor: int, positions: Iterable[TensorAt]) -> None:
+    """Read tensors of device memory.
+
+    A tensor whose rows are not contiguous is read into a contiguous temporary tensor first. Memory
+    is bounded by copying these back whenever they fill a staging buffer.
+    """
+    ready: list[TensorAt] = []
+    turned: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for position, target in positions:
+        if target.is_contiguous() or _rows(target) is not None:
+            ready.append((position, target))
+            continue
+        saved = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+        ready.append((position, saved))
+        turned.append((target, saved))
+        if sum(saved.nbytes for _, saved in turned) >= _STAGING_BYTES:
+            _read_turned(descriptor, ready, turned)
+            ready, turned = [], []
+    _read_turned(descriptor, ready, turned)
+
+
+def _read_turned(
+    descriptor: int,
+    positions: Sequence[TensorAt],
+    turned: Iterable[tuple[torch.Tensor, torch.Tensor]],
+) -> None:
+    if positions:
+        _read_staged(descriptor, positions)
+    for target, saved in turned:
+        target.copy_(saved)
+
+
+def _read_staged(descriptor: int, positions: Sequence[TensorAt]) -> None:
+    buffers = _staging(positions)
+    loads = list(_loads(positions, len(buffers[0])))
+    with ThreadPoolExecutor(1, thread_name_prefix="snapshot") as file:
+
+        def read(number: int) -> "Future[None]":
+            load = loads[number]
+            return file.submit(
+                _read, descriptor, load.position, [buffers[number % 2][: load.nbytes].numpy()]
+            )
+
+        reading = read(0)
+        for number, load in enumerate(loads):
+            reading.result()
+            if number + 1 < len(loads):
+                reading = read(number + 1)  # the copies from this buffer have ended
+            buffer = buffers[number % 2]
+            for offset, part in load.parts:
+                part.copy_(buffer[offset : offset + len(part)], non_blocking=True)
+            _wait_for_device()
+
+
+def _staging(positions: Sequence[TensorAt]) -> tuple[torch.Tensor, torch.Tensor]:
+    nbytes = min(_STAGING_BYTES, sum(tensor.nbytes for _, tensor in positions))
+    pinned = torch.cuda.is_initialized()
+    first, second = (torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2))
+    return first, second
+
+
+def _wait_for_device() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()
+
+
+def _loads(positions: Iterable[TensorAt], most: int) -> Iterator[_Load]:
+    """Split tensors into loads of at most `most` bytes.
+
+    A tensor whose rows are not contiguous is made contiguous when its turn comes.
+    """
+    start = filled = 0
+    parts: list[tuple[int, torch.Tensor]] = []
+    for position, tensor in positions:
+        if parts and position != start + filled:
+            yield _Load(start, filled, parts)
+            parts = []
+        if not parts:
+            start, filled = position, 0
+        for whole in _byte_views(tensor):
+            left = whole
+            while len(left):
+                part, left = left.tensor_split([most - filled])
+                parts.append((filled, part))
+                filled += len(part)
+                if filled == most:
+                    yield _Load(start, filled, parts)
+                    start, filled, parts = start + filled, 0, []
+    if parts:
+        yield _Load(start, filled, parts)
+
+
+def _byte_views(tensor: torch.Tensor) -> list[torch.Tensor]:
+    if not tensor.is_contiguous():
+        rows = _rows(tensor)
+        if rows is not None:
+            return [row.reshape(-1).view(torch.uint8) for row in rows]
+        tensor = tensor.contiguous()
+    return [tensor.view(-1).view(torch.uint8)]
+
+
+# -- the file --------------------------------------------------------------------------------------
+
+
+def _write(descriptor: int, position: int, arrays: Sequence[Array]) -> None:
+    _move(os.pwritev, descriptor, position, arrays)
+
+
+def _read(descriptor: int, position: int, arrays: Sequence[Array]) -> None:
+    _move(os.preadv, descriptor, position, arrays)
+
+
+def _move(
+    call: Callable[[int, Any, int], int], descriptor: int, position: int, arrays: Sequence[Array]
+) -> None:
+    for start in range(0, len(arrays), _MAX_VECTORS):
+        part = arrays[start : start + _MAX_VECTORS]
+        nbytes = sum([array.nbytes for array in part])
+        done = call(descriptor, part, position)
+        if done != nbytes:
+            _finish(call, descriptor, position, part, done)
+        position += nbytes
+
+
+def _finish(
+    call: Callable[[int, Any, int], int],
+    descriptor: int,
+    position: int,
+    arrays: Sequence[Array],
+    done: int,
+) -> None:
+    """Continue a system call that transferred only `done` bytes."""
+    left = [memoryview(array).cast("B") for array in arrays]
+    while True:
+        if done == 0:
+            raise EOFError("the file is shorter than its header says")
+        position += done
+        whole = 0
+        while whole < len(left) and done >= len(left[whole]):
+            done -= len(left[whole])
+            whole += 1
+        del left[:whole]
+        if not left:
+            return
+        left[0] = left[0][done:]
+        done = call(descriptor, left, position)

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Admission`: acquire a request's session and conditions on one rank, and release them at its end.
+
+Before its first step, a generation request gets its session (created for the first chunk) and its
+encoded conditions. The session is pinned until `release`. Session operations run immediately. An
+exception becomes the `failure` of the request, and a session that the request created is closed.
+This module names no model.
+"""
+
+import torch
+
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.device_async import StageTimer
+from vllm_omni.model_executor.interfaces import (
+    DiffusionRequest,
+    SupportsSessionWindows,
+    SupportsStepExecution,
+)
+from vllm_omni.model_executor.layers.lora.store import NoAdapters, Selection, named
+from vllm_omni.model_executor.requests import RequestState, as_failure
+from vllm_omni.outputs import RequestFailed, pack
+from vllm_omni.worker.diffusion.sessions.in_flight import ChunksInFlight
+from vllm_omni.worker.diffusion.sessions.store import SessionStore
+
+
+class Admission:
+    """Admits and releases the requests of one rank.
+
+    Args:
+        model: Encodes conditions and creates sessions.
+        sessions: Sessions of the rank.
+        in_flight: Chunks in flight of the rank.
+        device: Device on which the model's stages are timed.
+        adapters: LoRA adapters of the rank.
+    """
+
+    def __init__(
+        self,
+        model: SupportsStepExecution,
+        sessions: SessionStore,
+        in_flight: ChunksInFlight,
+        device: torch.device,
+        adapters: NoAdapters,
+    ) -> None:
+        self._adapters = adapters
+        self._model = model
+        self._sessions = sessions
+        self._in_flight = in_flight
+        self._device = device
+
+    def _check_window(self, params: DiffusionParams) -> None:
+        chosen = params.window_frames is not None or params.sink_frames is not None
+        if chosen and not isinstance(self._model, SupportsSessionWindows):
+            raise RequestFailed(
+                "invalid_request",
+                "window_frames and sink_frames are fixed by this server: leave them out",
+            )
+
+    def admit(
+        self, state: RequestState, outputs: dict[str, torch.Tensor], index: int | None = None
+    ) -> None:
+        """Acquire the session and the conditions of a request, or run its session operation.
+
+        Raises nothing. Afterwards, the request has its `chunk`, its result or its `failure`.
+
+        Args:
+            state: The request.
+            outputs: Receives the result of a session operation, by request id.
+            index: Chunk index that an earlier pipeline stage assigned; None on the first stage.
+        """
+        params = state.params
+        assert params is not None
+        try:
+            if state.is_session_operation:
+                outputs[state.request_id] = pack(self._sessions.operate(params))
+                return
+            if params.one_shot and params.session_id in self._sessions:
+                raise RequestFailed(
+                    "invalid_request",
+                    f"one_shot needs a new session_id, {params.session_id!r} is live",
+                )
+            if params.session_id not in self._sessions:
+                self._check_window(params)
+                nbytes = self._model.session_nbytes(params)
+                self._sessions.make_room(nbytes)
+                self._sessions.add_session(self._model.new_session(params))
+                state.opened_session = True
+            session = self._sessions.get(params.session_id)
+            if session.failure is not None:
+                raise session.failure
+            expected = session.chunk_index + self._in_flight.count(params.session_id)
+            predecessor = self._in_flight.last(params.session_id)
+            # this rank does not know yet that the previous chunk failed
+            if index is not None and index != expected:
+                predecessor = self._in_flight.failed(params.session_id, index - 1)
+                expected = expected if predecessor is None else index
+            wanted = params.chunk_index if index is None else index
+            if wanted is not None and wanted != expected:
+                raise RequestFailed(
+                    "out_of_order",
+                    f"chunk_index {wanted} arrived, session {params.session_id!r} expects "
+                    f"{expected}",
+                )
+            before = session.adapters if predecessor is None else predecessor.adapters
+            adapters = self._select(state, before)
+            request = DiffusionRequest(
+                state.request_id,
+                params,
+                state.tensors,
+                session,
+                degradations=state.degradations,
+                predecessor=predecessor,
+                adapters=adapters,
+                same_adapters=adapters == before,
+                timer=StageTimer(self._device),
+            )
+            with request.timer.stage("encode"), self._adapters.applied(adapters):
+                self._model.prepare_encode(request)
+            assert request.num_steps > 0, "prepare_encode must set num_steps"
+            request.predecessor = None
+            self._sessions.pin(params.session_id)
+            state.chunk, state.index = request, expected
+            self._in_flight.add_chunk(state, predecessor)
+        except Exception as error:
+            state.failure = as_failure(error, state.request_id)
+            self._drop_unborn_session(state)
+
+    def _select(self, state: RequestState, before: Selection) -> Selection:
+        """Select the adapters that the chunk names, else the current ones of its predecessor."""
+        params, request = state.params, state.lora_request
+        assert params is not None
+        if params.lora is not None:
+            return self._adapters.select(params.lora)
+        return (
+            self._adapters.select(named(before))
+            if request is None
+            else self._adapters.select_request(request)
+        )
+
+    def release(self, state: RequestState | None) -> None:
+        """Release all resources of a request that the scheduler has finished or aborted."""
+        if state is None:
+            return
+        if state.pending is not None:
+            state.pending.wait()
+        if state.chunk is not None:
+            self._in_flight.release(state.chunk)
+            self._sessions.unpin(state.chunk.session.session_id)
+            state.chunk.state = None
+        self._drop_unborn_session(state)
+
+    def _drop_unborn_session(self, state: RequestState) -> None:
+        """Close the session of a failed first chunk, or of a one-shot request."""
+        if state.opened_session and state.params is not None:
+            session_id = state.params.session_id
+            if session_id in self._sessions:
+                session = self._sessions.get(session_id)
+                lost = session.failure is not None  # other ranks still hold it: report the failure
+                if state.params.one_shot or (session.chunk_index == 0 and not lost):
+                    self._sessions.close(session_id)
+            state.opened_session = False

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ChunksInFlight`: chunks of each session that this rank has started and not committed.
+
+`ChunkOrder` decides which of them may run a step. If a chunk fails or is aborted, all later chunks
+of the session fail too, because they were computed from it; the session stays as last committed.
+The first pipeline stage decides which chunks may start (`waiting`) and assigns their indices; later
+stages follow its mask. The last stage is the first to detect a failure. Until the scheduler
+releases the failed chunk, `failed` finds it for later chunks that an earlier stage still sends.
+This module depends neither on a model nor on the scheduler.
+"""
+
+from collections.abc import Sequence
+
+from vllm_omni.core.step_protocol import DONE, ChunkOrder, turn
+from vllm_omni.model_executor.interfaces import DiffusionRequest
+from vllm_omni.model_executor.requests import RequestState
+from vllm_omni.outputs import RequestFailed
+
+
+class ChunksInFlight:
+    """Chunks in flight of one rank, oldest first.
+
+    Args:
+        limit: Maximum number of chunks of a session in flight. With 1, no chunk waits or has a
+            predecessor.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.order = ChunkOrder(limit)
+        self._chunks: dict[str, list[RequestState]] = {}
+        self._failed: dict[str, list[RequestState]] = {}
+
+    def last(self, session_id: str) -> DiffusionRequest | None:
+        """Return the newest chunk in flight of a session, which is the next chunk's predecessor."""
+        chunks = self._chunks.get(session_id)
+        return chunks[-1].chunk if chunks else None
+
+    def count(self, session_id: str) -> int:
+        return len(self._chunks.get(session_id, ()))
+
+    def is_next(self, request: DiffusionRequest) -> bool:
+        """Whether a chunk directly follows the committed session.
+
+        Only such a chunk may be decoded.
+        """
+        chunks = self._chunks.get(request.session.session_id, [])
+        return bool(chunks) and chunks[0].chunk is request
+
+    def waiting(self, states: Sequence[RequestState]) -> list[RequestState]:
+        """Return the requests of a batch that may not run a step yet.
+
+        Call it before any request of the batch runs its step.
+        """
+        if self.order.limit == 1:
+            return []
+        # session id -> its only queued chunk that may start
+        first: dict[str, tuple[float, RequestState]] = {}
+        for state in states:
+            if state.chunk is None and state.failure is None and state.params is not None:
+                number, session_id = turn(state.params.chunk_index), state.params.session_id
+                if session_id not in first or number < first[session_id][0]:
+                    first[session_id] = number, state
+        may_start = [state for _, state in first.values()]
+        return [state for state in states if self._waits(state, state in may_start)]
+
+    def _waits(self, state: RequestState, may_start: bool) -> bool:
+        if state.failure is not None or state.params is None:
+            return False
+        if state.chunk is None and not may_start:
+            return True
+        ahead = self._chunks.get(state.params.session_id, [])
+        if state.chunk is not None:
+            ahead = ahead[: ahead.index(state)]
+        before = [other.chunk for other in ahead if other.chunk is not None]
+        steps = [DONE if chunk.step >= chunk.num_steps else chunk.step for chunk in before]
+        established = all(chunk.session.chunk_index > 0 for chunk in before)
+        step = None if state.chunk is None else state.chunk.step
+        return not self.order.may_move(step, steps, established=established)
+
+    def failed(self, session_id: str, index: int) -> DiffusionRequest | None:
+        """Return the newest failed chunk of this index that has not been released."""
+        return next(
+            (
+                state.chunk
+                for state in reversed(self._failed.get(session_id, []))
+                if state.index == index
+            ),
+            None,
+        )
+
+    def add_chunk(self, state: RequestState, predecessor: DiffusionRequest | None) -> None:
+        """Register an admitted chunk.
+
+        If its predecessor has failed, the chunk fails too, and its steps are discarded.
+        """
+        assert state.chunk is not None
+        session_id = state.chunk.session.session_id
+        failed = self._failed.get(session_id, [])
+        if predecessor is not None and any(other.chunk is predecessor for other in failed):
+            failed.append(state)
+            state.failure = _predecessor_failed()
+        else:
+            self._chunks.setdefault(session_id, []).append(state)
+
+    def end(self, request: DiffusionRequest) -> None:
+        """Remove a committed chunk; later chunks stay in flight. Idempotent."""
+        self._cut(request, keep_followers=True)
+
+    def fail(self, request: DiffusionRequest, because: RequestFailed | None = None) -> None:
+        """Fail a chunk and all later chunks of its session. Idempotent, also after `end`.
+
+        Args:
+            request: The failed chunk.
+            because: Error of the later chunks. None means `predecessor_failed`: the session is
+                unchanged.
+        """
+        chunks = self._cut(request, keep_followers=False)
+        for state in chunks[1:]:
+            if state.failure is None:
+                state.failure = because or _predecessor_failed()
+        if chunks:
+            self._failed.setdefault(request.session.session_id, []).extend(chunks)
+
+    def release(self, request: DiffusionRequest) -> None:
+        """Release a finished or aborted chunk. It counts as failed if it is not committed."""
+        self.fail(request)
+        session_id = request.session.session_id
+        left = [state for state in self._failed.pop(session_id, []) if state.chunk is not request]
+        if left:
+            self._failed[session_id] = left
+
+    def _cut(self, request: DiffusionRequest, *, keep_followers: bool) -> list[RequestState]:
+        """Remove a chunk; return it and all later chunks."""
+        session_id = request.session.session_id
+        chunks = self._chunks.get(session_id, [])
+        position = next(
+            (index for index, state in enumerate(chunks) if state.chunk is request), None
+        )
+        if position is None:
+            return []
+        before, followers = chunks[:position], chunks[position + 1 :]
+        left = before + followers if keep_followers else before
+        if left:
+            self._chunks[session_id] = left
+        else:
+            del self._chunks[session_id]
+        return chunks[position:]
+
+
+def _predecessor_failed() -> RequestFailed:
+    return RequestFailed(
+        "predecessor_failed",
+        "an earlier chunk failed or was aborted while both were in flight; the session is "
+        "as it was "
+        "before that chunk: send both again",
+    )

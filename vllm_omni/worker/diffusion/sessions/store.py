@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`SessionStore`: creates, evicts and frees the sessions of one rank, and tracks their memory.
+
+The first chunk of a session creates it. It outlives requests and is freed in one place (`close`).
+Admission is by bytes: the size of a session is known before it is created and constant afterwards.
+Memory of closed sessions that a model retains (`trim_pool`) counts as free and yields to live
+sessions. This module depends neither on the scheduler nor on model maths.
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.interfaces import SessionState
+from vllm_omni.outputs import RequestFailed
+from vllm_omni.runtime.heap import HeapTrim
+
+
+class SessionStore:
+    """Live sessions of one rank, least recently used first.
+
+    Args:
+        max_sessions: Maximum number of live sessions.
+        idle_s: Seconds without a request after which a session may be evicted.
+        max_bytes: Maximum memory of all sessions together; None is unlimited.
+        clock: Time in seconds. With several ranks it must be equal on all of them, because eviction
+            must not differ between ranks.
+    """
+
+    def __init__(
+        self,
+        max_sessions: int,
+        idle_s: float,
+        max_bytes: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.max_sessions = max_sessions
+        self.idle_s = idle_s
+        self.max_bytes = max_bytes
+        self.trim_pool: Callable[[int], None] = lambda nbytes: None
+        """`PoolsMemory.trim_pool` of the model: limits the memory it retains of closed sessions."""
+        self._clock = clock
+        self._sessions: OrderedDict[str, SessionState] = OrderedDict()
+        self._last_used: dict[str, float] = {}
+        self._pins: dict[str, int] = {}
+        self._trim_heap = HeapTrim()
+
+    def __contains__(self, session_id: str) -> bool:
+        return session_id in self._sessions
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(session.nbytes for session in self._sessions.values())
+
+    def get(self, session_id: str) -> SessionState:
+        """Return a live session and mark it as used.
+
+        Raises:
+            RequestFailed: `unknown_session`: the session is not live.
+        """
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise RequestFailed(
+                "unknown_session",
+                f"session {session_id!r} is not live here: start it with an image and a prompt",
+            )
+        self._sessions.move_to_end(session_id)
+        self._last_used[session_id] = self._clock()
+        return session
+
+    def make_room(self, nbytes: int) -> None:
+        """Make room for one more session, closing idle sessions if needed.
+
+        Args:
+            nbytes: Size of the session.
+
+        Raises:
+            RequestFailed: `capacity`: the session does not fit.
+        """
+        if self.max_bytes is not None and nbytes > self.max_bytes:
+            raise RequestFailed(
+                "capacity",
+                f"a session needs {nbytes} bytes, all sessions may hold {self.max_bytes}",
+            )
+        if self._fits(nbytes):
+            return
+        now = self._clock()
+        for session_id in list(self._sessions):  # least recently used first
+            if not self._pins.get(session_id) and now - self._last_used[session_id] >= self.idle_s:
+                self.close(session_id)
+                if self._fits(nbytes):
+                    return
+        raise RequestFailed(
+            "capacity",
+            f"{len(self)} of {self.max_sessions} sessions hold {self.nbytes} bytes and none has "
+            "been idle for "
+            f"{self.idle_s:g} s: close one or try again later",
+        )
+
+    def _fits(self, nbytes: int) -> bool:
+        if len(self) >= self.max_sessions:
+            return False
+        return self.max_bytes is None or self.nbytes + nbytes <= self.max_bytes
+
+    def add_session(self, session: SessionState) -> None:
+        """Take ownership of a new session, whose id must be unused."""
+        assert session.session_id not in self._sessions
+        self._sessions[session.session_id] = session
+        self._last_used[session.session_id] = self._clock()
+        if self.max_bytes is not None:
+            self.trim_pool(max(0, self.max_bytes - self.nbytes))
+
+    def operate(self, params: DiffusionParams) -> dict[str, Any]:
+        """Run the session operation `params.op` (close, reset or fork).
+
+        Returns:
+            Metadata of the result.
+
+        Raises:
+            RequestFailed: The session to fork is not live, or its copy is not possible.
+        """
+        if params.op == "fork":
+            if params.fork_to is None or params.fork_to in self:
+                raise RequestFailed(
+                    "invalid_request", f"fork_to must name a new session, got {params.fork_to!r}"
+                )
+            source = self.get(params.session_id)
+            self.make_room(source.nbytes)
+            copy = source.fork(params.fork_to)
+            copy.failure, copy.adapters = source.failure, source.adapters
+            self.add_session(copy)
+            return {"op": "fork", "session_id": params.fork_to, "chunk_index": source.chunk_index}
+        # `reset`: the next chunk creates a new session of this id
+        existed = self.close(params.session_id)
+        return {"op": params.op, "session_id": params.session_id, "existed": existed}
+
+    def pin(self, session_id: str) -> None:
+        """Protect a session from eviction while one of its chunks is in flight."""
+        self._pins[session_id] = self._pins.get(session_id, 0) + 1
+
+    def unpin(self, session_id: str) -> None:
+        self._pins[session_id] -= 1
+        if not self._pins[session_id]:
+            del self._pins[session_id]
+
+    def is_pinned(self, session_id: str) -> bool:
+        """Whether a chunk of this session is in flight."""
+        return session_id in self._pins
+
+    def close(self, session_id: str) -> bool:
+        """Free a session. Idempotent.
+
+        Returns:
+            Whether the session was live.
+        """
+        session = self._sessions.pop(session_id, None)
+        self._last_used.pop(session_id, None)
+        if session is not None:
+            session.close()
+            self._trim_heap()
+        return session is not None
+
+    def close_all(self) -> None:
+        for session_id in list(self._sessions):
+            self.close(session_id)
+
+    def to(self, device: torch.device | str) -> None:
+        self.trim_pool(0)
+        for session in self._sessions.values():
+            session.to(device)
+
+    def stats(self) -> dict[str, Any]:
+        """Return statistics as JSON types, because they are sent over RPC."""
+        return {
+            "sessions": len(self),
+            "max_sessions": self.max_sessions,
+            "bytes": self.nbytes,
+            "max_bytes": self.max_bytes,
+            "chunks": {name: session.chunk_index for name, session in self._sessions.items()},
+        }

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`world.json` of a checkpoint directory: sizes, prompts and start images of a world.
+
+A checkpoint of any model may have one. The config parser passes it to the endpoints (`CONFIG_KEY`).
+Its sizes and model options are the defaults of `vllm serve`, and its images are served with the web
+page. This module depends neither on a model nor on sockets.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import msgspec
+
+from vllm_omni.model_executor.checkpoint.tensor_files import confined
+
+CARD: Final = "world.json"
+CONFIG_KEY: Final = "omni_world"
+"""Key of the world description in vLLM's config object, where it is stored as JSON types."""
+
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+ImageFile = Annotated[str, msgspec.Meta(pattern=r"^([a-z0-9_]+/)?[a-z0-9_]+\.(png|jpg)\Z")]
+Video = Annotated[str, msgspec.Meta(pattern=r"^([a-z0-9_]+/)?[a-z0-9_]+\.mp4\Z")]
+Side = Annotated[int, msgspec.Meta(ge=16, le=4096)]
+
+
+class WorldPrompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A prompt that the web page offers as a button."""
+
+    name: Name
+    """Text of the button."""
+    text: Annotated[str, msgspec.Meta(min_length=1, max_length=1000)]
+    """The prompt."""
+
+
+class StartImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A start image and its pose on the map."""
+
+    name: Name
+    """Name for display."""
+    prompt: Name
+    """Name of the prompt that fits it."""
+    file: ImageFile
+    """Path of the image in the checkpoint directory."""
+    x_m: float
+    """Position to the east in metres."""
+    z_m: float
+    """Position to the north in metres."""
+    heading_degrees: float
+    """Direction of the view, clockwise from north, in degrees."""
+    pitch_degrees: float = 0.0
+    """Angle of the view above the horizon in degrees."""
+
+
+class WorldMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Map of the ground, north up, with (0, 0) in the centre."""
+
+    file: ImageFile
+    """Path of the image in the checkpoint directory."""
+    side_m: Annotated[float, msgspec.Meta(gt=0)]
+    """Side length of the image in metres, after which the world repeats."""
+
+
+class WorldGrid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The world's occupancy grid (`grid.OccupancyGrid`)."""
+
+    file: ImageFile
+    """Path of the image in the checkpoint directory."""
+    side_m: Annotated[float, msgspec.Meta(gt=0)]
+    """Side length of the grid in metres, after which the world repeats."""
+
+
+class Tour(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A prepared walk for demonstrations."""
+
+    start: ImageFile
+    """File of the start image."""
+    seed: int
+    """Seed of the session."""
+    keys: list[Annotated[str, msgspec.Meta(pattern=r"^[a-z]*\Z")]]
+    """Held keys in each latent frame."""
+    prompts: list[tuple[int, Name]]
+    """Names of prompts and the latent frames from which they apply; the first is 0."""
+    truth: Video | None = None
+    """Video of the same walk rendered by the original world, with one frame per generated frame."""
+
+
+class WorldDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Description of a world."""
+
+    domain: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9_]{1,64}\Z")]
+    """Name for programs."""
+    title: Name
+    """Name for people."""
+    about: Annotated[str, msgspec.Meta(max_length=1000)]
+    """Contents of the world, and its response to images from elsewhere."""
+    sizes: Annotated[tuple[tuple[Side, Side], ...], msgspec.Meta(min_length=1)]
+    """(width, height) in pixels that the model was trained at, the default first."""
+    metres_per_unit: Annotated[float, msgspec.Meta(gt=0)]
+    """Metres per unit of camera translation."""
+    prompts: tuple[WorldPrompt, ...] = ()
+    """Prompts to offer."""
+    starts: tuple[StartImage, ...] = ()
+    """Start images to offer."""
+    focal: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    """Focal length of the camera divided by the image width. Default: the model's."""
+    map: WorldMap | None = None
+    """Map of the world, if it has one."""
+    grid: WorldGrid | None = None
+    """Occupancy grid, which stops cameras. Default: none; cameras can go anywhere."""
+    tour: Tour | None = None
+    """Prepared walk, if there is one."""
+    model: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Defaults of `omni.model`."""
+
+    def __post_init__(self) -> None:
+        names = [prompt.name for prompt in self.prompts]
+        wanted = [start.prompt for start in self.starts]
+        if self.tour is not None:
+            wanted += [name for _, name in self.tour.prompts]
+            if self.tour.start not in [start.file for start in self.starts]:
+                raise ValueError(
+                    f"tour.start must be the file of one of `starts`, got {self.tour.start!r}"
+                )
+            if not self.tour.prompts or self.tour.prompts[0][0] != 0:
+                raise ValueError("tour.prompts must start at latent frame 0")
+        if unknown := [name for name in wanted if name not in names]:
+            raise ValueError(
+                f"no prompt is named {unknown[0]!r}; available: {', '.join(names) or 'none'}"
+            )
+
+    @property
+    def images(self) -> list[str]:
+        """Files of the images that the web page shows."""
+        return [
+            *(start.file for start in self.starts),
+            *([self.map.file] if self.map is not None else []),
+        ]
+
+    def prompt(self, name: str) -> str:
+        return next(prompt.text for prompt in self.prompts if prompt.name == name)
+
+    def untrained_size(self, width: int, height: int) -> str | None:
+        """Return a warning for a size that the world was not trained at; None if it was."""
+        if (width, height) in self.sizes:
+            return None
+        trained = " or ".join(f"{w}x{h}" for w, h in self.sizes)
+        return (
+            f"untrained size: {width}x{height} was requested, this world was trained at {trained}; "
+            "expect poor image quality"
+        )
+
+    def as_hello(self) -> dict[str, Any]:
+        """Return the world's part of an endpoint's hello message."""
+        reported = msgspec.to_builtins(self)
+        names = ("title", "about", "sizes", "metres_per_unit", "prompts", "starts", "map")
+        return {**{name: reported[name] for name in names}, "has_walls": self.grid is not None}
+
+
+def read_description(folder: Path) -> WorldDescription | None:
+    """Return the world description of a checkpoint directory, or None if it has none.
+
+    Raises:
+        ValueError: The file is invalid. The message is one line.
+    """
+    path = folder / CARD
+    if not path.is_file():
+        return None
+    try:
+        description = msgspec.json.decode(path.read_bytes(), type=WorldDescription)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    for name in description.images:
+        description_file(folder, name)
+    return description
+
+
+def description_file(folder: Path, name: str) -> Path:
+    """Return the path of a file that a world description names.
+
+    Raises:
+        ValueError: It is not a file inside `folder`.
+    """
+    return confined((folder / name).parent, Path(name).name)
+
+
+def with_defaults(
+    additional_config: Any,
+    description: WorldDescription | None,
+    size: tuple[int, int] | None = None,
+) -> dict[str, Any]:
+    """Return vLLM's `additional_config` with the world's size and model options as defaults.
+
+    Args:
+        additional_config: vLLM's option.
+        card: The world description, if any.
+        size: (height, width) of the model for checkpoints without a world description; None if the
+            model has none.
+    """
+    given = dict(additional_config) if isinstance(additional_config, Mapping) else {}
+    omni = given.get("omni", {})
+    if not isinstance(omni, Mapping):
+        return given
+    if description is not None:
+        size = description.sizes[0][1], description.sizes[0][0]
+        model = omni.get("model", {})
+        omni = {
+            **omni,
+            "model": {**description.model, **model} if isinstance(model, Mapping) else model,
+        }
+    if size is not None and not {"height", "width"} & omni.keys():
+        omni = {"height": size[0], "width": size[1], **omni}
+    return {**given, "omni": omni} if omni else given
