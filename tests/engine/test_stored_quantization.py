@@ -8,6 +8,7 @@ and run by benchmarks/fp8.py.
 """
 
 import asyncio
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +68,11 @@ def test_vllm_computes_in_stored_fp8_and_loads_it_again(
     asyncio.run(scenario())
 
 
-def test_vllm_computes_in_stored_int8_which_a_cpu_cannot_load_again(
-    pipeline: Path, exact: torch.Tensor, tmp_path: Path
-) -> None:
-    """A refused reload changes nothing.
+def test_vllm_computes_in_stored_int8(pipeline: Path, exact: torch.Tensor, tmp_path: Path) -> None:
+    """A reload gives the same bits, or is refused and changes nothing.
 
-    Without VNNI a CPU adds int8 products in 16 bits and cuts the largest sums off: 0.065 was seen.
+    vLLM's kernel for AMX keeps the weights, its oneDNN kernel drops them. Without VNNI a CPU adds int8 products in 16
+    bits and cuts the largest sums off: 0.065 was seen.
     """
     allowed = INT8_ERROR if torch.cpu._is_vnni_supported() else 0.15
 
@@ -81,7 +81,8 @@ def test_vllm_computes_in_stored_int8_which_a_cpu_cannot_load_again(
         async with running_engine(path, dtype="bfloat16") as client:
             found = await video(client)
             assert 1e-3 < error(found, exact) < allowed
-            with pytest.raises(Exception, match="start the server anew"):
+            refused = pytest.raises(Exception, match="start the server anew")
+            with nullcontext() if torch.cpu._is_amx_tile_supported() else refused:
                 await client.engine.collective_rpc("reload_weights")
             assert torch.equal(await video(client, "b"), found)
 

@@ -200,7 +200,9 @@ def test_a_step_that_failed_can_be_run_again(lance: Lance, monkeypatch: pytest.M
     for task, request in requests.items():
         _, tensors = finish(lance, request)
         for name, tensor in tensors.items():
-            assert torch.equal(tensor, alone[task][1][name])
+            difference = tensor.double() - alone[task][1][name].double()
+            # A CPU with AMX rounds a product of a batch differently, which can move a pixel by one level.
+            assert difference.abs().max() <= (name in ("images", "frames"))
 
 
 def test_an_response_in_parts_equals_the_whole(lance: Lance) -> None:

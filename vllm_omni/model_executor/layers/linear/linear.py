@@ -166,7 +166,12 @@ class _QuantizedInput(LinearBase):
             bias = None if self.skip_bias_add else self.bias
             assert bias is None or isinstance(bias, torch.Tensor)
             return product(self, input_, bias)
-        return super().forward(input_)
+        if input_.dim() == 2 or isinstance(self.quant_method, PlainLinearMethod):
+            return super().forward(input_)
+        # vLLM's models pass two dimensions, and some of its kernels (int8 with AMX) take no others.
+        output = super().forward(input_.reshape(-1, input_.shape[-1]))
+        assert isinstance(output, torch.Tensor)
+        return output.view(*input_.shape[:-1], output.shape[-1])
 
 
 class ColumnLinear(_QuantizedInput, ColumnParallelLinear, ShardedModule):
