@@ -280,7 +280,7 @@ HELD_BY = {
     "a model that cannot use one refuses it": (
         "tests/entrypoints/openai/test_plan.py::test_what_the_model_cannot_do_is_refused"
     ),
-    "`num_frames` and `fps` are refused beside it": (
+    "`num_frames` and `fps` are refused with it": (
         "tests/entrypoints/openai/test_plan.py::"
         "test_what_an_edited_video_cannot_be_notified_is_refused"
     ),
@@ -305,7 +305,7 @@ HELD_BY = {
     "rounded down, filled up or refused as the client asks": (
         "tests/entrypoints/realtime/test_world_camera_refusals.py::test_pose_policies"
     ),
-    "another number of poses is an error unless": (
+    "Any other number of poses is an error unless": (
         "tests/entrypoints/realtime/test_world_camera_refusals.py"
         "::test_bad_requests_are_refused_by_name_and_change_nothing"
     ),
@@ -313,7 +313,7 @@ HELD_BY = {
         "tests/entrypoints/realtime/test_world_camera_refusals.py"
         "::test_bad_requests_are_refused_by_name_and_change_nothing"
     ),
-    "principal points outside the picture are refused": (
+    "principal points outside the image are refused": (
         "tests/entrypoints/realtime/test_world_camera_refusals.py::"
         "test_intrinsics_that_fit_no_image_are_refused"
     ),
@@ -329,11 +329,11 @@ HELD_BY = {
         "tests/entrypoints/realtime/test_world_camera_refusals.py::"
         "test_text_frames_are_refused_and_the_third_closes"
     ),
-    "of all realtime doors; one more is refused with 503": (
+    "of all realtime endpoints; one more is refused with 503": (
         "tests/entrypoints/realtime/test_live_faults.py::"
         "test_connections_of_all_endpoints_are_counted_together"
     ),
-    "beyond it journals are cut and new sessions refused": (
+    "beyond it delivery logs are cut and new sessions refused": (
         "tests/entrypoints/realtime/test_live_faults.py::test_bytes_held_for_readers_are_bounded"
     ),
     "Beyond the bound, new sessions are refused and running sessions wait": (
