@@ -375,7 +375,7 @@ HELD_BY = {
     "has been served nothing is refused": (
         "tests/core/test_scheduling_policy.py::test_a_stream_that_cannot_be_held_is_refused"
     ),
-    "(a refusal, which the runner answers with `capacity`": (
+    "refusal, which the runner answers with `capacity`": (
         "tests/worker/test_scheduler_note_in_runner.py::"
         "test_a_refused_stream_ends_at_once_without_a_session"
     ),
