@@ -355,7 +355,7 @@ HELD_BY = {
         "::test_jobs_beyond_the_queue_are_refused_with_429_and_when_to_come_back"
     ),
     # the engine
-    "a picture lower than 8 pixels a rank is refused": (
+    "an image of fewer than 8 pixels of height per rank is refused": (
         "tests/model_executor/models/wan/test_split_decode.py::test_every_rank_needs_a_row"
     ),
     "data parallel is refused": "tests/worker/test_shared_gpu_worker.py::"
@@ -464,7 +464,7 @@ def refusals(path: Path) -> list[str]:
         return []
     found = [sentence for sentence in sentences(path) if _REFUSAL.search(sentence)]
     if path.name == "parallelism.md":
-        table = path.read_text().split("| asked for | answer |\n|---|---|\n")[1].split("\n\n")[0]
+        table = path.read_text().split("| combination | reason |\n|---|---|\n")[1].split("\n\n")[0]
         found += table.splitlines()
     return found
 
