@@ -240,7 +240,7 @@ HELD_BY = {
     "An argument that would have no effect, such as `--offload-group-size`": (
         "tests/test_engine_arguments.py::test_a_start_is_refused_with_one_line"
     ),
-    "beside it keeps more (alone it is refused)": (
+    "(without `--quantization` it is refused)": (
         "tests/test_engine_arguments.py::test_half_of_a_quantization_is_refused"
     ),
     "a paused engine refuses requests": (
