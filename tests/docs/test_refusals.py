@@ -118,7 +118,7 @@ AT_START: dict[str, list[Case]] = {
         ("causal_wan", TEMPORAL, PP2),
         *((model, TWO_CHUNKS, {}) for model in NO_CHUNKS_AHEAD),
     ],
-    "| `temporal` with other than one stage with layers per denoise step |": [
+    "| `temporal` without exactly one stage with layers per denoise step |": [
         ("causal_wan", TEMPORAL | {"model": MATCHED}, PP3),
         ("causal_wan", TEMPORAL | {"model": MATCHED, "vae_stage": True}, PP2),
         ("causal_wan", TEMPORAL | {"model": MATCHED}, {}),
@@ -170,7 +170,7 @@ AT_START: dict[str, list[Case]] = {
 
 HELD_BY = {
     # realtime_video.md
-    "one beyond their range is refused": (
+    "a velocity outside of the range of an axis is refused": (
         "tests/entrypoints/realtime/test_world_poses.py::test_a_velocity_beyond_the_axes_is_refused"
     ),
     # actions.md and the tutorial
