@@ -338,7 +338,12 @@ def test_code_that_is_not_real_is_found(code: str) -> None:
 @pytest.mark.parametrize("folder", ["vllm_omni", "benchmarks", "scripts", "examples", "docs"])
 def test_tests_that_are_named_exist(folder: str) -> None:
     """Docstrings say which test holds what they promise."""
-    texts = [path for suffix in ("*.py", "*.md") for path in (docs.REPO / folder).rglob(suffix)]
+    texts = [
+        path
+        for suffix in ("*.py", "*.md")
+        for path in (docs.REPO / folder).rglob(suffix)
+        if path.name != "results.md"  # commands of earlier commits, as recorded
+    ]
     assert texts
     named = {
         name: path
