@@ -32,6 +32,7 @@ from vllm.tasks import SupportedTask
 from vllm_omni.config import OmniConfig
 from vllm_omni.entrypoints.engine.client import OmniEngine
 from vllm_omni.entrypoints.engine.engine_watch import EngineWatch
+from vllm_omni.entrypoints.engine.environment import read_struct
 from vllm_omni.entrypoints.hidden_states_store import HiddenStatesStore, StoreLimits
 from vllm_omni.entrypoints.limits.access import configured_keys
 from vllm_omni.entrypoints.operations import Operations
@@ -75,6 +76,7 @@ class HiddenStatesEndpoint:
 
     name = "vllm_omni_ar"
     required_tasks: tuple[SupportedTask, ...] | None = ("generate",)
+    """vLLM loads the plugin only if the served model supports one of these tasks."""
 
     def __init__(self) -> None:
         self._store: HiddenStatesStore | None = None
@@ -98,7 +100,7 @@ class HiddenStatesEndpoint:
         omni = OmniConfig.from_additional_config(engine_client.vllm_config.additional_config)
         await self._operations.start_serving(engine_client, omni)
         await self._watch_engine(engine_client, omni)
-        self._store = HiddenStatesStore(StoreLimits.from_env())
+        self._store = HiddenStatesStore(read_struct(StoreLimits))
         client = EngineClientWithHiddenStates(engine_client, self._store)
         for name in ("openai_serving_chat", "openai_serving_completion"):
             serving = getattr(state, name)

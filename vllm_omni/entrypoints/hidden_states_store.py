@@ -13,7 +13,6 @@ from typing import Annotated
 
 import msgspec
 
-from vllm_omni.entrypoints.engine.environment import read_struct
 from vllm_omni.hidden_states import HiddenStates
 from vllm_omni.outputs import RequestFailed
 
@@ -30,15 +29,6 @@ class StoreLimits(msgspec.Struct, frozen=True, kw_only=True):
     hidden_states_expiry_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)] = 120.0
     """Seconds after which hidden states that were not fetched are dropped. Default: 120."""
 
-    @classmethod
-    def from_env(cls) -> "StoreLimits":
-        """Read the variables that are set.
-
-        Raises:
-            ValueError: A value is invalid.
-        """
-        return read_struct(cls)
-
 
 Key = tuple[str, str]
 """(principal, request id). Clients choose request ids, so two API keys may use the same one."""
@@ -47,9 +37,11 @@ Key = tuple[str, str]
 @dataclass
 class _Entry:
     expires_at: float
+    """Monotonic time in seconds at which the entry is dropped."""
     completions: dict[int, HiddenStates]
+    """Hidden states that were not fetched yet, by index of the completion."""
     num_completions: int
-    """Of this prompt, whether they have rows or not."""
+    """Number of completions of the prompt, with or without hidden states."""
 
     @property
     def nbytes(self) -> int:

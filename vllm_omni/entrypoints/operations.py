@@ -36,8 +36,8 @@ class Operations:
         """Add the middleware, before the server starts."""
         media_policy.apply()
         use_h11(app)
-        request_id.attach(app)
         header_limits.attach(app)
+        request_id.attach(app)  # outside the header limits, so that their responses have an id
         collect_after_freeze(app)
         app.add_middleware(self._guard.around)
         app.add_middleware(OriginGuard, origins=app.state.args.allowed_origins)

@@ -80,6 +80,7 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
     """
 
     metadata: dict[str, Any] = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012 - gymnasium's own attribute
+    """Gymnasium's description of the environment."""
 
     def __init__(
         self,

@@ -204,6 +204,7 @@ def _is_channels_last(tensor: torch.Tensor) -> bool:
 
 class _Metadata(msgspec.Struct, frozen=True):
     metadata: dict[str, str] = msgspec.field(name=METADATA, default_factory=dict)
+    """Metadata of the safetensors file."""
 
 
 _METADATA_OF: Final = msgspec.json.Decoder(_Metadata)

@@ -4,8 +4,7 @@
 vLLM serves `prometheus_client`'s default registry at `/metrics`, or with several API server
 processes the files in `PROMETHEUS_MULTIPROC_DIR`, so metrics defined here appear there. An endpoint
 creates a `SessionMeter` for each session. Requests without a session use `endpoint_metrics()`.
-Labels have few values and never identify a client. `frontend_metrics.py` holds the metrics that
-change with every chunk.
+Labels have few values and never identify a client.
 
 Log lines consist of an event and `key=value` pairs: two lines for a session, two for a video job,
 one for an image call. They never contain prompts, keys or addresses.
@@ -21,8 +20,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from prometheus_client import Counter, Gauge, Histogram
-
-from vllm_omni.entrypoints.telemetry.frontend_metrics import counter, histogram
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -95,8 +92,8 @@ class EndpointMetrics:
         self.rejected = Counter(
             "omni_rt_sessions_rejected", "Sessions refused, by reason.", (*endpoint, "reason")
         )
-        self.chunks = counter("omni_rt_chunks", "Chunks generated.", endpoint)
-        self.frames = counter("omni_rt_frames", "Frames generated.", endpoint)
+        self.chunks = Counter("omni_rt_chunks", "Chunks generated.", endpoint)
+        self.frames = Counter("omni_rt_frames", "Frames generated.", endpoint)
         self.aborted = Counter(
             "omni_rt_chunks_aborted", "Chunks dropped in the engine.", (*endpoint, "reason")
         )
@@ -114,11 +111,17 @@ class EndpointMetrics:
             endpoint,
             buckets=_SECONDS,
         )
-        self.gap = histogram(
-            "omni_rt_inter_chunk_gap_seconds", "Between chunks of one request.", endpoint, _SECONDS
+        self.gap = Histogram(
+            "omni_rt_inter_chunk_gap_seconds",
+            "Between chunks of one request.",
+            endpoint,
+            buckets=_SECONDS,
         )
-        self.stage = histogram(
-            "omni_rt_chunk_seconds", "Where a chunk's time goes.", (*endpoint, "stage"), _SECONDS
+        self.stage = Histogram(
+            "omni_rt_chunk_seconds",
+            "Where a chunk's time goes.",
+            (*endpoint, "stage"),
+            buckets=_SECONDS,
         )
         # cached for every chunk, because `labels` takes a lock
         self._stage = functools.cache(self.stage.labels)

@@ -27,8 +27,11 @@ class Drainable(Protocol):
     """The part of a session that draining uses."""
 
     engine_id: str
+    """The engine's id of the session."""
     started: bool
+    """Whether the session has a finished chunk."""
     delivery_log: DeliveryLog
+    """Requests of the session and their replies."""
 
     @property
     def session_id(self) -> str: ...
@@ -47,6 +50,7 @@ class SessionTable(Protocol[S_co]):
     """The part of the session manager that draining uses."""
 
     guard: ConnectionGuard
+    """Admits connections."""
 
     def sessions(self) -> Iterable[S_co]: ...
 

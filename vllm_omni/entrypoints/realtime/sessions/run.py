@@ -146,6 +146,7 @@ class Reply(msgspec.Struct, frozen=True):
 @dataclass(eq=False)
 class _Follower:
     owner: object
+    """The connection."""
 
 
 @dataclass
@@ -195,7 +196,9 @@ class Run:
     dropped: Callable[[int], None] = lambda num_frames: None
     """Called with the number of frames that are dropped undelivered."""
     _follower: "_Follower | None" = None
+    """The connection that receives the replies now."""
     _waiting: list[asyncio.Future[None]] = field(default_factory=list)
+    """Futures of tasks that wait for the next reply, delivery or end."""
 
     @property
     def has_follower(self) -> bool:

@@ -28,7 +28,6 @@ from vllm_omni.entrypoints.realtime.chunk_source import ChunkSpan, Controls
 from vllm_omni.entrypoints.realtime.connection.deadline import Deadline
 from vllm_omni.entrypoints.realtime.connection.play_clock import PlayClock, PlayDeadline
 from vllm_omni.entrypoints.realtime.connection.session_engine import ChunkResult
-from vllm_omni.entrypoints.realtime.connection.settled import settled
 from vllm_omni.entrypoints.realtime.sessions.delivery_log import DeliveryLog
 from vllm_omni.entrypoints.realtime.sessions.run import FinishedChunk, Job, Reply, Run
 from vllm_omni.entrypoints.realtime.sessions.session_host import SessionHost, SessionKey
@@ -246,7 +245,7 @@ class Session:
                         self.allowance.check_chunk()
                     continue  # the quota allows a chunk again, or the client has paused
                 with deadline:
-                    await settled(in_flight[0])
+                    await asyncio.wait([in_flight[0]])
                 result = in_flight.popleft().result()
                 chunk = self._advance(run, result, warnings)
                 fill()  # the engine works while this chunk is rendered and sent
