@@ -271,7 +271,7 @@ def test_adapters_are_refused_for_a_model_that_takes_none(null_world: Path) -> N
 def test_adapters_do_not_go_with_layers_that_move(causal_wan: Path) -> None:
     """Their places would stay behind."""
     measured = {"omni": {"pipeline_partition": "measured"}}
-    with pytest.raises(ValueError, match="--enable-lora: .* cannot move layers with adapters"):
+    with pytest.raises(ValueError, match=r"--enable-lora: .* cannot move layers with adapters"):
         configure_engine(
             causal_wan, enable_lora=True, pipeline_parallel_size=2, additional_config=measured
         )

@@ -52,7 +52,7 @@ _DECIDED_BY_VLLM: dict[str, Callable[["VllmConfig"], Any]] = {
     "enable_prefix_caching": lambda config: config.model_config.is_prefix_caching_supported,
     "elastic_ep_max_dp_size": lambda config: config.parallel_config.data_parallel_size,
 }
-"""Values that vLLM sets if the user gives no argument, where they differ from the field's default."""
+"""Values that vLLM sets without an argument, where they differ from the field's default."""
 
 _PARTS = {
     "attention_config": {"attention_backend"},

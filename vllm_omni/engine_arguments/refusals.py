@@ -236,8 +236,8 @@ def check_offload(gibibytes: float, omni: OmniConfig) -> None:
     """Check `--cpu-offload-gb`."""
     if gibibytes > 0 and omni.pipeline_partition == "measured":
         raise ValueError(
-            "--cpu-offload-gb: omni.pipeline_partition 'measured' cannot move layers in host memory "
-            "between stages; list the layers of each stage instead"
+            "--cpu-offload-gb: omni.pipeline_partition 'measured' cannot move layers in host "
+            "memory between stages; list the layers of each stage instead"
         )
     if gibibytes > 0 and omni.model.get("cuda_graphs"):
         raise ValueError(

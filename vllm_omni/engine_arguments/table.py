@@ -98,8 +98,8 @@ DIFFUSION_WORKERS = (
     "vllm_omni.worker.DiffusionGPUWorker",
     "vllm_omni.worker.diffusion_gpu_worker.DiffusionGPUWorker",
 )
-"""Names of the diffusion worker. The diffusers executor accepts and ignores them, because users pass
-them for every diffusion checkpoint."""
+"""Names of the diffusion worker. The diffusers executor accepts and ignores them, because users
+pass them for every diffusion checkpoint."""
 _WITHOUT_WORKER = refused("this executor has no worker: drop it")
 _ONE_DEVICE = refused(
     "this executor uses one process and one device: drop it, or use --data-parallel-size"

@@ -33,7 +33,6 @@ PARTS = "import('/omni/js/main.js').then((m) => m.parts)"
 
 @pytest.fixture(scope="module")
 def served(village: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[demo.ServerProcess]:
-    from rich.console import Console
 
     folder = tmp_path_factory.mktemp("served")
     patch = pytest.MonkeyPatch()
@@ -41,7 +40,7 @@ def served(village: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     patch.setenv("VLLM_LOGGING_LEVEL", "INFO")
     try:
         with demo.server(village, port_for_a_server(), 96, 160, folder / "server.log") as process:
-            demo.wait_until_healthy(process, 300, Console(quiet=True))
+            demo.wait_until_healthy(process, 300)
             yield process
     finally:
         patch.undo()

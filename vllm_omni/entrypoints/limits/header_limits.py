@@ -35,13 +35,13 @@ class HeaderCount:
         await self._app(scope, receive, send)
 
 
-def attach(app: FastAPI) -> None:
+def limit_headers(app: FastAPI) -> None:
     """Limit headers before vLLM's server listens."""
 
-    def limit_headers(starting: FastAPI) -> None:
+    def apply_limits(starting: FastAPI) -> None:
         config = starting.state.server.config
         if config.h11_max_incomplete_event_size in (None, VLLM_DEFAULT_BYTES):
             config.h11_max_incomplete_event_size = DEFAULT_BYTES
         config.loaded_app = HeaderCount(config.loaded_app, starting.state.args.h11_max_header_count)
 
-    run_before_serving(app, limit_headers)
+    run_before_serving(app, apply_limits)

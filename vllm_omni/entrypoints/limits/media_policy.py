@@ -26,7 +26,7 @@ _NAME: Final = "vllm_omni"
 _PARAMETER: Final = "url"
 
 
-def apply() -> None:
+def apply_media_policy() -> None:
     """Apply the policy to vLLM's routes, unless VLLM_MEDIA_CONNECTOR selects a connector.
 
     Redirects are followed only if VLLM_MEDIA_URL_ALLOW_REDIRECTS allows it, because their target is

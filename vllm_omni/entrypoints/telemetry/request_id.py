@@ -66,7 +66,7 @@ class RequestIds:
         await self._app({**scope, "headers": headers}, receive, send_with_id)
 
 
-def attach(app: FastAPI) -> None:
+def add_request_ids(app: FastAPI) -> None:
     """Wrap the application before vLLM's server listens, and add ids to the log lines."""
 
     def wrap(starting: FastAPI) -> None:

@@ -99,7 +99,7 @@ def tracing() -> Tracing:
     return _process[0]
 
 
-def start() -> None:
+def start_tracing() -> None:
     """Record spans from now on, through the provider that vLLM has set up in this process."""
     from opentelemetry import trace
 

@@ -97,7 +97,7 @@ class _Client(ConnectionHandler):
         hello = protocol.hello(info, self.limits, self._own_session_id, self._max_message_bytes)
         await self._send(hello)
 
-    async def tell(self, error: EndpointError) -> None:
+    async def send_error(self, error: EndpointError) -> None:
         await self._send(protocol.error_message(error))
 
     async def stop(self) -> None:
@@ -118,7 +118,7 @@ class _Client(ConnectionHandler):
 
     # -- messages in -------------------------------------------------------------------------------
 
-    async def take(self, data: bytes | str) -> None:
+    async def handle_message(self, data: bytes | str) -> None:
         """Decode one message and start its work. An invalid message is only refused."""
         request_id: str | None = None
         try:
