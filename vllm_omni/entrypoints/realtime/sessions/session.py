@@ -25,7 +25,6 @@ import numpy as np
 
 from vllm_omni.entrypoints.errors import EndpointError
 from vllm_omni.entrypoints.realtime.chunk_source import ChunkSpan, Controls
-from vllm_omni.entrypoints.realtime.connection.deadline import Deadline
 from vllm_omni.entrypoints.realtime.connection.play_clock import PlayClock, PlayDeadline
 from vllm_omni.entrypoints.realtime.connection.session_engine import ChunkResult
 from vllm_omni.entrypoints.realtime.sessions.delivery_log import DeliveryLog
@@ -208,7 +207,7 @@ class Session:
         # a live run is charged for each chunk
         self.allowance.charge_chunks(max(0, planned - run.completed))
         in_flight: deque[asyncio.Task[ChunkResult]] = deque()
-        deadline, loop = Deadline(limits.chunk_timeout_s), asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
         spans = run.spans(info)
         most_in_flight = source.most_in_flight(info, limits)
         unsent_chunks = limits.unsent_chunks if unsent_chunks is None else unsent_chunks
@@ -244,7 +243,7 @@ class Session:
                     if is_held_back:
                         self.allowance.check_chunk()
                     continue  # the quota allows a chunk again, or the client has paused
-                with deadline:
+                async with asyncio.timeout(limits.chunk_timeout_s):
                     await asyncio.wait([in_flight[0]])
                 result = in_flight.popleft().result()
                 chunk = self._advance(run, result, warnings)
@@ -267,8 +266,6 @@ class Session:
                 self.meter.chunks_aborted(error.code)
             await self._abort(run, in_flight, refused)
             raise
-        finally:
-            deadline.close()
         if drain.is_draining and run.completed != num_chunks:
             # immediately, because closing a live connection frees its session
             await drain.save(self)
