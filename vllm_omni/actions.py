@@ -347,8 +347,7 @@ def _from_tensors(
             raise RequestFailed(
                 "invalid_action",
                 f"{name} must be numbers of shape {list(row.shape)}, a row per frame of the chunk "
-                "and a column per "
-                f"control; this model takes {space.describe()}; got {given.dtype} "
+                f"and a column per control; this model takes {space.describe()}; got {given.dtype} "
                 f"{list(given.shape)}",
             )
         values = given.to("cpu", torch.float32)

@@ -53,8 +53,7 @@ def check_ar_worker(worker_cls: str) -> None:
     if is_diffusion_worker(worker_cls):
         raise ValueError(
             f"--worker-cls {worker_cls} runs diffusion models; for a language model drop the flag, "
-            "or pass "
-            f"{AR_WORKER_CLS} for hidden states"
+            f"or pass {AR_WORKER_CLS} for hidden states"
         )
 
 
@@ -73,16 +72,16 @@ def check_ar_scheduler(carries_hidden_states: bool) -> None:
 def check_config_format(config_format: str) -> None:
     if config_format != CONFIG_FORMAT:
         raise ValueError(
-            f"--config-format {config_format}: this checkpoint needs {CONFIG_FORMAT!r}; drop "
-            "the flag"
+            f"--config-format {config_format}: this checkpoint needs {CONFIG_FORMAT!r}; drop the "
+            "flag"
         )
 
 
 def check_async_scheduling(requested: bool) -> None:
     if requested:
         raise ValueError(
-            "--async-scheduling slows diffusion down about 4x, because empty steps are in "
-            "flight: remove it"
+            "--async-scheduling slows diffusion down about 4x, because empty steps are in flight: "
+            "remove it"
         )
 
 
@@ -132,8 +131,8 @@ def check_one_device(sizes: Mapping[str, int], executor_cls: str) -> None:
     for flag, ranks in sizes.items():
         if ranks > 1:
             raise ValueError(
-                f"{flag} {ranks}: this checkpoint runs on one device ({executor_cls}); drop "
-                "the flag"
+                f"{flag} {ranks}: this checkpoint runs on one device ({executor_cls}); drop the "
+                "flag"
             )
 
 
@@ -272,8 +271,8 @@ def check_chunks_ahead(omni: OmniConfig, *, stages: int, has_worker: bool, by_st
         return
     if omni.pipeline == "temporal" and stages == 1:
         raise ValueError(
-            "omni.pipeline 'temporal' runs every denoise step on a separate stage: "
-            "pass --pipeline-parallel-size with the number of steps"
+            "omni.pipeline 'temporal' runs every denoise step on a separate stage: pass "
+            "--pipeline-parallel-size with the number of steps"
         )
     if not has_worker:
         raise ValueError(

@@ -111,8 +111,7 @@ class HiddenStatesEndpoint:
         if (args.api_server_count or 1) > 1:
             logger.warning(
                 "Hidden states are stored by the API server process that responded; with "
-                "--api-server-count %d a fetch "
-                "may reach another one",
+                "--api-server-count %d a fetch may reach another one",
                 args.api_server_count,
             )
 

@@ -128,10 +128,8 @@ class HiddenStatesStore:
         raise RequestFailed(
             "not_found",
             f"no hidden states of choice {index} of {response_id!r}: it did not ask for them, it "
-            "has none (one "
-            "generated token alone has no `generated` row), or they were fetched already, have "
-            "expired, or were "
-            "dropped for newer ones",
+            "has none (one generated token alone has no `generated` row), or they were fetched "
+            "already, have expired, or were dropped for newer ones",
         )
 
     def drop_expired(self) -> None:

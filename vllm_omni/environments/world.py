@@ -115,8 +115,7 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
         if num_envs > self.info.max_sessions:
             raise ValueError(
                 f"the engine holds {self.info.max_sessions} sessions, but {num_envs} environments "
-                "were requested; "
-                "start it with additional_config omni.max_sessions"
+                "were requested; start it with additional_config omni.max_sessions"
             )
         self.num_envs = num_envs
         self._llm, self._image, self._reward, self._max_steps = llm, image, reward, max_steps

@@ -473,8 +473,8 @@ def describe_chunk(index: int, chunk: Chunk) -> str:
     ]
     return (
         f"chunk {index}: {count} frames in {1000 * chunk.wall_s:.0f} ms "
-        f"({count / chunk.wall_s:.0f}/s), "
-        f"{chunk.wire_bytes / 1000:.0f} kB" + (f"; ms: {', '.join(stages)}" if stages else "")
+        f"({count / chunk.wall_s:.0f}/s), {chunk.wire_bytes / 1000:.0f} "
+        "kB" + (f"; ms: {', '.join(stages)}" if stages else "")
     )
 
 

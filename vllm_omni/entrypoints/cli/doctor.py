@@ -52,8 +52,8 @@ def add_parser(subparsers: Any) -> None:
         "doctor",
         "check this installation and print the repair of each fault",
         (
-            "Check vLLM, torch, torchvision, plugins and shared memory, and print the repair "
-            "of each fault. The exit status is 1 if a fault remains."
+            "Check vLLM, torch, torchvision, plugins and shared memory, and print the repair of "
+            "each fault. The exit status is 1 if a fault remains."
         ),
         [
             "vllm-omni doctor",

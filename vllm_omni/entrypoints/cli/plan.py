@@ -14,9 +14,8 @@ def add_parser(subparsers: Any) -> None:
         "plan",
         "memory and sessions of a model for every split over several GPUs",
         (
-            "Compute memory and sessions of a streaming model for every split over the GPUs "
-            "from its "
-            "shapes, and print the measured speed of its network. Needs no GPU and no weights."
+            "Compute memory and sessions of a streaming model for every split over the GPUs from "
+            "its shapes, and print the measured speed of its network. Needs no GPU and no weights."
         ),
         [
             "vllm-omni plan lingbot_world --gpu H200 --n 4",

@@ -23,10 +23,9 @@ def add_parser(subparsers: Any) -> None:
         "replay",
         "run a recorded session again and compare its frames",
         (
-            "Run the requests of a recorded session again, offline, and compare every frame "
-            "with the "
-            "recorded digest. The exit status is 1 if a frame differs. A server writes recordings "
-            "with the option `omni.record_dir`."
+            "Run the requests of a recorded session again, offline, and compare every frame with "
+            "the recorded digest. The exit status is 1 if a frame differs. A server writes "
+            "recordings with the option `omni.record_dir`."
         ),
         [
             "vllm-omni replay recordings/walk.recording",

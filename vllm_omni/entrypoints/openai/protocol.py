@@ -422,8 +422,8 @@ def _remedy(cls: type[BaseModel], location: tuple[int | str, ...]) -> str:
     if location[0] == "lora":
         if "path" in name:
             return (
-                "requests name adapters, they do not bring paths: POST /v1/load_lora_adapter, "
-                "then send its name"
+                "requests name adapters, they do not bring paths: POST /v1/load_lora_adapter, then "
+                "send its name"
             )
         return "allowed: name, scale"
     other = _OTHER_NAMES.get(name, "")

@@ -25,9 +25,8 @@ def add_parser(subparsers: Any) -> None:
         "fetch released weights from the Hugging Face hub",
         (
             "Fetch the released weights of a model into one directory, ready to serve. An "
-            "interrupted "
-            "download continues where it stopped. Hugging Face's own variables apply, for example "
-            "HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE."
+            "interrupted download continues where it stopped. Hugging Face's own variables apply, "
+            "for example HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE."
         ),
         [
             "vllm-omni download lingbot_world_v2_1_3b --dry-run",
@@ -105,7 +104,7 @@ def _fetch(repo: str, patterns: list[str], folder: Path) -> None:
         fetch(repo, patterns, local_dir=folder)
     except ValueError as error:
         advice = (
-            "Run the same command again to resume, or bring the files listed above from "
-            "another machine into"
+            "Run the same command again to resume, or bring the files listed above from another "
+            "machine into"
         )
         raise CommandError(f"{error}. {advice} {folder}") from error

@@ -104,8 +104,8 @@ class VideoJobs:
             endpoint_metrics().request_done(ENDPOINT, "refused", 0.0)
             raise ApiError(
                 429,
-                f"{len(self._jobs)} video jobs run or wait, the maximum of this server; try "
-                "again later",
+                f"{len(self._jobs)} video jobs run or wait, the maximum of this server; try again "
+                "later",
                 code="too_many_jobs",
                 retry_after_s=5,
             )

@@ -89,8 +89,7 @@ class DeliveryWindow:
             raise EndpointError(
                 "slow_reader",
                 f"you have been behind for {self._timeout_s:g} s: fewer than {self._fps:g} frames "
-                "a second were taken "
-                "while more were waiting",
+                "a second were taken while more were waiting",
                 close=Close.SLOW_CONSUMER,
             ) from None
 

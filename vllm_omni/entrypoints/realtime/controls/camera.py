@@ -94,10 +94,9 @@ class CameraPath:
             raise EndpointError(
                 "invalid_camera",
                 f"the principal point ({x:g}, {y:g}) lies outside a picture of "
-                f"{given[0]}x{given[1]}: intrinsics for a "
-                f"picture of about {2 * x:g}x{2 * y:g}? Scale them to {size[0]}x{size[1]}, or name "
-                "their picture's "
-                f"[width, height] as camera.intrinsics_size",
+                f"{given[0]}x{given[1]}: intrinsics for a picture of about {2 * x:g}x{2 * y:g}? "
+                f"Scale them to {size[0]}x{size[1]}, or name their picture's [width, height] as "
+                "camera.intrinsics_size",
                 param="intrinsics",
             )
         scale_2 = np.array(size) / given
@@ -150,7 +149,7 @@ def plan_frames(
         raise EndpointError(
             "invalid_camera",
             f"{wanted} frames arrived; {where} makes {grid} frames: send that many poses, or set "
-            f"extra_body.pose_policy to 'trim' or 'hold_last'",
+            "extra_body.pose_policy to 'trim' or 'hold_last'",
             param="poses",
         )
     return sizes
@@ -205,8 +204,7 @@ def _per_frame(intrinsics: np.ndarray, count: int) -> np.ndarray:
         raise EndpointError(
             "invalid_camera",
             f"intrinsics must have shape [N, 4], [N, 3, 3] or [N, 4, 4] with N = {count} poses, or "
-            "be one for all; "
-            f"got {list(shape)}",
+            f"be one for all; got {list(shape)}",
             param="intrinsics",
         )
     return intrinsics
@@ -229,8 +227,7 @@ def _with_exact_rotations(poses_N44: np.ndarray) -> np.ndarray:
         raise EndpointError(
             "invalid_camera",
             f"pose {int(np.argmax(bad))} is not rigid: its 3x3 part must be a rotation "
-            "(orthonormal within "
-            f"{_ROTATION_TOLERANCE:g}, determinant +1)",
+            f"(orthonormal within {_ROTATION_TOLERANCE:g}, determinant +1)",
             param="poses",
         )
     left, _, right = np.linalg.svd(rotation_N33)

@@ -161,8 +161,7 @@ class PeriodicSnapshots:
             self._is_stretched = True
             logger.warning(
                 "checkpoints are %.1f s apart, not omni.snapshot_period_s %g: more often would "
-                "take over %g %% of the "
-                "engine's time",
+                "take over %g %% of the engine's time",
                 since_s,
                 self._period_s,
                 _SHARE * 100,

@@ -408,8 +408,8 @@ class Session:
             )
         return EndpointError(
             "resync_required",
-            "a chunk was finished after it was cancelled; send a new request to continue "
-            "from there",
+            "a chunk was finished after it was cancelled; send a new request to continue from "
+            "there",
         )
 
     def _advance(self, run: Run, result: ChunkResult, warnings: tuple[str, ...]) -> FinishedChunk:
