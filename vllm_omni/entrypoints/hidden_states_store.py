@@ -3,7 +3,7 @@
 
 The store is limited in bytes and seconds. Each completion is returned once, and only to the API key
 that requested it. Entries are named by the id of vLLM's response. If a request has several prompts,
-their ids end with `-0`, `-1` and so on. This module knows neither HTTP nor the engine.
+their ids end with `-0`, `-1` and so on. This module depends neither on HTTP nor on the engine.
 """
 
 import time
@@ -113,7 +113,8 @@ class HiddenStatesStore:
         self.drop_expired()
         if any(owner == principal and _belongs(name, response_id) for owner, name in self._running):
             raise RequestFailed(
-                "not_finished", f"{response_id!r} is still running: fetch when it has been answered"
+                "not_finished",
+                f"{response_id!r} is still running: fetch its hidden states after its response",
             )
         own = [name for owner, name in self._entries if owner == principal]
         for name in [name for name in own if _belongs(name, response_id)]:
@@ -127,9 +128,9 @@ class HiddenStatesStore:
                 return states
         raise RequestFailed(
             "not_found",
-            f"no hidden states of choice {index} of {response_id!r}: it did not ask for them, it "
-            "has none (one generated token alone has no `generated` row), or they were fetched "
-            "already, have expired, or were dropped for newer ones",
+            f"there are no hidden states of choice {index} of {response_id!r}: it did not request "
+            "them, it has none (a response of one token has no `generated` hidden states), or they "
+            "were fetched already, have expired or were dropped for newer ones",
         )
 
     def drop_expired(self) -> None:

@@ -31,7 +31,7 @@ _CODEC_THREADS: Final = 4
 
 @dataclass
 class ServerContext:
-    """What endpoints may use after the engine has started.
+    """Objects that endpoints may use after the engine has started.
 
     Endpoints start in the order of `ENDPOINTS`. Each may replace `media_bytes` and append to
     `room_checks`.

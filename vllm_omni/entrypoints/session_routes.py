@@ -50,7 +50,7 @@ logger = logging.getLogger("vllm." + __name__)
 
 MEDIA_TYPE: Final = "application/octet-stream"
 _ENDPOINT: Final = "sessions"
-_PIECE_BYTES: Final = 4 << 20
+_PART_BYTES: Final = 4 << 20
 _EXCHANGES: Final = 2
 """Maximum number of snapshots that the engine writes or reads at the same time; others wait."""
 _HEADER_BYTES: Final = 16 << 20
@@ -128,8 +128,8 @@ class SessionRoutes:
     def add_routes(self, app: FastAPI) -> Iterable[str]:
         body = {"requestBody": {"required": True, "content": _BINARY}}
         errors: dict[int | str, dict[str, Any]] = {
-            "4XX": {"model": ErrorReply, "description": "The request is refused."},
-            "5XX": {"model": ErrorReply, "description": "The server could not answer it."},
+            "4XX": {"model": ErrorReply, "description": "The request was refused."},
+            "5XX": {"model": ErrorReply, "description": "The server failed."},
         }
         created = {**errors, 201: {"model": SessionReply, "description": "The restored session."}}
         snapshot = {**errors, 200: {"content": _BINARY, "description": "The snapshot."}}
@@ -248,13 +248,13 @@ class SessionRoutes:
                 total += len(part or b"")
                 if limit is not None and total > limit:
                     raise EndpointError(
-                        "snapshot_too_large", f"sessions here may hold {limit} bytes"
+                        "snapshot_too_large", f"a session of this server has at most {limit} bytes"
                     )
                 held += part or b""
                 if not is_checked and len(held) >= LENGTH_BYTES:
                     check_length(int.from_bytes(held[:LENGTH_BYTES], "little"))
                     is_checked = True
-                if held and (part is None or len(held) >= _PIECE_BYTES):
+                if held and (part is None or len(held) >= _PART_BYTES):
                     await asyncio.to_thread(file.write, bytes(held))
                     held.clear()
                 if part is None:
@@ -345,7 +345,7 @@ class Download(Response):
                         "headers": self.raw_headers,
                     }
                 )
-                while part := await asyncio.to_thread(file.read, _PIECE_BYTES):
+                while part := await asyncio.to_thread(file.read, _PART_BYTES):
                     for start in range(0, len(part), _SENT_BYTES):
                         body = part[start : start + _SENT_BYTES]
                         async with asyncio.timeout(self._deadline_s):
@@ -354,7 +354,9 @@ class Download(Response):
                             )
                 await send({"type": "http.response.body", "body": b""})
             except TimeoutError:
-                logger.info("snapshot_download_cut: nothing was read for %g s", self._deadline_s)
+                logger.info(
+                    "snapshot_download_cut: the client did not read for %g s", self._deadline_s
+                )
                 if (transport := transport_of(Request(scope))) is not None:
                     transport.abort()
                     while (await receive())["type"] != "http.disconnect":

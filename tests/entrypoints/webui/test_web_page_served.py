@@ -287,7 +287,7 @@ def test_the_log_names_the_page_and_holds_no_key(served: demo.ServerProcess) -> 
     """One line with the address; neither keys nor tickets anywhere."""
     log = served.log.read_text()
     address = f"http://127.0.0.1:{served.port}/omni/"
-    assert f"vllm-omni: web page, once the server is up: {address}" in log
+    assert f"vllm-omni: web page after the start: {address}" in log
     assert log.count(f"] web page: {address}") == 1
     assert KEY not in log
     assert not re.search(r"ticket[=.][A-Za-z0-9_-]{20}", log)

@@ -79,7 +79,7 @@ def _run_stock(argv: list[str]) -> int:
 
     name = argv[0] if argv else "(none)"
     print(
-        f"vllm-omni: --omni adds nothing to the vllm command {name!r}; running it as it is",
+        f"vllm-omni: --omni has no effect on the vllm command {name!r}; running it unchanged",
         file=sys.stderr,
     )
     sys.argv = [sys.argv[0], *argv]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni plan MODEL --gpu H200 --n 4`: what fits on which GPUs, and what was measured there."""
+"""`vllm-omni plan MODEL --gpu H200 --n 4`: sessions that fit on GPUs, and measured speeds."""
 
 import argparse
 from typing import Any
@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
 def sized(changes: dict[str, Any]) -> dict[str, Any]:
     """Return the settings that all models take.
 
-    `plan all` has a row per precision and device of the text encoder.
+    `plan all` prints one row for each precision and device of the text encoder.
     """
     return {name: value for name, value in changes.items() if name in ("height", "width", "window")}
 

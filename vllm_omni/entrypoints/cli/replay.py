@@ -250,7 +250,7 @@ def _report(index: int, chunk: "RecordedChunk", frames_THWC: Any) -> bool:
 
     if chunk.outcome is None:
         print(
-            f"chunk {index}: {len(frames_THWC)} frames, finished after it was cancelled: nothing "
+            f"chunk {index}: {len(frames_THWC)} frames, finished after it was cancelled: no digest "
             "to compare with"
         )
         return True

@@ -48,7 +48,7 @@ _CLOSING_S: Final = 3
 
 
 async def _notify_no_client() -> None:
-    """Do nothing: there are no clients to inform."""
+    """Do nothing. Default for servers without clients that stay connected."""
 
 
 class EngineWatch:

@@ -175,7 +175,8 @@ class OriginGuard:
 
     The WebSocket endpoints refuse them too. Browsers send a form, or JSON without its content type,
     to any server without a preflight request. With a key such requests fail, but a server at
-    127.0.0.1 often has none. Other clients send neither `Origin` nor `Sec-Fetch-Site`.
+    127.0.0.1 often has none. Clients other than browsers send neither `Origin` nor
+    `Sec-Fetch-Site`.
 
     Args:
         app: The application.
@@ -202,7 +203,7 @@ class OriginGuard:
     def _is_allowed(self, headers: Headers) -> bool:
         """Return whether a page may send this request.
 
-        `same-origin` also holds behind a proxy that changes `Host`. Pages cannot set
+        `same-origin` is also correct with a proxy that changes `Host`. Pages cannot set
         `Sec-Fetch-Site`.
         """
         site = headers.get("sec-fetch-site")

@@ -4,7 +4,7 @@
 uvicorn waits for a connection's first request without a time limit, so clients without a key could
 occupy all file descriptors.
 
-Why not an option of uvicorn: `timeout_keep_alive` starts after a response, and nothing limits the
+Why not an option of uvicorn: `timeout_keep_alive` starts after a response, and no option limits the
 first request. A reverse proxy does, but a server must also be safe without one.
 """
 

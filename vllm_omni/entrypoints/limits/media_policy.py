@@ -3,7 +3,7 @@
 
 `data:` URLs are always accepted. `http:` and `https:` URLs require vLLM's
 `--allowed-media-domains`, and `file:` URLs require `--allowed-local-media-path`. Without the first
-flag, vLLM's own connector fetches any URL, including those of the server's network. Media that
+flag, vLLM's own connector fetches any URL, including URLs of the server's network. Media that
 cannot be fetched or decoded are client errors (4xx).
 """
 

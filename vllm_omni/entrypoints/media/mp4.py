@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Encodes frames: H.264 MP4 through PyAV, contact sheets through Pillow.
 
-The demo, the examples and the endpoints share this module, which knows neither sessions nor
-sockets. Frames are uint8 RGB `[T, H, W, 3]` NumPy arrays. Equal frames produce equal bytes on every
-machine with the same x264.
+The demo, the examples and the endpoints share this module. Frames are uint8 RGB `[T, H, W, 3]`
+NumPy arrays. Equal frames produce equal bytes on every machine with the same x264.
 """
 
 import contextlib
@@ -115,7 +114,7 @@ class Mp4Writer:
 class _Sink:
     """A file for libav that hides write errors. `check` raises the first one.
 
-    After an error nothing more is written. libav itself crashes the process, or never closes the
+    After an error no more data is written. libav itself crashes the process, or never closes the
     file, if the header of an MP4 cannot be written.
     """
 

@@ -89,7 +89,7 @@ class AssistantMessage(_Strict):
 
 
 Message = Annotated[
-    Annotated[UserMessage, Tag("asking")] | Annotated[AssistantMessage, Tag("assistant")],
+    Annotated[UserMessage, Tag("user")] | Annotated[AssistantMessage, Tag("assistant")],
     Discriminator(
         lambda message: (
             "assistant"
@@ -97,7 +97,7 @@ Message = Annotated[
                 message.get("role") if isinstance(message, dict) else getattr(message, "role", None)
             )
             == "assistant"
-            else "asking"
+            else "user"
         )
     ),
 ]
@@ -189,9 +189,9 @@ _UNSUPPORTED: Final = {
     "logit_bias": "bias its logits",
     "presence_penalty": "penalise tokens: presence_penalty must be 0",
     "frequency_penalty": "penalise tokens: frequency_penalty must be 0",
-    "response_format": "promise a format: response_format must be {'type': 'text'}",
-    "modalities": "answer in anything but text here",
-    "n": "give several answers to one call: n must be 1",
+    "response_format": "guarantee a format: response_format must be {'type': 'text'}",
+    "modalities": "respond in anything but text",
+    "n": "return several responses: n must be 1",
     "store": "store completions",
 }
 
@@ -251,7 +251,7 @@ def read_conversation(messages: Sequence[UserMessage | AssistantMessage]) -> Con
             system.append(text)
             continue
         if message.role == "user" and not text:
-            raise invalid("a user message must hold a text part: ask something", "messages.content")
+            raise invalid("a user message must have a text part", "messages.content")
         shown += [(len(turns), part) for part in seen]
         if text:
             turns.append({"role": message.role, "text": text})
@@ -259,7 +259,7 @@ def read_conversation(messages: Sequence[UserMessage | AssistantMessage]) -> Con
         raise invalid("the last message must be a user message", "messages")
     if len(shown) > 1:
         raise invalid(
-            f"messages hold {len(shown)} images and clips; this model accepts one per conversation",
+            f"messages have {len(shown)} images and clips; this model accepts one per conversation",
             "messages",
         )
     if (chars := sum(map(len, system)) + sum(len(turn["text"]) for turn in turns)) > _MAX_CHARS:

@@ -276,8 +276,8 @@ def _add(
     if parameters:
         extra["parameters"] = list(parameters)
     errors: dict[int | str, dict[str, Any]] = {
-        "4XX": {"model": ErrorReply, "description": "The request is refused."},
-        "5XX": {"model": ErrorReply, "description": "The server could not answer it."},
+        "4XX": {"model": ErrorReply, "description": "The request was refused."},
+        "5XX": {"model": ErrorReply, "description": "The server failed."},
     }
     success: dict[str, Any] = {"description": "Success"}
     if reply is not None:

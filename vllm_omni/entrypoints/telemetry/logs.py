@@ -6,8 +6,8 @@ logging configuration (`--log-config-file`, VLLM_LOGGING_CONFIG_PATH) stays unch
 the filter of `vllm_omni.runtime.log_context`.
 
 `quiet_start` drops log records that are misleading or useless for a server of this package. Each
-filter names its logger and its reason. The filters are those of the standard library, so no code of
-vLLM is replaced.
+filter names its logger and its reason. The filters are attached with the standard library, so no
+code of vLLM is replaced.
 """
 
 import contextvars

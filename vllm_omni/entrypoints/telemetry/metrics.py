@@ -10,7 +10,7 @@ Log lines consist of an event and `key=value` pairs: two lines for a session, tw
 one for an image call. They never contain prompts, keys or addresses.
 
 Why not vLLM's stat loggers (`vllm.stat_logger_plugins`): they receive the engine's statistics of
-tokens and iterations, but neither sessions nor what clients were sent.
+tokens and iterations, but not of sessions or of data that clients receive.
 """
 
 import functools
@@ -85,7 +85,7 @@ class EndpointMetrics:
         self.sessions = Gauge(
             "omni_rt_sessions", "Live sessions.", endpoint, multiprocess_mode="livesum"
         )
-        self.opened = Counter("omni_rt_sessions_opened", "Sessions begun.", endpoint)
+        self.opened = Counter("omni_rt_sessions_opened", "Sessions started.", endpoint)
         self.closed = Counter(
             "omni_rt_sessions_closed", "Sessions ended, by reason.", (*endpoint, "reason")
         )
@@ -98,11 +98,11 @@ class EndpointMetrics:
             "omni_rt_chunks_aborted", "Chunks dropped in the engine.", (*endpoint, "reason")
         )
         self.dropped = Counter(
-            "omni_rt_frames_dropped", "Frames generated, never delivered.", endpoint
+            "omni_rt_frames_dropped", "Frames generated but not delivered.", endpoint
         )
         self.late = Counter(
             "omni_rt_deadline_misses",
-            "Chunks that came after the one before had been played.",
+            "Chunks that arrived after the previous chunk had been played.",
             endpoint,
         )
         self.first_frame = Histogram(
@@ -149,21 +149,21 @@ class EndpointMetrics:
         # Every process gets the same statistics from the engine, so the latest value is right.
         self.held_bytes = Gauge(
             "omni_held_bytes",
-            "Bytes held, by what holds them.",
+            "Bytes in use, by kind.",
             ("kind",),
             multiprocess_mode="livemostrecent",
         )
         self.reply_bytes = Gauge(
             "omni_rt_held_reply_bytes",
-            "Replies kept for readers and for resume.",
+            "Replies retained for readers and for resume.",
             multiprocess_mode="livesum",
         )
         self.engine_sessions = Gauge(
-            "omni_engine_sessions", "Sessions the engine holds.", multiprocess_mode="livemostrecent"
+            "omni_engine_sessions", "Sessions in the engine.", multiprocess_mode="livemostrecent"
         )
         self.engine_slots = Gauge(
             "omni_engine_session_slots",
-            "Sessions the engine may hold.",
+            "Maximum number of sessions in the engine.",
             multiprocess_mode="livemostrecent",
         )
 

@@ -2,7 +2,7 @@
 """The web page at `/omni/`: static files with headers that restrict them to this server.
 
 The page gets all dynamic data from the WebSocket's `hello`. It loads without a key, because it
-contains nothing secret and can do nothing without one.
+contains no secrets and cannot generate without a key.
 """
 
 import hashlib
@@ -76,7 +76,8 @@ class Page:
 
 
 class WebPage:
-    """The page as an endpoint. It needs no API key, because the page itself asks for the key."""
+    """The page as an endpoint. It needs no API key, because the page itself requests the key from
+    its user."""
 
     def __init__(self) -> None:
         self._is_world = True
@@ -114,7 +115,7 @@ def add_pages(
     by_path = {f"{PAGE_PATH}/{name}": page for name, page in pages.items()}
 
     async def to_slash(request: Request) -> Response:
-        # relative, so that it works behind a proxy's prefix
+        # relative, so that it works with the path prefix of a proxy
         return RedirectResponse("omni/", 307, headers=HEADERS)
 
     for path in ("/", PAGE_PATH):

@@ -40,7 +40,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--accept-license", action="store_true", help="accept the licence that the weights name"
     )
-    parser.add_argument("--dry-run", action="store_true", help="only say what would be fetched")
+    parser.add_argument("--dry-run", action="store_true", help="only list the files and their size")
     parser.set_defaults(run=run)
 
 
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if source.licence is not None and not args.accept_license:
         raise CommandError(
-            "nothing was fetched; if you accept the licence, pass --accept-license "
+            "no file was fetched; if you accept the licence, pass --accept-license "
             f"({source.licence})"
         )
     _check_disk(out, source.gigabytes)
@@ -87,7 +87,7 @@ def _check_disk(out: Path, gigabytes: float) -> None:
     free = shutil.disk_usage(existing).free / _GB
     if free < gigabytes - have:
         raise CommandError(
-            f"{gigabytes - have:.0f} GB are still to come and {existing} has {free:.0f} GB free; "
+            f"{gigabytes - have:.0f} GB are still missing, but {existing} has {free:.0f} GB free; "
             "name another directory"
         )
 

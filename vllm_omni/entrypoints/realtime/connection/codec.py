@@ -139,7 +139,7 @@ def _check_structure(data: bytes) -> tuple[int, bool]:
     """
     size, position, nodes, has_byte_keys = len(data), 0, 0, False
     left = 1  # remaining values of the innermost open container
-    is_map = False  # whether that container is a map, whose values alternate between key and value
+    is_map = False  # whether that container is a map, in which keys and values alternate
     outer: list[tuple[int, bool]] = []  # the same for the enclosing containers
     while left or outer:
         if not left:

@@ -203,7 +203,7 @@ class Connection:
         return error
 
     async def send(self, *messages: Message) -> None:
-        """Send messages without interleaving those of other tasks.
+        """Send messages without interleaving messages of other tasks.
 
         If cancelled, either all or none of the messages are sent. A peer that reads too slowly is
         closed with 4008.
@@ -259,7 +259,9 @@ class Connection:
             sending.exception()  # the connection's next send raises `ClientDisconnected`
 
     def _give_up(self) -> None:
-        logger.info("a client did not read for %g s; closing it", self._limits.send_deadline_s)
+        logger.info(
+            "a client did not read for %g s; closing its connection", self._limits.send_deadline_s
+        )
         self._closed = True
         self.cut()
 

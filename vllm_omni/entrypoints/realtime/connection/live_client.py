@@ -47,7 +47,7 @@ class ConnectionHandler(ABC):
     endpoint: str
     """Name of the endpoint in log lines and metrics."""
     subprotocol = "omni.v1"
-    """Sent back to a client that offers it, because browsers require a reply to what they offer."""
+    """Sent back to a client that offers it, because browsers require a selected subprotocol."""
 
     def __init__(
         self, manager: SessionManager, websocket: WebSocket, max_strikes: int | None = None
@@ -113,7 +113,7 @@ class ConnectionHandler(ABC):
 
     # -- for endpoints -----------------------------------------------------------------------------
 
-    async def start_now(self) -> None:  # noqa: B027  (most endpoints send nothing first)
+    async def start_now(self) -> None:  # noqa: B027  (most endpoints do not send first)
         """Do the work before the first message of the receive loop."""
 
     @abstractmethod
@@ -252,7 +252,7 @@ class RealtimeEndpoint:
         """Initialize the endpoint.
 
         Args:
-            manager: Sessions of this process; its gate admits connections.
+            manager: Sessions of this process. Its guard admits connections.
             handler: Creates the handler of one connection.
         """
         self._manager, self._handler = manager, handler

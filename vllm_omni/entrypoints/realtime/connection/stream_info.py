@@ -97,7 +97,7 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             "model": model,
             "card": hf_config.get(CONFIG_KEY),
         }
-        return parse_options(cls, info, f"world facts of {family.name}")
+        return parse_options(cls, info, f"stream metadata of {family.name}")
 
     @property
     def needs_image(self) -> bool:

@@ -3,9 +3,9 @@
 
 Frames are a list with one entry per latent frame: names of held buttons, or a map of `buttons`,
 `axes` and `scroll`. Transitions are `{"mode": "state", "transitions": [...]}`, a list of maps with
-the same keys; absent keys change nothing. An unknown control is refused with `invalid_action` and
-the list of the model's controls. Camera keys, from clients that support nothing else, press the
-buttons that they belong to and are otherwise ignored.
+the same keys; absent keys leave controls unchanged. An unknown control is refused with
+`invalid_action` and the list of the model's controls. Camera keys, from clients that support no
+other controls, press the buttons that they belong to and are otherwise ignored.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state of one client's session: its requests, its position, and its state in the engine.
 
-All endpoints share this module, which knows neither message formats nor sockets. An endpoint
+All endpoints share this module. It depends neither on message formats nor on sockets. An endpoint
 submits a `Job` to a `Session`, follows the `Run` that it receives, and delivers the replies.
 `session_manager.py` holds the table of sessions.
 
@@ -135,7 +135,8 @@ class Session:
         self._manager.drain.check()
         if self._waiting >= _MAX_WAITING:
             raise EndpointError(
-                "session_busy", "one request of this session runs and one waits; wait for an answer"
+                "session_busy",
+                "one request of this session runs and one waits; wait for a response",
             )
         if run is not None and run.completed:
             run.reopen(job)
@@ -400,7 +401,7 @@ class Session:
         )
 
     def _lost(self, error: EndpointError) -> EndpointError:
-        """Return the error for a client whose session has another position in the engine."""
+        """Return the error for a client if the engine has another position or no such session."""
         if error.code == "unknown_session":
             self.discard_engine_session(in_engine=False)
             return EndpointError(
@@ -523,7 +524,7 @@ class Session:
         if not self.started and not refused:
             self.discard_engine_session()  # the first chunk may still have been committed
 
-    # -- the world ---------------------------------------------------------------------------------
+    # -- the engine's state ------------------------------------------------------------------------
 
     def discard_engine_session(self, in_engine: bool = True) -> None:
         """Discard the session's state. The next request needs an image.
