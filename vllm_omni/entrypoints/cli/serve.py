@@ -276,11 +276,10 @@ def installed_plugins() -> list[str]:
         for group in _PLUGIN_GROUPS
         for entry in importlib.metadata.entry_points(group=group)
     ]
-    """Return VLLM_PLUGINS: the plugins of the user or the default, this package, and `more`."""
 
 
 def plugin_names(user_value: str | None, installed: Iterable[str], more: Iterable[str] = ()) -> str:
-    """Return the value of VLLM_PLUGINS: the user's or default plugins, this package's and `more`."""
+    """Return VLLM_PLUGINS: the plugins of the user or the default, this package, and `more`."""
     names = installed if user_value is None else [name for name in user_value.split(",") if name]
     return ",".join(dict.fromkeys([*names, PLUGIN, *more]))
 
