@@ -35,8 +35,7 @@ from vllm_omni.entrypoints.openai.chat_request import (
     read_chat,
     read_conversation,
 )
-from vllm_omni.entrypoints.openai.client_threads import ClientThreads
-from vllm_omni.entrypoints.openai.disconnect import until_disconnected
+from vllm_omni.entrypoints.openai.client_threads import ClientThreads, until_disconnected
 from vllm_omni.entrypoints.openai.errors import from_failure, invalid, respond_to_errors
 from vllm_omni.entrypoints.openai.image_files import read_upload
 from vllm_omni.entrypoints.openai.limits import MediaLimits
