@@ -10,8 +10,8 @@ Failures are `RequestFailed` with the worker's error codes. Three codes originat
 (the engine has stopped). The code `capacity` also covers a paused engine and a full queue.
 
 With data parallelism, `SessionRanks` selects the rank of a request. Such requests use
-`AsyncLLM.add_request`, because stock `encode` takes no rank. Results of workers are gathered over
-all ranks.
+`AsyncLLM.add_request`, because stock `encode` has no argument for the rank. Results of workers are
+gathered over all ranks.
 """
 
 import asyncio

@@ -218,7 +218,7 @@ def decode_mp4(data: bytes) -> tuple[np.ndarray, float]:
     try:
         with av.open(io.BytesIO(data), mode="r") as container:
             if not container.streams.video:
-                raise ValueError("file holds no video stream")
+                raise ValueError("the file has no video stream")
             stream = container.streams.video[0]
             frames = [as_displayed(frame, stream) for frame in container.decode(stream)]
             rate = stream.average_rate
@@ -227,7 +227,7 @@ def decode_mp4(data: bytes) -> tuple[np.ndarray, float]:
             f"not a readable video file of {len(data)} bytes: {type(error).__name__}"
         ) from error
     if not frames or rate is None:
-        raise ValueError("video stream holds no frames")
+        raise ValueError("the video stream has no frames")
     return np.stack(frames), float(rate)
 
 

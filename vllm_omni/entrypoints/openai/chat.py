@@ -252,7 +252,9 @@ class ChatRoutes:
 
 def _inline(url: str) -> str:
     if not url.startswith("data:"):
-        raise invalid("only data: URLs are taken; this server fetches no URLs", "messages.content")
+        raise invalid(
+            "only data: URLs are accepted; this server fetches no URLs", "messages.content"
+        )
     return url
 
 

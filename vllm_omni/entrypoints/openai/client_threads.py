@@ -89,7 +89,7 @@ class ClientThreads:
     async def clip(self, request: Request, function: Callable[..., T], *args: Any) -> T:
         """Like `image`, for a clip.
 
-        The function's last argument returns whether the client has left.
+        The function's last argument returns whether the client has disconnected.
         """
 
         def decode(has_left: Callable[[], bool]) -> T:

@@ -81,7 +81,7 @@ class SessionMigration:
             return
         persistent_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         # A periodic snapshot belongs to its process while that process lives. Other servers that
-        # use the directory see the process's lock there.
+        # use the directory check the process's lock there.
         self._persistent_staging = (
             staging if snapshot_period_s is None else StagingDirectory(persistent_dir)
         )

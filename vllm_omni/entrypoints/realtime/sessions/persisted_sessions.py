@@ -72,7 +72,7 @@ class PersistedSessions:
                 newest[digest] = max(found, newest.get(digest, found))
                 if older != newest[digest]:
                     older[1].unlink()
-            # another server that starts at the same time may have taken it
+            # another server that starts at the same time may have restored it
             except FileNotFoundError:
                 continue
             except OSError as error:

@@ -2,8 +2,8 @@
 """The state of one client's session: its requests, its position, and its state in the engine.
 
 All endpoints share this module. It depends neither on message formats nor on sockets. An endpoint
-submits a `Job` to a `Session`, follows the `Run` that it receives, and delivers the replies.
-`session_manager.py` holds the table of sessions.
+submits a `Job` to a `Session`, follows the `Run` that it receives, and delivers the replies. The
+table of sessions is in `session_manager.py`.
 
 Invariants:
 - One request of a session runs and at most one waits.
