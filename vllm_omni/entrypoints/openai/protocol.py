@@ -200,7 +200,7 @@ class ImageGenerationRequest(_Request):
 
 
 class ImageEditRequest(ImageGenerationRequest):
-    """The images are in the multipart files `image` or `image[]` and `mask`, or in `images` in JSON."""
+    """Images are multipart files (`image` or `image[]`, and `mask`), or `images` in JSON."""
 
     input_fidelity: Literal["high", "low"] | None = None
     """Accepted, not used."""
