@@ -199,10 +199,12 @@ def encode_frames(
         frames_THWC = np.pad(
             frames_THWC, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge"
         )
+    rate = stream.average_rate
+    assert rate is not None, "`add_stream` sets the rate"
     for number, frame_HWC in enumerate(frames_THWC):
         image = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame_HWC), format="rgb24")
         if first_frame is not None:
-            image.pts, image.time_base = first_frame + number, 1 / stream.average_rate
+            image.pts, image.time_base = first_frame + number, 1 / rate
         container.mux(stream.encode(image))
 
 

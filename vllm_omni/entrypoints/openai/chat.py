@@ -245,7 +245,7 @@ class ChatRoutes:
 
     async def _close(self, session_id: str) -> None:
         try:
-            await self._engine.close(session_id)
+            await self._engine.close_session(session_id)
         except RequestFailed:  # the engine is shutting down and frees the session itself
             return
 

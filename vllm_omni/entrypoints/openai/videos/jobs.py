@@ -358,7 +358,7 @@ class VideoJobs:
 
     async def _close_session(self, session_id: str) -> None:
         try:
-            await asyncio.shield(self._engine.close(session_id))
+            await asyncio.shield(self._engine.close_session(session_id))
         except RequestFailed as failure:
             logger.warning("the engine did not close a video's session: %s", failure)
 
