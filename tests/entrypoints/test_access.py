@@ -403,7 +403,7 @@ def test_a_refused_ticket_is_served_and_logged(
     site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The client is told to get a new one; why the last one was refused is for the log."""
-    with caplog.at_level("INFO", logger="vllm.vllm_omni.entrypoints.access"):
+    with caplog.at_level("INFO", logger="vllm.vllm_omni.entrypoints.limits.access"):
         start, body = site.call(socket_scope(Endpoint, ("ticket.x",)))
     assert (start["type"], start["status"]) == ("websocket.http.response.start", 401)
     assert body["body"] == b"a new ticket is needed"
