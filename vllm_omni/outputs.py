@@ -5,8 +5,8 @@ vLLM transfers exactly one tensor per pooling request from a worker to a client,
 a request returns (frames, latents, timings, or an error) is packed into one. This module defines
 the byte layout:
 
-    magic "VOMN" | u32 version | u64 header length | JSON header |
-    padding | payload 0 | padding | payload 1 ...
+    magic "VOMN" | u32 version | u64 header length | JSON header | padding | payload 0 | padding |
+    payload 1 ...
 
 The header is `{"meta": {...}, "tensors": [[name, dtype, shape, offset], ...]}`. Offsets count from
 the start of the envelope and are multiples of 64.
@@ -50,7 +50,7 @@ class RequestFailed(Exception):
     Attributes:
         code: Short stable identifier for programs, for example `invalid_camera`, `capacity` or
             `non_finite`.
-        message: Explanation for people. It holds no path, address or traceback.
+        message: Explanation for people. It contains no path, address or traceback.
     """
 
     def __init__(self, code: str, message: str):
@@ -199,7 +199,7 @@ class _Payload(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
         if self.offset < 0 or self.offset % _ALIGN or self.offset + nbytes > total:
             end = self.offset + nbytes
             raise ValueError(
-                f"payload [{self.offset}, {end}) lies outside the envelope of {total} bytes"
+                f"payload [{self.offset}, {end}) is outside the envelope of {total} bytes"
             )
         return nbytes
 
@@ -235,7 +235,7 @@ def unpack_arrays(envelope: torch.Tensor) -> tuple[dict[str, Any], dict[str, np.
 
     Raises:
         RequestFailed: The envelope carries an error.
-        ValueError: The envelope is malformed, or holds bfloat16, which NumPy does not support.
+        ValueError: The envelope is malformed, or contains bfloat16, which NumPy does not support.
     """
     _, buffer, header = _opened(envelope)
     arrays = {}

@@ -121,9 +121,9 @@ def test_the_time_is_bounded_and_a_second_signal_ends_it_at_once(
     start: Callable[..., Stopping],
 ) -> None:
     """Doors that never finish hold the server for `timeout_s`, or until somebody insists."""
-    started_s = time.monotonic()
     bounded = start(finish_s=60.0, timeout_s=1.0)
     impatient = start(finish_s=60.0, timeout_s=60.0)
+    started_s = time.monotonic()
     bounded.stop()
     impatient.stop()
     assert bounded.process.wait(seconds(10)) == 0

@@ -40,7 +40,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv(name, "")  # so that what `apply` sets is undone
         monkeypatch.delenv(name)
-    media_policy.apply()
+    media_policy.apply_media_policy()
     return lambda **settings: MEDIA_CONNECTOR_REGISTRY.load(
         envs.VLLM_MEDIA_CONNECTOR, connection=NoConnection(), **settings
     )
@@ -102,5 +102,5 @@ def test_data_urls_are_always_taken(make: Any) -> None:
 def test_an_operator_s_own_connector_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_MEDIA_CONNECTOR", "http")
     monkeypatch.setenv("VLLM_MEDIA_URL_ALLOW_REDIRECTS", "1")
-    media_policy.apply()
+    media_policy.apply_media_policy()
     assert (envs.VLLM_MEDIA_CONNECTOR, envs.VLLM_MEDIA_URL_ALLOW_REDIRECTS) == ("http", True)

@@ -13,7 +13,6 @@ from fastapi import FastAPI
 from vllm.engine.protocol import EngineClient
 
 from vllm_omni.config import OmniConfig
-from vllm_omni.entrypoints.http_parser import use_h11
 from vllm_omni.entrypoints.limits import header_limits, media_policy
 from vllm_omni.entrypoints.limits.access import OriginGuard
 from vllm_omni.entrypoints.limits.quota_guard import QuotaGuard
@@ -34,10 +33,10 @@ class Operations:
 
     def attach_to_app(self, app: FastAPI) -> None:
         """Add the middleware, before the server starts."""
-        media_policy.apply()
-        use_h11(app)
-        request_id.attach(app)
-        header_limits.attach(app)
+        media_policy.apply_media_policy()
+        header_limits.limit_headers(app)
+        # outside the header limits, so that their responses have an id
+        request_id.add_request_ids(app)
         collect_after_freeze(app)
         app.add_middleware(self._guard.around)
         app.add_middleware(OriginGuard, origins=app.state.args.allowed_origins)
@@ -49,6 +48,6 @@ class Operations:
             ValueError: The quota file is invalid. The text names the file.
         """
         if await engine_client.is_tracing_enabled():
-            tracing.start()
+            tracing.start_tracing()
         if omni.quotas is not None:
             self._guard.quotas = FileQuotas(QuotaFile.read_file(Path(omni.quotas)))

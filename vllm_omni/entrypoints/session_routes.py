@@ -14,8 +14,9 @@ import asyncio
 import contextlib
 import logging
 import os
+import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Final
 
@@ -26,7 +27,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from vllm_omni.entrypoints.errors import EndpointError
-from vllm_omni.entrypoints.openai.errors import from_failure, not_found, respond_to_errors
+from vllm_omni.entrypoints.limits.access import SESSIONS_PATH
+from vllm_omni.entrypoints.openai.errors import not_found, respond_to_errors
 from vllm_omni.entrypoints.openai.protocol import ErrorReply
 from vllm_omni.entrypoints.realtime.connection.connection import (
     client_of,
@@ -34,41 +36,27 @@ from vllm_omni.entrypoints.realtime.connection.connection import (
     transport_of,
 )
 from vllm_omni.entrypoints.realtime.sessions.migration import SessionMigration
-from vllm_omni.entrypoints.realtime.sessions.session import Session, new_session_id
-from vllm_omni.entrypoints.realtime.sessions.session_host import SessionKey
+from vllm_omni.entrypoints.realtime.sessions.session import Session, SessionKey, new_session_id
+from vllm_omni.entrypoints.server_context import ServerContext
+from vllm_omni.entrypoints.staging_directory import StagingDirectory
 from vllm_omni.inputs import SessionId
-from vllm_omni.outputs import RequestFailed
 from vllm_omni.runtime import log_context
-from vllm_omni.runtime.storage import STORAGE_FULL
 from vllm_omni.sessions.snapshot import LENGTH_BYTES, check_length
 
 logger = logging.getLogger("vllm." + __name__)
 
-PATH: Final = "/v1/sessions"
 MEDIA_TYPE: Final = "application/octet-stream"
 _ENDPOINT: Final = "sessions"
-_PIECE_BYTES: Final = 4 << 20
+_PART_BYTES: Final = 4 << 20
 _EXCHANGES: Final = 2
 """Maximum number of snapshots that the engine writes or reads at the same time; others wait."""
+_HEADER_BYTES: Final = 16 << 20
+"""Maximum size of a snapshot in addition to its tensors."""
 _UPLOADS: Final = 8
 """Maximum number of uploads at the same time, each as large as a session may be."""
 _UPLOADS_PER_CLIENT: Final = 2
 _SENT_BYTES: Final = 64 << 10
 """Bytes that a client must receive within the send deadline: 22 KB/s with the default."""
-_STATUS: Final = {
-    "unknown_session": 404,
-    "session_exists": 409,
-    "session_busy": 409,
-    "foreign_snapshot": 409,
-    "snapshot_too_large": 413,
-    "session_limit": 429,
-    "quota_exceeded": 429,
-    "snapshot_storage": 500,
-    STORAGE_FULL: 507,
-    "draining": 503,
-    "busy": 503,
-}
-_RETRY_AFTER_S: Final = {"session_busy": 1, "draining": 5, "busy": 2}
 _BINARY: Final = {MEDIA_TYPE: {"schema": {"type": "string", "contentMediaType": MEDIA_TYPE}}}
 
 
@@ -92,54 +80,67 @@ class SessionReply(BaseModel):
 
 
 class SessionRoutes:
-    """Routes of one API server process.
-
-    Call `attach` while the application is built. Call `start` if the model has sessions.
-    """
+    """`/v1/sessions` in one API server process. Without sessions, every route returns 404."""
 
     def __init__(self) -> None:
         self._migration: SessionMigration | None = None
         self._max_bytes: int | None = None
+        """Maximum size of a snapshot in bytes. None: unlimited."""
         self._exchanges = asyncio.Semaphore(_EXCHANGES)
         self._uploads: Counter[str] = Counter()
 
-    def start_serving(self, migration: SessionMigration, max_bytes: int | None) -> None:
-        """Connect the routes to the sessions.
+    async def start_serving(self, server: ServerContext) -> None:
+        """Connect the routes to the sessions, and restore the sessions of stopped servers."""
+        if not server.is_world:
+            return
+        omni = server.omni
+        staging = StagingDirectory(Path(omni.snapshot_dir or tempfile.gettempdir()))
+        persistent_dir = None if omni.drain_snapshot_dir is None else Path(omni.drain_snapshot_dir)
+        migration = SessionMigration(
+            server.sessions, staging, persistent_dir, omni.snapshot_period_s
+        )
+        (stats, *_) = await server.engine.session_stats()
+        if stats["max_bytes"] is not None:
+            world_size = server.client.vllm_config.parallel_config.world_size
+            self._max_bytes = stats["max_bytes"] * world_size + _HEADER_BYTES
+        self._migration = migration
+        await asyncio.to_thread(migration.sweep)
+        if count := await migration.take_over():
+            logger.info("sessions_taken_over count=%d", count)
 
-        Args:
-            mobility: Saves and restores sessions.
-            max_bytes: Maximum size of a snapshot. None: unknown.
-        """
-        self._migration, self._max_bytes = migration, max_bytes
-
-    def attach_to_app(self, app: FastAPI) -> None:
+    def add_routes(self, app: FastAPI) -> Iterable[str]:
         body = {"requestBody": {"required": True, "content": _BINARY}}
         errors: dict[int | str, dict[str, Any]] = {
-            "4XX": {"model": ErrorReply, "description": "The request is refused."},
-            "5XX": {"model": ErrorReply, "description": "The server could not answer it."},
+            "4XX": {"model": ErrorReply, "description": "The request was refused."},
+            "5XX": {"model": ErrorReply, "description": "The server failed."},
         }
         created = {**errors, 201: {"model": SessionReply, "description": "The restored session."}}
         snapshot = {**errors, 200: {"content": _BINARY, "description": "The snapshot."}}
         for path, method, route, extra in (
             (
-                PATH,
+                SESSIONS_PATH,
                 "POST",
                 self._create,
                 {"openapi_extra": body, "responses": created, "status_code": 201},
             ),
             (
-                f"{PATH}/{{session_id}}",
+                f"{SESSIONS_PATH}/{{session_id}}",
                 "PUT",
                 self._put,
                 {"openapi_extra": body, "responses": created, "status_code": 201},
             ),
             (
-                f"{PATH}/{{session_id}}",
+                f"{SESSIONS_PATH}/{{session_id}}",
                 "DELETE",
                 self._delete,
                 {"responses": errors, "status_code": 204},
             ),
-            (f"{PATH}/{{session_id}}/snapshot", "GET", self._snapshot, {"responses": snapshot}),
+            (
+                f"{SESSIONS_PATH}/{{session_id}}/snapshot",
+                "GET",
+                self._snapshot,
+                {"responses": snapshot},
+            ),
         ):
             settings: dict[str, Any] = {
                 "response_class": Response,
@@ -148,25 +149,25 @@ class SessionRoutes:
                 **extra,
             }
             app.add_api_route(path, route, methods=[method], **settings)
+        return ()
 
     @property
     def migration(self) -> SessionMigration:
         if self._migration is None:
-            raise not_found("the served model is no world: it has no sessions")
+            raise not_found("the served model has no sessions")
         return self._migration
 
     @respond_to_errors
     async def _snapshot(self, request: Request, session_id: str) -> Response:
         """Download the session as of its last finished chunk."""
         session = self._known(request, session_id)
-        with _statuses():
-            path = self._new_path()
-            try:
-                async with self._exchanges:
-                    header = await self.migration.save(session, path)
-                file = await asyncio.to_thread(path.open, "rb")
-            finally:
-                path.unlink(missing_ok=True)  # the open file stays readable until the response ends
+        path = self._new_path()
+        try:
+            async with self._exchanges:
+                header = await self.migration.save(session, path)
+            file = await asyncio.to_thread(path.open, "rb")
+        finally:
+            path.unlink(missing_ok=True)  # the open file stays readable until the response ends
         headers = {
             "Content-Length": str(os.fstat(file.fileno()).st_size),
             "Content-Disposition": "attachment; "
@@ -195,22 +196,21 @@ class SessionRoutes:
     async def _restore(self, request: Request, session_id: str) -> Response:
         migration, key = self.migration, _key(request, session_id)
         client = client_of(request)
-        with _statuses():
-            if migration.manager.find(key) is not None:  # before the body is read
-                raise EndpointError(
-                    "session_exists",
-                    "a session with this id is live; choose another",
-                    param="session_id",
-                )
-            migration.manager.drain.check()
-            path = self._new_path()
-            try:
-                with self._upload(client):
-                    await self._receive(request, path)
-                async with self._exchanges:
-                    session = await migration.restore(key, client, path, _ENDPOINT)
-            finally:
-                path.unlink(missing_ok=True)
+        if migration.manager.find(key) is not None:  # before the body is read
+            raise EndpointError(
+                "session_exists",
+                "a session with this id is live; choose another",
+                param="session_id",
+            )
+        migration.manager.drain.check()
+        path = self._new_path()
+        try:
+            with self._upload(client):
+                await self._receive(request, path)
+            async with self._exchanges:
+                session = await migration.restore(key, client, path, _ENDPOINT)
+        finally:
+            path.unlink(missing_ok=True)
         return JSONResponse(_reply(session).model_dump(), 201)
 
     async def _receive(self, request: Request, path: Path) -> None:
@@ -229,13 +229,13 @@ class SessionRoutes:
                 total += len(part or b"")
                 if limit is not None and total > limit:
                     raise EndpointError(
-                        "snapshot_too_large", f"sessions here may hold {limit} bytes"
+                        "snapshot_too_large", f"a session of this server has at most {limit} bytes"
                     )
                 held += part or b""
                 if not is_checked and len(held) >= LENGTH_BYTES:
                     check_length(int.from_bytes(held[:LENGTH_BYTES], "little"))
                     is_checked = True
-                if held and (part is None or len(held) >= _PIECE_BYTES):
+                if held and (part is None or len(held) >= _PART_BYTES):
                     await asyncio.to_thread(file.write, bytes(held))
                     held.clear()
                 if part is None:
@@ -246,12 +246,10 @@ class SessionRoutes:
         if self._uploads[client] >= _UPLOADS_PER_CLIENT:
             raise EndpointError(
                 "busy",
-                f"{_UPLOADS_PER_CLIENT} snapshots of yours are on their way in; try again later",
+                f"{_UPLOADS_PER_CLIENT} of your snapshots are being uploaded; try again later",
             )
         if self._uploads.total() >= _UPLOADS:
-            raise EndpointError(
-                "busy", f"{_UPLOADS} snapshots are on their way in; try again later"
-            )
+            raise EndpointError("busy", f"{_UPLOADS} snapshots are being uploaded; try again later")
         self._uploads[client] += 1
         try:
             yield
@@ -271,24 +269,12 @@ class SessionRoutes:
         return self.migration.staging.new_path()
 
 
-@contextlib.contextmanager
-def _statuses() -> Iterator[None]:
-    """Map errors of sessions to HTTP statuses."""
-    try:
-        yield
-    except (EndpointError, RequestFailed) as failure:
-        error = from_failure(failure)
-        error.status = _STATUS.get(failure.code, error.status)
-        error.retry_after_s = _RETRY_AFTER_S.get(failure.code, error.retry_after_s)
-        raise error from failure
-
-
 def _checked(session_id: str) -> str:
     try:
         return msgspec.convert(session_id, Annotated[str, *SessionId.__metadata__])  # type: ignore[attr-defined]
     except msgspec.ValidationError:
         raise not_found(
-            "no session has such an id", param="session_id", code="unknown_session"
+            "the id of the session is invalid", param="session_id", code="unknown_session"
         ) from None
 
 
@@ -328,7 +314,7 @@ class Download(Response):
                         "headers": self.raw_headers,
                     }
                 )
-                while part := await asyncio.to_thread(file.read, _PIECE_BYTES):
+                while part := await asyncio.to_thread(file.read, _PART_BYTES):
                     for start in range(0, len(part), _SENT_BYTES):
                         body = part[start : start + _SENT_BYTES]
                         async with asyncio.timeout(self._deadline_s):
@@ -338,7 +324,7 @@ class Download(Response):
                 await send({"type": "http.response.body", "body": b""})
             except TimeoutError:
                 logger.info(
-                    "a reader of a snapshot took nothing for %g s; cutting it off", self._deadline_s
+                    "snapshot_download_cut: the client did not read for %g s", self._deadline_s
                 )
                 if (transport := transport_of(Request(scope))) is not None:
                     transport.abort()

@@ -17,7 +17,7 @@ _MAX_CHARS: Final = 16_384  # as for a request's own prompt, inputs.Text
 class TimedPrompt:
     """A prompt with its start, given either in seconds or as a chunk.
 
-    It applies from the first chunk that starts there or later, until the next prompt.
+    It applies from the first chunk at or after its start until the next prompt.
 
     Raises:
         ValueError: A value is out of range, or not exactly one start is given.
@@ -61,8 +61,7 @@ class TimedPrompt:
         except ValueError:
             raise ValueError(
                 "expected CHUNK:PROMPT or SECONDSs:PROMPT, for example '3:a town at night' or "
-                "'7.5s:a town at night', "
-                f"got {text[:80]!r}"
+                f"'7.5s:a town at night', got {text[:80]!r}"
             ) from None
 
     @classmethod

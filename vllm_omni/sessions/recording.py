@@ -2,7 +2,7 @@
 """Recordings of sessions: the complete request of each chunk, and a digest of its frames.
 
 A file has a magic line and then records: a length (8 bytes, little endian) and an envelope of
-`outputs.py`. The first record names model and options. Every other record holds the request of a
+`outputs.py`. The first record names model and options. Every other record contains the request of a
 chunk (parameters and arrays) and its outcome: the index and digest of the chunk, or `None` if the
 request was cancelled. A cancelled chunk may have been committed nevertheless, which the index of
 the next chunk shows. A file that ends within a record (because the server died) is valid up to that
@@ -118,7 +118,7 @@ def _write(file: BinaryIO, meta: Mapping[str, Any], arrays: Mapping[str, np.ndar
     file.flush()
 
 
-def read(path: Path) -> tuple[RecordingHeader, list[RecordedChunk], bool]:
+def read_recording(path: Path) -> tuple[RecordingHeader, list[RecordedChunk], bool]:
     """Read a recording.
 
     Returns:
@@ -172,7 +172,7 @@ def _records(file: BinaryIO, path: Path) -> Iterator[tuple[Any, dict[str, np.nda
         yield meta, {name: tensor.numpy() for name, tensor in tensors.items()}
 
 
-def committed(chunks: list[RecordedChunk]) -> Iterator[tuple[int, RecordedChunk]]:
+def committed_chunks(chunks: list[RecordedChunk]) -> Iterator[tuple[int, RecordedChunk]]:
     """Yield the chunk index and request of each committed chunk, in order.
 
     A cancelled request was committed if a later request got the next index.

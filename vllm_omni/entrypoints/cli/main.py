@@ -10,11 +10,11 @@ import importlib.metadata
 import sys
 from collections.abc import Sequence
 
-from vllm_omni.entrypoints.cli import bench, demo, doctor, plan, replay, router, serve
+from vllm_omni.entrypoints.cli import demo, doctor, plan, replay, router, serve
 from vllm_omni.entrypoints.cli.checkpoints import download, make_tiny, make_world, verify
 from vllm_omni.entrypoints.cli.errors import CommandError
 
-_SUBCOMMANDS = (demo, verify, make_world, make_tiny, download, doctor, bench, router, replay, plan)
+_SUBCOMMANDS = (demo, verify, make_world, make_tiny, download, doctor, router, replay, plan)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -56,7 +56,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("-V", "--version", action="version", version=_versions())
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     subparsers.add_parser(
-        "serve", help="the same as `vllm serve MODEL --omni`; takes every flag of `vllm serve`"
+        "serve", help="the same as `vllm serve MODEL --omni`; accepts every flag of `vllm serve`"
     )
     for module in _SUBCOMMANDS:
         module.add_parser(subparsers)
@@ -79,7 +79,7 @@ def _run_stock(argv: list[str]) -> int:
 
     name = argv[0] if argv else "(none)"
     print(
-        f"vllm-omni: --omni adds nothing to the vllm command {name!r}; running it as it is",
+        f"vllm-omni: --omni has no effect on the vllm command {name!r}; running it unchanged",
         file=sys.stderr,
     )
     sys.argv = [sys.argv[0], *argv]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni plan MODEL --gpu H200 --n 4`: what fits on which GPUs, and what was measured there."""
+"""`vllm-omni plan MODEL --gpu H200 --n 4`: sessions that fit on GPUs, and measured speeds."""
 
 import argparse
 from typing import Any
@@ -14,9 +14,8 @@ def add_parser(subparsers: Any) -> None:
         "plan",
         "memory and sessions of a model for every split over several GPUs",
         (
-            "Compute memory and sessions of a streaming model for every split over the GPUs "
-            "from its "
-            "shapes, and print the measured speed of its network. Needs no GPU and no weights."
+            "Compute memory and sessions of a streaming model for every split over the GPUs from "
+            "its shapes, and print the measured speed of its network. Needs no GPU and no weights."
         ),
         [
             "vllm-omni plan lingbot_world --gpu H200 --n 4",
@@ -45,7 +44,7 @@ def add_parser(subparsers: Any) -> None:
         help="latent frames per chunk, of four frames each (default: 3)",
     )
     parser.add_argument(
-        "--video-input", action="store_true", help="each chunk brings its video (causal Wan)"
+        "--video-input", action="store_true", help="each chunk has an input video (causal Wan)"
     )
     parser.add_argument(
         "--kv-cache-dtype",
@@ -127,9 +126,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def sized(changes: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that all models take.
+    """Return the settings that all models support.
 
-    `plan all` has a row per precision and device of the text encoder.
+    `plan all` prints one row for each precision and device of the text encoder.
     """
     return {name: value for name, value in changes.items() if name in ("height", "width", "window")}
 

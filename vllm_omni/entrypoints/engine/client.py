@@ -10,8 +10,8 @@ Failures are `RequestFailed` with the worker's error codes. Three codes originat
 (the engine has stopped). The code `capacity` also covers a paused engine and a full queue.
 
 With data parallelism, `SessionRanks` selects the rank of a request. Such requests use
-`AsyncLLM.add_request`, because stock `encode` takes no rank. Results of workers are gathered over
-all ranks.
+`AsyncLLM.add_request`, because stock `encode` has no argument for the rank. Results of workers are
+gathered over all ranks.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ from vllm_omni.sessions.snapshot import SnapshotHeader
 from vllm_omni.sessions.snapshot_exchange import (
     Call,
     Exchange,
-    checkpoint_exchange,
+    live_save_exchange,
     package_version,
     restore_exchange,
     run_exchange_async,
@@ -145,12 +145,11 @@ class OmniEngine:
             raise RequestFailed("invalid_request", "the engine refused the request") from error
         except (RetryableRequestError, GracefulHTTPError) as error:  # paused, or its queue is full
             raise RequestFailed(
-                "capacity", "the engine takes no requests now; try again later"
+                "capacity", "the engine accepts no requests now; try again later"
             ) from error
         except (EngineGenerateError, GenerationError) as error:
             # When one of several ranks dies, stock vLLM stops the others, and their requests end
             # like this.
-            # with several ranks, those that stock vLLM stops after another's death end like this
             if self.is_dead:
                 raise RequestFailed("engine_dead", _DEAD) from None
             raise RequestFailed(
@@ -207,10 +206,10 @@ class OmniEngine:
             wait_s: Time in seconds during which `capacity` is retried.
 
         Returns:
-            `(meta, arrays)`, as from `run`.
+            `(meta, arrays)`, as from `run_request`.
 
         Raises:
-            RequestFailed: As from `run`, and with `timeout` after `timeout_s`.
+            RequestFailed: As from `run_request`, and with `timeout` after `timeout_s`.
         """
         give_up_s = time.monotonic() + wait_s
         pause_s = _FIRST_PAUSE_S
@@ -223,12 +222,12 @@ class OmniEngine:
                     raise
             except TimeoutError:
                 raise RequestFailed(
-                    "timeout", "the engine took too long; the request was dropped"
+                    "timeout", "the engine took too long, so the request was aborted"
                 ) from None
             await asyncio.sleep(pause_s)
             pause_s = min(_LONGEST_PAUSE_S, 1.5 * pause_s)
 
-    async def close(self, session_id: str) -> None:
+    async def close_session(self, session_id: str) -> None:
         """Free the state of a session. Unknown ids are ignored.
 
         Raises:
@@ -301,12 +300,12 @@ class OmniEngine:
             save_exchange(session_id, path, package_version(), owner), session_id
         )
 
-    async def checkpoint_session(
+    async def save_session_live(
         self, session_id: str, path: Path, owner: Mapping[str, str] | None
     ) -> tuple[SnapshotHeader, float]:
         """Write a session to a new file without pausing the engine.
 
-        The arguments are those of `save_session`.
+        The arguments are the same as for `save_session`.
 
         Returns:
             `(header, seconds)`: header of the snapshot and the time that it cost the engine.
@@ -315,7 +314,7 @@ class OmniEngine:
             RequestFailed: The session is unknown or could not be written.
         """
         return await self._exchange(
-            checkpoint_exchange(session_id, path, package_version(), owner), session_id
+            live_save_exchange(session_id, path, package_version(), owner), session_id
         )
 
     async def _exchange(self, exchange: Exchange[T], session_id: str) -> T:
@@ -353,7 +352,7 @@ class OmniEngine:
     async def _call_workers(self, call: Call, rank: int | None) -> list[dict[str, Any]]:
         """Call all workers of one data-parallel rank.
 
-        The call reaches the workers of the other ranks too. They refuse it or do nothing.
+        The call reaches the workers of the other ranks too. They refuse it or ignore it.
         """
         return (await self._call_all_ranks(call.method, call.args))[rank or 0]
 

@@ -38,7 +38,7 @@ class BodyLimits(msgspec.Struct, frozen=True, kw_only=True):
     body_grace_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)] = 10.0
     """Seconds that any HTTP body may take. Default: 10."""
     min_body_bytes_per_s: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)] = 16 << 10
-    """Bytes that allow one more second each. Default: 16384."""
+    """Number of bytes that extend the time by one second. Default: 16384."""
 
 
 class BodyTimeout:
@@ -119,8 +119,8 @@ class _PacedRequest:
             return
         limits = self._limits
         text = (
-            f"the request's body came too slowly: it has {limits.body_grace_s:g} s, "
-            f"and a second more for every {limits.min_body_bytes_per_s} bytes"
+            f"the request's body came too slowly: it has {limits.body_grace_s:g} s, and a second "
+            f"more for every {limits.min_body_bytes_per_s} bytes"
         )
         response = ApiError(408, text, code="timeout").response()
         response.headers["Connection"] = "close"

@@ -2,17 +2,22 @@
 """Limits of request headers: `--h11-max-incomplete-event-size` and `--h11-max-header-count`.
 
 Headers are stored before any key is checked. httptools stores any amount and ignores both options.
-h11 (`http_parser.py`) enforces the first one. The second one is vLLM's own, so it is checked here.
-A WebSocket handshake is an HTTP request with the same limits.
+h11 enforces the first one. The second one is vLLM's own, so it is checked here. A WebSocket
+handshake is an HTTP request with the same limits.
+
+uvicorn prefers httptools if it is installed. httptools also stops reading a request that offers an
+unknown upgrade, so it loses the body of every request of Java's HttpClient, which offers `Upgrade:
+h2c` by default. RFC 9110 allows servers to ignore such an offer, and h11 does.
 """
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any, Final
+from typing import Final
 
 from fastapi import FastAPI
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from vllm_omni.entrypoints.lifespan import run_before_serving
 
 DEFAULT_BYTES: Final = 64 << 10
 """Replaces vLLM's default of 4 MiB, with which a few hundred connections could use gigabytes."""
@@ -35,21 +40,14 @@ class HeaderCount:
         await self._app(scope, receive, send)
 
 
-def attach(app: FastAPI) -> None:
-    """Limit headers when vLLM's server starts.
+def limit_headers(app: FastAPI) -> None:
+    """Select h11 and limit headers before vLLM's server listens."""
 
-    uvicorn reads its config for each new connection and runs the application's lifespan before it
-    listens.
-    """
-    inner = app.router.lifespan_context
-
-    @asynccontextmanager
-    async def lifespan(starting: FastAPI) -> AsyncIterator[Any]:
+    def apply_limits(starting: FastAPI) -> None:
         config = starting.state.server.config
+        config.http_protocol_class = H11Protocol
         if config.h11_max_incomplete_event_size in (None, VLLM_DEFAULT_BYTES):
             config.h11_max_incomplete_event_size = DEFAULT_BYTES
         config.loaded_app = HeaderCount(config.loaded_app, starting.state.args.h11_max_header_count)
-        async with inner(starting) as state:
-            yield state
 
-    app.router.lifespan_context = lifespan
+    run_before_serving(app, apply_limits)

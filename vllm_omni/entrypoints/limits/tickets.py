@@ -3,7 +3,7 @@
 
 A ticket stands for one API key and one `Origin`, expires within seconds and can be used once.
 Tickets are signed and not stored, so every API server process with the same secret accepts them.
-Only the process that accepted a ticket knows that it was used.
+Only the process that accepted a ticket refuses its second use.
 
 Why not JSON Web Tokens or itsdangerous: neither refuses a second use, and the rest is one HMAC of
 the standard library.
@@ -109,7 +109,7 @@ class TicketOffice:
         version, expiry, key_index, nonce = _HEAD.unpack(head)
         now = self._now()
         if version != _VERSION or key_index >= self._num_keys:
-            raise TicketError("made by another server")
+            raise TicketError("issued by another server")
         if not now < expiry <= now + self.ttl_s + 1:
             raise TicketError("expired")
         self._remember(nonce, now)

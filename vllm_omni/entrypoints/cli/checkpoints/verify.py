@@ -19,9 +19,8 @@ def add_parser(subparsers: Any) -> None:
         "compare a model with recorded golden tensors",
         (
             "Run each recorded scenario of a golden directory through this package's model and "
-            "compare every stage with the tensors of the original implementation. The exit "
-            "status is "
-            "1 if a stage is outside its tolerance."
+            "compare every stage with the tensors of the original implementation. The exit status "
+            "is 1 if a stage is outside its tolerance."
         ),
         [
             "vllm-omni verify waypoint --golden tests/golden/waypoint",
@@ -49,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(f"{name} has no golden comparison")
     if not args.golden.is_dir():
         raise CommandError(
-            f"--golden {args.golden} is not a directory; pass one that holds recorded golden files"
+            f"--golden {args.golden} is not a directory; pass a directory of recorded golden files"
         )
     report = parity.verify(name, args.golden)
     print(report.to_json() if args.json else report.to_text())

@@ -26,7 +26,7 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Controls, geometry and rates of a causal world model."""
 
     actions: ActionSpace = CAMERA_SPACE
-    """Controls of the model, and whether it takes prompts and start images."""
+    """Controls of the model, and whether it has prompts and start images."""
     patch_size: tuple[int, int, int] = (1, 2, 2)
     """Patch size of the transformer: (time, height, width)."""
     vae_stride: tuple[int, int, int] = (4, 8, 8)
@@ -97,7 +97,7 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             "model": model,
             "card": hf_config.get(CONFIG_KEY),
         }
-        return parse_options(cls, info, f"world facts of {family.name}")
+        return parse_options(cls, info, f"stream metadata of {family.name}")
 
     @property
     def needs_image(self) -> bool:
@@ -108,7 +108,7 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Check a prompt.
 
         Raises:
-            EndpointError: `invalid_prompt`: the model takes no prompts.
+            EndpointError: `invalid_prompt`: the model has no prompts.
         """
         if prompt and self.actions.prompt == "none":
             raise EndpointError(
@@ -226,8 +226,7 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if width % wide or height % high or height * width > self.max_area:
             raise EndpointError(
                 "unsupported_size",
-                f"{width}x{height} arrived; width must be a multiple of {wide}, height of "
-                f"{high}, and "
-                f"width x height at most {self.max_area}",
+                f"{width}x{height} arrived; width must be a multiple of {wide}, height of {high}, "
+                f"and width x height at most {self.max_area}",
                 param="extra_body",
             )

@@ -3,8 +3,8 @@
 
 If a request runs, the snapshot contains the state after its last finished chunk. A restored session
 belongs to the client that restored it. It continues at the same chunk on every endpoint that
-continues sessions. Snapshots in transit are in `staging`; snapshots that outlive the server are in
-`kept`. Neither directory is readable by other users. This module knows no HTTP.
+continues sessions. Snapshots in transit are in `staging`. Snapshots that outlive the server are in
+`persistent_dir`. Other users can read neither directory.
 """
 
 import asyncio
@@ -19,8 +19,7 @@ from vllm_omni.entrypoints.errors import EndpointError
 from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
 from vllm_omni.entrypoints.realtime.sessions.periodic_snapshots import PeriodicSnapshots
 from vllm_omni.entrypoints.realtime.sessions.persisted_sessions import PersistedSessions, claimed
-from vllm_omni.entrypoints.realtime.sessions.session import Session
-from vllm_omni.entrypoints.realtime.sessions.session_host import SessionKey
+from vllm_omni.entrypoints.realtime.sessions.session import Session, SessionKey
 from vllm_omni.entrypoints.realtime.sessions.session_manager import SessionManager
 from vllm_omni.entrypoints.realtime.world_camera.protocol import check_prompt
 from vllm_omni.entrypoints.staging_directory import StagingDirectory
@@ -60,9 +59,9 @@ class SessionMigration:
 
     Args:
         manager: Sessions of this process.
-        spool: Staging directory that the workers can also access.
-        kept: Directory of snapshots that outlive this server. None: sessions are discarded at
-            shutdown.
+        staging: Staging directory that the workers can also access.
+        persistent_dir: Directory of snapshots that outlive this server. None: sessions are
+            discarded at shutdown.
         snapshot_period_s: Seconds between periodic snapshots of a live session. Default: sessions
             are only saved at shutdown.
     """
@@ -81,7 +80,7 @@ class SessionMigration:
             return
         persistent_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         # A periodic snapshot belongs to its process while that process lives. Other servers that
-        # use the directory see the process's lock in `kept`.
+        # use the directory check the process's lock there.
         self._persistent_staging = (
             staging if snapshot_period_s is None else StagingDirectory(persistent_dir)
         )
@@ -89,7 +88,7 @@ class SessionMigration:
         manager.drain.save_to = self._persist
         if snapshot_period_s is not None:
             self.periodic_snapshots = PeriodicSnapshots(
-                manager, self.persistent_dir, self.checkpoint, snapshot_period_s
+                manager, self.persistent_dir, self.save_live, snapshot_period_s
             )
             self.periodic_snapshots.start_saving()
 
@@ -111,7 +110,7 @@ class SessionMigration:
                 if not session.started:
                     raise EndpointError("unknown_session", "the session has no finished chunk yet")
                 try:
-                    return await self.manager.engine.save(session.engine_id, path, owner)
+                    return await self.manager.engine.save_session(session.engine_id, path, owner)
                 # a chunk finished between the two calls that a snapshot takes
                 except EndpointError as error:
                     if error.code != "session_busy" or attempt == _ATTEMPTS - 1:
@@ -129,7 +128,7 @@ class SessionMigration:
             endpoint: Name of the endpoint, for metrics.
 
         Raises:
-            EndpointError: For example `session_exists`. Nothing has changed.
+            EndpointError: For example `session_exists`. The sessions are unchanged.
         """
         if self.manager.find(key) is not None:
             raise EndpointError(
@@ -142,11 +141,11 @@ class SessionMigration:
         with session.keep_alive():
             await self.manager.worlds_closed()
             try:
-                header, scalars = await self.manager.engine.restore(session.engine_id, path)
+                header, scalars = await self.manager.engine.restore_session(session.engine_id, path)
             except (RequestFailed, OSError) as error:
                 raise _as_endpoint_error(error) from error
             try:
-                said = msgspec.convert(scalars, WorldScalars)
+                world = msgspec.convert(scalars, WorldScalars)
                 height, width = int(header.opening["height"]), int(header.opening["width"])
             except (KeyError, ValueError, msgspec.ValidationError) as error:
                 self.manager.close_engine_session(session.engine_id)
@@ -157,7 +156,7 @@ class SessionMigration:
             session.next_chunk = header.chunk_index
             session.next_frame = frames_before(self.manager.info, header.chunk_index)
             session.height, session.width = height, width
-            session.prompt, session.seed = said.prompt, said.seed
+            session.prompt, session.seed = world.prompt, world.seed
             session.last_used_s = time.monotonic()
         return session
 
@@ -184,7 +183,7 @@ class SessionMigration:
                 ) from error
 
     async def take_over(self) -> int:
-        """Restore sessions of stopped servers from `kept`.
+        """Restore sessions of stopped servers from `persistent_dir`.
 
         Sessions that cannot be restored, or exceed the capacity, stay in the directory and are
         logged.
@@ -225,12 +224,12 @@ class SessionMigration:
         return count
 
     def sweep(self) -> None:
-        """Remove files of killed servers: staged snapshots and incomplete snapshots in `kept`."""
+        """Remove files of killed servers: staged snapshots and incomplete persisted ones."""
         dead = self.staging.sweep()
         if self.persistent_dir is not None:
             self.persistent_dir.sweep(dead | self._persistent_staging.sweep())
 
-    async def checkpoint(self, session: Session, path: Path) -> tuple[SnapshotHeader, float]:
+    async def save_live(self, session: Session, path: Path) -> tuple[SnapshotHeader, float]:
         """Write a live session to a new file without pausing it.
 
         Returns:
@@ -240,16 +239,16 @@ class SessionMigration:
             EndpointError: The engine could not save the session.
             OSError: The file could not be written.
         """
-        return await self.manager.engine.checkpoint(session.engine_id, path, _owner(session))
+        return await self.manager.engine.save_session_live(session.engine_id, path, _owner(session))
 
     async def _persist(self, session: Session) -> None:
         """Save one session during shutdown."""
         assert self.persistent_dir is not None
-        final = self.persistent_dir.drained(session.key)
-        partial = self.persistent_dir.partial(final)
+        final = self.persistent_dir.final_path(session.key)
+        partial = self.persistent_dir.partial_path(final)
         header = await self.save(session, partial, _owner(session))
         partial.replace(final)
-        self.persistent_dir.checkpoint(session.key).unlink(missing_ok=True)
+        self.persistent_dir.periodic_path(session.key).unlink(missing_ok=True)
         logger.info("session_saved chunks=%d bytes=%d", header.chunk_index, final.stat().st_size)
 
 

@@ -4,7 +4,7 @@
 It contains two kinds of files. `<digest>.session.safetensors` is a session that a server saved at
 shutdown. `<digest>.<owner>.session.safetensors` is a periodic snapshot that belongs to the process
 `owner` while that process lives. The digest is that of the session's key. Files are renamed into
-place, so they are always complete. This module knows neither sessions nor the engine.
+place, so they are always complete. This module depends neither on sessions nor on the engine.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from vllm_omni.entrypoints.realtime.sessions.session_host import SessionKey
+from vllm_omni.entrypoints.realtime.sessions.session import SessionKey
 from vllm_omni.entrypoints.staging_directory import is_alive, open_regular
 
 logger = logging.getLogger("vllm." + __name__)
@@ -35,23 +35,23 @@ class PersistedSessions:
 
     Args:
         folder: The directory. Created if it does not exist.
-        owner: Name of this process, from `StagingDirectory.owner`. For periodic snapshots the spool
-            must be in the same directory.
+        owner: Name of this process, from `StagingDirectory.owner`. For periodic snapshots the
+            staging directory must be the same one.
     """
 
     def __init__(self, folder: Path, owner: str) -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.folder, self._owner = folder, owner
 
-    def drained(self, key: SessionKey) -> Path:
+    def final_path(self, key: SessionKey) -> Path:
         """Return the path of a session that is saved at shutdown."""
         return self.folder / f"{_digest(key)}{SUFFIX}"
 
-    def checkpoint(self, key: SessionKey) -> Path:
+    def periodic_path(self, key: SessionKey) -> Path:
         """Return the path of this process's periodic snapshot of a session."""
         return self.folder / f"{_digest(key)}.{self._owner}{SUFFIX}"
 
-    def partial(self, final: Path) -> Path:
+    def partial_path(self, final: Path) -> Path:
         """Return the path at which a file is written before it is renamed to `final`."""
         return final.with_name(f"{final.name.removesuffix(SUFFIX)}.{self._owner}{_PARTIAL}")
 
@@ -72,7 +72,7 @@ class PersistedSessions:
                 newest[digest] = max(found, newest.get(digest, found))
                 if older != newest[digest]:
                     older[1].unlink()
-            # another server that starts at the same time may have taken it
+            # another server that starts at the same time may have restored it
             except FileNotFoundError:
                 continue
             except OSError as error:

@@ -2,9 +2,8 @@
 """`Recorder`: records every session that starts on this server, for replay.
 
 The format is in `vllm_omni/sessions/recording.py`. One thread computes digests and writes files in
-order while the engine works. If that thread falls behind, chunks wait for it. A session restored
-from a snapshot is not recorded. The recording of a branch starts with a copy of its parent's
-recording.
+order while the engine works. If that thread is late, chunks wait for it. A session restored from a
+snapshot is not recorded. The recording of a branch starts with a copy of its parent's recording.
 """
 
 import asyncio
@@ -82,7 +81,7 @@ class Recorder:
             await asyncio.wrap_future(writing)
 
     def cancelled(self, params: DiffusionParams, arrays: dict[str, np.ndarray]) -> None:
-        """Record a chunk that was cancelled or whose outcome is unknown."""
+        """Record a chunk that was cancelled or has an unknown outcome."""
         self._submit(params, arrays, lambda: None)
 
     def forked(self, session_id: str, fork_to: str) -> None:
@@ -105,7 +104,7 @@ class Recorder:
         path = self._paths.get(params.session_id)
         if path is None:
             if params.chunk_index != 0:
-                return None  # the session did not start here
+                return None  # the session did not start on this server
             path = self._paths[params.session_id] = self._new_path(params.session_id)
             self._track(self._writer.submit(self._start, path))
         return self._track(self._writer.submit(self._append, path, params, arrays, outcome))
@@ -118,7 +117,7 @@ class Recorder:
     def _done(self, writing: "Future[None]") -> None:
         self._pending.discard(writing)
         if (error := writing.exception()) is not None:
-            logger.warning("a recording ends here, because it could not be written: %s", error)
+            logger.warning("a recording is incomplete, because it could not be written: %s", error)
 
     def _new_path(self, session_id: str) -> Path:
         now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")

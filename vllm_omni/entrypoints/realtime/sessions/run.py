@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Job` and `Run`: one request's checked inputs, and its replies so far.
+"""`Job`, `Run` and `DeliveryLog`: the inputs of a request, its replies, and a session's requests.
 
 A run outlives the connection that requested it. Its replies are numbered and retained by the
 session, so a client that reconnects can receive them again or follow a run in progress. A job's
-`ChunkSource` determines its chunks. This module knows neither message formats nor sockets.
+`ChunkSource` determines its chunks. This module depends neither on message formats nor on sockets.
 """
 
 import asyncio
 import dataclasses
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import count, islice
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -31,6 +31,8 @@ from vllm_omni.entrypoints.realtime.connection.session_engine import ChunkResult
 from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
 from vllm_omni.entrypoints.telemetry.tracing import ChunkTrace
 
+_REMEMBERED_RUNS: Final = 64
+
 Deliver = Callable[[Any], Awaitable[None]]
 """Sends the payload of one reply to the client."""
 
@@ -43,7 +45,7 @@ class FinishedChunk(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     """Request id."""
     sizes: tuple[int, ...]
-    """Pixel frames of each chunk of the request. A live request: only those of this chunk."""
+    """Pixel frames of each chunk of the request. For a live request, only of this chunk."""
     number: int
     """Number of this chunk within the request, from 0."""
     result: ChunkResult
@@ -146,6 +148,7 @@ class Reply(msgspec.Struct, frozen=True):
 @dataclass(eq=False)
 class _Follower:
     owner: object
+    """The connection."""
 
 
 @dataclass
@@ -195,7 +198,9 @@ class Run:
     dropped: Callable[[int], None] = lambda num_frames: None
     """Called with the number of frames that are dropped undelivered."""
     _follower: "_Follower | None" = None
+    """The connection that receives the replies now."""
     _waiting: list[asyncio.Future[None]] = field(default_factory=list)
+    """Futures of tasks that wait for the next reply, delivery or end."""
 
     @property
     def has_follower(self) -> bool:
@@ -268,7 +273,7 @@ class Run:
         Args:
             deliver: Sends one reply.
             owner: The connection.
-            pace: Detects a client that reads too slowly.
+            window: Detects a client that reads too slowly.
             start: Number of the first reply to deliver.
 
         Returns:
@@ -368,3 +373,78 @@ class Run:
             if not changed.done():  # unless cancelled
                 changed.set_result(None)
         self._waiting.clear()
+
+
+class DeliveryLog:
+    """The recent requests of a session and their replies, for replay and resume.
+
+    The numbers of requests and bytes are bounded.
+    """
+
+    def __init__(self) -> None:
+        self.runs: OrderedDict[str, Run] = OrderedDict()
+        """Runs by request id, oldest first."""
+
+    def missed_since(self, last_chunk: int | None, next_chunk: int) -> list[tuple[Run, int]]:
+        """Return the replies to replay after a reconnect.
+
+        Args:
+            last_chunk: Last chunk that the client has received. None: no chunk.
+            next_chunk: Number of the session's next chunk.
+
+        Returns:
+            Runs and the numbers of their first reply to deliver.
+
+        Raises:
+            EndpointError: `resync_required`: some replies have been dropped.
+        """
+        wanted = 0 if last_chunk is None else last_chunk + 1
+        missed: list[tuple[Run, int]] = []
+        for run in self.runs.values():
+            skipped = sum(reply.chunk_index < wanted for reply in run.replies)
+            retained = list(run.replies)[skipped:]
+            if retained and retained[0].chunk_index == wanted and retained[0].part == 0:
+                missed.append((run, run.first_retained + skipped))
+                wanted = retained[-1].chunk_index + 1
+            elif not run.finished:
+                missed.append((run, run.num_replies))
+        if wanted < next_chunk:
+            raise EndpointError(
+                "resync_required",
+                "some replies have been dropped; continue from here",
+                next_chunk_index=next_chunk,
+            )
+        return missed
+
+    def drop_delivered(self, keep_bytes: int) -> None:
+        """Drop delivered replies, oldest first, until at most `keep_bytes` remain."""
+        total = 0
+        # runs after every chunk, so a generator expression would cost too much
+        for run in self.runs.values():
+            total += run.retained_bytes
+        for run in self.runs.values():
+            while total > keep_bytes and (freed := run.drop_oldest()):
+                total -= freed
+
+    def evict_old(self) -> None:
+        """Remove the oldest finished requests beyond the limit."""
+        num_old = len(self.runs) - _REMEMBERED_RUNS
+        if num_old <= 0:
+            return
+        for request_id, run in list(self.runs.items())[:num_old]:
+            if run.finished and not run.has_follower:
+                self._evict(request_id, run)
+
+    def evict_finished(self) -> None:
+        for request_id, run in list(self.runs.items()):
+            if run.finished:
+                self._evict(request_id, run)
+
+    def discard(self) -> None:
+        """Drop every reply, because the session has ended."""
+        for run in self.runs.values():
+            run.discard()
+
+    def _evict(self, request_id: str, run: Run) -> None:
+        run.discard()
+        del self.runs[request_id]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state of one client's session: its requests, its position, and its state in the engine.
 
-All endpoints share this module, which knows neither message formats nor sockets. An endpoint
-submits a `Job` to a `Session`, follows the `Run` that it receives, and delivers the replies.
-`session_manager.py` holds the table of sessions.
+All endpoints share this module. It depends neither on message formats nor on sockets. An endpoint
+submits a `Job` to a `Session`, follows the `Run` that it receives, and delivers the replies. The
+table of sessions is in `session_manager.py`.
 
 Invariants:
 - One request of a session runs and at most one waits.
@@ -18,20 +18,27 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence, Sized
-from typing import Final
+from collections.abc import Coroutine, Iterable, Iterator, Sequence, Sized
+from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
 
 from vllm_omni.entrypoints.errors import EndpointError
+from vllm_omni.entrypoints.limits.quotas import Quotas
 from vllm_omni.entrypoints.realtime.chunk_source import ChunkSpan, Controls
-from vllm_omni.entrypoints.realtime.connection.deadline import Deadline
+from vllm_omni.entrypoints.realtime.connection.drain import SessionDrain
+from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
 from vllm_omni.entrypoints.realtime.connection.play_clock import PlayClock, PlayDeadline
-from vllm_omni.entrypoints.realtime.connection.session_engine import ChunkResult
-from vllm_omni.entrypoints.realtime.connection.settled import settled
-from vllm_omni.entrypoints.realtime.sessions.delivery_log import DeliveryLog
-from vllm_omni.entrypoints.realtime.sessions.run import FinishedChunk, Job, Reply, Run
-from vllm_omni.entrypoints.realtime.sessions.session_host import SessionHost, SessionKey
+from vllm_omni.entrypoints.realtime.connection.session_engine import ChunkResult, SessionEngine
+from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
+from vllm_omni.entrypoints.realtime.sessions.run import (
+    DeliveryLog,
+    FinishedChunk,
+    HeldBytes,
+    Job,
+    Reply,
+    Run,
+)
 from vllm_omni.entrypoints.telemetry.metrics import SessionMeter
 from vllm_omni.entrypoints.telemetry.tracing import tracing
 from vllm_omni.inputs import DiffusionParams
@@ -43,6 +50,47 @@ logger = logging.getLogger("vllm." + __name__)
 
 _MAX_WAITING: Final = 2  # one request runs, one waits
 
+SessionKey = tuple[str, str]
+"""(principal, session id). The same id of two principals denotes two sessions."""
+
+T = TypeVar("T")
+
+
+class SessionHost(Protocol):
+    """The session manager as a session uses it. See `SessionManager`."""
+
+    engine: SessionEngine
+    """Requests to the engine."""
+    info: StreamInfo
+    """Stream metadata of the served model."""
+    limits: EndpointLimits
+    """Limits of connections and sessions."""
+    quotas: Quotas
+    """Quotas of clients."""
+    drain: "SessionDrain[Session]"
+    """Graceful shutdown of the sessions."""
+    held: HeldBytes
+    """Size of the retained replies of all sessions."""
+
+    @property
+    def is_over_budget(self) -> bool: ...
+
+    def trim(self) -> None: ...
+
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]: ...
+
+    async def off_loop(self, function: Any, *args: Any) -> Any: ...
+
+    def remove_if_empty(self, session: "Session") -> None: ...
+
+    def was_evicted(self, key: SessionKey) -> bool: ...
+
+    def close_engine_session(self, engine_id: str) -> None: ...
+
+    def engine_session_ended(self, engine_id: str) -> None: ...
+
+    async def worlds_closed(self) -> None: ...
+
 
 def new_session_id() -> str:
     """Return an unguessable id. Clients that know the id may continue the session."""
@@ -52,9 +100,7 @@ def new_session_id() -> str:
 class Session:
     """One session of one client. Not thread-safe: use it from one event loop."""
 
-    def __init__(
-        self, key: SessionKey, manager: "SessionHost[Session]", client: str, endpoint: str
-    ) -> None:
+    def __init__(self, key: SessionKey, manager: SessionHost, client: str, endpoint: str) -> None:
         self.key, self.session_id = key, key[1]
         self.meter = SessionMeter(endpoint)
         self.trace = tracing().session(key[1], endpoint)
@@ -137,7 +183,8 @@ class Session:
         self._manager.drain.check()
         if self._waiting >= _MAX_WAITING:
             raise EndpointError(
-                "session_busy", "one request of this session runs and one waits; wait for an answer"
+                "session_busy",
+                "one request of this session runs and one waits; wait for a response",
             )
         if run is not None and run.completed:
             run.reopen(job)
@@ -209,7 +256,7 @@ class Session:
         # a live run is charged for each chunk
         self.allowance.charge_chunks(max(0, planned - run.completed))
         in_flight: deque[asyncio.Task[ChunkResult]] = deque()
-        deadline, loop = Deadline(limits.chunk_timeout_s), asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
         spans = run.spans(info)
         most_in_flight = source.most_in_flight(info, limits)
         unsent_chunks = limits.unsent_chunks if unsent_chunks is None else unsent_chunks
@@ -245,8 +292,8 @@ class Session:
                     if is_held_back:
                         self.allowance.check_chunk()
                     continue  # the quota allows a chunk again, or the client has paused
-                with deadline:
-                    await settled(in_flight[0])
+                async with asyncio.timeout(limits.chunk_timeout_s):
+                    await asyncio.wait([in_flight[0]])
                 result = in_flight.popleft().result()
                 chunk = self._advance(run, result, warnings)
                 fill()  # the engine works while this chunk is rendered and sent
@@ -268,8 +315,6 @@ class Session:
                 self.meter.chunks_aborted(error.code)
             await self._abort(run, in_flight, refused)
             raise
-        finally:
-            deadline.close()
         if drain.is_draining and run.completed != num_chunks:
             # immediately, because closing a live connection frees its session
             await drain.save(self)
@@ -404,7 +449,7 @@ class Session:
         )
 
     def _lost(self, error: EndpointError) -> EndpointError:
-        """Return the error for a client whose session has another position in the engine."""
+        """Return the error for a client if the engine has another position or no such session."""
         if error.code == "unknown_session":
             self.discard_engine_session(in_engine=False)
             return EndpointError(
@@ -412,8 +457,8 @@ class Session:
             )
         return EndpointError(
             "resync_required",
-            "a chunk was finished after it was cancelled; send a new request to continue "
-            "from there",
+            "a chunk was finished after it was cancelled; send a new request to continue from "
+            "there",
         )
 
     def _advance(self, run: Run, result: ChunkResult, warnings: tuple[str, ...]) -> FinishedChunk:
@@ -527,7 +572,7 @@ class Session:
         if not self.started and not refused:
             self.discard_engine_session()  # the first chunk may still have been committed
 
-    # -- the world ---------------------------------------------------------------------------------
+    # -- the engine's state ------------------------------------------------------------------------
 
     def discard_engine_session(self, in_engine: bool = True) -> None:
         """Discard the session's state. The next request needs an image.
@@ -575,7 +620,7 @@ class Session:
                     raise EndpointError(
                         "missing_image", "the session has not started, so it cannot be branched"
                     )
-                await self._manager.engine.fork(self.engine_id, new.engine_id)
+                await self._manager.engine.fork_session(self.engine_id, new.engine_id)
                 new.started, new.in_step = True, self.in_step
                 new.next_chunk, new.next_frame = self.next_chunk, self.next_frame
                 new.height, new.width, new.prompt, new.seed = (
