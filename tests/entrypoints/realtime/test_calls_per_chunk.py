@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A chunk's way through a live door is bounded in Python calls, which any machine counts alike,
-as it does not time.
+"""The Python calls that a live endpoint makes per chunk are bounded, because their number does not
+depend on the machine as time does.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ CHUNKS = 40
 
 
 class LoopEngine(FakeEngine):
-    """Remembers the event loop that asks it."""
+    """Stores the event loop that calls it."""
 
     loop: asyncio.AbstractEventLoop
 
@@ -33,7 +33,7 @@ class LoopEngine(FakeEngine):
 
 
 class CallCounter:
-    """Python calls of one thread, without those that the stand-in for the engine makes."""
+    """Counts Python calls of one thread, without those of the fake engine."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -71,13 +71,13 @@ def engine() -> LoopEngine:
 
 @pytest.mark.parametrize(
     ("requests", "most"),
-    [pytest.param(False, 95, id="without end"), pytest.param(True, 210, id="asked for each")],
+    [pytest.param(False, 95, id="endless"), pytest.param(True, 210, id="credit")],
 )
 def test_a_chunk_takes_few_calls(
     endpoint: EndpointServer, engine: LoopEngine, requests: bool, most: int
 ) -> None:
-    """From the engine's answer to the socket; with `credit` also the client's message that asks
-    for it.
+    """Counts from the engine's result to the socket, and with `credit` also the client's message
+    that requests the chunk.
     """
     counter = CallCounter()
     with ExtendedClient(endpoint.port) as client:
@@ -95,6 +95,6 @@ def test_a_chunk_takes_few_calls(
             for _ in range(CHUNKS):
                 next_chunk()
     calls = counter.calls.total() / CHUNKS
-    print(f"{calls:.1f} calls a chunk")
+    print(f"{calls:.1f} calls per chunk")
     assert abs(counter.calls["_Client.deliver"] - CHUNKS) <= 2
     assert calls < most, counter.calls.most_common(30)
