@@ -46,7 +46,9 @@ def _timed(work: Callable[[], Any], into: list[float], stop: threading.Event) ->
 
 @contextlib.contextmanager
 def neighbour(served: Served) -> Iterator[Felt]:
-    """Request `/health` and ping over an idle world-camera socket repeatedly while the block runs."""
+    """Request `/health` and ping over an idle world-camera socket repeatedly while the block
+    runs.
+    """
     felt, stop = Felt(), threading.Event()
     health = http.client.HTTPConnection("127.0.0.1", served.port, timeout=seconds(60))
 
@@ -75,7 +77,9 @@ def neighbour(served: Served) -> Iterator[Felt]:
 
 
 def flood(client: Client, data: bytes, timeout_s: float = 8.0) -> tuple[int, str] | None:
-    """Send raw bytes and return the code and reason of the close frame, or None if there is none."""
+    """Send raw bytes and return the code and reason of the close frame, or None if there is
+    none.
+    """
     with contextlib.suppress(OSError):
         client.connection.socket.sendall(data)
     try:

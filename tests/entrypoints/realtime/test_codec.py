@@ -81,7 +81,9 @@ def same(left: Any, right: Any) -> bool:
 @given(MESSAGES, st.sampled_from(Dialect))
 @settings(max_examples=300, deadline=None)
 def test_encoded_values_survive_a_round_trip(message: dict[str, Any], dialect: Dialect) -> None:
-    """Values and arrays of every accepted dtype are bit-equal after a round trip in both dialects."""
+    """Values and arrays of every accepted dtype are bit-equal after a round trip in both
+    dialects.
+    """
     assert same(decode(encode(message, dialect)).value, message)
 
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ControlTrack`: the actions, prompts and adapters of the next chunk, and the fate of each event."""
+"""`ControlTrack`: the actions, prompts and adapters of the next chunk, and the fate of each
+event.
+"""
 
 import sys
 
@@ -189,7 +191,9 @@ def track() -> ControlTrack:
 
 
 def test_a_rate_is_held_until_it_changes(track: ControlTrack) -> None:
-    """Events for other controls leave a rate unchanged. Zero is the rest position and is not sent."""
+    """Events for other controls leave a rate unchanged. Zero is the rest position and is not
+    sent.
+    """
     track.apply([state(axes={"steer": 0.5})], 1)
     track.apply([state(buttons=("w",))], 2)
     expected = [ActionFrame(("w",), {"steer": 0.5})] * 2

@@ -252,7 +252,9 @@ def test_a_snapshot_of_a_million_tensors_is_refused_unread(served: Served, snaps
 def test_a_snapshot_has_the_limits_of_a_request(
     served: Served, snapshot: bytes, field: str, value: Any, code: str
 ) -> None:
-    """A value that a request may not hold is refused with the same code in each part of a snapshot."""
+    """A value that a request may not hold is refused with the same code in each part of a
+    snapshot.
+    """
     for slot in ("opening", "scalars"):
 
         def change(table: dict[str, Any], header: dict[str, Any], position: str = slot) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Camera commands become poses: where they lead, how evenly, and what becomes of them."""
+"""`PoseTrack`: camera commands become poses."""
 
 import math
 
@@ -28,15 +28,15 @@ def about_y(degrees: float) -> tuple[float, float, float, float]:
 
 
 def test_without_a_command_the_camera_rests() -> None:
-    """Identity poses, one per pixel frame."""
+    """One identity pose per pixel frame."""
     poses_N44, progress = PoseTrack().sample(9, 3)
     np.testing.assert_array_equal(poses_N44, np.tile(np.eye(4, dtype=np.float32), (9, 1, 1)))
     assert (progress.started, progress.active, progress.completed) == ((), (), ())
 
 
 def test_a_target_is_reached_evenly() -> None:
-    """Over one chunk: the last pose is the target, steps between pixel frames are equal. y up
-    becomes y down.
+    """The last pose of the chunk is the target, and the steps between pixel frames are equal. The y
+    axis is inverted.
     """
     track = PoseTrack()
     track.sample(9, 3)
@@ -48,7 +48,7 @@ def test_a_target_is_reached_evenly() -> None:
 
 
 def test_a_target_may_take_several_chunks() -> None:
-    """It is active until it has arrived."""
+    """The command is active until the target is reached."""
     track = PoseTrack()
     track.push(command("t", turn=about_y(90), chunks=2))
     first, started = track.sample(9, 3)
@@ -65,7 +65,7 @@ def test_a_target_may_take_several_chunks() -> None:
 
 
 def test_a_velocity_is_a_step_per_latent_frame_until_replaced() -> None:
-    """Three latent frames of 0.05 are 0.15 a chunk; another command ends it."""
+    """Three latent frames of 0.05 are 0.15 per chunk until another command replaces it."""
     track = PoseTrack()
     track.push(command("v", "velocity", move=(0, 0, 0.05)))
     assert track.sample(9, 3)[0][-1, 2, 3] == pytest.approx(0.15)
@@ -77,8 +77,8 @@ def test_a_velocity_is_a_step_per_latent_frame_until_replaced() -> None:
 
 
 def test_sixty_small_turns_make_a_circle() -> None:
-    """6 degrees sixty times is the identity again within 1e-3; every pose passes the check that
-    clients' poses pass.
+    """Sixty turns of 6 degrees give the identity within 1e-3, and each pose passes the check of
+    client poses.
     """
     track = PoseTrack()
     track.push(command("v", "velocity", turn=about_y(6)))
@@ -89,7 +89,7 @@ def test_sixty_small_turns_make_a_circle() -> None:
 
 
 def test_only_the_last_of_many_commands_acts() -> None:
-    """The others begin and end in the same chunk; what waits is bounded."""
+    """The others start and end in the same chunk, and the queue is bounded."""
     track = PoseTrack()
     for number in range(100):
         track.push(command(f"t{number}", move=(number, 0, 0), chunks=0))
@@ -103,6 +103,6 @@ def test_only_the_last_of_many_commands_acts() -> None:
     "values", [(0, 0, 0, 0), (1e-9, 0, 0, 0), (math.nan, 0, 0, 1), (math.inf, 0, 0, 1)]
 )
 def test_a_rotation_needs_a_direction(values: tuple[float, ...]) -> None:
-    """Zero and not-a-number are refused."""
+    """Zero, infinite and NaN quaternions are refused."""
     with pytest.raises(ValueError, match="quaternion"):
         unit_quaternion(values)

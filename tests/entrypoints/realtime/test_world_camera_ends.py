@@ -143,7 +143,7 @@ def test_a_chunk_that_takes_too_long_is_dropped(
         assert len(engine.aborted) == 1
 
 
-def test_a_client_that_never_reads_is_cut_off(
+def test_a_client_that_never_reads_is_disconnected(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
     """It loses its connection within the send deadline; the engine does not work ahead for it;
