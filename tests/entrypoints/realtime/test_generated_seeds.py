@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A seed of -1 at the realtime endpoints: one is drawn, sent to the engine and returned to the
-client.
+"""A seed of -1 at the realtime endpoints is replaced by a generated one, which the engine and the
+client get.
 """
 
 import base64
@@ -14,7 +14,7 @@ SIZE = {"height": HEIGHT, "width": WIDTH}
 def test_the_camera_endpoint_returns_the_generated_seed_with_every_frame(
     client: Client, engine: FakeEngine
 ) -> None:
-    """A later -1 keeps the session's seed, without a warning."""
+    """A later -1 keeps the session's seed without a warning."""
     client.send(infer(FIRST, extra_body={**SIZE, "seed": -1}))
     (first,) = client.frames()
     client.send(infer(LATER, image=None, extra_body={"seed": -1}))
@@ -33,7 +33,7 @@ def test_the_camera_endpoint_takes_seeds_of_64_bits(client: Client, engine: Fake
 def test_the_generate_endpoint_returns_the_generated_seed_with_the_session(
     endpoint: EndpointServer, engine: FakeEngine
 ) -> None:
-    """In the message that clients with extensions get."""
+    """The session message of clients with extensions holds the seed."""
     with GenerateClient(endpoint.port) as client:
         client.known_types = client.known_types | {"session"}
         client.init(seed=-1, max_chunks=1, extensions=["receipts"])

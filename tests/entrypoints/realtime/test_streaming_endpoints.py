@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts at the streaming endpoints wait for a free session, for nothing else, and not longer
-than their client.
+"""Behaviour that both streaming endpoints share: waiting for a free session, pacing, and timed
+prompts.
 """
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
-from helpers.fake_engine import EndpointServer, FakeEngine
+from helpers.fake_engine import FIRST, LATER, EndpointServer, FakeEngine
 from helpers.live_clients import GenerateClient, VideoClient
 from helpers.waits import pause, seconds, wait_until
 from prometheus_client import REGISTRY
@@ -21,11 +22,55 @@ ENDPOINTS = {GenerateClient: "realtime_video/generate", VideoClient: "realtime/v
 both_endpoints = pytest.mark.parametrize("connect", ENDPOINTS)
 
 
-def start(client: StreamClient) -> None:
+def start(client: StreamClient, num_chunks: int | None = None, **fields: Any) -> None:
+    """Start a stream; fields: `fps`, `is_paced` and `prompts`, as each endpoint spells them."""
+    is_paced, prompts = fields.pop("is_paced", False), fields.pop("prompts", None)
+    extra: dict[str, Any] = {"prompts": prompts} if prompts else {}
     if isinstance(client, VideoClient):
-        client.send(START)
+        if num_chunks is not None:
+            fields["num_frames"] = FIRST + (num_chunks - 1) * LATER
+        client.send({**START, **fields, "extra_params": {**extra, "pace_to_media_time": is_paced}})
     else:
-        client.init()
+        client.init(**fields, **extra, max_chunks=num_chunks, realtime_output_pacing=is_paced)
+
+
+def wait_for_chunk(client: StreamClient) -> None:
+    if isinstance(client, GenerateClient):
+        client.chunk()
+    else:
+        while client.receive()["type"] != "video.chunk_metadata":
+            pass
+
+
+@both_endpoints
+def test_pacing_spaces_chunks_as_they_play(
+    endpoint: EndpointServer, connect: type[StreamClient]
+) -> None:
+    """At 120 frames per second a chunk of 12 lasts 100 ms, although the engine needs no time."""
+    with connect(endpoint.port) as client:
+        start(client, 8, fps=120, is_paced=True)
+        arrivals = []
+        for _ in range(8):
+            wait_for_chunk(client)
+            arrivals.append(time.monotonic())
+    assert (arrivals[-1] - arrivals[1]) / 6 == pytest.approx(LATER / 120, rel=0.15)
+
+
+@both_endpoints
+def test_timed_prompts_act_from_their_chunk(
+    endpoint: EndpointServer, engine: FakeEngine, connect: type[StreamClient]
+) -> None:
+    """A prompt acts from the first chunk at or after its time, and may replace the first one."""
+    prompts = [
+        {"prompt": "dawn", "seconds": 0},
+        {"prompt": "snow", "chunk": 1},
+        {"prompt": "night", "seconds": 2.2},
+    ]
+    with connect(endpoint.port) as client:
+        start(client, 4, fps=10, prompts=prompts)
+        for _ in range(4):
+            wait_for_chunk(client)
+    assert [call.params.prompt for call in engine.chunks] == ["dawn", "snow", None, "night"]
 
 
 def refusals(connect: type[StreamClient], code: str) -> float:
@@ -38,8 +83,8 @@ def refusals(connect: type[StreamClient], code: str) -> float:
 def test_only_a_full_server_is_waited_for(
     make_endpoint: MakeEndpoint, engine: FakeEngine, connect: type[StreamClient], code: str
 ) -> None:
-    """A limit of the client and a stopping server are refused at once; the metrics count one
-    refusal.
+    """A limit of the client and a stopping server cause an immediate refusal, and metrics count it
+    once.
     """
     engine.delay_s = 0.05
     endpoint = make_endpoint(sessions_per_client=1 if code == "session_limit" else 64)
@@ -63,10 +108,10 @@ def test_only_a_full_server_is_waited_for(
 
 
 @both_endpoints
-def test_a_start_that_waited_in_vain_counts_once(
+def test_a_start_that_waits_without_success_counts_once(
     make_endpoint: MakeEndpoint, engine: FakeEngine, connect: type[StreamClient]
 ) -> None:
-    """However often the endpoint looks for a free session meanwhile."""
+    """The number of attempts meanwhile does not matter."""
     endpoint = make_endpoint(info={"max_sessions": 1}, slot_wait_s=0.5)
     engine.delay_s = 0.05
     before = refusals(connect, "capacity")
@@ -83,9 +128,7 @@ def test_a_start_that_waited_in_vain_counts_once(
 def test_a_client_that_leaves_while_it_waits_is_noticed(
     make_endpoint: MakeEndpoint, engine: FakeEngine, connect: type[StreamClient], how: str
 ) -> None:
-    """It gives its connection back at once, and a session that becomes free is not opened for
-    it.
-    """
+    """Its connection is freed immediately, and no session is opened for it later."""
     endpoint = make_endpoint(info={"max_sessions": 1})
     engine.delay_s = 0.05
     with connect(endpoint.port) as first:
@@ -105,7 +148,7 @@ def test_a_client_that_leaves_while_it_waits_is_noticed(
 def test_messages_sent_during_the_wait_arrive_in_order(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """A client may steer before its session is there; the first chunk already shows it."""
+    """A client may send events before its session starts, and they act in the first chunks."""
     endpoint = make_endpoint(info={"max_sessions": 1})
     engine.delay_s = 0.05
     with GenerateClient(endpoint.port) as second:
