@@ -92,8 +92,10 @@ DATA = struct.pack("<4f", 1, 2, 3, 4)
 
 def openpi(**changes: Any) -> dict[Any, Any]:
     fields = {
+        "__ndarray__": True,
         "data": DATA,
         "dtype": "<f4",
+        "shape": [2, 2],
         **changes,
     }
     return {key.encode(): value for key, value in fields.items()}
@@ -104,6 +106,7 @@ def classic(**changes: Any) -> dict[Any, Any]:
         "nd": True,
         "type": "<f4",
         "kind": b"",
+        "shape": [2, 2],
         "data": DATA,
         **changes,
     }
