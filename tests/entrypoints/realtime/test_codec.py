@@ -365,7 +365,10 @@ def test_each_limit_is_inclusive() -> None:
         (openpi(shape=4), SHAPES),
         (openpi(shape=[-2, -2]), SHAPES),
         (openpi(data=[1, 2, 3, 4]), "array data must be binary"),
-        (openpi(shape=[2**40, 2**40]), "array shape has an absurd dimension"),
+        (
+            openpi(shape=[2**40, 2**40]),
+            f"array data has 16 bytes; its shape and dtype need {2**82}",
+        ),
         (openpi(data="1234567890123456"), "array data must be binary"),
         (openpi(shape=[2, 3]), "array data has 16 bytes; its shape and dtype need 24"),
         (openpi(data=DATA[:-1]), "array data has 15 bytes; its shape and dtype need 16"),
