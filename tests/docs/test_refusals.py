@@ -244,7 +244,7 @@ HELD_BY = {
         "tests/test_engine_arguments.py::test_half_of_a_quantization_is_refused"
     ),
     "a paused engine refuses requests": (
-        "tests/entrypoints/test_engine_refusals.py::test_a_endpoint_gets_one_kind_of_failure"
+        "tests/entrypoints/test_engine_refusals.py::test_an_endpoint_gets_one_type_of_failure"
     ),
     # requests of diffusers pipelines, Lance and the image and video routes
     "sizes that the pipeline would silently round "

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tally is scraped as `prometheus_client`'s own metric is, and that one counts where several
-processes are.
+"""Counters and histograms of the front end are scraped as `prometheus_client`'s own are, also with
+several processes.
 """
 
 import os
@@ -24,13 +24,13 @@ AMOUNTS = (0.0, 0.005, 0.0050001, 0.4, 1.0, 59.9, 61.0)
 
 
 def scraped(registry: CollectorRegistry) -> str:
-    """Without the moments at which children were made."""
+    """The page without creation times."""
     return re.sub(r"(_created\{.*\}) .*", r"\1", generate_latest(registry).decode())
 
 
-def test_a_tally_is_scraped_as_the_librarys_own_metric() -> None:
-    """Names, types, texts, labels, bounds that belong to their bucket, sums; also before
-    anything was observed.
+def test_a_frontend_metric_is_scraped_as_the_librarys_own() -> None:
+    """Names, types, texts, labels, inclusive bounds and sums are equal, also before the first
+    observation.
     """
     ours, theirs = CollectorRegistry(), CollectorRegistry()
     counters: list[Counts] = [
@@ -43,18 +43,18 @@ def test_a_tally_is_scraped_as_the_librarys_own_metric() -> None:
     ]
     assert scraped(ours) == scraped(theirs)
     for counted, timed in zip(counters, histograms, strict=True):
-        counted.labels("a door", "x").inc()
-        counted.labels("a door", "x").inc(2.5)
+        counted.labels("an endpoint", "x").inc()
+        counted.labels("an endpoint", "x").inc(2.5)
         counted.labels("another", "x")
         for amount in AMOUNTS:
-            timed.labels("a door", "encode").observe(amount)
-        timed.labels("a door", "decode")
+            timed.labels("an endpoint", "encode").observe(amount)
+        timed.labels("an endpoint", "decode")
     assert scraped(ours) == scraped(theirs)
-    assert 'chunks_total{endpoint="a door",stage="x"} 3.5' in scraped(ours)
+    assert 'chunks_total{endpoint="an endpoint",stage="x"} 3.5' in scraped(ours)
 
 
-def test_a_name_is_taken_once() -> None:
-    registry = CollectorRegistry(auto_describe=True)  # as the process's own
+def test_a_metric_name_is_unique() -> None:
+    registry = CollectorRegistry(auto_describe=True)  # as the registry of the process
     FrontendCounter("chunks", "Chunks.", LABELS, registry)
     with pytest.raises(ValueError, match="chunks"):
         Counter("chunks", "Chunks.", registry=registry)
@@ -73,7 +73,7 @@ def _count(rank: int, folder: str) -> None:
     from vllm_omni.entrypoints.telemetry.metrics import SessionMeter
 
     _as_a_server_process(folder)
-    meter = SessionMeter("door")
+    meter = SessionMeter("e")
     for _ in range(COUNTS[rank]):
         meter.chunk_done(4, 16.0, {"decode": [200.0]}, 0.3)
 
@@ -91,7 +91,7 @@ def test_the_chunks_of_all_server_processes_are_scraped(tmp_path: Path) -> None:
     run_ranks(_count, (str(folder),), len(COUNTS))
     run_ranks(_scrape, (str(folder), str(page)), 1)
     response = page.read_text()
-    assert 'omni_rt_chunks_total{endpoint="door"} 5.0' in response
-    assert 'omni_rt_frames_total{endpoint="door"} 20.0' in response
-    assert 'omni_rt_chunk_seconds_bucket{endpoint="door",le="0.25",stage="decode"} 5.0' in response
-    assert 'omni_rt_inter_chunk_gap_seconds_count{endpoint="door"} 3.0' in response
+    assert 'omni_rt_chunks_total{endpoint="e"} 5.0' in response
+    assert 'omni_rt_frames_total{endpoint="e"} 20.0' in response
+    assert 'omni_rt_chunk_seconds_bucket{endpoint="e",le="0.25",stage="decode"} 5.0' in response
+    assert 'omni_rt_inter_chunk_gap_seconds_count{endpoint="e"} 3.0' in response
