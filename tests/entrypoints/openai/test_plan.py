@@ -225,21 +225,12 @@ def test_a_side_that_is_too_long_is_refused_with_a_near_size() -> None:
 
 
 def test_images_may_have_other_sizes_than_videos() -> None:
-<<<<<<< HEAD
     """Each has its defaults and limits."""
-    model = served(images=ImageSizes(width=512, height=512, max_pixels=1024 * 1024))
+    model = served(pictures=ImageSizes(width=512, height=512, max_pixels=1024 * 1024))
     image = plan_images(read_request(ImageGenerationRequest, {"prompt": "p"}), model).sampling
     assert (image.width, image.height) == (512, 512)
     clip = video(model).sampling
     assert (clip.width, clip.height) == (832, 480)
-=======
-    """Defaults and limits are those of what is asked for."""
-    model = served(pictures=ImageSizes(width=512, height=512, max_pixels=1024 * 1024))
-    pictured = plan_images(read_request(ImageGenerationRequest, {"prompt": "p"}), model).sampling
-    assert (pictured.width, pictured.height) == (512, 512)
-    recorded = video(model).sampling
-    assert (recorded.width, recorded.height) == (832, 480)
->>>>>>> int
     assert plan_images(
         read_request(ImageGenerationRequest, {"prompt": "p", "size": "1024x1024"}), model
     )

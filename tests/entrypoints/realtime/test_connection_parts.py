@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of a connection: time limits, playing times, delivery to slow readers, grouped sends,
-waiting for the engine.
-"""
+"""Parts of a connection: playing times, delivery to slow readers, grouped sends."""
 
 import asyncio
 from collections.abc import Callable
