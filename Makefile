@@ -71,4 +71,4 @@ mutants: setup
 	@$(VENV)/bin/mutmut results
 
 clean:
-	rm -rf $(VENV) .try_vllm mutants demo.mp4 demo.png demo_truth.png demo_world demo_server.log
+	rm -rf $(VENV) .try_vllm mutants demo.mp4 demo.png demo_server.log

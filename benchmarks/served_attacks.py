@@ -247,7 +247,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    from rich.console import Console
 
     parser = make_parser()
     args = parser.parse_args()
@@ -263,7 +262,7 @@ def main() -> None:
         with demo.server(
             args.model, port, args.height, args.width, log, extra=["--enforce-eager"]
         ) as process:
-            demo.wait_until_healthy(process, 300, Console(stderr=True))
+            demo.wait_until_healthy(process, 300)
             if args.apart:
                 os.sched_setaffinity(0, others)
             rows = asyncio.run(Neighbourhood(port, args).measure())

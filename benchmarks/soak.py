@@ -177,7 +177,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    from rich.console import Console
 
     from vllm_omni.entrypoints.cli import demo
     from vllm_omni.entrypoints.cli.checkpoints.make_tiny import write_tiny
@@ -190,7 +189,7 @@ def main() -> None:
         with demo.server(
             model, port, HEIGHT, WIDTH, Path(name) / "server.log", extra=["--enforce-eager"]
         ) as process:
-            demo.wait_until_healthy(process, 300, Console(stderr=True))
+            demo.wait_until_healthy(process, 300)
             row = asyncio.run(soak(process.popen.pid, port, args))
     save("soak", {"rows": [row]}, args)
 

@@ -100,7 +100,6 @@ def measure(page: Page, settle_s: float, seconds: float) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    from rich.console import Console
 
     from vllm_omni.entrypoints.cli import demo
     from vllm_omni.worlds import village_checkpoint
@@ -115,7 +114,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         with demo.server(
             model, port, int(height), int(width), folder / "server.log", chosen
         ) as process:
-            demo.wait_until_healthy(process, 300, Console(stderr=True))
+            demo.wait_until_healthy(process, 300)
             with (
                 running_browser(folder) as browser,
                 browser.page(f"http://127.0.0.1:{port}/omni/") as page,

@@ -68,7 +68,7 @@ def configure(model: Path, omni: dict[str, Any], sizes: dict[str, Any]) -> VllmC
             "lingbot_world",
             {"pipeline_partition": "measured"},
             PP2 | FP8,
-            "quantized layers cannot move",
+            "cannot move quantized layers",
         ),
         (
             "causal_wan",
@@ -137,22 +137,22 @@ def configure(model: Path, omni: dict[str, Any], sizes: dict[str, Any]) -> VllmC
         ),
         ("wan2_2", {"vae_stage": True}, TP2, "--pipeline-parallel-size 2 or more"),
         ("lance", {"chunks_in_flight": 2}, {}, NEEDS),
-        ("diffusers_pipeline", {"chunks_in_flight": 2}, {}, "this checkpoint runs without one"),
+        ("diffusers_pipeline", {"chunks_in_flight": 2}, {}, "this checkpoint has none"),
         ("lance", {}, PP2, "Lance's layers are not split over stages"),
         ("lance", {"vae_stage": True}, PP2 | TP2, "Lance's layers are not split over stages"),
-        ("diffusers_pipeline", {}, PP2, "runs one process on one device"),
-        ("diffusers_pipeline", {}, TP2, "runs one process on one device"),
+        ("diffusers_pipeline", {}, PP2, "uses one process and one device"),
+        ("diffusers_pipeline", {}, TP2, "uses one process and one device"),
         (
             "lingbot_world",
             {"pipeline_partition": "measured"},
             PP2 | OFFLOAD,
-            "layers in host memory cannot move",
+            "cannot move layers in host memory",
         ),
         (
             "causal_wan",
             {"model": {"cuda_graphs": True}},
             OFFLOAD,
-            "CUDA graphs cannot fetch weights",
+            "CUDA graphs cannot prefetch weights",
         ),
     ],
 )
@@ -201,9 +201,7 @@ def test_what_can_work_is_not_refused(
 
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="what a CPU has no kernel for")
 def test_fp8_of_one_scale_for_a_whole_weight_needs_a_gpu(lingbot_world: Path) -> None:
-    with pytest.raises(
-        ValueError, match="vLLM has no kernel for it on a CPU; take fp8_per_channel"
-    ):
+    with pytest.raises(ValueError, match="vLLM has no kernel for it on a CPU; use fp8_per_channel"):
         configure(lingbot_world, {}, FP8 | {"quantization": "fp8_per_tensor"})
 
 

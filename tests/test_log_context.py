@@ -147,7 +147,7 @@ def test_only_what_is_known_to_be_noise_is_dropped() -> None:
     that really failed.
     """
     unknown = "Unknown vLLM environment variable detected: %s"
-    variables = logs.KnownVariables()
+    variables = logs.NOISE["vllm.platforms.interface"]
     assert not variables.filter(record(unknown, "VLLM_OMNI_IDLE_TIMEOUT_S"))
     assert variables.filter(record(unknown, "VLLM_OMNI_IDEL_TIMEOUT_S"))
 
@@ -156,28 +156,28 @@ def test_only_what_is_known_to_be_noise_is_dropped() -> None:
         made.exc_info = (type(error), error, None)
         return made
 
-    assert not logs.MissingTokenizer().filter(
-        failed(ValueError("Tokenizer not available when ..."))
-    )
-    assert logs.MissingTokenizer().filter(failed(ValueError("a broken template")))
+    tokenizer = logs.NOISE["vllm.renderers.base"]
+    assert not tokenizer.filter(failed(ValueError("Tokenizer not available when ...")))
+    assert tokenizer.filter(failed(ValueError("a broken template")))
 
     handshake = "ASGI callable returned without completing handshake."
-    assert logs.DeniedHandshakes().filter(record(handshake))
+    denied = logs.NOISE["uvicorn.error"]
+    assert denied.filter(record(handshake))
     token = logs.answered_by_denial.set(True)
-    assert not logs.DeniedHandshakes().filter(record(handshake))
+    assert not denied.filter(record(handshake))
     logs.answered_by_denial.reset(token)
 
 
 def test_route_lines_come_back_with_debug_logging() -> None:
-    launcher, line = (
-        logging.getLogger(logs.RouteLines.logger),
-        record("Route: %s, Methods: %s", "/health", "GET"),
-    )
+    (name,) = (name for name in logs.NOISE if name.endswith("launcher"))
+    launcher, noise = logging.getLogger(name), logs.NOISE[name]
+    line = record("Route: %s, Methods: %s", "/health", "GET")
+    line.name = name
     before = launcher.level
     try:
         launcher.setLevel(logging.INFO)
-        assert not logs.RouteLines().filter(line)
+        assert not noise.filter(line)
         launcher.setLevel(logging.DEBUG)
-        assert logs.RouteLines().filter(line)
+        assert noise.filter(line)
     finally:
         launcher.setLevel(before)

@@ -211,7 +211,7 @@ def test_an_envelope_of_another_writer_is_read() -> None:
         ),
         (
             envelope_of({"meta": {}, "tensors": [["x", "uint8", [129], 128]]}),
-            r"payload \[128, 257\) lies outside",
+            r"payload \[128, 257\) is outside",
         ),
     ],
 )

@@ -15,9 +15,9 @@ from vllm_omni.sessions.recording import (
     Outcome,
     RecordedChunk,
     RecordingHeader,
-    committed,
+    committed_chunks,
     digest_of,
-    read,
+    read_recording,
     write_chunk,
     write_header,
 )
@@ -58,14 +58,14 @@ def test_typed_actions_are_read_as_they_were_sent(tmp_path: Path) -> None:
         ActionFrame(axes={"dx": 1e6}),
     ]
     sent = RecordedChunk(DiffusionParams(session_id="s", actions=actions), {}, None)
-    _, (got,), _ = read(recording(tmp_path, sent))
+    _, (got,), _ = read_recording(recording(tmp_path, sent))
     assert got.params == sent.params
     assert got.params.actions == actions
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     """Header, parameters, arrays and outcomes."""
-    header, chunks, whole = read(recording(tmp_path, chunk(0), chunk(None), chunk(1)))
+    header, chunks, whole = read_recording(recording(tmp_path, chunk(0), chunk(None), chunk(1)))
     assert header == HEADER
     assert whole
     assert [one.outcome and one.outcome.chunk_index for one in chunks] == [0, None, 1]
@@ -77,7 +77,7 @@ def test_a_recording_that_ends_within_a_record_is_good_up_to_there(tmp_path: Pat
     """A killed server leaves half a record."""
     path = recording(tmp_path, chunk(0), chunk(1))
     path.write_bytes(path.read_bytes()[:-5])
-    _, chunks, whole = read(path)
+    _, chunks, whole = read_recording(path)
     assert (len(chunks), whole) == (1, False)
 
 
@@ -89,7 +89,7 @@ def test_other_files_are_refused_in_one_line(tmp_path: Path, content: bytes) -> 
     path = tmp_path / "a.recording"
     path.write_bytes(content)
     with pytest.raises(ValueError, match="recording"):
-        read(path)
+        read_recording(path)
 
 
 @pytest.mark.parametrize(
@@ -110,14 +110,14 @@ def test_other_files_are_refused_in_one_line(tmp_path: Path, content: bytes) -> 
 def test_which_requests_made_the_session(outcomes: list[int | None], expected: list[Any]) -> None:
     """Numbers of finished chunks tell what became of cancelled ones."""
     chunks = [chunk(index, str(number)) for number, index in enumerate(outcomes)]
-    assert [(index, one.params.prompt) for index, one in committed(chunks)] == expected
+    assert [(index, one.params.prompt) for index, one in committed_chunks(chunks)] == expected
 
 
 @pytest.mark.parametrize("outcomes", [[0, 2], [1, 2], [0, 1, 5]])
 def test_a_gap_is_named(outcomes: list[int]) -> None:
     """A session that was not recorded whole cannot be replayed."""
     with pytest.raises(ValueError, match=r"missing|starts at"):
-        list(committed([chunk(index) for index in outcomes]))
+        list(committed_chunks([chunk(index) for index in outcomes]))
 
 
 def test_a_digest_sees_every_byte_and_the_shape() -> None:

@@ -346,10 +346,9 @@ def _from_tensors(
         if given.shape != row.shape or given.layout != torch.strided or given.dtype.is_complex:
             raise RequestFailed(
                 "invalid_action",
-                f"{name} must be numbers of shape {list(row.shape)}, a row per frame of the chunk "
-                "and a column per "
-                f"control; this model takes {space.describe()}; got {given.dtype} "
-                f"{list(given.shape)}",
+                f"{name} must be numbers of shape {list(row.shape)}, one row per frame of the "
+                f"chunk and one column per control; this model takes {space.describe()}; got "
+                f"{given.dtype} {list(given.shape)}",
             )
         values = given.to("cpu", torch.float32)
         if name == "buttons" and not bool(((values == 0) | (values == 1)).all()):

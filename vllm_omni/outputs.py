@@ -5,8 +5,8 @@ vLLM transfers exactly one tensor per pooling request from a worker to a client,
 a request returns (frames, latents, timings, or an error) is packed into one. This module defines
 the byte layout:
 
-    magic "VOMN" | u32 version | u64 header length | JSON header |
-    padding | payload 0 | padding | payload 1 ...
+    magic "VOMN" | u32 version | u64 header length | JSON header | padding | payload 0 | padding |
+    payload 1 ...
 
 The header is `{"meta": {...}, "tensors": [[name, dtype, shape, offset], ...]}`. Offsets count from
 the start of the envelope and are multiples of 64.
@@ -199,7 +199,7 @@ class _Payload(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
         if self.offset < 0 or self.offset % _ALIGN or self.offset + nbytes > total:
             end = self.offset + nbytes
             raise ValueError(
-                f"payload [{self.offset}, {end}) lies outside the envelope of {total} bytes"
+                f"payload [{self.offset}, {end}) is outside the envelope of {total} bytes"
             )
         return nbytes
 

@@ -19,10 +19,7 @@ from vllm import LLM
 if __name__ == "__main__":
     LLM(**json.loads(sys.argv[1]))
 """
-DIFFUSION = (
-    "the diffusion worker cannot honour --quantization awq: weights are quantized as they "
-    "are loaded"
-)
+DIFFUSION = "the diffusion worker does not support --quantization awq: use fp8"
 
 
 def start(*command: str, **variables: str) -> tuple[int, str]:
@@ -96,7 +93,7 @@ def test_an_offline_pipeline_is_refused(tmp_path: Path) -> None:
     status, output = start(sys.executable, "-c", LLM_START, arguments)
     assert status != 0
     assert (
-        "the diffusers executor cannot honour --enable-lora: name adapters in omni.model.loras"
+        "the diffusers executor does not support --enable-lora: list adapters in omni.model.loras"
         in output
     )
 
@@ -114,6 +111,6 @@ def test_the_ar_worker_refuses_pooling(tiny_language_model: Path) -> None:
     status, output = start(sys.executable, "-c", LLM_START, arguments)
     assert status != 0
     assert (
-        "the AR worker cannot honour --runner pooling: pooling gives no text beside hidden states"
+        "the AR worker does not support --runner pooling: use vLLM's own worker for pooling"
         in output
     )

@@ -38,7 +38,7 @@ def port() -> Iterator[int]:
         return f"{len(await request.body())} bytes"
 
     use_h11(app)
-    header_limits.attach(app)
+    header_limits.limit_headers(app)
     config = uvicorn.Config(app, log_level="warning", http="httptools")
     config.h11_max_incomplete_event_size = header_limits.VLLM_DEFAULT_BYTES
     with serving(config) as port:

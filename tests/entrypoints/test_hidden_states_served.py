@@ -131,7 +131,7 @@ def server(
 
         def is_up() -> bool:
             assert process.poll() is None, log.read_text()[-3000:]
-            return demo.responses(f"http://127.0.0.1:{port}/health")
+            return demo.is_healthy(f"http://127.0.0.1:{port}/health")
 
         wait_until(is_up, 600, lambda: log.read_text()[-3000:], every_s=0.25)
         yield Server(f"http://127.0.0.1:{port}", tiny_language_model, log)

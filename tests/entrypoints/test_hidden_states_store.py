@@ -6,6 +6,7 @@ seconds.
 import pytest
 import torch
 
+from vllm_omni.entrypoints.engine.environment import read_struct
 from vllm_omni.entrypoints.hidden_states_store import HiddenStatesStore, StoreLimits
 from vllm_omni.hidden_states import HiddenStates
 from vllm_omni.outputs import RequestFailed
@@ -150,7 +151,7 @@ def test_a_result_larger_than_the_store_is_not_retained(store: HiddenStatesStore
 
 def test_limits_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_OMNI_HIDDEN_STATES_EXPIRY_S", "5")
-    assert StoreLimits.from_env().hidden_states_expiry_s == 5
+    assert read_struct(StoreLimits).hidden_states_expiry_s == 5
     monkeypatch.setenv("VLLM_OMNI_HIDDEN_STATES_STORE_BYTES", "-1")
     with pytest.raises(ValueError, match="VLLM_OMNI_HIDDEN_STATES_STORE_BYTES"):
-        StoreLimits.from_env()
+        read_struct(StoreLimits)

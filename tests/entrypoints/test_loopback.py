@@ -62,7 +62,7 @@ def test_the_demo_finds_its_server_in_spite_of_a_proxy(
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
-    assert demo.responses(f"http://127.0.0.1:{port}/health")
+    assert demo.is_healthy(f"http://127.0.0.1:{port}/health")
 
 
 def calls(path: Path) -> Iterator[tuple[str, set[str | None]]]:

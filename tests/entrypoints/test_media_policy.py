@@ -38,7 +38,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv(name, "")  # so that monkeypatch restores the variables that `apply` sets
         monkeypatch.delenv(name)
-    media_policy.apply()
+    media_policy.apply_media_policy()
     return lambda **settings: MEDIA_CONNECTOR_REGISTRY.load(
         envs.VLLM_MEDIA_CONNECTOR, connection=NoConnection(), **settings
     )
@@ -98,5 +98,5 @@ def test_data_urls_are_always_accepted(make: Any) -> None:
 def test_a_configured_connector_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_MEDIA_CONNECTOR", "http")
     monkeypatch.setenv("VLLM_MEDIA_URL_ALLOW_REDIRECTS", "1")
-    media_policy.apply()
+    media_policy.apply_media_policy()
     assert (envs.VLLM_MEDIA_CONNECTOR, envs.VLLM_MEDIA_URL_ALLOW_REDIRECTS) == ("http", True)

@@ -15,9 +15,9 @@ METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", 
 
 def app() -> FastAPI:
     server = FastAPI()
-    OpenAIRoutes().attach_to_app(server)
-    ReadyRoute().attach_to_app(server)
-    SessionRoutes().attach_to_app(server)
+    OpenAIRoutes().add_routes(server)
+    ReadyRoute().add_routes(server)
+    SessionRoutes().add_routes(server)
     return server
 
 

@@ -185,7 +185,7 @@ def test_formats_without_a_cpu_kernel_are_refused_on_a_cpu_alone(name: str, reas
 def test_a_stored_method_is_refused_for_plain_weights() -> None:
     with pytest.raises(
         ValueError,
-        match="--quantization modelopt names how a checkpoint is stored, and this one is plain",
+        match="--quantization modelopt is for checkpoints that are stored quantized",
     ):
         check_quantization("modelopt", OmniConfig(), has_config=False, cpu=False)
 

@@ -53,7 +53,7 @@ def test_a_worker_without_the_scheduler_that_carries_them_does_not_start(
     scheduler: str | None,
 ) -> None:
     """Requests for hidden states would get their text only, without an error."""
-    with pytest.raises(ValueError, match=f"ARGPUWorker needs --scheduler-cls {SCHEDULER}$"):
+    with pytest.raises(ValueError, match=f"ARGPUWorker requires --scheduler-cls {SCHEDULER}$"):
         check_model(config(scheduler))
     check_model(config())
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares a start with the table: a refused argument ends it with one line.
+"""Checks the arguments of a start against the table. A refused argument is a one-line error.
 
-A user's arguments are read in two places. `vllm serve --omni` has the parsed command line, where a
-value that differs from vLLM's default was given (`requested_on_command_line`). Plain `vllm serve`
-and `LLM(...)` leave only a `VllmConfig` (`requested_in_config`): every argument has a place in it,
-and the config hook runs before platform, model and optimisation level fill anything in. Where vLLM
-has decided even earlier, `_DECIDED_BY_VLLM` says how. A value equal to vLLM's own is never refused.
-Held by tests/test_engine_arguments.py.
+`vllm serve --omni` has the parsed command line, so an argument that differs from vLLM's default was
+given by the user (`requested_on_command_line`). Plain `vllm serve` and `LLM(...)` only have a
+`VllmConfig` (`requested_in_config`). Every argument is a field of it, and the config hook runs
+before vLLM fills in values for the platform, the model and the optimization level.
+`_DECIDED_BY_VLLM` lists the values that vLLM sets even earlier. A value equal to vLLM's own is
+never refused.
 """
 
 import dataclasses
@@ -36,9 +36,9 @@ _SECTIONS = (
     "aux_output_config",
     "",
 )
-"""Where a field of the same name is looked for, in this order."""
+"""Sections of the config that are searched for a field, in this order."""
 
-_PLACES = {
+_PATHS = {
     "kv_cache_dtype": "cache_config.cache_dtype",
     "scheduling_policy": "scheduler_config.policy",
     "attention_backend": "attention_config.backend",
@@ -46,13 +46,13 @@ _PLACES = {
     "max_cudagraph_capture_size": "compilation_config.max_cudagraph_capture_size",
     "lora_target_modules": "lora_config.target_modules",
 }
-"""Fields that have another name in the config."""
+"""Path in the config of fields that have another name there."""
 
 _DECIDED_BY_VLLM: dict[str, Callable[["VllmConfig"], Any]] = {
     "enable_prefix_caching": lambda config: config.model_config.is_prefix_caching_supported,
     "elastic_ep_max_dp_size": lambda config: config.parallel_config.data_parallel_size,
 }
-"""Values in the config of a user who gave no argument, where they are not the field's default."""
+"""Values that vLLM sets without an argument, where they differ from the field's default."""
 
 _PARTS = {
     "attention_config": {"attention_backend"},
@@ -60,13 +60,15 @@ _PARTS = {
     "compilation_config": {"cudagraph_capture_sizes", "max_cudagraph_capture_size"},
     "aux_output_config": {"enable_return_routed_experts"},
 }
-"""Arguments that vLLM folds into another: that one then differs, too, and would be named beside
-them.
-"""
+"""Arguments that vLLM copies into another one. Only the argument that the user gave is reported."""
 
 
 def check_config(worker: Worker, vllm_config: "VllmConfig") -> None:
-    """Raise ValueError, one line, for arguments that `worker` refuses."""
+    """Check a config.
+
+    Raises:
+        ValueError: The worker refuses arguments. The message is one line.
+    """
     names = [
         name for name, argument in ARGUMENTS.items() if argument.verdicts[worker].kind == "refused"
     ]
@@ -75,26 +77,26 @@ def check_config(worker: Worker, vllm_config: "VllmConfig") -> None:
 
 
 def refusal_of(worker: Worker, requested: Mapping[str, Any]) -> str | None:
-    """One line that names the refused arguments, each with an alternative; None if there are
-    none.
-    """
+    """Return one line with the refused arguments and their alternatives, or None."""
     refused = []
     for name in ARGUMENTS.keys() & requested.keys():
         argument, value = ARGUMENTS[name], requested[name]
         verdict = argument.verdicts[worker]
         if verdict.kind == "refused" and value not in verdict.unless:
-            refused.append(f"the {worker} cannot honour {_shown(argument, value)}: {verdict.why}")
+            refused.append(
+                f"the {worker} does not support {_shown(argument, value)}: {verdict.why}"
+            )
     return "; ".join(sorted(refused)) or None
 
 
 def requested_on_command_line(
     parsed: Mapping[str, Any], plain: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The engine's arguments among `parsed`, a namespace of vLLM's parser, that differ from vLLM's
-    defaults.
+    """Return the engine arguments that differ from vLLM's defaults.
 
-    plain: the parser's namespace for an empty command line; a few of its defaults are not those of
-    the engine.
+    Args:
+        parsed: Namespace of vLLM's parser.
+        plain: Namespace of an empty command line. A few of its defaults are not the engine's.
     """
     defaults = _defaults()
     return {
@@ -105,13 +107,11 @@ def requested_on_command_line(
 
 
 def requested_in_config(vllm_config: "VllmConfig", names: Iterable[str]) -> dict[str, Any]:
-    """Those of `names` whose place in the config holds something else than vLLM would have put
-    there by itself.
-    """
+    """Return the named fields that have another value in the config than vLLM sets by itself."""
     defaults, requested = _defaults(), {}
     for name in names:
         if name not in defaults:
-            continue  # of a later vLLM
+            continue  # a field of a later version of vLLM
         found, value = _look_up(vllm_config, name)
         if name == "enable_lora":
             found, value = True, vllm_config.lora_config is not None
@@ -137,9 +137,9 @@ def _defaults() -> dict[str, Any]:
 
 
 def _look_up(vllm_config: "VllmConfig", name: str) -> tuple[bool, Any]:
-    """(whether the config has a place for the argument, its value)."""
-    if name in _PLACES:
-        return _follow(vllm_config, _PLACES[name])
+    """Return `(whether the config has the argument, its value)`."""
+    if name in _PATHS:
+        return _follow(vllm_config, _PATHS[name])
     for section in _SECTIONS:
         found, value = _follow(vllm_config, f"{section}.{name}".lstrip("."))
         if found:
@@ -159,7 +159,7 @@ def _follow(owner: Any, path: str) -> tuple[bool, Any]:
 
 
 def _shown(argument: Argument, value: Any) -> str:
-    """The argument as on a command line; values that are no scalars are left out."""
+    """Return the argument as on a command line, without values that are not scalars."""
     if value is False:
         return argument.flag.replace("--", "--no-", 1)
     if isinstance(value, enum.Enum):

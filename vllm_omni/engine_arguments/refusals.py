@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Combinations of vLLM's arguments that this package refuses, and the class names that a start is
-completed with.
+"""Combinations of vLLM's arguments that this package refuses, and default classes of a start.
 
-Both ways to start use them: `vllm serve --omni` on the flags as written
-(`entrypoints/cli/serve.py`), every other start on vLLM's config (`registration.py`). Each check
-raises ValueError with one line. Imports nothing of vLLM. Held by
-tests/entrypoints/cli/test_serve.py, tests/test_combinations.py and tests/docs/test_refusals.py.
+`vllm serve --omni` checks the flags of the command line (`entrypoints/cli/serve.py`). Every other
+start checks vLLM's config (`registration.py`). Each check raises ValueError with one line. This
+module does not import vLLM.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,29 +19,27 @@ AR_WORKER_CLS: Final = "vllm_omni.worker.ARGPUWorker"
 AR_SCHEDULER_CLS: Final = "vllm_omni.core.sched.ARHiddenStatesScheduler"
 
 _SCHEDULER_ADVICE = (
-    "needs one denoise step per engine step: pass --scheduler-cls "
-    f"{SCHEDULER_CLS} "
-    "or drop --scheduler-cls"
+    f"requires one denoise step per engine step: pass --scheduler-cls {SCHEDULER_CLS} or drop "
+    "--scheduler-cls"
 )
 
 
 def is_ar_worker(worker_cls: str) -> bool:
-    """Whether `--worker-cls` names this package's worker of language models, by any of its
-    paths.
-    """
+    """Return whether `--worker-cls` is this package's worker for language models."""
     return worker_cls.startswith("vllm_omni.worker.") and worker_cls.rpartition(".")[2].startswith(
         "AR"
     )
 
 
 def is_diffusion_worker(worker_cls: str) -> bool:
-    """Whether `--worker-cls` names one of this package's diffusion workers, by any of its paths."""
+    """Return whether `--worker-cls` is one of this package's diffusion workers."""
     return worker_cls.startswith("vllm_omni.worker.") and not is_ar_worker(worker_cls)
 
 
 def check_diffusion_worker(worker_cls: str) -> None:
-    """Refuse workers that cannot run a diffusion model; a class of the user's own checks itself
-    when it starts.
+    """Refuse workers that cannot run a diffusion model.
+
+    A class of the user is checked when it starts.
     """
     if is_ar_worker(worker_cls) or worker_cls.startswith("vllm.v1.worker."):
         raise ValueError(
@@ -57,52 +53,65 @@ def check_ar_worker(worker_cls: str) -> None:
     if is_diffusion_worker(worker_cls):
         raise ValueError(
             f"--worker-cls {worker_cls} runs diffusion models; for a language model drop the flag, "
-            "or pass "
-            f"{AR_WORKER_CLS} for hidden states"
+            f"or pass {AR_WORKER_CLS} for hidden states"
         )
 
 
 def check_ar_scheduler(carries_hidden_states: bool) -> None:
-    """carries_hidden_states: whether the scheduler sends hidden states to clients; requests for
-    them would be lost.
+    """Refuse schedulers that do not send hidden states to clients.
+
+    Args:
+        carries_hidden_states: Whether the scheduler sends them.
     """
     if not carries_hidden_states:
-        raise ValueError(f"--worker-cls {AR_WORKER_CLS} needs --scheduler-cls {AR_SCHEDULER_CLS}")
+        raise ValueError(
+            f"--worker-cls {AR_WORKER_CLS} requires --scheduler-cls {AR_SCHEDULER_CLS}"
+        )
 
 
 def check_config_format(config_format: str) -> None:
     if config_format != CONFIG_FORMAT:
         raise ValueError(
-            f"--config-format {config_format}: this checkpoint needs {CONFIG_FORMAT!r}; drop "
-            "the flag"
+            f"--config-format {config_format}: this checkpoint needs {CONFIG_FORMAT!r}; drop the "
+            "flag"
         )
 
 
 def check_async_scheduling(requested: bool) -> None:
     if requested:
         raise ValueError(
-            "--async-scheduling does not pay for diffusion (empty steps in flight, about 4x "
-            "slower): remove it"
+            "--async-scheduling slows diffusion down about 4x, because empty steps are in flight: "
+            "remove it"
         )
 
 
 def check_runner(runner: str) -> None:
-    """vLLM's `--runner`."""
+    """Check `--runner`."""
     if runner not in ("auto", "pooling"):
-        raise ValueError(f"--runner {runner}: a world model is served as 'pooling'; drop the flag")
+        raise ValueError(f"--runner {runner}: this checkpoint requires 'pooling'; drop the flag")
 
 
 def check_kv_cache_dtype(name: str, allowed: Sequence[str]) -> None:
-    """vLLM's `--kv-cache-dtype`. allowed: by the family."""
+    """Check `--kv-cache-dtype`.
+
+    Args:
+        name: The dtype.
+        allowed: Dtypes that the family supports.
+    """
     if name not in allowed:
         raise ValueError(
-            f"--kv-cache-dtype {name}: this checkpoint's sessions hold no keys and values in "
-            "it; drop it"
+            f"--kv-cache-dtype {name}: the K/V cache of this checkpoint cannot have this dtype; "
+            "drop it"
         )
 
 
 def check_heads(ranks: int, hf_config: Mapping[str, Any]) -> None:
-    """ranks: `--tensor-parallel-size`."""
+    """Check that tensor-parallel ranks have equal numbers of heads.
+
+    Args:
+        ranks: `--tensor-parallel-size`.
+        hf_config: Configuration of the checkpoint.
+    """
     heads = hf_config.get("num_attention_heads") or hf_config.get("num_heads")
     if heads and heads % ranks:
         allowed = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
@@ -113,22 +122,25 @@ def check_heads(ranks: int, hf_config: Mapping[str, Any]) -> None:
 
 
 def check_one_device(sizes: Mapping[str, int], executor_cls: str) -> None:
-    """A family with an executor of its own runs in one process. sizes: flag -> ranks."""
+    """Refuse several ranks for a family with a separate executor, which runs in one process.
+
+    Args:
+        sizes: Number of ranks by flag.
+        executor_cls: The executor.
+    """
     for flag, ranks in sizes.items():
         if ranks > 1:
             raise ValueError(
-                f"{flag} {ranks}: this checkpoint runs on one device ({executor_cls}); drop "
-                "the flag"
+                f"{flag} {ranks}: this checkpoint runs on one device ({executor_cls}); drop the "
+                "flag"
             )
 
 
 def check_backend(backend: Any, executor_cls: str) -> None:
-    """A family with an executor of its own has no workers for `backend`
-    (`--distributed-executor-backend`) to start.
-    """
+    """Refuse backends that start workers, for a family with an executor without workers."""
     if backend in ("ray", "external_launcher"):
         raise ValueError(
-            f"--distributed-executor-backend {backend} needs workers; this checkpoint needs "
+            f"--distributed-executor-backend {backend} starts workers; this checkpoint requires "
             f"{executor_cls}"
         )
 
@@ -141,49 +153,49 @@ def check_quantization(
     cpu: bool,
     stored: Mapping[str, Any] | None = None,
 ) -> None:
-    """vLLM's `--quantization`, or the method of a checkpoint that is stored quantized.
+    """Check the quantization of a start.
 
-    has_config: whether `--quantization-config` is given. cpu: whether a CPU computes. stored: the
-    description of a quantized checkpoint (`checkpoint/quantization.py`).
+    Args:
+        method: `--quantization`, or the method of a checkpoint that is stored quantized.
+        omni: Options of this package.
+        has_config: Whether `--quantization-config` is given.
+        cpu: Whether the model runs on a CPU.
+        stored: Description of a quantized checkpoint (`checkpoint/quantization.py`).
     """
     if method is None and has_config:
         raise ValueError(
-            "--quantization-config quantizes nothing without --quantization: add "
-            "--quantization online"
+            "--quantization-config has no effect without --quantization: add --quantization online"
         )
     if method == "online" and not has_config:
         raise ValueError(
-            "--quantization online needs --quantization-config, which names the method: add it or "
-            "take fp8_per_channel"
+            "--quantization online requires --quantization-config with the method: add it or use "
+            "fp8_per_channel"
         )
     if method is None:
         return
     if stored is None and method in STORED_METHODS:
         raise ValueError(
-            f"--quantization {method} names how a checkpoint is stored, and this one is plain; "
-            "take fp8 to quantize it "
-            "while it is loaded"
+            f"--quantization {method} is for checkpoints that are stored quantized, but this one "
+            "is not; use fp8 to quantize it while loading"
         )
     if omni.pipeline_partition == "measured":
         raise ValueError(
-            f"--quantization {method}: quantized layers cannot move, as omni.pipeline_partition "
-            "'measured' asks; "
-            "write the layers of each stage instead"
+            f"--quantization {method}: omni.pipeline_partition 'measured' cannot move quantized "
+            "layers between stages; list the layers of each stage instead"
         )
     if cpu and method == "fp8_per_tensor":
         raise ValueError(
-            f"--quantization {method}: vLLM has no kernel for it on a CPU; take fp8_per_channel"
+            f"--quantization {method}: vLLM has no kernel for it on a CPU; use fp8_per_channel"
         )
     if cpu and stored is not None and (scheme := _not_on_cpu(stored)) is not None:
         raise ValueError(
             f"the checkpoint is stored in {scheme}, for which vLLM has no kernel on a CPU; set "
-            "omni.dequantize to true "
-            "to read its weights back into --dtype"
+            "omni.dequantize to true to dequantize its weights to --dtype"
         )
 
 
 def _not_on_cpu(stored: Mapping[str, Any]) -> str | None:
-    """The name of a stored format that vLLM cannot compute in on a CPU; None if it may."""
+    """Return the name of a stored format without a CPU kernel in vLLM, or None."""
     method = stored["quant_method"]
     if method == "fp8":
         return None if stored.get("weight_block_size") else "FP8 with a scale per tensor"
@@ -201,55 +213,70 @@ def _not_on_cpu(stored: Mapping[str, Any]) -> str | None:
 
 
 def check_adapters(enabled: bool, omni: OmniConfig, *, taken: bool) -> None:
-    """vLLM's `--enable-lora`. taken: by the family."""
+    """Check `--enable-lora`.
+
+    Args:
+        enabled: Whether the flag is given.
+        omni: Options of this package.
+        taken: Whether the family supports adapters.
+    """
     if enabled and not taken:
-        raise ValueError("--enable-lora: this checkpoint's model takes no adapters; drop it")
+        raise ValueError(
+            "--enable-lora: this checkpoint's model does not support adapters; drop it"
+        )
     if enabled and omni.pipeline_partition == "measured":
         raise ValueError(
-            "--enable-lora: layers with adapters cannot move, as omni.pipeline_partition "
-            "'measured' asks; "
-            "write the layers of each stage instead"
+            "--enable-lora: omni.pipeline_partition 'measured' cannot move layers with adapters "
+            "between stages; list the layers of each stage instead"
         )
 
 
 def check_offload(gibibytes: float, omni: OmniConfig) -> None:
-    """vLLM's `--cpu-offload-gb`."""
+    """Check `--cpu-offload-gb`."""
     if gibibytes > 0 and omni.pipeline_partition == "measured":
         raise ValueError(
-            "--cpu-offload-gb: layers in host memory cannot move, as omni.pipeline_partition "
-            "'measured' asks; "
-            "write the layers of each stage instead"
+            "--cpu-offload-gb: omni.pipeline_partition 'measured' cannot move layers in host "
+            "memory between stages; list the layers of each stage instead"
         )
     if gibibytes > 0 and omni.model.get("cuda_graphs"):
         raise ValueError(
-            "--cpu-offload-gb: CUDA graphs cannot fetch weights; drop it or set "
+            "--cpu-offload-gb: CUDA graphs cannot prefetch weights; drop it or set "
             "omni.model.cuda_graphs to false"
         )
 
 
 def check_stages_scheduler(stages: int, *, by_step: bool) -> None:
-    """stages: `--pipeline-parallel-size`. by_step: whether the scheduler runs one denoise step
-    per engine step.
+    """Check the scheduler of several pipeline stages.
+
+    Args:
+        stages: `--pipeline-parallel-size`.
+        by_step: Whether the scheduler runs one denoise step per engine step.
     """
     if stages > 1 and not by_step:
         raise ValueError(f"--pipeline-parallel-size {stages} {_SCHEDULER_ADVICE}")
 
 
 def check_chunks_ahead(omni: OmniConfig, *, stages: int, has_worker: bool, by_step: bool) -> None:
-    """`omni.chunks_in_flight` and `omni.pipeline` "temporal"; the model has checks of its own
-    (`interfaces.check_chunks_in_flight`).
+    """Check `omni.chunks_in_flight` and `omni.pipeline` "temporal".
+
+    `interfaces.check_chunks_in_flight` checks the model.
+
+    Args:
+        omni: Options of this package.
+        stages: `--pipeline-parallel-size`.
+        has_worker: Whether a worker serves the model.
+        by_step: Whether the scheduler runs one denoise step per engine step.
     """
     if omni.ahead is None:
         return
     if omni.pipeline == "temporal" and stages == 1:
         raise ValueError(
-            "omni.pipeline 'temporal' gives every denoise step a stage of its own: "
-            "pass --pipeline-parallel-size, as many as there are steps"
+            "omni.pipeline 'temporal' runs every denoise step on a separate stage: pass "
+            "--pipeline-parallel-size with the number of steps"
         )
     if not has_worker:
         raise ValueError(
-            "omni.chunks_in_flight and omni.pipeline need a worker; this checkpoint runs "
-            "without one"
+            "omni.chunks_in_flight and omni.pipeline require a worker; this checkpoint has none"
         )
     if not by_step:
         raise ValueError(f"omni.chunks_in_flight {omni.chunks_in_flight} {_SCHEDULER_ADVICE}")

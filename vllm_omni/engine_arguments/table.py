@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields of vLLM's `AsyncEngineArgs` that a worker refuses or whose effect differs here.
+"""Fields of vLLM's `AsyncEngineArgs` that a worker refuses or that have another effect here.
 
-It imports nothing of vLLM.
-
-A field is *refused* if it promises memory, speed, precision, data or a split that would not come; a
-refusal names an alternative. It is *honoured* with a note if its effect differs from vLLM's
-documentation. All other fields are names in `PLAIN_FIELDS`, so that a new field of vLLM is decided
-on before it is served.
-Held by tests/test_engine_arguments.py: rows and names together are the fields of the installed
-vLLM.
+A field is *refused* if a worker would ignore it although it promises memory, speed, precision, data
+or parallelism. A refusal names an alternative. A field is *honoured* with a note if its effect
+differs from vLLM's documentation. All other fields are listed in `PLAIN_FIELDS`, so that a new
+field of vLLM fails a test (tests/test_engine_arguments.py) until it has a verdict. This module
+does not import vLLM.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,9 +15,7 @@ from typing import Any, Final, Literal
 
 
 class Worker(StrEnum):
-    """Who serves: the diffusion worker, the executor without a worker, the autoregressive
-    worker.
-    """
+    """Kinds of workers that serve a model."""
 
     DIFFUSION = "diffusion worker"
     DIFFUSERS = "diffusers executor"
@@ -29,14 +24,16 @@ class Worker(StrEnum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a worker does with a field."""
+    """Effect of a field on one worker."""
 
     kind: Literal["honoured", "no effect", "refused"]
-    """`no effect`: it sets something that this worker does not have."""
+    """`honoured`: the argument works. `no effect`: it configures a part that this worker does not
+    have. `refused`: a start with it fails."""
     why: str = ""
-    """Half a sentence: of a refusal, the alternative; else the effect."""
+    """For a refusal the alternative, otherwise the difference from vLLM's documentation. Completes
+    the line of the generated page."""
     unless: tuple[Any, ...] = ()
-    """Values that are honoured all the same."""
+    """Values that are accepted although the argument is refused."""
 
 
 NO_EFFECT: Final = Verdict("no effect")
@@ -44,11 +41,14 @@ NO_EFFECT: Final = Verdict("no effect")
 
 @dataclass(frozen=True)
 class Argument:
-    """One field of `AsyncEngineArgs`. since: the first vLLM that has it, of those supported."""
+    """One field of `AsyncEngineArgs`."""
 
     name: str
+    """Name of the field of `AsyncEngineArgs`."""
     verdicts: dict[Worker, Verdict]
+    """Verdict of each worker."""
     since: str
+    """First supported version of vLLM that has the field."""
 
     @property
     def flag(self) -> str:
@@ -57,13 +57,18 @@ class Argument:
 
 @dataclass(frozen=True)
 class Row:
-    """Fields that fare alike. diffusers: None = as the diffusion worker."""
+    """Fields with the same verdicts."""
 
     names: str
+    """Names of fields with the same verdicts, separated by spaces."""
     diffusion: Verdict
+    """Verdict of the diffusion worker."""
     diffusers: Verdict | None = None
+    """Verdict of the diffusers executor. None: the same as the diffusion worker's."""
     ar: Verdict = Verdict("honoured")
+    """Verdict of the autoregressive worker. Default: honoured."""
     since: str = "0.32"
+    """First supported version of vLLM that has the fields. Default: 0.32."""
 
     def arguments(self) -> Iterator[Argument]:
         diffusers = self.diffusion if self.diffusers is None else self.diffusers
@@ -87,65 +92,53 @@ def refused(instead: str, *unless: Any) -> Verdict:
 _ONLINE_FP8 = ("fp8", "fp8_per_channel", "fp8_per_tensor", "fp8_per_block")
 STORED_METHODS = ("modelopt", "modelopt_fp4", "compressed-tensors")
 _COMPONENT_TYPES = refused(
-    "weights are served in the type that --dtype or omni.model.component_dtypes names: drop it"
+    "--dtype or omni.model.component_dtypes determines the dtype of the weights: drop it"
 )
 DIFFUSION_WORKERS = (
     "vllm_omni.worker.DiffusionGPUWorker",
     "vllm_omni.worker.diffusion_gpu_worker.DiffusionGPUWorker",
 )
-"""Names of this package's worker that users give to every diffusion checkpoint; a pipeline runs
-without it.
-"""
-_WITHOUT_WORKER = refused("the pipeline runs without a worker: drop it")
+"""Names of the diffusion worker. The diffusers executor accepts and ignores them, because users
+pass them for every diffusion checkpoint."""
+_WITHOUT_WORKER = refused("this executor has no worker: drop it")
 _ONE_DEVICE = refused(
-    "it runs one process on one device: drop it, or add engines with --data-parallel-size"
+    "this executor uses one process and one device: drop it, or use --data-parallel-size"
 )
 _ONE_OFFLOADER = refused(
-    "--cpu-offload-gb fetches weights ahead of their use, evenly over all blocks: use it alone"
+    "--cpu-offload-gb prefetches the weights of all blocks evenly: use it alone"
 )
 _PIPELINE_OFFLOAD = refused("use omni.model.offload")
 _OWN_COMPILE = refused("use omni.model.compile and omni.model.cuda_graphs, or --enforce-eager")
 _NEVER_COMPILED = refused("a pipeline is not compiled: drop it")
-_OWN_ATTENTION = refused("attention is torch's and this package's own: drop it")
-_BY_REQUEST = (
-    "a request that asks for hidden states gets an error that says why; its text would be right"
-)
+_OWN_ATTENTION = refused("attention kernels are those of torch and this package: drop it")
+_BY_REQUEST = "requests for hidden states fail with an error; requests for text work"
 
 ROWS = (
     # ---- the checkpoint
-    # -------------------------------------------------------------------------------------------
     Row(
         "dtype",
-        honoured(
-            "`auto` is what the checkpoint stores: the config hook undoes vLLM's fp32 to fp16"
-        ),
+        honoured("`auto` is the dtype of the checkpoint; fp32 is not converted to fp16 as in vLLM"),
     ),
     Row(
         "load_format",
-        refused(
-            "only auto, hf, safetensors and dummy exist here", "auto", "hf", "safetensors", "dummy"
-        ),
+        refused("use auto, hf, safetensors or dummy", "auto", "hf", "safetensors", "dummy"),
     ),
     Row(
         "hf_config_path hf_overrides",
-        refused(
-            "the configuration is the checkpoint's, checked against its weights: edit its own files"
-        ),
+        refused("the checkpoint's configuration must match its weights: edit its config files"),
     ),
     Row("model_weights", refused("download the checkpoint and pass its directory")),
     Row(
         "model_class_overrides",
-        honoured("a class for an architecture of this package"),
+        honoured("replaces the class of an architecture of this package"),
         _WITHOUT_WORKER,
     ),
-    Row(
-        "model_impl", refused("only this package's implementation exists: drop it", "auto", "vllm")
-    ),
+    Row("model_impl", refused("there is only one implementation: drop it", "auto", "vllm")),
     Row(
         "runner",
         refused("requests are pooling requests: drop it", "auto", "pooling"),
         ar=refused(
-            "pooling gives no text beside hidden states: use vLLM's own worker for it",
+            "use vLLM's own worker for pooling",
             "auto",
             "generate",
         ),
@@ -156,124 +149,118 @@ ROWS = (
     ),
     Row(
         "skip_tokenizer_init tokens_only",
-        honoured("no tokenizer of vLLM's is ever made: the config hook sees to it"),
+        honoured("vLLM's tokenizer is never created, because the config hook sets the first one"),
     ),
     # ---- precision and adapters
-    # -----------------------------------------------------------------------------------
     Row(
         "quantization",
         refused(
-            f"weights are quantized as they are loaded, by one of {', '.join(_ONLINE_FP8)}, or "
-            "stored quantized by "
-            f"{', '.join(STORED_METHODS)}",
+            f"use {', '.join(_ONLINE_FP8)} to quantize while loading, or a checkpoint that is "
+            f"stored as {', '.join(STORED_METHODS)}",
             *(*_ONLINE_FP8, "online", *STORED_METHODS),
         ),
         _COMPONENT_TYPES,
     ),
     Row(
         "quantization_config",
-        honoured("`ignore` and `targets` name layers as `transformer.blocks.0.ffn.0`"),
+        honoured("`ignore` and `targets` name layers, for example `transformer.blocks.0.ffn.0`"),
         _COMPONENT_TYPES,
     ),
     Row(
         "enable_lora",
-        honoured("adapters of Wan models, Matrix-Game and Lance: docs/how_to/lora.md"),
+        honoured("for Wan models, Matrix-Game and Lance; see docs/how_to/lora.md"),
         refused(
-            "name adapters in omni.model.loras, or load them with the RPC load_lora; requests "
-            "choose in options"
+            "list adapters in omni.model.loras, or load them with the RPC load_lora; requests "
+            "select them in their options"
         ),
     ),
     Row(
         "max_loras",
-        honoured("adapters in the device's memory, so the most that act on one chunk"),
+        honoured("number of adapters in device memory, and maximum number for one chunk"),
         NO_EFFECT,
     ),
     Row(
         "max_cpu_loras",
-        honoured("one that is in neither memory is read again when it is asked for"),
+        honoured("an adapter in neither memory is read from disk again when a request uses it"),
         NO_EFFECT,
     ),
     Row(
         "fully_sharded_loras",
-        refused("every rank holds whole first factors, and sums once: drop it"),
+        refused("every rank holds the whole A matrices, and there is one all-reduce: drop it"),
         NO_EFFECT,
     ),
     Row(
         "lora_target_modules",
-        refused("an adapter acts wherever it was trained: drop it"),
+        refused("adapters apply to all modules that they were trained on: drop it"),
         NO_EFFECT,
     ),
-    Row("default_mm_loras", refused("a request names its adapters in `lora`: drop it"), NO_EFFECT),
+    Row("default_mm_loras", refused("requests name their adapters in `lora`: drop it"), NO_EFFECT),
     # ---- memory
-    # ----------------------------------------------------------------------------------------------
     Row(
         "gpu_memory_utilization",
-        honoured("what weights and one chunk leave of it is for sessions"),
+        honoured("the memory that weights and one chunk do not need is available to sessions"),
         NO_EFFECT,
     ),
     Row(
         "kv_cache_memory_bytes",
-        honoured("bytes that the sessions of a rank may hold together"),
+        honoured("maximum size of all sessions of a rank in bytes"),
         NO_EFFECT,
     ),
     Row(
         "kv_cache_dtype",
         refused(
-            "sessions keep keys and values as --dtype says or as fp8 (e4m3)",
+            "the K/V cache has the dtype of --dtype or fp8 (e4m3)",
             "auto",
             "fp8",
             "fp8_e4m3",
         ),
-        refused("a pipeline keeps no keys and values between requests: drop it"),
+        refused("a pipeline has no K/V cache between requests: drop it"),
     ),
     Row(
         "num_gpu_blocks_override",
-        refused("sessions have no blocks: use omni.max_session_bytes"),
-        refused("a pipeline keeps nothing between requests: drop it"),
+        refused("the K/V cache of sessions has no blocks: use omni.max_session_bytes"),
+        refused("a pipeline has no state between requests: drop it"),
     ),
     Row(
         "kv_offloading_size",
         refused(
-            "sessions stay on the device: bound them with omni.max_session_bytes, or save them as "
-            "snapshots"
+            "sessions stay on the device: limit them with omni.max_session_bytes, or save snapshots"
         ),
-        refused("a pipeline keeps nothing between requests: drop it"),
+        refused("a pipeline has no state between requests: drop it"),
     ),
     Row(
         "enable_prefix_caching",
-        refused("always off (the config hook sets it): no two requests share computed state"),
+        refused("it is always off, because requests do not share computed state"),
     ),
     Row("kv_sharing_fast_prefill", NO_EFFECT, ar=honoured(_BY_REQUEST)),
     Row(
         "cpu_offload_gb",
-        honoured(
-            "so much of the blocks' weights lies in pinned host memory, and is fetched ahead "
-            "of its use"
-        ),
+        honoured("size of the blocks' weights in pinned host memory, which are prefetched"),
         _PIPELINE_OFFLOAD,
     ),
     Row("cpu_offload_params offload_group_size", _ONE_OFFLOADER, _PIPELINE_OFFLOAD),
     Row(
         "offload_backend",
         refused(
-            "--cpu-offload-gb fetches weights ahead of their use, evenly over all blocks: drop it",
+            "--cpu-offload-gb prefetches the weights of all blocks evenly: drop it",
             "auto",
         ),
         _PIPELINE_OFFLOAD,
     ),
-    Row("enable_sleep_mode", honoured("level 1 keeps sessions, level 2 drops them"), honoured()),
+    Row(
+        "enable_sleep_mode", honoured("level 1 retains sessions, level 2 discards them"), honoured()
+    ),
     Row("sleep_preserve_parameter_names enable_cumem_allocator", honoured(), _WITHOUT_WORKER),
     Row("sleep_mode_backend", honoured(), _WITHOUT_WORKER, since="0.33"),
     Row(
         "sleep_mode_offload_cudagraph",
-        refused("graphs are this package's own and stay on the device: drop it"),
+        refused("CUDA graphs of this package stay on the device: drop it"),
         _NEVER_COMPILED,
     ),
     # ---- speed
-    # ----------------------------------------------------------------------------------------------
     Row(
         "enforce_eager",
-        honoured("also the default of omni.model.compile and omni.model.cuda_graphs"),
+        honoured("also sets the default of omni.model.compile and omni.model.cuda_graphs"),
         honoured("a pipeline is never compiled"),
     ),
     Row(
@@ -289,22 +276,21 @@ ROWS = (
     ),
     Row(
         "linear_backend kernel_config ir_op_priority",
-        refused("kernels are torch's and this package's own: drop it"),
-        refused("kernels are the pipeline's own: drop it"),
+        refused("kernels are those of torch and this package: drop it"),
+        refused("kernels are those of the pipeline: drop it"),
     ),
     Row("enable_dbo ubatch_size", refused("use omni.overlap_decode"), _ONE_DEVICE),
     Row(
         "speculative_config spec_method spec_model spec_tokens",
-        refused("there are no drafts of frames: use fewer denoise steps"),
-        ar=honoured(f"with adaptive verification {_BY_REQUEST}"),
+        refused("frames are not drafted: use fewer denoise steps"),
+        ar=honoured(f"with adaptive verification, {_BY_REQUEST}"),
     ),
     Row(
         "diffusion_config",
-        refused("is of diffusion language models: use omni.model"),
+        refused("it configures diffusion language models: use omni.model"),
         ar=honoured(_BY_REQUEST),
     ),
     # ---- several devices
-    # ------------------------------------------------------------------------------------------
     Row("tensor_parallel_size pipeline_parallel_size", honoured(), _ONE_DEVICE),
     Row(
         "prefill_context_parallel_size",
@@ -331,68 +317,66 @@ ROWS = (
     Row("worker_extension_cls", honoured(), _WITHOUT_WORKER),
     Row(
         "enable_expert_parallel enable_eplb enable_elastic_ep elastic_ep_max_dp_size enable_hc_sp",
-        refused("the networks have no experts: drop it"),
+        refused("the models have no experts: drop it"),
     ),
     Row(
         "enable_fault_tolerance fault_tolerance_config",
-        refused("is of engines with experts: a lost rank ends its engine, see omni.rank_timeout_s"),
+        refused("it is for models with experts: use omni.rank_timeout_s, which stops the engine"),
         _ONE_DEVICE,
     ),
     # ---- scheduling
-    # ----------------------------------------------------------------------------------------------
-    Row("scheduler_cls", honoured("the config hook sets it if it is not given")),
+    Row("scheduler_cls", honoured("default: set by the config hook")),
     Row(
         "max_num_seqs max_num_active_seqs max_num_queued_reqs max_num_queued_tokens",
-        honoured("requests in the engine"),
+        honoured("number of requests in the engine"),
     ),
     Row(
         "max_num_batched_tokens max_num_scheduled_tokens",
         honoured(
-            "one token is one denoise step of one request: a bound beside "
-            "omni.max_requests_per_step"
+            "one token is one denoise step of one request; omni.max_requests_per_step also limits "
+            "a step"
         ),
     ),
     Row(
         "async_scheduling",
         refused(
-            "does not pay for diffusion (empty steps in flight, about 4x slower): drop it", False
+            "it slows diffusion down about 4x, because empty steps are in flight: drop it", False
         ),
     ),
-    Row("scheduling_policy", refused("order by deadline instead: omni.scheduling")),
+    Row("scheduling_policy", refused("use omni.scheduling to schedule by deadline")),
     # ---- tokens
-    # ----------------------------------------------------------------------------------------------
     Row(
         "return_sampling_mask",
-        refused("no token is sampled: drop it"),
+        refused("the model samples no tokens: drop it"),
         ar=honoured(
-            "without ARHiddenStatesScheduler, which needs the same field and refuses to start"
+            "not with ARHiddenStatesScheduler, which uses the same field and refuses to start"
         ),
     ),
     Row(
         "enable_trace_replay enable_return_routed_experts aux_output_config watermark_config",
-        refused("no token is sampled: drop it"),
+        refused("the model samples no tokens: drop it"),
     ),
     # ---- inputs
-    # ----------------------------------------------------------------------------------------------
-    Row("language_model_only", refused("images and cameras are inputs of these models: drop it")),
+    Row("language_model_only", refused("these models have image and camera inputs: drop it")),
     Row(
         "mm_encoder_only",
-        refused("there is no encoder to run alone: drop it"),
-        ar=refused("an encoder-only instance generates nothing: run it with vLLM's own worker"),
+        refused("the encoder cannot run alone: drop it"),
+        ar=refused("an encoder-only instance generates nothing: use vLLM's own worker"),
     ),
     # ---- other instances
-    # ------------------------------------------------------------------------------------------
     Row(
         "kv_transfer_config kv_events_config",
-        refused("there are no blocks to send: move sessions as snapshots"),
-        refused("a pipeline keeps nothing between requests: drop it"),
+        refused("the K/V cache has no blocks to transfer: move sessions as snapshots"),
+        refused("a pipeline has no state between requests: drop it"),
     ),
     Row(
         "ec_transfer_config",
-        refused("there is no encoder to share: drop it"),
-        ar=honoured("as a consumer; a producer runs the encoder alone, which is refused"),
+        refused("the encoder cannot be shared: drop it"),
+        ar=honoured("only as a consumer, because a producer runs the encoder alone"),
     ),
-    Row("weight_transfer_config", refused("use the RPC reload_weights with a directory")),
+    Row(
+        "weight_transfer_config", refused("use the RPC reload_weights with a checkpoint directory")
+    ),
 )
 
 PLAIN_FIELDS: Final[Mapping[str, str]] = {
@@ -402,54 +386,52 @@ PLAIN_FIELDS: Final[Mapping[str, str]] = {
         "allowed_media_domains block_size code_revision collect_detailed_traces config_format "
         "cp_kv_cache_interleave_size cpu_distributed_timeout_seconds cudagraph_metrics "
         "custom_histogram_buckets data_parallel_address data_parallel_backend "
-        "data_parallel_external_lb data_parallel_hybrid_lb "
-        "data_parallel_multi_port_external_lb data_parallel_rank data_parallel_rpc_port "
-        "data_parallel_size data_parallel_size_local data_parallel_start_rank "
-        "dbo_decode_token_threshold dbo_prefill_token_threshold dcp_comm_backend "
-        "dcp_kv_cache_interleave_size dcp_q_replicate device_ids disable_cascade_attn "
-        "disable_chunked_mm_input disable_custom_all_reduce disable_hybrid_kv_cache_manager "
-        "disable_log_stats disable_nccl_for_dp_synchronization disable_sliding_window "
-        "distributed_timeout_seconds download_dir dp_sync_interval ec_manager_config "
-        "enable_batch_sharded_sampling enable_chunked_prefill enable_ep_weight_filter "
-        "enable_flashinfer_autotune enable_layerwise_nvtx_tracing enable_log_requests "
-        "enable_logging_iteration_details enable_mamba_cache_stochastic_rounding "
-        "enable_mamba_shared_prefix_checkpoint enable_mfu_metrics "
-        "enable_mixed_moe_lora_format enable_mm_embeds enable_mm_processor_stats "
-        "enable_moe_shared_loras enable_nccl_comm_suspend enable_prompt_embeds "
-        "enable_shm_tensor_arena enable_tower_connector_lora engram_config eplb_config "
-        "expert_placement_strategy fail_on_environ_validation gdn_prefill_backend "
+        "data_parallel_external_lb data_parallel_hybrid_lb data_parallel_multi_port_external_lb "
+        "data_parallel_rank data_parallel_rpc_port data_parallel_size data_parallel_size_local "
+        "data_parallel_start_rank dbo_decode_token_threshold dbo_prefill_token_threshold "
+        "dcp_comm_backend dcp_kv_cache_interleave_size dcp_q_replicate device_ids "
+        "disable_cascade_attn disable_chunked_mm_input disable_custom_all_reduce "
+        "disable_hybrid_kv_cache_manager disable_log_stats disable_nccl_for_dp_synchronization "
+        "disable_sliding_window distributed_timeout_seconds download_dir dp_sync_interval "
+        "ec_manager_config enable_batch_sharded_sampling enable_chunked_prefill "
+        "enable_ep_weight_filter enable_flashinfer_autotune enable_layerwise_nvtx_tracing "
+        "enable_log_requests enable_logging_iteration_details "
+        "enable_mamba_cache_stochastic_rounding enable_mamba_shared_prefix_checkpoint "
+        "enable_mfu_metrics enable_mixed_moe_lora_format enable_mm_embeds "
+        "enable_mm_processor_stats enable_moe_shared_loras enable_nccl_comm_suspend "
+        "enable_prompt_embeds enable_shm_tensor_arena enable_tower_connector_lora engram_config "
+        "eplb_config expert_placement_strategy fail_on_environ_validation gdn_prefill_backend "
         "generation_config hf_token ignore_patterns interleave_mm_strings io_processor_plugin "
         "jit_monitor_mode jit_monitor_verbose kda_decode_backend kda_prefill_backend "
-        "kv_cache_dtype_skip_layers kv_cache_metrics kv_cache_metrics_sample "
-        "kv_offloading_backend limit_mm_per_prompt log_config_file log_level logging_config "
-        "logits_processors logprobs_mode long_prefill_token_threshold "
-        "long_prefill_token_threshold_adaptive lora_dtype mamba_backend mamba_block_size "
-        "mamba_cache_dtype mamba_cache_mode mamba_cache_philox_rounds mamba_config "
-        "mamba_ssm_cache_dtype mamba_ssu_algorithm master_addr master_port max_logprobs "
-        "max_lora_cls_labels max_lora_rank max_model_len max_parallel_loading_workers "
-        "media_io_kwargs mm_device_do_normalize mm_encoder_attn_backend mm_encoder_attn_dtype "
-        "mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_margin "
-        "mm_encoder_fp8_scale_save_path mm_encoder_tp_mode mm_hasher_algorithm "
-        "mm_ipc_gpu_memory_gb mm_processor_cache_gb mm_processor_cache_type "
-        "mm_processor_device mm_processor_kwargs mm_shm_cache_max_object_size_mb "
-        "mm_tensor_ipc model model_loader_extra_config moe_backend numa_bind numa_bind_cpus "
-        "numa_bind_nodes offload_num_in_group offload_params offload_prefetch_step "
-        "otlp_traces_endpoint override_generation_config per_request_spec_decode_metrics "
-        "pooler_config prefill_schedule_interval prefix_cache_retention_interval "
-        "prefix_caching_hash_algo prefix_match_unit profiler_config pt_load_map_location "
-        "ray_workers_use_nsight reasoning_config reasoning_parser reasoning_parser_plugin "
-        "renderer_num_workers replayssm_buffer_len revision safetensors_load_strategy "
-        "safetensors_prefetch_block_size safetensors_prefetch_num_threads "
-        "scheduler_reserve_full_isl seed served_model_name show_hidden_metrics_for_version "
-        "shutdown_timeout skip_mm_profiling sparse_indexer_topk_backend "
-        "specialize_active_lora stream_interval structured_outputs_config swa_bounded_replay "
-        "tokenizer tokenizer_mode tokenizer_revision trust_remote_code use_fp64_gumbel "
-        "use_replayssm use_tqdm_on_load video_pruning_method video_pruning_rate watermark"
+        "kv_cache_dtype_skip_layers kv_cache_metrics kv_cache_metrics_sample kv_offloading_backend "
+        "limit_mm_per_prompt log_config_file log_level logging_config logits_processors "
+        "logprobs_mode long_prefill_token_threshold long_prefill_token_threshold_adaptive "
+        "lora_dtype mamba_backend mamba_block_size mamba_cache_dtype mamba_cache_mode "
+        "mamba_cache_philox_rounds mamba_config mamba_ssm_cache_dtype mamba_ssu_algorithm "
+        "master_addr master_port max_logprobs max_lora_cls_labels max_lora_rank max_model_len "
+        "max_parallel_loading_workers media_io_kwargs mm_device_do_normalize "
+        "mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path "
+        "mm_encoder_fp8_scale_save_margin mm_encoder_fp8_scale_save_path mm_encoder_tp_mode "
+        "mm_hasher_algorithm mm_ipc_gpu_memory_gb mm_processor_cache_gb mm_processor_cache_type "
+        "mm_processor_device mm_processor_kwargs mm_shm_cache_max_object_size_mb mm_tensor_ipc "
+        "model model_loader_extra_config moe_backend numa_bind numa_bind_cpus numa_bind_nodes "
+        "offload_num_in_group offload_params offload_prefetch_step otlp_traces_endpoint "
+        "override_generation_config per_request_spec_decode_metrics pooler_config "
+        "prefill_schedule_interval prefix_cache_retention_interval prefix_caching_hash_algo "
+        "prefix_match_unit profiler_config pt_load_map_location ray_workers_use_nsight "
+        "reasoning_config reasoning_parser reasoning_parser_plugin renderer_num_workers "
+        "replayssm_buffer_len revision safetensors_load_strategy safetensors_prefetch_block_size "
+        "safetensors_prefetch_num_threads scheduler_reserve_full_isl seed served_model_name "
+        "show_hidden_metrics_for_version shutdown_timeout skip_mm_profiling "
+        "sparse_indexer_topk_backend specialize_active_lora stream_interval "
+        "structured_outputs_config swa_bounded_replay tokenizer tokenizer_mode tokenizer_revision "
+        "trust_remote_code use_fp64_gumbel use_replayssm use_tqdm_on_load video_pruning_method "
+        "video_pruning_rate watermark"
     ),
     "0.33": ("monokernel watchdog_config"),
 }
-"""First vLLM that has them -> fields without a row: they work as vLLM documents, or set something
-that does not exist here."""
+"""Fields without a row, by the first supported version of vLLM that has them. They work as vLLM
+documents, or configure a part that does not exist here."""
 
 ARGUMENTS: dict[str, Argument] = {
     argument.name: argument for row in ROWS for argument in row.arguments()
@@ -459,4 +441,4 @@ KNOWN_FIELDS: Final = {
     **{argument.name: argument.since for argument in ARGUMENTS.values()},
     **{name: since for since, names in PLAIN_FIELDS.items() for name in names.split()},
 }
-"""Field -> the first vLLM that has it, of those supported."""
+"""First supported version of vLLM that has each field."""

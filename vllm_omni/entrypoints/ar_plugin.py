@@ -3,9 +3,8 @@
 
         POST /v1/chat/completions, /v1/completions
             stock vLLM; request with `vllm_xargs: {"omni": "{...}"}`
-        GET
-            /v1/hidden_states/{response id}          hidden states of one choice as safetensors,
-            once
+        GET  /v1/hidden_states/{response id}
+            hidden states of one choice as safetensors, returned once
 
 vLLM loads it when `VLLM_PLUGINS` names it. vLLM's handlers of the two text routes do not change.
 They receive an engine client that stores hidden states for requests that include them
@@ -32,6 +31,7 @@ from vllm.tasks import SupportedTask
 from vllm_omni.config import OmniConfig
 from vllm_omni.entrypoints.engine.client import OmniEngine
 from vllm_omni.entrypoints.engine.engine_watch import EngineWatch
+from vllm_omni.entrypoints.engine.environment import read_struct
 from vllm_omni.entrypoints.hidden_states_store import HiddenStatesStore, StoreLimits
 from vllm_omni.entrypoints.limits.access import configured_keys
 from vllm_omni.entrypoints.operations import Operations
@@ -60,7 +60,7 @@ It is a context variable, because vLLM's handlers pass only the request's id to 
 
 
 def _with_principal(app: ASGIApp) -> ASGIApp:
-    """ASGI middleware that records the client for `EngineClientWithHiddenStates`."""
+    """Wrap an application: record the client of each request in `_principal`."""
 
     async def noted(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":  # the server runs each request in a separate task
@@ -75,6 +75,7 @@ class HiddenStatesEndpoint:
 
     name = "vllm_omni_ar"
     required_tasks: tuple[SupportedTask, ...] | None = ("generate",)
+    """vLLM loads the plugin only if the served model supports one of these tasks."""
 
     def __init__(self) -> None:
         self._store: HiddenStatesStore | None = None
@@ -98,7 +99,7 @@ class HiddenStatesEndpoint:
         omni = OmniConfig.from_additional_config(engine_client.vllm_config.additional_config)
         await self._operations.start_serving(engine_client, omni)
         await self._watch_engine(engine_client, omni)
-        self._store = HiddenStatesStore(StoreLimits.from_env())
+        self._store = HiddenStatesStore(read_struct(StoreLimits))
         client = EngineClientWithHiddenStates(engine_client, self._store)
         for name in ("openai_serving_chat", "openai_serving_completion"):
             serving = getattr(state, name)
@@ -109,8 +110,7 @@ class HiddenStatesEndpoint:
         if (args.api_server_count or 1) > 1:
             logger.warning(
                 "Hidden states are stored by the API server process that responded; with "
-                "--api-server-count %d a fetch "
-                "may reach another one",
+                "--api-server-count %d a fetch may reach another one",
                 args.api_server_count,
             )
 
@@ -136,8 +136,8 @@ class HiddenStatesEndpoint:
 class EngineClientWithHiddenStates:
     """An engine client that stores the hidden states of requests that include them.
 
-    Other attributes are those of the wrapped client, because vLLM's handlers read many of them, and
-    more in each version.
+    All other attributes are forwarded to the wrapped client, because vLLM's handlers read many
+    attributes, and more in each version.
     """
 
     def __init__(self, client: EngineClient, store: HiddenStatesStore) -> None:
@@ -169,7 +169,7 @@ class EngineClientWithHiddenStates:
         principal = _principal.get()
         self._store.open_request(request_id, principal)
         retained: dict[int, HiddenStates] = {}
-        open_ = True
+        is_running = True
         try:
             async for output in outputs:
                 for completion in output.outputs:
@@ -187,10 +187,10 @@ class EngineClientWithHiddenStates:
                         if (states := concat(parts)) is not None
                     }
                     self._store.end(request_id, retained, num_completions, principal)
-                    open_ = False
+                    is_running = False
                 yield output
         finally:
-            if open_:
+            if is_running:
                 self._store.end(request_id, {}, principal=principal)
             await outputs.aclose()
 

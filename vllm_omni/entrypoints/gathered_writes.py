@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sends several WebSocket messages with one write and without copies, as an ASGI extension.
 
-Stock uvicorn copies each message behind its frame header and writes it separately. For video this
-costs a copy of every frame, and a system call for every small message. An application may get a
-`MessageWriter` from `writer_of(scope)` and use it after accept instead of `websocket.send`. The
-client receives the same messages in the same order.
+Stock uvicorn copies each message to append it to its frame header, and writes it separately. For
+video this costs a copy of every frame, and a system call for every small message. An application
+may get a `MessageWriter` from `writer_of(scope)` and use it after accept instead of
+`websocket.send`. The client receives the same messages in the same order.
 
 Why a subclass of a private class: `uvicorn.Config(ws=...)` is the public way to set a protocol
 class, but uvicorn has no hook for writes, and ASGI sends one message at a time.
-tests/seams/test_uvicorn.py detects a change of what is used.
+tests/seams/test_uvicorn.py detects a change of the parts that this module uses.
 """
 
 import functools

@@ -3,7 +3,7 @@
 
 The store is limited in bytes and seconds. Each completion is returned once, and only to the API key
 that requested it. Entries are named by the id of vLLM's response. If a request has several prompts,
-their ids end with `-0`, `-1` and so on. This module knows neither HTTP nor the engine.
+their ids end with `-0`, `-1` and so on. This module depends neither on HTTP nor on the engine.
 """
 
 import time
@@ -13,7 +13,6 @@ from typing import Annotated
 
 import msgspec
 
-from vllm_omni.entrypoints.engine.environment import read_struct
 from vllm_omni.hidden_states import HiddenStates
 from vllm_omni.outputs import RequestFailed
 
@@ -30,15 +29,6 @@ class StoreLimits(msgspec.Struct, frozen=True, kw_only=True):
     hidden_states_expiry_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)] = 120.0
     """Seconds after which hidden states that were not fetched are dropped. Default: 120."""
 
-    @classmethod
-    def from_env(cls) -> "StoreLimits":
-        """Read the variables that are set.
-
-        Raises:
-            ValueError: A value is invalid.
-        """
-        return read_struct(cls)
-
 
 Key = tuple[str, str]
 """(principal, request id). Clients choose request ids, so two API keys may use the same one."""
@@ -47,9 +37,11 @@ Key = tuple[str, str]
 @dataclass
 class _Entry:
     expires_at: float
+    """Monotonic time in seconds at which the entry is dropped."""
     completions: dict[int, HiddenStates]
+    """Hidden states that were not fetched yet, by index of the completion."""
     num_completions: int
-    """Of this prompt, whether they have rows or not."""
+    """Number of completions of the prompt, with or without hidden states."""
 
     @property
     def nbytes(self) -> int:
@@ -121,7 +113,8 @@ class HiddenStatesStore:
         self.drop_expired()
         if any(owner == principal and _belongs(name, response_id) for owner, name in self._running):
             raise RequestFailed(
-                "not_finished", f"{response_id!r} is still running: fetch when it has been answered"
+                "not_finished",
+                f"{response_id!r} is still running: fetch its hidden states after its response",
             )
         own = [name for owner, name in self._entries if owner == principal]
         for name in [name for name in own if _belongs(name, response_id)]:
@@ -135,11 +128,9 @@ class HiddenStatesStore:
                 return states
         raise RequestFailed(
             "not_found",
-            f"no hidden states of choice {index} of {response_id!r}: it did not ask for them, it "
-            "has none (one "
-            "generated token alone has no `generated` row), or they were fetched already, have "
-            "expired, or were "
-            "dropped for newer ones",
+            f"there are no hidden states of choice {index} of {response_id!r}: it did not request "
+            "them, it has none (a response of one token has no `generated` hidden states), or they "
+            "were fetched already, have expired or were dropped for newer ones",
         )
 
     def drop_expired(self) -> None:

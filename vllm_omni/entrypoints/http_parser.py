@@ -7,25 +7,16 @@ h2c` by default. RFC 9110 allows servers to ignore such an offer, and h11 does. 
 bytes of headers (`limits/header_limits.py`).
 """
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
-
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from vllm_omni.entrypoints.lifespan import run_before_serving
+
 
 def use_h11(app: FastAPI) -> None:
-    """Select h11 in the application's lifespan, which uvicorn runs before it listens.
+    """Select h11 before the server listens."""
 
-    uvicorn reads the class for each connection.
-    """
-    inner = app.router.lifespan_context
-
-    @asynccontextmanager
-    async def lifespan(starting: FastAPI) -> AsyncIterator[Any]:
+    def select(starting: FastAPI) -> None:
         starting.state.server.config.http_protocol_class = H11Protocol
-        async with inner(starting) as state:
-            yield state
 
-    app.router.lifespan_context = lifespan
+    run_before_serving(app, select)

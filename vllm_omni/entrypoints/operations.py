@@ -34,10 +34,11 @@ class Operations:
 
     def attach_to_app(self, app: FastAPI) -> None:
         """Add the middleware, before the server starts."""
-        media_policy.apply()
+        media_policy.apply_media_policy()
         use_h11(app)
-        request_id.attach(app)
-        header_limits.attach(app)
+        header_limits.limit_headers(app)
+        # outside the header limits, so that their responses have an id
+        request_id.add_request_ids(app)
         collect_after_freeze(app)
         app.add_middleware(self._guard.around)
         app.add_middleware(OriginGuard, origins=app.state.args.allowed_origins)
@@ -49,6 +50,6 @@ class Operations:
             ValueError: The quota file is invalid. The text names the file.
         """
         if await engine_client.is_tracing_enabled():
-            tracing.start()
+            tracing.start_tracing()
         if omni.quotas is not None:
             self._guard.quotas = FileQuotas(QuotaFile.read_file(Path(omni.quotas)))

@@ -12,30 +12,77 @@ from starlette.datastructures import State
 from vllm.engine.protocol import EngineClient
 from vllm.tasks import SupportedTask
 
-from vllm_omni.entrypoints.server import OmniServer
+from vllm_omni.config import OmniConfig
+from vllm_omni.entrypoints.engine.drain import GracefulStop
+from vllm_omni.entrypoints.engine.engine_watch import EngineWatch
+from vllm_omni.entrypoints.engine.environment import read_struct
+from vllm_omni.entrypoints.limits.access import BrowserAccess, configured_keys
+from vllm_omni.entrypoints.limits.body_timeout import BodyLimits, BodyTimeout
+from vllm_omni.entrypoints.limits.flood_delay import FloodDelay
+from vllm_omni.entrypoints.limits.handshake_guard import HandshakeGuard
+from vllm_omni.entrypoints.operations import Operations
+from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
+from vllm_omni.entrypoints.server import ENDPOINTS
+from vllm_omni.entrypoints.server_context import ServerContext
+from vllm_omni.entrypoints.websocket import apply_at_startup
 from vllm_omni.runtime.processes import end_with_parent
 
 
 class OmniEndpoints:
-    """All endpoints of this package in one API server process. Satisfies `EndpointPlugin`."""
+    """Endpoints, middleware and life cycle of one API server process.
+
+    Satisfies vLLM's `EndpointPlugin`.
+    """
 
     name = "vllm_omni"
     required_tasks: tuple[SupportedTask, ...] | None = ("plugin",)
+    """vLLM loads the plugin only if the served model supports one of these tasks."""
 
     def __init__(self) -> None:
-        self._server = OmniServer()
+        self._endpoints = [create() for create in ENDPOINTS]
+        self._limits = EndpointLimits()
+        self._operations = Operations()
+        self._stop = GracefulStop()
+        self._watch = EngineWatch()
 
     def attach_router(self, app: FastAPI) -> None:
-        self._server.attach(app)
+        """Add all routes and middleware. Middleware that is added later sees a request earlier."""
+        self._limits = read_struct(EndpointLimits)
+        open_paths = [path for endpoint in self._endpoints for path in endpoint.add_routes(app)]
+        apply_at_startup(app, self._limits.frame_budget)
+        HandshakeGuard(self._limits.handshake_timeout_s).attach_to_app(app)
+        app.add_middleware(BodyTimeout, limits=read_struct(BodyLimits))
+        app.add_middleware(FloodDelay)
+        self._stop.attach_to_app(app)
+        self._watch.attach_to_app(app)
+        self._operations.attach_to_app(app)
+        BrowserAccess(configured_keys(app.state.args)).attach_to_app(app, open_paths=open_paths)
 
     async def init_state(
         self, engine_client: EngineClient | None, state: State, args: Namespace
     ) -> None:
+        """Start every endpoint, the graceful stop and the watch over the engine."""
         # A render-only server has no engine. `required_tasks` excludes this plugin there.
         if engine_client is None:
             return
         end_with_parent()  # this may be one of several API server processes
-        await self._server.start(engine_client, state, args)
+        omni = OmniConfig.from_additional_config(engine_client.vllm_config.additional_config)
+        await self._operations.start_serving(engine_client, omni)
+        server = ServerContext.create(
+            engine_client, state, args, omni, self._limits, self._operations.quotas
+        )
+        for endpoint in self._endpoints:
+            await endpoint.start_serving(server)
+        sessions, engine = server.sessions, server.engine
+        self._stop.start_handling_signals(
+            lambda: sessions.drain.drain_sessions(sessions), omni.drain_timeout_s
+        )
+        self._watch.start_watching(
+            lambda: engine.is_dead,
+            await engine.process_ids(),
+            omni.rank_timeout_s,
+            sessions.engine_died,
+        )
 
 
 def create_plugin() -> OmniEndpoints:

@@ -14,8 +14,9 @@ import asyncio
 import contextlib
 import logging
 import os
+import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Final
 
@@ -26,6 +27,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from vllm_omni.entrypoints.errors import EndpointError
+from vllm_omni.entrypoints.limits.access import SESSIONS_PATH
 from vllm_omni.entrypoints.openai.errors import from_failure, not_found, respond_to_errors
 from vllm_omni.entrypoints.openai.protocol import ErrorReply
 from vllm_omni.entrypoints.realtime.connection.connection import (
@@ -36,6 +38,8 @@ from vllm_omni.entrypoints.realtime.connection.connection import (
 from vllm_omni.entrypoints.realtime.sessions.migration import SessionMigration
 from vllm_omni.entrypoints.realtime.sessions.session import Session, new_session_id
 from vllm_omni.entrypoints.realtime.sessions.session_host import SessionKey
+from vllm_omni.entrypoints.server_context import ServerContext
+from vllm_omni.entrypoints.staging_directory import StagingDirectory
 from vllm_omni.inputs import SessionId
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.runtime import log_context
@@ -44,12 +48,13 @@ from vllm_omni.sessions.snapshot import LENGTH_BYTES, check_length
 
 logger = logging.getLogger("vllm." + __name__)
 
-PATH: Final = "/v1/sessions"
 MEDIA_TYPE: Final = "application/octet-stream"
 _ENDPOINT: Final = "sessions"
-_PIECE_BYTES: Final = 4 << 20
+_PART_BYTES: Final = 4 << 20
 _EXCHANGES: Final = 2
 """Maximum number of snapshots that the engine writes or reads at the same time; others wait."""
+_HEADER_BYTES: Final = 16 << 20
+"""Maximum size of a snapshot in addition to its tensors."""
 _UPLOADS: Final = 8
 """Maximum number of uploads at the same time, each as large as a session may be."""
 _UPLOADS_PER_CLIENT: Final = 2
@@ -92,54 +97,67 @@ class SessionReply(BaseModel):
 
 
 class SessionRoutes:
-    """Routes of one API server process.
-
-    Call `attach` while the application is built. Call `start` if the model has sessions.
-    """
+    """`/v1/sessions` in one API server process. Without sessions, every route returns 404."""
 
     def __init__(self) -> None:
         self._migration: SessionMigration | None = None
         self._max_bytes: int | None = None
+        """Maximum size of a snapshot in bytes. None: unlimited."""
         self._exchanges = asyncio.Semaphore(_EXCHANGES)
         self._uploads: Counter[str] = Counter()
 
-    def start_serving(self, migration: SessionMigration, max_bytes: int | None) -> None:
-        """Connect the routes to the sessions.
+    async def start_serving(self, server: ServerContext) -> None:
+        """Connect the routes to the sessions, and restore the sessions of stopped servers."""
+        if not server.is_world:
+            return
+        omni = server.omni
+        staging = StagingDirectory(Path(omni.snapshot_dir or tempfile.gettempdir()))
+        persistent_dir = None if omni.drain_snapshot_dir is None else Path(omni.drain_snapshot_dir)
+        migration = SessionMigration(
+            server.sessions, staging, persistent_dir, omni.snapshot_period_s
+        )
+        (stats, *_) = await server.engine.session_stats()
+        if stats["max_bytes"] is not None:
+            world_size = server.client.vllm_config.parallel_config.world_size
+            self._max_bytes = stats["max_bytes"] * world_size + _HEADER_BYTES
+        self._migration = migration
+        await asyncio.to_thread(migration.sweep)
+        if count := await migration.take_over():
+            logger.info("sessions_taken_over count=%d", count)
 
-        Args:
-            mobility: Saves and restores sessions.
-            max_bytes: Maximum size of a snapshot. None: unknown.
-        """
-        self._migration, self._max_bytes = migration, max_bytes
-
-    def attach_to_app(self, app: FastAPI) -> None:
+    def add_routes(self, app: FastAPI) -> Iterable[str]:
         body = {"requestBody": {"required": True, "content": _BINARY}}
         errors: dict[int | str, dict[str, Any]] = {
-            "4XX": {"model": ErrorReply, "description": "The request is refused."},
-            "5XX": {"model": ErrorReply, "description": "The server could not answer it."},
+            "4XX": {"model": ErrorReply, "description": "The request was refused."},
+            "5XX": {"model": ErrorReply, "description": "The server failed."},
         }
         created = {**errors, 201: {"model": SessionReply, "description": "The restored session."}}
         snapshot = {**errors, 200: {"content": _BINARY, "description": "The snapshot."}}
         for path, method, route, extra in (
             (
-                PATH,
+                SESSIONS_PATH,
                 "POST",
                 self._create,
                 {"openapi_extra": body, "responses": created, "status_code": 201},
             ),
             (
-                f"{PATH}/{{session_id}}",
+                f"{SESSIONS_PATH}/{{session_id}}",
                 "PUT",
                 self._put,
                 {"openapi_extra": body, "responses": created, "status_code": 201},
             ),
             (
-                f"{PATH}/{{session_id}}",
+                f"{SESSIONS_PATH}/{{session_id}}",
                 "DELETE",
                 self._delete,
                 {"responses": errors, "status_code": 204},
             ),
-            (f"{PATH}/{{session_id}}/snapshot", "GET", self._snapshot, {"responses": snapshot}),
+            (
+                f"{SESSIONS_PATH}/{{session_id}}/snapshot",
+                "GET",
+                self._snapshot,
+                {"responses": snapshot},
+            ),
         ):
             settings: dict[str, Any] = {
                 "response_class": Response,
@@ -148,11 +166,12 @@ class SessionRoutes:
                 **extra,
             }
             app.add_api_route(path, route, methods=[method], **settings)
+        return ()
 
     @property
     def migration(self) -> SessionMigration:
         if self._migration is None:
-            raise not_found("the served model is no world: it has no sessions")
+            raise not_found("the served model has no sessions")
         return self._migration
 
     @respond_to_errors
@@ -229,13 +248,13 @@ class SessionRoutes:
                 total += len(part or b"")
                 if limit is not None and total > limit:
                     raise EndpointError(
-                        "snapshot_too_large", f"sessions here may hold {limit} bytes"
+                        "snapshot_too_large", f"a session of this server has at most {limit} bytes"
                     )
                 held += part or b""
                 if not is_checked and len(held) >= LENGTH_BYTES:
                     check_length(int.from_bytes(held[:LENGTH_BYTES], "little"))
                     is_checked = True
-                if held and (part is None or len(held) >= _PIECE_BYTES):
+                if held and (part is None or len(held) >= _PART_BYTES):
                     await asyncio.to_thread(file.write, bytes(held))
                     held.clear()
                 if part is None:
@@ -246,12 +265,10 @@ class SessionRoutes:
         if self._uploads[client] >= _UPLOADS_PER_CLIENT:
             raise EndpointError(
                 "busy",
-                f"{_UPLOADS_PER_CLIENT} snapshots of yours are on their way in; try again later",
+                f"{_UPLOADS_PER_CLIENT} of your snapshots are being uploaded; try again later",
             )
         if self._uploads.total() >= _UPLOADS:
-            raise EndpointError(
-                "busy", f"{_UPLOADS} snapshots are on their way in; try again later"
-            )
+            raise EndpointError("busy", f"{_UPLOADS} snapshots are being uploaded; try again later")
         self._uploads[client] += 1
         try:
             yield
@@ -288,7 +305,7 @@ def _checked(session_id: str) -> str:
         return msgspec.convert(session_id, Annotated[str, *SessionId.__metadata__])  # type: ignore[attr-defined]
     except msgspec.ValidationError:
         raise not_found(
-            "no session has such an id", param="session_id", code="unknown_session"
+            "the id of the session is invalid", param="session_id", code="unknown_session"
         ) from None
 
 
@@ -328,7 +345,7 @@ class Download(Response):
                         "headers": self.raw_headers,
                     }
                 )
-                while part := await asyncio.to_thread(file.read, _PIECE_BYTES):
+                while part := await asyncio.to_thread(file.read, _PART_BYTES):
                     for start in range(0, len(part), _SENT_BYTES):
                         body = part[start : start + _SENT_BYTES]
                         async with asyncio.timeout(self._deadline_s):
@@ -338,7 +355,7 @@ class Download(Response):
                 await send({"type": "http.response.body", "body": b""})
             except TimeoutError:
                 logger.info(
-                    "a reader of a snapshot took nothing for %g s; cutting it off", self._deadline_s
+                    "snapshot_download_cut: the client did not read for %g s", self._deadline_s
                 )
                 if (transport := transport_of(Request(scope))) is not None:
                     transport.abort()

@@ -61,8 +61,7 @@ class TimedPrompt:
         except ValueError:
             raise ValueError(
                 "expected CHUNK:PROMPT or SECONDSs:PROMPT, for example '3:a town at night' or "
-                "'7.5s:a town at night', "
-                f"got {text[:80]!r}"
+                f"'7.5s:a town at night', got {text[:80]!r}"
             ) from None
 
     @classmethod

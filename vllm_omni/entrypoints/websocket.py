@@ -2,20 +2,17 @@
 """WebSocket limits that stock `vllm serve` has no flags for.
 
 `vllm serve --omni` adds the flags. The endpoint plugin calls `apply_at_startup(app)`, which also
-covers plain `vllm serve` (with defaults) and several API server processes. uvicorn reads these
-fields of its config for each new connection and runs the application's lifespan before it listens,
-so they apply to every connection.
+covers plain `vllm serve` (with defaults) and several API server processes.
 """
 
 import argparse
 import math
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI
 
+from vllm_omni.entrypoints.lifespan import run_before_serving
 from vllm_omni.entrypoints.limits.frame_budget import FrameBudget
 
 MIB = 1 << 20
@@ -94,26 +91,19 @@ class WebSocketOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def apply_at_startup(app: FastAPI, frames: FrameBudget | None = None) -> None:
-    """Wrap the application's lifespan so that vLLM's server has the limits before it listens.
-
-    vLLM stores the parsed arguments in `app.state.args` and the uvicorn server in
-    `app.state.server`.
+    """Apply the flags and the frame budget before vLLM's server listens.
 
     Args:
         app: The application.
         frames: Budget of small frames of each connection. Default: `FrameBudget()`.
     """
-    inner = app.router.lifespan_context
 
-    @asynccontextmanager
-    async def lifespan(starting: FastAPI) -> AsyncIterator[Any]:
+    def apply(starting: FastAPI) -> None:
         config = starting.state.server.config
         WebSocketOptions.from_args(starting.state.args).apply(config)
         (frames or FrameBudget()).apply(config)
-        async with inner(starting) as state:
-            yield state
 
-    app.router.lifespan_context = lifespan
+    run_before_serving(app, apply)
 
 
 def _message_bytes(text: str) -> int:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`WorldVectorEnv`: sessions of a world model as a gymnasium `VectorEnv`.
 
-    env = WorldVectorEnv.load("my_world", 8, prompt="a village", image=image)
-    frames, infos = env.reset(seed=0)
-    frames, rewards, terminations, truncations, infos = env.step(env.action_space.sample())
+    env = WorldVectorEnv.load("my_world", 8, prompt="a village", image=image) frames, infos =
+    env.reset(seed=0) frames, rewards, terminations, truncations, infos =
+    env.step(env.action_space.sample())
 
 All environments are stepped by one call to the engine. A step is one chunk: the action of an
 environment applies to all its latent frames. Frames are uint8; latents are float32 and unmodified
@@ -80,6 +80,7 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
     """
 
     metadata: dict[str, Any] = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012 - gymnasium's own attribute
+    """Gymnasium's description of the environment."""
 
     def __init__(
         self,
@@ -114,8 +115,7 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
         if num_envs > self.info.max_sessions:
             raise ValueError(
                 f"the engine holds {self.info.max_sessions} sessions, but {num_envs} environments "
-                "were requested; "
-                "start it with additional_config omni.max_sessions"
+                "were requested; start it with additional_config omni.max_sessions"
             )
         self.num_envs = num_envs
         self._llm, self._image, self._reward, self._max_steps = llm, image, reward, max_steps
@@ -158,8 +158,8 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
             exact: Whether the results of an environment are bit-identical regardless of the others.
                 If false, all share one forward pass, which is faster for small models
                 (`omni.batch_invariant`).
-            omni: Further options of `additional_config["omni"]`.
-            **env: Arguments of the constructor.
+            omni: Further options of `additional_config["omni"]`. **env: Arguments of the
+            constructor.
         """
 
         # In GiB. By default a CPU worker requires 92 % of the memory.
@@ -228,7 +228,8 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
         """Generate one chunk of every environment.
 
-        Environments whose episode has ended start a new one and ignore their action.
+        If the episode of an environment has ended, the step starts a new one and ignores the
+        action.
 
         Args:
             actions: Batch of actions. Omitted controls (`buttons`, `axes`, `scroll`) are neutral.
@@ -239,9 +240,9 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
             for action in iterate(self.action_space, complete)
         ]
         starts = np.flatnonzero(self._ended).tolist()
-        goes_on = [index for index in range(self.num_envs) if not self._ended[index]]
+        continuing = [index for index in range(self.num_envs) if not self._ended[index]]
         self._start(starts, [None] * len(starts), starts=[self._starts[index] for index in starts])
-        self._advance(goes_on, [taken[index] for index in goes_on])
+        self._advance(continuing, [taken[index] for index in continuing])
         steps = np.array(
             [0 if episode is None else len(episode.actions) for episode in self.episodes]
         )

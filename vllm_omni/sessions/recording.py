@@ -118,7 +118,7 @@ def _write(file: BinaryIO, meta: Mapping[str, Any], arrays: Mapping[str, np.ndar
     file.flush()
 
 
-def read(path: Path) -> tuple[RecordingHeader, list[RecordedChunk], bool]:
+def read_recording(path: Path) -> tuple[RecordingHeader, list[RecordedChunk], bool]:
     """Read a recording.
 
     Returns:
@@ -172,7 +172,7 @@ def _records(file: BinaryIO, path: Path) -> Iterator[tuple[Any, dict[str, np.nda
         yield meta, {name: tensor.numpy() for name, tensor in tensors.items()}
 
 
-def committed(chunks: list[RecordedChunk]) -> Iterator[tuple[int, RecordedChunk]]:
+def committed_chunks(chunks: list[RecordedChunk]) -> Iterator[tuple[int, RecordedChunk]]:
     """Yield the chunk index and request of each committed chunk, in order.
 
     A cancelled request was committed if a later request got the next index.

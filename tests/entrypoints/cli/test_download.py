@@ -109,7 +109,7 @@ def test_a_licence_must_be_accepted_before_the_first_byte(
     )
     arguments.model = f"lingbot_world_v2_{release}"
     with pytest.raises(
-        CommandError, match=r"nothing was fetched; .*--accept-license \(CC BY-NC-SA 4"
+        CommandError, match=r"no file was fetched; .*--accept-license \(CC BY-NC-SA 4"
     ) as refused:
         download.run(arguments)
     assert "\n" not in str(refused.value)
@@ -182,7 +182,7 @@ def test_without_a_network_it_says_what_to_put_where(
 
 def test_a_disk_that_is_too_small_is_found_first(tmp_path: Path) -> None:
     """What is already there counts."""
-    with pytest.raises(CommandError, match=r"GB are still to come and .* GB free"):
+    with pytest.raises(CommandError, match=r"GB are still missing, but .* GB free"):
         download._check_disk(tmp_path / "new" / "world", 1e9)
     download._check_disk(tmp_path / "new" / "world", 1e-6)
 

@@ -81,7 +81,7 @@ def test_omni_with_another_command_runs_stock_vllm(
         main()
     assert ended.value.code == 0
     assert seen == [["vllm", "bench", "latency"]]
-    assert "--omni adds nothing to the vllm command 'bench'" in capsys.readouterr().err
+    assert "--omni has no effect on the vllm command 'bench'" in capsys.readouterr().err
 
 
 def test_make_tiny_writes_a_checkpoint_once(

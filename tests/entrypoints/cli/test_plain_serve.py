@@ -45,7 +45,7 @@ def test_the_printed_command_serves(null_world: Path, tmp_path: Path) -> None:
 
         def is_up() -> bool:
             assert process.poll() is None, log.read_text()[-3000:]
-            return demo.responses(f"http://127.0.0.1:{port}/health")
+            return demo.is_healthy(f"http://127.0.0.1:{port}/health")
 
         wait_until(is_up, 600, lambda: log.read_text()[-3000:], every_s=0.25)
         with connect(f"ws://127.0.0.1:{port}{demo.Endpoint}", compression=None) as endpoint:

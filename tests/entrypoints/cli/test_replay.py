@@ -27,7 +27,7 @@ from vllm_omni.sessions.recording import (
     RecordedChunk,
     RecordingHeader,
     digest_of,
-    read,
+    read_recording,
     write_chunk,
     write_header,
 )
@@ -115,7 +115,7 @@ def test_a_recording_replays_identically_and_a_difference_is_named(
         f"wrote {tmp_path / 'walk.mp4'}",
     ]
     assert (tmp_path / "walk.mp4").stat().st_size > 0
-    header, chunks, _ = read(path)
+    header, chunks, _ = read_recording(path)
     with path.open("wb") as file:
         write_header(file, header)
         for chunk in chunks:
@@ -209,14 +209,14 @@ def test_a_recording_names_the_adapters_it_needs(
     runner = make_runner(causal_wan, dtype="float32", enable_lora=True, max_lora_rank=8)
     assert runner.add_lora(LoRARequest("ink", 1, str(adapter)))
     path = record_with_adapters(tmp_path / "walk.recording", runner, causal_wan)
-    (digest,) = (lora.digest for lora in read(path)[1][1].outcome.lora)  # type: ignore[union-attr]
+    (digest,) = (lora.digest for lora in read_recording(path)[1][1].outcome.lora)  # type: ignore[union-attr]
     capsys.readouterr()
     assert exit_code(path, "--dry-run") == 0
     assert f"with adapters 'ink' (weights {digest})" in capsys.readouterr().out
     for arguments, reason in (
-        ([], f"adapters that are not here: 'ink' (weights {digest}); pass --lora-modules"),
+        ([], f"adapters that are not given: 'ink' (weights {digest}); pass --lora-modules"),
         (["--lora-modules", "ink"], "takes NAME=PATH"),
-        (["--lora-modules", "wool=there"], "adapters that are not here: 'ink'"),
+        (["--lora-modules", "wool=there"], "adapters that are not given: 'ink'"),
     ):
         assert exit_code(path, *arguments) == 2
         assert reason in capsys.readouterr().err

@@ -139,7 +139,8 @@ def test_what_the_worker_would_ignore_is_refused_and_nothing_else(world: str) ->
         ["serve", *planned.argv, "--kv-cache-dtype", "fp8_e5m2", "--max-logprobs", "3"]
     )
     with pytest.raises(
-        CommandError, match=r"^the diffusion worker cannot honour --kv-cache-dtype fp8_e5m2: [^;]*$"
+        CommandError,
+        match=r"^the diffusion worker does not support --kv-cache-dtype fp8_e5m2: [^;]*$",
     ):
         serve.refuse_ignored(planned.worker, given, empty)
 

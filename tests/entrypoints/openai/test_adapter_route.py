@@ -31,7 +31,7 @@ def test_an_adapter_that_cannot_be_loaded_is_a_client_error(is_dead: bool, statu
 
     app.add_api_route(adapter_route.PATH, stock, methods=["POST"])
     app.routes[-1].endpoint = called  # type: ignore[attr-defined]
-    adapter_route.attach(app)
+    adapter_route.AdapterRoute().add_routes(app)
     # vLLM also inserts routes of endpoint plugins first
     app.router.routes.insert(0, app.router.routes.pop())
     reply = TestClient(app).post(adapter_route.PATH, json={"lora_name": "ink", "lora_path": "/ink"})
@@ -41,5 +41,5 @@ def test_an_adapter_that_cannot_be_loaded_is_a_client_error(is_dead: bool, statu
 
 def test_a_server_that_loads_no_adapters_has_no_such_route() -> None:
     app = FastAPI()
-    adapter_route.attach(app)
+    adapter_route.AdapterRoute().add_routes(app)
     assert TestClient(app).post(adapter_route.PATH, json={}).status_code == 404

@@ -87,6 +87,6 @@ def test_the_pipelines_own_options_and_refusals_reach_the_client(server: Served)
         server.client.images.generate(prompt="a", size="1024x1024")
     buffer = io.BytesIO()
     Image.new("RGB", (32, 32)).save(buffer, "PNG")
-    with pytest.raises(openai.BadRequestError, match="cannot edit pictures"):
+    with pytest.raises(openai.BadRequestError, match="cannot edit images"):
         server.client.images.edit(image=("a.png", buffer.getvalue()), prompt="a")
     assert server.get("/health")[0] == 200

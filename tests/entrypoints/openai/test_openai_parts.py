@@ -303,7 +303,7 @@ def test_an_image_in_another_format_is_refused_by_name(name: str) -> None:
     Image.new("RGB", (48, 32), "red").save(buffer, name)
     said = "JPEG 2000" if name == "JPEG2000" else name
     assert not is_clip(buffer.getvalue())
-    with pytest.raises(ApiError, match=f"{said} is not read here; send PNG, JPEG, WebP or GIF"):
+    with pytest.raises(ApiError, match=f"{said} is not supported; send PNG, JPEG, WebP or GIF"):
         read_upload(buffer.getvalue(), "image", EndpointLimits())
 
 
@@ -311,7 +311,7 @@ def test_heic_is_refused_by_name() -> None:
     """Its first bytes resemble those of MP4."""
     data = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(64)
     assert not is_clip(data)
-    with pytest.raises(ApiError, match="HEIC is not read here"):
+    with pytest.raises(ApiError, match="HEIC is not supported"):
         read_upload(data, "image", EndpointLimits())
 
 

@@ -30,14 +30,9 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from vllm_omni.entrypoints.openai.client_threads import ClientThreads
-from vllm_omni.entrypoints.openai.images import ImageRoutes
 from vllm_omni.entrypoints.openai.limits import MediaLimits
 from vllm_omni.entrypoints.openai.routes import OpenAIRoutes
 from vllm_omni.entrypoints.openai.served import ServedModel
-from vllm_omni.entrypoints.openai.videos.jobs import VideoJobs
-from vllm_omni.entrypoints.openai.videos.routes import VideoRoutes
-from vllm_omni.entrypoints.openai.videos.store import MediaStore
 from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
 from vllm_omni.testing.null.image.family import CAPABILITIES
 
@@ -87,18 +82,11 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
         @contextlib.asynccontextmanager
         async def start(app: FastAPI) -> AsyncIterator[None]:
-            store = MediaStore(limits)
-            jobs = VideoJobs(engine, model, store, limits, executor)
-            routes._images = ImageRoutes(
-                engine, model, store, limits, EndpointLimits(), ClientThreads(executor)
-            )
-            routes._videos = VideoRoutes(
-                jobs, model, limits, EndpointLimits(), ClientThreads(executor)
-            )
+            routes.connect_engine(engine, model, limits, EndpointLimits(), executor)
             yield
 
         app = FastAPI(lifespan=start)
-        routes.attach_to_app(app)
+        routes.add_routes(app)
 
         server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
         thread = threading.Thread(target=server.run)

@@ -12,14 +12,9 @@ from helpers.waits import wait_until
 from starlette.testclient import TestClient
 
 from vllm_omni.entrypoints.limits.access import BrowserAccess
-from vllm_omni.entrypoints.openai.client_threads import ClientThreads
-from vllm_omni.entrypoints.openai.images import ImageRoutes
 from vllm_omni.entrypoints.openai.limits import MediaLimits
 from vllm_omni.entrypoints.openai.routes import OpenAIRoutes
 from vllm_omni.entrypoints.openai.served import ServedModel
-from vllm_omni.entrypoints.openai.videos.jobs import VideoJobs
-from vllm_omni.entrypoints.openai.videos.routes import VideoRoutes
-from vllm_omni.entrypoints.openai.videos.store import MediaStore
 from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
 from vllm_omni.testing.null.image.family import CAPABILITIES
 
@@ -35,16 +30,10 @@ def serve(tmp_path: Path) -> Iterator[object]:
     with ThreadPoolExecutor(2) as executor:
 
         def make(*keys: str) -> TestClient:
-            routes, store = OpenAIRoutes(), MediaStore(limits)
-            jobs = VideoJobs(engine, model, store, limits, executor)  # type: ignore[arg-type]
-            routes._images = ImageRoutes(
-                engine, model, store, limits, EndpointLimits(), ClientThreads(executor)
-            )  # type: ignore[arg-type]
-            routes._videos = VideoRoutes(
-                jobs, model, limits, EndpointLimits(), ClientThreads(executor)
-            )
+            routes = OpenAIRoutes()
+            routes.connect_engine(engine, model, limits, EndpointLimits(), executor)  # type: ignore[arg-type]
             app = FastAPI()
-            routes.attach_to_app(app)
+            routes.add_routes(app)
             BrowserAccess(keys, {}).attach_to_app(app)
             return TestClient(app)
 

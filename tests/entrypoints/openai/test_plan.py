@@ -124,7 +124,7 @@ def test_guidance_that_a_model_lacks_is_refused() -> None:
         else:
             with pytest.raises(ApiError, match="cannot change its true_cfg_scale"):
                 plan_images(request, fixed)
-    with pytest.raises(ApiError, match="send guidance_scale alone"):
+    with pytest.raises(ApiError, match="send only guidance_scale"):
         images(guidance_scale=3.0, true_cfg_scale=2.0)
 
 

@@ -16,6 +16,7 @@ import pytest
 from helpers.waits import pause_task, seconds
 from PIL import Image
 
+from vllm_omni.entrypoints.engine.environment import read_struct
 from vllm_omni.entrypoints.errors import EndpointError
 from vllm_omni.entrypoints.json_values import MAX_JSON_VALUES
 from vllm_omni.entrypoints.realtime.chunk_source import PlannedChunks
@@ -35,8 +36,9 @@ LIMITS = EndpointLimits(max_image_bytes=1 << 20, max_image_pixels=1 << 20)
 
 def test_limits_come_from_the_environment() -> None:
     """Each field has a variable, and the others keep their defaults."""
-    limits = EndpointLimits.from_env(
-        {"VLLM_OMNI_IDLE_TIMEOUT_S": "1.5", "VLLM_OMNI_MAX_CONNECTIONS": "3", "OTHER": "x"}
+    limits = read_struct(
+        EndpointLimits,
+        {"VLLM_OMNI_IDLE_TIMEOUT_S": "1.5", "VLLM_OMNI_MAX_CONNECTIONS": "3", "OTHER": "x"},
     )
     assert limits == EndpointLimits(idle_timeout_s=1.5, max_connections=3)
 
@@ -45,7 +47,7 @@ def test_limits_come_from_the_environment() -> None:
 def test_a_bad_limit_names_its_variable(value: str) -> None:
     """The error is one line with the value and the allowed ones."""
     with pytest.raises(ValueError, match=f"VLLM_OMNI_MAX_CONNECTIONS='{value}': Expected"):
-        EndpointLimits.from_env({"VLLM_OMNI_MAX_CONNECTIONS": value})
+        read_struct(EndpointLimits, {"VLLM_OMNI_MAX_CONNECTIONS": value})
 
 
 def config(

@@ -260,7 +260,7 @@ def test_a_reader_at_a_quarter_of_the_rate_is_closed(
         decode = msgspec.json.decode if endpoint_name == "video" else msgspec.msgpack.decode
         last = decode(messages[-1])
         assert last["type"] == "error"
-        assert "behind" in last.get("message", last.get("content"))
+        assert "read too slowly" in last.get("message", last.get("content"))
         if endpoint_name != "generate":
             assert last["code"] == "slow_reader"
         if endpoint_name != "world camera":

@@ -18,7 +18,12 @@ from vllm_omni.entrypoints.realtime.connection.session_engine import SessionEngi
 from vllm_omni.entrypoints.realtime.sessions.recorder import Recorder
 from vllm_omni.inputs import DiffusionParams, UsedLora
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.sessions.recording import RecordingHeader, committed, digest_of, read
+from vllm_omni.sessions.recording import (
+    RecordingHeader,
+    committed_chunks,
+    digest_of,
+    read_recording,
+)
 
 HEADER = RecordingHeader(
     package_version="0.1",
@@ -45,12 +50,12 @@ async def chunk(
 def recorded(folder: Path, session_id: str) -> list[tuple[int, int, str | None]]:
     """(index, first pose value, digest) of each chunk in a session's recording."""
     (path,) = folder.glob(f"*_{session_id}.recording")
-    header, chunks, whole = read(path)
+    header, chunks, whole = read_recording(path)
     assert (header, whole) == (HEADER, True)
     assert path.stat().st_mode & 0o777 == 0o600
     return [
         (i, int(c.arrays["poses"][0, 0, 0]), c.outcome and c.outcome.digest)
-        for i, c in committed(chunks)
+        for i, c in committed_chunks(chunks)
     ]
 
 
@@ -115,7 +120,7 @@ def test_a_chunk_s_adapters_are_recorded_with_their_digests(tmp_path: Path) -> N
     )
     recorder.flush()
     (path,) = tmp_path.iterdir()
-    (one,) = read(path)[1]
+    (one,) = read_recording(path)[1]
     assert one.outcome is not None and one.outcome.lora == [used]
 
 

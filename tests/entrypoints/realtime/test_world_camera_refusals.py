@@ -154,13 +154,13 @@ def test_intrinsics_of_another_image_are_scaled(client: Client, engine: FakeEngi
         (
             [1900.0, 1900.0, 960.0, 540.0],
             None,
-            "outside a picture of 832x480: intrinsics for a picture of about 1920x1080",
+            "outside an image of 832x480. If the intrinsics are for an image of about 1920x1080",
         ),
-        ([500.0, 500.0, -1.0, 240.0], None, "outside a picture of 832x480"),
+        ([500.0, 500.0, -1.0, 240.0], None, "outside an image of 832x480"),
         (
             [500.0, 500.0, 416.0, 240.0],
             [64, 64],
-            "outside a picture of 64x64: intrinsics for a picture of about 832x480",
+            "outside an image of 64x64. If the intrinsics are for an image of about 832x480",
         ),
         ([500.0, 500.0, 416.0, 240.0], [832], "intrinsics_size must be [width, height]"),
         ([500.0, 500.0, 416.0, 240.0], [832, 0], "intrinsics_size must lie within"),

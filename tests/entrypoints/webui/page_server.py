@@ -40,7 +40,7 @@ class PageServer(EndpointServer):
         assert isinstance(app, FastAPI)
         for path in ("/work", "/v1/models", "/health"):
             app.add_api_route(path, _work, methods=["GET", "POST"])
-        BrowserAccess(keys, environ).attach_to_app(app, open_paths=pages.attach(app, world))
+        BrowserAccess(keys, environ).attach_to_app(app, open_paths=pages.add_pages(app, world))
         if keys:
             app.add_middleware(AuthenticationMiddleware, tokens=keys)
 

@@ -24,7 +24,7 @@ from helpers.waits import seconds, wait_until
 from PIL import Image
 
 from vllm_omni.actions import ActionFrame
-from vllm_omni.sessions.recording import RecordedChunk, read
+from vllm_omni.sessions.recording import RecordedChunk, read_recording
 from vllm_omni.testing.null.world import marks
 
 HAS_IMAGE = "document.querySelector('#view').classList.contains('has-picture')"
@@ -59,7 +59,11 @@ def played(
 
 
 def chunks_of(recordings: Path) -> list[RecordedChunk]:
-    return [chunk for path in sorted(recordings.glob("*.recording")) for chunk in read(path)[1]]
+    return [
+        chunk
+        for path in sorted(recordings.glob("*.recording"))
+        for chunk in read_recording(path)[1]
+    ]
 
 
 def squares(page: Page) -> list[int]:

@@ -15,15 +15,9 @@ from helpers.instant_engine import InstantEngine, Results
 from helpers.uvicorn_thread import serving
 
 from vllm_omni.entrypoints.limits.access import BrowserAccess
-from vllm_omni.entrypoints.openai.chat import ChatRoutes
-from vllm_omni.entrypoints.openai.client_threads import ClientThreads
-from vllm_omni.entrypoints.openai.images import ImageRoutes
 from vllm_omni.entrypoints.openai.limits import MediaLimits
 from vllm_omni.entrypoints.openai.routes import OpenAIRoutes
 from vllm_omni.entrypoints.openai.served import ServedModel
-from vllm_omni.entrypoints.openai.videos.jobs import VideoJobs
-from vllm_omni.entrypoints.openai.videos.routes import VideoRoutes
-from vllm_omni.entrypoints.openai.videos.store import MediaStore
 from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
 from vllm_omni.entrypoints.webui import pages
 from vllm_omni.inputs import DiffusionParams
@@ -70,20 +64,14 @@ def open_page(browser: Browser, engine: MediaEngine, tmp_path: Path) -> Iterator
 
         def opened(capabilities: Capabilities, keys: tuple[str, ...] = ()) -> Any:
             executor = stack.enter_context(ThreadPoolExecutor(2))
-            threads = ClientThreads(executor)
             limits, endpoints = MediaLimits(media_dir=str(tmp_path)), EndpointLimits()
             served = ServedModel(("painter",), capabilities, 64, 48, 64 * 48, 4)
-            store = MediaStore(limits)
             routes = OpenAIRoutes()
-            routes.served = served
-            routes._images = ImageRoutes(engine, served, store, limits, endpoints, threads)
-            jobs = VideoJobs(engine, served, store, limits, executor)
-            routes._videos = VideoRoutes(jobs, served, limits, endpoints, threads)
-            routes._chat = ChatRoutes(engine, served, limits, endpoints, threads)
+            routes.connect_engine(engine, served, limits, endpoints, executor)
             app = FastAPI()
-            routes.attach_to_app(app)
+            routes.add_routes(app)
             BrowserAccess(keys, {}).attach_to_app(
-                app, pages.attach(app, is_world=lambda: capabilities.is_world)
+                app, pages.add_pages(app, is_world=lambda: capabilities.is_world)
             )
             port = stack.enter_context(serving(uvicorn.Config(app, log_level="warning")))
             return stack.enter_context(browser.page(f"http://127.0.0.1:{port}/omni/"))

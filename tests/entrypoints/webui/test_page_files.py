@@ -111,7 +111,7 @@ def test_every_element_that_the_scripts_use_exists() -> None:
 def test_the_pages_address(args: dict[str, object], expected: str | None) -> None:
     """The printed address can be opened in a browser on this machine."""
     defaults = {"uds": None, "ssl_certfile": None, "root_path": ""}
-    assert pages.address(Namespace(**{**defaults, **args})) == expected
+    assert pages.local_address(Namespace(**{**defaults, **args})) == expected
 
 
 @pytest.mark.nightly

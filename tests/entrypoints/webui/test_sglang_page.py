@@ -65,12 +65,11 @@ def elsewhere(page_folder: Path) -> Iterator[str]:
 def served(
     village: Path, elsewhere: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[demo.ServerProcess]:
-    from rich.console import Console
 
     log = tmp_path_factory.mktemp("served") / "server.log"
     origins = ["--allowed-origins", json.dumps(["null", elsewhere])]
     with demo.server(village, port_for_a_server(), 96, 160, log, extra=origins) as process:
-        demo.wait_until_healthy(process, 300, Console(quiet=True))
+        demo.wait_until_healthy(process, 300)
         yield process
 
 

@@ -33,7 +33,6 @@ PARTS = "import('/omni/js/main.js').then((m) => m.parts)"
 
 @pytest.fixture(scope="module")
 def served(village: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[demo.ServerProcess]:
-    from rich.console import Console
 
     folder = tmp_path_factory.mktemp("served")
     patch = pytest.MonkeyPatch()
@@ -41,7 +40,7 @@ def served(village: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     patch.setenv("VLLM_LOGGING_LEVEL", "INFO")
     try:
         with demo.server(village, port_for_a_server(), 96, 160, folder / "server.log") as process:
-            demo.wait_until_healthy(process, 300, Console(quiet=True))
+            demo.wait_until_healthy(process, 300)
             yield process
     finally:
         patch.undo()
@@ -240,7 +239,7 @@ def test_the_log_names_the_page_and_holds_no_key(served: demo.ServerProcess) -> 
     """One line has the address, and the log holds neither keys nor tickets."""
     log = served.log.read_text()
     address = f"http://127.0.0.1:{served.port}/omni/"
-    assert f"vllm-omni: web page, once the server is up: {address}" in log
+    assert f"vllm-omni: web page after the start: {address}" in log
     assert log.count(f"] web page: {address}") == 1
     assert KEY not in log
     assert not re.search(r"ticket[=.][A-Za-z0-9_-]{20}", log)

@@ -3,9 +3,8 @@
 
 The command starts `vllm serve ... --omni` as a child, streams a walk chunk by chunk, writes
 `demo.mp4` and `demo.png`, and leaves the server running until Ctrl-C (`--once` stops it). By
-default it serves the trained world of this package and walks the tour of its world description;
-`demo_truth.png` then compares generated frames with reference frames. The demo succeeds only if
-frames arrive, the file contains all of them, and they are not all equal.
+default it serves the trained world of this package and walks the tour of its world description. The
+demo succeeds only if frames arrive, the file contains all of them, and they are not all equal.
 """
 
 import argparse
@@ -38,8 +37,7 @@ if TYPE_CHECKING:
 
 # N pixel frames, T frames, H height, W width, C = 3 channels
 
-Endpoint = "/v1/realtime/world/camera"
-TINY_MODEL = "lingbot_world"
+ENDPOINT = "/v1/realtime/world/camera"
 _HOST = "127.0.0.1"
 _LOG_LINES_SHOWN = 20
 _EXCEPTION = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception|error): \S.*")
@@ -47,11 +45,10 @@ _STOP_S = 20.0
 _CHUNK_TIMEOUT_S = 300.0
 _TURNS = ("", "", "l", "l", "", "", "j", "j")
 """Keys held in addition to `w`, per latent frame, in a world without a tour."""
-_RANDOM_SIZE = (160, 96)
+_SIZE = (160, 96)
+"""Width and height in pixels in a world without a description."""
 _PROMPT = "A path through green hills towards the evening sun"
 _CHUNKS = 5
-_SHOWN = 8
-"""Number of frames in the comparison with the reference."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -61,27 +58,22 @@ def add_parser(subparsers: Any) -> None:
         "serve a world, walk through it, write demo.mp4 and demo.png",
         (
             "Start `vllm serve ... --omni` with a world, stream a walk through it over its "
-            "WebSocket, "
-            "and write the frames to demo.mp4 and demo.png. The server keeps running until Ctrl-C, "
-            "and its page's address is printed."
+            "WebSocket, and write the frames to demo.mp4 and demo.png. The server keeps running "
+            "until Ctrl-C, and the address of its page is printed."
         ),
         [
             "vllm-omni demo",
             "vllm-omni demo --once --out walks",
-            "vllm-omni demo --model my_world --chunks 8 --size 160x96",
+            "vllm-omni demo --model my_world --chunks 8",
         ],
     )
     parser.add_argument(
         "--once", action="store_true", help="stop the server after the files are written"
     )
-    world = parser.add_mutually_exclusive_group()
-    world.add_argument(
+    parser.add_argument(
         "--model",
         type=Path,
         help="checkpoint directory (default: the trained world of this package)",
-    )
-    world.add_argument(
-        "--random", action="store_true", help="a tiny world with random weights instead"
     )
     parser.add_argument(
         "--out", type=Path, default=Path(), help="directory for the files (default: here)"
@@ -92,13 +84,6 @@ def add_parser(subparsers: Any) -> None:
         help="chunks to stream (default: the length of the world's tour, else 5)",
     )
     parser.add_argument(
-        "--size", help="video size, WIDTHxHEIGHT (default: the world's size, else 160x96)"
-    )
-    parser.add_argument(
-        "--image", type=Path, help="start image (default: the tour's, else a drawn landscape)"
-    )
-    parser.add_argument("--prompt", help="scene prompt (default: the tour's)")
-    parser.add_argument(
         "--port", type=int, default=8000, help="port; if it is in use, any free one (default: 8000)"
     )
     parser.add_argument(
@@ -108,74 +93,50 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
     started_s = time.monotonic()
     if args.chunks is not None and args.chunks < 1:
         raise CommandError(f"--chunks must be >= 1, got {args.chunks}")
-    console = Console()
     args.out.mkdir(parents=True, exist_ok=True)
-    model, description = find_world(args, console)
-    width, height = (
-        parse_size(args.size)
-        if args.size
-        else description.sizes[0]
-        if description
-        else _RANDOM_SIZE
-    )
-    walk = plan_walk(args, model, description)
+    model, description = find_world(args.model)
+    width, height = description.sizes[0] if description else _SIZE
+    walk = plan_walk(model, description)
     port = free_port(args.port)
     if port != args.port:
-        console.print(f"port {args.port} is in use or 0; taking {port}")
-    # a closed terminal must not leave a server running
+        print(f"port {args.port} is in use or 0; using {port}")
+    # A closed terminal must not leave a server running.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     with server(model, port, height, width, args.out / "demo_server.log") as process:
-        wait_until_healthy(process, args.start_timeout, console)
-        url = f"ws://{_HOST}:{port}{Endpoint}"
-        chunks = stream(url, walk, height, width, args.chunks, console, started_s)
-        frames_THWC = write_files(chunks, args.out, console)
-        if walk.truth is not None:
-            write_truth(frames_THWC, walk.truth, args.out, console)
+        wait_until_healthy(process, args.start_timeout)
+        url = f"ws://{_HOST}:{port}{ENDPOINT}"
+        write_files(stream_walk(url, walk, height, width, args.chunks, started_s), args.out)
         if not args.once:
-            page = page_url(_HOST, port)
-            console.print(
-                f"\nopen {page} in a browser to walk through it yourself",
-                soft_wrap=True,
-                highlight=False,
-            )
-            console.print(
-                f"serving {model} at {url} (log: {process.log}); Ctrl-C stops it", soft_wrap=True
-            )
+            print(f"\nopen {page_url(_HOST, port)} in a browser to walk through it yourself")
+            print(f"serving {model} at {url} (log: {process.log}); Ctrl-C stops it", flush=True)
             wait_for_interrupt(process)
     return 0
 
 
-def find_world(args: argparse.Namespace, console: Any) -> "tuple[Path, WorldDescription | None]":
+def find_world(model: Path | None) -> "tuple[Path, WorldDescription | None]":
     """Return the checkpoint directory to serve, and its world description if it has one.
+
+    Args:
+        model: Checkpoint directory. None: the trained world of this package.
 
     Raises:
         CommandError: There is no such checkpoint.
     """
-    from vllm_omni.entrypoints.cli.checkpoints.make_tiny import write_tiny
     from vllm_omni.worlds import village_checkpoint
     from vllm_omni.worlds.description import read_description
 
     try:
-        if args.random:
-            model = args.out / "demo_world"
-            if not (model.is_dir() and any(model.iterdir())):
-                write_tiny(TINY_MODEL, model)
-                console.print(f"wrote the tiny random world {model}")
-        else:
-            model = args.model or village_checkpoint()
+        model = model or village_checkpoint()
         return model, read_description(model)
     except ValueError as error:
         raise CommandError(str(error)) from error
 
 
 # ---- the server
-# -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -275,29 +236,26 @@ def serve_command(
     ]
 
 
-def wait_until_healthy(process: ServerProcess, timeout_s: float, console: Any) -> None:
+def wait_until_healthy(process: ServerProcess, timeout_s: float) -> None:
     """Wait until `/health` returns 200.
 
     Raises:
         CommandError: The server exits or does not start in time. The log's excerpt is printed.
     """
     url = f"http://{_HOST}:{process.port}/health"
-    started = time.monotonic()
-    with console.status("starting vLLM") as status:
-        while (elapsed_s := time.monotonic() - started) < timeout_s:
-            if (code := process.popen.poll()) is not None:
-                raise process.failure(f"the server ended with status {code} while starting")
-            if responses(url):
-                console.print(f"server is up after {elapsed_s:.0f} s")
-                return
-            status.update(
-                f"starting vLLM, {elapsed_s:.0f} s (a first start takes about half a minute)"
-            )
-            time.sleep(0.25)
+    started_s = time.monotonic()
+    print("starting vLLM (a first start takes about half a minute)", flush=True)
+    while (elapsed_s := time.monotonic() - started_s) < timeout_s:
+        if (code := process.popen.poll()) is not None:
+            raise process.failure(f"the server ended with status {code} while starting")
+        if is_healthy(url):
+            print(f"the server started in {elapsed_s:.0f} s", flush=True)
+            return
+        time.sleep(0.25)
     raise process.failure(f"the server was not ready within {timeout_s:.0f} s")
 
 
-def responses(url: str) -> bool:
+def is_healthy(url: str) -> bool:
     """Return whether an HTTP GET returns 200."""
     try:
         with open_loopback(url, timeout_s=5) as response:
@@ -331,7 +289,6 @@ def free_port(wanted: int) -> int:
 
 
 # ---- the walk
-# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -360,10 +317,8 @@ class Walk:
     """Keys held in each latent frame. None: forward, without end."""
     seed: int = 7
     """Seed of the noise. Default: 7."""
-    truth: Path | None = None
-    """Reference video of the walk. None: there is none."""
 
-    def held(self, latent_frames: range) -> list[list[str]]:
+    def held_keys(self, latent_frames: range) -> list[list[str]]:
         """Return the keys held in a range of latent frames."""
         if self.keys is not None:
             return self.keys[latent_frames.start : latent_frames.stop]
@@ -378,43 +333,27 @@ class Walk:
         return _CHUNKS if self.keys is None else 1 + max(0, len(self.keys) - first) // later
 
 
-def plan_walk(
-    args: argparse.Namespace, model: Path, description: "WorldDescription | None"
-) -> Walk:
-    """Return the world's tour, or a walk without reference if it does not apply.
-
-    It does not apply with another image or prompt, or in a world without a tour.
-    """
+def plan_walk(model: Path, description: "WorldDescription | None") -> Walk:
+    """Return the world's tour, or a walk forward in a world without a tour."""
     from vllm_omni.worlds.description import description_file
 
-    image = args.image.read_bytes() if args.image else None
     if description is None or description.tour is None:
-        return Walk(image or start_image(), {0: args.prompt or _PROMPT})
+        return Walk(start_image(), {0: _PROMPT})
     tour = description.tour
-    keys = [list(held) for held in tour.keys]
-    if image is not None:
-        print(f"{description.title}: {description.about}")
-    as_reported = image is None and args.prompt is None and args.size is None
     return Walk(
-        image=image or description_file(model, tour.start).read_bytes(),
-        prompts={0: args.prompt}
-        if args.prompt
-        else {frame: description.prompt(name) for frame, name in tour.prompts},
-        keys=keys,
+        image=description_file(model, tour.start).read_bytes(),
+        prompts={frame: description.prompt(name) for frame, name in tour.prompts},
+        keys=[list(held) for held in tour.keys],
         seed=tour.seed,
-        truth=description_file(model, tour.truth)
-        if as_reported and tour.truth is not None
-        else None,
     )
 
 
-def stream(
+def stream_walk(
     url: str,
     walk: Walk,
     height: int,
     width: int,
     num_chunks: int | None,
-    console: Any,
     started_s: float | None = None,
 ) -> list[Chunk]:
     """Walk through the world chunk by chunk, and print a line for each chunk.
@@ -425,46 +364,34 @@ def stream(
         height: Height of the frames in pixels.
         width: Width of the frames in pixels.
         num_chunks: Number of chunks. None: the whole walk.
-        console: Console of rich.
         started_s: Monotonic time at which the command started, to print the time to the first
             frame.
 
     Returns:
         The received chunks.
+
+    Raises:
+        CommandError: The stream failed, or a chunk has another length than requested.
     """
     import msgspec
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     from websockets.exceptions import WebSocketException
     from websockets.sync.client import connect
 
     chunks: list[Chunk] = []
-    columns = (
-        TextColumn("walking"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("chunks"),
-        TimeElapsedColumn(),
-    )
     try:
-        with (
-            connect(
-                url, max_size=None, compression=None, open_timeout=30, proxy=websocket_proxy(url)
-            ) as socket_,
-            Progress(*columns, console=console) as progress,
-        ):
+        with connect(
+            url, max_size=None, compression=None, open_timeout=30, proxy=websocket_proxy(url)
+        ) as socket_:
             hello = msgspec.msgpack.decode(_binary(socket_.recv(timeout=30)))
             stride = hello["vae_stride"][0]
             latents = [-(-hello[name] // stride) for name in ("first_chunk_frames", "chunk_frames")]
-            if num_chunks is None:
-                num_chunks = walk.num_chunks(*latents)
-            task = progress.add_task("", total=num_chunks)
-            start = 0
-            for index in range(num_chunks):
+            first_latent = 0
+            for index in range(num_chunks or walk.num_chunks(*latents)):
                 count = hello["chunk_frames" if index else "first_chunk_frames"]
-                part = range(start, start + -(-count // stride))
+                part = range(first_latent, first_latent + latents[min(index, 1)])
                 request: dict[str, Any] = {
                     "endpoint": "infer",
-                    "actions": walk.held(part),
+                    "actions": walk.held_keys(part),
                     "extra_body": {
                         "height": height,
                         "width": width,
@@ -473,9 +400,9 @@ def stream(
                     },
                 }
                 if index == 0:
-                    request |= {"image": walk.image}
+                    request["image"] = walk.image
                 if (prompt := walk.prompt(part)) is not None:
-                    request |= {"prompt": prompt}
+                    request["prompt"] = prompt
                 chunk = _infer(socket_, request)
                 if len(chunk.frames) != count:
                     raise CommandError(
@@ -483,12 +410,9 @@ def stream(
                     )
                 chunks.append(chunk)
                 if index == 0 and started_s is not None:
-                    progress.console.print(
-                        f"first frame after {time.monotonic() - started_s:.0f} s"
-                    )
-                progress.console.print(describe(index, chunk), soft_wrap=True, highlight=False)
-                progress.advance(task)
-                start = part.stop
+                    print(f"first frame after {time.monotonic() - started_s:.0f} s")
+                print(describe_chunk(index, chunk), flush=True)
+                first_latent = part.stop
     except (
         WebSocketException,
         OSError,
@@ -539,7 +463,7 @@ def _binary(message: str | bytes) -> bytes:
     return message
 
 
-def describe(index: int, chunk: Chunk) -> str:
+def describe_chunk(index: int, chunk: Chunk) -> str:
     """Return one line about a chunk: frames, time, rate, size and the server's times."""
     count = len(chunk.frames)
     stages = [
@@ -549,8 +473,8 @@ def describe(index: int, chunk: Chunk) -> str:
     ]
     return (
         f"chunk {index}: {count} frames in {1000 * chunk.wall_s:.0f} ms "
-        f"({count / chunk.wall_s:.0f}/s), "
-        f"{chunk.wire_bytes / 1000:.0f} kB" + (f"; ms: {', '.join(stages)}" if stages else "")
+        f"({count / chunk.wall_s:.0f}/s), {chunk.wire_bytes / 1000:.0f} "
+        "kB" + (f"; ms: {', '.join(stages)}" if stages else "")
     )
 
 
@@ -562,14 +486,10 @@ def start_image() -> bytes:
 
 
 # ---- the files
-# --------------------------------------------------------------------------------------------------
 
 
-def write_files(chunks: Sequence[Chunk], out: Path, console: Any, fps: float = 16) -> "np.ndarray":
+def write_files(chunks: Sequence[Chunk], out: Path, fps: float = 16) -> None:
     """Write `demo.mp4` and `demo.png`, then read the video back.
-
-    Returns:
-        The received frames.
 
     Raises:
         CommandError: The file has another number of frames, or all its frames are equal.
@@ -585,65 +505,12 @@ def write_files(chunks: Sequence[Chunk], out: Path, console: Any, fps: float = 1
     contact_sheet(frames_THWC[shown], columns=4).save(sheet)
     written_THWC, _ = decode_mp4(video.read_bytes())
     if len(written_THWC) != len(frames_THWC):
-        raise CommandError(f"{video} holds {len(written_THWC)} frames, {len(frames_THWC)} arrived")
+        raise CommandError(
+            f"{video} has {len(written_THWC)} frames, {len(frames_THWC)} were received"
+        )
     if (written_THWC == written_THWC[0]).all():
-        raise CommandError(
-            f"all {len(written_THWC)} frames of {video} are the same picture; the world does "
-            "not move"
-        )
-    console.print(
-        f"wrote {video} ({len(frames_THWC)} frames, {len(frames_THWC) / fps:.1f} s) and {sheet}; "
-        "read back and checked",
-        soft_wrap=True,
+        raise CommandError(f"all {len(written_THWC)} frames of {video} are equal")
+    print(
+        f"wrote {video} ({len(frames_THWC)} frames, {len(frames_THWC) / fps:.1f} s) and {sheet}",
+        flush=True,
     )
-    return frames_THWC
-
-
-def write_truth(frames_THWC: "np.ndarray", truth: Path, out: Path, console: Any) -> None:
-    """Write `demo_truth.png`: generated above reference frames. Print the PSNR of each third.
-
-    Raises:
-        CommandError: The reference video has another size.
-    """
-    import numpy as np
-
-    from vllm_omni.entrypoints.media.mp4 import contact_sheet, decode_mp4
-
-    true_THWC, _ = decode_mp4(truth.read_bytes())
-    count = min(len(frames_THWC), len(true_THWC))
-    if frames_THWC.shape[1:] != true_THWC.shape[1:]:
-        raise CommandError(
-            f"{truth} has frames {true_THWC.shape[1:]}, the world made {frames_THWC.shape[1:]}"
-        )
-    shown = np.linspace(0, count - 1, min(_SHOWN, count)).round().astype(int)
-    strip = out / "demo_truth.png"
-    contact_sheet(np.concatenate([frames_THWC[shown], true_THWC[shown]]), columns=len(shown)).save(
-        strip
-    )
-    wrong = (frames_THWC[:count].astype(np.float32) - true_THWC[:count]) ** 2
-    near = [
-        10 * float(np.log10(255**2 / max(1e-3, part.mean()))) for part in np.array_split(wrong, 3)
-    ]
-    console.print(
-        (
-            f"wrote {strip}: the world above, the renderer it learned from below; PSNR of "
-            "the three "
-            "thirds of the walk: "
-        )
-        + ", ".join(f"{value:.1f}" for value in near)
-        + " dB",
-        soft_wrap=True,
-        highlight=False,
-    )
-
-
-def parse_size(text: str) -> tuple[int, int]:
-    """Parse a size: `832x480` gives (832, 480). Both must be multiples of 16."""
-    width, x, height = text.partition("x")
-    if not (x and width.isdecimal() and height.isdecimal()) or any(
-        int(n) % 16 or not int(n) for n in (width, height)
-    ):
-        raise CommandError(
-            f"--size must be WIDTHxHEIGHT in multiples of 16, such as 160x96, got {text!r}"
-        )
-    return int(width), int(height)

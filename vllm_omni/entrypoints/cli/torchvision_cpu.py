@@ -28,10 +28,12 @@ def declare_missing_operators(extension: Path | None = None) -> bool:
     """Append the declarations.
 
     Returns:
-        False if they exist already or there is no such file. Nothing is changed then.
+        False if the file is unchanged, because it has them or does not exist.
     """
     if extension is None:
-        spec = importlib.util.find_spec("torchvision")  # finds the folder, imports nothing
+        spec = importlib.util.find_spec(
+            "torchvision"
+        )  # finds the directory without importing the package
         folders = list(spec.submodule_search_locations or ()) if spec is not None else []
         if not folders:
             return False

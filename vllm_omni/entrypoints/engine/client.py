@@ -145,12 +145,11 @@ class OmniEngine:
             raise RequestFailed("invalid_request", "the engine refused the request") from error
         except (RetryableRequestError, GracefulHTTPError) as error:  # paused, or its queue is full
             raise RequestFailed(
-                "capacity", "the engine takes no requests now; try again later"
+                "capacity", "the engine accepts no requests now; try again later"
             ) from error
         except (EngineGenerateError, GenerationError) as error:
             # When one of several ranks dies, stock vLLM stops the others, and their requests end
             # like this.
-            # with several ranks, those that stock vLLM stops after another's death end like this
             if self.is_dead:
                 raise RequestFailed("engine_dead", _DEAD) from None
             raise RequestFailed(
@@ -207,10 +206,10 @@ class OmniEngine:
             wait_s: Time in seconds during which `capacity` is retried.
 
         Returns:
-            `(meta, arrays)`, as from `run`.
+            `(meta, arrays)`, as from `run_request`.
 
         Raises:
-            RequestFailed: As from `run`, and with `timeout` after `timeout_s`.
+            RequestFailed: As from `run_request`, and with `timeout` after `timeout_s`.
         """
         give_up_s = time.monotonic() + wait_s
         pause_s = _FIRST_PAUSE_S
@@ -223,7 +222,7 @@ class OmniEngine:
                     raise
             except TimeoutError:
                 raise RequestFailed(
-                    "timeout", "the engine took too long; the request was dropped"
+                    "timeout", "the engine took too long, so the request was aborted"
                 ) from None
             await asyncio.sleep(pause_s)
             pause_s = min(_LONGEST_PAUSE_S, 1.5 * pause_s)
@@ -306,7 +305,7 @@ class OmniEngine:
     ) -> tuple[SnapshotHeader, float]:
         """Write a session to a new file without pausing the engine.
 
-        The arguments are those of `save_session`.
+        The arguments are the same as for `save_session`.
 
         Returns:
             `(header, seconds)`: header of the snapshot and the time that it cost the engine.
@@ -353,7 +352,7 @@ class OmniEngine:
     async def _call_workers(self, call: Call, rank: int | None) -> list[dict[str, Any]]:
         """Call all workers of one data-parallel rank.
 
-        The call reaches the workers of the other ranks too. They refuse it or do nothing.
+        The call reaches the workers of the other ranks too. They refuse it or ignore it.
         """
         return (await self._call_all_ranks(call.method, call.args))[rank or 0]
 

@@ -16,17 +16,19 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from typing import Any, Final
+from collections.abc import Awaitable, Callable
+from typing import Final
 
 from fastapi import FastAPI
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+from vllm_omni.entrypoints.lifespan import run_before_serving
+from vllm_omni.entrypoints.limits.access import READY_PATH, route_path
+from vllm_omni.entrypoints.openai.errors import ApiError
 
 logger = logging.getLogger("vllm." + __name__)
 
-READY_PATH: Final = "/omni/ready"
 _REFUSED_METHODS: Final = frozenset({"POST", "PUT", "PATCH"})
 _LEAST_CLOSING_S: Final = 3.0
 """Minimum time in seconds for connections to close, regardless of the time that draining took."""
@@ -35,7 +37,8 @@ _LEAST_CLOSING_S: Final = 3.0
 class GracefulStop:
     """Drains one server.
 
-    Call `attach` while the application is built, and `start` when the endpoints have started.
+    Call `attach_to_app` while vLLM builds the application, and `start_handling_signals` when the
+    endpoints have started.
     """
 
     def __init__(self) -> None:
@@ -49,7 +52,7 @@ class GracefulStop:
     def start_handling_signals(
         self, finish: Callable[[], Awaitable[None]], timeout_s: float
     ) -> None:
-        """Set what to do at shutdown.
+        """Set the work of a shutdown.
 
         Args:
             finish: Returns when the endpoints have finished.
@@ -59,15 +62,7 @@ class GracefulStop:
 
     def attach_to_app(self, app: FastAPI) -> None:
         app.add_middleware(DrainGuard, stop=self)
-        inner = app.router.lifespan_context
-
-        @asynccontextmanager
-        async def lifespan(starting: FastAPI) -> AsyncIterator[Any]:
-            async with inner(starting) as state:
-                self._listen(starting)
-                yield state
-
-        app.router.lifespan_context = lifespan
+        run_before_serving(app, self._listen)
 
     def _listen(self, app: FastAPI) -> None:
         if self._finish is None or self._timeout_s == 0:
@@ -121,7 +116,7 @@ class DrainGuard:
             await self._app(scope, receive, send)
             return
         works = scope["method"] in _REFUSED_METHODS
-        path = str(scope["path"]).removeprefix(scope.get("root_path", ""))
+        path = route_path(scope)
         if self._stop.is_draining and (works or path == READY_PATH):
             await _refusal(path).__call__(scope, receive, send)
             return
@@ -132,14 +127,11 @@ class DrainGuard:
             self._stop.in_flight -= works
 
 
-def _refusal(path: str) -> JSONResponse:
-    headers = {"Retry-After": "5", "Connection": "close"}
+def _refusal(path: str) -> Response:
     if path == READY_PATH:
-        return JSONResponse({"status": "draining"}, 503, headers)
-    error = {
-        "message": "the server is stopping",
-        "type": "server_error",
-        "param": None,
-        "code": "draining",
-    }
-    return JSONResponse({"error": error}, 503, headers)
+        response: Response = JSONResponse({"status": "draining"}, 503, {"Retry-After": "5"})
+    else:
+        error = ApiError(503, "the server is stopping", code="draining", retry_after_s=5)
+        response = error.response()
+    response.headers["Connection"] = "close"
+    return response

@@ -25,11 +25,12 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from types import FrameType
-from typing import Any, Final
+from typing import Final
 
 from fastapi import FastAPI
 from vllm import envs
 
+from vllm_omni.entrypoints.lifespan import run_while_serving
 from vllm_omni.runtime.exit_codes import ENGINE_DIED
 from vllm_omni.runtime.processes import is_stopped
 
@@ -38,7 +39,8 @@ logger = logging.getLogger("vllm." + __name__)
 _POLL_S: Final = 0.05
 _LOOK_S: Final = 0.25
 _OWN_GAP_S: Final = 2.0
-"""If this process was itself paused for so long, it cannot tell how long others were stopped."""
+"""A longer time between two checks shows that this process was paused itself. The time for which
+other processes were stopped is then unknown, so it is counted from zero again."""
 _LEAVING_S: Final = 0.3
 """Seconds in which the rest of a dead engine may log the reason and exit."""
 _CLOSING_S: Final = 3
@@ -46,14 +48,14 @@ _CLOSING_S: Final = 3
 
 
 async def _notify_no_client() -> None:
-    """Do nothing: there are no clients to inform."""
+    """Do nothing. Default for servers without clients that stay connected."""
 
 
 class EngineWatch:
     """Watches the engine of one server.
 
-    Call `attach` while the application is built, after everything that handles signals. Call
-    `start` after engine startup.
+    Call `attach_to_app` while vLLM builds the application, after everything that handles signals.
+    Call `start_watching` after engine startup.
     """
 
     def __init__(self) -> None:
@@ -71,35 +73,32 @@ class EngineWatch:
         stopped_timeout_s: float | None = None,
         notify_clients: Callable[[], Awaitable[None]] = _notify_no_client,
     ) -> None:
-        """Set what to watch.
+        """Set the engine to watch.
 
         Args:
             is_dead: Returns whether the engine has died.
             pids: The engine's processes on this machine.
             stopped_timeout_s: Seconds after which a stopped process is killed. Default: never.
-            tell: Sends an error to all clients of the endpoints.
+            notify_clients: Sends an error to all clients of the endpoints.
         """
         self._is_dead, self._notify_clients = is_dead, notify_clients
         self._pids = [pid for pid in pids if pid != os.getpid()]
         self._stopped_timeout_s = stopped_timeout_s
 
     def attach_to_app(self, app: FastAPI) -> None:
-        inner = app.router.lifespan_context
+        run_while_serving(app, self._watching)
 
-        @asynccontextmanager
-        async def lifespan(starting: FastAPI) -> AsyncIterator[Any]:
-            async with inner(starting) as state:
-                watching = None
-                if self._is_dead is not None:
-                    self._note_signals()
-                    watching = asyncio.create_task(self._watch(starting, self._is_dead))
-                try:
-                    yield state
-                finally:
-                    if watching is not None:
-                        watching.cancel()
-
-        app.router.lifespan_context = lifespan
+    @asynccontextmanager
+    async def _watching(self, starting: FastAPI) -> AsyncIterator[None]:
+        if self._is_dead is None:
+            yield
+            return
+        self._note_signals()
+        task = asyncio.create_task(self._watch(starting, self._is_dead))
+        try:
+            yield
+        finally:
+            task.cancel()
 
     def _note_signals(self) -> None:
         """Record that a shutdown was requested, because the engine's exit is then expected.

@@ -7,9 +7,9 @@ session is assigned to the rank with the fewest sessions of this process when it
 rank refuses with `capacity`, the next one is tried. The session stays on its rank until it is
 closed. A fork is on its parent's rank, because the state is copied there.
 
-This module knows neither the engine nor sockets; its caller passes a function that sends a request
-to a rank. It does not know the sessions of other API server processes, so a rank may be fuller than
-it seems and refuse with `capacity`.
+This module is independent of the engine and of sockets, because its caller passes a function that
+sends a request to a rank. It counts only the sessions of this API server process, so a rank may
+have less room than computed here and refuse with `capacity`.
 """
 
 import asyncio
@@ -79,10 +79,10 @@ class SessionRanks:
 
         Args:
             params: Parameters of the request.
-            ask: Sends the request to a rank. Its exceptions are raised.
+            send: Sends the request to a rank. Its exceptions are raised.
 
         Returns:
-            Result of `ask`.
+            Result of `send`.
         """
         if params.op == "close":
             return await self._close(params.session_id, send)
@@ -118,7 +118,7 @@ class SessionRanks:
                 else:
                     retained = not params.one_shot
                     return response
-            raise AssertionError("unreachable: the last rank's answer is final")
+            raise AssertionError("unreachable: the last rank's result is final")
         except asyncio.CancelledError:
             # the chunk may have been committed, so `close` must find the session
             retained = not params.one_shot
@@ -129,7 +129,8 @@ class SessionRanks:
                 self._remove(params.session_id)
 
     def adopt(self, session_id: str) -> int:
-        """Assign a session to the least loaded rank before it is restored. Undo with `forget`."""
+        """Assign a session to the least loaded rank before it is restored. Undo with
+        `remove_session`."""
         _, rank = next(self._by_load())
         self._assign(session_id, rank).settled.set()
         return rank

@@ -14,7 +14,7 @@ import asyncio
 import contextvars
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from fastapi import FastAPI, Request
@@ -23,12 +23,13 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from vllm_omni.entrypoints.engine.client import OmniEngine
+from vllm_omni.entrypoints.limits.access import READY_PATH
+from vllm_omni.entrypoints.server_context import ServerContext
 from vllm_omni.entrypoints.telemetry.metrics import endpoint_metrics
 from vllm_omni.outputs import RequestFailed
 
 logger = logging.getLogger("vllm." + __name__)
 
-PATH: Final = "/omni/ready"
 _FRESH_S: Final = 0.25
 _COUNTED: Final = ("sessions", "max_sessions", "bytes", "max_bytes")
 _PATIENCE_S: Final = 0.5  # Kubernetes gives a probe one second by default
@@ -84,7 +85,7 @@ class Readiness:
         self._media_bytes, self._reply_bytes = media_bytes, reply_bytes
         self._stats: list[dict[str, Any]] = []  # of each data-parallel rank
         self._responded_s: float | None = None
-        self._question: asyncio.Task[RequestFailed | None] | None = None
+        self._stats_request: asyncio.Task[RequestFailed | None] | None = None
         self._sampler = asyncio.create_task(self._sample())
 
     async def ready(self) -> Response:
@@ -94,7 +95,7 @@ class Readiness:
         if age_s is None or age_s >= _FRESH_S:
             # does not cancel the request
             responded, _ = await asyncio.wait([self._probe()], timeout=_PATIENCE_S)
-            if any(question.result() is not None for question in responded):
+            if any(request.result() is not None for request in responded):
                 return JSONResponse(ReadyReply(status="engine_dead").model_dump(), 503)
             age_s = self._age_s()
         has_room = self._has_room() and (
@@ -120,10 +121,12 @@ class Readiness:
 
     def _probe(self) -> "asyncio.Task[RequestFailed | None]":
         """Return the statistics request in progress; start one if there is none."""
-        if self._question is None or self._question.done():
+        if self._stats_request is None or self._stats_request.done():
             # it belongs to no single request
-            self._question = asyncio.create_task(self._refresh(), context=contextvars.Context())
-        return self._question
+            self._stats_request = asyncio.create_task(
+                self._refresh(), context=contextvars.Context()
+            )
+        return self._stats_request
 
     async def _refresh(self) -> RequestFailed | None:
         try:
@@ -166,15 +169,23 @@ def _sums(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 class ReadyRoute:
-    """The route.
-
-    Call `attach` while the application is built, and set `readiness` after engine startup.
-    """
+    """The route of one API server process."""
 
     def __init__(self) -> None:
-        self.readiness: Readiness | None = None
+        self._readiness: Readiness | None = None
 
-    def attach_to_app(self, app: FastAPI) -> None:
+    async def start_serving(self, server: ServerContext) -> None:
+        sessions = server.sessions
+        self._readiness = Readiness(
+            server.engine,
+            server.media_limits.stats_interval_s,
+            has_room=lambda: sessions.has_room and all(check() for check in server.room_checks),
+            can_make_room=(lambda: sessions.can_make_room) if server.is_world else None,
+            media_bytes=server.media_bytes,
+            reply_bytes=lambda: sessions.held_bytes,
+        )
+
+    def add_routes(self, app: FastAPI) -> Iterable[str]:
         responses: dict[int | str, dict[str, Any]] = {
             200: {"model": ReadyReply, "description": "The server accepts new work."},
             503: {
@@ -183,15 +194,16 @@ class ReadyRoute:
             },
         }
         app.add_api_route(
-            PATH,
+            READY_PATH,
             self._ready,
             methods=["GET"],
             response_class=Response,
             response_model=None,
             responses=responses,
         )
+        return ()
 
     async def _ready(self, request: Request) -> Response:
         """Whether this server accepts new work now."""
-        assert self.readiness is not None, "vLLM initialises state before it serves"
-        return await self.readiness.ready()
+        assert self._readiness is not None, "vLLM initialises state before it serves"
+        return await self._readiness.ready()

@@ -31,6 +31,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from vllm_omni.entrypoints.limits.tickets import TicketError, TicketOffice, derive_secret
+from vllm_omni.entrypoints.openai.errors import ApiError
 from vllm_omni.entrypoints.realtime.connection.connection import (
     ANONYMOUS,
     normalize_origin,
@@ -44,12 +45,14 @@ TICKET_PATH: Final = "/v1/omni/ticket"
 SOCKET_PREFIX: Final = "/omni/ws/"
 TICKET_SUBPROTOCOL: Final = "ticket."
 
-_WORKING_READS: Final = ("/v1/sessions/", "/v1/hidden_states/")
+SESSIONS_PATH: Final = "/v1/sessions"
+_WORKING_READS: Final = (f"{SESSIONS_PATH}/", "/v1/hidden_states/")
 """Reads that do work: a snapshot occupies the engine, and hidden states are returned only once."""
 _OWNER: Final = "vllm_omni.owner"
 
+READY_PATH: Final = "/omni/ready"
 OPEN_PATHS: Final = frozenset(
-    {"/health", "/omni/ready", "/ping", "/version", "/load", "/metrics", "/metrics/"}
+    {"/health", READY_PATH, "/ping", "/version", "/load", "/metrics", "/metrics/"}
 )
 """Paths without a key, for probes and Prometheus, as in stock vLLM."""
 
@@ -83,7 +86,7 @@ class BrowserAccess:
         self.open_paths = OPEN_PATHS.union(open_paths)
         app.add_middleware(KeyGuard, access=self)
         app.add_api_route(TICKET_PATH, self._ticket, methods=["POST"], include_in_schema=False)
-        app.router.routes.append(WebSocketRoute(SOCKET_PREFIX + "{door:path}", self._socket))
+        app.router.routes.append(WebSocketRoute(SOCKET_PREFIX + "{endpoint:path}", self._socket))
 
     @property
     def needs_key(self) -> bool:
@@ -172,7 +175,8 @@ class OriginGuard:
 
     The WebSocket endpoints refuse them too. Browsers send a form, or JSON without its content type,
     to any server without a preflight request. With a key such requests fail, but a server at
-    127.0.0.1 often has none. Other clients send neither `Origin` nor `Sec-Fetch-Site`.
+    127.0.0.1 often has none. Clients other than browsers send neither `Origin` nor
+    `Sec-Fetch-Site`.
 
     Args:
         app: The application.
@@ -193,24 +197,19 @@ class OriginGuard:
             Headers(scope=scope).get("origin"),
             route_path(scope),
         )
-        error = {
-            "message": "origin not allowed",
-            "type": "invalid_request_error",
-            "param": None,
-            "code": "origin",
-        }
-        await JSONResponse({"error": error}, 403)(scope, receive, send)
+        refusal = ApiError(403, "origin not allowed", code="origin")
+        await refusal.response()(scope, receive, send)
 
     def _is_allowed(self, headers: Headers) -> bool:
         """Return whether a page may send this request.
 
-        `same-origin` also holds behind a proxy that changes `Host`. Pages cannot set
+        `same-origin` is also correct with a proxy that changes `Host`. Pages cannot set
         `Sec-Fetch-Site`.
         """
-        layer = headers.get("sec-fetch-site")
+        site = headers.get("sec-fetch-site")
         if "origin" in headers:
-            return layer == "same-origin" or origin_allowed(headers, self._origins)
-        return layer not in ("cross-site", "same-site") or "*" in self._origins
+            return site == "same-origin" or origin_allowed(headers, self._origins)
+        return site not in ("cross-site", "same-site") or "*" in self._origins
 
 
 def _works(scope: Scope) -> bool:

@@ -119,8 +119,8 @@ class _PacedRequest:
             return
         limits = self._limits
         text = (
-            f"the request's body came too slowly: it has {limits.body_grace_s:g} s, "
-            f"and a second more for every {limits.min_body_bytes_per_s} bytes"
+            f"the request's body came too slowly: it has {limits.body_grace_s:g} s, and a second "
+            f"more for every {limits.min_body_bytes_per_s} bytes"
         )
         response = ApiError(408, text, code="timeout").response()
         response.headers["Connection"] = "close"

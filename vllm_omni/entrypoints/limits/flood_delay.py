@@ -3,11 +3,11 @@
 
 A connection's budgets end a flood within milliseconds, but each new connection has a full budget,
 and a handshake and a burst cost about 8 ms. Eight sockets that reconnected at once used a quarter
-of a core. Behind a reverse proxy the address is the forwarded one that uvicorn trusts
+of a core. With a reverse proxy, the address is the forwarded one that uvicorn trusts
 (`FORWARDED_ALLOW_IPS`).
 
-Why not a reverse proxy's limit_conn or limit_req: it counts connections and cannot detect those
-that were closed as a flood.
+Why not a reverse proxy's limit_conn or limit_req: it counts connections and cannot detect that a
+connection was closed because of a flood.
 """
 
 import asyncio

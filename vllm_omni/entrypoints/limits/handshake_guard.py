@@ -4,12 +4,11 @@
 uvicorn waits for a connection's first request without a time limit, so clients without a key could
 occupy all file descriptors.
 
-Why not an option of uvicorn: `timeout_keep_alive` starts after a response, and nothing limits the
+Why not an option of uvicorn: `timeout_keep_alive` starts after a response, and no option limits the
 first request. A reverse proxy does, but a server must also be safe without one.
 """
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -19,6 +18,8 @@ from typing import Any
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from vllm_omni.entrypoints.lifespan import run_while_serving
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -40,20 +41,16 @@ class HandshakeGuard:
         """Watch the server of this application (vLLM sets `app.state.server`) while it runs."""
         if self._timeout_s == 0:
             return
-        inner = app.router.lifespan_context
+        run_while_serving(app, self._watching)
 
-        @asynccontextmanager
-        async def lifespan(starting: FastAPI) -> AsyncIterator[Any]:
-            async with inner(starting) as state:
-                watching = asyncio.create_task(self._watch(starting.state.server))
-                try:
-                    yield state
-                finally:
-                    watching.cancel()
-                    with contextlib.suppress(asyncio.CancelledError):
-                        await watching
-
-        app.router.lifespan_context = lifespan
+    @asynccontextmanager
+    async def _watching(self, starting: FastAPI) -> AsyncIterator[None]:
+        task = asyncio.create_task(self._watch(starting.state.server))
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
 
     async def _watch(self, server: Any) -> None:
         since_s: dict[Any, float] = {}

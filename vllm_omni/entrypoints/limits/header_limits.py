@@ -6,13 +6,13 @@ h11 (`http_parser.py`) enforces the first one. The second one is vLLM's own, so 
 A WebSocket handshake is an HTTP request with the same limits.
 """
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any, Final
+from typing import Final
 
 from fastapi import FastAPI
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+from vllm_omni.entrypoints.lifespan import run_before_serving
 
 DEFAULT_BYTES: Final = 64 << 10
 """Replaces vLLM's default of 4 MiB, with which a few hundred connections could use gigabytes."""
@@ -35,21 +35,13 @@ class HeaderCount:
         await self._app(scope, receive, send)
 
 
-def attach(app: FastAPI) -> None:
-    """Limit headers when vLLM's server starts.
+def limit_headers(app: FastAPI) -> None:
+    """Limit headers before vLLM's server listens."""
 
-    uvicorn reads its config for each new connection and runs the application's lifespan before it
-    listens.
-    """
-    inner = app.router.lifespan_context
-
-    @asynccontextmanager
-    async def lifespan(starting: FastAPI) -> AsyncIterator[Any]:
+    def apply_limits(starting: FastAPI) -> None:
         config = starting.state.server.config
         if config.h11_max_incomplete_event_size in (None, VLLM_DEFAULT_BYTES):
             config.h11_max_incomplete_event_size = DEFAULT_BYTES
         config.loaded_app = HeaderCount(config.loaded_app, starting.state.args.h11_max_header_count)
-        async with inner(starting) as state:
-            yield state
 
-    app.router.lifespan_context = lifespan
+    run_before_serving(app, apply_limits)

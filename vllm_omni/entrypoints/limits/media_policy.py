@@ -3,7 +3,7 @@
 
 `data:` URLs are always accepted. `http:` and `https:` URLs require vLLM's
 `--allowed-media-domains`, and `file:` URLs require `--allowed-local-media-path`. Without the first
-flag, vLLM's own connector fetches any URL, including those of the server's network. Media that
+flag, vLLM's own connector fetches any URL, including URLs of the server's network. Media that
 cannot be fetched or decoded are client errors (4xx).
 """
 
@@ -26,7 +26,7 @@ _NAME: Final = "vllm_omni"
 _PARAMETER: Final = "url"
 
 
-def apply() -> None:
+def apply_media_policy() -> None:
     """Apply the policy to vLLM's routes, unless VLLM_MEDIA_CONNECTOR selects a connector.
 
     Redirects are followed only if VLLM_MEDIA_URL_ALLOW_REDIRECTS allows it, because their target is
@@ -67,15 +67,13 @@ class AllowedMediaConnector(MediaConnector):
         if scheme in ("http", "https") and not self.allowed_media_domains:
             raise VLLMValidationError(
                 "this server fetches no URLs (its operator lists domains with "
-                "--allowed-media-domains): "
-                "send a data: URL",
+                "--allowed-media-domains): send a data: URL",
                 parameter=_PARAMETER,
             )
         if scheme == "file" and self.allowed_local_media_path is None:
             raise VLLMValidationError(
                 "this server reads no local files (its operator names a directory with "
-                "--allowed-local-media-path): "
-                "send a data: URL",
+                "--allowed-local-media-path): send a data: URL",
                 parameter=_PARAMETER,
             )
         if scheme not in ("http", "https", "file"):

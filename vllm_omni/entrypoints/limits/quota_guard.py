@@ -11,11 +11,15 @@ from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_omni.entrypoints.errors import EndpointError
-from vllm_omni.entrypoints.limits.access import OPEN_PATHS, TICKET_PATH, route_path
+from vllm_omni.entrypoints.limits.access import (
+    OPEN_PATHS,
+    SESSIONS_PATH,
+    TICKET_PATH,
+    route_path,
+)
 from vllm_omni.entrypoints.limits.quotas import Quotas
 from vllm_omni.entrypoints.openai.errors import from_failure
 from vllm_omni.entrypoints.realtime.connection.connection import client_of
-from vllm_omni.entrypoints.session_routes import PATH as SESSIONS_PATH
 
 _FREE: Final = OPEN_PATHS | {"/", TICKET_PATH}
 _CHARGED: Final = frozenset({"GET", "POST", "PUT"})
@@ -28,6 +32,7 @@ class QuotaGuard:
     """
 
     quotas: Quotas = Quotas()
+    """Quotas of clients. Default: none."""
 
     def around(self, app: ASGIApp) -> ASGIApp:
         """Wrap an application in this guard. A factory for Starlette's `add_middleware`."""

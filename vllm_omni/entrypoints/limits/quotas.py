@@ -18,7 +18,8 @@ client that was idle may use a minute's quota at once. A request starts if one c
 are available. It is always finished and charged, even if a bucket goes below zero; then the next
 request waits longer. Each API server process counts separately.
 
-`of` returns the `Allowance` of a client. It refuses requests with `EndpointError` `quota_exceeded`.
+`Quotas.allowance_of` returns the `Allowance` of a client. It refuses requests with `EndpointError`
+`quota_exceeded`.
 
 Why not vLLM's `--api-key`: it has a list of keys and no limits.
 """

@@ -3,7 +3,7 @@
 
 A ticket stands for one API key and one `Origin`, expires within seconds and can be used once.
 Tickets are signed and not stored, so every API server process with the same secret accepts them.
-Only the process that accepted a ticket knows that it was used.
+Only the process that accepted a ticket refuses its second use.
 
 Why not JSON Web Tokens or itsdangerous: neither refuses a second use, and the rest is one HMAC of
 the standard library.

@@ -13,13 +13,12 @@ extracted here.
 
 import io
 from collections.abc import Iterator
-from fractions import Fraction
 from typing import Final
 
 import av
 import numpy as np
 
-from vllm_omni.entrypoints.media.mp4 import check_frames
+from vllm_omni.entrypoints.media.mp4 import add_stream, check_frames, encode_frames, frame_rate
 
 # T frames, H height, W width, C = 3 channels (RGB)
 
@@ -40,9 +39,7 @@ class FragmentEncoder:
     """
 
     def __init__(self, fps: float) -> None:
-        if not 0 < fps <= 1000:
-            raise ValueError(f"fps must be in (0, 1000], got {fps}")
-        self._rate = Fraction(fps).limit_denominator(1001)
+        self._rate = frame_rate(fps)
         self._num_frames = 0
         self._num_fragments = 0
         self._init_segment: bytes | None = None
@@ -86,24 +83,11 @@ class FragmentEncoder:
 
     def _mux(self, frames_THWC: np.ndarray) -> bytes:
         """Return a separate MP4 file that continues the times and sequence numbers."""
-        _, height, width, _ = frames_THWC.shape
-        if height % 2 or width % 2:
-            frames_THWC = np.pad(
-                frames_THWC, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge"
-            )
         buffer = io.BytesIO()
         options = {"movflags": _MOVFLAGS, "fragment_index": str(self._num_fragments)}
         with av.open(buffer, mode="w", format="mp4", options=options) as container:
-            stream = container.add_stream("libx264", rate=self._rate, options=_ENCODER)
-            stream.width, stream.height, stream.pix_fmt = (
-                frames_THWC.shape[2],
-                frames_THWC.shape[1],
-                "yuv420p",
-            )
-            for number, frame_HWC in enumerate(frames_THWC):
-                image = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame_HWC), format="rgb24")
-                image.pts, image.time_base = self._num_frames + number, 1 / self._rate
-                container.mux(stream.encode(image))
+            stream = add_stream(container, frames_THWC, self._rate, _ENCODER)
+            encode_frames(container, stream, frames_THWC, self._num_frames)
             container.mux(stream.encode(None))
         return buffer.getvalue()
 

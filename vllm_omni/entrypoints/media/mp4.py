@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Encodes frames: H.264 MP4 through PyAV, contact sheets through Pillow.
 
-The demo, the examples and the endpoints share this module, which knows neither sessions nor
-sockets. Frames are uint8 RGB `[T, H, W, 3]` NumPy arrays. Equal frames produce equal bytes on every
-machine with the same x264.
+The demo, the examples and the endpoints share this module. Frames are uint8 RGB `[T, H, W, 3]`
+NumPy arrays. Equal frames produce equal bytes on every machine with the same x264.
 """
 
 import contextlib
@@ -53,8 +52,8 @@ def encode_mp4(frames_THWC: np.ndarray, fps: float) -> bytes:
         # faststart re-reads the written bytes to move the index to the front
         io_open=lambda url, flags, options: io.BytesIO(buffer.getbuffer()),
     ) as container:
-        stream = _add_stream(container, frames_THWC, fps)
-        _encode(container, stream, frames_THWC)
+        stream = add_stream(container, frames_THWC, frame_rate(fps))
+        encode_frames(container, stream, frames_THWC)
         container.mux(stream.encode(None))
     return buffer.getvalue()
 
@@ -86,8 +85,8 @@ class Mp4Writer:
             ValueError: As from `encode_mp4`, or the size differs from earlier frames.
         """
         if self._stream is None:
-            self._stream = _add_stream(self._container, frames_THWC, self._fps)
-        _encode(self._container, self._stream, frames_THWC)
+            self._stream = add_stream(self._container, frames_THWC, frame_rate(self._fps))
+        encode_frames(self._container, self._stream, frames_THWC)
         self._sink.check()
 
     def close(self) -> None:
@@ -115,7 +114,7 @@ class Mp4Writer:
 class _Sink:
     """A file for libav that hides write errors. `check` raises the first one.
 
-    After an error nothing more is written. libav itself crashes the process, or never closes the
+    After an error no more data is written. libav itself crashes the process, or never closes the
     file, if the header of an MP4 cannot be written.
     """
 
@@ -147,19 +146,49 @@ class _Sink:
         self._file.close()
 
 
-def _add_stream(container: OutputContainer, frames_THWC: np.ndarray, fps: float) -> VideoStream:
-    check_frames(frames_THWC)
+def frame_rate(fps: float) -> Fraction:
+    """Return frames per second, exact to 1/1001.
+
+    Raises:
+        ValueError: `fps` is not in (0, 1000].
+    """
     if not 0 < fps <= 1000:
         raise ValueError(f"fps must be in (0, 1000], got {fps}")
-    stream = container.add_stream(
-        _CODEC, rate=Fraction(fps).limit_denominator(1001), options=_ENCODER
-    )
+    return Fraction(fps).limit_denominator(1001)
+
+
+def add_stream(
+    container: OutputContainer,
+    frames_THWC: np.ndarray,
+    rate: Fraction,
+    options: dict[str, str] = _ENCODER,
+) -> VideoStream:
+    """Add a stream of H.264, yuv420p, for frames of this size."""
+    check_frames(frames_THWC)
+    stream = container.add_stream(_CODEC, rate=rate, options=options)
     _, height, width, _ = frames_THWC.shape
     stream.width, stream.height, stream.pix_fmt = width + width % 2, height + height % 2, "yuv420p"
     return stream
 
 
-def _encode(container: OutputContainer, stream: VideoStream, frames_THWC: np.ndarray) -> None:
+def encode_frames(
+    container: OutputContainer,
+    stream: VideoStream,
+    frames_THWC: np.ndarray,
+    first_frame: int | None = None,
+) -> None:
+    """Encode frames. Odd sides are padded by repeating the last row or column.
+
+    Args:
+        container: The open file.
+        stream: Its stream.
+        frames_THWC: Frames, uint8 RGB.
+        first_frame: Number of the first frame, which determines its time. Default: the frames
+            follow the previous ones.
+
+    Raises:
+        ValueError: Shape or dtype of the frames is wrong.
+    """
     check_frames(frames_THWC)
     _, height, width, _ = frames_THWC.shape
     if (height + height % 2, width + width % 2) != (stream.height, stream.width):
@@ -170,8 +199,10 @@ def _encode(container: OutputContainer, stream: VideoStream, frames_THWC: np.nda
         frames_THWC = np.pad(
             frames_THWC, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge"
         )
-    for frame_HWC in frames_THWC:
+    for number, frame_HWC in enumerate(frames_THWC):
         image = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame_HWC), format="rgb24")
+        if first_frame is not None:
+            image.pts, image.time_base = first_frame + number, 1 / stream.average_rate
         container.mux(stream.encode(image))
 
 

@@ -5,6 +5,7 @@ vLLM returns 500 for every failure to load. An adapter that does not fit is a cl
 engine is not.
 """
 
+from collections.abc import Iterable
 from typing import Final
 
 import msgspec
@@ -14,31 +15,43 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
 
+from vllm_omni.entrypoints.server_context import ServerContext
+
 PATH: Final = "/v1/load_lora_adapter"
 
 
-def attach(app: FastAPI) -> None:
-    """Replace vLLM's route, if the server loads adapters at run time."""
-    stock = next(
-        (route for route in app.routes if isinstance(route, APIRoute) and route.path == PATH), None
-    )
-    if stock is None:
-        return
-    handler = stock.endpoint
+class AdapterRoute:
+    """The route of one API server process."""
 
-    async def load_lora_adapter(request: LoadLoRAAdapterRequest, raw_request: Request) -> Response:
-        """Load an adapter under a name."""
-        response: Response = await handler(request, raw_request)
-        if response.status_code != 500 or raw_request.app.state.engine_client.errored:
-            return response
-        body = msgspec.json.decode(response.body)
-        body["error"] |= {"type": "BadRequestError", "code": 400}
-        return JSONResponse(body, 400)
+    def add_routes(self, app: FastAPI) -> Iterable[str]:
+        """Replace vLLM's route, if the server loads adapters at run time."""
+        stock = next(
+            (route for route in app.routes if isinstance(route, APIRoute) and route.path == PATH),
+            None,
+        )
+        if stock is None:
+            return ()
+        handler = stock.endpoint
 
-    app.add_api_route(
-        PATH,
-        load_lora_adapter,
-        methods=["POST"],
-        dependencies=stock.dependencies,
-        response_model=None,
-    )
+        async def load_lora_adapter(
+            request: LoadLoRAAdapterRequest, raw_request: Request
+        ) -> Response:
+            """Load an adapter under a name."""
+            response: Response = await handler(request, raw_request)
+            if response.status_code != 500 or raw_request.app.state.engine_client.errored:
+                return response
+            body = msgspec.json.decode(response.body)
+            body["error"] |= {"type": "BadRequestError", "code": 400}
+            return JSONResponse(body, 400)
+
+        app.add_api_route(
+            PATH,
+            load_lora_adapter,
+            methods=["POST"],
+            dependencies=stock.dependencies,
+            response_model=None,
+        )
+        return ()
+
+    async def start_serving(self, server: ServerContext) -> None:
+        """Do nothing: the route uses vLLM's handler."""

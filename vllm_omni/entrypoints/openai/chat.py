@@ -47,7 +47,7 @@ from vllm_omni.inputs import DiffusionParams, Lora
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.seeds import definite_seed
 
-_PIECE_TOKENS: Final = 8
+_CHUNK_TOKENS: Final = 8
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class ChatRoutes:
         reads = self._served.capabilities.reads
         if not reads:
             raise invalid(
-                f"{self._served.names[0]} does not answer in text", code="unsupported_by_model"
+                f"{self._served.names[0]} does not generate text", code="unsupported_by_model"
             )
         body = await read_body(request, self._limits.max_body_bytes)
         call = await self._read(request, read_chat(body.fields, self._served.names[0]))
@@ -108,7 +108,7 @@ class ChatRoutes:
             return StreamingResponse(self._events(call), media_type="text/event-stream")
         return JSONResponse(await until_disconnected(request, self._whole(call)))
 
-    # -- the question ------------------------------------------------------------------------------
+    # -- the request -------------------------------------------------------------------------------
 
     async def _read(self, request: Request, requested: ChatRequest) -> _Call:
         """Check the messages, and decode the image or clip on a thread.
@@ -117,17 +117,21 @@ class ChatRoutes:
             ApiError: 400.
         """
         lora = self._served.adapter_named(requested.model)
-        talk = read_conversation(requested.messages)
-        arrays = {} if talk.seen is None else await self._look(request, talk.seen)
+        conversation = read_conversation(requested.messages)
+        arrays = (
+            {}
+            if conversation.seen is None
+            else await self._decode_media(request, conversation.seen)
+        )
         options: dict[str, Any] = {**(requested.extra_params or {}), "modalities": ["text"]}
-        if talk.seen is None:
+        if conversation.seen is None:
             options["task"] = "t2t"
-        if talk.system is not None:
-            options["system_prompt"] = talk.system
-        if talk.messages:
-            options["turns"] = talk.messages
-        if talk.seen_in is not None:
-            options["picture_turn"] = talk.seen_in
+        if conversation.system is not None:
+            options["system_prompt"] = conversation.system
+        if conversation.messages:
+            options["turns"] = conversation.messages
+        if conversation.seen_in is not None:
+            options["picture_turn"] = conversation.seen_in
         limit = requested.max_completion_tokens or requested.max_tokens
         stop = [requested.stop] if isinstance(requested.stop, str) else requested.stop
         chosen = {
@@ -140,7 +144,7 @@ class ChatRoutes:
         return _Call(
             request=requested,
             model=requested.model or self._served.names[0],
-            prompt=talk.question,
+            prompt=conversation.question,
             seed=definite_seed(requested.seed),
             lora=lora or None,
             options=options,
@@ -149,7 +153,9 @@ class ChatRoutes:
             created=int(time.time()),
         )
 
-    async def _look(self, request: Request, part: ImagePart | VideoPart) -> dict[str, np.ndarray]:
+    async def _decode_media(
+        self, request: Request, part: ImagePart | VideoPart
+    ) -> dict[str, np.ndarray]:
         if isinstance(part, ImagePart):
             url = _inline(part.image_url.url)
             return {
@@ -165,7 +171,7 @@ class ChatRoutes:
             )
         }
 
-    # -- the answer --------------------------------------------------------------------------------
+    # -- the response ------------------------------------------------------------------------------
 
     async def _whole(self, call: _Call) -> dict[str, Any]:
         params = DiffusionParams(
@@ -206,7 +212,7 @@ class ChatRoutes:
             prompt=call.prompt,
             seed=call.seed,
             lora=call.lora,
-            options={**call.options, "chunk_tokens": _PIECE_TOKENS},
+            options={**call.options, "chunk_tokens": _CHUNK_TOKENS},
         )
         try:
             yield _chunk(call, {"role": "assistant", "content": ""})

@@ -23,12 +23,14 @@ Text = Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARS)]
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class DataUrl(_Strict):
-    url: str = Field(description="A `data:` URL; this server fetches nothing.")
-    detail: Literal["auto", "low", "high"] | None = Field(None, description="Accepted, not used.")
+    url: str
+    """A `data:` URL. Other URLs are refused."""
+    detail: Literal["auto", "low", "high"] | None = None
+    """Accepted, not used."""
 
 
 class TextPart(_Strict):
@@ -67,7 +69,8 @@ class UserMessage(_Strict):
     """Author of the message. `developer` is an alias of `system`."""
     content: Content
     """Text, or parts."""
-    name: str | None = Field(None, max_length=64, description="Accepted, not used.")
+    name: str | None = Field(None, max_length=64)
+    """Accepted, not used."""
 
 
 class AssistantMessage(_Strict):
@@ -81,11 +84,12 @@ class AssistantMessage(_Strict):
     """Accepted, not used."""
     tool_calls: Nothing = None
     """Must be empty."""
-    name: str | None = Field(None, max_length=64, description="Accepted, not used.")
+    name: str | None = Field(None, max_length=64)
+    """Accepted, not used."""
 
 
 Message = Annotated[
-    Annotated[UserMessage, Tag("asking")] | Annotated[AssistantMessage, Tag("assistant")],
+    Annotated[UserMessage, Tag("user")] | Annotated[AssistantMessage, Tag("assistant")],
     Discriminator(
         lambda message: (
             "assistant"
@@ -93,7 +97,7 @@ Message = Annotated[
                 message.get("role") if isinstance(message, dict) else getattr(message, "role", None)
             )
             == "assistant"
-            else "asking"
+            else "user"
         )
     ),
 ]
@@ -102,7 +106,8 @@ Message = Annotated[
 class StreamOptions(_Strict):
     include_usage: bool | None = None
     """Whether a streamed response ends with its token counts. Default: False."""
-    include_obfuscation: bool | None = Field(None, description="Accepted, not used.")
+    include_obfuscation: bool | None = None
+    """Accepted, not used."""
 
 
 class TextFormat(_Strict):
@@ -119,14 +124,14 @@ class ChatRequest(_Strict):
     """Maximum number of generated tokens; alias of `max_completion_tokens`."""
     max_completion_tokens: int | None = Field(None, ge=1)
     """Maximum number of generated tokens. Default: the model's."""
-    temperature: float | None = Field(None, ge=0, le=2, description="0 (greedy) if absent.")
+    temperature: float | None = Field(None, ge=0, le=2)
+    """Sampling temperature, 0 to 2. Default: 0 (greedy)."""
     top_p: float | None = Field(None, gt=0, le=1)
     """Nucleus sampling threshold in (0, 1]. Default: the model's."""
     stop: str | list[str] | None = None
     """Strings that end the response. Default: none."""
-    seed: int | None = Field(
-        None, ge=RANDOM_SEED, le=MAX_SEED, description="Drawn at random if absent or -1."
-    )
+    seed: int | None = Field(None, ge=RANDOM_SEED, le=MAX_SEED)
+    """Seed of the sampling. Default: drawn at random, as for -1."""
     n: Literal[1] | None = None
     """Number of responses; only 1 is supported."""
     stream: bool | None = None
@@ -137,13 +142,18 @@ class ChatRequest(_Strict):
     """Only text is supported."""
     modalities: list[Literal["text"]] | None = None
     """Only text is supported."""
-    user: str | None = Field(None, max_length=1024, description="Accepted, not used.")
-    safety_identifier: str | None = Field(None, max_length=1024, description="Accepted, not used.")
-    prompt_cache_key: str | None = Field(None, max_length=1024, description="Accepted, not used.")
-    metadata: dict[str, str] | None = Field(None, max_length=16, description="Accepted, not used.")
+    user: str | None = Field(None, max_length=1024)
+    """Accepted, not used."""
+    safety_identifier: str | None = Field(None, max_length=1024)
+    """Accepted, not used."""
+    prompt_cache_key: str | None = Field(None, max_length=1024)
+    """Accepted, not used."""
+    metadata: dict[str, str] | None = Field(None, max_length=16)
+    """Accepted, not used."""
     store: Literal[False] | None = None
     """Only False is supported."""
-    service_tier: Literal["auto", "default"] | None = Field(None, description="Accepted, not used.")
+    service_tier: Literal["auto", "default"] | None = None
+    """Accepted, not used."""
     # Functions that these models lack: only neutral values are accepted (`_UNSUPPORTED`).
     presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
     """Must be 0."""
@@ -159,16 +169,14 @@ class ChatRequest(_Strict):
     """Must be empty."""
     tool_choice: Literal["none", "auto"] | None = None
     """Accepted, not used."""
-    parallel_tool_calls: bool | None = Field(
-        None, description="Accepted, not used: there are no tools."
-    )
+    parallel_tool_calls: bool | None = None
+    """Accepted, not used: there are no tools."""
     functions: Nothing = None
     """Must be empty."""
     function_call: Literal["none", "auto"] | None = None
     """Accepted, not used."""
-    extra_params: dict[str, Any] | None = Field(
-        None, description="Extension. Options of the served model itself."
-    )
+    extra_params: dict[str, Any] | None = None
+    """Extension. Options of the served model."""
 
 
 _UNSUPPORTED: Final = {
@@ -181,9 +189,9 @@ _UNSUPPORTED: Final = {
     "logit_bias": "bias its logits",
     "presence_penalty": "penalise tokens: presence_penalty must be 0",
     "frequency_penalty": "penalise tokens: frequency_penalty must be 0",
-    "response_format": "promise a format: response_format must be {'type': 'text'}",
-    "modalities": "answer in anything but text here",
-    "n": "give several answers to one call: n must be 1",
+    "response_format": "guarantee a format: response_format must be {'type': 'text'}",
+    "modalities": "respond in anything but text",
+    "n": "return several responses: n must be 1",
     "store": "store completions",
 }
 
@@ -243,7 +251,7 @@ def read_conversation(messages: Sequence[UserMessage | AssistantMessage]) -> Con
             system.append(text)
             continue
         if message.role == "user" and not text:
-            raise invalid("a user message must hold a text part: ask something", "messages.content")
+            raise invalid("a user message must have a text part", "messages.content")
         shown += [(len(turns), part) for part in seen]
         if text:
             turns.append({"role": message.role, "text": text})
@@ -251,7 +259,7 @@ def read_conversation(messages: Sequence[UserMessage | AssistantMessage]) -> Con
         raise invalid("the last message must be a user message", "messages")
     if len(shown) > 1:
         raise invalid(
-            f"messages hold {len(shown)} images and clips; this model accepts one per conversation",
+            f"messages have {len(shown)} images and clips; this model accepts one per conversation",
             "messages",
         )
     if (chars := sum(map(len, system)) + sum(len(turn["text"]) for turn in turns)) > _MAX_CHARS:

@@ -137,15 +137,15 @@ def plan_images(
     Args:
         request: The request.
         served: The served model.
-        input_size: (width, height) of an edit's first image. Its shape is kept if `size` is `auto`
-            or absent. None: not an edit.
+        input_size: (width, height) of an edit's first image. The result has its shape if `size` is
+            `auto` or absent. None: not an edit.
 
     Raises:
         ApiError: 400, the model does not support the request.
     """
     capabilities = served.capabilities
     if not (capabilities.edits_images if input_size is not None else capabilities.makes_images):
-        what = "edit pictures" if input_size is not None else "make pictures from text"
+        what = "edit images" if input_size is not None else "generate images from text"
         raise unsupported(served, what)
     if request.background == "transparent":
         raise invalid(
@@ -175,7 +175,7 @@ def plan_video(request: VideoRequest, served: ServedModel, has_image: bool) -> V
     """
     capabilities = served.capabilities
     if not capabilities.makes_videos:
-        raise unsupported(served, "make videos")
+        raise unsupported(served, "generate videos")
     if has_image and "image_to_video" not in capabilities.tasks:
         raise unsupported(served, "start a video from an image", "input_reference")
     if not has_image and "text_to_video" not in capabilities.tasks:
@@ -187,7 +187,7 @@ def plan_video(request: VideoRequest, served: ServedModel, has_image: bool) -> V
     _check_prompt(request, served)
     actions = _actions(request, served)
     if request.prompts and served.world is None:
-        raise unsupported(served, "change its prompt on the way", "prompts")
+        raise unsupported(served, "change its prompt during a video", "prompts")
     sizes = served.videos
     sampling = _sampling(request, served, sizes, (sizes.width, sizes.height))
     fps = capabilities.fps if request.fps is None else request.fps
@@ -244,7 +244,7 @@ def check_video_edit(request: VideoRequest, served: ServedModel) -> None:
         if getattr(request, name):
             raise unsupported(served, f"follow {name}", name)
     if request.prompts:
-        raise unsupported(served, "change its prompt on the way", "prompts")
+        raise unsupported(served, "change its prompt during a video", "prompts")
     if request.prompt is None:
         raise invalid(
             "Missing required parameter: 'prompt'", "prompt", "missing_required_parameter"
@@ -350,7 +350,7 @@ def _guidance(
         scale = None if fixed else true_scale
     elif true_scale not in (None, 1, scale):
         raise invalid(
-            "this model has one guidance scale: send guidance_scale alone", "true_cfg_scale"
+            "this model has one guidance scale: send only guidance_scale", "true_cfg_scale"
         )
     if scale is not None and served.capabilities.guidance_scale is None:
         name = "true_cfg_scale" if request.guidance_scale is None else "guidance_scale"
@@ -368,8 +368,8 @@ def _size(text: str | None, sizes: Sizes, automatic: tuple[int, int]) -> tuple[i
         near = "x".join(str(side) for side in fit_size(width, height, sizes))
         raise invalid(
             f"size {text}: width must be a multiple of {wide}, height of {high}, both at most "
-            f"{sizes.max_side}, and "
-            f"width x height at most {sizes.max_pixels}; allowed and near: {near}",
+            f"{sizes.max_side}, and width x height at most {sizes.max_pixels}; allowed and near: "
+            f"{near}",
             "size",
         )
     return width, height
@@ -399,10 +399,9 @@ def _num_frames(request: VideoRequest, served: ServedModel, fps: float) -> int:
     if round(wanted) > most:
         fit = [f"{seconds}" for seconds in _OPENAI_SECONDS if round(seconds * fps) <= most]
         raise invalid(
-            f"seconds {request.seconds:g} at {fps:g} fps are {round(wanted)} frames: at "
-            f"most {most} "
-            f"({most / fps:g} seconds); any length up to that is made, of OpenAI's own values "
-            f"{' and '.join(fit) or 'none'}",
+            f"seconds {request.seconds:g} at {fps:g} fps are {round(wanted)} frames: at most "
+            f"{most} ({most / fps:g} seconds); any length up to that is made, of OpenAI's own "
+            f"values {' and '.join(fit) or 'none'}",
             "seconds",
         )
     return capabilities.nearest_num_frames(max(1, round(wanted)))
@@ -414,7 +413,7 @@ def _checked_options(options: dict[str, Any]) -> dict[str, Any]:
         size = len(msgspec.msgpack.encode(options))
     except (OverflowError, ValueError, TypeError, RecursionError, UnicodeEncodeError):
         raise invalid(
-            "extra_params hold a value that cannot be sent to the engine", "extra_params"
+            "extra_params contain a value that cannot be sent to the engine", "extra_params"
         ) from None
     if size > _MAX_OPTIONS_BYTES:
         raise invalid(

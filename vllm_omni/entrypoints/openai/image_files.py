@@ -63,8 +63,8 @@ def read_mask(data: bytes, height: int, width: int, limits: EndpointLimits) -> n
     shown = read_upload(data, "mask", limits)
     if shown.shape[:2] != (height, width):
         raise invalid(
-            f"mask is {shown.shape[1]}x{shown.shape[0]}, the image {width}x{height}: they must "
-            "be equal",
+            f"mask is {shown.shape[1]}x{shown.shape[0]}, the image {width}x{height}: they must be "
+            "equal",
             "mask",
         )
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:  # as `read_upload` opened it

@@ -113,7 +113,7 @@ class ImageRoutes:
         body = await read_body(request, self._limits.max_body_bytes)
         if body.files:
             raise invalid(
-                "this route takes no files; send them to /v1/images/edits", next(iter(body.files))
+                "this route accepts no files; send them to /v1/images/edits", next(iter(body.files))
             )
         requested = read_request(ImageGenerationRequest, body.fields, body.is_form)
         plan = plan_images(requested, self._served)
@@ -125,12 +125,12 @@ class ImageRoutes:
         sources, mask = _edit_inputs(body)
         requested = read_request(ImageEditRequest, body.fields, body.is_form)
         if not self._served.capabilities.edits_images:
-            raise unsupported(self._served, "edit pictures")
+            raise unsupported(self._served, "edit images")
         if mask is not None and not self._served.capabilities.mask:
-            raise unsupported(self._served, "honour a mask", "mask")
+            raise unsupported(self._served, "use a mask", "mask")
         most = self._served.capabilities.input_images
         if not 1 <= len(sources) <= most:
-            raise invalid(f"{len(sources)} images: this model takes 1 to {most}", "image")
+            raise invalid(f"{len(sources)} images: this model accepts 1 to {most}", "image")
         arrays = await self._threads.image(request, self._read_inputs, sources, mask)
         height, width = arrays["image"].shape[:2]
         plan = plan_images(requested, self._served, input_size=(width, height))
@@ -329,7 +329,7 @@ def _inline(reference: dict[str, Any], param: str) -> str:
     url = reference.get("image_url")
     if set(reference) != {"image_url"} or not isinstance(url, str) or not url.startswith("data:"):
         raise invalid(
-            f'{param}: only {{"image_url": "data:image/...;base64,..."}} is taken; this server '
+            f'{param}: only {{"image_url": "data:image/...;base64,..."}} is accepted; this server '
             "fetches no URLs",
             param,
         )

@@ -108,46 +108,49 @@ _LoraChoice = Annotated[
 
 
 class _Request(BaseModel):
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid",
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
+    )
 
     prompt: Prompt
-    model: str | None = Field(
-        None, max_length=1024, description="The served model's name; optional."
-    )
-    size: Size | None = Field(None, description="`WIDTHxHEIGHT` in pixels, or `auto`.")
-    width: Integer | None = Field(
-        None, ge=1, le=9999, description="Extension. With `height`, instead of `size`."
-    )
-    height: Integer | None = Field(
-        None, ge=1, le=9999, description="Extension. With `width`, instead of `size`."
-    )
-    user: str | None = Field(None, max_length=1024, description="Accepted, not used.")
-    safety_identifier: str | None = Field(None, max_length=1024, description="Accepted, not used.")
+    """Prompt, 1 to 16384 characters."""
+    model: str | None = Field(None, max_length=1024)
+    """Name of the served model or of a LoRA adapter. Default: the served model."""
+    size: Size | None = None
+    """`WIDTHxHEIGHT` in pixels, or `auto`. Default: the model's."""
+    width: Integer | None = Field(None, ge=1, le=9999)
+    """Extension. Width in pixels. Requires `height` and replaces `size`."""
+    height: Integer | None = Field(None, ge=1, le=9999)
+    """Extension. Height in pixels. Requires `width` and replaces `size`."""
+    user: str | None = Field(None, max_length=1024)
+    """Accepted, not used."""
+    safety_identifier: str | None = Field(None, max_length=1024)
+    """Accepted, not used."""
     # extensions
-    seed: Integer | None = Field(
-        None, ge=RANDOM_SEED, le=MAX_SEED, description="Extension. Drawn at random if absent or -1."
-    )
-    negative_prompt: str | None = Field(None, max_length=MAX_PROMPT_CHARS, description="Extension.")
-    num_inference_steps: Integer | None = Field(
-        None, ge=1, le=1000, description="Extension. Denoise steps."
-    )
-    guidance_scale: Number | None = Field(
-        None, ge=0, le=100, description="Extension. Classifier-free guidance."
-    )
-    true_cfg_scale: Number | None = Field(
-        None, ge=0, le=100, description="Extension. As `guidance_scale`, of models that have both."
-    )
-    vae_use_slicing: Boolean | None = Field(None, description="Accepted, not used.")
-    vae_use_tiling: Boolean | None = Field(None, description="Accepted, not used.")
+    seed: Integer | None = Field(None, ge=RANDOM_SEED, le=MAX_SEED)
+    """Extension. Seed of the noise. Default: drawn at random, as for -1."""
+    negative_prompt: str | None = Field(None, max_length=MAX_PROMPT_CHARS)
+    """Extension. Text that classifier-free guidance steers away from."""
+    num_inference_steps: Integer | None = Field(None, ge=1, le=1000)
+    """Extension. Number of denoise steps, 1 to 1000. Default: the model's."""
+    guidance_scale: Number | None = Field(None, ge=0, le=100)
+    """Extension. Scale of classifier-free guidance, 0 to 100. Default: the model's."""
+    true_cfg_scale: Number | None = Field(None, ge=0, le=100)
+    """Extension. Second guidance scale of models that have two. Other models use it as
+    `guidance_scale`."""
+    vae_use_slicing: Boolean | None = None
+    """Accepted, not used."""
+    vae_use_tiling: Boolean | None = None
+    """Accepted, not used."""
     lora: Annotated[list[_LoraChoice], BeforeValidator(_as_list)] | None = Field(
-        None,
-        max_length=16,
-        description="Extension. LoRA adapters, several at once: `[{name, scale}]`.",
+        None, max_length=16
     )
-    extra_params: dict[str, Any] | None = Field(
-        None,
-        description="Extension. Options of the served model itself; it checks names and values.",
-    )
+    """Extension. LoRA adapters, at most 16: `[{name, scale}]`."""
+    extra_params: dict[str, Any] | None = None
+    """Extension. Options of the served model, which checks their names and values."""
 
     @property
     def wanted_size(self) -> str | None:
@@ -178,23 +181,22 @@ class ImageGenerationRequest(_Request):
     """Whether to return image data or links to files. Default: `b64_json`."""
     output_format: Format | None = None
     """File format of the images. Default: png."""
-    output_compression: Integer | None = Field(
-        None, ge=0, le=100, description="Quality of jpeg and webp."
-    )
+    output_compression: Integer | None = Field(None, ge=0, le=100)
+    """Quality of jpeg and webp, 0 to 100. Default: by `quality`."""
     quality: Literal["auto", "standard", "hd", "low", "medium", "high", "xhigh", "max"] | None = (
-        Field(None, description="Quality of jpeg and webp if `output_compression` is absent.")
+        None
     )
-    background: Literal["auto", "opaque", "transparent"] | None = Field(
-        None, description="`transparent` is refused."
-    )
-    moderation: Literal["low", "auto"] | None = Field(None, description="Accepted, not used.")
-    style: Literal["vivid", "natural"] | None = Field(None, description="Accepted, not used.")
-    stream: Boolean | None = Field(
-        None, description="Server-sent events, one for each finished image."
-    )
-    partial_images: Integer | None = Field(
-        None, ge=0, le=3, description="Accepted; only finished images are sent."
-    )
+    """Quality of jpeg and webp if `output_compression` is absent."""
+    background: Literal["auto", "opaque", "transparent"] | None = None
+    """`transparent` is refused."""
+    moderation: Literal["low", "auto"] | None = None
+    """Accepted, not used."""
+    style: Literal["vivid", "natural"] | None = None
+    """Accepted, not used."""
+    stream: Boolean | None = None
+    """Whether to send server-sent events, one for each finished image. Default: False."""
+    partial_images: Integer | None = Field(None, ge=0, le=3)
+    """Accepted, but only finished images are sent."""
 
 
 class ImageEditRequest(ImageGenerationRequest):
@@ -202,47 +204,35 @@ class ImageEditRequest(ImageGenerationRequest):
     `images`.
     """
 
-    input_fidelity: Literal["high", "low"] | None = Field(None, description="Accepted, not used.")
+    input_fidelity: Literal["high", "low"] | None = None
+    """Accepted, not used."""
 
 
 class VideoRequest(_Request):
-    prompt: Prompt | None = Field(
-        None, description="Required, except by models that take no prompt."
-    )  # type: ignore[assignment]
-    seconds: Annotated[NumberOrText, Field(gt=0, le=3600)] | None = Field(
-        None,
-        description="Length of the video in seconds, as text or number. The model's nearest length "
-        "is used.",
-    )
+    prompt: Prompt | None = None  # type: ignore[assignment]
+    """Prompt. Required unless the model takes none."""
+    seconds: Annotated[NumberOrText, Field(gt=0, le=3600)] | None = None
+    """Length of the video in seconds, as text or number. The nearest length that the model supports
+    is used."""
     # extensions
-    n: Integer | None = Field(
-        None, ge=1, le=1, description="Accepted: a request generates one video."
-    )
-    num_frames: Integer | None = Field(
-        None, ge=1, le=10_000, description="Extension. Instead of `seconds`."
-    )
-    fps: Number | None = Field(
-        None, gt=0, le=240, description="Extension. Frames per second of the video."
-    )
+    n: Integer | None = Field(None, ge=1, le=1)
+    """Only 1 is supported."""
+    num_frames: Integer | None = Field(None, ge=1, le=10_000)
+    """Extension. Length of the video in frames. Replaces `seconds`."""
+    fps: Number | None = Field(None, gt=0, le=240)
+    """Extension. Frames per second of the video. Default: the model's."""
     camera_actions: list[list[Annotated[str, Field(max_length=16)]]] | None = Field(
-        None,
-        max_length=4096,
-        description="Extension, worlds only. Held keys (w a s d i j k l) of each latent frame; no "
-        "keys after its end.",
+        None, max_length=4096
     )
-    prompts: list[_TimedPrompt] | None = Field(
-        None,
-        max_length=MAX_PROMPTS,
-        description="Extension, worlds only. Later prompts, each from its `seconds` or `chunk` on.",
-    )
-    actions: list[Any] | None = Field(
-        None,
-        max_length=4096,
-        description="Extension, worlds only. The model's controls of each latent frame: a list "
-        "of held "
-        "buttons, or a map of buttons, axes and scroll; no action after its end. Instead of "
-        "camera_actions.",
-    )
+    """Extension, world models only. Keys (w a s d i j k l) held in each latent frame. No key is
+    held after the end of the list."""
+    prompts: list[_TimedPrompt] | None = Field(None, max_length=MAX_PROMPTS)
+    """Extension, world models only. Later prompts, each with the `seconds` or `chunk` at which it
+    starts."""
+    actions: list[Any] | None = Field(None, max_length=4096)
+    """Extension, world models only. Controls of each latent frame: a list of held buttons, or a map
+    of buttons, axes and scroll. No control is active after the end of the list. Replaces
+    `camera_actions`."""
 
 
 # -- replies ---------------------------------------------------------------------------------------
@@ -432,8 +422,8 @@ def _remedy(cls: type[BaseModel], location: tuple[int | str, ...]) -> str:
     if location[0] == "lora":
         if "path" in name:
             return (
-                "requests name adapters, they do not bring paths: POST /v1/load_lora_adapter, "
-                "then send its name"
+                "requests name adapters, they do not bring paths: POST /v1/load_lora_adapter, then "
+                "send its name"
             )
         return "allowed: name, scale"
     other = _OTHER_NAMES.get(name, "")

@@ -6,7 +6,7 @@ OpenAI's shape. The schema of a body is therefore generated here, from the pydan
 check it.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from typing import Any, Final
@@ -16,7 +16,6 @@ from pydantic import BaseModel
 from starlette.responses import JSONResponse, Response
 
 from vllm_omni.entrypoints.engine.client import OmniEngine
-from vllm_omni.entrypoints.engine.environment import read_struct
 from vllm_omni.entrypoints.openai.chat import ChatRoutes
 from vllm_omni.entrypoints.openai.chat_request import ChatRequest
 from vllm_omni.entrypoints.openai.client_threads import ClientThreads
@@ -37,6 +36,7 @@ from vllm_omni.entrypoints.openai.videos.jobs import VideoJobs
 from vllm_omni.entrypoints.openai.videos.routes import VideoRoutes
 from vllm_omni.entrypoints.openai.videos.store import MediaStore
 from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
+from vllm_omni.entrypoints.server_context import ServerContext
 
 Route = Callable[..., Awaitable[Response]]
 
@@ -87,33 +87,40 @@ _VARIANT_PARAMETER: Final = {
 
 
 class OpenAIRoutes:
-    """Routes of one API server process.
-
-    Call `attach` while the application is built, and `start` after engine startup.
-    """
+    """Routes of one API server process."""
 
     def __init__(self) -> None:
         self._images: ImageRoutes | None = None
         self._videos: VideoRoutes | None = None
         self._chat: ChatRoutes | None = None
 
-    def start_serving(
+    async def start_serving(self, server: ServerContext) -> None:
+        jobs = self.connect_engine(
+            server.engine, server.served, server.media_limits, server.limits, server.threads
+        )
+        server.room_checks.append(lambda: not (jobs.is_full or self.images.is_full))
+        server.media_bytes = jobs.store.nbytes
+
+    def connect_engine(
         self,
         engine: OmniEngine,
         served: ServedModel,
+        limits: MediaLimits,
         endpoint_limits: EndpointLimits,
         executor: Executor,
-    ) -> None:
+    ) -> VideoJobs:
         """Connect the routes to the engine, before the server listens.
 
         Args:
-            engine: Runs the requests; data-parallel ranks are shared with the other endpoints.
+            engine: Runs the requests.
             served: Names, capabilities and sizes of the served model.
-            endpoint_limits: Limits that hold for WebSocket endpoints as well, for example of
-            images.
+            limits: Limits of these routes.
+            endpoint_limits: Limits that WebSocket endpoints have too, for example of images.
             executor: Threads that decode and encode media.
+
+        Returns:
+            The video jobs of this process.
         """
-        limits = read_struct(MediaLimits)
         self.served = served
         store = MediaStore(limits)
         jobs = VideoJobs(engine, served, store, limits, executor)
@@ -121,10 +128,9 @@ class OpenAIRoutes:
         self._images = ImageRoutes(engine, served, store, limits, endpoint_limits, threads)
         self._videos = VideoRoutes(jobs, served, limits, endpoint_limits, threads)
         self._chat = ChatRoutes(engine, served, limits, endpoint_limits, threads)
-        self.has_room = lambda: not (jobs.is_full or self.images.is_full)
-        self.media_bytes = store.nbytes
+        return jobs
 
-    def attach_to_app(self, app: FastAPI) -> None:
+    def add_routes(self, app: FastAPI) -> Iterable[str]:
         app.add_api_route(SERVED_PATH, self._served_model, methods=["GET"], include_in_schema=False)
         add = partial(_add, app)
         add(
@@ -186,9 +192,9 @@ class OpenAIRoutes:
             media_types=("video/mp4", "image/webp", "image/jpeg"),
             parameters=[_VARIANT_PARAMETER],
         )
+        return ()
 
-    # vLLM builds the application before engine startup, so these methods resolve the routes per
-    # call.
+    # vLLM adds routes before engine startup, so these methods look their handlers up at each call.
 
     @property
     def images(self) -> ImageRoutes:
@@ -223,7 +229,7 @@ class OpenAIRoutes:
         return await self.images.file_content(request, file_id)
 
     async def _chat_completions(self, request: Request) -> Response:
-        """Ask a question about an image or a video."""
+        """Generate text from text, an image or a video."""
         assert self._chat is not None, "vLLM initialises state before it serves"
         return await self._chat.completions(request)
 
@@ -270,8 +276,8 @@ def _add(
     if parameters:
         extra["parameters"] = list(parameters)
     errors: dict[int | str, dict[str, Any]] = {
-        "4XX": {"model": ErrorReply, "description": "The request is refused."},
-        "5XX": {"model": ErrorReply, "description": "The server could not answer it."},
+        "4XX": {"model": ErrorReply, "description": "The request was refused."},
+        "5XX": {"model": ErrorReply, "description": "The server failed."},
     }
     success: dict[str, Any] = {"description": "Success"}
     if reply is not None:

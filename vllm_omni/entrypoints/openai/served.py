@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ServedModel`: names, capabilities and geometry of the model behind the OpenAI routes.
+"""`ServedModel`: names, capabilities and sizes of the model that the OpenAI routes serve.
 
 Fields that a family leaves open (default size, largest area) are filled in from the deployment
 here, so routes find definite values.
@@ -87,8 +87,10 @@ class ServedModel:
 
     @property
     def images(self) -> Sizes:
-        own = self.capabilities.pictures
-        return self.videos if own is None else self._sizes(own.width, own.height, own.max_pixels)
+        sizes = self.capabilities.pictures
+        if sizes is None:
+            return self.videos
+        return self._sizes(sizes.width, sizes.height, sizes.max_pixels)
 
     def _sizes(self, width: int, height: int, max_pixels: int) -> Sizes:
         return Sizes(

@@ -49,8 +49,8 @@ class FrameRenderer:
         frames_THWC = chunk.result.frames_THWC
         if len(frames_THWC) != chunk.sizes[chunk.number]:
             raise RuntimeError(
-                f"the model made {len(frames_THWC)} frames, {chunk.sizes[chunk.number]} "
-                "were planned"
+                f"the model made {len(frames_THWC)} frames, {chunk.sizes[chunk.number]} were "
+                "planned"
             )
         counts = [-(-size // self._step(size)) for size in chunk.sizes]
         base, total, step = sum(counts[: chunk.number]), sum(counts), self._step(len(frames_THWC))

@@ -242,7 +242,7 @@ class Router:
                 async with server:
                     if frames.is_early:
                         return web.Response(
-                            status=400, text="frames arrived before the handshake was answered"
+                            status=400, text="frames arrived before the end of the handshake"
                         )
                     return await self._join(request, frames, server, backend)
         return _unavailable("no server is up", 503)

@@ -130,7 +130,7 @@ class _PyAV:
 
 
 class _Growing(io.RawIOBase):
-    """An append-only file whose new contents can be removed."""
+    """An append-only file. `take_bytes` removes its new contents."""
 
     def __init__(self) -> None:
         self._new = bytearray()

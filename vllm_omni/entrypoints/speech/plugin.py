@@ -12,7 +12,6 @@ import contextlib
 from argparse import Namespace
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 from fastapi import FastAPI
 from starlette.datastructures import State
@@ -25,6 +24,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm_omni.config import OmniConfig
 from vllm_omni.entrypoints.engine.client import OmniEngine
 from vllm_omni.entrypoints.engine.engine_watch import EngineWatch
+from vllm_omni.entrypoints.lifespan import run_while_serving
 from vllm_omni.entrypoints.operations import Operations
 from vllm_omni.entrypoints.speech.routes import SpeechRoutes
 from vllm_omni.model_executor.models.registry import detect_family
@@ -36,6 +36,7 @@ class SpeechEndpoints:
 
     name = "vllm_omni_speech"
     required_tasks: tuple[SupportedTask, ...] | None = ("generate",)
+    """vLLM loads the plugin only if the served model supports one of these tasks."""
 
     def __init__(self) -> None:
         self._model: SpeechModel | None = None
@@ -46,21 +47,18 @@ class SpeechEndpoints:
     def attach_router(self, app: FastAPI) -> None:
         self._routes.attach_to_app(app)
         app.add_api_route("/health", self._health, methods=["GET"])
-        inner = app.router.lifespan_context
-
-        @contextlib.asynccontextmanager
-        async def lifespan(served: Any) -> AsyncIterator[Any]:
-            async with inner(served) as state:
-                try:
-                    yield state
-                finally:
-                    if self._model is not None:
-                        for stage in self._model.stages:
-                            stage.shutdown()
-
-        app.router.lifespan_context = lifespan
+        run_while_serving(app, self._stages)
         self._watch.attach_to_app(app)
         self._operations.attach_to_app(app)
+
+    @contextlib.asynccontextmanager
+    async def _stages(self, app: FastAPI) -> AsyncIterator[None]:
+        """Shut the additional engines down at the end."""
+        try:
+            yield
+        finally:
+            for stage in self._model.stages if self._model is not None else ():
+                stage.shutdown()
 
     async def init_state(
         self, engine_client: EngineClient | None, state: State, args: Namespace
@@ -74,12 +72,12 @@ class SpeechEndpoints:
         path = Path(args.model)
         family = detect_family(path)
         if family.start_speech is None:
-            raise ValueError(f"vllm_omni_speech: {path} is a {family.name}, which does not speak")
+            raise ValueError(f"vllm_omni_speech: the family {family.name} of {path} has no speech")
         omni = OmniConfig.from_additional_config(engine_client.vllm_config.additional_config)
         await self._operations.start_serving(engine_client, omni)
         self._model = await family.start_speech(path, omni, engine_client)
         self._routes.start_serving(self._model, state)
-        # without it nothing is served; other stages are named by `/health`
+        # Only the language model's death ends the server. `/health` names other dead stages.
         served = OmniEngine(engine_client)
         self._watch.start_watching(
             lambda: served.is_dead, await served.process_ids(), omni.rank_timeout_s

@@ -332,7 +332,7 @@ def _sse_error(error: Exception) -> bytes:
 async def _streamed(parts: AsyncIterator[bytes], media_type: str, notify: Any) -> StreamingResponse:
     """Wait for the first part, then stream.
 
-    A later failure is reported with `tell`; if that is None, the connection is dropped.
+    A later failure is sent as `notify` formats it. If that is None, the connection is dropped.
     """
     first = await anext(parts, b"")
 

@@ -6,13 +6,14 @@ logging configuration (`--log-config-file`, VLLM_LOGGING_CONFIG_PATH) stays unch
 the filter of `vllm_omni.runtime.log_context`.
 
 `quiet_start` drops log records that are misleading or useless for a server of this package. Each
-filter names its logger and its reason. The filters are those of the standard library, so no code of
-vLLM is replaced.
+filter names its logger and its reason. The filters are attached with the standard library, so no
+code of vLLM is replaced.
 """
 
 import contextvars
 import functools
 import logging
+from collections.abc import Callable
 from typing import Any, Final
 
 from vllm_omni.runtime.log_context import ContextFilter, ContextFormatter
@@ -78,72 +79,62 @@ def known_variables() -> frozenset[str]:
     return frozenset({SECRET_VARIABLE, *(PREFIX + field.name.upper() for field in fields)})
 
 
-class _Drop(logging.Filter):
-    logger: str
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not self.is_noise(record)
-
-    def is_noise(self, record: logging.LogRecord) -> bool:
-        raise NotImplementedError
-
-
-class KnownVariables(_Drop):
+def _names_known_variable(record: logging.LogRecord) -> bool:
     """vLLM warns of every unknown variable that starts with VLLM_, including this package's.
 
     Warnings about misspelled variables stay.
     """
-
-    logger = "vllm.platforms.interface"
-
-    def is_noise(self, record: logging.LogRecord) -> bool:
-        if not str(record.msg).startswith("Unknown vLLM environment variable") or not isinstance(
-            record.args, tuple
-        ):
-            return False
-        return not known_variables().isdisjoint(record.args)
+    return (
+        str(record.msg).startswith("Unknown vLLM environment variable")
+        and isinstance(record.args, tuple)
+        and not known_variables().isdisjoint(record.args)
+    )
 
 
-class MissingTokenizer(_Drop):
+def _misses_tokenizer(record: logging.LogRecord) -> bool:
     """vLLM renders a chat as warm-up, which fails for models without a tokenizer."""
-
-    logger = "vllm.renderers.base"
-
-    def is_noise(self, record: logging.LogRecord) -> bool:
-        error = record.exc_info[1] if record.exc_info else None
-        return record.msg == "Chat template warmup failed" and str(error).startswith(
-            "Tokenizer not available"
-        )
+    error = record.exc_info[1] if record.exc_info else None
+    return record.msg == "Chat template warmup failed" and str(error).startswith(
+        "Tokenizer not available"
+    )
 
 
-class RouteLines(_Drop):
+def _lists_route(record: logging.LogRecord) -> bool:
     """vLLM logs every route and file of the web page, over a hundred lines.
 
-    Shown at level DEBUG.
+    They are shown at level DEBUG.
     """
-
-    logger = "vllm.entrypoints.launchers.launcher"
-
-    def is_noise(self, record: logging.LogRecord) -> bool:
-        is_route = str(record.msg).startswith(("Available routes are", "Route: "))
-        return is_route and not logging.getLogger(self.logger).isEnabledFor(logging.DEBUG)
+    is_route = str(record.msg).startswith(("Available routes are", "Route: "))
+    return is_route and not logging.getLogger(record.name).isEnabledFor(logging.DEBUG)
 
 
-class DeniedHandshakes(_Drop):
+def _reports_denied_handshake(record: logging.LogRecord) -> bool:
     """uvicorn reports a handshake that ended with 401, 403 or 503 as unfinished."""
+    is_unfinished = str(record.msg).startswith("ASGI callable returned without")
+    return is_unfinished and answered_by_denial.get()
 
-    logger = "uvicorn.error"
 
-    def is_noise(self, record: logging.LogRecord) -> bool:
-        return (
-            str(record.msg).startswith("ASGI callable returned without")
-            and answered_by_denial.get()
-        )
+class DropNoise(logging.Filter):
+    """Drops the log records for which a function returns True."""
+
+    def __init__(self, is_noise: Callable[[logging.LogRecord], bool]) -> None:
+        super().__init__()
+        self.is_noise = is_noise
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not self.is_noise(record)
+
+
+NOISE: Final = {
+    "vllm.platforms.interface": DropNoise(_names_known_variable),
+    "vllm.renderers.base": DropNoise(_misses_tokenizer),
+    "vllm.entrypoints.launchers.launcher": DropNoise(_lists_route),
+    "uvicorn.error": DropNoise(_reports_denied_handshake),
+}
+"""Filter of each logger."""
 
 
 def quiet_start() -> None:
     """Add the filters to the loggers of this process. Idempotent."""
-    for kind in (KnownVariables, MissingTokenizer, RouteLines, DeniedHandshakes):
-        logger = logging.getLogger(kind.logger)
-        if not any(type(known) is kind for known in logger.filters):
-            logger.addFilter(kind())
+    for name, noise in NOISE.items():
+        logging.getLogger(name).addFilter(noise)

@@ -4,14 +4,13 @@
 vLLM serves `prometheus_client`'s default registry at `/metrics`, or with several API server
 processes the files in `PROMETHEUS_MULTIPROC_DIR`, so metrics defined here appear there. An endpoint
 creates a `SessionMeter` for each session. Requests without a session use `endpoint_metrics()`.
-Labels have few values and never identify a client. `frontend_metrics.py` holds the metrics that
-change with every chunk.
+Labels have few values and never identify a client.
 
 Log lines consist of an event and `key=value` pairs: two lines for a session, two for a video job,
 one for an image call. They never contain prompts, keys or addresses.
 
 Why not vLLM's stat loggers (`vllm.stat_logger_plugins`): they receive the engine's statistics of
-tokens and iterations, but neither sessions nor what clients were sent.
+tokens and iterations, but not of sessions or of data that clients receive.
 """
 
 import functools
@@ -21,8 +20,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from prometheus_client import Counter, Gauge, Histogram
-
-from vllm_omni.entrypoints.telemetry.frontend_metrics import counter, histogram
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -88,24 +85,24 @@ class EndpointMetrics:
         self.sessions = Gauge(
             "omni_rt_sessions", "Live sessions.", endpoint, multiprocess_mode="livesum"
         )
-        self.opened = Counter("omni_rt_sessions_opened", "Sessions begun.", endpoint)
+        self.opened = Counter("omni_rt_sessions_opened", "Sessions started.", endpoint)
         self.closed = Counter(
             "omni_rt_sessions_closed", "Sessions ended, by reason.", (*endpoint, "reason")
         )
         self.rejected = Counter(
             "omni_rt_sessions_rejected", "Sessions refused, by reason.", (*endpoint, "reason")
         )
-        self.chunks = counter("omni_rt_chunks", "Chunks generated.", endpoint)
-        self.frames = counter("omni_rt_frames", "Frames generated.", endpoint)
+        self.chunks = Counter("omni_rt_chunks", "Chunks generated.", endpoint)
+        self.frames = Counter("omni_rt_frames", "Frames generated.", endpoint)
         self.aborted = Counter(
             "omni_rt_chunks_aborted", "Chunks dropped in the engine.", (*endpoint, "reason")
         )
         self.dropped = Counter(
-            "omni_rt_frames_dropped", "Frames generated, never delivered.", endpoint
+            "omni_rt_frames_dropped", "Frames generated but not delivered.", endpoint
         )
         self.late = Counter(
             "omni_rt_deadline_misses",
-            "Chunks that came after the one before had been played.",
+            "Chunks that arrived after the previous chunk had been played.",
             endpoint,
         )
         self.first_frame = Histogram(
@@ -114,11 +111,17 @@ class EndpointMetrics:
             endpoint,
             buckets=_SECONDS,
         )
-        self.gap = histogram(
-            "omni_rt_inter_chunk_gap_seconds", "Between chunks of one request.", endpoint, _SECONDS
+        self.gap = Histogram(
+            "omni_rt_inter_chunk_gap_seconds",
+            "Between chunks of one request.",
+            endpoint,
+            buckets=_SECONDS,
         )
-        self.stage = histogram(
-            "omni_rt_chunk_seconds", "Where a chunk's time goes.", (*endpoint, "stage"), _SECONDS
+        self.stage = Histogram(
+            "omni_rt_chunk_seconds",
+            "Where a chunk's time goes.",
+            (*endpoint, "stage"),
+            buckets=_SECONDS,
         )
         # cached for every chunk, because `labels` takes a lock
         self._stage = functools.cache(self.stage.labels)
@@ -146,21 +149,21 @@ class EndpointMetrics:
         # Every process gets the same statistics from the engine, so the latest value is right.
         self.held_bytes = Gauge(
             "omni_held_bytes",
-            "Bytes held, by what holds them.",
+            "Bytes in use, by kind.",
             ("kind",),
             multiprocess_mode="livemostrecent",
         )
         self.reply_bytes = Gauge(
             "omni_rt_held_reply_bytes",
-            "Replies kept for readers and for resume.",
+            "Replies retained for readers and for resume.",
             multiprocess_mode="livesum",
         )
         self.engine_sessions = Gauge(
-            "omni_engine_sessions", "Sessions the engine holds.", multiprocess_mode="livemostrecent"
+            "omni_engine_sessions", "Sessions in the engine.", multiprocess_mode="livemostrecent"
         )
         self.engine_slots = Gauge(
             "omni_engine_session_slots",
-            "Sessions the engine may hold.",
+            "Maximum number of sessions in the engine.",
             multiprocess_mode="livemostrecent",
         )
 

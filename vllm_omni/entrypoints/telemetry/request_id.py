@@ -12,14 +12,13 @@ WebSocket handshakes or log lines.
 
 import re
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any, Final
+from typing import Final
 
 from fastapi import FastAPI
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from vllm_omni.entrypoints.lifespan import run_before_serving
 from vllm_omni.entrypoints.telemetry import logs
 from vllm_omni.runtime import log_context, trace_context
 
@@ -67,20 +66,12 @@ class RequestIds:
         await self._app({**scope, "headers": headers}, receive, send_with_id)
 
 
-def attach(app: FastAPI) -> None:
-    """Wrap the application when vLLM's server starts, and add ids to this process's log lines.
+def add_request_ids(app: FastAPI) -> None:
+    """Wrap the application before vLLM's server listens, and add ids to the log lines."""
 
-    uvicorn reads `loaded_app` of its config for each new connection and runs the lifespan before it
-    listens.
-    """
-    inner = app.router.lifespan_context
-
-    @asynccontextmanager
-    async def lifespan(starting: FastAPI) -> AsyncIterator[Any]:
+    def wrap(starting: FastAPI) -> None:
         logs.add_ids(custom_config=logs.has_custom_config(starting.state.args))
         config = starting.state.server.config
         config.loaded_app = RequestIds(config.loaded_app)
-        async with inner(starting) as state:
-            yield state
 
-    app.router.lifespan_context = lifespan
+    run_before_serving(app, wrap)

@@ -13,9 +13,9 @@
           thinker talker token2wav    its stages (`pipeline/stage.py`)
 
 Tracing is on if the server has vLLM's `--otlp-traces-endpoint`. vLLM has then set up the exporter
-of this process, which these spans use. Otherwise every object here does nothing. The engine reports
-the duration of its stages, but not their start. The spans are therefore laid out consecutively up
-to the result, and the remaining time is `queue`.
+of this process, which these spans use. Otherwise the objects of this module have no effect. The
+engine reports the duration of its stages, but not their start. The spans are therefore laid out
+consecutively up to the result, and the remaining time is `queue`.
 """
 
 import asyncio
@@ -99,7 +99,7 @@ def tracing() -> Tracing:
     return _process[0]
 
 
-def start() -> None:
+def start_tracing() -> None:
     """Record spans from now on, through the provider that vLLM has set up in this process."""
     from opentelemetry import trace
 

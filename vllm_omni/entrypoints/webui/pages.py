@@ -2,13 +2,14 @@
 """The web page at `/omni/`: static files with headers that restrict them to this server.
 
 The page gets all dynamic data from the WebSocket's `hello`. It loads without a key, because it
-contains nothing secret and can do nothing without one.
+contains no secrets and cannot generate without a key.
 """
 
 import hashlib
 import importlib.resources
+import logging
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -17,8 +18,11 @@ from typing import Final
 from fastapi import FastAPI, Request
 from starlette.responses import RedirectResponse, Response
 
+from vllm_omni.entrypoints.server_context import ServerContext
 from vllm_omni.entrypoints.webui.address import PAGE_PATH, page_url
 from vllm_omni.worlds.description import description_file, read_description
+
+logger = logging.getLogger("vllm." + __name__)
 
 CONTENT_TYPES: Final = {
     "html": "text/html; charset=utf-8",
@@ -71,7 +75,23 @@ class Page:
         return Response(self.body, media_type=self.content_type, headers=headers)
 
 
-def attach(
+class WebPage:
+    """The page as an endpoint. It needs no API key, because the page itself requests the key from
+    its user."""
+
+    def __init__(self) -> None:
+        self._is_world = True
+
+    def add_routes(self, app: FastAPI) -> Iterable[str]:
+        return add_pages(app, Path(app.state.args.model), lambda: self._is_world)
+
+    async def start_serving(self, server: ServerContext) -> None:
+        self._is_world = server.is_world
+        if (address := local_address(server.args)) is not None:
+            logger.info("web page: %s", address)
+
+
+def add_pages(
     app: FastAPI, world: Path | None = None, is_world: Callable[[], bool] = lambda: True
 ) -> list[str]:
     """Add a route for every file under `static/`, which are all read now.
@@ -95,23 +115,23 @@ def attach(
     by_path = {f"{PAGE_PATH}/{name}": page for name, page in pages.items()}
 
     async def to_slash(request: Request) -> Response:
-        # relative, so that it works behind a proxy's prefix
+        # relative, so that it works with the path prefix of a proxy
         return RedirectResponse("omni/", 307, headers=HEADERS)
 
     for path in ("/", PAGE_PATH):
         app.add_route(path, to_slash, methods=["GET"], include_in_schema=False)
 
-    async def start(request: Request) -> Response:
+    async def index(request: Request) -> Response:
         return await pages["index.html" if is_world() else "create.html"].send(request)
 
-    app.add_route(f"{PAGE_PATH}/", start, methods=["GET"], include_in_schema=False)
+    app.add_route(f"{PAGE_PATH}/", index, methods=["GET"], include_in_schema=False)
     for path, page in by_path.items():
         # GET includes HEAD
         app.add_route(path, page.send, methods=["GET"], include_in_schema=False)
     return ["/", PAGE_PATH, f"{PAGE_PATH}/", *by_path]
 
 
-def address(args: Namespace) -> str | None:
+def local_address(args: Namespace) -> str | None:
     """Return the page's URL on this machine; None if the server listens on a Unix socket."""
     if args.uds:
         return None

@@ -25,9 +25,8 @@ def add_parser(subparsers: Any) -> None:
         "fetch released weights from the Hugging Face hub",
         (
             "Fetch the released weights of a model into one directory, ready to serve. An "
-            "interrupted "
-            "download continues where it stopped. Hugging Face's own variables apply, for example "
-            "HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE."
+            "interrupted download continues where it stopped. Hugging Face's own variables apply, "
+            "for example HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE."
         ),
         [
             "vllm-omni download lingbot_world_v2_1_3b --dry-run",
@@ -41,7 +40,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--accept-license", action="store_true", help="accept the licence that the weights name"
     )
-    parser.add_argument("--dry-run", action="store_true", help="only say what would be fetched")
+    parser.add_argument("--dry-run", action="store_true", help="only list the files and their size")
     parser.set_defaults(run=run)
 
 
@@ -66,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if source.licence is not None and not args.accept_license:
         raise CommandError(
-            "nothing was fetched; if you accept the licence, pass --accept-license "
+            "no file was fetched; if you accept the licence, pass --accept-license "
             f"({source.licence})"
         )
     _check_disk(out, source.gigabytes)
@@ -88,7 +87,7 @@ def _check_disk(out: Path, gigabytes: float) -> None:
     free = shutil.disk_usage(existing).free / _GB
     if free < gigabytes - have:
         raise CommandError(
-            f"{gigabytes - have:.0f} GB are still to come and {existing} has {free:.0f} GB free; "
+            f"{gigabytes - have:.0f} GB are still missing, but {existing} has {free:.0f} GB free; "
             "name another directory"
         )
 
@@ -105,7 +104,7 @@ def _fetch(repo: str, patterns: list[str], folder: Path) -> None:
         fetch(repo, patterns, local_dir=folder)
     except ValueError as error:
         advice = (
-            "Run the same command again to resume, or bring the files listed above from "
-            "another machine into"
+            "Run the same command again to resume, or bring the files listed above from another "
+            "machine into"
         )
         raise CommandError(f"{error}. {advice} {folder}") from error

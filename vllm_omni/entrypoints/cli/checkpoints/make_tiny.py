@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni make-tiny MODEL OUT`: a tiny random checkpoint in a real layout, for demos and
-tests.
-"""
+"""`vllm-omni make-tiny MODEL OUT`: a tiny random checkpoint in the layout of a released one."""
 
 import argparse
 from pathlib import Path
@@ -33,7 +31,7 @@ def add_parser(subparsers: Any) -> None:
         "--seed", type=int, default=0, help="seed of the random weights (default: 0)"
     )
     parser.add_argument(
-        "--layout", help="checkpoint layout; the error for an unknown one lists what there is"
+        "--layout", help="checkpoint layout; an unknown one is refused with a list of the layouts"
     )
     parser.set_defaults(run=run)
 

@@ -19,9 +19,8 @@ def add_parser(subparsers: Any) -> None:
         "compare a model with recorded golden tensors",
         (
             "Run each recorded scenario of a golden directory through this package's model and "
-            "compare every stage with the tensors of the original implementation. The exit "
-            "status is "
-            "1 if a stage is outside its tolerance."
+            "compare every stage with the tensors of the original implementation. The exit status "
+            "is 1 if a stage is outside its tolerance."
         ),
         [
             "vllm-omni verify waypoint --golden tests/golden/waypoint",

@@ -51,7 +51,7 @@ _CONTAINERS: Final = (
 )
 """Matroska and WebM, FLV, Ogg, MPEG program streams, ASF."""
 _TS_PACKET, _TS_SYNC = 188, 0x47
-"""MPEG-TS: packets of so many bytes, each begins with this one."""
+"""MPEG-TS: size of a packet in bytes, and the first byte of each packet."""
 
 
 class ClientDisconnectedError(Exception):
@@ -115,7 +115,7 @@ def read_clip(
             f"the file cannot be read as a video ({type(error).__name__})", param, "invalid_video"
         ) from None
     if not frames:
-        raise invalid("the video holds no frames", param, "invalid_video")
+        raise invalid("the video has no frames", param, "invalid_video")
     if len({frame.shape for frame in frames}) > 1:
         raise invalid("the video's frames change their size", param, "invalid_video")
     return np.stack(frames)
@@ -144,7 +144,7 @@ def _measure(data: bytes, param: str, has_left: Callable[[], bool]) -> tuple[int
             if has_left():
                 raise ClientDisconnectedError
     if count == 0:
-        raise invalid("the video holds no frames", param, "invalid_video")
+        raise invalid("the video has no frames", param, "invalid_video")
     return count, count / fps
 
 

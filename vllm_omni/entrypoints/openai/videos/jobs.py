@@ -5,7 +5,7 @@ A job is accepted at once. It waits for one of `max_running_videos` slots and th
 the engine. It always ends: completed with its files in the store, or failed with a reason. Jobs are
 independent of connections. Ending a job aborts its engine request before the next denoise step.
 Progress comes from the workers, never decreases, and reaches 100 only with the file. This module
-knows no HTTP.
+does not depend on HTTP.
 
 Why not a task queue (Celery, arq): a job is one request to this process's engine and ends with it,
 so a broker would add a process and no durability.
@@ -104,8 +104,8 @@ class VideoJobs:
             endpoint_metrics().request_done(ENDPOINT, "refused", 0.0)
             raise ApiError(
                 429,
-                f"{len(self._jobs)} video jobs run or wait, the maximum of this server; try "
-                "again later",
+                f"{len(self._jobs)} video jobs run or wait, the maximum of this server; try again "
+                "later",
                 code="too_many_jobs",
                 retry_after_s=5,
             )
@@ -192,7 +192,7 @@ class VideoJobs:
             return {"code": failure.code, "message": failure.message}
         except OSError as error:
             if is_disk_full(error):
-                logger.warning("video job %s: no room on the disk for its files", job.record.id)
+                logger.warning("video job %s: the disk is full", job.record.id)
                 return {"code": STORAGE_FULL, "message": DISK_FULL}
             logger.exception("video job %s could not be written", job.record.id)
             return {
@@ -269,7 +269,7 @@ class VideoJobs:
                         job.record.size = f"{frames_THWC.shape[2]}x{frames_THWC.shape[1]}"
                     await self._off_loop(file.write_frames, frames_THWC)
             if file is None:
-                raise RequestFailed("engine_error", "the model made no frames")
+                raise RequestFailed("engine_error", "the model returned no frames")
             job.record.file_bytes = await self._off_loop(file.finish)
         except BaseException:
             if file is not None:
@@ -350,7 +350,7 @@ class VideoJobs:
             wait_s=self._limits.queue_timeout_s,
         )
         if "frames" not in results or len(results["frames"]) == 0:
-            raise RequestFailed("engine_error", "the model made no frames")
+            raise RequestFailed("engine_error", "the model returned no frames")
         endpoint_metrics().stages(ENDPOINT, meta.get("timings_ms", {}), time.monotonic() - sent_s)
         job.chunks_done += 1
         self._set_progress(job, 0, 1)
@@ -365,7 +365,8 @@ class VideoJobs:
     # -- progress ----------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Update the progress of all jobs, and end jobs that another process was asked to end."""
+        """Update the progress of all jobs, and end jobs that clients have ended through another
+        process."""
         requested_s = 0.0
         while self._jobs:
             for job in list(self._jobs.values()):

@@ -140,7 +140,7 @@ class MediaStore:
             self.write(record)
         except OSError as error:
             if record.id not in self._unwritten:
-                logger.warning("the record of %s is kept in memory: %s", record.id, error.strerror)
+                logger.warning("the record of %s stays in memory: %s", record.id, error.strerror)
             self._unwritten[record.id] = record
 
     def _put(self, media_id: str, suffix: str, data: bytes) -> None:
@@ -227,7 +227,7 @@ class MediaStore:
     # -- ending a job of another process -----------------------------------------------------------
 
     def request_stop(self, media_id: str, ending: Ending) -> None:
-        """Ask the owner of an unfinished job to end it."""
+        """Request that the owner of an unfinished job ends it."""
         self.path(media_id, "ending").write_text(ending)
 
     def stop_requested(self, media_id: str) -> Ending | None:
@@ -324,8 +324,8 @@ def _remove(path: Path) -> None:
 def _open_directory(configured: str) -> Path:
     """Return the configured directory, or create a private one for this server.
 
-    The API server processes of one `vllm serve` have the same parent, whose process id names their
-    directory.
+    The API server processes of one `vllm serve` have the same parent, and the parent's process id
+    names their directory.
     """
     if configured:
         root = Path(configured)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the realtime endpoints share: one client's WebSocket, its limits and its timing."""
+"""Shared parts of the realtime endpoints: one client's WebSocket, its limits and its timing."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """msgpack messages with NumPy arrays, from untrusted clients.
 
-Two array dialects are read and written. Keys may arrive as bytes or str.
+This module reads and writes two dialects of arrays. Keys may arrive as bytes or str.
 
     openpi   {b"__ndarray__": true, b"data": bin, b"dtype": str, b"shape": [...]}
              a scalar has b"__npgeneric__" instead, and no shape
@@ -18,8 +18,9 @@ only one dialect and has no limits.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from enum import Enum
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -33,9 +34,6 @@ MAX_NODES: Final = 32_768
 camera poses as nested lists reach the limit."""
 MAX_STR_BYTES: Final = 1 << 20
 MAX_NDIM: Final = 8
-
-# binary values of this size and above are joined into the message without being encoded
-_SPLICE_BYTES: Final = 4096
 
 
 class CodecError(Exception):
@@ -141,7 +139,7 @@ def _check_structure(data: bytes) -> tuple[int, bool]:
     """
     size, position, nodes, has_byte_keys = len(data), 0, 0, False
     left = 1  # remaining values of the innermost open container
-    is_map = False  # whether that container is a map, whose values alternate between key and value
+    is_map = False  # whether that container is a map, in which keys and values alternate
     outer: list[tuple[int, bool]] = []  # the same for the enclosing containers
     while left or outer:
         if not left:
@@ -293,41 +291,18 @@ def _array(dtype_name: Any, shape: Any, data: Any) -> np.ndarray:
 def encode(message: Mapping[str, Any], dialect: Dialect = Dialect.OPENPI) -> bytes:
     """Return the message as msgpack.
 
-    Large arrays and byte strings are copied once, without the GIL.
-
     Args:
         message: JSON types, bytes, memoryviews, C-contiguous NumPy arrays, and maps and lists of
             them.
         dialect: Dialect of the arrays.
     """
-    return b"".join(_parts(message, dialect))
+    return _ENCODERS[dialect].encode(message)
 
 
-_ENCODER: Final = msgspec.msgpack.Encoder()
-
-
-def _parts(value: Any, dialect: Dialect) -> Iterator[bytes | memoryview]:
-    if isinstance(value, Mapping):
-        yield _header(len(value), 0x80, 16, {2: 0xDE, 4: 0xDF})
-        for key, item in value.items():
-            yield _ENCODER.encode(key)
-            yield from _parts(item, dialect)
-    elif isinstance(value, list | tuple) and any(
-        isinstance(item, np.ndarray | bytes | list | dict) for item in value
-    ):
-        yield _header(len(value), 0x90, 16, {2: 0xDC, 4: 0xDD})
-        for item in value:
-            yield from _parts(item, dialect)
-    elif isinstance(value, np.ndarray):
-        yield from _parts(_marked(value, dialect), dialect)
-    elif isinstance(value, bytes | memoryview) and len(value) >= _SPLICE_BYTES:
-        yield _header(len(value), 0, 0, {2: 0xC5, 4: 0xC6})
-        yield value
-    else:
-        yield _ENCODER.encode(value)
-
-
-def _marked(array: np.ndarray, dialect: Dialect) -> dict[bytes, Any]:
+def _marked(array: Any, dialect: Dialect) -> dict[bytes, Any]:
+    """Return an array as a marked map, without a copy."""
+    if not isinstance(array, np.ndarray):
+        raise TypeError(f"a message cannot contain a {type(array).__name__}")
     if array.dtype.kind not in "biuf" or not array.flags.c_contiguous:
         raise TypeError(f"only C-contiguous numbers and booleans are sent, got {array.dtype}")
     data: bytes | memoryview = array.data.cast("B") if array.size else b""
@@ -337,11 +312,7 @@ def _marked(array: np.ndarray, dialect: Dialect) -> dict[bytes, Any]:
     return {b"__ndarray__": True, b"data": data, b"dtype": dtype, b"shape": shape}
 
 
-def _header(length: int, short: int, short_limit: int, codes: Mapping[int, int]) -> bytes:
-    """Return the first bytes of a container or byte string, in the shortest form."""
-    if length < short_limit:
-        return bytes([short | length])
-    for width, code in codes.items():
-        if length < 1 << (8 * width):
-            return bytes([code]) + length.to_bytes(width)
-    raise ValueError(f"{length} bytes or entries do not fit msgpack")
+_ENCODERS: Final = {
+    dialect: msgspec.msgpack.Encoder(enc_hook=partial(_marked, dialect=dialect))
+    for dialect in Dialect
+}

@@ -24,7 +24,6 @@ from vllm_omni.entrypoints.errors import ClientDisconnected, Close, EndpointErro
 from vllm_omni.entrypoints.gathered_writes import Message, writer_of
 from vllm_omni.entrypoints.limits.token_bucket import TokenBucket
 from vllm_omni.entrypoints.realtime.connection.codec import MAX_NODES, CodecError, TooManyValues
-from vllm_omni.entrypoints.realtime.connection.deadline import Deadline
 from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
 
 logger = logging.getLogger("vllm." + __name__)
@@ -61,8 +60,7 @@ class Connection:
         self._websocket = websocket
         self._limits = limits
         self._send_lock = asyncio.Lock()
-        self._send_deadline = Deadline(limits.send_deadline_s, self._give_up)
-        self._idle_deadline = Deadline(limits.idle_timeout_s)
+        self._idle_limit: asyncio.Timeout | None = None
         self._writer = writer_of(websocket.scope)
         self._closed = False
         self._failure: EndpointError | None = None
@@ -122,8 +120,9 @@ class Connection:
 
     async def _receive(self, busy: Callable[[], bool]) -> bytes | str:
         while True:
+            limit_s = self._limits.idle_timeout_s if self._failure is None else _FAILING_POLL_S
             try:
-                with self._idle_deadline if self._failure is None else Deadline(_FAILING_POLL_S):
+                async with asyncio.timeout(limit_s) as self._idle_limit:
                     message = await self._websocket.receive()
                 break
             except TimeoutError:
@@ -141,7 +140,6 @@ class Connection:
                 raise ClientDisconnected from None
         if message["type"] == "websocket.disconnect":
             self._closed = True
-            self._idle_deadline.close()
             raise ClientDisconnected
         self._count_arrival()
         data = message.get("bytes")
@@ -156,7 +154,9 @@ class Connection:
                 requests the error is raised at once.
         """
         self._failure, self._fail_by_s = error, time.monotonic() + patience_s
-        self._idle_deadline.expire()
+        if self._idle_limit is not None:
+            with contextlib.suppress(RuntimeError):  # no message is awaited now
+                self._idle_limit.reschedule(asyncio.get_running_loop().time())
 
     def _count_arrival(self) -> None:
         now = time.monotonic()
@@ -203,7 +203,7 @@ class Connection:
         return error
 
     async def send(self, *messages: Message) -> None:
-        """Send messages without interleaving those of other tasks.
+        """Send messages without interleaving messages of other tasks.
 
         If cancelled, either all or none of the messages are sent. A peer that reads too slowly is
         closed with 4008.
@@ -222,15 +222,16 @@ class Connection:
             async with self._send_lock:
                 if self._closed:
                     raise ClientDisconnected
-                with self._send_deadline:
-                    await self._send_all(messages)
+                async with asyncio.timeout(self._limits.send_deadline_s) as limit:
+                    await self._send_all(messages, limit)
         except TimeoutError:
+            self._give_up()
             raise ClientDisconnected from None
         except (WebSocketDisconnect, RuntimeError, OSError):
             self._closed = True
             raise ClientDisconnected from None
 
-    async def _send_all(self, messages: tuple[Message, ...]) -> None:
+    async def _send_all(self, messages: tuple[Message, ...], limit: asyncio.Timeout) -> None:
         if self._writer is not None:
             await self._writer.send(messages)
             return
@@ -242,23 +243,25 @@ class Connection:
                     await self._websocket.send_bytes(message)  # type: ignore[arg-type]  # any buffer is sent as it is
             except asyncio.CancelledError:
                 # The peer has part of the messages and would take the next bytes for the rest.
-                if number and not self._send_deadline.expired:
-                    await self._send_rest(messages[number:])
+                if number and not limit.expired():
+                    await self._send_rest(messages[number:], limit)
                 raise
 
-    async def _send_rest(self, messages: tuple[Message, ...]) -> None:
+    async def _send_rest(self, messages: tuple[Message, ...], limit: asyncio.Timeout) -> None:
         """Finish sending although this task is cancelled. The send deadline still applies."""
-        sending = asyncio.ensure_future(self._send_all(messages))
+        sending = asyncio.ensure_future(self._send_all(messages, limit))
         while not sending.done():
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait([sending])
-            if self._send_deadline.expired:
+            if limit.expired():
                 sending.cancel()
         if not sending.cancelled():
             sending.exception()  # the connection's next send raises `ClientDisconnected`
 
     def _give_up(self) -> None:
-        logger.info("a client did not read for %g s; closing it", self._limits.send_deadline_s)
+        logger.info(
+            "a client did not read for %g s; closing its connection", self._limits.send_deadline_s
+        )
         self._closed = True
         self.cut()
 

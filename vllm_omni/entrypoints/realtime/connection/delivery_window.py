@@ -3,7 +3,7 @@
 
 A client may be slow for a moment, and a client that never reads exceeds the send deadline. This
 class detects the case in between: a client that always reads a little, and so would occupy its
-session and the engine permanently. It knows no sockets.
+session and the engine permanently.
 """
 
 import asyncio
@@ -26,13 +26,13 @@ Clients read a socket's buffer in bursts. After each one, the server's queue is 
 class DeliveryWindow:
     """Reading pace of one client that follows a run.
 
-    A client is behind if, whenever it has received a reply, a later chunk is already waiting. This
+    A client is late if, whenever it has received a reply, a later chunk is already waiting. This
     alone may only mean that the model is faster than real time. A client is too slow if it has also
     received fewer frames than play in `timeout_s`. The measured window is longer by one chunk,
-    because a client that plays in real time receives nothing between two chunks.
+    because a client that plays in real time receives no data between two chunks.
 
     Args:
-        timeout_s: Time in seconds for which a client may be behind without pause; 0 for no limit.
+        timeout_s: Time in seconds for which a client may be late without pause; 0 for no limit.
         fps: Playback rate in frames per second.
     """
 
@@ -88,14 +88,13 @@ class DeliveryWindow:
                 raise
             raise EndpointError(
                 "slow_reader",
-                f"you have been behind for {self._timeout_s:g} s: fewer than {self._fps:g} frames "
-                "a second were taken "
-                "while more were waiting",
+                f"you read too slowly: for {self._timeout_s:g} s you received fewer than "
+                f"{self._fps:g} frames a second while more were waiting",
                 close=Close.SLOW_CONSUMER,
             ) from None
 
     def _too_slow_at_s(self, late_since_s: float) -> float:
-        """Return when a client becomes too slow, if it receives nothing more."""
+        """Return when a client becomes too slow if it receives no more frames."""
         at_s = late_since_s + self._window_s
         needed = _KEEPS_UP * self._fps * self._timeout_s
         left = self._num_taken

@@ -4,7 +4,7 @@
 While draining, no new chunk starts. Chunks in flight are finished, rendered and delivered. Then
 every incomplete request ends with `draining` (close code 1013). If `save_to` is set, each session
 is saved exactly once: at the end of its run, because closing a live connection frees its session,
-or otherwise when it is idle. This module knows neither signals nor the engine.
+or otherwise when it is idle. This module depends neither on signals nor on the engine.
 """
 
 import asyncio
@@ -27,8 +27,11 @@ class Drainable(Protocol):
     """The part of a session that draining uses."""
 
     engine_id: str
+    """The engine's id of the session."""
     started: bool
+    """Whether the session has a finished chunk."""
     delivery_log: DeliveryLog
+    """Requests of the session and their replies."""
 
     @property
     def session_id(self) -> str: ...
@@ -47,6 +50,7 @@ class SessionTable(Protocol[S_co]):
     """The part of the session manager that draining uses."""
 
     guard: ConnectionGuard
+    """Admits connections."""
 
     def sessions(self) -> Iterable[S_co]: ...
 
@@ -109,7 +113,7 @@ class SessionDrain(Generic[S]):
                 logger.warning("a session could not be saved: %s", error)
 
     async def drain_sessions(self, manager: SessionTable[S]) -> None:
-        """Drain: refuse new work, then finish and save what has started.
+        """Drain: refuse new work, then finish and save the sessions that have started.
 
         Returns when all connections are closed. Clients that receive `draining` are closed with
         1013 by their own tasks. Otherwise the server's shutdown would close them with 1012.

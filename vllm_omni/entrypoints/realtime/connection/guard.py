@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Gate`: admits clients to the realtime endpoints before the WebSocket upgrade.
+"""`ConnectionGuard`: admits clients to the realtime endpoints before the WebSocket upgrade.
 
 A browser page of another origin is refused with 403. A connection over the limit is refused with
 503. The limit applies to all endpoints of one API server process together. vLLM's own middleware
@@ -25,7 +25,7 @@ class ConnectionGuard:
     Args:
         limits: Maximum number of connections.
         origins: `scheme://host[:port]` from which browsers may connect, in addition to the server's
-            own. "null" stands for local files, "*" for any origin.
+            own. "null" means local files, "*" for any origin.
     """
 
     def __init__(self, limits: EndpointLimits, origins: Iterable[str] = ()) -> None:

@@ -48,7 +48,8 @@ def load_image(source: Any, height: int, width: int, limits: EndpointLimits) -> 
 
 
 def read_image(source: Any, limits: EndpointLimits) -> Image.Image:
-    """Return the image in its original size. Arguments and errors are those of `load_image`."""
+    """Return the image in its original size. Arguments and errors are the same as for
+    `load_image`."""
     if isinstance(source, str):
         source = _data_url(source, limits)
     return (
@@ -91,14 +92,18 @@ def _from_file(data: Any, limits: EndpointLimits) -> Image.Image:
         raise EndpointError(
             "image_too_large", "the image has far too many pixels", param="image"
         ) from None
-    # Pillow's parsers raise a dozen types; their texts hold addresses and file names
+    # Pillow's parsers raise a dozen types, and their messages contain addresses and file names.
     except Exception:
         name = format_name(data)
-        said = "the image cannot be read" if name in (None, *_READ) else f"{name} is not read here"
+        said = (
+            "the image cannot be read"
+            if name in (None, *_SUPPORTED)
+            else f"{name} is not supported"
+        )
         raise EndpointError("invalid_image", f"{said}; {_ALLOWED}", param="image") from None
 
 
-_READ: Final = ("PNG", "JPEG", "WebP", "GIF")
+_SUPPORTED: Final = ("PNG", "JPEG", "WebP", "GIF")
 _SIGNATURES: Final = (
     (0, b"\x89PNG", "PNG"),
     (0, b"\xff\xd8\xff", "JPEG"),
@@ -125,7 +130,7 @@ _SIGNATURES: Final = (
 
 
 def format_name(data: bytes) -> str | None:
-    """Return the name of a picture's format by the file's first bytes; None = an unknown one."""
+    """Return the name of an image format by the first bytes of a file; None if it is unknown."""
     return next(
         (name for at, magic, name in _SIGNATURES if data[at : at + len(magic)] == magic), None
     )

@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """`EndpointLimits`: limits of the realtime endpoints, read once from the environment.
 
-Stock `vllm serve` has no flags for them. Each field is the environment variable `VLLM_OMNI_` plus
-the field's name in upper case, for example `VLLM_OMNI_IDLE_TIMEOUT_S=60`.
+Each field is the environment variable `VLLM_OMNI_` plus the field's name in upper case, for example
+`VLLM_OMNI_IDLE_TIMEOUT_S=60` (`engine/environment.py`).
 `entrypoints/websocket.py` limits the size of WebSocket messages.
 """
 
-from collections.abc import Mapping
 from typing import Annotated
 
 import msgspec
 
-from vllm_omni.entrypoints.engine.environment import read_struct
 from vllm_omni.entrypoints.limits.frame_budget import FrameBudget
 
 MIB = 1 << 20
@@ -90,13 +88,3 @@ class EndpointLimits(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def frame_budget(self) -> FrameBudget:
         return FrameBudget(max(self.max_small_frames_per_s, 2 * self.max_messages_per_s))
-
-    @classmethod
-    def from_env(cls, environ: Mapping[str, str] | None = None) -> "EndpointLimits":
-        """Read the variables that are set.
-
-        Raises:
-            ValueError: A value is invalid. The text names the variable, its value and the allowed
-                values.
-        """
-        return read_struct(cls, environ)

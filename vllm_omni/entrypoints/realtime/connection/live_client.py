@@ -47,7 +47,7 @@ class ConnectionHandler(ABC):
     endpoint: str
     """Name of the endpoint in log lines and metrics."""
     subprotocol = "omni.v1"
-    """Sent back to a client that offers it, because browsers require a reply to what they offer."""
+    """Sent back to a client that offers it, because browsers require a selected subprotocol."""
 
     def __init__(
         self, manager: SessionManager, websocket: WebSocket, max_strikes: int | None = None
@@ -72,7 +72,7 @@ class ConnectionHandler(ABC):
     def is_active(self) -> bool:
         """Whether work for this client is in progress. Otherwise its silence is idle time."""
 
-    async def run(self) -> None:
+    async def serve_connection(self) -> None:
         """Serve the connection until either side closes it."""
         await self.connection.accept(
             self.subprotocol if self.subprotocol in self._offered else None
@@ -81,7 +81,7 @@ class ConnectionHandler(ABC):
         try:
             await self.start_now()
             while True:
-                await self.take(await self.receive())
+                await self.handle_message(await self.receive())
         except ClientDisconnected:
             pass
         except EndpointError as error:  # of the connection, not of one message
@@ -106,22 +106,22 @@ class ConnectionHandler(ABC):
         if error.close is Close.SLOW_CONSUMER:
             self.connection.cut_soon()
         try:
-            await self.tell(error)
+            await self.send_error(error)
         except ClientDisconnected:
             return
         await self.connection.close(error.close or Close.INTERNAL, error.message)
 
     # -- for endpoints -----------------------------------------------------------------------------
 
-    async def start_now(self) -> None:  # noqa: B027  (most endpoints send nothing first)
+    async def start_now(self) -> None:  # noqa: B027  (most endpoints do not send first)
         """Do the work before the first message of the receive loop."""
 
     @abstractmethod
-    async def take(self, data: bytes | str) -> None:
+    async def handle_message(self, data: bytes | str) -> None:
         """Handle one message. A `EndpointError` raised here ends the connection."""
 
     @abstractmethod
-    async def tell(self, error: EndpointError) -> None:
+    async def send_error(self, error: EndpointError) -> None:
         """Send an error message."""
 
     @abstractmethod
@@ -252,7 +252,7 @@ class RealtimeEndpoint:
         """Initialize the endpoint.
 
         Args:
-            manager: Sessions of this process; its gate admits connections.
+            manager: Sessions of this process. Its guard admits connections.
             handler: Creates the handler of one connection.
         """
         self._manager, self._handler = manager, handler
@@ -263,7 +263,8 @@ class RealtimeEndpoint:
             if admitted:
                 # The handler gets its own task: a message wakes every coroutine of the task that
                 # waits for it, and there are more than a dozen layers of middleware above this one.
-                await asyncio.create_task(self._handler(self._manager, websocket).run())
+                handler = self._handler(self._manager, websocket)
+                await asyncio.create_task(handler.serve_connection())
 
 
 class TextFrames:

@@ -97,7 +97,7 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             "model": model,
             "card": hf_config.get(CONFIG_KEY),
         }
-        return parse_options(cls, info, f"world facts of {family.name}")
+        return parse_options(cls, info, f"stream metadata of {family.name}")
 
     @property
     def needs_image(self) -> bool:
@@ -226,8 +226,7 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if width % wide or height % high or height * width > self.max_area:
             raise EndpointError(
                 "unsupported_size",
-                f"{width}x{height} arrived; width must be a multiple of {wide}, height of "
-                f"{high}, and "
-                f"width x height at most {self.max_area}",
+                f"{width}x{height} arrived; width must be a multiple of {wide}, height of {high}, "
+                f"and width x height at most {self.max_area}",
                 param="extra_body",
             )

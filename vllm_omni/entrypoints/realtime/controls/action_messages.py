@@ -3,9 +3,9 @@
 
 Frames are a list with one entry per latent frame: names of held buttons, or a map of `buttons`,
 `axes` and `scroll`. Transitions are `{"mode": "state", "transitions": [...]}`, a list of maps with
-the same keys; absent keys change nothing. An unknown control is refused with `invalid_action` and
-the list of the model's controls. Camera keys, from clients that support nothing else, press the
-buttons that they belong to and are otherwise ignored.
+the same keys; absent keys leave controls unchanged. An unknown control is refused with
+`invalid_action` and the list of the model's controls. Camera keys, from clients that support no
+other controls, press the buttons that they belong to and are otherwise ignored.
 """
 
 from collections.abc import Iterable, Sequence
@@ -40,14 +40,20 @@ _MAX_KEYS: Final = 16  # camera keys held at once
 
 class _Transition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     buttons: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_HELD)] | None = None
+    """Names of the held buttons. None: unchanged."""
     axes: dict[Name, Value] = msgspec.field(default_factory=dict)
+    """Values of axes by name."""
     scroll: Value = 0.0
+    """Notches of the wheel."""
     client_ts_ms: float | None = None
+    """Accepted, not used."""
 
 
 class _States(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mode: Literal["state"]
+    """Only `state` is supported."""
     transitions: Annotated[list[_Transition], msgspec.Meta(max_length=_MAX_TRANSITIONS)]
+    """Transitions, oldest first, at most 512."""
 
 
 def read_actions_message(value: Any, space: ActionSpace) -> Script | States:

@@ -33,8 +33,11 @@ class Event(msgspec.Struct, frozen=True):
 @dataclass
 class _Rate:
     value: float
+    """Current value of the axis."""
     event: Event
+    """Event that set the value."""
     is_new: bool = True
+    """Whether no chunk has used the value yet."""
 
 
 @dataclass
@@ -44,9 +47,13 @@ class AnalogTrack:
     space: ActionSpace
     """Controls of the model."""
     _rates: dict[str, _Rate] = field(default_factory=dict)
+    """Value of each rate axis by name."""
     _moved: dict[str, float] = field(default_factory=dict)
+    """Distance on each motion axis since the last sample, by name."""
     _notches: float = 0.0
+    """Notches of the wheel since the last sample."""
     _movers: dict[int, Event] = field(default_factory=dict)
+    """Events of these motions and notches, by order of arrival."""
 
     @property
     def is_at_rest(self) -> bool:

@@ -93,11 +93,9 @@ class CameraPath:
             x, y = centres_N2[((centres_N2 < 0) | (centres_N2 > given)).any(axis=1)][0]
             raise EndpointError(
                 "invalid_camera",
-                f"the principal point ({x:g}, {y:g}) lies outside a picture of "
-                f"{given[0]}x{given[1]}: intrinsics for a "
-                f"picture of about {2 * x:g}x{2 * y:g}? Scale them to {size[0]}x{size[1]}, or name "
-                "their picture's "
-                f"[width, height] as camera.intrinsics_size",
+                f"the principal point ({x:g}, {y:g}) is outside an image of {given[0]}x{given[1]}. "
+                f"If the intrinsics are for an image of about {2 * x:g}x{2 * y:g}, scale them to "
+                f"{size[0]}x{size[1]} or send [width, height] as camera.intrinsics_size",
                 param="intrinsics",
             )
         scale_2 = np.array(size) / given
@@ -126,7 +124,7 @@ def plan_frames(
         num_frames: Pixel frames that the client requested. None: as many as poses.
         policy: `error` requires whole chunks and equal numbers. `trim` drops frames that do not
             fill a chunk. `hold_last` repeats the last pose to fill a chunk.
-        facts: Chunk sizes of the model.
+        info: Chunk sizes of the model.
         first: Whether this is the session's first request.
 
     Raises:
@@ -149,8 +147,8 @@ def plan_frames(
     elif (rest and policy == "error") or not sizes:
         raise EndpointError(
             "invalid_camera",
-            f"{wanted} frames arrived; {where} makes {grid} frames: send that many poses, or set "
-            f"extra_body.pose_policy to 'trim' or 'hold_last'",
+            f"{wanted} frames arrived; {where} generates {grid} frames: send as many poses, or set "
+            "extra_body.pose_policy to 'trim' or 'hold_last'",
             param="poses",
         )
     return sizes
@@ -165,7 +163,9 @@ def _numbers(value: Any, name: str) -> np.ndarray:
     if isinstance(value, np.ndarray):
         if value.dtype.kind not in "iuf":
             raise EndpointError(
-                "invalid_camera", f"{name} must hold numbers, got dtype {value.dtype}", param=name
+                "invalid_camera",
+                f"{name} must contain numbers, got dtype {value.dtype}",
+                param=name,
             )
         with np.errstate(invalid="ignore"):  # NaN is refused later, with its own error
             return value.astype(np.float64)
@@ -205,8 +205,7 @@ def _per_frame(intrinsics: np.ndarray, count: int) -> np.ndarray:
         raise EndpointError(
             "invalid_camera",
             f"intrinsics must have shape [N, 4], [N, 3, 3] or [N, 4, 4] with N = {count} poses, or "
-            "be one for all; "
-            f"got {list(shape)}",
+            f"be one for all; got {list(shape)}",
             param="intrinsics",
         )
     return intrinsics
@@ -229,8 +228,7 @@ def _with_exact_rotations(poses_N44: np.ndarray) -> np.ndarray:
         raise EndpointError(
             "invalid_camera",
             f"pose {int(np.argmax(bad))} is not rigid: its 3x3 part must be a rotation "
-            "(orthonormal within "
-            f"{_ROTATION_TOLERANCE:g}, determinant +1)",
+            f"(orthonormal within {_ROTATION_TOLERANCE:g}, determinant +1)",
             param="poses",
         )
     left, _, right = np.linalg.svd(rotation_N33)

@@ -101,16 +101,27 @@ class ControlTrack:
     space: ActionSpace = CAMERA_SPACE
     """Controls of the model. Every control of an update must be one of them."""
     _script: deque[tuple[ActionFrame, Event]] = field(default_factory=deque)
+    """Remaining frames of the script, each with its event."""
     _transitions: list[tuple[Held, Event]] = field(default_factory=list)
+    """Held buttons since the last sample, each with its event."""
     _held: Held = ()
+    """Buttons that were held in the last frame of the last sample."""
     _held_by: Event | None = None
+    """Event that set `_held`."""
     _any_actions: bool = False
+    """Whether the client has ever sent actions."""
     _prompt: tuple[str, Event] | None = None
+    """New prompt and its event."""
     _lora: tuple[tuple[Lora, ...], Event] | None = None
+    """New LoRA adapters and their event."""
     _num_events: int = 0
+    """Number of events so far."""
     _newest_sent: int = -1
+    """Largest order of an event whose id a sample contained."""
     _acting: set[int] = field(default_factory=set)
+    """Order of the events that acted in the last sample."""
     _seen: OrderedDict[EventId, None] = field(default_factory=OrderedDict)
+    """Ids of the latest events, to detect repetitions."""
 
     def __post_init__(self) -> None:
         self._analog = AnalogTrack(self.space)

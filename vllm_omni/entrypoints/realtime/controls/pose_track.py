@@ -98,10 +98,15 @@ class PoseTrack:
     walks: bool = False
     """Whether velocities are converted to `WALK_AXES`. Default: False."""
     _pending: deque[Command] = field(default_factory=lambda: deque(maxlen=MAX_PENDING))
+    """Commands that start with the next chunk."""
     _active: Command | None = None
+    """Command that moves the camera now."""
     _source: _Pose = field(default_factory=lambda: _identity())
+    """Pose at the start of the active command."""
     _pose: _Pose = field(default_factory=lambda: _identity())
+    """Current pose."""
     _steps: int = 0
+    """Latent frames since the start of a target."""
 
     def push(self, command: Command) -> None:
         self._pending.append(command)

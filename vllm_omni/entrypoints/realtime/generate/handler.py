@@ -116,7 +116,7 @@ class _Client(LiveClient):
 
     # -- messages in -------------------------------------------------------------------------------
 
-    async def take(self, data: bytes | str) -> None:
+    async def handle_message(self, data: bytes | str) -> None:
         content = protocol.INVALID_INIT if self._init is None else protocol.INVALID_EVENT
         event_id: int | None = None
         granted = self._granted
@@ -327,7 +327,7 @@ class _Client(LiveClient):
     async def complete(self) -> None:
         await self.connection.close(Close.NORMAL, "generation complete")
 
-    async def tell(self, error: EndpointError) -> None:
+    async def send_error(self, error: EndpointError) -> None:
         # the close frame has the reason; these clients would show an error message permanently
         if error.close is Close.IDLE:
             return

@@ -2,8 +2,8 @@
 """The typed messages of `/v1/realtime_video/generate`, wire-compatible with SGLang 0.5.23.
 
 This module parses client messages (decoded msgpack maps) and builds errors. The server's integers
-stay within 32 bits and its strings below 64 KiB, because the web UI's decoder supports nothing
-larger.
+stay within 32 bits and its strings below 64 KiB, because the web UI's decoder supports no larger
+values.
 """
 
 import re

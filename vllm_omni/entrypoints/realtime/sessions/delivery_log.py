@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`DeliveryLog`: the recent requests of a session and their replies, for replay and resume.
 
-The numbers of requests and bytes are bounded. This module knows neither the engine nor the
+The numbers of requests and bytes are bounded. This module depends neither on the engine nor on the
 session's state.
 """
 
@@ -22,7 +22,7 @@ class DeliveryLog:
         """Runs by request id, oldest first."""
 
     def missed_since(self, last_chunk: int | None, next_chunk: int) -> list[tuple[Run, int]]:
-        """Return what to replay after a reconnect.
+        """Return the replies to replay after a reconnect.
 
         Args:
             last_chunk: Last chunk that the client has received. None: no chunk.

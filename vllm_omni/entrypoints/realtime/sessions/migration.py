@@ -3,8 +3,8 @@
 
 If a request runs, the snapshot contains the state after its last finished chunk. A restored session
 belongs to the client that restored it. It continues at the same chunk on every endpoint that
-continues sessions. Snapshots in transit are in `staging`; snapshots that outlive the server are in
-`kept`. Neither directory is readable by other users. This module knows no HTTP.
+continues sessions. Snapshots in transit are in `staging`. Snapshots that outlive the server are in
+`persistent_dir`. Other users can read neither directory.
 """
 
 import asyncio
@@ -60,9 +60,9 @@ class SessionMigration:
 
     Args:
         manager: Sessions of this process.
-        spool: Staging directory that the workers can also access.
-        kept: Directory of snapshots that outlive this server. None: sessions are discarded at
-            shutdown.
+        staging: Staging directory that the workers can also access.
+        persistent_dir: Directory of snapshots that outlive this server. None: sessions are
+            discarded at shutdown.
         snapshot_period_s: Seconds between periodic snapshots of a live session. Default: sessions
             are only saved at shutdown.
     """
@@ -81,7 +81,7 @@ class SessionMigration:
             return
         persistent_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         # A periodic snapshot belongs to its process while that process lives. Other servers that
-        # use the directory see the process's lock in `kept`.
+        # use the directory see the process's lock there.
         self._persistent_staging = (
             staging if snapshot_period_s is None else StagingDirectory(persistent_dir)
         )
@@ -129,7 +129,7 @@ class SessionMigration:
             endpoint: Name of the endpoint, for metrics.
 
         Raises:
-            EndpointError: For example `session_exists`. Nothing has changed.
+            EndpointError: For example `session_exists`. The sessions are unchanged.
         """
         if self.manager.find(key) is not None:
             raise EndpointError(
@@ -146,7 +146,7 @@ class SessionMigration:
             except (RequestFailed, OSError) as error:
                 raise _as_endpoint_error(error) from error
             try:
-                said = msgspec.convert(scalars, WorldScalars)
+                world = msgspec.convert(scalars, WorldScalars)
                 height, width = int(header.opening["height"]), int(header.opening["width"])
             except (KeyError, ValueError, msgspec.ValidationError) as error:
                 self.manager.close_engine_session(session.engine_id)
@@ -157,7 +157,7 @@ class SessionMigration:
             session.next_chunk = header.chunk_index
             session.next_frame = frames_before(self.manager.info, header.chunk_index)
             session.height, session.width = height, width
-            session.prompt, session.seed = said.prompt, said.seed
+            session.prompt, session.seed = world.prompt, world.seed
             session.last_used_s = time.monotonic()
         return session
 
@@ -184,7 +184,7 @@ class SessionMigration:
                 ) from error
 
     async def take_over(self) -> int:
-        """Restore sessions of stopped servers from `kept`.
+        """Restore sessions of stopped servers from `persistent_dir`.
 
         Sessions that cannot be restored, or exceed the capacity, stay in the directory and are
         logged.
@@ -225,7 +225,7 @@ class SessionMigration:
         return count
 
     def sweep(self) -> None:
-        """Remove files of killed servers: staged snapshots and incomplete snapshots in `kept`."""
+        """Remove files of killed servers: staged snapshots and incomplete persisted ones."""
         dead = self.staging.sweep()
         if self.persistent_dir is not None:
             self.persistent_dir.sweep(dead | self._persistent_staging.sweep())

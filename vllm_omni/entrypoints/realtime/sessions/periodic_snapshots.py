@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`PeriodicSnapshots`: periodic snapshots of live sessions, which limit what a crash loses.
+"""`PeriodicSnapshots`: periodic snapshots of live sessions, which limit the loss after a crash.
 
 One session is saved at a time: the one with the oldest snapshot, if it has finished a chunk since.
 Afterwards the engine is not interrupted until the cost is at most `_SHARE` of its time, so the
@@ -46,7 +46,7 @@ class PeriodicSnapshots:
 
     Args:
         manager: Sessions of this process.
-        kept: Directory of the snapshots.
+        persistent_dir: Directory of the snapshots.
         write: Saves a session to a new file. Returns the header and the seconds that it cost the
             engine.
         period_s: Seconds between two snapshots of a session.
@@ -100,7 +100,7 @@ class PeriodicSnapshots:
             await asyncio.sleep(cost_s / _SHARE)
 
     def _due(self) -> Session | None:
-        """Return the session with the oldest snapshot among those that are due."""
+        """Return the due session with the oldest snapshot, or None."""
         now_s, due = time.monotonic(), []
         for session in self._manager.sessions():
             saved = self._saved.get(session.engine_id)
@@ -139,8 +139,8 @@ class PeriodicSnapshots:
         saved.chunk, saved.path = header.chunk_index, final
         if self._trouble is not None:
             self._trouble = None
-            logger.info("checkpoints are written again")
-        logger.debug("checkpoint chunks=%d cost_ms=%.1f", header.chunk_index, cost_s * 1e3)
+            logger.info("periodic snapshots are written again")
+        logger.debug("periodic_snapshot chunks=%d cost_ms=%.1f", header.chunk_index, cost_s * 1e3)
         return cost_s
 
     def _note_trouble(self, session: Session, error: EndpointError | OSError) -> None:
@@ -160,9 +160,8 @@ class PeriodicSnapshots:
         if since_s > 2 * self._period_s and not self._is_stretched:
             self._is_stretched = True
             logger.warning(
-                "checkpoints are %.1f s apart, not omni.snapshot_period_s %g: more often would "
-                "take over %g %% of the "
-                "engine's time",
+                "periodic snapshots are %.1f s apart instead of omni.snapshot_period_s %g, because "
+                "they would take more than %g %% of the engine's time",
                 since_s,
                 self._period_s,
                 _SHARE * 100,

@@ -4,7 +4,7 @@
 It contains two kinds of files. `<digest>.session.safetensors` is a session that a server saved at
 shutdown. `<digest>.<owner>.session.safetensors` is a periodic snapshot that belongs to the process
 `owner` while that process lives. The digest is that of the session's key. Files are renamed into
-place, so they are always complete. This module knows neither sessions nor the engine.
+place, so they are always complete. This module depends neither on sessions nor on the engine.
 """
 
 import contextlib
@@ -35,8 +35,8 @@ class PersistedSessions:
 
     Args:
         folder: The directory. Created if it does not exist.
-        owner: Name of this process, from `StagingDirectory.owner`. For periodic snapshots the spool
-            must be in the same directory.
+        owner: Name of this process, from `StagingDirectory.owner`. For periodic snapshots the
+            staging directory must be the same one.
     """
 
     def __init__(self, folder: Path, owner: str) -> None:

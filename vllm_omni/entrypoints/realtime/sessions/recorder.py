@@ -2,9 +2,8 @@
 """`Recorder`: records every session that starts on this server, for replay.
 
 The format is in `vllm_omni/sessions/recording.py`. One thread computes digests and writes files in
-order while the engine works. If that thread falls behind, chunks wait for it. A session restored
-from a snapshot is not recorded. The recording of a branch starts with a copy of its parent's
-recording.
+order while the engine works. If that thread is late, chunks wait for it. A session restored from a
+snapshot is not recorded. The recording of a branch starts with a copy of its parent's recording.
 """
 
 import asyncio
@@ -82,7 +81,7 @@ class Recorder:
             await asyncio.wrap_future(writing)
 
     def cancelled(self, params: DiffusionParams, arrays: dict[str, np.ndarray]) -> None:
-        """Record a chunk that was cancelled or whose outcome is unknown."""
+        """Record a chunk that was cancelled or has an unknown outcome."""
         self._submit(params, arrays, lambda: None)
 
     def forked(self, session_id: str, fork_to: str) -> None:

@@ -3,7 +3,7 @@
 
 A run outlives the connection that requested it. Its replies are numbered and retained by the
 session, so a client that reconnects can receive them again or follow a run in progress. A job's
-`ChunkSource` determines its chunks. This module knows neither message formats nor sockets.
+`ChunkSource` determines its chunks. This module depends neither on message formats nor on sockets.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ class FinishedChunk(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     """Request id."""
     sizes: tuple[int, ...]
-    """Pixel frames of each chunk of the request. A live request: only those of this chunk."""
+    """Pixel frames of each chunk of the request. For a live request, only of this chunk."""
     number: int
     """Number of this chunk within the request, from 0."""
     result: ChunkResult
@@ -146,6 +146,7 @@ class Reply(msgspec.Struct, frozen=True):
 @dataclass(eq=False)
 class _Follower:
     owner: object
+    """The connection."""
 
 
 @dataclass
@@ -195,7 +196,9 @@ class Run:
     dropped: Callable[[int], None] = lambda num_frames: None
     """Called with the number of frames that are dropped undelivered."""
     _follower: "_Follower | None" = None
+    """The connection that receives the replies now."""
     _waiting: list[asyncio.Future[None]] = field(default_factory=list)
+    """Futures of tasks that wait for the next reply, delivery or end."""
 
     @property
     def has_follower(self) -> bool:
@@ -268,7 +271,7 @@ class Run:
         Args:
             deliver: Sends one reply.
             owner: The connection.
-            pace: Detects a client that reads too slowly.
+            window: Detects a client that reads too slowly.
             start: Number of the first reply to deliver.
 
         Returns:

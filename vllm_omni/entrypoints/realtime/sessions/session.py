@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state of one client's session: its requests, its position, and its state in the engine.
 
-All endpoints share this module, which knows neither message formats nor sockets. An endpoint
+All endpoints share this module. It depends neither on message formats nor on sockets. An endpoint
 submits a `Job` to a `Session`, follows the `Run` that it receives, and delivers the replies.
 `session_manager.py` holds the table of sessions.
 
@@ -25,10 +25,8 @@ import numpy as np
 
 from vllm_omni.entrypoints.errors import EndpointError
 from vllm_omni.entrypoints.realtime.chunk_source import ChunkSpan, Controls
-from vllm_omni.entrypoints.realtime.connection.deadline import Deadline
 from vllm_omni.entrypoints.realtime.connection.play_clock import PlayClock, PlayDeadline
 from vllm_omni.entrypoints.realtime.connection.session_engine import ChunkResult
-from vllm_omni.entrypoints.realtime.connection.settled import settled
 from vllm_omni.entrypoints.realtime.sessions.delivery_log import DeliveryLog
 from vllm_omni.entrypoints.realtime.sessions.run import FinishedChunk, Job, Reply, Run
 from vllm_omni.entrypoints.realtime.sessions.session_host import SessionHost, SessionKey
@@ -137,7 +135,8 @@ class Session:
         self._manager.drain.check()
         if self._waiting >= _MAX_WAITING:
             raise EndpointError(
-                "session_busy", "one request of this session runs and one waits; wait for an answer"
+                "session_busy",
+                "one request of this session runs and one waits; wait for a response",
             )
         if run is not None and run.completed:
             run.reopen(job)
@@ -209,7 +208,7 @@ class Session:
         # a live run is charged for each chunk
         self.allowance.charge_chunks(max(0, planned - run.completed))
         in_flight: deque[asyncio.Task[ChunkResult]] = deque()
-        deadline, loop = Deadline(limits.chunk_timeout_s), asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
         spans = run.spans(info)
         most_in_flight = source.most_in_flight(info, limits)
         unsent_chunks = limits.unsent_chunks if unsent_chunks is None else unsent_chunks
@@ -245,8 +244,8 @@ class Session:
                     if is_held_back:
                         self.allowance.check_chunk()
                     continue  # the quota allows a chunk again, or the client has paused
-                with deadline:
-                    await settled(in_flight[0])
+                async with asyncio.timeout(limits.chunk_timeout_s):
+                    await asyncio.wait([in_flight[0]])
                 result = in_flight.popleft().result()
                 chunk = self._advance(run, result, warnings)
                 fill()  # the engine works while this chunk is rendered and sent
@@ -268,8 +267,6 @@ class Session:
                 self.meter.chunks_aborted(error.code)
             await self._abort(run, in_flight, refused)
             raise
-        finally:
-            deadline.close()
         if drain.is_draining and run.completed != num_chunks:
             # immediately, because closing a live connection frees its session
             await drain.save(self)
@@ -404,7 +401,7 @@ class Session:
         )
 
     def _lost(self, error: EndpointError) -> EndpointError:
-        """Return the error for a client whose session has another position in the engine."""
+        """Return the error for a client if the engine has another position or no such session."""
         if error.code == "unknown_session":
             self.discard_engine_session(in_engine=False)
             return EndpointError(
@@ -412,8 +409,8 @@ class Session:
             )
         return EndpointError(
             "resync_required",
-            "a chunk was finished after it was cancelled; send a new request to continue "
-            "from there",
+            "a chunk was finished after it was cancelled; send a new request to continue from "
+            "there",
         )
 
     def _advance(self, run: Run, result: ChunkResult, warnings: tuple[str, ...]) -> FinishedChunk:
@@ -527,7 +524,7 @@ class Session:
         if not self.started and not refused:
             self.discard_engine_session()  # the first chunk may still have been committed
 
-    # -- the world ---------------------------------------------------------------------------------
+    # -- the engine's state ------------------------------------------------------------------------
 
     def discard_engine_session(self, in_engine: bool = True) -> None:
         """Discard the session's state. The next request needs an image.

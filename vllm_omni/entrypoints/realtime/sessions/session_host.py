@@ -23,11 +23,17 @@ class SessionHost(Protocol[S]):
     """The session manager as a session uses it. See `SessionManager`."""
 
     engine: SessionEngine
+    """Requests to the engine."""
     info: StreamInfo
+    """Stream metadata of the served model."""
     limits: EndpointLimits
+    """Limits of connections and sessions."""
     quotas: Quotas
+    """Quotas of clients."""
     drain: SessionDrain[S]
+    """Graceful shutdown of the sessions."""
     held: HeldBytes
+    """Size of the retained replies of all sessions."""
 
     @property
     def is_over_budget(self) -> bool: ...

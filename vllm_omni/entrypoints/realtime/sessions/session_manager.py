@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`SessionManager`: the table of sessions in one API server process, and their eviction.
 
-It also owns the connection gate, background tasks and the threads that decode images and encode
+It also owns the connection guard, background tasks and the threads that decode images and encode
 frames.
 """
 
@@ -51,10 +51,10 @@ class SessionManager:
 
     Args:
         engine: Requests to the engine.
-        facts: Stream metadata of the served model.
+        info: Stream metadata of the served model.
         limits: Limits of connections and sessions.
         executor: Threads that decode images and encode frames.
-        origins: Allowed browser origins; see `Gate`.
+        origins: Allowed browser origins; see `ConnectionGuard`.
         quotas: Quotas of clients. Default: none.
     """
 
@@ -79,7 +79,7 @@ class SessionManager:
         self._closing: set[asyncio.Task[None]] = set()
         self._sweeper: asyncio.Task[None] | None = None
         self.on_world_end: list[Callable[[str], None]] = []
-        """Called with the engine's id of a session whose state is discarded."""
+        """Called with the engine's id of a session when its state is discarded."""
         self.connections: weakref.WeakSet[Connection] = weakref.WeakSet()
         self.adapters: Callable[[], Collection[str]] = tuple
         """Names of the LoRA adapters that are loaded now; a stream's `model` may be one of them."""
@@ -96,7 +96,7 @@ class SessionManager:
         return list(self._sessions.values())
 
     def with_adapter(self, model: str | None, lora: list[Lora] | None) -> list[Lora] | None:
-        """Return a stream's adapters: those of its `lora`, and the one that its `model` names."""
+        """Return a stream's adapters: its `lora`, and the adapter that its `model` names."""
         if model not in self.adapters() or any(adapter.name == model for adapter in lora or ()):
             return lora
         return [Lora(name=str(model)), *(lora or ())]

@@ -398,7 +398,7 @@ class _Client(LiveClient):
             )
         return chunks + 1
 
-    async def take(self, data: bytes | str) -> None:
+    async def handle_message(self, data: bytes | str) -> None:
         event_id: str | None = None
         try:
             if not isinstance(data, str):
@@ -483,7 +483,7 @@ class _Client(LiveClient):
             Close.NORMAL, "stopped by the client" if stopped else "generation complete"
         )
 
-    async def tell(self, error: EndpointError) -> None:
+    async def send_error(self, error: EndpointError) -> None:
         await self._send_event(error, None)
 
     async def _send_event(self, error: EndpointError, event_id: str | None) -> None:

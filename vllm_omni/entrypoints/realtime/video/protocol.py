@@ -128,29 +128,41 @@ class Interaction(msgspec.Struct, frozen=True):
 
 class _CameraData(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     translation: tuple[Coordinate, Coordinate, Coordinate] = (0.0, 0.0, 0.0)
+    """x, y, z in pose units."""
     rotation: tuple[Coordinate, Coordinate, Coordinate, Coordinate] = (0.0, 0.0, 0.0, 1.0)
+    """Quaternion x, y, z, w."""
 
 
 class _Camera(msgspec.Struct, frozen=True):
     data: _CameraData
+    """Pose of a target, or step of a velocity."""
     mode: Literal["target", "velocity"] = "target"
+    """Move to a pose, or keep moving."""
 
 
 class _MultiModal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     camera: _Camera | None = None
+    """Camera command."""
     actions: Any = None
+    """Actions, checked against the model."""
 
 
 class _InteractionEvent(msgspec.Struct, frozen=True):
     prompt: str | None = None
+    """New prompt. None: unchanged."""
     lora: Loras | None = None
+    """New LoRA adapters. None: unchanged."""
     multi_modal_data: _MultiModal | None = None
+    """Camera command or actions."""
 
 
 class _Interaction(msgspec.Struct, frozen=True):
     event: _InteractionEvent
+    """Content of the interaction."""
     event_id: Annotated[str, msgspec.Meta(min_length=1, max_length=128)] | None = None
+    """The client's id, 1 to 128 characters. Default: drawn."""
     transition_chunks: Annotated[int, msgspec.Meta(ge=0, le=_MAX_TRANSITION_CHUNKS)] | None = None
+    """Chunks until a target is reached, 0 to 10000. Default: 1."""
 
 
 def max_start_bytes(limits: EndpointLimits) -> int:

@@ -97,7 +97,7 @@ class _Client(ConnectionHandler):
         hello = protocol.hello(info, self.limits, self._own_session_id, self._max_message_bytes)
         await self._send(hello)
 
-    async def tell(self, error: EndpointError) -> None:
+    async def send_error(self, error: EndpointError) -> None:
         await self._send(protocol.error_message(error))
 
     async def stop(self) -> None:
@@ -118,7 +118,7 @@ class _Client(ConnectionHandler):
 
     # -- messages in -------------------------------------------------------------------------------
 
-    async def take(self, data: bytes | str) -> None:
+    async def handle_message(self, data: bytes | str) -> None:
         """Decode one message and start its work. An invalid message is only refused."""
         request_id: str | None = None
         try:
@@ -233,35 +233,35 @@ class _Client(ConnectionHandler):
                 error.close = Close.CAPACITY
             raise
         self._attach(session)
-        serve_client = session.submit(job)
+        run = session.submit(job)
         started_s = time.monotonic()
-        if await self._follow(session, serve_client) and message.protocol_version is not None:
+        if await self._follow(session, run) and message.protocol_version is not None:
             await self._send(
                 {
                     "type": "done",
                     "request_id": job.request_id,
                     "session_id": session.session_id,
-                    "next_chunk_index": serve_client.first_chunk + serve_client.completed,
-                    "frames": sum(serve_client.sizes),
+                    "next_chunk_index": run.first_chunk + run.completed,
+                    "frames": sum(run.sizes),
                     "wall_ms": round((time.monotonic() - started_s) * 1e3, 3),
                 }
             )
 
-    async def _follow(self, session: Session, serve_client: Run, start: int = 0) -> bool:
+    async def _follow(self, session: Session, run: Run, start: int = 0) -> bool:
         """Deliver a run's replies.
 
         If this connection ends and no other follows the run, the run is cancelled.
         """
         try:
-            return await serve_client.follow(
+            return await run.follow(
                 self.connection.send,
                 self,
-                self.manager.delivery_window(serve_client.job.replies.fps),
+                self.manager.delivery_window(run.job.replies.fps),
                 start,
             )
         finally:
-            if not serve_client.finished and not serve_client.has_follower:
-                session.cancel([serve_client])
+            if not run.finished and not run.has_follower:
+                session.cancel([run])
 
     def _job(self, message: protocol.Infer, dialect: Dialect | None, digest: bytes) -> Job:
         extra, info, image, limits = (
@@ -388,15 +388,15 @@ class _Client(ConnectionHandler):
         await self._send(
             {
                 **reply,
-                "replayed": sum(serve_client.num_replies - start for serve_client, start in missed),
+                "replayed": sum(run.num_replies - start for run, start in missed),
             }
         )
-        for serve_client, start in missed:
-            was_finished = serve_client.finished
+        for run, start in missed:
+            was_finished = run.finished
             try:
-                await self._follow(session, serve_client, start)
+                await self._follow(session, run, start)
             except EndpointError as error:
-                if not was_finished or error is not serve_client.error:
+                if not was_finished or error is not run.error:
                     raise
 
     def _known(self, session_id: str) -> Session:

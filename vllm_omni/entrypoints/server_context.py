@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ServerContext`: the objects that the endpoints of one API server process share."""
+
+import os
+from argparse import Namespace
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final, Protocol
+
+from fastapi import FastAPI
+from starlette.datastructures import State
+from vllm.engine.protocol import EngineClient
+
+from vllm_omni.config import OmniConfig
+from vllm_omni.entrypoints.engine.client import OmniEngine
+from vllm_omni.entrypoints.engine.environment import read_struct
+from vllm_omni.entrypoints.engine.ranks import SessionRanks, num_ranks
+from vllm_omni.entrypoints.limits.quotas import Quotas
+from vllm_omni.entrypoints.openai.limits import MediaLimits
+from vllm_omni.entrypoints.openai.served import ServedModel
+from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
+from vllm_omni.entrypoints.realtime.connection.session_engine import SessionEngine
+from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
+from vllm_omni.entrypoints.realtime.sessions.recorder import Recorder, recording_header
+from vllm_omni.entrypoints.realtime.sessions.session_manager import SessionManager
+
+_CODEC_THREADS: Final = 4
+
+
+@dataclass
+class ServerContext:
+    """Objects that endpoints may use after the engine has started.
+
+    Endpoints start in the order of `ENDPOINTS`. Each may replace `media_bytes` and append to
+    `room_checks`.
+    """
+
+    client: EngineClient
+    """vLLM's engine client of this API server process."""
+    args: Namespace
+    """Parsed arguments of the server."""
+    omni: OmniConfig
+    """Options of this package."""
+    limits: EndpointLimits
+    """Limits of WebSocket connections and sessions."""
+    media_limits: MediaLimits
+    """Limits of the image and video routes."""
+    ranks: SessionRanks
+    """Data-parallel rank of each session, shared by all endpoints."""
+    threads: Executor
+    """Threads that decode images and encode frames."""
+    sessions: SessionManager
+    """Live sessions of this process. Empty if the model has no sessions."""
+    served: ServedModel
+    """Names, capabilities and sizes of the served model."""
+    engine: OmniEngine
+    """Requests and collective calls of this package."""
+    room_checks: list[Callable[[], bool]] = field(default_factory=list)
+    """The server accepts new work if all of them return True."""
+    media_bytes: Callable[[], int] = int
+    """Returns the size of stored media files in bytes. It may block, so call it on a thread."""
+
+    @property
+    def is_world(self) -> bool:
+        """Whether the model has sessions that clients steer while they run."""
+        return self.served.capabilities.is_world
+
+    @classmethod
+    def create(
+        cls,
+        client: EngineClient,
+        state: State,
+        args: Namespace,
+        omni: OmniConfig,
+        limits: EndpointLimits,
+        quotas: Quotas,
+    ) -> "ServerContext":
+        """Build the context of one API server process.
+
+        Args:
+            client: vLLM's engine client.
+            state: State of the application. vLLM has stored its served models there.
+            args: Parsed arguments of the server.
+            omni: Options of this package.
+            limits: Limits of WebSocket connections and sessions.
+            quotas: Quotas of clients.
+        """
+        name = args.served_model_name[0] if args.served_model_name else Path(args.model).name
+        names = list(dict.fromkeys([*(args.served_model_name or [args.model]), name]))
+        ranks = SessionRanks(num_ranks(client.vllm_config), offset=os.getpid())
+        threads = ThreadPoolExecutor(_CODEC_THREADS, thread_name_prefix="omni-codec")
+        recorder = None
+        if omni.record_dir is not None:
+            recorder = Recorder(Path(omni.record_dir), recording_header(client.vllm_config))
+        sessions = SessionManager(
+            SessionEngine(client, ranks, recorder),
+            StreamInfo.from_vllm_config(client.vllm_config, model=name),
+            limits,
+            threads,
+            args.allowed_origins,
+            quotas,
+        )
+        # vLLM lists these adapters at /v1/models. It stores them before it starts endpoint plugins.
+        adapters = state.openai_serving_models.lora_requests
+        sessions.adapters = lambda: adapters
+        served = replace(
+            ServedModel.from_vllm_config(client.vllm_config, names), adapters=lambda: adapters
+        )
+        return cls(
+            client=client,
+            args=args,
+            omni=omni,
+            limits=limits,
+            media_limits=read_struct(MediaLimits),
+            ranks=ranks,
+            threads=threads,
+            sessions=sessions,
+            served=served,
+            engine=OmniEngine(client, ranks),
+        )
+
+
+class Endpoint(Protocol):
+    """One row of `server.ENDPOINTS`. vLLM builds the application before it starts the engine."""
+
+    def add_routes(self, app: FastAPI) -> Iterable[str]:
+        """Add the routes while vLLM builds the application.
+
+        Returns:
+            Paths that clients may request without an API key.
+        """
+        ...
+
+    async def start_serving(self, server: ServerContext) -> None:
+        """Prepare for requests. Called once, after engine startup and before the server listens."""
+        ...
