@@ -27,7 +27,6 @@ from vllm_omni.entrypoints.realtime.connection.codec import (
     CodecError,
     Decoded,
     Dialect,
-    _parts,
     decode,
     encode,
 )
@@ -436,30 +435,6 @@ def test_a_large_array_in_native_order_is_not_copied() -> None:
     assert booleans.dtype == np.bool_ and booleans.view(np.uint8).max() == 1
 
 
-@pytest.mark.parametrize(
-    ("value", "head"),
-    [
-        ({}, b"\x80"),
-        ({str(number): None for number in range(15)}, b"\x8f"),
-        ({str(number): None for number in range(16)}, b"\xde\x00\x10"),
-        ({str(number): None for number in range(65_535)}, b"\xde\xff\xff"),
-        ({str(number): None for number in range(65_536)}, b"\xdf\x00\x01\x00\x00"),
-        ([b""] * 15, b"\x9f"),
-        ((b"",) * 16, b"\xdc\x00\x10"),
-        ([b""] * 65_535, b"\xdc\xff\xff"),
-        ([b""] * 65_536, b"\xdd\x00\x01\x00\x00"),
-        (b"\0" * 255, b"\xc4\xff"),
-        (b"\0" * 4095, b"\xc5\x0f\xff"),
-        (b"\0" * 4096, b"\xc5\x10\x00"),
-        (memoryview(b"\0" * 4096), b"\xc5\x10\x00"),
-        (b"\0" * 65_535, b"\xc5\xff\xff"),
-        (b"\0" * 65_536, b"\xc6\x00\x01\x00\x00"),
-    ],
-)
-def test_lengths_are_written_in_the_shortest_form(value: Any, head: bytes) -> None:
-    """Another msgpack library writes the same bytes."""
-    written = b"".join(_parts(value, Dialect.OPENPI))
-    assert written.startswith(head) and written == msgspec.msgpack.encode(value)
 
 
 @pytest.mark.parametrize(
