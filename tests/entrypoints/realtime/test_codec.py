@@ -435,8 +435,6 @@ def test_a_large_array_in_native_order_is_not_copied() -> None:
     assert booleans.dtype == np.bool_ and booleans.view(np.uint8).max() == 1
 
 
-
-
 @pytest.mark.parametrize(
     ("dialect", "keys"),
     [
