@@ -156,7 +156,7 @@ def configure(model: Path, omni: dict[str, Any], sizes: dict[str, Any]) -> VllmC
         ),
     ],
 )
-def test_impossible_arguments_are_refused(
+def test_what_cannot_work_is_refused(
     checkpoints: dict[str, Path],
     name: str,
     omni: dict[str, Any],

@@ -63,7 +63,7 @@ def test_two_ranks_equal_one(checkpoints: dict[str, Path], tmp_path: Path) -> No
     run_ranks(_compare, (str(tmp_path / "rendezvous"), checkpoints["t2v"]), 2)
 
 
-def test_impossible_arguments_are_refused(checkpoints: dict[str, Path]) -> None:
+def test_what_cannot_work_is_refused(checkpoints: dict[str, Path]) -> None:
     with pytest.raises(ValueError, match="two ranks: pass --tensor-parallel-size 2, got 1"):
         load_model(checkpoints["t2v"], cfg_parallel=True)
     with pytest.raises(ValueError, match="both take the tensor-parallel ranks"):
