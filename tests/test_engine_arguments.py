@@ -279,7 +279,7 @@ def test_adapters_do_not_go_with_layers_that_move(causal_wan: Path) -> None:
 
 def test_fp8_is_refused_where_no_session_keeps_keys_and_values(null_world: Path) -> None:
     with pytest.raises(
-        ValueError, match="--kv-cache-dtype fp8: this checkpoint's sessions hold no keys"
+        ValueError, match="--kv-cache-dtype fp8: the K/V cache of this checkpoint"
     ):
         configure_engine(null_world, kv_cache_dtype="fp8")
 
@@ -351,5 +351,5 @@ def test_the_page_is_what_the_table_says(script: ModuleType) -> None:
 def test_layers_in_host_memory_stay_where_they_are(omni: dict[str, Any], line: str) -> None:
     parsed = OmniConfig.from_additional_config({"omni": omni})
     check_offload(0.0, parsed)
-    with pytest.raises(ValueError, match=f"--cpu-offload-gb: {line}"):
+    with pytest.raises(ValueError, match=f"--cpu-offload-gb: .*{line}"):
         check_offload(1.0, parsed)

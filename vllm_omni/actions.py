@@ -296,7 +296,7 @@ def as_frame(entry: ActionEntry) -> ActionFrame:
 
 
 def as_entry(frame: ActionFrame) -> ActionEntry:
-    """Return the shortest form of a frame: a list of names if it holds only buttons."""
+    """Return the shortest form of a frame: a list of names if it has only buttons."""
     return frame if frame.axes or frame.scroll else list(frame.buttons)
 
 
@@ -309,7 +309,7 @@ def check_frame(
         space: Controls of the model.
         frame: Controls to check.
         where: Name of the frame in error messages.
-        summed: Whether `motion` axes hold partial sums, which are not limited in range.
+        summed: Whether `motion` axes are partial sums, which are not limited in range.
 
     Raises:
         RequestFailed: `invalid_action`; the message lists the model's controls.
@@ -352,7 +352,7 @@ def _from_tensors(
             )
         values = given.to("cpu", torch.float32)
         if name == "buttons" and not bool(((values == 0) | (values == 1)).all()):
-            raise RequestFailed("invalid_action", "buttons must hold zeros and ones only")
+            raise RequestFailed("invalid_action", "buttons must be zeros and ones")
         row.copy_(values)
     return _checked(space, frames)
 

@@ -123,7 +123,7 @@ class DiffusionParams(
     """Options of the model; the model validates them."""
 
     def __post_init__(self) -> None:
-        if self.seed is not None:  # later chunks bring none: a call less for each
+        if self.seed is not None:  # later chunks have none, so skip a call
             check_seed(self.seed)
 
     def to_pooling_params(
@@ -149,7 +149,7 @@ class DiffusionParams(
         if not extra_kwargs or PARAMS_KEY not in extra_kwargs:
             raise RequestFailed(
                 "invalid_request",
-                f"extra_kwargs must hold the key {PARAMS_KEY!r} with the request's fields",
+                f"extra_kwargs must have the key {PARAMS_KEY!r} with the request's fields",
             )
         try:
             return msgspec.convert(extra_kwargs[PARAMS_KEY], cls)

@@ -50,7 +50,7 @@ class RequestFailed(Exception):
     Attributes:
         code: Short stable identifier for programs, for example `invalid_camera`, `capacity` or
             `non_finite`.
-        message: Explanation for people. It holds no path, address or traceback.
+        message: Explanation for people. It contains no path, address or traceback.
     """
 
     def __init__(self, code: str, message: str):
@@ -235,7 +235,7 @@ def unpack_arrays(envelope: torch.Tensor) -> tuple[dict[str, Any], dict[str, np.
 
     Raises:
         RequestFailed: The envelope carries an error.
-        ValueError: The envelope is malformed, or holds bfloat16, which NumPy does not support.
+        ValueError: The envelope is malformed, or contains bfloat16, which NumPy does not support.
     """
     _, buffer, header = _opened(envelope)
     arrays = {}

@@ -31,9 +31,9 @@ import torch
 from PIL import Image
 
 from vllm_omni.entrypoints.cli.demo import start_image
-from vllm_omni.entrypoints.limits.key_script import parse_keys
 from vllm_omni.entrypoints.media.mp4 import encode_mp4
 from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
+from vllm_omni.entrypoints.realtime.controls.key_script import parse_keys
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.outputs import RequestFailed, unpack
 

@@ -34,9 +34,9 @@ from rich.markup import escape
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 from websockets.sync.client import ClientConnection, connect
 
-from vllm_omni.entrypoints.limits.key_script import parse_actions, parse_keys
 from vllm_omni.entrypoints.loopback import websocket_proxy
 from vllm_omni.entrypoints.media.mp4 import encode_mp4
+from vllm_omni.entrypoints.realtime.controls.key_script import parse_actions, parse_keys
 
 GENERATE_PATH = "/v1/realtime_video/generate"
 VIDEO_PATH = "/v1/realtime/video"

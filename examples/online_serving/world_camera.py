@@ -35,10 +35,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from vllm_omni.entrypoints.limits.key_script import parse_actions, parse_keys
 from vllm_omni.entrypoints.loopback import websocket_proxy
 from vllm_omni.entrypoints.media.mp4 import decode_mp4, encode_mp4
 from vllm_omni.entrypoints.realtime.connection.codec import decode, encode
+from vllm_omni.entrypoints.realtime.controls.key_script import parse_actions, parse_keys
 
 DEFAULT_PROMPT = "A walk through a landscape, steady camera"
 PATH = "/v1/realtime/world/camera"

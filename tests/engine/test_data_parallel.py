@@ -48,7 +48,7 @@ class Endpoints:
         return latents
 
     async def close(self, *names: str) -> None:
-        await asyncio.gather(*(self.engine.close(name) for name in names))
+        await asyncio.gather(*(self.engine.close_session(name) for name in names))
 
 
 async def until_at_work(endpoints: Endpoints, sessions: set[str]) -> None:

@@ -14,7 +14,6 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from vllm_omni.entrypoints.cli.serve import serve_parser
-from vllm_omni.entrypoints.http_parser import use_h11
 from vllm_omni.entrypoints.limits import header_limits
 
 MOST_HEADERS = 40
@@ -37,7 +36,6 @@ def port() -> Iterator[int]:
     async def body(request: Request) -> str:
         return f"{len(await request.body())} bytes"
 
-    use_h11(app)
     header_limits.limit_headers(app)
     config = uvicorn.Config(app, log_level="warning", http="httptools")
     config.h11_max_incomplete_event_size = header_limits.VLLM_DEFAULT_BYTES

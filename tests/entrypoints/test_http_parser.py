@@ -2,6 +2,7 @@
 """A request that offers a protocol upgrade keeps its body, and WebSockets are still upgraded."""
 
 import socket
+from argparse import Namespace
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +12,7 @@ from helpers.uvicorn_thread import serving
 from helpers.waits import seconds
 from websockets.sync.client import connect
 
-from vllm_omni.entrypoints.http_parser import use_h11
+from vllm_omni.entrypoints.limits.header_limits import limit_headers
 
 UPGRADE = (
     "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: "
@@ -33,7 +34,8 @@ def port() -> Iterator[int]:
         await websocket.accept()
         await websocket.send_text(await websocket.receive_text())
 
-    use_h11(app)
+    app.state.args = Namespace(h11_max_header_count=256)
+    limit_headers(app)
     with serving(uvicorn.Config(app, log_level="warning", http="httptools")) as port:
         yield port
 

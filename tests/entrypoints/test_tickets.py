@@ -146,7 +146,7 @@ def test_a_ticket_for_a_key_that_this_server_does_not_have_is_refused(clock: Clo
     """The first index that is too large is refused although it is signed."""
     larger = TicketOffice(b"secret", 4, now=clock)
     for key_index in (2, 3):
-        with pytest.raises(TicketError, match=r"^made by another server$"):
+        with pytest.raises(TicketError, match=r"^issued by another server$"):
             office(clock).redeem_ticket(larger.issue(key_index, ORIGIN), ORIGIN)
     assert office(clock).redeem_ticket(larger.issue(1, ORIGIN), ORIGIN) == 1
 
@@ -158,7 +158,7 @@ def test_a_ticket_of_another_version_is_refused(
     monkeypatch.setattr(tickets_module, "_VERSION", 2)
     ticket = office(clock).issue(0, ORIGIN)
     monkeypatch.undo()
-    with pytest.raises(TicketError, match=r"^made by another server$"):
+    with pytest.raises(TicketError, match=r"^issued by another server$"):
         office(clock).redeem_ticket(ticket, ORIGIN)
 
 

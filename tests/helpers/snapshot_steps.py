@@ -16,7 +16,7 @@ from safetensors.torch import load, save_file
 from vllm_omni.actions import ActionFrame
 from vllm_omni.sessions.snapshot import SnapshotHeader
 from vllm_omni.sessions.snapshot_exchange import (
-    checkpoint_exchange,
+    live_save_exchange,
     restore_exchange,
     run_exchange,
     save_exchange,
@@ -54,7 +54,7 @@ class Worker:
         return run_exchange(save_exchange(session_id, path, "0.test", owner), self.rpc)
 
     def checkpoint(self, session_id: str, path: Path) -> tuple[SnapshotHeader, float]:
-        return run_exchange(checkpoint_exchange(session_id, path, "0.test"), self.rpc)
+        return run_exchange(live_save_exchange(session_id, path, "0.test"), self.rpc)
 
     def restore(self, session_id: str, path: Path) -> SnapshotHeader:
         return run_exchange(restore_exchange(session_id, path), self.rpc)[0]

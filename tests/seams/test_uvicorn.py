@@ -18,8 +18,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
 
-from vllm_omni.entrypoints import gathered_writes, http_parser
-from vllm_omni.entrypoints.limits import frame_budget, handshake_guard
+from vllm_omni.entrypoints import gathered_writes
+from vllm_omni.entrypoints.limits import frame_budget, handshake_guard, header_limits
 
 
 def attributes_of(cls: type) -> set[str]:
@@ -84,7 +84,7 @@ def test_the_config_takes_protocol_classes_and_keeps_them_where_they_are_replace
     assert config.ws_protocol_class is frame_budget.BudgetedProtocol, (
         frame_budget.FrameBudget.apply.__qualname__
     )
-    assert config.http_protocol_class is H11Protocol, http_parser.use_h11.__qualname__
+    assert config.http_protocol_class is H11Protocol, header_limits.limit_headers.__qualname__
     assert hasattr(config, "loaded_app"), "entrypoints/telemetry/request_id.py wraps it"
 
 

@@ -14,7 +14,7 @@ from helpers.snapshot_steps import Worker, text_chunk, video_chunk, world_chunk
 from helpers.waits import seconds
 
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.sessions.snapshot_exchange import Call, checkpoint_exchange
+from vllm_omni.sessions.snapshot_exchange import Call, live_save_exchange
 from vllm_omni.worker.diffusion.sessions import background_snapshots as module
 
 SMALL = {"window_frames": 7, "sink_frames": 2}
@@ -64,7 +64,7 @@ def test_chunks_made_while_it_is_written_are_not_in_it(
     worker = Worker(make_runner(null_world))
     text_chunk(worker, "a", 0)
     before = worker.bits("a")
-    exchange = checkpoint_exchange("a", tmp_path / "a", "0.test")
+    exchange = live_save_exchange("a", tmp_path / "a", "0.test")
     call: Call | None = next(exchange)
     for _ in range(3):  # staged, begun, and not yet written
         assert call is not None

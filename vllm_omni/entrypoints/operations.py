@@ -13,7 +13,6 @@ from fastapi import FastAPI
 from vllm.engine.protocol import EngineClient
 
 from vllm_omni.config import OmniConfig
-from vllm_omni.entrypoints.http_parser import use_h11
 from vllm_omni.entrypoints.limits import header_limits, media_policy
 from vllm_omni.entrypoints.limits.access import OriginGuard
 from vllm_omni.entrypoints.limits.quota_guard import QuotaGuard
@@ -35,7 +34,6 @@ class Operations:
     def attach_to_app(self, app: FastAPI) -> None:
         """Add the middleware, before the server starts."""
         media_policy.apply_media_policy()
-        use_h11(app)
         header_limits.limit_headers(app)
         # outside the header limits, so that their responses have an id
         request_id.add_request_ids(app)

@@ -28,7 +28,7 @@ from starlette.types import Receive, Scope, Send
 
 from vllm_omni.entrypoints.errors import EndpointError
 from vllm_omni.entrypoints.limits.access import SESSIONS_PATH
-from vllm_omni.entrypoints.openai.errors import from_failure, not_found, respond_to_errors
+from vllm_omni.entrypoints.openai.errors import not_found, respond_to_errors
 from vllm_omni.entrypoints.openai.protocol import ErrorReply
 from vllm_omni.entrypoints.realtime.connection.connection import (
     client_of,
@@ -41,9 +41,7 @@ from vllm_omni.entrypoints.realtime.sessions.session_host import SessionKey
 from vllm_omni.entrypoints.server_context import ServerContext
 from vllm_omni.entrypoints.staging_directory import StagingDirectory
 from vllm_omni.inputs import SessionId
-from vllm_omni.outputs import RequestFailed
 from vllm_omni.runtime import log_context
-from vllm_omni.runtime.storage import STORAGE_FULL
 from vllm_omni.sessions.snapshot import LENGTH_BYTES, check_length
 
 logger = logging.getLogger("vllm." + __name__)
@@ -60,20 +58,6 @@ _UPLOADS: Final = 8
 _UPLOADS_PER_CLIENT: Final = 2
 _SENT_BYTES: Final = 64 << 10
 """Bytes that a client must receive within the send deadline: 22 KB/s with the default."""
-_STATUS: Final = {
-    "unknown_session": 404,
-    "session_exists": 409,
-    "session_busy": 409,
-    "foreign_snapshot": 409,
-    "snapshot_too_large": 413,
-    "session_limit": 429,
-    "quota_exceeded": 429,
-    "snapshot_storage": 500,
-    STORAGE_FULL: 507,
-    "draining": 503,
-    "busy": 503,
-}
-_RETRY_AFTER_S: Final = {"session_busy": 1, "draining": 5, "busy": 2}
 _BINARY: Final = {MEDIA_TYPE: {"schema": {"type": "string", "contentMediaType": MEDIA_TYPE}}}
 
 
@@ -178,14 +162,13 @@ class SessionRoutes:
     async def _snapshot(self, request: Request, session_id: str) -> Response:
         """Download the session as of its last finished chunk."""
         session = self._known(request, session_id)
-        with _statuses():
-            path = self._new_path()
-            try:
-                async with self._exchanges:
-                    header = await self.migration.save(session, path)
-                file = await asyncio.to_thread(path.open, "rb")
-            finally:
-                path.unlink(missing_ok=True)  # the open file stays readable until the response ends
+        path = self._new_path()
+        try:
+            async with self._exchanges:
+                header = await self.migration.save(session, path)
+            file = await asyncio.to_thread(path.open, "rb")
+        finally:
+            path.unlink(missing_ok=True)  # the open file stays readable until the response ends
         headers = {
             "Content-Length": str(os.fstat(file.fileno()).st_size),
             "Content-Disposition": "attachment; "
@@ -214,22 +197,21 @@ class SessionRoutes:
     async def _restore(self, request: Request, session_id: str) -> Response:
         migration, key = self.migration, _key(request, session_id)
         client = client_of(request)
-        with _statuses():
-            if migration.manager.find(key) is not None:  # before the body is read
-                raise EndpointError(
-                    "session_exists",
-                    "a session with this id is live; choose another",
-                    param="session_id",
-                )
-            migration.manager.drain.check()
-            path = self._new_path()
-            try:
-                with self._upload(client):
-                    await self._receive(request, path)
-                async with self._exchanges:
-                    session = await migration.restore(key, client, path, _ENDPOINT)
-            finally:
-                path.unlink(missing_ok=True)
+        if migration.manager.find(key) is not None:  # before the body is read
+            raise EndpointError(
+                "session_exists",
+                "a session with this id is live; choose another",
+                param="session_id",
+            )
+        migration.manager.drain.check()
+        path = self._new_path()
+        try:
+            with self._upload(client):
+                await self._receive(request, path)
+            async with self._exchanges:
+                session = await migration.restore(key, client, path, _ENDPOINT)
+        finally:
+            path.unlink(missing_ok=True)
         return JSONResponse(_reply(session).model_dump(), 201)
 
     async def _receive(self, request: Request, path: Path) -> None:
@@ -286,18 +268,6 @@ class SessionRoutes:
 
     def _new_path(self) -> Path:
         return self.migration.staging.new_path()
-
-
-@contextlib.contextmanager
-def _statuses() -> Iterator[None]:
-    """Map errors of sessions to HTTP statuses."""
-    try:
-        yield
-    except (EndpointError, RequestFailed) as failure:
-        error = from_failure(failure)
-        error.status = _STATUS.get(failure.code, error.status)
-        error.retry_after_s = _RETRY_AFTER_S.get(failure.code, error.retry_after_s)
-        raise error from failure
 
 
 def _checked(session_id: str) -> str:

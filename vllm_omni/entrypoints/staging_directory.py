@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ownership of files by server processes, in directories that several processes share.
 
-A process holds a lock on a file while it lives. The system releases the lock however the process
-ends.
+A process holds a lock on a file while it lives. The operating system releases the lock when the
+process ends for any reason.
 
-Why not `filelock`: it protects a path for a while; here the lock shows whether the process that
+Why not `filelock`: it protects a path for some time; here the lock shows whether the process that
 created a file is alive.
 """
 

@@ -17,7 +17,7 @@ _MAX_CHARS: Final = 16_384  # as for a request's own prompt, inputs.Text
 class TimedPrompt:
     """A prompt with its start, given either in seconds or as a chunk.
 
-    It applies from the first chunk that starts there or later, until the next prompt.
+    It applies from the first chunk at or after its start until the next prompt.
 
     Raises:
         ValueError: A value is out of range, or not exactly one start is given.

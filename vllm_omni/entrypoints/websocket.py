@@ -43,14 +43,14 @@ class WebSocketOptions(msgspec.Struct, frozen=True, kw_only=True):
             "--ws",
             choices=_LIBRARIES,
             default=_LIBRARIES[0],
-            help="Accepted because uvicorn and other servers have it; all of these are the package "
-            "`websockets`.",
+            help="Accepted for compatibility with uvicorn and other servers; all values select the "
+            "package `websockets`.",
         )
         group.add_argument(
             "--ws-max-size",
             type=_message_bytes,
             default=defaults.max_bytes,
-            help="Largest message taken from a client, in bytes.",
+            help="Maximum size of a client's message in bytes.",
         )
         group.add_argument(
             "--ws-ping-interval",

@@ -36,7 +36,7 @@ def gymnasium_space(space: ActionSpace) -> spaces.Dict | spaces.Discrete:
 
 
 def with_rest(taken: spaces.Space[Any], action: Any) -> Any:
-    """Fill in neutral values for controls that an action, or a batch of actions, omits."""
+    """Add neutral values for controls that an action, or a batch of actions, omits."""
     if not isinstance(taken, spaces.Dict) or not isinstance(action, Mapping):
         return action
     return {

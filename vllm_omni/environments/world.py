@@ -107,15 +107,15 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
             reward: Function that computes rewards. Default: all are 0.
 
         Raises:
-            ValueError: The model is not a world, or the engine cannot hold so many sessions.
+            ValueError: The model is not a world, or the engine has too few sessions.
         """
         config = llm.llm_engine.vllm_config
         self.info = StreamInfo.from_vllm_config(config, model="world")
         self.model_actions = self.info.actions
         if num_envs > self.info.max_sessions:
             raise ValueError(
-                f"the engine holds {self.info.max_sessions} sessions, but {num_envs} environments "
-                "were requested; start it with additional_config omni.max_sessions"
+                f"the engine has at most {self.info.max_sessions} sessions, but {num_envs} "
+                "environments were requested; start it with additional_config omni.max_sessions"
             )
         self.num_envs = num_envs
         self._llm, self._image, self._reward, self._max_steps = llm, image, reward, max_steps

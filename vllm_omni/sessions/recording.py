@@ -2,7 +2,7 @@
 """Recordings of sessions: the complete request of each chunk, and a digest of its frames.
 
 A file has a magic line and then records: a length (8 bytes, little endian) and an envelope of
-`outputs.py`. The first record names model and options. Every other record holds the request of a
+`outputs.py`. The first record names model and options. Every other record contains the request of a
 chunk (parameters and arrays) and its outcome: the index and digest of the chunk, or `None` if the
 request was cancelled. A cancelled chunk may have been committed nevertheless, which the index of
 the next chunk shows. A file that ends within a record (because the server died) is valid up to that

@@ -172,7 +172,7 @@ def describe(
         if tensor.dtype not in DTYPE_NAMES
     ]
     if unknown:
-        raise TypeError(f"a snapshot cannot hold {', '.join(unknown[:3])}")
+        raise TypeError(f"a snapshot cannot contain {', '.join(unknown[:3])}")
     return RankDescription(
         model=model,
         chunk_index=chunk_index,
@@ -234,7 +234,7 @@ def _check_objects(count: int) -> None:
         count: Number of opening braces, including braces in strings.
 
     Raises:
-        RequestFailed: `invalid_snapshot`: there are too many.
+        RequestFailed: `invalid_snapshot`: there are too many objects.
     """
     if count > MAX_OBJECTS:
         raise RequestFailed(

@@ -83,7 +83,7 @@ def save_exchange(
     return planned.header
 
 
-def checkpoint_exchange(
+def live_save_exchange(
     session_id: str, path: Path, package_version: str, owner: Mapping[str, str] | None = None
 ) -> Exchange[tuple[SnapshotHeader, float]]:
     """As `save_exchange`, while the engine continues.

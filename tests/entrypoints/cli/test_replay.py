@@ -192,7 +192,7 @@ def test_a_recording_with_adapters_replays_with_the_same_and_with_no_others(
     result = replay(path, "--lora-modules", f"ink={paths[1]}")
     assert result.returncode == 2
     assert re.search(
-        r"chunk 1 was made with other adapters: recorded 'ink' at 0.5, weights \w{32}; here ",
+        r"chunk 1 was generated with other adapters: recorded 'ink' at 0.5, weights \w{32}; now ",
         result.stderr,
     )
 

@@ -163,9 +163,9 @@ def test_an_adapter_is_selected_by_its_name_as_model() -> None:
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"steps": 3}, "Unknown parameter: 'steps'; it is num_inference_steps here"),
-        ({"frames": 3}, "it is num_frames here"),
-        ({"first_frame": "x"}, "it is input_reference here"),
+        ({"steps": 3}, "Unknown parameter: 'steps'; use num_inference_steps instead"),
+        ({"frames": 3}, "use num_frames instead"),
+        ({"first_frame": "x"}, "use input_reference instead"),
         ({"flow_shift": 3.0}, "options of the model itself go into extra_params"),
         (
             {"lora": {"name": "snow", "local_path": "/x"}},

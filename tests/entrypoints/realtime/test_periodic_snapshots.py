@@ -42,7 +42,7 @@ class Writer:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
 
-    async def checkpoint(
+    async def save_session_live(
         self, session_id: str, path: Path, owner: dict[str, str]
     ) -> tuple[Any, float]:
         session = next(each for each in self.manager.sessions() if each.engine_id == session_id)
@@ -92,7 +92,7 @@ def test_a_session_is_saved_after_a_new_chunk_and_its_file_is_deleted_with_it(
         retained: PersistedSessions,
     ) -> None:
         await walk(session, 0)
-        file = retained.checkpoint(session.key)
+        file = retained.periodic_path(session.key)
         await until(file.exists)
         await pause_task(4 * PERIOD_S)
         assert writer.saved == [("s", 1)]
@@ -141,10 +141,10 @@ def test_snapshots_of_a_dead_engine_stay(tmp_path: Path) -> None:
         retained: PersistedSessions,
     ) -> None:
         await walk(session, 0)
-        await until(retained.checkpoint(session.key).exists)
+        await until(retained.periodic_path(session.key).exists)
         writer.is_dead = True
         session.discard_engine_session(in_engine=False)
-        assert retained.checkpoint(session.key).exists()
+        assert retained.periodic_path(session.key).exists()
 
     with_snapshots(tmp_path, test)
 
@@ -162,7 +162,7 @@ def test_a_full_disk_affects_the_snapshot_only(
         retained: PersistedSessions,
     ) -> None:
         await walk(session, 0)
-        file = retained.checkpoint(session.key)
+        file = retained.periodic_path(session.key)
         await until(file.exists)
         writer.fails = EndpointError("storage_full", "there is no room")
         await walk(session, 1)
@@ -215,13 +215,13 @@ def test_a_drain_replaces_the_periodic_snapshot(tmp_path: Path) -> None:
             path.write_text("for good")
             return SimpleNamespace(chunk_index=1)
 
-        writer.save = save  # type: ignore[attr-defined]
+        writer.save_session = save  # type: ignore[attr-defined]
         await walk(session, 0)
-        await until(retained.checkpoint(session.key).exists)
+        await until(retained.periodic_path(session.key).exists)
         async with asyncio.timeout(seconds(5)):
             await manager.drain.drain_sessions(manager)
-        assert retained.drained(session.key).read_text() == "for good"
-        assert not retained.checkpoint(session.key).exists()
+        assert retained.final_path(session.key).read_text() == "for good"
+        assert not retained.periodic_path(session.key).exists()
 
     with_snapshots(tmp_path, test)
 
@@ -238,25 +238,25 @@ def test_only_files_of_dead_servers_are_restored(tmp_path: Path) -> None:
     )
     for age_s, path in enumerate(
         (
-            theirs.checkpoint(key),
-            theirs.drained(key),
-            mine.checkpoint(other),
-            theirs.checkpoint(other),
+            theirs.periodic_path(key),
+            theirs.final_path(key),
+            mine.periodic_path(other),
+            theirs.periodic_path(other),
         )
     ):
         path.write_text("x")
         os.utime(path, (time.time() - age_s - 10,) * 2)
-    theirs.partial(theirs.checkpoint(key)).write_text("torn")
-    assert mine.left_by_others() == [mine.drained(key)], "the dead one still lives"
+    theirs.partial_path(theirs.periodic_path(key)).write_text("torn")
+    assert mine.left_by_others() == [mine.final_path(key)], "the dead one still lives"
     dead.close()
-    assert mine.left_by_others() == [theirs.checkpoint(other), theirs.checkpoint(key)]
-    assert not mine.drained(key).exists()
+    assert mine.left_by_others() == [theirs.periodic_path(other), theirs.periodic_path(key)]
+    assert not mine.final_path(key).exists()
     mine.sweep({dead.owner})
     assert not list(tmp_path.glob("*.partial"))
-    os.utime(theirs.checkpoint(other), (time.time() - 100_000,) * 2)
+    os.utime(theirs.periodic_path(other), (time.time() - 100_000,) * 2)
     mine.sweep(set())
-    assert mine.left_by_others() == [theirs.checkpoint(key)]
-    assert mine.checkpoint(other).exists()
+    assert mine.left_by_others() == [theirs.periodic_path(key)]
+    assert mine.periodic_path(other).exists()
 
 
 def test_an_entry_that_is_no_snapshot_is_skipped(

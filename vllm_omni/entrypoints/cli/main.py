@@ -56,7 +56,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("-V", "--version", action="version", version=_versions())
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     subparsers.add_parser(
-        "serve", help="the same as `vllm serve MODEL --omni`; takes every flag of `vllm serve`"
+        "serve", help="the same as `vllm serve MODEL --omni`; accepts every flag of `vllm serve`"
     )
     for module in _SUBCOMMANDS:
         module.add_parser(subparsers)

@@ -44,7 +44,7 @@ def add_parser(subparsers: Any) -> None:
         help="latent frames per chunk, of four frames each (default: 3)",
     )
     parser.add_argument(
-        "--video-input", action="store_true", help="each chunk brings its video (causal Wan)"
+        "--video-input", action="store_true", help="each chunk has an input video (causal Wan)"
     )
     parser.add_argument(
         "--kv-cache-dtype",
@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def sized(changes: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that all models take.
+    """Return the settings that all models support.
 
     `plan all` prints one row for each precision and device of the text encoder.
     """

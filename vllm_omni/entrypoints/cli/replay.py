@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     if not whole:
         print("the recording ends within a chunk, which is ignored (was the server killed?)")
     print(
-        f"{args.file.name}: {len(chunks)} chunks of {header.family}, made by vllm_omni "
+        f"{args.file.name}: {len(chunks)} chunks of {header.family}, recorded by vllm_omni "
         f"{header.package_version}"
     )
     needed = _adapters_in(chunks)
@@ -224,7 +224,7 @@ def _check_adapters(index: int, chunk: "RecordedChunk", used: "list[UsedLora]") 
         for loras in (chunk.outcome.lora, used)
     )
     raise CommandError(
-        f"chunk {index} was made with other adapters: recorded {recorded}; here {here}"
+        f"chunk {index} was generated with other adapters: recorded {recorded}; now {here}"
     )
 
 

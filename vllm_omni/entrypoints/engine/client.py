@@ -10,8 +10,8 @@ Failures are `RequestFailed` with the worker's error codes. Three codes originat
 (the engine has stopped). The code `capacity` also covers a paused engine and a full queue.
 
 With data parallelism, `SessionRanks` selects the rank of a request. Such requests use
-`AsyncLLM.add_request`, because stock `encode` takes no rank. Results of workers are gathered over
-all ranks.
+`AsyncLLM.add_request`, because stock `encode` has no argument for the rank. Results of workers are
+gathered over all ranks.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ from vllm_omni.sessions.snapshot import SnapshotHeader
 from vllm_omni.sessions.snapshot_exchange import (
     Call,
     Exchange,
-    checkpoint_exchange,
+    live_save_exchange,
     package_version,
     restore_exchange,
     run_exchange_async,
@@ -227,7 +227,7 @@ class OmniEngine:
             await asyncio.sleep(pause_s)
             pause_s = min(_LONGEST_PAUSE_S, 1.5 * pause_s)
 
-    async def close(self, session_id: str) -> None:
+    async def close_session(self, session_id: str) -> None:
         """Free the state of a session. Unknown ids are ignored.
 
         Raises:
@@ -300,7 +300,7 @@ class OmniEngine:
             save_exchange(session_id, path, package_version(), owner), session_id
         )
 
-    async def checkpoint_session(
+    async def save_session_live(
         self, session_id: str, path: Path, owner: Mapping[str, str] | None
     ) -> tuple[SnapshotHeader, float]:
         """Write a session to a new file without pausing the engine.
@@ -314,7 +314,7 @@ class OmniEngine:
             RequestFailed: The session is unknown or could not be written.
         """
         return await self._exchange(
-            checkpoint_exchange(session_id, path, package_version(), owner), session_id
+            live_save_exchange(session_id, path, package_version(), owner), session_id
         )
 
     async def _exchange(self, exchange: Exchange[T], session_id: str) -> T:

@@ -2,11 +2,11 @@
 """Makes the interpreter's exit wait for the threads that receive results.
 
 vLLM's client of an `LLM` receives in a daemon thread. If the `LLM` was not shut down, that thread
-is stopped only when the interpreter exits, and it still holds the last result. torch releases the
-GIL while it frees a tensor. If a thread requests the GIL again after the interpreter has started to
-exit, CPython unwinds its stack through C++ code that must not be unwound, and the process aborts
-("terminate called without an active exception", status 134) after all work is done. This happened
-in 2 of 11 runs of the Lance example on two cores.
+is stopped only when the interpreter exits, and it still references the last result. torch releases
+the GIL while it frees a tensor. If a thread requests the GIL again after the interpreter has
+started to exit, CPython unwinds its stack through C++ code that must not be unwound, and the
+process aborts ("terminate called without an active exception", status 134) after all work is done.
+This happened in 2 of 11 runs of the Lance example on two cores.
 
 tests/seams/test_private_parts.py checks the thread's name.
 """

@@ -38,7 +38,7 @@ class BodyLimits(msgspec.Struct, frozen=True, kw_only=True):
     body_grace_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)] = 10.0
     """Seconds that any HTTP body may take. Default: 10."""
     min_body_bytes_per_s: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)] = 16 << 10
-    """Bytes that allow one more second each. Default: 16384."""
+    """Number of bytes that extend the time by one second. Default: 16384."""
 
 
 class BodyTimeout:

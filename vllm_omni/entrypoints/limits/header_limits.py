@@ -2,8 +2,12 @@
 """Limits of request headers: `--h11-max-incomplete-event-size` and `--h11-max-header-count`.
 
 Headers are stored before any key is checked. httptools stores any amount and ignores both options.
-h11 (`http_parser.py`) enforces the first one. The second one is vLLM's own, so it is checked here.
-A WebSocket handshake is an HTTP request with the same limits.
+h11 enforces the first one. The second one is vLLM's own, so it is checked here. A WebSocket
+handshake is an HTTP request with the same limits.
+
+uvicorn prefers httptools if it is installed. httptools also stops reading a request that offers an
+unknown upgrade, so it loses the body of every request of Java's HttpClient, which offers `Upgrade:
+h2c` by default. RFC 9110 allows servers to ignore such an offer, and h11 does.
 """
 
 from typing import Final
@@ -11,6 +15,7 @@ from typing import Final
 from fastapi import FastAPI
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from vllm_omni.entrypoints.lifespan import run_before_serving
 
@@ -36,10 +41,11 @@ class HeaderCount:
 
 
 def limit_headers(app: FastAPI) -> None:
-    """Limit headers before vLLM's server listens."""
+    """Select h11 and limit headers before vLLM's server listens."""
 
     def apply_limits(starting: FastAPI) -> None:
         config = starting.state.server.config
+        config.http_protocol_class = H11Protocol
         if config.h11_max_incomplete_event_size in (None, VLLM_DEFAULT_BYTES):
             config.h11_max_incomplete_event_size = DEFAULT_BYTES
         config.loaded_app = HeaderCount(config.loaded_app, starting.state.args.h11_max_header_count)

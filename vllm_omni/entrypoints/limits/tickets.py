@@ -109,7 +109,7 @@ class TicketOffice:
         version, expiry, key_index, nonce = _HEAD.unpack(head)
         now = self._now()
         if version != _VERSION or key_index >= self._num_keys:
-            raise TicketError("made by another server")
+            raise TicketError("issued by another server")
         if not now < expiry <= now + self.ttl_s + 1:
             raise TicketError("expired")
         self._remember(nonce, now)

@@ -199,10 +199,12 @@ def encode_frames(
         frames_THWC = np.pad(
             frames_THWC, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge"
         )
+    rate = stream.average_rate
+    assert rate is not None, "`add_stream` sets the rate"
     for number, frame_HWC in enumerate(frames_THWC):
         image = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame_HWC), format="rgb24")
         if first_frame is not None:
-            image.pts, image.time_base = first_frame + number, 1 / stream.average_rate
+            image.pts, image.time_base = first_frame + number, 1 / rate
         container.mux(stream.encode(image))
 
 
@@ -218,7 +220,7 @@ def decode_mp4(data: bytes) -> tuple[np.ndarray, float]:
     try:
         with av.open(io.BytesIO(data), mode="r") as container:
             if not container.streams.video:
-                raise ValueError("file holds no video stream")
+                raise ValueError("the file has no video stream")
             stream = container.streams.video[0]
             frames = [as_displayed(frame, stream) for frame in container.decode(stream)]
             rate = stream.average_rate
@@ -227,7 +229,7 @@ def decode_mp4(data: bytes) -> tuple[np.ndarray, float]:
             f"not a readable video file of {len(data)} bytes: {type(error).__name__}"
         ) from error
     if not frames or rate is None:
-        raise ValueError("video stream holds no frames")
+        raise ValueError("the video stream has no frames")
     return np.stack(frames), float(rate)
 
 

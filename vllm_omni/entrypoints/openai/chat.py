@@ -35,8 +35,7 @@ from vllm_omni.entrypoints.openai.chat_request import (
     read_chat,
     read_conversation,
 )
-from vllm_omni.entrypoints.openai.client_threads import ClientThreads
-from vllm_omni.entrypoints.openai.disconnect import until_disconnected
+from vllm_omni.entrypoints.openai.client_threads import ClientThreads, until_disconnected
 from vllm_omni.entrypoints.openai.errors import from_failure, invalid, respond_to_errors
 from vllm_omni.entrypoints.openai.image_files import read_upload
 from vllm_omni.entrypoints.openai.limits import MediaLimits
@@ -246,14 +245,16 @@ class ChatRoutes:
 
     async def _close(self, session_id: str) -> None:
         try:
-            await self._engine.close(session_id)
+            await self._engine.close_session(session_id)
         except RequestFailed:  # the engine is shutting down and frees the session itself
             return
 
 
 def _inline(url: str) -> str:
     if not url.startswith("data:"):
-        raise invalid("only data: URLs are taken; this server fetches no URLs", "messages.content")
+        raise invalid(
+            "only data: URLs are accepted; this server fetches no URLs", "messages.content"
+        )
     return url
 
 

@@ -226,7 +226,8 @@ class Conversation:
     seen: ImagePart | VideoPart | None
     """The image or clip. None: text only."""
     seen_in: int | None
-    """Index of the turn that contains the image or clip. None: the question does, or there is none.
+    """Index of the turn that contains the image or clip. None: the last user message does, or no
+    message does.
     """
 
 

@@ -8,15 +8,15 @@ client disconnects, its work is cancelled.
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from fastapi import Request
+from starlette.requests import ClientDisconnect
 
-from vllm_omni.entrypoints.openai.disconnect import until_disconnected
 from vllm_omni.entrypoints.openai.errors import ApiError
 from vllm_omni.entrypoints.realtime.connection.connection import client_of
 
@@ -27,6 +27,30 @@ _IMAGES_PER_CLIENT: Final = 2
 _CLIPS_PER_CLIENT: Final = 1
 _WAITING_PER_CLIENT: Final = 16
 """Maximum number of files of a client that wait, each as large as a body may be."""
+
+
+async def until_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine and cancel it if the client disconnects. The body must have been read.
+
+    Raises:
+        ClientDisconnect: The client has disconnected.
+    """
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, leaving = asyncio.create_task(work), asyncio.create_task(gone())
+    try:
+        await asyncio.wait([task, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnect
+    finally:
+        leaving.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task])
 
 
 @dataclass
@@ -65,7 +89,7 @@ class ClientThreads:
     async def clip(self, request: Request, function: Callable[..., T], *args: Any) -> T:
         """Like `image`, for a clip.
 
-        The function's last argument returns whether the client has left.
+        The function's last argument returns whether the client has disconnected.
         """
 
         def decode(has_left: Callable[[], bool]) -> T:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts valid requests to engine requests, with sizes, lengths, seeds and defaults of the model.
 
-There is no I/O and no engine. Every refusal is an `ApiError` 400 (404 for another model's name)
-that names the field, the received value and the allowed values.
+This module has no I/O and does not use the engine. Every refusal is an `ApiError` 400 (404 for
+another model's name) that names the field, the received value and the allowed values.
 """
 
 import math
@@ -39,7 +39,7 @@ class Sampling:
     model: str
     """Name of the model in replies."""
     prompt: str | None
-    """Prompt. None: the model takes none."""
+    """Prompt. None: the model has none."""
     negative_prompt: str | None
     """Negative prompt."""
     width: int
@@ -400,8 +400,8 @@ def _num_frames(request: VideoRequest, served: ServedModel, fps: float) -> int:
         fit = [f"{seconds}" for seconds in _OPENAI_SECONDS if round(seconds * fps) <= most]
         raise invalid(
             f"seconds {request.seconds:g} at {fps:g} fps are {round(wanted)} frames: at most "
-            f"{most} ({most / fps:g} seconds); any length up to that is made, of OpenAI's own "
-            f"values {' and '.join(fit) or 'none'}",
+            f"{most} ({most / fps:g} seconds); shorter videos of any length are possible, of "
+            f"OpenAI's values {' and '.join(fit) or 'none'}",
             "seconds",
         )
     return capabilities.nearest_num_frames(max(1, round(wanted)))

@@ -24,7 +24,7 @@ logger = logging.getLogger("vllm." + __name__)
 
 P = ParamSpec("P")
 
-# Failures that are not client errors. All other refusals of a model are about the request.
+# Any other code is a refusal of the request, with status 400.
 _STATUS: Final = {
     "capacity": 503,
     "oom": 503,
@@ -37,8 +37,26 @@ _STATUS: Final = {
     "session_lost": 500,
     "quota_exceeded": 429,
     STORAGE_FULL: 507,
+    # sessions
+    "unknown_session": 404,
+    "session_exists": 409,
+    "session_busy": 409,
+    "foreign_snapshot": 409,
+    "snapshot_too_large": 413,
+    "session_limit": 429,
+    "snapshot_storage": 500,
+    "draining": 503,
+    "busy": 503,
 }
-_RETRY_AFTER_S: Final = {"capacity": 2, "oom": 5, "cancelled": 1, STORAGE_FULL: 30}
+_RETRY_AFTER_S: Final = {
+    "capacity": 2,
+    "oom": 5,
+    "cancelled": 1,
+    STORAGE_FULL: 30,
+    "session_busy": 1,
+    "draining": 5,
+    "busy": 2,
+}
 DISK_FULL: Final = "the server's disk is full; try again later"
 
 

@@ -8,7 +8,8 @@ If a client disconnects, its engine requests are aborted.
 import asyncio
 import base64
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -21,8 +22,7 @@ from starlette.responses import Response
 from vllm_omni.entrypoints.engine.client import OmniEngine
 from vllm_omni.entrypoints.limits.access import owner_of
 from vllm_omni.entrypoints.openai.body import Body, read_body
-from vllm_omni.entrypoints.openai.client_threads import ClientThreads
-from vllm_omni.entrypoints.openai.disconnect import until_disconnected
+from vllm_omni.entrypoints.openai.client_threads import ClientThreads, until_disconnected
 from vllm_omni.entrypoints.openai.engine_requests import ImageJob, plan_images, unsupported
 from vllm_omni.entrypoints.openai.errors import (
     ApiError,
@@ -181,7 +181,7 @@ class ImageRoutes:
         return await until_disconnected(request, self._whole(call))
 
     async def _whole(self, call: _Call) -> Response:
-        with _Accounting(self, call):
+        with self._counted(call):
             groups = await _all([self._images(call, params) for params in call.plan.requests()])
             images = [image for group in groups for image in group]
             data = [await self._returned(call, files) for files, _ in images]
@@ -201,7 +201,7 @@ class ImageRoutes:
         """Server-sent events, one for each finished image."""
         kind = "image_edit.completed" if call.is_edit else "image_generation.completed"
         try:
-            with _Accounting(self, call):
+            with self._counted(call):
                 for params in call.plan.requests():
                     for data, (width, height) in await self._images(call, params):
                         event = {
@@ -258,44 +258,42 @@ class ImageRoutes:
             return ImageData(url=f"{call.base_url}v1/files/{file_id}/content")
         return ImageData(b64_json=base64.b64encode(data).decode())
 
+    @contextmanager
+    def _counted(self, call: _Call) -> Iterator[None]:
+        """Count a call while it runs, and its outcome afterwards."""
+        started_s, status, code = time.monotonic(), "failed", None
+        waiting = endpoint_metrics().waiting.labels(ENDPOINT, "in_progress")
+        self._num_calls += 1
+        waiting.inc()
+        try:
+            yield
+            status = "completed"
+        except (asyncio.CancelledError, GeneratorExit):
+            status = "cancelled"
+            raise
+        except RequestFailed as failure:
+            code = failure.code
+            raise
+        finally:
+            self._num_calls -= 1
+            waiting.dec()
+            lasted_s = time.monotonic() - started_s
+            endpoint_metrics().request_done(ENDPOINT, status, lasted_s)
+            sampling = call.plan.sampling
+            log_event(
+                "image_call",
+                edit=call.is_edit,
+                status=status,
+                code=code,
+                n=call.plan.n,
+                size=f"{sampling.width}x{sampling.height}",
+                lasted_s=lasted_s,
+            )
+
     async def _off_loop(self, function: Any, *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(
             self._threads.executor, function, *args
         )
-
-
-class _Accounting:
-    """Count a call while it runs, and its outcome afterwards."""
-
-    def __init__(self, routes: ImageRoutes, call: _Call) -> None:
-        self._routes, self._call = routes, call
-
-    def __enter__(self) -> None:
-        self._started_s = time.monotonic()
-        self._count(1)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any
-    ) -> None:
-        self._count(-1)
-        left = isinstance(error, asyncio.CancelledError | GeneratorExit)
-        status = "completed" if error is None else "cancelled" if left else "failed"
-        lasted_s = time.monotonic() - self._started_s
-        endpoint_metrics().request_done(ENDPOINT, status, lasted_s)
-        sampling = self._call.plan.sampling
-        log_event(
-            "image_call",
-            edit=self._call.is_edit,
-            status=status,
-            code=error.code if isinstance(error, RequestFailed) else None,
-            n=self._call.plan.n,
-            size=f"{sampling.width}x{sampling.height}",
-            lasted_s=lasted_s,
-        )
-
-    def _count(self, change: int) -> None:
-        self._routes._num_calls += change
-        endpoint_metrics().waiting.labels(ENDPOINT, "in_progress").inc(change)
 
 
 def _edit_inputs(body: Body) -> tuple[list[Any], bytes | None]:

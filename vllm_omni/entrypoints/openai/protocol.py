@@ -200,9 +200,7 @@ class ImageGenerationRequest(_Request):
 
 
 class ImageEditRequest(ImageGenerationRequest):
-    """Images are separate: the multipart files `image` or `image[]`, and `mask`; in JSON
-    `images`.
-    """
+    """Images are multipart files (`image` or `image[]`, and `mask`), or `images` in JSON."""
 
     input_fidelity: Literal["high", "low"] | None = None
     """Accepted, not used."""
@@ -210,7 +208,7 @@ class ImageEditRequest(ImageGenerationRequest):
 
 class VideoRequest(_Request):
     prompt: Prompt | None = None  # type: ignore[assignment]
-    """Prompt. Required unless the model takes none."""
+    """Prompt. Required unless the model has none."""
     seconds: Annotated[NumberOrText, Field(gt=0, le=3600)] | None = None
     """Length of the video in seconds, as text or number. The nearest length that the model supports
     is used."""
@@ -422,13 +420,13 @@ def _remedy(cls: type[BaseModel], location: tuple[int | str, ...]) -> str:
     if location[0] == "lora":
         if "path" in name:
             return (
-                "requests name adapters, they do not bring paths: POST /v1/load_lora_adapter, then "
+                "requests contain names of adapters, not paths: POST /v1/load_lora_adapter, then "
                 "send its name"
             )
         return "allowed: name, scale"
     other = _OTHER_NAMES.get(name, "")
     if other and (other not in _Request.model_fields or other in cls.model_fields):
-        return f"it is {other} here"
+        return f"use {other} instead"
     return (
         f"allowed: {', '.join(cls.model_fields)}; options of the model itself go into extra_params"
     )

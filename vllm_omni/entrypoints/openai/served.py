@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ServedModel`: names, capabilities and sizes of the model that the OpenAI routes serve.
 
-Fields that a family leaves open (default size, largest area) are filled in from the deployment
-here, so routes find definite values.
+Fields that a family does not set (default size, largest area) get the values of the deployment
+here, so that routes have definite values.
 """
 
 from collections.abc import Callable, Collection, Sequence

@@ -49,7 +49,7 @@ class FrameRenderer:
         frames_THWC = chunk.result.frames_THWC
         if len(frames_THWC) != chunk.sizes[chunk.number]:
             raise RuntimeError(
-                f"the model made {len(frames_THWC)} frames, {chunk.sizes[chunk.number]} were "
+                f"the model returned {len(frames_THWC)} frames, {chunk.sizes[chunk.number]} were "
                 "planned"
             )
         counts = [-(-size // self._step(size)) for size in chunk.sizes]

@@ -119,7 +119,7 @@ class EndpointMetrics:
         )
         self.stage = Histogram(
             "omni_rt_chunk_seconds",
-            "Where a chunk's time goes.",
+            "Time of a chunk by stage.",
             (*endpoint, "stage"),
             buckets=_SECONDS,
         )
@@ -283,7 +283,8 @@ class SessionMeter:
         self._metrics.aborted.labels(self._endpoint, reason).inc(count)
 
     def frames_dropped(self, count: int) -> None:
-        """Count frames that were not delivered, because the client left or read too slowly."""
+        """Count frames that were not delivered, because the client disconnected or read too
+        slowly."""
         self.num_dropped += count
         self._metrics.dropped.labels(self._endpoint).inc(count)
 

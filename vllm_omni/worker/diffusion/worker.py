@@ -124,7 +124,7 @@ class DiffusionWorkerMixin(_Worker):
     def stage_checkpoint(self, session_id: str) -> dict[str, Any]:
         """Copy this rank's part of a session to host memory.
 
-        First RPC of a periodic snapshot (`sessions.snapshot_exchange.checkpoint_exchange`).
+        First RPC of a periodic snapshot (`sessions.snapshot_exchange.live_save_exchange`).
         """
         return self.checkpoints.stage(session_id)
 

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(f"{name} has no golden comparison")
     if not args.golden.is_dir():
         raise CommandError(
-            f"--golden {args.golden} is not a directory; pass one that holds recorded golden files"
+            f"--golden {args.golden} is not a directory; pass a directory of recorded golden files"
         )
     report = parity.verify(name, args.golden)
     print(report.to_json() if args.json else report.to_text())

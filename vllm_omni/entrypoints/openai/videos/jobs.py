@@ -142,7 +142,7 @@ class VideoJobs:
             principal=principal,
         )
         num_chunks = 1 if self._served.world is None else sum(1 for _ in self._chunks(plan))
-        self.store.write(record)  # raises if the disk is full; then there is no job
+        self.store.write(record)  # raises if the disk is full, before the job exists
         job = self._jobs[record.id] = _Job(record, plan, arrays, new_engine_id(), num_chunks)
         job.task = asyncio.create_task(self._run(job))
         job.task.add_done_callback(lambda task: self._ended(job, task))
@@ -358,7 +358,7 @@ class VideoJobs:
 
     async def _close_session(self, session_id: str) -> None:
         try:
-            await asyncio.shield(self._engine.close(session_id))
+            await asyncio.shield(self._engine.close_session(session_id))
         except RequestFailed as failure:
             logger.warning("the engine did not close a video's session: %s", failure)
 

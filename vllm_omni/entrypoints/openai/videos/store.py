@@ -4,8 +4,9 @@
 A record is a small JSON file that is replaced atomically. Files are next to it under the record's
 id. Only the process that created a job writes its record. To end a job of another process, a
 process writes a request file, which the owner polls. A process holds a lock while it lives, so that
-a job of a dead process is known to have failed. Names are generated here and never come from
-clients. The number, size and age of finished jobs are limited; the oldest are removed first.
+other processes can detect that a job of a dead process has failed. Names are generated here and
+never come from clients. The number, size and age of finished jobs are limited; the oldest are
+removed first.
 
 File operations block for a few hundred bytes to some MB. Call them on a thread if many records are
 read.

@@ -288,15 +288,15 @@ def _array(dtype_name: Any, shape: Any, data: Any) -> np.ndarray:
 # -- writing ---------------------------------------------------------------------------------------
 
 
-def encode(message: Mapping[str, Any], dialect: Dialect = Dialect.OPENPI) -> bytes:
+def encode(message: Mapping[str, Any], dialect: Dialect | None = None) -> bytes:
     """Return the message as msgpack.
 
     Args:
         message: JSON types, bytes, memoryviews, C-contiguous NumPy arrays, and maps and lists of
             them.
-        dialect: Dialect of the arrays.
+        dialect: Dialect of the arrays. Default: openpi.
     """
-    return _ENCODERS[dialect].encode(message)
+    return _ENCODERS[dialect or Dialect.OPENPI].encode(message)
 
 
 def _marked(array: Any, dialect: Dialect) -> dict[bytes, Any]:

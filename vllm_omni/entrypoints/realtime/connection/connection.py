@@ -42,7 +42,7 @@ _LAST_WORDS_S: Final = 1.5
 _FAILING_POLL_S: Final = 0.02
 _AHEAD_MESSAGES: Final = 4096  # 15 s of key events at 200 a second
 _AHEAD_BYTES: Final = 1024 * 1024
-_REASON_BYTES: Final = 123  # RFC 6455: a control frame holds 125 bytes, two are the code
+_REASON_BYTES: Final = 123  # RFC 6455: a control frame has 125 bytes, of which two are the code
 
 
 class Connection:
@@ -81,7 +81,7 @@ class Connection:
         await self._websocket.accept(subprotocol=subprotocol)
         transport = self._transport()
         if transport is not None:
-            # do not buffer here either: one message at a time waits for the kernel
+            # no buffer in the transport either: one message at a time waits for the kernel
             transport.set_write_buffer_limits(high=0)
         raw = transport.get_extra_info("socket") if transport is not None else None
         if raw is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
@@ -242,7 +242,7 @@ class Connection:
                 else:
                     await self._websocket.send_bytes(message)  # type: ignore[arg-type]  # any buffer is sent as it is
             except asyncio.CancelledError:
-                # The peer has part of the messages and would take the next bytes for the rest.
+                # The peer has received part of a message, so the next bytes must be its rest.
                 if number and not limit.expired():
                     await self._send_rest(messages[number:], limit)
                 raise

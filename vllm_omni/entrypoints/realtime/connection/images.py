@@ -95,12 +95,12 @@ def _from_file(data: Any, limits: EndpointLimits) -> Image.Image:
     # Pillow's parsers raise a dozen types, and their messages contain addresses and file names.
     except Exception:
         name = format_name(data)
-        said = (
+        reason = (
             "the image cannot be read"
             if name in (None, *_SUPPORTED)
             else f"{name} is not supported"
         )
-        raise EndpointError("invalid_image", f"{said}; {_ALLOWED}", param="image") from None
+        raise EndpointError("invalid_image", f"{reason}; {_ALLOWED}", param="image") from None
 
 
 _SUPPORTED: Final = ("PNG", "JPEG", "WebP", "GIF")

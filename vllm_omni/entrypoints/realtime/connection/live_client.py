@@ -65,7 +65,7 @@ class ConnectionHandler(ABC):
         manager.connections.add(self.connection)
         self._offered: list[str] = websocket.scope.get("subprotocols") or []
         self._texts = TextFrames()
-        self._end = "client left"
+        self._end = "client disconnected"
 
     @property
     @abstractmethod
@@ -118,7 +118,7 @@ class ConnectionHandler(ABC):
 
     @abstractmethod
     async def handle_message(self, data: bytes | str) -> None:
-        """Handle one message. A `EndpointError` raised here ends the connection."""
+        """Handle one message. An `EndpointError` from it ends the connection."""
 
     @abstractmethod
     async def send_error(self, error: EndpointError) -> None:

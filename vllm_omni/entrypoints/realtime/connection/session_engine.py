@@ -92,14 +92,14 @@ class SessionEngine:
             await self._recorder.finished(params, arrays, meta, results["frames"])
         return ChunkResult(meta, results["frames"], (time.monotonic() - started_s) * 1e3, trace)
 
-    async def close(self, session_id: str) -> None:
+    async def close_session(self, session_id: str) -> None:
         """Free a session's state. Unknown ids are ignored."""
         if self._recorder is not None:
             self._recorder.closed(session_id)
         with _endpoint_errors():
-            await self._engine.close(session_id)
+            await self._engine.close_session(session_id)
 
-    async def fork(self, session_id: str, fork_to: str) -> None:
+    async def fork_session(self, session_id: str, fork_to: str) -> None:
         """Copy a session's committed state to a new id.
 
         Raises:
@@ -112,7 +112,7 @@ class SessionEngine:
         if self._recorder is not None:
             self._recorder.forked(session_id, fork_to)
 
-    async def save(
+    async def save_session(
         self, session_id: str, path: Path, owner: Mapping[str, str] | None
     ) -> SnapshotHeader:
         """Write a session to a new file.
@@ -123,7 +123,7 @@ class SessionEngine:
         with _endpoint_errors():
             return await self._engine.save_session(session_id, path, owner)
 
-    async def checkpoint(
+    async def save_session_live(
         self, session_id: str, path: Path, owner: Mapping[str, str] | None
     ) -> tuple[SnapshotHeader, float]:
         """Write a session to a new file without pausing the engine.
@@ -135,9 +135,11 @@ class SessionEngine:
             EndpointError: The session could not be written.
         """
         with _endpoint_errors():
-            return await self._engine.checkpoint_session(session_id, path, owner)
+            return await self._engine.save_session_live(session_id, path, owner)
 
-    async def restore(self, session_id: str, path: Path) -> tuple[SnapshotHeader, dict[str, Any]]:
+    async def restore_session(
+        self, session_id: str, path: Path
+    ) -> tuple[SnapshotHeader, dict[str, Any]]:
         """Restore a session from a file.
 
         Returns:

@@ -26,7 +26,7 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Controls, geometry and rates of a causal world model."""
 
     actions: ActionSpace = CAMERA_SPACE
-    """Controls of the model, and whether it takes prompts and start images."""
+    """Controls of the model, and whether it has prompts and start images."""
     patch_size: tuple[int, int, int] = (1, 2, 2)
     """Patch size of the transformer: (time, height, width)."""
     vae_stride: tuple[int, int, int] = (4, 8, 8)
@@ -108,7 +108,7 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Check a prompt.
 
         Raises:
-            EndpointError: `invalid_prompt`: the model takes no prompts.
+            EndpointError: `invalid_prompt`: the model has no prompts.
         """
         if prompt and self.actions.prompt == "none":
             raise EndpointError(

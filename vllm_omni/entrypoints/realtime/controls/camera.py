@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Camera paths from clients: checked here once, exact float32 arrays afterwards.
+"""Camera paths from clients, checked and converted to exact float32 arrays.
 
 Poses are camera-to-world with OpenCV axes (x right, y down, z forward), one per pixel frame.
 Intrinsics are fx, fy, cx, cy in pixels of the model's reference size.

@@ -53,7 +53,7 @@ class _KeyedSource(LiveChunks):
 
     Args:
         init: The client's first message.
-        prompt: Prompt of `init`; None if the model takes no prompt.
+        prompt: Prompt of `init`; None if the model has no prompt.
         timed: Prompts with a start time.
         track: Controls that wait for a chunk.
         throttle: Pause and credit.

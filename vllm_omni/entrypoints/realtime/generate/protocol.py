@@ -295,7 +295,7 @@ class EventReader:
         ):
             raise EndpointError(
                 "invalid_request",
-                "composite_input must hold one entry for each of its kinds",
+                "composite_input must have one entry for each of its kinds",
                 param="payload",
             )
         return tuple(self._update(kind, payload[kind]) for kind in kinds)

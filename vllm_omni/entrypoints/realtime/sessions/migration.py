@@ -81,7 +81,7 @@ class SessionMigration:
             return
         persistent_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         # A periodic snapshot belongs to its process while that process lives. Other servers that
-        # use the directory see the process's lock there.
+        # use the directory check the process's lock there.
         self._persistent_staging = (
             staging if snapshot_period_s is None else StagingDirectory(persistent_dir)
         )
@@ -89,7 +89,7 @@ class SessionMigration:
         manager.drain.save_to = self._persist
         if snapshot_period_s is not None:
             self.periodic_snapshots = PeriodicSnapshots(
-                manager, self.persistent_dir, self.checkpoint, snapshot_period_s
+                manager, self.persistent_dir, self.save_live, snapshot_period_s
             )
             self.periodic_snapshots.start_saving()
 
@@ -111,7 +111,7 @@ class SessionMigration:
                 if not session.started:
                     raise EndpointError("unknown_session", "the session has no finished chunk yet")
                 try:
-                    return await self.manager.engine.save(session.engine_id, path, owner)
+                    return await self.manager.engine.save_session(session.engine_id, path, owner)
                 # a chunk finished between the two calls that a snapshot takes
                 except EndpointError as error:
                     if error.code != "session_busy" or attempt == _ATTEMPTS - 1:
@@ -142,7 +142,7 @@ class SessionMigration:
         with session.keep_alive():
             await self.manager.worlds_closed()
             try:
-                header, scalars = await self.manager.engine.restore(session.engine_id, path)
+                header, scalars = await self.manager.engine.restore_session(session.engine_id, path)
             except (RequestFailed, OSError) as error:
                 raise _as_endpoint_error(error) from error
             try:
@@ -230,7 +230,7 @@ class SessionMigration:
         if self.persistent_dir is not None:
             self.persistent_dir.sweep(dead | self._persistent_staging.sweep())
 
-    async def checkpoint(self, session: Session, path: Path) -> tuple[SnapshotHeader, float]:
+    async def save_live(self, session: Session, path: Path) -> tuple[SnapshotHeader, float]:
         """Write a live session to a new file without pausing it.
 
         Returns:
@@ -240,16 +240,16 @@ class SessionMigration:
             EndpointError: The engine could not save the session.
             OSError: The file could not be written.
         """
-        return await self.manager.engine.checkpoint(session.engine_id, path, _owner(session))
+        return await self.manager.engine.save_session_live(session.engine_id, path, _owner(session))
 
     async def _persist(self, session: Session) -> None:
         """Save one session during shutdown."""
         assert self.persistent_dir is not None
-        final = self.persistent_dir.drained(session.key)
-        partial = self.persistent_dir.partial(final)
+        final = self.persistent_dir.final_path(session.key)
+        partial = self.persistent_dir.partial_path(final)
         header = await self.save(session, partial, _owner(session))
         partial.replace(final)
-        self.persistent_dir.checkpoint(session.key).unlink(missing_ok=True)
+        self.persistent_dir.periodic_path(session.key).unlink(missing_ok=True)
         logger.info("session_saved chunks=%d bytes=%d", header.chunk_index, final.stat().st_size)
 
 

@@ -76,7 +76,7 @@ class PeriodicSnapshots:
 
     def adopt(self, session: Session, path: Path) -> None:
         """Continue with the file that a session was restored from."""
-        own = self._persistent_dir.checkpoint(session.key)
+        own = self._persistent_dir.periodic_path(session.key)
         path.rename(own)
         self._saved[session.engine_id] = _Saved(session.next_chunk, time.monotonic(), own)
 
@@ -124,8 +124,8 @@ class PeriodicSnapshots:
         saved = self._saved.setdefault(engine_id, _Saved(0, now_s))
         self._note_cost(now_s - saved.tried_s)
         saved.tried_s = now_s
-        final = self._persistent_dir.checkpoint(session.key)
-        partial = self._persistent_dir.partial(final)
+        final = self._persistent_dir.periodic_path(session.key)
+        partial = self._persistent_dir.partial_path(final)
         try:
             header, cost_s = await self._write(session, partial)
         except (EndpointError, OSError) as error:

@@ -43,15 +43,15 @@ class PersistedSessions:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.folder, self._owner = folder, owner
 
-    def drained(self, key: SessionKey) -> Path:
+    def final_path(self, key: SessionKey) -> Path:
         """Return the path of a session that is saved at shutdown."""
         return self.folder / f"{_digest(key)}{SUFFIX}"
 
-    def checkpoint(self, key: SessionKey) -> Path:
+    def periodic_path(self, key: SessionKey) -> Path:
         """Return the path of this process's periodic snapshot of a session."""
         return self.folder / f"{_digest(key)}.{self._owner}{SUFFIX}"
 
-    def partial(self, final: Path) -> Path:
+    def partial_path(self, final: Path) -> Path:
         """Return the path at which a file is written before it is renamed to `final`."""
         return final.with_name(f"{final.name.removesuffix(SUFFIX)}.{self._owner}{_PARTIAL}")
 
@@ -72,7 +72,7 @@ class PersistedSessions:
                 newest[digest] = max(found, newest.get(digest, found))
                 if older != newest[digest]:
                     older[1].unlink()
-            # another server that starts at the same time may have taken it
+            # another server that starts at the same time may have restored it
             except FileNotFoundError:
                 continue
             except OSError as error:

@@ -104,7 +104,7 @@ class Recorder:
         path = self._paths.get(params.session_id)
         if path is None:
             if params.chunk_index != 0:
-                return None  # the session did not start here
+                return None  # the session did not start on this server
             path = self._paths[params.session_id] = self._new_path(params.session_id)
             self._track(self._writer.submit(self._start, path))
         return self._track(self._writer.submit(self._append, path, params, arrays, outcome))
@@ -117,7 +117,7 @@ class Recorder:
     def _done(self, writing: "Future[None]") -> None:
         self._pending.discard(writing)
         if (error := writing.exception()) is not None:
-            logger.warning("a recording ends here, because it could not be written: %s", error)
+            logger.warning("a recording is incomplete, because it could not be written: %s", error)
 
     def _new_path(self, session_id: str) -> Path:
         now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")

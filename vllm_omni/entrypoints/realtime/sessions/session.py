@@ -2,8 +2,8 @@
 """The state of one client's session: its requests, its position, and its state in the engine.
 
 All endpoints share this module. It depends neither on message formats nor on sockets. An endpoint
-submits a `Job` to a `Session`, follows the `Run` that it receives, and delivers the replies.
-`session_manager.py` holds the table of sessions.
+submits a `Job` to a `Session`, follows the `Run` that it receives, and delivers the replies. The
+table of sessions is in `session_manager.py`.
 
 Invariants:
 - One request of a session runs and at most one waits.
@@ -572,7 +572,7 @@ class Session:
                     raise EndpointError(
                         "missing_image", "the session has not started, so it cannot be branched"
                     )
-                await self._manager.engine.fork(self.engine_id, new.engine_id)
+                await self._manager.engine.fork_session(self.engine_id, new.engine_id)
                 new.started, new.in_step = True, self.in_step
                 new.next_chunk, new.next_frame = self.next_chunk, self.next_frame
                 new.height, new.width, new.prompt, new.seed = (

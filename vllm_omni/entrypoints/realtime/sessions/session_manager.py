@@ -251,7 +251,7 @@ class SessionManager:
 
     async def _close_engine_session(self, engine_id: str) -> None:
         try:
-            await self.engine.close(engine_id)
+            await self.engine.close_session(engine_id)
         except EndpointError as error:
             logger.warning("the engine did not close a session: %s", error)
 
