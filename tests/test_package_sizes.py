@@ -9,7 +9,7 @@ from pathlib import Path
 
 REPO = Path(__file__).parents[1]
 PACKAGE = REPO / "vllm_omni"
-FILE_LINES, FUNCTION_LINES = 560, 110
+FILE_LINES, FUNCTION_LINES = 560, 120
 RUNNER, RUNNER_LINES = PACKAGE / "worker" / "diffusion" / "runner.py", 210
 TOPOLOGY = {
     "first_stage",

@@ -386,7 +386,7 @@ def test_a_refused_ticket_is_reported_and_logged(
     guarded: GuardedApp, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The client is told to get a new ticket, and the log has the reason."""
-    with caplog.at_level("INFO", logger="vllm.vllm_omni.entrypoints.access"):
+    with caplog.at_level("INFO", logger="vllm.vllm_omni.entrypoints.limits.access"):
         start, body = guarded.call(socket_scope(ENDPOINT, ("ticket.x",)))
     assert (start["type"], start["status"]) == ("websocket.http.response.start", 401)
     assert body["body"] == b"a new ticket is needed"
