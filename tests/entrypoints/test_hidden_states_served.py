@@ -203,23 +203,6 @@ def test_chat_streams_text_and_hidden_states_follow(server: Server) -> None:
     assert_equal_transformers(server, states)
 
 
-def test_every_choice_has_its_hidden_states(server: Server) -> None:
-    """Two prompts with two choices have four results in the order of the choices."""
-    response = server.post(
-        "/v1/completions",
-        prompt=["sea", "the sky"],
-        n=2,
-        temperature=1,
-        seed=1,
-        vllm_xargs=REQUESTED,
-    )
-    choices = response.json()["choices"]
-    found = [server.states(response.json()["id"], choice["index"]) for choice in choices]
-    assert [states.num_positions for states in found] == [3 + 5, 3 + 5, 7 + 5, 7 + 5]
-    for states in found:
-        assert_equal_transformers(server, states)
-
-
 def test_a_choice_without_hidden_states_gets_none(server: Server) -> None:
     """The first prompt stops at its first token, so it has no `generated` position. Those of the
     second stay at index 1.

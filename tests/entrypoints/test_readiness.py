@@ -3,11 +3,10 @@
 
 import asyncio
 import json
-import time
 from typing import Any
 
 import pytest
-from helpers.waits import exactly_in_task, seconds, until
+from helpers.waits import until
 
 from vllm_omni.entrypoints.engine.client import OmniEngine
 from vllm_omni.entrypoints.engine.readiness import Readiness
@@ -94,36 +93,6 @@ def test_a_long_step_does_not_make_a_server_unready(monkeypatch: pytest.MonkeyPa
     engine.delay_s = 10.0
     code, reply = send(engine)
     assert (code, reply["sessions"], reply["age_s"]) == (200, None, None)
-
-
-def test_long_steps_delay_neither_probes_nor_statistics() -> None:
-    """With steps of 0.8 s and a probe every 50 ms, no probe waits for a step, one request is in
-    flight, and its result is used.
-    """
-    engine = StatsEngine(sessions=0)
-    engine.delay_s = 0.8
-
-    async def main() -> None:
-        readiness = Readiness(engine, 60.0, lambda: True, lambda: False, lambda: 0, lambda: 0)
-        started_s = time.monotonic()
-        await exactly_in_task(1.0)  # the first statistics report no session
-        engine.stats["sessions"], seen, probes = 1, 0, 0
-        while seen != 1:
-            requested_s = time.monotonic()
-            assert requested_s - started_s < seconds(20), (
-                "probes that give up must not end the question"
-            )
-            reply = json.loads(bytes((await readiness.ready()).body))
-            assert time.monotonic() - requested_s < seconds(0.75), (
-                "a probe answers before the step ends"
-            )
-            assert reply["age_s"] is not None
-            seen, probes = reply["sessions"], probes + 1
-            await exactly_in_task(0.05)
-        assert probes > 1
-        assert engine.requested <= 2 + (time.monotonic() - started_s) / engine.delay_s
-
-    asyncio.run(main())
 
 
 def test_an_engine_that_dies_during_a_probe_is_reported() -> None:

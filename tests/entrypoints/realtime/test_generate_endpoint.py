@@ -5,7 +5,6 @@ a fake engine.
 (U) marks behaviour of SGLang's server that unmodified clients depend on.
 """
 
-import logging
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,10 +12,8 @@ from typing import Any
 import pytest
 from helpers.fake_engine import FIRST, LATER, EndpointServer, FakeEngine
 from helpers.live_clients import HEIGHT, WIDTH, GenerateClient, png
-from helpers.logged import logged
 from helpers.waits import seconds, wait_until
 
-from vllm_omni.entrypoints.engine import client as engine_client
 from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
 from vllm_omni.entrypoints.realtime.generate.handler import PATHS
 from vllm_omni.inputs import DiffusionParams
@@ -146,27 +143,6 @@ def test_a_session_may_choose_its_causal_window(
     first, second = engine.chunks
     assert (first.params.window_frames, first.params.sink_frames) == sent
     assert (second.params.window_frames, second.params.sink_frames) == (None, None)
-
-
-@pytest.mark.parametrize(("level", "lines"), [(logging.DEBUG, 2), (logging.INFO, 0)])
-def test_each_chunk_is_a_line_of_the_debug_log(
-    make_endpoint: MakeEndpoint, level: int, lines: int
-) -> None:
-    """The line holds the position in the stream and the time. The engine's client reads the level
-    of the logger once.
-    """
-    with (
-        logged(engine_client.logger, level) as texts,
-        GenerateClient(make_endpoint().port) as client,
-    ):
-        client.init(max_chunks=2)
-        client.chunk()
-        client.chunk()
-    chunks = [text for text in texts if text.startswith("chunk ")]
-    assert len(chunks) == lines
-    for index, text in enumerate(chunks):
-        start, frames = (0, FIRST) if index == 0 else (FIRST, LATER)
-        assert text.startswith(f"chunk index={index} first_frame={start} frames={frames} wall_ms=")
 
 
 def test_the_image_prompt_and_seed_start_the_world(

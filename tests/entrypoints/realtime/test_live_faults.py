@@ -4,8 +4,6 @@ Other clients keep their service.
 """
 
 import contextlib
-import ctypes
-import gc
 import itertools
 import socket
 import statistics
@@ -18,7 +16,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import psutil
 import pytest
 from helpers.fake_engine import FIRST, LATER, Client, EndpointServer, FakeEngine, infer, numbers
 from helpers.live_clients import ExtendedClient, GenerateClient, VideoClient, png
@@ -456,51 +453,3 @@ def test_abrupt_ends_leave_nothing_behind(
         0,
         0,
     )
-
-
-@pytest.mark.nightly
-def test_many_short_sessions_do_not_grow_memory(
-    make_endpoint: MakeEndpoint, engine: FakeEngine
-) -> None:
-    """Thousands of short sessions, half of them aborted, add at most 256 bytes each after a
-    warm-up, and no descriptor.
-
-    Memory is read after `malloc_trim`, because memory that the C library retains (5 MB here) is no
-    leak. The smallest growth of the rounds counts, because a leak shows in each round.
-    """
-    endpoint = make_endpoint()
-    process = psutil.Process()
-    trim = ctypes.CDLL(None).malloc_trim
-    small_init = {"type": "init", "prompt": "p", "size": "32x32", "first_frame": png()}
-
-    def churn(count: int) -> None:
-        for number in range(count):
-            # a bare socket, because an aborted client of the library leaves a thread
-            if number % 2:
-                leaver = RawClient(endpoint.port, PATHS[0], msgspec.msgpack.encode(small_init))
-                assert leaver.socket.recv(64)
-                leaver.reset()
-                continue
-            with GenerateClient(endpoint.port) as client:
-                client.send({**small_init, "max_chunks": 2})
-                assert [client.chunk().index, client.chunk().index] == [0, 1]
-        wait_until(
-            lambda: not len(endpoint.manager) and not endpoint.server.server_state.connections
-        )
-        engine.calls.clear()
-        engine.aborted.clear()
-        gc.collect()
-        trim(0)
-
-    def used() -> tuple[int, int]:
-        return process.memory_info().rss, process.num_fds()
-
-    churn(1000)
-    notes = [used()]
-    for _ in range(3):
-        churn(1000)
-        notes.append(used())
-    assert min(after[0] - before[0] for before, after in itertools.pairwise(notes)) < 1000 * 256, (
-        notes
-    )
-    assert notes[-1][1] <= notes[0][1] + 2, notes

@@ -3,13 +3,14 @@
 prompts.
 """
 
+import base64
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from helpers.fake_engine import FIRST, LATER, EndpointServer, FakeEngine
-from helpers.live_clients import GenerateClient, VideoClient
+from helpers.fake_engine import FIRST, LATER, Client, EndpointServer, FakeEngine, infer
+from helpers.live_clients import HEIGHT, WIDTH, GenerateClient, VideoClient, png
 from helpers.waits import pause, seconds, wait_until
 from prometheus_client import REGISTRY
 from test_quotas_at_endpoints import Clock, quotas
@@ -163,3 +164,55 @@ def test_messages_sent_during_the_wait_arrive_in_order(
     assert [chunk.index for chunk in chunks] == [0, 1, 2]
     prompts = [call.params.prompt for call in engine.chunks[-3:]]
     assert prompts == ["a path", "night", None]
+
+
+SIZE = {"height": HEIGHT, "width": WIDTH}
+
+
+def test_the_camera_endpoint_returns_the_generated_seed_with_every_frame(
+    client: Client, engine: FakeEngine
+) -> None:
+    """A later -1 keeps the session's seed without a warning."""
+    client.send(infer(FIRST, extra_body={**SIZE, "seed": -1}))
+    (first,) = client.frames()
+    client.send(infer(LATER, image=None, extra_body={"seed": -1}))
+    (second,) = client.frames()
+    assert engine.chunks[0].params.seed == first["seed"] == second["seed"] >= 0
+    assert "warnings" not in second
+    assert engine.chunks[1].params.seed is None
+
+
+def test_the_camera_endpoint_takes_seeds_of_64_bits(client: Client, engine: FakeEngine) -> None:
+    client.send(infer(FIRST, extra_body={**SIZE, "seed": 2**64 - 1}))
+    (first,) = client.frames()
+    assert engine.chunks[0].params.seed == first["seed"] == 2**64 - 1
+
+
+def test_the_generate_endpoint_returns_the_generated_seed_with_the_session(
+    endpoint: EndpointServer, engine: FakeEngine
+) -> None:
+    """The session message of clients with extensions holds the seed."""
+    with GenerateClient(endpoint.port) as client:
+        client.known_types = client.known_types | {"session"}
+        client.init(seed=-1, max_chunks=1, extensions=["receipts"])
+        session = client.receive()
+        client.chunk()
+    assert session["type"] == "session"
+    assert engine.chunks[0].params.seed == session["seed"] >= 0
+
+
+def test_the_video_endpoint_returns_the_generated_seed_with_the_start(
+    endpoint: EndpointServer, engine: FakeEngine
+) -> None:
+    image = {"image_url": "data:image/png;base64," + base64.b64encode(png()).decode()}
+    with VideoClient(endpoint.port) as client:
+        start = {
+            "type": "session.start",
+            "prompt": "a path",
+            **SIZE,
+            "image_reference": image,
+            "seed": -1,
+        }
+        started = client.request({**start, "num_frames": FIRST})
+        client.until("session.done")
+    assert engine.chunks[0].params.seed == started["config"]["seed"] >= 0

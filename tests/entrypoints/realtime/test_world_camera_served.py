@@ -6,8 +6,6 @@ The tests of all endpoints share the server (conftest.py). The last test kills i
 """
 
 import re
-import socket
-import struct
 import time
 from typing import Any
 
@@ -88,27 +86,6 @@ def test_a_world_streams_continues_and_is_reproducible(served: Served) -> None:
     }
 
 
-def test_a_branch_starts_from_its_parents_state(served: Served) -> None:
-    """Parent and branch give equal chunks with equal inputs and different ones otherwise."""
-    with served.client() as client:
-        client.send(request(session_id="parent"))
-        client.frames()
-        client.request({"endpoint": "branch", "session_id": "parent", "new_session_id": "child"})
-        signatures = {}
-        for session_id in ("parent", "child"):
-            client.send(request(LATER, image=None, session_id=session_id))
-            signatures[session_id] = pixels(client.frames())[1]
-        assert signatures["parent"] == signatures["child"]
-        client.send(request(LATER, image=None, session_id="child", prompt="rain"))
-        child = pixels(client.frames())[1]
-        client.send(request(LATER, image=None, session_id="parent"))
-        assert pixels(client.frames())[1] != child
-        for session_id in ("parent", "child"):
-            assert (
-                client.request({"endpoint": "close", "session_id": session_id})["type"] == "closed"
-            )
-
-
 @pytest.mark.parametrize(
     ("options", "code"),
     [
@@ -139,21 +116,6 @@ def test_a_failed_chunk_does_not_affect_the_session(
         client.send(request(cameras=path))
         assert pixels(client.frames())[1][1:] == signature
         client.send({"endpoint": "close"})
-
-
-def test_a_disconnect_frees_the_engine_within_a_step(served: Served) -> None:
-    """A chunk of 10 s in steps of 0.1 s ends shortly after its client vanishes."""
-    client = served.client()
-    client.send(request(FIRST + LATER, options={"steps": 100, "step_ms": 100.0}))
-    wait_until(lambda: served.running_requests() == 1)
-    raw = client.connection.socket
-    raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    raw.shutdown(socket.SHUT_RD)
-    raw.close()
-    started_s = time.monotonic()
-    wait_until(lambda: served.running_requests() == 0, 5.0)
-    assert time.monotonic() - started_s < seconds(2.0)
-    client.connection.close()
 
 
 def test_every_client_learns_of_a_dead_engine(served: Served) -> None:

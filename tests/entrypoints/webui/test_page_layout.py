@@ -110,33 +110,6 @@ def check_image(page: Page, shape: tuple[int, int], window: tuple[int, int]) -> 
         assert overlap(frame, box(page, part)) == 0, part
 
 
-@pytest.mark.parametrize("window", WINDOWS, ids=lambda window: "x".join(map(str, window)))
-def test_the_numbers_are_one_line_with_a_detail(page: Page, window: tuple[int, int]) -> None:
-    """Three numbers are fully visible, and the open detail covers nothing."""
-    be(page, window)
-    start(page)
-    assert not page.run("document.querySelector('#hud').open")
-    line = box(page, ".hud summary")
-    parts = [box(page, f".hud summary span:nth-child({number})") for number in (1, 2, 3)]
-    assert line["height"] < 26
-    assert all(line["left"] <= part["left"] and part["right"] <= line["right"] for part in parts)
-    assert max(part["bottom"] for part in parts) - min(part["top"] for part in parts) < 24
-    # The longest values of a slow machine fit too.
-    page.run("""for (const [name, text] of [["chunk", "15750 ms"], ["photon", "18098 ms"]])
-        document.querySelector(`summary [data-stat=${name}]`).textContent = text""")
-    assert not scrolls(page, ".hud summary")
-    page.run("document.querySelector('.hud summary').click()")
-    settle(page)
-    frame, detail = box(page, "#frame"), box(page, ".hud dl")
-    assert detail["height"] > 30
-    for part in ("#frame", ".tools"):
-        assert overlap(detail, box(page, part)) == 0, part
-    assert frame["height"] > 150
-    if window != UPRIGHT:
-        assert not scrolls(page)
-        assert box(page, ".tools")["bottom"] <= window[1]
-
-
 @pytest.mark.parametrize(
     "window", [*DESKTOPS, SIDEWAYS], ids=lambda window: "x".join(map(str, window))
 )

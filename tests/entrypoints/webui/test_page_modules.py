@@ -428,50 +428,6 @@ def test_the_buffer_ignores_one_late_chunk_and_follows_a_slower_server(
     assert needed[-1] == pytest.approx(600)
 
 
-SIMULATED = """
-    // The page's loop by a clock of 60 Hz: the picture takes what is in hand, chunks come after a[0]'s times.
-    const [waits, frames, marginMs] = a; const pacer = new m.Pacer(); if (marginMs !== null) pacer.marginMs = marginMs;
-    let [now, buffered, pending, next, began] = [0, 0, null, 0, false]; const stalls = [], buffers = [];
-    while (next < waits.length || pending) {
-        if (pending && now >= pending.at) {
-            buffers.push(buffered); buffered += (frames * 1000) / 16; began = true;
-            pacer.add(pending.ms, frames); pending = null;
-        }
-        if (!pending && next < waits.length && pacer.isTime(buffered, 0)) {
-            pending = { ms: waits[next], at: now + waits[next] }; next += 1;
-        }
-        now += 1000 / 60; buffered -= began ? 1000 / 60 : 0;
-        if (buffered < 0) { stalls.push([next, -buffered]); buffered = 0; }
-    }
-    return [buffers, [...new Set(stalls.map(([chunk]) => chunk))], pacer.marginMs];
-"""  # noqa: E501
-"""Buffered video in ms when each chunk arrived, and the chunks during which the image stood
-still.
-"""
-
-
-@pytest.mark.parametrize(("frames", "mean_ms"), [(4, 120), (12, 400)])
-@pytest.mark.parametrize("jitter_ms", [0, 5, 20, 60])
-def test_the_buffer_follows_the_jitter(
-    module_page: Page, frames: int, mean_ms: int, jitter_ms: int
-) -> None:
-    """With the default margin the image hardly waits, and the buffer is no larger than jitter and
-    margin require.
-    """
-    rng = random.Random(jitter_ms)
-    waits = [20 * mean_ms] + [max(10.0, rng.gauss(mean_ms, jitter_ms)) for _ in range(200)]
-    buffers, stalls, margin_ms = module_page.call(
-        "/omni/js/pacer.js", SIMULATED, waits, frames, None
-    )
-    learned = buffers[3:]
-    assert float(np.median(learned)) <= margin_ms + 3 * jitter_ms + 20
-    assert sum(chunk > 3 for chunk in stalls) <= 0.04 * len(waits)
-    if jitter_ms == 0:
-        assert margin_ms <= 40
-        assert min(learned) >= 10
-        assert not [chunk for chunk in stalls if chunk > 3]
-
-
 PLAY = """
     const canvas = new OffscreenCanvas(16, 16); canvas.getContext("2d").fillRect(0, 0, 16, 16);
     const jpeg = new Uint8Array(await (await canvas.convertToBlob({ type: "image/jpeg" })).arrayBuffer());
@@ -529,28 +485,6 @@ def test_a_decoded_frame_does_not_wait_for_later_ones(module_page: Page) -> None
     ready, drawn = module_page.call("/omni/js/player.js", PLAY + code)
     assert ready == [0, 2, 4, 3]
     assert drawn == [0, 1, 3]
-
-
-FIT = "return a[0].map((b) => { const { width, height } = m.fit(...b); return [width, height]; })"
-
-
-def test_the_stage_is_the_largest_of_the_images_shape(module_page: Page) -> None:
-    """A whole number of device pixels per pixel if that costs at most a twentieth, otherwise the
-    largest that fits.
-    """
-    boxes = [
-        (160, 96, 980, 700, 1),
-        (160, 96, 940, 700, 1),
-        (832, 480, 980, 700, 1),
-        (832, 480, 1000, 290, 2),
-    ]
-    assert module_page.call("/omni/js/stage.js", FIT, boxes) == [
-        [960, 576],
-        [pytest.approx(940), pytest.approx(564)],
-        [pytest.approx(980), pytest.approx(980 * 480 / 832)],
-        [pytest.approx(290 * 832 / 480), pytest.approx(290)],
-    ]
-    assert module_page.call("/omni/js/stage.js", FIT, [(832, 480, 430, 900, 2)]) == [[416, 240]]
 
 
 def test_short_touches_are_not_lost_and_held_keys_are_not_doubled(module_page: Page) -> None:

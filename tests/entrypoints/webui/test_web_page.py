@@ -431,22 +431,6 @@ def test_an_idle_page_requests_nothing_and_a_key_resumes(page: Page, engine: Fak
     assert page.run(STALLS) == stalls, "to run out of pictures is no stall then"
 
 
-def test_a_prompt_or_a_recording_keeps_an_idle_page_busy(page: Page, engine: FakeEngine) -> None:
-    """Chunks are requested for two seconds after a prompt, and until a recording ends."""
-    start_now(page)
-    rest(page, engine)
-    count = len(engine.chunks)
-    page.run(f"{PARTS}.then(({{ app }}) => app.setPrompt('rain'))")
-    wait_until(lambda: len(engine.chunks) > count)
-    assert engine.chunks[count].params.prompt == "rain"
-    rest(page, engine)
-    assert len(engine.chunks) - count == pytest.approx(1 + 2 * 48 / LATER, abs=1)
-    page.press("v")
-    later_chunks(engine, 12)
-    page.press("v")
-    rest(page, engine)
-
-
 def test_an_idle_page_keeps_its_session(
     browser: Browser, make_server: MakeServer, engine: FakeEngine
 ) -> None:
@@ -488,23 +472,6 @@ def test_input_to_photon_is_measured(page: Page, engine: FakeEngine) -> None:
     assert parts_ms[1] >= 190
     for name in ("waiting", "making", "buffered"):
         assert page.text(f".hud dl [data-stat={name}]").endswith(" ms")
-
-
-LONGEST_MS = f"{PARTS}.then(({{ app }}) => app.stats.inputToPhotonMs.quantile(1))"
-
-
-def test_input_to_photon_leaves_out_a_pause(page: Page) -> None:
-    """A key pressed in a pause is not measured, and later ones are."""
-    start_now(page)
-    page.press(" ")
-    page.press("d")
-    pause(2)
-    page.press(" ")
-    pause(1)
-    for _ in range(2):
-        page.press("d")
-        pause(0.8)
-    assert page.wait_for(LONGEST_MS) < 1500
 
 
 # ---- other controls
@@ -593,16 +560,6 @@ def test_a_mark_restores_its_session(page: Page, engine: FakeEngine) -> None:
     wait_until(lambda: len(engine.worlds) == 2)  # the one marked and the one walked in
     page.click("#marks button[data-act=forget]")
     wait_until(lambda: len(engine.worlds) == 1)
-
-
-def test_several_marks_at_once_are_all_set(page: Page, engine: FakeEngine) -> None:
-    """They are set one after the other between two chunks."""
-    engine.delay_s = 0.2
-    start_now(page)
-    page.key("keyDown", "w")
-    page.run(f"{PARTS}.then(({{ app }}) => {{ app.mark(); app.mark(); app.mark(); }})")
-    page.wait_for("document.querySelectorAll('#marks li').length === 3")
-    page.key("keyUp", "w")
 
 
 def test_a_recording_is_a_real_mp4(page: Page, engine: FakeEngine, browser: Browser) -> None:
