@@ -189,7 +189,7 @@ def test_without_keys_there_is_nothing_to_guard(monkeypatch: pytest.MonkeyPatch)
     assert GuardedApp([]).send("/work")[:2] == (200, "done")
 
 
-def test_the_secret_comes_from_this_process_environment_unless_notified(
+def test_the_default_secret_is_in_the_environment_of_this_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("VLLM_OMNI_TICKET_SECRET", SECRET["VLLM_OMNI_TICKET_SECRET"])

@@ -143,7 +143,7 @@ def test_the_oldest_results_are_evicted(store: HiddenStatesStore) -> None:
     )
 
 
-def test_a_result_larger_than_the_store_is_not_retained(store: HiddenStatesStore) -> None:
+def test_a_result_larger_than_the_store_is_discarded(store: HiddenStatesStore) -> None:
     store.open_request("a")
     store.end("a", {0: states(1, num_rows=50)})
     assert store.nbytes == 0 and code_of(store, "a") == "not_found"

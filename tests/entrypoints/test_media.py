@@ -48,7 +48,7 @@ def test_the_index_is_in_front_and_the_first_frame_is_a_key_frame() -> None:
         assert next(container.demux(stream)).is_keyframe
 
 
-def test_a_fractional_rate_is_retained() -> None:
+def test_a_fractional_rate_survives() -> None:
     """NTSC rates are fractions of 1001."""
     _, fps = decode_mp4(encode_mp4(moving_square(3), fps=30000 / 1001))
     assert fps == pytest.approx(30000 / 1001, abs=1e-9)

@@ -168,7 +168,7 @@ def test_plugins_disabled_by_the_environment_are_a_warning(
 
 
 @pytest.mark.parametrize("faulty", [True, False])
-def test_fix_examines_again_only_what_it_has_fixed(
+def test_the_checks_run_again_only_after_a_fix(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], faulty: bool
 ) -> None:
     """The report shows the state after the fix."""

@@ -69,7 +69,7 @@ def test_metadata_or_folder_is_enough(tmp_path: Path) -> None:
     assert len(other_package.find_other_package([str(tmp_path / "b")])) == 1
 
 
-def test_doctor_fails_and_says_what_to_remove(tmp_path: Path) -> None:
+def test_doctor_names_the_package_to_remove(tmp_path: Path) -> None:
     install(tmp_path, "vllm-omni", "0.30.0", THEIRS)
     finding = doctor.check_name([str(tmp_path)])
     assert finding.status == "fail" and "pip uninstall vllm-omni" in finding.detail

@@ -147,7 +147,7 @@ def _run_a_job(root: str, made: Any) -> None:
     stay_until_killed()
 
 
-def test_a_job_whose_process_was_killed_has_failed(root: Path) -> None:
+def test_a_job_of_a_killed_process_has_failed(root: Path) -> None:
     """It is `failed` with a reason after kill -9, also for a new server."""
     context = multiprocessing.get_context("spawn")
     made: Any = context.Queue()

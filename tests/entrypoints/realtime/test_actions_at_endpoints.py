@@ -145,7 +145,7 @@ def test_camera_keys_of_simple_clients_press_the_buttons_of_that_key(
             pass
 
 
-def test_more_motion_than_is_retained_is_refused(
+def test_too_much_pending_motion_is_refused(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
     """A paused stream consumes no motion events, so the limit is reached."""

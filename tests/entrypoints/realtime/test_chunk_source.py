@@ -121,7 +121,7 @@ def test_a_live_request_samples_controls_as_late_as_the_engine_allows() -> None:
     assert (live.most_in_flight(several, LIMITS), planned.most_in_flight(several, LIMITS)) == (3, 4)
 
 
-def test_a_script_of_a_model_whose_first_latent_frame_is_as_long_as_the_others() -> None:
+def test_the_first_latent_frame_may_be_as_long_as_the_others() -> None:
     """Three actions are three latent frames of four pixel frames, in the first chunk too."""
     info = StreamInfo(latent_frames_per_chunk=1, first_stride=4)
     script = PlannedChunks(actions=[["w"], [], ["w"]])

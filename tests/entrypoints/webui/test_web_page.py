@@ -209,7 +209,7 @@ def test_the_map_shows_the_ground_at_the_position(village_page: Page, engine: Fa
         const x = c.width / 2 + dx * d, y = c.height / 2 + dy * d;
         return [...c.getContext('2d').getImageData(x, y, 1, 1).data]; })"""
     height = page.run("document.querySelector('#map').clientHeight")
-    metre = (height - 36) / 15  # half of the map's 30 m is shown around one who stands still
+    metre = (height - 36) / 15  # half of the map's 30 m is shown around a resting camera
     assert page.run("document.querySelector('#map').offsetParent !== null")
     red, _, blue, alpha = page.run(f"{pixel}({2.6 * metre}, {0.6 * metre})")
     assert alpha == 255
