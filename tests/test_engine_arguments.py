@@ -278,9 +278,7 @@ def test_adapters_do_not_go_with_layers_that_move(causal_wan: Path) -> None:
 
 
 def test_fp8_is_refused_where_no_session_keeps_keys_and_values(null_world: Path) -> None:
-    with pytest.raises(
-        ValueError, match="--kv-cache-dtype fp8: the K/V cache of this checkpoint"
-    ):
+    with pytest.raises(ValueError, match="--kv-cache-dtype fp8: the K/V cache of this checkpoint"):
         configure_engine(null_world, kv_cache_dtype="fp8")
 
 

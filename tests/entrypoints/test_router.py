@@ -485,7 +485,7 @@ def test_frames_before_the_handshakes_response_are_refused(delay_s: float | None
     async def scenario() -> None:
         async with routed(1) as cluster:
             reply = await asyncio.to_thread(send, URL(cluster.url).port or 0)
-            assert reply.startswith(b"HTTP/1.1 400 ") and b"before the handshake" in reply
+            assert reply.startswith(b"HTTP/1.1 400 ") and b"end of the handshake" in reply
             assert cluster.servers[0].num_pings == 0
 
     asyncio.run(scenario())

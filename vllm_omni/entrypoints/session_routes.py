@@ -36,8 +36,7 @@ from vllm_omni.entrypoints.realtime.connection.connection import (
     transport_of,
 )
 from vllm_omni.entrypoints.realtime.sessions.migration import SessionMigration
-from vllm_omni.entrypoints.realtime.sessions.session import Session, new_session_id
-from vllm_omni.entrypoints.realtime.sessions.session_host import SessionKey
+from vllm_omni.entrypoints.realtime.sessions.session import Session, SessionKey, new_session_id
 from vllm_omni.entrypoints.server_context import ServerContext
 from vllm_omni.entrypoints.staging_directory import StagingDirectory
 from vllm_omni.inputs import SessionId

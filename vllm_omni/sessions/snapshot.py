@@ -296,14 +296,14 @@ def check_fits(header: SnapshotHeader, model: ModelIdentity, rank: int, weights:
         RequestFailed: `foreign_snapshot`: the snapshot is of another model, layout or checkpoint;
             the message names the difference.
     """
-    for part, theirs, ours in (
+    for label, theirs, ours in (
         ("the model", header.model.family, model.family),
         ("the split over ranks", str(header.model.parallel), str(model.parallel)),
     ):
         if theirs != ours:
             raise RequestFailed(
                 "foreign_snapshot",
-                f"{part} differs: the snapshot's is {theirs}, this server's {ours}",
+                f"{label} differs: the snapshot's is {theirs}, this server's {ours}",
             )
     if header.model.config != model.config:
         raise RequestFailed(

@@ -15,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from vllm_omni.entrypoints.errors import Close, EndpointError
 from vllm_omni.entrypoints.realtime.connection.guard import ConnectionGuard
-from vllm_omni.entrypoints.realtime.sessions.delivery_log import DeliveryLog
+from vllm_omni.entrypoints.realtime.sessions.run import DeliveryLog
 from vllm_omni.runtime import log_context
 
 logger = logging.getLogger("vllm." + __name__)

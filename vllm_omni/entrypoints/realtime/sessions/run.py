@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Job` and `Run`: one request's checked inputs, and its replies so far.
+"""`Job`, `Run` and `DeliveryLog`: the inputs of a request, its replies, and a session's requests.
 
 A run outlives the connection that requested it. Its replies are numbered and retained by the
 session, so a client that reconnects can receive them again or follow a run in progress. A job's
@@ -9,12 +9,12 @@ session, so a client that reconnects can receive them again or follow a run in p
 import asyncio
 import dataclasses
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import count, islice
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -30,6 +30,8 @@ from vllm_omni.entrypoints.realtime.connection.delivery_window import DeliveryWi
 from vllm_omni.entrypoints.realtime.connection.session_engine import ChunkResult
 from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
 from vllm_omni.entrypoints.telemetry.tracing import ChunkTrace
+
+_REMEMBERED_RUNS: Final = 64
 
 Deliver = Callable[[Any], Awaitable[None]]
 """Sends the payload of one reply to the client."""
@@ -371,3 +373,78 @@ class Run:
             if not changed.done():  # unless cancelled
                 changed.set_result(None)
         self._waiting.clear()
+
+
+class DeliveryLog:
+    """The recent requests of a session and their replies, for replay and resume.
+
+    The numbers of requests and bytes are bounded.
+    """
+
+    def __init__(self) -> None:
+        self.runs: OrderedDict[str, Run] = OrderedDict()
+        """Runs by request id, oldest first."""
+
+    def missed_since(self, last_chunk: int | None, next_chunk: int) -> list[tuple[Run, int]]:
+        """Return the replies to replay after a reconnect.
+
+        Args:
+            last_chunk: Last chunk that the client has received. None: no chunk.
+            next_chunk: Number of the session's next chunk.
+
+        Returns:
+            Runs and the numbers of their first reply to deliver.
+
+        Raises:
+            EndpointError: `resync_required`: some replies have been dropped.
+        """
+        wanted = 0 if last_chunk is None else last_chunk + 1
+        missed: list[tuple[Run, int]] = []
+        for run in self.runs.values():
+            skipped = sum(reply.chunk_index < wanted for reply in run.replies)
+            retained = list(run.replies)[skipped:]
+            if retained and retained[0].chunk_index == wanted and retained[0].part == 0:
+                missed.append((run, run.first_retained + skipped))
+                wanted = retained[-1].chunk_index + 1
+            elif not run.finished:
+                missed.append((run, run.num_replies))
+        if wanted < next_chunk:
+            raise EndpointError(
+                "resync_required",
+                "some replies have been dropped; continue from here",
+                next_chunk_index=next_chunk,
+            )
+        return missed
+
+    def drop_delivered(self, keep_bytes: int) -> None:
+        """Drop delivered replies, oldest first, until at most `keep_bytes` remain."""
+        total = 0
+        # runs after every chunk, so a generator expression would cost too much
+        for run in self.runs.values():
+            total += run.retained_bytes
+        for run in self.runs.values():
+            while total > keep_bytes and (freed := run.drop_oldest()):
+                total -= freed
+
+    def evict_old(self) -> None:
+        """Remove the oldest finished requests beyond the limit."""
+        num_old = len(self.runs) - _REMEMBERED_RUNS
+        if num_old <= 0:
+            return
+        for request_id, run in list(self.runs.items())[:num_old]:
+            if run.finished and not run.has_follower:
+                self._evict(request_id, run)
+
+    def evict_finished(self) -> None:
+        for request_id, run in list(self.runs.items()):
+            if run.finished:
+                self._evict(request_id, run)
+
+    def discard(self) -> None:
+        """Drop every reply, because the session has ended."""
+        for run in self.runs.values():
+            run.discard()
+
+    def _evict(self, request_id: str, run: Run) -> None:
+        run.discard()
+        del self.runs[request_id]

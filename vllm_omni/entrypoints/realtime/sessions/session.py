@@ -18,18 +18,27 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence, Sized
-from typing import Final
+from collections.abc import Coroutine, Iterable, Iterator, Sequence, Sized
+from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
 
 from vllm_omni.entrypoints.errors import EndpointError
+from vllm_omni.entrypoints.limits.quotas import Quotas
 from vllm_omni.entrypoints.realtime.chunk_source import ChunkSpan, Controls
+from vllm_omni.entrypoints.realtime.connection.drain import SessionDrain
+from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
 from vllm_omni.entrypoints.realtime.connection.play_clock import PlayClock, PlayDeadline
-from vllm_omni.entrypoints.realtime.connection.session_engine import ChunkResult
-from vllm_omni.entrypoints.realtime.sessions.delivery_log import DeliveryLog
-from vllm_omni.entrypoints.realtime.sessions.run import FinishedChunk, Job, Reply, Run
-from vllm_omni.entrypoints.realtime.sessions.session_host import SessionHost, SessionKey
+from vllm_omni.entrypoints.realtime.connection.session_engine import ChunkResult, SessionEngine
+from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
+from vllm_omni.entrypoints.realtime.sessions.run import (
+    DeliveryLog,
+    FinishedChunk,
+    HeldBytes,
+    Job,
+    Reply,
+    Run,
+)
 from vllm_omni.entrypoints.telemetry.metrics import SessionMeter
 from vllm_omni.entrypoints.telemetry.tracing import tracing
 from vllm_omni.inputs import DiffusionParams
@@ -41,6 +50,47 @@ logger = logging.getLogger("vllm." + __name__)
 
 _MAX_WAITING: Final = 2  # one request runs, one waits
 
+SessionKey = tuple[str, str]
+"""(principal, session id). The same id of two principals denotes two sessions."""
+
+T = TypeVar("T")
+
+
+class SessionHost(Protocol):
+    """The session manager as a session uses it. See `SessionManager`."""
+
+    engine: SessionEngine
+    """Requests to the engine."""
+    info: StreamInfo
+    """Stream metadata of the served model."""
+    limits: EndpointLimits
+    """Limits of connections and sessions."""
+    quotas: Quotas
+    """Quotas of clients."""
+    drain: "SessionDrain[Session]"
+    """Graceful shutdown of the sessions."""
+    held: HeldBytes
+    """Size of the retained replies of all sessions."""
+
+    @property
+    def is_over_budget(self) -> bool: ...
+
+    def trim(self) -> None: ...
+
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]: ...
+
+    async def off_loop(self, function: Any, *args: Any) -> Any: ...
+
+    def remove_if_empty(self, session: "Session") -> None: ...
+
+    def was_evicted(self, key: SessionKey) -> bool: ...
+
+    def close_engine_session(self, engine_id: str) -> None: ...
+
+    def engine_session_ended(self, engine_id: str) -> None: ...
+
+    async def worlds_closed(self) -> None: ...
+
 
 def new_session_id() -> str:
     """Return an unguessable id. Clients that know the id may continue the session."""
@@ -50,9 +100,7 @@ def new_session_id() -> str:
 class Session:
     """One session of one client. Not thread-safe: use it from one event loop."""
 
-    def __init__(
-        self, key: SessionKey, manager: "SessionHost[Session]", client: str, endpoint: str
-    ) -> None:
+    def __init__(self, key: SessionKey, manager: SessionHost, client: str, endpoint: str) -> None:
         self.key, self.session_id = key, key[1]
         self.meter = SessionMeter(endpoint)
         self.trace = tracing().session(key[1], endpoint)

@@ -26,8 +26,7 @@ from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
 from vllm_omni.entrypoints.realtime.connection.session_engine import SessionEngine
 from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
 from vllm_omni.entrypoints.realtime.sessions.run import HeldBytes
-from vllm_omni.entrypoints.realtime.sessions.session import Session
-from vllm_omni.entrypoints.realtime.sessions.session_host import SessionKey
+from vllm_omni.entrypoints.realtime.sessions.session import Session, SessionKey
 from vllm_omni.inputs import Lora
 from vllm_omni.runtime import log_context
 

@@ -35,8 +35,7 @@ from vllm_omni.entrypoints.realtime.connection.live_client import (
 )
 from vllm_omni.entrypoints.realtime.render import FrameRenderer
 from vllm_omni.entrypoints.realtime.sessions.run import Job, ReplyOptions, Run, WorldStart
-from vllm_omni.entrypoints.realtime.sessions.session import Session, new_session_id
-from vllm_omni.entrypoints.realtime.sessions.session_host import SessionKey
+from vllm_omni.entrypoints.realtime.sessions.session import Session, SessionKey, new_session_id
 from vllm_omni.entrypoints.realtime.sessions.session_manager import SessionManager
 from vllm_omni.entrypoints.realtime.world_camera import protocol
 from vllm_omni.entrypoints.telemetry.metrics import endpoint_metrics
