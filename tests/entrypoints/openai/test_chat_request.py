@@ -120,7 +120,7 @@ def test_unsupported_fields_are_refused_by_name(fields: dict[str, Any], param: s
         ([said("system", "a")], "last message must be a user"),
         ([USER, said("system", "a"), USER], "system messages come before"),
         ([said("system", IMAGE), USER], "system message must be text"),
-        ([said("user", IMAGE)], "must hold a text part"),
+        ([said("user", IMAGE)], "must have a text part"),
         ([{"role": "user", "content": "x" * 16000}] * 5, "80000 characters"),
     ],
 )
