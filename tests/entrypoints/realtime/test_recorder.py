@@ -81,9 +81,9 @@ def test_a_session_is_recorded_chunk_by_chunk_and_a_branch_with_its_past(tmp_pat
         await asyncio.wait([cancelled])
         engine.delay_s = 0.0
         frames.append(await chunk(world, 2))
-        await world.fork("s", "branch")
+        await world.fork_session("s", "branch")
         frames.append(await chunk(world, 3, "branch"))
-        await world.close("s")
+        await world.close_session("s")
         return frames
 
     frames = asyncio.run(scenario())
