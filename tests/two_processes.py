@@ -34,7 +34,6 @@ TOGETHER = {
     "tests/entrypoints/realtime/test_floods_served.py": "served",
     "tests/entrypoints/realtime/test_live_served.py": "served",
     "tests/entrypoints/realtime/test_operators_served.py": "served",
-    "tests/entrypoints/realtime/test_other_endpoints_served.py": "served",
     "tests/entrypoints/realtime/test_session_api.py": "served",
     "tests/entrypoints/realtime/test_world_camera_served.py": "served",
 }

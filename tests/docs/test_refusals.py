@@ -222,7 +222,7 @@ HELD_BY = {
     # lance.md, online
     "Tools, `logprobs`, penalties and other formats are refused": (
         "tests/entrypoints/openai/test_chat_request.py::"
-        "test_what_these_models_cannot_do_names_the_field"
+        "test_unsupported_fields_are_refused_by_name"
     ),
     # wan2_2.md
     "It is refused with `omni.model.cuda_graphs`": (
@@ -244,7 +244,7 @@ HELD_BY = {
         "tests/test_engine_arguments.py::test_half_of_a_quantization_is_refused"
     ),
     "a paused engine refuses requests": (
-        "tests/entrypoints/test_engine_refusals.py::test_a_endpoint_gets_one_kind_of_failure"
+        "tests/entrypoints/test_engine_refusals.py::test_an_endpoint_gets_one_type_of_failure"
     ),
     # requests of diffusers pipelines, Lance and the image and video routes
     "sizes that the pipeline would silently round "
@@ -271,21 +271,21 @@ HELD_BY = {
     ),
     "a refusal names a size near it": (
         "tests/entrypoints/openai/test_plan.py::"
-        "test_a_side_that_is_too_long_is_refused_with_what_is_near"
+        "test_a_side_that_is_too_long_is_refused_with_a_near_size"
     ),
     "`transparent` is refused": (
         "tests/entrypoints/openai/test_openai_served.py::"
-        "test_what_cannot_be_done_is_said_in_openais_words"
+        "test_refusals_have_the_form_of_openais_errors"
     ),
     "a model that cannot use one refuses it": (
-        "tests/entrypoints/openai/test_plan.py::test_what_the_model_cannot_do_is_refused"
+        "tests/entrypoints/openai/test_plan.py::test_fields_that_the_model_does_not_support_are_refused"
     ),
     "`num_frames` and `fps` are refused with it": (
         "tests/entrypoints/openai/test_plan.py::"
-        "test_what_an_edited_video_cannot_be_notified_is_refused"
+        "test_a_length_for_an_edited_video_is_refused"
     ),
     "refused by models in which they are fixed": (
-        "tests/entrypoints/openai/test_plan.py::test_what_the_model_cannot_do_is_refused"
+        "tests/entrypoints/openai/test_plan.py::test_fields_that_the_model_does_not_support_are_refused"
     ),
     "T2V refuses it": (
         "tests/entrypoints/openai/test_openai_wan22.py::"

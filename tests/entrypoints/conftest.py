@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every test of a door has."""
+"""The fixture that every test of an endpoint uses."""
 
 from collections.abc import Iterator
 
@@ -9,6 +9,6 @@ from helpers.fake_engine import EndpointServer
 
 @pytest.fixture(scope="module", autouse=True)
 def _servers_end() -> Iterator[None]:
-    """Each server that a module's tests left ends by itself."""
+    """Check at the end of a module that each of its servers has ended."""
     yield
     EndpointServer.wait_until_all_ended()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and tickets without sockets: the application is called as a server would, and the scope a
-door sees is compared.
+"""Keys, tickets and origins without sockets: the application is called as a server calls it, and
+the scope at the endpoint is compared.
 
-How it behaves behind stock vLLM's own check, over real sockets:
-tests/entrypoints/webui/test_browser_access.py.
+tests/entrypoints/webui/test_browser_access.py has the tests over real sockets with stock vLLM's key
+check.
 """
 
 import asyncio
@@ -25,7 +25,6 @@ from vllm_omni.entrypoints.limits.access import (
     OPEN_PATHS,
     TICKET_PATH,
     BrowserAccess,
-    KeyGuard,
     OriginGuard,
     configured_keys,
 )
@@ -33,12 +32,12 @@ from vllm_omni.entrypoints.limits.access import (
 KEYS = ["first key", "second key"]
 ORIGIN = "https://world.example"
 SECRET = {"VLLM_OMNI_TICKET_SECRET": "of this start"}
-Endpoint = "/omni/ws/walk/along"
+ENDPOINT = "/omni/ws/walk/along"
 
 
-class Site:
-    """An application with a door at `/v1/walk/along`, pages, and the guard. seen: scopes at the
-    door.
+class GuardedApp:
+    """An application with an endpoint at `/v1/walk/along`, pages, and the guard. `seen` holds the
+    scopes at the endpoint.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class Site:
         await websocket.close()
 
     def call(self, scope: dict[str, Any]) -> list[dict[str, Any]]:
-        """Every message that the application sends for one connection."""
+        """Each message that the application sends for one connection."""
         sent: list[dict[str, Any]] = []
 
         async def receive() -> dict[str, Any]:
@@ -94,10 +93,8 @@ class Site:
         assert status == 200
         return body["ticket"]
 
-    def connect(self, path: str = Endpoint, **fields: Any) -> str | int:
-        """The first thing that a WebSocket is told: `websocket.accept`, or the status of a
-        refusal.
-        """
+    def connect(self, path: str = ENDPOINT, **fields: Any) -> str | int:
+        """The first message to a WebSocket: `websocket.accept`, or the status of a refusal."""
         first = self.call(socket_scope(path, **fields))[0]
         return first.get("status", first["type"])
 
@@ -109,8 +106,8 @@ def raw(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:
 def socket_scope(
     path: str, protocols: tuple[str, ...] = (), query: bytes = b"", **fields: Any
 ) -> dict[str, Any]:
-    """As uvicorn makes it. fields: `root_path`, `headers` (a dictionary), or any other key of a
-    scope.
+    """A scope as uvicorn makes it; fields: `root_path`, `headers` (a dictionary), or any other
+    key.
     """
     headers = raw(fields.pop("headers", {}))
     return {
@@ -137,14 +134,14 @@ async def _work() -> PlainTextResponse:
 
 
 @pytest.fixture
-def site() -> Site:
-    return Site()
+def guarded() -> GuardedApp:
+    return GuardedApp()
 
 
-def test_the_keys_are_those_of_the_command_line_else_of_the_environment(
+def test_keys_come_from_the_command_line_or_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Empty ones are none: `VLLM_API_KEY=` does not make the empty key one that opens."""
+    """Empty keys are ignored, so `VLLM_API_KEY=` does not define an empty key."""
     monkeypatch.setenv("VLLM_API_KEY", "of the environment")
     assert configured_keys(Namespace(api_key=["a", "", "b"])) == ("a", "b")
     assert configured_keys(Namespace(api_key=None)) == ("of the environment",)
@@ -170,14 +167,14 @@ def test_the_keys_are_those_of_the_command_line_else_of_the_environment(
         ("Bearer \xff", None),
     ],
 )
-def test_which_key_a_header_carries(site: Site, header: str, index: int | None) -> None:
-    """The scheme's case does not matter, everything else does; no bytes of a client upset it."""
-    assert site.access.key_index(Headers(raw=raw({"authorization": header}))) == index
-    assert site.access.key_index(Headers({})) is None
+def test_a_header_identifies_its_key(guarded: GuardedApp, header: str, index: int | None) -> None:
+    """Only the case of the scheme does not matter, and no bytes of a client raise an error."""
+    assert guarded.access.key_index(Headers(raw=raw({"authorization": header}))) == index
+    assert guarded.access.key_index(Headers({})) is None
 
 
 def test_a_key_that_is_no_text_is_taken_as_its_bytes() -> None:
-    """The operating system hands over bytes that are not UTF-8 as surrogates; the server starts
+    """The operating system passes bytes that are not UTF-8 as surrogates, and the server starts
     with such a key.
     """
     access = BrowserAccess(["k\udcff", "plain"], SECRET)
@@ -185,132 +182,117 @@ def test_a_key_that_is_no_text_is_taken_as_its_bytes() -> None:
 
 
 def test_without_keys_there_is_nothing_to_guard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No secret is derived (that takes a while), and the environment is not read for one."""
-    # calling it would fail
+    """No secret is derived, because that takes a while, and the environment is not read for one."""
+    # a call of None would fail
     monkeypatch.setattr("vllm_omni.entrypoints.limits.access.derive_secret", None)
     assert not BrowserAccess([], {}).needs_key
-    assert Site([]).send("/work")[:2] == (200, "done")
+    assert GuardedApp([]).send("/work")[:2] == (200, "done")
 
 
-def test_the_secret_comes_from_this_process_environment_unless_notified(
+def test_the_default_secret_is_in_the_environment_of_this_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("VLLM_OMNI_TICKET_SECRET", SECRET["VLLM_OMNI_TICKET_SECRET"])
-    ticket = Site().ticket()
-    assert Site(environ=None).connect(protocols=(f"ticket.{ticket}",)) == "websocket.accept"
-    assert Site(environ={}).connect(protocols=(f"ticket.{ticket}",)) == 401
+    ticket = GuardedApp().ticket()
+    assert GuardedApp(environ=None).connect(protocols=(f"ticket.{ticket}",)) == "websocket.accept"
+    assert GuardedApp(environ={}).connect(protocols=(f"ticket.{ticket}",)) == 401
 
 
-def test_a_ticket_may_stand_for_any_of_the_keys(site: Site) -> None:
-    """The door sees the key that the ticket was bought with, the last one included."""
+def test_a_ticket_represents_its_key(guarded: GuardedApp) -> None:
+    """The endpoint gets the key that the ticket was issued for."""
     for key in KEYS:
-        assert site.connect(protocols=(f"ticket.{site.ticket(key)}",)) == "websocket.accept"
-        assert (b"authorization", f"Bearer {key}".encode()) in site.seen[-1]["headers"]
+        assert guarded.connect(protocols=(f"ticket.{guarded.ticket(key)}",)) == "websocket.accept"
+        assert (b"authorization", f"Bearer {key}".encode()) in guarded.seen[-1]["headers"]
 
 
-def test_a_key_beyond_ascii_opens_a_websocket_as_it_opens_a_request() -> None:
-    """A browser sends `ü` in a header as one byte; the ticket that this buys is good for that
-    key.
-    """
-    site = Site(["schlüssel"])
-    assert site.send("/work", authorization="Bearer schlüssel")[0] == 200
-    assert site.connect(protocols=(f"ticket.{site.ticket('schlüssel')}",)) == "websocket.accept"
+def test_a_key_may_have_characters_beyond_ascii() -> None:
+    """A browser sends `ü` in a header as one byte, and the ticket is valid for that key."""
+    guarded = GuardedApp(["schlüssel"])
+    assert guarded.send("/work", authorization="Bearer schlüssel")[0] == 200
+    assert (
+        guarded.connect(protocols=(f"ticket.{guarded.ticket('schlüssel')}",)) == "websocket.accept"
+    )
 
 
-def test_open_paths_are_the_probes_and_what_the_page_adds() -> None:
-    """One that is added opens; nothing else does, and the probes stay open."""
-    site = Site(open_paths=("/page",))
-    assert site.access.open_paths == OPEN_PATHS | {"/page"}
-    assert [site.send(path)[0] for path in ("/page", "/health", "/work")] == [200, 200, 401]
+def test_open_paths_are_the_probes_and_those_of_the_page() -> None:
+    """An added path is open, the probes stay open, and nothing else is."""
+    guarded = GuardedApp(open_paths=("/page",))
+    assert guarded.access.open_paths == OPEN_PATHS | {"/page"}
+    assert [guarded.send(path)[0] for path in ("/page", "/health", "/work")] == [200, 200, 401]
     assert BrowserAccess(KEYS, SECRET).open_paths == OPEN_PATHS
 
 
-def test_the_ticket_route_takes_posts_only_and_is_not_advertised(site: Site) -> None:
+def test_the_ticket_route_takes_posts_only_and_is_not_advertised(guarded: GuardedApp) -> None:
     key = {"authorization": f"Bearer {KEYS[0]}"}
-    assert site.send(TICKET_PATH, "GET", **key)[0] == 405
-    assert site.send(TICKET_PATH, "POST", **key)[0] == 200
-    assert TICKET_PATH not in site.app.openapi()["paths"]
+    assert guarded.send(TICKET_PATH, "GET", **key)[0] == 405
+    assert guarded.send(TICKET_PATH, "POST", **key)[0] == 200
+    assert TICKET_PATH not in guarded.app.openapi()["paths"]
 
 
-def test_what_a_ticket_is_served_with(site: Site) -> None:
-    """The whole answer, never kept by a cache on its way."""
-    status, body, headers = site.send(TICKET_PATH, "POST", authorization=f"Bearer {KEYS[1]}")
+def test_the_ticket_response_is_complete_and_not_cached(guarded: GuardedApp) -> None:
+    """The whole response may not be cached."""
+    status, body, headers = guarded.send(TICKET_PATH, "POST", authorization=f"Bearer {KEYS[1]}")
     assert status == 200 and headers["cache-control"] == "no-store"
     assert (
         body == {"required": True, "ticket": body["ticket"], "expires_in_s": 30}
         and len(body["ticket"]) == 47
     )
-    status, body, headers = Site([]).send(TICKET_PATH, "POST")
+    status, body, headers = GuardedApp([]).send(TICKET_PATH, "POST")
     assert (status, body) == (200, {"required": False}) and headers["cache-control"] == "no-store"
 
 
-def test_a_refusal_says_nothing_but_that(site: Site) -> None:
-    """In stock vLLM's words, for a request and for a WebSocket."""
-    assert site.send("/work")[:2] == (401, {"error": "Unauthorized"})
-    start, body = site.call(socket_scope("/v1/walk/along"))[:2]
+def test_a_refusal_has_the_text_of_stock_vllm(guarded: GuardedApp) -> None:
+    """Requests and WebSockets get stock vLLM's text."""
+    assert guarded.send("/work")[:2] == (401, {"error": "Unauthorized"})
+    start, body = guarded.call(socket_scope("/v1/walk/along"))[:2]
     assert (start["type"], start["status"]) == ("websocket.http.response.start", 401)
     assert json.loads(body["body"]) == {"error": "Unauthorized"}
-    assert site.seen == []
+    assert guarded.seen == []
 
 
-def test_tickets_are_refused_even_if_the_guard_was_passed(site: Site) -> None:
-    """Where a proxy rewrites paths the route asks for the key itself."""
+def test_tickets_are_refused_even_if_the_guard_was_passed(guarded: GuardedApp) -> None:
+    """The route checks the key itself, because a proxy may rewrite paths."""
     app = FastAPI()
-    app.add_api_route("/rewritten", site.access._ticket, methods=["POST"])
-    site.app = app
-    assert site.send("/rewritten", "POST")[:2] == (401, {"error": "Unauthorized"})
-    assert site.send("/rewritten", "POST", authorization="Bearer wrong")[0] == 401
+    app.add_api_route("/rewritten", guarded.access._ticket, methods=["POST"])
+    guarded.app = app
+    assert guarded.send("/rewritten", "POST")[:2] == (401, {"error": "Unauthorized"})
+    assert guarded.send("/rewritten", "POST", authorization="Bearer wrong")[0] == 401
 
 
-def test_a_preflight_request_needs_no_key(site: Site) -> None:
-    """A browser sends `OPTIONS` without headers; the answer to it is the application's."""
-    assert site.send("/work", "OPTIONS")[:2] == (200, "done")
-    assert site.send("/work", "options")[0] == 401
-
-
-def test_the_servers_start_and_stop_pass() -> None:
-    """Only HTTP and WebSocket scopes have a path to guard."""
-    passed: list[Any] = []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        passed.append((scope, receive, send))
-
-    guard = KeyGuard(app, BrowserAccess(KEYS, SECRET))
-    receive, send = object(), object()
-    asyncio.run(guard({"type": "lifespan"}, receive, send))  # type: ignore[arg-type]
-    assert passed == [({"type": "lifespan"}, receive, send)]
+def test_a_preflight_request_needs_no_key(guarded: GuardedApp) -> None:
+    """A browser sends `OPTIONS` without headers, and the application answers it."""
+    assert guarded.send("/work", "OPTIONS")[:2] == (200, "done")
+    assert guarded.send("/work", "options")[0] == 401
 
 
 @pytest.mark.parametrize(
-    ("path", "root", "status"), [("/at/health", "/at", 200), ("/at/work", "/at", 401)]
+    ("path", "root", "status"),
+    [
+        ("/at/health", "/at", 200),
+        ("/at/work", "/at", 401),
+        ("/at/health", "", 401),
+        ("/at/health", None, 401),
+    ],
 )
-def test_paths_are_compared_without_where_the_application_is_mounted(
-    site: Site, path: str, root: str, status: int
+def test_paths_are_compared_without_the_root_path(
+    guarded: GuardedApp, path: str, root: str | None, status: int
 ) -> None:
-    """`--root-path /at`: the probes are open there."""
-    assert site.send(path, root=root)[0] == status
-
-
-def test_a_mounted_path_is_not_open_elsewhere(site: Site) -> None:
-    """`/at/health` is a probe only if the application is mounted at `/at`."""
-    assert site.send("/at/health", root="")[0] == 401
-    assert site.send("/at/health")[0] == 401
+    """With `--root-path /at` the probes are open there, and only there."""
+    assert guarded.send(path, root=root)[0] == status
 
 
 @pytest.mark.parametrize("root", ["", "/at"])
-def test_a_endpoint_sees_its_own_path_and_no_trace_of_the_ticket(site: Site, root: str) -> None:
-    """Everything else of the connection stays: origin, other headers, subprotocols and query,
-    each in its order.
-    """
-    ticket = site.ticket(KEYS[1], origin=ORIGIN)
+def test_the_endpoint_gets_its_path_and_no_ticket(guarded: GuardedApp, root: str) -> None:
+    """Origin, other headers, subprotocols and query are unchanged and in order."""
+    ticket = guarded.ticket(KEYS[1], origin=ORIGIN)
     scope = socket_scope(
-        root + Endpoint,
+        root + ENDPOINT,
         ("omni.v1", f"ticket.{ticket}", "omni.v2"),
         b"a=ticket&ticket=stale&b=%C3%BC+x&a=2",
         root_path=root,
         headers={"origin": ORIGIN, "authorization": "Basic stale", "x-more": "1", "x-last": "2"},
     )
-    assert site.call(scope)[0]["type"] == "websocket.accept"
+    assert guarded.call(scope)[0]["type"] == "websocket.accept"
     endpoint = f"{root}/v1/walk/along"
     retained = {
         name: scope[name]
@@ -329,13 +311,13 @@ def test_a_endpoint_sees_its_own_path_and_no_trace_of_the_ticket(site: Site, roo
         "subprotocols": ["omni.v1", "omni.v2"],
         "state": {"started": True},
     }
-    (seen,) = site.seen
+    (seen,) = guarded.seen
     assert {name: seen[name] for name in expected} == expected
 
 
-def test_what_a_server_leaves_out_of_a_scope_stays_out(site: Site) -> None:
-    """Optional keys of a scope: without them the door is opened all the same."""
-    scope = socket_scope(Endpoint, headers={"authorization": f"Bearer {KEYS[0]}"})
+def test_optional_keys_of_a_scope_may_be_absent(guarded: GuardedApp) -> None:
+    """The endpoint works without optional keys of the scope."""
+    scope = socket_scope(ENDPOINT, headers={"authorization": f"Bearer {KEYS[0]}"})
     for name in (
         "root_path",
         "subprotocols",
@@ -347,64 +329,65 @@ def test_what_a_server_leaves_out_of_a_scope_stays_out(site: Site) -> None:
         "asgi",
     ):
         del scope[name]
-    assert site.call(scope)[0]["type"] == "websocket.accept"
-    assert site.seen[0]["path"] == "/v1/walk/along" and site.seen[0]["subprotocols"] == []
-    assert not {"client", "server", "http_version", "asgi"} & set(site.seen[0])
+    assert guarded.call(scope)[0]["type"] == "websocket.accept"
+    assert guarded.seen[0]["path"] == "/v1/walk/along" and guarded.seen[0]["subprotocols"] == []
+    assert not {"client", "server", "http_version", "asgi"} & set(guarded.seen[0])
 
 
-def test_the_key_itself_continues_as_it_came(site: Site) -> None:
-    """A program that shows its key on the browsers' path needs no ticket; one that it offers as
-    well is not used up.
-    """
-    ticket = site.ticket()
+def test_a_key_on_the_browser_path_is_passed_on(guarded: GuardedApp) -> None:
+    """A program may send its key on the browser path, and a ticket next to it is not used up."""
+    ticket = guarded.ticket()
     headers = {"authorization": f"Bearer {KEYS[1]}", "x-more": "1"}
-    assert site.connect(protocols=(f"ticket.{ticket}",), headers=headers) == "websocket.accept"
-    assert site.seen[0]["headers"] == raw(headers)
-    assert site.connect(protocols=(f"ticket.{ticket}",)) == "websocket.accept"
+    assert guarded.connect(protocols=(f"ticket.{ticket}",), headers=headers) == "websocket.accept"
+    assert guarded.seen[0]["headers"] == raw(headers)
+    assert guarded.connect(protocols=(f"ticket.{ticket}",)) == "websocket.accept"
 
 
 def test_without_keys_the_browsers_path_is_open() -> None:
-    """A ticket offered all the same is not looked at, and no header is made up."""
-    site = Site([])
+    """A ticket is ignored, and no header is added."""
+    guarded = GuardedApp([])
     assert (
-        site.connect(protocols=("ticket.nonsense",), headers={"x-more": "1"}) == "websocket.accept"
-    )
-    assert site.seen[0]["headers"] == raw({"x-more": "1"}) and site.seen[0]["subprotocols"] == []
-
-
-def test_a_subprotocols_ticket_counts_before_the_querys(site: Site) -> None:
-    """The first of several; what only looks like one is none."""
-    good, query = site.ticket(), site.ticket()
-    assert (
-        site.connect(protocols=("omni.v1", f"ticket.{good}"), query=b"ticket=wrong")
+        guarded.connect(protocols=("ticket.nonsense",), headers={"x-more": "1"})
         == "websocket.accept"
     )
-    assert site.connect(protocols=("ticket.wrong",), query=f"ticket={query}".encode()) == 401
-    assert site.connect(protocols=("ticket.wrong", f"ticket.{query}")) == 401
-    assert site.connect(protocols=(f"xticket.{query}",)) == 401
-    assert site.connect(query=f"ticket={query}".encode()) == "websocket.accept"
+    assert (
+        guarded.seen[0]["headers"] == raw({"x-more": "1"}) and guarded.seen[0]["subprotocols"] == []
+    )
+
+
+def test_a_ticket_in_a_subprotocol_precedes_one_in_the_query(guarded: GuardedApp) -> None:
+    """The first ticket counts, and other subprotocols are no tickets."""
+    good, query = guarded.ticket(), guarded.ticket()
+    assert (
+        guarded.connect(protocols=("omni.v1", f"ticket.{good}"), query=b"ticket=wrong")
+        == "websocket.accept"
+    )
+    assert guarded.connect(protocols=("ticket.wrong",), query=f"ticket={query}".encode()) == 401
+    assert guarded.connect(protocols=("ticket.wrong", f"ticket.{query}")) == 401
+    assert guarded.connect(protocols=(f"xticket.{query}",)) == 401
+    assert guarded.connect(query=f"ticket={query}".encode()) == "websocket.accept"
 
 
 @pytest.mark.parametrize("bought", [ORIGIN, None])
 @pytest.mark.parametrize("shown", [ORIGIN, "https://elsewhere.example", None])
 def test_a_ticket_opens_from_its_origin_only(
-    site: Site, bought: str | None, shown: str | None
+    guarded: GuardedApp, bought: str | None, shown: str | None
 ) -> None:
-    """Also one that no page bought, which no page may show."""
-    ticket = site.ticket(**({"origin": bought} if bought else {}))
-    result = site.connect(
+    """A ticket that no page requested cannot be used by a page."""
+    ticket = guarded.ticket(**({"origin": bought} if bought else {}))
+    result = guarded.connect(
         protocols=(f"ticket.{ticket}",), headers={"origin": shown} if shown else {}
     )
     assert result == ("websocket.accept" if bought == shown else 401)
-    assert len(site.seen) == (bought == shown)
+    assert len(guarded.seen) == (bought == shown)
 
 
-def test_a_refused_ticket_is_served_and_logged(
-    site: Site, caplog: pytest.LogCaptureFixture
+def test_a_refused_ticket_is_reported_and_logged(
+    guarded: GuardedApp, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The client is told to get a new one; why the last one was refused is for the log."""
+    """The client is told to get a new ticket, and the log has the reason."""
     with caplog.at_level("INFO", logger="vllm.vllm_omni.entrypoints.limits.access"):
-        start, body = site.call(socket_scope(Endpoint, ("ticket.x",)))
+        start, body = guarded.call(socket_scope(ENDPOINT, ("ticket.x",)))
     assert (start["type"], start["status"]) == ("websocket.http.response.start", 401)
     assert body["body"] == b"a new ticket is needed"
     assert [record.getMessage() for record in caplog.records] == [
@@ -415,7 +398,12 @@ def test_a_refused_ticket_is_served_and_logged(
 @pytest.mark.parametrize(
     ("method", "path", "headers", "status"),
     [
-        ("POST", "/work", {"Origin": "http://evil.example", "Sec-Fetch-Site": "cross-site"}, 403),
+        (
+            "POST",
+            "/work",
+            {"Origin": "http://evil.example", "Sec-Fetch-Site": "cross-site"},
+            403,
+        ),
         ("POST", "/work", {"Origin": "http://evil.example"}, 403),
         ("POST", "/work", {"Origin": "null", "Sec-Fetch-Site": "cross-site"}, 403),
         ("POST", "/work", {"Sec-Fetch-Site": "cross-site"}, 403),
@@ -447,10 +435,10 @@ def test_a_refused_ticket_is_served_and_logged(
         ("OPTIONS", "/work", {"Origin": "http://evil.example"}, 200),
     ],
 )
-def test_a_other_page_cannot_have_the_server_work(
+def test_a_page_of_another_origin_cannot_use_the_server(
     method: str, path: str, headers: dict[str, str], status: int
 ) -> None:
-    """By `Origin` and `Sec-Fetch-Site`; links to pages, listed origins and programs are not
+    """`Origin` and `Sec-Fetch-Site` decide. Links to pages, listed origins and programs are not
     affected.
     """
     app = FastAPI()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Request bodies that come too slowly end with 408, whatever the route does with them; all
-others are left alone.
+"""Slow request bodies end with 408, whatever the route does with them. Other bodies are not
+affected.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ LARGE = 64 << 20
 
 @pytest.fixture(scope="module")
 def app(tmp_path_factory: pytest.TempPathFactory) -> FastAPI:
-    """`/length` says how long its body was; `/large` sends a file to readers who read."""
+    """`/length` returns the length of its body, and `/large` sends a file."""
     app = FastAPI()
     large: Path = tmp_path_factory.mktemp("download") / "large"
     with large.open("wb") as file:
@@ -79,7 +79,7 @@ def port(request: pytest.FixtureRequest, app: FastAPI) -> Iterator[int]:
 def post(
     port: int, parts: list[bytes], pause_s: float, path: str = "/length"
 ) -> tuple[bytes, float]:
-    """Send a body piece by piece; returns all that came until the server closed, and when."""
+    """Send a body in parts; return all bytes until the server closes, and the time."""
     length = sum(map(len, parts))
     started_s = time.monotonic()
     with socket.create_connection(("127.0.0.1", port)) as sock:
@@ -114,9 +114,8 @@ def post(
 
 
 def test_a_client_that_sends_all_before_it_reads_gets_its_response(port: int) -> None:
-    """As urllib does.
-
-    A server that closes with bytes unread resets the connection, and the client never sees why.
+    """A server that closed with unread bytes would reset the connection, and a client such as
+    urllib would not see the response.
     """
     length = 16 << 20
     with socket.create_connection(("127.0.0.1", port), timeout=seconds(10)) as sock:
@@ -131,9 +130,7 @@ def test_a_client_that_sends_all_before_it_reads_gets_its_response(port: int) ->
 
 
 def test_refused_bodies_of_one_client_are_read_slowly(port: int, app: FastAPI) -> None:
-    """However many it sends at once: reading them as fast as they come would cost its neighbours
-    a core.
-    """
+    """Reading them at full speed would cost other clients a core."""
     with ExitStack() as stack:
         before, started_s = app.state.bytes_read, time.monotonic()
         for _ in range(4):
@@ -156,15 +153,15 @@ def send_until_cut(sock: socket.socket, data: bytes) -> None:
         sock.sendall(data)
 
 
-def test_an_response_does_not_wait_for_a_body_that_does_not_come(port: int) -> None:
-    """Its bytes are there at once; what is left of the body has its pace."""
+def test_a_response_does_not_wait_for_a_missing_body(port: int) -> None:
+    """The response is sent immediately, and the rest of the body has its own limit."""
     response, took_s = post(port, [b"x" * 100, b"x"], 60.0, "/refused")
     assert response.endswith(b"no room") and took_s < GRACE_S + seconds(2)
 
 
 @pytest.mark.parametrize("sent", [0, 3], ids=["nothing", "a byte now and then"])
 def test_a_slow_body_ends_with_408(port: int, sent: int) -> None:
-    """After the grace, with the reason, and the connection is closed."""
+    """The client gets the reason after the grace period, and the connection closes."""
     response, took_s = post(port, [b"x"] * sent + [b"x"] * 1000, 0.1 if sent else 60.0)
     head, _, body = response.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 408 ")
@@ -174,21 +171,21 @@ def test_a_slow_body_ends_with_408(port: int, sent: int) -> None:
     assert GRACE_S <= took_s < GRACE_S + seconds(5)
 
 
-def test_a_body_that_keeps_its_pace_may_take_longer_than_the_grace(port: int) -> None:
-    """Each byte buys its time."""
+def test_a_fast_enough_body_may_take_longer_than_the_grace_period(port: int) -> None:
+    """Each byte extends the time limit."""
     response, took_s = post(port, [b"x" * 400] * 12, 0.1)
     assert response.endswith(b'"4800"')
     assert took_s > 2 * GRACE_S
 
 
-def test_a_download_goes_with_its_reader(port: int, app: FastAPI) -> None:
-    """One that does not read is cut off within the deadline and its file closed; one that reads
-    gets all.
+def test_a_download_ends_with_its_reader(port: int, app: FastAPI) -> None:
+    """A client that does not read is disconnected within the deadline and its file is closed.
+    Another one gets the whole file.
     """
     request = b"GET /large HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
     address = ("127.0.0.1", port)
-    with socket.create_connection(address) as reader, socket.create_connection(address) as deaf:
-        deaf.sendall(request)
+    with socket.create_connection(address) as reader, socket.create_connection(address) as silent:
+        silent.sendall(request)
         reader.sendall(request)
         reader.settimeout(seconds(10))
         received = 0

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever vLLM's front end raises for a request reaches a door as `RequestFailed`, and a
-stage's caller by name.
+"""Exceptions of vLLM's front end reach an endpoint as `RequestFailed`, and the caller of a stage
+with the stage's name.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ REFUSALS = [
 
 
 class RaisingClient:
-    """vLLM's client, whose requests end with `error`."""
+    """A client of vLLM whose requests raise `error`."""
 
     errored = False
 
@@ -54,9 +54,9 @@ class RaisingClient:
 
 
 @pytest.mark.parametrize(("error", "code"), REFUSALS)
-def test_a_endpoint_gets_one_kind_of_failure(error: Exception, code: str) -> None:
-    """With a code it can act on; what is over after a while says `capacity`, which
-    `run_when_room` waits for.
+def test_an_endpoint_gets_one_type_of_failure(error: Exception, code: str) -> None:
+    """The code determines the reaction: `capacity` is temporary, and `run_when_room` waits for
+    it.
     """
 
     async def scenario() -> None:
@@ -72,7 +72,7 @@ def test_a_endpoint_gets_one_kind_of_failure(error: Exception, code: str) -> Non
 def test_a_rank_of_several_fails_in_the_same_way(
     monkeypatch: pytest.MonkeyPatch, error: Exception, code: str
 ) -> None:
-    """There the request is read from vLLM's queue, not from `encode`."""
+    """With several ranks the request is read from vLLM's queue instead of `encode`."""
     from vllm_omni.entrypoints.engine import client as module
     from vllm_omni.entrypoints.engine.ranks import SessionRanks
 
@@ -114,11 +114,11 @@ def test_a_rank_of_several_fails_in_the_same_way(
         (EngineDeadError(), StageDied, "stage 'talker' has died"),
     ],
 )
-def test_a_stage_names_itself(
+def test_a_failure_of_a_stage_names_it(
     method: str, error: Exception, raised: type[Exception], words: str
 ) -> None:
-    """The engine of one stage refuses, fails or dies: the caller hears which, as one of three
-    exceptions.
+    """The caller gets one of three exceptions for a refusal, a failure and a dead engine of the
+    stage.
     """
 
     async def call(stage: Stage) -> None:

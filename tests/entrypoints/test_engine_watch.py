@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`EngineWatch` at a real server process without an engine: its exit status, who is told, and
-what a stop is.
+"""`EngineWatch` at a real server process without an engine: exit status, notification, and a normal
+stop.
 """
 
 import os
@@ -66,8 +66,8 @@ uvloop.run(main())
 
 
 class Serving:
-    """The server and its engine, two processes that sleep; whether it is dead depends on the
-    first alone.
+    """The server and its engine, which are two sleeping processes. Only the first determines
+    whether the engine is dead.
     """
 
     def __init__(self) -> None:
@@ -86,9 +86,9 @@ class Serving:
             command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         url = f"http://127.0.0.1:{port}/health"
-        wait_until(lambda: self._responses(url), 60)
+        wait_until(lambda: self._answers(url), 60)
 
-    def _responses(self, url: str) -> bool:
+    def _answers(self, url: str) -> bool:
         assert self.process.poll() is None, self.process.communicate()[1]
         try:
             urllib.request.urlopen(url, timeout=seconds(5)).close()
@@ -112,16 +112,16 @@ def serving() -> Iterator[Serving]:
 
 
 def test_a_dead_engine_ends_the_server_with_its_status(serving: Serving) -> None:
-    """After everybody was told, and without a traceback."""
+    """The notification is sent first, and there is no traceback."""
     serving.engine.kill()
     status, out, log = serving.end()
     assert (status, out) == (ENGINE_DIED, "told\n")
     assert "Traceback" not in log and "never retrieved" not in log
 
 
-def test_a_dead_worker_is_notified_before_the_engine_core_notices(serving: Serving) -> None:
-    """vLLM's waits for the other workers first, for seconds; what is left of the engine is ended
-    with it.
+def test_a_dead_worker_is_reported_before_the_engine_core_ends(serving: Serving) -> None:
+    """vLLM's engine core waits for the other workers for seconds. The rest of the engine is killed
+    with the server.
     """
     killed_s = time.monotonic()
     serving.worker.kill()
@@ -134,9 +134,9 @@ def test_a_dead_worker_is_notified_before_the_engine_core_notices(serving: Servi
 
 
 def test_a_stopped_engine_is_ended_after_its_time(serving: Serving) -> None:
-    """Not before; one that goes on in time is left alone."""
+    """An engine that continues in time is not affected."""
     serving.engine.send_signal(signal.SIGSTOP)
-    exactly(0.5)  # half of the time that a stopped engine has
+    exactly(0.5)  # half of the time limit of a stopped engine
     serving.engine.send_signal(signal.SIGCONT)
     pause(1.2)
     assert serving.process.poll() is None
@@ -148,9 +148,7 @@ def test_a_stopped_engine_is_ended_after_its_time(serving: Serving) -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
-def test_a_server_that_is_notified_to_stop_exits_with_0(
-    serving: Serving, how: signal.Signals
-) -> None:
-    """Though its engine ends before it; nobody is told of a death."""
+def test_a_server_that_is_stopped_exits_with_0(serving: Serving, how: signal.Signals) -> None:
+    """The engine ends first, and no dead engine is reported."""
     os.kill(serving.process.pid, how)
     assert serving.end()[:2] == (0, "")

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An address whose WebSocket was closed as a flood waits for its next one; nobody else does."""
+"""The next WebSocket of an address is delayed after a flood, and other addresses are not
+affected.
+"""
 
 import asyncio
 from typing import Any
@@ -14,7 +16,7 @@ CLIENT, NEIGHBOUR = "10.0.0.1", "10.0.0.2"
 
 
 class Clock:
-    """now_s: seconds; `slept`: all that was waited for."""
+    """`now_s` in seconds, and `slept`, the delays so far."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s, self.slept = 100.0, list[float]()
@@ -33,8 +35,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class Server:
-    """One application behind the middleware; `ends`: the code with which its next WebSocket
-    ends, and by whom.
+    """An application with the middleware. `_code` and `_by_application` say how its next WebSocket
+    ends.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -56,7 +58,7 @@ class Server:
         by_application: bool = False,
         kind: str = "websocket",
     ) -> float:
-        """Returns how long it waited before the application saw it."""
+        """Return the delay before the application gets the connection."""
         self._code, self._by_application = code, by_application
         before = sum(self._clock.slept)
 
@@ -85,10 +87,8 @@ def test_the_next_socket_of_a_flooding_address_waits(clock: Clock, by_applicatio
     assert server.connect(CLIENT) == 0
 
 
-def test_sockets_that_come_together_open_one_after_the_other(clock: Clock) -> None:
-    """Eight of them at once would be felt as one attack of eight times the cost; however many,
-    the wait is bounded.
-    """
+def test_simultaneous_sockets_open_one_after_the_other(clock: Clock) -> None:
+    """Eight sockets at once would have eight times the effect. The delay is bounded."""
     server = Server(clock)
     server.connect(CLIENT, 1008)
     waits_s = [server.connect(CLIENT) for _ in range(40)]
@@ -97,22 +97,24 @@ def test_sockets_that_come_together_open_one_after_the_other(clock: Clock) -> No
 
 
 @pytest.mark.parametrize("code", [1000, 1001, 1011, 4008])
-def test_other_ends_are_no_floods(clock: Clock, code: int) -> None:
+def test_other_close_codes_cause_no_delay(clock: Clock, code: int) -> None:
     server = Server(clock)
     for by_application in (False, True):
         server.connect(CLIENT, code, by_application=by_application)
         assert server.connect(CLIENT) == 0
 
 
-def test_a_socket_without_an_address_is_one_address(clock: Clock) -> None:
-    """Of a server that listens on a Unix socket, behind a proxy that forwards none."""
+def test_sockets_without_an_address_share_the_delay(clock: Clock) -> None:
+    """A server on a Unix socket gets no address from its proxy."""
     server = Server(clock)
     server.connect(None, 1008)
     assert server.connect(None) == flood_delay.DELAY_S
 
 
-def test_few_addresses_are_retained(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oldest is forgotten; an attack from very many addresses takes no memory."""
+def test_the_number_of_stored_addresses_is_bounded(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest is evicted, so an attack from many addresses takes no memory."""
     monkeypatch.setattr(flood_delay, "_MOST_ADDRESSES", 3)
     server = Server(clock)
     for number in (0, 1, 0, 2, 3):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fragmented MP4: every fragment can be appended by a browser, and all together are one file."""
+"""Fragmented MP4: a browser can append each fragment, and all fragments joined are one file."""
 
 import re
 
@@ -11,7 +11,7 @@ from vllm_omni.entrypoints.media.mp4 import decode_mp4
 
 
 def frames(first: int, count: int, height: int = 32, width: int = 48) -> np.ndarray:
-    """Grey frames that say which they are: frame n has the value 2 n."""
+    """Grey frames: frame n has the value 2 n."""
     numbers = 2 * np.arange(first, first + count, dtype=np.uint8)
     return np.broadcast_to(numbers[:, None, None, None], (count, height, width, 3)).copy()
 
@@ -26,7 +26,7 @@ def boxes(data: bytes) -> list[bytes]:
 
 
 def test_fragments_join_into_one_file() -> None:
-    """Chunks of 9, 12 and 12 frames: 33 frames in order, at the stated rate."""
+    """Chunks of 9, 12 and 12 frames are 33 frames in order, at the given rate."""
     encoder = FragmentEncoder(16.0)
     parts = [encoder.encode(frames(first, count)) for first, count in ((0, 9), (9, 12), (21, 12))]
     assert boxes(parts[0]) == [b"ftyp", b"moov", b"moof", b"mdat"]
@@ -37,7 +37,9 @@ def test_fragments_join_into_one_file() -> None:
 
 
 def test_a_stream_can_be_joined_in_the_middle() -> None:
-    """The initialisation segment and any later fragments play: each begins with a key frame."""
+    """The initialisation segment and any later fragment can be played, because each starts with a
+    key frame.
+    """
     encoder = FragmentEncoder(8.0)
     first = encoder.encode(frames(0, 4))
     encoder.encode(frames(4, 4))
@@ -47,8 +49,8 @@ def test_a_stream_can_be_joined_in_the_middle() -> None:
 
 
 def test_fragments_carry_their_time_and_number() -> None:
-    """`tfdt` counts on from the last fragment, `mfhd` numbers them from 1, data offsets count
-    from the fragment.
+    """`tfdt` continues after the previous fragment, `mfhd` counts from 1, and data offsets are
+    relative to the fragment.
     """
     encoder = FragmentEncoder(16.0)
     parts = [
@@ -70,9 +72,7 @@ def test_fragments_carry_their_time_and_number() -> None:
 
 
 def test_the_mime_type_names_the_codec() -> None:
-    """`MediaSource.addSourceBuffer` needs it exactly; it is known once there is something to
-    play.
-    """
+    """`MediaSource.addSourceBuffer` requires it. It is known after the first frame."""
     encoder = FragmentEncoder(16.0)
     assert encoder.mime_type is None
     encoder.encode(frames(0, 1))
@@ -87,14 +87,12 @@ def test_odd_sides_are_padded() -> None:
 
 
 @pytest.mark.parametrize("fps", [0, -1, 1e6])
-def test_a_rate_that_cannot_be_is_refused(fps: float) -> None:
-    """Before anything is encoded."""
+def test_an_impossible_frame_rate_is_refused(fps: float) -> None:
     with pytest.raises(ValueError, match="fps"):
         FragmentEncoder(fps)
 
 
 def test_another_size_is_refused() -> None:
-    """A stream has one size."""
     encoder = FragmentEncoder(16.0)
     encoder.encode(frames(0, 1))
     with pytest.raises(ValueError, match="same size"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages written together: the peer sees what it would have seen of one write each."""
+"""Messages that are written together arrive as they would with one write each."""
 
 import asyncio
 import socket
@@ -25,7 +25,7 @@ PIXELS = np.arange(3 << 20, dtype=np.uint8)
 
 @pytest.fixture(scope="module")
 def writes() -> list[list[int]]:
-    """Sizes of the buffers of each `writelines` of the server's transports."""
+    """Buffer sizes of each `writelines` call of the server's transports."""
     return []
 
 
@@ -103,7 +103,7 @@ def port(request: pytest.FixtureRequest, writes: list[list[int]]) -> Iterator[in
 @pytest.mark.parametrize("opcode", [Opcode.TEXT, Opcode.BINARY])
 @pytest.mark.parametrize("num_bytes", [0, 1, 125, 126, 127, 65535, 65536, 1 << 20])
 def test_headers_are_those_of_the_library(opcode: Opcode, num_bytes: int) -> None:
-    """At every length whose encoding changes."""
+    """Tried at each length at which the encoding changes."""
     whole = Frame(opcode, bytes(num_bytes)).serialize(mask=False)
     assert frame_header(opcode, num_bytes) == whole[: len(whole) - num_bytes]
 
@@ -111,9 +111,7 @@ def test_headers_are_those_of_the_library(opcode: Opcode, num_bytes: int) -> Non
 def test_messages_of_a_group_arrive_one_by_one_and_in_order(
     port: int, writes: list[list[int]]
 ) -> None:
-    """Bytes, buffers and texts, large and empty, in a single write; what is sent afterwards
-    comes afterwards.
-    """
+    """Bytes, buffers and texts of any length share one write, and later messages follow."""
     writes.clear()
     with connect(f"ws://127.0.0.1:{port}/group", compression=None, max_size=None) as client:
         assert client.recv(timeout=seconds(10)) == "True"
@@ -124,14 +122,14 @@ def test_messages_of_a_group_arrive_one_by_one_and_in_order(
 
 
 def test_compressed_connections_do_not_offer_it(writes: list[list[int]]) -> None:
-    """Their frames are the library's affair."""
+    """The library must write compressed frames."""
     for port in served(writes, ws_per_message_deflate=True):
         with connect(f"ws://127.0.0.1:{port}/group", max_size=None) as client:
             assert client.recv(timeout=seconds(10)) == "False"
 
 
-def test_nothing_is_sent_behind_a_close(port: int, writes: list[list[int]]) -> None:
-    """The application is told that the client is gone."""
+def test_nothing_is_sent_after_a_close(port: int, writes: list[list[int]]) -> None:
+    """The application gets ClientDisconnected."""
     writes.clear()
     with connect(f"ws://127.0.0.1:{port}/late", compression=None) as client:
         assert list(client) == []
@@ -139,10 +137,8 @@ def test_nothing_is_sent_behind_a_close(port: int, writes: list[list[int]]) -> N
     assert writes == [[]]
 
 
-def test_what_is_sent_waits_for_a_reader(port: int, writes: list[list[int]]) -> None:
-    """A message until there is room for it, and nothing at all until the kernel has what was
-    written.
-    """
+def test_a_send_waits_for_a_reader(port: int, writes: list[list[int]]) -> None:
+    """A message waits for room, and an empty send waits until the kernel has all bytes."""
     writes.clear()
     lines = ["GET /waiting HTTP/1.1", "Host: x", "Upgrade: websocket", "Connection: Upgrade"]
     lines += ["Sec-WebSocket-Version: 13", "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==", "", ""]

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sockets that connect and say nothing are closed; those that have spoken are left alone."""
+"""Connections without a complete request are closed after a timeout, and others are not
+affected.
+"""
 
 import socket
 import time
@@ -19,7 +21,7 @@ TIMEOUT_S = 0.8
 
 @pytest.fixture(params=["h11", "httptools"])
 def port(request: pytest.FixtureRequest) -> Iterator[int]:
-    """A server with both of uvicorn's HTTP parsers in turn; `/echo` is a WebSocket."""
+    """A server with each of uvicorn's HTTP parsers. `/echo` is a WebSocket."""
     app = FastAPI()
 
     @app.websocket("/echo")
@@ -57,9 +59,9 @@ def send(sock: socket.socket) -> bytes:
     return response
 
 
-def test_unfinished_handshakes_are_closed_and_no_one_else(port: int) -> None:
-    """Forty silent sockets and forty half-sent requests; a WebSocket and a kept-alive connection
-    go on.
+def test_unfinished_handshakes_alone_are_closed(port: int) -> None:
+    """Forty silent sockets and forty incomplete requests are closed, while a WebSocket and a
+    keep-alive connection continue.
     """
     address = ("127.0.0.1", port)
     with (

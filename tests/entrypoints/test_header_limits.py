@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request's headers may hold, over real sockets: nobody has shown a key yet when they
-arrive.
-"""
+"""Limits of request headers over real sockets, which apply before the key check."""
 
 import socket
 from argparse import Namespace
@@ -23,8 +21,8 @@ MOST_HEADERS = 40
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    """A server as vLLM starts one; `/echo` is a WebSocket, `/body` tells how many bytes it was
-    sent.
+    """A server as vLLM starts it. `/echo` is a WebSocket, and `/body` returns the number of
+    received bytes.
     """
     app = FastAPI()
     app.state.args = Namespace(h11_max_header_count=MOST_HEADERS)
@@ -46,9 +44,7 @@ def port() -> Iterator[int]:
 
 
 def response(port: int, request: bytes) -> bytes:
-    """All that the server says until it closes the connection; a request that it stops reading
-    is not sent whole.
-    """
+    """All bytes until the server closes the connection. The request may be sent in part."""
     said = b""
     with socket.create_connection(("127.0.0.1", port)) as sock:
         sock.settimeout(seconds(10))
@@ -69,9 +65,7 @@ def request(headers: bytes, body: bytes = b"") -> bytes:
 
 
 def test_headers_without_an_end_close_the_connection(port: int) -> None:
-    """Also on a connection that has made a request before: the server holds 64 KiB of them and
-    no more.
-    """
+    """The server holds at most 64 KiB, also after an earlier request on the connection."""
     first = b"POST /body HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
     endless = b"".join(b"X-%07d: %s\r\n" % (number, b"a" * 1000) for number in range(2000))
     for before in (b"", first):
@@ -88,8 +82,8 @@ def test_headers_are_counted(port: int, count: int, status: bytes) -> None:
     assert status in response(port, request(headers, b"body")).partition(b"\r\n")[0]
 
 
-def test_a_long_header_and_a_large_body_are_taken(port: int) -> None:
-    """The bound of headers is none of bodies, sent whole or in pieces."""
+def test_a_long_header_and_a_large_body_are_accepted(port: int) -> None:
+    """The limit does not apply to bodies, whole or chunked."""
     assert b'"3000000 bytes"' in response(
         port, request(b"X-Long: %s\r\n" % (b"a" * 60_000), b"b" * 3_000_000)
     )
@@ -100,7 +94,7 @@ def test_a_long_header_and_a_large_body_are_taken(port: int) -> None:
     assert b'"200001 bytes"' in response(port, head + parts)
 
 
-def test_a_websocket_s_handshake_has_the_same_bounds(port: int) -> None:
+def test_a_websocket_handshake_has_the_same_limits(port: int) -> None:
     url = f"ws://127.0.0.1:{port}/echo"
     with connect(url, proxy=None) as websocket:
         websocket.send("hello")
@@ -113,8 +107,8 @@ def test_a_websocket_s_handshake_has_the_same_bounds(port: int) -> None:
         )
 
 
-def test_vllm_s_own_options_are_meant() -> None:
-    """A default of vLLM's that changes would be taken for the operator's wish."""
+def test_the_defaults_are_those_of_vllm() -> None:
+    """If vLLM changed a default, it would be taken for the operator's setting."""
     args = serve_parser().parse_args(["serve", "model"])
     assert (args.h11_max_incomplete_event_size, args.h11_max_header_count) == (
         header_limits.VLLM_DEFAULT_BYTES,

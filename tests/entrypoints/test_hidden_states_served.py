@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hidden states over HTTP: a stock `vllm serve` of a text model with our worker, scheduler and
-endpoint plugin.
+"""Hidden states over HTTP from a stock `vllm serve` of a text model with this package's worker,
+scheduler and endpoint plugin.
 
-The one server exports spans to a collector that runs here and has a small quota for one key.
+The one server exports spans to a collector in this process, and one key has a small quota.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from vllm_omni.hidden_states import HiddenStates, HiddenStatesRequest, from_safe
 pytestmark = pytest.mark.engine
 
 PROMPT = "the red bird sings"
-Requested = {
+REQUESTED = {
     "omni": json.dumps(
         HiddenStatesRequest(hidden_states="all", layers=(1, -1)).to_extra_args()["omni"]
     )
@@ -121,8 +121,7 @@ def server(
     with log.open("wb") as output:
         process = subprocess.Popen(
             [Path(sys.executable).parent / "vllm", "serve", str(tiny_language_model), *flags],
-            # Its sampler would be compiled for the first request that samples, half a minute of a
-            # processor.
+            # Compiling the sampler for the first request takes half a minute of CPU time.
             env={**os.environ, **plugins, "TORCHDYNAMO_DISABLE": "1"},
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -154,19 +153,21 @@ def reference(model: Path, token_ids: list[int]) -> tuple[torch.Tensor, ...]:
 
 
 def assert_equal_transformers(server: Server, states: HiddenStates) -> None:
-    """One row for each token but the last, equal to a plain forward (fp32: 1e-4)."""
+    """There is one position per token except the last, equal to a plain forward pass (fp32:
+    1e-4).
+    """
     expected = reference(server.model, states.token_ids.tolist())
     assert states.positions.tolist() == list(range(len(states.positions)))
     for layer, want in ((1, expected[1]), (-1, expected[-1])):
         torch.testing.assert_close(states[layer], want, atol=1e-4, rtol=1e-4)
 
 
-def test_completions_response_as_stock_and_rows_wait_alongside(server: Server) -> None:
-    """Same text whether asked or not; the rows are a transformers forward of prompt and
-    completion.
+def test_a_completion_is_stock_and_its_hidden_states_can_be_fetched(server: Server) -> None:
+    """The text does not depend on the request for hidden states, which equal a transformers forward
+    pass of prompt and completion.
     """
     plain = server.post("/v1/completions", prompt=PROMPT).json()
-    requested = server.post("/v1/completions", prompt=PROMPT, vllm_xargs=Requested).json()
+    requested = server.post("/v1/completions", prompt=PROMPT, vllm_xargs=REQUESTED).json()
     assert (
         requested["choices"][0]["text"] == plain["choices"][0]["text"]
         and requested.keys() == plain.keys()
@@ -179,13 +180,13 @@ def test_completions_response_as_stock_and_rows_wait_alongside(server: Server) -
     assert server.fetch(plain["id"]).status_code == 404
 
 
-def test_chat_streams_text_and_rows_follow(server: Server) -> None:
-    """Server-sent events are stock, the last says why it is the last; when it has come, the rows
-    are there.
+def test_chat_streams_text_and_hidden_states_follow(server: Server) -> None:
+    """The server-sent events are stock vLLM's, and the hidden states are available after the last
+    one.
     """
     body = {"messages": [{"role": "user", "content": PROMPT}]}
     plain = server.events("/v1/chat/completions", **body)
-    requested = server.events("/v1/chat/completions", vllm_xargs=Requested, **body)
+    requested = server.events("/v1/chat/completions", vllm_xargs=REQUESTED, **body)
 
     def text(events: list[dict[str, Any]]) -> str:
         return "".join(
@@ -193,8 +194,7 @@ def test_chat_streams_text_and_rows_follow(server: Server) -> None:
         )
 
     assert text(requested) == text(plain) != ""
-    # How many there are is the machine's affair: tokens that nobody has read yet come together in
-    # one.
+    # Their number depends on the machine, because unread tokens are combined in one event.
     reasons = [choice["finish_reason"] for event in requested for choice in event["choices"]]
     assert len(reasons) > 1  # the role comes before any text
     assert {event["object"] for event in requested} == {"chat.completion.chunk"}
@@ -203,26 +203,9 @@ def test_chat_streams_text_and_rows_follow(server: Server) -> None:
     assert_equal_transformers(server, states)
 
 
-def test_every_choice_of_every_prompt_has_its_rows(server: Server) -> None:
-    """Two prompts with two choices: four results, in the order of the choices."""
-    response = server.post(
-        "/v1/completions",
-        prompt=["sea", "the sky"],
-        n=2,
-        temperature=1,
-        seed=1,
-        vllm_xargs=Requested,
-    )
-    choices = response.json()["choices"]
-    found = [server.states(response.json()["id"], choice["index"]) for choice in choices]
-    assert [states.num_positions for states in found] == [3 + 5, 3 + 5, 7 + 5, 7 + 5]
-    for states in found:
-        assert_equal_transformers(server, states)
-
-
-def test_a_choice_without_rows_gets_no_one_elses(server: Server) -> None:
-    """The first prompt stops at its first token, so it has no `generated` row; the second's stay
-    under number 1.
+def test_a_choice_without_hidden_states_gets_none(server: Server) -> None:
+    """The first prompt stops at its first token, so it has no `generated` position. Those of the
+    second stay at index 1.
     """
     prompts = ["sea", "the sky"]
     first = server.post(
@@ -251,7 +234,7 @@ def test_a_choice_without_rows_gets_no_one_elses(server: Server) -> None:
 def test_a_wrong_request_is_a_client_error(
     server: Server, omni: str, status: int, named: str, stream: bool
 ) -> None:
-    """With the reason, and without harm to others."""
+    """The error has the reason, and other requests are not affected."""
     response = server.post(
         "/v1/completions", prompt=PROMPT, vllm_xargs={"omni": omni}, stream=stream
     )
@@ -261,9 +244,9 @@ def test_a_wrong_request_is_a_client_error(
     assert server.post("/v1/completions", prompt=PROMPT).status_code == 200
 
 
-def test_too_many_rows_are_a_client_error(server: Server) -> None:
-    """200 rows are allowed; the text of such a request without rows is fine."""
-    response = server.post("/v1/completions", prompt="sea " * 100, vllm_xargs=Requested)
+def test_too_many_positions_are_a_client_error(server: Server) -> None:
+    """200 positions are allowed, and the same request without hidden states succeeds."""
+    response = server.post("/v1/completions", prompt="sea " * 100, vllm_xargs=REQUESTED)
     assert response.status_code == 400 and "max_hidden_states_bytes" in response.text
     assert server.post("/v1/completions", prompt="sea " * 100).status_code == 200
 
@@ -273,13 +256,13 @@ def test_an_unknown_id_is_not_found(server: Server) -> None:
     assert server.fetch("chatcmpl-nobody", index=-1).status_code == 400
 
 
-def test_responses_and_lines_carry_the_request_id(server: Server) -> None:
-    """The client's own or a new one, on answers of vLLM's routes and of ours, and in the access
-    log.
+def test_responses_and_log_lines_have_the_request_id(server: Server) -> None:
+    """The client's id or a new one is in responses of vLLM's and of this package's routes, and in
+    the access log.
     """
     mine = {"X-Request-Id": "mine-1"}
     responses = [
-        server.post("/v1/completions", mine, prompt=PROMPT, vllm_xargs=Requested),
+        server.post("/v1/completions", mine, prompt=PROMPT, vllm_xargs=REQUESTED),
         httpx.get(server.url + "/v1/hidden_states/nobody", headers=mine),
         httpx.get(server.url + "/v1/nothing", headers=mine),
     ]
@@ -300,9 +283,9 @@ def test_responses_and_lines_carry_the_request_id(server: Server) -> None:
 
 
 def test_a_request_is_a_span_of_the_callers_trace(server: Server, collector: Collector) -> None:
-    """vLLM's own span, whose parent is the client's; beside rows that wait."""
+    """vLLM's own span has the caller's as parent."""
     response = server.post(
-        "/v1/completions", {"traceparent": TRACEPARENT}, prompt=PROMPT, vllm_xargs=Requested
+        "/v1/completions", {"traceparent": TRACEPARENT}, prompt=PROMPT, vllm_xargs=REQUESTED
     )
     assert server.fetch(response.json()["id"]).status_code == 200
     wait_until(lambda: bool(collector.spans(TRACE_ID)), 20)
@@ -312,7 +295,7 @@ def test_a_request_is_a_span_of_the_callers_trace(server: Server, collector: Col
 
 
 def test_a_key_beyond_its_quota_is_refused(server: Server) -> None:
-    """The third request of a minute gets 429 with a time; other clients are not touched."""
+    """The third request of a minute gets 429 with a time, and other clients are not affected."""
     small = {"Authorization": f"Bearer {SMALL_KEY}"}
     responses = [server.post("/v1/completions", small, prompt=PROMPT) for _ in range(3)]
     assert [response.status_code for response in responses] == [200, 200, 429]
@@ -326,9 +309,9 @@ def test_a_key_beyond_its_quota_is_refused(server: Server) -> None:
 
 
 def test_a_client_that_leaves_frees_its_request(server: Server) -> None:
-    """Disconnecting mid-stream aborts as in stock vLLM and leaves no rows.
+    """A disconnect aborts the request as in stock vLLM, without hidden states.
 
-    Many choices, four at a time: the last one waits for seconds after the first token has come, on
+    Of many choices four run at a time, so the last one waits for seconds after the first token on
     any machine.
     """
     choices = 64
@@ -347,15 +330,17 @@ def test_a_client_that_leaves_frees_its_request(server: Server) -> None:
         json={**body, "temperature": 1, "vllm_xargs": omni},
         timeout=seconds(60),
     ) as stream:
-        lines = stream.iter_lines()  # kept: httpx closes the connection with the iterator
+        lines = (
+            stream.iter_lines()
+        )  # a reference, because httpx closes the connection with the iterator
         first = json.loads(next(lines).removeprefix("data: "))
         assert server.fetch(first["id"], choices - 1).status_code == 409
     wait_until(lambda: server.fetch(first["id"], choices - 1).status_code != 409, 60, every_s=0.1)
     assert server.fetch(first["id"], choices - 1).status_code == 404
 
 
-def test_the_online_example_prints_text_and_rows(server: Server, tmp_path: Path) -> None:
-    """As its own command line, and what it writes can be read."""
+def test_the_online_example_prints_text_and_shapes(server: Server, tmp_path: Path) -> None:
+    """The example runs as its own command line and writes a readable file."""
     script = Path(__file__).parents[2] / "examples" / "online_serving" / "hidden_states.py"
     out = tmp_path / "states.safetensors"
     command = [

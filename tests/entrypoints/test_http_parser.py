@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request that offers an upgrade to another protocol keeps its body; WebSockets are still
-upgraded.
-"""
+"""A request that offers a protocol upgrade keeps its body, and WebSockets are still upgraded."""
 
 import socket
 from argparse import Namespace
@@ -24,7 +22,7 @@ UPGRADE = (
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    """A server as vLLM starts it; uvicorn alone would take httptools."""
+    """A server as vLLM starts it, whereas uvicorn alone would use httptools."""
     app = FastAPI()
 
     @app.api_route("/length", methods=["POST", "PUT", "PATCH", "DELETE"])
@@ -43,7 +41,7 @@ def port() -> Iterator[int]:
 
 
 def send(sock: socket.socket, head: str, body: bytes) -> tuple[bytes, bytes]:
-    """Send a request; return the status and the response's body."""
+    """Send a request; return the status and the body of the response."""
     sock.settimeout(seconds(10))
     sock.sendall(f"{head}\r\n\r\n".encode() + body)
     response = b""
@@ -55,12 +53,10 @@ def send(sock: socket.socket, head: str, body: bytes) -> tuple[bytes, bytes]:
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE"])
 @pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("upgrade", ["", UPGRADE, "Connection: Upgrade\r\nUpgrade: TLS/1.0\r\n"])
-def test_a_body_arrives_whatever_upgrade_is_offered(
+def test_a_body_arrives_with_any_offered_upgrade(
     port: int, method: str, chunked: bool, upgrade: str
 ) -> None:
-    """Java's HttpClient offers h2c with every request; the connection stays open for the next
-    one.
-    """
+    """Java's HttpClient offers h2c with every request, and the connection stays open."""
     body = b"x" * 100_000
     framed = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if chunked else body
     length = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {len(body)}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients of servers on this machine do not use the environment's proxy; clients of other
+"""Clients of servers on this machine do not use the environment's proxy, and clients of other
 machines do.
 """
 
@@ -58,7 +58,7 @@ def port() -> Iterator[int]:
 def test_the_demo_finds_its_server_in_spite_of_a_proxy(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It once waited ten minutes for a server that was up."""
+    """Otherwise the demo would wait ten minutes for its server."""
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
@@ -66,16 +66,16 @@ def test_the_demo_finds_its_server_in_spite_of_a_proxy(
 
 
 def calls(path: Path) -> Iterator[tuple[str, set[str | None]]]:
-    """(name of the function, names of keyword arguments) of every call in a file."""
+    """(name of the function, names of keyword arguments) of each call in a file."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call):
             yield ast.unparse(node.func), {keyword.arg for keyword in node.keywords}
 
 
 @pytest.mark.parametrize("folder", ["vllm_omni", "examples", "benchmarks", "scripts"])
-def test_every_client_says_whether_it_uses_a_proxy(folder: str) -> None:
-    """`urlopen` and httpx read the environment; of WebSockets, `max_size` tells a client's
-    `connect`.
+def test_every_client_sets_its_use_of_a_proxy(folder: str) -> None:
+    """`urlopen` and httpx read the environment. A WebSocket client is a `connect` with
+    `max_size`.
     """
     files = [*(REPO / folder).rglob("*.py")]
     assert files

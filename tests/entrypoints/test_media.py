@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frames written as MP4 and contact sheets come back as what they were."""
+"""MP4 encoding, decoding and contact sheets."""
 
 import io
 import re
@@ -25,7 +25,7 @@ def moving_square(num_frames: int, height: int = 48, width: int = 64) -> np.ndar
 
 @pytest.mark.parametrize("num_frames", [1, 9, 12])
 def test_every_frame_survives_the_round_trip(num_frames: int) -> None:
-    """As many frames come out as went in, in order, within H.264's loss."""
+    """The decoded frames are complete, in order, and within H.264's loss."""
     frames_THWC = moving_square(num_frames)
     back_THWC, fps = decode_mp4(encode_mp4(frames_THWC, fps=16))
     assert back_THWC.shape == frames_THWC.shape
@@ -37,7 +37,7 @@ def test_every_frame_survives_the_round_trip(num_frames: int) -> None:
 
 
 def test_the_index_is_in_front_and_the_first_frame_is_a_key_frame() -> None:
-    """A browser can start playing before the file has arrived."""
+    """A browser can start playing before the file is complete."""
     data = encode_mp4(moving_square(9), fps=24)
     assert data[4:8] == b"ftyp"
     assert data.index(b"moov") < data.index(b"mdat")
@@ -48,14 +48,14 @@ def test_the_index_is_in_front_and_the_first_frame_is_a_key_frame() -> None:
         assert next(container.demux(stream)).is_keyframe
 
 
-def test_a_fractional_rate_is_retained() -> None:
-    """NTSC rates are fractions of 1001 and come back as such."""
+def test_a_fractional_rate_survives() -> None:
+    """NTSC rates are fractions of 1001."""
     _, fps = decode_mp4(encode_mp4(moving_square(3), fps=30000 / 1001))
     assert fps == pytest.approx(30000 / 1001, abs=1e-9)
 
 
 def test_odd_sides_are_padded_by_one() -> None:
-    """yuv420p has even sides; the last row and column are repeated."""
+    """yuv420p has even sides, so the last row and column are repeated."""
     back_THWC, _ = decode_mp4(encode_mp4(moving_square(2, 47, 63), fps=16))
     assert back_THWC.shape == (2, 48, 64, 3)
 
@@ -73,7 +73,7 @@ def test_odd_sides_are_padded_by_one() -> None:
     ],
 )
 def test_a_clip_is_read_as_players_show_it(a: int, b: int, c: int, d: int, corners: str) -> None:
-    """A phone's clip has a display matrix that rotates or mirrors the stored frames."""
+    """The display matrix of a phone's clip rotates or mirrors the stored frames."""
     frame_HWC = np.zeros((48, 64, 3), np.uint8)
     frame_HWC[:24, :32, 0] = frame_HWC[:24, 32:, 1] = frame_HWC[24:, :32, 2] = 255
     data = bytearray(encode_mp4(frame_HWC[None], fps=16))
@@ -93,7 +93,7 @@ def test_a_clip_is_read_as_players_show_it(a: int, b: int, c: int, d: int, corne
     ("ratio", "shape"), [(Fraction(4, 3), (48, 85)), (Fraction(1, 2), (96, 64))]
 )
 def test_pixels_that_are_not_square_are_stretched(ratio: Fraction, shape: tuple[int, int]) -> None:
-    """A recorder may store 4:3 pixels; players widen the frames."""
+    """Players widen frames of 4:3 pixels."""
     buffer = io.BytesIO()
     with av.open(buffer, "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=16)
@@ -105,19 +105,20 @@ def test_pixels_that_are_not_square_are_stretched(ratio: Fraction, shape: tuple[
 
 
 def test_equal_frames_make_equal_files(tmp_path: Path) -> None:
-    """Byte for byte, however often, in whatever pieces they come, and whatever the memory held
-    before.
+    """Files are bit-equal for any split of the frames and any previous content of the memory.
 
-    With macroblock-tree rate control and AVX-512 one file in a hundred differed. Takes more than a
-    second, so a time of creation would show, too.
+    With macroblock-tree rate control and AVX-512 one file in a hundred differed. The test takes
+    more than a second, so that a creation time in the file would differ too.
     """
     noise = np.random.default_rng(0).integers(0, 32, (33, 96, 160, 3), dtype=np.uint8)
     frames_THWC = noise + 3 * np.arange(33, dtype=np.uint8)[:, None, None, None]
     sizes = np.random.default_rng(1)
     files = set()
     for number in range(25):
-        dirt = [np.full(int(sizes.integers(1_000, 200_000)), number, np.uint8) for _ in range(20)]
-        del dirt
+        garbage = [
+            np.full(int(sizes.integers(1_000, 200_000)), number, np.uint8) for _ in range(20)
+        ]
+        del garbage
         path = tmp_path / f"{number}.mp4"
         writer = Mp4Writer(path, fps=16)
         for part_THWC in np.split(frames_THWC, np.sort(sizes.integers(1, 33, 3))):
@@ -135,8 +136,8 @@ def test_equal_frames_make_equal_files(tmp_path: Path) -> None:
     [lambda frames: encode_mp4(frames, 16), lambda frames: FragmentEncoder(16).encode(frames)],
 )
 def test_files_do_not_depend_on_the_machine(encode: Callable[[np.ndarray], bytes]) -> None:
-    """The encoder notes its settings in the file: none of them is a number of cores, none is
-    known to be unsteady.
+    """The encoder's settings in the file hold no number of cores and no setting that is known to be
+    unsteady.
     """
     settings = encode(np.zeros((1, 480, 832, 3), np.uint8))
     assert re.search(rb" threads=4 ", settings)
@@ -152,8 +153,8 @@ def test_files_do_not_depend_on_the_machine(encode: Callable[[np.ndarray], bytes
         np.zeros((0, 8, 8, 3), np.uint8),
     ],
 )
-def test_wrong_frames_are_refused_by_name(frames: np.ndarray) -> None:
-    """The error says what arrived and what is allowed."""
+def test_wrong_frames_are_refused(frames: np.ndarray) -> None:
+    """The error holds the given and the allowed shape."""
     with pytest.raises(ValueError, match=r"frames must be .* \[T, H, W, 3\], got"):
         encode_mp4(frames, fps=16)
     with pytest.raises(ValueError, match=r"frames must be"):
@@ -161,7 +162,7 @@ def test_wrong_frames_are_refused_by_name(frames: np.ndarray) -> None:
 
 
 def test_bytes_that_are_no_video_are_a_value_error() -> None:
-    """A truncated or foreign file is a ValueError, whatever FFmpeg calls it."""
+    """FFmpeg's exceptions for truncated or foreign files become ValueError."""
     data = encode_mp4(moving_square(3), fps=16)
     for broken in (b"", b"hello", data[:40]):
         with pytest.raises(ValueError, match=r"video"):
@@ -169,7 +170,7 @@ def test_bytes_that_are_no_video_are_a_value_error() -> None:
 
 
 def test_contact_sheet_shows_frames_in_reading_order() -> None:
-    """Frame 3 of two columns sits in the second row, second column."""
+    """With two columns, frame 3 is in the second row and column."""
     frames_THWC = np.stack([np.full((4, 6, 3), 50 * (i + 1), np.uint8) for i in range(4)])
     sheet = np.asarray(contact_sheet(frames_THWC, columns=2, gap=2))
     assert sheet.shape == (2 * 6 + 2, 2 * 8 + 2, 3)

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which URLs of media a server reads, through vLLM's registry of connectors; nothing is fetched
-here.
-"""
+"""The media URLs that a server reads, through vLLM's registry of connectors. Nothing is fetched."""
 
 import asyncio
 import base64
@@ -19,7 +17,7 @@ from vllm_omni.entrypoints.limits import media_policy
 
 
 class NoConnection:
-    """Notes what would be fetched, and fails as a server that is down does."""
+    """Records the URLs, and fails as a server that is down does."""
 
     def __init__(self) -> None:
         self.fetched: list[str] = []
@@ -35,10 +33,10 @@ class NoConnection:
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A function that makes the connector that vLLM's routes get, with these settings."""
+    """A function that makes the connector of vLLM's routes with these settings."""
     for name in ("VLLM_MEDIA_CONNECTOR", "VLLM_MEDIA_URL_ALLOW_REDIRECTS"):
         monkeypatch.delenv(name, raising=False)
-        monkeypatch.setenv(name, "")  # so that what `apply` sets is undone
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores the variables that `apply` sets
         monkeypatch.delenv(name)
     media_policy.apply_media_policy()
     return lambda **settings: MEDIA_CONNECTOR_REGISTRY.load(
@@ -47,7 +45,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def refusal(connector: MediaConnector, url: str) -> str:
-    """The client's error, which both ways to load an image give."""
+    """The client's error, which is the same for both ways to load an image."""
     with pytest.raises(VLLMClientError) as failed:
         connector.fetch_image(url)
     with pytest.raises(VLLMClientError):
@@ -68,16 +66,14 @@ def refusal(connector: MediaConnector, url: str) -> str:
         ("data:image/png,abc", "cannot be fetched or read"),
     ],
 )
-def test_without_the_operator_s_leave_nothing_is_fetched(make: Any, url: str, words: str) -> None:
+def test_by_default_nothing_is_fetched(make: Any, url: str, words: str) -> None:
     connector = make()
     assert words in refusal(connector, url)
     assert connector.connection.fetched == []
 
 
-def test_domains_that_the_operator_lists_are_fetched_from(make: Any) -> None:
-    """A server there that is down, and a domain that is not listed, are 4xx; addresses stay in
-    the log.
-    """
+def test_listed_domains_are_fetched(make: Any) -> None:
+    """Errors of a listed domain, and other domains, are 4xx. Addresses are in the log only."""
     connector = make(allowed_media_domains=["example.com"])
     assert "192" not in refusal(connector, "https://example.com/a.png")
     assert connector.connection.fetched == ["https://example.com/a.png"] * 2
@@ -85,21 +81,21 @@ def test_domains_that_the_operator_lists_are_fetched_from(make: Any) -> None:
         connector.fetch_image("https://example.org/a.png")
 
 
-def test_files_of_the_directory_that_the_operator_names_are_read(make: Any, tmp_path: Path) -> None:
+def test_files_of_the_allowed_directory_are_read(make: Any, tmp_path: Path) -> None:
     Image.new("RGB", (4, 2)).save(tmp_path / "a.png")
     connector = make(allowed_local_media_path=str(tmp_path))
     assert connector.fetch_image(f"file://{tmp_path}/a.png").size == (4, 2)
     assert str(tmp_path) not in refusal(connector, f"file://{tmp_path}/b.png")
 
 
-def test_data_urls_are_always_taken(make: Any) -> None:
+def test_data_urls_are_always_accepted(make: Any) -> None:
     file = io.BytesIO()
     Image.new("RGB", (4, 2)).save(file, "PNG")
     url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
     assert make().fetch_image(url).size == (4, 2)
 
 
-def test_an_operator_s_own_connector_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_configured_connector_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_MEDIA_CONNECTOR", "http")
     monkeypatch.setenv("VLLM_MEDIA_URL_ALLOW_REDIRECTS", "1")
     media_policy.apply_media_policy()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP methods that a route does not have: 405 with `Allow`, never a server error."""
+"""HTTP methods that a route lacks: 405 with `Allow`."""
 
 import pytest
 from fastapi import FastAPI

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A script that leaves its `LLM` to the interpreter's exit ends well: the thread that receives
-results ends first.
+"""A script that does not close its `LLM` exits normally, because the thread that receives results
+ends first.
 """
 
 import subprocess
@@ -30,7 +30,7 @@ threading.Thread(target=receive, name="EngineCoreOutputQueueThread", daemon=True
 
 
 def test_the_interpreter_waits_for_the_thread_that_receives_results() -> None:
-    """A thread named as vLLM's, told to end by a finalizer, as vLLM's is."""
+    """A finalizer ends a thread with the name of vLLM's, as vLLM does."""
     result = subprocess.run(
         [sys.executable, "-c", SCRIPT],
         capture_output=True,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quotas of keys: the file, the buckets, the answers over HTTP.
+"""Quotas of keys: the file, the token buckets, and the responses over HTTP.
 
-Sockets: realtime/test_quotas_at_endpoints.py.
+realtime/test_quotas_at_endpoints.py has the tests over sockets.
 """
 
 import asyncio
@@ -38,12 +38,12 @@ def clock() -> Clock:
 
 
 def quotas(clock: Clock, **limits: int) -> FileQuotas:
-    """Quotas that hold for every client."""
+    """Quotas that apply to every client."""
     return FileQuotas(QuotaFile(default=Quota(**limits)), clock)
 
 
 def take(allowance: Allowance, count: int = 1) -> None:
-    """Begin a request of so many chunks."""
+    """Start a request of `count` chunks."""
     allowance.check_chunk()
     allowance.charge_chunks(count)
 
@@ -54,7 +54,7 @@ def refusal(allowance: Allowance) -> tuple[str, dict[str, Any]]:
     return refused.value.code, refused.value.details
 
 
-def test_a_minutes_chunks_may_be_spent_at_once_and_come_back_steadily(clock: Clock) -> None:
+def test_chunks_of_a_minute_may_be_used_at_once_and_refill_steadily(clock: Clock) -> None:
     allowance = quotas(clock, chunks_per_minute=60).allowance_of("x")
     for _ in range(60):
         take(allowance)
@@ -68,7 +68,7 @@ def test_a_minutes_chunks_may_be_spent_at_once_and_come_back_steadily(clock: Clo
     assert not allowance.take_chunk()
 
 
-def test_a_request_of_several_chunks_starts_when_one_is_there_and_is_paid_afterwards(
+def test_a_request_of_several_chunks_needs_one_and_delays_the_next(
     clock: Clock,
 ) -> None:
     allowance = quotas(clock, chunks_per_minute=6).allowance_of("x")
@@ -78,7 +78,7 @@ def test_a_request_of_several_chunks_starts_when_one_is_there_and_is_paid_afterw
     take(allowance)
 
 
-def test_bytes_are_charged_after_they_are_made_and_hold_up_the_next_request(clock: Clock) -> None:
+def test_bytes_are_charged_afterwards_and_delay_the_next_request(clock: Clock) -> None:
     allowance = quotas(clock, bytes_per_minute=6000).allowance_of("x")
     take(allowance)
     allowance.charge_bytes(6600)
@@ -111,9 +111,7 @@ def test_clients_do_not_share_an_allowance_and_named_keys_have_their_own(clock: 
         ("sessions\n", "omni.quotas"),
     ],
 )
-def test_a_file_that_says_something_else_is_an_error_that_names_it(
-    tmp_path: Path, text: str, said: str
-) -> None:
+def test_an_invalid_file_is_an_error_that_names_it(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "quotas.toml"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"omni\.quotas") as error:
@@ -158,7 +156,7 @@ def test_http_requests_beyond_a_quota_are_429_with_retry_after(
         assert refused.status_code == 429 and refused.headers["retry-after"] == "60"
         assert refused.json()["error"]["code"] == "quota_exceeded"
         assert refused.json()["error"]["type"] == "rate_limit_error"
-        # makes nothing new
+        # a download generates no chunk
         assert (await call(guarded, "GET", "/v1/files/a/content")).status_code == 200
         refused = await call(guarded, "GET", "/v1/files/a/content")
         assert (
@@ -173,8 +171,8 @@ def test_http_requests_beyond_a_quota_are_429_with_retry_after(
     asyncio.run(main())
 
 
-def test_a_key_is_known_by_its_digest(clock: Clock) -> None:
-    """The named key has more than the rest; no metric's label has the key or its digest."""
+def test_a_key_is_identified_by_its_digest(clock: Clock) -> None:
+    """The named key has a larger quota, and metrics hold neither the key nor its digest."""
     scope = {
         "type": "http",
         "headers": [(b"authorization", f"Bearer {KEY}".encode())],

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions stay on the data-parallel rank where they began; ranks here are stores of `capacity`
-sessions.
+"""`SessionRanks`: sessions stay on the data-parallel rank on which they started. A rank here is a
+store of `capacity` sessions.
 """
 
 import asyncio
@@ -16,9 +16,7 @@ from vllm_omni.outputs import RequestFailed
 
 
 class Ranks:
-    """Engines without a model: each holds sessions and counts their chunks, as the runner's
-    store does.
-    """
+    """Engines without a model, which store sessions and count their chunks."""
 
     def __init__(self, size: int, capacity: int = 100) -> None:
         self.router = SessionRanks(size)
@@ -28,7 +26,7 @@ class Ranks:
         self.requested: list[int] = []
 
     async def send(self, session_id: str, index: int | None = None, **fields: object) -> int:
-        """Run one request; returns the rank that answered."""
+        """Run one request; return the rank that ran it."""
         params = DiffusionParams(session_id=session_id, chunk_index=index, **fields)  # type: ignore[arg-type]
         return await self.router.route(params, self._asker(params))
 
@@ -55,8 +53,8 @@ class Ranks:
         return send
 
 
-def test_sessions_start_where_there_are_fewest_and_stay_there() -> None:
-    """Six sessions on three ranks: two each; every later chunk goes where the first went."""
+def test_sessions_start_on_the_emptiest_rank_and_stay_there() -> None:
+    """Six sessions on three ranks are two each, and later chunks go to the same rank."""
 
     async def scenario() -> None:
         ranks = Ranks(3)
@@ -74,14 +72,12 @@ def test_sessions_start_where_there_are_fewest_and_stay_there() -> None:
     asyncio.run(scenario())
 
 
-def test_a_full_rank_passes_a_new_session_on() -> None:
-    """All ranks are tried before `capacity` is the answer; a session that was refused leaves no
-    trace.
-    """
+def test_a_new_session_is_tried_on_every_rank() -> None:
+    """All ranks are tried before `capacity` is raised, and a refused session is not stored."""
 
     async def scenario() -> None:
         ranks = Ranks(2, capacity=2)
-        # of another API server: not known to this router
+        # sessions of another API server, which this router does not know of
         ranks.stores[0].update(other_process=1, another=1)
         assert [await ranks.send(f"s{n}", 0) for n in range(2)] == [1, 1]
         with pytest.raises(RequestFailed, match="capacity"):
@@ -93,8 +89,8 @@ def test_a_full_rank_passes_a_new_session_on() -> None:
 
 
 def test_chunks_sent_ahead_follow_the_first_one() -> None:
-    """The second chunk, submitted before the first is answered, waits to learn where its session
-    is.
+    """The second chunk, submitted before the first is finished, waits for the rank of its
+    session.
     """
 
     async def scenario() -> None:
@@ -110,7 +106,7 @@ def test_chunks_sent_ahead_follow_the_first_one() -> None:
     asyncio.run(scenario())
 
 
-def test_a_fork_lives_on_its_parents_rank() -> None:
+def test_a_fork_stays_on_its_parents_rank() -> None:
     async def scenario() -> None:
         ranks = Ranks(3)
         for n in range(5):
@@ -145,7 +141,7 @@ def test_a_session_the_engine_has_lost_may_start_again_elsewhere() -> None:
     asyncio.run(scenario())
 
 
-def test_a_session_of_another_process_is_closed_wherever_it_is() -> None:
+def test_a_session_of_another_process_is_closed_on_any_rank() -> None:
     async def scenario() -> None:
         ranks = Ranks(3)
         ranks.stores[2]["theirs"] = 4
@@ -156,7 +152,7 @@ def test_a_session_of_another_process_is_closed_wherever_it_is() -> None:
 
 
 def test_a_cancelled_first_chunk_is_still_found_by_close() -> None:
-    """It may have been committed all the same."""
+    """The engine may have committed it."""
 
     async def scenario() -> None:
         ranks = Ranks(2)
@@ -175,8 +171,8 @@ def test_a_cancelled_first_chunk_is_still_found_by_close() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_under_random_load_no_session_ever_moves(seed: int) -> None:
-    """Many clients begin, continue, fork, cancel and close; each chunk is answered by the rank
-    that has the session.
+    """Many clients start, continue, fork, cancel and close, and each chunk runs on the session's
+    rank.
     """
     rng = random.Random(seed)
 
@@ -184,7 +180,7 @@ def test_under_random_load_no_session_ever_moves(seed: int) -> None:
         for life in range(4):
             try:
                 home = await ranks.send(name, 0)
-            # both ranks were full; had a chunk gone astray, a later one would fail
+            # all ranks were full; a misrouted chunk would fail later
             except RequestFailed:
                 continue
             for index in range(1, rng.randrange(1, 6)):

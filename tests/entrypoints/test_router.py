@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The session-sticky router over real sockets; the servers behind it are small ones that say who
-they are.
-"""
+"""The session-sticky router over real sockets, with small servers that return their names."""
 
 import asyncio
 import contextlib
@@ -40,11 +38,11 @@ def read_on(client: ClientConnection) -> None:
 
 
 class Server:
-    """Answers with its name. `status`: what its readiness says; `delay_s`: before a slow answer."""
+    """Returns its name. `status` is its readiness."""
 
     def __init__(self, name: str) -> None:
         self.name, self.status = name, "ready"
-        self.kept: set[str] = set()
+        self.videos: set[str] = set()
         self.seen: list[web.Request] = []
         self.cancelled = 0
         self.sockets: list[web.WebSocketResponse] = []
@@ -63,13 +61,13 @@ class Server:
         app.router.add_route("*", "/{path:.*}", self._echo)
         self.runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.0)
         await self.runner.setup()
-        layer = web.TCPSite(self.runner, "127.0.0.1", port)
-        await layer.start()
+        site = web.TCPSite(self.runner, "127.0.0.1", port)
+        await site.start()
         self.port = self.runner.addresses[0][1]
         return f"http://127.0.0.1:{self.port}"
 
     async def die(self) -> None:
-        """As a killed process: the kernel closes its sockets, nobody says good-bye."""
+        """End as a killed process: the kernel closes its sockets."""
         for each in self.sockets:
             if each._req is not None and each._req.transport is not None:
                 each._req.transport.abort()
@@ -83,10 +81,10 @@ class Server:
         return web.Response(status=401)
 
     async def _video(self, request: web.Request) -> web.Response:
-        if request.match_info["id"] not in self.kept:
+        if request.match_info["id"] not in self.videos:
             return web.json_response({"error": "not here"}, status=404)
         if request.method == "DELETE":
-            self.kept.remove(request.match_info["id"])
+            self.videos.remove(request.match_info["id"])
         return web.json_response({"name": self.name})
 
     async def _slow(self, request: web.Request) -> web.Response:
@@ -144,16 +142,16 @@ class Server:
         return socket
 
 
-class Behind:
-    """A router with servers behind it, and a client."""
+class RoutedServers:
+    """A router, its servers, and a client."""
 
     def __init__(
         self, url: str, backends: Backends, servers: list[Server], client: aiohttp.ClientSession
     ) -> None:
         self.url, self.backends, self.servers, self.client = url, backends, servers, client
 
-    async def looked(self) -> None:
-        """Return when the router has asked every server again."""
+    async def poll(self) -> None:
+        """Poll the readiness of every server."""
         await self.backends.poll_backends(self.client)
 
     async def who(self, path: str = "/v1/images/generations", **headers: str) -> str:
@@ -164,7 +162,7 @@ class Behind:
     async def socket(
         self, query: str = "", **headers: str
     ) -> AsyncIterator[tuple[aiohttp.ClientWebSocketResponse, str]]:
-        """`(socket, name of the server)`."""
+        """Open a socket; yields `(socket, name of the server)`."""
         url = f"{self.url}/v1/realtime/echo{query}"
         async with self.client.ws_connect(
             url, headers=headers, protocols=["other", "chosen"], max_msg_size=0, autoping=False
@@ -173,7 +171,7 @@ class Behind:
 
 
 @contextlib.asynccontextmanager
-async def routed(num_servers: int = 2, **options: Any) -> AsyncIterator[Behind]:
+async def routed(num_servers: int = 2, **options: Any) -> AsyncIterator[RoutedServers]:
     servers = [Server(f"server-{number}") for number in range(num_servers)]
     backends = Backends([await server.start() for server in servers], CHECK_S)
     runner = web.AppRunner(
@@ -182,36 +180,38 @@ async def routed(num_servers: int = 2, **options: Any) -> AsyncIterator[Behind]:
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     async with aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar()) as client:
-        yield Behind(f"http://127.0.0.1:{runner.addresses[0][1]}", backends, servers, client)
+        yield RoutedServers(f"http://127.0.0.1:{runner.addresses[0][1]}", backends, servers, client)
     await runner.cleanup()
     for server in servers:
         await server.runner.cleanup()
 
 
 def test_requests_pass_through_unchanged() -> None:
-    """Method, path, query, body, status and headers; the server learns who asked."""
+    """Method, path, query, body, status and headers are unchanged, and the server gets the client's
+    address.
+    """
 
     async def scenario() -> None:
-        async with routed() as after:
+        async with routed() as cluster:
             body = bytes(3 << 20)
-            url = URL(f"{after.url}/v1/any%20thing?a=1&b=%2F", encoded=True)
-            async with after.client.put(
+            url = URL(f"{cluster.url}/v1/any%20thing?a=1&b=%2F", encoded=True)
+            async with cluster.client.put(
                 url, data=body, headers={"Authorization": "Bearer k"}
             ) as response:
                 assert response.status == 201
                 assert (await response.json())["bytes"] == len(body)
-            request = next(server.seen[0] for server in after.servers if server.seen)
+            request = next(server.seen[0] for server in cluster.servers if server.seen)
             assert (request.method, request.raw_path) == ("PUT", "/v1/any%20thing?a=1&b=%2F")
             assert request.headers["Authorization"] == "Bearer k"
             assert request.headers["X-Forwarded-For"] == "127.0.0.1"
-            assert request.headers["Host"] == after.url.removeprefix("http://")
+            assert request.headers["Host"] == cluster.url.removeprefix("http://")
 
     asyncio.run(scenario())
 
 
 def test_streams_arrive_as_they_are_made() -> None:
     async def scenario() -> None:
-        async with routed() as after, after.client.get(after.url + "/v1/stream") as response:
+        async with routed() as cluster, cluster.client.get(cluster.url + "/v1/stream") as response:
             parts = [part async for part in response.content.iter_any()]
             assert b"".join(parts) == b"data: 0\n\ndata: 1\n\ndata: 2\n\n" and len(parts) >= 3
 
@@ -219,54 +219,54 @@ def test_streams_arrive_as_they_are_made() -> None:
 
 
 def test_requests_without_a_session_spread() -> None:
-    """While one server works on many, the next goes to another; a full one gets none while
+    """The next request goes to the server with the fewest, and a full server gets none while
     another has room.
     """
 
     async def scenario() -> None:
-        async with routed(3) as after:
+        async with routed(3) as cluster:
             slow = [
-                asyncio.create_task(after.client.get(after.url + "/v1/slow").__aenter__())
+                asyncio.create_task(cluster.client.get(cluster.url + "/v1/slow").__aenter__())
                 for _ in range(6)
             ]
-            await until(lambda: [backend.open for backend in after.backends.all] == [2, 2, 2])
-            after.servers[0].status = after.servers[2].status = "capacity"
-            await after.looked()
-            assert {await after.who() for _ in range(4)} == {"server-1"}
+            await until(lambda: [backend.open for backend in cluster.backends.all] == [2, 2, 2])
+            cluster.servers[0].status = cluster.servers[2].status = "capacity"
+            await cluster.poll()
+            assert {await cluster.who() for _ in range(4)} == {"server-1"}
             for task in slow:
                 task.cancel()
             await asyncio.wait(slow)
-            # Clients that left ended their work.
-            await until(lambda: [server.cancelled for server in after.servers] == [2, 2, 2])
+            # A client that leaves ends its request.
+            await until(lambda: [server.cancelled for server in cluster.servers] == [2, 2, 2])
 
     asyncio.run(scenario())
 
 
 def test_a_named_session_returns_to_its_server() -> None:
-    """By query or header, over sockets and requests, also when that server has no room any more."""
+    """The session is in the query or a header, of sockets and requests, and its server may be
+    full.
+    """
 
     async def scenario() -> None:
-        async with routed(3) as after:
+        async with routed(3) as cluster:
             homes = {}
             for number in range(12):
-                async with after.socket(f"?session=s{number}") as (_, name):
+                async with cluster.socket(f"?session=s{number}") as (_, name):
                     homes[f"s{number}"] = name
             assert len(set(homes.values())) > 1
-            for server in after.servers:
+            for server in cluster.servers:
                 server.status = "capacity"
-            await after.looked()
+            await cluster.poll()
             for session, home in homes.items():
-                async with after.socket(**{SESSION_HEADER: session}) as (_, name):
+                async with cluster.socket(**{SESSION_HEADER: session}) as (_, name):
                     assert name == home
-                assert await after.who(**{SESSION_HEADER: session}) == home
+                assert await cluster.who(**{SESSION_HEADER: session}) == home
 
     asyncio.run(scenario())
 
 
 def test_another_router_chooses_the_same_server() -> None:
-    """Rendezvous hashing needs no memory: a router that was started again agrees with the one
-    before.
-    """
+    """Rendezvous hashing has no state, so a restarted router makes the same choice."""
     urls = [f"http://host-{number}" for number in range(4)]
     first, second = Backends(urls), Backends(urls)
     for backends in (first, second):
@@ -283,20 +283,20 @@ def test_another_router_chooses_the_same_server() -> None:
             assert first.choose(name) is backend
 
 
-def test_a_handshake_reports_the_rank_and_a_client_may_request_for_it() -> None:
-    """By header for programs, by cookie for browsers."""
+def test_a_client_may_return_to_the_rank_of_its_handshake() -> None:
+    """Programs use a header, and browsers a cookie."""
 
     async def scenario() -> None:
-        async with routed(4) as after:
-            async with after.socket() as (socket, name):
+        async with routed(4) as cluster:
+            async with cluster.socket() as (socket, name):
                 rank = socket._response.headers[RANK_HEADER]
                 cookie = socket._response.headers["Set-Cookie"]
                 assert cookie.startswith(f"{COOKIE}={rank};") and "HttpOnly" in cookie
             for headers in ({RANK_HEADER: rank}, {"Cookie": f"{COOKIE}={rank}"}):
                 for _ in range(3):
-                    async with after.socket(**headers) as (_, again):
+                    async with cluster.socket(**headers) as (_, again):
                         assert again == name
-            async with after.client.post(after.url + "/v1/omni/ticket") as response:
+            async with cluster.client.post(cluster.url + "/v1/omni/ticket") as response:
                 assert response.headers["Set-Cookie"].startswith(
                     f"{COOKIE}={response.headers[RANK_HEADER]};"
                 )
@@ -305,11 +305,11 @@ def test_a_handshake_reports_the_rank_and_a_client_may_request_for_it() -> None:
 
 
 def test_sockets_pass_everything_both_ways() -> None:
-    """Text, large binaries, pings, the chosen subprotocol, close codes of either side."""
+    """Text, large binaries, pings, the chosen subprotocol, and close codes of either side."""
 
     async def scenario() -> None:
-        async with routed() as after:
-            async with after.socket() as (socket, _):
+        async with routed() as cluster:
+            async with cluster.socket() as (socket, _):
                 assert socket.protocol == "chosen"
                 await socket.send_str("hällo")
                 assert await socket.receive_str() == "hällo"
@@ -326,12 +326,12 @@ def test_sockets_pass_everything_both_ways() -> None:
                     4009,
                     "taken over",
                 )
-            async with after.socket() as (socket, name):
+            async with cluster.socket() as (socket, name):
                 await socket.close(code=3001)
-            server = after.servers[int(name[-1])].sockets[-1]
+            server = cluster.servers[int(name[-1])].sockets[-1]
             await until(lambda: server.close_code == 3001)
             with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
-                await after.client.ws_connect(after.url + "/v1/realtime/private")
+                await cluster.client.ws_connect(cluster.url + "/v1/realtime/private")
             assert refused.value.status == 401
 
     asyncio.run(scenario())
@@ -339,60 +339,59 @@ def test_sockets_pass_everything_both_ways() -> None:
 
 def test_a_message_too_large_for_the_router_closes_the_socket() -> None:
     async def scenario() -> None:
-        async with routed(max_message_bytes=1000) as after, after.socket() as (socket, _):
+        async with routed(max_message_bytes=1000) as cluster, cluster.socket() as (socket, _):
             await socket.send_bytes(bytes(2000))
             assert (await socket.receive()).data == 1009
 
     asyncio.run(scenario())
 
 
-def test_a_dead_server_takes_only_its_own_sockets() -> None:
-    """They are closed with 1012 and a reason; others go on; its sessions begin again elsewhere;
-    it may come back.
+def test_a_dead_server_ends_only_its_own_sockets() -> None:
+    """They close with 1012 and a reason, its sessions start on another server, and it may come
+    back.
     """
 
     async def scenario() -> None:
-        async with routed() as after:
+        async with routed() as cluster:
             async with (
-                after.socket("?rank=rank-0&session=a") as (lost, first),
-                after.socket("?rank=rank-1&session=b") as (retained, second),
+                cluster.socket("?rank=rank-0&session=a") as (lost, first),
+                cluster.socket("?rank=rank-1&session=b") as (retained, second),
             ):
                 assert (first, second) == ("server-0", "server-1")
-                await after.servers[0].die()
+                await cluster.servers[0].die()
                 message = await asyncio.wait_for(lost.receive(), seconds(5))
                 assert message.data == 1012 and "rank-0 is gone" in message.extra
                 await retained.send_str("still here")
                 assert await retained.receive_str() == "still here"
-            async with after.socket("?session=a") as (_, name):
+            async with cluster.socket("?session=a") as (_, name):
                 assert name == "server-1"
-            assert {await after.who() for _ in range(4)} == {"server-1"}
-            async with after.client.get(after.url + "/omni/ready") as response:
+            assert {await cluster.who() for _ in range(4)} == {"server-1"}
+            async with cluster.client.get(cluster.url + "/omni/ready") as response:
                 info = await response.json()
                 assert response.status == 200 and [rank["up"] for rank in info["ranks"]] == [
                     False,
                     True,
                 ]
                 assert (info["sessions"], info["max_sessions"]) == (1, 4)
-            await after.servers[0].start(after.servers[0].port)
-            await after.looked()
-            async with after.socket("?session=a") as (_, name):
-                assert name == "server-1"  # its new world is there
-            async with after.client.get(after.url + "/omni/ready") as response:
+            await cluster.servers[0].start(cluster.servers[0].port)
+            await cluster.poll()
+            async with cluster.socket("?session=a") as (_, name):
+                assert name == "server-1"  # its new session is there
+            async with cluster.client.get(cluster.url + "/omni/ready") as response:
                 assert (await response.json())["max_sessions"] == 8
 
     asyncio.run(scenario())
 
 
-def test_a_server_that_falls_silent_is_gone() -> None:
-    """Its machine lost power: no packet says so.
-
-    An unanswered ping does; a quiet one that answers stays.
+def test_a_silent_server_is_disconnected() -> None:
+    """A machine without power sends no packet, but a ping gets no answer. An idle server that
+    answers stays.
     """
 
     async def scenario() -> None:
-        async with routed(heartbeat_s=0.2) as after, after.socket("?rank=rank-0") as (quiet, _):
-            after.servers[1].is_silent = True
-            async with after.socket("?rank=rank-1") as (lost, _):
+        async with routed(heartbeat_s=0.2) as cluster, cluster.socket("?rank=rank-0") as (quiet, _):
+            cluster.servers[1].is_silent = True
+            async with cluster.socket("?rank=rank-1") as (lost, _):
                 messages = []
                 async with asyncio.timeout(seconds(5)):
                     while not messages or messages[-1].type is WSMsgType.PONG:
@@ -406,12 +405,12 @@ def test_a_server_that_falls_silent_is_gone() -> None:
     asyncio.run(scenario())
 
 
-def test_a_reader_that_does_not_read_is_let_go() -> None:
-    """Nothing piles up in the router, and its server is told."""
+def test_a_client_that_does_not_read_is_disconnected() -> None:
+    """The router buffers little, and the server's connection ends."""
 
     async def scenario() -> None:
-        async with routed(send_timeout_s=0.3) as after, after.socket() as (socket, name):
-            backend, server = after.backends.all[int(name[-1])], after.servers[int(name[-1])]
+        async with routed(send_timeout_s=0.3) as cluster, cluster.socket() as (socket, name):
+            backend, server = cluster.backends.all[int(name[-1])], cluster.servers[int(name[-1])]
             before = grown = psutil.Process().memory_info().rss
             await socket.send_str("flood")
             async with asyncio.timeout(seconds(10)):
@@ -426,9 +425,7 @@ def test_a_reader_that_does_not_read_is_let_go() -> None:
 
 @pytest.mark.parametrize("flood", [PING * 100_000, FRAGMENTS], ids=["pings", "fragments"])
 def test_a_client_that_floods_with_small_frames_is_closed(flood: bytes) -> None:
-    """With 1008 and the limit, at the router: little of it reaches the server, whose socket ends
-    as well.
-    """
+    """It closes with 1008 and the limit at the router, and the server's socket ends too."""
 
     def attack(url: str) -> tuple[int, str]:
         with connect(f"ws{url.removeprefix('http')}/v1/realtime/echo", compression=None) as client:
@@ -440,21 +437,21 @@ def test_a_client_that_floods_with_small_frames_is_closed(flood: bytes) -> None:
         return closed.value.rcvd.code, closed.value.rcvd.reason
 
     async def scenario() -> None:
-        async with routed(1, frames=BUDGET) as after, after.socket() as (neighbour, _):
-            reported = await asyncio.to_thread(attack, after.url)
+        async with routed(1, frames=BUDGET) as cluster, cluster.socket() as (neighbour, _):
+            reported = await asyncio.to_thread(attack, cluster.url)
             assert reported == (1008, "more than 20 frames under 1024 bytes a second")
             await neighbour.send_str("still here")
             assert await neighbour.receive_str() == "still here"
-            assert after.servers[0].sockets[-1].close_code == 1008
+            assert cluster.servers[0].sockets[-1].close_code == 1008
 
     asyncio.run(scenario())
 
 
 def test_frames_within_the_budget_pass() -> None:
-    """Large frames in any number, small ones up to the burst."""
+    """Large frames in any number, and small ones up to the burst."""
 
     async def scenario() -> None:
-        async with routed(1, frames=BUDGET) as after, after.socket() as (socket, _):
+        async with routed(1, frames=BUDGET) as cluster, cluster.socket() as (socket, _):
             for size in [SMALL_BYTES] * 200 + [1] * int(BUDGET.burst - 1):
                 await socket.send_bytes(bytes(size))
                 assert len(await socket.receive_bytes()) == size
@@ -464,7 +461,9 @@ def test_frames_within_the_budget_pass() -> None:
 
 @pytest.mark.parametrize("delay_s", [None, 0.1], ids=["in the same packet", "a moment later"])
 def test_frames_before_the_handshakes_response_are_refused(delay_s: float | None) -> None:
-    """With 400; the server never hears of them. In the second case the server is slow to answer."""
+    """The status is 400, and the server gets no frame. In the second case the server answers
+    slowly.
+    """
 
     def send(port: int) -> bytes:
         head = (
@@ -484,16 +483,16 @@ def test_frames_before_the_handshakes_response_are_refused(delay_s: float | None
             return response
 
     async def scenario() -> None:
-        async with routed(1) as after:
-            reply = await asyncio.to_thread(send, URL(after.url).port or 0)
-            assert reply.startswith(b"HTTP/1.1 400 ") and b"before the handshake" in reply
-            assert after.servers[0].num_pings == 0
+        async with routed(1) as cluster:
+            reply = await asyncio.to_thread(send, URL(cluster.url).port or 0)
+            assert reply.startswith(b"HTTP/1.1 400 ") and b"end of the handshake" in reply
+            assert cluster.servers[0].num_pings == 0
 
     asyncio.run(scenario())
 
 
-def test_frames_are_found_wherever_their_bytes_are_cut() -> None:
-    """Lengths of 7, 16 and 64 bits, masked and not, in pieces of any size."""
+def test_small_frames_are_counted_in_parts_of_any_size() -> None:
+    """Lengths of 7, 16 and 64 bits, with and without a mask, in parts of any size."""
     cut = random.Random(0)
     sizes = [0, 1, 125, 126, SMALL_BYTES - 1, SMALL_BYTES, 65_535, 65_536] * 8
     cut.shuffle(sizes)
@@ -509,17 +508,17 @@ def test_frames_are_found_wherever_their_bytes_are_cut() -> None:
         assert found == sum(size < SMALL_BYTES for size in sizes)
 
 
-def test_without_any_server_clients_are_notified() -> None:
+def test_without_any_server_requests_get_503() -> None:
     async def scenario() -> None:
-        async with routed() as after:
-            for server in after.servers:
+        async with routed() as cluster:
+            for server in cluster.servers:
                 server.status = "engine_dead"
-            await after.looked()
+            await cluster.poll()
             for path, status in (("/health", 503), ("/omni/ready", 503), ("/v1/models", 503)):
-                async with after.client.get(after.url + path) as response:
+                async with cluster.client.get(cluster.url + path) as response:
                     assert response.status == status
             with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
-                await after.client.ws_connect(after.url + "/v1/realtime/echo")
+                await cluster.client.ws_connect(cluster.url + "/v1/realtime/echo")
             assert refused.value.status == 503
 
     asyncio.run(scenario())
@@ -527,21 +526,21 @@ def test_without_any_server_clients_are_notified() -> None:
 
 def test_a_video_is_found_on_whichever_server_made_it() -> None:
     async def scenario() -> None:
-        async with routed(3) as after:
-            after.servers[2].kept.add("video_x")
+        async with routed(3) as cluster:
+            cluster.servers[2].videos.add("video_x")
             for _ in range(3):
-                async with after.client.get(after.url + "/v1/videos/video_x") as response:
+                async with cluster.client.get(cluster.url + "/v1/videos/video_x") as response:
                     assert (await response.json())["name"] == "server-2"
-            async with after.client.delete(after.url + "/v1/videos/video_x") as response:
+            async with cluster.client.delete(cluster.url + "/v1/videos/video_x") as response:
                 assert response.status == 200
-            async with after.client.get(after.url + "/v1/videos/video_x") as response:
+            async with cluster.client.get(cluster.url + "/v1/videos/video_x") as response:
                 assert response.status == 404
 
     asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://host", "http://host/path"])
-def test_the_command_refuses_what_is_no_server(url: str) -> None:
+def test_the_command_refuses_other_urls_than_servers(url: str) -> None:
     args = make_parser().parse_args(["router", "--backend", url])
     with pytest.raises(CommandError, match="give the address"):
         args.run(args)

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a killed server leaves in a directory that others share is removed by the next one;
-nobody else's is.
-"""
+"""The next server deletes the files of a killed server in a shared directory, and no others."""
 
 import subprocess
 import sys
@@ -13,9 +11,9 @@ SERVER = """
 import sys
 from pathlib import Path
 from vllm_omni.entrypoints.staging_directory import StagingDirectory
-spool = StagingDirectory(Path(sys.argv[1]))
-spool.new_path().write_bytes(b"half a world")
-print(spool.owner, flush=True)
+staging = StagingDirectory(Path(sys.argv[1]))
+staging.new_path().write_bytes(b"half a world")
+print(staging.owner, flush=True)
 sys.stdin.read()
 """
 
@@ -27,10 +25,8 @@ def server(folder: Path) -> "tuple[subprocess.Popen[str], str]":
     return process, process.stdout.readline().strip()
 
 
-def test_files_of_a_killed_server_are_swept_and_those_of_a_living_one_stay(tmp_path: Path) -> None:
-    """One server is killed, one lives, one ends in order; a file of somebody else lies there,
-    too.
-    """
+def test_only_files_of_a_killed_server_are_deleted(tmp_path: Path) -> None:
+    """One server is killed, one lives, one ends normally, and another file is there too."""
     (tmp_path / "vllm_omni-notes.txt").write_text("mine")
     killed, dead = server(tmp_path)
     living, alive = server(tmp_path)
@@ -43,6 +39,6 @@ def test_files_of_a_killed_server_are_swept_and_those_of_a_living_one_stay(tmp_p
     assert len([name for name in names if alive in name]) == 2
     assert "vllm_omni-notes.txt" in names
     living.communicate("")
-    assert staging.sweep() == set()  # in order: its lock went with it
+    assert staging.sweep() == set()  # it ended normally and deleted its lock
     staging.close()
     assert not list(tmp_path.glob("*.owner"))

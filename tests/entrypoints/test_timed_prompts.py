@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts with times: each begins with the first chunk at or behind its second or chunk, and is
-given out once.
-"""
+"""Timed prompts: each acts from the first chunk at or after its time."""
 
 import pytest
 
@@ -16,8 +14,8 @@ def taken(*prompts: TimedPrompt, fps: float = 16) -> list[str | None]:
     return [schedule.take_prompt(chunk, frame) for chunk, frame in enumerate(FRAMES)]
 
 
-def test_a_prompt_starts_with_the_first_chunk_at_or_behind_its_time() -> None:
-    """At 16 fps the chunks begin at 0, 0.56, 1.31, 2.06, 2.81 and 3.56 s."""
+def test_a_prompt_starts_with_the_first_chunk_at_or_after_its_time() -> None:
+    """At 16 fps the chunks start at 0, 0.56, 1.31, 2.06, 2.81 and 3.56 s."""
     night = TimedPrompt(prompt="night", seconds=2)
     assert taken(night) == [None, None, None, "night", None, None]
     assert taken(night, fps=24) == [None, None, None, None, None, "night"]
@@ -31,7 +29,7 @@ def test_a_prompt_starts_with_the_first_chunk_at_or_behind_its_time() -> None:
     ]
 
 
-def test_of_several_that_start_together_the_last_one_counts() -> None:
+def test_the_last_of_several_prompts_for_a_chunk_acts() -> None:
     prompts = [
         TimedPrompt(prompt=name, seconds=second)
         for name, second in (("a", 0.6), ("b", 0.7), ("c", 99))
@@ -56,6 +54,6 @@ def test_other_text_is_refused_with_an_example(text: str) -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"seconds": 1, "chunk": 1}, {"seconds": -1}, {"chunk": -2}])
-def test_a_prompt_needs_one_place(fields: dict[str, int]) -> None:
+def test_a_prompt_has_seconds_or_a_chunk(fields: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"seconds|chunk"):
         TimedPrompt(prompt="snow", **fields)

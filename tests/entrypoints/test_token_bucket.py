@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bucket behind the doors' rates."""
+"""`TokenBucket`, which limits the rates of the endpoints."""
 
 import math
 
@@ -9,9 +9,7 @@ from vllm_omni.entrypoints.limits.token_bucket import TokenBucket
 
 
 def test_a_burst_then_the_rate() -> None:
-    """Full at first, empty after the burst, refilled with time, never above the burst; debts are
-    paid first.
-    """
+    """The bucket starts full, refills with time up to the burst, and pays debts first."""
     now_s = 0.0
     bucket = TokenBucket(10.0, 50.0, lambda: now_s)
     assert bucket.take_tokens(50)
@@ -29,8 +27,8 @@ def test_a_burst_then_the_rate() -> None:
 
 
 def test_how_long_to_wait() -> None:
-    """Nothing while there is one left; then until a debt is paid and one is there; who waits
-    that long is served.
+    """The wait is zero while a token is left, otherwise the time until the debt is paid and a token
+    is there.
     """
     now_s = 0.0
     bucket = TokenBucket(0.1, 3.0, lambda: now_s)
@@ -43,7 +41,6 @@ def test_how_long_to_wait() -> None:
 
 
 def test_a_bucket_without_a_bound_is_never_empty() -> None:
-    """However much is taken."""
     bucket = TokenBucket(0.0, math.inf)
     assert bucket.take_tokens(1e30)
     assert bucket.wait_s() == 0

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spans of chunks that do not come, and what a server without OpenTelemetry says; the rest is
-realtime/test_operators_served.py's."""
+"""Spans of failed chunks, and servers without OpenTelemetry. realtime/test_operators_served.py has
+the other tests.
+"""
 
 import asyncio
 
@@ -36,7 +37,7 @@ def traced(exporter: InMemorySpanExporter) -> Tracing:
         (asyncio.CancelledError(), "cancelled", StatusCode.UNSET),
     ],
 )
-def test_a_chunk_that_does_not_come_has_a_span_with_the_reason(
+def test_a_failed_chunk_has_a_span_with_the_reason(
     traced: Tracing,
     exporter: InMemorySpanExporter,
     error: BaseException,
@@ -59,8 +60,8 @@ def test_a_chunk_that_does_not_come_has_a_span_with_the_reason(
 def test_stage_times_longer_than_the_chunk_are_cut_to_it(
     traced: Tracing, exporter: InMemorySpanExporter
 ) -> None:
-    """The worker's clock and overlapped decodes may add up to more than the chunk took: no span
-    begins before it.
+    """The worker's clock and overlapped decoding may add up to more than the chunk took, but no
+    span starts before it.
     """
     chunk = traced.session("s", "realtime/video").chunk(0)
     chunk.finished({"timings_ms": {"encode": [5.0], "steps": [1e6], "decode": [5.0]}})
@@ -76,7 +77,7 @@ def test_stage_times_longer_than_the_chunk_are_cut_to_it(
         )
 
 
-def test_off_nothing_is_made_and_vllm_is_not_notified_of_a_trace() -> None:
+def test_without_tracing_no_spans_or_headers_are_made() -> None:
     assert type(tracing()) is Tracing
     assert tracing().engine_headers() is None
 
@@ -84,7 +85,7 @@ def test_off_nothing_is_made_and_vllm_is_not_notified_of_a_trace() -> None:
 def test_an_endpoint_without_opentelemetry_is_one_clear_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Instead of vLLM's import traceback, before anything heavy is imported."""
+    """The error comes before heavy imports, instead of vLLM's import traceback."""
     flags = serve.ServeFlags.scan(["model", "--otlp-traces-endpoint", "http://localhost:4317"])
     serve.check_tracing(flags)
     monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: None)

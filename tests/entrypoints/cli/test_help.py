@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni COMMAND --help`: a description, examples that can be pasted, and a text for every
+"""`vllm-omni COMMAND --help`: a description, examples that can be copied, and a text for each
 argument.
 """
 
@@ -22,7 +22,7 @@ OWN = sorted(set(COMMANDS) - {"serve"})
 
 @pytest.mark.parametrize("name", OWN)
 def test_a_command_describes_itself(name: str) -> None:
-    """Its summary, a longer description, and a text for every argument."""
+    """It has a summary, a longer description, and a text for every argument."""
     parser = COMMANDS[name]
     assert parser.description is not None and len(parser.description) > 60
     assert [action.dest for action in parser._actions if not action.help] == []
@@ -30,7 +30,6 @@ def test_a_command_describes_itself(name: str) -> None:
 
 @pytest.mark.parametrize("name", OWN)
 def test_the_examples_of_a_command_parse(name: str) -> None:
-    """Each example is a command line that the parsers accept."""
     title, *examples = (COMMANDS[name].epilog or "").splitlines()
     assert title == "examples:" and examples
     for program, *arguments in map(shlex.split, examples):
@@ -50,10 +49,10 @@ def test_the_examples_of_a_command_parse(name: str) -> None:
         ("verify", ["lance", "waypoint"]),
     ],
 )
-def test_a_command_lists_the_names_that_it_takes(
+def test_a_command_lists_its_model_names(
     name: str, models: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nobody needs an error message to learn the names of the models."""
+    """The help lists the names of the models."""
     with pytest.raises(SystemExit):
         main([name, "--help"])
     shown = set(capsys.readouterr().out.replace(",", " ").split())
@@ -62,10 +61,10 @@ def test_a_command_lists_the_names_that_it_takes(
     assert set(models) <= set(known_names())
 
 
-def test_the_help_of_serve_says_what_the_package_adds(
+def test_the_help_of_serve_describes_this_package(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """vLLM's own help, which follows, speaks of language models only."""
+    """vLLM's own help, which follows, describes language models only."""
     from vllm_omni.entrypoints.cli import serve
 
     seen: list[list[str]] = []

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm serve OWNER/NAME --omni`: a hub id becomes the directory of its snapshot in Hugging Face's
-cache.
+"""`vllm serve OWNER/NAME --omni` resolves a hub id to the snapshot in Hugging Face's cache.
 
-A hub on loopback stands in HF_ENDPOINT, which is read when the library is imported, so that each
-case is a process.
+HF_ENDPOINT names a hub on loopback. The library reads it at import, so each case is a process.
 """
 
 import json
@@ -35,7 +33,7 @@ else:
 
 @pytest.fixture(scope="module")
 def repos(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A speaking model, and a repository of something else with large files."""
+    """A speech model, and a repository of another model with large files."""
     root = tmp_path_factory.mktemp("repos")
     write_tiny("qwen2_5_omni", root / "omni")
     (root / "other").mkdir()
@@ -74,9 +72,8 @@ def plan(*argv: str, home: Path, endpoint: str, **variables: str) -> dict[str, o
 def test_an_id_is_fetched_once_and_then_served_from_the_cache(
     hub: tuple[str, list[str]], tmp_path: Path
 ) -> None:
-    """Clients name the model by its id.
-
-    The second start reads the filled cache, with the hub switched off.
+    """Clients name the model by its id. The second start uses the cache while the hub is
+    offline.
     """
     endpoint, fetched = hub
     first = plan("acme/tiny-omni", "--max-model-len", "64", home=tmp_path, endpoint=endpoint)
@@ -100,7 +97,7 @@ def test_an_id_is_fetched_once_and_then_served_from_the_cache(
 def test_a_repository_of_another_model_is_refused_before_its_weights(
     hub: tuple[str, list[str]], tmp_path: Path
 ) -> None:
-    """Its small files tell."""
+    """Its small files are enough."""
     endpoint, fetched = hub
     before = len(fetched)
     error = plan("acme/other", home=tmp_path, endpoint=endpoint)["error"]
@@ -115,10 +112,10 @@ def test_a_repository_of_another_model_is_refused_before_its_weights(
         ("no_such_directory", "is not a directory"),
     ],
 )
-def test_a_model_that_is_nowhere_is_one_line(
+def test_a_missing_model_is_one_line(
     model: str, complaint: str, hub: tuple[str, list[str]], tmp_path: Path
 ) -> None:
-    """Neither a directory nor a repository."""
+    """The name is neither a directory nor a repository."""
     error = str(plan(model, home=tmp_path, endpoint=hub[0])["error"])
     assert complaint in error and "\n" not in error
 
@@ -148,7 +145,7 @@ def test_without_network_and_cache_the_start_says_so(tmp_path: Path) -> None:
 def test_a_release_that_needs_more_than_its_repository_names_the_download(
     repo: str, reason: str
 ) -> None:
-    """Nothing is fetched."""
+    """Nothing is downloaded."""
     with pytest.raises(ValueError, match=reason):
         resolve(repo)
 

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `vllm-omni` command: dispatch, exit codes, and nothing heavy where nothing heavy is
-needed.
-"""
+"""The `vllm-omni` command: dispatch, exit status, and imports."""
 
 import importlib.metadata
 import json
@@ -28,7 +26,7 @@ def exit_code(*argv: str) -> int:
     "argv", [["--version"], ["--help"], ["demo", "--help"], ["make-tiny", "--help"]]
 )
 def test_help_loads_neither_torch_nor_vllm(argv: list[str]) -> None:
-    """It answers at once."""
+    """Help is immediate."""
     code = (
         "import sys, json\nfrom vllm_omni.entrypoints.cli.main import main\n"
         f"try: main({argv!r})\nexcept SystemExit as end: code = end.code\n"
@@ -46,7 +44,7 @@ def test_help_loads_neither_torch_nor_vllm(argv: list[str]) -> None:
 
 
 def test_version_names_all_three(capsys: pytest.CaptureFixture[str]) -> None:
-    """A bug report needs this package's, vLLM's and torch's version."""
+    """A bug report needs the versions of this package, vLLM and torch."""
     assert exit_code("--version") == 0
     out = capsys.readouterr().out
     assert all(
@@ -56,7 +54,9 @@ def test_version_names_all_three(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_serve_is_reached_from_both_commands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`vllm serve DIR --omni` and `vllm-omni serve DIR` are the same, wherever `--omni` stands."""
+    """`vllm serve DIR --omni` and `vllm-omni serve DIR` are equivalent, with `--omni` at any
+    position.
+    """
     seen: list[list[str]] = []
     monkeypatch.setattr(serve, "run", lambda argv: seen.append(argv) or 0)
     for argv in (
@@ -71,7 +71,7 @@ def test_serve_is_reached_from_both_commands(monkeypatch: pytest.MonkeyPatch) ->
 def test_omni_with_another_command_runs_stock_vllm(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`vllm bench ... --omni` runs as it is, and says that the flag adds nothing."""
+    """`vllm bench ... --omni` runs unchanged with a note that the flag has no effect."""
     import vllm.entrypoints.cli.main as stock
 
     seen: list[list[str]] = []
@@ -87,7 +87,7 @@ def test_omni_with_another_command_runs_stock_vllm(
 def test_make_tiny_writes_a_checkpoint_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The directory is recognised as its family's; nothing is overwritten."""
+    """The directory is recognised as its family's, and nothing is overwritten."""
     out = tmp_path / "world"
     assert exit_code("make-tiny", "null_world", str(out)) == 0
     assert f"vllm serve {out} --omni" in capsys.readouterr().out
@@ -118,7 +118,7 @@ def test_bad_input_is_one_line_and_status_2(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """What arrived, what is allowed, what to do."""
+    """The line has the value, the allowed ones, and the remedy."""
     monkeypatch.chdir(tmp_path)
     assert exit_code(*argv) == 2
     error = capsys.readouterr().err
@@ -148,7 +148,7 @@ def test_verify_fails_when_the_report_does(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
-    """The exit status is the report's verdict, as text or as JSON."""
+    """The exit status is the result of the report, as text or as JSON."""
     monkeypatch.setattr(parity, "verify", lambda family, golden: FakeReport(ok))
     assert exit_code("verify", "lance", "--golden", str(tmp_path)) == status
     assert capsys.readouterr().out == "a table\n"

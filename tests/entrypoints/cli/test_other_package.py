@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Another project's `vllm_omni` is recognised by metadata, place and missing mark; this
-project's own never is.
+"""Another project's `vllm_omni` is recognised by metadata and by the missing mark of this
+project.
 """
 
 import subprocess
@@ -16,7 +16,7 @@ THEIRS = "[console_scripts]\nvllm-omni = vllm_omni.entrypoints.cli.main:main\n"
 
 
 def install(
-    layer: Path,
+    site_packages: Path,
     name: str,
     version: str,
     entry_points: str,
@@ -24,21 +24,23 @@ def install(
     folder: bool = True,
     mark: bool = False,
 ) -> None:
-    """A distribution as pip leaves it: metadata, and the package's folder."""
-    info = layer / f"{name.replace('-', '_')}-{version}.dist-info"
+    """A distribution as pip leaves it: metadata, and the folder of the package."""
+    info = site_packages / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     (info / "entry_points.txt").write_text(entry_points)
     if folder:
-        (layer / "vllm_omni" / "entrypoints" / "cli").mkdir(parents=True)
-        (layer / "vllm_omni" / "__init__.py").write_text("")
+        (site_packages / "vllm_omni" / "entrypoints" / "cli").mkdir(parents=True)
+        (site_packages / "vllm_omni" / "__init__.py").write_text("")
     if mark:
-        (layer / "vllm_omni" / "entrypoints" / "cli" / "other_package.py").write_text("")
+        (
+            site_packages / "vllm_omni" / "entrypoints" / "cli" / Path(other_package.__file__).name
+        ).write_text("")
 
 
 @pytest.mark.parametrize("name", ["vllm-omni", "vllm_omni", "vLLM.Omni"])
-def test_the_public_package_is_other(tmp_path: Path, name: str) -> None:
-    """Name, version, place and what to do, of its metadata and of its folder."""
+def test_the_public_package_is_reported(tmp_path: Path, name: str) -> None:
+    """The lines name metadata and folder with version, path and remedy."""
     install(tmp_path, name, "0.30.0", THEIRS)
     metadata, folder = other_package.find_other_package([str(tmp_path)])
     assert metadata.startswith(
@@ -50,24 +52,24 @@ def test_the_public_package_is_other(tmp_path: Path, name: str) -> None:
     )
 
 
-def test_this_project_is_not(tmp_path: Path) -> None:
-    """Neither this environment nor an installed copy, however often it is on the path."""
+def test_this_project_is_not_reported(tmp_path: Path) -> None:
+    """Neither this environment nor an installed copy is reported, however often it is on the
+    path.
+    """
     install(tmp_path, "vllm-omni", "0.1.0", OURS, mark=True)
     install(tmp_path, "vllm-omni-tools", "1.0", THEIRS, folder=False)
     assert other_package.find_other_package([*sys.path, str(tmp_path), str(tmp_path)]) == []
 
 
-def test_each_sign_is_enough(tmp_path: Path) -> None:
-    """A folder left behind by an uninstall; metadata that overwrote ours while the checkout
-    stayed.
-    """
+def test_metadata_or_folder_is_enough(tmp_path: Path) -> None:
+    """For example a folder that an uninstall left, or metadata that replaced this project's."""
     install(tmp_path / "a", "other", "1.0", "")
     install(tmp_path / "b", "vllm-omni", "0.30.0", THEIRS, folder=False)
     assert len(other_package.find_other_package([str(tmp_path / "a")])) == 1
     assert len(other_package.find_other_package([str(tmp_path / "b")])) == 1
 
 
-def test_doctor_fails_and_says_what_to_remove(tmp_path: Path) -> None:
+def test_doctor_names_the_package_to_remove(tmp_path: Path) -> None:
     install(tmp_path, "vllm-omni", "0.30.0", THEIRS)
     finding = doctor.check_name([str(tmp_path)])
     assert finding.status == "fail" and "pip uninstall vllm-omni" in finding.detail
@@ -76,7 +78,7 @@ def test_doctor_fails_and_says_what_to_remove(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("entry_points", "mark", "status"), [(THEIRS, False, 1), (OURS, True, 0)])
 def test_the_file_runs_alone(tmp_path: Path, entry_points: str, mark: bool, status: int) -> None:
-    """As set-up runs it: without this package on the path."""
+    """Set-up runs it without this package on the path."""
     install(tmp_path, "vllm-omni", "0.30.0", entry_points, mark=mark)
     command = [sys.executable, "-S", other_package.__file__]
     result = subprocess.run(

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command that `--omni` prints is the real thing: pasted into a shell, it serves the same
-world.
-"""
+"""The plain command that `--omni` prints serves the same world."""
 
 import contextlib
 import os
@@ -21,8 +19,8 @@ from vllm_omni.entrypoints.cli import demo, serve
 
 @pytest.mark.engine
 def test_the_printed_command_serves(null_world: Path, tmp_path: Path) -> None:
-    """Plain `vllm serve` with the printed flags and variable has the door, and its hello is the
-    model's.
+    """Plain `vllm serve` with the printed flags and variable has the endpoint, with the hello
+    message of the model.
     """
     port = port_for_a_server()
     planned = serve.plan(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm serve DIR --omni`: added and refused arguments, and the time it takes; no server runs
+"""`vllm serve DIR --omni`: added and refused arguments, and the time that they take. No server runs
 here.
 """
 
@@ -34,8 +34,8 @@ def plan(
     return serve.plan([*argv, "--port", "0"], environ or {}, plugins)
 
 
-def test_a_directory_is_all_it_takes(world: str) -> None:
-    """Config format, worker, scheduler and no tokenizer are added behind the user's arguments."""
+def test_a_directory_is_enough(world: str) -> None:
+    """Config format, worker, scheduler and no tokenizer are added after the user's arguments."""
     assert plan(world).argv == [
         *(world, "--port", "0", "--config-format", "omni"),
         *("--worker-cls", "vllm_omni.worker.DiffusionGPUWorker"),
@@ -43,8 +43,8 @@ def test_a_directory_is_all_it_takes(world: str) -> None:
     ]
 
 
-def test_what_the_user_gave_stays(world: str) -> None:
-    """Flags are added only where the user gave none, in either spelling."""
+def test_arguments_of_the_user_stay(world: str) -> None:
+    """A flag is added only if the user gave it in neither spelling."""
     planned = plan(
         world,
         "--scheduler_cls=my.Scheduler",
@@ -65,10 +65,10 @@ def test_what_the_user_gave_stays(world: str) -> None:
         ("", ["lora"], "vllm_omni"),
     ],
 )
-def test_our_plugin_is_added_and_the_others_are_retained(
+def test_this_plugin_is_added_to_the_others(
     given: str | None, installed: list[str], expected: str
 ) -> None:
-    """Unset means all plugins load, so naming ours must not switch the others off."""
+    """An unset variable loads all plugins, so adding one name must not disable the others."""
     assert serve.plugin_names(given, installed) == expected
 
 
@@ -84,8 +84,8 @@ def test_our_plugin_is_added_and_the_others_are_retained(
     ],
 )
 def test_data_parallel_ranks_share_one_api_server(world: str, argv: list[str], added: bool) -> None:
-    """Stock vLLM would start one for each rank, and a client that comes back would meet one
-    without its session.
+    """Stock vLLM would start one per rank, and a client that reconnects might reach one without its
+    session.
     """
     planned = plan(world, *argv).argv
     assert (planned[-2:] == ["--api-server-count", "1"]) == added
@@ -93,9 +93,7 @@ def test_data_parallel_ranks_share_one_api_server(world: str, argv: list[str], a
 
 
 def test_the_printed_command_is_one_line_that_vllm_accepts(world: str) -> None:
-    """The plain command parses with vLLM's own parser to the same arguments, less the WebSocket
-    flags.
-    """
+    """vLLM's own parser gives the same arguments, without the WebSocket flags."""
     planned = plan(
         world,
         "--ws-max-size",
@@ -122,9 +120,9 @@ def test_the_printed_command_is_one_line_that_vllm_accepts(world: str) -> None:
     assert plain["model_tag"] == world
 
 
-def test_what_the_worker_would_ignore_is_refused_and_nothing_else(world: str) -> None:
-    """By vLLM's own parser, whose defaults are no wishes; all refusals:
-    tests/test_engine_arguments.py.
+def test_only_ignored_arguments_are_refused(world: str) -> None:
+    """Defaults of vLLM's parser are not refused. tests/test_engine_arguments.py has every
+    refusal.
     """
     parser = serve.serve_parser()
     empty = parser.parse_args(["serve"])
@@ -180,15 +178,15 @@ def test_what_the_worker_would_ignore_is_refused_and_nothing_else(world: str) ->
         (["--config", "/nowhere.yaml"], r"--config /nowhere.yaml: cannot be read"),
     ],
 )
-def test_what_cannot_work_is_refused(world: str, argv: list[str], complaint: str) -> None:
-    """One line: the value, the allowed ones, the remedy."""
+def test_impossible_arguments_are_refused(world: str, argv: list[str], complaint: str) -> None:
+    """The error is one line with the value, the allowed ones and the remedy."""
     with pytest.raises(CommandError, match=complaint) as refused:
         plan(world, *argv)
     assert "\n" not in str(refused.value)
 
 
 def test_options_in_every_spelling_mean_the_same(world: str, tmp_path: Path) -> None:
-    """JSON, dotted keys and a YAML file; the command line wins over the file."""
+    """JSON, dotted keys and a YAML file are equivalent, and the command line overrides the file."""
     config = tmp_path / "serve.yaml"
     config.write_text(
         f"model: {world}\nadditional-config:\n  omni:\n    max_sessions: "
@@ -213,8 +211,8 @@ def test_options_in_every_spelling_mean_the_same(world: str, tmp_path: Path) -> 
 def test_json_and_dotted_keys_together_are_one_configuration(
     world: str, tmp_path: Path, given: str
 ) -> None:
-    """Stock vLLM would drop the JSON without a word; the printed command for plain `vllm serve`
-    says the same.
+    """Stock vLLM would ignore the JSON. The printed command for plain `vllm serve` has the merged
+    configuration.
     """
     omni = {"omni": {"max_sessions": 3}}
     config = tmp_path / "serve.yaml"
@@ -231,9 +229,9 @@ def test_json_and_dotted_keys_together_are_one_configuration(
         assert flags.values["api-key"]
 
 
-def test_on_a_cpu_the_machine_need_not_be_empty(world: str) -> None:
-    """vLLM's CPU worker wants nearly all memory free unless told how much it may use; the user's
-    own word wins.
+def test_on_a_cpu_the_share_of_memory_is_set(world: str) -> None:
+    """vLLM's CPU worker requires most memory to be free unless its share is set, and a value of the
+    user stays.
     """
     argv = [world, "--port", "0"]
     planned = serve.plan(argv, {}, [], on_cpu=True)
@@ -266,7 +264,7 @@ def test_on_a_cpu_the_machine_need_not_be_empty(world: str) -> None:
 def test_a_missing_part_is_named_before_anything_loads(
     tmp_path: Path, layout: str, part: str, complaint: str
 ) -> None:
-    """One line; with `--load-format dummy` weights need not be there."""
+    """The error is one line, and weights may be missing with `--load-format dummy`."""
     world = tmp_path / "world"
     write_tiny("lingbot_world", world, layout=layout)
     plan(str(world))
@@ -278,7 +276,7 @@ def test_a_missing_part_is_named_before_anything_loads(
 
 
 def test_a_missing_tensor_is_named_before_anything_loads(tmp_path: Path) -> None:
-    """Names and shapes of the transformer's tensors are read from the files' headers."""
+    """Names and shapes are read from the headers of the files."""
     from safetensors.torch import load_file, save_file
 
     world = tmp_path / "world"
@@ -293,7 +291,7 @@ def test_a_missing_tensor_is_named_before_anything_loads(tmp_path: Path) -> None
 
 
 def test_a_directory_that_is_no_checkpoint_is_named(tmp_path: Path) -> None:
-    """The error says what was looked for and what was found."""
+    """The error lists the expected and the found files."""
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(CommandError, match=r"is no checkpoint of .*lingbot_world.*found notes.txt"):
         plan(str(tmp_path))
@@ -304,7 +302,7 @@ def test_a_directory_that_is_no_checkpoint_is_named(tmp_path: Path) -> None:
 
 
 def test_a_busy_port_is_found_before_anything_loads(world: str) -> None:
-    """The port is tried on the given host."""
+    """The port is bound on the given host."""
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
         with pytest.raises(
@@ -313,11 +311,11 @@ def test_a_busy_port_is_found_before_anything_loads(world: str) -> None:
             serve.plan([world, "--host", "127.0.0.1", "--port", str(port)], {}, [])
 
 
-def test_stock_vllm_hands_over_and_a_bad_directory_ends_within_10_s(tmp_path: Path) -> None:
-    """`vllm serve DIR --omni` reaches this package through vLLM's own hook; exit code 2, one line
-    on stderr.
+def test_stock_vllm_calls_this_package_and_a_bad_directory_ends_within_10_s(tmp_path: Path) -> None:
+    """vLLM's own hook calls this package for `vllm serve DIR --omni`. The exit status is 2 with one
+    line on stderr.
 
-    Processor time is what is counted: another process on the machine must not fail this one.
+    CPU time counts, because other processes may use the machine.
     """
     vllm = Path(sys.executable).with_name("vllm")
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -340,7 +338,9 @@ def test_stock_vllm_hands_over_and_a_bad_directory_ends_within_10_s(tmp_path: Pa
 
 
 def test_the_checks_import_neither_vllm_nor_networks(null_world: Path, lingbot_world: Path) -> None:
-    """A refusal must come at once: importing vLLM, transformers or diffusers takes seconds each."""
+    """A refusal must be immediate, and importing vLLM, transformers or diffusers takes seconds
+    each.
+    """
     code = (
         "import sys, json\n"
         "from vllm_omni.entrypoints.cli import serve\n"
@@ -363,7 +363,7 @@ def test_the_checks_import_neither_vllm_nor_networks(null_world: Path, lingbot_w
     "given", [("--api-key", "sesame", "street"), ("--api-key=sesame",), ("--api_key", "sesame")]
 )
 def test_the_printed_command_holds_no_key(world: str, given: tuple[str, ...]) -> None:
-    """The server gets the keys, the printed command says KEY instead."""
+    """The server gets the keys, and the printed command has KEY instead."""
     planned = plan(world, *given)
     assert "sesame" in " ".join(planned.argv)
     assert "sesame" not in planned.plain_command
@@ -380,10 +380,10 @@ def test_the_printed_command_holds_no_key(world: str, given: tuple[str, ...]) ->
         (("--uds", "world.sock"), None),
     ],
 )
-def test_the_pages_address_is_known_beforehand(
+def test_the_address_of_the_page_is_planned(
     world: str, given: tuple[str, ...], page: str | None
 ) -> None:
-    """It is printed at once, before the minute that the engine takes."""
+    """It is printed before the engine starts, which takes a minute."""
     assert plan(world, *given).page == page
 
 
@@ -398,9 +398,7 @@ def test_the_pages_address_is_known_beforehand(
 def test_an_exit_does_not_wait_long_for_a_collector_that_is_down(
     environ: dict[str, str], timeout: str | None, world: str
 ) -> None:
-    """The batches of spans that are left have two seconds each, unless the operator says
-    otherwise.
-    """
+    """Each remaining batch of spans has two seconds unless the operator sets another time."""
     planned = plan(world, "--otlp-traces-endpoint", "http://localhost:1", environ=environ)
     assert planned.environ.get("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT") == timeout
     assert "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT" not in plan(world).environ

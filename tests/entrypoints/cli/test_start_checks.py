@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requirements of a start are checked before anything loads: one line with the remedy."""
+"""Requirements of a start are checked before anything is loaded, with one line and the remedy."""
 
 import importlib.util
 import os
@@ -25,8 +25,8 @@ def check(
     check_start(flags or {}, omni or {}, environ or {}, is_language_model=is_language_model)
 
 
-def test_a_start_that_has_all_it_needs_is_not_refused(tmp_path: Path) -> None:
-    """Directories that are missing are created by the server."""
+def test_a_complete_start_is_not_refused(tmp_path: Path) -> None:
+    """The server creates missing directories."""
     missing = tmp_path / "a" / "b"
     check(
         {"uds": "omni.sock", "distributed-executor-backend": "mp", "load-format": "auto"},
@@ -39,8 +39,8 @@ def test_a_start_that_has_all_it_needs_is_not_refused(tmp_path: Path) -> None:
 def test_a_long_temporary_directory_is_refused(
     null_world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM's socket files lie there, and their paths have at most 107 bytes; another variable
-    moves them.
+    """vLLM's socket files are there, and their paths have at most 107 bytes. Another variable moves
+    them.
     """
     monkeypatch.setattr(tempfile, "tempdir", "/" + "t" * 70)
     with pytest.raises(
@@ -52,7 +52,7 @@ def test_a_long_temporary_directory_is_refused(
 
 
 def test_the_longest_allowed_directory_holds_a_socket_of_vllm() -> None:
-    """70 bytes and vLLM's name of 37 are what the system takes; one byte more is not."""
+    """70 bytes and vLLM's file name of 37 are the limit of the system."""
     from vllm.utils.network_utils import get_open_zmq_ipc_path
 
     with tempfile.TemporaryDirectory(dir="/tmp") as parent:
@@ -67,14 +67,14 @@ def test_the_longest_allowed_directory_holds_a_socket_of_vllm() -> None:
 
 
 @pytest.mark.parametrize("directory", ["/nowhere/at/all", "/etc/hostname"])
-def test_a_socket_directory_that_is_none_is_refused(directory: str) -> None:
-    """Only the variable of vLLM can name one: Python skips a TMPDIR that does not exist."""
+def test_a_missing_socket_directory_is_refused(directory: str) -> None:
+    """Only vLLM's variable can name one, because Python ignores a TMPDIR that does not exist."""
     with pytest.raises(CommandError, match=rf"VLLM_RPC_BASE_PATH {directory} is not a directory"):
         check(environ={"VLLM_RPC_BASE_PATH": directory})
 
 
-def test_a_socket_file_to_listen_on_must_be_possible(tmp_path: Path) -> None:
-    """`--uds`: short enough, in a directory that exists, and not there yet."""
+def test_an_impossible_socket_file_is_refused(tmp_path: Path) -> None:
+    """The path of `--uds` must be short, in an existing directory, and unused."""
     with pytest.raises(CommandError, match="at most 107: pass a shorter one"):
         check({"uds": "/tmp/" + "u" * 103})
     with pytest.raises(CommandError, match=r"nowhere is not a directory; create it"):
@@ -90,7 +90,7 @@ def test_a_socket_file_to_listen_on_must_be_possible(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["snapshot_dir", "record_dir", "drain_snapshot_dir"])
 def test_a_directory_below_a_file_is_refused(name: str, tmp_path: Path) -> None:
-    """It could not be created."""
+    """It cannot be created."""
     (tmp_path / "file").touch()
     with pytest.raises(
         CommandError, match=rf"^omni.{name} .*file is not a directory; name another$"
@@ -102,7 +102,7 @@ def test_a_directory_below_a_file_is_refused(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("flag", ["ssl-keyfile", "ssl-certfile", "ssl-ca-certs", "log-config-file"])
 def test_a_missing_file_is_named(flag: str) -> None:
-    """With its flag."""
+    """The error has the flag."""
     with pytest.raises(
         CommandError, match=rf"^--{flag} /nowhere.pem does not exist or cannot be read$"
     ):
@@ -122,7 +122,7 @@ def test_a_missing_file_is_named(flag: str) -> None:
 def test_a_missing_optional_package_is_named(
     flag: str, value: str, remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the command that installs it."""
+    """The error has the command that installs it."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(CommandError, match=remedy):
         check({flag: value}, is_language_model=True)
@@ -133,7 +133,7 @@ def test_a_missing_optional_package_is_named(
 def test_load_formats_that_the_diffusion_worker_refuses_need_no_package(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Otherwise one would install a package and be refused afterwards."""
+    """The format would be refused after the package was installed."""
     requested: list[str] = []
     monkeypatch.setattr(importlib.util, "find_spec", requested.append)
     check({"load-format": "tensorizer"})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyPI's torchvision beside a CPU torch: what `doctor --fix` adds makes it importable."""
+"""PyPI's torchvision with a CPU build of torch: `doctor --fix` makes it importable."""
 
 import subprocess
 import sys
@@ -33,8 +33,8 @@ def imports(folder: Path) -> bool:
 
 
 def test_declared_operators_make_the_import_work(tmp_path: Path) -> None:
-    """A stand-in with torchvision's own import order fails before and works after; doing it
-    twice changes nothing.
+    """A stand-in with torchvision's import order fails before and works after, and a repeated fix
+    changes nothing.
     """
     package = tmp_path / "torchvision"
     package.mkdir()
@@ -48,5 +48,5 @@ def test_declared_operators_make_the_import_work(tmp_path: Path) -> None:
     assert (package / "extension.py").read_text() == text
 
 
-def test_nothing_to_fix(tmp_path: Path) -> None:
+def test_a_missing_extension_needs_no_fix(tmp_path: Path) -> None:
     assert not declare_missing_operators(tmp_path / "extension.py")

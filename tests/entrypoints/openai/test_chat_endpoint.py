@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lance's doors open: `vllm serve --omni` as a user starts it, asked for an answer and a
-picture.
-"""
+"""Lance at `vllm serve --omni` as a user starts it: a chat completion and an image."""
 
 import base64
 import io
@@ -19,9 +17,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     yield from serve_lance(tmp_path_factory)
 
 
-def test_a_image_is_read_and_one_is_generated(server: Served) -> None:
-    """The greedy answer streams as what it is whole, text alone is answered; the picture has the
-    asked size.
+def test_lance_describes_and_generates_an_image(server: Served) -> None:
+    """The greedy response is the same streamed and whole, text-only requests work, and the image
+    has the requested size.
     """
     whole = send(server, IMAGE, temperature=0).choices[0]
     assert whole.message.content and whole.finish_reason in ("stop", "length")
@@ -38,8 +36,11 @@ def test_a_image_is_read_and_one_is_generated(server: Served) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         send(server, None, messages=HELLO, tools=[TOOL])
     assert (refused.value.code, refused.value.param) == ("unsupported_parameter", "tools")
-    drawn = server.client.images.generate(
+    generated = server.client.images.generate(
         model="null", prompt="a cat", size="96x64", extra_body={"num_inference_steps": 2}
     )
-    assert drawn.data is not None
-    assert Image.open(io.BytesIO(base64.b64decode(drawn.data[0].b64_json or ""))).size == (96, 64)
+    assert generated.data is not None
+    assert Image.open(io.BytesIO(base64.b64decode(generated.data[0].b64_json or ""))).size == (
+        96,
+        64,
+    )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a chat completion's request may hold, and which conversation its messages are."""
+"""Fields of a chat completion request, and the conversation in its messages."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import pytest
 from vllm_omni.entrypoints.openai.chat_request import ChatRequest, read_chat, read_conversation
 from vllm_omni.entrypoints.openai.errors import ApiError
 
-Image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
 USER = {"role": "user", "content": "hello"}
 
 
@@ -21,8 +21,8 @@ def read(*messages: Any, **fields: Any) -> ChatRequest:
     return read_chat({"messages": list(messages), **fields}, "lance")
 
 
-def test_turns_are_retained_in_order_and_the_image_where_it_was_shown() -> None:
-    """System texts are one, an empty answer is no turn, and the last user message is the
+def test_turns_stay_in_order_and_the_image_in_its_turn() -> None:
+    """System texts are joined, an empty response is no turn, and the last user message is the
     question.
     """
     talk = read_conversation(
@@ -31,7 +31,7 @@ def test_turns_are_retained_in_order_and_the_image_where_it_was_shown() -> None:
             said("developer", "Be kind."),
             said("user", "hello"),
             {"role": "assistant", "content": None, "refusal": None, "tool_calls": []},
-            said("user", Image, "look", "here"),
+            said("user", IMAGE, "look", "here"),
             {"role": "assistant", "content": "A cat."},
             said("user", "What colour?"),
         ).messages
@@ -43,7 +43,7 @@ def test_turns_are_retained_in_order_and_the_image_where_it_was_shown() -> None:
         {"role": "assistant", "text": "A cat."},
     ]
     assert talk.seen is not None
-    alone = read_conversation(read(said("user", Image, "what?")).messages)
+    alone = read_conversation(read(said("user", IMAGE, "what?")).messages)
     assert (alone.messages, alone.seen_in, alone.seen is None) == ([], None, False)
 
 
@@ -81,7 +81,7 @@ def test_turns_are_retained_in_order_and_the_image_where_it_was_shown() -> None:
         },
     ],
 )
-def test_values_that_request_for_nothing_are_taken(fields: dict[str, Any]) -> None:
+def test_neutral_values_are_accepted(fields: dict[str, Any]) -> None:
     assert read(USER, **fields).messages
 
 
@@ -102,7 +102,7 @@ def test_values_that_request_for_nothing_are_taken(fields: dict[str, Any]) -> No
         ({"store": True}, "store"),
     ],
 )
-def test_what_these_models_cannot_do_names_the_field(fields: dict[str, Any], param: str) -> None:
+def test_unsupported_fields_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(ApiError, match="lance cannot") as refused:
         read(USER, **fields)
     assert (refused.value.status, refused.value.code, refused.value.param) == (
@@ -115,12 +115,12 @@ def test_what_these_models_cannot_do_names_the_field(fields: dict[str, Any], par
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ([said("user", Image, "a"), said("user", Image, "b")], "2 images and clips"),
+        ([said("user", IMAGE, "a"), said("user", IMAGE, "b")], "2 images and clips"),
         ([USER, {"role": "assistant", "content": "hi"}], "last message must be a user"),
         ([said("system", "a")], "last message must be a user"),
         ([USER, said("system", "a"), USER], "system messages come before"),
-        ([said("system", Image), USER], "system message must be text"),
-        ([said("user", Image)], "must hold a text part"),
+        ([said("system", IMAGE), USER], "system message must be text"),
+        ([said("user", IMAGE)], "must have a text part"),
         ([{"role": "user", "content": "x" * 16000}] * 5, "80000 characters"),
     ],
 )
@@ -136,7 +136,7 @@ def test_a_conversation_that_cannot_be_served_is_an_error(
     [
         ({"role": "tool", "content": "1", "tool_call_id": "a"}, "messages"),
         ({"role": "assistant", "content": None, "tool_calls": [{"id": "a"}]}, "messages"),
-        ({"role": "assistant", "content": [Image]}, "messages"),
+        ({"role": "assistant", "content": [IMAGE]}, "messages"),
         ("hello", "messages"),
     ],
 )

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding of clients' files: whose turn it is, and what ends when a client leaves.
-
-No file is decoded here.
+"""`ClientThreads`: whose file is decoded next, and cancellation when a client leaves. No file is
+decoded here.
 """
 
 import asyncio
@@ -19,7 +18,7 @@ from vllm_omni.entrypoints.openai.errors import ApiError
 
 
 class Client:
-    """A client at one address. `leaves` is set when it goes."""
+    """A client at one address. `leaves` is set when it disconnects."""
 
     def __init__(self, address: str) -> None:
         self.leaves = asyncio.Event()
@@ -32,7 +31,7 @@ class Client:
 
 
 class Work:
-    """Stands for a clip that takes until its client has left, or `done` is set."""
+    """Stands for a clip that is decoded until its client leaves or `done` is set."""
 
     def __init__(self) -> None:
         self.started, self.done, self.stopped = (
@@ -46,7 +45,7 @@ class Work:
         while not self.done.wait(0.01):
             if has_left():
                 self.stopped.set()
-                raise RuntimeError("nobody waits for it")
+                raise RuntimeError("the client has left")
         return "frames"
 
 
@@ -59,7 +58,7 @@ def run(test: Callable[[ClientThreads], Coroutine[Any, Any, None]]) -> None:
 
 
 def test_one_client_s_clips_leave_a_thread_for_another() -> None:
-    """However many it sends: one is decoded, the others wait."""
+    """One clip of a client is decoded at a time."""
 
     async def test(threads: ClientThreads) -> None:
         greedy, other = Client("a"), Client("b")
@@ -77,7 +76,7 @@ def test_one_client_s_clips_leave_a_thread_for_another() -> None:
     run(test)
 
 
-def test_a_client_that_leaves_stops_its_work_and_frees_its_turn() -> None:
+def test_a_client_that_leaves_stops_its_work() -> None:
     async def test(threads: ClientThreads) -> None:
         gone, stays = Client("a"), Client("a")
         first, second, third = Work(), Work(), Work()
@@ -97,7 +96,9 @@ def test_a_client_that_leaves_stops_its_work_and_frees_its_turn() -> None:
 
 
 def test_a_client_with_too_many_files_is_refused() -> None:
-    """429 while 17 clips of it are decoded or wait; another client's are taken."""
+    """The status is 429 while 17 of its clips are decoded or wait. Another client's are
+    accepted.
+    """
 
     async def test(threads: ClientThreads) -> None:
         greedy, work = Client("a"), Work()

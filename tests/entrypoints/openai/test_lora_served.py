@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters of a real server: vLLM's flags and routes, a chunk's choice through the doors."""
+"""LoRA adapters of a real server: vLLM's flags and routes, and adapters of a chunk through the
+endpoints.
+"""
 
 import json
 import urllib.error
@@ -26,12 +28,12 @@ INK = [{"name": "ink", "scale": 2.0}]
 @pytest.fixture(scope="module")
 def adapters(causal_wan: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("adapters")
-    save_file({"other.block.lora_A.weight": zeros(2, 2)}, folder / "stranger.safetensors")
+    save_file({"other.block.lora_A.weight": zeros(2, 2)}, folder / "foreign.safetensors")
     made = {
         name: files.write_causal_wan(causal_wan, folder / f"{name}.safetensors", seed)
         for seed, name in enumerate(("ink", "wool"))
     }
-    return {**made, "stranger": folder / "stranger.safetensors"}
+    return {**made, "foreign": folder / "foreign.safetensors"}
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +70,7 @@ def post(server: Served, path: str, body: dict[str, Any]) -> tuple[int, str]:
 def chunks(
     server: Served, count: int, events: dict[int, Any] | None = None, **fields: Any
 ) -> list[np.ndarray]:
-    """Frames of a stream from text; events: number of chunks seen -> adapters that are then
-    sent.
-    """
+    """Frames of a stream from text; events: {number of received chunks: adapters to send then}."""
     seen = []
     with GenerateClient(
         server.port, additional_headers={"Authorization": f"Bearer {KEY}"}
@@ -90,8 +90,8 @@ def equal(got: list[np.ndarray], expected: list[np.ndarray]) -> bool:
 def test_adapters_through_the_endpoints_and_vllm_s_routes(
     server: Served, adapters: dict[str, Path]
 ) -> None:
-    """Listed, chosen at the start or while a stream runs, loaded while serving; a stranger harms
-    nothing.
+    """Adapters are listed, chosen at the start or during a stream, and loaded while serving. A
+    foreign file has no effect.
     """
     assert [model.id for model in server.client.models.list()] == ["null", "ink"]
     plain = chunks(server, 3)
@@ -101,7 +101,7 @@ def test_adapters_through_the_endpoints_and_vllm_s_routes(
     assert np.array_equal(switched[0], plain[0]) and not equal(switched[:12], chunks(server, 12))
 
     status, text = post(
-        server, "/v1/load_lora_adapter", {"lora_name": "x", "lora_path": str(adapters["stranger"])}
+        server, "/v1/load_lora_adapter", {"lora_name": "x", "lora_path": str(adapters["foreign"])}
     )
     assert status == 400 and "tensors for modules that this model lacks" in text
     status, text = post(
@@ -115,9 +115,7 @@ def test_adapters_through_the_endpoints_and_vllm_s_routes(
 
 
 def test_a_video_with_adapters(server: Served) -> None:
-    """Of the OpenAI route, whose client sends a form; a name that is not there fails the job
-    alone.
-    """
+    """The client of the OpenAI route sends a form. An unknown name fails this job only."""
 
     def made(**fields: Any) -> Any:
         extra = {"seed": 1, "num_frames": 9, **fields}

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""schemathesis over the OpenAPI description of the image and video routes, over real HTTP; the
-engine answers at once.
+"""schemathesis with the OpenAPI description of the image and video routes, over real HTTP with an
+instant engine.
 
-Calls that follow the description and calls that break it: no 5xx, no undocumented status or content
-type, replies as described, and what breaks the description refused. A short run for every merge, a
-long one at night. Its pytest fixtures do not work with pytest 9, so operations are drawn from here.
+Calls that follow the description and calls that violate it: no 5xx, no undocumented status or
+content type, replies as described, and violations refused. A short run for each merge and a long
+one at night. Operations are drawn here, because the package's fixtures do not work with pytest 9.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ ROUTES = [
     ("/v1/videos/{video_id}/content", "GET"),
 ]
 UNBREAKABLE = ROUTES[2:3] + ROUTES[5:8]
-"""Any text is an id: there is nothing in these calls that could break the description."""
+"""Any text is an id, so these calls cannot violate the description."""
 CALLS = [
     pytest.param(path, method, mode, id=f"{method} {path} {mode.value}")
     for path, method in ROUTES
@@ -64,7 +64,7 @@ CHECKS = [
 ]
 
 REFUSED = [400, 401, 403, 404, 405, 406, 409, 413, 415, 422, 428, 429]
-"""What breaks the description may also be too large (413), which is found out first."""
+"""A call that violates the description may also be too large (413), which is checked first."""
 CONFIG = schemathesis.Config.from_dict(
     {"checks": {"negative_data_rejection": {"expected-statuses": REFUSED}}}
 )
@@ -72,7 +72,7 @@ CONFIG = schemathesis.Config.from_dict(
 
 @pytest.fixture(scope="module")
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """The description, from a server of our routes alone."""
+    """The description of a server with these routes only."""
     limits = MediaLimits(media_dir=str(tmp_path_factory.mktemp("media")), max_body_bytes=1 << 20)
     engine = InstantEngine()
     engine.is_world = False
@@ -99,7 +99,7 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 def run(api: Any, path: str, method: str, mode: GenerationMode, max_examples: int) -> None:
-    """Draw calls to one operation and check the answers."""
+    """Draw calls of one operation and check the responses."""
 
     @settings(
         max_examples=max_examples,
@@ -117,25 +117,19 @@ def run(api: Any, path: str, method: str, mode: GenerationMode, max_examples: in
     assert statuses, "no call was made"
 
 
+@pytest.mark.parametrize(
+    "max_examples", [10, pytest.param(500, marks=pytest.mark.nightly)], ids=["short", "long"]
+)
 @pytest.mark.parametrize(("path", "method", "mode"), CALLS)
-def test_a_route_does_what_its_description_says(
-    api: Any, path: str, method: str, mode: GenerationMode
+def test_a_route_conforms_to_its_description(
+    api: Any, path: str, method: str, mode: GenerationMode, max_examples: int
 ) -> None:
-    """Ten calls of each kind to each route."""
-    run(api, path, method, mode, 10)
+    """Ten calls of each kind to each route, and 500 at night."""
+    run(api, path, method, mode, max_examples)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(("path", "method", "mode"), CALLS)
-def test_a_route_does_what_its_description_says_for_long(
-    api: Any, path: str, method: str, mode: GenerationMode
-) -> None:
-    """Five hundred calls of each kind to each route."""
-    run(api, path, method, mode, 500)
-
-
-def test_every_route_of_ours_is_tested(api: Any) -> None:
-    """The description names no other image, file or video route."""
+def test_every_route_is_tested(api: Any) -> None:
+    """The description has no other image, file or video route."""
     paths = api.raw_schema["paths"]
     ours = {
         (path, method.upper())

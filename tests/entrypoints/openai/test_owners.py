@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Videos and image files belong to the API key that made them; the engine answers at once."""
+"""Videos and image files belong to the API key that created them. The engine is instant."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -40,10 +40,8 @@ def serve(tmp_path: Path) -> Iterator[object]:
         yield make
 
 
-def test_a_video_is_there_for_its_own_key_alone(serve: "type[TestClient]") -> None:
-    """Another key cannot list, read, download, cancel or delete it: for that key there is no
-    such video.
-    """
+def test_a_video_is_visible_to_its_key_only(serve: "type[TestClient]") -> None:
+    """Another key cannot list, read, download, cancel or delete it."""
     with serve("k1", "k2") as client:  # type: ignore[arg-type]
         made = client.post(
             "/v1/videos", json={"prompt": "a secret", "seconds": "1"}, headers=ONE
@@ -70,9 +68,7 @@ def test_a_video_is_there_for_its_own_key_alone(serve: "type[TestClient]") -> No
 def test_an_image_s_url_belongs_to_its_key(
     serve: "type[TestClient]", keys: tuple[str, ...], status: int
 ) -> None:
-    """On a server without keys the URL works for everyone, whatever header a client's library
-    sends.
-    """
+    """Without keys the URL works for everyone, with any header."""
     with serve(*keys) as client:  # type: ignore[arg-type]
         requested = {"prompt": "a", "response_format": "url"}
         url = client.post("/v1/images/generations", json=requested, headers=ONE).json()["data"][0][

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From requests to engine requests: defaults, sizes, lengths and seeds of the served model."""
+"""From HTTP requests to engine requests: defaults, sizes, lengths and seeds of the served model."""
 
 import dataclasses
 from typing import Any
@@ -18,7 +18,6 @@ from vllm_omni.entrypoints.openai.protocol import ImageGenerationRequest, VideoR
 from vllm_omni.entrypoints.openai.served import ServedModel
 from vllm_omni.inputs import Lora
 from vllm_omni.model_executor.models.capabilities import Capabilities, ImageSizes
-from vllm_omni.model_executor.models.registry import family_names, get_family
 
 IMAGE_MODEL = Capabilities(
     tasks=("text_to_image", "image_edit", "text_to_video"),
@@ -53,7 +52,9 @@ def video(model: ServedModel | None = None, **fields: Any) -> Any:
 
 
 def test_defaults_come_from_the_model() -> None:
-    """Size from the deployment, steps and guidance from the family, a seed drawn by the door."""
+    """The deployment has the size, the family has steps and guidance, and the endpoint generates a
+    seed.
+    """
     (params,) = images().requests()
     assert (params.width, params.height, params.num_images, params.one_shot) == (832, 480, 1, True)
     assert (params.num_inference_steps, params.guidance_scale, params.num_frames) == (20, 4.0, None)
@@ -61,8 +62,8 @@ def test_defaults_come_from_the_model() -> None:
 
 
 @pytest.mark.parametrize("size", [{}, {"size": "auto"}, {"size": "160x96"}])
-def test_width_and_height_are_another_way_to_say_size(size: dict[str, str]) -> None:
-    """Clients of vLLM-Omni (LiteLLM, ComfyUI) send them; a form's values are text."""
+def test_width_and_height_are_an_alternative_to_size(size: dict[str, str]) -> None:
+    """Clients of vLLM-Omni (LiteLLM, ComfyUI) send them. Values of a form are text."""
     (params,) = images(width=160, height=96, **size).requests()
     form = read_request(
         VideoRequest, {"prompt": "p", "width": "160", "height": "96", "n": "1"}, is_form=True
@@ -99,13 +100,13 @@ def test_half_a_size_and_two_sizes_are_refused(fields: dict[str, Any], says: str
 def test_true_cfg_scale_is_another_name_of_guidance_scale(
     fields: dict[str, float], guidance: float
 ) -> None:
-    """vLLM-Omni's nodes always send both; 1 is no guidance."""
+    """vLLM-Omni's nodes send both, and 1 is no guidance."""
     (params,) = images(**fields, vae_use_slicing=False, vae_use_tiling=True).requests()
     assert (params.guidance_scale, params.options) == (guidance, {})
 
 
 def test_true_cfg_scale_is_an_option_of_pipelines_that_have_it() -> None:
-    """There it differs from `guidance_scale`."""
+    """In these pipelines it differs from `guidance_scale`."""
     request = read_request(
         ImageGenerationRequest, {"prompt": "p", "true_cfg_scale": 2.0, "guidance_scale": 3.5}
     )
@@ -114,7 +115,7 @@ def test_true_cfg_scale_is_an_option_of_pipelines_that_have_it() -> None:
 
 
 def test_guidance_that_a_model_lacks_is_refused() -> None:
-    """A `true_cfg_scale` of 1 asks for none, so it is taken."""
+    """A `true_cfg_scale` of 1 is accepted, because it means no guidance."""
     fixed = served(guidance_scale=None)
     for scale, allowed in ((1.0, True), (2.0, False)):
         request = read_request(ImageGenerationRequest, {"prompt": "p", "true_cfg_scale": scale})
@@ -131,13 +132,13 @@ def test_guidance_that_a_model_lacks_is_refused() -> None:
     "lora", [{"name": "snow", "scale": 0.5}, {"lora_name": "snow", "lora_scale": 0.5, "int_id": 7}]
 )
 def test_one_adapter_alone_may_be_an_object(lora: dict[str, Any]) -> None:
-    """With the names of vLLM-Omni's clients, too."""
+    """The names of vLLM-Omni's clients are accepted too."""
     assert images(lora=lora).sampling.lora == [Lora(name="snow", scale=0.5)]
 
 
 def test_an_adapter_is_selected_by_its_name_as_model() -> None:
-    """As vLLM's clients do; adapters of `lora` act besides, and one named twice counts once, at
-    the strength there.
+    """vLLM's clients do the same. Adapters of `lora` are added, and one that is named twice has the
+    strength given there.
     """
     model = dataclasses.replace(served(), adapters=lambda: {"snow", "ink"})
     for fields, lora in (
@@ -180,8 +181,8 @@ def test_a_field_of_another_server_is_refused_with_this_servers_name(
         video(**fields)
 
 
-def test_n_is_cut_into_requests_whose_seeds_continue() -> None:
-    """Ten pictures at four a request: 4 + 4 + 2, each with a session of its own."""
+def test_n_is_split_into_requests_with_consecutive_seeds() -> None:
+    """Ten images at four per request are 4 + 4 + 2, each with a separate session."""
     requests = images(n=10, seed=100).requests()
     assert [(params.num_images, params.seed) for params in requests] == [
         (4, 100),
@@ -192,27 +193,9 @@ def test_n_is_cut_into_requests_whose_seeds_continue() -> None:
 
 
 def test_zero_is_a_value() -> None:
-    """A guidance of 0.0 or a seed of 0 is not "none given"."""
+    """A guidance of 0.0 or a seed of 0 is not an absent value."""
     (params,) = images(guidance_scale=0.0, seed=0).requests()
     assert (params.guidance_scale, params.seed) == (0.0, 0)
-
-
-@pytest.mark.parametrize(
-    ("width", "height", "fitted"),
-    [
-        (832, 480, (832, 480)),
-        (800, 470, (800, 464)),
-        (4000, 3000, (720, 544)),
-        (5, 5, (16, 16)),
-        (8192, 8, (8192, 16)),
-    ],
-)
-def test_a_size_near_any_other_can_be_found(
-    width: int, height: int, fitted: tuple[int, int]
-) -> None:
-    """Multiples of 16 within the area, with about the same shape."""
-    assert fit_size(width, height, served().images) == fitted
-    assert fitted[0] * fitted[1] <= 832 * 480
 
 
 @pytest.mark.parametrize(
@@ -227,7 +210,7 @@ def test_a_size_near_any_other_can_be_found(
 def test_no_side_becomes_longer_than_the_model_allows(
     width: int, height: int, fitted: tuple[int, int]
 ) -> None:
-    """A photograph is edited whatever its shape: its longer side is made to fit."""
+    """The longer side of an edited image is made to fit."""
     model = served(max_side=512)
     assert fit_size(width, height, model.images) == fitted
     request = read_request(ImageGenerationRequest, {"prompt": "p"})
@@ -235,19 +218,19 @@ def test_no_side_becomes_longer_than_the_model_allows(
     assert (sampling.width, sampling.height) == fitted
 
 
-def test_a_side_that_is_too_long_is_refused_with_what_is_near() -> None:
+def test_a_side_that_is_too_long_is_refused_with_a_near_size() -> None:
     request = read_request(ImageGenerationRequest, {"prompt": "p", "size": "640x320"})
     with pytest.raises(ApiError, match=r"both at most 512.*allowed and near: 512x256"):
         plan_images(request, served(max_side=512))
 
 
 def test_images_may_have_other_sizes_than_videos() -> None:
-    """Defaults and limits are those of what is asked for."""
+    """Each has its defaults and limits."""
     model = served(pictures=ImageSizes(width=512, height=512, max_pixels=1024 * 1024))
-    pictured = plan_images(read_request(ImageGenerationRequest, {"prompt": "p"}), model).sampling
-    assert (pictured.width, pictured.height) == (512, 512)
-    recorded = video(model).sampling
-    assert (recorded.width, recorded.height) == (832, 480)
+    image = plan_images(read_request(ImageGenerationRequest, {"prompt": "p"}), model).sampling
+    assert (image.width, image.height) == (512, 512)
+    clip = video(model).sampling
+    assert (clip.width, clip.height) == (832, 480)
     assert plan_images(
         read_request(ImageGenerationRequest, {"prompt": "p", "size": "1024x1024"}), model
     )
@@ -268,7 +251,7 @@ def test_images_may_have_other_sizes_than_videos() -> None:
     ],
 )
 def test_the_length_of_a_video(fields: dict[str, Any], num_frames: int, fps: float) -> None:
-    """1 + 4 k frames, the nearest to the seconds asked for."""
+    """The number of frames is 1 + 4 k, nearest to the requested seconds."""
     plan = video(**fields)
     assert (plan.num_frames, plan.fps) == (num_frames, fps)
 
@@ -276,10 +259,8 @@ def test_the_length_of_a_video(fields: dict[str, Any], num_frames: int, fps: flo
 @pytest.mark.parametrize(
     ("seconds", "message"), [("8", "5.0625 seconds.*values 4$"), (12, "values 4$")]
 )
-def test_a_length_that_cannot_be_made_says_which_can(seconds: Any, message: str) -> None:
-    """Of the values that OpenAI's client knows, too; a frame rate that none of them fits says
-    none.
-    """
+def test_an_impossible_length_is_refused_with_the_possible_ones(seconds: Any, message: str) -> None:
+    """The error lists the possible values of OpenAI's client too."""
     with pytest.raises(ApiError, match=message):
         video(seconds=seconds)
     with pytest.raises(ApiError, match=r"values none$"):
@@ -297,10 +278,10 @@ def test_a_length_that_cannot_be_made_says_which_can(seconds: Any, message: str)
         ({}, {"prompts": [{"prompt": "snow", "chunk": 1}]}, "prompts"),
     ],
 )
-def test_what_the_model_cannot_do_is_refused(
+def test_fields_that_the_model_does_not_support_are_refused(
     changes: dict[str, Any], fields: dict[str, Any], param: str | None
 ) -> None:
-    """400 `unsupported_by_model` with what it can do."""
+    """The response is 400 `unsupported_by_model` with the supported tasks."""
     with pytest.raises(ApiError, match="it can: ") as refused:
         video(served(**changes), **fields)
     assert (refused.value.status, refused.value.code, refused.value.param) == (
@@ -310,8 +291,8 @@ def test_what_the_model_cannot_do_is_refused(
     )
 
 
-def test_a_model_that_needs_a_start_image_says_so() -> None:
-    """And one that cannot use it refuses it."""
+def test_a_required_start_image_is_named() -> None:
+    """A model that cannot use one refuses it."""
     model = served(tasks=("image_to_video",))
     request = read_request(VideoRequest, {"prompt": "p"})
     with pytest.raises(ApiError, match="send input_reference"):
@@ -323,14 +304,14 @@ def test_a_model_that_needs_a_start_image_says_so() -> None:
 
 @pytest.mark.parametrize(("clip_frames", "num_frames"), [(1, 1), (9, 9), (12, 9), (72, 69)])
 def test_an_edited_video_is_as_long_as_the_clip(clip_frames: int, num_frames: int) -> None:
-    """Cut to 1 + 4 k frames, at the model's rate."""
+    """The length is cut to 1 + 4 k frames at the model's rate."""
     model = served(tasks=("text_to_video", "video_edit"), fps=12.0)
     plan = plan_video_edit(read_request(VideoRequest, {"prompt": "p"}), model, clip_frames)
     assert (plan.num_frames, plan.fps) == (num_frames, 12.0)
 
 
 @pytest.mark.parametrize("fields", [{"seconds": "4"}, {"num_frames": 9}, {"fps": 24}])
-def test_what_an_edited_video_cannot_be_notified_is_refused(fields: dict[str, Any]) -> None:
+def test_a_length_for_an_edited_video_is_refused(fields: dict[str, Any]) -> None:
     request = read_request(VideoRequest, {"prompt": "p", **fields})
     with pytest.raises(ApiError, match="follows the video that is edited"):
         plan_video_edit(request, served(tasks=("text_to_video", "video_edit")), 9)
@@ -339,34 +320,8 @@ def test_what_an_edited_video_cannot_be_notified_is_refused(fields: dict[str, An
 
 
 def test_the_model_may_be_called_by_any_of_its_names() -> None:
-    """The reply uses the one the client used."""
+    """The reply uses the name in the request."""
     assert images(model="alias").sampling.model == "alias"
     with pytest.raises(ApiError, match="served: m, alias") as refused:
         images(model="other")
     assert (refused.value.status, refused.value.code) == (404, "model_not_found")
-
-
-@pytest.mark.parametrize(
-    ("requested", "near"), [(1, 1), (2, 1), (3, 1), (4, 5), (5, 5), (80, 81), (500, 81)]
-)
-def test_the_nearest_number_of_frames(requested: int, near: int) -> None:
-    """Of 1 + 4 k, the smaller of two as near."""
-    assert IMAGE_MODEL.nearest_num_frames(requested) == near
-
-
-@pytest.mark.parametrize("name", ["null_world", "null_image", "lingbot_world"])
-def test_families_state_what_they_can_do(name: str, tmp_path: Any) -> None:
-    """Resolved from a real checkpoint's config; no family needs more than its defaults."""
-    from vllm_omni.config import OmniConfig
-
-    family = get_family(name)
-    assert name in family_names()
-    family.make_tiny(tmp_path / name, 0, family.layouts[0])
-    hf_config = {"omni_family": name, **family.hf_config(tmp_path / name)}
-    capabilities = (
-        Capabilities()
-        if family.capabilities is None
-        else family.capabilities(hf_config, OmniConfig())
-    )
-    assert capabilities.makes_videos
-    assert capabilities.is_world == (name != "null_image")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The media store: bounds, expiry, private names, jobs whose process has died, several processes
-on one directory.
+"""The media store: limits, expiry, private names, jobs of dead processes, and several processes on
+one directory.
 """
 
 import contextlib
@@ -65,16 +65,16 @@ def finished(store: MediaStore, age_s: float = 0.0, nbytes: int = 0) -> JobRecor
     return made
 
 
-def test_a_record_comes_back_as_it_was(root: Path) -> None:
-    """From disk, also in another process's store."""
+def test_a_record_survives_a_round_trip(root: Path) -> None:
+    """It is read from disk, also by another process's store."""
     store = store_at(root)
     made = record(store, status="in_progress", progress=40)
     assert store.read_record(made.id) == made
     assert store_at(root).read_record(made.id) == made
 
 
-def test_what_a_client_stored_is_there_for_no_other(root: Path) -> None:
-    """Its jobs are in nobody else's list, and a file's id says nothing of the file's name."""
+def test_records_and_files_belong_to_their_client(root: Path) -> None:
+    """Other keys cannot list its jobs, and the id of a file does not reveal the file's name."""
     store = store_at(root)
     mine, theirs = record(store, principal="a"), record(store, principal="b")
     assert (
@@ -101,8 +101,8 @@ def test_what_a_client_stored_is_there_for_no_other(root: Path) -> None:
         "video_" + "a" * 22 + "\n",
     ],
 )
-def test_names_come_from_the_store_alone(root: Path, name: str) -> None:
-    """Whatever a client sends as an id is looked up only if it has the form of one."""
+def test_only_ids_of_the_store_are_looked_up(root: Path, name: str) -> None:
+    """An id of a client is looked up only if it has the form of one."""
     store = store_at(root)
     assert store.read_record(name) is None
     assert store.find_file(name) is None
@@ -111,7 +111,7 @@ def test_names_come_from_the_store_alone(root: Path, name: str) -> None:
 
 
 def test_finished_jobs_are_bounded_by_count_and_bytes_oldest_first(root: Path) -> None:
-    """What still runs is never touched."""
+    """Running jobs are never deleted."""
     store = store_at(root, max_videos=3, max_media_bytes=250)
     running = record(store, age_s=1000, status="in_progress")
     made = [finished(store, age_s=100 - number, nbytes=10) for number in range(5)]
@@ -127,8 +127,8 @@ def test_finished_jobs_are_bounded_by_count_and_bytes_oldest_first(root: Path) -
     assert store.nbytes() == 245
 
 
-def test_what_has_expired_goes(root: Path) -> None:
-    """Jobs by their own date, pictures by their age."""
+def test_expired_jobs_and_images_are_deleted(root: Path) -> None:
+    """Jobs have an expiry date, and images an age."""
     store = store_at(root, media_ttl_s=3600)
     old, new = finished(store, age_s=4000), finished(store, age_s=10)
     image = store.add_file(b"data", "png")
@@ -147,10 +147,8 @@ def _run_a_job(root: str, made: Any) -> None:
     stay_until_killed()
 
 
-def test_a_job_whose_process_was_killed_has_failed(root: Path) -> None:
-    """While it lives its job runs; after kill -9 everybody sees `failed` with a reason, and a
-    new server keeps it.
-    """
+def test_a_job_of_a_killed_process_has_failed(root: Path) -> None:
+    """It is `failed` with a reason after kill -9, also for a new server."""
     context = multiprocessing.get_context("spawn")
     made: Any = context.Queue()
     process = context.Process(target=_run_a_job, args=(str(root), made))
@@ -166,8 +164,8 @@ def test_a_job_whose_process_was_killed_has_failed(root: Path) -> None:
     assert (dead.status, dead.error["code"], dead.progress) == ("failed", "server_stopped", 30)
 
 
-def test_another_process_requests_the_owner_to_end_a_job(root: Path) -> None:
-    """A job being deleted is gone for everybody at once; the owner finds the request; leftovers
+def test_another_process_can_end_a_job(root: Path) -> None:
+    """A job that is being deleted is invisible at once, its owner gets the request, and leftovers
     are pruned.
     """
     owner, other = store_at(root), store_at(root)
@@ -176,17 +174,15 @@ def test_another_process_requests_the_owner_to_end_a_job(root: Path) -> None:
     assert owner.stop_requested(made.id) == "delete"
     assert owner.read_record(made.id) is None and other.read_record(made.id) is None
     made.status = "completed"
-    owner.write(made)  # finished in the same moment
+    owner.write(made)  # finished at the same moment
     other.prune()
     assert not list(root.glob(f"{made.id}*"))
 
 
-def test_a_private_directory_goes_with_its_server(
+def test_a_private_directory_is_deleted_with_its_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And those of servers that were killed are removed by the next one; nobody else's are
-    touched.
-    """
+    """The next server deletes the directories of killed servers, and no others."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     dead, fresh, open_to_all = (
         tmp_path / f"vllm-omni-media-{name}" for name in ("dead", "fresh", "open")
@@ -201,15 +197,15 @@ def test_a_private_directory_goes_with_its_server(
     assert not dead.exists() and fresh.exists() and open_to_all.exists()
     os.utime(store.root, (time.time() - 1000,) * 2)
     second = MediaStore(MediaLimits())
-    assert store.root.exists()  # old, but its owner lives
+    assert store.root.exists()  # old, but its owner is alive
     for each in (store, second):
         each.close()
         assert not each.root.exists()
 
 
 def test_a_video_is_written_part_by_part_with_its_stills(tmp_path: Path) -> None:
-    """Three files; the sprite sheet shows frames from all over the video; abandoned ones leave
-    nothing.
+    """Three files are written, the sprite sheet covers the whole video, and an abandoned video
+    leaves no file.
     """
     frames = np.stack([np.full((48, 64, 3), number * 4, np.uint8) for number in range(40)])
     file = VideoFile(tmp_path / "video_a", 16.0, 40)
@@ -270,11 +266,9 @@ print(sum(stem.name in path.name for path in open_files))
 
 
 @pytest.mark.parametrize("fill_at", [0, 30, 60])
-def test_a_disk_that_fills_up_under_a_video_is_an_oserror(
-    disk: Path, tmp_path: Path, fill_at: int
-) -> None:
-    """Before the first frame, in between, before the end: no crash (a process of its own), no
-    file, none left open.
+def test_a_full_disk_during_a_video_is_an_oserror(disk: Path, tmp_path: Path, fill_at: int) -> None:
+    """Before the first frame, in between and before the end: no crash of the (separate) process, no
+    file, and none left open.
     """
     np.save(tmp_path / "frames.npy", _NOISE)
     command = [
@@ -293,8 +287,8 @@ def test_a_disk_that_fills_up_under_a_video_is_an_oserror(
     assert [path.name for path in disk.iterdir()] == ["filler"]
 
 
-def test_a_record_that_the_disk_does_not_take_is_retained_and_written_later(disk: Path) -> None:
-    """Its clients must see the end; a new job or picture is refused without a trace."""
+def test_a_record_on_a_full_disk_is_written_later(disk: Path) -> None:
+    """Its clients must see the end. A new job or image is refused without a trace."""
     store = MediaStore(MediaLimits(media_dir=str(disk)))
     made = record(store, status="in_progress")
     names = sorted(path.name for path in disk.iterdir())
@@ -312,8 +306,8 @@ def test_a_record_that_the_disk_does_not_take_is_retained_and_written_later(disk
     assert MediaStore(MediaLimits(media_dir=str(disk))).read_record(made.id) == made
 
 
-def test_the_next_server_removes_what_a_killed_one_had_not_finished(root: Path) -> None:
-    """And its lock; what a living one is writing stays."""
+def test_the_next_server_deletes_unfinished_files_of_a_killed_one(root: Path) -> None:
+    """Its lock is deleted too, and files of a live server stay."""
     living = store_at(root)
     (root / f"video_{'a' * 22}.{living.owner}.part").write_bytes(b"half")
     (root / f"video_{'b' * 22}.0123456789abcdef.part").write_bytes(b"half")
@@ -324,10 +318,8 @@ def test_the_next_server_removes_what_a_killed_one_had_not_finished(root: Path) 
     )
 
 
-def test_an_entry_that_cannot_be_removed_stays_and_ends_nothing(root: Path) -> None:
-    """Directories under the names of files: the store starts, prunes what it can and takes new
-    files.
-    """
+def test_an_entry_that_cannot_be_deleted_is_skipped(root: Path) -> None:
+    """Directories with names of files do not prevent the start, pruning, or new files."""
     store = store_at(root)
     old, older = finished(store, age_s=7200), finished(store, age_s=9000)
     for name in (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures of the realtime doors: a fake engine behind a real server, and the real thing."""
+"""Fixtures of the realtime endpoints: a server with a fake engine, and a real server."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -21,8 +21,8 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 def make_endpoint(engine: FakeEngine) -> Iterator[Callable[..., EndpointServer]]:
-    """`make_endpoint(facts={...}, origins=[...], **limits)` -> a running server; it stops after
-    the test.
+    """`make_endpoint(info={...}, origins=[...], **limits)` starts a server that stops after the
+    test.
     """
     with ExitStack() as stack:
 
@@ -50,7 +50,7 @@ def client(endpoint: EndpointServer) -> Iterator[Client]:
 
 @pytest.fixture(scope="package")
 def _served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Served]]:
-    """The server that runs now, if one does; a test may have killed it."""
+    """The running server, if there is one. A test may have killed it."""
     running: list[Served] = []
     yield running
     for server in running:
@@ -61,8 +61,8 @@ def _served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Served]]:
 def served(
     _served: list[Served], null_world: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Served:
-    """A real server, started once for all tests of all doors; started again if the last test
-    left none alive.
+    """A real server for the tests of all endpoints. If a test killed it, the next one starts
+    another.
     """
     if not _served or not _served[-1].is_healthy():
         server = Served(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Floods of WebSocket frames and slow senders, and what a neighbour feels of them."""
+"""Floods of WebSocket frames, and the delay that a second client measures meanwhile."""
 
 import contextlib
 import http.client
@@ -15,15 +15,15 @@ from helpers.waits import pause, seconds
 from websockets.exceptions import ConnectionClosed
 
 PING = b"\x89\x80\0\0\0\0"
-BINARY_Start = b"\x02\x81\0\0\0\0x"
+BINARY_START = b"\x02\x81\0\0\0\0x"
 FRAGMENT = b"\x00\x81\0\0\0\0x"
 EMPTY_FRAGMENT = b"\x00\x80\0\0\0\0"
 
 
 @dataclass
 class Felt:
-    """The longest a neighbour waited: for `/health` over a kept connection, and for the pong of
-    a quiet socket.
+    """Delays of a second client: `/health` over a persistent connection, and the pong of an idle
+    socket.
     """
 
     health_ms: list[float] = field(default_factory=list)
@@ -46,8 +46,8 @@ def _timed(work: Callable[[], Any], into: list[float], stop: threading.Event) ->
 
 @contextlib.contextmanager
 def neighbour(served: Served) -> Iterator[Felt]:
-    """Ask for `/health` and ping over a quiet world-camera socket, again and again, while the
-    block runs.
+    """Request `/health` and ping over an idle world-camera socket repeatedly while the block
+    runs.
     """
     felt, stop = Felt(), threading.Event()
     health = http.client.HTTPConnection("127.0.0.1", served.port, timeout=seconds(60))
@@ -77,8 +77,8 @@ def neighbour(served: Served) -> Iterator[Felt]:
 
 
 def flood(client: Client, data: bytes, timeout_s: float = 8.0) -> tuple[int, str] | None:
-    """Send raw bytes; returns the code and the reason of the close that answers them, None if
-    there is none.
+    """Send raw bytes and return the code and reason of the close frame, or None if there is
+    none.
     """
     with contextlib.suppress(OSError):
         client.connection.socket.sendall(data)

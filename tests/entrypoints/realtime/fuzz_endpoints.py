@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mutated messages against what every realtime door does with bytes from strangers, in any number.
+"""Fuzz the decoders and parsers of all realtime endpoints with mutated messages.
 
-    python tests/entrypoints/realtime/fuzz_endpoints.py --count 10000000
+python tests/entrypoints/realtime/fuzz_endpoints.py --count 10000000
 
-A case is one message: decoded, and if it decodes, parsed as each door would. Only `CodecError` and
-`EndpointError` may come out; no case may take longer than `SLOWEST_MS` of CPU; resident memory may
-not grow. Prints what it saw as JSON.
+A case is one message, decoded and, if that succeeds, parsed as each endpoint parses it. Only
+`CodecError` and `EndpointError` may be raised, no case may take longer than `SLOWEST_MS` of CPU
+time, and resident memory may not grow. Prints the counts as JSON.
 """
 
 import argparse
@@ -35,8 +35,8 @@ from vllm_omni.entrypoints.realtime.video import protocol as video_protocol
 from vllm_omni.entrypoints.realtime.world_camera import protocol
 
 SLOWEST_MS = 250.0
-"""Far above any case seen (some 10 ms); a machine that others use stops a process for longer
-than a case takes.
+"""Well above the slowest case measured (about 10 ms), because the scheduler may suspend the process
+on a busy machine.
 """
 GROWTH_BYTES = 5e6
 
@@ -160,7 +160,7 @@ TEXT_SEEDS = [
 
 
 def take_binary(data: bytes) -> None:
-    """What the two msgpack doors do with a message before it touches a session."""
+    """Decode and parse a message as both msgpack endpoints do before they look up a session."""
     value = decode(data).value
     refusals = 0
     for parse in (
@@ -177,11 +177,11 @@ def take_binary(data: bytes) -> None:
         except EndpointError:
             refusals += 1
     if refusals == 4:
-        raise EndpointError("invalid_request", "no door takes it")
+        raise EndpointError("invalid_request", "no endpoint accepts it")
 
 
 def take_text(data: bytes) -> None:
-    """What the JSON door does with a message."""
+    """Decode and parse a message as the JSON endpoint does."""
     text = data.decode("utf-8", "strict")
     value = video_protocol.decode(text, video_protocol.MAX_CONTROL_BYTES, "message")
     if value.get("type") == "session.start":
@@ -191,10 +191,7 @@ def take_text(data: bytes) -> None:
 
 
 def fuzz(count: int, seed: int) -> dict[str, Any]:
-    """Run `count` cases; returns what came of them.
-
-    Any other exception than the documented ones comes through.
-    """
+    """Run `count` cases and return the counts. Undocumented exceptions propagate."""
     random_ = random.Random(seed)
     outcomes: Counter[str] = Counter()
     slowest_ms, rss = 0.0, 0
@@ -213,7 +210,7 @@ def fuzz(count: int, seed: int) -> dict[str, Any]:
         except EndpointError:
             outcomes["refused"] += 1
         except UnicodeDecodeError:
-            assert is_text  # the WebSocket library closes with 1007 before a door sees it
+            assert is_text  # the WebSocket library closes with 1007 first
             outcomes["not UTF-8"] += 1
         slowest_ms = max(slowest_ms, (time.thread_time() - started_s) * 1e3)
     grown = process.memory_info().rss - rss

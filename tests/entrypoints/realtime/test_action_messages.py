@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Actions in messages: what is read, and refusals that list what the model takes."""
+"""Parsing of actions in messages, and refusals that list the actions of the model."""
 
 from typing import Any
 
@@ -26,15 +26,15 @@ ONE = ActionSpace(buttons=SPACE.buttons, exclusive=True)
 
 
 def test_frames_become_a_script() -> None:
-    """Names alone, or a map; each name counts once."""
+    """A frame is a list of names or a map. A repeated name counts once."""
     read = read_actions_message([["w", "w"], {"axes": {"dx": 3}, "scroll": -2}, []], SPACE)
     assert read == Script(
         (ActionFrame(("w",)), ActionFrame(axes={"dx": 3.0}, scroll=-2.0), ActionFrame())
     )
 
 
-def test_transitions_change_what_they_name() -> None:
-    """Absent keys leave things as they are; motion is a part of a sum and may be large."""
+def test_a_transition_changes_only_the_keys_it_names() -> None:
+    """Absent keys stay unchanged. Motion may exceed the range of a frame because it is summed."""
     message = {
         "mode": "state",
         "transitions": [{"buttons": []}, {"axes": {"dx": 500.0}, "client_ts_ms": 1.5}],
@@ -71,13 +71,13 @@ def test_transitions_change_what_they_name() -> None:
         ({"mode": "state", "transitions": [{}] * 513}, "length <= 512"),
     ],
 )
-def test_other_actions_are_refused_with_what_the_model_takes(value: Any, says: str) -> None:
+def test_other_actions_are_refused_with_the_actions_of_the_model(value: Any, says: str) -> None:
     with pytest.raises(EndpointError, match=says) as refused:
         read_actions_message(value, SPACE)
     assert refused.value.code == "invalid_action"
 
 
-def test_a_model_that_takes_one_button_refuses_two_and_scrolling() -> None:
+def test_an_exclusive_model_refuses_two_buttons_and_scrolling() -> None:
     for value, says in (
         ([["w", "leap"]], "one at a time"),
         ([{"scroll": 1}], "scrolls; this model takes"),
@@ -87,7 +87,9 @@ def test_a_model_that_takes_one_button_refuses_two_and_scrolling() -> None:
 
 
 def test_camera_keys_press_the_buttons_they_belong_to() -> None:
-    """By name, else by the key that presses it; keys without a button do nothing."""
+    """A camera key presses the button of that name, otherwise the button of that key code. Keys
+    without a button are ignored.
+    """
     assert camera_buttons(["W", "i", "k", "x", "wa"], SPACE) == ("w", "leap")
     assert camera_buttons(["i", "w"], ONE) == ("leap",)
     assert camera_frames([["w"], ["d", "l"]], CAMERA_SPACE) == Script(

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Actions of any model through the three doors: what the engine gets, what is refused and with
-which words.
-"""
+"""Actions of any model at the three realtime endpoints: the engine's actions and the refusals."""
 
 from collections.abc import Callable
 from typing import Any
@@ -49,8 +47,8 @@ def start_now(client: ExtendedClient, **fields: Any) -> dict[str, Any]:
     return session
 
 
-def test_the_session_says_what_the_model_takes(endpoint: EndpointServer) -> None:
-    """A client that knows no model learns its controls from the server."""
+def test_the_session_message_lists_the_actions_of_the_model(endpoint: EndpointServer) -> None:
+    """A client can learn the controls of an unknown model from the server."""
     with ExtendedClient(endpoint.port) as client:
         reported = start_now(client)["actions"]
     assert [button["name"] for button in reported["buttons"]] == ["w", "jump"]
@@ -61,7 +59,7 @@ def test_the_session_says_what_the_model_takes(endpoint: EndpointServer) -> None
 def test_scripts_and_transitions_reach_the_engine(
     endpoint: EndpointServer, engine: FakeEngine
 ) -> None:
-    """A script in init, then held buttons, an axis and motion, and receipts for each event."""
+    """A script in `init`, then held buttons, an axis and motion, with a receipt for each event."""
     engine.delay_s = 0.05
     with ExtendedClient(endpoint.port) as client:
         start_now(client, condition_inputs={"actions": FRAMES})
@@ -104,10 +102,10 @@ def test_scripts_and_transitions_reach_the_engine(
         ("prompt", "rain", "invalid_prompt", f"this model takes no prompt; it takes {TAKES}"),
     ],
 )
-def test_what_the_model_does_not_take_is_refused_with_what_it_takes(
+def test_unsupported_events_are_refused_with_the_actions_of_the_model(
     endpoint: EndpointServer, engine: FakeEngine, kind: str, payload: Any, code: str, says: str
 ) -> None:
-    """The event is rejected, the stream goes on."""
+    """The event is rejected and the stream continues."""
     engine.delay_s = 0.02
     with ExtendedClient(endpoint.port) as client:
         start_now(client)
@@ -121,7 +119,7 @@ def test_what_the_model_does_not_take_is_refused_with_what_it_takes(
 
 
 def test_a_first_prompt_or_image_is_refused_where_there_is_none(endpoint: EndpointServer) -> None:
-    """So is the start; the connection waits for a better one."""
+    """The start is refused, and the connection accepts another one."""
     with ExtendedClient(endpoint.port) as client:
         client.init(prompt="a path", first_frame=None)
         assert client.error() == "invalid generate request"
@@ -134,7 +132,7 @@ def test_a_first_prompt_or_image_is_refused_where_there_is_none(endpoint: Endpoi
 def test_camera_keys_of_simple_clients_press_the_buttons_of_that_key(
     endpoint: EndpointServer, engine: FakeEngine
 ) -> None:
-    """Keys that press nothing are ignored, and events of the extension do not exist for them."""
+    """Keys without a button are ignored. Clients without the extension cannot send its events."""
     engine.delay_s = 0.02
     with GenerateClient(endpoint.port) as client:
         client.init(
@@ -147,10 +145,10 @@ def test_camera_keys_of_simple_clients_press_the_buttons_of_that_key(
             pass
 
 
-def test_more_motion_than_is_retained_is_refused(
+def test_too_much_pending_motion_is_refused(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """While the stream is paused nothing takes it."""
+    """A paused stream consumes no motion events, so the limit is reached."""
     endpoint = make_endpoint(info={"actions": SPACE}, max_messages_per_s=10_000)
     with ExtendedClient(endpoint.port) as client:
         start_now(client, extensions=["actions", "control"])
@@ -174,7 +172,7 @@ def interaction(event_id: str, **event: Any) -> dict[str, Any]:
 def test_the_video_endpoint_takes_scripts_and_transitions(
     endpoint: EndpointServer, engine: FakeEngine
 ) -> None:
-    """Chunk metadata says when an event began, acts and has ended."""
+    """Chunk metadata lists the events that start, act and end in the chunk."""
     engine.delay_s = 0.05
     with VideoClient(endpoint.port) as client:
         start = {
@@ -211,7 +209,7 @@ def test_the_video_endpoint_takes_scripts_and_transitions(
         ({"multi_modal_data": {}}, "invalid_request"),
     ],
 )
-def test_the_video_endpoint_refuses_what_the_model_does_not_take(
+def test_the_video_endpoint_refuses_unsupported_interactions(
     endpoint: EndpointServer, event: Any, code: str
 ) -> None:
     with VideoClient(endpoint.port) as client:
@@ -230,10 +228,12 @@ def play(frames: Any = None, **fields: Any) -> dict[str, Any]:
     )
 
 
-def test_the_world_endpoint_takes_actions_and_says_which(
+def test_the_world_endpoint_lists_and_accepts_actions(
     endpoint: EndpointServer, engine: FakeEngine
 ) -> None:
-    """The hello carries the action space; a request's frames reach the engine in chunks."""
+    """The hello message holds the action space, and the frames of a request reach the engine in
+    chunks.
+    """
     with endpoint.client() as client:
         assert client.hello["actions"]["axes"][1]["name"] == "throttle"
         client.send(play([*FRAMES, ["w"], ["w"], []]))
@@ -267,7 +267,7 @@ def test_the_world_endpoint_takes_actions_and_says_which(
         ),
     ],
 )
-def test_the_world_endpoint_refuses_what_the_model_does_not_take(
+def test_the_world_endpoint_refuses_unsupported_requests(
     endpoint: EndpointServer, fields: dict[str, Any], code: str, says: str
 ) -> None:
     with endpoint.client() as client:
@@ -279,10 +279,10 @@ def test_the_world_endpoint_refuses_what_the_model_does_not_take(
         assert says in response["message"]
 
 
-def test_an_evicted_world_without_images_does_not_start_again_by_itself(
+def test_an_evicted_session_without_images_needs_restart(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """Without an image to tell a beginning from a continuation, `restart` says so."""
+    """Without a start image only `restart` distinguishes a new session from a continued one."""
     endpoint = make_endpoint(info={"actions": SPACE, "session_idle_s": 0.2})
     with endpoint.client() as client:
         client.send(play())

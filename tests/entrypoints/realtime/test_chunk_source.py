@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan is cut into chunks as its client wrote it; a live request has no end unless it names
-one.
+"""`PlannedChunks` cuts a plan into chunks, and a live request continues until it is cancelled
+unless it has a length.
 """
 
 from itertools import islice
@@ -23,7 +23,7 @@ from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
 from vllm_omni.entrypoints.realtime.controls.camera import CameraPath
 from vllm_omni.entrypoints.realtime.sessions.run import Job, ReplyOptions, Run
 
-FACTS = StreamInfo()
+INFO = StreamInfo()
 LIMITS = EndpointLimits()
 
 
@@ -40,7 +40,7 @@ def run_of(
     source: ChunkSource, *, starts_session: bool = True, first_chunk: int = 0, completed: int = 0
 ) -> Run:
     run = Run(Job(request_id="r", source=source, replies=ReplyOptions(render=lambda chunk: [])))
-    run.sizes = source.plan(FACTS, LIMITS, starts_session=starts_session)
+    run.sizes = source.plan(INFO, LIMITS, starts_session=starts_session)
     run.first_chunk, run.completed = first_chunk, completed
     return run
 
@@ -50,7 +50,7 @@ def test_the_chunks_of_a_camera_path_are_the_path() -> None:
     source = PlannedChunks(camera=camera_path, prompt="dusk")
     run = run_of(source)
     assert (run.sizes, run.num_chunks) == ((FIRST, LATER, LATER), 3)
-    chunks = [source.sample(span) for span in islice(run.spans(FACTS), 3)]
+    chunks = [source.sample(span) for span in islice(run.spans(INFO), 3)]
     assert [chunk.prompt for chunk in chunks] == ["dusk", None, None]
     for name in ("poses_N44", "intrinsics_N4"):
         joined = np.concatenate([getattr(chunk.camera, name) for chunk in chunks])
@@ -60,19 +60,19 @@ def test_the_chunks_of_a_camera_path_are_the_path() -> None:
 def test_a_path_that_ends_within_a_chunk_holds_its_last_pose() -> None:
     camera_path = path(FIRST + 1)
     source = PlannedChunks(camera=camera_path, policy="hold_last")
-    *_, last = islice(run_of(source).spans(FACTS), 2)
+    *_, last = islice(run_of(source).spans(INFO), 2)
     held = source.sample(last).camera
     assert held is not None and len(held) == LATER
     assert (held.poses_N44 == camera_path.poses_N44[-1]).all()
 
 
 def test_a_request_that_was_cut_continues_in_the_middle_of_its_script() -> None:
-    """Keys are per latent frame; what the script does not reach is held by no key."""
+    """Keys are per latent frame, and latent frames after the end of the script hold no key."""
     script = [[key] for key in "wasdwas"]
     source = PlannedChunks(
         actions=script, num_frames=FIRST + 2 * LATER, policy="hold_last", prompt="dusk"
     )
-    spans = list(islice(run_of(source, first_chunk=4, completed=1).spans(FACTS), 2))
+    spans = list(islice(run_of(source, first_chunk=4, completed=1).spans(INFO), 2))
     assert [
         (span.chunk_index, span.number, span.first_latent, span.first_frame) for span in spans
     ] == [
@@ -93,38 +93,36 @@ def test_a_request_that_was_cut_continues_in_the_middle_of_its_script() -> None:
         ({"actions": [["w"]] * 3 * 1000}, "invalid_request"),
     ],
 )
-def test_a_plan_that_is_no_whole_number_of_chunks_or_too_long_is_refused(
+def test_a_plan_of_incomplete_or_too_many_chunks_is_refused(
     plan: dict[str, Any], code: str
 ) -> None:
     fields = {**plan, "camera": path(plan["camera"])} if "camera" in plan else plan
     with pytest.raises(EndpointError) as refused:
-        PlannedChunks(**fields).plan(FACTS, LIMITS, starts_session=True)
+        PlannedChunks(**fields).plan(INFO, LIMITS, starts_session=True)
     assert refused.value.code == code
 
 
 def test_a_live_request_continues_until_it_is_cancelled() -> None:
     run = run_of(Live())
     assert (run.sizes, run.num_chunks) == ((), None)
-    spans = list(islice(run.spans(FACTS), 100))
+    spans = list(islice(run.spans(INFO), 100))
     assert [span.num_frames for span in spans] == [FIRST] + [LATER] * 99
     assert [span.chunk_index for span in spans] == list(range(100))
 
 
-def test_a_live_request_that_continues_a_world_starts_with_a_later_chunk() -> None:
-    assert (
-        next(run_of(Live(), starts_session=False, first_chunk=3).spans(FACTS)).num_frames == LATER
-    )
+def test_a_live_request_of_a_started_session_has_later_chunks() -> None:
+    assert next(run_of(Live(), starts_session=False, first_chunk=3).spans(INFO)).num_frames == LATER
 
 
-def test_controls_of_a_live_request_are_taken_as_late_as_the_engine_allows() -> None:
+def test_a_live_request_samples_controls_as_late_as_the_engine_allows() -> None:
     planned, live = PlannedChunks(), Live()
-    assert live.most_in_flight(FACTS, LIMITS) == 1 < planned.most_in_flight(FACTS, LIMITS)
+    assert live.most_in_flight(INFO, LIMITS) == 1 < planned.most_in_flight(INFO, LIMITS)
     several = StreamInfo(chunks_in_flight=3)
     assert (live.most_in_flight(several, LIMITS), planned.most_in_flight(several, LIMITS)) == (3, 4)
 
 
-def test_a_script_of_a_model_whose_first_latent_frame_is_as_long_as_the_others() -> None:
-    """Three actions are three latent frames of four pixel frames, also where a world begins."""
+def test_the_first_latent_frame_may_be_as_long_as_the_others() -> None:
+    """Three actions are three latent frames of four pixel frames, in the first chunk too."""
     info = StreamInfo(latent_frames_per_chunk=1, first_stride=4)
     script = PlannedChunks(actions=[["w"], [], ["w"]])
     assert (

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The size of a video where nobody names one: the model's own, the same for the engine, the
-doors and `plan`.
-"""
+"""The default size of a video is the model's own, for the engine, the endpoints and `plan`."""
 
 import json
 from pathlib import Path
@@ -40,7 +38,7 @@ def engine_config(model: Path, omni: dict[str, Any]) -> Any:
 def test_a_model_is_served_at_the_size_it_was_trained_at(
     tmp_path: Path, name: str, layout: str, size: tuple[int, int]
 ) -> None:
-    """By the engine, the doors and the page; an option of the user's stays."""
+    """The engine, the endpoints and the page use it unless an option sets another one."""
     model, family = tmp_path / "model", get_family(name)
     family.make_tiny(model, 0, layout)
     config = engine_config(model, {"max_sessions": 2})
@@ -58,10 +56,10 @@ def test_a_model_is_served_at_the_size_it_was_trained_at(
     ("layout", "cells", "size"),
     [("v1_5", (16, 32), (720, 1280)), ("v1_5", (8, 16), (360, 640)), ("v1", (16, 16), (360, 640))],
 )
-def test_waypoints_make_frames_of_16_to_9(
+def test_waypoint_frames_are_16_to_9(
     layout: str, cells: tuple[int, int], size: tuple[int, int]
 ) -> None:
-    """The grid of the checkpoint tells the two sizes apart."""
+    """The grid of the checkpoint determines which of the two sizes it was trained at."""
     height, width = cells
     grid = {"height": height, "width": width, "tokens_per_frame": height * width}
     assert WaypointConfig.from_checkpoint({**CONFIGS[layout], **grid}).native_size == size
@@ -70,14 +68,16 @@ def test_waypoints_make_frames_of_16_to_9(
 @pytest.mark.parametrize(
     ("name", "size"), [("matrix_game", (352, 640)), ("causal_wan_1_3b", (480, 832))]
 )
-def test_the_planner_counts_with_the_same_size(name: str, size: tuple[int, int]) -> None:
+def test_the_planner_uses_the_same_size(name: str, size: tuple[int, int]) -> None:
     model = model_of(name)
     assert (model.height, model.width) == size
     assert model_of(name, height=64).height == 64
 
 
-def test_the_planner_counts_with_the_settings_of_the_world_description(tmp_path: Path) -> None:
-    """Those that a server of the directory has; the user's choice stays."""
+def test_the_planner_uses_the_settings_of_the_world_description(tmp_path: Path) -> None:
+    """The planner uses the settings that a server of the directory has, unless an argument sets
+    another value.
+    """
     write_world(tmp_path / "world")
     model = model_of(str(tmp_path / "world"))
     assert (model.height, model.width) == (96, 160)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draining without a server: what is finished, what is refused, which sessions are saved and
-when.
+"""Draining without a server: finished and refused work, and the time at which each session is
+saved.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from vllm_omni.entrypoints.realtime.sessions.session_manager import SessionManag
 
 
 class Keeper:
-    """Where sessions are saved: notes which, at which chunk."""
+    """Records which session was saved at which chunk."""
 
     def __init__(self, manager: SessionManager, fails: bool = False) -> None:
         self.saved: list[tuple[str, int]] = []
@@ -33,7 +33,7 @@ class Keeper:
 
 
 class Source(LiveChunks):
-    """Steers a live run; paused = it waits for its client."""
+    """The controls of a live run. A paused run waits for its client."""
 
     def __init__(self, paused: bool = False) -> None:
         self.paused = paused
@@ -57,15 +57,15 @@ def live(request_id: str, source: Source) -> Any:
 
 
 def test_chunks_in_flight_are_finished_and_no_other_is_started() -> None:
-    """Of ten chunks, those that the engine has are delivered; the request ends with `draining`
-    and where to go on.
+    """Of ten chunks, those in flight are delivered. The request ends with `draining` and the index
+    of the next chunk.
     """
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
         keeper = Keeper(manager)
         engine.delay_s = 0.05
         run = session.submit(job(FIRST + 9 * LATER, "r", image=True))
-        # what has been asked for has begun
+        # wait until every submitted chunk runs
         await until(lambda: run.completed >= 2 and engine.running == 2)
         started = len(engine.chunks)
         await manager.drain.drain_sessions(manager)
@@ -86,7 +86,7 @@ def test_chunks_in_flight_are_finished_and_no_other_is_started() -> None:
 
 
 def test_a_request_that_is_complete_with_its_last_chunk_is_not_an_error() -> None:
-    """Only what is cut short is told so."""
+    """Only an interrupted request ends with `draining`."""
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
         engine.delay_s = 0.05
@@ -100,11 +100,11 @@ def test_a_request_that_is_complete_with_its_last_chunk_is_not_an_error() -> Non
 
 
 @pytest.mark.parametrize("paused", [False, True])
-def test_a_live_stream_ends_after_its_chunk_and_is_saved_before_its_client_hears(
+def test_a_live_stream_is_saved_before_its_client_gets_the_error(
     paused: bool,
 ) -> None:
-    """Its world is freed with its connection, so it must be saved where the run ends; a paused
-    one does not hang.
+    """The session is freed with its connection, so it is saved before the client gets the error. A
+    paused stream does not block the drain.
     """
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
@@ -132,9 +132,9 @@ def test_a_live_stream_ends_after_its_chunk_and_is_saved_before_its_client_hears
     scenario(test)
 
 
-def test_draining_lasts_until_the_last_client_is_notified() -> None:
-    """The server's end would close the socket with another code, before or in the middle of the
-    last words.
+def test_draining_waits_until_the_last_error_is_sent() -> None:
+    """Otherwise the end of the server would close the socket with another code before the error is
+    sent.
     """
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
@@ -161,7 +161,7 @@ def test_draining_lasts_until_the_last_client_is_notified() -> None:
 
 
 def test_an_idle_session_is_saved_once_and_an_empty_one_not() -> None:
-    """Two sessions, of which one has no world."""
+    """Of two sessions, one has no engine session."""
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
         keeper = Keeper(manager)
@@ -175,8 +175,8 @@ def test_an_idle_session_is_saved_once_and_an_empty_one_not() -> None:
 
 
 def test_nothing_new_starts() -> None:
-    """Neither a session, nor a request, nor a waiting request; the world of a `restart` is not
-    thrown away.
+    """New sessions, requests and waiting requests are refused. A `restart` does not discard the
+    session.
     """
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
@@ -200,14 +200,14 @@ def test_nothing_new_starts() -> None:
         assert error is not None
         assert error.code == "draining"
         assert keeper.saved == [("s", 1)]
-        assert manager.open(("me", "s")) is session  # what is there can still be asked for
+        assert manager.open(("me", "s")) is session  # existing sessions stay available
         assert len(engine.worlds) == 1
 
     scenario(test)
 
 
-def test_a_session_that_cannot_be_saved_holds_no_one_up() -> None:
-    """It is logged."""
+def test_a_failed_save_does_not_stop_the_drain() -> None:
+    """The failure is logged and the drain continues."""
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
         keeper = Keeper(manager, fails=True)

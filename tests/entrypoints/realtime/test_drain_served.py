@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SIGTERM to a real `vllm serve`: it finishes its chunk, saves its sessions, and the next server
-takes them over.
+"""SIGTERM at a real `vllm serve`: it finishes the chunk, saves its sessions, and the next server
+restores them.
 """
 
 import json
@@ -29,8 +29,8 @@ def options(retained: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("kept")
+def retained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("retained")
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +49,8 @@ def first(
 def test_sigterm_finishes_the_chunk_saves_and_the_next_server_continues(
     first: Served, retained: Path, null_world: Path, tmp_path: Path
 ) -> None:
-    """A walk of four slow chunks is cut after the chunk in flight; an idle session is kept, too.
-
-    Then both go on.
+    """A walk of four slow chunks is interrupted after the chunk in flight, and an idle session is
+    saved too. Both continue at the next server.
     """
     slow = {"step_ms": 150.0}
     path = camera(FIRST + 3 * LATER)
@@ -79,7 +78,7 @@ def test_sigterm_finishes_the_chunk_saves_and_the_next_server_continues(
         frames.append(message)
     assert (message["code"], message["next_chunk_index"]) == ("draining", len(frames))
     assert close_code(walker) == 1013
-    assert 2 <= len(frames) <= 3  # the one that was delivered, and what was in the engine
+    assert 2 <= len(frames) <= 3  # the delivered chunk and the chunks in flight
     assert first.process.wait(seconds(20)) == 0
     headers = {file.name: read_header(file) for file in retained.glob("*.session.safetensors")}
     assert sorted(header.owner["session_id"] for header in headers.values() if header.owner) == [

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small parts of the doors: limits from the environment, facts of a model, start images, the
-reader's back-pressure.
+"""Limits from the environment, `StreamInfo` of a model, start images, and back-pressure of a
+reader.
 """
 
 import asyncio
@@ -31,11 +31,11 @@ from vllm_omni.model_executor.models.registry import get_family
 LIMITS = EndpointLimits(max_image_bytes=1 << 20, max_image_pixels=1 << 20)
 
 
-# -- limits and facts ------------------------------------------------------------------------------
+# -- limits and stream metadata --------------------------------------------------------------------
 
 
 def test_limits_come_from_the_environment() -> None:
-    """Each field is a variable; the rest keep their defaults."""
+    """Each field has a variable, and the others keep their defaults."""
     limits = read_struct(
         EndpointLimits,
         {"VLLM_OMNI_IDLE_TIMEOUT_S": "1.5", "VLLM_OMNI_MAX_CONNECTIONS": "3", "OTHER": "x"},
@@ -45,7 +45,7 @@ def test_limits_come_from_the_environment() -> None:
 
 @pytest.mark.parametrize("value", ["", "x", "0", "-1", "1.5"])
 def test_a_bad_limit_names_its_variable(value: str) -> None:
-    """What arrived and what is allowed, in one line."""
+    """The error is one line with the value and the allowed ones."""
     with pytest.raises(ValueError, match=f"VLLM_OMNI_MAX_CONNECTIONS='{value}': Expected"):
         read_struct(EndpointLimits, {"VLLM_OMNI_MAX_CONNECTIONS": value})
 
@@ -64,8 +64,10 @@ def config(
     )
 
 
-def test_a_family_states_only_what_differs(lingbot_world: Path) -> None:
-    """Defaults are a causal Wan-like world; sizes and session limits come from the deployment."""
+def test_a_family_overrides_only_the_values_that_differ(lingbot_world: Path) -> None:
+    """Defaults are those of a causal Wan-like world. Sizes and session limits come from the
+    deployment.
+    """
     assert StreamInfo.from_vllm_config(config(), "m") == StreamInfo(
         height=64, width=128, max_sessions=3, model="m"
     )
@@ -91,7 +93,7 @@ def test_a_family_states_only_what_differs(lingbot_world: Path) -> None:
 def test_frames_are_cut_into_whole_chunks(
     frames: int, first: bool, sizes: list[int], rest: int
 ) -> None:
-    """9 + 12k at the start of a session, 12k later."""
+    """A session starts with 9 + 12 k frames and continues with 12 k."""
     assert StreamInfo().split(frames, first) == (sizes, rest)
 
 
@@ -130,7 +132,9 @@ ROTATED[0x0112] = 3  # upside down
     ],
 )
 def test_odd_but_legal_images_keep_their_colours(data: bytes, colour: int) -> None:
-    """RGB of the asked size; within JPEG's and the palette's rounding."""
+    """The result is RGB of the requested size, with an error of at most 3 because of JPEG and
+    palettes.
+    """
     image = load_image(data, 16, 24, LIMITS)
     assert (image.dtype, image.shape) == (np.uint8, (16, 24, 3))
     assert np.abs(image.astype(int) - colour).max() <= 3
@@ -162,12 +166,12 @@ HIDDEN_16 = Image.fromarray(np.full((8, 8), 25700, np.uint16))
     ],
 )
 def test_transparent_parts_become_white(source: Any) -> None:
-    """The colour that an editor left below a transparent part does not come out."""
+    """The hidden colour of a transparent part is not shown."""
     assert (load_image(source, 8, 8, LIMITS) == 255).all()
 
 
 def test_half_transparent_parts_are_mixed_with_white() -> None:
-    """Black at an alpha of 128 becomes a middle grey."""
+    """Black at an alpha of 128 becomes middle grey."""
     assert (
         np.abs(
             load_image(np.full((8, 8, 4), (0, 0, 0, 128), np.uint8), 8, 8, LIMITS).astype(int) - 127
@@ -177,14 +181,14 @@ def test_half_transparent_parts_are_mixed_with_white() -> None:
 
 
 def test_photos_are_turned_upright() -> None:
-    """EXIF orientation is obeyed: red was stored above, blue is on top."""
+    """The EXIF orientation is applied: red was stored at the top and is at the bottom."""
     image = load_image(encoded(SIDEWAYS, "JPEG", exif=ROTATED, quality=95), 16, 16, LIMITS)
     assert image[2, 8, 2] > 200
     assert image[13, 8, 0] > 200
 
 
 def bomb(width: int, height: int) -> bytes:
-    """A PNG whose header claims a huge picture."""
+    """A PNG whose header claims a huge image."""
 
     def chunk(kind: bytes, body: bytes) -> bytes:
         return len(body).to_bytes(4) + kind + body + zlib.crc32(kind + body).to_bytes(4)
@@ -216,8 +220,8 @@ def bomb(width: int, height: int) -> bytes:
         (None, "invalid_image"),
     ],
 )
-def test_what_is_no_allowed_image_is_refused_by_content(data: Any, code: str) -> None:
-    """From the header where it can be, with a fixed text."""
+def test_other_data_than_allowed_images_is_refused(data: Any, code: str) -> None:
+    """The header is enough where it can be, and the error text is fixed."""
     with pytest.raises(EndpointError) as refused:
         load_image(data, 16, 16, LIMITS)
     assert refused.value.code == code
@@ -234,9 +238,9 @@ def make_run() -> Run:
     )
 
 
-def test_a_slow_reader_holds_the_producer_back() -> None:
-    """`wait_for_reader` returns only when few enough chunks are undelivered, however many
-    messages they are.
+def test_a_slow_reader_blocks_the_producer() -> None:
+    """`wait_for_reader` returns only when few enough chunks are undelivered, however many messages
+    a chunk has.
     """
 
     async def scenario() -> None:
@@ -264,7 +268,7 @@ def test_a_slow_reader_holds_the_producer_back() -> None:
 
 
 def test_undelivered_replies_are_never_dropped() -> None:
-    """A run that is followed keeps what its reader has not had."""
+    """A run keeps the replies that its reader has not received."""
 
     async def scenario() -> None:
         run = make_run()
@@ -279,7 +283,7 @@ def test_undelivered_replies_are_never_dropped() -> None:
 
 
 def test_a_json_message_of_very_many_values_is_refused_before_it_is_decoded() -> None:
-    """A start may be large because of its picture, which is one value."""
+    """A start message may be large because of its image, which is one value."""
     image = '{"image_reference":"' + "A" * 1_000_000 + '"}'
     assert len(protocol.decode(image, 2_000_000, "session.start")["image_reference"]) == 1_000_000
     with pytest.raises(EndpointError, match="more than 262144 values") as refused:

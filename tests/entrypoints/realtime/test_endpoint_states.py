@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Legal messages in any order: a model of what the door must answer, driven by hypothesis over a
-real socket.
+"""Legal messages in any order at the camera endpoint: hypothesis drives a model of the session over
+a real socket.
 """
 
 from typing import Any
@@ -19,9 +19,8 @@ MAX_SESSIONS = 2
 
 
 class EndpointStates(RuleBasedStateMachine):
-    """`next_chunk`: what each live session's next chunk must be.
-
-    One connection, which may be replaced at any time.
+    """`next_chunk` holds the index of each live session's next chunk. One connection at a time,
+    which may be replaced.
     """
 
     def __init__(self) -> None:
@@ -38,9 +37,7 @@ class EndpointStates(RuleBasedStateMachine):
         self.endpoint.__exit__()
 
     def expect(self, message: dict[str, Any], chunks: int) -> list[int]:
-        """Send an infer and check its frames and `done`; returns the chunks it was answered
-        with.
-        """
+        """Send an infer, check its frames and `done`, and return the indices of its chunks."""
         name = message["session_id"]
         first = self.next_chunk.get(name, 0)
         self.client.send(message)
@@ -52,7 +49,7 @@ class EndpointStates(RuleBasedStateMachine):
 
     @rule(name=NAMES, more=st.integers(0, 2), data=st.data())
     def start(self, name: str, more: int, data: st.DataObject) -> None:
-        """An infer with an image begins a session, restarts it, or is refused when the server is
+        """An infer with an image starts or restarts a session, or is refused because the server is
         full.
         """
         message = infer(FIRST + more * LATER, session_id=name, protocol_version=1)
@@ -69,8 +66,8 @@ class EndpointStates(RuleBasedStateMachine):
         self.answered[message["request_id"]] = (message, self.expect(message, 1 + more))
 
     @rule(name=NAMES, chunks=st.integers(1, 2))
-    def go_on(self, name: str, chunks: int) -> None:
-        """Without an image a live session continues; another one is refused."""
+    def continue_session(self, name: str, chunks: int) -> None:
+        """An infer without an image continues a live session, and is refused otherwise."""
         message = infer(chunks * LATER, session_id=name, image=None, protocol_version=1)
         if name in self.next_chunk:
             self.expect(message, chunks)
@@ -82,7 +79,7 @@ class EndpointStates(RuleBasedStateMachine):
     @precondition(lambda self: self.answered)
     @rule(data=st.data())
     def repeat(self, data: st.DataObject) -> None:
-        """A repeated request is answered with the same chunks, and nothing moves."""
+        """A repeated request returns the same chunks and does not advance the session."""
         message, chunks = data.draw(st.sampled_from(list(self.answered.values())))
         self.client.send(message)
         assert [frame["chunk_index"] for frame in self.client.frames()] == chunks
@@ -90,7 +87,7 @@ class EndpointStates(RuleBasedStateMachine):
 
     @rule(name=NAMES, endpoint=st.sampled_from(["reset", "close"]))
     def end(self, name: str, endpoint: str) -> None:
-        """Both free the session; both succeed if there is none."""
+        """Both messages free the session, and both succeed without one."""
         response = self.client.request(
             {"endpoint": endpoint, "session_id": name, "protocol_version": 1}
         )
@@ -102,13 +99,13 @@ class EndpointStates(RuleBasedStateMachine):
 
     @rule(name=NAMES)
     def stop(self, name: str) -> None:
-        """Nothing runs, nothing changes."""
+        """Stop without a running request changes nothing."""
         response = self.client.request({"endpoint": "stop", "session_id": name})
         assert response["next_chunk_index"] == self.next_chunk.get(name, 0)
 
     @rule(name=NAMES, other=NAMES)
     def branch(self, name: str, other: str) -> None:
-        """A copy under a free name, if there is something to copy and room for it."""
+        """A branch copies a live session to a free name if the server has room."""
         response = self.client.request(
             {"endpoint": "branch", "session_id": name, "new_session_id": other}
         )
@@ -127,7 +124,7 @@ class EndpointStates(RuleBasedStateMachine):
         message=st.sampled_from([{"cameras": None}, {"cameras": camera(10)}, {"endpoint": "x"}]),
     )
     def mistake(self, name: str, message: dict[str, Any]) -> None:
-        """One typed error, nothing else."""
+        """A mistake gets one typed error."""
         assert (
             self.client.request(infer(**{"session_id": name, "image": None, **message}))["type"]
             == "error"
@@ -135,7 +132,7 @@ class EndpointStates(RuleBasedStateMachine):
 
     @rule()
     def reconnect(self) -> None:
-        """Sessions do not depend on the connection."""
+        """Sessions outlive the connection."""
         self.client.__exit__()
         self.client = self.endpoint.client()
         for name in self.next_chunk:  # hold them, so that none is evicted for a new one
@@ -146,8 +143,8 @@ class EndpointStates(RuleBasedStateMachine):
 
     @invariant()
     def the_engine_agrees(self) -> None:
-        """One world for each live session; nothing runs between messages; no message is left
-        over.
+        """The engine holds one session for each live session, nothing runs between messages, and no
+        message remains.
         """
         if hasattr(self, "client"):
             assert self.client.request({"endpoint": "ping", "t": 1.0})["type"] == "pong"

@@ -1,23 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How `/v1/realtime_video/generate` is steered, paced and extended.
+"""Controls, pacing and extensions of `/v1/realtime_video/generate`.
 
-U: unmodified clients depend on it.
+(U) marks behaviour of SGLang's server that unmodified clients depend on.
 """
 
-import contextlib
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from helpers.fake_engine import LATER, EndpointServer, FakeEngine
+from helpers.fake_engine import EndpointServer, FakeEngine
 from helpers.live_clients import HEIGHT, WIDTH, ExtendedClient, GenerateClient, png, webui_unpack
 from helpers.waits import exactly_in_task, pause, wait_until
-from websockets.exceptions import ConnectionClosed
 
 from vllm_omni.entrypoints.realtime.generate import handler
 from vllm_omni.entrypoints.realtime.generate.frames import FrameMessage
-from vllm_omni.entrypoints.realtime.generate.handler import PATHS
 from vllm_omni.inputs import Lora
 
 MakeEndpoint = Callable[..., EndpointServer]
@@ -40,28 +37,25 @@ def actions(engine: FakeEngine) -> list[Any]:
     return [call.params.actions for call in engine.chunks]
 
 
-def test_without_keys_the_camera_rests(client: GenerateClient, engine: FakeEngine) -> None:
-    """One entry a latent frame."""
-    client.init(max_chunks=2)
-    client.chunk()
-    client.chunk()
-    assert actions(engine) == [[[], [], []], [[], [], []]]
-
-
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        (None, [[[], [], []]] * 3),
+        ([["w"], ["D", "x"], ["a"], ["s"]], [[["w"], ["d"], ["a"]], [["s"], [], []], [[], [], []]]),
+    ],
+)
 def test_a_script_in_init_steers_the_first_chunks(
-    client: GenerateClient, engine: FakeEngine
+    client: GenerateClient, engine: FakeEngine, script: Any, expected: list[Any]
 ) -> None:
-    """U. Four entries, three a chunk; the rest, then idle. Unknown keys are ignored."""
-    client.init(
-        max_chunks=3, condition_inputs={"camera_actions": [["w"], ["D", "x"], ["a"], ["s"]]}
-    )
+    """Four entries fill a chunk of three and a part of the next, and idle entries follow. (U)"""
+    client.init(max_chunks=3, condition_inputs=script and {"camera_actions": script})
     for _ in range(3):
         client.chunk()
-    assert actions(engine) == [[["w"], ["d"], ["a"]], [["s"], [], []], [[], [], []]]
+    assert actions(engine) == expected
 
 
 def test_events_act_from_the_next_chunk_on(client: GenerateClient, engine: FakeEngine) -> None:
-    """U. Held keys stay held, a pulse acts once, the id is told with the chunk that used it."""
+    """Held keys stay held, a pulse acts once, and the chunk reports the event's id. (U)"""
     engine.delay_s = 0.15
     client.init()
     client.chunk()
@@ -79,7 +73,7 @@ def test_events_act_from_the_next_chunk_on(client: GenerateClient, engine: FakeE
 def test_a_prompt_switches_once_and_never_in_chunk_0(
     client: GenerateClient, engine: FakeEngine
 ) -> None:
-    """U. The latest of two; the id is not masked by an older key (ours)."""
+    """The later of two prompts acts (U), and an older key does not mask its id."""
     engine.delay_s = 0.15
     client.init()
     client.event("prompt", "rain", event_id=1)
@@ -95,9 +89,7 @@ def test_a_prompt_switches_once_and_never_in_chunk_0(
 
 
 def test_adapters_of_init_and_of_an_event(client: GenerateClient, engine: FakeEngine) -> None:
-    """Sent with the chunk from which they act, by name and strength; a malformed list changes
-    nothing.
-    """
+    """The chunk from which they act holds names and strengths. A malformed list changes nothing."""
     engine.delay_s = 0.15
     client.init(lora=[{"name": "ink"}])
     client.chunk()
@@ -112,7 +104,7 @@ def test_adapters_of_init_and_of_an_event(client: GenerateClient, engine: FakeEn
 
 
 def test_a_composite_event_is_all_or_nothing(client: GenerateClient, engine: FakeEngine) -> None:
-    """U. One bad part and nothing of it applies."""
+    """One invalid part rejects the whole event. (U)"""
     engine.delay_s = 0.1
     client.init()
     client.chunk()
@@ -158,7 +150,7 @@ def test_a_composite_event_is_all_or_nothing(client: GenerateClient, engine: Fak
 def test_an_invalid_event_is_one_error_and_the_session_continues(
     client: GenerateClient, engine: FakeEngine, event: Any
 ) -> None:
-    """U. Nothing of it applies; extensions that were not asked for do not exist."""
+    """Events of extensions that were not requested are invalid too. (U)"""
     engine.delay_s = 0.02
     client.init()
     client.chunk()
@@ -176,7 +168,7 @@ def test_an_invalid_event_is_one_error_and_the_session_continues(
 
 
 def test_a_repeated_event_has_no_second_effect(client: GenerateClient, engine: FakeEngine) -> None:
-    """Ours: the same id again, as after a reconnecting proxy, is ignored."""
+    """An event id that is sent again, for example by a reconnecting proxy, is ignored."""
     engine.delay_s = 0.1
     client.init()
     client.chunk()
@@ -190,10 +182,8 @@ def test_a_repeated_event_has_no_second_effect(client: GenerateClient, engine: F
 def test_the_next_chunk_is_made_while_this_one_is_sent(
     client: GenerateClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """U.
-
-    Ten chunks that take 0.1 s to make and as long to send: a second, where one after the other
-    takes two.
+    """Ten chunks that take 0.1 s to generate and 0.1 s to send take about one second instead of
+    two. (U)
     """
     sends, took_s = handler._Client.deliver, 0.1
 
@@ -213,21 +203,8 @@ def test_the_next_chunk_is_made_while_this_one_is_sent(
     assert engine.most_running == 1
 
 
-def test_pacing_spaces_chunks_as_they_play(client: GenerateClient) -> None:
-    """U. At 120 frames a second a chunk of 12 lasts 100 ms, though the model needs none."""
-    client.init(max_chunks=8, realtime_output_pacing=True, fps=120)
-    arrivals, waits = [], []
-    for _ in range(8):
-        waits.append(client.chunk().stats["pace_wait_ms"])
-        arrivals.append(time.monotonic())
-    spacing_s = (arrivals[-1] - arrivals[1]) / 6
-    assert spacing_s == pytest.approx(LATER / 120, rel=0.1)
-    assert waits[0] == 0
-    assert sum(waits) > 400
-
-
-def test_a_reaction_is_not_held_back(client: GenerateClient, engine: FakeEngine) -> None:
-    """U. A chunk with a new event goes out at once."""
+def test_a_chunk_with_a_new_event_is_not_paced(client: GenerateClient, engine: FakeEngine) -> None:
+    """A chunk with a new event is sent without pacing. (U)"""
     client.init(realtime_output_pacing=True, fps=24)
     client.chunk()
     client.chunk()
@@ -238,7 +215,7 @@ def test_a_reaction_is_not_held_back(client: GenerateClient, engine: FakeEngine)
 
 
 def test_extensions_are_granted_by_name(extended: ExtendedClient) -> None:
-    """The first message says which; unknown ones are left out."""
+    """The first message lists the granted extensions, without unknown ones."""
     extended.init(extensions=["receipts", "ping", "teleport"])
     session = extended.receive()
     assert (session["type"], session["protocol"], session["granted"]) == (
@@ -251,7 +228,7 @@ def test_extensions_are_granted_by_name(extended: ExtendedClient) -> None:
 
 
 def test_unknown_extensions_change_nothing(client: GenerateClient) -> None:
-    """Nothing granted, nothing said."""
+    """Without a granted extension the session message is not sent."""
     client.init(max_chunks=1, extensions=["teleport"])
     messages = [client.connection.recv() for _ in range(2)]
     assert [
@@ -262,8 +239,10 @@ def test_unknown_extensions_change_nothing(client: GenerateClient) -> None:
     ]
 
 
-def test_receipts_say_what_became_of_an_event(extended: ExtendedClient, engine: FakeEngine) -> None:
-    """Accepted at once, then applied in a chunk or superseded, or rejected with a code."""
+def test_receipts_report_the_fate_of_an_event(extended: ExtendedClient, engine: FakeEngine) -> None:
+    """An event is accepted at once and then applied or superseded, or it is rejected with a
+    code.
+    """
     engine.delay_s = 0.2
     extended.init(extensions=["receipts"])
     extended.receive()
@@ -286,8 +265,8 @@ def test_receipts_say_what_became_of_an_event(extended: ExtendedClient, engine: 
     assert (error["code"], error["content"]) == ("invalid_request", "invalid event")
 
 
-def test_credit_is_what_may_be_made(extended: ExtendedClient, engine: FakeEngine) -> None:
-    """No credit, no chunk; each credit one."""
+def test_a_chunk_needs_a_credit(extended: ExtendedClient, engine: FakeEngine) -> None:
+    """Each credit allows one chunk."""
     extended.init(extensions=["credit"])
     extended.receive()
     pause(0.1)
@@ -301,7 +280,7 @@ def test_credit_is_what_may_be_made(extended: ExtendedClient, engine: FakeEngine
 
 
 def test_pause_resume_reset_and_stop(extended: ExtendedClient, engine: FakeEngine) -> None:
-    """A paused session costs the engine nothing; reset begins the same world again; stop closes
+    """A paused session requests no chunks, reset starts the same session again, and stop closes
     normally.
     """
     engine.delay_s = 0.02
@@ -329,27 +308,11 @@ def test_pause_resume_reset_and_stop(extended: ExtendedClient, engine: FakeEngin
     assert extended.close_code() == (1000, "stopped by the client")
 
 
-def test_a_paused_session_without_a_word_is_idle(
+def test_a_paused_session_without_messages_is_idle(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """It would keep its place for ever."""
+    """Otherwise it would hold its slot for ever."""
     with ExtendedClient(make_endpoint(idle_timeout_s=0.3).port) as client:
         client.init(extensions=["credit"])
         client.receive()
         assert client.close_code()[0] == 4010
-
-
-def test_no_compression_is_negotiated(endpoint: EndpointServer) -> None:
-    """Browsers always offer it; it would cost a core for fifty sessions."""
-    from websockets.sync.client import connect
-
-    with connect(f"ws://127.0.0.1:{endpoint.port}{PATHS[0]}") as connection:
-        assert connection.response is not None
-        assert "Sec-WebSocket-Extensions" not in connection.response.headers
-
-
-def test_an_oversized_message_closes_with_1009(client: GenerateClient) -> None:
-    """U. The limit is the server's `--ws-max-size`."""
-    with contextlib.suppress(ConnectionClosed):
-        client.send(bytes((1 << 20) + 1))
-    assert client.close_code()[0] == 1009

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Life of a session at `/v1/realtime_video/generate`: real sockets, a real uvicorn server, a fake
-engine.
+"""Life of a session at `/v1/realtime_video/generate`, with real sockets, a real uvicorn server and
+a fake engine.
 
-Cases marked U hold on the original server too, so unmodified clients depend on them; the others are
-promises of ours.
+(U) marks behaviour of SGLang's server that unmodified clients depend on.
 """
 
-import logging
-import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,10 +12,8 @@ from typing import Any
 import pytest
 from helpers.fake_engine import FIRST, LATER, EndpointServer, FakeEngine
 from helpers.live_clients import HEIGHT, WIDTH, GenerateClient, png
-from helpers.logged import logged
 from helpers.waits import seconds, wait_until
 
-from vllm_omni.entrypoints.engine import client as engine_client
 from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
 from vllm_omni.entrypoints.realtime.generate.handler import PATHS
 from vllm_omni.inputs import DiffusionParams
@@ -67,10 +62,8 @@ def client(endpoint: EndpointServer) -> Iterator[GenerateClient]:
 def test_a_bad_init_is_one_error_and_a_good_one_follows(
     client: GenerateClient, message: Any
 ) -> None:
-    """U.
-
-    The server keeps listening; exactly one error each, with the text that clients know and nothing
-    else.
+    """Each invalid init gets exactly one error with the known text, and the server accepts another
+    init. (U)
     """
     client.send(message)
     assert client.receive() == {"type": "error", "content": "invalid generate request"}
@@ -78,10 +71,12 @@ def test_a_bad_init_is_one_error_and_a_good_one_follows(
     assert client.chunk().numbers() == list(range(FIRST))
 
 
-def test_javascripts_numbers_and_unknown_keys_are_fine(
+def test_javascript_numbers_and_unknown_keys_are_accepted(
     client: GenerateClient, engine: FakeEngine
 ) -> None:
-    """U. Large integers arrive as floats; the WebUI sends settings that a deployment fixes."""
+    """JavaScript sends large integers as floats, and the WebUI sends settings that a deployment
+    fixes. (U)
+    """
     webui = {
         "num_frames": 9.0,
         "num_inference_steps": 4,
@@ -98,7 +93,9 @@ def test_javascripts_numbers_and_unknown_keys_are_fine(
 def test_max_chunks_end_with_a_normal_close(
     endpoint: EndpointServer, engine: FakeEngine, path: str
 ) -> None:
-    """U. Frames and stats of every chunk, then 1000 `generation complete`; the world is freed."""
+    """After frames and stats of each chunk the connection closes with 1000 `generation complete`,
+    and the session is freed. (U)
+    """
     with GenerateClient(endpoint.port, path) as client:
         client.init(max_chunks=3)
         chunks = [client.chunk() for _ in range(3)]
@@ -127,17 +124,15 @@ def test_max_chunks_end_with_a_normal_close(
         ({}, {"kv_cache_num_frames": 18, "sink_size": 9}, (None, None)),
     ],
 )
-def test_the_causal_window_is_the_sessions(
+def test_a_session_may_choose_its_causal_window(
     make_endpoint: MakeEndpoint,
     engine: FakeEngine,
     info: dict[str, int],
     requested: dict[str, int],
     sent: tuple[Any, Any],
 ) -> None:
-    """U.
-
-    With its first chunk, at most the server's; of a model whose sessions cannot choose, the
-    server's.
+    """The first chunk holds the window, at most the server's. A model without this choice uses the
+    server's. (U)
     """
     with GenerateClient(make_endpoint(info=info).port) as client:
         client.init(
@@ -150,32 +145,10 @@ def test_the_causal_window_is_the_sessions(
     assert (second.params.window_frames, second.params.sink_frames) == (None, None)
 
 
-@pytest.mark.parametrize(("level", "lines"), [(logging.DEBUG, 2), (logging.INFO, 0)])
-def test_each_chunk_is_a_line_of_the_debug_log(
-    make_endpoint: MakeEndpoint, level: int, lines: int
-) -> None:
-    """With its place in the stream and its time; the session's id is added to each line of the log.
-
-    The engine's client reads the logger's level once.
-    """
-    with (
-        logged(engine_client.logger, level) as texts,
-        GenerateClient(make_endpoint().port) as client,
-    ):
-        client.init(max_chunks=2)
-        client.chunk()
-        client.chunk()
-    chunks = [text for text in texts if text.startswith("chunk ")]
-    assert len(chunks) == lines
-    for index, text in enumerate(chunks):
-        start, frames = (0, FIRST) if index == 0 else (FIRST, LATER)
-        assert text.startswith(f"chunk index={index} first_frame={start} frames={frames} wall_ms=")
-
-
 def test_the_image_prompt_and_seed_start_the_world(
     client: GenerateClient, engine: FakeEngine
 ) -> None:
-    """Once, with the first chunk; the seed is 42 unless another is asked for (U)."""
+    """The first chunk alone holds them. The default seed is 42. (U)"""
     client.init(max_chunks=2)
     client.chunk()
     client.chunk()
@@ -186,22 +159,8 @@ def test_the_image_prompt_and_seed_start_the_world(
     assert (second.params.prompt, second.params.seed, second.arrays) == (None, None, {})
 
 
-def test_a_list_of_prompts_takes_turns(client: GenerateClient, engine: FakeEngine) -> None:
-    """Each from the first chunk on that begins at or behind its second or chunk; others are as
-    before.
-    """
-    client.init(
-        max_chunks=4,
-        fps=10,
-        prompts=[{"prompt": "snow", "chunk": 1}, {"prompt": "night", "seconds": 2.2}],
-    )
-    for _ in range(4):
-        client.chunk()
-    assert [call.params.prompt for call in engine.chunks] == ["a path", "snow", None, "night"]
-
-
 def test_idle_connections_take_no_slot(make_endpoint: MakeEndpoint) -> None:
-    """U. Nor do those with only bad inits."""
+    """Neither do connections with invalid inits only. (U)"""
     endpoint = make_endpoint(info={"max_sessions": 1})
     with (
         GenerateClient(endpoint.port),
@@ -215,7 +174,9 @@ def test_idle_connections_take_no_slot(make_endpoint: MakeEndpoint) -> None:
 
 
 def test_a_full_server_waits_and_refuses(make_endpoint: MakeEndpoint, engine: FakeEngine) -> None:
-    """U. One error with the known text and 1008; the client that has the slot does not notice."""
+    """The client gets one error with the known text and 1008, and the other session continues.
+    (U)
+    """
     assert EndpointLimits().slot_wait_s == 15
     endpoint = make_endpoint(info={"max_sessions": 1}, slot_wait_s=1.0)
     engine.delay_s = 0.05
@@ -230,37 +191,10 @@ def test_a_full_server_waits_and_refuses(make_endpoint: MakeEndpoint, engine: Fa
         assert first.chunk().index == 1
 
 
-def test_a_slot_that_becomes_free_in_time_is_taken(
-    make_endpoint: MakeEndpoint, engine: FakeEngine
-) -> None:
-    """U. The WebUI replaces its session by closing the old one and opening the next."""
-    endpoint = make_endpoint(info={"max_sessions": 1})
-    engine.delay_s = engine.close_delay_s = 0.1
-    engine.max_worlds = 1
-    with GenerateClient(endpoint.port) as first:
-        first.init()
-        first.chunk()
-    with GenerateClient(endpoint.port) as second:
-        second.init(max_chunks=1)
-        assert second.chunk().index == 0
-
-
-def test_many_sessions_run_side_by_side(endpoint: EndpointServer, engine: FakeEngine) -> None:
-    """Ours: eight worlds at once, each with its own frames."""
-    engine.delay_s = 0.02
-    clients = [GenerateClient(endpoint.port) for _ in range(8)]
-    for client in clients:
-        client.init(max_chunks=3)
-    for client in clients:
-        assert [client.chunk().index for _ in range(3)] == [0, 1, 2]
-        assert client.close_code()[0] == 1000
-    assert engine.most_running > 1
-
-
 def test_a_failed_chunk_ends_with_its_reason_and_a_close_frame(
     client: GenerateClient, engine: FakeEngine
 ) -> None:
-    """The chunks before it arrive first; no path or traceback in the text."""
+    """Earlier chunks arrive first, and the text holds no path or traceback."""
 
     def fail(params: DiffusionParams) -> None:
         if params.chunk_index == 2:
@@ -274,24 +208,8 @@ def test_a_failed_chunk_ends_with_its_reason_and_a_close_frame(
     assert (code, reason) == (1011, "the device ran out of memory")
 
 
-def test_an_unforeseen_failure_says_nothing_of_the_server(
-    client: GenerateClient, engine: FakeEngine
-) -> None:
-    """A fixed text and 1011."""
-
-    def fail(params: DiffusionParams) -> None:
-        raise ZeroDivisionError("/secret/path 0x7f00")
-
-    engine.fail = fail
-    client.init()
-    content = client.error()
-    assert content.startswith("error during generate loop: ")
-    assert not re.search(r"secret|0x|Traceback|ZeroDivision|/", content)
-    assert client.close_code()[0] == 1011
-
-
 def test_a_text_frame_does_not_end_the_session(client: GenerateClient, engine: FakeEngine) -> None:
-    """The third one does, with 1003."""
+    """The third text frame closes with 1003."""
     engine.delay_s = 0.05
     client.init()
     client.chunk()
@@ -310,8 +228,8 @@ def test_a_text_frame_does_not_end_the_session(client: GenerateClient, engine: F
 def test_an_idle_connection_is_closed_but_a_stream_is_not(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """4010 without an error message, which the WebUI would show for ever; whoever only watches
-    is not idle.
+    """It closes with 4010 without an error message, which the WebUI would show for ever. A client
+    that only watches is not idle.
     """
     endpoint = make_endpoint(idle_timeout_s=0.3)
     engine.delay_s = 0.2

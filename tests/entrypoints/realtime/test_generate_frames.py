@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `/v1/realtime_video/generate` sends, byte for byte. U: unmodified clients depend on it."""
+"""The bytes of the messages of `/v1/realtime_video/generate`.
+
+(U) marks behaviour of SGLang's server that unmodified clients depend on.
+"""
 
 import io
-import json
 import re
-import shutil
-import subprocess
 import zlib
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from helpers.fake_engine import FIRST, LATER, EndpointServer, FakeEngine
 from helpers.live_clients import HEIGHT, WIDTH, GenerateClient, webui_unpack
-from helpers.waits import seconds
 from PIL import Image
 
 from vllm_omni.entrypoints.realtime.chunk_source import Controls
@@ -72,10 +71,8 @@ STATS_FIELDS = {
 
 
 def test_messages_are_byte_for_byte_of_the_known_form(endpoint: EndpointServer) -> None:
-    """U.
-
-    Sixteen header fields and the payload in one map, eighteen in the stats, `type` first, whole
-    numbers only.
+    """One map holds sixteen header fields and the payload, the stats have eighteen fields, `type`
+    is first, and all numbers are whole. (U)
     """
     with GenerateClient(endpoint.port) as client:
         client.init(max_chunks=1)
@@ -107,10 +104,10 @@ def test_messages_are_byte_for_byte_of_the_known_form(endpoint: EndpointServer) 
 
 
 @pytest.mark.parametrize(("width", "height", "inline"), [(48, 32, True), (64, 64, False)])
-def test_large_payloads_travel_alone(
+def test_large_payloads_are_separate_messages(
     make_endpoint: MakeEndpoint, width: int, height: int, inline: bool
 ) -> None:
-    """U. From 64 KiB on, a header map and the bytes as the next message."""
+    """From 64 KiB on, a header map precedes the bytes in a separate message. (U)"""
     endpoint = make_endpoint(info={"width": width, "height": height})
     with GenerateClient(endpoint.port) as client:
         client.init(size=f"{width}x{height}", max_chunks=2)
@@ -122,13 +119,11 @@ def test_large_payloads_travel_alone(
         assert types == ["frame_batch" if inline else "frame_batch_header"] * len(types)
 
 
-def test_header_and_payload_stay_together_whatever_else_is_said(
+def test_no_message_comes_between_header_and_payload(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """U.
-
-    A hundred invalid events while chunks are sent: each answered, none between a header and its
-    payload.
+    """A hundred invalid events are answered while chunks are sent, none between a header and its
+    payload. (U)
     """
     endpoint = make_endpoint(info={"width": 128, "height": 64})
     with GenerateClient(endpoint.port) as client:
@@ -136,7 +131,7 @@ def test_header_and_payload_stay_together_whatever_else_is_said(
         for number in range(100):
             client.event("dance", number, event_id=number)
         errors, chunks = 0, 0
-        # `receive` takes the message behind a header for its payload
+        # `receive` takes the message after a header for its payload
         while chunks < 20 or errors < 100:
             message = client.receive()
             errors += message["type"] == "error"
@@ -145,7 +140,7 @@ def test_header_and_payload_stay_together_whatever_else_is_said(
 
 
 def test_chunks_are_split_by_frames(make_endpoint: MakeEndpoint) -> None:
-    """U. At most 16 raw frames or 6 encoded ones a message, with the last one flagged."""
+    """A message holds at most 16 raw or 6 encoded frames, and the last one is flagged. (U)"""
     endpoint = make_endpoint(info={"latent_frames_per_chunk": 5})  # a first chunk of 17 frames
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("helpers.fake_engine.FIRST", 17)
@@ -156,10 +151,9 @@ def test_chunks_are_split_by_frames(make_endpoint: MakeEndpoint) -> None:
 
 
 @pytest.mark.parametrize("kind", ["jpeg", "webp"])
-def test_images_decode_to_the_size_that_was_notified(client: GenerateClient, kind: str) -> None:
-    """U.
-
-    One file a frame, lengths in `payload_lengths`, scaled down to the preview's width and never up.
+def test_images_decode_to_the_size_in_the_header(client: GenerateClient, kind: str) -> None:
+    """One file per frame, with the lengths in `payload_lengths`, scaled down to the preview width
+    and never up. (U)
     """
     client.init(
         max_chunks=1,
@@ -191,7 +185,7 @@ def test_images_decode_to_the_size_that_was_notified(client: GenerateClient, kin
 
 @pytest.mark.parametrize("kind", ["raw", "delta_gzip", "delta-gzip", None])
 def test_lossless_frames_are_lossless(client: GenerateClient, kind: str | None) -> None:
-    """Raw bytes (U), or XOR with the frame before and gzip, a chunk at a time."""
+    """Raw bytes (U), or XOR with the previous frame and gzip for each chunk."""
     client.init(max_chunks=3, realtime_output_format=kind)
     chunks = [client.chunk() for _ in range(3)]
     assert [number for chunk in chunks for number in chunk.numbers()] == list(
@@ -207,8 +201,8 @@ def test_lossless_frames_are_lossless(client: GenerateClient, kind: str | None) 
 
 @pytest.mark.parametrize("num_frames", [16, 17, 40])
 def test_deltas_of_a_chunk_in_several_messages_refer_to_the_frame_before(num_frames: int) -> None:
-    """The first of a message: the last of the message before, and the header says so; each chunk
-    starts anew.
+    """The first frame of a later message refers to the last frame of the previous one, and the
+    header says so. Each chunk starts without a reference.
     """
     frames_THWC = np.random.default_rng(0).integers(0, 256, (num_frames, 4, 6, 3), dtype=np.uint8)
     result = SimpleNamespace(frames_THWC=frames_THWC, wall_ms=1.0, world_pose_fields={})
@@ -231,37 +225,3 @@ def test_deltas_of_a_chunk_in_several_messages_refer_to_the_frame_before(num_fra
             before = before ^ delta
             read.append(before)
     assert np.array_equal(np.stack(read), frames_THWC)
-
-
-@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
-def test_javascript_reads_our_messages(endpoint: EndpointServer) -> None:
-    """What a page's decoder makes of them equals what was meant: integers, texts and byte
-    counts.
-    """
-    program = """
-    const bytes = Buffer.from(process.argv[1], "hex"); const view = new DataView(bytes.buffer, bytes.byteOffset);
-    let at = 0; const text = (n) => { at += n; return bytes.toString("utf8", at - n, at); };
-    const read = () => { const b = bytes[at++];
-      if (b < 0x80) return b; if (b < 0x90) return map(b & 15); if (b < 0xa0) return list(b & 15);
-      if (b < 0xc0) return text(b & 31);
-      switch (b) { case 0xc0: return null; case 0xc2: return false; case 0xc3: return true;
-        case 0xcc: return bytes[at++]; case 0xcd: at += 2; return view.getUint16(at - 2);
-        case 0xce: at += 4; return view.getUint32(at - 4); case 0xd9: return text(bytes[at++]);
-        case 0xde: at += 2; return map(view.getUint16(at - 2)); }
-      throw new Error("lead byte " + b); };
-    const map = (n) => { const o = {}; for (let i = 0; i < n; i++) { const k = read(); o[k] = read(); } return o; };
-    const list = (n) => Array.from({ length: n }, read);
-    console.log(JSON.stringify(read()));"""  # noqa: E501
-    with GenerateClient(endpoint.port) as client:
-        client.init(max_chunks=1)
-        client.connection.recv()
-        stats = client.connection.recv()
-    assert isinstance(stats, bytes)
-    read = subprocess.run(
-        ["node", "-e", program, stats.hex()],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=seconds(60),
-    )
-    assert json.loads(read.stdout) == webui_unpack(stats)

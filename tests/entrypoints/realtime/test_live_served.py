@@ -1,22 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The streaming doors behind the real thing: `vllm serve --omni` as a subprocess, its engine,
-its API key.
+"""The realtime endpoints of a real `vllm serve --omni`: its engine, its API key, the OpenAI video
+route and the router.
 """
 
 import base64
 import contextlib
 import os
+import subprocess
+import sys
+import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import openai
 import pytest
-from helpers.fake_engine import FIRST, LATER
+from helpers.fake_engine import FIRST, LATER, Client, infer
 from helpers.live_clients import GenerateClient, VideoClient, png
-from helpers.served import AUTHORIZED, HEIGHT, MAX_SESSIONS, WIDTH, Served
-from helpers.waits import pause, wait_until
+from helpers.ports import port_for_a_server
+from helpers.served import AUTHORIZED, HEIGHT, KEY, MAX_SESSIONS, WIDTH, Served
+from helpers.waits import pause, seconds, wait_until
 from test_live_faults import vanish
-from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
 
 from vllm_omni.entrypoints.media.mp4 import decode_mp4
 
@@ -31,9 +36,7 @@ def generating(served: Served, **fields: Any) -> Iterator[GenerateClient]:
 
 
 def signatures(client: GenerateClient, count: int) -> list[int]:
-    """What the null world paints of each chunk's content into its first pixel; frame numbers are
-    checked on the way.
-    """
+    """The signature that the null world paints of each chunk. Frame numbers are checked."""
     found: list[int] = []
     for index in range(count):
         frames_THWC = client.chunk(60).frames()
@@ -45,21 +48,13 @@ def signatures(client: GenerateClient, count: int) -> list[int]:
     return found
 
 
-def test_the_api_key_guards_both_endpoints(served: Served) -> None:
-    """401 before the upgrade."""
-    for client in (GenerateClient, VideoClient):
-        with pytest.raises(InvalidStatus) as refused:
-            client(served.port)
-        assert refused.value.response.status_code == 401
-
-
-def test_the_only_rank_computes_with_as_many_threads_as_the_user_says(served: Served) -> None:
-    """OMP_NUM_THREADS, read by OpenMP in the process that a user's server spawns."""
+def test_omp_num_threads_sets_the_threads_of_the_only_rank(served: Served) -> None:
+    """OMP_NUM_THREADS applies in the engine process that a user's server starts."""
     assert f"this rank uses {os.environ['OMP_NUM_THREADS']} CPU threads" in served.log
 
 
 def test_a_stream_is_reproducible_and_a_prompt_changes_it(served: Served) -> None:
-    """The same init gives the same frames in another session; a prompt switch parts them."""
+    """The same init gives the same frames in another session, and a prompt switch changes them."""
     with generating(served, max_chunks=6) as client:
         plain = signatures(client, 6)
         assert client.close_code() == (1000, "generation complete")
@@ -72,8 +67,8 @@ def test_a_stream_is_reproducible_and_a_prompt_changes_it(served: Served) -> Non
     assert switched != plain
 
 
-def test_as_many_sessions_as_the_engine_has_room_for(served: Served) -> None:
-    """Three side by side; the fourth is refused; when one vanishes in mid-stream its room is
+def test_sessions_fill_the_engine(served: Served) -> None:
+    """Three sessions run together and a fourth is refused. The slot of a client that vanishes is
     free again.
     """
     with contextlib.ExitStack() as stack:
@@ -95,7 +90,7 @@ def test_as_many_sessions_as_the_engine_has_room_for(served: Served) -> None:
 
 
 def test_fragments_of_a_real_stream_are_a_video(served: Served) -> None:
-    """JSON in, fragmented MP4 out, through the real engine; stop ends it."""
+    """JSON in and fragmented MP4 out, through the real engine. `session.stop` ends the stream."""
     image = "data:image/png;base64," + base64.b64encode(png(WIDTH, HEIGHT)).decode()
     start = {
         "type": "session.start",
@@ -120,3 +115,73 @@ def test_fragments_of_a_real_stream_are_a_video(served: Served) -> None:
         assert done["stopped"]
         assert client.close_code()[0] == 1000
     wait_until(lambda: served.running_requests() == 0)
+
+
+@pytest.mark.filterwarnings("ignore:The Sora API")
+def test_a_world_makes_a_video(served: Served) -> None:
+    """13 frames are a chunk and a part of the next. Frame n of the null world has grey level n."""
+    with openai.OpenAI(
+        base_url=f"http://127.0.0.1:{served.port}/v1", api_key=KEY, max_retries=0
+    ) as client:
+        video_id = client.videos.create(
+            prompt="a field", extra_body={"seed": 1, "num_frames": 13}
+        ).id
+        wait_until(lambda: client.videos.retrieve(video_id).status in ("completed", "failed"), 60)
+        assert client.videos.retrieve(video_id).status == "completed"
+        frames_THWC, _ = decode_mp4(client.videos.download_content(video_id).content)
+    assert np.abs(frames_THWC[:, 40, 40, 0].astype(int) - np.arange(13)).max() <= 3
+
+
+@pytest.fixture
+def routed_port(served: Served) -> Iterator[int]:
+    """`vllm-omni router` in front of the one server."""
+    port = port_for_a_server()
+    command = [
+        sys.executable,
+        "-m",
+        "vllm_omni.entrypoints.cli.main",
+        "router",
+        "--host",
+        "127.0.0.1",
+    ]
+    command += [
+        "--port",
+        str(port),
+        "--backend",
+        f"http://127.0.0.1:{served.port}",
+        "--check-interval-s",
+        "0.2",
+    ]
+    router = subprocess.Popen(command)
+    try:
+        wait_until(lambda: is_ready(f"http://127.0.0.1:{port}/omni/ready"), 60)
+        yield port
+    finally:
+        router.terminate()
+        router.wait(seconds(10))
+
+
+def is_ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=seconds(5)) as response:
+            return response.status == 200
+    except OSError:
+        return False
+
+
+def first_chunk(port: int, session_id: str) -> np.ndarray:
+    url = f"ws://127.0.0.1:{port}/v1/realtime/world/camera"
+    extra = {"height": HEIGHT, "width": WIDTH, "video_format": "ndarray_u8", "seed": 3}
+    with Client(
+        connect(url, compression=None, max_size=None, additional_headers=AUTHORIZED)
+    ) as client:
+        client.send(infer(9, session_id=session_id, extra_body=extra))
+        frames_THWC = np.concatenate([reply["video"] for reply in client.frames()])
+        client.request({"endpoint": "close", "session_id": session_id})
+    return frames_THWC
+
+
+def test_a_session_through_the_router_has_the_same_frames(served: Served, routed_port: int) -> None:
+    frames_THWC = first_chunk(routed_port, "routed")
+    assert frames_THWC.shape == (9, HEIGHT, WIDTH, 3)
+    assert np.array_equal(frames_THWC, first_chunk(served.port, "direct"))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator relies on, at a real `vllm serve --omni`: ids in lines and answers, spans,
-quotas, a quiet start.
+"""Request ids, spans, quotas, metrics and logs of a real `vllm serve --omni`, as an operator needs
+them.
 
-The shared server logs text; `operated` logs JSON, exports spans to a collector that runs here and
+The shared server logs text. `operated` logs JSON, exports spans to a collector in this process, and
 has quotas.
 """
 
@@ -29,7 +29,7 @@ SMALL_KEY = "a-key-with-a-small-quota"
 SMALL = {"Authorization": f"Bearer {SMALL_KEY}"}
 DEPLOY = Path(__file__).parents[3] / "examples" / "deploy"
 TARGET_LABELS = {"instance", "job"}
-"""What Prometheus adds to every sample."""
+"""Labels that Prometheus adds to every sample."""
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def collector() -> Iterator[Collector]:
 def operated(
     null_world: Path, tmp_path_factory: pytest.TempPathFactory, collector: Collector
 ) -> Iterator[Served]:
-    """A server with two keys, one of them with a small quota."""
+    """A server with two keys, one of which has a small quota."""
     folder = tmp_path_factory.mktemp("operated")
     quotas = folder / "quotas.toml"
     digest = hashlib.sha256(SMALL_KEY.encode()).hexdigest()
@@ -83,7 +83,7 @@ def ids(response: http.client.HTTPResponse) -> list[str]:
 
 
 def walk(server: Served, session_id: str, headers: dict[str, str], num_chunks: int = 2) -> None:
-    """A session with a first request and then one more for every chunk; closed at the end."""
+    """A session with one request per chunk, closed at the end."""
     with server.client(**headers) as client:
         for number in range(num_chunks):
             client.send(request(LATER if number else FIRST, session_id=session_id))
@@ -98,8 +98,9 @@ def walk(server: Served, session_id: str, headers: dict[str, str], num_chunks: i
 def test_every_http_response_carries_one_request_id(
     kind: str, request: pytest.FixtureRequest
 ) -> None:
-    """The client's own if it brought one; also where there is no route, no key or no page, and
-    beside vLLM's own flag for it, which `operated` has."""
+    """The client's id or a new one, also for refusals and unknown routes, and with vLLM's own flag
+    for it, which `operated` has.
+    """
     server: Served = request.getfixturevalue(kind)
     for path, status in (("/health", 200), ("/v1/models", 401), ("/v1/nothing", 401), ("/", 307)):
         response = get(server, path, **{"X-Request-Id": "mine-1"})
@@ -129,7 +130,7 @@ def test_a_handshake_carries_the_request_id_whether_it_succeeds_or_not(served: S
 
 
 def test_every_line_of_a_session_names_it_and_the_request(served: Served) -> None:
-    """The session's own lines, its connection's and uvicorn's of the handshake."""
+    """Lines of the session, of its connection, and of uvicorn about the handshake."""
     before = len(served.log)
     walk(served, "logged-session", {**AUTHORIZED, "X-Request-Id": "logged-request"})
     wait_until(lambda: "realtime/world/camera ended" in served.log[before:])
@@ -171,12 +172,10 @@ def test_json_lines_have_the_ids_as_fields(operated: Served) -> None:
 # -- spans -----------------------------------------------------------------------------------------
 
 
-def test_spans_of_a_session_hang_below_the_callers_trace(
+def test_spans_of_a_session_belong_to_the_callers_trace(
     operated: Served, collector: Collector
 ) -> None:
-    """A session of two chunks: every span is there once a chunk, below the right parent, inside
-    its parent's time.
-    """
+    """Each of two chunks has every span once, with the right parent and within its time."""
     walk(operated, "traced", {**AUTHORIZED, "traceparent": f"00-{TRACE_ID}-{CALLER_SPAN}-01"})
     wait_until(lambda: any(span.name == "session" for span in collector.spans(TRACE_ID)), 20)
     wait_until(
@@ -227,8 +226,8 @@ def test_spans_of_a_session_hang_below_the_callers_trace(
     assert sorted(numbers) == [0, 1]
 
 
-def test_without_a_collector_no_line_is_lost_to_tracing(served: Served) -> None:
-    """A `traceparent` at a server without tracing is no error and no warning."""
+def test_a_traceparent_without_tracing_is_ignored(served: Served) -> None:
+    """A `traceparent` at a server without tracing causes no error and no warning."""
     before = len(served.log)
     walk(
         served,
@@ -243,8 +242,9 @@ def test_without_a_collector_no_line_is_lost_to_tracing(served: Served) -> None:
 
 
 def test_a_key_beyond_its_quota_is_refused_at_the_socket_and_over_http(operated: Served) -> None:
-    """Two sessions at once, a fourth chunk, an HTTP request: typed, with a time; others are not
-    touched; metrics count it under the key's name; no key is in the log."""
+    """A second session, a fourth chunk and an HTTP request get a typed error with a time. Other
+    keys are not affected, metrics use the key's name, and the log holds no key.
+    """
     with operated.client(**SMALL) as client:
         client.send(request(FIRST, session_id="small"))
         client.frames()
@@ -280,7 +280,7 @@ def test_a_key_beyond_its_quota_is_refused_at_the_socket_and_over_http(operated:
 
 
 def expressions() -> Iterator[str]:
-    """Every PromQL expression of the example rules and the example dashboard."""
+    """Each PromQL expression of the example rules and dashboard."""
     for group in yaml.safe_load((DEPLOY / "rules.yml").read_text())["groups"]:
         yield from (rule["expr"] for rule in group["rules"])
     for panel in json.loads((DEPLOY / "grafana-dashboard.json").read_text())["panels"]:
@@ -288,7 +288,7 @@ def expressions() -> Iterator[str]:
 
 
 def exported(page: str) -> dict[str, set[str]]:
-    """Metric -> names of its labels, of all samples on a page of metrics."""
+    """{metric: its label names} of all samples on a metrics page."""
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
@@ -297,7 +297,7 @@ def exported(page: str) -> dict[str, set[str]]:
 
 
 def unknown_names(expression: str, known: dict[str, set[str]]) -> list[str]:
-    """Metrics and labels of an expression that are on no page of metrics."""
+    """Metrics and labels of an expression that no metrics page has."""
     missing = []
     selectors = re.findall(r"\b((?:omni_|vllm:)\w+)(?:\{([^}]*)\})?", expression)
     for name, selector in selectors:
@@ -315,9 +315,9 @@ def unknown_names(expression: str, known: dict[str, set[str]]) -> list[str]:
     return missing
 
 
-def test_rules_and_dashboard_name_what_the_server_exports(operated: Served) -> None:
-    """After chunks that failed and came late, a refusal and a video job, each metric and label
-    of theirs is there.
+def test_the_server_exports_the_metrics_of_rules_and_dashboard(operated: Served) -> None:
+    """After failed and late chunks, a refusal and a video job, the server exports every metric and
+    label of the examples.
     """
     with operated.client(**AUTHORIZED, **{"X-Request-Id": "engine-line"}) as client:
         failed = client.request(
@@ -368,8 +368,9 @@ def metrics(server: Served) -> str:
 
 
 def test_the_start_is_quiet(operated: Served) -> None:
-    """No traceback, no warning of a variable that the server knows, no line for each route; and
-    none of a handshake that was refused. What must be seen is."""
+    """The log holds no traceback, no warning about a known variable, no line per route, and none
+    per refused handshake. Important lines are there.
+    """
     url = f"ws://127.0.0.1:{operated.port}/v1/realtime/world/camera"
     for headers in ({}, {**AUTHORIZED, "Origin": "https://elsewhere.example"}):
         with pytest.raises(InvalidStatus):
@@ -383,7 +384,7 @@ def test_the_start_is_quiet(operated: Served) -> None:
     assert "Starting vLLM server on" in log and "origin_refused" in log
 
 
-def test_the_root_leads_to_the_page(served: Served) -> None:
+def test_the_root_redirects_to_the_page(served: Served) -> None:
     response = get(served, "/")
     assert (response.status, response.headers["Location"]) == (307, "omni/")
     assert get(served, "/omni/").status == 200

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints without a server: which session is saved when, what goes with its world, and whose
-files are whose.
+"""Periodic snapshots without a server: which session is saved when, when its file is deleted, and
+which server restores it.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ PERIOD_S = 0.05
 
 
 class Writer:
-    """Stands for the engine's side: writes the chunk's number, after `delay_s`, or fails."""
+    """Stands for the engine: writes the index of the next chunk after `delay_s`, or fails."""
 
     def __init__(self, manager: SessionManager) -> None:
         self.manager, self.delay_s, self.cost_s = manager, 0.0, 0.0
@@ -58,13 +58,13 @@ class Writer:
 Test = Callable[[SessionManager, Session, FakeEngine, Writer, PersistedSessions], Awaitable[None]]
 
 
-def checkpointed(folder: Path, test: Test) -> None:
-    """Run `test` with a manager whose sessions are checkpointed to `folder`."""
+def with_snapshots(folder: Path, test: Test) -> None:
+    """Run `test` with a manager that writes periodic snapshots to `folder`."""
 
     async def inner(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
         writer = Writer(manager)
         migration = SessionMigration(
-            manager, StagingDirectory(folder / "spool"), folder / "kept", PERIOD_S
+            manager, StagingDirectory(folder / "staging"), folder / "retained", PERIOD_S
         )
         assert migration.persistent_dir is not None and isinstance(
             migration.periodic_snapshots, PeriodicSnapshots
@@ -79,10 +79,10 @@ async def walk(session: Session, number: int) -> None:
     assert await ended(session.submit(job(frames, f"r{number}", image=number == 0))) is None
 
 
-def test_a_session_is_saved_when_it_has_moved_and_its_file_goes_with_its_world(
+def test_a_session_is_saved_after_a_new_chunk_and_its_file_is_deleted_with_it(
     tmp_path: Path,
 ) -> None:
-    """One file, replaced; nothing is written for a session that stands still."""
+    """One file is replaced, and an unchanged session is not written again."""
 
     async def test(
         manager: SessionManager,
@@ -102,10 +102,10 @@ def test_a_session_is_saved_when_it_has_moved_and_its_file_goes_with_its_world(
         await session.reset()
         assert not file.exists()
 
-    checkpointed(tmp_path, test)
+    with_snapshots(tmp_path, test)
 
 
-def test_a_world_that_ends_while_it_is_written_leaves_no_file(tmp_path: Path) -> None:
+def test_a_session_that_ends_during_a_snapshot_leaves_no_file(tmp_path: Path) -> None:
     async def test(
         manager: SessionManager,
         session: Session,
@@ -125,12 +125,12 @@ def test_a_world_that_ends_while_it_is_written_leaves_no_file(tmp_path: Path) ->
             if path.suffix in (".partial", ".safetensors")
         ]
 
-    checkpointed(tmp_path, test)
+    with_snapshots(tmp_path, test)
 
 
-def test_what_a_dead_engine_held_stays_for_the_next_server(tmp_path: Path) -> None:
-    """Doors free the worlds of clients that they close; after a crash that must not cost the
-    checkpoint.
+def test_snapshots_of_a_dead_engine_stay(tmp_path: Path) -> None:
+    """Endpoints free the sessions of clients that they close, but after a crash the snapshot must
+    stay.
     """
 
     async def test(
@@ -146,13 +146,13 @@ def test_what_a_dead_engine_held_stays_for_the_next_server(tmp_path: Path) -> No
         session.discard_engine_session(in_engine=False)
         assert retained.periodic_path(session.key).exists()
 
-    checkpointed(tmp_path, test)
+    with_snapshots(tmp_path, test)
 
 
-def test_a_full_disk_costs_the_checkpoint_alone(
+def test_a_full_disk_affects_the_snapshot_only(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is logged once, the one before stays, and the next period tries again."""
+    """The failure is logged once, the previous snapshot stays, and the next period tries again."""
 
     async def test(
         manager: SessionManager,
@@ -172,12 +172,14 @@ def test_a_full_disk_costs_the_checkpoint_alone(
         await until(lambda: file.read_text() == "2")
 
     with caplog.at_level("WARNING", "vllm.vllm_omni"):
-        checkpointed(tmp_path, test)
+        with_snapshots(tmp_path, test)
     assert sum("could not be written" in record.message for record in caplog.records) <= 1
 
 
-def test_checkpoints_take_no_more_than_their_share(tmp_path: Path) -> None:
-    """One that cost the engine 10 ms is followed by two thirds of a second without any."""
+def test_snapshots_take_a_bounded_share_of_time(tmp_path: Path) -> None:
+    """A snapshot that took 10 ms of engine time is followed by two thirds of a second without
+    another.
+    """
 
     async def test(
         manager: SessionManager,
@@ -194,12 +196,12 @@ def test_checkpoints_take_no_more_than_their_share(tmp_path: Path) -> None:
         lasted_s = time.monotonic() - started_s
         assert 1 <= len(writer.saved) <= 1 + lasted_s / (0.01 / 0.02)
 
-    checkpointed(tmp_path, test)
+    with_snapshots(tmp_path, test)
 
 
-def test_a_drain_does_not_wait_for_checkpoints_and_ends_them(tmp_path: Path) -> None:
-    """The session is saved for good, under the name that any server takes over; its checkpoint
-    goes.
+def test_a_drain_replaces_the_periodic_snapshot(tmp_path: Path) -> None:
+    """The drain saves the session under the name that any server restores, and deletes its periodic
+    snapshot.
     """
 
     async def test(
@@ -221,12 +223,12 @@ def test_a_drain_does_not_wait_for_checkpoints_and_ends_them(tmp_path: Path) -> 
         assert retained.final_path(session.key).read_text() == "for good"
         assert not retained.periodic_path(session.key).exists()
 
-    checkpointed(tmp_path, test)
+    with_snapshots(tmp_path, test)
 
 
-def test_only_files_of_the_dead_are_taken_over(tmp_path: Path) -> None:
-    """Of several of one session the newest; a living server's checkpoint is its own; a day old
-    ones go.
+def test_only_files_of_dead_servers_are_restored(tmp_path: Path) -> None:
+    """The newest of several files of a session is restored. Snapshots of live servers stay, and
+    day-old ones are deleted.
     """
     living, dead = StagingDirectory(tmp_path), StagingDirectory(tmp_path)
     key, other = ("anonymous", "walk"), ("anonymous", "other")
@@ -257,13 +259,11 @@ def test_only_files_of_the_dead_are_taken_over(tmp_path: Path) -> None:
     assert mine.periodic_path(other).exists()
 
 
-def test_an_entry_that_is_no_file_ends_no_start(
+def test_an_entry_that_is_no_snapshot_is_skipped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A directory, a FIFO and a file that is no snapshot stay where they are, and the log says
-    why.
-    """
-    retained = tmp_path / "kept"
+    """A directory, a FIFO and a file that is no snapshot stay in place, and the log names them."""
+    retained = tmp_path / "retained"
     retained.mkdir()
     names = [f"{digit * 32}.session.safetensors" for digit in "abc"]
     (retained / names[0]).mkdir()
@@ -273,7 +273,7 @@ def test_an_entry_that_is_no_file_ends_no_start(
     os.mkfifo(retained / f"{'a' * 32}.0123456789abcdef.session.safetensors")
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
-        migration = SessionMigration(manager, StagingDirectory(tmp_path / "spool"), retained)
+        migration = SessionMigration(manager, StagingDirectory(tmp_path / "staging"), retained)
         migration.sweep()
         assert await migration.take_over() == 0
 
@@ -290,12 +290,14 @@ def test_an_entry_that_is_no_file_ends_no_start(
         ({"snapshot_period_s": 0, "drain_snapshot_dir": "k"}, ">= 0.1"),
     ],
 )
-def test_checkpoints_need_a_place_and_a_time(options: dict[str, Any], message: str) -> None:
+def test_periodic_snapshots_require_a_directory_and_a_period(
+    options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         OmniConfig.from_additional_config({"omni": options})
 
 
-def test_a_model_without_sessions_refuses_checkpoints() -> None:
-    retained = OmniConfig(snapshot_period_s=5, drain_snapshot_dir="kept")
+def test_a_model_without_sessions_refuses_periodic_snapshots() -> None:
+    retained = OmniConfig(snapshot_period_s=5, drain_snapshot_dir="retained")
     with pytest.raises(ValueError, match="Lance has no sessions"):
         retained.refuse_checkpoints("Lance")

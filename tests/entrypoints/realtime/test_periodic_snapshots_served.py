@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kill -9` of a real `vllm serve --omni` with `omni.snapshot_period_s`: the next server goes on
-within one checkpoint.
+"""`kill -9` of a real `vllm serve --omni` with `omni.snapshot_period_s`: the next server resumes at
+the last periodic snapshot.
 
-The nightly loop kills each kind of process `VLLM_OMNI_KILLS` times (1); it prints what it saw
-(`pytest -s`) and, with `VLLM_OMNI_KILLS_JSON` set, writes it there.
+The nightly loop kills each kind of process `VLLM_OMNI_KILLS` times (default 1), prints its
+measurements (`pytest -s`) and writes them to `VLLM_OMNI_KILLS_JSON` if it is set.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ __all__ = ["disk"]
 CHECKPOINT_S = 0.2
 KILLED = -9
 SLOW = {"step_ms": 60.0}
-CHUNKS = 9  # as many as one request may ask for
+CHUNKS = 9  # the most that one request may hold
 KILLS = int(os.environ.get("VLLM_OMNI_KILLS", "1"))  # of each kind; twenty take half an hour
 
 Start = Callable[..., Served]
@@ -41,7 +41,7 @@ Start = Callable[..., Served]
 
 @pytest.fixture
 def retained(tmp_path: Path) -> Path:
-    return tmp_path / "kept"
+    return tmp_path / "retained"
 
 
 @pytest.fixture
@@ -51,8 +51,8 @@ def start(null_world: Path, tmp_path: Path, retained: Path) -> Iterator[Start]:
         yield start
 
 
-def checkpoints(folder: Path) -> dict[str, int]:
-    """Session id -> its next chunk, as files say."""
+def snapshots(folder: Path) -> dict[str, int]:
+    """{session id: index of its next chunk} in the files of a folder."""
     found = {}
     for path in folder.glob("*.session.safetensors"):
         with contextlib.suppress(FileNotFoundError):  # replaced meanwhile
@@ -69,18 +69,18 @@ def victim_of(server: Served, kind: str) -> psutil.Process:
 
 
 def walk(client: Any, frames: list[dict[str, Any]], until_s: float) -> tuple[str, float]:
-    """Take frames until the connection ends: what was said last (`code` of an error, or ""), and
-    when.
+    """Receive frames until the connection ends; return the code of the last error, or "", and the
+    time.
     """
-    said = ""
+    code = ""
     with contextlib.suppress(ConnectionClosed):
         while time.monotonic() < until_s:
             message = client.receive()
             if message["type"] == "frame":
                 frames.append(message)
             elif message["type"] == "error":
-                said = message["code"]
-    return said, time.monotonic()
+                code = message["code"]
+    return code, time.monotonic()
 
 
 def rest_of(path: dict[str, Any], chunk: int) -> dict[str, Any]:
@@ -98,21 +98,20 @@ def rest_of(path: dict[str, Any], chunk: int) -> dict[str, Any]:
 def test_a_walk_continues_after_kill_9_and_a_restart(
     start: Start, retained: Path, kind: str
 ) -> None:
-    """Frames from the checkpoint on are those of a walk that was never cut; an idle session is
-    there, too.
+    """Frames after the snapshot equal those of an uninterrupted walk, and an idle session is
+    restored too. The client learns at which chunk its session resumes.
 
-    The client is told the chunk at which its world resumes, although it had seen later ones. A
-    worker has a process of its own only where that is killed: starting one takes seconds.
+    A worker has a separate process only in its case, because starting one takes seconds.
     """
     path, processes = camera(FIRST + (CHUNKS - 1) * LATER), MP if kind == "Worker" else ()
     first = start(*processes)
     idler, walker = first.client(), first.client()
     idler.send(request(FIRST, session_id="idle"))
     idler.frames()
-    wait_until(lambda: checkpoints(retained) == {"idle": 1})
+    wait_until(lambda: snapshots(retained) == {"idle": 1})
     walker.send(request(session_id="walk", cameras=path, options=SLOW))
     frames = []
-    while checkpoints(retained).get("walk", 0) < 3:
+    while snapshots(retained).get("walk", 0) < 3:
         frames.append(walker.receive())
     assert all(
         file.stat().st_mode & 0o777 == 0o600 for file in retained.glob("*.session.safetensors")
@@ -123,11 +122,11 @@ def test_a_walk_continues_after_kill_9_and_a_restart(
     walk(walker, frames, killed_s + 10)
     assert first.process.wait(seconds(20)) == (KILLED if kind == "server" else ENGINE_DIED)
     gone_after(others, killed_s, 5)
-    saved = checkpoints(retained)["walk"]
+    saved = snapshots(retained)["walk"]
 
     second = start(*processes)
     # a second crash would lose nothing either
-    assert checkpoints(retained) == {"idle": 1, "walk": saved}
+    assert snapshots(retained) == {"idle": 1, "walk": saved}
     with second.client() as client:
         resumed = client.request(
             {"endpoint": "resume", "session_id": "walk", "last_chunk_id": len(frames) - 1}
@@ -144,7 +143,7 @@ def test_a_walk_continues_after_kill_9_and_a_restart(
         client.send(request(LATER, session_id="idle", image=None))
         assert signatures(client.frames())[0][0] == FIRST
         assert client.request({"endpoint": "close", "session_id": "idle"})["type"] == "closed"
-    wait_until(lambda: "idle" not in checkpoints(retained))
+    wait_until(lambda: "idle" not in snapshots(retained))
 
 
 @pytest.mark.nightly
@@ -152,11 +151,10 @@ def test_a_walk_continues_after_kill_9_and_a_restart(
 def test_every_kind_of_process_is_killed_and_every_restart_resumes(
     start: Start, retained: Path
 ) -> None:
-    """Exit status as documented, clients told within a second, no orphan after 5 s, the next server
-    where it was.
+    """The exit status is the documented one, clients get an error within a second, no process
+    remains after 5 s, and the next server resumes.
 
-    The server that is started after one kill suffers the next. `VLLM_OMNI_KILLS` sets another
-    number of kills.
+    The server that starts after one kill suffers the next one.
     """
     kinds = ("EngineCore", "Worker", "server")
     seen: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
@@ -169,7 +167,7 @@ def test_every_kind_of_process_is_killed_and_every_restart_resumes(
             request(session_id=name, cameras=camera(FIRST + (CHUNKS - 1) * LATER), options=SLOW)
         )
         frames: list[dict[str, Any]] = []
-        while checkpoints(retained).get(name, 0) < 2:
+        while snapshots(retained).get(name, 0) < 2:
             frames.append(client.receive())
         others, killed_s, killed_at_s = family(server), time.monotonic(), time.time()
         victim_of(server, kind).kill()
@@ -185,7 +183,7 @@ def test_every_kind_of_process_is_killed_and_every_restart_resumes(
         (file,) = (
             path for path in retained.glob("*.session.safetensors") if owner_of(path) == name
         )
-        saved, age_s = checkpoints(retained)[name], killed_at_s - file.stat().st_mtime
+        saved, age_s = snapshots(retained)[name], killed_at_s - file.stat().st_mtime
         started_s = time.monotonic()
         server = start(*MP)
         restart_s = time.monotonic() - started_s
@@ -201,8 +199,7 @@ def test_every_kind_of_process_is_killed_and_every_restart_resumes(
             assert signatures(again.frames())[0][0] == FIRST + LATER * (saved - 1)
             again.request({"endpoint": "close", "session_id": name})
         reported = max(reported_s, silent_reported_s) - killed_s
-        # A killed server says nothing: the system closes its sockets when it has taken its memory
-        # apart.
+        # The kernel closes the sockets of a killed server after it has freed its memory.
         if reported > (5.0 if kind == "server" else 1.0):
             late.append((number, kind, reported))
         lost = len(frames) - saved
@@ -217,7 +214,7 @@ def test_every_kind_of_process_is_killed_and_every_restart_resumes(
             }
         )
         note(seen)
-    # at the end: a machine that is busy with other work is slow to tell, and no less right
+    # checked at the end, because a busy machine only delays the errors
     assert late == []
 
 
@@ -228,7 +225,7 @@ def owner_of(path: Path) -> str:
 
 
 def note(seen: dict[str, list[dict[str, float]]]) -> None:
-    """Print, and write if asked to, what the kills so far have shown."""
+    """Print the measurements so far, and write them if requested."""
     figures = {
         kind: {"kills": len(kills)}
         | {

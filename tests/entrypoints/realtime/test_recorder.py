@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recorder at the doors: every chunk in order, cancelled ones as such, branches with their
+"""`Recorder`: recordings hold every chunk in order, also cancelled ones, and branches hold their
 past.
 """
 
@@ -48,7 +48,7 @@ async def chunk(
 
 
 def recorded(folder: Path, session_id: str) -> list[tuple[int, int, str | None]]:
-    """(chunk, first pose value, digest) of a session's recording."""
+    """(index, first pose value, digest) of each chunk in a session's recording."""
     (path,) = folder.glob(f"*_{session_id}.recording")
     header, chunks, whole = read_recording(path)
     assert (header, whole) == (HEADER, True)
@@ -60,7 +60,7 @@ def recorded(folder: Path, session_id: str) -> list[tuple[int, int, str | None]]
 
 
 def test_a_session_is_recorded_chunk_by_chunk_and_a_branch_with_its_past(tmp_path: Path) -> None:
-    """Also a chunk that was cancelled and asked for again; a refused one is no part of it."""
+    """A cancelled chunk that is requested again is recorded once, and a refused one is not."""
     engine, recorder = FakeEngine(), Recorder(tmp_path / "new", HEADER)
     world = SessionEngine(engine, recorder=recorder)  # type: ignore[arg-type]
 
@@ -95,7 +95,7 @@ def test_a_session_is_recorded_chunk_by_chunk_and_a_branch_with_its_past(tmp_pat
 
 
 def test_a_session_that_started_elsewhere_is_not_recorded(tmp_path: Path) -> None:
-    """There would be no start to replay it from."""
+    """Its first chunk is missing, so it could not be replayed."""
     engine, recorder = FakeEngine(), Recorder(tmp_path, HEADER)
 
     async def scenario() -> None:
@@ -124,8 +124,8 @@ def test_a_chunk_s_adapters_are_recorded_with_their_digests(tmp_path: Path) -> N
     assert one.outcome is not None and one.outcome.lora == [used]
 
 
-def test_a_folder_that_is_gone_stops_no_session(tmp_path: Path) -> None:
-    """The recording is lost and logged; the chunk is delivered."""
+def test_a_missing_folder_stops_no_session(tmp_path: Path) -> None:
+    """The recording is lost and logged, and the chunk is delivered."""
     engine, recorder = FakeEngine(), Recorder(tmp_path / "gone", HEADER)
     (tmp_path / "gone").rmdir()
     frames = asyncio.run(chunk(SessionEngine(engine, recorder=recorder), 0))  # type: ignore[arg-type]

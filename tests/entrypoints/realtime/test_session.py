@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The session core without a door: what is committed, what is kept and what is certain when a
-request is cut off.
-"""
+"""Sessions without an endpoint: committed and retained chunks, and interrupted requests."""
 
 import asyncio
 import threading
@@ -46,8 +44,8 @@ def job(
     restart: bool = False,
     fps: float | None = None,
 ) -> Job:
-    """A request whose replies are its chunks' indices as text. source: None = a camera path of
-    `num_frames` poses.
+    """A request with the chunk index as reply. source: None is a camera path of `num_frames`
+    poses.
     """
 
     def render(chunk: FinishedChunk) -> list[bytes]:
@@ -77,7 +75,7 @@ async def ended(run: Run) -> EndpointError | None:
 
 
 def scenario(test: Callable[[SessionManager, Session, FakeEngine], Awaitable[None]]) -> None:
-    """Run `test` on a session of a fresh manager; no task may be left behind."""
+    """Run `test` with a session of a new manager. No task may remain."""
 
     async def run() -> None:
         engine = FakeEngine()
@@ -94,9 +92,9 @@ def payloads(run: Run) -> list[bytes]:
     return [reply.payload for reply in run.replies]
 
 
-def test_what_the_engine_had_served_is_retained_when_a_request_is_cut_off() -> None:
-    """Chunk 0 is being rendered, 1 is answered, 2 runs: 0 and 1 are in the journal; what became
-    of 2 is uncertain.
+def test_finished_chunks_of_a_cancelled_request_are_retained() -> None:
+    """Chunk 0 is being rendered, 1 is finished and 2 runs. Chunks 0 and 1 are in the delivery log,
+    and the result of 2 is unknown.
     """
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
@@ -107,7 +105,7 @@ def test_what_the_engine_had_served_is_retained_when_a_request_is_cut_off() -> N
         rendering = threading.Event()
         run = session.submit(job(FIRST + 3 * LATER, "r", image=True, render_after=rendering))
         await until(lambda: engine.running == 1 and engine.chunks[-1].params.chunk_index == 2)
-        await pause_task(0.05)  # for the answer to chunk 1 to pass through this loop
+        await pause_task(0.05)  # until the result of chunk 1 has been processed
         session.cancel()
         rendering.set()
         error = await ended(run)
@@ -121,9 +119,9 @@ def test_what_the_engine_had_served_is_retained_when_a_request_is_cut_off() -> N
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_an_uncertain_place_is_requested_for(late: bool) -> None:
-    """A new request takes the engine's next chunk, whichever that is; a cut-off one insists on
-    its own.
+def test_the_position_after_an_abort_is_read_from_the_engine(late: bool) -> None:
+    """After an abort a new request continues at the engine's next chunk, but the interrupted
+    request requires its own index.
     """
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
@@ -153,7 +151,7 @@ def test_an_uncertain_place_is_requested_for(late: bool) -> None:
 
 
 def test_a_request_cancelled_before_it_started_still_ends() -> None:
-    """A task that never ran its first step must not leave the session busy."""
+    """A task that never ran must not leave the session busy."""
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
         run = session.submit(job(FIRST, "r", image=True))
@@ -169,7 +167,7 @@ def test_a_request_cancelled_before_it_started_still_ends() -> None:
 
 
 def test_a_repeated_request_after_other_requests_is_out_of_date() -> None:
-    """What was cut off cannot be finished once the session has gone on."""
+    """An interrupted request cannot be finished after another one has advanced the session."""
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
         def fail_second(params: DiffusionParams) -> None:
@@ -190,8 +188,8 @@ def test_a_repeated_request_after_other_requests_is_out_of_date() -> None:
     scenario(test)
 
 
-def test_inputs_are_let_go_when_a_request_ends() -> None:
-    """Sixty-four remembered requests must not hold sixty-four start images."""
+def test_inputs_are_freed_when_a_request_ends() -> None:
+    """The 64 retained requests must not hold 64 start images."""
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
         requested = job(FIRST, "r", image=True)
@@ -203,8 +201,8 @@ def test_inputs_are_let_go_when_a_request_ends() -> None:
     scenario(test)
 
 
-def test_a_live_request_paused_again_before_its_chunk_starts_continues_when_it_may() -> None:
-    """It had ended, as if it were complete."""
+def test_a_live_request_paused_before_its_chunk_continues_later() -> None:
+    """Such a request once ended as if it were complete."""
 
     class PausedAgain(LiveChunks):
         """Ready, and not any more when it is looked at; then ready."""
@@ -230,3 +228,46 @@ def test_a_live_request_paused_again_before_its_chunk_starts_continues_when_it_m
         assert run.completed == 2
 
     scenario(test)
+
+
+def sent(info: StreamInfo, fps: float | None) -> list[DiffusionParams]:
+    """The params of three chunks of one request."""
+
+    async def run() -> list[DiffusionParams]:
+        engine = FakeEngine()
+        manager = SessionManager(
+            SessionEngine(engine), info, EndpointLimits(unsent_chunks=1000), ThreadPoolExecutor(1)
+        )  # type: ignore[arg-type]
+        session = manager.open(("me", "s"))
+        requested = session.submit(job(FIRST + 2 * LATER, "r", image=True, fps=fps))
+        assert await ended(requested) is None
+        await manager.shutdown()
+        return [chunk.params for chunk in engine.chunks]
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("target_fps", "fps", "expected"),
+    [(None, None, 16.0), (20.0, None, 20.0), (20.0, 12.0, 12.0)],
+    ids=["the model's rate", "the server's target", "the client's own"],
+)
+def test_deadlines_are_one_playing_time_apart(
+    target_fps: float | None, fps: float | None, expected: float
+) -> None:
+    info = StreamInfo(height=32, width=48, by_deadline=True, target_fps=target_fps)
+    params = sent(info, fps)
+    assert [chunk.chunk_period_s for chunk in params] == pytest.approx(
+        [FIRST / expected, *[LATER / expected] * 2]
+    )
+    first, second, third = (chunk.deadline_s for chunk in params)
+    assert first == pytest.approx(FIRST / expected)
+    # Each chunk is requested immediately after the previous one, because the fake engine takes no
+    # time, so unplayed time adds up.
+    assert second == pytest.approx((FIRST + LATER) / expected, abs=0.3)
+    assert third == pytest.approx((FIRST + 2 * LATER) / expected, abs=0.3)
+
+
+def test_deadlines_are_sent_only_to_an_engine_that_uses_them() -> None:
+    params = sent(StreamInfo(height=32, width=48), 12.0)
+    assert [(chunk.deadline_s, chunk.chunk_period_s) for chunk in params] == [(None, None)] * 3

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`/v1/sessions` at a real server: snapshots come and go, and every refusal names its reason."""
+"""`/v1/sessions` of a real server: snapshots and refusals."""
 
 import json
 
@@ -8,9 +8,9 @@ from helpers.served import Served
 from session_calls import call, code_of, request, signatures
 
 
-def test_a_session_comes_and_goes_over_http(served: Served) -> None:
-    """Downloaded, uploaded under two ids, continued over the WebSocket: the same frames as the
-    original.
+def test_a_snapshot_is_downloaded_and_uploaded(served: Served) -> None:
+    """A session that is downloaded, uploaded under two ids and continued over the WebSocket gives
+    the frames of the original.
     """
     with served.client() as client:
         client.send(request(FIRST + LATER, session_id="origin"))
@@ -46,8 +46,8 @@ def test_a_session_comes_and_goes_over_http(served: Served) -> None:
 
 
 def test_refusals_over_http_name_their_reason(served: Served) -> None:
-    """Status and code: key, unknown ids, ids in use, damage, other models, sizes; nothing is
-    left behind.
+    """Each refusal has a status and a code, and leaves nothing: keys, unknown ids, ids in use,
+    damage, other models, sizes.
     """
     with served.client() as client:
         client.send(request(FIRST, session_id="one"))
@@ -55,9 +55,7 @@ def test_refusals_over_http_name_their_reason(served: Served) -> None:
         snapshot = call(served, "GET", "/v1/sessions/one/snapshot")[1]
         head = 8 + int.from_bytes(snapshot[:8], "little")
         header = snapshot[8:head]
-        other_package = (
-            snapshot[:8] + header.replace(b"null_world", b"lost_world") + snapshot[head:]
-        )
+        foreign = snapshot[:8] + header.replace(b"null_world", b"lost_world") + snapshot[head:]
         newer = (
             snapshot[:8]
             + header.replace(rb"\"format_version\":1", rb"\"format_version\":9")
@@ -70,7 +68,7 @@ def test_refusals_over_http_name_their_reason(served: Served) -> None:
             ("PUT", "/v1/sessions/two", snapshot[:-1], 400, "invalid_snapshot"),
             ("PUT", "/v1/sessions/two", b"", 400, "invalid_snapshot"),
             ("PUT", "/v1/sessions/two", b"\x80\x04K\x01.", 400, "invalid_snapshot"),
-            ("PUT", "/v1/sessions/two", other_package, 409, "foreign_snapshot"),
+            ("PUT", "/v1/sessions/two", foreign, 409, "foreign_snapshot"),
             ("PUT", "/v1/sessions/two", newer, 400, "snapshot_version"),
             ("DELETE", "/v1/sessions/two", None, 404, "unknown_session"),
         ):

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client of `/v1/realtime/video` sees: real sockets, a real uvicorn server, a fake
-engine.
-"""
+"""`/v1/realtime/video` with real sockets, a real uvicorn server and a fake engine."""
 
 import base64
 import json
@@ -50,7 +48,7 @@ def interaction(event: Any, **fields: Any) -> dict[str, Any]:
 
 
 def responses(client: VideoClient, kind: str, count: int = 1) -> list[dict[str, Any]]:
-    """The next messages of a type, whatever chunks come between."""
+    """The next messages of a type. Chunks between them are skipped."""
     found = []
     while len(found) < count:
         message = client.receive()
@@ -62,9 +60,7 @@ def responses(client: VideoClient, kind: str, count: int = 1) -> list[dict[str, 
 def test_a_stream_from_start_to_done(
     endpoint: EndpointServer, engine: FakeEngine, path: str
 ) -> None:
-    """Start, chunks with their metadata, done, 1000; the bytes joined are a video of every
-    frame.
-    """
+    """Start, chunks with metadata, done, and 1000. The joined bytes are a video of every frame."""
     with VideoClient(endpoint.port, path) as client:
         started = client.request({**START, "num_frames": FIRST + 2 * LATER, "fps": 8, "seed": 3})
         assert (started["type"], started["format"]) == ("video.start", "m4s")
@@ -93,7 +89,7 @@ def test_a_stream_from_start_to_done(
 
 
 def test_without_num_frames_it_runs_until_stop(client: VideoClient, engine: FakeEngine) -> None:
-    """`session.stop` aborts the chunk that runs; `done` says so and the close is normal."""
+    """`session.stop` aborts the running chunk, `done` reports it, and the close is normal."""
     client.send(START)
     client.receive()
     client.receive()
@@ -135,10 +131,10 @@ def test_without_num_frames_it_runs_until_stop(client: VideoClient, engine: Fake
         ({**START, "extra_params": {"preencode_mp4": True}}, "preencode_mp4"),
     ],
 )
-def test_a_bad_start_is_notified_and_closed(
+def test_a_bad_start_gets_an_error_and_is_closed(
     client: VideoClient, engine: FakeEngine, message: Any, said: str
 ) -> None:
-    """One error and a close frame; the engine never hears of it."""
+    """The client gets one error and a close frame, and the engine gets no request."""
     client.send(message)
     error = client.receive()
     assert error["type"] == "error"
@@ -148,15 +144,15 @@ def test_a_bad_start_is_notified_and_closed(
 
 
 def test_a_start_must_come_in_time(make_endpoint: MakeEndpoint) -> None:
-    """Ten seconds by default."""
+    """The default is ten seconds."""
     with VideoClient(make_endpoint(start_timeout_s=0.2).port) as client:
         assert client.receive()["message"] == "Timeout waiting for session.start"
         assert client.close_code()[0] == 1008
 
 
-def test_large_start_images_pass(make_endpoint: MakeEndpoint) -> None:
-    """The original refuses starts above 4 MiB; here the image's own limit counts (and the
-    server's message size).
+def test_large_start_images_are_accepted(make_endpoint: MakeEndpoint) -> None:
+    """Only the image limit applies (and the server's message size), while the original refuses
+    starts above 4 MiB.
     """
     endpoint = make_endpoint(max_image_bytes=600_000)
     noise = np.random.default_rng(0).integers(0, 255, (400, 400, 3), np.uint8)
@@ -175,8 +171,8 @@ def test_large_start_images_pass(make_endpoint: MakeEndpoint) -> None:
 
 
 def test_interactions_are_queued_before_they_act(client: VideoClient, engine: FakeEngine) -> None:
-    """A prompt: queued, then named in the metadata of the chunk it acts in; the engine gets it
-    once.
+    """The metadata of the chunk in which a prompt acts names the event, and the engine gets the
+    prompt once.
     """
     engine.delay_s = 0.1
     client.send(START)
@@ -191,8 +187,8 @@ def test_interactions_are_queued_before_they_act(client: VideoClient, engine: Fa
 
 
 def test_a_target_steers_the_camera(client: VideoClient, engine: FakeEngine) -> None:
-    """Poses instead of keys from the command on; the target is reached after its chunks; y up
-    becomes y down.
+    """Chunks have poses instead of keys from the command on, and the target is reached after its
+    chunks. The y axis is inverted.
     """
     engine.delay_s = 0.1
     client.send(START)
@@ -215,7 +211,7 @@ def test_a_target_steers_the_camera(client: VideoClient, engine: FakeEngine) -> 
 
 
 def test_a_key_script_steers_the_first_chunks(client: VideoClient, engine: FakeEngine) -> None:
-    """Then idle; a camera command beside it is refused."""
+    """Idle entries follow the script, and a camera command is refused."""
     engine.delay_s = 0.05
     script = [["w"], ["w", "l"], [], ["s"]]
     client.send(
@@ -261,7 +257,7 @@ def test_a_key_script_steers_the_first_chunks(client: VideoClient, engine: FakeE
 def test_a_bad_message_is_one_error_and_the_stream_continues(
     client: VideoClient, engine: FakeEngine, message: Any, code: str
 ) -> None:
-    """Controls go on working too: a stray binary message stopped them for good in the original."""
+    """Later controls work too, whereas a binary message ended the original's controls."""
     engine.delay_s = 0.02
     client.send(START)
     client.receive()
@@ -275,7 +271,7 @@ def test_a_bad_message_is_one_error_and_the_stream_continues(
 
 
 def test_an_event_id_is_used_once(client: VideoClient, engine: FakeEngine) -> None:
-    """The second one is a conflict and does nothing."""
+    """The second event is a conflict without effect."""
     engine.delay_s = 0.05
     client.send(START)
     client.receive()
@@ -287,8 +283,10 @@ def test_an_event_id_is_used_once(client: VideoClient, engine: FakeEngine) -> No
     assert "snow" not in [call.params.prompt for call in engine.chunks]
 
 
-def test_a_failed_chunk_is_notified_and_closed(client: VideoClient, engine: FakeEngine) -> None:
-    """Typed, with the stream's id, and 1011."""
+def test_a_failed_chunk_gets_an_error_and_is_closed(
+    client: VideoClient, engine: FakeEngine
+) -> None:
+    """The error has a code and the stream's id, and the close code is 1011."""
 
     def fail(params: DiffusionParams) -> None:
         if params.chunk_index == 1:
@@ -302,50 +300,10 @@ def test_a_failed_chunk_is_notified_and_closed(client: VideoClient, engine: Fake
     assert client.close_code()[0] == 1011
 
 
-def test_a_full_server_says_capacity_and_1013(
-    make_endpoint: MakeEndpoint, engine: FakeEngine
-) -> None:
-    """Within `slot_wait_s`; the other client goes on."""
-    engine.delay_s = 0.05
-    endpoint = make_endpoint(info={"max_sessions": 1}, slot_wait_s=0.1)
-    with VideoClient(endpoint.port) as first, VideoClient(endpoint.port) as second:
-        first.send(START)
-        first.receive()
-        assert second.request(START)["code"] == "capacity"
-        assert second.close_code()[0] == 1013
-        responses(first, "video.chunk_metadata", 2)
-
-
-def test_pacing_spaces_chunks_as_they_play(client: VideoClient) -> None:
-    """At 120 frames a second a chunk of 12 lasts 100 ms."""
-    client.send(
-        {
-            **START,
-            "fps": 120,
-            "extra_params": {"pace_to_media_time": True},
-            "num_frames": FIRST + 6 * LATER,
-        }
-    )
-    client.receive()
-    arrivals = []
-    for _ in range(7):
-        client.receive()
-        arrivals.append(time.monotonic())
-    assert (arrivals[-1] - arrivals[1]) / 5 == pytest.approx(LATER / 120, rel=0.15)
-
-
-def test_a_list_of_prompts_takes_turns(client: VideoClient, engine: FakeEngine) -> None:
-    """`extra_params.prompts`; the first may replace the stream's own."""
-    prompts = [{"prompt": "dawn", "seconds": 0}, {"prompt": "snow", "chunk": 2}]
-    client.send({**START, "extra_params": {"prompts": prompts}, "num_frames": FIRST + 2 * LATER})
-    responses(client, "session.done")
-    assert [call.params.prompt for call in engine.chunks] == ["dawn", None, "snow"]
-
-
 def test_adapters_at_the_start_and_by_interaction(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """An interaction may hold them alone; they act with one chunk's begin."""
+    """An interaction may hold adapters only, and they act from the start of one chunk."""
     engine.delay_s = 0.05
     endpoint = make_endpoint()
     with VideoClient(endpoint.port) as client:
@@ -360,9 +318,7 @@ def test_adapters_at_the_start_and_by_interaction(
 def test_a_stream_selects_an_adapter_by_its_model(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """As at the other endpoints: `model` is the adapter's name; a scale that `lora` gives it
-    wins.
-    """
+    """`model` may name an adapter, and the scale of `lora` takes precedence."""
     endpoint = make_endpoint()
     endpoint.manager.adapters = lambda: ("ink",)
     choices: list[dict[str, Any]] = [
@@ -386,7 +342,9 @@ def test_a_stream_selects_an_adapter_by_its_model(
 def test_a_model_without_camera_or_image_is_steered_by_prompts(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """Neither keys nor poses reach it; a camera command is refused; no image is needed."""
+    """The engine gets neither keys nor poses, a camera command is refused, and no image is
+    required.
+    """
     engine.delay_s = 0.05
     endpoint = make_endpoint(info={"actions": ActionSpace(image="none")})
     start = {key: value for key, value in START.items() if key != "image_reference"}

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client of `/v1/realtime/world/camera` sees when all goes well: real sockets and server,
-a fake engine.
+"""Normal operation of `/v1/realtime/world/camera` with real sockets, a real server and a fake
+engine.
 """
 
 import io
@@ -21,6 +21,7 @@ from helpers.fake_engine import (
     infer,
     numbers,
 )
+from helpers.waits import wait_until
 from PIL import Image
 
 from vllm_omni.actions import ActionSpace
@@ -35,7 +36,7 @@ MakeEndpoint = Callable[..., EndpointServer]
 
 @pytest.mark.parametrize("path", PATHS)
 def test_hello_comes_first_and_describes_the_model(endpoint: EndpointServer, path: str) -> None:
-    """A client learns the geometry, its session id and the bounds before it says anything."""
+    """The hello message holds the geometry, the session id and the limits."""
     with endpoint.client(path) as client:
         documented = {
             "patch_size": [1, 2, 2],
@@ -49,9 +50,9 @@ def test_hello_comes_first_and_describes_the_model(endpoint: EndpointServer, pat
         assert client.hello["limits"]["max_message_bytes"] == 1 << 20
 
 
-def test_hello_reports_of_a_trained_world(make_endpoint: MakeEndpoint, village: Path) -> None:
-    """Its domain, its prompts and where its pictures are; other models' greetings have no such
-    keys.
+def test_hello_describes_a_trained_world(make_endpoint: MakeEndpoint, village: Path) -> None:
+    """The hello message of a trained world holds its domain, prompts and start images. Other models
+    have no such keys.
     """
     description = read_description(village)
     assert description is not None
@@ -68,10 +69,10 @@ def test_hello_reports_of_a_trained_world(make_endpoint: MakeEndpoint, village: 
 
 
 @pytest.mark.parametrize(("height", "width", "warned"), [(96, 160, False), (48, 80, True)])
-def test_a_size_the_world_was_not_trained_for_is_made_with_a_warning(
+def test_an_untrained_size_is_generated_with_a_warning(
     make_endpoint: MakeEndpoint, village: Path, height: int, width: int, warned: bool
 ) -> None:
-    """It says which size was asked for and which it was trained at, once, with the first chunk."""
+    """The first chunk alone holds the warning, with the requested and the trained size."""
     with make_endpoint(
         {"card": read_description(village), "height": 96, "width": 160}
     ).client() as client:
@@ -86,21 +87,15 @@ def test_a_size_the_world_was_not_trained_for_is_made_with_a_warning(
     assert "warnings" not in later
 
 
-def test_the_subprotocol_is_echoed(endpoint: EndpointServer) -> None:
-    """A client that offers the protocol's name gets it back."""
-    with endpoint.client(subprotocols=["other", "omni.world.camera.v1"]) as client:
-        assert client.connection.subprotocol == "omni.world.camera.v1"
-
-
-def test_a_model_that_nothing_steers_closes_with_policy(make_endpoint: MakeEndpoint) -> None:
-    """The client is told why before the connection closes."""
+def test_a_model_without_controls_closes_the_connection(make_endpoint: MakeEndpoint) -> None:
+    """The client gets the reason before the connection closes."""
     with make_endpoint(info={"actions": ActionSpace()}).client() as client:
         assert client.hello["code"] == "unsupported"
         assert close_code(client) == 1008
 
 
 def test_chunks_arrive_one_by_one_and_continue(client: Client, engine: FakeEngine) -> None:
-    """An infer of 9 + 12k poses gives k + 1 messages; the next infer goes on from there."""
+    """An infer of 9 + 12 k poses gives k + 1 messages, and the next infer continues after them."""
     client.send(infer(FIRST + 2 * LATER))
     messages = client.frames()
     assert [
@@ -122,7 +117,7 @@ def test_chunks_arrive_one_by_one_and_continue(client: Client, engine: FakeEngin
 
 
 def test_a_chunk_is_sent_before_the_next_one_exists(client: Client, engine: FakeEngine) -> None:
-    """Streaming is real: the first chunk arrives while the engine works on the second."""
+    """The first chunk arrives while the engine generates the second."""
     engine.delay_s = 0.3
     client.send(infer(FIRST + 2 * LATER))
     client.receive()
@@ -131,7 +126,7 @@ def test_a_chunk_is_sent_before_the_next_one_exists(client: Client, engine: Fake
 
 
 def test_the_engine_has_two_chunks_and_never_more(client: Client, engine: FakeEngine) -> None:
-    """The next chunk is submitted before the current one is done."""
+    """The next chunk is submitted before the current one is finished."""
     engine.delay_s = 0.05
     client.send(infer(FIRST + 5 * LATER))
     client.frames()
@@ -139,7 +134,7 @@ def test_the_engine_has_two_chunks_and_never_more(client: Client, engine: FakeEn
 
 
 def test_a_client_that_names_the_protocol_gets_done(client: Client) -> None:
-    """`done` follows the last frame, only for clients that announced that they know it."""
+    """`done` follows the last frame, only for clients that announce the protocol version."""
     client.send(infer(protocol_version=1, request_id="r1"))
     client.frames()
     done = client.receive()
@@ -151,8 +146,8 @@ def test_a_client_that_names_the_protocol_gets_done(client: Client) -> None:
     )
 
 
-def test_mp4_messages_play_alone(client: Client) -> None:
-    """Each mp4 message is a file of its own, at the size and rate that was asked for."""
+def test_each_mp4_message_is_a_complete_file(client: Client) -> None:
+    """Each mp4 message is a complete file of the requested size and rate."""
     client.send(infer(FIRST + LATER, extra_body={"height": 32, "width": 48, "fps": 8}))
     for message, count in zip(client.frames(), (FIRST, LATER), strict=True):
         frames_THWC, fps = decode_mp4(message["video"])
@@ -161,10 +156,10 @@ def test_mp4_messages_play_alone(client: Client) -> None:
 
 
 @pytest.mark.parametrize(("scale", "size"), [(1, (32, 48)), (4, (128, 192)), (8, (256, 384))])
-def test_a_file_alongside_the_frames_may_be_larger(
+def test_a_file_next_to_the_frames_may_be_larger(
     client: Client, scale: int, size: tuple[int, int]
 ) -> None:
-    """For recordings of small worlds: each pixel becomes a square."""
+    """For recordings of small worlds, each pixel becomes a square."""
     message = infer()
     message["extra_body"] |= {"with_mp4": True, "mp4_scale": scale}
     client.send(message)
@@ -184,9 +179,9 @@ def test_jpeg_messages_hold_one_file_a_frame(client: Client) -> None:
 
 
 @pytest.mark.parametrize("dialect", codec.Dialect)
-def test_first_version_clients_get_what_they_expect(client: Client, dialect: codec.Dialect) -> None:
-    """`camera` with array markers: float frames in groups of four, `total` right from the start,
-    24 poses are fine.
+def test_clients_of_the_first_version_are_supported(client: Client, dialect: codec.Dialect) -> None:
+    """`camera` with array markers gives float frames in groups of four with the right `total`, and
+    24 poses are accepted.
     """
     fields = {
         "cameras": None,
@@ -200,16 +195,6 @@ def test_first_version_clients_get_what_they_expect(client: Client, dialect: cod
     frames_THWC = np.concatenate([m["video"] for m in messages])
     assert (frames_THWC.dtype, frames_THWC.shape) == (np.float32, (21, 32, 48, 3))
     np.testing.assert_allclose(frames_THWC[20, 5, 5, 0], 20 / 255, rtol=1e-6)
-
-
-def test_another_connection_continues_a_named_session(endpoint: EndpointServer) -> None:
-    """One connection a call works, as clients of the first version do it."""
-    with endpoint.client() as client:
-        client.send(infer(session_id="w1"))
-        client.frames()
-    with endpoint.client() as client:
-        client.send(infer(LATER, session_id="w1", image=None))
-        assert client.frames()[0]["chunk_index"] == 1
 
 
 def test_two_sessions_of_one_connection_run_side_by_side(
@@ -234,7 +219,7 @@ def test_two_sessions_of_one_connection_run_side_by_side(
 def test_images_reach_the_engine_at_the_sessions_size(
     client: Client, engine: FakeEngine, image: str
 ) -> None:
-    """Bytes, arrays and data URLs all become uint8 RGB of the requested height and width."""
+    """Bytes, arrays and data URLs become uint8 RGB of the requested height and width."""
     array = np.full((64, 96, 4), 200, np.uint8)
     array[..., 3] = 255
     buffer = io.BytesIO()
@@ -250,7 +235,7 @@ def test_images_reach_the_engine_at_the_sessions_size(
 
 
 def test_actions_replace_a_camera(client: Client, engine: FakeEngine) -> None:
-    """Held keys, one list a latent frame, are handed to the engine chunk by chunk."""
+    """Each chunk gets its part of the held keys, one list per latent frame."""
     keys = [["w"], ["w", "l"], [], ["s"], [], ["j"]]
     client.send(infer(cameras=None, actions=keys))
     assert len(client.frames()) == 2
@@ -259,9 +244,7 @@ def test_actions_replace_a_camera(client: Client, engine: FakeEngine) -> None:
 
 
 def test_a_new_prompt_is_sent_once(client: Client, engine: FakeEngine) -> None:
-    """A prompt switch reaches the engine with its first chunk; repeating the prompt is no
-    switch.
-    """
+    """The engine gets a new prompt with the first chunk, and a repeated prompt is not sent."""
     client.send(infer())
     client.frames()
     client.send(infer(2 * LATER, image=None, prompt="rain"))
@@ -274,7 +257,7 @@ def test_a_new_prompt_is_sent_once(client: Client, engine: FakeEngine) -> None:
 def test_adapters_are_sent_with_the_first_chunk_of_their_request(
     client: Client, engine: FakeEngine
 ) -> None:
-    """The session goes on with them until a request names others."""
+    """The session keeps them until a request names others."""
     ink = [{"name": "ink", "scale": 0.5}]
     client.send(infer(extra_body={**infer().get("extra_body", {}), "lora": ink}))
     client.frames()
@@ -293,7 +276,7 @@ def test_adapters_are_sent_with_the_first_chunk_of_their_request(
 
 
 def test_an_image_for_a_started_session_is_a_warning(client: Client) -> None:
-    """It is ignored, visibly; `restart` begins again."""
+    """The image is ignored, and `restart` uses it."""
     client.send(infer())
     client.frames()
     client.send(infer(LATER))
@@ -302,3 +285,106 @@ def test_an_image_for_a_started_session_is_a_warning(client: Client) -> None:
     assert "image ignored" in message["warnings"][0]
     client.send(infer(restart=True))
     assert client.frames()[0]["chunk_index"] == 0
+
+
+def test_reset_starts_a_new_session(client: Client, engine: FakeEngine) -> None:
+    """After a reset an image is required, chunks count from 0, and the engine has freed the old
+    session.
+    """
+    client.send(infer())
+    client.frames()
+    old = engine.chunks[0].params.session_id
+    assert client.request({"endpoint": "reset"}) == "reset successful"
+    assert client.error(infer(LATER, image=None)) == "missing_image"
+    client.send(infer())
+    assert client.frames()[0]["chunk_index"] == 0
+    assert old not in engine.worlds
+
+
+def test_reset_without_a_session_succeeds(client: Client) -> None:
+    """Clients that announce the protocol get a map, others a text."""
+    assert client.request({"endpoint": "reset", "session_id": "nobody"}) == "reset successful"
+    response = client.request({"endpoint": "reset", "protocol_version": 1})
+    assert response == {
+        "type": "reset",
+        "status": "reset successful",
+        "session_id": client.hello["session_id"],
+    }
+
+
+def test_reset_cancels_the_running_request(client: Client, engine: FakeEngine) -> None:
+    """The request ends with `cancelled`, and the engine aborts its chunks."""
+    engine.delay_s = 5.0
+    client.send(infer(request_id="r1"))
+    wait_until(lambda: engine.running == 1)
+    client.send({"endpoint": "reset", "protocol_version": 1})
+    responses = {client.receive()["type"]: True, client.receive()["type"]: True}
+    assert set(responses) == {"error", "reset"}
+    assert len(engine.aborted) == 1
+    assert engine.running == 0
+
+
+def test_stop_keeps_the_session_and_close_frees_it(client: Client, engine: FakeEngine) -> None:
+    """A message that names no session also ends the connection."""
+    client.send(infer(session_id="a"))
+    client.frames()
+    stopped = client.request({"endpoint": "stop", "session_id": "a"})
+    assert (stopped["type"], stopped["next_chunk_index"]) == ("stopped", 1)
+    assert len(engine.worlds) == 1
+    assert client.request({"endpoint": "close", "session_id": "a"})["type"] == "closed"
+    wait_until(lambda: not engine.worlds)
+    assert client.request({"endpoint": "stop"})["type"] == "stopped"
+    assert close_code(client) == 1000
+
+
+def test_an_aborted_first_chunk_leaves_no_session(
+    endpoint: EndpointServer, engine: FakeEngine
+) -> None:
+    """The session starts again, and the engine gets a request to free what it may have started."""
+    engine.delay_s = 0.5
+    with endpoint.client() as client:
+        client.send(infer(session_id="a"))
+        wait_until(lambda: engine.running == 1)
+    wait_until(lambda: not engine.worlds and not len(endpoint.manager))
+    engine.delay_s = 0.0
+    with endpoint.client() as client:
+        assert client.error(infer(session_id="a", image=None)) == "missing_image"
+
+
+def test_a_session_continues_after_an_abort(endpoint: EndpointServer, engine: FakeEngine) -> None:
+    """After an abort the endpoint reads the position from the engine and continues there."""
+    with endpoint.client() as client:
+        client.send(infer(session_id="a"))
+        client.frames()
+        engine.delay_s = 1.0
+        client.send(infer(2 * LATER, session_id="a", image=None))
+        wait_until(lambda: engine.running == 2)
+    wait_until(lambda: engine.running == 0)
+    # as if the chunk had been committed before the abort
+    next(iter(engine.worlds.values())).chunk_index += 1
+    engine.delay_s = 0.0
+    with endpoint.client() as client:
+        client.send(infer(2 * LATER, session_id="a", image=None))
+        assert [message["chunk_index"] for message in client.frames()] == [2, 3]
+
+
+def test_idle_connections_are_closed_with_4010(
+    make_endpoint: MakeEndpoint, engine: FakeEngine
+) -> None:
+    """A connection that waits for a chunk is not idle."""
+    with make_endpoint(idle_timeout_s=0.3).client() as client:
+        engine.delay_s = 1.0
+        client.send(infer())
+        client.frames()
+        assert client.receive()["code"] == "timeout"
+        assert close_code(client) == 4010
+
+
+def test_a_chunk_that_takes_too_long_is_aborted(
+    make_endpoint: MakeEndpoint, engine: FakeEngine
+) -> None:
+    """The client gets `timeout`, and the engine an abort."""
+    with make_endpoint(chunk_timeout_s=0.2).client() as client:
+        engine.delay_s = 5.0
+        assert client.error(infer()) == "timeout"
+        assert len(engine.aborted) == 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `/v1/realtime/world/camera` refuses, by which name, and that nothing comes of it."""
+"""Refusals of `/v1/realtime/world/camera`: the code of each, and no effect."""
 
 import contextlib
 import json
@@ -33,7 +33,7 @@ EYE = np.eye(4, dtype=np.float32)
 
 
 def poses(**changes: Any) -> dict[str, Any]:
-    """Nine good poses with one thing wrong."""
+    """Nine valid poses with one change."""
     return {"cameras": {**camera(FIRST), **changes}}
 
 
@@ -97,17 +97,15 @@ def bent(row: int, column: int, value: float) -> np.ndarray:
 def test_bad_requests_are_refused_by_name_and_change_nothing(
     client: Client, engine: FakeEngine, fields: dict[str, Any], code: str
 ) -> None:
-    """Each mistake has its code; the connection goes on and the engine never hears of it."""
+    """Each mistake has a code, the connection stays open, and the engine gets no request."""
     assert client.error(infer(**fields)) == code
     assert engine.calls == []
     client.send(infer())
     assert numbers(client.frames()) == list(range(FIRST))
 
 
-def test_a_pose_within_rounding_of_a_rotation_is_made_one(
-    client: Client, engine: FakeEngine
-) -> None:
-    """What the engine gets is orthonormal to float32 precision."""
+def test_a_nearly_orthonormal_pose_is_corrected(client: Client, engine: FakeEngine) -> None:
+    """The engine gets rotations that are orthonormal to float32 precision."""
     client.send(infer(**poses(poses=bent(0, 1, 4e-3))))
     client.frames()
     rotation_N33 = engine.chunks[0].arrays["poses"][:, :3, :3]
@@ -129,7 +127,7 @@ def test_a_pose_within_rounding_of_a_rotation_is_made_one(
 def test_pose_policies(
     client: Client, engine: FakeEngine, policy: str, count: int, frames: int
 ) -> None:
-    """`trim` drops the rest of a chunk, `hold_last` repeats the last pose to fill it."""
+    """`trim` drops the incomplete chunk, and `hold_last` repeats the last pose to complete it."""
     client.send(infer(count, extra_body={"pose_policy": policy, "video_format": "ndarray_u8"}))
     assert sum(message["num_frames"] for message in client.frames()) == frames
     sent = np.concatenate([call.arrays["poses"] for call in engine.chunks])
@@ -137,7 +135,7 @@ def test_pose_policies(
 
 
 def test_intrinsics_of_another_image_are_scaled(client: Client, engine: FakeEngine) -> None:
-    """By `intrinsics_size`, the picture that they are for."""
+    """`intrinsics_size` is the size of the image that they belong to."""
     path = {
         **camera(FIRST),
         "intrinsics": np.array([1280.0, 720.0, 640.0, 360.0]),
@@ -178,7 +176,7 @@ def test_intrinsics_that_fit_no_image_are_refused(
 
 
 @pytest.mark.parametrize("shape", [(4,), (9, 4), (3, 3), (9, 3, 3), (4, 4), (9, 4, 4)])
-def test_intrinsics_come_in_six_shapes(
+def test_intrinsics_may_have_six_shapes(
     client: Client, engine: FakeEngine, shape: tuple[int, ...]
 ) -> None:
     """A vector or matrix, for all frames or for each."""
@@ -197,7 +195,7 @@ def test_intrinsics_come_in_six_shapes(
 
 
 def test_size_of_a_started_session_is_fixed(make_endpoint: MakeEndpoint) -> None:
-    """Another size is an error, not a silent change."""
+    """Another size is an error."""
     with make_endpoint(info={"height": 64, "width": 64}).client() as client:
         client.send(infer())
         client.frames()
@@ -206,7 +204,7 @@ def test_size_of_a_started_session_is_fixed(make_endpoint: MakeEndpoint) -> None
 
 
 def test_undecodable_messages_end_the_connection_at_the_third(client: Client) -> None:
-    """Two are forgiven within ten seconds."""
+    """Two are allowed within ten seconds."""
     assert client.error(b"\xc1") == "invalid_msgpack"
     assert client.error(b"") == "invalid_msgpack"
     client.send(b"\x93")
@@ -214,7 +212,7 @@ def test_undecodable_messages_end_the_connection_at_the_third(client: Client) ->
 
 
 def test_text_frames_are_refused_and_the_third_closes(client: Client) -> None:
-    """Text in the middle of a session does not end it at once."""
+    """One text frame does not end the session."""
     assert client.error("hello") == "invalid_frame"
     client.send(infer())
     client.frames()
@@ -223,17 +221,15 @@ def test_text_frames_are_refused_and_the_third_closes(client: Client) -> None:
     assert close_code(client) == 1003
 
 
-def test_other_values_than_maps_are_refused_and_forgiven(client: Client) -> None:
-    """Well-formed msgpack of the wrong shape does not count as noise."""
+def test_other_values_than_maps_are_refused_repeatedly(client: Client) -> None:
+    """Valid msgpack of the wrong type does not count as undecodable."""
     for _ in range(5):
         assert client.error(codec.encode({})[:0] + b"\x91\x01") == "invalid_request"
     assert client.request({"endpoint": "ping", "t": 1.5})["t"] == 1.5
 
 
 def test_errors_name_the_request(client: Client) -> None:
-    """`request_id` and `session_id` of the failed request come back, also when it was not
-    understood.
-    """
+    """Errors hold `request_id` and `session_id`, also for an unknown message."""
     client.send(infer(request_id="r9", cameras=None))
     assert client.receive()["request_id"] == "r9"
     client.send({"request_id": "r10", "endpoint": "dance"})
@@ -241,7 +237,7 @@ def test_errors_name_the_request(client: Client) -> None:
 
 
 def test_engine_failures_are_errors_of_one_request(client: Client, engine: FakeEngine) -> None:
-    """The chunks before it arrive, its code is passed on, the session goes on where it was."""
+    """Earlier chunks arrive, the error has the engine's code, and the session continues."""
 
     def fail(params: DiffusionParams) -> None:
         if params.chunk_index == 1:
@@ -257,8 +253,10 @@ def test_engine_failures_are_errors_of_one_request(client: Client, engine: FakeE
     assert numbers(client.frames()) == list(range(FIRST, FIRST + LATER))
 
 
-def test_unforeseen_failures_say_nothing_of_the_server(client: Client, engine: FakeEngine) -> None:
-    """A bug behind the door is an `engine_error` with a fixed text."""
+def test_unforeseen_failures_reveal_nothing_of_the_server(
+    client: Client, engine: FakeEngine
+) -> None:
+    """A bug is an `engine_error` with a fixed text."""
 
     def fail(params: DiffusionParams) -> None:
         raise ZeroDivisionError("/secret/path 0x7f00")
@@ -273,7 +271,7 @@ def test_unforeseen_failures_say_nothing_of_the_server(client: Client, engine: F
 
 
 def test_too_many_messages_close_with_policy(make_endpoint: MakeEndpoint) -> None:
-    """A flood is cut off."""
+    """A flood closes with 1008."""
     with make_endpoint(max_messages_per_s=20).client() as client:
         with contextlib.suppress(ConnectionClosed):
             for _ in range(10_000):
@@ -282,7 +280,7 @@ def test_too_many_messages_close_with_policy(make_endpoint: MakeEndpoint) -> Non
 
 
 def test_an_oversized_message_closes_with_1009(client: Client) -> None:
-    """The limit that hello announced is the one that counts."""
+    """The limit is the one in the hello message."""
     with pytest.raises(ConnectionClosed) as closed:
         client.request(bytes(client.hello["limits"]["max_message_bytes"] + 1))
     assert closed.value.rcvd is not None

@@ -22,7 +22,7 @@ MakeEndpoint = Callable[..., EndpointServer]
 
 
 def test_a_repeated_request_gets_the_same_response(client: Client, engine: FakeEngine) -> None:
-    """The engine is asked once; another body under the same id is a conflict."""
+    """The engine gets one request, and another body with the same id is a conflict."""
     client.send(infer(request_id="r1"))
     first = client.frames()
     client.send(infer(request_id="r1"))
@@ -32,10 +32,10 @@ def test_a_repeated_request_gets_the_same_response(client: Client, engine: FakeE
     assert client.error(infer(request_id="r1", prompt="other")) == "request_id_conflict"
 
 
-def test_a_request_cut_off_continues_when_repeated(
+def test_an_interrupted_request_continues_when_repeated(
     endpoint: EndpointServer, engine: FakeEngine
 ) -> None:
-    """A client may send the same request until it is answered: no frame is lost, none is
+    """A client may send the same request until it is complete. No frame is lost and none is
     generated twice.
     """
     request = infer(FIRST + 3 * LATER, request_id="r1", session_id="a")
@@ -53,7 +53,7 @@ def test_a_request_cut_off_continues_when_repeated(
 
 
 def test_a_running_request_can_be_taken_over(endpoint: EndpointServer, engine: FakeEngine) -> None:
-    """The older connection is closed with 4009, the newer one gets every message."""
+    """The older connection closes with 4009, and the newer one gets every message."""
     engine.delay_s = 0.3
     request = infer(FIRST + LATER, request_id="r1", session_id="a")
     with endpoint.client() as old, endpoint.client() as new:
@@ -65,8 +65,8 @@ def test_a_running_request_can_be_taken_over(endpoint: EndpointServer, engine: F
     assert len(engine.chunks) == 2
 
 
-def test_resume_replays_what_was_missed(endpoint: EndpointServer, engine: FakeEngine) -> None:
-    """Frames after the last chunk the client has come again; too far back is `resync_required`."""
+def test_resume_replays_missed_chunks(endpoint: EndpointServer, engine: FakeEngine) -> None:
+    """Frames after the client's last chunk are sent again."""
     with endpoint.client() as client:
         session_id = client.hello["session_id"]
         client.send(infer(FIRST + 2 * LATER))
@@ -85,8 +85,8 @@ def test_resume_replays_what_was_missed(endpoint: EndpointServer, engine: FakeEn
         assert client.frames()[0]["chunk_id"] == 3
 
 
-def test_resume_beyond_the_delivery_log_requests_for_a_resync(make_endpoint: MakeEndpoint) -> None:
-    """The journal is bounded in bytes."""
+def test_resume_beyond_the_delivery_log_requires_a_resync(make_endpoint: MakeEndpoint) -> None:
+    """The delivery log is bounded in bytes."""
     endpoint = make_endpoint(delivery_log_bytes=2 * LATER * 32 * 48 * 3)
     with endpoint.client() as client:
         session_id = client.hello["session_id"]
@@ -105,8 +105,8 @@ def test_resume_beyond_the_delivery_log_requests_for_a_resync(make_endpoint: Mak
         )
 
 
-def test_chunk_index_is_a_lock(client: Client) -> None:
-    """A request for another chunk than the next is refused and says which one is."""
+def test_a_wrong_chunk_index_is_refused(client: Client) -> None:
+    """A request for another chunk than the next one is refused with the expected index."""
     client.send(infer(chunk_index=0))
     client.frames()
     error = client.request(infer(LATER, image=None, chunk_index=5))
@@ -116,7 +116,7 @@ def test_chunk_index_is_a_lock(client: Client) -> None:
 
 
 def test_a_third_request_of_a_session_is_busy(client: Client, engine: FakeEngine) -> None:
-    """One runs, one waits; the waiting one follows on."""
+    """One request runs and one waits."""
     engine.delay_s = 0.2
     client.send(infer())
     client.send(infer(LATER, image=None))
@@ -125,8 +125,8 @@ def test_a_third_request_of_a_session_is_busy(client: Client, engine: FakeEngine
     assert client.frames()[0]["chunk_index"] == 1
 
 
-def test_branches_go_their_own_way(client: Client, engine: FakeEngine) -> None:
-    """A branch continues from where its parent was; the parent does not notice."""
+def test_branches_are_independent(client: Client, engine: FakeEngine) -> None:
+    """A branch continues from its parent's position, and the parent is unchanged."""
     client.send(infer(FIRST + LATER, session_id="a"))
     client.frames()
     response = client.request({"endpoint": "branch", "session_id": "a", "new_session_id": "b"})
@@ -148,7 +148,7 @@ def test_branches_go_their_own_way(client: Client, engine: FakeEngine) -> None:
 def test_capacity_is_said_at_once_and_comes_back(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """A session in use is never evicted; a client without any session is closed with 1013."""
+    """A session in use is never evicted, and a client without a session is closed with 1013."""
     endpoint = make_endpoint(info={"max_sessions": 2})
     with endpoint.client() as first, endpoint.client() as second:
         for client in (first, second):
@@ -172,12 +172,10 @@ def test_capacity_is_said_at_once_and_comes_back(
     wait_until(lambda: len(engine.worlds) == 2)
 
 
-def test_a_new_world_waits_for_the_room_of_an_old_one(
+def test_a_new_session_waits_until_the_old_one_is_freed(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """Restarting and evicting free a world first: an engine that is full never sees one too
-    many.
-    """
+    """Restarting and evicting free a session first, so a full engine never holds one too many."""
     engine.max_worlds, engine.close_delay_s = 1, 0.2
     endpoint = make_endpoint(info={"max_sessions": 1})
     with endpoint.client() as client:
@@ -192,10 +190,8 @@ def test_a_new_world_waits_for_the_room_of_an_old_one(
         assert len(engine.worlds) == 1
 
 
-def test_an_evicted_session_says_so(make_endpoint: MakeEndpoint, engine: FakeEngine) -> None:
-    """A session left alone is closed, in the engine too; continuing it is a retryable error, not
-    a surprise.
-    """
+def test_an_evicted_session_is_reported(make_endpoint: MakeEndpoint, engine: FakeEngine) -> None:
+    """An idle session is closed in the engine too, and continuing it is a retryable error."""
     endpoint = make_endpoint(info={"session_idle_s": 0.2})
     with endpoint.client() as client:
         client.send(infer(session_id="a"))
@@ -209,7 +205,7 @@ def test_an_evicted_session_says_so(make_endpoint: MakeEndpoint, engine: FakeEng
 def test_pings_keep_a_session_without_requests(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """For as long as `pinged_session_idle_s`; a client that falls silent loses it after
+    """Pings keep it for `pinged_session_idle_s`. Without pings it is closed after
     `session_idle_s`.
     """
     endpoint = make_endpoint(info={"session_idle_s": 0.3}, pinged_session_idle_s=60.0)
@@ -226,7 +222,7 @@ def test_pings_keep_a_session_without_requests(
         wait_until(lambda: not engine.worlds)
 
 
-def test_pings_do_not_keep_a_session_for_ever(
+def test_pings_keep_a_session_for_a_limited_time(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
     endpoint = make_endpoint(info={"session_idle_s": 0.1}, pinged_session_idle_s=0.5)
@@ -238,11 +234,11 @@ def test_pings_do_not_keep_a_session_for_ever(
         )
 
 
-def test_a_session_that_only_pings_keep_makes_room(
+def test_a_session_kept_by_pings_alone_can_be_evicted(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """Once it has been without requests for `session_idle_s`: visitors who are away do not keep
-    others out.
+    """A session without requests for `session_idle_s` can be evicted, so absent users do not block
+    others.
     """
     endpoint = make_endpoint(
         info={"max_sessions": 1, "session_idle_s": 0.5}, pinged_session_idle_s=60.0
@@ -261,8 +257,10 @@ def test_a_session_that_only_pings_keep_makes_room(
         assert away.error(infer(LATER, session_id="a", image=None)) == "session_evicted"
 
 
-def test_a_disposable_branch_makes_room(make_endpoint: MakeEndpoint, engine: FakeEngine) -> None:
-    """Another branch does not: its client is connected."""
+def test_a_disposable_branch_can_be_evicted(
+    make_endpoint: MakeEndpoint, engine: FakeEngine
+) -> None:
+    """Another branch does not, because its client is connected."""
     endpoint = make_endpoint(info={"max_sessions": 2})
     with endpoint.client() as client, endpoint.client() as other:
         client.send(infer(session_id="a"))
@@ -279,7 +277,7 @@ def test_a_disposable_branch_makes_room(make_endpoint: MakeEndpoint, engine: Fak
 
 
 def test_a_session_the_engine_lost_is_evicted(client: Client, engine: FakeEngine) -> None:
-    """The client hears it in the door's words and may begin again."""
+    """The client gets the endpoint's own error and may start again."""
     client.send(infer())
     client.frames()
     engine.worlds.clear()
@@ -288,8 +286,8 @@ def test_a_session_the_engine_lost_is_evicted(client: Client, engine: FakeEngine
     assert client.frames()[0]["chunk_index"] == 0
 
 
-def test_principals_do_not_share_session_ids(endpoint: EndpointServer, engine: FakeEngine) -> None:
-    """The same id under another key is another world."""
+def test_api_keys_do_not_share_session_ids(endpoint: EndpointServer, engine: FakeEngine) -> None:
+    """The same id with another key is another session."""
     for token in ("one", "two"):
         with endpoint.client(additional_headers={"Authorization": f"Bearer {token}"}) as client:
             client.send(infer(session_id="a"))

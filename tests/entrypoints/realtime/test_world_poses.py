@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a session starts in its world, and where its camera is: the same at every endpoint.
-
-The engine is a fake.
-"""
+"""Start poses and world poses of a session, which are the same at every endpoint."""
 
 import base64
 from collections.abc import Callable
@@ -25,7 +22,7 @@ MakeEndpoint = Callable[..., EndpointServer]
 
 START: Final = {"x_m": 1.0, "z_m": -4.0, "heading_degrees": 90.0, "pitch_degrees": 5.0}
 KEYS: Final = [["w"], ["w", "l"], [], ["a"], ["i"], ["w"]]
-CARD: Final = WorldDescription(
+DESCRIPTION: Final = WorldDescription(
     domain="d", title="t", about="", sizes=((WIDTH, HEIGHT),), metres_per_unit=10.0
 )
 IMAGE: Final = {"image_url": "data:image/png;base64," + base64.b64encode(png()).decode()}
@@ -33,7 +30,7 @@ IMAGE: Final = {"image_url": "data:image/png;base64," + base64.b64encode(png()).
 
 @pytest.fixture
 def endpoint(make_endpoint: MakeEndpoint) -> EndpointServer:
-    return make_endpoint(info={"actions": SPACE, "card": CARD})
+    return make_endpoint(info={"actions": SPACE, "card": DESCRIPTION})
 
 
 def expected() -> list[list[float]]:
@@ -74,16 +71,16 @@ ENDPOINTS = pytest.mark.parametrize("play", [at_camera, at_video], ids=["camera"
 def test_the_same_keys_from_the_same_start_give_the_same_poses(
     endpoint: EndpointServer, engine: FakeEngine, play: Callable[..., list[Any]]
 ) -> None:
-    """The start pose goes with the session's first chunk alone; a row for each latent frame
-    comes back.
-    """
+    """Only the first chunk holds the start pose, and each latent frame has a pose."""
     first, second = play(endpoint, START)
     assert [*first, *second] == [pytest.approx(row) for row in expected()]
     assert [call.params.options.get("start_pose") for call in engine.chunks] == [START, None]
 
 
-def test_the_same_at_the_endpoint_of_sglang(endpoint: EndpointServer, engine: FakeEngine) -> None:
-    """Poses come in messages of an extension, since other clients know no such message."""
+def test_the_generate_endpoint_reports_the_same_poses(
+    endpoint: EndpointServer, engine: FakeEngine
+) -> None:
+    """Poses are messages of an extension, because other clients have no such message."""
     with ExtendedClient(endpoint.port) as client:
         client.init(
             extensions=["actions", "world_poses"],
@@ -128,7 +125,7 @@ def test_a_chunk_in_several_messages_has_its_poses_in_the_first(
 def test_a_wrong_start_pose_is_refused(
     endpoint: EndpointServer, engine: FakeEngine, wrong: Any
 ) -> None:
-    """Before anything reaches the engine, by an error that names it."""
+    """Each endpoint names the field in its error, and the engine gets no request."""
     with endpoint.client() as client:
         message = infer(cameras=None, actions=KEYS[:3])
         message["extra_body"] |= {"start_pose": wrong}
@@ -149,7 +146,7 @@ def test_a_wrong_start_pose_is_refused(
 def test_a_later_request_with_a_start_pose_reaches_the_engine(
     endpoint: EndpointServer, engine: FakeEngine
 ) -> None:
-    """Which refuses it by name: the session has started."""
+    """The engine refuses it by name, because the session has started."""
     with endpoint.client() as client:
         client.send(infer(cameras=None, actions=KEYS[:3], protocol_version=1))
         client.frames()
@@ -162,11 +159,11 @@ def test_a_later_request_with_a_start_pose_reaches_the_engine(
 
 
 def test_a_world_has_its_own_focal_length(make_endpoint: MakeEndpoint) -> None:
-    """It grows with the width of the video, where the model's own is a number of pixels."""
-    own = msgspec.structs.replace(CARD, focal=0.65)
+    """It scales with the width of the video, whereas the model's is a number of pixels."""
+    own = msgspec.structs.replace(DESCRIPTION, focal=0.65)
     with make_endpoint(info={"actions": SPACE, "card": own}).client() as client:
         assert client.hello["key_focal"] == pytest.approx(0.65 * WIDTH)
-    with make_endpoint(info={"actions": SPACE, "card": CARD}).client() as client:
+    with make_endpoint(info={"actions": SPACE, "card": DESCRIPTION}).client() as client:
         assert client.hello["key_focal"] == 500.0
 
 
@@ -195,7 +192,7 @@ def command(mode: str, translation: Any = (0, 0, 0), **fields: Any) -> dict[str,
 
 
 def moving(engine: FakeEngine) -> list[Any]:
-    """Chunks that an axis moves."""
+    """Chunks with axes."""
     return [
         call
         for call in engine.chunks
@@ -234,10 +231,10 @@ def test_a_velocity_beyond_the_axes_is_refused(
     assert "forward must lie in [-8, 8] steps per latent frame" in message["message"]
 
 
-def test_a_target_sets_out_from_where_a_wall_has_stopped_a_velocity(
+def test_a_target_starts_at_the_position_where_a_wall_stopped_the_camera(
     endpoint: EndpointServer, engine: FakeEngine
 ) -> None:
-    """Targets are relative to the start image, and reach the engine in the session's own
+    """Targets are relative to the start image, and the engine gets them in the session's
     coordinates.
     """
     cells = torch.zeros(30, 30, dtype=torch.bool)
@@ -256,10 +253,10 @@ def test_a_target_sets_out_from_where_a_wall_has_stopped_a_velocity(
     assert call.arrays["poses"][-1, :3, 3] == pytest.approx([0.2, 0, 0], abs=1e-5)
 
 
-def test_without_axes_a_velocity_stays_a_path(
+def test_a_velocity_without_axes_becomes_poses(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """A model that takes keys and poses alone."""
+    """A model with keys and poses only gets poses."""
     with open_video(make_endpoint()) as client:
         client.send(command("velocity", (0, 0, 0.05)))
         wait_until(

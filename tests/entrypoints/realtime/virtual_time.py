@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`run_in_virtual_time`: a coroutine whose waits take no time, and exactly as long as they say
-by the loop's clock.
+"""`run_in_virtual_time`: run a coroutine whose waits take no real time and advance the loop's clock
+exactly.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class _Selector(selectors.DefaultSelector):
-    """Where the loop would wait for the next timer, the clock is put forward to it."""
+    """Advances the clock to the next timer instead of waiting for it."""
 
     now_s = 0.0
 
@@ -34,6 +34,6 @@ class _Loop(asyncio.SelectorEventLoop):
 
 
 def run_in_virtual_time(scenario: Coroutine[Any, Any, T]) -> T:
-    """For scenarios that wait for timers only, not for threads, sockets or processes."""
+    """Run a scenario that waits for timers only, and not for threads, sockets or processes."""
     with asyncio.Runner(loop_factory=_Loop) as runner:
         return runner.run(scenario)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sound files: what is written can be read back, whole or in pieces."""
+"""Audio files can be decoded, whole or streamed."""
 
 import io
 import wave
@@ -21,7 +21,7 @@ def in_pieces(audio_format: str) -> bytes:
 
 @pytest.mark.parametrize("audio_format", ["mp3", "opus", "aac", "flac", "wav"])
 def test_a_streamed_file_decodes_to_the_tone(audio_format: str) -> None:
-    """One second, its pitch and its loudness survive; lossy formats may add some padding."""
+    """Duration, pitch and loudness of one second survive. Lossy formats may pad."""
     with av.open(io.BytesIO(in_pieces(audio_format))) as container:
         resampler = av.AudioResampler(format="flt", layout="mono", rate=RATE)
         frames = [out for frame in container.decode(audio=0) for out in resampler.resample(frame)]
@@ -43,6 +43,6 @@ def test_loud_samples_are_clipped_not_wrapped() -> None:
     assert pcm16(torch.tensor([2.0, -2.0])) == b"\xff\x7f\x01\x80"
 
 
-def test_unknown_format() -> None:
+def test_an_unknown_format_is_refused() -> None:
     with pytest.raises(ValueError, match=", ".join(MEDIA_TYPES)):
         make_encoder("midi", RATE)

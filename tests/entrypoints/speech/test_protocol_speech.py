@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies of the speech routes: what is read, what is refused, and how failures are told."""
+"""Bodies of the speech routes, their refusals, and error responses."""
 
 from typing import Any
 

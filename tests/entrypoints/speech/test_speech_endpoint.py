@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The doors that speak: `vllm serve --omni` of three engines as a user starts it, asked for a
-reply and a reading.
+"""Speech at `vllm serve --omni` with three engines, as a user starts it: a spoken reply and a text
+read aloud.
 """
 
 import base64

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The speech routes without engines: any model that keeps their contract, and clients that
-leave.
+"""The speech routes without engines: any model with their interface, and clients that
+disconnect.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ CHAT = {
 
 
 class Hummer:
-    """A `SpeechModel` that hums whatever it is given, at 16 kHz."""
+    """A `SpeechModel` that returns a constant sound at 16 kHz."""
 
     sample_rate = 16_000
 
@@ -98,7 +98,7 @@ def test_any_model_that_speaks_is_served_at_its_own_sample_rate(
 
 
 def test_a_generated_seed_is_returned_in_a_header(client: TestClient, hummer: Hummer) -> None:
-    """Sound has no place for it; a request without a seed has no header."""
+    """Audio has no field for it. A request without a seed gets no header."""
     drawn = client.post(
         "/v1/audio/speech", json={"input": "hello", "seed": -1, "response_format": "wav"}
     )
@@ -107,7 +107,7 @@ def test_a_generated_seed_is_returned_in_a_header(client: TestClient, hummer: Hu
     assert int(drawn.headers["x-seed"]) >= 0 and "x-seed" not in plain.headers
 
 
-def test_a_voice_is_the_models_to_refuse(client: TestClient, hummer: Hummer) -> None:
+def test_the_model_refuses_an_unknown_voice(client: TestClient, hummer: Hummer) -> None:
     response = client.post("/v1/audio/speech", json={"input": "hello", "voice": "high"})
     assert response.status_code == 400 and "known: low" in response.json()["error"]["message"]
     assert hummer.requested == []
@@ -124,10 +124,8 @@ def test_a_model_that_does_not_speak_is_refused_at_start(tmp_path: Path) -> None
         )
 
 
-def test_a_client_that_left_is_not_served_with_success() -> None:
-    """499 for the access log, whatever this version of vLLM makes of it; the work for it is
-    cancelled.
-    """
+def test_a_client_that_disconnects_is_logged_with_499() -> None:
+    """The access log has 499, with any version of vLLM, and the work is cancelled."""
     cancelled = []
 
     async def render_forever(request: Any) -> None:
@@ -147,9 +145,7 @@ def test_a_client_that_left_is_not_served_with_success() -> None:
 
 
 async def post_and_leave(app: FastAPI, path: str, body: dict[str, Any]) -> int:
-    """The status of the answer to a client that closes the connection once it has sent
-    everything.
-    """
+    """The status of the response to a client that disconnects after its request."""
     headers = [(b"content-type", b"application/json")]
     scope = {
         "type": "http",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speech over HTTP: `vllm serve --omni` of a tiny Qwen2.5-Omni (three engines, one address) and
+"""Speech over HTTP: `vllm serve --omni` of a tiny Qwen2.5-Omni (three engines, one address) with
 the `openai` client.
 """
 
@@ -26,7 +26,7 @@ from helpers.waits import seconds, wait_until
 pytestmark = pytest.mark.nightly
 
 CODES = 40
-"""Most codes of a reply; the tiny talker ends on its own earlier or later."""
+"""Maximum number of codes of a reply. The tiny talker ends at any number."""
 PIECE = 2
 SMALL_KEY = "a-key-with-a-small-quota"
 SAMPLES_PER_CODE = 480
@@ -47,7 +47,7 @@ def collector() -> Iterator[Collector]:
 def speech_server(
     qwen2_5_omni: Path, tmp_path_factory: pytest.TempPathFactory, collector: Collector
 ) -> Iterator[Served]:
-    """A second key has a small quota; spans go to the collector."""
+    """A second key has a small quota, and spans go to the collector."""
     folder = tmp_path_factory.mktemp("speech_server")
     quotas = folder / "quotas.toml"
     digest = hashlib.sha256(SMALL_KEY.encode()).hexdigest()
@@ -111,9 +111,9 @@ def spoken(served: Served, **requested: Any) -> Any:
     )
 
 
-def test_a_reply_is_text_and_sound(speech_server: Served) -> None:
-    """The transcript is what the thinker alone says; the sound is all of the talker's codes; a
-    seed repeats it.
+def test_a_reply_has_text_and_audio(speech_server: Served) -> None:
+    """The transcript is the thinker's text, the audio is all of the talker's codes, and a seed
+    repeats it.
     """
     silent = speech_server.client.chat.completions.create(
         model="null", messages=MESSAGES, temperature=0, max_tokens=12, seed=5
@@ -152,7 +152,7 @@ def test_a_streamed_reply_is_the_whole_one_in_parts(speech_server: Served) -> No
 
 @pytest.mark.parametrize("audio_format", ["wav", "mp3"])
 def test_a_text_is_read_aloud(speech_server: Served, audio_format: Any) -> None:
-    """A file in the wanted format that lasts as long as the codes do (mp3 pads its ends)."""
+    """The file has the requested format and the duration of the codes (mp3 pads its ends)."""
     with speech_server.client.audio.speech.with_streaming_response.create(
         model="null",
         voice="Ethan",
@@ -182,7 +182,7 @@ def test_speech_as_events(speech_server: Served) -> None:
     assert len(events) > 2
 
 
-def test_wrong_requests_say_what_is_allowed(speech_server: Served) -> None:
+def test_refusals_list_the_allowed_values(speech_server: Served) -> None:
     for requested, says in (
         ({"audio": {"voice": "Nobody"}}, "Chelsie, Ethan"),
         ({"audio": {"format": "midi"}}, "format"),
@@ -196,9 +196,11 @@ def test_wrong_requests_say_what_is_allowed(speech_server: Served) -> None:
     assert spoken(speech_server).choices[0].message.audio.data
 
 
-def test_a_spoken_reply_is_traced_and_named(speech_server: Served, collector: Collector) -> None:
-    """Every stage is a span of the reply's, which is one of the caller's trace; answer and lines
-    carry the id.
+def test_a_spoken_reply_has_spans_and_a_request_id(
+    speech_server: Served, collector: Collector
+) -> None:
+    """Each stage is a span of the reply's, which belongs to the caller's trace. Response and log
+    lines have the id.
     """
     body = {"model": "null", "messages": MESSAGES, "max_tokens": 12, **SPEECH}
     own = {"Authorization": f"Bearer {KEY}", "X-Request-Id": "spoken-1", "traceparent": TRACEPARENT}
@@ -238,8 +240,8 @@ def test_a_key_beyond_its_quota_may_not_speak(speech_server: Served) -> None:
 
 
 def test_a_client_that_leaves_holds_no_slot(speech_server: Served) -> None:
-    """More clients than the talker has slots leave after the first event; later ones are served
-    at once.
+    """More clients than the talker has slots leave after the first event, and later ones are served
+    immediately.
     """
     pcm16 = {"voice": "Ethan", "format": "pcm16"}
     for _ in range(4):
@@ -249,9 +251,9 @@ def test_a_client_that_leaves_holds_no_slot(speech_server: Served) -> None:
     assert spoken(speech_server).choices[0].message.audio.data
 
 
-def test_a_dead_engine_is_notified(speech_server: Served) -> None:
-    """The process of one engine is killed: requests that need it get 503, `/health` says which
-    it was. Runs last.
+def test_a_dead_engine_of_a_stage_is_reported(speech_server: Served) -> None:
+    """When the process of one engine is killed, its requests get 503 and `/health` names it. Runs
+    last.
     """
     workers = [
         child

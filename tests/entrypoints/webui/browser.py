@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small driver of headless Chromium over its DevTools protocol: pages, keys, pointers, pictures.
+"""A driver of headless Chromium over its DevTools protocol, without further packages: pages, keys,
+pointers, screenshots.
 
-No other package.
-
-`CHROMIUM` is the browser found, or None. Everything waits with a deadline; errors of the page are
-kept in `errors`.
+`CHROMIUM` is the path of the browser, or None. Each wait has a deadline, and errors of the page are
+in `errors`.
 """
 
 import base64
@@ -62,7 +61,7 @@ _KEYS = {" ": ("Space", 32)}
 
 
 class PageError(AssertionError):
-    """Something in the page did not happen, or went wrong."""
+    """An expected state of the page did not occur, or the page failed."""
 
 
 class Page:
@@ -111,7 +110,7 @@ class Page:
         self.wait_for("document.readyState === 'complete'", timeout_s=20)
 
     def leave(self) -> None:
-        """Forget what the page stored, and end it."""
+        """Clear the stored data of the page, and close it."""
         self.send("Network.clearBrowserCookies")
         self.run(
             "document.URL.startsWith('http') && (sessionStorage.clear(), localStorage.clear())"
@@ -143,10 +142,10 @@ class Page:
         )
 
     def wait_for(self, expression: str, timeout_s: float = 15.0) -> Any:
-        """Return the expression's value once it is true. Fails with the page's errors."""
+        """Return the value of the expression once it is true. Fails with the errors of the page."""
         deadline_s = time.monotonic() + seconds(timeout_s)
         while True:
-            with contextlib.suppress(PageError):  # for instance in between two pages
+            with contextlib.suppress(PageError):  # for example between two pages
                 if value := self.run(expression):
                     return value
             if time.monotonic() > deadline_s:
@@ -155,7 +154,7 @@ class Page:
                 )
             exactly(0.05)
 
-    # -- what a person does ------------------------------------------------------------------------
+    # -- input -------------------------------------------------------------------------------------
 
     def key(self, kind: str, key: str) -> None:
         """`kind`: keyDown or keyUp; `key`: a letter, or a space."""
@@ -211,10 +210,10 @@ class Page:
         assert box[2] > 0, f"{selector} is not shown"
         return box[0], box[1]
 
-    # -- what a person sees ------------------------------------------------------------------------
+    # -- output ------------------------------------------------------------------------------------
 
     def phone(self, width: int = 390, height: int = 844) -> None:
-        """Be a phone with a touch screen."""
+        """Emulate a phone with a touch screen."""
         self.send(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -245,28 +244,28 @@ class Page:
 
 @dataclass(frozen=True)
 class _Tab:
-    """DevTools' names of a tab and of its context, which has cookies and storage of its own."""
+    """DevTools' ids of a tab and of its context, which has separate cookies and storage."""
 
     context: str
     target: str
 
 
 class Browser:
-    """A running Chromium with a profile of its own.
+    """A running Chromium with a new profile.
 
-    One tab serves one page after another: a new one, with its own process, costs more than most
-    tests do in it. What a page changed in it goes with its DevTools connection (window, touch,
-    media) or is cleared when the page is left.
+    One tab serves one page after another, because a new tab with a new process takes longer than
+    most tests. Changes to the tab (window, touch, media) end with its DevTools connection or are
+    cleared when the page is left.
     """
 
     def __init__(self, popen: "subprocess.Popen[bytes]", port: int, folder: Path) -> None:
         self._popen, self._port, self.downloads = popen, port, folder / "downloads"
-        self._resting: _Tab | None = None  # which the next page may have
+        self._resting: _Tab | None = None  # available for the next page
 
     @contextlib.contextmanager
     def page(self, url: str = "about:blank") -> Iterator[Page]:
-        """A tab without cookies or storage; one of its own where another page is open, or the
-        last one failed.
+        """A tab without cookies or storage. It is a new one if another page is open or the last one
+        failed.
         """
         tab, self._resting = self._resting or self._new_tab(), None
         try:
@@ -308,9 +307,8 @@ class Browser:
         return result
 
     def videos(self) -> set[Path]:
-        """Downloaded so far.
-
-        Chromium first makes an empty file of the name, and at the end renames another to it.
+        """Finished downloads. Chromium creates an empty file of the name first and renames another
+        file to it at the end.
         """
         return {
             file
@@ -336,7 +334,7 @@ class Browser:
 
 @contextlib.contextmanager
 def running_browser(folder: Path) -> Iterator[Browser]:
-    """Run Chromium while the block runs; its profile and downloads are under `folder`."""
+    """Run Chromium during the block, with its profile and downloads below `folder`."""
     assert CHROMIUM is not None, WHY_NOT
     (folder / "downloads").mkdir(parents=True)
     # Chromium refuses to sandbox itself as root

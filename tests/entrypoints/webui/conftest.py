@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures of the web page: one headless Chromium for all tests, servers with a fake engine.
+"""Fixtures of the web page: one headless Chromium for all tests, and servers with a fake engine.
 
-Without Chromium the tests that need one are skipped with the reason; `OMNI_REQUIRE_BROWSER=1`
-(`.ci/run` sets it where it could install one) makes that a failure.
+Browser tests are skipped without Chromium. `OMNI_REQUIRE_BROWSER=1`, which `.ci/run` sets where it
+could install Chromium, makes that a failure.
 """
 
 import os
@@ -39,8 +39,8 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 def make_server(engine: FakeEngine) -> Iterator[MakeServer]:
-    """`make_server(keys=[...], environ={...}, facts={...}, world=DIR, **limits)` -> a server
-    that runs for one test.
+    """`make_server(keys=[...], environ={...}, info={...}, world=DIR, **limits)` starts a server
+    that stops after the test.
     """
     with ExitStack() as stack:
 
@@ -80,7 +80,7 @@ def server(make_server: MakeServer) -> PageServer:
 
 @pytest.fixture
 def page(browser: Browser, server: PageServer) -> Iterator[Page]:
-    """The page of `server`, connected. Errors that it did not expect fail the test."""
+    """The connected page of `server`. Unexpected errors of the page fail the test."""
     with browser.page(server.url) as page:
         page.wait_for("document.body.dataset.link === 'up'")
         yield page

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The realtime doors with the web page, behind stock vLLM's own key check if there are keys; the
-engine is a fake.
+"""The realtime endpoints with the web page, stock vLLM's key check if there are keys, and a fake
+engine.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,9 +19,10 @@ MakeServer = Callable[..., "PageServer"]
 
 
 class PageServer(EndpointServer):
-    """`keys`: API keys; none = open. world: a checkpoint with a card.
+    """`keys` are the API keys, none of which means no check; `world` is a checkpoint with a world
+    description.
 
-    Put together as vLLM and the plugin do.
+    The parts are combined as vLLM and the plugin combine them.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class PageServer(EndpointServer):
         return f"http://127.0.0.1:{self.port}/omni/"
 
     def cut_connections(self) -> int:
-        """Drop every open WebSocket as a network would; returns how many there were."""
+        """Abort every open WebSocket, as a network failure does, and return their number."""
         sockets = [
             item
             for item in self.server.server_state.connections

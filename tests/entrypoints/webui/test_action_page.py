@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page in a world of buttons, axes and a wheel: it shows what the model takes, and just that
-reaches it.
+"""The page in a world of buttons, axes and a wheel: it shows the actions of the model, and only
+these reach the engine.
 """
 
 import time
@@ -15,7 +15,9 @@ from page_server import MakeServer, PageServer
 
 from vllm_omni.actions import ActionFrame, ActionSpace, Axis, Button
 
-HAS_Image = "document.querySelector('#view').classList.contains('has-picture')"
+pytestmark = pytest.mark.nightly
+
+HAS_IMAGE = "document.querySelector('#view').classList.contains('has-picture')"
 IS_SHOWN = "getComputedStyle(document.querySelector('{}')).display !== 'none'"
 PLAY = ActionSpace(
     buttons=(
@@ -55,7 +57,9 @@ def reaches(engine: FakeEngine, condition: Callable[[list[Frame]], Any]) -> None
 
 @pytest.fixture
 def open_page(browser: Browser, make_server: MakeServer) -> Callable[[ActionSpace], Any]:
-    """`with open_page(space) as page`: the page of a server whose model takes that, connected."""
+    """`with open_page(space) as page` opens the connected page of a server with that action
+    space.
+    """
 
     def opened(space: ActionSpace) -> Any:
         server: PageServer = make_server(info={"actions": space, "fps": 48.0})
@@ -74,12 +78,12 @@ def play(open_page: Callable[[ActionSpace], Any]) -> Iterator[Page]:
 
 def start_now(page: Page) -> None:
     page.click("#start .main")
-    page.wait_for(HAS_Image)
+    page.wait_for(HAS_IMAGE)
 
 
-def test_the_page_shows_what_the_model_takes_and_just_that(play: Page, engine: FakeEngine) -> None:
-    """Buttons by name and key, a slider, the mouse; neither prompt nor pictures, nor the
-    camera's keys and map.
+def test_the_page_shows_the_actions_of_the_model(play: Page, engine: FakeEngine) -> None:
+    """Buttons by name and key, a slider and the mouse, but no prompt, images, camera keys or
+    map.
     """
     assert not play.run(IS_SHOWN.format("#start .gallery")) and not play.run(
         IS_SHOWN.format(".prompt-field")
@@ -99,10 +103,8 @@ def test_the_page_shows_what_the_model_takes_and_just_that(play: Page, engine: F
     assert first.params.actions == [[], [], []]
 
 
-def test_keys_hold_buttons_and_a_touch_counts(play: Page, engine: FakeEngine) -> None:
-    """A key held is held in every frame; one pressed and released between two requests acts in
-    one.
-    """
+def test_a_key_holds_a_button_and_a_short_press_acts_once(play: Page, engine: FakeEngine) -> None:
+    """A held key acts in every frame, and a key released between two requests acts in one."""
     start_now(play)
     play.key("keyDown", "w")
     reaches(engine, lambda got: got[-3:] == [(("forward",), {}, 0.0)] * 3)
@@ -119,8 +121,8 @@ def test_keys_hold_buttons_and_a_touch_counts(play: Page, engine: FakeEngine) ->
 
 
 def test_the_mouse_moves_axes_and_the_wheel_scrolls(play: Page, engine: FakeEngine) -> None:
-    """A drag by 40 pixels to the left looks right by 40 pixels; up is a positive y; one notch is
-    one.
+    """A drag by 40 pixels to the left turns right by 40 pixels, up is positive y, and one notch is
+    one step.
     """
     start_now(play)
     play.drag("#view", -40, -20)
@@ -140,9 +142,7 @@ def test_the_mouse_moves_axes_and_the_wheel_scrolls(play: Page, engine: FakeEngi
 
 
 def test_a_captured_mouse_moves_and_its_button_fires(play: Page, engine: FakeEngine) -> None:
-    """The Look button locks the pointer; from then on motion needs no button, and a click is an
-    action.
-    """
+    """After a click on Look, motion needs no button and a click is an action."""
     start_now(play)
     play.click("#look")
     play.wait_for("document.pointerLockElement === document.querySelector('#view')")
@@ -165,7 +165,9 @@ def test_a_slider_sets_an_axis_until_it_is_moved(play: Page, engine: FakeEngine)
 
 
 def test_fingers_hold_the_buttons_on_the_page(play: Page, engine: FakeEngine) -> None:
-    """On a phone; the left stick presses the four ways, the right one moves the mouse's axes."""
+    """On a phone, the left stick presses the four directions and the right one moves the mouse's
+    axes.
+    """
     play.phone()
     start_now(play)
     play.touch("touchStart", play.middle_of("[data-button=jump]"))
@@ -184,12 +186,10 @@ def test_fingers_hold_the_buttons_on_the_page(play: Page, engine: FakeEngine) ->
     play.touch("touchEnd")
 
 
-def test_one_button_at_a_time_where_the_model_takes_one(
+def test_one_button_at_a_time_in_an_exclusive_space(
     open_page: Callable[..., Any], engine: FakeEngine
 ) -> None:
-    """The newest counts; there is no mouse to capture; prompt and picture are there and may be
-    left out.
-    """
+    """The newest button acts, the mouse cannot be captured, and prompt and image are optional."""
     with open_page(RUNNER) as page:
         page.wait_for("document.body.dataset.link === 'up'")
         assert page.text("#start .tile .caption") == "No picture"
@@ -208,31 +208,10 @@ def test_one_button_at_a_time_where_the_model_takes_one(
         assert page.errors == []
 
 
-def test_held_buttons_continue_after_a_lost_connection(
-    browser: Browser, make_server: MakeServer, engine: FakeEngine
-) -> None:
-    """The session is resumed and the key is still down."""
-    server = make_server(info={"actions": PLAY, "fps": 48.0})
-    with browser.page(server.url) as page:
-        page.wait_for("document.body.dataset.link === 'up'")
-        start_now(page)
-        page.key("keyDown", "w")
-        reaches(engine, lambda got: got[-1:] == [(("forward",), {}, 0.0)])
-        assert server.cut_connections() == 1
-        page.wait_for("document.body.dataset.link !== 'up'")
-        page.wait_for("document.body.dataset.link === 'up'")
-        start = len(engine.chunks)
-        wait_until(lambda: len(engine.chunks) >= start + 3)
-        assert {frame[0] for frame in frames(engine, start)} == {("forward",)}
-        assert [call.params.chunk_index for call in engine.chunks] == sorted(
-            call.params.chunk_index or 0 for call in engine.chunks
-        )
-
-
 def test_a_lost_world_without_images_is_started_over(
     browser: Browser, make_server: MakeServer, engine: FakeEngine
 ) -> None:
-    """The notice offers that, since there is no picture to go on from."""
+    """The notice offers a new start, because there is no image to continue from."""
     with browser.page(make_server(info={"actions": PLAY, "fps": 48.0}).url) as page:
         page.wait_for("document.body.dataset.link === 'up'")
         start_now(page)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A world of buttons, mouse and wheel as `vllm serve --omni` serves it: the page plays it, frames
-show what arrived.
+"""A world of buttons, mouse and wheel at a real `vllm serve --omni`: headless Chromium plays it,
+and the frames show the actions.
 
-Real engine, headless Chromium; every session is recorded, and the recording runs again identically.
+The session is recorded, and its replay is identical.
 """
 
 import base64
@@ -27,7 +27,7 @@ from vllm_omni.actions import ActionFrame
 from vllm_omni.sessions.recording import RecordedChunk, read_recording
 from vllm_omni.testing.null.world import marks
 
-HAS_Image = "document.querySelector('#view').classList.contains('has-picture')"
+HAS_IMAGE = "document.querySelector('#view').classList.contains('has-picture')"
 SPACE = {
     **PLAY,
     "buttons": [
@@ -37,7 +37,6 @@ SPACE = {
     "axes": [{"name": "dx", "title": "turn", "unit": "pixels", "kind": "motion", "mouse": "x"}],
     "prompt": "none",
 }
-REST = [0, 0, 128, 128]
 
 
 @pytest.fixture(scope="module")
@@ -68,24 +67,27 @@ def chunks_of(recordings: Path) -> list[RecordedChunk]:
 
 
 def squares(page: Page) -> list[int]:
-    """The squares of the picture that is on the screen, as the null world draws them."""
+    """The squares of the shown image, as the null world draws them."""
     url = page.run("document.querySelector('#view').toDataURL('image/png')")
     image = Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).convert("RGB")
     return marks.read(np.asarray(image), 4)
 
 
 def sees(page: Page, low: list[int], high: list[int]) -> None:
-    """Wait for a picture whose squares lie in between; JPEG moves gray values a little."""
+    """Wait for an image whose squares are in these ranges, because JPEG changes grey values
+    slightly.
+    """
     wait_until(
         lambda: all(a <= x <= b for a, x, b in zip(low, squares(page), high, strict=True)), 60
     )
 
 
+@pytest.mark.nightly
 def test_the_page_plays_the_world_and_the_recording_runs_again(
     browser: Browser, played: Served, recordings: Path, null_world: Path
 ) -> None:
-    """A held key, a jump, a drag and a notch are seen in the pictures; then the same frames come
-    from the recording.
+    """The images show a held key, a jump, a drag and a notch, and the replay of the recording is
+    identical.
     """
     with browser.page(f"http://127.0.0.1:{played.port}/omni/") as page:
         page.wait_for("document.querySelector('#key-dialog').open")
@@ -94,7 +96,7 @@ def test_the_page_plays_the_world_and_the_recording_runs_again(
         page.click("#key-dialog .main")
         page.wait_for("document.body.dataset.link === 'up'")
         page.click("#start .main")
-        page.wait_for(HAS_Image, 60)
+        page.wait_for(HAS_IMAGE, 60)
         page.key("keyDown", "w")
         sees(page, [240, 0, 120, 120], [255, 15, 136, 136])
         page.press(" ")
@@ -127,8 +129,8 @@ def test_the_page_plays_the_world_and_the_recording_runs_again(
     assert "identical" in result.stdout.splitlines()[-1]
 
 
-def test_what_the_model_does_not_take_is_refused_before_the_engine(played: Served) -> None:
-    """Through the real server: the list comes from the served model's options."""
+def test_unsupported_actions_are_refused_by_the_real_server(played: Served) -> None:
+    """The refusal lists the actions in the served model's options."""
     with played.client(**AUTHORIZED) as client:
         assert [button["name"] for button in client.hello["actions"]["buttons"]] == ["run", "jump"]
         response = client.request({"endpoint": "infer", "actions": [["fly"]] * 3})

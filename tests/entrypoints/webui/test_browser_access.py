@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys on every route, tickets for WebSockets, origins: real sockets, stock vLLM's own check in
-front.
+"""Keys on every route, tickets for WebSockets, and origins, with real sockets and stock vLLM's key
+check.
 """
 
 import json
@@ -19,7 +19,7 @@ from websockets.sync.client import connect
 from vllm_omni.entrypoints.limits.access import OPEN_PATHS, TICKET_PATH
 
 KEYS = ["first key", "second key"]
-Endpoint = "/omni/ws/realtime/world/camera"
+ENDPOINT = "/omni/ws/realtime/world/camera"
 
 
 @pytest.fixture
@@ -45,9 +45,9 @@ def ticket(server: PageServer, key: str = KEYS[0], **headers: str) -> str:
 
 
 def endpoint(
-    server: PageServer, path: str = Endpoint, shown: str | None = None, **options: Any
+    server: PageServer, path: str = ENDPOINT, shown: str | None = None, **options: Any
 ) -> Client:
-    """A connected client, or InvalidStatus."""
+    """A connected client; raises InvalidStatus."""
     protocols = ["omni.world.camera.v1", *([f"ticket.{shown}"] if shown is not None else [])]
     url = f"ws://127.0.0.1:{server.port}{path}"
     return Client(connect(url, compression=None, subprotocols=protocols, **options))  # type: ignore[arg-type]
@@ -63,9 +63,7 @@ def refusal(server: PageServer, *args: Any, **options: Any) -> int:
     "header", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {KEYS[0]}"}]
 )
 def test_every_route_needs_the_key(guarded: PageServer, header: dict[str, str]) -> None:
-    """Every route of the application is refused without the key, but for probes and the page's
-    own files.
-    """
+    """Only probes and the files of the page are open."""
     app: Any = guarded.server.config.app
     paths = {route.path for route in app.routes if hasattr(route, "methods")} | {
         "/docs",
@@ -82,26 +80,26 @@ def test_every_route_needs_the_key(guarded: PageServer, header: dict[str, str]) 
     "path",
     ["/omni/../work", "/omni//work", "//work", "/omni/ws/../../work", "/OMNI/x", "/health/../work"],
 )
-def test_no_spelling_of_a_path_goes_round_the_key(guarded: PageServer, path: str) -> None:
+def test_no_spelling_of_a_path_bypasses_the_key(guarded: PageServer, path: str) -> None:
     """Only exact paths are open."""
     assert send(guarded, path)[0] in (401, 404)
 
 
 @pytest.mark.parametrize("path", sorted(OPEN_PATHS - {"/metrics"}))
 @pytest.mark.parametrize("more", ["x", "/x", "/../work"])
-def test_what_starts_like_an_open_path_is_closed(guarded: PageServer, path: str, more: str) -> None:
-    """Whether such a route exists or not: the question is not even passed on."""
+def test_a_path_with_an_open_prefix_is_closed(guarded: PageServer, path: str, more: str) -> None:
+    """The guard refuses the request before the routes are consulted."""
     assert send(guarded, path + more)[0] == 401
 
 
-def test_with_the_key_everything_works(guarded: PageServer) -> None:
-    """Either key opens routes outside `/v1`, too; the scheme's case does not matter."""
+def test_each_key_opens_every_route(guarded: PageServer) -> None:
+    """Each key opens routes outside `/v1` too, and the case of the scheme does not matter."""
     for key in KEYS:
         assert send(guarded, "/work", Authorization=f"bearer {key}") == (200, b'{"done":true}')
 
 
-def test_without_keys_nothing_is_requested(server: PageServer) -> None:
-    """No ticket is needed, and the page is told so."""
+def test_without_keys_every_route_is_open(server: PageServer) -> None:
+    """No ticket is needed, and the ticket route says so."""
     assert send(server, TICKET_PATH, "POST") == (200, b'{"required":false}')
     assert send(server, "/work")[0] == 200
     with endpoint(server) as client:
@@ -109,7 +107,7 @@ def test_without_keys_nothing_is_requested(server: PageServer) -> None:
 
 
 def test_a_ticket_opens_one_websocket(guarded: PageServer) -> None:
-    """It works as a subprotocol, which is not echoed, and not twice."""
+    """The ticket is a subprotocol, which is not echoed, and it cannot be used twice."""
     shown = ticket(guarded)
     with endpoint(guarded, shown=shown) as client:
         assert client.hello["model"] == "fake"
@@ -117,24 +115,18 @@ def test_a_ticket_opens_one_websocket(guarded: PageServer) -> None:
     assert refusal(guarded, shown=shown) == 401
 
 
-def test_a_ticket_may_stand_in_the_query(guarded: PageServer) -> None:
-    """For clients that cannot offer subprotocols; the door does not see it."""
-    with endpoint(guarded, f"{Endpoint}?ticket={ticket(guarded)}") as client:
-        assert client.hello["model"] == "fake"
-
-
 @pytest.mark.parametrize(
     "shown", [None, "", "x", "A" * 47, "é".encode("latin-1").decode("latin-1") * 3]
 )
 def test_without_a_ticket_the_endpoint_is_closed(guarded: PageServer, shown: str | None) -> None:
-    """401 before the model is touched, whatever is shown."""
-    path = Endpoint if shown is None else f"{Endpoint}?ticket={urllib.parse.quote(shown)}"
+    """The handshake ends with 401 before the model is used."""
+    path = ENDPOINT if shown is None else f"{ENDPOINT}?ticket={urllib.parse.quote(shown)}"
     assert refusal(guarded, path) == 401
     assert guarded.engine.calls == []
 
 
 def test_endpoints_under_v1_still_take_the_header_only(guarded: PageServer) -> None:
-    """Stock vLLM's check is untouched: a ticket means nothing there, the key does."""
+    """Stock vLLM's check is unchanged: a key opens them and a ticket does not."""
     path = "/v1/realtime/world/camera"
     assert refusal(guarded, path, shown=ticket(guarded)) == 401
     with endpoint(
@@ -143,16 +135,8 @@ def test_endpoints_under_v1_still_take_the_header_only(guarded: PageServer) -> N
         assert client.hello["model"] == "fake"
 
 
-def test_the_key_itself_also_opens_the_browsers_path(guarded: PageServer) -> None:
-    """Programs may use one path for everything."""
-    with endpoint(guarded, additional_headers={"Authorization": f"Bearer {KEYS[1]}"}) as client:
-        assert client.hello["model"] == "fake"
-
-
-def test_a_ticket_is_for_the_page_that_bought_it(guarded: PageServer) -> None:
-    """Bought by this server's own page, it is of no use to another site, nor to a program, and
-    the other way round.
-    """
+def test_a_ticket_is_bound_to_its_origin_over_sockets(guarded: PageServer) -> None:
+    """A ticket of this server's page is useless to another site or a program, and the reverse."""
     own, other_package = f"http://127.0.0.1:{guarded.port}", "https://elsewhere.example"
     with endpoint(guarded, shown=ticket(guarded, Origin=own), origin=own) as client:
         assert client.hello["model"] == "fake"
@@ -161,10 +145,10 @@ def test_a_ticket_is_for_the_page_that_bought_it(guarded: PageServer) -> None:
     assert refusal(guarded, shown=ticket(guarded), origin=own) == 401
 
 
-def test_a_other_origin_is_refused_even_with_its_own_ticket(
+def test_another_origin_is_refused_even_with_its_ticket(
     guarded: PageServer, make_server: MakeServer
 ) -> None:
-    """The origin must be this server's, or listed; with or without keys."""
+    """The origin must be this server's or a listed one, with or without keys."""
     other_package = "https://elsewhere.example"
     assert (
         refusal(guarded, shown=ticket(guarded, Origin=other_package), origin=other_package) == 403
@@ -176,10 +160,8 @@ def test_a_other_origin_is_refused_even_with_its_own_ticket(
         assert client.hello["model"] == "fake"
 
 
-def test_sessions_belong_to_the_key_behind_the_ticket(guarded: PageServer) -> None:
-    """The page and a program with the same key share worlds; another key's do not exist for
-    them.
-    """
+def test_sessions_belong_to_the_key_of_the_ticket(guarded: PageServer) -> None:
+    """A page and a program with the same key share sessions, and another key cannot see them."""
     with endpoint(guarded, shown=ticket(guarded)) as client:
         client.send(infer(session_id="walk"))
         client.frames()
@@ -197,7 +179,7 @@ def test_sessions_belong_to_the_key_behind_the_ticket(guarded: PageServer) -> No
 def test_processes_that_share_keys_and_environment_take_each_others_tickets(
     make_server: MakeServer,
 ) -> None:
-    """`--api-server-count 2`: a ticket from one process opens a WebSocket of the other."""
+    """With `--api-server-count 2` a ticket of one process opens a WebSocket of the other."""
     environ = {"VLLM_OMNI_TICKET_SECRET": "of this start"}
     one, two = (make_server(keys=KEYS, environ=environ) for _ in range(2))
     with endpoint(two, shown=ticket(one)) as client:
@@ -207,7 +189,7 @@ def test_processes_that_share_keys_and_environment_take_each_others_tickets(
 
 
 def test_other_endpoints_open_with_tickets_too(guarded: PageServer) -> None:
-    """The browsers' path leads to every WebSocket under `/v1`, and to nothing else."""
+    """The browser path leads to every WebSocket below `/v1` and to nothing else."""
     url = f"ws://127.0.0.1:{guarded.port}/omni/ws/realtime_video/generate"
     with connect(url, compression=None, subprotocols=[f"ticket.{ticket(guarded)}"]) as socket:  # type: ignore[list-item]
         socket.send(b"not msgpack")

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of servers that serve no world: headless Chromium, real routes, an engine that
-answers at once.
-"""
+"""The page of servers without a world: headless Chromium, real routes and an instant engine."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,16 +23,18 @@ from vllm_omni.entrypoints.webui import pages
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.models.capabilities import Capabilities
 
+pytestmark = pytest.mark.nightly
+
 LANCE = Capabilities(
     tasks=("text_to_image", "image_edit", "text_to_video", "image_to_video"),
     reads=("image",),
     frame_stride=4,
 )
-Images = Capabilities(tasks=("text_to_image",))
+IMAGES = Capabilities(tasks=("text_to_image",))
 
 
 class MediaEngine(InstantEngine):
-    """Also answers questions."""
+    """An instant engine that also answers questions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def engine() -> MediaEngine:  # type: ignore[override]
 
 @pytest.fixture
 def open_page(browser: Browser, engine: MediaEngine, tmp_path: Path) -> Iterator[Any]:
-    """`with open_page(capabilities, keys) as page`: the page of a server of such a model."""
+    """`open_page(capabilities, keys)` opens the page of a server of such a model."""
     with ExitStack() as stack:
 
         def opened(capabilities: Capabilities, keys: tuple[str, ...] = ()) -> Any:
@@ -104,8 +104,10 @@ SIZE = (
 
 
 def test_a_prompt_becomes_an_image(open_page: Any, engine: MediaEngine) -> None:
-    """At the model's size, with the seed that was given; only what the model can do is offered."""
-    page = open_page(Images)
+    """The image has the model's size and the given seed, and the page offers only the model's
+    tasks.
+    """
+    page = open_page(IMAGES)
     ready(page)
     assert page.text("#model") == "painter"
     assert page.run(
@@ -121,9 +123,7 @@ def test_a_prompt_becomes_an_image(open_page: Any, engine: MediaEngine) -> None:
     assert page.errors == []
 
 
-def test_an_image_is_edited_and_requested_about_and_a_video_made(
-    open_page: Any, engine: MediaEngine
-) -> None:
+def test_an_image_is_edited_described_and_made_a_video(open_page: Any, engine: MediaEngine) -> None:
     page = open_page(LANCE)
     ready(page)
     page.run(CHOOSE)
@@ -140,8 +140,8 @@ def test_an_image_is_edited_and_requested_about_and_a_video_made(
     ]
 
 
-def test_a_refusal_is_said_in_the_servers_words(open_page: Any) -> None:
-    page = open_page(Images)
+def test_a_refusal_shows_the_error_of_the_server(open_page: Any) -> None:
+    page = open_page(IMAGES)
     ready(page)
     page.run("document.querySelector('#form').elements.size.value = '63x48'")
     create(page, "make", "a cat")
@@ -149,9 +149,9 @@ def test_a_refusal_is_said_in_the_servers_words(open_page: Any) -> None:
     assert page.run("document.querySelector('#results').children.length") == 0
 
 
-def test_the_page_requests_for_the_key(open_page: Any) -> None:
-    """And goes on with it."""
-    page = open_page(Images, ("sesame",))
+def test_the_page_asks_for_the_key(open_page: Any) -> None:
+    """The page works after the key was entered."""
+    page = open_page(IMAGES, ("sesame",))
     page.wait_for("document.querySelector('#key-dialog').open")
     page.run("document.querySelector('#key-dialog input').focus()")
     page.write("sesame")

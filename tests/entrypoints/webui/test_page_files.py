@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page's files as they are sent: complete, with the right headers, and with nothing from
-elsewhere.
+"""The files of the page as they are sent: complete, with the right headers, and without external
+references.
 """
 
 import re
@@ -34,7 +34,7 @@ def get(server: PageServer, name: str, **headers: str) -> tuple[int, dict[str, s
 
 
 def test_every_file_is_served_as_it_is(server: PageServer) -> None:
-    """With its type and the headers that keep it to this server."""
+    """With its content type and the headers that restrict it to this server."""
     files = [file for file in STATIC.rglob("*") if file.is_file()]
     assert len(files) > 20
     for file in files:
@@ -46,7 +46,7 @@ def test_every_file_is_served_as_it_is(server: PageServer) -> None:
 
 
 def test_an_unchanged_file_is_not_sent_again(server: PageServer) -> None:
-    """Browsers ask with the tag they have."""
+    """A request with the current ETag gets 304."""
     _, headers, _ = get(server, "js/main.js")
     assert get(server, "js/main.js", **{"If-None-Match": headers["etag"]})[0] == 304
 
@@ -58,14 +58,14 @@ def test_nothing_else_is_served(server: PageServer, name: str) -> None:
     assert get(server, name)[0] == 404
 
 
-def test_the_address_without_a_slash_leads_to_the_page(server: PageServer) -> None:
+def test_the_address_without_a_slash_redirects_to_the_page(server: PageServer) -> None:
     with urllib.request.urlopen(server.url.rstrip("/"), timeout=seconds(10)) as response:
         assert response.url == server.url
         assert b"<!doctype html>" in response.read()
 
 
 def test_all_references_are_to_files_of_the_page() -> None:
-    """No other host, no missing file, no inline script or style, which the policy would block."""
+    """No other host, missing file, or inline script or style, which the policy would block."""
     for file in STATIC.rglob("*"):
         if file.suffix not in (".html", ".js", ".css", ".svg"):
             continue
@@ -81,7 +81,7 @@ def test_all_references_are_to_files_of_the_page() -> None:
     assert "script-src 'self';" in pages.HEADERS["Content-Security-Policy"]
 
 
-def test_every_element_the_scripts_request_for_exists() -> None:
+def test_every_element_that_the_scripts_use_exists() -> None:
     """Ids in `main.js` are ids of `index.html`, and labels name real fields."""
     html = (STATIC / "index.html").read_text()
     ids = re.findall(r'\bid="([^"]+)"', html)
@@ -109,14 +109,14 @@ def test_every_element_the_scripts_request_for_exists() -> None:
     ],
 )
 def test_the_pages_address(args: dict[str, object], expected: str | None) -> None:
-    """What is printed can be typed into a browser on this machine."""
+    """The printed address can be opened in a browser on this machine."""
     defaults = {"uds": None, "ssl_certfile": None, "root_path": ""}
     assert pages.local_address(Namespace(**{**defaults, **args})) == expected
 
 
 @pytest.mark.nightly
 def test_wheel_and_source_archive_hold_the_page(tmp_path: Path) -> None:
-    """What is installed from a package is what is in the repository."""
+    """Packages hold every file of the page in the repository."""
     names = {
         f"vllm_omni/entrypoints/webui/static/{file.relative_to(STATIC).as_posix()}"
         for file in STATIC.rglob("*.*")

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where things are on the page, by their rectangles in Chromium, in the windows that people
-have.
-"""
+"""Layout of the page, by rectangles in Chromium, in common window sizes."""
 
 import time
 from collections.abc import Iterator
@@ -13,11 +11,13 @@ from helpers.fake_engine import FakeEngine
 from helpers.waits import seconds
 from page_server import MakeServer
 
+pytestmark = pytest.mark.nightly
+
 DESKTOPS = [(1280, 800), (1440, 900)]
 UPRIGHT, SIDEWAYS = (390, 844), (844, 390)
 WINDOWS = [*DESKTOPS, UPRIGHT, SIDEWAYS]
 SIZES = [(832, 480), (160, 96)]
-"""Of the reference model's pictures, and of the packaged world's."""
+"""Image sizes of the reference model and of the packaged world."""
 
 BOX = """((selector) => { const e = document.querySelector(selector); const b = e.getBoundingClientRect();
     return { left: b.left, top: b.top, right: b.right, bottom: b.bottom, width: b.width, height: b.height }; })"""  # noqa: E501
@@ -31,7 +31,7 @@ def shape(request: pytest.FixtureRequest) -> tuple[int, int]:
 
 @pytest.fixture
 def page(browser: Browser, make_server: MakeServer, shape: tuple[int, int]) -> Iterator[Page]:
-    """The page before a world begins, for pictures of `shape`."""
+    """The page before a session starts, for images of `shape`."""
     width, height = shape
     with browser.page(
         make_server(info={"height": height, "width": width, "fps": 16.0}).url
@@ -50,7 +50,7 @@ def be(page: Page, window: tuple[int, int], scheme: str = "dark") -> None:
 
 
 def settle(page: Page) -> None:
-    """Wait until observers and styles have done their work."""
+    """Wait until observers and styles have been applied."""
     page.run(
         "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => "
         "setTimeout(done, 50))))"
@@ -68,7 +68,7 @@ def box(page: Page, selector: str) -> dict[str, float]:
 
 
 def overlap(one: dict[str, float], other: dict[str, float]) -> float:
-    """Area that two boxes share, in square pixels."""
+    """Area of the intersection of two boxes, in square pixels."""
     width = min(one["right"], other["right"]) - max(one["left"], other["left"])
     height = min(one["bottom"], other["bottom"]) - max(one["top"], other["top"])
     return max(0.0, width) * max(0.0, height)
@@ -80,10 +80,10 @@ def scrolls(page: Page, selector: str = "html") -> bool:
 
 
 @pytest.mark.parametrize("window", WINDOWS, ids=lambda window: "x".join(map(str, window)))
-def test_the_image_has_its_own_shape_and_what_room_there_is(
+def test_the_image_keeps_its_shape_and_fills_the_window(
     page: Page, shape: tuple[int, int], window: tuple[int, int]
 ) -> None:
-    """In the dark and in the light."""
+    """Tried in the dark and the light scheme."""
     be(page, window, "dark")
     start(page)
     check_image(page, shape, window)
@@ -92,8 +92,8 @@ def test_the_image_has_its_own_shape_and_what_room_there_is(
 
 
 def check_image(page: Page, shape: tuple[int, int], window: tuple[int, int]) -> None:
-    """No bars: the frame is as wide as the column, or ends just above what stands below it;
-    nothing lies on it.
+    """The frame has no bars, is as wide as the column or ends just above the part below it, and
+    nothing covers it.
     """
     frame, view, column = box(page, "#frame"), box(page, "#view"), box(page, ".stage-column")
     assert frame == view
@@ -110,38 +110,11 @@ def check_image(page: Page, shape: tuple[int, int], window: tuple[int, int]) -> 
         assert overlap(frame, box(page, part)) == 0, part
 
 
-@pytest.mark.parametrize("window", WINDOWS, ids=lambda window: "x".join(map(str, window)))
-def test_the_numbers_are_one_line_with_a_detail(page: Page, window: tuple[int, int]) -> None:
-    """Three numbers are seen whole; the detail opens beside nothing that it would cover."""
-    be(page, window)
-    start(page)
-    assert not page.run("document.querySelector('#hud').open")
-    line = box(page, ".hud summary")
-    parts = [box(page, f".hud summary span:nth-child({number})") for number in (1, 2, 3)]
-    assert line["height"] < 26
-    assert all(line["left"] <= part["left"] and part["right"] <= line["right"] for part in parts)
-    assert max(part["bottom"] for part in parts) - min(part["top"] for part in parts) < 24
-    # The longest values that a slow machine gives fit as well.
-    page.run("""for (const [name, text] of [["chunk", "15750 ms"], ["photon", "18098 ms"]])
-        document.querySelector(`summary [data-stat=${name}]`).textContent = text""")
-    assert not scrolls(page, ".hud summary")
-    page.run("document.querySelector('.hud summary').click()")
-    settle(page)
-    frame, detail = box(page, "#frame"), box(page, ".hud dl")
-    assert detail["height"] > 30
-    for part in ("#frame", ".tools"):
-        assert overlap(detail, box(page, part)) == 0, part
-    assert frame["height"] > 150
-    if window != UPRIGHT:
-        assert not scrolls(page)
-        assert box(page, ".tools")["bottom"] <= window[1]
-
-
 @pytest.mark.parametrize(
     "window", [*DESKTOPS, SIDEWAYS], ids=lambda window: "x".join(map(str, window))
 )
 def test_nothing_scrolls_before_or_in_a_world(page: Page, window: tuple[int, int]) -> None:
-    """Neither the page nor the panel; on a phone held upright the settings are below, and the
+    """Neither the page nor the panel scrolls. On an upright phone the settings are below, and the
     width fits.
     """
     be(page, window)
@@ -170,7 +143,7 @@ def test_an_upright_phone_fits_its_width_and_shows_the_controls_at_once(page: Pa
     "window", [UPRIGHT, SIDEWAYS], ids=lambda window: "x".join(map(str, window))
 )
 def test_sticks_are_alongside_the_image(page: Page, window: tuple[int, int]) -> None:
-    """Thumbs hide nothing, whether the numbers' detail is open or not."""
+    """They cover nothing, whether or not the detail of the numbers is open."""
     be(page, window)
     start(page)
     for _ in range(2):
@@ -183,7 +156,7 @@ def test_sticks_are_alongside_the_image(page: Page, window: tuple[int, int]) -> 
         settle(page)
 
 
-def test_a_phone_held_sideways_has_its_settings_behind_a_button(page: Page) -> None:
+def test_a_button_opens_the_settings_of_a_sideways_phone(page: Page) -> None:
     be(page, SIDEWAYS)
     start(page)
     assert box(page, ".panel")["width"] == 0
@@ -196,59 +169,12 @@ def test_a_phone_held_sideways_has_its_settings_behind_a_button(page: Page) -> N
     assert box(page, ".panel")["width"] == 0
 
 
-@pytest.mark.parametrize("window", WINDOWS, ids=lambda window: "x".join(map(str, window)))
-def test_labels_are_aligned(page: Page, window: tuple[int, int]) -> None:
-    """Names, sliders and values stand in columns; the fields of the start panel in a line."""
-    be(page, window)
-    if window != SIDEWAYS:
-        tops = {round(page.run(f"{BOX}('#start [name={name}]').top")) for name in ("size", "seed")}
-        assert len(tops) == 1
-        labels = page.run("""[...document.querySelectorAll('#start .row label')].map((label) => {
-            const range = document.createRange(); range.selectNode(label.firstChild);
-            return Math.round(range.getBoundingClientRect().top); })""")
-        assert len(set(labels)) == 1
-    start(page)
-    if window == SIDEWAYS:
-        page.click("#settings")
-    for edge, kinds in {"left": ("label", "input"), "right": ("input", "output")}.items():
-        for kind in kinds:
-            edges = page.run(
-                f"[...document.querySelectorAll('.slider {kind}')]"
-                f".map((e) => Math.round(e.getBoundingClientRect().{edge}))"
-            )
-            assert len(edges) == 3
-            assert len(set(edges)) == 1, (kind, edge, edges)
-    middles = page.run("""[...document.querySelectorAll('.slider')].map((row) => [...row.children].map((e) => {
-        const b = e.getBoundingClientRect(); return (b.top + b.bottom) / 2; }))""")  # noqa: E501
-    assert all(max(row) - min(row) < 2 for row in middles)
-
-
-def test_hints_of_keys_go_once_they_are_known(page: Page) -> None:
-    """They take a twentieth of the picture at most; a key that was used is shown only while it
-    is held.
-    """
-    be(page, (1280, 800))
-    start(page)
-    frame = box(page, "#frame")
-    pads = [box(page, f"#keys span:nth-child({number})") for number in (1, 2)]
-    assert (
-        sum(pad["width"] * pad["height"] for pad in pads) < 0.05 * frame["width"] * frame["height"]
-    )
-    opacity = (
-        "[...document.querySelectorAll('#keys kbd')].map((e) => "
-        "Number(getComputedStyle(e).opacity))"
-    )
-    assert page.run(opacity) == [1] * 8
-    page.key("keyDown", "w")
-    assert page.run(opacity) == [1, 0, 0, 0, 1, 1, 1, 1]
-    page.key("keyUp", "w")
-    assert page.run(opacity) == [0, 0, 0, 0, 1, 1, 1, 1]
-
-
 def test_the_start_image_is_shown_at_once(
     page: Page, engine: FakeEngine, shape: tuple[int, int]
 ) -> None:
-    """While the first chunk is made, at the size that the frames will have; not a black picture."""
+    """While the first chunk is generated, the page shows the start image at the size of the
+    frames.
+    """
     engine.delay_s = 2.0
     page.run("document.querySelectorAll('.tile input')[1].click()")
     page.run("document.querySelector('#start').requestSubmit()")
@@ -276,7 +202,7 @@ def test_the_start_image_is_shown_at_once(
 
 
 def test_full_screen_shows_the_image_alone_as_large_as_it_can(page: Page) -> None:
-    """Nothing but the picture, up to two edges of the screen; afterwards everything is back."""
+    """The image reaches two edges of the screen, and afterwards everything else is shown again."""
     be(page, (1280, 800))
     start(page)
     page.click("#full")

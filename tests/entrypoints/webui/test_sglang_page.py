@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang 0.5.23's own page, unchanged, against `vllm serve --omni`: from its wheel, in Chromium, on
-a real engine.
+"""SGLang 0.5.23's own page, unchanged, against `vllm serve --omni`: from its wheel, in Chromium,
+with a real engine.
 
-As its README says it is opened as a file; a static server on another port is the other way. Either
-way it is a page of a foreign origin: `--allowed-origins` lets it in, and without that it is kept
-out.
+Its README opens it as a file, and a static server on another port is the alternative. Both have
+another origin than the server, so `--allowed-origins` must list it.
 """
 
 import contextlib
@@ -75,7 +74,7 @@ def served(
 
 
 def fill(page: Page, port: int, image: Path) -> None:
-    """What its user enters: the server, the size, a reference picture."""
+    """Enter the server, the size and a reference image, as a user does."""
     page.wait_for("document.querySelector('#presetList button') !== null")
     for name, value in {
         "serverUrl": f"ws://127.0.0.1:{port}/v1/realtime_video/generate",
@@ -104,7 +103,7 @@ def opened(browser: Browser, url: str, port: int, image: Path) -> Iterator[Page]
 
 
 @pytest.mark.parametrize("way", ["file", "another port"])
-def test_the_page_plays_steers_and_knows_the_model(
+def test_the_page_plays_and_steers(
     way: str,
     browser: Browser,
     served: demo.ServerProcess,
@@ -133,10 +132,10 @@ def test_the_page_plays_steers_and_knows_the_model(
         assert served.log.read_text().count("origin_refused") == 0
 
 
-def test_without_the_switch_it_is_retained_out(
+def test_without_allowed_origins_it_is_refused(
     browser: Browser, make_server: MakeServer, page_folder: Path, village: Path
 ) -> None:
-    """A fake engine behind the real doors: the refusal is before any engine."""
+    """The endpoints of a server with a fake engine refuse it without `--allowed-origins`."""
     server = make_server()
     url = page_folder.joinpath("index.html").as_uri()
     with opened(browser, url, server.port, village / "start" / "street_day.png") as page:

@@ -253,8 +253,9 @@ class Connection:
         while not sending.done():
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait([sending])
-            if limit.expired():
+            if limit.expired() and not sending.done():
                 sending.cancel()
+                self._give_up()  # the caller's `asyncio.timeout` lets its own cancellation pass
         if not sending.cancelled():
             sending.exception()  # the connection's next send raises `ClientDisconnected`
 

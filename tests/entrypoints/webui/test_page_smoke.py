@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The browser test of `make test`. All other browser tests are nightly."""
+
+from browser import Page
+from helpers.fake_engine import FakeEngine
+from helpers.waits import wait_until
+
+from vllm_omni.actions import as_frame
+
+
+def test_the_page_starts_and_steers_a_world(page: Page, engine: FakeEngine) -> None:
+    """The first chunk has the image, prompt, size and seed of the panel, and a held key moves the
+    camera until it is released.
+    """
+    page.run("document.querySelectorAll('.tile input')[1].click()")
+    page.run("document.querySelector('#start').elements.seed.value = 77")
+    page.click("#start .main")
+    page.wait_for("document.querySelector('#view').classList.contains('has-picture')")
+    first = engine.chunks[0]
+    assert first.params.seed == 77
+    assert "desert" in str(first.params.prompt).lower()
+    assert (first.params.height, first.params.width) == (48, 80)
+    assert list(first.arrays) == ["image"]
+    assert first.arrays["image"].shape == (48, 80, 3)
+    assert first.arrays["image"].std() > 10
+    assert first.params.actions == [[], [], []]
+    assert "start_pose" not in first.params.options, "the server recognises its own images"
+
+    def steps() -> list[float]:
+        """Forward step of each latent frame so far."""
+        entries = [entry for call in engine.chunks for entry in call.params.actions or []]
+        return [as_frame(entry).axes.get("forward", 0.0) for entry in entries]
+
+    page.key("keyDown", "w")
+    wait_until(lambda: steps()[-9:] == [1.0] * 9)
+    page.key("keyUp", "w")
+    wait_until(lambda: steps()[-3:] == [0.0] * 3)
