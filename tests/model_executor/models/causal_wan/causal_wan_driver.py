@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drive a `CausalWan` chunk by chunk in this process, as the runner does, without an engine
-around it.
-"""
+"""Drives a `CausalWan` chunk by chunk in this process, as the runner does, without an engine."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,7 +26,7 @@ def load_model(
     kv_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> CausalWan:
-    """serving: `OmniConfig`'s own options."""
+    """Load a model. serving: fields of `OmniConfig`."""
     omni = OmniConfig(height=HEIGHT, width=WIDTH, model=options, **(serving or {}))
     layout = find_layout(checkpoint)
     values = hf_config(checkpoint)["causal_wan"]
@@ -41,7 +39,7 @@ def load_model(
 
 
 def input_video(frames: range, speed: float = 1.0) -> torch.Tensor:
-    """A pattern that moves `speed` pixels a frame, uint8 [T, H, W, 3]."""
+    """A pattern that moves `speed` pixels per frame, uint8 [T, H, W, 3]."""
     t, y, x = torch.meshgrid(
         torch.tensor(frames), torch.arange(HEIGHT), torch.arange(WIDTH), indexing="ij"
     )
@@ -93,7 +91,7 @@ def open_session(model: CausalWan, session_id: str = "a", **params: Any) -> Sess
 
 
 def stream(model: CausalWan, chunks: int, **params: Any) -> list[torch.Tensor]:
-    """The latents of a new stream's first chunks."""
+    """Latents of the first chunks of a new stream."""
     session = open_session(model, output="latents", **params)
     return [
         run_chunk(model, session, **{"prompt": "a beach", "output": "latents", **params})[1][

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor and sequence parallel streams give what one rank gives, sinks that are renewed included
-(fp32, gloo).
+"""Tensor and sequence parallel streams equal those of one rank, including renewed sinks (fp32,
+gloo).
 """
 
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from causal_wan_driver import load_model, stream
+from helpers.process_groups import gloo_group
 from helpers.rank_processes import run_ranks
 
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
@@ -19,7 +19,7 @@ from vllm_omni.testing.tiny.causal_wan import make_tiny
 TOLERANCE = 2e-4
 """Seven chunks in fp32; ranks only change the order of sums."""
 GRAPH_CHUNKS = 14
-"""A window of three chunks, and the two places of its ring several times."""
+"""Fills a window of three chunks and reaches both ring positions several times."""
 OPTIONS: dict[str, Any] = {
     "latent_frames_per_chunk": 1,
     "window_frames": 4,
@@ -46,22 +46,12 @@ def one_rank(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 def _compare(
     rank: int, rendezvous: str, checkpoint: str, one_rank: str, sequence_parallel: bool
 ) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{rendezvous}",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=60),
-    )
-    try:
-        parallel = ParallelContext(rank, 2, dist.group.WORLD, sequence_parallel=sequence_parallel)
+    with gloo_group(rank, 2, rendezvous) as group:
+        parallel = ParallelContext(rank, 2, group, sequence_parallel=sequence_parallel)
         model = load_model(Path(checkpoint), parallel, **OPTIONS)
-        assert model.transformer.num_cache_heads == 2, "each of two ranks keeps two of four heads"
+        assert model.transformer.num_cache_heads == 2, "each of two ranks has two of four heads"
         for ours, expected in zip(stream(model, 7), torch.load(one_rank), strict=True):
             torch.testing.assert_close(ours, expected, atol=TOLERANCE, rtol=0)
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
@@ -81,9 +71,7 @@ def test_heads_that_do_not_divide_are_refused(checkpoint: Path) -> None:
 
 
 def _compare_graphs(rank: int, rendezvous: str, checkpoint: str, sequence_parallel: bool) -> None:
-    """A stream by graphs on every rank, and one by graphs on rank 0 only, against one without
-    graphs.
-    """
+    """Streams with graphs on both ranks, and on rank 0 only, against a stream without graphs."""
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     options = {"window_frames": 9, "sink_frames": 3}
@@ -106,10 +94,8 @@ def _compare_graphs(rank: int, rendezvous: str, checkpoint: str, sequence_parall
 @pytest.mark.several_gpus
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
-def test_ranks_by_graphs_give_what_ranks_without_give(
-    sequence_parallel: bool, tmp_path: Path
-) -> None:
-    """Bit for bit, also where only one rank has graphs: exchanges are between them."""
+def test_ranks_with_graphs_equal_ranks_without(sequence_parallel: bool, tmp_path: Path) -> None:
+    """Bit for bit, also if only one rank has graphs, because the collectives run between graphs."""
     make_tiny(tmp_path / "model", 0, "original")
     run_ranks(
         _compare_graphs,

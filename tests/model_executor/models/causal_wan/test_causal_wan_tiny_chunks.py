@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks that go to the tiny decoder (`omni.degradations` `tiny_vae`): frames, what a stream
-holds, who can do it.
+"""Chunks decoded by the tiny decoder (`omni.degradations` `tiny_vae`): frames, session memory, and
+support.
 """
 
 import dataclasses
@@ -15,7 +15,6 @@ from causal_wan_driver import (
     WIDTH,
     Result,
     finish,
-    input_video,
     load_model,
     make_request,
     open_session,
@@ -25,7 +24,7 @@ from causal_wan_driver import (
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
-from vllm_omni.model_executor.interfaces import DiffusionRequest, SessionState, check_degradations
+from vllm_omni.model_executor.interfaces import DiffusionRequest, SessionState
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.models.causal_wan.checkpoint.layout import find_layout, hf_config
 from vllm_omni.model_executor.models.causal_wan.pipeline import CausalWan, StreamSetup
@@ -43,7 +42,7 @@ def model(causal_wan: Path) -> CausalWan:
 def start(
     model: CausalWan, session: SessionState, degraded: bool, **params: Any
 ) -> DiffusionRequest:
-    """A chunk, up to where its frames would be made."""
+    """Run a chunk up to its decode."""
     tensors = params.pop("tensors", None)
     request = make_request(session, tensors, **{"prompt": "a beach", **params})
     request.degradations = ("tiny_vae",) if degraded else ()
@@ -70,12 +69,10 @@ def run(
         ({"latent_frames_per_chunk": 1, "window_frames": 6, "sink_frames": 1}, {3, 4}),
     ],
 )
-def test_frames_are_its_latents_decoded_so(
+def test_degraded_frames_are_decoded_by_the_tiny_decoder(
     causal_wan: Path, options: dict[str, Any], tiny: set[int]
 ) -> None:
-    """Latents are those of a stream that was never degraded, and so are numbers and places of
-    the frames.
-    """
+    """Latents, frame counts and frame numbers are those of a stream that was never degraded."""
     model = load_model(causal_wan, serving=LADDER, **options)
     results, _ = run(model, tiny)
     assert model.decoder is not None
@@ -90,9 +87,9 @@ def test_frames_are_its_latents_decoded_so(
         assert tensors["frames"].shape[0] == len(expected)
 
 
-def test_without_a_degraded_chunk_nothing_is_different(causal_wan: Path, model: CausalWan) -> None:
-    """A server with the ladder makes the frames of one without, bit for bit, from 8 latent
-    frames more a stream.
+def test_a_stream_without_degraded_chunks_is_unchanged(causal_wan: Path, model: CausalWan) -> None:
+    """A server with the option gives the frames of a server without it, bit for bit, and reserves 8
+    more latent frames per stream.
     """
     plain = load_model(causal_wan)
     for ours, theirs in zip(run(model, ())[0], run(plain, ())[0], strict=True):
@@ -106,7 +103,7 @@ def test_without_a_degraded_chunk_nothing_is_different(causal_wan: Path, model: 
 def test_bytes_are_constant_and_an_abandoned_chunk_and_a_fork_leave_no_trace(
     model: CausalWan,
 ) -> None:
-    """Whichever decoder the chunk before, the abandoned one and the next one go to."""
+    """For either decoder of the preceding, the aborted and the next chunk."""
     session = open_session(model)
     admitted = session.nbytes
     for index in range(CHUNKS):
@@ -133,38 +130,18 @@ def test_bytes_are_constant_and_an_abandoned_chunk_and_a_fork_leave_no_trace(
     assert session.decoder_cache is None  # type: ignore[attr-defined]
 
 
-def test_a_degraded_video_to_video_chunk_keeps_its_input(
-    causal_wan: Path, model: CausalWan
-) -> None:
-    """The encoder's memory goes on as it does: only the frames that come out are the tiny
-    decoder's.
-    """
-    found = []
-    for tiny in ((), (1,)):
-        session, latents = open_session(model, options={"source": "video"}), []
-        for index in range(3):
-            tensors = {"video": input_video(model.plan.pixel_frames(index))}
-            request = start(
-                model, session, index in tiny, tensors=tensors, options={"source": "video"}
-            )
-            finish(model, request)
-            latents.append(request.state.latents)
-        found.append(latents)
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
-def test_a_stream_of_latents_goes_without_nothing(model: CausalWan) -> None:
-    """There is no decode to save, so its result does not say that it was degraded."""
+def test_a_stream_of_latents_is_not_degraded(model: CausalWan) -> None:
+    """It has no decode to save, so its result reports no degradation."""
     session = open_session(model, output="latents")
     request = start(model, session, True, output="latents")
     finish(model, request)
     assert request.degradations == ()
 
 
-def test_a_decoder_on_a_stage_separate_takes_turns_as_well(
-    causal_wan: Path, model: CausalWan
-) -> None:
-    """`omni.vae_stage`: the rank with layers has neither decoder and holds nothing for them."""
+def test_a_vae_stage_switches_decoders_too(causal_wan: Path, model: CausalWan) -> None:
+    """`omni.vae_stage`: the rank with layers has neither decoder and reserves no memory for
+    them.
+    """
     serving = {**LADDER, "vae_stage": True}
     layers = load_model(causal_wan, ParallelContext(vae_stage=True), serving=serving)
     vae = load_model(causal_wan, ParallelContext(stage=1, vae_stage=True), serving=serving)
@@ -185,10 +162,10 @@ def test_a_decoder_on_a_stage_separate_takes_turns_as_well(
         assert torch.equal(frames, expected[index][1]["frames"])
 
 
-def test_without_its_weights_a_server_does_not_start_and_says_what_they_are_for(
+def test_missing_weights_of_the_tiny_decoder_are_refused_at_start(
     causal_wan: Path,
 ) -> None:
-    """On every rank, also on one that would not decode."""
+    """On every rank, including ranks that do not decode."""
     layout = dataclasses.replace(find_layout(causal_wan), tiny_vae=None)
     for parallel in (ParallelContext(), ParallelContext(vae_stage=True)):
         for serving, options, who in (
@@ -201,9 +178,3 @@ def test_without_its_weights_a_server_does_not_start_and_says_what_they_are_for(
             )
             with pytest.raises(ValueError, match=f"lacks taew2_1.pth, which {who} needs"):
                 CausalWan(setup).load_checkpoint(layout)
-
-
-def test_every_ladder_that_it_says_it_can_do_is_accepted(model: CausalWan) -> None:
-    names = ["fewer_steps", "tiny_vae"]
-    assert [model.refuse_degradation(name) for name in names] == [None] * 2
-    check_degradations(model, names)

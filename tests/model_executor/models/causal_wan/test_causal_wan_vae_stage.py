@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stream whose decoder is a stage of its own gives the frames of one rank."""
+"""A stream with the decoder on its own pipeline stage gives the frames of one rank."""
 
 from pathlib import Path
 from typing import Any
@@ -35,11 +35,11 @@ PROMPTS = ("a beach", None, "a town at night", None)
     ],
     ids=["strict", "noise-matched", "video", "recomputed"],
 )
-def test_frames_are_those_of_one_rank(
+def test_frames_equal_those_of_one_rank(
     causal_wan: Path, source: str, options: dict[str, Any]
 ) -> None:
-    """Over a prompt switch, with and without a clean pass, and from video, which only the rank
-    with layers encodes.
+    """Over a prompt switch, with and without a clean-context pass, and from video, which only the
+    rank with layers encodes.
     """
     one = load_model(causal_wan, **WINDOW, **options)
     layers = load_model(causal_wan, ParallelContext(vae_stage=True), **WINDOW, **options)
