@@ -57,7 +57,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], int, int, int]] = {
         CHUNKS,
     ),
 }
-"""Options; graphs of a stream (ring positions, while the ring fills and later, times kinds of pass);
+"""Options; graphs of a stream (ring positions, while it fills and later, times kinds of pass);
 graphs that the first stream does not capture, because it runs their pass only once; and chunks of a
 stream that reaches every ring position at least twice after its ring is full."""
 each_option = pytest.mark.parametrize(

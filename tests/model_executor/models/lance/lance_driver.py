@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drive a `Lance` in this process, as the runner does, without an engine around it."""
+"""Drives a `Lance` in this process, as the runner does, without an engine."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -106,7 +106,7 @@ def prepare(lance: Lance, request: DiffusionRequest, session: SessionState | Non
 
 
 def step(lance: Lance, batch: Sequence[DiffusionRequest]) -> None:
-    """One engine step of requests that may be at different steps."""
+    """One engine step of requests that may be at different denoise steps."""
     lance.step_scheduler(batch, lance.denoise_step(batch))
     for request in batch:
         request.step += 1

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor and sequence parallel ranks give what one rank gives, tasks of all kinds in one batch
-(fp32, gloo).
+"""Tensor and sequence parallel ranks give the results of one rank, for a batch of all kinds of
+tasks (fp32, gloo).
 """
 
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
+from helpers.process_groups import gloo_group
 from helpers.rank_processes import run_ranks
 from lance_driver import finish, load_lance, prepare, request_of, step
 
@@ -22,9 +21,7 @@ TASKS = ("t2i", "image_edit", "t2v", "i2v", "x2t_image")
 
 
 def results(lance: Lance) -> list[torch.Tensor]:
-    """Everything at once: forwards hold tokens of several drawings, of contexts and of an
-    answer.
-    """
+    """Results of one batch, which mixes tokens of generations, contexts and generated text."""
     requests = [
         request_of(task, **({} if task == "x2t_image" else {"output": "latents"})) for task in TASKS
     ]
@@ -38,25 +35,13 @@ def results(lance: Lance) -> list[torch.Tensor]:
 def _compare(
     rank: int, size: int, rendezvous: str, checkpoint: str, sequence_parallel: bool
 ) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{rendezvous}",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=60),
-    )
-    try:
+    with gloo_group(rank, size, rendezvous) as group:
         expected = results(load_lance(Path(checkpoint)))
-        parallel = ParallelContext(
-            rank, size, dist.group.WORLD, sequence_parallel=sequence_parallel
-        )
+        parallel = ParallelContext(rank, size, group, sequence_parallel=sequence_parallel)
         lance = load_lance(Path(checkpoint), parallel)
         found = results(lance)
         for ours, one_rank in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, one_rank, atol=TOLERANCE, rtol=0)
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
@@ -77,7 +62,7 @@ def test_ranks_equal_one(sequence_parallel: bool, size: int, tmp_path: Path) -> 
     )
 
 
-def test_a_rank_of_a_sequence_keeps_its_heads_and_all_weights(tmp_path: Path) -> None:
+def test_a_sequence_parallel_rank_has_some_heads_and_all_weights(tmp_path: Path) -> None:
     make_tiny(tmp_path / "model", 0, "video")
     one = load_lance(tmp_path / "model").network.language_model
     two = load_lance(

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drive a `LingBotWorld` chunk by chunk in this process, as the runner does, without an engine
-around it.
-"""
+"""Drives a `LingBotWorld` chunk by chunk in this process, as the runner does, without an engine."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -45,7 +43,9 @@ def load_world(
 
 @contextmanager
 def choosing(**choices: Any) -> Iterator[LingBotOptions]:
-    """Options under which these choices alone differ from `realtime`'s, which no convention has."""
+    """Options in which only these choices differ from `realtime`. No convention has this
+    combination.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(CONVENTIONS, "realtime", replace(CONVENTIONS["realtime"], **choices))
         yield LingBotOptions()
@@ -62,7 +62,7 @@ def make_request(
     tensors: dict[str, torch.Tensor] | None = None,
     **params: Any,
 ) -> DiffusionRequest:
-    """Make a chunk's request, walking ahead unless told otherwise; a first chunk gets an image."""
+    """Make the request of a chunk. By default it walks ahead, and a first chunk has an image."""
     tensors = dict(tensors or {})
     if session.chunk_index == 0 and "image" not in tensors:
         tensors["image"] = start_image()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters of LingBot World: camera layers and all others equal merged weights; graphs keep to
-their adapter.
+"""Adapters of LingBot World, including camera layers, equal merged weights; each graph belongs to
+one adapter.
 """
 
 from pathlib import Path
@@ -21,7 +21,7 @@ TOLERANCE = 2e-4
 
 
 def walk(world: LingBotWorld, store: AdapterStore, choices: list[list[Lora]]) -> list[torch.Tensor]:
-    """The latents of a new session, each chunk with its own adapters."""
+    """Latents of a new session in which each chunk has its own adapters."""
     session, latents, before = open_session(world, output="latents"), [], None
     for wanted in choices:
         selection = store.select(wanted)
@@ -37,7 +37,7 @@ def walk(world: LingBotWorld, store: AdapterStore, choices: list[list[Lora]]) ->
     return latents
 
 
-def test_an_adapter_of_every_layer_is_the_merged_network(
+def test_an_adapter_of_every_layer_equals_merged_weights(
     lingbot_world: Path, tmp_path: Path
 ) -> None:
     world = load_world(lingbot_world)
@@ -56,9 +56,11 @@ def test_an_adapter_of_every_layer_is_the_merged_network(
         assert torch.equal(one, other)
 
 
-def test_graphs_keep_to_their_adapter(lingbot_world: Path, tmp_path: Path) -> None:
-    """Captured forwards are repeated for the same adapter in the same slot alone; its strength
-    is no part of them.
+def test_a_graph_serves_the_adapter_of_its_capture_only(
+    lingbot_world: Path, tmp_path: Path
+) -> None:
+    """A captured forward is replayed for the same adapter in the same slot. Its scale is not part
+    of the graph.
     """
     options = {"window_frames": 6, "sink_frames": 0}
     ink, wool = ([Lora(name=name)] for name in ("ink", "wool"))
@@ -84,6 +86,6 @@ def test_graphs_keep_to_their_adapter(lingbot_world: Path, tmp_path: Path) -> No
         world.transformer.graphs = ForwardGraphs(capture=hold) if by_graphs else None
         found.append(walk(world, make_store(world, paths, max_loras=1), choices))
         if world.transformer.graphs is not None:
-            assert len(world.transformer.graphs) > 4, "forwards did come by graphs"
+            assert len(world.transformer.graphs) > 4, "forwards used graphs"
     for index, (got, expected) in enumerate(zip(*found, strict=True)):
         assert torch.equal(got, expected), f"chunk {index}"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions whose forwards come by graph equal sessions whose forwards do not, bit for bit.
+"""Sessions with CUDA graphs equal sessions without them, bit for bit.
 
-On a host a "graph" repeats the forward with everything the host had decided at its capture: a key
-that leaves something out, a camera among them, shows as other latents.
+On a CPU, a "graph" repeats the forward with every decision that the host made at its capture, so an
+incomplete key (for example, without the camera) changes the latents.
 """
 
 from pathlib import Path
@@ -35,8 +35,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def walk(world: LingBotWorld, start: int = 0) -> list[torch.Tensor]:
-    """The latents of a new session whose camera moves differently from chunk to chunk; it is
-    closed then.
+    """Latents of a new session with a different camera motion in each chunk. The session is then
+    closed.
     """
     session = open_session(world, output="latents")
     latents = [
@@ -50,12 +50,12 @@ def walk(world: LingBotWorld, start: int = 0) -> list[torch.Tensor]:
 
 
 @KV_TYPES
-def test_sessions_by_graphs_are_the_sessions(
+def test_sessions_with_graphs_equal_sessions_without(
     checkpoint: Path, kv_dtype: torch.dtype | None
 ) -> None:
-    """One after the other: the second's forwards are all replays of the first's.
+    """The second session only replays graphs of the first.
 
-    Graphs: chunks' places in the ring, while it fills and later, x kinds of pass.
+    Number of graphs: ring positions, while the ring fills and later, times kinds of pass.
     """
     plain, by_graphs = (load_world(checkpoint, kv_dtype=kv_dtype, **OPTIONS) for _ in range(2))
     by_graphs.transformer.graphs = ForwardGraphs(capture=hold)
@@ -66,25 +66,8 @@ def test_sessions_by_graphs_are_the_sessions(
         assert len(by_graphs.transformer.graphs) == 4 * 2
 
 
-def test_a_chunk_s_camera_terms_need_no_gap_of_their_whole_size(checkpoint: Path) -> None:
-    """Each layer's have memory of their own."""
-    world = load_world(checkpoint, **OPTIONS)
-    request = make_request(
-        world, open_session(world, output="latents"), prompt="a beach", output="latents"
-    )
-    world.prepare_encode(request)
-    world.start_step(request)
-    parts = request.work.camera
-    assert parts is not None
-    assert (
-        len({part.untyped_storage().data_ptr() for part in parts})
-        == len(parts)
-        == world.config.num_layers
-    )
-
-
-def test_sessions_in_one_batch_by_graphs(checkpoint: Path) -> None:
-    """Each row of a batch keeps its own camera and condition."""
+def test_batched_sessions_with_graphs_equal_sessions_without(checkpoint: Path) -> None:
+    """Each request of a batch has its own camera and condition."""
     plain, by_graphs = load_world(checkpoint, **OPTIONS), load_world(checkpoint, **OPTIONS)
     by_graphs.transformer.graphs = ForwardGraphs(capture=hold)
     results: list[list[torch.Tensor]] = []
@@ -138,7 +121,7 @@ def _compare_graphs(
 @pytest.mark.several_gpus
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @KV_TYPES
-def test_ranks_by_graphs_give_what_ranks_without_give(
+def test_ranks_with_graphs_equal_ranks_without(
     checkpoint: Path, tmp_path: Path, kv_dtype: torch.dtype | None
 ) -> None:
     run_ranks(_compare_graphs, (str(tmp_path / "rendezvous"), str(checkpoint), kv_dtype), 2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A LingBot world whose decoder is a stage of its own gives the frames of one rank."""
+"""A LingBot world with the decoder on its own pipeline stage gives the frames of one rank."""
 
 from pathlib import Path
 from typing import Any
@@ -22,16 +22,17 @@ from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 
 SMALL: dict[str, Any] = {"window_frames": 7, "sink_frames": 2}
 RESTART: dict[str, Any] = {**SMALL, "convention": "pr3701"}
+TINY: dict[str, Any] = {**SMALL, "decoder": "tiny"}
 PROMPTS = ("a beach", None, "a town at night", None)
 
 
-@pytest.mark.parametrize("options", [SMALL, RESTART], ids=["cache", "restart"])
-def test_frames_are_those_of_one_rank(lingbot_world: Path, options: dict[str, Any]) -> None:
-    """Over a prompt switch."""
+@pytest.mark.parametrize("options", [SMALL, RESTART, TINY], ids=["cache", "restart", "tiny"])
+def test_frames_equal_those_of_one_rank(lingbot_world: Path, options: dict[str, Any]) -> None:
+    """Over a prompt switch. The stage with layers has no decoder."""
     one = load_world(lingbot_world, **options)
     layers = load_world(lingbot_world, ParallelContext(vae_stage=True), **options)
     vae = load_world(lingbot_world, ParallelContext(stage=1, vae_stage=True), **options)
-    assert isinstance(vae, SupportsVAEStage)
+    assert isinstance(vae, SupportsVAEStage) and layers.decoder is None
     sessions = [open_session(world) for world in (one, layers, vae)]
     params = DiffusionParams(session_id="a", prompt="a beach")
     assert vae.decoder is not None
