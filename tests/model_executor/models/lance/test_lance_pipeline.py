@@ -194,7 +194,7 @@ def test_a_failed_step_can_be_repeated(lance: Lance, monkeypatch: pytest.MonkeyP
         _, tensors = finish(lance, request)
         for name, tensor in tensors.items():
             difference = tensor.double() - alone[task][1][name].double()
-            # A CPU with AMX rounds a batched product differently, which can change a pixel by one level.
+            # With AMX, a CPU rounds batched products differently: a pixel may differ by one level.
             assert difference.abs().max() <= (name in ("images", "frames"))
 
 

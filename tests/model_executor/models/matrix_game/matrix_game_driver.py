@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drive a `MatrixGame` chunk by chunk in this process, as the runner does, without an engine
-around it.
-"""
+"""Drives a `MatrixGame` chunk by chunk in this process, as the runner does, without an engine."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -95,7 +93,7 @@ def run_chunk(
 
 
 def latents_of(game: MatrixGame, chunks: Sequence[dict[str, Any]], **params: Any) -> torch.Tensor:
-    """The latents of a session, a chunk for each entry: `make_request`'s arguments."""
+    """Latents of a session. chunks: arguments of `make_request` per chunk."""
     session = open_session(game, output="latents")
     return torch.cat(
         [run_chunk(game, session, output="latents", **params, **chunk) for chunk in chunks], dim=1
@@ -105,7 +103,7 @@ def latents_of(game: MatrixGame, chunks: Sequence[dict[str, Any]], **params: Any
 def latents_of_stages(
     stages: Sequence[MatrixGame], chunks: Sequence[dict[str, Any]]
 ) -> torch.Tensor:
-    """`latents_of`, over pipeline stages that each hold a session of their own."""
+    """`latents_of` over pipeline stages, each with its own session."""
     sessions = [open_session(game, output="latents") for game in stages]
     latents = []
     for chunk in chunks:

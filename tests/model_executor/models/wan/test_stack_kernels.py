@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fused decoder's kernel against the same pass in plain torch; on a CPU by Triton's
+"""The fused decoder's kernel against the same pass in plain torch; on a CPU in Triton's
 interpreter.
 """
 
@@ -83,7 +83,7 @@ CASES += [
         ],
     )
 ]
-"""Combined by F(2, 3) and F(4, 3) before a convolution, behind one, and both."""
+"""Combined by F(2, 3) and F(4, 3) before a convolution, after one, and both."""
 CASES += [
     {
         "channels": 33,
