@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensor parallel runs give the results of one rank (fp32, gloo, two processes)."""
 
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from helpers.process_groups import gloo_group
 from helpers.rank_processes import run_ranks
 from waypoint_driver import latents_of, load_world, start_image
 
@@ -24,22 +23,12 @@ CHUNKS: list[dict[str, Any]] = [
 
 
 def _compare(rank: int, rendezvous: str, checkpoint: str, one_rank: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{rendezvous}",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=60),
-    )
-    try:
-        world = load_world(Path(checkpoint), ParallelContext(rank, 2, dist.group.WORLD))
+    with gloo_group(rank, 2, rendezvous) as group:
+        world = load_world(Path(checkpoint), ParallelContext(rank, 2, group))
         assert world.transformer.num_cache_heads == 1
         torch.testing.assert_close(
             latents_of([world], CHUNKS), torch.load(one_rank), atol=TOLERANCE, rtol=0
         )
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

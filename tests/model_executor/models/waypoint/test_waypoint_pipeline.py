@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Waypoint session driven as the runner drives it: frames, start images, graphs; nothing leaks
-between sessions.
+"""A Waypoint session driven as by the runner: frames, start images, graphs, and isolation between
+sessions.
 """
 
 from pathlib import Path
@@ -24,7 +24,6 @@ from waypoint_driver import (
 )
 
 from vllm_omni.inputs import DiffusionParams
-from vllm_omni.model_executor.interfaces import SupportsStepExecution
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.layers.cuda_graphs import ForwardGraphs
 from vllm_omni.model_executor.models.waypoint.checkpoint import LAYOUTS
@@ -38,7 +37,7 @@ CHUNKS: list[dict[str, Any]] = [
     *({"actions": [{"buttons": ("a",), "axes": {"dx": 2.0 * n}, "scroll": 1.0}]} for n in range(5)),
     *({} for _ in range(6)),
 ]
-"""Past both kinds of rings."""
+"""More frames than both kinds of ring buffer hold."""
 
 
 def chunks() -> list[dict[str, Any]]:
@@ -85,8 +84,7 @@ def assert_same(
     assert all(torch.equal(tensors[name], before[0][name]) for name in tensors)
 
 
-def test_a_chunk_is_one_latent_frame_and_a_start_image_one_separate(either: Waypoint) -> None:
-    assert isinstance(either, SupportsStepExecution)
+def test_a_start_image_is_a_separate_latent_frame(either: Waypoint) -> None:
     session, each = open_session(either), either.config.temporal_compression
     for index, image in enumerate((True, False, False)):
         request = make_request(session, {"image": start_image()} if image else None)
@@ -104,9 +102,8 @@ def test_a_chunk_is_one_latent_frame_and_a_start_image_one_separate(either: Wayp
 
 
 def test_inputs_change_the_frames(either: Waypoint) -> None:
-    """Seed, actions and image.
-
-    Read from the latents: v1 takes a third of a second to decode a frame.
+    """Seed, actions and image. Compared are latents, because v1 takes a third of a second to decode
+    a frame.
     """
 
     def first(image: int = 0, **params: Any) -> torch.Tensor:
@@ -119,7 +116,7 @@ def test_inputs_change_the_frames(either: Waypoint) -> None:
     assert torch.equal(first(), base)
 
 
-def test_a_prompt_acts_from_the_next_frame_on(checkpoints: dict[str, Path]) -> None:
+def test_a_prompt_takes_effect_at_the_next_frame(checkpoints: dict[str, Path]) -> None:
     world = load_world(checkpoints["v1"])
     session, other = (open_session(world, name, output="latents") for name in ("a", "b"))
 
@@ -130,10 +127,9 @@ def test_a_prompt_acts_from_the_next_frame_on(checkpoints: dict[str, Path]) -> N
     assert not torch.equal(chunk(session, prompt="a beach"), chunk(other))
 
 
-def test_forwards_by_graph_are_those_without(checkpoints: dict[str, Path]) -> None:
-    """One graph serves all passes of all frames of a session.
-
-    A frame of v1 takes long: ten fill its larger rings.
+def test_a_session_with_graphs_equals_one_without(checkpoints: dict[str, Path]) -> None:
+    """One graph serves all passes of all frames. Frames of v1 are slow, so only ten of them fill
+    the larger ring buffers.
     """
     for layout, frames in (("v1_5", chunks()), ("v1", chunks()[:9])):
         plain, by_graphs = load_world(checkpoints[layout]), load_world(checkpoints[layout])
@@ -143,14 +139,13 @@ def test_forwards_by_graph_are_those_without(checkpoints: dict[str, Path]) -> No
 
 
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
-def test_a_warm_server_launches_no_pass_of_a_new_session_kernel_by_kernel(
+def test_after_the_warm_up_every_pass_uses_a_graph(
     checkpoints: dict[str, Path], kv_dtype: torch.dtype | None
 ) -> None:
-    """A session's graph is captured in its first pass.
+    """The first pass of a session captures its graph. With FP8, the first frame sets scales and has
+    a separate graph.
 
-    With FP8 its first frame, which sets scales, has one of its own.
-
-    Warm-up has run every kind of pass of a session with a start image before.
+    The warm-up has run every kind of pass of a session with a start image.
     """
     for layout in LAYOUTS:
         plain, world = (
@@ -216,7 +211,7 @@ def test_an_aborted_chunk_leaves_no_trace(world: Waypoint, before: int, steps: i
     assert torch.equal(run_chunk(world, session), run_chunk(world, twin))
 
 
-def test_a_fork_goes_its_own_way(either: Waypoint) -> None:
+def test_a_fork_is_independent(either: Waypoint) -> None:
     session = open_session(either)
     for _ in range(3):
         run_chunk(either, session, actions=[["w"]])
@@ -244,7 +239,7 @@ def test_a_session_holds_the_bytes_that_admission_counted(
 def test_two_pipeline_stages_equal_one(
     checkpoints: dict[str, Path], layout: str, partitions: list[tuple[int, int]]
 ) -> None:
-    """The values of the first layer travel with the residual stream, in v1.5 only. Bit for bit."""
+    """In v1.5, the values of the first layer are sent with the residual stream. Bit for bit."""
     alone = latents_of([load_world(checkpoints[layout])], chunks())
     for partition in partitions:
         positions = [ParallelContext(stage=n, num_stages=2, partition=partition) for n in range(2)]
@@ -279,7 +274,7 @@ def test_bad_requests_are_refused_and_change_nothing(
 
 @pytest.mark.parametrize("field", IMAGE_AND_VIDEO_PARAMS)
 def test_a_parameter_without_effect_is_refused(world: Waypoint, field: str) -> None:
-    """By name, so that a client does not believe that it did something."""
+    """The refusal names the parameter."""
     session = open_session(world)
     with pytest.raises(RequestFailed, match=f"does not use {field}") as refused:
         world.prepare_encode(make_request(session, **{field: IMAGE_AND_VIDEO_PARAMS[field]}))

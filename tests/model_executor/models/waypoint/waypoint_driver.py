@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drive a `Waypoint` frame by frame in this process, as the runner does, without an engine
-around it.
-"""
+"""Drives a `Waypoint` frame by frame in this process, as the runner does, without an engine."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -93,9 +91,9 @@ def run_chunk(
 
 
 def latents_of(stages: Sequence[Waypoint], chunks: Sequence[dict[str, Any]]) -> torch.Tensor:
-    """The latents of a session, a chunk for each entry: `make_request`'s arguments.
+    """Latents of a session, over pipeline stages that each have a session.
 
-    Stages have a session each.
+    chunks: arguments of `make_request` per chunk.
     """
     sessions = [open_session(world, output="latents") for world in stages]
     latents = []
