@@ -3,7 +3,6 @@
 them.
 """
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
@@ -13,7 +12,6 @@ from typing import Any, get_args, get_type_hints
 import pytest
 import torch
 from lance_driver import REQUESTS, clip, load_lance, make_request, request_of, run
-from lance_reference import DRAW, FILM, Reference, Run, write_model
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2VLVideoProcessor
 
@@ -34,12 +32,9 @@ from vllm_omni.model_executor.models.lance.network.vae import to_uint8
 from vllm_omni.model_executor.models.lance.network.vision import to_patches
 from vllm_omni.model_executor.models.lance.pipeline import Lance
 from vllm_omni.model_executor.models.lance.request import parse_request_options, read_question
-from vllm_omni.model_executor.models.lance.tasks.context import Visuals
-from vllm_omni.model_executor.models.lance.tasks.generation import ImageGeneration, plan_generation
+from vllm_omni.model_executor.models.lance.tasks.generation import plan_generation
 from vllm_omni.model_executor.models.lance.tasks.prompt import LanceTokenizer, build_prompt
-from vllm_omni.model_executor.models.lance.tasks.sampling import Guidance, flow_timesteps
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.testing.parity.lance.recorded import ToyModel
 from vllm_omni.testing.tiny.lance import make_tiny, write_tokenizer
 
 SMALL = {"max_image_pixels": 64 * 96, "max_video_pixels": 64 * 96, "max_num_frames": 9}
@@ -148,102 +143,49 @@ def test_system_prompts_of_edits_may_have_ascii_apostrophes(tokenizer: LanceToke
     assert texts(tokenizer, "t2i", edit_apostrophe="ascii") == texts(tokenizer, "t2i")
 
 
-# -- positions and velocities, against the second implementation -----------------------------------
-
-SIZES = {
-    "hidden": 64,
-    "ffn": 80,
-    "layers": 2,
-    "heads": 4,
-    "kv_heads": 1,
-    "mrope": [2, 2, 4],
-    "theta": 1e4,
-    "latent_size": 7,
-    "latent_frames": 3,
-    "vit_layers": 1,
-    "vit_hidden": 32,
-    "vit_ffn": 40,
-    "vit_heads": 2,
-}
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Reference, ToyModel]:
-    """The dense fp64 implementation and this package's, with the same random weights."""
-    folder = tmp_path_factory.mktemp("recorded")
-    reference = Reference(SIZES, 5)
-    write_model(folder, reference)
-    return reference, ToyModel(folder, "fp32", torch.float32)
-
-
-def velocities(
-    toy: ToyModel, task: Task, choices: dict[str, Any], latents: torch.Tensor, grid: Any
-) -> torch.Tensor:
-    """This package's conditional and unconditional velocity at t = 1, [2, N, C]."""
-    with options_with(**choices) as served:
-        prompt = build_prompt(task, toy.tokens, "a red boat", noise=grid, served=served)
-        plan = plan_generation(
-            prompt, served.choices.uncond_positions, "i2v_noise_place" in choices
-        )
-    capacities = plan.capacities()
-    decoder = toy.network.language_model
-    drawing = ImageGeneration(
-        plan=plan,
-        visuals=Visuals(),
-        guidance=Guidance(4.0, (0.4, 1.0), "global", 0.0),
-        timesteps=flow_timesteps(1, 3.5),
-        latents=latents[None],
-        cond=[decoder.new_cache(capacities[0], plan.block)],
-        uncond=[decoder.new_cache(capacities[1], plan.block)],
-    )
-    toy.stepper.step([drawing], [])
-    drawing.advance()
-    toy.stepper.step([drawing], [])
-    assert drawing.prediction is not None
-    return drawing.prediction[:, 0]
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(
-    ("task", "choices"),
-    [
-        ("t2i", {"uncond_positions": "own"}),
-        ("t2i", {"uncond_context": "empty"}),
-        ("t2v", {"uncond_context": "empty"}),
-        ("t2v", {"drawing_prompt": "wrapped", "uncond_positions": "own"}),
-        ("i2v", {"i2v_noise_place": "before_text", "uncond_positions": "own"}),
-    ],
-    ids=str,
-)
-def test_velocities_equal_the_second_implementation(
-    two: tuple[Reference, ToyModel], task: Task, choices: dict[str, Any]
-) -> None:
-    """The reference is the alternative's sequence, written out by hand, in one dense masked fp64
-    pass.
+def test_the_unconditional_context_may_be_empty(tokenizer: LanceTokenizer) -> None:
+    """It is empty for an image and has two markers for a video, with a negative prompt between
+    them. Other tasks are unchanged.
     """
-    reference, toy = two
-    grid = (1, 3, 5) if task == "t2i" else (2, 4, 2)
-    latents = torch.randn(math.prod(grid), 48, generator=torch.Generator().manual_seed(3))
-    start, end = reference.id["im_start"], reference.id["im_end"]
-    block = reference.block("noise", grid)
-    system = DRAW if task == "t2i" else FILM
-    head, user, separator, _, _ = reference.sequence(system, "a red boat", [], block)
-    if choices.get("drawing_prompt") == "wrapped":
-        head, separator = Run("text", [start, *head.ids]), Run("text", [*separator.ids, end])
-    bare = [head, separator, block]
-    if choices.get("uncond_context") == "empty":
-        bare = [block] if task == "t2i" else [Run("text", [start, end]), block]
-    rows = reference.per_latent(latents, grid, torch.ones(len(latents)))
-    expected = []
-    for runs in ([head, user, separator, block], bare):
-        placed = reference.positions(runs)
-        # the block's marker has the position at which the user's text, or its successor, starts
-        if "i2v_noise_place" in choices:
-            placed[-1] = placed[-1] - placed[-1][0, 0] + len(head.ids)
-        hidden = reference.forward(runs, placed, {"noise": rows})[-1 - len(latents) : -1]
-        expected.append(reference.matmul("llm2vae", hidden))
-    found = velocities(toy, task, choices, latents, grid)
-    torch.testing.assert_close(found.double(), torch.stack(expected), atol=2e-5, rtol=0)
+    empty = {"uncond_context": "empty"}
+    markers = "<|im_start|><|im_end|>"
+    for task, expected in (("t2i", ""), ("t2v", markers)):
+        assert texts(tokenizer, task, **empty) == (texts(tokenizer, task)[0], expected)
+        assert texts(tokenizer, task, "a dog", **empty)[1] == "<|im_start|>a dog<|im_end|>"
+    for task in ("i2v", *EDIT_TASKS):
+        assert texts(tokenizer, task, **empty) == texts(tokenizer, task)
+
+
+def test_a_prompt_may_be_wrapped(tokenizer: LanceTokenizer) -> None:
+    """Both contexts of a text task get an additional pair of markers."""
+    for task in TEXT_TASKS:
+        plain, wrapped = texts(tokenizer, task), texts(tokenizer, task, drawing_prompt="wrapped")
+        assert wrapped == tuple(f"<|im_start|>{text}<|im_end|>" for text in plain)
+    for task in ("i2v", *EDIT_TASKS):
+        assert texts(tokenizer, task, drawing_prompt="wrapped") == texts(tokenizer, task)
+
+
+def test_positions_of_the_unconditional_context_and_of_the_block(
+    tokenizer: LanceTokenizer,
+) -> None:
+    """`uncond_positions` chooses the positions of the text after the user's. `before_text` starts
+    the generated block where that text starts.
+    """
+    prompt = build_prompt("i2v", tokenizer.tokens, "A cat", noise=(2, 1, 1))
+    shared, own = (plan_generation(prompt, choice) for choice in ("cond", "own"))
+    separator = shared.cond[-1].positions_3T
+    assert torch.equal(shared.uncond[-1].positions_3T, separator)
+    tokens = torch.cat([part.positions_3T for part in own.uncond], dim=1)
+    assert torch.equal(tokens, torch.arange(tokens.shape[1]).expand(3, -1))
+    assert int(own.uncond_block[0, 0]) == tokens.shape[1]
+    before = plan_generation(prompt, "own", noise_before_text=True)
+    user = next(part for part in before.cond if part.segment.user)
+    for block in (before.cond_block, before.uncond_block):
+        assert (
+            int(block[0, 0])
+            == int(user.positions_3T[0, 0])
+            == tokens.shape[1] - (separator.shape[1])
+        )
 
 
 # -- pixels ----------------------------------------------------------------------------------------
