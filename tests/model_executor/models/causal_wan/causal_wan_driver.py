@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drives a `CausalWan` chunk by chunk in this process, as the runner does, without an engine."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from helpers.chunks import Result, run_request
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
@@ -15,7 +16,6 @@ from vllm_omni.model_executor.models.causal_wan.checkpoint.layout import find_la
 from vllm_omni.model_executor.models.causal_wan.pipeline import CausalWan, StreamSetup
 
 HEIGHT, WIDTH = 32, 48
-Result = tuple[dict[str, Any], dict[str, torch.Tensor]]
 
 
 def load_model(
@@ -58,30 +58,13 @@ def make_request(
     )
 
 
-def step(model: CausalWan, batch: Sequence[DiffusionRequest]) -> None:
-    """One denoise step of requests that may be at different steps."""
-    model.step_scheduler(batch, model.denoise_step(batch))
-    for request in batch:
-        request.step += 1
-
-
-def finish(model: CausalWan, request: DiffusionRequest) -> Result:
-    result = model.post_decode(request)
-    model.commit(request)
-    return result
-
-
 def run_chunk(
     model: CausalWan,
     session: SessionState,
     tensors: dict[str, torch.Tensor] | None = None,
     **params: Any,
 ) -> Result:
-    request = make_request(session, tensors, **params)
-    model.prepare_encode(request)
-    while request.step < request.num_steps:
-        step(model, [request])
-    return finish(model, request)
+    return run_request(model, make_request(session, tensors, **params))
 
 
 def open_session(model: CausalWan, session_id: str = "a", **params: Any) -> SessionState:

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from causal_wan_driver import load_model, make_request, open_session, step
+from causal_wan_driver import load_model, make_request, open_session
 from helpers import lora_files as files
 from helpers.adapter_stores import make_store
+from helpers.chunks import step
 from helpers.process_groups import gloo_group
 from helpers.rank_processes import run_ranks
 from safetensors.torch import load_file, save_file

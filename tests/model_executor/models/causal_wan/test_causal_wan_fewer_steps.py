@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from causal_wan_driver import finish, input_video, load_model, make_request, open_session, step
+from causal_wan_driver import input_video, load_model, make_request, open_session
+from helpers.chunks import finish, step
 
 from vllm_omni.model_executor.interfaces import SupportsDegradation, check_degradations
 from vllm_omni.model_executor.models.causal_wan.pipeline import CausalWan

@@ -10,15 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from causal_wan_driver import (
-    finish,
-    input_video,
-    load_model,
-    make_request,
-    open_session,
-    run_chunk,
-    step,
-)
+from causal_wan_driver import input_video, load_model, make_request, open_session, run_chunk
+from helpers.chunks import finish, step
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.core.step_protocol import ChunkOrder

@@ -9,20 +9,18 @@ import torch
 from causal_wan_driver import (
     HEIGHT,
     WIDTH,
-    finish,
     input_video,
     load_model,
     make_request,
     open_session,
     run_chunk,
-    step,
     stream,
 )
+from helpers.chunks import assert_same, finish, session_bits, step
 from helpers.unreachable_weights import offloaded_out_of_reach
 from helpers.unused_params import IMAGE_AND_VIDEO_PARAMS
 
 from vllm_omni.inputs import DiffusionParams
-from vllm_omni.model_executor.interfaces import SessionState
 from vllm_omni.model_executor.layers.fused_ops import on_cuda
 from vllm_omni.model_executor.models.causal_wan.pipeline import CausalWan
 from vllm_omni.model_executor.models.wan.transformer.fused_ops import FusedOps
@@ -92,18 +90,6 @@ def test_no_layer_runs_before_its_weights_are_fetched(causal_wan: Path, kind: st
         _, made = run_chunk(model, session, prompt="a field", output="latents")
         results.append(made["latents"])
     assert torch.equal(*results)
-
-
-def snapshot(session: SessionState) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    return {name: tensor.clone() for name, tensor in session.tensors().items()}, session.scalars()
-
-
-def assert_same(
-    session: SessionState, before: tuple[dict[str, torch.Tensor], dict[str, Any]]
-) -> None:
-    tensors, scalars = session.tensors(), session.scalars()
-    assert scalars == before[1] and tensors.keys() == before[0].keys()
-    assert [name for name in tensors if not torch.equal(tensors[name], before[0][name])] == []
 
 
 # -- results ---------------------------------------------------------------------------------------
@@ -176,7 +162,7 @@ def test_an_abandoned_chunk_leaves_no_trace(any_model: CausalWan) -> None:
     for _ in range(5):
         run_chunk(any_model, session, prompt="a beach")
         run_chunk(any_model, other, prompt="a beach")
-    before = snapshot(session)
+    before = session_bits(session)
     for steps in (0, 1, 3, 99):
         request = make_request(session, prompt="a town", seed=4)
         any_model.prepare_encode(request)
@@ -194,7 +180,7 @@ def test_a_fork_continues_identically_and_independently(any_model: CausalWan) ->
     for _ in range(4):
         run_chunk(any_model, session, prompt="a beach")
     fork = session.fork("fork")
-    before = snapshot(fork)
+    before = session_bits(fork)
     expected = run_chunk(any_model, session)
     assert_same(fork, before)
     assert torch.equal(run_chunk(any_model, fork)[1]["frames"], expected[1]["frames"])
@@ -367,7 +353,7 @@ def test_a_bad_later_chunk_does_not_change_the_session(
 ) -> None:
     session = open_session(model)
     run_chunk(model, session, prompt="a beach")
-    before = snapshot(session)
+    before = session_bits(session)
     with pytest.raises(RequestFailed) as failure:
         model.prepare_encode(make_request(session, tensors, **params))
     assert failure.value.code == code

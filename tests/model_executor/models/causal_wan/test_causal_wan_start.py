@@ -16,9 +16,9 @@ from causal_wan_driver import (
     make_request,
     open_session,
     run_chunk,
-    step,
     stream,
 )
+from helpers.chunks import step
 from safetensors.torch import load_file
 
 from vllm_omni.config import OmniConfig

@@ -10,17 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from causal_wan_driver import (
-    HEIGHT,
-    WIDTH,
-    Result,
-    finish,
-    load_model,
-    make_request,
-    open_session,
-    step,
-    stream,
-)
+from causal_wan_driver import HEIGHT, WIDTH, load_model, make_request, open_session, stream
+from helpers.chunks import Result, finish, step
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams

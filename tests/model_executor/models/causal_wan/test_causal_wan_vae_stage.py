@@ -14,8 +14,8 @@ from causal_wan_driver import (
     make_request,
     open_session,
     run_chunk,
-    step,
 )
+from helpers.chunks import step
 
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import SupportsVAEStage

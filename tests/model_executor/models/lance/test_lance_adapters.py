@@ -7,7 +7,8 @@ import pytest
 import torch
 from helpers import lora_files as files
 from helpers.adapter_stores import make_store
-from lance_driver import load_lance, prepare, request_of, step
+from helpers.chunks import step
+from lance_driver import load_lance, prepare, request_of
 
 from vllm_omni.inputs import Lora
 from vllm_omni.model_executor.layers.lora.adapter import AdapterError

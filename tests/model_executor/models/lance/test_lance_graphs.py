@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.chunks import finish, step
 from helpers.host_capture import hold
-from lance_driver import finish, load_lance, make_request, prepare, request_of, run, step
+from lance_driver import load_lance, make_request, prepare, request_of, run
 
 from vllm_omni.model_executor.layers.cuda_graphs import ForwardGraphs
 from vllm_omni.model_executor.models.lance.network.pack import BranchCache, Pack, PackBuilder

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.chunks import finish, step
 from helpers.process_groups import gloo_group
 from helpers.rank_processes import run_ranks
-from lance_driver import finish, load_lance, prepare, request_of, step
+from lance_driver import load_lance, prepare, request_of
 
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.models.lance.pipeline import Lance

@@ -8,17 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.chunks import finish, step
 from helpers.unreachable_weights import offloaded_out_of_reach
-from lance_driver import (
-    REQUESTS,
-    finish,
-    load_lance,
-    make_request,
-    prepare,
-    request_of,
-    run,
-    step,
-)
+from lance_driver import REQUESTS, load_lance, make_request, prepare, request_of, run
 
 from vllm_omni.model_executor.models.lance.config import TASKS
 from vllm_omni.model_executor.models.lance.pipeline import Lance

@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 from helpers import lora_files as files
 from helpers.adapter_stores import make_store
+from helpers.chunks import step
 from helpers.host_capture import hold
-from lingbot_world_driver import load_world, make_request, open_session, step
+from lingbot_world_driver import load_world, make_request, open_session
 
 from vllm_omni.inputs import Lora
 from vllm_omni.model_executor.layers.cuda_graphs import ForwardGraphs

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.chunks import step
 from helpers.process_groups import gloo_group
 from helpers.rank_processes import run_ranks
 from lingbot_world_driver import (
@@ -20,7 +21,6 @@ from lingbot_world_driver import (
     open_session,
     run_chunk,
     start_image,
-    step,
 )
 from safetensors.torch import load_file
 

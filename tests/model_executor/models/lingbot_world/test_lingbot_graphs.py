@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.chunks import finish, step
 from helpers.host_capture import hold
 from helpers.rank_processes import run_ranks
-from lingbot_world_driver import finish, load_world, make_request, open_session, run_chunk, step
+from lingbot_world_driver import load_world, make_request, open_session, run_chunk
 
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.layers.cuda_graphs import ForwardGraphs

@@ -6,24 +6,22 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.chunks import assert_same, finish, run_staggered, session_bits, step
 from helpers.unreachable_weights import offloaded_out_of_reach
 from helpers.unused_params import IMAGE_AND_VIDEO_PARAMS
 from lingbot_world_driver import (
     HEIGHT,
     WIDTH,
-    finish,
     load_world,
     make_request,
     open_session,
     run_chunk,
     start_image,
-    step,
 )
 
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import (
     DiffusionRequest,
-    SessionState,
 )
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.models.lingbot_world.camera import CameraTail, integrate_actions
@@ -53,19 +51,6 @@ def any_world(request: pytest.FixtureRequest, checkpoint: Path) -> LingBotWorld:
 def world(checkpoint: Path) -> LingBotWorld:
     """The same world with plain keys and values."""
     return load_world(checkpoint, window_frames=7, sink_frames=2)
-
-
-def snapshot(session: SessionState) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    return {name: tensor.clone() for name, tensor in session.tensors().items()}, session.scalars()
-
-
-def assert_same(
-    session: SessionState, before: tuple[dict[str, torch.Tensor], dict[str, Any]]
-) -> None:
-    tensors, scalars = session.tensors(), session.scalars()
-    assert scalars == before[1]
-    assert tensors.keys() == before[0].keys()
-    assert all(torch.equal(tensors[name], before[0][name]) for name in tensors)
 
 
 def frames_of(result: tuple[dict[str, Any], dict[str, torch.Tensor]]) -> torch.Tensor:
@@ -205,27 +190,17 @@ def test_sessions_at_different_steps_and_chunks_in_one_batch_equal_solo_runs(
             for _ in range(3)
         ]
     sessions = {name: open_session(world, name, output="latents") for name in names}
-    done: dict[str, list[torch.Tensor]] = {name: [] for name in names}
-    live: list[DiffusionRequest] = []
-    waiting = list(names)
-    mixed = 0
-    while any(len(chunks) < 3 for chunks in done.values()):
-        if waiting:
-            name = waiting.pop(0)
-            request = make_request(
-                world, sessions[name], prompt="a beach", seed=names.index(name), output="latents"
-            )
-            world.prepare_encode(request)
-            live.append(request)
-        assert len({world.batch_key(request) for request in live}) == 1
-        mixed += len({request.step for request in live}) > 1
-        step(world, live)
-        for request in [request for request in live if request.step == request.num_steps]:
-            name = request.session.session_id
-            done[name].append(finish(world, request)[1]["latents"])
-            live.remove(request)
-            if len(done[name]) < 3:
-                waiting.append(name)
+
+    def start(name: str) -> DiffusionRequest:
+        request = make_request(
+            world, sessions[name], prompt="a beach", seed=names.index(name), output="latents"
+        )
+        world.prepare_encode(request)
+        return request
+
+    done, mixed = run_staggered(
+        names, start, lambda batch: step(world, batch), lambda request: finish(world, request)
+    )
     assert mixed > 5
     for name in names:
         for ours, alone in zip(done[name], solo[name], strict=True):
@@ -240,7 +215,7 @@ def test_an_aborted_chunk_leaves_the_session_byte_identical(any_world: LingBotWo
     run_chunk(any_world, session, prompt="a beach")
     twin = session.fork("twin")
     for steps in range(6):
-        before = snapshot(session)
+        before = session_bits(session)
         abandoned = make_request(
             any_world,
             session,
@@ -262,7 +237,7 @@ def test_an_aborted_chunk_leaves_the_session_byte_identical(any_world: LingBotWo
 
 def test_an_aborted_first_chunk_leaves_a_new_session(any_world: LingBotWorld) -> None:
     session = open_session(any_world)
-    before = snapshot(session)
+    before = session_bits(session)
     request = make_request(any_world, session, prompt="a beach")
     any_world.prepare_encode(request)
     step(any_world, [request])
@@ -278,8 +253,8 @@ def test_a_fork_is_independent(any_world: LingBotWorld) -> None:
         run_chunk(any_world, session, prompt="a beach")
     fork = session.fork("b")
     assert fork.nbytes == session.nbytes
-    assert_same(fork, snapshot(session))
-    before = snapshot(session)
+    assert_same(fork, session_bits(session))
+    before = session_bits(session)
     other = frames_of(run_chunk(any_world, fork, actions=[["s"]] * 3))
     assert_same(session, before)
     assert not torch.equal(frames_of(run_chunk(any_world, session)), other)
@@ -329,7 +304,7 @@ def test_bytes_are_known_in_advance_and_constant(any_world: LingBotWorld) -> Non
 def test_moving_a_session_to_the_host_changes_nothing(any_world: LingBotWorld) -> None:
     session = open_session(any_world)
     run_chunk(any_world, session, prompt="a beach")
-    before = snapshot(session)
+    before = session_bits(session)
     session.to("cpu")
     assert_same(session, before)
 
@@ -450,7 +425,7 @@ def test_a_bad_first_request_is_named_and_changes_nothing(
     message: str,
 ) -> None:
     session = open_session(world)
-    before = snapshot(session)
+    before = session_bits(session)
     with pytest.raises(RequestFailed, match=message) as failure:
         world.prepare_encode(make_request(world, session, tensors, prompt="a beach", **params))
     assert failure.value.code == code

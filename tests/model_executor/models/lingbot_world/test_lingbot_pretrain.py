@@ -7,16 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from lingbot_world_driver import (
-    HEIGHT,
-    WIDTH,
-    finish,
-    load_world,
-    make_request,
-    open_session,
-    run_chunk,
-    step,
-)
+from helpers.chunks import finish, step
+from lingbot_world_driver import HEIGHT, WIDTH, load_world, make_request, open_session, run_chunk
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import find_layout

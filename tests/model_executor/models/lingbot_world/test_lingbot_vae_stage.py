@@ -6,15 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from lingbot_world_driver import (
-    HEIGHT,
-    WIDTH,
-    load_world,
-    make_request,
-    open_session,
-    run_chunk,
-    step,
-)
+from helpers.chunks import step
+from lingbot_world_driver import HEIGHT, WIDTH, load_world, make_request, open_session, run_chunk
 
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import SupportsVAEStage

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.chunks import step
 from lingbot_world_driver import (
     HEIGHT,
     WIDTH,
@@ -14,7 +15,6 @@ from lingbot_world_driver import (
     open_session,
     run_chunk,
     start_image,
-    step,
 )
 from PIL import Image
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 from helpers import lora_files as files
 from helpers.adapter_stores import make_store
+from helpers.chunks import finish, step
 from helpers.process_groups import gloo_group
 from helpers.rank_processes import run_ranks
-from matrix_game_driver import finish, load_game, make_request, open_session, step
+from matrix_game_driver import load_game, make_request, open_session
 
 from vllm_omni.inputs import Lora
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
@@ -59,7 +60,7 @@ def walk(
         with store.applied(selection):
             game.prepare_encode(request)
             while request.step < request.num_steps:
-                step([game], [[request]])
+                step(game, [request])
             latents.append(finish(game, request)[1]["latents"].clone())
         session.adapters = selection
     return latents

@@ -8,25 +8,23 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.chunks import assert_same, finish, run_request, run_staggered, session_bits, step
 from helpers.unreachable_weights import offloaded_out_of_reach
 from helpers.unused_params import IMAGE_AND_VIDEO_PARAMS
 from matrix_game_driver import (
     HEIGHT,
     WIDTH,
     Request,
-    finish,
     latents_of,
     load_game,
     make_request,
     open_session,
     run_chunk,
     start_image,
-    step,
 )
 
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.models.matrix_game.pipeline import MatrixGame
-from vllm_omni.model_executor.models.matrix_game.state import MatrixGameSession
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.testing.tiny.matrix_game import make_tiny
 
@@ -73,19 +71,6 @@ def test_no_layer_runs_before_its_weights_are_fetched(
     assert torch.equal(latents_of(offloaded, chunks), latents_of(game, chunks))
 
 
-def bits(session: MatrixGameSession) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    return {name: tensor.clone() for name, tensor in session.tensors().items()}, session.scalars()
-
-
-def assert_same(
-    session: MatrixGameSession, before: tuple[dict[str, torch.Tensor], dict[str, Any]]
-) -> None:
-    tensors, scalars = session.tensors(), session.scalars()
-    assert scalars == before[1]
-    assert tensors.keys() == before[0].keys()
-    assert all(torch.equal(tensors[name], before[0][name]) for name in tensors)
-
-
 def run_chunks(game: MatrixGame, count: int, **params: Any) -> list[torch.Tensor]:
     session = open_session(game)
     return [run_chunk(game, session, **params) for _ in range(count)]
@@ -98,11 +83,8 @@ def test_a_session_streams_9_then_12_frames(game: MatrixGame, variant: str) -> N
     session = open_session(game)
     for index in range(4):
         request = make_request(session, actions=HELD[variant])
-        game.prepare_encode(request)
+        meta, result = run_request(game, request)
         assert (request.num_steps, request.clean_passes) == (game.schedule.num_steps + 1, 1)
-        while request.step < request.num_steps:
-            step([game], [[request]])
-        meta, result = finish(game, request)
         assert (meta["first_frame"], meta["num_frames"]) == (
             (0, 9) if index == 0 else (12 * index - 3, 12)
         )
@@ -135,11 +117,8 @@ def test_decoding_the_latents_of_a_session_gives_its_frames(universal: MatrixGam
     pixels, _ = universal.vae.decode(torch.cat(latents, dim=1).unsqueeze(0), None)
     # the original truncates
     assert torch.equal(to_uint8(pixels, "truncate"), torch.cat(frames))
-    request = make_request(open_session(universal, output="both"), output="both")
-    universal.prepare_encode(request)
-    while request.step < request.num_steps:
-        step([universal], [[request]])
-    _, result = finish(universal, request)
+    both = make_request(open_session(universal, output="both"), output="both")
+    _, result = run_request(universal, both)
     assert torch.equal(result["frames"], frames[0]) and torch.equal(result["latents"], latents[0])
 
 
@@ -171,23 +150,15 @@ def test_sessions_at_different_steps_in_one_batch_equal_solo_runs(
         session = open_session(game, name, output="latents")
         solo[name] = [run_chunk(game, session, seed=seed, **common) for _ in range(3)]
     sessions = {name: open_session(game, name, output="latents") for name in names}
-    done: dict[str, list[torch.Tensor]] = {name: [] for name in names}
-    live: list[Request] = []
-    waiting, mixed = list(names), 0
-    while any(len(chunks) < 3 for chunks in done.values()):
-        if waiting:
-            name = waiting.pop(0)
-            request = make_request(sessions[name], seed=names.index(name), **common)
-            game.prepare_encode(request)
-            live.append(request)
-        mixed += len({request.step for request in live}) > 1
-        step([game], [live])
-        for request in [request for request in live if request.step == request.num_steps]:
-            name = request.session.session_id
-            done[name].append(finish(game, request)[1]["latents"])
-            live.remove(request)
-            if len(done[name]) < 3:
-                waiting.append(name)
+
+    def start(name: str) -> Request:
+        request = make_request(sessions[name], seed=names.index(name), **common)
+        game.prepare_encode(request)
+        return request
+
+    done, mixed = run_staggered(
+        names, start, lambda batch: step(game, batch), lambda request: finish(game, request)
+    )
     assert mixed > 3
     assert all(
         torch.equal(ours, alone)
@@ -207,11 +178,11 @@ def test_an_aborted_chunk_leaves_no_trace(universal: MatrixGame, chunks: int) ->
     expected = run_chunk(universal, start.fork("twin"))
     for steps in range(5):
         session = start.fork(f"abandoned at {steps}")
-        before = bits(session)
+        before = session_bits(session)
         abandoned = make_request(session, seed=9, actions=[["k", "d"]] * 3)
         universal.prepare_encode(abandoned)
         for _ in range(steps):
-            step([universal], [[abandoned]])
+            step(universal, [abandoned])
         if steps == abandoned.num_steps:
             universal.post_decode(abandoned)
         assert_same(session, before)
@@ -222,7 +193,7 @@ def test_an_aborted_first_chunk_leaves_a_new_session(universal: MatrixGame) -> N
     session = open_session(universal)
     request = make_request(session, {"image": start_image(3)}, actions=[["d"]])
     universal.prepare_encode(request)
-    step([universal], [[request]])
+    step(universal, [request])
     assert torch.equal(run_chunk(universal, session), run_chunks(universal, 1)[0])
 
 
@@ -230,7 +201,7 @@ def test_a_fork_is_independent(game: MatrixGame, variant: str) -> None:
     session = open_session(game)
     for _ in range(3):
         run_chunk(game, session, actions=HELD[variant])
-    fork, before = session.fork("b"), bits(session)
+    fork, before = session.fork("b"), session_bits(session)
     assert fork.nbytes == session.nbytes
     assert_same(fork, before)
     other = run_chunk(game, fork, actions=HELD[variant][::-1])
@@ -309,7 +280,7 @@ def test_bad_requests_are_refused_and_change_nothing(
     session = open_session(universal)
     if not first:
         run_chunk(universal, session)
-    before = bits(session)
+    before = session_bits(session)
     with pytest.raises(RequestFailed, match=reason) as refused:
         universal.prepare_encode(make_request(session, tensors, **params))
     assert refused.value.code == code

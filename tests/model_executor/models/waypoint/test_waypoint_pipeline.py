@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.chunks import assert_same, finish, run_request, run_staggered, session_bits, step
 from helpers.host_capture import hold
 from helpers.unused_params import IMAGE_AND_VIDEO_PARAMS
 from waypoint_driver import (
     HEIGHT,
     WIDTH,
-    finish,
+    Request,
     latents_of,
     load_world,
     make_request,
     open_session,
     run_chunk,
     start_image,
-    step,
 )
 
 from vllm_omni.inputs import DiffusionParams
@@ -72,27 +72,12 @@ def either(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> Wayp
     return load_world(checkpoints[request.param])
 
 
-def bits(session: WaypointSession) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    return {name: tensor.clone() for name, tensor in session.tensors().items()}, session.scalars()
-
-
-def assert_same(
-    session: WaypointSession, before: tuple[dict[str, torch.Tensor], dict[str, Any]]
-) -> None:
-    tensors, scalars = session.tensors(), session.scalars()
-    assert scalars == before[1] and tensors.keys() == before[0].keys()
-    assert all(torch.equal(tensors[name], before[0][name]) for name in tensors)
-
-
 def test_a_start_image_is_a_separate_latent_frame(either: Waypoint) -> None:
     session, each = open_session(either), either.config.temporal_compression
     for index, image in enumerate((True, False, False)):
         request = make_request(session, {"image": start_image()} if image else None)
-        either.prepare_encode(request)
+        meta, result = run_request(either, request)
         assert (request.num_steps, request.clean_passes) == (5 + image, 1)
-        while request.step < request.num_steps:
-            step([either], [[request]])
-        meta, result = finish(either, request)
         assert (meta["first_frame"], meta["num_frames"]) == (each * index, each)
         assert (
             result["frames"].shape == (each, HEIGHT, WIDTH, 3)
@@ -160,7 +145,7 @@ def test_after_the_warm_up_every_pass_uses_a_graph(
         world.prepare_encode(request)
         before, captured = len(graphs), []
         while request.step < request.num_steps:
-            step([world], [[request]])
+            step(world, [request])
             captured.append(len(graphs) - before)
         assert captured == ([1] * 6 if kv_dtype is None else [1, 2, 2, 2, 2, 2])
         assert torch.equal(latents_of([world], chunks()[:2]), latents_of([plain], chunks()[:2]))
@@ -172,22 +157,15 @@ def test_sessions_at_different_steps_in_one_batch_equal_solo_runs(either: Waypoi
         session = open_session(either, name, output="latents")
         solo[name] = [run_chunk(either, session, seed=seed, output="latents") for _ in range(4)]
     sessions = {name: open_session(either, name, output="latents") for name in names}
-    done: dict[str, list[torch.Tensor]] = {name: [] for name in names}
-    live, waiting, mixed = [], list(names), 0
-    while any(len(made) < 4 for made in done.values()):
-        if waiting:
-            name = waiting.pop(0)
-            request = make_request(sessions[name], seed=names.index(name), output="latents")
-            either.prepare_encode(request)
-            live.append(request)
-        mixed += len({request.step for request in live}) > 1
-        step([either], [live])
-        for request in [request for request in live if request.step == request.num_steps]:
-            name = request.session.session_id
-            done[name].append(finish(either, request)[1]["latents"])
-            live.remove(request)
-            if len(done[name]) < 4:
-                waiting.append(name)
+
+    def start(name: str) -> Request:
+        request = make_request(sessions[name], seed=names.index(name), output="latents")
+        either.prepare_encode(request)
+        return request
+
+    done, mixed = run_staggered(
+        names, start, lambda batch: step(either, batch), lambda request: finish(either, request), 4
+    )
     assert mixed > 3
     assert all(
         torch.equal(ours, alone)
@@ -202,11 +180,11 @@ def test_an_aborted_chunk_leaves_no_trace(world: Waypoint, before: int, steps: i
     session = open_session(world)
     for _ in range(before):
         run_chunk(world, session, actions=[["w"]])
-    twin, retained = session.fork("twin"), bits(session)
+    twin, retained = session.fork("twin"), session_bits(session)
     abandoned = make_request(session, {} if before else {"image": start_image()}, seed=9)
     world.prepare_encode(abandoned)
     for _ in range(steps):
-        step([world], [[abandoned]])
+        step(world, [abandoned])
     assert_same(session, retained)
     assert torch.equal(run_chunk(world, session), run_chunk(world, twin))
 
@@ -215,7 +193,7 @@ def test_a_fork_is_independent(either: Waypoint) -> None:
     session = open_session(either)
     for _ in range(3):
         run_chunk(either, session, actions=[["w"]])
-    fork, before = session.fork("b"), bits(session)
+    fork, before = session.fork("b"), session_bits(session)
     other = run_chunk(either, fork, actions=[["a"]])
     assert_same(session, before)
     assert not torch.equal(run_chunk(either, session, actions=[["w"]]), other)
@@ -265,7 +243,7 @@ def test_bad_requests_are_refused_and_change_nothing(
 ) -> None:
     session = open_session(world)
     run_chunk(world, session)
-    before = bits(session)
+    before = session_bits(session)
     with pytest.raises(RequestFailed, match=reason) as refused:
         world.prepare_encode(make_request(session, tensors, **params))
     assert refused.value.code == code

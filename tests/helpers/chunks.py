@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drives a streaming model in this process as the runner does: steps, chunks, pipeline stages."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+Result = tuple[dict[str, Any], dict[str, torch.Tensor]]
+Bits = tuple[dict[str, torch.Tensor], dict[str, Any]]
+
+
+def step(model: Any, batch: Sequence[Any]) -> None:
+    """One denoise step of requests that may be at different steps."""
+    model.step_scheduler(batch, model.denoise_step(batch))
+    for request in batch:
+        request.step += 1
+
+
+def finish(model: Any, request: Any) -> Result:
+    """Decode and commit a request after its last step."""
+    result: Result = model.post_decode(request)
+    model.commit(request)
+    return result
+
+
+def run_request(model: Any, request: Any) -> Result:
+    """Run one request of a chunk, alone."""
+    model.prepare_encode(request)
+    while request.step < request.num_steps:
+        step(model, [request])
+    return finish(model, request)
+
+
+def step_stages(stages: Sequence[Any], batches: Sequence[Sequence[Any]]) -> None:
+    """`step` through pipeline stages, with a batch of the same requests for each stage."""
+    hidden = None
+    for model, batch in zip(stages, batches, strict=True):
+        hidden = model.denoise_step(batch, hidden)
+    assert hidden is not None
+    stages[-1].step_scheduler(batches[-1], hidden)
+    for batch in batches:
+        for request, last in zip(batch, batches[-1], strict=True):
+            stages[0].set_latents(request, stages[-1].latents(last))
+            request.step += 1
+
+
+def run_stages(stages: Sequence[Any], requests: Sequence[Any]) -> torch.Tensor:
+    """Latents of one chunk over pipeline stages, with a request for each stage."""
+    for model, request in zip(stages, requests, strict=True):
+        model.prepare_encode(request)
+    while requests[0].step < requests[0].num_steps:
+        step_stages(stages, [[request] for request in requests])
+    latents: torch.Tensor = stages[-1].post_decode(requests[-1])[1]["latents"].clone()
+    for model, request in zip(stages, requests, strict=True):
+        model.commit(request)
+    return latents
+
+
+def run_staggered(
+    names: Sequence[str],
+    start: Callable[[str], Any],
+    step: Callable[[list[Any]], None],
+    finish: Callable[[Any], Result],
+    chunks: int = 3,
+) -> tuple[dict[str, list[torch.Tensor]], int]:
+    """Run sessions in one batch, each started one step after the preceding one.
+
+    Args:
+        names: Session ids.
+        start: Makes and prepares the next request of a session.
+        step: Runs one denoise step of a batch.
+        finish: Decodes and commits a request.
+        chunks: Chunks of each session.
+
+    Returns:
+        The latents of each session's chunks, and the number of batches with different steps.
+    """
+    done: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+    live: list[Any] = []
+    waiting, mixed = list(names), 0
+    while any(len(latents) < chunks for latents in done.values()):
+        if waiting:
+            live.append(start(waiting.pop(0)))
+        mixed += len({request.step for request in live}) > 1
+        step(live)
+        for request in [request for request in live if request.step == request.num_steps]:
+            name = request.session.session_id
+            done[name].append(finish(request)[1]["latents"])
+            live.remove(request)
+            if len(done[name]) < chunks:
+                waiting.append(name)
+    return done, mixed
+
+
+def session_bits(session: Any) -> Bits:
+    """A copy of all tensors and scalars of a session."""
+    return {name: tensor.clone() for name, tensor in session.tensors().items()}, session.scalars()
+
+
+def assert_same(session: Any, before: Bits) -> None:
+    """Compare a session with its `session_bits` of an earlier time."""
+    tensors, scalars = session.tensors(), session.scalars()
+    assert scalars == before[1] and tensors.keys() == before[0].keys()
+    assert [name for name in tensors if not torch.equal(tensors[name], before[0][name])] == []
