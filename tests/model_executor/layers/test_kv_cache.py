@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_omni.model_executor.layers.kv_cache.window import KVWindow, kv_window_nbytes
+from vllm_omni.model_executor.layers.kv_cache.window import KVWindow
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.testing.parity.windows import chronological, ends
 
@@ -165,19 +165,3 @@ def test_a_chunk_larger_than_the_ring_is_refused() -> None:
 def test_impossible_windows_are_refused(window: int, sink: int) -> None:
     with pytest.raises(ValueError, match="0 <= sink_frames <= window_frames"):
         make_window(window, sink)
-
-
-def test_the_size_is_known_in_advance_and_close_frees_it() -> None:
-    window = make_window(7, 2)
-    expected = kv_window_nbytes(
-        num_layers=2,
-        window_frames=7,
-        tokens_per_frame=S,
-        num_heads=1,
-        head_dim=1,
-        dtype=torch.float32,
-    )
-    assert window.nbytes == expected
-    window.close()
-    window.close()
-    assert window.nbytes == 0

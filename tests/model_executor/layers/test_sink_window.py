@@ -8,9 +8,8 @@ from vllm_omni.model_executor.layers.attention.attention import attention
 from vllm_omni.model_executor.layers.attention.rope import apply_rope, rope_tables
 from vllm_omni.model_executor.layers.kv_cache.sink_window import (
     SinkWindow,
-    sink_window_extra_nbytes,
 )
-from vllm_omni.model_executor.layers.kv_cache.window import KVWindow, kv_window_nbytes
+from vllm_omni.model_executor.layers.kv_cache.window import KVWindow
 
 HEAD_DIM, HEADS, GRID = 12, 2, (1, 2)
 TOKENS = GRID[0] * GRID[1]
@@ -184,13 +183,3 @@ def test_moving_a_window_discards_uncommitted_decisions() -> None:
         run(window, range(10, 11))
         seen.append(window.visible(0, range(10, 11)))
     assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
-
-
-def test_bytes_equal_the_estimate() -> None:
-    window = make_window()
-    expected = kv_window_nbytes(window_frames=WINDOW, **SIZES) + sink_window_extra_nbytes(
-        sink_frames=SINK, **SIZES
-    )  # type: ignore[arg-type]
-    assert window.nbytes == expected
-    window.close()
-    assert window.nbytes == 0

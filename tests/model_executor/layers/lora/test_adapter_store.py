@@ -146,13 +146,6 @@ def test_requests_that_cannot_be_served_are_refused(
         make_store(Model(), paths).select(choices)
 
 
-def test_an_adapter_of_scale_0_takes_no_slot(paths: dict[str, Path]) -> None:
-    model = Model()
-    store = make_store(model, paths, max_loras=1)
-    expected = output_of(model, store, Lora(name="n1"))
-    assert torch.equal(output_of(model, store, Lora(name="n0", scale=0), Lora(name="n1")), expected)
-
-
 def test_an_adapter_in_its_slot_takes_the_scale_of_each_request(paths: dict[str, Path]) -> None:
     """The effect is proportional to the scale, and a later scale of 1 gives the original bits."""
     model = Model()

@@ -14,7 +14,6 @@ from helpers.process_groups import gloo_group
 from helpers.rank_processes import run_ranks
 
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
-from vllm_omni.testing.tiny.causal_wan import make_tiny
 
 TOLERANCE = 2e-4
 """Seven chunks in fp32; ranks only change the order of sums."""
@@ -29,26 +28,19 @@ OPTIONS: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("model")
-    make_tiny(out, 0, "original")
-    return out
-
-
-@pytest.fixture(scope="module")
-def one_rank(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def one_rank(causal_wan: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file with the stream of one rank."""
     file = tmp_path_factory.mktemp("one_rank") / "stream.pt"
-    torch.save(stream(load_model(checkpoint, **OPTIONS), 7), file)
+    torch.save(stream(load_model(causal_wan, **OPTIONS), 7), file)
     return file
 
 
 def _compare(
-    rank: int, rendezvous: str, checkpoint: str, one_rank: str, sequence_parallel: bool
+    rank: int, rendezvous: str, causal_wan: str, one_rank: str, sequence_parallel: bool
 ) -> None:
     with gloo_group(rank, 2, rendezvous) as group:
         parallel = ParallelContext(rank, 2, group, sequence_parallel=sequence_parallel)
-        model = load_model(Path(checkpoint), parallel, **OPTIONS)
+        model = load_model(Path(causal_wan), parallel, **OPTIONS)
         assert model.transformer.num_cache_heads == 2, "each of two ranks has two of four heads"
         for ours, expected in zip(stream(model, 7), torch.load(one_rank), strict=True):
             torch.testing.assert_close(ours, expected, atol=TOLERANCE, rtol=0)
@@ -56,21 +48,21 @@ def _compare(
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
 def test_two_ranks_equal_one(
-    sequence_parallel: bool, checkpoint: Path, one_rank: Path, tmp_path: Path
+    sequence_parallel: bool, causal_wan: Path, one_rank: Path, tmp_path: Path
 ) -> None:
     run_ranks(
         _compare,
-        (str(tmp_path / "rendezvous"), str(checkpoint), str(one_rank), sequence_parallel),
+        (str(tmp_path / "rendezvous"), str(causal_wan), str(one_rank), sequence_parallel),
         2,
     )
 
 
-def test_heads_that_do_not_divide_are_refused(checkpoint: Path) -> None:
+def test_heads_that_do_not_divide_are_refused(causal_wan: Path) -> None:
     with pytest.raises(ValueError, match="num_heads = 4 does not divide over 3 parallel ranks"):
-        load_model(checkpoint, ParallelContext(0, 3))
+        load_model(causal_wan, ParallelContext(0, 3))
 
 
-def _compare_graphs(rank: int, rendezvous: str, checkpoint: str, sequence_parallel: bool) -> None:
+def _compare_graphs(rank: int, rendezvous: str, causal_wan: str, sequence_parallel: bool) -> None:
     """Streams with graphs on both ranks, and on rank 0 only, against a stream without graphs."""
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
@@ -78,8 +70,8 @@ def _compare_graphs(rank: int, rendezvous: str, checkpoint: str, sequence_parall
     parallel = ParallelContext(rank, 2, dist.group.WORLD, sequence_parallel=sequence_parallel)
     try:
         with torch.device("cuda"):
-            plain = load_model(Path(checkpoint), parallel, **options)
-            by_graphs = load_model(Path(checkpoint), parallel, **options, cuda_graphs=True)
+            plain = load_model(Path(causal_wan), parallel, **options)
+            by_graphs = load_model(Path(causal_wan), parallel, **options, cuda_graphs=True)
         expected = stream(plain, GRAPH_CHUNKS)
         for model in (by_graphs, by_graphs if rank == 0 else plain):
             for got, want in zip(stream(model, GRAPH_CHUNKS), expected, strict=True):
@@ -94,11 +86,12 @@ def _compare_graphs(rank: int, rendezvous: str, checkpoint: str, sequence_parall
 @pytest.mark.several_gpus
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
-def test_ranks_with_graphs_equal_ranks_without(sequence_parallel: bool, tmp_path: Path) -> None:
+def test_ranks_with_graphs_equal_ranks_without(
+    sequence_parallel: bool, causal_wan: Path, tmp_path: Path
+) -> None:
     """Bit for bit, also if only one rank has graphs, because the collectives run between graphs."""
-    make_tiny(tmp_path / "model", 0, "original")
     run_ranks(
         _compare_graphs,
-        (str(tmp_path / "rendezvous"), str(tmp_path / "model"), sequence_parallel),
+        (str(tmp_path / "rendezvous"), str(causal_wan), sequence_parallel),
         2,
     )

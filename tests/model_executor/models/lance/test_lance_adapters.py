@@ -14,17 +14,9 @@ from vllm_omni.inputs import Lora
 from vllm_omni.model_executor.layers.lora.adapter import AdapterError
 from vllm_omni.model_executor.layers.lora.store import AdapterStore
 from vllm_omni.model_executor.models.lance.pipeline import Lance
-from vllm_omni.testing.tiny.lance import make_tiny
 
 TOLERANCE = 2e-4
 """fp32 latents of order 1 after three steps."""
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("lance_adapters")
-    make_tiny(out, 0, "video")
-    return out
 
 
 def image(lance: Lance, store: AdapterStore, lora: list[Lora]) -> torch.Tensor:

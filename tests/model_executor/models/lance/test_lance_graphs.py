@@ -17,14 +17,6 @@ from lance_driver import load_lance, make_request, prepare, request_of, run
 from vllm_omni.model_executor.layers.cuda_graphs import ForwardGraphs
 from vllm_omni.model_executor.models.lance.network.pack import BranchCache, Pack, PackBuilder
 from vllm_omni.model_executor.models.lance.pipeline import Lance
-from vllm_omni.testing.tiny.lance import make_tiny
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("lance_graphs")
-    make_tiny(out, 0, "video")
-    return out
 
 
 @pytest.fixture(scope="module")

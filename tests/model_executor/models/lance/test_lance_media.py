@@ -94,8 +94,3 @@ def test_a_clip_is_sampled_at_twelve_frames_per_second(
     assert len(chosen) == retained or len(chosen) == 1
     assert chosen[0] == 0 and (len(chosen) == 1 or chosen[-1] == frames - 1)
     assert (len(chosen) - 1) % 4 == 0 or frames < 5
-
-
-def test_a_clip_at_twelve_frames_per_second_is_not_resampled() -> None:
-    assert sampled_frames(9, None).tolist() == list(range(9))
-    assert len(sampled_frames(8, None)) == 5

@@ -14,7 +14,6 @@ from lance_driver import load_lance, prepare, request_of
 
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.models.lance.pipeline import Lance
-from vllm_omni.testing.tiny.lance import make_tiny
 
 TOLERANCE = 1e-4
 """Latents in fp32; ranks only change the order of sums."""
@@ -53,27 +52,17 @@ def _compare(
         pytest.param(False, 2, id="tensor-2", marks=pytest.mark.nightly),
     ],
 )
-def test_ranks_equal_one(sequence_parallel: bool, size: int, tmp_path: Path) -> None:
+def test_ranks_equal_one(
+    sequence_parallel: bool, size: int, checkpoint: Path, tmp_path: Path
+) -> None:
     """Four ranks share two key/value heads."""
-    make_tiny(tmp_path / "model", 0, "video")
     run_ranks(
         _compare,
-        (size, str(tmp_path / "rendezvous"), str(tmp_path / "model"), sequence_parallel),
+        (size, str(tmp_path / "rendezvous"), str(checkpoint), sequence_parallel),
         size,
     )
 
 
-def test_a_sequence_parallel_rank_has_some_heads_and_all_weights(tmp_path: Path) -> None:
-    make_tiny(tmp_path / "model", 0, "video")
-    one = load_lance(tmp_path / "model").network.language_model
-    two = load_lance(
-        tmp_path / "model", ParallelContext(1, 2, sequence_parallel=True)
-    ).network.language_model
-    assert 2 * two.cache_nbytes(8) == one.cache_nbytes(8)
-    assert sum(p.numel() for p in two.parameters()) == sum(p.numel() for p in one.parameters())
-
-
-def test_heads_that_do_not_divide_are_refused(tmp_path: Path) -> None:
-    make_tiny(tmp_path / "model", 0, "video")
+def test_heads_that_do_not_divide_are_refused(checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="do not divide over 3 sequence-parallel ranks"):
-        load_lance(tmp_path / "model", ParallelContext(0, 3, sequence_parallel=True))
+        load_lance(checkpoint, ParallelContext(0, 3, sequence_parallel=True))

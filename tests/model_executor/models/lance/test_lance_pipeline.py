@@ -15,7 +15,6 @@ from lance_driver import REQUESTS, load_lance, make_request, prepare, request_of
 from vllm_omni.model_executor.models.lance.config import TASKS
 from vllm_omni.model_executor.models.lance.pipeline import Lance
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.testing.tiny.lance import make_tiny
 
 SMALL = {"max_image_pixels": 224 * 304, "max_video_pixels": 64 * 96, "max_num_frames": 9}
 TOLERANCE = 1e-4
@@ -25,10 +24,8 @@ order.
 
 
 @pytest.fixture(scope="module")
-def lance(tmp_path_factory: pytest.TempPathFactory) -> Lance:
-    out = tmp_path_factory.mktemp("lance_video")
-    make_tiny(out, 0, "video")
-    return load_lance(out, **SMALL)
+def lance(checkpoint: Path) -> Lance:
+    return load_lance(checkpoint, **SMALL)
 
 
 def latents_of(lance: Lance, task: str, **changes: Any) -> torch.Tensor:
@@ -53,9 +50,8 @@ def test_every_task_returns_its_kind_of_result(lance: Lance) -> None:
     }
 
 
-def test_no_layer_runs_before_its_weights_are_fetched(lance: Lance, tmp_path: Path) -> None:
-    make_tiny(tmp_path / "lance", 0, "video")
-    offloaded = offloaded_out_of_reach(lambda: load_lance(tmp_path / "lance", **SMALL))
+def test_no_layer_runs_before_its_weights_are_fetched(lance: Lance, checkpoint: Path) -> None:
+    offloaded = offloaded_out_of_reach(lambda: load_lance(checkpoint, **SMALL))
     assert torch.equal(latents_of(offloaded, "i2v"), latents_of(lance, "i2v"))
 
 

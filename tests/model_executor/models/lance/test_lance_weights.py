@@ -107,16 +107,6 @@ def test_a_damaged_decoder_is_refused(
         load_lance(checkpoint, **SMALL)
 
 
-def test_bf16_files_load_into_an_fp32_model(checkpoint: Path) -> None:
-    """Both precisions were released under the same names."""
-    path = checkpoint / "Lance_3B" / "model.safetensors"
-    rewrite(
-        path, lambda tensors: tensors.update({name: t.bfloat16() for name, t in tensors.items()})
-    )
-    _, result = run(load_lance(checkpoint, **SMALL), request_of("t2i"))
-    assert result["images"].shape == (1, 64, 96, 3)
-
-
 def test_bundled_and_separate_vision_towers_give_the_same_text(tmp_path: Path) -> None:
     for layout in ("video", "repository"):
         make_tiny(tmp_path / layout, 0, layout)

@@ -9,11 +9,9 @@ import torch
 from helpers import lora_files as files
 from helpers.adapter_stores import make_store
 from helpers.chunks import step
-from helpers.host_capture import hold
 from lingbot_world_driver import load_world, make_request, open_session
 
 from vllm_omni.inputs import Lora
-from vllm_omni.model_executor.layers.cuda_graphs import ForwardGraphs
 from vllm_omni.model_executor.layers.lora.store import AdapterStore
 from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld
 
@@ -55,38 +53,3 @@ def test_an_adapter_of_every_layer_equals_merged_weights(
         torch.testing.assert_close(one, other, atol=TOLERANCE, rtol=0)
     for one, other in zip(walk(world, store, [[], []]), plain, strict=True):
         assert torch.equal(one, other)
-
-
-def test_a_graph_serves_the_adapter_of_its_capture_only(
-    lingbot_world: Path, tmp_path: Path
-) -> None:
-    """A captured forward is replayed for the same adapter in the same slot. Its scale is not part
-    of the graph.
-    """
-    options = {"window_frames": 6, "sink_frames": 0}
-    ink, wool = ([Lora(name=name)] for name in ("ink", "wool"))
-    choices = [
-        *[[]] * 5,
-        *[ink] * 4,
-        *[[Lora(name="ink", scale=0.25)]] * 3,
-        *[wool] * 3,
-        *[ink] * 3,
-        *[[]] * 3,
-    ]
-    found = []
-    for by_graphs in (False, True):
-        world = load_world(lingbot_world, **options)
-        target = world.adapter_targets()["transformer"]
-        paths = {
-            name: files.write_community(
-                files.factors(target, files.attention_and_ffn(target), seed),
-                tmp_path / f"{name}.safetensors",
-            )
-            for seed, name in enumerate(("ink", "wool"))
-        }
-        world.transformer.graphs = ForwardGraphs(capture=hold) if by_graphs else None
-        found.append(walk(world, make_store(world, paths, max_loras=1), choices))
-        if world.transformer.graphs is not None:
-            assert len(world.transformer.graphs) > 4, "forwards used graphs"
-    for index, (got, expected) in enumerate(zip(*found, strict=True)):
-        assert torch.equal(got, expected), f"chunk {index}"

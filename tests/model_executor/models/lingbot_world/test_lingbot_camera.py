@@ -43,13 +43,6 @@ def test_a_ray_leaves_through_its_pixel_centre() -> None:
     assert values == pytest.approx([1, 2, 3, *turned], abs=1e-6)
 
 
-def test_intrinsics_are_rescaled_from_480x832() -> None:
-    row = cam.scale_intrinsics(
-        torch.tensor([[416.0, 480.0, 416.0, 240.0]], dtype=torch.float64), 240, 208
-    )
-    assert row.tolist() == [[104.0, 240.0, 104.0, 120.0]]
-
-
 # -- relative poses --------------------------------------------------------------------------------
 
 

@@ -18,7 +18,6 @@ from lingbot_world_driver import load_world, make_request, open_session, run_chu
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.layers.cuda_graphs import ForwardGraphs
 from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld
-from vllm_omni.testing.tiny.lingbot_world import make_tiny
 
 CHUNKS = 10
 OPTIONS = {"window_frames": 9, "sink_frames": 3}
@@ -26,13 +25,6 @@ KV_TYPES = pytest.mark.parametrize(
     "kv_dtype", [None, torch.float8_e4m3fn], ids=["plain K/V", "FP8 K/V"]
 )
 WALKS = ([["w"], ["w", "j"], ["i"]], [["s"], [], ["l"]])
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("lingbot") / "model"
-    make_tiny(root, 0, "original")
-    return root
 
 
 def walk(world: LingBotWorld, start: int = 0) -> list[torch.Tensor]:
@@ -52,13 +44,13 @@ def walk(world: LingBotWorld, start: int = 0) -> list[torch.Tensor]:
 
 @KV_TYPES
 def test_sessions_with_graphs_equal_sessions_without(
-    checkpoint: Path, kv_dtype: torch.dtype | None
+    lingbot_world: Path, kv_dtype: torch.dtype | None
 ) -> None:
     """The second session only replays graphs of the first.
 
     Number of graphs: ring positions, while the ring fills and later, times kinds of pass.
     """
-    plain, by_graphs = (load_world(checkpoint, kv_dtype=kv_dtype, **OPTIONS) for _ in range(2))
+    plain, by_graphs = (load_world(lingbot_world, kv_dtype=kv_dtype, **OPTIONS) for _ in range(2))
     by_graphs.transformer.graphs = ForwardGraphs(capture=hold)
     walks = [walk(plain, start) for start in (0, 1)]
     for start in (0, 1, 0):
@@ -67,9 +59,9 @@ def test_sessions_with_graphs_equal_sessions_without(
         assert len(by_graphs.transformer.graphs) == 4 * 2
 
 
-def test_batched_sessions_with_graphs_equal_sessions_without(checkpoint: Path) -> None:
+def test_batched_sessions_with_graphs_equal_sessions_without(lingbot_world: Path) -> None:
     """Each request of a batch has its own camera and condition."""
-    plain, by_graphs = load_world(checkpoint, **OPTIONS), load_world(checkpoint, **OPTIONS)
+    plain, by_graphs = load_world(lingbot_world, **OPTIONS), load_world(lingbot_world, **OPTIONS)
     by_graphs.transformer.graphs = ForwardGraphs(capture=hold)
     results: list[list[torch.Tensor]] = []
     for world in (plain, by_graphs):
@@ -98,16 +90,16 @@ def test_batched_sessions_with_graphs_equal_sessions_without(checkpoint: Path) -
 
 
 def _compare_graphs(
-    rank: int, rendezvous: str, checkpoint: str, kv_dtype: torch.dtype | None
+    rank: int, rendezvous: str, lingbot_world: str, kv_dtype: torch.dtype | None
 ) -> None:
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     parallel = ParallelContext(rank, 2, dist.group.WORLD, sequence_parallel=True)
     try:
         with torch.device("cuda"):
-            plain = load_world(Path(checkpoint), parallel, kv_dtype=kv_dtype, **OPTIONS)
+            plain = load_world(Path(lingbot_world), parallel, kv_dtype=kv_dtype, **OPTIONS)
             by_graphs = load_world(
-                Path(checkpoint), parallel, kv_dtype=kv_dtype, **OPTIONS, cuda_graphs=True
+                Path(lingbot_world), parallel, kv_dtype=kv_dtype, **OPTIONS, cuda_graphs=True
             )
         for got, want in zip(walk(by_graphs), walk(plain), strict=True):
             torch.testing.assert_close(got, want, rtol=0, atol=0)
@@ -123,6 +115,6 @@ def _compare_graphs(
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @KV_TYPES
 def test_ranks_with_graphs_equal_ranks_without(
-    checkpoint: Path, tmp_path: Path, kv_dtype: torch.dtype | None
+    lingbot_world: Path, tmp_path: Path, kv_dtype: torch.dtype | None
 ) -> None:
-    run_ranks(_compare_graphs, (str(tmp_path / "rendezvous"), str(checkpoint), kv_dtype), 2)
+    run_ranks(_compare_graphs, (str(tmp_path / "rendezvous"), str(lingbot_world), kv_dtype), 2)

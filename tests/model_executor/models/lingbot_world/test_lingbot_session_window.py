@@ -12,21 +12,13 @@ from vllm_omni.model_executor.interfaces import SupportsSessionWindows
 from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld
 from vllm_omni.model_executor.models.lingbot_world.state import LingBotSession
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.testing.tiny.lingbot_world import make_tiny
 
 OWN = {"window_frames": 5, "sink_frames": 1}
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("lingbot")
-    make_tiny(out, 0, "original")
-    return out
-
-
-@pytest.fixture(scope="module")
-def world(checkpoint: Path) -> LingBotWorld:
-    return load_world(checkpoint, window_frames=7, sink_frames=2)
+def world(lingbot_world: Path) -> LingBotWorld:
+    return load_world(lingbot_world, window_frames=7, sink_frames=2)
 
 
 def latents(world: LingBotWorld, count: int, **window: int) -> list[torch.Tensor]:
@@ -38,10 +30,10 @@ def latents(world: LingBotWorld, count: int, **window: int) -> list[torch.Tensor
 
 
 def test_a_session_window_equals_a_server_with_that_window(
-    world: LingBotWorld, checkpoint: Path
+    world: LingBotWorld, lingbot_world: Path
 ) -> None:
     """Bit for bit, once the window is full. The server's other sessions see more frames."""
-    served = load_world(checkpoint, **OWN)
+    served = load_world(lingbot_world, **OWN)
     own, there, usual = latents(world, 4, **OWN), latents(served, 4), latents(world, 4)
     assert all(torch.equal(a, b) for a, b in zip(own, there, strict=True))
     assert torch.equal(own[0], usual[0]) and not torch.equal(own[3], usual[3])

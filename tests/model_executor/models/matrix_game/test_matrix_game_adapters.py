@@ -16,7 +16,6 @@ from vllm_omni.inputs import Lora
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.layers.lora.store import AdapterStore
 from vllm_omni.model_executor.models.matrix_game.pipeline import MatrixGame
-from vllm_omni.testing.tiny.matrix_game import make_tiny
 
 TOLERANCE = 2e-4
 """fp32 latents of order 1 after two chunks; sums are ordered differently in a merged weight and
@@ -27,10 +26,8 @@ INK = [Lora(name="ink")]
 
 
 @pytest.fixture(scope="module", params=list(KEYS))
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("game") / str(request.param)
-    make_tiny(out, 0, request.param)
-    return out
+def checkpoint(request: pytest.FixtureRequest, layouts: dict[str, Path]) -> Path:
+    return layouts[request.param]
 
 
 @pytest.fixture(scope="module")

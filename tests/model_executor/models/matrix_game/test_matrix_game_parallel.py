@@ -14,7 +14,6 @@ from matrix_game_driver import latents_of, latents_of_stages, load_game, open_se
 
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.layers.layer_moves import LayerMove
-from vllm_omni.testing.tiny.matrix_game import make_tiny
 
 TOLERANCE = 1e-4
 """Three chunks in fp32; ranks only change the order of sums."""
@@ -26,10 +25,8 @@ CHUNKS = {
 
 
 @pytest.fixture(scope="module", params=list(CHUNKS))
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("game") / str(request.param)
-    make_tiny(out, 0, request.param)
-    return out
+def checkpoint(request: pytest.FixtureRequest, layouts: dict[str, Path]) -> Path:
+    return layouts[request.param]
 
 
 @pytest.fixture(scope="module")

@@ -120,18 +120,6 @@ def test_a_settled_condition_needs_no_encoder(condition, image, monkeypatch):
     assert torch.equal(y[4:, 0], y[4:, 2])
 
 
-def test_an_aborted_chunk_does_not_change_the_state(condition, image):
-    """Requesting the next chunk twice gives the same chunk twice."""
-    _, state = condition.next(image, 3, None)
-    before = {name: tensor.clone() for name, tensor in state.resolved().tensors().items()}
-    first, _ = condition.next(None, 3, state)
-    second, _ = condition.next(None, 3, state)
-    assert torch.equal(first, second)
-    assert all(
-        torch.equal(tensor, before[name]) for name, tensor in state.resolved().tensors().items()
-    )
-
-
 def test_a_new_image_restarts_the_condition(condition, image):
     """An image in the middle of a session restarts it: mask on its frame, latents as in a new
     session.
@@ -140,14 +128,6 @@ def test_a_new_image_restarts_the_condition(condition, image):
     switched, _ = condition.next(-image, 3, state)
     fresh, _ = condition.next(-image, 3, None)
     assert torch.equal(switched, fresh)
-
-
-def test_state_bytes_are_known_in_advance(condition, image):
-    """Until it settles, a state has exactly the predicted bytes."""
-    _, state = condition.next(image, 1, None)
-    assert state.nbytes == condition.state_nbytes(16, 24)
-    _, state = condition.next(None, 3, state)
-    assert state.nbytes == condition.state_nbytes(16, 24)
 
 
 def test_a_condition_without_image_or_state_is_refused(condition):

@@ -170,15 +170,6 @@ def test_a_prompt_larger_than_the_cache_is_not_cached(layout):
     assert encoder.cached_bytes == 0
 
 
-def test_bfloat16_is_the_default_and_close(layout, encoder):
-    """The released weights are bfloat16."""
-    half = TextEncoder(layout.text_config(), layout.tokenizer)
-    load_text_encoder(half.model, layout.text_encoder)
-    states = half.encode(PROMPT)
-    assert states.dtype == torch.bfloat16
-    torch.testing.assert_close(states.float(), encoder.encode(PROMPT), atol=0.1, rtol=0.05)
-
-
 def test_device_cpu_keeps_the_weights_in_host_memory(layout):
     """`device="cpu"` applies on whatever device the model is built."""
     with torch.device("meta"):

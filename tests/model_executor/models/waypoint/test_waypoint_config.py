@@ -17,7 +17,6 @@ from vllm_omni.model_executor.models.waypoint.config import (
     read_stream,
 )
 from vllm_omni.model_executor.models.waypoint.family import FAMILY
-from vllm_omni.testing.tiny.waypoint import make_tiny
 
 RELEASED: dict[str, Any] = {
     "model_type": "waypoint-1.5",
@@ -140,15 +139,12 @@ def test_options_for_values_that_the_checkpoint_fixes_are_refused() -> None:
             read_stream(checkpoint, OmniConfig(model={name: value}))
 
 
-def test_a_chunk_is_one_latent_frame(
-    tmp_path: Path,
-) -> None:
+def test_a_chunk_is_one_latent_frame(checkpoints: dict[str, Path]) -> None:
     """It has four video frames in 1.5 and one in Waypoint-1, the first chunk included. Endpoints
     read this from the family.
     """
     for layout, each in (("v1_5", 4), ("v1", 1)):
-        make_tiny(tmp_path / layout, 0, layout)
-        checkpoint = FAMILY.hf_config(tmp_path / layout)
+        checkpoint = FAMILY.hf_config(checkpoints[layout])
         assert FAMILY.stream_info is not None and FAMILY.action_space is not None
         info = StreamInfo(**FAMILY.stream_info(checkpoint, OmniConfig()))
         assert (info.first_chunk_frames, info.chunk_frames, info.latent_frames(each), info.fps) == (
@@ -168,11 +164,12 @@ def test_a_chunk_is_one_latent_frame(
         )
 
 
-def test_videos_may_start_without_an_image_at_the_sizes_of_the_model(tmp_path: Path) -> None:
+def test_videos_may_start_without_an_image_at_the_sizes_of_the_model(
+    checkpoints: dict[str, Path],
+) -> None:
     """`/v1/videos` uses these capabilities. 640x360 is no multiple of 16."""
-    make_tiny(tmp_path, 0, "v1_5")
     assert FAMILY.capabilities is not None
-    taken = FAMILY.capabilities(FAMILY.hf_config(tmp_path), OmniConfig())
+    taken = FAMILY.capabilities(FAMILY.hf_config(checkpoints["v1_5"]), OmniConfig())
     assert {"world", "text_to_video", "image_to_video"} == set(
         taken.tasks
     ) and taken.size_multiple == (8, 8)

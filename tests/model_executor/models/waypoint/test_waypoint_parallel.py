@@ -12,7 +12,6 @@ from waypoint_driver import latents_of, load_world, start_image
 
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.models.waypoint.checkpoint import LAYOUTS
-from vllm_omni.testing.tiny.waypoint import make_tiny
 
 TOLERANCE = 1e-4
 """Six frames in fp32; ranks only change the order of sums."""
@@ -32,10 +31,8 @@ def _compare(rank: int, rendezvous: str, checkpoint: str, one_rank: str) -> None
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_equal_one(layout: str, tmp_path: Path) -> None:
-    rendezvous, checkpoint, one_rank = (
-        tmp_path / name for name in ("rendezvous", "world", "one_rank.pt")
-    )
-    make_tiny(checkpoint, 0, layout)
+def test_two_ranks_equal_one(layout: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    rendezvous, one_rank = tmp_path / "rendezvous", tmp_path / "one_rank.pt"
+    checkpoint = checkpoints[layout]
     torch.save(latents_of([load_world(checkpoint)], CHUNKS), one_rank)
     run_ranks(_compare, (str(rendezvous), str(checkpoint), str(one_rank)), 2)

@@ -30,7 +30,6 @@ from vllm_omni.model_executor.models.waypoint.checkpoint import LAYOUTS
 from vllm_omni.model_executor.models.waypoint.pipeline import Waypoint
 from vllm_omni.model_executor.models.waypoint.state import WaypointSession
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.testing.tiny.waypoint import make_tiny
 
 CHUNKS: list[dict[str, Any]] = [
     {"tensors": {"image": start_image()}, "actions": [["w"]]},
@@ -52,14 +51,6 @@ def chunks() -> list[dict[str, Any]]:
         }
         for chunk in CHUNKS
     ]
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    found = {layout: tmp_path_factory.mktemp(layout) for layout in LAYOUTS}
-    for layout, folder in found.items():
-        make_tiny(folder, 0, layout)
-    return found
 
 
 @pytest.fixture(scope="module")
