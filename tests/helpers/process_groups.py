@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`gloo_group`: the process group of a test that runs one process per rank."""
+"""The process group of a test that runs one process per rank."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,20 +10,23 @@ import torch.distributed as dist
 
 
 @contextmanager
-def gloo_group(rank: int, size: int, rendezvous: str) -> Iterator[dist.ProcessGroup]:
-    """Join the default gloo group, with one thread per process, and leave it at the end.
+def process_group(
+    rank: int, size: int, rendezvous: str, backend: str = "gloo"
+) -> Iterator[dist.ProcessGroup]:
+    """Join the default process group, with one thread per process, and leave it at the end.
 
     Args:
         rank: Rank of this process.
         size: Number of ranks.
         rendezvous: Path of a file that does not exist yet, the same on every rank.
+        backend: Backend of the collectives.
 
     Yields:
         The default process group.
     """
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{rendezvous}",
         rank=rank,
         world_size=size,

@@ -128,7 +128,7 @@ def test_a_stage_ignores_the_scales_of_other_stages(plain: Path, community: Path
 
 
 def change(folder: Path, **changes: torch.Tensor | None) -> None:
-    """Replace tensors of a file, or remove them (None). changes: `__` stands for a dot."""
+    """Replace tensors of a file, or remove them (None). In `changes`, `__` represents a dot."""
     tensors = load_file(folder / FILE)
     for name, value in changes.items():
         del tensors[full := "model.diffusion_model." + name.replace("__", ".")]

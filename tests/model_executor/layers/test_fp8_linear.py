@@ -34,10 +34,8 @@ def chosen(
     cublas: bool = True,
     shape: tuple[int, int] = (13824, 5120),
 ) -> type:
-    """The kernel class of a layer to which vLLM has assigned CUTLASS.
-
-    Args: monkeypatch: pytest's fixture. weights: Quantization key of the weights. cublas: Whether
-    the GPU has row-wise FP8 in cuBLAS. shape: Output and input channels.
+    """The kernel class of a layer to which vLLM has assigned CUTLASS. cublas: whether the GPU has
+    row-wise FP8 in cuBLAS.
     """
     monkeypatch.setattr(cutlass, "cutlass_fp8_supported", lambda: True)
     monkeypatch.setattr(fp8_linear, "has_rowwise_cublas", lambda: cublas)

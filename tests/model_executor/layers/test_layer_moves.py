@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.process_groups import gloo_group
+from helpers.process_groups import process_group
 from helpers.rank_processes import run_ranks
 from torch import nn
 
@@ -61,7 +61,7 @@ class Layer(nn.Module):
 
 
 def _move(stage: int, rendezvous: str) -> None:
-    with gloo_group(stage, STAGES, rendezvous):
+    with process_group(stage, STAGES, rendezvous):
 
         def mine(partition: list[int]) -> range:
             start = sum(partition[:stage])

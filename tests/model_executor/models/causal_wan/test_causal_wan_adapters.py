@@ -16,7 +16,7 @@ from causal_wan_driver import load_model, make_request, open_session
 from helpers import lora_files as files
 from helpers.adapter_stores import make_store
 from helpers.chunks import step
-from helpers.process_groups import gloo_group
+from helpers.process_groups import process_group
 from helpers.rank_processes import run_ranks
 from safetensors.torch import load_file, save_file
 from vllm.lora.request import LoRARequest
@@ -276,7 +276,7 @@ def test_adapters_that_share_slots_leave_no_trace(
 def _compare(
     rank: int, rendezvous: str, checkpoint: str, path: str, sequence_parallel: bool
 ) -> None:
-    with gloo_group(rank, 2, rendezvous) as group:
+    with process_group(rank, 2, rendezvous) as group:
         choices = [Lora(name="steps", scale=0.8)]
         streams = []
         for parallel in (

@@ -310,7 +310,7 @@ def test_a_stage_for_every_step_gives_the_same_stream(causal_wan: Path, kind: st
     assert_equal(found, expected)
 
 
-# -- what is refused -------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

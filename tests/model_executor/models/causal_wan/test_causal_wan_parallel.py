@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from causal_wan_driver import load_model, stream
-from helpers.process_groups import gloo_group
+from helpers.process_groups import process_group
 from helpers.rank_processes import run_ranks
 
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
@@ -38,7 +38,7 @@ def one_rank(causal_wan: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 def _compare(
     rank: int, rendezvous: str, causal_wan: str, one_rank: str, sequence_parallel: bool
 ) -> None:
-    with gloo_group(rank, 2, rendezvous) as group:
+    with process_group(rank, 2, rendezvous) as group:
         parallel = ParallelContext(rank, 2, group, sequence_parallel=sequence_parallel)
         model = load_model(Path(causal_wan), parallel, **OPTIONS)
         assert model.transformer.num_cache_heads == 2, "each of two ranks has two of four heads"

@@ -121,7 +121,7 @@ def test_a_stream_continues_from_given_latents_as_self_forcing_does(
     assert torch.equal(torch.cat(made[:2], dim=1), initial)
 
 
-# -- pictures --------------------------------------------------------------------------------------
+# -- images ----------------------------------------------------------------------------------------
 
 
 def test_a_stream_starts_with_its_image(model: CausalWan) -> None:
@@ -251,7 +251,7 @@ def test_invalid_images_and_latents_are_refused(
 def test_a_server_without_image_support_refuses_with_the_reason(
     options: dict[str, Any], params: dict[str, Any], message: str, causal_wan: Path
 ) -> None:
-    """The model's tasks tell `/v1/videos` the same."""
+    """`/v1/videos` reads the same from the model's tasks."""
     served = load_model(causal_wan, **options)
     session = open_session(served, **params)
     with pytest.raises(RequestFailed, match=message):

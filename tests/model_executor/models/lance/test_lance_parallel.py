@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.chunks import finish, step
-from helpers.process_groups import gloo_group
+from helpers.process_groups import process_group
 from helpers.rank_processes import run_ranks
 from lance_driver import load_lance, prepare, request_of
 
@@ -35,7 +35,7 @@ def results(lance: Lance) -> list[torch.Tensor]:
 def _compare(
     rank: int, size: int, rendezvous: str, checkpoint: str, sequence_parallel: bool
 ) -> None:
-    with gloo_group(rank, size, rendezvous) as group:
+    with process_group(rank, size, rendezvous) as group:
         expected = results(load_lance(Path(checkpoint)))
         parallel = ParallelContext(rank, size, group, sequence_parallel=sequence_parallel)
         lance = load_lance(Path(checkpoint), parallel)

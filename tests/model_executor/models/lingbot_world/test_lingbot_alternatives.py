@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.chunks import step
-from helpers.process_groups import gloo_group
+from helpers.process_groups import process_group
 from helpers.rank_processes import run_ranks
 from lingbot_world_driver import (
     HEIGHT,
@@ -179,7 +179,7 @@ def test_short_chunks_restart_with_the_available_latents(
 
 def restart_in_bands(rank: int, rendezvous: str) -> None:
     """One of two ranks that decode a band of rows each, compared with the whole decoder."""
-    with gloo_group(rank, 2, rendezvous) as group:
+    with process_group(rank, 2, rendezvous) as group:
         compare_bands(RowBands(rank, 2, group))
 
 

@@ -155,7 +155,7 @@ def test_unknown_keys_are_refused(key: str) -> None:
         cam.read_keys([[key]], 3)
 
 
-# -- what clients send -----------------------------------------------------------------------------
+# -- client input ----------------------------------------------------------------------------------
 
 
 def poses_with(index: tuple[int, ...], value: float) -> torch.Tensor:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.fp8_product import as_on_hopper
-from helpers.process_groups import gloo_group
+from helpers.process_groups import process_group
 from helpers.rank_processes import run_ranks
 from lingbot_rollout import inputs, load_tiny, make_window, roll_out
 
@@ -31,7 +31,7 @@ def _compare(
     storage: torch.dtype | None,
     hopper: bool,
 ) -> None:
-    with gloo_group(rank, 2, rendezvous) as group, as_on_hopper() if hopper else nullcontext():
+    with process_group(rank, 2, rendezvous) as group, as_on_hopper() if hopper else nullcontext():
         data, results = inputs(height), []
         parallel = ParallelContext(rank, 2, group, sequence_parallel=sequence_parallel)
         for model in (load_tiny(), load_tiny(parallel)):

@@ -333,7 +333,7 @@ def test_pipeline_stages_equal_one_rank_bit_for_bit(
         assert torch.equal(frames, expected)
 
 
-# -- what a client may not send --------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

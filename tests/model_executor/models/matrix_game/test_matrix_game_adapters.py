@@ -8,7 +8,7 @@ import torch
 from helpers import lora_files as files
 from helpers.adapter_stores import make_store
 from helpers.chunks import finish, step
-from helpers.process_groups import gloo_group
+from helpers.process_groups import process_group
 from helpers.rank_processes import run_ranks
 from matrix_game_driver import load_game, make_request, open_session
 
@@ -109,7 +109,7 @@ def _compare(
     one_rank: str,
     sequence_parallel: bool,
 ) -> None:
-    with gloo_group(rank, 2, rendezvous) as group:
+    with process_group(rank, 2, rendezvous) as group:
         parallel = ParallelContext(rank, 2, group, sequence_parallel=sequence_parallel)
         latents = adapted(Path(checkpoint), Path(adapter), parallel)
         for one, other in zip(latents, torch.load(one_rank), strict=True):

@@ -8,7 +8,7 @@ from typing import cast
 
 import pytest
 import torch
-from helpers.process_groups import gloo_group
+from helpers.process_groups import process_group
 from helpers.rank_processes import run_ranks
 from matrix_game_driver import latents_of, latents_of_stages, load_game, open_session
 
@@ -40,7 +40,7 @@ def one_rank(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 def _compare(
     rank: int, rendezvous: str, checkpoint: str, one_rank: str, sequence_parallel: bool
 ) -> None:
-    with gloo_group(rank, 2, rendezvous) as group:
+    with process_group(rank, 2, rendezvous) as group:
         parallel = ParallelContext(rank, 2, group, sequence_parallel=sequence_parallel)
         game = load_game(Path(checkpoint), parallel)
         latents = latents_of(game, CHUNKS[Path(checkpoint).name])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.process_groups import gloo_group
+from helpers.process_groups import process_group
 from helpers.rank_processes import run_ranks
 from vae_streams import decode_stream, plainly_fused, random_vae
 
@@ -149,7 +149,7 @@ def test_a_frame_that_cannot_be_captured_runs_once(plain: StreamingWanVAE) -> No
 
 
 def _check_heights(rank: int, size: int, rendezvous: str) -> None:
-    with gloo_group(rank, size, rendezvous) as group:
+    with process_group(rank, size, rendezvous) as group:
         bands, host = RowBands(rank, size, group), HostGraphs()
         graphed, plain = (
             random_vae(bands=bands, fuse=host.decoder),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.process_groups import gloo_group
+from helpers.process_groups import process_group
 from helpers.rank_processes import run_ranks
 from vae_streams import decode_stream, plainly_fused
 
@@ -119,7 +119,7 @@ def check_graph(bands: RowBands) -> None:
 
 
 def _rank(rank: int, size: int, rendezvous: str, checks: list[tuple[Any, ...]]) -> None:
-    with gloo_group(rank, size, rendezvous) as group:
+    with process_group(rank, size, rendezvous) as group:
         for check, *arguments in checks:
             check(RowBands(rank, size, group), *arguments)
         # a rank must not close its connections while another one still sends

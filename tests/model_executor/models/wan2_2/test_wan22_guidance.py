@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.process_groups import gloo_group
+from helpers.process_groups import process_group
 from helpers.rank_processes import run_ranks
 from helpers.wan22_driver import NEGATIVE, Wan22, load_model, start, step
 
@@ -33,7 +33,7 @@ def _latents(model: Wan22) -> list[torch.Tensor]:
 
 
 def _compare(rank: int, rendezvous: str, checkpoint: Path) -> None:
-    with gloo_group(rank, 2, rendezvous) as group:
+    with process_group(rank, 2, rendezvous) as group:
         expected = _latents(load_model(checkpoint))
         model = load_model(checkpoint, ParallelContext(rank, 2, group), cfg_parallel=True)
         assert model.decodes == (rank == 0)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.process_groups import gloo_group
+from helpers.process_groups import process_group
 from helpers.rank_processes import run_ranks
 from waypoint_driver import latents_of, load_world, start_image
 
@@ -22,7 +22,7 @@ CHUNKS: list[dict[str, Any]] = [
 
 
 def _compare(rank: int, rendezvous: str, checkpoint: str, one_rank: str) -> None:
-    with gloo_group(rank, 2, rendezvous) as group:
+    with process_group(rank, 2, rendezvous) as group:
         world = load_world(Path(checkpoint), ParallelContext(rank, 2, group))
         assert world.transformer.num_cache_heads == 1
         torch.testing.assert_close(
