@@ -103,3 +103,48 @@ def assert_same(session: Any, before: Bits) -> None:
     tensors, scalars = session.tensors(), session.scalars()
     assert scalars == before[1] and tensors.keys() == before[0].keys()
     assert [name for name in tensors if not torch.equal(tensors[name], before[0][name])] == []
+
+
+def run_vae_stage(layers: Any, vae: Any, ours: Any, theirs: Any) -> Result:
+    """Run one chunk on a rank with layers and decode it on a VAE stage.
+
+    Args:
+        layers: Model of the rank with layers.
+        vae: Model of the VAE stage.
+        ours: The chunk's request on the rank with layers.
+        theirs: The chunk's request on the VAE stage.
+    """
+    layers.prepare_encode(ours)
+    vae.prepare_encode(theirs)
+    assert vae.latents(theirs).numel() == layers.latents(ours).numel()
+    while ours.step < ours.num_steps - ours.clean_passes:
+        step(layers, [ours])
+    vae.unpack_decode_state(theirs, layers.latents(ours).clone(), layers.pack_decode_state(ours))
+    result: Result = vae.post_decode(theirs)
+    while ours.step < ours.num_steps:
+        step(layers, [ours])
+    layers.commit(ours)
+    vae.commit(theirs)
+    return result
+
+
+def run_adapted(
+    model: Any, store: Any, choices: Sequence[Any], make_request: Callable[[], Any]
+) -> list[torch.Tensor]:
+    """Latents of successive chunks of a session.
+
+    Args:
+        model: The model.
+        store: Its adapter store.
+        choices: Adapters of each chunk.
+        make_request: Makes the request of the next chunk.
+    """
+    latents: list[torch.Tensor] = []
+    before = None
+    for wanted in choices:
+        selection, request = store.select(wanted), make_request()
+        request.adapters, request.same_adapters = selection, selection == before
+        before = selection
+        with store.applied(selection):
+            latents.append(run_request(model, request)[1]["latents"].clone())
+    return latents

@@ -150,23 +150,24 @@ def test_missing_scales_are_refused_with_three_examples(community: Path) -> None
     assert "\n" not in str(refusal.value)
 
 
-def test_misshapen_scales_are_refused(community: Path) -> None:
-    change(community, blocks__1__ffn__net__2__scale_weight=torch.ones(3))
-    with pytest.raises(
-        ValueError, match=r"misshapen: 1 \(blocks\.1\.ffn\.2\.weight_scale \(3,\) instead of \(\)\)"
-    ):
-        load(community)
-
-
-def test_a_scale_without_a_quantized_weight_is_unexpected(community: Path) -> None:
-    change(community, blocks__1__ffn__net__2__weight=torch.zeros(32, 64))
-    with pytest.raises(ValueError, match=r"unexpected: 1 \(blocks\.1\.ffn\.2\.weight_scale\)"):
-        load(community)
-
-
-def test_nan_in_a_scale_is_refused(community: Path) -> None:
-    change(community, blocks__1__ffn__net__2__scale_weight=torch.tensor(torch.nan))
-    with pytest.raises(ValueError, match=r"NaN or Inf in 1 .*net\.2\.weight"):
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        (
+            "scale_weight",
+            torch.ones(3),
+            r"misshapen: 1 \(blocks\.1\.ffn\.2\.weight_scale \(3,\) instead of \(\)\)",
+        ),
+        ("weight", torch.zeros(32, 64), r"unexpected: 1 \(blocks\.1\.ffn\.2\.weight_scale\)"),
+        ("scale_weight", torch.tensor(torch.nan), r"NaN or Inf in 1 .*net\.2\.weight"),
+    ],
+    ids=["misshapen scale", "scale of a plain weight", "NaN"],
+)
+def test_invalid_scales_are_refused(
+    community: Path, name: str, value: torch.Tensor, message: str
+) -> None:
+    change(community, **{f"blocks__1__ffn__net__2__{name}": value})
+    with pytest.raises(ValueError, match=message):
         load(community)
 
 

@@ -15,7 +15,7 @@ import torch
 from causal_wan_driver import load_model, make_request, open_session
 from helpers import lora_files as files
 from helpers.adapter_stores import make_store
-from helpers.chunks import step
+from helpers.chunks import run_adapted
 from helpers.process_groups import process_group
 from helpers.rank_processes import run_ranks
 from safetensors.torch import load_file, save_file
@@ -37,18 +37,13 @@ def run(
     model: CausalWan, store: AdapterStore, choices: Sequence[Lora], chunks: int = CHUNKS
 ) -> list[torch.Tensor]:
     """A new stream with the same adapters for all chunks, driven as by the runner."""
-    session, latents = open_session(model, output="latents"), []
-    for index in range(chunks):
-        selection = store.select(choices)
-        request = make_request(session, prompt="a beach", output="latents")
-        request.adapters, request.same_adapters = selection, index > 0
-        with store.applied(selection):
-            model.prepare_encode(request)
-            while request.step < request.num_steps:
-                step(model, [request])
-            latents.append(model.post_decode(request)[1]["latents"])
-            model.commit(request)
-    return latents
+    session = open_session(model, output="latents")
+    return run_adapted(
+        model,
+        store,
+        [choices] * chunks,
+        lambda: make_request(session, prompt="a beach", output="latents"),
+    )
 
 
 def assert_close(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
+from helpers.recordings import change_tensor
 
 from vllm_omni.entrypoints.cli.main import main
 from vllm_omni.testing.parity.causal_wan import verify
@@ -19,12 +19,6 @@ def copy(directory: Path, *names: str) -> Path:
     for name in (*names, *_AUXILIARY):
         shutil.copyfile(GOLDEN / name, directory / name)
     return directory
-
-
-def change(path: Path, name: str, amount: float) -> None:
-    tensors = load_file(path)
-    tensors[name].view(-1)[0] += amount
-    save_file(tensors, path)
 
 
 def test_every_recorded_scenario_passes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,7 +50,7 @@ def test_every_recorded_scenario_passes(capsys: pytest.CaptureFixture[str]) -> N
     ],
 )
 def test_a_changed_recording_fails(file: str, tensor: str, amount: float, tmp_path: Path) -> None:
-    change(copy(tmp_path, file) / file, tensor, amount)
+    change_tensor(copy(tmp_path, file) / file, tensor, amount)
     report = verify(tmp_path)
     assert [row.scenario for row in report.rows if not row.ok][:1] == [Path(file).stem]
 
@@ -65,7 +59,7 @@ def test_a_changed_recording_fails(file: str, tensor: str, amount: float, tmp_pa
     ("tensor", "amount"), [("chunk10.x0", 1e-3), ("final_cache2.k", 1e-3), ("prepare_x0", 1e-3)]
 )
 def test_a_changed_stream_batch_fails(tensor: str, amount: float, tmp_path: Path) -> None:
-    change(
+    change_tensor(
         copy(tmp_path, "sdv2_stream_s2.safetensors", "sdv2_meta.json")
         / "sdv2_stream_s2.safetensors",
         tensor,

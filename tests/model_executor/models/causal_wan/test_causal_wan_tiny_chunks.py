@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from causal_wan_driver import HEIGHT, WIDTH, load_model, make_request, open_session, stream
-from helpers.chunks import Result, finish, step
+from helpers.chunks import Result, finish, run_vae_stage, step
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
@@ -141,16 +141,11 @@ def test_a_vae_stage_switches_decoders_too(causal_wan: Path, model: CausalWan) -
     ours, theirs = open_session(layers), open_session(vae)
     assert ours.nbytes + theirs.nbytes == whole.nbytes
     for index in range(4):
-        made = start(layers, ours, index in {1, 2})
-        decoded = make_request(theirs, prompt="a beach")
-        decoded.degradations = ("tiny_vae",) if index in {1, 2} else ()
-        vae.prepare_encode(decoded)
-        vae.unpack_decode_state(
-            decoded, layers.latents(made).clone(), layers.pack_decode_state(made)
-        )
-        frames = finish(vae, decoded)[1]["frames"]
-        layers.commit(made)
-        assert torch.equal(frames, expected[index][1]["frames"])
+        requests = [make_request(session, prompt="a beach") for session in (ours, theirs)]
+        for request in requests:
+            request.degradations = ("tiny_vae",) if index in {1, 2} else ()
+        _, frames = run_vae_stage(layers, vae, *requests)
+        assert torch.equal(frames["frames"], expected[index][1]["frames"])
 
 
 def test_missing_weights_of_the_tiny_decoder_are_refused_at_start(

@@ -15,7 +15,7 @@ from causal_wan_driver import (
     open_session,
     run_chunk,
 )
-from helpers.chunks import step
+from helpers.chunks import run_vae_stage
 
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import SupportsVAEStage
@@ -56,19 +56,7 @@ def test_frames_equal_those_of_one_rank(
         ours, theirs = (
             make_request(session, tensors, prompt=prompt, **fields) for session in sessions[1:]
         )
-        layers.prepare_encode(ours)
-        vae.prepare_encode(theirs)
-        assert vae.latents(theirs).numel() == layers.latents(ours).numel()
-        while ours.step < ours.num_steps - ours.clean_passes:
-            step(layers, [ours])
-        vae.unpack_decode_state(
-            theirs, layers.latents(ours).clone(), layers.pack_decode_state(ours)
-        )
-        meta, frames = vae.post_decode(theirs)
-        while ours.step < ours.num_steps:
-            step(layers, [ours])
-        layers.commit(ours)
-        vae.commit(theirs)
+        meta, frames = run_vae_stage(layers, vae, ours, theirs)
         assert torch.equal(frames["frames"], expected["frames"]) and meta == expected_meta
     assert [session.chunk_index for session in sessions] == [len(PROMPTS)] * 3
     copy = sessions[2].fork("b")

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from helpers.recordings import change_tensor
 from safetensors.torch import load_file, save_file
 
 from vllm_omni.entrypoints.cli.main import main
@@ -53,9 +54,7 @@ def test_every_recorded_scenario_passes() -> None:
 def test_a_changed_recording_fails(file: str, tensor: str, amount: float, tmp_path: Path) -> None:
     for name in (file, *_BESIDE):
         shutil.copyfile(GOLDEN / name, tmp_path / name)
-    tensors = load_file(tmp_path / file)
-    tensors[tensor].view(-1)[0] += amount
-    save_file(tensors, tmp_path / file)
+    change_tensor(tmp_path / file, tensor, amount)
     assert not verify(tmp_path).ok
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from helpers import lora_files as files
 from helpers.adapter_stores import make_store
-from helpers.chunks import step
+from helpers.chunks import run_adapted
 from lingbot_world_driver import load_world, make_request, open_session
 
 from vllm_omni.inputs import Lora
@@ -21,19 +21,13 @@ TOLERANCE = 2e-4
 
 def walk(world: LingBotWorld, store: AdapterStore, choices: list[list[Lora]]) -> list[torch.Tensor]:
     """Latents of a new session in which each chunk has its own adapters."""
-    session, latents, before = open_session(world, output="latents"), [], None
-    for wanted in choices:
-        selection = store.select(wanted)
-        request = make_request(world, session, output="latents", prompt="a beach")
-        request.adapters, request.same_adapters = selection, selection == before
-        before = selection
-        with store.applied(selection):
-            world.prepare_encode(request)
-            while request.step < request.num_steps:
-                step(world, [request])
-            latents.append(world.post_decode(request)[1]["latents"])
-            world.commit(request)
-    return latents
+    session = open_session(world, output="latents")
+    return run_adapted(
+        world,
+        store,
+        choices,
+        lambda: make_request(world, session, output="latents", prompt="a beach"),
+    )
 
 
 def test_an_adapter_of_every_layer_equals_merged_weights(

@@ -8,9 +8,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+from helpers.recordings import change_settings, change_tensor, rewrite
 from lingbot_rollout import GOLDEN, GOLDEN_V2
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
 from vllm_omni.testing.parity.lingbot_world import verify
 
@@ -26,15 +25,6 @@ def copy(directory: Path, *names: str) -> Path:
     for name in (*names, *_AUXILIARY):
         shutil.copyfile(GOLDEN / name, directory / name)
     return directory
-
-
-def change(path: Path, name: str, amount: float) -> None:
-    """Add `amount` to one value of one recorded tensor."""
-    with safe_open(path, "pt") as file:
-        metadata = file.metadata()
-    tensors = load_file(path)
-    tensors[name].view(-1)[0] += amount
-    save_file(tensors, path, metadata)
 
 
 def test_every_recorded_scenario_passes() -> None:
@@ -62,7 +52,7 @@ def test_every_recorded_scenario_of_v2_passes() -> None:
 def test_a_changed_recording_of_guidance_fails(tensor: str, tmp_path: Path) -> None:
     for path in GOLDEN_V2.glob("pretrain_*"):
         shutil.copyfile(path, tmp_path / path.name)
-    change(tmp_path / "pretrain_cfg_c4.safetensors", tensor, 1)
+    change_tensor(tmp_path / "pretrain_cfg_c4.safetensors", tensor, 1)
     assert not verify(tmp_path).ok
 
 
@@ -70,7 +60,7 @@ def test_a_changed_recording_of_guidance_fails(tensor: str, tmp_path: Path) -> N
 def test_a_changed_recording_of_controls_fails(tensor: str, tmp_path: Path) -> None:
     shutil.copyfile(GOLDEN_V2 / "act_condition.safetensors", tmp_path / "act_condition.safetensors")
     assert verify(tmp_path).ok
-    change(tmp_path / "act_condition.safetensors", tensor, 1e-3)
+    change_tensor(tmp_path / "act_condition.safetensors", tensor, 1e-3)
     assert not verify(tmp_path).ok
 
 
@@ -92,14 +82,14 @@ def test_a_changed_recording_of_controls_fails(tensor: str, tmp_path: Path) -> N
     ],
 )
 def test_a_changed_recording_fails(file: str, tensor: str, amount: float, tmp_path: Path) -> None:
-    change(copy(tmp_path, file) / file, tensor, amount)
+    change_tensor(copy(tmp_path, file) / file, tensor, amount)
     report = verify(tmp_path)
     assert not report.ok
     assert [row.scenario for row in report.rows if not row.ok] == [Path(file).stem]
 
 
 def test_a_changed_weight_fails(tmp_path: Path) -> None:
-    change(
+    change_tensor(
         copy(tmp_path, "dit_window9_sink3_c3.safetensors") / _AUXILIARY[1],
         "blocks.1.cam_shift_layer.bias",
         1e-3,
@@ -115,12 +105,9 @@ def test_a_changed_weight_fails(tmp_path: Path) -> None:
 def test_the_metadata_defines_the_architecture(key: str, value: float, tmp_path: Path) -> None:
     """With other metadata, the recorded values no longer match."""
     path = copy(tmp_path, "dit_window9_sink3_c3.safetensors") / "dit_window9_sink3_c3.safetensors"
-    with safe_open(path, "pt") as file:
-        metadata = file.metadata()
-    metadata["cfg"] = json.dumps({**json.loads(metadata["cfg"]), key: value})
+    change_settings(path, "cfg", **{key: value})
     if key == "local_attn_size":
-        metadata["kv_size"] = str(int(value) * int(metadata["frame_seqlen"]))
-    save_file(load_file(path), path, metadata)
+        rewrite(path, metadata=lambda m: m | {"kv_size": str(int(value) * int(m["frame_seqlen"]))})
     assert not verify(tmp_path).ok
 
 
@@ -145,10 +132,7 @@ def test_a_missing_companion_file_fails(file: str, tmp_path: Path) -> None:
 
 def test_an_unknown_control_type_fails(tmp_path: Path) -> None:
     path = copy(tmp_path, "dit_window9_sink3_c3.safetensors") / "dit_window9_sink3_c3.safetensors"
-    with safe_open(path, "pt") as file:
-        metadata = file.metadata()
-    metadata["cfg"] = metadata["cfg"].replace('"cam"', '"pose"')
-    save_file(load_file(path), path, metadata)
+    change_settings(path, "cfg", control_type="pose")
     assert "control_type = 'pose'" in verify(tmp_path).to_text()
 
 
@@ -157,9 +141,7 @@ def test_an_empty_file_fails(tmp_path: Path) -> None:
         copy(tmp_path, "dit_window9_sink3_c3.safetensors", "camera.safetensors")
         / "camera.safetensors"
     )
-    with safe_open(path, "pt") as file:
-        metadata = file.metadata()
-    save_file({}, path, metadata)
+    rewrite(path, lambda tensors: {})
     assert "camera run" in " ".join(verify(tmp_path).to_text().split())
     assert not verify(tmp_path).ok
 
@@ -176,11 +158,5 @@ def test_a_second_vae_recording_is_compared(tmp_path: Path) -> None:
 def test_an_unknown_recorded_setting_of_the_vae_is_refused(tmp_path: Path) -> None:
     """Ignoring it would compare another network."""
     path = copy(tmp_path, "vae.safetensors") / "vae.safetensors"
-    with safe_open(path, "pt") as file:
-        metadata = dict(file.metadata())
-    save_file(
-        load_file(path),
-        path,
-        {**metadata, "cfg": json.dumps(json.loads(metadata["cfg"]) | {"swirl": 3})},
-    )
+    change_settings(path, "cfg", swirl=3)
     assert "VAE config has unknown keys swirl" in verify(tmp_path).to_text()

@@ -8,42 +8,6 @@ from lingbot_rollout import CONFIG, inputs, load_tiny, make_row, make_window
 from vllm_omni.model_executor.models.lingbot_world.transformer import LingBotTransformer
 
 
-@torch.no_grad()
-def test_sessions_at_different_chunks_and_steps_share_a_forward() -> None:
-    """Another chunk, another timestep and a clean-context pass in one batch equal three forwards
-    alone (1e-5, order of sums).
-    """
-    model, data = load_tiny(), inputs()
-    plans = [(range(3, 6), 900.0), (range(3), 500.0), (range(6, 9), 0.0)]
-
-    def rows() -> list:
-        made = []
-        for frames, timestep in plans:
-            window = make_window(model, data)
-            for start in range(0, frames.start, 3):
-                model([make_row(model, data, window, range(start, start + 3), 0.0)])
-                window.commit(start + 3)
-            made.append(make_row(model, data, window, frames, timestep))
-        return made
-
-    together, apart = rows(), rows()
-    flows = model(together)
-    for flow, shared, row in zip(flows, together, apart, strict=True):
-        torch.testing.assert_close(flow, model([row])[0], atol=1e-5, rtol=0)
-        torch.testing.assert_close(shared.window.buffer, row.window.buffer, atol=1e-5, rtol=0)
-
-
-@torch.no_grad()
-def test_the_clean_context_pass_writes_the_same_keys() -> None:
-    model, data = load_tiny(), inputs()
-    full, short = make_window(model, data), make_window(model, data)
-    model([make_row(model, data, full, range(3), 0.0)])
-    prediction = model([make_row(model, data, short, range(3), 0.0)], kv_only=True)
-    assert torch.equal(full.buffer, short.buffer)
-    assert prediction.shape == (1, 16, 3, 4, 6)
-    assert not prediction.any()
-
-
 def test_text_of_another_shape_is_refused() -> None:
     with pytest.raises(ValueError, match=r"text must be \[<= 8, 24\], got 9x24"):
         load_tiny().cross_attention_kv(torch.zeros(9, 24))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.chunks import step
+from helpers.chunks import run_vae_stage
 from lingbot_world_driver import HEIGHT, WIDTH, load_world, make_request, open_session, run_chunk
 
 from vllm_omni.inputs import DiffusionParams
@@ -37,19 +37,7 @@ def test_frames_equal_those_of_one_rank(lingbot_world: Path, options: dict[str, 
             make_request(world, session, prompt=prompt)
             for world, session in zip((layers, vae), sessions[1:], strict=True)
         )
-        layers.prepare_encode(ours)
-        vae.prepare_encode(theirs)
-        assert vae.latents(theirs).numel() == layers.latents(ours).numel()
-        while ours.step < ours.num_steps - ours.clean_passes:
-            step(layers, [ours])
-        vae.unpack_decode_state(
-            theirs, layers.latents(ours).clone(), layers.pack_decode_state(ours)
-        )
-        meta, frames = vae.post_decode(theirs)
-        step(layers, [ours])
-        assert ours.step == ours.num_steps
-        layers.commit(ours)
-        vae.commit(theirs)
+        meta, frames = run_vae_stage(layers, vae, ours, theirs)
         assert torch.equal(frames["frames"], expected["frames"]) and meta["num_frames"] == len(
             frames["frames"]
         )

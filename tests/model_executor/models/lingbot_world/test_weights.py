@@ -143,17 +143,6 @@ def test_a_transformer_loads_from_several_files(tmp_path):
         assert torch.equal(slot.target, stored[name]), name
 
 
-def test_a_pipeline_stage_reads_only_its_layers(tmp_path):
-    """The second of two stages loads from the whole checkpoint and has block 1 only."""
-    stored = load_file(GOLDEN / "dit_tiny_weights.safetensors")
-    save_file(stored, tmp_path / "model.safetensors")
-    model = LingBotTransformer(tiny_config(), ParallelContext(stage=1, num_stages=2))
-    load_transformer(model, tmp_path, tiny_config())
-    slots = checkpoint_slots(model)
-    assert not any(name.startswith("blocks.0.") for name in slots)
-    assert torch.equal(slots["blocks.1.ffn.0.weight"].target, stored["blocks.1.ffn.0.weight"])
-
-
 def test_a_vae_and_each_half_load_from_wans_pth(tmp_path):
     """Both get the same values."""
     stored = load_file(GOLDEN / "vae_tiny_weights_orig_names.safetensors")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import lora_files as files
 from helpers.adapter_stores import make_store
-from helpers.chunks import finish, step
+from helpers.chunks import run_adapted
 from helpers.process_groups import process_group
 from helpers.rank_processes import run_ranks
 from matrix_game_driver import load_game, make_request, open_session
@@ -47,20 +47,10 @@ def walk(
     game: MatrixGame, store: AdapterStore, keys: list[list[str]], choices: list[list[Lora]]
 ) -> list[torch.Tensor]:
     """Latents of a new session in which each chunk has its own adapters."""
-    session, latents = open_session(game, output="latents"), []
-    for wanted in choices:
-        selection, request = (
-            store.select(wanted),
-            make_request(session, output="latents", actions=keys),
-        )
-        request.adapters, request.same_adapters = selection, selection == session.adapters
-        with store.applied(selection):
-            game.prepare_encode(request)
-            while request.step < request.num_steps:
-                step(game, [request])
-            latents.append(finish(game, request)[1]["latents"].clone())
-        session.adapters = selection
-    return latents
+    session = open_session(game, output="latents")
+    return run_adapted(
+        game, store, choices, lambda: make_request(session, output="latents", actions=keys)
+    )
 
 
 def test_an_adapter_of_every_layer_equals_merged_weights(checkpoint: Path, adapter: Path) -> None:

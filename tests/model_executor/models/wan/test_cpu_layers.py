@@ -9,7 +9,6 @@ import pytest
 import torch
 from diffusers import AutoencoderKLWan
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, WanRMS_norm
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_omni.model_executor.models.lance.network.vae import LanceVAEConfig, LanceWanVAE
@@ -52,23 +51,20 @@ def test_a_folded_convolution_equals_the_causal_one(
         torch.testing.assert_close(out, expected, atol=ORDER, rtol=0)
 
 
-def _load(layer: nn.Module, weight: torch.Tensor) -> None:
-    layer.load_state_dict({"weight": weight, "bias": torch.zeros(6)})
+def weights(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"weight": weight, "bias": torch.zeros(6)}
 
 
-def _write(layer: Any, weight: torch.Tensor) -> None:
-    layer.weight.data.copy_(weight)
-
-
-def _assign(layer: nn.Module, weight: torch.Tensor) -> None:
-    layer.load_state_dict({"weight": weight, "bias": torch.zeros(6)}, assign=True)
-
-
-def _replace(layer: Any, weight: torch.Tensor) -> None:
-    layer.weight.data = weight.clone()
-
-
-@pytest.mark.parametrize("change", [_load, _write, _assign, _replace])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer, weight: layer.load_state_dict(weights(weight)),
+        lambda layer, weight: layer.load_state_dict(weights(weight), assign=True),
+        lambda layer, weight: layer.weight.data.copy_(weight),
+        lambda layer, weight: setattr(layer.weight, "data", weight.clone()),
+    ],
+    ids=["loaded", "assigned", "written", "replaced"],
+)
 def test_no_weight_is_ever_stale(change: Callable[[Any, torch.Tensor], None]) -> None:
     """However weights are replaced after a forward, the next forward uses the new ones."""
     whole = convolution((3, 3, 3), (1, 1, 1), (1, 1, 1))

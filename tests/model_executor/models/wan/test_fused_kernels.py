@@ -257,13 +257,3 @@ def test_wan_kernels_have_the_signatures_of_the_plain_ops() -> None:
     for kernel in fused_kernels.KERNELS:
         assert kernel.__name__ in names
         assert signature(kernel) == signature(getattr(fused_ops, kernel.__name__))
-
-
-def test_sums_of_squares_are_optional_on_a_rank_with_all_channels() -> None:
-    """The result equals that of the sum over channels, with and without compilation."""
-    i = random_inputs(torch.bfloat16, "cpu")
-    squares = fused_ops.sum_of_squares(i["k"])
-    for name, turn in (("rms_scale", ()), ("rms_rope", (i["cos"], i["sin"]))):
-        op = getattr(fused_ops, name)
-        given = op(i["k"], squares, i["weight"], *turn, WIDTH, EPS)
-        assert torch.equal(op(i["k"], None, i["weight"], *turn, WIDTH, EPS), given)

@@ -54,16 +54,6 @@ def diffusers_result(path: Path, with_image: bool, output_type: str, **call: Any
     ).frames
 
 
-def test_both_tokenize_prompts_alike(checkpoints: dict[str, Path]) -> None:
-    """The other tests depend on this."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(checkpoints["t2v"] / "tokenizer")
-    encoder = load_model(checkpoints["t2v"]).text_encoder
-    for prompt in (PROMPT, NEGATIVE):
-        assert tokenizer(prompt).input_ids == encoder.prompts.tokenize(prompt)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_latents_equal_those_of_diffusers(checkpoints: dict[str, Path], case: str) -> None:
     """Twelve UniPC steps with guidance, over both experts if there are two."""

@@ -6,9 +6,9 @@ file.
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
+from helpers.recordings import change_settings, change_tensor, rewrite
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -25,16 +25,6 @@ def copy(directory: Path, name: str) -> Path:
     for path in (GOLDEN / f"{name}.safetensors", *GOLDEN.glob("*_weights.safetensors")):
         shutil.copyfile(path, directory / path.name)
     return directory / f"{name}.safetensors"
-
-
-def change(path: Path, tensor: str | None = None, **meta: Any) -> None:
-    """Change a recorded tensor by more than its tolerance, or replace metadata."""
-    with safe_open(path, "pt") as file:
-        metadata = dict(file.metadata())
-    tensors = load_file(path)
-    if tensor is not None:
-        tensors[tensor] = (tensors[tensor].float() * 1.05 + 2).to(tensors[tensor].dtype)
-    save_file(tensors, path, metadata | {key: json.dumps(value) for key, value in meta.items()})
 
 
 def test_every_recorded_scenario_passes() -> None:
@@ -59,7 +49,7 @@ def test_every_recorded_scenario_passes() -> None:
     ],
 )
 def test_a_changed_recording_fails(tmp_path: Path, scenario: str, tensor: str) -> None:
-    change(copy(tmp_path, scenario), tensor)
+    change_tensor(copy(tmp_path, scenario), tensor, 300)
     assert not verify(tmp_path).ok
 
 
@@ -68,15 +58,9 @@ def test_another_frame_list_fails(tmp_path: Path) -> None:
     with safe_open(path, "pt") as file:
         frames = json.loads(file.metadata()["frames"])
     frames[5]["visible_history"][0].pop()
-    change(path, frames=frames)
+    rewrite(path, metadata=lambda values: values | {"frames": json.dumps(frames)})
     report = verify(tmp_path)
     assert any("visible frames" in (row.error or "") for row in report.rows), report.to_text()
-
-
-def add_setting(path: Path, key: str, **settings: Any) -> None:
-    """Change the JSON object `key` of the metadata."""
-    with safe_open(path, "pt") as file:
-        change(path, **{key: json.loads(file.metadata()[key]) | settings})
 
 
 def test_every_recorded_argument_of_the_image_encoder_is_used(tmp_path: Path) -> None:
@@ -88,7 +72,7 @@ def test_every_recorded_argument_of_the_image_encoder_is_used(tmp_path: Path) ->
     }
     assert len(retained) < len(load_file(weights))
     save_file(retained, weights)
-    add_setting(path, "encoder_cfg", skip_logvar=True)
+    change_settings(path, "encoder_cfg", skip_logvar=True)
     report = verify(tmp_path)
     assert {row.scenario for row in report.rows if row.ok} == {"wp1_ae"} and report.ok, (
         report.to_text()
@@ -101,6 +85,6 @@ def test_every_recorded_argument_of_the_image_encoder_is_used(tmp_path: Path) ->
 )
 def test_an_unknown_recorded_setting_is_refused(tmp_path: Path, scenario: str, key: str) -> None:
     """Ignoring it would compare another network."""
-    add_setting(copy(tmp_path, scenario), key, swirl=3)
+    change_settings(copy(tmp_path, scenario), key, swirl=3)
     report = verify(tmp_path)
     assert f"{key} has settings that are not understood: swirl" in report.to_text()
