@@ -42,12 +42,6 @@ def test_root_and_folders_lead_to_the_same_checkpoint(repository: Path) -> None:
     assert hf_config(repository / "Lance_3B_Video")["lance"]["max_latent_frames"] == 5
 
 
-def test_weight_sources(repository: Path) -> None:
-    decoder, vision = find_layout(repository).weight_sources()
-    assert (decoder.subfolder, decoder.prefix) == ("Lance_3B", "bagel.")
-    assert (vision.subfolder, vision.prefix) == ("Qwen2.5-VL-ViT", "bagel.vit_model.vision_model.")
-
-
 def test_a_decoder_alone_in_its_folder_is_a_checkpoint(repository: Path, tmp_path: Path) -> None:
     shutil.copytree(repository / "Lance_3B", tmp_path / "flat")
     shutil.copy(repository / "Wan2.2_VAE.pth", tmp_path / "flat")

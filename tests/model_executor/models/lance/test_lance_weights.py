@@ -117,15 +117,3 @@ def test_bundled_and_separate_vision_towers_give_the_same_text(tmp_path: Path) -
         for lance in (bundled, separate)
     ]
     assert tokens[0] == tokens[1]
-
-
-def test_different_vision_towers_are_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    make_tiny(tmp_path, 0, "repository")
-    rewrite(
-        tmp_path / "Qwen2.5-VL-ViT" / "vit.safetensors",
-        lambda tensors: tensors.update({name: tensor + 1 for name, tensor in tensors.items()}),
-    )
-    load_lance(tmp_path / "Lance_3B_Video", **SMALL)
-    assert "differs from the separate vision tower" in caplog.text

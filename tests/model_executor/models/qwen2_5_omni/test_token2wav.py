@@ -13,7 +13,6 @@ from transformers import Qwen2_5OmniConfig, Qwen2_5OmniToken2WavModel
 
 from vllm_omni.model_executor.layers.cuda_graphs import ForwardGraphs
 from vllm_omni.model_executor.models.qwen2_5_omni.checkpoint import CheckpointTensors, load_voices
-from vllm_omni.model_executor.models.qwen2_5_omni.flow import FlowSolver
 from vllm_omni.outputs import RequestFailed
 
 CODES = torch.randint(0, 64, (50,), generator=torch.Generator().manual_seed(3))
@@ -108,66 +107,24 @@ def test_a_part_with_enough_context_equals_the_clip(qwen2_5_omni: Path, make_run
     assert float((later - same).abs().mean()) < 0.2 * float(same.std())
 
 
-def make_flow(qwen2_5_omni: Path, graphs: ForwardGraphs | None = None) -> FlowSolver:
-    config = Qwen2_5OmniConfig.from_pretrained(qwen2_5_omni).token2wav_config
-    model = Qwen2_5OmniToken2WavModel(config).float().eval()
-    model.load_state_dict(dict(CheckpointTensors(qwen2_5_omni).below("token2wav.")), strict=False)
-    return FlowSolver(model.code2wav_dit_model, graphs)
-
-
-@torch.no_grad()
-def test_intervals_of_a_repeated_size_use_a_graph(qwen2_5_omni: Path) -> None:
-    """It gives the same results for other codes, voices, times, latents and guidance. Whole clips
-    use none.
-    """
-    graphs = ForwardGraphs(capture=hold)
-    plain, flow = make_flow(qwen2_5_omni), make_flow(qwen2_5_omni, graphs)
-    voices = load_voices(qwen2_5_omni)
-    sizes = Qwen2_5OmniConfig.from_pretrained(qwen2_5_omni).token2wav_config.dit_config
-    for number, (codes, voice, comes_again) in enumerate(
-        [
-            (CODES[:36], "Chelsie", True),
-            (CODES[5:41], "Ethan", True),
-            (CODES[:36], "Ethan", True),
-            (CODES[9:45], "Chelsie", True),
-            (CODES, "Ethan", False),
-            (CODES[:49], "Ethan", False),
-        ]
-    ):
-        torch.manual_seed(number)
-        mel_BTM = torch.randn(1, len(codes) * sizes.repeats, sizes.mel_dim)
-        conditions = plain.conditions(
-            codes[None], voices[voice].cond, voices[voice].ref_mel, guided=True
-        )
-        start, end = torch.full((1, 1, 1), 0.1 * number), torch.full((1, 1, 1), 0.1 * number + 0.07)
-        guidance = torch.full((1, 1, 1), 0.5 + number)
-        args = (mel_BTM, start, end, conditions, guidance)
-        expected = plain.interval(*args, comes_again=False)
-        assert (
-            torch.equal(flow.interval(*args, comes_again=comes_again), expected)
-            and expected.std() > 1e-5
-        )
-        assert len(graphs) == min(number, 1)
-    flow.clear_graphs()
-    assert len(graphs) == 0
-
-
 def test_regular_parts_use_a_graph_and_clips_do_not(qwen2_5_omni: Path, make_runner: Any) -> None:
-    """Regular parts consist of whole attention blocks of 12 codes."""
+    """Regular parts consist of whole attention blocks of 12 codes. One graph serves other codes,
+    voices, seeds and guidance.
+    """
     stock, runner = make_runner(qwen2_5_omni, SHORT), make_runner(qwen2_5_omni, SHORT)
     graphs = runner.model.flow.graphs = ForwardGraphs(capture=hold)
-    for name, codes, options in (
-        ("clip", CODES[:36], {}),
-        ("end", CODES[:37], {"first_code": 0}),
-        ("piece", CODES[:36], {"first_code": 0, "right_codes": 12}),
-        ("next", CODES[12:48], {"first_code": 12, "left_codes": 12, "right_codes": 12}),
+    other: dict[str, Any] = {"voice": "Ethan", "seed": 5, "guidance_scale": 1.5}
+    for name, codes, options, fields in (
+        ("clip", CODES[:36], {}, {}),
+        ("end", CODES[:37], {"first_code": 0}, {}),
+        ("piece", CODES[:36], {"first_code": 0, "right_codes": 12}, {}),
+        ("next", CODES[12:48], {"first_code": 12, "left_codes": 12, "right_codes": 12}, other),
     ):
-        plain = run_to_end(stock, speech(name, codes, seed=2, options=options, **FEW_STEPS))[name][
-            1
-        ]["audio"]
-        ours = run_to_end(runner, speech(name, codes, seed=2, options=options, **FEW_STEPS))[name][
-            1
-        ]["audio"]
+        fields = {"seed": 2, **FEW_STEPS, **fields}
+        plain, ours = (
+            run_to_end(each, speech(name, codes, options=options, **fields))[name][1]["audio"]
+            for each in (stock, runner)
+        )
         assert torch.equal(ours, plain)
         assert len(graphs) == (name in ("piece", "next"))
 

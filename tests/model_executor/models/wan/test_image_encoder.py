@@ -77,19 +77,23 @@ def test_both_layouts_load_the_same_tower(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("damage", ["missing", "unexpected", "misshapen"])
-def test_a_damaged_file_is_refused(tmp_path: Path, damage: str) -> None:
+QKV = "visual.transformer.1.attn.to_qkv.weight"
+
+
+@pytest.mark.parametrize(
+    ("damage", "change"),
+    [
+        ("missing", lambda tensors: tensors.pop(QKV)),
+        ("unexpected", lambda tensors: tensors.update({"visual.surprise": torch.zeros(2)})),
+        ("misshapen", lambda tensors: tensors.update({QKV: tensors[QKV][:-1]})),
+    ],
+)
+def test_a_damaged_file_is_refused(tmp_path: Path, damage: str, change: Any) -> None:
     write_original_clip(tmp_path, 0)
     path = layout(tmp_path).image_encoder
     assert path is not None
     tensors = torch.load(path, weights_only=True)
-    name = "visual.transformer.1.attn.to_qkv.weight"
-    if damage == "missing":
-        del tensors[name]
-    elif damage == "unexpected":
-        tensors["visual.surprise"] = torch.zeros(2)
-    else:
-        tensors[name] = tensors[name][:-1]
+    change(tensors)
     torch.save(tensors, path)
     with pytest.raises(ValueError, match=damage):
         load_image_encoder(ImageEncoder(CLIP, dtype=torch.float32), path)
