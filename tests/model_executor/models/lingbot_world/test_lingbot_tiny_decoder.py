@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A LingBot world with the tiny decoder: frames, session memory, and refusals."""
+"""A LingBot world with the tiny decoder: frames and refusals."""
 
 import dataclasses
 from pathlib import Path
@@ -22,11 +22,6 @@ from vllm_omni.model_executor.models.wan.vae.tiny_vae import (
 from vllm_omni.model_executor.models.wan.vae.vae import to_uint8
 
 SMALL: dict[str, Any] = {"window_frames": 7, "sink_frames": 2}
-
-
-@pytest.fixture(scope="module")
-def world(lingbot_world: Path) -> LingBotWorld:
-    return load_world(lingbot_world, decoder="tiny", **SMALL)
 
 
 @pytest.mark.parametrize("chunk", [3, 1])
