@@ -4,7 +4,7 @@ examples.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -307,31 +307,22 @@ def test_a_digest_changes_with_tensors_scale_and_dtype(
     assert len(found) == 5
 
 
-class TestDiffusersConverters:
-    """diffusers' converters agree with this package on complete adapters.
+def test_diffusers_converter_gives_the_same_modules(target: AdapterTarget) -> None:
+    """diffusers converts a complete adapter to the modules that this package reads.
 
-    They refuse adapters of some layers only and drop differences of norms, so this package reads
-    the community's names itself.
+    Its converters refuse adapters of some layers only and drop differences of norms, so this
+    package reads the community's names itself.
     """
-
-    def names(self, style: Callable[[str], str], layers: Sequence[str]) -> Tensors:
-        ends = {
-            "lora_down.weight": torch.ones(4, 8),
-            "lora_up.weight": torch.ones(8, 4),
-            "alpha": torch.tensor(4.0),
-        }
-        return {f"{style(layer)}.{end}": tensor for layer in layers for end, tensor in ends.items()}
-
-    def all_layers(self) -> list[str]:
-        attention = [
-            f"blocks.0.{kind}_attn.{part}" for kind in ("self", "cross") for part in "qkvo"
-        ]
-        return [*attention, "blocks.0.ffn.0", "blocks.0.ffn.2"]
-
-    def test_a_complete_adapter_names_the_same_modules(self, target: AdapterTarget) -> None:
-        musubi = self.names(lambda layer: "lora_unet_" + layer.replace(".", "_"), self.all_layers())
-        converted = _convert_musubi_wan_lora_to_diffusers(musubi)
-        theirs = {name.removeprefix("transformer.").rsplit(".lora_", 1)[0] for name in converted}
-        assert {target.module_named(name) for name in theirs} == {
-            target.module_named(layer) for layer in self.all_layers()
-        }
+    layers = [f"blocks.0.{kind}_attn.{part}" for kind in ("self", "cross") for part in "qkvo"]
+    layers += ["blocks.0.ffn.0", "blocks.0.ffn.2"]
+    factors = {"lora_down.weight": (4, 8), "lora_up.weight": (8, 4), "alpha": ()}
+    musubi = {
+        f"lora_unet_{layer.replace('.', '_')}.{end}": torch.ones(shape)
+        for layer in layers
+        for end, shape in factors.items()
+    }
+    converted = _convert_musubi_wan_lora_to_diffusers(musubi)
+    theirs = {name.removeprefix("transformer.").rsplit(".lora_", 1)[0] for name in converted}
+    assert {target.module_named(name) for name in theirs} == {
+        target.module_named(layer) for layer in layers
+    }

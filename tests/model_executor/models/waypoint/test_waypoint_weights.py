@@ -34,6 +34,8 @@ from vllm_omni.testing.parity.comparison import read_tensors
 from vllm_omni.testing.tiny.waypoint import make_tiny
 
 Tensors = dict[str, torch.Tensor]
+BLOCKS = "transformer.blocks"
+SHARED = f"{BLOCKS}.2.mlp_cond_head.cond_proj.1.weight"
 Change = Callable[[Tensors], None]
 
 
@@ -99,41 +101,26 @@ def test_heads_of_another_mode_are_ignored(tmp_path: Path) -> None:
     assert load(released, config, tmp_path).config == config
 
 
-def _drop(tensors: Tensors) -> None:
-    del tensors["transformer.blocks.1.attn.v_lamb"]
-
-
-def _add(tensors: Tensors) -> None:
-    tensors["transformer.blocks.1.attn.gate_proj.weight"] = torch.ones(2, 2)
-
-
-def _misshape(tensors: Tensors) -> None:
-    tensors["patchify.weight"] = torch.ones(64, 4, 2, 3)
-
-
-def _unshare(tensors: Tensors) -> None:
-    tensors["transformer.blocks.2.mlp_cond_head.cond_proj.1.weight"][0, 0] += 1
-
-
-def _drop_shared(tensors: Tensors) -> None:
-    del tensors["transformer.blocks.2.mlp_cond_head.cond_proj.1.weight"]
-
-
-def _twice(tensors: Tensors) -> None:
-    tensors["transformer.blocks.0.mlp.fc1.weight"] = tensors[
-        "transformer.blocks.0.dit_mlp.fc1.weight"
-    ].clone()
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_drop, r"missing: 1 \(blocks\.1\.attn\.v_lamb\)"),
-        (_add, r"unexpected: 1 \(blocks\.1\.attn\.gate_proj"),
-        (_misshape, r"misshapen: 1 \(patchify\.weight"),
-        (_unshare, "cond_proj.4.weight differs from block 0's"),
-        (_drop_shared, r"missing: 1 \(blocks\.2\.cond_proj\.4\.weight\)"),
-        (_twice, "twice, as"),
+        (lambda t: t.pop(f"{BLOCKS}.1.attn.v_lamb"), r"missing: 1 \(blocks\.1\.attn\.v_lamb\)"),
+        (
+            lambda t: t.update({f"{BLOCKS}.1.attn.gate_proj.weight": torch.ones(2, 2)}),
+            r"unexpected: 1 \(blocks\.1\.attn\.gate_proj",
+        ),
+        (
+            lambda t: t.update({"patchify.weight": torch.ones(64, 4, 2, 3)}),
+            r"misshapen: 1 \(patchify\.weight",
+        ),
+        (lambda t: t[SHARED].view(-1)[:1].add_(1), "cond_proj.4.weight differs from block 0's"),
+        (lambda t: t.pop(SHARED), r"missing: 1 \(blocks\.2\.cond_proj\.4\.weight\)"),
+        (
+            lambda t: t.update(
+                {f"{BLOCKS}.0.mlp.fc1.weight": t[f"{BLOCKS}.0.dit_mlp.fc1.weight"].clone()}
+            ),
+            "twice, as",
+        ),
     ],
 )
 def test_a_file_that_does_not_fit_is_refused(change: Change, message: str, tmp_path: Path) -> None:
