@@ -372,6 +372,19 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, change):
         list(reading)
 
 
+@pytest.mark.parametrize("cut", [0, 4000])
+def test_a_file_truncated_while_it_is_read_is_refused(tmp_path: Path, cut: int) -> None:
+    """A memory-mapped one would end the process."""
+    path = tmp_path / "a.safetensors"
+    save_file({"a": torch.ones(1 << 10), "b": torch.ones(1 << 20)}, path)
+    with files_may_change():
+        tensors = open_tensors(path).read_tensors(["a", "b"])
+        assert torch.equal(next(tensors)[1], torch.ones(1 << 10))
+        os.truncate(path, cut)
+        with pytest.raises(ValueError, match=r"cannot be read|was changed while it was read"):
+            next(tensors)
+
+
 def test_a_file_replaced_before_its_data_is_read_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     save_file({"a": torch.ones(8)}, path)

@@ -242,8 +242,8 @@ def temporal_stages(causal_wan: Path, options: dict[str, Any], limit: int) -> li
 
 
 class Pipeline:
-    """The stages of a temporal pipeline. A tick moves every chunk to its next stage; earlier stages
-    learn of a commit later.
+    """The stages of a temporal pipeline. A tick moves every chunk to its next stage. Earlier stages
+    commit later than the last one.
     """
 
     def __init__(self, models: list[CausalWan]) -> None:
