@@ -24,11 +24,16 @@ def finish(model: Any, request: Any) -> Result:
     return result
 
 
-def run_request(model: Any, request: Any) -> Result:
-    """Run one request of a chunk, alone."""
+def run_steps(model: Any, request: Any) -> None:
+    """Prepare a request and run all of its denoise steps, alone."""
     model.prepare_encode(request)
     while request.step < request.num_steps:
         step(model, [request])
+
+
+def run_request(model: Any, request: Any) -> Result:
+    """Run one request of a chunk, alone."""
+    run_steps(model, request)
     return finish(model, request)
 
 
@@ -45,16 +50,16 @@ def step_stages(stages: Sequence[Any], batches: Sequence[Sequence[Any]]) -> None
             request.step += 1
 
 
-def run_stages(stages: Sequence[Any], requests: Sequence[Any]) -> torch.Tensor:
-    """Latents of one chunk over pipeline stages, with a request for each stage."""
+def run_stages(stages: Sequence[Any], requests: Sequence[Any]) -> Result:
+    """Run one chunk over pipeline stages, with a request for each stage."""
     for model, request in zip(stages, requests, strict=True):
         model.prepare_encode(request)
     while requests[0].step < requests[0].num_steps:
         step_stages(stages, [[request] for request in requests])
-    latents: torch.Tensor = stages[-1].post_decode(requests[-1])[1]["latents"].clone()
+    result: Result = stages[-1].post_decode(requests[-1])
     for model, request in zip(stages, requests, strict=True):
         model.commit(request)
-    return latents
+    return result
 
 
 def run_staggered(

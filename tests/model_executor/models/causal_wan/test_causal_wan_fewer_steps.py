@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from causal_wan_driver import input_video, load_model, make_request, open_session
-from helpers.chunks import finish, step
+from helpers.chunks import run_request
 
 from vllm_omni.model_executor.interfaces import SupportsDegradation, check_degradations
 from vllm_omni.model_executor.models.causal_wan.pipeline import CausalWan
@@ -28,10 +28,7 @@ def chunks(
             session, tensors, prompt="a beach", output="latents", options=options
         )
         request.degradations = degradations
-        model.prepare_encode(request)
-        while request.step < request.num_steps:
-            step(model, [request])
-        latents.append(finish(model, request)[1]["latents"])
+        latents.append(run_request(model, request)[1]["latents"])
         forwards.append(request.num_steps)
     return latents, forwards
 

@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 import torch
 from causal_wan_driver import HEIGHT, WIDTH, load_model, make_request, open_session, stream
-from helpers.chunks import Result, finish, run_vae_stage, step
+from helpers.chunks import (
+    Result,
+    assert_same,
+    finish,
+    run_steps,
+    run_vae_stage,
+    session_bits,
+)
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
@@ -37,9 +44,7 @@ def start(
     tensors = params.pop("tensors", None)
     request = make_request(session, tensors, **{"prompt": "a beach", **params})
     request.degradations = ("tiny_vae",) if degraded else ()
-    model.prepare_encode(request)
-    while request.step < request.num_steps:
-        step(model, [request])
+    run_steps(model, request)
     return request
 
 
@@ -98,13 +103,10 @@ def test_bytes_are_constant_and_an_abandoned_chunk_and_a_fork_leave_no_trace(
     session = open_session(model)
     admitted = session.nbytes
     for index in range(CHUNKS):
-        before = {name: tensor.clone() for name, tensor in session.tensors().items()}
+        before = session_bits(session)
         for degraded in (True, False):
             model.post_decode(start(model, session, degraded, prompt="a volcano"))
-        after = session.tensors()
-        assert after.keys() == before.keys() and all(
-            torch.equal(after[name], before[name]) for name in after
-        )
+        assert_same(session, before)
         fork = session.fork("b")
         ours, theirs = (
             finish(model, start(model, each, index % 3 == 1)) for each in (session, fork)

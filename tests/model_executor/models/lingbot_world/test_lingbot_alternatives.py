@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.chunks import step
+from helpers.chunks import assert_same, run_steps, session_bits
 from helpers.process_groups import process_group
 from helpers.rank_processes import run_ranks
 from lingbot_world_driver import (
@@ -245,16 +245,11 @@ def test_bytes_are_constant_and_a_fork_and_an_abandoned_chunk_leave_no_trace(
     for index in range(8):
         image = {"image": start_image(index)} if index in (0, 4) else None
         fork = session.fork("b")
-        before = {name: tensor.clone() for name, tensor in session.tensors().items()}
+        before = session_bits(session)
         abandoned = make_request(world, session, image, prompt="a volcano", actions=[["k"]])
-        world.prepare_encode(abandoned)
-        while abandoned.step < abandoned.num_steps:
-            step(world, [abandoned])
+        run_steps(world, abandoned)
         world.post_decode(abandoned)
-        after = session.tensors()
-        assert after.keys() == before.keys() and all(
-            torch.equal(after[name], before[name]) for name in before
-        )
+        assert_same(session, before)
         ours, theirs = (
             run_chunk(world, each, image, prompt="a beach")[1]["frames"] for each in (session, fork)
         )

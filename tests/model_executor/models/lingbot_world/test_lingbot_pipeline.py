@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.chunks import assert_same, finish, run_staggered, session_bits, step
+from helpers.chunks import (
+    assert_same,
+    finish,
+    run_request,
+    run_stages,
+    run_staggered,
+    session_bits,
+    step,
+)
 from helpers.unreachable_weights import offloaded_out_of_reach
 from helpers.unused_params import IMAGE_AND_VIDEO_PARAMS
 from lingbot_world_driver import (
@@ -319,18 +327,8 @@ def test_pipeline_stages_equal_one_rank_bit_for_bit(
             make_request(stage, session, prompt="a beach")
             for stage, session in zip(stages, sessions, strict=True)
         ]
-        for stage, request in zip(stages, requests, strict=True):
-            stage.prepare_encode(request)
-        first, last = requests
-        while last.step < last.num_steps:
-            hidden = stages[0].denoise_step([first])
-            stages[1].step_scheduler([last], stages[1].denoise_step([last], hidden))
-            stages[0].set_latents(first, stages[1].latents(last))
-            first.step += 1
-            last.step += 1
-        frames = finish(stages[1], last)[1]["frames"]
-        stages[0].commit(first)
-        assert torch.equal(frames, expected)
+        _, result = run_stages(stages, requests)
+        assert torch.equal(result["frames"], expected)
 
 
 # -- refusals --------------------------------------------------------------------------------------
@@ -409,10 +407,7 @@ def test_warm_up_runs_the_largest_shape(world: LingBotWorld) -> None:
     counts = []
     for params, tensors in inputs:
         request = DiffusionRequest("warm-up", params, tensors, session)
-        world.prepare_encode(request)
-        while request.step < request.num_steps:
-            step(world, [request])
-        counts.append(len(finish(world, request)[1]["frames"]))
+        counts.append(len(run_request(world, request)[1]["frames"]))
     assert counts == [9, 12]
 
 

@@ -82,8 +82,8 @@ def latents_of_stages(
 ) -> torch.Tensor:
     """`latents_of` over pipeline stages, each with its own session."""
     sessions = [open_session(game, output="latents") for game in stages]
-    latents = [
-        run_stages(stages, [make_request(each, output="latents", **chunk) for each in sessions])
-        for chunk in chunks
-    ]
+    latents = []
+    for chunk in chunks:
+        requests = [make_request(each, output="latents", **chunk) for each in sessions]
+        latents.append(run_stages(stages, requests)[1]["latents"].clone())
     return torch.cat(latents, dim=1)

@@ -104,8 +104,8 @@ def test_a_prompt_takes_effect_at_the_next_frame(checkpoints: dict[str, Path]) -
 
 
 def test_a_session_with_graphs_equals_one_without(checkpoints: dict[str, Path]) -> None:
-    """One graph serves all passes of all frames. Frames of v1 are slow, so only ten of them fill
-    the larger ring buffers.
+    """One graph serves all passes of all frames. Frames of v1 are slow, so the test runs only as
+    many as fill the larger ring buffers.
     """
     for layout, frames in (("v1_5", chunks()), ("v1", chunks()[:9])):
         plain, by_graphs = load_world(checkpoints[layout]), load_world(checkpoints[layout])

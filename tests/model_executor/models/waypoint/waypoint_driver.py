@@ -73,8 +73,8 @@ def latents_of(stages: Sequence[Waypoint], chunks: Sequence[dict[str, Any]]) -> 
     chunks: arguments of `make_request` per chunk.
     """
     sessions = [open_session(world, output="latents") for world in stages]
-    latents = [
-        run_stages(stages, [make_request(each, output="latents", **chunk) for each in sessions])
-        for chunk in chunks
-    ]
+    latents = []
+    for chunk in chunks:
+        requests = [make_request(each, output="latents", **chunk) for each in sessions]
+        latents.append(run_stages(stages, requests)[1]["latents"].clone())
     return torch.cat(latents, dim=1)
