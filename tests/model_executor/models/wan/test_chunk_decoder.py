@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two decoders for one stream: frame counts, start of each decoder, and the error of a restart.
+"""Two decoders for one stream: frame counts, the start of each decoder, and restarts.
 
 The decoder that restarts at every chunk (`continuation`) is tested with LingBot World.
 """
