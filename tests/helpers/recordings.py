@@ -21,7 +21,7 @@ def rewrite(
     """Replace the tensors and the metadata of a file by functions of both."""
     with safe_open(path, "pt") as file:
         values = dict(file.metadata() or {})
-    save_file(tensors(load_file(path)), path, metadata(values))
+    save_file(tensors(load_file(path)), path, metadata(values) or None)
 
 
 def change_tensor(path: Path, name: str, amount: float) -> None:

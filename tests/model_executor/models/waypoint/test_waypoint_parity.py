@@ -49,7 +49,7 @@ def test_every_recorded_scenario_passes() -> None:
     ],
 )
 def test_a_changed_recording_fails(tmp_path: Path, scenario: str, tensor: str) -> None:
-    change_tensor(copy(tmp_path, scenario), tensor, 300)
+    change_tensor(copy(tmp_path, scenario), tensor, 100)
     assert not verify(tmp_path).ok
 
 
