@@ -6,6 +6,7 @@ over folders.
 import contextlib
 import hashlib
 import json
+import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,16 +15,25 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-"""The one commit of every repository."""
+"""The only commit of the first repository. The client expects a different one for each."""
 
 
 @contextlib.contextmanager
-def hub_server(repos: dict[str, Path]) -> Iterator[tuple[str, list[str]]]:
+def hub_server(repos: dict[str, Path], cut: str | None = None) -> Iterator[tuple[str, list[str]]]:
     """Serve folders as repositories.
 
-    Yields the address for HF_ENDPOINT and the list of files fetched so far.
+    Args:
+        repos: Folder of each repository.
+        cut: File with a first response that ends half-way.
+
+    Yields:
+        The address for HF_ENDPOINT and the list of files fetched so far. An entry such as
+        `name[8:]` is a fetch from byte 8 on.
     """
     fetched: list[str] = []
+
+    def commit(repo: str) -> str:
+        return COMMIT if repo == next(iter(repos)) else hashlib.sha1(repo.encode()).hexdigest()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -49,7 +59,7 @@ def hub_server(repos: dict[str, Path]) -> Iterator[tuple[str, list[str]]]:
             sizes = {str(path.relative_to(repos[repo])): path.stat().st_size for path in files}
             info: Any = {
                 "id": repo,
-                "sha": COMMIT,
+                "sha": commit(repo),
                 "siblings": [{"rfilename": name} for name in sizes],
             }
             if tree:
@@ -67,18 +77,38 @@ def hub_server(repos: dict[str, Path]) -> Iterator[tuple[str, list[str]]]:
                 self._send(404, b"", {"X-Error-Code": "EntryNotFound"}, send_body)
                 return
             body = path.read_bytes()
+            headers = {
+                "ETag": f'"{hashlib.sha256(body).hexdigest()}"',
+                "X-Repo-Commit": commit(repo),
+                "Accept-Ranges": "bytes",
+            }
+            resumed = re.match(r"bytes=(\d+)-", self.headers.get("Range") or "")
+            if send_body and resumed:
+                start = int(resumed[1])
+                fetched.append(f"{name}[{start}:]")
+                headers["Content-Range"] = f"bytes {start}-{len(body) - 1}/{len(body)}"
+                self._send(206, body[start:], headers, True)
+                return
             if send_body:
                 fetched.append(name)
-            headers = {"ETag": f'"{hashlib.sha256(body).hexdigest()}"', "X-Repo-Commit": COMMIT}
-            self._send(200, body, headers, send_body)
+            interrupted = send_body and name == cut and fetched.count(name) == 1
+            self._send(200, body, headers, send_body, len(body) // 2 if interrupted else None)
+            self.close_connection |= interrupted
 
-        def _send(self, status: int, body: bytes, headers: dict[str, str], send_body: bool) -> None:
+        def _send(
+            self,
+            status: int,
+            body: bytes,
+            headers: dict[str, str],
+            send_body: bool,
+            sent: int | None = None,
+        ) -> None:
             self.send_response(status)
             for name, value in {**headers, "Content-Length": str(len(body))}.items():
                 self.send_header(name, value)
             self.end_headers()
             if send_body:
-                self.wfile.write(body)
+                self.wfile.write(body[:sent])
 
         def log_message(self, format: str, *args: Any) -> None:
             pass

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint says of its quantized transformer, and layers of vLLM's own methods that are
-filled from it.
-"""
+"""Quantization that a checkpoint describes, and layers of vLLM's methods loaded from it."""
 
 import json
 import shutil
@@ -43,7 +41,7 @@ def described(folder: Path) -> dict[str, Any]:
 
 
 def copied(name: str, out: Path, **config: Any) -> Path:
-    """A fixture whose config.json has other values; None removes one."""
+    """A fixture with other values in its config.json. None removes a value."""
     shutil.copytree(QUANTIZED / name, out, dirs_exist_ok=True)
     values = {**read_json(out / "config.json"), **config}
     (out / "config.json").write_text(
@@ -62,7 +60,7 @@ def copied(name: str, out: Path, **config: Any) -> Path:
         ("llmcompressor_nvfp4", "compressed-tensors", 0),
     ],
 )
-def test_a_description_is_vllms_with_layers_by_their_names_here(
+def test_a_description_becomes_vllms_with_translated_layer_names(
     name: str, method: str, more: int
 ) -> None:
     found = described(QUANTIZED / name)
@@ -72,7 +70,7 @@ def test_a_description_is_vllms_with_layers_by_their_names_here(
     assert {"transformer.blocks.0.self_attn.q", "transformer.blocks.1.ffn.2"} <= set(layers)
 
 
-def test_modelopts_own_file_counts_where_the_config_says_nothing(tmp_path: Path) -> None:
+def test_modelopts_file_applies_if_the_config_has_no_description(tmp_path: Path) -> None:
     folder = copied("modelopt_nvfp4", tmp_path / "transformer", quantization_config=None)
     (tmp_path / "hf_quant_config.json").write_text(
         json.dumps(
@@ -93,7 +91,7 @@ def plain(tmp_path: Path) -> Path:
     return tmp_path / "plain"
 
 
-def test_the_communitys_file_describes_itself(plain: Path, tmp_path: Path) -> None:
+def test_the_communitys_fp8_file_is_detected(plain: Path, tmp_path: Path) -> None:
     (tmp_path / "fp8").mkdir()
     write_fp8_scaled(plain / FILE, tmp_path / "fp8" / FILE)
     found = described(tmp_path / "fp8")
@@ -101,7 +99,7 @@ def test_the_communitys_file_describes_itself(plain: Path, tmp_path: Path) -> No
     assert len(found[LAYERS_KEY]) == SIZES["num_layers"] * BLOCK_LAYERS
 
 
-def test_nothing_is_said_of_plain_weights_and_of_those_that_are_read_back(plain: Path) -> None:
+def test_plain_and_torchao_weights_have_no_description(plain: Path) -> None:
     assert quantization_of({"transformer": plain}) == {}
     assert quantization_of({"transformer": QUANTIZED / "torchao_int8"}) == {}
 
@@ -207,7 +205,7 @@ def stored_quantization(folder: Path) -> StoredQuantization:
 
 @pytest.fixture(scope="module")
 def bf16(null_world: Path, single_rank: None) -> VllmConfig:
-    """A config of vLLM's with a model in bf16: methods ask it for the type of inputs."""
+    """A config of vLLM with a bf16 model, from which methods read the dtype of inputs."""
     args = EngineArgs(
         model=str(null_world), config_format="omni", skip_tokenizer_init=True, dtype="bfloat16"
     )
@@ -215,11 +213,12 @@ def bf16(null_world: Path, single_rank: None) -> VllmConfig:
 
 
 @pytest.mark.parametrize("name", ["llmcompressor_fp8", "llmcompressor_int8"])
-def test_vllms_layers_compute_with_the_stored_numbers(bf16: VllmConfig, name: str) -> None:
-    """Each layer's product against the numbers read back: only the inputs are rounded besides.
+def test_vllms_layers_compute_with_the_stored_values(bf16: VllmConfig, name: str) -> None:
+    """Each product is compared with dequantized weights, so only the inputs are quantized in
+    addition.
 
-    Without VNNI a CPU adds int8 products in 16 bits and cuts the largest sums off: 11 % of a
-    layer's norm was seen.
+    Without VNNI, a CPU adds int8 products in 16 bits and saturates large sums; 11 % of a layer's
+    norm was measured.
     """
     folder = QUANTIZED / name
     allowed = 0.04 if name.endswith("fp8") or torch.cpu._is_vnni_supported() else 0.2
@@ -246,7 +245,7 @@ def test_vllms_layers_compute_with_the_stored_numbers(bf16: VllmConfig, name: st
             assert (layer(x).float() - reference).norm() < allowed * reference.norm(), each
 
 
-def test_layers_that_are_not_stored_quantized_stay_plain(bf16: VllmConfig) -> None:
+def test_layers_stored_unquantized_stay_plain(bf16: VllmConfig) -> None:
     values = described(QUANTIZED / "llmcompressor_fp8")
     config = get_quantization_config(values["quant_method"]).from_config(values)
     stored = StoredQuantization(
@@ -266,7 +265,7 @@ def test_layers_that_are_not_stored_quantized_stay_plain(bf16: VllmConfig) -> No
     }
 
 
-def test_a_merged_layer_that_is_quantized_in_part_is_refused(bf16: VllmConfig) -> None:
+def test_a_partly_quantized_merged_layer_is_refused(bf16: VllmConfig) -> None:
     values = described(QUANTIZED / "llmcompressor_fp8")
     config = get_quantization_config(values["quant_method"]).from_config(values)
     stored = StoredQuantization(

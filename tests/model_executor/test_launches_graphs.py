@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When forwards are launched as CUDA graphs: by default wherever they can be, else as
-`omni.model.cuda_graphs` says.
+"""When forwards use CUDA graphs: by default wherever possible, else as `omni.model.cuda_graphs`
+says.
 """
 
 import pytest
@@ -19,7 +19,7 @@ from vllm_omni.model_executor.vllm_model import launches_graphs
         (False, False, False, False),
     ],
 )
-def test_the_default_and_the_option(
+def test_cuda_graphs_are_the_default_where_possible(
     monkeypatch: pytest.MonkeyPatch,
     requested: bool | None,
     eager: bool,

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A LoRA merged while a checkpoint is read: W + scale B A in fp32; whatever does not fit is
-named.
-"""
+"""A LoRA merged while a checkpoint is read: W + scale B A in fp32. Refusals name the tensor."""
 
 from pathlib import Path
 
@@ -47,7 +45,7 @@ def source(folder: Path, name: str, tensors: dict[str, torch.Tensor]) -> TensorS
     ],
     ids=["peft", "peft with a name", "down and up"],
 )
-def test_a_lora_is_added_to_its_weight_alone(
+def test_a_lora_changes_its_weight_only(
     lora: dict[str, torch.Tensor], scale: float, tmp_path: Path
 ) -> None:
     merged = MergedSource.of_base(
@@ -93,7 +91,7 @@ def test_a_lora_is_added_to_its_weight_alone(
     ],
     ids=["half", "elsewhere", "no LoRA", "shapes", "empty", "rank 0", "two alphas"],
 )
-def test_what_does_not_fit_is_named_in_one_line(
+def test_an_invalid_lora_is_refused_in_one_line(
     lora: dict[str, torch.Tensor], message: str, tmp_path: Path
 ) -> None:
     base, other = source(tmp_path, "base", BASE), source(tmp_path, "lora", lora)
@@ -102,7 +100,7 @@ def test_what_does_not_fit_is_named_in_one_line(
     assert "\n" not in str(refused.value) and "lora.safetensors" in str(refused.value)
 
 
-def test_a_strength_that_is_not_finite_is_refused_while_it_is_merged(tmp_path: Path) -> None:
+def test_a_scale_that_is_not_finite_is_refused(tmp_path: Path) -> None:
     lora = {
         "model.a.lora_down.weight": DOWN,
         "model.a.lora_up.weight": UP,

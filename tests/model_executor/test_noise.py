@@ -18,22 +18,20 @@ def test_the_same_key_gives_the_same_bits_in_any_order() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, reversed(again), strict=True))
 
 
-def test_every_seed_chunk_and_step_has_its_own_stream() -> None:
+def test_every_seed_chunk_and_step_has_a_different_hash() -> None:
     keys = [
         (seed, chunk, step) for seed in (0, 1, 11) for chunk in (0, 1, 11) for step in (0, 1, 11)
     ]
     assert len({noise_seed(*key) for key in keys}) == len(keys)
 
 
-def test_the_hash_is_the_stated_one() -> None:
-    """A recorded value: changing the key would change every replayed session."""
+def test_the_hash_has_its_recorded_value() -> None:
+    """Another hash would change every replayed session."""
     assert noise_seed(0, 0, 0) == 9044811311333822937
 
 
 def test_noise_is_standard_normal() -> None:
-    """100,000 draws: mean within 0.02 and standard deviation within 0.02 of N(0, 1) (six
-    standard errors).
-    """
+    """100,000 draws: mean and standard deviation within 0.02 of N(0, 1) (six standard errors)."""
     noise = standard_normal((100_000,), 3, 1, 2)
     assert noise.dtype == torch.float32
     assert abs(float(noise.mean())) < 0.02
@@ -41,10 +39,8 @@ def test_noise_is_standard_normal() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-def test_a_chunks_noise_is_generated_step_by_step(device: str) -> None:
-    """In any order, each step's own bits; a device that is busy with other work is not waited
-    for.
-    """
+def test_the_noise_of_a_chunk_is_drawn_per_step(device: str) -> None:
+    """In any order, with the bits of each step, and without waiting for a busy GPU."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs CUDA")
     noise = ChunkNoise((4, 5), 7, 2, torch.device(device))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Golden comparison: nothing passes by default."""
+"""Golden comparison: a scenario passes only if it was compared."""
 
 import json
 from collections.abc import Callable
@@ -52,7 +52,7 @@ def test_equal_results_pass_and_report_the_largest_difference(record: Recorder) 
 
 
 def test_a_file_with_nothing_to_compare_fails(record: Recorder, tmp_path: Path) -> None:
-    """Also beside a file that passes."""
+    """Also next to a file that passes."""
     record(in0=torch.ones(2), out0=torch.full((2,), 2.0))
     save_file({}, tmp_path / "empty.safetensors")
     report = verify(tmp_path)
@@ -104,7 +104,7 @@ def test_a_directory_without_a_scenario_fails(tmp_path: Path) -> None:
     assert "holds no scenario of doubler" in report.to_text()
 
 
-def test_a_comparison_that_compared_nothing_is_no_success(tmp_path: Path) -> None:
+def test_a_comparison_without_values_fails(tmp_path: Path) -> None:
     save_file({"ignored": torch.ones(1)}, tmp_path / "a.safetensors")
     report = run_scenarios("lazy", tmp_path, {"*": lambda scenario: None})
     assert not report.ok

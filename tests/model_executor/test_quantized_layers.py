@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which linear layers of a transformer `--quantization` may take, and how strictly those are
-loaded.
-"""
+"""Linear layers that `--quantization` may take, and strict loading of them."""
 
 import re
 from collections import Counter
@@ -34,12 +32,12 @@ pytestmark = pytest.mark.usefixtures("uncompiled")
 
 
 class Quantized(PlainLinearMethod):
-    """Stands for a method of vLLM's: those need a GPU."""
+    """Replaces a method of vLLM, which would need a GPU."""
 
 
 class Quantization(LinearPrecision):
-    """Stands for a config of vLLM's; notes which layers it was asked for. ignored: names it
-    leaves alone.
+    """Replaces a config of vLLM and records the requested layers. ignored: name of a layer that it
+    ignores.
     """
 
     def __init__(self, ignored: str = "") -> None:
@@ -96,9 +94,10 @@ NETWORKS: dict[str, tuple[Callable[[Quantization], nn.Module], str, set[str], in
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_only_the_products_of_blocks_are_quantized(name: str) -> None:
-    """Not embeddings, time, text, modulation, head; each is asked for once, by its name in the
-    pipeline. Camera layers are as a config that does not quantize while loading has them."""
+def test_only_linear_layers_of_blocks_are_quantized(name: str) -> None:
+    """Not embeddings, time, text, modulation or head. Each layer is requested once, under its name
+    in the pipeline. Camera layers stay plain, because the config does not quantize while loading.
+    """
     make, prefix, layers, blocks = NETWORKS[name]
     quantization = Quantization()
     with torch.device("meta"):
@@ -120,7 +119,7 @@ def test_only_the_products_of_blocks_are_quantized(name: str) -> None:
     )
 
 
-def test_what_a_user_keeps_back_stays_as_loaded() -> None:
+def test_ignored_layers_stay_as_loaded() -> None:
     quantization = Quantization(ignored="transformer.blocks.1.ffn.0")
     with torch.device("meta"):
         network = CausalWanTransformer(CausalWanConfig(num_layers=2), quantization=quantization)
@@ -132,7 +131,7 @@ def test_what_a_user_keeps_back_stays_as_loaded() -> None:
     assert plain == ["transformer.blocks.1.ffn.0"]
 
 
-def test_a_network_without_such_layers_is_refused() -> None:
+def test_a_network_without_quantizable_layers_is_refused() -> None:
     with pytest.raises(
         ValueError, match="--quantization fp8_per_channel: Linear has no layer for it; drop it"
     ):
@@ -140,7 +139,7 @@ def test_a_network_without_such_layers_is_refused() -> None:
 
 
 class Late(ShardedModule):
-    """A layer whose weight is made when all of it has arrived, as vLLM's online methods do."""
+    """A layer that creates its weight once all of it has arrived, as vLLM's online methods do."""
 
     def slots(self, prefix: str) -> Iterator[tuple[str, CheckpointSlot]]:
         yield "weight", CheckpointSlot((2,), torch.empty(2, device="meta"), None, lambda full: None)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that are stored quantized, read by strict loading: numbers, scales that do not fit,
-layers of other ranks.
+"""Strict loading of weights stored quantized: values, invalid scales, layers of other ranks.
 
 The files are those of tests/golden/quantized, written by ModelOpt, llmcompressor and torchao, and
-the Wan community's layout, written here.
+the layout of the Wan community, written here.
 """
 
 import shutil
@@ -71,11 +70,11 @@ def largest_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
         ("torchao_int8", INT8_ERROR),
     ],
 )
-def test_plain_layers_take_the_numbers_that_a_library_stored(
+def test_plain_layers_load_dequantized_weights_of_each_library(
     plain: Path, name: str, allowed: float
 ) -> None:
-    """Scales and weights are paired and multiplied as the library meant it; embeddings included,
-    where it took them.
+    """Scales are paired with weights as in the library, including embeddings if it
+    quantized them.
     """
     error = largest_error(load(QUANTIZED / name), load(plain))
     assert allowed / 10 < error < allowed
@@ -94,8 +93,8 @@ def test_the_communitys_fp8_files_are_read(plain: Path, community: Path) -> None
 
 
 def test_a_lingbot_world_in_the_communitys_fp8_is_read(lingbot_world: Path, tmp_path: Path) -> None:
-    """One file in the place of the transformer's own; camera layers, which are never quantized
-    here, are read back.
+    """One file replaces the transformer's files. Camera layers, which are never quantized here, are
+    dequantized.
     """
     shutil.copytree(lingbot_world, tmp_path, dirs_exist_ok=True)
     folder = find_layout(tmp_path).transformer
@@ -120,8 +119,8 @@ def test_a_lingbot_world_in_the_communitys_fp8_is_read(lingbot_world: Path, tmp_
     )
 
 
-def test_a_stage_leaves_the_layers_of_others_to_them(plain: Path, community: Path) -> None:
-    """Their scales are neither missing nor unexpected."""
+def test_a_stage_ignores_the_scales_of_other_stages(plain: Path, community: Path) -> None:
+    """They are neither missing nor unexpected."""
     second = ParallelContext(stage=1, num_stages=2)
     found, expected = load(community, second), load(plain, second)
     assert "blocks.1.ffn.0.weight" in found and "blocks.0.ffn.0.weight" not in found
@@ -129,7 +128,7 @@ def test_a_stage_leaves_the_layers_of_others_to_them(plain: Path, community: Pat
 
 
 def change(folder: Path, **changes: torch.Tensor | None) -> None:
-    """Replace tensors of a file, or remove them (None). changes: `__` stands for a dot."""
+    """Replace tensors of a file, or remove them (None). In `changes`, `__` represents a dot."""
     tensors = load_file(folder / FILE)
     for name, value in changes.items():
         del tensors[full := "model.diffusion_model." + name.replace("__", ".")]
@@ -151,28 +150,29 @@ def test_missing_scales_are_refused_with_three_examples(community: Path) -> None
     assert "\n" not in str(refusal.value)
 
 
-def test_misshapen_scales_are_refused(community: Path) -> None:
-    change(community, blocks__1__ffn__net__2__scale_weight=torch.ones(3))
-    with pytest.raises(
-        ValueError, match=r"misshapen: 1 \(blocks\.1\.ffn\.2\.weight_scale \(3,\) instead of \(\)\)"
-    ):
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        (
+            "scale_weight",
+            torch.ones(3),
+            r"misshapen: 1 \(blocks\.1\.ffn\.2\.weight_scale \(3,\) instead of \(\)\)",
+        ),
+        ("weight", torch.zeros(32, 64), r"unexpected: 1 \(blocks\.1\.ffn\.2\.weight_scale\)"),
+        ("scale_weight", torch.tensor(torch.nan), r"NaN or Inf in 1 .*net\.2\.weight"),
+    ],
+    ids=["misshapen scale", "scale of a plain weight", "NaN"],
+)
+def test_invalid_scales_are_refused(
+    community: Path, name: str, value: torch.Tensor, message: str
+) -> None:
+    change(community, **{f"blocks__1__ffn__net__2__{name}": value})
+    with pytest.raises(ValueError, match=message):
         load(community)
 
 
-def test_a_scale_without_a_quantized_weight_is_unexpected(community: Path) -> None:
-    change(community, blocks__1__ffn__net__2__weight=torch.zeros(32, 64))
-    with pytest.raises(ValueError, match=r"unexpected: 1 \(blocks\.1\.ffn\.2\.weight_scale\)"):
-        load(community)
-
-
-def test_nan_in_a_scale_is_refused(community: Path) -> None:
-    change(community, blocks__1__ffn__net__2__scale_weight=torch.tensor(torch.nan))
-    with pytest.raises(ValueError, match=r"NaN or Inf in 1 .*net\.2\.weight"):
-        load(community)
-
-
-def test_integers_where_numbers_belong_are_refused(plain: Path, tmp_path: Path) -> None:
-    """A bias in int8 means nothing without a scale."""
+def test_integers_without_a_scale_are_refused(plain: Path, tmp_path: Path) -> None:
+    """For example, a bias in int8."""
     (tmp_path / "config.json").write_bytes((plain / "config.json").read_bytes())
     tensors = load_file(plain / FILE)
     tensors["blocks.0.attn1.to_q.bias"] = torch.ones(32, dtype=torch.int8)
@@ -184,10 +184,8 @@ def test_integers_where_numbers_belong_are_refused(plain: Path, tmp_path: Path) 
         load(tmp_path)
 
 
-def test_scales_per_block_and_per_channel_count(plain: Path, tmp_path: Path) -> None:
-    """A block of 128x128 that the layer does not fill, and a channel's scale without a second
-    dimension.
-    """
+def test_scales_per_block_and_per_channel_are_applied(plain: Path, tmp_path: Path) -> None:
+    """A block of 128x128 larger than the layer, and a channel scale with one dimension."""
     (tmp_path / "config.json").write_bytes((plain / "config.json").read_bytes())
     tensors = load_file(plain / FILE)
     for name, scale, shape in (

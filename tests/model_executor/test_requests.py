@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is read of a scheduled request, and what a client may read of an exception."""
+"""Reading scheduled requests, and the part of an exception that a client may see."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +25,7 @@ def sent(note: SchedulerNote | None = None, **fields: Any) -> Any:
 
 
 def test_a_request_is_read_with_its_tensors_and_its_note() -> None:
-    """And is found again by its id."""
+    """It is found again by its id."""
     states = RequestStates()
     poses = torch.arange(3.0)
     state = states.add_request(
@@ -51,14 +51,14 @@ def test_a_request_that_the_scheduler_refuses_ends_with_its_reason() -> None:
 @pytest.mark.parametrize(
     "params", [None, SimpleNamespace(extra_kwargs=None), SimpleNamespace(extra_kwargs={})]
 )
-def test_a_request_without_fields_costs_only_itself(params: Any) -> None:
+def test_a_request_without_fields_fails_alone(params: Any) -> None:
     state = RequestStates().add_request(scheduled("r", params))
     assert state.request_id == "r" and state.params is None and state.tensors == {}
     assert state.failure is not None and state.failure.code == "invalid_request"
 
 
-def test_what_cannot_be_read_at_all_is_logged_and_said(caplog: pytest.LogCaptureFixture) -> None:
-    """The client is told no more; the log names the request and the exception."""
+def test_an_unreadable_request_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """The client gets a general message. The log names the request and the exception."""
     states = RequestStates()
     with caplog.at_level("ERROR", logger="vllm.vllm_omni.model_executor.requests"):
         state = states.add_request(scheduled("r7", SimpleNamespace(extra_kwargs=7)))
@@ -77,8 +77,8 @@ def test_what_cannot_be_read_at_all_is_logged_and_said(caplog: pytest.LogCapture
     assert record.getMessage() == "request r7 could not be read" and record.exc_info is not None
 
 
-def test_the_progress_of_a_session_is_that_of_the_chunk_that_is_done_next() -> None:
-    """Of several in flight: the oldest that has steps left."""
+def test_the_progress_of_a_session_is_that_of_its_oldest_unfinished_chunk() -> None:
+    """A session may have several chunks in flight."""
     states = RequestStates()
 
     def at(name: str, session: str, step: int) -> None:
@@ -109,8 +109,10 @@ def test_a_chunk_is_done_with_its_last_step(step: int, num_steps: int, done: boo
     assert not RequestState("r", None, {}).is_session_operation
 
 
-def test_what_a_client_may_read_of_an_exception(caplog: pytest.LogCaptureFixture) -> None:
-    """Texts of ours as they are; of anything else what to do, and the rest is in the log."""
+def test_clients_see_only_messages_of_this_package(caplog: pytest.LogCaptureFixture) -> None:
+    """Messages of this package are unchanged. For other exceptions, the client gets advice, and the
+    log gets the details.
+    """
     own = RequestFailed("capacity", "full")
     assert as_failure(own, "r-1") is own
     memory = as_failure(torch.OutOfMemoryError("at 0x7f00"), "r-1")

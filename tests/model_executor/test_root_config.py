@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm serve DIR` without further flags: the `config.json` at the root, and what vLLM then
-reads of the directory.
+"""`vllm serve DIR` without further flags: the `config.json` at the root, and vLLM's view of the
+directory.
 """
 
 import json
@@ -41,23 +41,21 @@ def assert_found_by_vllm(folder: Path) -> None:
         ("diffusers_pipeline", "flux"),
     ],
 )
-def test_plain_vllm_finds_what_make_tiny_writes(model: str, layout: str, tmp_path: Path) -> None:
-    """Layouts with a `config.json` of their own at the root, with a network there, and with
-    neither.
-    """
+def test_plain_vllm_reads_directories_of_make_tiny(model: str, layout: str, tmp_path: Path) -> None:
+    """Layouts with a `config.json` at the root, with a network there, and with neither."""
     write_tiny(model, tmp_path / "tiny", layout=layout)
     assert_found_by_vllm(tmp_path / "tiny")
 
 
-def test_plain_vllm_finds_what_make_world_writes(tmp_path: Path) -> None:
-    """The file is none of the manifest's, so the directory still passes its check."""
+def test_plain_vllm_reads_directories_of_make_world(tmp_path: Path) -> None:
+    """The file is not part of the manifest, so the directory still passes its check."""
     write_world(tmp_path / "world")
     check_files(tmp_path / "world")
     assert_found_by_vllm(tmp_path / "world")
 
 
 def test_a_config_keeps_its_values_and_its_type(tmp_path: Path) -> None:
-    """A released file is completed; one that states a type is left alone."""
+    """A released file is completed. One with a type is unchanged."""
     path = tmp_path / "config.json"
     path.write_text('{"model_name": "Lance"}')
     assert write_root_config(tmp_path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Few-step schedules: every public implementation's table is reproduced, bad requests are
+"""Few-step schedules reproduce the table of every public implementation; invalid requests are
 refused.
 """
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vllm_omni.model_executor.schedules import few_step_schedule, unipc_flow_table, warp
+from vllm_omni.model_executor.schedules import few_step_schedule, unipc_flow_table
 
 _GOLDEN = json.loads((Path(__file__).parents[1] / "golden/lingbot/schedule.json").read_text())
 _STEPS = {"v1": (0, 179, 358, 679), "v2": (0, 250, 500, 750)}
@@ -23,9 +23,9 @@ def _shift(name: str) -> float:
 
 
 @pytest.mark.parametrize("name", [name for name in _GOLDEN if name.startswith("original")])
-def test_original_convention_reproduces_the_integer_table(name: str) -> None:
-    """t, both sigmas and the groups of entries that share one t are those of the original
-    scheduler, exactly.
+def test_the_original_convention_reproduces_the_integer_table(name: str) -> None:
+    """t, both sigmas and the groups of entries with one t equal the original scheduler's
+    exactly.
     """
     rows = _GOLDEN[name]
     schedule = few_step_schedule("original", _shift(name), [row["index"] for row in rows])
@@ -39,9 +39,9 @@ def test_original_convention_reproduces_the_integer_table(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in _GOLDEN if not name.startswith("original")])
-def test_exact_convention_reproduces_the_float_table(name: str) -> None:
-    """fp64 tables agree within rounding (1e-9); SGLang computes in fp32 and is reproduced bit
-    for bit there.
+def test_the_exact_convention_reproduces_the_float_table(name: str) -> None:
+    """fp64 tables agree within rounding (1e-9). SGLang computes in fp32 and is reproduced bit for
+    bit there.
     """
     rows = _GOLDEN[name]
     indices = [
@@ -57,14 +57,6 @@ def test_exact_convention_reproduces_the_float_table(name: str) -> None:
         assert schedule.timesteps == pytest.approx([row["t_model"] for row in rows], abs=1e-9)
         assert schedule.sigmas_x0 == pytest.approx([row["sigma"] for row in rows], abs=1e-9)
     assert schedule.sigmas_noise == schedule.sigmas_x0
-
-
-@pytest.mark.parametrize("shift", [1.0, 3.0, 10.0])
-def test_warp_is_monotone_and_fixes_both_ends(shift: float) -> None:
-    sigmas = warp(np.linspace(0.0, 1.0, 101), shift)
-    assert sigmas[0] == 0.0
-    assert sigmas[-1] == 1.0
-    assert (np.diff(sigmas) > 0).all()
 
 
 @pytest.mark.parametrize(

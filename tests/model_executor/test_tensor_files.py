@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight files from strangers: only plain dense tensors from inside the folder are read, the
-rest is one line.
+"""Untrusted weight files: only plain dense tensors from inside the folder are read; all else is a
+one-line error.
 """
 
 import contextlib
@@ -49,8 +49,8 @@ def index(folder: Path, weight_map) -> None:
     )
 
 
-def test_pth_tensors_are_mapped_and_read_back(tmp_path):
-    """A `.pth` of plain tensors gives names, shapes, types and values."""
+def test_a_pth_file_is_read(tmp_path):
+    """A `.pth` of plain tensors gives names, shapes, dtypes and values."""
     stored = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
     torch.save(stored, tmp_path / "x.pth")
     source = open_tensors(tmp_path / "x.pth")
@@ -61,8 +61,10 @@ def test_pth_tensors_are_mapped_and_read_back(tmp_path):
     )
 
 
-def test_tensors_are_given_in_another_form(tmp_path):
-    """Stacked ones as their parts, others flat; only what is asked for is given."""
+def test_tensors_may_be_adapted(tmp_path):
+    """For example, stacked ones into their parts, others flattened. Only requested tensors are
+    read.
+    """
     stored = {
         "qkv": torch.arange(12.0).view(6, 2),
         "flat": torch.arange(3.0).view(1, 1, 3),
@@ -86,8 +88,8 @@ def test_tensors_are_given_in_another_form(tmp_path):
     }
 
 
-def test_a_form_that_does_not_fit_is_refused(tmp_path):
-    """Two tensors of one name, or a shape that has no such form."""
+def test_an_adaptation_that_does_not_fit_is_refused(tmp_path):
+    """Two tensors of one name, or a shape without such a form."""
     torch.save({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "x.pth")
     for form, message in (
         (unchanged, "holds 'c' twice, as 'a' and 'b'"),
@@ -97,8 +99,8 @@ def test_a_form_that_does_not_fit_is_refused(tmp_path):
             AdaptedSource(open_tensors(tmp_path / "x.pth"), lambda _, form=form: {"c": form})
 
 
-def test_an_index_chooses_the_files(tmp_path):
-    """With an index only the files it names are read; a stale shard beside them is ignored."""
+def test_an_index_selects_the_files(tmp_path):
+    """Only the files that it names are read. A stale shard next to them is ignored."""
     save_file({"a": torch.ones(1)}, tmp_path / "model-1.safetensors")
     save_file({"b": torch.ones(2)}, tmp_path / "model-2.safetensors")
     save_file({"a": torch.zeros(1)}, tmp_path / "old.safetensors")
@@ -112,7 +114,7 @@ def test_an_index_chooses_the_files(tmp_path):
 
 
 def test_without_an_index_the_same_tensor_in_two_files_is_refused(tmp_path):
-    """Two files that both hold a tensor are ambiguous."""
+    """The files would be ambiguous."""
     save_file({"a": torch.ones(1)}, tmp_path / "model-1.safetensors")
     save_file({"a": torch.zeros(1)}, tmp_path / "old.safetensors")
     refused(tmp_path, "'a' is in another file")
@@ -133,7 +135,7 @@ def test_without_an_index_the_same_tensor_in_two_files_is_refused(tmp_path):
     ],
 )
 def test_index_entries_that_are_no_plain_file_name_are_refused(tmp_path, name):
-    """An index can only name files beside itself."""
+    """An index can only name files in its folder."""
     (tmp_path / "inner").mkdir()
     save_file({"a": torch.ones(1)}, tmp_path / "x.safetensors")
     index(tmp_path / "inner", {"a": name})
@@ -141,7 +143,7 @@ def test_index_entries_that_are_no_plain_file_name_are_refused(tmp_path, name):
 
 
 def test_links_out_of_the_folder_are_refused(tmp_path):
-    """A weight file that is a link to somewhere else is not followed."""
+    """A link to another folder is not followed."""
     (tmp_path / "inner").mkdir()
     save_file({"a": torch.ones(1)}, tmp_path / "secret.safetensors")
     (tmp_path / "inner" / "x.safetensors").symlink_to(tmp_path / "secret.safetensors")
@@ -158,7 +160,7 @@ def test_a_sibling_folder_with_the_same_prefix_is_outside(tmp_path):
 
 
 def test_links_of_the_hugging_face_cache_are_followed(tmp_path):
-    """A snapshot folder of the hub's cache, whose files are links into `blobs/`, loads."""
+    """The files of a snapshot folder are links into `blobs/`."""
     snapshot = tmp_path / "models--x--y" / "snapshots" / "0123" / "transformer"
     snapshot.mkdir(parents=True)
     (tmp_path / "models--x--y" / "blobs").mkdir()
@@ -169,7 +171,7 @@ def test_links_of_the_hugging_face_cache_are_followed(tmp_path):
 
 @pytest.mark.parametrize("keep", [0, 4, 8, 100, -1])
 def test_truncated_safetensors_are_refused(tmp_path, keep):
-    """A half-downloaded file is named, with what to do."""
+    """For example, a half-downloaded file. The message says to download it again."""
     save_file({"a": torch.ones(100)}, tmp_path / "x.safetensors")
     data = (tmp_path / "x.safetensors").read_bytes()
     (tmp_path / "x.safetensors").write_bytes(data[:keep])
@@ -189,10 +191,8 @@ def test_truncated_safetensors_are_refused(tmp_path, keep):
         {"a": {"dtype": "F33", "shape": [2], "data_offsets": [0, 8]}},
     ],
 )
-def test_safetensors_headers_that_lie_are_refused(tmp_path, header):
-    """Overlapping, oversized and reversed ranges and unknown types are refused before any tensor
-    exists.
-    """
+def test_invalid_safetensors_headers_are_refused(tmp_path, header):
+    """Overlapping, oversized and reversed ranges and unknown dtypes, before any tensor exists."""
     raw = json.dumps(header).encode()
     (tmp_path / "x.safetensors").write_bytes(len(raw).to_bytes(8, "little") + raw + b"\0" * 12)
     refused(tmp_path, "no complete safetensors file")
@@ -205,23 +205,21 @@ def test_a_huge_header_is_refused(tmp_path):
 
 
 def test_integer_tensors_are_refused(tmp_path):
-    """Quantised or integer weights need a code path that does not exist; they are not cast."""
+    """They are not cast."""
     save_file({"a": torch.ones(2, dtype=torch.int64)}, tmp_path / "x.safetensors")
     refused(tmp_path, "dtype I64; allowed: F32, F16, BF16, F8_E4M3, F8_E5M2, I8, U8")
 
 
 @pytest.mark.parametrize("keep", [0, 10, 500, -30])
 def test_truncated_pth_is_refused(tmp_path, keep):
-    """A half-downloaded `.pth` is one line too."""
+    """In one line, too."""
     torch.save({"a": torch.ones(1000)}, tmp_path / "x.pth")
     (tmp_path / "x.pth").write_bytes((tmp_path / "x.pth").read_bytes()[:keep])
     refused(tmp_path / "x.pth", "download it again")
 
 
 def test_code_in_a_pth_does_not_run(tmp_path, monkeypatch):
-    """A pickle payload is refused in a zip archive, in a bare pickle and beside good tensors,
-    and never runs.
-    """
+    """A pickle payload is refused in a zip archive, in a bare pickle and next to valid tensors."""
     monkeypatch.chdir(tmp_path)
     torch.save({"a": Payload()}, tmp_path / "zip.pth")
     torch.save({"a": torch.ones(1), "b": Payload()}, tmp_path / "mixed.pth")
@@ -260,15 +258,15 @@ def shared() -> dict[str, torch.Tensor]:
     ],
 )
 def test_anything_but_plain_dense_float_tensors_is_refused(tmp_path, content, message):
-    """Sparse, quantised, stretched, shared, data-less and non-float tensors, and other objects,
-    are refused unread.
+    """Sparse, quantized, expanded, shared, data-less and non-float tensors, and other objects,
+    before their data is read.
     """
     torch.save(content, tmp_path / "x.pth")
     refused(tmp_path / "x.pth", message)
 
 
 def test_a_zip_that_is_no_checkpoint_is_refused(tmp_path):
-    """An archive with the right first bytes and other contents is refused."""
+    """An archive with the right first bytes and other contents."""
     with zipfile.ZipFile(tmp_path / "x.pth", "w") as archive:
         archive.writestr("readme.txt", "hello")
     refused(tmp_path / "x.pth", "cannot be read")
@@ -279,7 +277,7 @@ def test_a_zip_that_is_no_checkpoint_is_refused(tmp_path):
 )
 @given(data=st.data())
 def test_damaged_files_raise_only_valueerror(tmp_path, data):
-    """Changed bytes anywhere in a weight file load or raise ValueError, nothing else."""
+    """With changed bytes anywhere, a weight file loads or raises ValueError."""
     buffer = io.BytesIO()
     torch.save({"a": torch.ones(8), "b": torch.zeros(3)}, buffer)
     save_file({"a": torch.ones(8)}, tmp_path / "good.safetensors")
@@ -300,14 +298,14 @@ def test_damaged_files_raise_only_valueerror(tmp_path, data):
 
 @pytest.mark.parametrize("text", [b"", b"[1]", b"{", b"\xff\xfe", b"[" * 100_000])
 def test_files_that_are_no_json_object_are_refused(tmp_path, text):
-    """A broken config or index is one line naming the file."""
+    """One line names the config or index."""
     (tmp_path / "config.json").write_bytes(text)
     with pytest.raises(ValueError, match=r"config\.json"):
         read_json(tmp_path / "config.json")
 
 
 def test_a_missing_file_is_named(tmp_path):
-    """An index that names a shard that did not arrive says which."""
+    """For example, a shard of the index that was not downloaded."""
     index(tmp_path, {"a": "model-1.safetensors"})
     refused(tmp_path, r"model-1\.safetensors is not there")
     with pytest.raises(ValueError, match="is not there"):
@@ -318,9 +316,9 @@ def test_a_missing_file_is_named(tmp_path):
     max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
-def test_a_file_is_read_without_a_mapping_as_the_library_reads_it(tmp_path, data):
-    """Damaged files are refused by both or read alike: the header's rules are those of the
-    safetensors library.
+def test_unmapped_reading_equals_the_library(tmp_path, data):
+    """Damaged files are refused by both or read alike, because the rules for headers are the
+    library's.
     """
     tensors = {
         "b": torch.arange(6.0).reshape(2, 3),
@@ -355,7 +353,7 @@ def test_a_file_is_read_without_a_mapping_as_the_library_reads_it(tmp_path, data
 
 @pytest.mark.parametrize("change", ["truncated", "rewritten", "replaced"])
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, change):
-    """Between its header and its last tensor; the file is never in the process's memory map."""
+    """Between its header and its last tensor. The file is never memory-mapped."""
     path, other = tmp_path / "x.safetensors", tmp_path / "other"
     for position in (path, other):
         save_file({"a": torch.ones(5000), "b": torch.ones(5000)}, position)
@@ -375,8 +373,8 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, change):
 
 
 @pytest.mark.parametrize("cut", [0, 4000])
-def test_a_file_that_is_cut_while_it_is_read_is_an_error(tmp_path: Path, cut: int) -> None:
-    """A mapped one would end the process."""
+def test_a_file_truncated_while_it_is_read_is_refused(tmp_path: Path, cut: int) -> None:
+    """A memory-mapped one would end the process."""
     path = tmp_path / "a.safetensors"
     save_file({"a": torch.ones(1 << 10), "b": torch.ones(1 << 20)}, path)
     with files_may_change():
@@ -387,7 +385,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_an_error(tmp_path: Path, cut: in
             next(tensors)
 
 
-def test_a_file_that_is_replaced_before_its_data_is_read_is_an_error(tmp_path: Path) -> None:
+def test_a_file_replaced_before_its_data_is_read_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     save_file({"a": torch.ones(8)}, path)
     with files_may_change():
@@ -397,7 +395,7 @@ def test_a_file_that_is_replaced_before_its_data_is_read_is_an_error(tmp_path: P
             list(source.read_tensors(["a"]))
 
 
-def test_an_archive_is_read_whole_while_serving(tmp_path: Path) -> None:
+def test_an_archive_is_read_completely_while_serving(tmp_path: Path) -> None:
     path = tmp_path / "a.pth"
     torch.save({"a": torch.ones(1 << 20)}, path)
     with files_may_change():

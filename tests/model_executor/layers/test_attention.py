@@ -20,28 +20,24 @@ def reference(
     return torch.einsum("nts,snh->tnh", scores.softmax(-1), v_SNH.double())
 
 
-@pytest.mark.parametrize(("queries", "keys"), [(6, 6), (6, 24), (5, 1)])
-def test_every_query_attends_to_every_key(queries: int, keys: int) -> None:
-    """fp32 within 1e-5 of the definition evaluated in fp64."""
-    torch.manual_seed(0)
-    q, k, v = torch.randn(queries, 2, 16), torch.randn(keys, 2, 16), torch.randn(keys, 2, 16)
-    torch.testing.assert_close(attention(q, k, v).double(), reference(q, k, v), atol=1e-5, rtol=0)
-
-
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("queries", "keys"), [(6, 6), (6, 24), (1, 7)])
-def test_causal_attention_is_aligned_to_the_last_key(queries: int, keys: int) -> None:
-    """fp32 within 1e-5 of the definition: the last query sees all keys, the one before all but
-    one.
+def test_attention_equals_its_definition(queries: int, keys: int, causal: bool) -> None:
+    """fp32 is within 1e-5 of the definition in fp64. Causal attention is aligned to the last key:
+    the last query sees all keys.
     """
     torch.manual_seed(0)
     q, k, v = torch.randn(queries, 2, 16), torch.randn(keys, 2, 16), torch.randn(keys, 2, 16)
     torch.testing.assert_close(
-        attention(q, k, v, causal=True).double(), reference(q, k, v, causal=True), atol=1e-5, rtol=0
+        attention(q, k, v, causal=causal).double(),
+        reference(q, k, v, causal=causal),
+        atol=1e-5,
+        rtol=0,
     )
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_several_query_heads_may_share_a_key_head(causal: bool) -> None:
+def test_query_heads_may_share_a_key_head(causal: bool) -> None:
     """Grouped-query attention equals attention with the key and value heads repeated."""
     torch.manual_seed(0)
     q, k, v = torch.randn(5, 4, 16), torch.randn(9, 2, 16), torch.randn(9, 2, 16)
@@ -54,24 +50,19 @@ def test_several_query_heads_may_share_a_key_head(causal: bool) -> None:
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_the_cuda_kernel_agrees_within_bf16() -> None:
-    """Head size 128 as in the released model; 2e-2 is bf16's rounding of values around one."""
+    """Head size 128 as in the released model. The tolerance of 2e-2 is the rounding of bf16 for
+    values around one.
+    """
     torch.manual_seed(0)
     q, k, v = (torch.randn(n, 4, 128, dtype=torch.bfloat16, device="cuda") for n in (64, 192, 192))
     torch.testing.assert_close(attention(q, k, v).double(), reference(q, k, v), atol=2e-2, rtol=0)
 
 
-def test_attention_to_a_prompt_is_attention() -> None:
-    q, k, v = (torch.randn(count, 2, 16) for count in (6, 4, 4))
-    assert torch.equal(cross_attention(q, k, v), attention(q, k, v))
-
-
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("heads", "keys"), [(12, 512), (40, 512), (12, 257)])
-def test_attention_to_a_prompt_agrees_within_bf16(heads: int, keys: int) -> None:
-    """Keys and values of one layer among several, as models keep them; the result's tokens lie
-    one behind the other.
-    """
+def test_cross_attention_agrees_within_bf16(heads: int, keys: int) -> None:
+    """Keys and values are one layer of several, as models store them. The result is contiguous."""
     torch.manual_seed(0)
     q = torch.randn(300, heads, 128, dtype=torch.bfloat16, device="cuda")
     k, v = torch.randn(3, 2, keys, heads, 128, dtype=torch.bfloat16, device="cuda")[1]
@@ -92,8 +83,8 @@ def test_attention_to_a_prompt_agrees_within_bf16(heads: int, keys: int) -> None
 
 
 @pytest.mark.parametrize("seen", [1, 5, 9])
-def test_a_number_of_keys_that_the_host_does_not_know(seen: int) -> None:
-    """Attention to the first keys of a buffer equals attention to just those."""
+def test_a_key_range_limits_attention_to_its_keys(seen: int) -> None:
+    """Attention with a key range equals attention to a slice of the keys."""
     q, k, v = (torch.randn(count, 4, 8) for count in (3, 9, 9))
     key_range = torch.tensor([0, seen], dtype=torch.int32)
     assert torch.equal(attention(q, k, v, key_range=key_range), attention(q, k[:seen], v[:seen]))
@@ -102,9 +93,9 @@ def test_a_number_of_keys_that_the_host_does_not_know(seen: int) -> None:
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_number_of_keys_that_is_only_known_on_the_device(dtype: torch.dtype) -> None:
-    """Grouped-query attention over a ring that is not full, as Waypoint's is: 512 queries, heads
-    of 64.
+def test_the_cuda_kernel_reads_a_key_range_on_the_device(dtype: torch.dtype) -> None:
+    """Grouped-query attention over a ring buffer that is not full, as in Waypoint: 512 queries,
+    heads of 64.
     """
     torch.manual_seed(0)
     q = torch.randn(512, 4, 64, dtype=dtype, device="cuda")

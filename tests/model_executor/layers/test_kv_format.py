@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Windows of FP8 keys and values: half the bytes, within the precision of e4m3, and as invariant
-as the plain ones.
+"""Windows with FP8 keys and values: half the bytes, the precision of e4m3, and the invariants of
+plain windows.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ SIZES: dict[str, Any] = {
     "dtype": torch.float32,
 }
 E4M3 = 2.0**-4
-"""Largest relative error of a number with four significant bits."""
+"""Largest relative error of a value with four significant bits."""
 
 
 def make_window(
@@ -38,7 +38,7 @@ def make_window(
 
 
 def chunk_kv(frames: range, heads: int = HEADS, size: float = 1.0) -> list[torch.Tensor]:
-    """Keys and values of every layer, [L, 2, T, N, H]; head n is 30^n times as large as head 0."""
+    """Keys and values of every layer, [L, 2, T, N, H]. Head n is 30^n times as large as head 0."""
     generator = torch.Generator().manual_seed(frames.start)
     kv = torch.randn(LAYERS, 2, len(frames) * TOKENS, HEADS, DIM, generator=generator)
     return list(size * kv[:, :, :, :heads] * 30.0 ** torch.arange(heads)[:, None])
@@ -60,14 +60,14 @@ def run(window: KVWindow, num_frames: int, chunk: int = 3) -> KVWindow:
 
 
 def seen(window: KVWindow, frames: range) -> torch.Tensor:
-    """[L, 2, S, N, H] that chunk `frames` sees."""
+    """[L, 2, S, N, H]: keys and values that the chunk `frames` sees."""
     return torch.stack([torch.stack(window.visible(layer, frames)) for layer in range(LAYERS)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_each_number_is_retained_to_four_bits(dtype: torch.dtype) -> None:
-    """Whatever the size of its head; numbers a thousand times smaller than a head's largest may
-    be less precise.
+def test_each_value_keeps_four_bits(dtype: torch.dtype) -> None:
+    """Independent of the size of its head. Values a thousand times smaller than the largest of
+    their head may be less precise.
     """
     fp8, plain = (run(make_window(storage=storage, dtype=dtype), 15) for storage in (FP8, None))
     retained, wanted = (seen(window, range(12, 15)) for window in (fp8, plain))
@@ -79,7 +79,7 @@ def test_each_number_is_retained_to_four_bits(dtype: torch.dtype) -> None:
     assert not torch.equal(retained, wanted)
 
 
-def test_bytes_are_what_is_counted_and_half_of_bfloat16() -> None:
+def test_bytes_equal_the_estimate_and_half_of_bfloat16() -> None:
     window = make_window(SinkWindow, moving=True)
     sizes = {**SIZES, "storage": FP8}
     extra = sink_window_extra_nbytes(
@@ -92,20 +92,8 @@ def test_bytes_are_what_is_counted_and_half_of_bfloat16() -> None:
     )
 
 
-def test_a_heads_numbers_do_not_depend_on_the_other_heads() -> None:
-    """As on ranks that share the heads."""
-    together, alone = run(make_window(), 9), make_window(num_heads=1)
-    for start in range(0, 9, 3):
-        frames = range(start, start + 3)
-        write(alone, frames, heads=1)
-        alone.commit(frames.stop)
-    assert torch.equal(seen(together, range(6, 9))[:, :, :, :1], seen(alone, range(6, 9)))
-
-
 def test_the_last_pass_over_the_first_chunk_sets_the_scale() -> None:
-    """What an earlier pass wrote, however large, leaves nothing behind; nor does an abandoned
-    chunk.
-    """
+    """Values of an earlier pass leave no trace, however large; nor does an abandoned chunk."""
     window, other = make_window(), make_window()
     write(window, range(3), size=1000.0)
     run(window, 6)
@@ -115,7 +103,7 @@ def test_the_last_pass_over_the_first_chunk_sets_the_scale() -> None:
         assert torch.equal(tensor.float(), window.tensors(3)[name].float()), name
 
 
-def test_later_numbers_beyond_the_range_are_cut_to_its_end() -> None:
+def test_later_values_beyond_the_range_are_saturated() -> None:
     window = run(make_window(), 3)
     largest = seen(window, range(3)).abs().amax(dim=(2, 4))
     write(window, range(3, 6), size=1000.0)
@@ -126,7 +114,7 @@ def test_later_numbers_beyond_the_range_are_cut_to_its_end() -> None:
     )
 
 
-def test_a_head_of_zeros_is_retained() -> None:
+def test_a_head_of_zeros_stays_zero() -> None:
     window = make_window()
     for layer in range(LAYERS):
         window.write(layer, range(3), *torch.zeros(2, 3 * TOKENS, HEADS, DIM))
@@ -142,9 +130,9 @@ def test_a_fork_keeps_its_own_scales() -> None:
     fork.close()
 
 
-def test_moved_sinks_are_those_of_the_plain_window_but_for_rounding() -> None:
-    """A sink is rotated from what was kept, not from what was rotated before: errors do not add
-    up.
+def test_moved_sinks_equal_those_of_the_plain_window_up_to_rounding() -> None:
+    """A sink is rotated from its stored value, not from its last rotation, so errors do not
+    accumulate.
     """
     fp8, plain = (run(make_window(SinkWindow, storage, moving=True), 60) for storage in (FP8, None))
     for window in (fp8, plain):
@@ -157,9 +145,9 @@ def test_moved_sinks_are_those_of_the_plain_window_but_for_rounding() -> None:
     assert (error <= 2.2 * E4M3 * wanted.abs().amax(dim=-1, keepdim=True)).all()
 
 
-def test_the_same_sinks_are_renewed() -> None:
-    """Resemblance is computed of the numbers, not of the bytes: heads of all sizes count as in
-    plain windows.
+def test_fp8_and_plain_windows_renew_the_same_sinks() -> None:
+    """Similarity is computed from dequantized values, so heads of all sizes count as in plain
+    windows.
     """
     renewed = []
     for storage in (FP8, None):
@@ -177,7 +165,7 @@ def test_the_same_sinks_are_renewed() -> None:
     assert (renewed[0] != torch.arange(2)).any(), "some were"
 
 
-def test_every_step_holds_the_first_chunk_as_the_last_step_left_it() -> None:
+def test_the_last_step_defines_the_first_chunk_of_every_window() -> None:
     windows = [make_window() for _ in range(3)]
     cache = ChunkCache.noise_matched(windows)
     for step, window in enumerate(windows):
@@ -188,6 +176,6 @@ def test_every_step_holds_the_first_chunk_as_the_last_step_left_it() -> None:
         assert torch.equal(seen(window, range(3)), first)
 
 
-def test_a_type_that_is_not_offered_is_refused() -> None:
+def test_an_unsupported_storage_dtype_is_refused() -> None:
     with pytest.raises(ValueError, match=r"not torch\.float8_e5m2"):
         make_window(storage=torch.float8_e5m2)

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Partitions by cost, and layers that move between stages (gloo, one process for each)."""
+"""Partitions by cost, and layers that move between pipeline stages (gloo, one process per
+stage).
+"""
 
 import itertools
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
+from helpers.process_groups import process_group
 from helpers.rank_processes import run_ranks
 from torch import nn
 
@@ -26,10 +27,10 @@ PARTITIONS = ([3, 2, 2], [1, 1, 5], [5, 1, 1], [2, 3, 2])
     ("fixed_ms", "expected"),
     [((0, 0, 0), [3, 2, 2]), ((0, 0, 20), [3, 3, 1]), ((25, 0, 25), [2, 4, 1])],
 )
-def test_layers_go_where_the_slowest_stage_stays_fastest(
+def test_a_partition_minimises_the_slowest_stage(
     fixed_ms: tuple[float, ...], expected: list[int]
 ) -> None:
-    """Against every other partition; each stage keeps one layer."""
+    """Compared with every other partition. Each stage keeps at least one layer."""
     costs = [StageCost(10.0, ms) for ms in fixed_ms]
 
     def slowest(partition: tuple[int, ...]) -> float:
@@ -41,9 +42,9 @@ def test_layers_go_where_the_slowest_stage_stays_fastest(
     assert got == expected
 
 
-def test_what_a_stage_does_alongside_its_layers_is_notified_apart() -> None:
-    """30 layers in two halves; the second stage has a head of 5 ms and decodes for 100 ms a
-    chunk of 5 passes.
+def test_work_of_a_stage_besides_its_layers_is_a_fixed_cost() -> None:
+    """30 layers in two halves. The second stage has a head of 5 ms and decodes for 100 ms per chunk
+    of 5 passes.
     """
     costs = stage_costs([30.0, 35.0], [15, 15], 5, [0.0, 100.0])
     assert costs == [StageCost(10.0, 0.0), StageCost(10.0, 125.0)]
@@ -60,14 +61,7 @@ class Layer(nn.Module):
 
 
 def _move(stage: int, rendezvous: str) -> None:
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{rendezvous}",
-        rank=stage,
-        world_size=STAGES,
-        timeout=timedelta(seconds=60),
-    )
-    try:
+    with process_group(stage, STAGES, rendezvous):
 
         def mine(partition: list[int]) -> range:
             start = sum(partition[:stage])
@@ -88,10 +82,10 @@ def _move(stage: int, rendezvous: str) -> None:
                     bool((tensor == layer).all())
                     for tensor in layers[str(layer)].state_dict().values()
                 )
-    finally:
-        dist.destroy_process_group()
 
 
-def test_layers_arrive_as_they_were(tmp_path: Path) -> None:
-    """Over neighbours and past them, several times; a stage's memory for them is free at once."""
+def test_moved_layers_keep_their_weights(tmp_path: Path) -> None:
+    """Layers move to neighbours and past them, several times. The source frees their memory at
+    once.
+    """
     run_ranks(_move, (str(tmp_path / "rendezvous"),), STAGES)

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's linear layers as the transformers use them: what a rank holds, how it is filled, what
-it computes.
-"""
+"""vLLM's linear layers as the transformers use them: shards, loading and results."""
 
 from collections.abc import Callable
 
@@ -75,7 +73,7 @@ def shards(kind: str) -> list[LinearBase]:
     ],
 )
 @pytest.mark.parametrize("size", [1, RANKS])
-def test_a_layer_requests_for_whole_tensors_by_the_checkpoints_names(
+def test_a_layer_expects_whole_tensors_under_the_checkpoints_names(
     kind: str, names: dict[str, tuple[int, ...]], size: int
 ) -> None:
     holder = nn.ModuleDict({"layer": LAYERS[kind](ParallelContext(size - 1, size))})
@@ -100,8 +98,10 @@ def test_ranks_of_merged_layers_hold_a_part_of_each(kind: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_hold_their_heads_and_the_key_value_heads_that_those_read(ranks: int) -> None:
-    """Four heads read two: over four ranks, pairs of ranks hold the same key/value head."""
+def test_ranks_hold_their_query_heads_and_the_matching_key_value_heads(ranks: int) -> None:
+    """Four query heads read two key/value heads: over four ranks, each pair of ranks holds the same
+    key/value head.
+    """
     x = torch.randn(3, IN)
     q, k, v = model("qkv", ParallelContext())["layer"](x).split([8, 4, 4], dim=-1)
     kv_rows = 4 // min(ranks, 2)
@@ -115,7 +115,7 @@ def test_ranks_hold_their_heads_and_the_key_value_heads_that_those_read(ranks: i
         torch.testing.assert_close(own[2], v.split(kv_rows, dim=-1)[kv_rank])
 
 
-def test_ranks_of_a_row_layer_compute_summands_and_add_the_bias_once() -> None:
+def test_ranks_of_a_row_layer_add_the_bias_once() -> None:
     x = torch.randn(3, IN)
     whole = model("row", ParallelContext())["layer"]
     rows = shards("row")
@@ -125,17 +125,10 @@ def test_ranks_of_a_row_layer_compute_summands_and_add_the_bias_once() -> None:
     assert all(torch.equal(row.bias, whole.bias) for row in rows)
 
 
-def test_sequence_parallel_ranks_hold_whole_layers() -> None:
-    for kind in LAYERS:
-        alone = model(kind, ParallelContext())["layer"]
-        rank = model(kind, ParallelContext(1, RANKS, sequence_parallel=True))["layer"]
-        assert torch.equal(alone.weight, rank.weight), kind
-
-
 @pytest.mark.parametrize("kind", LAYERS)
-def test_vllms_processing_of_loaded_weights_leaves_them_alone(kind: str) -> None:
-    """vLLM's own method packs them on a CPU: nothing would be left to move to another stage or
-    to load again into.
+def test_vllm_does_not_repack_loaded_weights(kind: str) -> None:
+    """vLLM's own method packs weights on a CPU, after which they could neither move to another
+    stage nor be reloaded.
     """
     holder = model(kind, ParallelContext())
     layer = holder["layer"]
@@ -151,7 +144,7 @@ def test_vllms_processing_of_loaded_weights_leaves_them_alone(kind: str) -> None
 
 
 def test_a_tensor_of_another_shape_is_refused() -> None:
-    """Before vLLM's loader sees it, which would cut a part out of a larger one and say nothing."""
+    """The check precedes vLLM's loader, which silently slices a larger tensor."""
     for kind in LAYERS:
         holder = nn.ModuleDict({"layer": LAYERS[kind](ParallelContext())})
         slot = next(iter(checkpoint_slots(holder).values()))
@@ -163,8 +156,8 @@ def test_a_tensor_of_another_shape_is_refused() -> None:
     ("requested", "used"), [([], True), (["-quant_fp8"], False), (["+quant_fp8"], True)]
 )
 def test_inputs_are_quantized_by_vllms_kernel(requested: list[str], used: bool) -> None:
-    """Where vLLM compiles it would compile its plain version for each layer, unless the user has
-    said otherwise.
+    """When vLLM compiles, it would otherwise compile the plain version for each layer. The user's
+    setting wins.
     """
     compilation = CompilationConfig(custom_ops=["none", *requested])
     use_quantization_kernel(compilation.custom_ops)

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Windows that take the memory of closed ones see nothing of them, and kept memory gives way to
-what is needed.
-"""
+"""Pooled window memory: new windows find it empty, and it is freed when memory is needed."""
 
 import pytest
 import torch
@@ -37,7 +35,7 @@ def fill(held: KVWindow, frames: int = 4, factor: float = 100.0) -> None:
 
 
 @pytest.mark.parametrize("storage", [None, FP8])
-def test_a_new_window_takes_the_memory_of_a_closed_one_and_finds_it_empty(
+def test_a_new_window_reuses_the_memory_of_a_closed_one_empty(
     storage: torch.dtype | None,
 ) -> None:
     rings: MemoryPool[Ring] = MemoryPool()
@@ -56,8 +54,8 @@ def test_a_new_window_takes_the_memory_of_a_closed_one_and_finds_it_empty(
         torch.testing.assert_close(got.float(), want.float(), rtol=0, atol=0)
 
 
-def test_a_closed_window_has_let_go_of_its_memory() -> None:
-    """A chunk that were still at work on it could not write into the next session's."""
+def test_a_closed_window_no_longer_references_its_memory() -> None:
+    """A chunk still in flight on it cannot write into the next session's memory."""
     rings: MemoryPool[Ring] = MemoryPool()
     first = window(rings)
     first.close()
@@ -66,8 +64,8 @@ def test_a_closed_window_has_let_go_of_its_memory() -> None:
 
 
 @pytest.mark.parametrize("storage", [None, FP8])
-def test_a_fork_takes_other_memory(storage: torch.dtype | None) -> None:
-    """That of a closed window, if there is any."""
+def test_a_fork_has_separate_memory(storage: torch.dtype | None) -> None:
+    """It takes the memory of a closed window if there is any."""
     rings: MemoryPool[Ring] = MemoryPool()
     source, closed = window(rings, storage=storage), window(rings, storage=storage)
     fill(source)
@@ -86,7 +84,7 @@ def test_a_fork_takes_other_memory(storage: torch.dtype | None) -> None:
             torch.testing.assert_close(got.float(), want.float(), rtol=0, atol=0)
 
 
-def test_memory_of_other_sizes_is_dropped_when_a_ring_must_be_made() -> None:
+def test_pooled_memory_of_other_sizes_is_freed_when_a_ring_is_allocated() -> None:
     rings: MemoryPool[Ring] = MemoryPool()
     windows = [window(rings), window(rings)]
     for held in windows:
@@ -97,7 +95,7 @@ def test_memory_of_other_sizes_is_dropped_when_a_ring_must_be_made() -> None:
     assert len(rings) == 1
 
 
-def test_retained_memory_gives_way_oldest_first() -> None:
+def test_pooled_memory_is_freed_oldest_first() -> None:
     rings: MemoryPool[Ring] = MemoryPool()
     windows = [window(rings) for _ in range(3)]
     positions, each = [held.buffer for held in windows], windows[0].nbytes
@@ -112,10 +110,9 @@ def test_retained_memory_gives_way_oldest_first() -> None:
     assert rings.nbytes == 0
 
 
-def test_a_session_is_closed_outside_of_inference_too() -> None:
-    """Its window was made within: torch lets nobody else write to such tensors.
-
-    An operator's call closes sessions.
+def test_a_session_may_be_closed_outside_inference_mode() -> None:
+    """Its window was made in inference mode, and torch forbids writes to such tensors elsewhere.
+    For example, an operator's call closes sessions.
     """
     rings: MemoryPool[Ring] = MemoryPool()
     with torch.inference_mode():
@@ -126,8 +123,8 @@ def test_a_session_is_closed_outside_of_inference_too() -> None:
         assert not window(rings).buffer.any()
 
 
-def test_memory_that_was_moved_is_not_retained() -> None:
-    """No graph knows it where it is now."""
+def test_moved_memory_is_not_pooled() -> None:
+    """No CUDA graph refers to its new address."""
     rings: MemoryPool[Ring] = MemoryPool()
     held = window(rings)
     held.to("cpu")

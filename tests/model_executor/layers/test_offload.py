@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LayerOffloader`: layers in host memory compute the same bits, and the budget is kept and
-spread evenly.
+"""`LayerOffloader`: layers in host memory compute the same bits; the budget is met and spread
+evenly.
 """
 
 from pathlib import Path
@@ -57,7 +57,7 @@ def offloaded(*networks: list[nn.Module], budget: int = ALL) -> LayerOffloader:
 def test_ranks_that_hold_layers_have_an_offloader(
     gibibytes: float, stage: int, offloads: bool
 ) -> None:
-    """If it was asked for; the stage that only decodes has none."""
+    """If the user requests one. The stage that only decodes has none."""
     config: Any = SimpleNamespace(
         offload_config=SimpleNamespace(uva=SimpleNamespace(cpu_offload_gb=gibibytes)),
         load_config=SimpleNamespace(load_format="auto"),
@@ -68,8 +68,8 @@ def test_ranks_that_hold_layers_have_an_offloader(
 
 @pytest.mark.parametrize("share", [0.3, 1.0])
 def test_two_experts_in_host_memory_make_the_same_bits(t2v: Path, share: float) -> None:
-    """Two requests over both experts, the second one with a new prompt, so that keys and values
-    come in between.
+    """Two requests use both experts. The second has a new prompt, so keys and values are computed
+    in between.
     """
     plain = load_model(t2v)
     expected = [
@@ -92,81 +92,77 @@ def test_two_experts_in_host_memory_make_the_same_bits(t2v: Path, share: float) 
         )
 
 
-def test_no_layer_of_wan_is_used_without_its_fetch(t2v: Path) -> None:
+def test_no_layer_of_wan_runs_before_its_weights_are_fetched(t2v: Path) -> None:
     expected = make_video(load_model(t2v), output="latents")[1]["latents"]
     model = offloaded_out_of_reach(lambda: load_model(t2v))
     assert torch.equal(make_video(model, output="latents")[1]["latents"], expected)
 
 
 def test_layers_in_any_order_use_their_own_weights() -> None:
-    """More layers than slots, in turns that repeat, change, and come back."""
-    plain, retained = layers(9), layers(9)
-    offloaded(retained[:5], retained[5:])
+    """There are more layers than slots, in sequences that repeat and change."""
+    plain, offloaded_layers = layers(9), layers(9)
+    offloaded(offloaded_layers[:5], offloaded_layers[5:])
     x = torch.randn(3, 16)
     order = [*range(9), *range(9), 3, 3, 8, 0, 8, 0, *reversed(range(9)), *range(9), *range(9)]
     for index in order:
-        assert torch.equal(retained[index](x), plain[index](x)), index
+        assert torch.equal(offloaded_layers[index](x), plain[index](x)), index
 
 
-def test_weights_are_fetched_before_their_layer_is_called() -> None:
-    """The second time through, the next layers' weights are on the device already."""
-    retained = layers(8)
-    offloader = offloaded(retained)
+def test_weights_are_prefetched() -> None:
+    """In the second pass, the next four layers' weights are already on the device."""
+    offloaded_layers = layers(8)
+    offloader = offloaded(offloaded_layers)
     x = torch.randn(1, 16)
-    for layer in retained:
+    for layer in offloaded_layers:
         layer(x)
-    retained[0](x)
+    offloaded_layers[0](x)
     held = {slot.layer.layer for slot in offloader._slots if slot.layer is not None}
-    assert held == set(retained[:4])
-
-
-def test_only_a_few_layers_are_on_the_device() -> None:
-    retained = layers(16)
-    offloader = offloaded(retained)
-    nbytes = offloader.host_bytes // 16
-    assert offloader.slot_bytes == 4 * nbytes
+    assert held == set(offloaded_layers[:4])
 
 
 def test_new_weights_are_used_after_a_reload() -> None:
-    """Loaded in place on the host, or put in the parameter's place by vLLM's reload."""
-    retained, other = layers(6), layers(6, seed=1)
-    offloader = offloaded(retained)
+    """Loaded in place on the host, or assigned to the parameter by vLLM's reload."""
+    offloaded_layers, other = layers(6), layers(6, seed=1)
+    offloader = offloaded(offloaded_layers)
     x = torch.randn(1, 16)
-    for layer in retained:
+    for layer in offloaded_layers:
         layer(x)
-    for index, (layer, new) in enumerate(zip(retained, other, strict=True)):
+    for index, (layer, new) in enumerate(zip(offloaded_layers, other, strict=True)):
         for parameter, source in zip(layer.parameters(), new.parameters(), strict=True):
             if index % 2:
                 parameter.data = source.data.clone()
             else:
                 parameter.data.copy_(source.data)
     offloader.post_init()
-    assert all(torch.equal(layer(x), new(x)) for layer, new in zip(retained, other, strict=True))
+    assert all(
+        torch.equal(layer(x), new(x)) for layer, new in zip(offloaded_layers, other, strict=True)
+    )
 
 
-def test_a_layer_that_fails_gives_its_weights_back() -> None:
-    retained, plain = layers(6), layers(6)
-    offloaded(retained)
+def test_a_failed_layer_releases_its_slot() -> None:
+    offloaded_layers, plain = layers(6), layers(6)
+    offloaded(offloaded_layers)
     with pytest.raises(RuntimeError):
-        retained[0](torch.randn(1, 5))
+        offloaded_layers[0](torch.randn(1, 5))
     x = torch.randn(1, 16)
     assert all(
-        torch.equal(layer(x), other(x)) for layer, other in zip(retained, plain, strict=True)
+        torch.equal(layer(x), other(x))
+        for layer, other in zip(offloaded_layers, plain, strict=True)
     )
 
 
 @pytest.mark.parametrize(
     ("budget", "chosen"), [(0, 0), (10, 1), (50, 5), (95, 9), (100, 10), (1000, 10)]
 )
-def test_a_budget_is_retained_and_spread_evenly(budget: int, chosen: int) -> None:
-    """Ten layers of ten bytes: in no half of them are two more than in the other."""
+def test_a_budget_is_met_and_spread_evenly(budget: int, chosen: int) -> None:
+    """Ten layers of ten bytes: the halves differ by at most one layer."""
     on_host = spread([10] * 10, budget)
     assert sum(on_host) == chosen
     assert abs(sum(on_host[:5]) - sum(on_host[5:])) <= 1
 
 
-def test_memory_of_other_strides_keeps_them() -> None:
-    """FP8 kernels take weights column by column."""
+def test_strides_are_preserved() -> None:
+    """FP8 kernels take column-major weights."""
     (layer,) = layers(1)
     weight = layer.weight
     assert isinstance(weight, nn.Parameter)
@@ -183,7 +179,7 @@ def test_memory_of_other_strides_keeps_them() -> None:
         (layers(2), 8, "leaves nothing on the host: its smallest layer takes"),
     ],
 )
-def test_a_budget_that_would_do_nothing_is_refused(
+def test_a_budget_without_effect_is_refused(
     network: list[nn.Module], budget: int, line: str
 ) -> None:
     with pytest.raises(ValueError, match=line):

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers multiply inputs that were rounded for them as those that they round themselves."""
+"""Linear layers give the same result for inputs quantized beforehand as for inputs that they
+quantize.
+"""
 
 import pytest
 import torch
@@ -27,7 +29,7 @@ on_a_gpu = [
     pytest.mark.cuda,
     pytest.mark.skipif(
         not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
-        reason="no card with FP8 products",
+        reason="needs a GPU with FP8 matrix products",
     ),
 ]
 
@@ -42,7 +44,7 @@ def filled(layer: ColumnLinear | RowLinear) -> ColumnLinear | RowLinear:
 
 @pytest.mark.parametrize("kind", [ColumnLinear, RowLinear])
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_rounded_input_is_multiplied_with_its_scales(
+def test_a_quantized_input_is_multiplied_with_its_scales(
     kind: type[ColumnLinear | RowLinear], bias: bool
 ) -> None:
     layer = filled(kind(WIDTH, OUT, ParallelContext(), LinearPrecision(), "a", bias=bias))
@@ -57,7 +59,7 @@ def test_a_rounded_input_is_multiplied_with_its_scales(
     assert torch.allclose(result.float(), wanted, rtol=1e-2, atol=1e-2)
 
 
-def test_a_layer_with_an_adapter_or_in_the_batch_invariant_mode_rounds_for_itself(
+def test_adapted_layers_and_the_batch_invariant_mode_quantize_for_themselves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layer = filled(ColumnLinear(WIDTH, OUT, ParallelContext(), LinearPrecision(), "a"))
@@ -70,7 +72,7 @@ def test_a_layer_with_an_adapter_or_in_the_batch_invariant_mode_rounds_for_itsel
     assert not takes_quantized(layer)
 
 
-def test_tokens_are_rounded_to_their_own_largest_number() -> None:
+def test_each_token_is_scaled_by_its_largest_value() -> None:
     x = torch.tensor([[1.0, -4.0, 0.5], [0.0, 0.0, 0.0], [1e-3, 2e-3, -1e-3]])
     made = quantize_tokens(x, torch.bfloat16)
     assert made.data.dtype == FP8 and made.scale.shape == (3, 1)
@@ -81,7 +83,7 @@ def test_tokens_are_rounded_to_their_own_largest_number() -> None:
     assert made.data.float()[0, 1] == -LARGEST
 
 
-def test_parts_of_an_input_keep_their_tokens_scales() -> None:
+def test_parts_of_an_input_keep_the_scales_of_their_tokens() -> None:
     x = torch.randn(5, WIDTH)
     parts = split_tokens(quantize_tokens(x, torch.bfloat16), 2)
     assert [tuple(part.orig_shape) for part in parts] == [(2, WIDTH), (2, WIDTH), (1, WIDTH)]
@@ -92,7 +94,7 @@ def test_parts_of_an_input_keep_their_tokens_scales() -> None:
 
 
 @pytest.mark.parametrize("key", [kFp8StaticTensorSym, None])
-def test_other_scales_than_a_tokens_are_the_layers_business(key: object) -> None:
+def test_layers_with_other_activation_scales_take_no_quantized_input(key: object) -> None:
     layer = filled(ColumnLinear(WIDTH, OUT, ParallelContext(), LinearPrecision(), "a"))
     of_rounded_weight(layer)
     layer.quant_method.fp8_linear.config.activation_quant_key = key
@@ -101,7 +103,7 @@ def test_other_scales_than_a_tokens_are_the_layers_business(key: object) -> None
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_a_gpu)])
 def test_the_gelu_of_a_product_is_the_gelu_of_its_result(device: str) -> None:
-    """On a GPU in one kernel, from the sum before it is rounded."""
+    """On a GPU this is one kernel, which reads the sum before it is rounded."""
     with torch.device(device):
         layer = ColumnLinear(256, 512, ParallelContext(), LinearPrecision(), "a").to(torch.bfloat16)
         layer.weight.data.normal_(0, 1 / 16)
@@ -119,9 +121,9 @@ def test_the_gelu_of_a_product_is_the_gelu_of_its_result(device: str) -> None:
 @pytest.mark.cuda
 @pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
-    reason="no card with FP8 products",
+    reason="needs a GPU with FP8 matrix products",
 )
-def test_vllms_own_rounding_is_the_same() -> None:
+def test_vllm_quantizes_the_same_way() -> None:
     from vllm import _custom_ops as ops
 
     x = torch.randn(300, 5120, device="cuda", dtype=torch.bfloat16)

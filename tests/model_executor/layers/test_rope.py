@@ -17,9 +17,9 @@ def test_a_head_is_split_over_the_three_axes(head_dim: int, dims: tuple[int, int
     assert sum(dims) == head_dim
 
 
-def test_each_thread_turns_by_its_axis_position_times_its_frequency() -> None:
-    """Token (frame 7, row 1, column 2), lane 1 of the temporal axis of a 16-wide head: 7 *
-    10000^(-2/8) radians.
+def test_each_pair_rotates_by_its_axis_position_times_its_frequency() -> None:
+    """For example, token (frame 7, row 1, column 2): pair 1 of the temporal axis of a 16-wide head
+    rotates by 7 * 10000^(-2/8) radians.
     """
     cos, sin = rope_tables(16, range(5, 8), 2, 3)
     token = (2 * 2 + 1) * 3 + 2
@@ -47,8 +47,8 @@ def test_rotation_multiplies_interleaved_pairs_as_complex_numbers() -> None:
     torch.testing.assert_close(apply_rope(x, cos, sin), torch.view_as_real(expected).flatten(-2))
 
 
-def test_a_query_and_a_key_only_feel_their_distance_however_late_the_frame() -> None:
-    """10 hours at 4 latent frames a second: the score of two tokens one frame apart has not
+def test_a_score_depends_on_the_distance_only_however_late_the_frame() -> None:
+    """After 10 hours at 4 latent frames a second, the score of two tokens one frame apart has not
     drifted (1e-4 in fp32).
     """
     torch.manual_seed(0)

@@ -8,9 +8,8 @@ from vllm_omni.model_executor.layers.attention.attention import attention
 from vllm_omni.model_executor.layers.attention.rope import apply_rope, rope_tables
 from vllm_omni.model_executor.layers.kv_cache.sink_window import (
     SinkWindow,
-    sink_window_extra_nbytes,
 )
-from vllm_omni.model_executor.layers.kv_cache.window import KVWindow, kv_window_nbytes
+from vllm_omni.model_executor.layers.kv_cache.window import KVWindow
 
 HEAD_DIM, HEADS, GRID = 12, 2, (1, 2)
 TOKENS = GRID[0] * GRID[1]
@@ -46,7 +45,7 @@ def rotated(x_TNH: torch.Tensor, frame: int) -> torch.Tensor:
 
 
 def run(window: KVWindow, frames: range) -> None:
-    """What a model does with a chunk: open, write every layer, commit."""
+    """Process a chunk as a model does: open, write every layer, commit."""
     if isinstance(window, SinkWindow):
         window.open(frames)
     for layer in range(2):
@@ -63,9 +62,9 @@ def fill(window: KVWindow, num_frames: int) -> KVWindow:
     return window
 
 
-def test_sinks_stand_just_before_the_oldest_frame_of_the_window() -> None:
-    """A query sees the sinks where they would be if the stream had begun one window ago,
-    whatever the frame.
+def test_sinks_are_positioned_just_before_the_oldest_frame() -> None:
+    """At every frame, a query sees the sinks at the distance they would have if the stream had
+    started one window ago.
     """
     window = fill(make_window(), 50)
     keys, values = window.visible(1, range(49, 50))
@@ -80,29 +79,7 @@ def test_sinks_stand_just_before_the_oldest_frame_of_the_window() -> None:
     torch.testing.assert_close(attention(query, keys, values), expected, atol=1e-5, rtol=0)
 
 
-def test_the_result_depends_on_distances_only() -> None:
-    """With moving sinks, the same contents 1000 frames later give the same attention."""
-
-    def seen(offset: int) -> torch.Tensor:
-        window = make_window()
-        for step in range(10):
-            frame = step if step < SINK else step + offset
-            window.committed_frames = frame if step >= SINK else window.committed_frames
-            window.open(range(frame, frame + 1))
-            keys = rotated(unrotated(step), frame)
-            for layer in range(2):
-                window.write(layer, range(frame, frame + 1), keys, unrotated(step, 0, 1))
-            window.commit(frame + 1)
-        last = 9 + offset
-        return attention(
-            rotated(unrotated(9, value=2), last), *window.visible(0, range(last, last + 1))
-        )
-
-    ring = WINDOW - SINK
-    torch.testing.assert_close(seen(1000 * ring), seen(0), atol=1e-4, rtol=0)
-
-
-def test_nothing_changes_while_the_stream_fits_its_window() -> None:
+def test_a_stream_within_its_window_equals_the_plain_window() -> None:
     plain = KVWindow(window_frames=WINDOW, sink_frames=SINK, device="cpu", **SIZES)  # type: ignore[arg-type]
     assert torch.equal(fill(make_window(), WINDOW).buffer, fill(plain, WINDOW).buffer)
 
@@ -142,7 +119,7 @@ def stored(frame: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("threshold", [-1.0, 0.0, 0.3, 1.0])
 def test_a_leaving_frame_replaces_the_sink_it_resembles_least(threshold: float) -> None:
-    """Decided layer by layer, by what a plain loop over the frames decides."""
+    """The decision is per layer and equals that of a plain loop over the frames."""
     window = make_window(refresh_threshold=threshold)
     sinks = [list(range(SINK)) for _ in range(2)]
     for frame in range(15):
@@ -152,9 +129,7 @@ def test_a_leaving_frame_replaces_the_sink_it_resembles_least(threshold: float) 
             window.write(layer, range(frame, run_end), *stored(frame, layer))
         sums = window.resemblance(run_end)
         leaving = run_end - (WINDOW - SINK)
-        assert (sums is not None) == (leaving >= SINK), (
-            "only when the ring is full is there a frame that leaves"
-        )
+        assert (sums is not None) == (leaving >= SINK), "a frame leaves only when the ring is full"
         if sums is not None:
             window.decide(run_end, sums)
             for layer in range(2):
@@ -181,7 +156,7 @@ def test_a_renewed_sink_is_never_visible_twice() -> None:
         window.commit(frame + 1)
 
 
-def test_a_fork_and_a_moved_window_continue_alike() -> None:
+def test_a_fork_and_a_moved_window_continue_identically() -> None:
     window = fill(make_window(refresh_threshold=0.3), 12)
     fork = window.fork()
     before = {name: tensor.clone() for name, tensor in fork.tensors(1).items()}
@@ -192,8 +167,10 @@ def test_a_fork_and_a_moved_window_continue_alike() -> None:
     assert torch.equal(fork.visible(0, range(12, 13))[0], window.visible(0, range(12, 13))[0])
 
 
-def test_a_moved_window_has_decided_nothing() -> None:
-    """What was decided and never committed is not laid over the sinks of such a window."""
+def test_moving_a_window_discards_uncommitted_decisions() -> None:
+    """A renewal that was decided and never committed does not overwrite the sinks of a moved
+    window.
+    """
     seen = []
     for decides in (True, False):
         window = make_window(refresh_threshold=2.0)
@@ -206,13 +183,3 @@ def test_a_moved_window_has_decided_nothing() -> None:
         run(window, range(10, 11))
         seen.append(window.visible(0, range(10, 11)))
     assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
-
-
-def test_bytes_are_what_is_counted() -> None:
-    window = make_window()
-    expected = kv_window_nbytes(window_frames=WINDOW, **SIZES) + sink_window_extra_nbytes(
-        sink_frames=SINK, **SIZES
-    )  # type: ignore[arg-type]
-    assert window.nbytes == expected
-    window.close()
-    assert window.nbytes == 0

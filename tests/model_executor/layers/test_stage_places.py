@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers each stage holds, and who decodes."""
+"""The layers that each pipeline stage holds, and the ranks that decode."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 
 
-def places(stages: int, *, vae_stage: bool = False, **fields: object) -> list[ParallelContext]:
+def contexts(stages: int, *, vae_stage: bool = False, **fields: object) -> list[ParallelContext]:
     return [
         ParallelContext(stage=stage, num_stages=stages - vae_stage, vae_stage=vae_stage, **fields)  # type: ignore[arg-type]
         for stage in range(stages)
@@ -25,10 +25,10 @@ def places(stages: int, *, vae_stage: bool = False, **fields: object) -> list[Pa
         (3, {"vae_stage": True, "partition": (2, 5)}, [2, 5, 0]),
     ],
 )
-def test_stages_hold_all_layers_once(
+def test_stages_hold_every_layer_once(
     stages: int, fields: dict[str, object], lengths: list[int]
 ) -> None:
-    ranks = places(stages, **fields)  # type: ignore[arg-type]
+    ranks = contexts(stages, **fields)  # type: ignore[arg-type]
     held = [rank.layers(7) for rank in ranks]
     assert [len(layers) for layers in held] == lengths
     assert [layer for layers in held for layer in layers] == list(range(7))
@@ -39,7 +39,7 @@ def test_stages_hold_all_layers_once(
 
 
 def test_a_vae_stage_is_neither_first_nor_last() -> None:
-    """What belongs to the network's ends (embedding, head) is elsewhere; of its ranks one
+    """The network's ends (embedding and head) are on other stages. One rank of the VAE stage
     decodes.
     """
     vae = ParallelContext(rank=0, size=1, stage=2, num_stages=2, vae_stage=True)
@@ -70,10 +70,3 @@ def test_options_that_do_not_fit_the_pipeline_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=reason):
         OmniConfig.from_additional_config({"omni": options}).check_stages(stages)
-
-
-@pytest.mark.parametrize("options", [{"vae_stage": True}, {"pipeline_partition": "measured"}, {}])
-def test_options_that_fit_are_taken(options: dict[str, object]) -> None:
-    omni = OmniConfig.from_additional_config({"omni": options})
-    omni.check_stages(2)
-    assert omni.partition == ()

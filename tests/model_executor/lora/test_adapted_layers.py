@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where adapters act on a rank: the same parts of layers that the rank's weights are, before
-sums over ranks.
+"""Adapters on a rank act on the same parts of layers as the rank's weights, before sums
+over ranks.
 """
 
 from dataclasses import replace
@@ -58,7 +58,7 @@ class Network(nn.Module):
 
 
 def build(parallel: ParallelContext) -> tuple[Network, AdaptedLayers]:
-    """Attached, with an adapter in slot 1."""
+    """The network with attached layers. `weights()` goes into slot 1."""
     torch.manual_seed(0)
     network = Network(parallel)
     layers = AdaptedLayers(AdapterTarget(network, SHAPES), 2, 4, torch.float32, torch.ones(2))
@@ -82,7 +82,7 @@ def weights() -> AdapterWeights:
 
 
 def changes(network: Network, name: str, x: torch.Tensor) -> torch.Tensor:
-    """What the adapter adds to a layer's result on this rank."""
+    """The difference that the adapter makes to the result of a layer on this rank."""
     layer = getattr(network.block, name)
     run = layer.own_part if name == "down" else layer
     with using(IN_USE):
@@ -92,8 +92,8 @@ def changes(network: Network, name: str, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_add_the_parts_separate_layers(size: int) -> None:
-    """Columns side by side, and rows summed over ranks, are the whole layer's; the bias is added
+def test_shards_of_an_adapter_add_up_to_the_whole(size: int) -> None:
+    """Concatenated columns, and rows summed over ranks, equal the whole layer. The bias is added
     once.
     """
     generator = torch.Generator().manual_seed(2)
@@ -123,8 +123,8 @@ def test_ranks_add_the_parts_separate_layers(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_parts_are_those_of_the_checkpoint_s_slots(size: int, tmp_path: Path) -> None:
-    """Of a network with fewer key/value heads than ranks: several ranks then share one."""
+def test_adapter_parts_match_the_checkpoint_slots(size: int, tmp_path: Path) -> None:
+    """With fewer key/value heads than ranks, several ranks share one head."""
     make_tiny(tmp_path, 0, "image")
     config = lance_config(hf_config(tmp_path)["lance"])
     for rank in range(size):
@@ -141,8 +141,8 @@ def test_parts_are_those_of_the_checkpoint_s_slots(size: int, tmp_path: Path) ->
         assert set(target.matrices()) <= seen
 
 
-def test_without_an_adapter_a_layer_is_what_it_was() -> None:
-    """Attached sites change no bit; detached, the layer's own method is back."""
+def test_without_an_adapter_a_layer_is_unchanged() -> None:
+    """Attached layers change no bit. After detaching, the layer's own method is restored."""
     network, layers = build(ParallelContext())
     x = torch.randn(4, 6)
     layers.detach()
@@ -157,8 +157,8 @@ def test_without_an_adapter_a_layer_is_what_it_was() -> None:
     assert network.block.up.quant_method is method and not network.out._forward_hooks
 
 
-def test_a_slot_is_filled_anew_without_remains() -> None:
-    """A smaller adapter after a larger one, in the same memory."""
+def test_refilling_a_slot_leaves_no_trace() -> None:
+    """A smaller adapter replaces a larger one in the same memory."""
     network, layers = build(ParallelContext())
     x, large = torch.randn(4, 6), weights()
     up = replace(large.matrices["net", "block.up"], bias=None)

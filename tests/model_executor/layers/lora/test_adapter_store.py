@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which adapters are known, on the host and in slots: room is made for the least recently used,
-on both.
+"""The adapter store: adapters in host memory and in slots, both with least-recently-used
+eviction.
 """
 
 from pathlib import Path
@@ -46,48 +46,48 @@ def paths(tmp_path: Path) -> dict[str, Path]:
     }
 
 
-def out(model: Model, store: AdapterStore, *choices: Lora) -> torch.Tensor:
+def output_of(model: Model, store: AdapterStore, *choices: Lora) -> torch.Tensor:
     with store.applied(store.select(choices)):
         result: torch.Tensor = model.layer(torch.ones(1, 4))
     return result
 
 
-def test_adapters_beyond_the_host_s_room_are_read_again(paths: dict[str, Path]) -> None:
-    """The same weights come back; a file that has gone since refuses the request alone."""
+def test_evicted_adapters_are_read_from_disk_again(paths: dict[str, Path]) -> None:
+    """The reloaded weights are the same. If the file is gone, only the request fails."""
     model = Model()
     store = make_store(model, paths, max_loras=1, max_cpu_loras=1)
-    results = {name: out(model, store, Lora(name=name)) for name in paths}
+    results = {name: output_of(model, store, Lora(name=name)) for name in paths}
     assert store.ids() == {1, 2, 3, 4}
     for name, expected in results.items():
-        assert torch.equal(out(model, store, Lora(name=name)), expected)
+        assert torch.equal(output_of(model, store, Lora(name=name)), expected)
     paths["n0"].unlink()
     with pytest.raises(RequestFailed, match="adapter 'n0' cannot be read any more"):
         store.select([Lora(name="n0")])
-    assert torch.equal(out(model, store, Lora(name="n1")), results["n1"])
+    assert torch.equal(output_of(model, store, Lora(name="n1")), results["n1"])
 
 
-def test_an_adapter_s_file_that_is_written_over_refuses_the_request_alone(
+def test_an_overwritten_adapter_file_fails_only_the_request(
     paths: dict[str, Path],
 ) -> None:
-    """Half a file, or another adapter's, where the loaded one was; once the file is back, so is
-    the adapter.
+    """A truncated file or another adapter's file is refused. When the file is restored, the adapter
+    works again.
     """
     model = Model()
     store = make_store(model, paths, max_loras=1, max_cpu_loras=1)
-    expected, whole = out(model, store, Lora(name="n0")), paths["n0"].read_bytes()
+    expected, whole = output_of(model, store, Lora(name="n0")), paths["n0"].read_bytes()
     for data in (whole[: len(whole) // 2], paths["n1"].read_bytes()):
-        out(model, store, Lora(name="n2"))
+        output_of(model, store, Lora(name="n2"))
         paths["n0"].write_bytes(data)
         with pytest.raises(RequestFailed, match="adapter 'n0' cannot be read any more"):
             store.select([Lora(name="n0")])
     paths["n0"].write_bytes(whole)
-    assert torch.equal(out(model, store, Lora(name="n0")), expected)
+    assert torch.equal(output_of(model, store, Lora(name="n0")), expected)
 
 
-def test_an_adapter_loaded_in_place_is_another_from_the_next_chunk_on(
+def test_an_adapter_loaded_in_place_takes_effect_at_the_next_chunk(
     paths: dict[str, Path],
 ) -> None:
-    """Its name stays; a chunk at work keeps the weights that it began with."""
+    """The adapter keeps its name. A chunk in flight keeps the weights that it started with."""
     model = Model()
     store = make_store(model, {"n0": paths["n0"]})
     before = store.select([Lora(name="n0")])
@@ -98,14 +98,16 @@ def test_an_adapter_loaded_in_place_is_another_from_the_next_chunk_on(
         store.add_adapter(LoRARequest("n0", 1, str(paths["n1"])))
     assert store.add_adapter(LoRARequest("n0", 1, str(paths["n1"]), load_inplace=True))
     assert before != store.select(named(before))
-    assert not torch.equal(out(model, store, Lora(name="n0")), old)
+    assert not torch.equal(output_of(model, store, Lora(name="n0")), old)
     with store.applied(before):
         assert torch.equal(model.layer(torch.ones(1, 4)), old)
 
 
-def test_keys_report_weights_and_addresses_apart(paths: dict[str, Path], tmp_path: Path) -> None:
-    """Another strength, or another adapter of the same modules and ranks, is other weights at the
-    same addresses: what was captured with one slot's adapter serves the next one there."""
+def test_weights_and_addresses_have_separate_keys(paths: dict[str, Path], tmp_path: Path) -> None:
+    """Another scale, or another adapter of the same modules and rank, has other weights at the same
+    addresses. A CUDA graph captured with one adapter therefore serves the next adapter of that
+    slot.
+    """
     target = Model().adapter_targets()["transformer"]
     higher = files.factors(target, ["layer"], seed=9, rank=3)
     paths = {**paths, "higher": files.write_community_ab(higher, tmp_path / "higher.safetensors")}
@@ -137,35 +139,26 @@ def test_keys_report_weights_and_addresses_apart(paths: dict[str, Path], tmp_pat
         ),
     ],
 )
-def test_requests_that_no_server_can_serve(
+def test_requests_that_cannot_be_served_are_refused(
     choices: list[Lora], words: str, paths: dict[str, Path]
 ) -> None:
     with pytest.raises(RequestFailed, match=words):
         make_store(Model(), paths).select(choices)
 
 
-def test_an_adapter_of_strength_0_takes_no_slot(paths: dict[str, Path]) -> None:
+def test_an_adapter_in_its_slot_takes_the_scale_of_each_request(paths: dict[str, Path]) -> None:
+    """The effect is proportional to the scale, and a later scale of 1 gives the original bits."""
     model = Model()
     store = make_store(model, paths, max_loras=1)
-    expected = out(model, store, Lora(name="n1"))
-    assert torch.equal(out(model, store, Lora(name="n0", scale=0), Lora(name="n1")), expected)
-
-
-def test_an_adapter_in_its_slot_takes_each_requests_strength(paths: dict[str, Path]) -> None:
-    """Back to 1 as well, which a slot has from the start; the difference that it makes is in
-    proportion.
-    """
-    model = Model()
-    store = make_store(model, paths, max_loras=1)
-    plain = out(model, store)
-    full = out(model, store, Lora(name="n0")) - plain
-    half = out(model, store, Lora(name="n0", scale=0.5)) - plain
+    plain = output_of(model, store)
+    full = output_of(model, store, Lora(name="n0")) - plain
+    half = output_of(model, store, Lora(name="n0", scale=0.5)) - plain
     assert full.abs().min() > 0
     torch.testing.assert_close(2 * half, full)
-    assert torch.equal(out(model, store, Lora(name="n0", scale=1.0)) - plain, full)
+    assert torch.equal(output_of(model, store, Lora(name="n0", scale=1.0)) - plain, full)
 
 
-def test_a_server_without_adapters_says_so() -> None:
+def test_a_server_without_adapters_names_the_missing_flag() -> None:
     store = NoAdapters()
     assert store.select([]) == () and store.ids() == set()
     with pytest.raises(RequestFailed, match="without --enable-lora"):
@@ -178,7 +171,7 @@ def test_a_server_without_adapters_says_so() -> None:
         store.add_adapter(LoRARequest("ink", 1, "nowhere"))
 
 
-def test_a_evicted_adapter_is_refused_by_name(paths: dict[str, Path]) -> None:
+def test_a_removed_adapter_is_refused_by_name(paths: dict[str, Path]) -> None:
     store = make_store(Model(), paths)
     assert store.remove(1) and not store.remove(1)
     with pytest.raises(RequestFailed, match="no adapter 'n0'"):
@@ -186,7 +179,7 @@ def test_a_evicted_adapter_is_refused_by_name(paths: dict[str, Path]) -> None:
 
 
 def test_skipped_tensors_are_listed_once_for_all_blocks() -> None:
-    """In one line that a file's names cannot break."""
+    """The list is one log line, which the names in a file cannot break."""
     names = [f"blocks.{n}.cross_attn.k_img.diff_b" for n in range(4)] + ["lora_te1\nx.alpha"]
     line = _skipped_line(names)
     assert line.endswith(r"skipped: blocks.N.cross_attn.k_img.diff_b (4), lora_te1\nx.alpha (1)")

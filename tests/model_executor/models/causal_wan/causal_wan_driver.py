@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drive a `CausalWan` chunk by chunk in this process, as the runner does, without an engine
-around it.
-"""
+"""Drives a `CausalWan` chunk by chunk in this process, as the runner does, without an engine."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from helpers.chunks import Result, run_request
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
@@ -17,7 +16,6 @@ from vllm_omni.model_executor.models.causal_wan.checkpoint.layout import find_la
 from vllm_omni.model_executor.models.causal_wan.pipeline import CausalWan, StreamSetup
 
 HEIGHT, WIDTH = 32, 48
-Result = tuple[dict[str, Any], dict[str, torch.Tensor]]
 
 
 def load_model(
@@ -28,7 +26,7 @@ def load_model(
     kv_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> CausalWan:
-    """serving: `OmniConfig`'s own options."""
+    """Load a model. serving: fields of `OmniConfig`."""
     omni = OmniConfig(height=HEIGHT, width=WIDTH, model=options, **(serving or {}))
     layout = find_layout(checkpoint)
     values = hf_config(checkpoint)["causal_wan"]
@@ -41,7 +39,7 @@ def load_model(
 
 
 def input_video(frames: range, speed: float = 1.0) -> torch.Tensor:
-    """A pattern that moves `speed` pixels a frame, uint8 [T, H, W, 3]."""
+    """A pattern that moves `speed` pixels per frame, uint8 [T, H, W, 3]."""
     t, y, x = torch.meshgrid(
         torch.tensor(frames), torch.arange(HEIGHT), torch.arange(WIDTH), indexing="ij"
     )
@@ -60,30 +58,13 @@ def make_request(
     )
 
 
-def step(model: CausalWan, batch: Sequence[DiffusionRequest]) -> None:
-    """One denoise step of requests that may be at different steps."""
-    model.step_scheduler(batch, model.denoise_step(batch))
-    for request in batch:
-        request.step += 1
-
-
-def finish(model: CausalWan, request: DiffusionRequest) -> Result:
-    result = model.post_decode(request)
-    model.commit(request)
-    return result
-
-
 def run_chunk(
     model: CausalWan,
     session: SessionState,
     tensors: dict[str, torch.Tensor] | None = None,
     **params: Any,
 ) -> Result:
-    request = make_request(session, tensors, **params)
-    model.prepare_encode(request)
-    while request.step < request.num_steps:
-        step(model, [request])
-    return finish(model, request)
+    return run_request(model, make_request(session, tensors, **params))
 
 
 def open_session(model: CausalWan, session_id: str = "a", **params: Any) -> SessionState:
@@ -93,7 +74,7 @@ def open_session(model: CausalWan, session_id: str = "a", **params: Any) -> Sess
 
 
 def stream(model: CausalWan, chunks: int, **params: Any) -> list[torch.Tensor]:
-    """The latents of a new stream's first chunks."""
+    """Latents of the first chunks of a new stream."""
     session = open_session(model, output="latents", **params)
     return [
         run_chunk(model, session, **{"prompt": "a beach", "output": "latents", **params})[1][

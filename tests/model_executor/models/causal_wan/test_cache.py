@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each cache semantics shows a step: checked by contents that say which frame and step
-wrote them.
+"""The frames that each cache mode shows to a step, identified by values that name their frame and
+step.
 """
 
 import pytest
@@ -28,7 +28,7 @@ def make_window(window: int, sink: int, spare: int = 0) -> KVWindow:
 
 
 def write(cache: ChunkCache, step: int, frames: range) -> None:
-    """Frame f at step s carries f + s / 10; the clean pass is step `STEPS`."""
+    """Frame f at step s has the value f + s / 10. The clean-context pass is step `STEPS`."""
     values = torch.tensor([[[frame + step / 10]] for frame in frames])
     cache.at(step).write(0, frames, values, -values)
 
@@ -69,7 +69,7 @@ PLANS = [
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_strict_shows_clean_chunks(plan: ChunkPlan) -> None:
+def test_the_strict_cache_shows_clean_chunks(plan: ChunkPlan) -> None:
     shown = run(
         ChunkCache.strict(make_window(plan.window_frames, plan.sink_frames)), plan, 8, STEPS + 1
     )
@@ -83,8 +83,8 @@ def test_strict_shows_clean_chunks(plan: ChunkPlan) -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_noise_matched_shows_each_step_what_was_at_that_step(plan: ChunkPlan) -> None:
-    """The first chunk is everywhere as its last step left it."""
+def test_the_noise_matched_cache_shows_each_step_its_own_noise_level(plan: ChunkPlan) -> None:
+    """Every step sees the first chunk as the last step left it."""
     windows = [make_window(plan.window_frames, plan.sink_frames) for _ in range(STEPS)]
     shown = run(ChunkCache.noise_matched(windows), plan, 8, STEPS)
     for chunk, steps in enumerate(shown):
@@ -97,42 +97,23 @@ def test_noise_matched_shows_each_step_what_was_at_that_step(plan: ChunkPlan) ->
             assert values == pytest.approx(expected)
 
 
-def test_an_abandoned_chunk_leaves_no_trace() -> None:
-    plan = ChunkPlan(3, 3, 9, 3)
-    for cache in (
-        ChunkCache.strict(make_window(9, 3)),
-        ChunkCache.noise_matched([make_window(9, 3) for _ in range(STEPS)]),
-    ):
-        steps = STEPS if len(cache.windows) == STEPS else STEPS + 1
-        run(cache, plan, 5, steps)
-        before = {name: tensor.clone() for name, tensor in cache.tensors(3).items()}
-        fork = cache.fork()
-        for step in range(steps):
-            write(cache, step, plan.frames(5))
-        assert cache.tensors(3).keys() == before.keys()
-        assert all(torch.equal(cache.tensors(3)[name], before[name]) for name in before)
-        for step in range(steps):
-            for one in (cache, fork):
-                write(one, step, plan.frames(5))
-            assert seen(fork, step, plan.frames(5)) == seen(cache, step, plan.frames(5))
-
-
 def test_a_capture_finds_positions_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a ring with spare frames: a graph could not repeat their copy from the host.
-
-    They are kept with the ring.
+    """In a ring buffer with spare frames, token positions are cached on the device, because a CUDA
+    graph cannot repeat a copy from the host.
     """
     (expected, window), frames = (make_window(4, 1, spare=2) for _ in range(2)), range(6, 8)
     for each in (expected, window):
         each.write(0, frames, torch.ones(2, 1, 1), torch.ones(2, 1, 1))
     assert window.graph_key(frames) != window.graph_key(range(8, 10)), "other slots"
     assert window.graph_key(frames) != window.graph_key(range(16, 18)), (
-        "the same slots, seen in another order"
+        "the same slots in another order"
     )
     monkeypatch.setattr(
-        window, "token_positions", lambda slots: pytest.fail("they are made behind the key")
+        window,
+        "token_positions",
+        lambda slots: pytest.fail("token positions must be cached when the key is computed"),
     )
     assert torch.equal(window.visible(0, frames)[0], expected.visible(0, frames)[0])
     assert window.graph_key(frames) == window.graph_key(range(36, 38)), (
-        "some turns of the ring later"
+        "the same slots and order, some rounds later"
     )

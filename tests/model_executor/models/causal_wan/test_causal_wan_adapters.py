@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every style of names gives the stream of merged weights, W + scale x alpha / rank x up @ down,
-and no trace is left.
+"""Adapters in every naming style give the stream of merged weights, W + scale * alpha / rank * up @
+down.
 
-fp32 streams of a tiny causal Wan, driven without an engine. The styles' names are those that the
-formats' own tools write (diffusers' `lora_conversion_utils.py`, musubi-tuner, LightX2V); PEFT's
-file is written by PEFT.
+Without the adapter, the stream has its original bits. The streams are fp32, of a tiny causal Wan
+without an engine. The names are those that the tools write (diffusers' `lora_conversion_utils.py`,
+musubi-tuner, LightX2V); PEFT writes its own file.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from causal_wan_driver import load_model, make_request, open_session, step
+from causal_wan_driver import load_model, make_request, open_session
 from helpers import lora_files as files
 from helpers.adapter_stores import make_store
+from helpers.chunks import run_adapted
+from helpers.process_groups import process_group
 from helpers.rank_processes import run_ranks
 from safetensors.torch import load_file, save_file
 from vllm.lora.request import LoRARequest
@@ -36,19 +36,14 @@ CHUNKS = 2
 def run(
     model: CausalWan, store: AdapterStore, choices: Sequence[Lora], chunks: int = CHUNKS
 ) -> list[torch.Tensor]:
-    """A new stream whose chunks all use these adapters, as the runner drives it."""
-    session, latents = open_session(model, output="latents"), []
-    for index in range(chunks):
-        selection = store.select(choices)
-        request = make_request(session, prompt="a beach", output="latents")
-        request.adapters, request.same_adapters = selection, index > 0
-        with store.applied(selection):
-            model.prepare_encode(request)
-            while request.step < request.num_steps:
-                step(model, [request])
-            latents.append(model.post_decode(request)[1]["latents"])
-            model.commit(request)
-    return latents
+    """A new stream with the same adapters for all chunks, driven as by the runner."""
+    session = open_session(model, output="latents")
+    return run_adapted(
+        model,
+        store,
+        [choices] * chunks,
+        lambda: make_request(session, prompt="a beach", output="latents"),
+    )
 
 
 def assert_close(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
@@ -77,7 +72,7 @@ def target_of(model: CausalWan) -> AdapterTarget:
 
 
 def merged(checkpoint: Path, changes: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """The stream of a network whose own tensors have been changed."""
+    """The stream of a network with changed weights."""
     model = load_model(checkpoint, **OPTIONS)
     files.merge(model.transformer, changes)
     model.transformer.clear_derived()
@@ -112,28 +107,26 @@ STYLES: dict[str, tuple[Callable[[files.Factors, Path], Path], float]] = {
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_an_adapter_of_each_style_is_the_merged_network(
+def test_an_adapter_of_each_style_equals_merged_weights(
     style: str, model: CausalWan, causal_wan: Path, plain: list[torch.Tensor], tmp_path: Path
 ) -> None:
-    """Of all of a network's layers, at strength 0.7; without it the stream is the base's bit for
-    bit again.
+    """All layers at scale 0.7. Without the adapter, the stream equals the base model bit for bit
+    again.
     """
     write, scaling = STYLES[style]
     made = files.factors(target_of(model), files.attention_and_ffn(target_of(model)), seed=1)
     store = make_store(model)
     assert store.add_adapter(LoRARequest("ink", 1, str(write(made, tmp_path / "ink.safetensors"))))
     expected = merged(causal_wan, files.differences(made, 0.7 * scaling))
-    assert not torch.allclose(expected[0], plain[0], atol=0.01), "the adapter shows"
+    assert not torch.allclose(expected[0], plain[0], atol=0.01), "the adapter has an effect"
     assert_close(run(model, store, [Lora(name="ink", scale=0.7)]), expected)
     assert_equal(run(model, store, []), plain)
 
 
-def test_an_adapter_written_by_peft_is_peft_s_own_network(
+def test_an_adapter_written_by_peft_equals_pefts_merged_weights(
     model: CausalWan, causal_wan: Path, tmp_path: Path
 ) -> None:
-    """PEFT writes it around a network of the same layers' names; its own merged weights are the
-    reference.
-    """
+    """PEFT adapts a network with the same layer names. Its own merged weights are the reference."""
     from peft import LoraConfig, get_peft_model
     from torch import nn
 
@@ -173,10 +166,10 @@ def test_an_adapter_written_by_peft_is_peft_s_own_network(
     )
 
 
-def test_several_adapters_add_up_each_at_its_own_strength(
+def test_several_adapters_add_up_each_at_its_scale(
     model: CausalWan, causal_wan: Path, tmp_path: Path
 ) -> None:
-    """Of different ranks and different layers."""
+    """Adapters of different ranks and different layers."""
     target = target_of(model)
     ink = files.factors(target, files.attention_and_ffn(target), seed=1)
     wool = files.factors(
@@ -199,8 +192,8 @@ def test_several_adapters_add_up_each_at_its_own_strength(
 def test_a_step_distillation_adapter_changes_every_tensor(
     model: CausalWan, causal_wan: Path, plain: list[torch.Tensor], tmp_path: Path
 ) -> None:
-    """As LightX2V's: factors of embeddings and head, differences of biases, norms, modulation
-    and whole weights.
+    """As LightX2V's: factors of embeddings and head, differences of biases, norms, modulation and
+    whole weights.
     """
     target = target_of(model)
     generator = torch.Generator().manual_seed(3)
@@ -253,14 +246,14 @@ def test_a_step_distillation_adapter_changes_every_tensor(
     assert_close(run(model, store, [Lora(name="steps", scale=0.8)]), expected)
     assert_equal(run(model, store, []), plain)
     for name, tensor in model.transformer.named_parameters():
-        assert torch.equal(tensor, before[name]), f"{name} is given back bit for bit"
+        assert torch.equal(tensor, before[name]), f"{name} is restored bit for bit"
 
 
-def test_streams_of_different_adapters_take_turns_without_a_trace(
+def test_adapters_that_share_slots_leave_no_trace(
     model: CausalWan, plain: list[torch.Tensor], tmp_path: Path
 ) -> None:
-    """Three adapters share two slots; each stream is what it is alone, whatever was in the slots
-    before.
+    """Three adapters share two slots. Each stream equals the same stream alone, whatever its slot
+    held before.
     """
     target = target_of(model)
     store = make_store(model)
@@ -278,34 +271,24 @@ def test_streams_of_different_adapters_take_turns_without_a_trace(
 def _compare(
     rank: int, rendezvous: str, checkpoint: str, path: str, sequence_parallel: bool
 ) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{rendezvous}",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=60),
-    )
-    try:
+    with process_group(rank, 2, rendezvous) as group:
         choices = [Lora(name="steps", scale=0.8)]
         streams = []
         for parallel in (
             ParallelContext(),
-            ParallelContext(rank, 2, dist.group.WORLD, sequence_parallel=sequence_parallel),
+            ParallelContext(rank, 2, group, sequence_parallel=sequence_parallel),
         ):
             model = load_model(Path(checkpoint), parallel, **OPTIONS)
             store = make_store(model, {"steps": Path(path)})
             streams.append([*run(model, store, choices), *run(model, store, [])])
         assert_close(streams[1], streams[0])
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
 def test_two_ranks_with_adapters_equal_one(
     sequence_parallel: bool, causal_wan: Path, tmp_path: Path
 ) -> None:
-    """Factors of all layers, differences of biases and of norms, each rank its part."""
+    """Factors of all layers, differences of biases and of norms; each rank holds its part."""
     target = files.causal_wan_target(causal_wan)
     path = files.write_community(
         files.factors(target, files.attention_and_ffn(target), seed=1), tmp_path / "a.safetensors"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configs in both key styles, serving options, chunk plans, and what doors are told."""
+"""Configs in both key styles, options, chunk plans, and the stream metadata for endpoints."""
 
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ def test_both_key_styles_give_the_same_architecture() -> None:
         ({"independent_first_frame": True}, "independent_first_frame"),
     ],
 )
-def test_what_is_not_implemented_is_an_error(values: dict[str, Any], message: str) -> None:
+def test_unsupported_configs_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         CausalWanConfig.from_checkpoint(values)
 
@@ -121,7 +121,7 @@ def test_plans_that_do_not_fit_are_refused(options: dict[str, Any]) -> None:
         resolve_plan(CausalWanConfig(), CausalWanOptions.parse(options))
 
 
-def test_endpoints_learn_the_stream_s_geometry(tmp_path: Path) -> None:
+def test_the_family_describes_the_stream_to_endpoints(tmp_path: Path) -> None:
     family = get_family("causal_wan")
     family.make_tiny(tmp_path, 0, "original")
     config = family.hf_config(tmp_path)

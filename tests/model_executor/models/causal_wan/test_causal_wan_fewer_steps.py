@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A chunk that goes with fewer steps (`omni.degradations`): what it is, and who can do it."""
+"""Chunks with fewer denoise steps (`omni.degradations`): their results, and the models that support
+them.
+"""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from causal_wan_driver import finish, input_video, load_model, make_request, open_session, step
+from causal_wan_driver import input_video, load_model, make_request, open_session
+from helpers.chunks import run_request
 
 from vllm_omni.model_executor.interfaces import SupportsDegradation, check_degradations
 from vllm_omni.model_executor.models.causal_wan.pipeline import CausalWan
@@ -15,7 +18,7 @@ from vllm_omni.model_executor.models.causal_wan.pipeline import CausalWan
 def chunks(
     model: CausalWan, degradations: tuple[str, ...], source: str
 ) -> tuple[list[torch.Tensor], list[int]]:
-    """Latents of two chunks, and how many forwards each took."""
+    """Latents of two chunks, and the number of forwards of each."""
     options = {"source": source}
     session = open_session(model, output="latents", options=options)
     latents, forwards = [], []
@@ -25,17 +28,14 @@ def chunks(
             session, tensors, prompt="a beach", output="latents", options=options
         )
         request.degradations = degradations
-        model.prepare_encode(request)
-        while request.step < request.num_steps:
-            step(model, [request])
-        latents.append(finish(model, request)[1]["latents"])
+        latents.append(run_request(model, request)[1]["latents"])
         forwards.append(request.num_steps)
     return latents, forwards
 
 
 @pytest.mark.parametrize("source", ["text", "video"])
-def test_fewer_steps_is_a_model_of_every_second_step(causal_wan: Path, source: str) -> None:
-    """Bit for bit: two of four steps, and the clean pass."""
+def test_fewer_steps_equal_a_model_of_every_second_step(causal_wan: Path, source: str) -> None:
+    """Bit for bit: two of four denoise steps and the clean-context pass."""
     full = load_model(causal_wan)
     half = load_model(
         causal_wan, denoising_steps=[1000.0, 500.0], video_denoising_steps=[700.0, 400.0]
@@ -54,7 +54,7 @@ def test_fewer_steps_is_a_model_of_every_second_step(causal_wan: Path, source: s
         ("tiny_vae", {"decoder": "tiny"}, "decodes all chunks"),
     ],
 )
-def test_what_cannot_be_done_is_refused_with_the_reason(
+def test_an_unsupported_degradation_is_refused_with_the_reason(
     causal_wan: Path, name: str, options: dict[str, Any], reason: str
 ) -> None:
     model = load_model(causal_wan, **options)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams whose forwards come by graph equal streams whose forwards do not, bit for bit.
+"""Streams with CUDA graphs equal streams without them, bit for bit.
 
-On a host a "graph" repeats the forward with everything the host had decided at its capture: a key
-that leaves something out shows as other latents.
+On a CPU, a "graph" repeats the forward with every decision that the host made at its capture, so an
+incomplete key changes the latents.
 """
 
 from pathlib import Path
@@ -57,17 +57,18 @@ OPTIONS: dict[str, tuple[dict[str, Any], int, int, int]] = {
         CHUNKS,
     ),
 }
-"""Options, the graphs of a stream (its chunks' places in the ring, while it fills and later, x
-kinds of pass), how many of them the first stream does not make (of passes that come but once in it,
-and are the first of their kind), and the chunks of a stream that comes to every place at least
-twice after its ring is full."""
+"""Options; graphs of a stream (ring positions, while it fills and later, times kinds of pass);
+graphs that the first stream does not capture, because it runs their pass only once; and chunks of a
+stream that reaches every ring position at least twice after its ring is full."""
 each_option = pytest.mark.parametrize(
     ("options", "graphs", "once", "chunks"), OPTIONS.values(), ids=OPTIONS.keys()
 )
 
 
 def each_kv_dtype(*nightly: str) -> pytest.MarkDecorator:
-    """nightly: those that every commit does without, since the other test has them."""
+    """nightly: dtypes that only the nightly run tests, because the other test covers them at every
+    commit.
+    """
     dtypes = {"plain K/V": None, "FP8 K/V": torch.float8_e4m3fn}
     marks = {name: [pytest.mark.nightly] for name in nightly}
     params = [
@@ -78,7 +79,7 @@ def each_kv_dtype(*nightly: str) -> pytest.MarkDecorator:
 
 @each_kv_dtype("FP8 K/V")
 @each_option
-def test_a_stream_by_graphs_is_the_stream(
+def test_a_stream_with_graphs_equals_the_stream(
     causal_wan: Path,
     options: dict[str, Any],
     graphs: int,
@@ -86,7 +87,7 @@ def test_a_stream_by_graphs_is_the_stream(
     chunks: int,
     kv_dtype: torch.dtype | None,
 ) -> None:
-    """Two streams side by side."""
+    """Two streams run concurrently."""
     expected = stream(load_model(causal_wan, kv_dtype=kv_dtype, **options), chunks)
     model = load_model(causal_wan, kv_dtype=kv_dtype, **options)
     model.transformer.graphs = ForwardGraphs(capture=hold)
@@ -100,7 +101,7 @@ def test_a_stream_by_graphs_is_the_stream(
 
 @each_kv_dtype("plain K/V")
 @each_option
-def test_a_later_stream_is_served_by_the_graphs_of_an_earlier_one(
+def test_a_later_stream_reuses_the_graphs_of_an_earlier_one(
     causal_wan: Path,
     options: dict[str, Any],
     graphs: int,
@@ -108,10 +109,8 @@ def test_a_later_stream_is_served_by_the_graphs_of_an_earlier_one(
     chunks: int,
     kv_dtype: torch.dtype | None,
 ) -> None:
-    """From its first pass on: its memory is that of the one that has ended, of which it sees
-    nothing.
-
-    Not even if numbers were left there; and its prompt and seed are others.
+    """It replays them from its first pass on, in the memory of the closed stream, with another
+    prompt and seed. NaN left in that memory has no effect.
     """
     expected = stream(
         load_model(causal_wan, kv_dtype=kv_dtype, **options), chunks, prompt="a forest", seed=3
@@ -129,36 +128,14 @@ def test_a_later_stream_is_served_by_the_graphs_of_an_earlier_one(
     for want in expected:
         got = run_chunk(model, later, prompt="a forest", seed=3, output="latents")[1]["latents"]
         torch.testing.assert_close(got, want, rtol=0, atol=0)
-    assert len(captured) == graphs, "what came but once before is captured now, and nothing else"
+    assert len(captured) == graphs, "only the passes that ran once before are captured now"
     assert len(captured.pool) == 0
     later.close()
     assert len(captured.pool) == len(later.window.windows)
 
 
-def test_a_prompt_switch_needs_no_other_graphs(causal_wan: Path) -> None:
-    """Another prompt's keys and values are copied to where the graphs read them."""
-    latents = []
-    for by_graphs in (False, True):
-        model = load_model(causal_wan, window_frames=6, sink_frames=0)
-        model.transformer.graphs = ForwardGraphs(capture=hold) if by_graphs else None
-        session = open_session(model, output="latents")
-        prompts = ["a beach"] * 6 + ["a forest"] * 6
-        latents.append(
-            [
-                run_chunk(model, session, prompt=prompt, output="latents")[1]["latents"]
-                for prompt in prompts
-            ]
-        )
-    for want, got in zip(*latents, strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=0)
-    assert model.transformer.graphs is not None and len(model.transformer.graphs) == 3 * 2
-
-
-def test_a_fork_continues_by_graphs_of_memory_separate(causal_wan: Path) -> None:
-    """As those of a stream without graphs do, each with its own prompt.
-
-    One takes the memory of an ended stream.
-    """
+def test_a_fork_uses_graphs_of_its_own_memory(causal_wan: Path) -> None:
+    """Each fork has its own prompt. One of them takes the memory of a closed stream."""
     ends = []
     for by_graphs in (False, True):
         model = load_model(causal_wan, window_frames=6, sink_frames=0)
@@ -190,10 +167,12 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUD
 @pytest.mark.parametrize(
     "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, needs_cuda])]
 )
-def test_an_adapter_that_takes_another_s_slot_needs_no_other_graphs(
+def test_an_adapter_in_the_slot_of_another_reuses_its_graphs(
     causal_wan: Path, tmp_path: Path, device: str
 ) -> None:
-    """Both change the same modules at the same rank; one of another rank does need them."""
+    """Both change the same modules at the same rank. An adapter of another rank needs new
+    graphs.
+    """
     ranks = {"ink": 4, "wool": 4, "silk": 2}
     paths = {
         name: files.write_causal_wan(causal_wan, tmp_path / f"{name}.safetensors", seed, rank)
@@ -222,10 +201,8 @@ def test_an_adapter_that_takes_another_s_slot_needs_no_other_graphs(
 
 @pytest.mark.cuda
 @needs_cuda
-def test_on_a_device(causal_wan: Path) -> None:
-    """Real graphs, the same streams bit for bit: the second replays the first's from its first
-    pass on.
-    """
+def test_cuda_graphs_equal_plain_launches(causal_wan: Path) -> None:
+    """The second stream replays the graphs of the first from its first pass on."""
     options = {"window_frames": 9, "sink_frames": 3}
     with torch.device("cuda"):
         plain, by_graphs = (

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several chunks of one stream at once, in this process: bit for bit the stream whose chunks run
-one by one.
+"""Several chunks of one stream in flight, in this process, equal chunks that run one by one, bit
+for bit.
 """
 
 import random
@@ -10,15 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from causal_wan_driver import (
-    finish,
-    input_video,
-    load_model,
-    make_request,
-    open_session,
-    run_chunk,
-    step,
-)
+from causal_wan_driver import input_video, load_model, make_request, open_session, run_chunk
+from helpers.chunks import finish, step
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.core.step_protocol import ChunkOrder
@@ -68,7 +61,7 @@ CHUNKS = 9
 
 
 def chunk_params(index: int) -> dict[str, Any]:
-    """The prompt changes at the fifth chunk, for that one and those after it."""
+    """The prompt changes at the fifth chunk."""
     return {
         "output": "latents",
         "prompt": {0: "a beach", 4: "a town at night"}.get(index),
@@ -86,50 +79,50 @@ def one_by_one(causal_wan: Path, kind: str) -> list[torch.Tensor]:
 
 
 class Flight:
-    """A stream whose chunks are begun and stepped in any order that the rule allows."""
+    """A stream with chunks that start and step in any order that the rule allows."""
 
     def __init__(self, model: CausalWan, session: SessionState, limit: int, seed: int = 0) -> None:
         self.model, self.session = model, session
         self.order = ChunkOrder(limit)
         self.order.lag_steps = model.lag_steps
         self.rng = random.Random(seed)
-        self.at_work: list[DiffusionRequest] = []
+        self.in_flight: list[DiffusionRequest] = []
         self.found: dict[int, torch.Tensor] = {}
         self.most = 0
 
     def may_move(self, position: int) -> bool:
-        steps = [request.step for request in self.at_work]
+        steps = [request.step for request in self.in_flight]
         step = steps[position] if position < len(steps) else None
         return self.order.may_move(step, steps[:position], established=self.session.chunk_index > 0)
 
     def start(self) -> None:
-        index = self.session.chunk_index + len(self.at_work)
+        index = self.session.chunk_index + len(self.in_flight)
         request = make_request(self.session, **chunk_params(index))
-        request.predecessor = self.at_work[-1] if self.at_work else None
+        request.predecessor = self.in_flight[-1] if self.in_flight else None
         self.model.prepare_encode(request)
         request.predecessor = None
-        self.at_work.append(request)
-        self.most = max(self.most, len(self.at_work))
+        self.in_flight.append(request)
+        self.most = max(self.most, len(self.in_flight))
 
     def advance(self, chunks: int) -> None:
-        """Begin or step something, at random; commit what is done."""
-        moves: list[int] = [index for index in range(len(self.at_work)) if self.may_move(index)]
+        """Start or step a random chunk; commit the oldest one when it is done."""
+        moves: list[int] = [index for index in range(len(self.in_flight)) if self.may_move(index)]
         if (
-            self.may_move(len(self.at_work))
-            and self.session.chunk_index + len(self.at_work) < chunks
+            self.may_move(len(self.in_flight))
+            and self.session.chunk_index + len(self.in_flight) < chunks
         ):
-            moves.append(len(self.at_work))
+            moves.append(len(self.in_flight))
         move = self.rng.choice(moves)
-        if move == len(self.at_work):
+        if move == len(self.in_flight):
             self.start()
             return
-        request = self.at_work[move]
+        request = self.in_flight[move]
         step(self.model, [request])
         if request.step == request.num_steps:
             assert move == 0
             index = self.session.chunk_index
             self.found[index] = finish(self.model, request)[1]["latents"]
-            self.at_work.pop(0)
+            self.in_flight.pop(0)
 
     def run(self, chunks: int = CHUNKS) -> list[torch.Tensor]:
         while self.session.chunk_index < chunks:
@@ -145,7 +138,7 @@ def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> Non
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_legal_order_gives_the_same_stream(causal_wan: Path, kind: str) -> None:
-    """Beyond the window, across a prompt switch; with two and with more chunks than there are
+    """Beyond the window, across a prompt switch, with fewer and with more chunks in flight than
     steps.
     """
     expected = one_by_one(causal_wan, kind)
@@ -157,14 +150,14 @@ def test_any_legal_order_gives_the_same_stream(causal_wan: Path, kind: str) -> N
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_was_in_flight_leaves_no_trace(causal_wan: Path, kind: str) -> None:
-    """Chunk after chunk is given up with its followers, at random, and begun again: the same
-    stream, and meanwhile the same session.
+def test_aborted_chunks_in_flight_leave_no_trace(causal_wan: Path, kind: str) -> None:
+    """Chunks and their successors are aborted at random and restarted. The stream is the same, and
+    the session does not change in between.
     """
     expected = one_by_one(causal_wan, kind)
     model = load_model(causal_wan, serving={"chunks_in_flight": 4}, **KINDS[kind])
     flight = Flight(model, open_session(model, output="latents"), 4, seed=3)
-    given_up = 0
+    aborted = 0
     while flight.session.chunk_index < CHUNKS:
         committed = flight.session.chunk_index
         before = {name: tensor.clone() for name, tensor in flight.session.tensors().items()}
@@ -175,34 +168,14 @@ def test_what_was_in_flight_leaves_no_trace(causal_wan: Path, kind: str) -> None
             tensors = flight.session.tensors()
             assert flight.session.scalars() == scalars
             assert [name for name in before if not torch.equal(before[name], tensors[name])] == []
-            given_up += len(flight.at_work)
-            flight.at_work.clear()
-    assert given_up > 3
+            aborted += len(flight.in_flight)
+            flight.in_flight.clear()
+    assert aborted > 3
     assert_equal([flight.found[index] for index in range(CHUNKS)], expected)
 
 
-def test_a_stream_that_just_fits_its_window_goes_back(causal_wan: Path) -> None:
-    """A follower that does not fit has moved the sinks; the chunk before, begun again, finds
-    them where they were.
-    """
-    for kind in ("chunks of three frames", "sinks of two chunks", "sinks renewed"):
-        expected = one_by_one(causal_wan, kind)[:5]
-        model = load_model(causal_wan, serving={"chunks_in_flight": 3}, **KINDS[kind])
-        flight = Flight(model, open_session(model, output="latents"), 3)
-        for chunks in range(1, 5):
-            flight.run(chunks)
-            for _ in range(3):
-                flight.start()
-                for request in reversed(flight.at_work):
-                    step(model, [request])
-                    if request is flight.at_work[0] and request.step == STEPS - 1:
-                        break
-            flight.at_work.clear()
-        assert_equal(flight.run(5), expected)
-
-
 def test_input_video_continues_from_the_chunk_in_flight(causal_wan: Path) -> None:
-    """The encoder's cache, the last frame and the noise scale come from the chunk before,
+    """The encoder's cache, the last frame and the noise scale come from the preceding chunk,
     committed or not.
     """
     options = {**KINDS["chunks of three frames"], "window_frames": 6}
@@ -236,9 +209,9 @@ def test_input_video_continues_from_the_chunk_in_flight(causal_wan: Path) -> Non
     assert_equal(found, expected)
 
 
-def test_bytes_are_those_that_were_admitted(causal_wan: Path) -> None:
-    """Ring slots for chunks in flight are counted; a stage that owns a step holds that step's
-    window only.
+def test_bytes_equal_the_admitted_ones(causal_wan: Path) -> None:
+    """Ring slots for chunks in flight are counted. A stage that owns one step holds the window of
+    that step only.
     """
     for kind, options in KINDS.items():
         model = load_model(causal_wan, serving={"chunks_in_flight": 3}, **options)
@@ -248,7 +221,7 @@ def test_bytes_are_those_that_were_admitted(causal_wan: Path) -> None:
         lengths = [window.buffer.shape[2] // window.tokens_per_frame for window in windows]
         if kind == "chunks of three frames":
             assert lengths == [9 + 2 * 3, 9 + 2 * 3, 9], (
-                "what is not committed may be followed at all steps but the last"
+                "all steps but the last need slots for chunks in flight"
             )
     stages = temporal_stages(causal_wan, KINDS["chunks of three frames"], 3)
     held = [stage.new_session(params).window.nbytes for stage in stages]
@@ -269,9 +242,8 @@ def temporal_stages(causal_wan: Path, options: dict[str, Any], limit: int) -> li
 
 
 class Pipeline:
-    """The stages of a temporal pipeline; a tick moves every chunk one stage on.
-
-    Earlier stages hear late of an end.
+    """The stages of a temporal pipeline. A tick moves every chunk to its next stage. Earlier stages
+    commit later than the last one.
     """
 
     def __init__(self, models: list[CausalWan]) -> None:
@@ -281,8 +253,8 @@ class Pipeline:
         ]
         self.sessions = [open_session(model, output="latents") for model in models]
         self.trips: list[list[DiffusionRequest]] = []
-        """Chunks on their way, oldest first: their requests on the stages they have reached."""
-        self.rows: dict[int, torch.Tensor] = {}
+        """Chunks in flight, oldest first: the requests on the stages that they have reached."""
+        self.latents: dict[int, torch.Tensor] = {}
 
     def start(self, index: int) -> None:
         self.trips.append([])
@@ -291,7 +263,7 @@ class Pipeline:
     def tick(self) -> None:
         for trip in self.trips:
             if len(trip) < len(self.models):
-                self._visit(trip, int(trip[0].request_id), self.rows[int(trip[0].request_id)])
+                self._visit(trip, int(trip[0].request_id), self.latents[int(trip[0].request_id)])
 
     def _visit(
         self, trip: list[DiffusionRequest], index: int, received: torch.Tensor | None
@@ -302,12 +274,12 @@ class Pipeline:
         before = [other[stage] for other in self.trips if len(other) > stage and other is not trip]
         request.predecessor = before[-1] if before else None
         self.models[stage].prepare_encode(request)
-        self.rows[index] = self.stages[stage].run_steps([request], received)
+        self.latents[index] = self.stages[stage].run_steps([request], received)
         assert request.step == request.num_steps
         trip.append(request)
 
     def end(self) -> torch.Tensor:
-        """The oldest chunk has arrived: the last stage decodes and commits, then the others."""
+        """Finish the oldest chunk: the last stage decodes and commits, then the others commit."""
         *earlier, last = self.trips.pop(0)
         entered = self.stages[-1].latents_for_earlier_stages(last)
         latents = finish(self.models[-1], last)[1]["latents"]
@@ -319,26 +291,26 @@ class Pipeline:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stage_for_every_step_gives_the_same_stream(causal_wan: Path, kind: str) -> None:
-    """All stages at work on chunks of one stream; once, all that is on its way is given up."""
+    """All stages process chunks of one stream. Once, all chunks in flight are aborted."""
     expected = one_by_one(causal_wan, kind)
     pipeline = Pipeline(temporal_stages(causal_wan, KINDS[kind], STEPS))
     found: list[torch.Tensor] = []
-    gave_up = False
+    aborted_once = False
     while len(found) < CHUNKS:
         index = len(found) + len(pipeline.trips)
         pipeline.tick()
         if index < CHUNKS and (not pipeline.trips or found):
             pipeline.start(index)
-        if len(found) == 5 and len(pipeline.trips) == STEPS and not gave_up:
+        if len(found) == 5 and len(pipeline.trips) == STEPS and not aborted_once:
             pipeline.trips.clear()
-            gave_up = True
+            aborted_once = True
         elif pipeline.trips and len(pipeline.trips[0]) == STEPS:
             found.append(pipeline.end())
-    assert gave_up
+    assert aborted_once
     assert_equal(found, expected)
 
 
-# -- what is refused -------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -349,16 +321,10 @@ def test_a_stage_for_every_step_gives_the_same_stream(causal_wan: Path, kind: st
         (MATCHED, {"pipeline": "temporal"}, 2, "got 2: pass --pipeline-parallel-size 3"),
     ],
 )
-def test_what_cannot_work_is_refused_with_its_reason(
+def test_unsupported_modes_are_refused_with_the_reason(
     causal_wan: Path, options: dict[str, Any], serving: dict[str, Any], num_stages: int, reason: str
 ) -> None:
     model = load_model(causal_wan, **options)
     with pytest.raises(ValueError, match=r"omni\..*CausalWan cannot do that") as refused:
         check_chunks_in_flight(model, OmniConfig(**serving), num_stages)
     assert reason in str(refused.value)
-
-
-def test_what_can_work_is_not_refused(causal_wan: Path) -> None:
-    model = load_model(causal_wan, **MATCHED)
-    assert check_chunks_in_flight(model, OmniConfig(chunks_in_flight=3), 1) == 1
-    assert check_chunks_in_flight(model, OmniConfig(pipeline="temporal"), 3) == 1

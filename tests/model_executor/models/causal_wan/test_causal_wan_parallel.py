@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor and sequence parallel streams give what one rank gives, sinks that are renewed included
-(fp32, gloo).
+"""Tensor and sequence parallel streams equal those of one rank, including renewed sinks (fp32,
+gloo).
 """
 
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from causal_wan_driver import load_model, stream
+from helpers.process_groups import process_group
 from helpers.rank_processes import run_ranks
 
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
-from vllm_omni.testing.tiny.causal_wan import make_tiny
 
 TOLERANCE = 2e-4
 """Seven chunks in fp32; ranks only change the order of sums."""
 GRAPH_CHUNKS = 14
-"""A window of three chunks, and the two places of its ring several times."""
+"""Fills a window of three chunks and reaches both ring positions several times."""
 OPTIONS: dict[str, Any] = {
     "latent_frames_per_chunk": 1,
     "window_frames": 4,
@@ -29,69 +28,50 @@ OPTIONS: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("model")
-    make_tiny(out, 0, "original")
-    return out
-
-
-@pytest.fixture(scope="module")
-def one_rank(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def one_rank(causal_wan: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file with the stream of one rank."""
     file = tmp_path_factory.mktemp("one_rank") / "stream.pt"
-    torch.save(stream(load_model(checkpoint, **OPTIONS), 7), file)
+    torch.save(stream(load_model(causal_wan, **OPTIONS), 7), file)
     return file
 
 
 def _compare(
-    rank: int, rendezvous: str, checkpoint: str, one_rank: str, sequence_parallel: bool
+    rank: int, rendezvous: str, causal_wan: str, one_rank: str, sequence_parallel: bool
 ) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{rendezvous}",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=60),
-    )
-    try:
-        parallel = ParallelContext(rank, 2, dist.group.WORLD, sequence_parallel=sequence_parallel)
-        model = load_model(Path(checkpoint), parallel, **OPTIONS)
-        assert model.transformer.num_cache_heads == 2, "each of two ranks keeps two of four heads"
+    with process_group(rank, 2, rendezvous) as group:
+        parallel = ParallelContext(rank, 2, group, sequence_parallel=sequence_parallel)
+        model = load_model(Path(causal_wan), parallel, **OPTIONS)
+        assert model.transformer.num_cache_heads == 2, "each of two ranks has two of four heads"
         for ours, expected in zip(stream(model, 7), torch.load(one_rank), strict=True):
             torch.testing.assert_close(ours, expected, atol=TOLERANCE, rtol=0)
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
 def test_two_ranks_equal_one(
-    sequence_parallel: bool, checkpoint: Path, one_rank: Path, tmp_path: Path
+    sequence_parallel: bool, causal_wan: Path, one_rank: Path, tmp_path: Path
 ) -> None:
     run_ranks(
         _compare,
-        (str(tmp_path / "rendezvous"), str(checkpoint), str(one_rank), sequence_parallel),
+        (str(tmp_path / "rendezvous"), str(causal_wan), str(one_rank), sequence_parallel),
         2,
     )
 
 
-def test_heads_that_do_not_divide_are_refused(checkpoint: Path) -> None:
+def test_heads_that_do_not_divide_are_refused(causal_wan: Path) -> None:
     with pytest.raises(ValueError, match="num_heads = 4 does not divide over 3 parallel ranks"):
-        load_model(checkpoint, ParallelContext(0, 3))
+        load_model(causal_wan, ParallelContext(0, 3))
 
 
-def _compare_graphs(rank: int, rendezvous: str, checkpoint: str, sequence_parallel: bool) -> None:
-    """A stream by graphs on every rank, and one by graphs on rank 0 only, against one without
-    graphs.
-    """
+def _compare_graphs(rank: int, rendezvous: str, causal_wan: str, sequence_parallel: bool) -> None:
+    """Streams with graphs on both ranks, and on rank 0 only, against a stream without graphs."""
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     options = {"window_frames": 9, "sink_frames": 3}
     parallel = ParallelContext(rank, 2, dist.group.WORLD, sequence_parallel=sequence_parallel)
     try:
         with torch.device("cuda"):
-            plain = load_model(Path(checkpoint), parallel, **options)
-            by_graphs = load_model(Path(checkpoint), parallel, **options, cuda_graphs=True)
+            plain = load_model(Path(causal_wan), parallel, **options)
+            by_graphs = load_model(Path(causal_wan), parallel, **options, cuda_graphs=True)
         expected = stream(plain, GRAPH_CHUNKS)
         for model in (by_graphs, by_graphs if rank == 0 else plain):
             for got, want in zip(stream(model, GRAPH_CHUNKS), expected, strict=True):
@@ -106,13 +86,12 @@ def _compare_graphs(rank: int, rendezvous: str, checkpoint: str, sequence_parall
 @pytest.mark.several_gpus
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
-def test_ranks_by_graphs_give_what_ranks_without_give(
-    sequence_parallel: bool, tmp_path: Path
+def test_ranks_with_graphs_equal_ranks_without(
+    sequence_parallel: bool, causal_wan: Path, tmp_path: Path
 ) -> None:
-    """Bit for bit, also where only one rank has graphs: exchanges are between them."""
-    make_tiny(tmp_path / "model", 0, "original")
+    """Bit for bit, also if only one rank has graphs, because the collectives run between graphs."""
     run_ranks(
         _compare_graphs,
-        (str(tmp_path / "rendezvous"), str(tmp_path / "model"), sequence_parallel),
+        (str(tmp_path / "rendezvous"), str(causal_wan), sequence_parallel),
         2,
     )

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams driven as the runner drives them: chunks, sessions, and that nothing leaks between
-them.
-"""
+"""Streams driven as by the runner: chunks, sessions, and isolation between sessions."""
 
 from pathlib import Path
 from typing import Any
@@ -11,20 +9,18 @@ import torch
 from causal_wan_driver import (
     HEIGHT,
     WIDTH,
-    finish,
     input_video,
     load_model,
     make_request,
     open_session,
     run_chunk,
-    step,
     stream,
 )
+from helpers.chunks import assert_same, finish, session_bits, step
 from helpers.unreachable_weights import offloaded_out_of_reach
 from helpers.unused_params import IMAGE_AND_VIDEO_PARAMS
 
 from vllm_omni.inputs import DiffusionParams
-from vllm_omni.model_executor.interfaces import SessionState, SupportsStepExecution
 from vllm_omni.model_executor.layers.fused_ops import on_cuda
 from vllm_omni.model_executor.models.causal_wan.pipeline import CausalWan
 from vllm_omni.model_executor.models.wan.transformer.fused_ops import FusedOps
@@ -53,8 +49,10 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_its_network_calls_the_chains_as_kernels_take_them(causal_wan: Path) -> None:
-    """What chooses a kernel on CUDA takes a chain's arguments in their order, none by name."""
+def test_fused_ops_are_called_with_positional_arguments(causal_wan: Path) -> None:
+    """On CUDA, a wrapper selects the kernel. It takes the arguments of the plain op in their order,
+    none by name.
+    """
     expected = stream(load_model(causal_wan, **KINDS["strict"]), 2)
     model = load_model(causal_wan, **KINDS["strict"])
     chosen = FusedOps(
@@ -81,7 +79,7 @@ def any_model(request: pytest.FixtureRequest, causal_wan: Path) -> CausalWan:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_layer_is_used_without_its_fetch_from_host_memory(causal_wan: Path, kind: str) -> None:
+def test_no_layer_runs_before_its_weights_are_fetched(causal_wan: Path, kind: str) -> None:
     models = [
         load_model(causal_wan, **KINDS[kind]),
         offloaded_out_of_reach(lambda: load_model(causal_wan, **KINDS[kind])),
@@ -94,23 +92,7 @@ def test_no_layer_is_used_without_its_fetch_from_host_memory(causal_wan: Path, k
     assert torch.equal(*results)
 
 
-def snapshot(session: SessionState) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    return {name: tensor.clone() for name, tensor in session.tensors().items()}, session.scalars()
-
-
-def assert_same(
-    session: SessionState, before: tuple[dict[str, torch.Tensor], dict[str, Any]]
-) -> None:
-    tensors, scalars = session.tensors(), session.scalars()
-    assert scalars == before[1] and tensors.keys() == before[0].keys()
-    assert [name for name in tensors if not torch.equal(tensors[name], before[0][name])] == []
-
-
 # -- results ---------------------------------------------------------------------------------------
-
-
-def test_it_is_what_the_runner_requests_for(model: CausalWan) -> None:
-    assert isinstance(model, SupportsStepExecution)
 
 
 def test_a_stream_gives_9_then_12_frames(model: CausalWan) -> None:
@@ -134,28 +116,11 @@ def test_seed_and_prompt_change_the_result(model: CausalWan, change: dict[str, A
     assert (stream(model, 1, **change)[0] - stream(model, 1)[0]).abs().max() > 0.05
 
 
-def test_cache_semantics_are_different_models(causal_wan: Path) -> None:
-    """The first chunk has no past: all agree. Then what it sees of the past differs."""
-    common = {"window_frames": 9, "sink_frames": 3}
-    kinds = [load_model(causal_wan, cache=kind, **common) for kind in ("strict", "noise_matched")]
-    strict, matched = (stream(kind, 3) for kind in kinds)
-    assert torch.equal(strict[0], matched[0])
-    assert (strict[2] - matched[2]).abs().max() > 1e-3
-
-
-def test_moving_sinks_change_nothing_while_the_stream_fits(causal_wan: Path) -> None:
-    moving = load_model(causal_wan, window_frames=9, sink_frames=3)
-    fixed = load_model(causal_wan, window_frames=9, sink_frames=3, sink_position="absolute")
-    a, b = stream(moving, 5), stream(fixed, 5)
-    assert all(torch.equal(x, y) for x, y in zip(a[:3], b[:3], strict=True))
-    assert not torch.equal(a[3], b[3])
-
-
 # -- sessions --------------------------------------------------------------------------------------
 
 
-def test_streams_side_by_side_equal_streams_alone(any_model: CausalWan) -> None:
-    """Two streams in one forward at different steps agree with each alone."""
+def test_a_batch_of_streams_equals_streams_alone(any_model: CausalWan) -> None:
+    """Two streams at different steps in one forward agree with each stream alone."""
     alone = stream(any_model, 3)
     first = open_session(any_model, "a", output="latents")
     second = open_session(any_model, "b", output="latents", prompt="a town")
@@ -176,19 +141,19 @@ def test_streams_side_by_side_equal_streams_alone(any_model: CausalWan) -> None:
                 finish(any_model, other)
                 other = make_request(second, output="latents")
                 any_model.prepare_encode(other)
-                step(any_model, [other])  # another step than the first stream's from here on
+                step(any_model, [other])  # from here on at another step than the first stream
         ours.append(finish(any_model, request)[1]["latents"])
     for x, y in zip(ours, alone, strict=True):
         torch.testing.assert_close(x, y, atol=2e-4, rtol=0)
 
 
 def test_an_abandoned_chunk_leaves_no_trace(any_model: CausalWan) -> None:
-    """At any step; the chunk that is sent again is the chunk that would have been."""
+    """At any step. The retried chunk equals the chunk of a session without the aborted one."""
     session, other = open_session(any_model), open_session(any_model, "b")
     for _ in range(5):
         run_chunk(any_model, session, prompt="a beach")
         run_chunk(any_model, other, prompt="a beach")
-    before = snapshot(session)
+    before = session_bits(session)
     for steps in (0, 1, 3, 99):
         request = make_request(session, prompt="a town", seed=4)
         any_model.prepare_encode(request)
@@ -201,19 +166,19 @@ def test_an_abandoned_chunk_leaves_no_trace(any_model: CausalWan) -> None:
     assert torch.equal(again[1]["frames"], expected[1]["frames"])
 
 
-def test_a_fork_continues_alike_and_apart(any_model: CausalWan) -> None:
+def test_a_fork_continues_identically_and_independently(any_model: CausalWan) -> None:
     session = open_session(any_model)
     for _ in range(4):
         run_chunk(any_model, session, prompt="a beach")
     fork = session.fork("fork")
-    before = snapshot(fork)
+    before = session_bits(fork)
     expected = run_chunk(any_model, session)
     assert_same(fork, before)
     assert torch.equal(run_chunk(any_model, fork)[1]["frames"], expected[1]["frames"])
 
 
-def test_bytes_are_known_before_and_constant(any_model: CausalWan) -> None:
-    """What a session holds never exceeds what was admitted, whatever it does."""
+def test_bytes_are_known_in_advance_and_constant(any_model: CausalWan) -> None:
+    """A session never holds more than was admitted, also across prompt switches."""
     for source in ("text", "video"):
         params = DiffusionParams(session_id="a", prompt="a beach", options={"source": source})
         session = any_model.new_session(params)
@@ -225,7 +190,7 @@ def test_bytes_are_known_before_and_constant(any_model: CausalWan) -> None:
                 any_model,
                 session,
                 {"video": input_video(frames)} if source == "video" else {},
-                prompt="a town",
+                prompt="a town" if chunk % 2 else "a beach",
             )
         held = [*session.window.windows]  # type: ignore[attr-defined]
         total = sum(window.nbytes for window in held)
@@ -238,24 +203,10 @@ def test_bytes_are_known_before_and_constant(any_model: CausalWan) -> None:
         session.close()
 
 
-def test_1100_latent_frames_in_one_stream(causal_wan: Path) -> None:
-    """Beyond the 1024 positions of the original's rotary table, in bounded memory, without
-    drifting out of range.
-    """
-    model = load_model(causal_wan, window_frames=9, sink_frames=3, denoising_steps=[1000])
-    session = open_session(model, output="latents")
-    admitted = session.nbytes
-    while (frames := session.next_frames()).stop <= 1101:  # type: ignore[attr-defined]
-        _, tensors = run_chunk(model, session, prompt="a beach", output="latents")
-        last = frames
-    assert last.stop > 1098 and session.nbytes == admitted
-    assert bool(torch.isfinite(tensors["latents"]).all()) and 0.3 < tensors["latents"].std() < 3
-
-
 # -- prompt switch ---------------------------------------------------------------------------------
 
 
-def test_a_new_prompt_counts_from_its_chunk_on(model: CausalWan) -> None:
+def test_a_new_prompt_takes_effect_at_its_chunk(model: CausalWan) -> None:
     switched, base = open_session(model, "a"), open_session(model, "b")
     for _ in range(2):
         a, b = (
@@ -270,14 +221,12 @@ def test_a_new_prompt_counts_from_its_chunk_on(model: CausalWan) -> None:
 
 # -- a window computed again under a new prompt ----------------------------------------------------
 
-RECOMPUTE = {"window_frames": 9, "sink_frames": 3, "prompt_switch": "recompute"}
 
-
-def test_a_new_prompt_computes_the_window_again(causal_wan: Path) -> None:
-    """While nothing has left the window: as if the new prompt had been the stream's from its
-    first frame on.
+def test_a_new_prompt_recomputes_the_window(causal_wan: Path) -> None:
+    """While nothing has left the window, the result equals a stream that had the new prompt from
+    its first frame on.
     """
-    model = load_model(causal_wan, **RECOMPUTE)
+    model = load_model(causal_wan, **KINDS["strict, recomputed by a new prompt"])
     switched, fresh = (
         open_session(model, "a", output="both"),
         open_session(model, "b", output="both"),
@@ -297,11 +246,11 @@ def test_a_new_prompt_computes_the_window_again(causal_wan: Path) -> None:
 
 
 @pytest.mark.parametrize(("chunks", "recomputed"), [(1, 1), (2, 2), (3, 1), (6, 1)])
-def test_a_chunk_with_a_new_prompt_runs_the_window_first(
+def test_a_chunk_with_a_new_prompt_first_recomputes_the_window(
     causal_wan: Path, chunks: int, recomputed: int
 ) -> None:
-    """One clean pass for each chunk in the window, and none where the prompt is the same."""
-    model = load_model(causal_wan, **RECOMPUTE)
+    """One clean-context pass per chunk in the window, and none if the prompt is the same."""
+    model = load_model(causal_wan, **KINDS["strict, recomputed by a new prompt"])
     session = open_session(model)
     for _ in range(chunks):
         run_chunk(model, session, prompt="a beach")
@@ -314,11 +263,14 @@ def test_a_chunk_with_a_new_prompt_runs_the_window_first(
 
 
 @pytest.mark.parametrize("sinks", [0, 2])
-def test_frames_that_left_the_window_stay_invisible_to_it(causal_wan: Path, sinks: int) -> None:
-    """What later slots of the ring hold while an older chunk is computed again does not reach
-    it.
-    """
-    options = {**RECOMPUTE, "latent_frames_per_chunk": 2, "window_frames": 8, "sink_frames": sinks}
+def test_recomputation_does_not_see_later_slots(causal_wan: Path, sinks: int) -> None:
+    """Later slots of the ring buffer have no effect on an older chunk that is recomputed."""
+    options = {
+        **KINDS["strict, recomputed by a new prompt"],
+        "latent_frames_per_chunk": 2,
+        "window_frames": 8,
+        "sink_frames": sinks,
+    }
     model, results = load_model(causal_wan, **options), []
     for noise in (0.0, 7.0):
         session = open_session(model, "a", output="latents")
@@ -330,34 +282,16 @@ def test_frames_that_left_the_window_stay_invisible_to_it(causal_wan: Path, sink
     assert torch.equal(*results) and bool(torch.isfinite(results[0]).all())
 
 
-def test_without_a_new_prompt_nothing_changes(causal_wan: Path) -> None:
-    plain = load_model(causal_wan, window_frames=9, sink_frames=3)
-    for ours, theirs in zip(
-        stream(load_model(causal_wan, **RECOMPUTE), 5), stream(plain, 5), strict=True
-    ):
-        assert torch.equal(ours, theirs)
-
-
-def test_later_chunks_see_the_recomputed_window(causal_wan: Path) -> None:
-    """Switching there and back is another stream than one that never switched, and stays within
-    its admitted bytes.
-    """
-    model = load_model(causal_wan, **RECOMPUTE)
-    session = open_session(model)
-    admitted = model.session_nbytes(DiffusionParams(session_id="a", prompt="a beach"))
-    for index in range(6):
-        run_chunk(model, session, prompt="a beach" if index % 2 else "a town")
-        assert session.nbytes == admitted
-        past = session.past  # type: ignore[attr-defined]
-        window = session.window.nbytes  # type: ignore[attr-defined]
-        assert past.untyped_storage().nbytes() == past.nbytes <= session.reserved_bytes - window  # type: ignore[attr-defined]
+def test_recomputation_needs_the_strict_cache(causal_wan: Path) -> None:
     with pytest.raises(
         ValueError, match="prompt_switch 'recompute' needs cache 'strict', got 'noise_matched'"
     ):
-        load_model(causal_wan, **{**RECOMPUTE, "cache": "noise_matched"})
+        load_model(
+            causal_wan, **{**KINDS["strict, recomputed by a new prompt"], "cache": "noise_matched"}
+        )
 
 
-# -- what is refused -------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -370,7 +304,7 @@ def test_later_chunks_see_the_recomputed_window(causal_wan: Path) -> None:
         ({"options": {"camera": 1}}, "invalid_request"),
     ],
 )
-def test_a_bad_first_chunk_opens_nothing(
+def test_a_bad_first_chunk_opens_no_session(
     model: CausalWan, params: dict[str, Any], code: str
 ) -> None:
     with pytest.raises(RequestFailed) as failure:
@@ -391,19 +325,19 @@ def test_a_bad_first_chunk_opens_nothing(
         ({}, {"video": torch.zeros(12, 32, 48, 3, dtype=torch.uint8)}, "invalid_request"),
     ],
 )
-def test_a_bad_later_chunk_costs_only_itself(
+def test_a_bad_later_chunk_does_not_change_the_session(
     model: CausalWan, params: dict[str, Any], tensors: dict[str, torch.Tensor], code: str
 ) -> None:
     session = open_session(model)
     run_chunk(model, session, prompt="a beach")
-    before = snapshot(session)
+    before = session_bits(session)
     with pytest.raises(RequestFailed) as failure:
         model.prepare_encode(make_request(session, tensors, **params))
     assert failure.value.code == code
     assert_same(session, before)
 
 
-def test_global_attention_ends_with_its_buffer(causal_wan: Path) -> None:
+def test_global_attention_ends_when_its_buffer_is_full(causal_wan: Path) -> None:
     model = load_model(causal_wan, window_frames=-1, latent_frames_per_chunk=7)
     session = open_session(model)
     for _ in range(3):
@@ -414,7 +348,7 @@ def test_global_attention_ends_with_its_buffer(causal_wan: Path) -> None:
 
 @pytest.mark.parametrize("field", IMAGE_AND_VIDEO_PARAMS)
 def test_a_parameter_without_effect_is_refused(model: CausalWan, field: str) -> None:
-    """By name, so that a client does not believe that it did something."""
+    """The refusal names the parameter."""
     session = open_session(model)
     with pytest.raises(RequestFailed, match=f"does not use {field}") as refused:
         model.prepare_encode(

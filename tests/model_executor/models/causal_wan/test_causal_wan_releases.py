@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published causal Wan networks are recognised by their file, with the window, sinks and steps
-of their training.
+"""Published causal Wan networks are recognised by their file and get the window, sinks and steps of
+their training.
 """
 
 import shutil
@@ -38,22 +38,22 @@ def components(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def network(components: Path) -> Tensors:
-    """Its averaged network, under Wan's own names."""
+    """The averaged network under Wan's own names."""
     state = torch.load(components / SHIPPED, weights_only=True)["generator_ema"]
     return {name.removeprefix("model."): tensor for name, tensor in state.items()}
 
 
 def directory(components: Path, out: Path, files: dict[str, Any]) -> Path:
-    """The same Wan components around other networks: `files`, place -> content."""
+    """Wan components with other networks. files: relative path -> content."""
     shutil.copytree(
         components, out, dirs_exist_ok=True, ignore=shutil.ignore_patterns("checkpoints")
     )
-    for position, content in files.items():
-        (out / position).parent.mkdir(parents=True, exist_ok=True)
-        if position.endswith(".safetensors"):
-            save_file(content, out / position)
+    for name, content in files.items():
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        if name.endswith(".safetensors"):
+            save_file(content, out / name)
         else:
-            torch.save(content, out / position)
+            torch.save(content, out / name)
     return out
 
 
@@ -101,7 +101,7 @@ def served(folder: Path, **options: Any) -> tuple[int, ...]:
         ),
     ],
 )
-def test_a_release_is_known_by_its_file(
+def test_a_release_is_recognised_by_its_file(
     position: str,
     name: str,
     plan: tuple[int, ...],
@@ -110,9 +110,7 @@ def test_a_release_is_known_by_its_file(
     network: Tensors,
     tmp_path: Path,
 ) -> None:
-    """Each loads the same network, keeps its settings, and names itself for `vllm-omni
-    download`.
-    """
+    """Each loads the same network, keeps its settings, and has a name for `vllm-omni download`."""
     content = (
         wrapped(network)
         if position.endswith(".safetensors")
@@ -130,10 +128,10 @@ def test_a_release_is_known_by_its_file(
     model = load_model(folder)
     assert model.schedule.timesteps == pytest.approx(timesteps, abs=0.01)
     assert torch.equal(model.transformer.get_parameter(O_WEIGHT), network[O_WEIGHT])
-    assert served(folder, window_frames=9, sink_frames=1) == (3, 9, 1), "what the user says wins"
+    assert served(folder, window_frames=9, sink_frames=1) == (3, 9, 1), "options take precedence"
 
 
-def test_what_a_config_says_wins_over_the_release(
+def test_a_config_takes_precedence_over_the_release(
     components: Path, network: Tensors, tmp_path: Path
 ) -> None:
     """In either key style."""
@@ -147,8 +145,8 @@ def test_what_a_config_says_wins_over_the_release(
 
 
 def lora_of(network: Tensors, rank: int = 4) -> tuple[Tensors, Tensors]:
-    """A LoRA of every linear layer of the blocks, as PEFT names it, and the network with it
-    merged in.
+    """A LoRA of every linear layer of the blocks under PEFT's names, and the network with the LoRA
+    merged.
     """
     generator, lora, merged = torch.Generator().manual_seed(0), {}, dict(network)
     for name, weight in network.items():
@@ -161,10 +159,10 @@ def lora_of(network: Tensors, rank: int = 4) -> tuple[Tensors, Tensors]:
     return lora, merged
 
 
-def test_longlive_is_its_base_with_its_lora_merged(
+def test_longlive_is_loaded_with_its_lora_merged(
     components: Path, network: Tensors, tmp_path: Path
 ) -> None:
-    """The network itself, not its average, as its own code takes it."""
+    """As in its own code, the base is the network itself, not its average."""
     lora, merged = lora_of(network)
     average = {name: torch.zeros_like(tensor) for name, tensor in network.items()}
     content = {
@@ -203,10 +201,10 @@ def test_longlive_without_its_lora_is_refused(
         ("model", "model.diffusion_model."),
     ],
 )
-def test_a_checkpoint_of_one_s_own_is_recognised(
+def test_a_custom_checkpoint_is_recognised(
     wrapper: str | None, prefix: str, components: Path, network: Tensors, tmp_path: Path
 ) -> None:
-    """A single `.pt` beside Wan's components, whatever its name, wrapper and prefix."""
+    """A single `.pt` next to Wan's components, with any name, wrapper and prefix."""
     state = wrapped(network, prefix)
     folder = directory(
         components, tmp_path, {"step_3000.pt": state if wrapper is None else {wrapper: state}}
@@ -227,7 +225,7 @@ def test_a_checkpoint_of_one_s_own_is_recognised(
     ],
     ids=["wrapper", "tensors"],
 )
-def test_an_unknown_state_dict_says_what_is_known_and_what_was_seen(
+def test_an_unknown_state_dict_is_refused_with_its_keys(
     content: Any, seen: str, components: Path, tmp_path: Path
 ) -> None:
     folder = directory(components, tmp_path, {"model.pt": content})
@@ -238,11 +236,11 @@ def test_an_unknown_state_dict_says_what_is_known_and_what_was_seen(
     assert "\n" not in str(refused.value)
 
 
-def test_a_training_checkpoint_alone_is_known_by_its_tensors(
+def test_a_training_checkpoint_alone_is_recognised_by_its_tensors(
     network: Tensors, tmp_path: Path
 ) -> None:
-    """A start then names the components that its directory lacks; another network's file is
-    refused with its keys.
+    """Loading then names the missing components. A file of another network is refused with its
+    keys.
     """
     torch.save({"generator": wrapped(network)}, tmp_path / "mine.pt")
     assert detect_family(tmp_path).name == "causal_wan"

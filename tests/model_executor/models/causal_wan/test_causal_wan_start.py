@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams that begin with a picture or go on from given latents: Self-Forcing's continuation, as
-it is served.
-"""
+"""Streams that start from an image or continue from given latents (Self-Forcing's continuation)."""
 
 import json
 from collections.abc import Mapping
@@ -18,9 +16,9 @@ from causal_wan_driver import (
     make_request,
     open_session,
     run_chunk,
-    step,
     stream,
 )
+from helpers.chunks import step
 from safetensors.torch import load_file
 
 from vllm_omni.config import OmniConfig
@@ -35,7 +33,6 @@ from vllm_omni.model_executor.models.causal_wan.checkpoint.weights import load_t
 from vllm_omni.model_executor.models.causal_wan.pipeline import CausalWan, StreamSetup
 from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.model_executor.models.wan.images.files import prepare_image
-from vllm_omni.model_executor.schedules import ChunkNoise
 from vllm_omni.outputs import RequestFailed
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "wan_causal"
@@ -47,7 +44,7 @@ def model(causal_wan: Path) -> CausalWan:
     return load_model(causal_wan, window_frames=9, sink_frames=3)
 
 
-def picture(seed: int = 0) -> torch.Tensor:
+def start_image(seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 256, (HEIGHT, WIDTH, 3), dtype=torch.uint8, generator=generator)
 
@@ -57,9 +54,7 @@ def picture(seed: int = 0) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class RecordedNoise:
-    """Self-Forcing's draws, which it makes one after the other, by (chunk, step). given: chunks
-    without any.
-    """
+    """Self-Forcing's sequential draws, by (chunk, step). given: chunks without any draw."""
 
     recorded: Mapping[str, torch.Tensor]
     given: int
@@ -87,7 +82,7 @@ class RecordedPrompt(torch.nn.Module):
 def test_a_stream_continues_from_given_latents_as_self_forcing_does(
     causal_wan: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two given chunks, three made behind them, with the recorded draws: every latent within
+    """Two given chunks and three generated ones with the recorded draws: every latent is within
     1e-5.
     """
     recorded = load_file(GOLDEN / "sf_prefill_win6.safetensors")
@@ -126,14 +121,14 @@ def test_a_stream_continues_from_given_latents_as_self_forcing_does(
     assert torch.equal(torch.cat(made[:2], dim=1), initial)
 
 
-# -- pictures --------------------------------------------------------------------------------------
+# -- images ----------------------------------------------------------------------------------------
 
 
 def test_a_stream_starts_with_its_image(model: CausalWan) -> None:
-    """The picture's latent is the first frame; the frames behind it are made from the first
-    chunk on.
+    """The image's latent is the first frame. The frames after it are generated in the first
+    chunk.
     """
-    image = picture()
+    image = start_image()
     session = open_session(model, **LATENTS)
     meta, tensors = run_chunk(model, session, {"image": image}, prompt="a beach", **LATENTS)
     expected, _ = model.vae.encode(prepare_image(image, HEIGHT, WIDTH), None)
@@ -141,44 +136,50 @@ def test_a_stream_starts_with_its_image(model: CausalWan) -> None:
     assert (meta["num_frames"], list(latents.shape[:2])) == (9, [16, 3])
     assert torch.equal(latents[:, :1], expected[0])
     other = run_chunk(
-        model, open_session(model, **LATENTS), {"image": picture(1)}, prompt="a beach", **LATENTS
+        model,
+        open_session(model, **LATENTS),
+        {"image": start_image(1)},
+        prompt="a beach",
+        **LATENTS,
     )
     assert not torch.equal(latents[:, 1:], other[1]["latents"][:, 1:]), (
-        "the picture shows in what follows"
+        "later frames depend on the image"
     )
     assert not torch.equal(latents[:, 1:], stream(model, 1)[0][:, 1:])
 
 
-def test_the_frames_behind_a_image_are_a_chunk_separate(model: CausalWan) -> None:
-    """Pass by pass: the picture at timestep 0, two frames that see it, their clean pass; then
-    whole chunks.
+def test_the_frames_after_an_image_are_one_chunk(model: CausalWan) -> None:
+    """The passes are: the image at timestep 0, two frames that see it, their clean-context pass;
+    then whole chunks.
     """
     session = open_session(model, **LATENTS)
-    request = make_request(session, {"image": picture()}, prompt="a beach", **LATENTS)
+    request = make_request(session, {"image": start_image()}, prompt="a beach", **LATENTS)
     model.prepare_encode(request)
-    rows = []
+    passes = []
     while request.step < request.num_steps:
         model.start_step(request)
-        (row,) = model.items(request)
-        rows.append((row.timestep, list(row.frames), row.latents.shape[1], len(row.rope[0])))
+        (item,) = model.items(request)
+        passes.append((item.timestep, list(item.frames), item.latents.shape[1], len(item.rope[0])))
         step(model, [request])
     tokens = HEIGHT * WIDTH // 256
     denoise = [(t, [1, 2], 2, 2 * tokens) for t in model.schedule.timesteps]
-    assert rows == [(0.0, [0], 1, tokens), *denoise, (0.0, [1, 2], 2, 2 * tokens)]
+    assert passes == [(0.0, [0], 1, tokens), *denoise, (0.0, [1, 2], 2, 2 * tokens)]
     model.commit(request)
     run_chunk(model, session, **LATENTS)
     assert session.chunk_index == 2 and session.window.committed_frames == 6  # type: ignore[attr-defined]
 
 
-def test_a_image_gives_the_same_stream_among_others_and_after_a_fork(model: CausalWan) -> None:
-    """Batched with streams that have none, and forked behind it: the same bits."""
+def test_an_image_gives_the_same_stream_in_a_batch_and_after_a_fork(model: CausalWan) -> None:
+    """Bit for bit, in a batch with streams without images."""
     alone = open_session(model, "alone", **LATENTS)
-    first = run_chunk(model, alone, {"image": picture()}, prompt="a beach", **LATENTS)[1]["latents"]
+    first = run_chunk(model, alone, {"image": start_image()}, prompt="a beach", **LATENTS)[1][
+        "latents"
+    ]
     second = run_chunk(model, alone.fork("copy"), **LATENTS)[1]["latents"]
 
     sessions = [open_session(model, name, **LATENTS) for name in "ab"]
     requests = [
-        make_request(sessions[0], {"image": picture()}, prompt="a beach", **LATENTS),
+        make_request(sessions[0], {"image": start_image()}, prompt="a beach", **LATENTS),
         make_request(sessions[1], prompt="a beach", **LATENTS),
     ]
     for request in requests:
@@ -193,28 +194,7 @@ def test_a_image_gives_the_same_stream_among_others_and_after_a_fork(model: Caus
     assert torch.equal(run_chunk(model, sessions[0], **LATENTS)[1]["latents"], second)
 
 
-def test_a_whole_given_chunk_and_a_made_one_share_a_forward(model: CausalWan) -> None:
-    """Both have three frames; each keeps its own result."""
-    given = torch.randn(16, 3, HEIGHT // 8, WIDTH // 8, generator=torch.Generator().manual_seed(0))
-    requests = [
-        make_request(
-            open_session(model, "a", **LATENTS), {"latents": given}, prompt="a beach", **LATENTS
-        ),
-        make_request(open_session(model, "b", **LATENTS), prompt="a beach", **LATENTS),
-    ]
-    for request in requests:
-        model.prepare_encode(request)
-    assert (
-        model.batch_key(requests[0]) == model.batch_key(requests[1]) and requests[0].num_steps == 1
-    )
-    step(model, requests)
-    while requests[1].step < requests[1].num_steps:
-        step(model, requests[1:])
-    assert torch.equal(model.post_decode(requests[0])[1]["latents"], given)
-    assert torch.equal(model.post_decode(requests[1])[1]["latents"], stream(model, 1)[0])
-
-
-def test_part_of_a_later_chunk_may_be_given(model: CausalWan) -> None:
+def test_a_later_chunk_may_be_given_in_part(model: CausalWan) -> None:
     session = open_session(model, **LATENTS)
     run_chunk(model, session, prompt="a beach", **LATENTS)
     given = torch.zeros(16, 2, HEIGHT // 8, WIDTH // 8)
@@ -228,9 +208,9 @@ def test_part_of_a_later_chunk_may_be_given(model: CausalWan) -> None:
         ({"image": torch.zeros(3, HEIGHT, WIDTH)}, True, "invalid_image"),
         ({"image": torch.zeros(0, WIDTH, 3, dtype=torch.uint8)}, True, "invalid_image"),
         ({"image": torch.zeros(1, 8193, 3, dtype=torch.uint8)}, True, "image_too_large"),
-        ({"image": picture()}, False, "invalid_request"),
+        ({"image": start_image()}, False, "invalid_request"),
         (
-            {"image": picture(), "latents": torch.zeros(16, 1, HEIGHT // 8, WIDTH // 8)},
+            {"image": start_image(), "latents": torch.zeros(16, 1, HEIGHT // 8, WIDTH // 8)},
             True,
             "invalid_request",
         ),
@@ -249,7 +229,7 @@ def test_part_of_a_later_chunk_may_be_given(model: CausalWan) -> None:
         ({"poses": torch.zeros(1)}, True, "invalid_request"),
     ],
 )
-def test_what_cannot_start_a_stream_is_refused(
+def test_invalid_images_and_latents_are_refused(
     tensors: dict[str, torch.Tensor], first: bool, code: str, model: CausalWan
 ) -> None:
     session = open_session(model, **LATENTS)
@@ -264,19 +244,19 @@ def test_what_cannot_start_a_stream_is_refused(
     ("options", "params", "message"),
     [
         ({"cache": "noise_matched"}, {}, "cache 'strict'"),
-        ({"video_input": False}, {}, "cannot encode a picture"),
+        ({"video_input": False}, {}, r"omni\.model\.video_input"),
         ({}, {"options": {"source": "video"}}, "repaints a video"),
     ],
 )
-def test_a_server_that_cannot_take_a_image_says_why(
+def test_a_server_without_image_support_refuses_with_the_reason(
     options: dict[str, Any], params: dict[str, Any], message: str, causal_wan: Path
 ) -> None:
-    """And `/v1/videos` is told the same by the model's tasks."""
+    """`/v1/videos` reads the same from the model's tasks."""
     served = load_model(causal_wan, **options)
     session = open_session(served, **params)
     with pytest.raises(RequestFailed, match=message):
         served.prepare_encode(
-            make_request(session, {"image": picture()}, prompt="a beach", **params)
+            make_request(session, {"image": start_image()}, prompt="a beach", **params)
         )
     family = get_family("causal_wan")
     assert family.capabilities is not None
@@ -285,20 +265,11 @@ def test_a_server_that_cannot_take_a_image_says_why(
     assert ("image_to_video" in tasks) == (not options)
 
 
-def test_a_session_may_have_frames_and_latents(model: CausalWan) -> None:
-    """`both`: the same as with either alone, and fixed by the first chunk."""
+def test_a_session_may_return_frames_and_latents(model: CausalWan) -> None:
+    """Output `both` equals either alone. The first chunk fixes the choice."""
     session = open_session(model, output="both")
     both = run_chunk(model, session, prompt="a beach", output="both")[1]
     frames = run_chunk(model, open_session(model), prompt="a beach")[1]["frames"]
     assert torch.equal(both["frames"], frames) and torch.equal(both["latents"], stream(model, 1)[0])
     with pytest.raises(RequestFailed, match="output is fixed at both"):
         model.prepare_encode(make_request(session, **LATENTS))
-
-
-def test_noise_of_a_chunk_does_not_depend_on_what_was_given(model: CausalWan) -> None:
-    """The frames behind a picture begin with the draws they would have without it."""
-    session = open_session(model, **LATENTS)
-    request = make_request(session, {"image": picture()}, prompt="a beach", seed=5, **LATENTS)
-    model.prepare_encode(request)
-    draw = ChunkNoise((16, 3, HEIGHT // 8, WIDTH // 8), 5, 0, torch.device("cpu")).draw(0)
-    assert torch.equal(request.state.latents[:, 1:], draw[:, 1:])

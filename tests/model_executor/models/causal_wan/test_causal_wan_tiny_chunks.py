@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks that go to the tiny decoder (`omni.degradations` `tiny_vae`): frames, what a stream
-holds, who can do it.
+"""Chunks decoded by the tiny decoder (`omni.degradations` `tiny_vae`): frames, session memory, and
+support.
 """
 
 import dataclasses
@@ -10,22 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from causal_wan_driver import (
-    HEIGHT,
-    WIDTH,
+from causal_wan_driver import HEIGHT, WIDTH, load_model, make_request, open_session, stream
+from helpers.chunks import (
     Result,
+    assert_same,
     finish,
-    input_video,
-    load_model,
-    make_request,
-    open_session,
-    step,
-    stream,
+    run_steps,
+    run_vae_stage,
+    session_bits,
 )
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
-from vllm_omni.model_executor.interfaces import DiffusionRequest, SessionState, check_degradations
+from vllm_omni.model_executor.interfaces import DiffusionRequest, SessionState
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.models.causal_wan.checkpoint.layout import find_layout, hf_config
 from vllm_omni.model_executor.models.causal_wan.pipeline import CausalWan, StreamSetup
@@ -43,13 +40,11 @@ def model(causal_wan: Path) -> CausalWan:
 def start(
     model: CausalWan, session: SessionState, degraded: bool, **params: Any
 ) -> DiffusionRequest:
-    """A chunk, up to where its frames would be made."""
+    """Run a chunk up to its decode."""
     tensors = params.pop("tensors", None)
     request = make_request(session, tensors, **{"prompt": "a beach", **params})
     request.degradations = ("tiny_vae",) if degraded else ()
-    model.prepare_encode(request)
-    while request.step < request.num_steps:
-        step(model, [request])
+    run_steps(model, request)
     return request
 
 
@@ -70,12 +65,10 @@ def run(
         ({"latent_frames_per_chunk": 1, "window_frames": 6, "sink_frames": 1}, {3, 4}),
     ],
 )
-def test_frames_are_its_latents_decoded_so(
+def test_degraded_frames_are_decoded_by_the_tiny_decoder(
     causal_wan: Path, options: dict[str, Any], tiny: set[int]
 ) -> None:
-    """Latents are those of a stream that was never degraded, and so are numbers and places of
-    the frames.
-    """
+    """Latents, frame counts and frame numbers are those of a stream that was never degraded."""
     model = load_model(causal_wan, serving=LADDER, **options)
     results, _ = run(model, tiny)
     assert model.decoder is not None
@@ -90,9 +83,9 @@ def test_frames_are_its_latents_decoded_so(
         assert tensors["frames"].shape[0] == len(expected)
 
 
-def test_without_a_degraded_chunk_nothing_is_different(causal_wan: Path, model: CausalWan) -> None:
-    """A server with the ladder makes the frames of one without, bit for bit, from 8 latent
-    frames more a stream.
+def test_a_stream_without_degraded_chunks_is_unchanged(causal_wan: Path, model: CausalWan) -> None:
+    """A server with the option gives the frames of a server without it, bit for bit, and reserves 8
+    more latent frames per stream.
     """
     plain = load_model(causal_wan)
     for ours, theirs in zip(run(model, ())[0], run(plain, ())[0], strict=True):
@@ -106,17 +99,14 @@ def test_without_a_degraded_chunk_nothing_is_different(causal_wan: Path, model: 
 def test_bytes_are_constant_and_an_abandoned_chunk_and_a_fork_leave_no_trace(
     model: CausalWan,
 ) -> None:
-    """Whichever decoder the chunk before, the abandoned one and the next one go to."""
+    """For either decoder of the preceding, the aborted and the next chunk."""
     session = open_session(model)
     admitted = session.nbytes
     for index in range(CHUNKS):
-        before = {name: tensor.clone() for name, tensor in session.tensors().items()}
+        before = session_bits(session)
         for degraded in (True, False):
             model.post_decode(start(model, session, degraded, prompt="a volcano"))
-        after = session.tensors()
-        assert after.keys() == before.keys() and all(
-            torch.equal(after[name], before[name]) for name in after
-        )
+        assert_same(session, before)
         fork = session.fork("b")
         ours, theirs = (
             finish(model, start(model, each, index % 3 == 1)) for each in (session, fork)
@@ -133,38 +123,18 @@ def test_bytes_are_constant_and_an_abandoned_chunk_and_a_fork_leave_no_trace(
     assert session.decoder_cache is None  # type: ignore[attr-defined]
 
 
-def test_a_degraded_video_to_video_chunk_keeps_its_input(
-    causal_wan: Path, model: CausalWan
-) -> None:
-    """The encoder's memory goes on as it does: only the frames that come out are the tiny
-    decoder's.
-    """
-    found = []
-    for tiny in ((), (1,)):
-        session, latents = open_session(model, options={"source": "video"}), []
-        for index in range(3):
-            tensors = {"video": input_video(model.plan.pixel_frames(index))}
-            request = start(
-                model, session, index in tiny, tensors=tensors, options={"source": "video"}
-            )
-            finish(model, request)
-            latents.append(request.state.latents)
-        found.append(latents)
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
-def test_a_stream_of_latents_goes_without_nothing(model: CausalWan) -> None:
-    """There is no decode to save, so its result does not say that it was degraded."""
+def test_a_stream_of_latents_is_not_degraded(model: CausalWan) -> None:
+    """It has no decode to save, so its result reports no degradation."""
     session = open_session(model, output="latents")
     request = start(model, session, True, output="latents")
     finish(model, request)
     assert request.degradations == ()
 
 
-def test_a_decoder_on_a_stage_separate_takes_turns_as_well(
-    causal_wan: Path, model: CausalWan
-) -> None:
-    """`omni.vae_stage`: the rank with layers has neither decoder and holds nothing for them."""
+def test_a_vae_stage_switches_decoders_too(causal_wan: Path, model: CausalWan) -> None:
+    """`omni.vae_stage`: the rank with layers has neither decoder and reserves no memory for
+    them.
+    """
     serving = {**LADDER, "vae_stage": True}
     layers = load_model(causal_wan, ParallelContext(vae_stage=True), serving=serving)
     vae = load_model(causal_wan, ParallelContext(stage=1, vae_stage=True), serving=serving)
@@ -173,22 +143,17 @@ def test_a_decoder_on_a_stage_separate_takes_turns_as_well(
     ours, theirs = open_session(layers), open_session(vae)
     assert ours.nbytes + theirs.nbytes == whole.nbytes
     for index in range(4):
-        made = start(layers, ours, index in {1, 2})
-        decoded = make_request(theirs, prompt="a beach")
-        decoded.degradations = ("tiny_vae",) if index in {1, 2} else ()
-        vae.prepare_encode(decoded)
-        vae.unpack_decode_state(
-            decoded, layers.latents(made).clone(), layers.pack_decode_state(made)
-        )
-        frames = finish(vae, decoded)[1]["frames"]
-        layers.commit(made)
-        assert torch.equal(frames, expected[index][1]["frames"])
+        requests = [make_request(session, prompt="a beach") for session in (ours, theirs)]
+        for request in requests:
+            request.degradations = ("tiny_vae",) if index in {1, 2} else ()
+        _, frames = run_vae_stage(layers, vae, *requests)
+        assert torch.equal(frames["frames"], expected[index][1]["frames"])
 
 
-def test_without_its_weights_a_server_does_not_start_and_says_what_they_are_for(
+def test_missing_weights_of_the_tiny_decoder_are_refused_at_start(
     causal_wan: Path,
 ) -> None:
-    """On every rank, also on one that would not decode."""
+    """On every rank, including ranks that do not decode."""
     layout = dataclasses.replace(find_layout(causal_wan), tiny_vae=None)
     for parallel in (ParallelContext(), ParallelContext(vae_stage=True)):
         for serving, options, who in (
@@ -201,9 +166,3 @@ def test_without_its_weights_a_server_does_not_start_and_says_what_they_are_for(
             )
             with pytest.raises(ValueError, match=f"lacks taew2_1.pth, which {who} needs"):
                 CausalWan(setup).load_checkpoint(layout)
-
-
-def test_every_ladder_that_it_says_it_can_do_is_accepted(model: CausalWan) -> None:
-    names = ["fewer_steps", "tiny_vae"]
-    assert [model.refuse_degradation(name) for name in names] == [None] * 2
-    check_degradations(model, names)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stream whose decoder is a stage of its own gives the frames of one rank."""
+"""A stream with the decoder on its own pipeline stage gives the frames of one rank."""
 
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ from causal_wan_driver import (
     make_request,
     open_session,
     run_chunk,
-    step,
 )
+from helpers.chunks import run_vae_stage
 
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import SupportsVAEStage
@@ -35,11 +35,11 @@ PROMPTS = ("a beach", None, "a town at night", None)
     ],
     ids=["strict", "noise-matched", "video", "recomputed"],
 )
-def test_frames_are_those_of_one_rank(
+def test_frames_equal_those_of_one_rank(
     causal_wan: Path, source: str, options: dict[str, Any]
 ) -> None:
-    """Over a prompt switch, with and without a clean pass, and from video, which only the rank
-    with layers encodes.
+    """Over a prompt switch, with and without a clean-context pass, and from video, which only the
+    rank with layers encodes.
     """
     one = load_model(causal_wan, **WINDOW, **options)
     layers = load_model(causal_wan, ParallelContext(vae_stage=True), **WINDOW, **options)
@@ -56,19 +56,7 @@ def test_frames_are_those_of_one_rank(
         ours, theirs = (
             make_request(session, tensors, prompt=prompt, **fields) for session in sessions[1:]
         )
-        layers.prepare_encode(ours)
-        vae.prepare_encode(theirs)
-        assert vae.latents(theirs).numel() == layers.latents(ours).numel()
-        while ours.step < ours.num_steps - ours.clean_passes:
-            step(layers, [ours])
-        vae.unpack_decode_state(
-            theirs, layers.latents(ours).clone(), layers.pack_decode_state(ours)
-        )
-        meta, frames = vae.post_decode(theirs)
-        while ours.step < ours.num_steps:
-            step(layers, [ours])
-        layers.commit(ours)
-        vae.commit(theirs)
+        meta, frames = run_vae_stage(layers, vae, ours, theirs)
         assert torch.equal(frames["frames"], expected["frames"]) and meta == expected_meta
     assert [session.chunk_index for session in sessions] == [len(PROMPTS)] * 3
     copy = sessions[2].fork("b")

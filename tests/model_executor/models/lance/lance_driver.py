@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drive a `Lance` in this process, as the runner does, without an engine around it."""
+"""Drives a `Lance` in this process, as the runner does, without an engine."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from helpers.chunks import Result, finish, step
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
@@ -15,7 +16,6 @@ from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.models.lance.checkpoint import find_layout, hf_config
 from vllm_omni.model_executor.models.lance.pipeline import Lance, LanceSetup
 
-Result = tuple[dict[str, Any], dict[str, torch.Tensor]]
 _numbers = itertools.count()
 
 
@@ -103,19 +103,6 @@ def make_request(
 def prepare(lance: Lance, request: DiffusionRequest, session: SessionState | None = None) -> None:
     request.session = session or lance.new_session(request.params)
     lance.prepare_encode(request)
-
-
-def step(lance: Lance, batch: Sequence[DiffusionRequest]) -> None:
-    """One engine step of requests that may be at different steps."""
-    lance.step_scheduler(batch, lance.denoise_step(batch))
-    for request in batch:
-        request.step += 1
-
-
-def finish(lance: Lance, request: DiffusionRequest) -> Result:
-    result = lance.post_decode(request)
-    lance.commit(request)
-    return result
 
 
 def run(lance: Lance, request: DiffusionRequest, session: SessionState | None = None) -> Result:

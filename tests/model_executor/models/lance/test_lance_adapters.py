@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters of Lance: pictures and answers under PEFT's names equal those of merged weights, on
-both experts.
-"""
+"""Adapters of Lance under PEFT's names equal merged weights, on both experts."""
 
 from pathlib import Path
 
@@ -9,23 +7,16 @@ import pytest
 import torch
 from helpers import lora_files as files
 from helpers.adapter_stores import make_store
-from lance_driver import load_lance, prepare, request_of, step
+from helpers.chunks import step
+from lance_driver import load_lance, prepare, request_of
 
 from vllm_omni.inputs import Lora
 from vllm_omni.model_executor.layers.lora.adapter import AdapterError
 from vllm_omni.model_executor.layers.lora.store import AdapterStore
 from vllm_omni.model_executor.models.lance.pipeline import Lance
-from vllm_omni.testing.tiny.lance import make_tiny
 
 TOLERANCE = 2e-4
 """fp32 latents of order 1 after three steps."""
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("lance_adapters")
-    make_tiny(out, 0, "video")
-    return out
 
 
 def image(lance: Lance, store: AdapterStore, lora: list[Lora]) -> torch.Tensor:
@@ -38,8 +29,8 @@ def image(lance: Lance, store: AdapterStore, lora: list[Lora]) -> torch.Tensor:
         return lance.post_decode(request)[1]["latents"]
 
 
-def test_a_image_under_an_adapter_is_the_merged_network_s(checkpoint: Path, tmp_path: Path) -> None:
-    """Every attention and feed-forward layer of both experts, the latent bridge and the time
+def test_an_image_with_an_adapter_equals_merged_weights(checkpoint: Path, tmp_path: Path) -> None:
+    """Every attention and feed-forward layer of both experts, the latent projections and the time
     layers.
     """
     lance = load_lance(checkpoint)
@@ -56,10 +47,8 @@ def test_a_image_under_an_adapter_is_the_merged_network_s(checkpoint: Path, tmp_
     torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=0)
 
 
-def test_the_vocabulary_stays_as_it_is(checkpoint: Path, tmp_path: Path) -> None:
-    """An adapter of the token matrices would be dropped in silence by the shortcuts that read
-    them.
-    """
+def test_adapters_of_the_vocabulary_are_refused(checkpoint: Path, tmp_path: Path) -> None:
+    """Shortcuts read the token matrices directly and would silently ignore an adapter of them."""
     lance = load_lance(checkpoint)
     head = {"language_model.lm_head": (torch.zeros(4, 64), torch.zeros(64, 4))}
     with pytest.raises(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drawings whose denoise steps come as CUDA graphs equal drawings whose steps do not, bit for bit.
+"""Generations with CUDA graphs equal generations without them, bit for bit.
 
-On a host a "graph" repeats the forward with everything the host had decided at its capture: a key
-that leaves something out shows as other latents.
+On a CPU, a "graph" repeats the forward with every decision that the host made at its capture, so an
+incomplete key changes the latents.
 """
 
 from pathlib import Path
@@ -10,20 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.chunks import finish, step
 from helpers.host_capture import hold
-from lance_driver import finish, load_lance, make_request, prepare, request_of, run, step
+from lance_driver import load_lance, make_request, prepare, request_of, run
 
 from vllm_omni.model_executor.layers.cuda_graphs import ForwardGraphs
 from vllm_omni.model_executor.models.lance.network.pack import BranchCache, Pack, PackBuilder
 from vllm_omni.model_executor.models.lance.pipeline import Lance
-from vllm_omni.testing.tiny.lance import make_tiny
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("lance_graphs")
-    make_tiny(out, 0, "video")
-    return out
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +41,12 @@ CAT: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("task", ["t2i", "image_edit", "t2v", "i2v"])
-def test_a_generation_by_graphs_is_the_generation(
+def test_a_generation_with_graphs_equals_the_generation(
     plain: Lance, by_graphs: Lance, task: str
 ) -> None:
-    """With and without a pinned first frame; twice, since the second finds the first's graph."""
+    """With and without a pinned first frame; twice, because the second run reuses the graph of the
+    first.
+    """
     changes = {"num_inference_steps": 5, "output": "latents"}
     want = run(plain, request_of(task, **changes))[1]["latents"]
     for _ in range(2):
@@ -59,15 +54,15 @@ def test_a_generation_by_graphs_is_the_generation(
     assert by_graphs.stepper.graphs is not None and len(by_graphs.stepper.graphs) > 0
 
 
-def test_a_graph_ends_with_its_branches(plain: Lance, by_graphs: Lance) -> None:
-    """Guidance that acts on the first steps alone: two kinds of step in one drawing."""
+def test_each_set_of_guidance_branches_has_its_graph(plain: Lance, by_graphs: Lance) -> None:
+    """Guidance of the first steps only gives two kinds of step in one generation."""
     fields = {**CAT, "num_inference_steps": 8, "options": {"cfg_interval": [0.85, 1.0]}}
     want = run(plain, make_request(fields))[1]["latents"]
     assert torch.equal(run(by_graphs, make_request(fields))[1]["latents"], want)
     assert by_graphs.stepper.graphs is not None and len(by_graphs.stepper.graphs) == 2
 
 
-def test_drawings_may_come_and_go_between_graphs(plain: Lance, by_graphs: Lance) -> None:
+def test_generations_may_join_and_leave_between_graphs(plain: Lance, by_graphs: Lance) -> None:
     """Of two sizes, the second three steps later."""
     fields = [CAT, {**CAT, "prompt": "a dog", "width": 64, "num_inference_steps": 6}]
     want = [run(plain, make_request(each))[1]["latents"] for each in fields]
@@ -86,23 +81,11 @@ def test_drawings_may_come_and_go_between_graphs(plain: Lance, by_graphs: Lance)
         torch.testing.assert_close(got, alone, atol=2e-5, rtol=0)
 
 
-def test_most_of_a_generation_s_steps_are_replayed(by_graphs: Lance) -> None:
-    """The first step runs as it is, the second is captured: the host decides each layer twice,
-    not once a step.
-    """
-    runs = []
-    rows = by_graphs.stepper._latent_slices
-    by_graphs.stepper._latent_slices = lambda pack: runs.append(pack) or rows(pack)  # type: ignore[method-assign]
-    graphs = by_graphs.stepper.graphs = ForwardGraphs(4, capture=lambda run: (run(), lambda: None))
-    run(by_graphs, make_request(CAT))
-    assert len(runs) == 2 and len(graphs) == 1
-
-
-def test_a_generation_of_another_prompt_is_replayed_from_its_first_step(
+def test_another_prompt_replays_the_graph_from_its_first_step(
     plain: Lance, by_graphs: Lance
 ) -> None:
-    """It takes the caches of the drawing before, and how long its context is stands on the
-    device.
+    """It takes the caches of the preceding generation, and the length of its context is a device
+    tensor.
     """
     run(by_graphs, make_request(CAT))
     graphs = by_graphs.stepper.graphs
@@ -116,10 +99,8 @@ def test_a_generation_of_another_prompt_is_replayed_from_its_first_step(
     assert len(graphs.pool) == 0
 
 
-def test_drawings_at_once_have_caches_separate(plain: Lance, by_graphs: Lance) -> None:
-    """Also when caches of ended drawings are there to take, for one drawing and not for a
-    second.
-    """
+def test_concurrent_generations_have_separate_caches(plain: Lance, by_graphs: Lance) -> None:
+    """Also if the pool holds caches for one generation and not for the second."""
     run(by_graphs, make_request(CAT))
     fields = [{**CAT, "prompt": prompt} for prompt in ("a dog", "a bird")]
     want = [run(plain, make_request(each))[1]["latents"] for each in fields]
@@ -135,16 +116,16 @@ def test_drawings_at_once_have_caches_separate(plain: Lance, by_graphs: Lance) -
     assert by_graphs.stepper.graphs is not None and len(by_graphs.stepper.graphs.pool) == 4
 
 
-def test_a_generation_that_failed_leaves_its_caches_to_no_one(by_graphs: Lance) -> None:
-    """It may have been stopped in the middle of a step."""
+def test_caches_of_a_failed_generation_are_not_pooled(by_graphs: Lance) -> None:
+    """It may have stopped in the middle of a step."""
     request = make_request(CAT)
     prepare(by_graphs, request)
     step(by_graphs, [request])
     assert by_graphs.stepper.graphs is not None and len(by_graphs.stepper.graphs.pool) == 0
 
 
-def test_the_key_names_every_slot_that_is_written_and_read() -> None:
-    """A graph of the same caches would write and read at the slots of its capture."""
+def test_the_key_contains_every_slot_that_is_read_or_written() -> None:
+    """A graph of the same caches would otherwise use the slots of its capture."""
     caches = [BranchCache(torch.zeros(1, 9, 1, 2), torch.zeros(1, 9, 1, 2)) for _ in range(2)]
 
     def pack(start: int = 2, keys: int | None = 4, causal: bool = False, order: int = 1) -> Pack:
@@ -162,16 +143,18 @@ def test_the_key_names_every_slot_that_is_written_and_read() -> None:
     assert pack().key == pack().key
     others = [pack(start=3), pack(keys=5), pack(keys=None), pack(causal=True)]
     assert len({pack().key, *(other.key for other in others)}) == 5
-    assert pack(order=-1).caches == pack().caches[::-1], "their order is in the places"
+    assert pack(order=-1).caches == pack().caches[::-1], "the key contains their order"
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_graphs_on_a_gpu_draw_what_launches_draw(
+def test_graphs_on_a_gpu_equal_plain_launches(
     checkpoint: Path, plain: Lance, dtype: torch.dtype
 ) -> None:
-    """The second and the third drawing by replays alone; in fp32 what a CPU draws."""
+    """The second and third generation are replays only. In fp32, the result equals that of
+    a CPU.
+    """
     with torch.device("cuda"):
         launched, by_graphs = (
             load_lance(checkpoint, dtype=dtype),

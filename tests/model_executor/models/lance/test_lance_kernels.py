@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decoder's kernels against its chains in plain torch and fp32; on a CPU by Triton's
+"""The decoder's kernels against its fused ops in plain torch and fp32; on a CPU in Triton's
 interpreter.
 """
 
@@ -27,9 +27,9 @@ TYPES = list(TOLERANCE)
 
 
 def calls(dtype: torch.dtype, device: str) -> list[tuple[str, tuple[Any, ...]]]:
-    """The chains' names and arguments.
+    """Names and arguments of the fused ops.
 
-    Values lie behind the keys; of a step without tokens nothing is run.
+    Values follow the keys in memory. Steps without tokens run no kernel.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -58,12 +58,12 @@ def parts(result: Any) -> tuple[Any, ...]:
 def check(kernels: Any, dtype: torch.dtype, device: str) -> int:
     made = calls(dtype, device)
     for name, args in made:
-        chain = getattr(fused_ops, name)
+        plain_op = getattr(fused_ops, name)
         wide = [arg.float() if isinstance(arg, torch.Tensor) else arg for arg in args]
         found, plain, exact = (
             parts(getattr(kernels, name)(*args)),
-            parts(chain(*args)),
-            parts(chain(*wide)),
+            parts(plain_op(*args)),
+            parts(plain_op(*wide)),
         )
         for result, like, wanted in zip(found, plain, exact, strict=True):
             assert (result.shape, result.dtype) == (
@@ -75,9 +75,9 @@ def check(kernels: Any, dtype: torch.dtype, device: str) -> int:
     return len(made)
 
 
-def check_rounded(kernels: Any, dtype: torch.dtype, device: str) -> int:
-    """Results for layers that take FP8: scales as the plain chains', all numbers but a few that
-    lie between two.
+def check_quantized(kernels: Any, dtype: torch.dtype, device: str) -> int:
+    """FP8 results: scales equal those of the plain ops, and so do all values but a few on a
+    rounding boundary.
     """
     made = [
         (name, args) for name, args in calls(dtype, device) if name != "query_key" and len(args[0])
@@ -99,7 +99,7 @@ def check_rounded(kernels: Any, dtype: torch.dtype, device: str) -> int:
         ), name
         assert torch.allclose(result.scale, wanted.scale, rtol=1e-2), name
         numbers, others = result.data.float(), wanted.data.float()
-        # Triton's interpreter forgets the carry of a number just below a power of two
+        # Triton's interpreter loses the carry of a value just below a power of two
         if device == "cpu":
             numbers = torch.where(2 * numbers == others, others, numbers)
         assert (numbers - others).norm() / others.norm() < 2e-2, name
@@ -112,30 +112,33 @@ def interpreted(rank: int) -> None:
     from vllm_omni.model_executor.models.lance.network import fused_kernels
 
     for dtype in TYPES:
-        assert (check(fused_kernels, dtype, "cpu"), check_rounded(fused_kernels, dtype, "cpu")) == (
+        assert (
+            check(fused_kernels, dtype, "cpu"),
+            check_quantized(fused_kernels, dtype, "cpu"),
+        ) == (
             6,
             3,
         )
 
 
-def test_kernels_equal_the_chains_in_the_interpreter() -> None:
+def test_interpreted_kernels_equal_the_plain_ops() -> None:
     interpret(interpreted)
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", TYPES)
-def test_kernels_equal_the_chains_on_a_gpu(dtype: torch.dtype) -> None:
+def test_kernels_on_a_gpu_equal_the_plain_ops(dtype: torch.dtype) -> None:
     from vllm_omni.model_executor.models.lance.network import fused_kernels
 
-    assert (check(fused_kernels, dtype, "cuda"), check_rounded(fused_kernels, dtype, "cuda")) == (
+    assert (check(fused_kernels, dtype, "cuda"), check_quantized(fused_kernels, dtype, "cuda")) == (
         6,
         3,
     )
 
 
-def test_each_kernel_takes_the_arguments_of_its_chain() -> None:
-    """One stands in for the other."""
+def test_kernels_have_the_signatures_of_the_plain_ops() -> None:
+    """Because either may be called in place of the other."""
     require_triton()
     from vllm_omni.model_executor.models.lance.network import fused_kernels
 
@@ -146,10 +149,10 @@ def test_each_kernel_takes_the_arguments_of_its_chain() -> None:
         assert signature(kernel) == signature(getattr(fused_ops, kernel.__name__))
 
 
-def test_inputs_that_chains_round_are_those_that_layers_round(
+def test_fused_ops_and_layers_quantize_inputs_alike(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of an edit: contexts of text, vision and a reference, and blocks that are drawn."""
+    """For an edit: contexts of text, vision and a reference, and generated blocks."""
     make_tiny(tmp_path, 0, "image")
     lance = load_lance(tmp_path)
     experts = [module for module in lance.network.modules() if isinstance(module, ExpertLayer)]
@@ -158,8 +161,8 @@ def test_inputs_that_chains_round_are_those_that_layers_round(
             of_rounded_weight(layer)
     request = {"output": "latents"}
     assert experts and takes_quantized(experts[0].qkv)
-    by_chains = run(lance, request_of("image_edit", **request))[1]["latents"]
+    by_fused_ops = run(lance, request_of("image_edit", **request))[1]["latents"]
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     assert not takes_quantized(experts[0].qkv)
     by_layers = run(lance, request_of("image_edit", **request))[1]["latents"]
-    torch.testing.assert_close(by_chains, by_layers, atol=1e-4, rtol=0)
+    torch.testing.assert_close(by_fused_ops, by_layers, atol=1e-4, rtol=0)

@@ -35,14 +35,16 @@ def test_the_buckets_are_the_originals(
 
 
 def test_the_widest_bucket_is_clipped_to_the_position_table() -> None:
-    """1152 pixels are 72 latent columns; the table has 64."""
+    """1152 pixels are 72 latent columns, and the table has 64."""
     assert buckets(768, 16, 1024)[0] == (496, 1024)
 
 
 @pytest.mark.parametrize(
     ("size", "expected"), [((600, 600), 3), ((1080, 1920), 1), ((1920, 1080), 5), ((100, 1000), 0)]
 )
-def test_a_image_goes_to_the_nearest_ratio(size: tuple[int, int], expected: int) -> None:
+def test_an_image_takes_the_bucket_of_the_nearest_ratio(
+    size: tuple[int, int], expected: int
+) -> None:
     assert nearest_bucket(size, buckets(768, 16)) == expected
 
 
@@ -53,8 +55,8 @@ def test_the_crop_is_centred_and_as_large_as_possible() -> None:
 
 @pytest.mark.parametrize("target", [(48, 80), (112, 160)])
 def test_resizing_equals_pillows_bicubic(target: tuple[int, int]) -> None:
-    """A smooth picture, down and up: within one level of 255 (Pillow rounds between its two
-    passes).
+    """For a smooth image, up and down, within one level of 255, because Pillow rounds between its
+    two passes.
     """
     y, x = torch.meshgrid(torch.arange(66), torch.arange(110), indexing="ij")
     image = torch.stack((60 + y, 40 + x, 128 + 60 * torch.sin(x / 5 + y / 7)), dim=-1).to(
@@ -68,7 +70,7 @@ def test_resizing_equals_pillows_bicubic(target: tuple[int, int]) -> None:
     assert difference.max() <= 1
 
 
-def test_the_vision_tower_gets_whole_patches() -> None:
+def test_the_vision_tower_receives_whole_patches() -> None:
     pixels = for_vit(torch.zeros(1, 90, 160, 3, dtype=torch.uint8), PRESETS["image_768res"])
     assert pixels.shape == (3, 1, 504, 896)
     torch.testing.assert_close(
@@ -85,13 +87,10 @@ def test_the_vision_tower_gets_whole_patches() -> None:
 def test_a_clip_is_sampled_at_twelve_frames_per_second(
     frames: int, fps: float, retained: int
 ) -> None:
-    """First and last frame stay, the count is 4 k + 1 (or what there is), six seconds at most."""
+    """First and last frame stay. The count is 4 k + 1, or all frames of a shorter clip, and at most
+    six seconds.
+    """
     chosen = sampled_frames(frames, fps)
     assert len(chosen) == retained or len(chosen) == 1
     assert chosen[0] == 0 and (len(chosen) == 1 or chosen[-1] == frames - 1)
     assert (len(chosen) - 1) % 4 == 0 or frames < 5
-
-
-def test_a_clip_at_twelve_frames_is_taken_as_it_is() -> None:
-    assert sampled_frames(9, None).tolist() == list(range(9))
-    assert len(sampled_frames(8, None)) == 5

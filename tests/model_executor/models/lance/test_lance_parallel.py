@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor and sequence parallel ranks give what one rank gives, tasks of all kinds in one batch
-(fp32, gloo).
+"""Tensor and sequence parallel ranks give the results of one rank, for a batch of all kinds of
+tasks (fp32, gloo).
 """
 
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
+from helpers.chunks import finish, step
+from helpers.process_groups import process_group
 from helpers.rank_processes import run_ranks
-from lance_driver import finish, load_lance, prepare, request_of, step
+from lance_driver import load_lance, prepare, request_of
 
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.models.lance.pipeline import Lance
-from vllm_omni.testing.tiny.lance import make_tiny
 
 TOLERANCE = 1e-4
 """Latents in fp32; ranks only change the order of sums."""
@@ -22,9 +21,7 @@ TASKS = ("t2i", "image_edit", "t2v", "i2v", "x2t_image")
 
 
 def results(lance: Lance) -> list[torch.Tensor]:
-    """Everything at once: forwards hold tokens of several drawings, of contexts and of an
-    answer.
-    """
+    """Results of one batch, which mixes tokens of generations, contexts and generated text."""
     requests = [
         request_of(task, **({} if task == "x2t_image" else {"output": "latents"})) for task in TASKS
     ]
@@ -38,25 +35,13 @@ def results(lance: Lance) -> list[torch.Tensor]:
 def _compare(
     rank: int, size: int, rendezvous: str, checkpoint: str, sequence_parallel: bool
 ) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{rendezvous}",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=60),
-    )
-    try:
+    with process_group(rank, size, rendezvous) as group:
         expected = results(load_lance(Path(checkpoint)))
-        parallel = ParallelContext(
-            rank, size, dist.group.WORLD, sequence_parallel=sequence_parallel
-        )
+        parallel = ParallelContext(rank, size, group, sequence_parallel=sequence_parallel)
         lance = load_lance(Path(checkpoint), parallel)
         found = results(lance)
         for ours, one_rank in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, one_rank, atol=TOLERANCE, rtol=0)
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
@@ -67,27 +52,17 @@ def _compare(
         pytest.param(False, 2, id="tensor-2", marks=pytest.mark.nightly),
     ],
 )
-def test_ranks_equal_one(sequence_parallel: bool, size: int, tmp_path: Path) -> None:
+def test_ranks_equal_one(
+    sequence_parallel: bool, size: int, checkpoint: Path, tmp_path: Path
+) -> None:
     """Four ranks share two key/value heads."""
-    make_tiny(tmp_path / "model", 0, "video")
     run_ranks(
         _compare,
-        (size, str(tmp_path / "rendezvous"), str(tmp_path / "model"), sequence_parallel),
+        (size, str(tmp_path / "rendezvous"), str(checkpoint), sequence_parallel),
         size,
     )
 
 
-def test_a_rank_of_a_sequence_keeps_its_heads_and_all_weights(tmp_path: Path) -> None:
-    make_tiny(tmp_path / "model", 0, "video")
-    one = load_lance(tmp_path / "model").network.language_model
-    two = load_lance(
-        tmp_path / "model", ParallelContext(1, 2, sequence_parallel=True)
-    ).network.language_model
-    assert 2 * two.cache_nbytes(8) == one.cache_nbytes(8)
-    assert sum(p.numel() for p in two.parameters()) == sum(p.numel() for p in one.parameters())
-
-
-def test_heads_that_do_not_divide_are_refused(tmp_path: Path) -> None:
-    make_tiny(tmp_path / "model", 0, "video")
+def test_heads_that_do_not_divide_are_refused(checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="do not divide over 3 sequence-parallel ranks"):
-        load_lance(tmp_path / "model", ParallelContext(0, 3, sequence_parallel=True))
+        load_lance(checkpoint, ParallelContext(0, 3, sequence_parallel=True))

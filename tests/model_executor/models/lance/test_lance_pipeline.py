@@ -1,29 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lance step by step in this process: every task, mixed batches, retries, answers in pieces."""
+"""Lance step by step in this process: every task, mixed batches, retries, text in parts, and the
+step cache.
+"""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.chunks import finish, step
 from helpers.unreachable_weights import offloaded_out_of_reach
-from lance_driver import (
-    REQUESTS,
-    clip,
-    finish,
-    image,
-    load_lance,
-    make_request,
-    prepare,
-    request_of,
-    run,
-    step,
-)
+from lance_driver import REQUESTS, load_lance, make_request, prepare, request_of, run
 
 from vllm_omni.model_executor.models.lance.config import TASKS
 from vllm_omni.model_executor.models.lance.pipeline import Lance
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.testing.tiny.lance import make_tiny
 
 SMALL = {"max_image_pixels": 224 * 304, "max_video_pixels": 64 * 96, "max_num_frames": 9}
 TOLERANCE = 1e-4
@@ -33,17 +24,15 @@ order.
 
 
 @pytest.fixture(scope="module")
-def lance(tmp_path_factory: pytest.TempPathFactory) -> Lance:
-    out = tmp_path_factory.mktemp("lance_video")
-    make_tiny(out, 0, "video")
-    return load_lance(out, **SMALL)
+def lance(checkpoint: Path) -> Lance:
+    return load_lance(checkpoint, **SMALL)
 
 
 def latents_of(lance: Lance, task: str, **changes: Any) -> torch.Tensor:
     return run(lance, request_of(task, output="latents", **changes))[1]["latents"]
 
 
-def test_every_task_gives_its_kind_of_result(lance: Lance) -> None:
+def test_every_task_returns_its_kind_of_result(lance: Lance) -> None:
     shapes = {}
     for task in TASKS:
         meta, tensors = run(lance, request_of(task))
@@ -61,14 +50,13 @@ def test_every_task_gives_its_kind_of_result(lance: Lance) -> None:
     }
 
 
-def test_no_layer_is_used_without_its_fetch_from_host_memory(lance: Lance, tmp_path: Path) -> None:
-    make_tiny(tmp_path / "lance", 0, "video")
-    offloaded = offloaded_out_of_reach(lambda: load_lance(tmp_path / "lance", **SMALL))
+def test_no_layer_runs_before_its_weights_are_fetched(lance: Lance, checkpoint: Path) -> None:
+    offloaded = offloaded_out_of_reach(lambda: load_lance(checkpoint, **SMALL))
     assert torch.equal(latents_of(offloaded, "i2v"), latents_of(lance, "i2v"))
 
 
 def test_a_mixed_batch_equals_solo_runs(lance: Lance) -> None:
-    """All seven tasks in the same engine steps, each started one step later than the one before."""
+    """All seven tasks share engine steps, each started one step after the preceding one."""
     solo = [
         latents_of(lance, task) if not task.startswith("x2t") else run(lance, request_of(task))
         for task in TASKS
@@ -109,24 +97,15 @@ def test_a_mixed_batch_equals_solo_runs(lance: Lance) -> None:
         ("image_edit", {"prompt": "a hat"}),
     ],
 )
-def test_what_is_requested_matters(lance: Lance, task: str, change: dict[str, Any]) -> None:
+def test_request_fields_change_the_result(lance: Lance, task: str, change: dict[str, Any]) -> None:
     if "options" in change:
         change = {"options": {**REQUESTS[task][0].get("options", {}), **change["options"]}}
     assert (latents_of(lance, task, **change) - latents_of(lance, task)).abs().max() > 1e-2
 
 
-def test_the_reference_and_the_first_frame_matter(lance: Lance) -> None:
-    for task in ("image_edit", "i2v"):
-        fields, tensors = REQUESTS[task]
-        other = run(
-            lance, make_request({**fields, "output": "latents"}, {**tensors, "image": image(9)})
-        )
-        assert (other[1]["latents"] - latents_of(lance, task)).abs().max() > 1e-2
-
-
-def test_guidance_by_the_image_goes_away_from_the_result_without_it(lance: Lance) -> None:
-    """One step of scale 2, without the text's guidance: twice the edit's velocity less that of
-    the same words alone.
+def test_image_guidance_extrapolates_from_the_result_without_the_image(lance: Lance) -> None:
+    """One step at scale 2 without text guidance: twice the edit's velocity minus that of the text
+    alone.
     """
     options = {"resolution": "image_256res", "cfg_renorm_type": "none", "system_prompt": "Paint."}
     shared = {"num_inference_steps": 1, "guidance_scale": 1.0, "output": "latents", "seed": 3}
@@ -144,8 +123,8 @@ def test_guidance_by_the_image_goes_away_from_the_result_without_it(lance: Lance
     assert torch.equal(plain, edited(cfg_img_scale=1.0))
 
 
-def test_guidance_by_the_image_works_alongside_the_texts_and_in_a_batch(lance: Lance) -> None:
-    """With several pictures of one request too, each as it is drawn alone."""
+def test_image_guidance_combines_with_text_guidance_and_batches(lance: Lance) -> None:
+    """Several images of one request each equal the image generated alone."""
     options = {"resolution": "image_256res", "cfg_img_scale": 1.5}
     changes = {"options": options, "output": "latents", "seed": 5}
     _, two = run(lance, request_of("image_edit", num_images=2, **changes))
@@ -153,28 +132,30 @@ def test_guidance_by_the_image_works_alongside_the_texts_and_in_a_batch(lance: L
     torch.testing.assert_close(two["latents"][1], second["latents"][0], atol=1e-5, rtol=0)
 
 
-def test_guidance_by_the_image_needs_one(lance: Lance) -> None:
+def test_image_guidance_without_an_image_is_refused(lance: Lance) -> None:
     with pytest.raises(RequestFailed, match=r"cfg_img_scale is for edits .* leave it out with t2i"):
         run(lance, request_of("t2i", options={"cfg_img_scale": 1.5}))
 
 
 def test_the_first_frame_is_pinned(lance: Lance) -> None:
-    """The latents of the first frame are the image's, whatever the steps did to the others."""
+    """Its latents are the image's, for any number of steps."""
     many = latents_of(lance, "i2v", num_inference_steps=5)
     few = latents_of(lance, "i2v")
     assert torch.equal(many[0, :, 0], few[0, :, 0])
     assert not torch.equal(many[0, :, 1:], few[0, :, 1:])
 
 
-def test_image_n_of_a_request_is_generated_with_seed_plus_n(lance: Lance) -> None:
+def test_image_n_of_a_request_has_the_seed_plus_n(lance: Lance) -> None:
     several = latents_of(lance, "t2i", seed=5, num_images=3)
     for number in range(3):
         alone = latents_of(lance, "t2i", seed=5 + number)
         torch.testing.assert_close(several[number : number + 1], alone, atol=TOLERANCE, rtol=0)
 
 
-def test_a_step_that_failed_can_be_run_again(lance: Lance, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The runner repeats a failed batch one request at a time: nothing may have moved on."""
+def test_a_failed_step_can_be_repeated(lance: Lance, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runner repeats a failed batch one request at a time, so a failed step must change
+    nothing.
+    """
     alone = {task: run(lance, request_of(task)) for task in ("t2i", "x2t_image")}
     requests = {task: request_of(task) for task in alone}
     for request in requests.values():
@@ -201,12 +182,12 @@ def test_a_step_that_failed_can_be_run_again(lance: Lance, monkeypatch: pytest.M
         _, tensors = finish(lance, request)
         for name, tensor in tensors.items():
             difference = tensor.double() - alone[task][1][name].double()
-            # A CPU with AMX rounds a batch's products differently: a pixel may move by one level.
+            # With AMX, a CPU rounds batched products differently: a pixel may differ by one level.
             assert difference.abs().max() <= (name in ("images", "frames"))
 
 
-def test_an_response_in_parts_equals_the_whole(lance: Lance) -> None:
-    """Pieces of four tokens, one request each, one session; an abandoned piece leaves no trace."""
+def test_a_text_in_parts_equals_the_whole_text(lance: Lance) -> None:
+    """Parts of four tokens, one request each, in one session. An aborted part leaves no trace."""
     fields, tensors = REQUESTS["x2t_image"]
     whole = run(lance, make_request(fields, tensors))
     options = {**fields["options"], "chunk_tokens": 4}
@@ -230,7 +211,7 @@ def test_an_response_in_parts_equals_the_whole(lance: Lance) -> None:
         prepare(lance, make_request({"session_id": "talk"}), session)
 
 
-def test_a_session_in_the_middle_of_an_response_takes_no_other_question(lance: Lance) -> None:
+def test_a_session_with_an_unfinished_text_refuses_another_question(lance: Lance) -> None:
     fields, tensors = REQUESTS["x2t_image"]
     first = make_request({**fields, "options": {**fields["options"], "chunk_tokens": 2}}, tensors)
     session = lance.new_session(first.params)
@@ -239,7 +220,7 @@ def test_a_session_in_the_middle_of_an_response_takes_no_other_question(lance: L
         prepare(lance, make_request(fields, tensors), session)
 
 
-def test_a_stop_text_ends_an_response_and_is_not_part_of_it(lance: Lance) -> None:
+def test_a_stop_string_ends_the_text_and_is_not_part_of_it(lance: Lance) -> None:
     fields, tensors = REQUESTS["x2t_image"]
     text = run(lance, make_request(fields, tensors))[0]["text"]
     stop = text[3:5]
@@ -261,9 +242,9 @@ def test_sampling_is_repeatable_and_differs_by_seed(lance: Lance) -> None:
     assert len({tuple(tokens(seed)) for seed in range(4)}) > 1
 
 
-def test_no_request_holds_more_than_its_session_announced(lance: Lance) -> None:
-    """Admission is by bytes and before tensors are seen: the announced size must be an upper
-    bound.
+def test_a_request_holds_at_most_the_announced_bytes(lance: Lance) -> None:
+    """Admission compares bytes before tensors arrive, so the announced size must be an
+    upper bound.
     """
     for task in TASKS:
         request = request_of(task)
@@ -278,11 +259,61 @@ def test_no_request_holds_more_than_its_session_announced(lance: Lance) -> None:
         assert held <= request.session.nbytes, task
 
 
-def test_a_longer_clip_moves_the_vision_grid(lance: Lance) -> None:
-    """Nine frames see more than five; both are accepted in one preset."""
-    fields, _ = REQUESTS["x2t_video"]
-    sizes = [
-        run(lance, make_request(fields, {"video": clip(frames)}))[0]["prompt_tokens"]
-        for frames in (5, 9)
-    ]
-    assert sizes[0] < sizes[1]
+# -- step cache ------------------------------------------------------------------------------------
+
+CAT = {"height": 64, "width": 96, "output": "latents"}
+
+
+def generate(
+    lance: Lance, monkeypatch: pytest.MonkeyPatch, *wanted: dict[str, Any]
+) -> tuple[list[tuple[dict[str, Any], torch.Tensor]], int]:
+    """Metadata and latents of a batch, and its number of denoise forwards."""
+    forwards, velocity = [], lance.network.velocity
+    monkeypatch.setattr(
+        lance.network, "velocity", lambda hidden: forwards.append(1) or velocity(hidden)
+    )
+    batch = [request_of("t2i", **CAT, **fields) for fields in wanted]
+    for request in batch:
+        prepare(lance, request)
+    while running := [request for request in batch if request.step < request.num_steps]:
+        step(lance, running)
+    monkeypatch.undo()
+    results = [finish(lance, request) for request in batch]
+    return [(meta, tensors["latents"]) for meta, tensors in results], len(forwards)
+
+
+def cached(threshold: float, **options: Any) -> dict[str, Any]:
+    return {"num_inference_steps": 12, "options": {"step_cache": threshold, **options}}
+
+
+def test_the_step_cache_saves_forwards(lance: Lance, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A threshold below every change computes every step."""
+    ((_, whole),), steps = generate(lance, monkeypatch, {"num_inference_steps": 12})
+    ((meta, same),), all_steps = generate(lance, monkeypatch, cached(1e-6))
+    assert torch.equal(same, whole) and steps == all_steps
+    assert meta["step_cache"] == {"threshold": 1e-6, "computed_share": 1.0}
+    ((meta, reused),), fewer = generate(lance, monkeypatch, cached(3.0))
+    assert 2 <= fewer < steps and meta["step_cache"]["computed_share"] == pytest.approx(
+        fewer / steps, abs=1e-4
+    )
+    assert 0 < (reused - whole).norm() / whole.norm() < 1
+
+
+def test_the_step_cache_computes_where_guidance_starts_or_ends(
+    lance: Lance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prediction of one branch cannot replace a prediction of two."""
+    fields = cached(100.0, cfg_interval=[0.6, 0.9])
+    ((meta, latents),), forwards = generate(lance, monkeypatch, fields)
+    assert forwards == 4 and meta["step_cache"]["computed_share"] == pytest.approx(4 / 12, abs=1e-4)
+    assert latents.isfinite().all()
+
+
+def test_a_step_cache_changes_no_other_request_of_the_batch(
+    lance: Lance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = {"num_inference_steps": 8, "seed": 2}
+    alone = [generate(lance, monkeypatch, fields)[0][0][1] for fields in (cached(3.0), plain)]
+    together, _ = generate(lance, monkeypatch, cached(3.0), plain)
+    for (_, found), expected in zip(together, alone, strict=True):
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)

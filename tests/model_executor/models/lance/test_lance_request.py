@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client may send: task by modalities and tensors, sizes, options; each refusal says what
-is allowed.
+"""Client requests: the task from modalities and tensors, sizes, options, and refusals that name the
+allowed values.
 """
 
 from typing import Any
@@ -34,7 +34,7 @@ def task(fields: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str:
     return find_task(request, parse_request_options(request), tensors)
 
 
-def draw(
+def read(
     fields: dict[str, Any], tensors: dict[str, torch.Tensor], config: LanceConfig = CONFIG
 ) -> GenerationInputs:
     request = params(**fields)
@@ -60,7 +60,7 @@ def draw(
         ({"options": {"task": "x2t_image"}}, IMAGE, "x2t_image"),
     ],
 )
-def test_the_task_follows_from_what_is_sent(
+def test_the_task_follows_from_the_request(
     fields: dict[str, Any], tensors: dict[str, torch.Tensor], expected: str
 ) -> None:
     assert task(fields, tensors) == expected
@@ -124,7 +124,7 @@ def test_a_generation_out_of_range_is_refused(
     fields: dict[str, Any], code: str, message: str
 ) -> None:
     with pytest.raises(RequestFailed, match=message) as failure:
-        draw(fields, {})
+        read(fields, {})
     assert failure.value.code == code
 
 
@@ -153,19 +153,19 @@ def test_a_broken_image_or_clip_is_refused(
     request = params(options={"task": kind})
     options = parse_request_options(request)
 
-    def read() -> None:
+    def read_media() -> None:
         if reads:
             read_question(request, options, kind, tensors, LanceOptions())  # type: ignore[arg-type]
         else:
             read_generation(request, options, kind, tensors, CONFIG, LanceOptions())  # type: ignore[arg-type]
 
     with pytest.raises(RequestFailed) as failure:
-        read()
+        read_media()
     assert failure.value.code == code
 
 
 def test_defaults_are_the_released_ones() -> None:
-    inputs = draw({}, {})
+    inputs = read({}, {})
     assert (inputs.size, inputs.num_steps, inputs.shift, inputs.guidance.scale, inputs.seed) == (
         (768, 768),
         30,
@@ -173,29 +173,25 @@ def test_defaults_are_the_released_ones() -> None:
         4.0,
         42,
     )
-    video = draw({"num_frames": 50}, {})
+    video = read({"num_frames": 50}, {})
     assert (video.size, video.num_frames, video.fps) == ((480, 848), 49, 12.0)
 
 
-def test_an_edit_takes_its_references_bucket() -> None:
-    assert draw({}, {"image": image(0, 900, 1600)}).size == (576, 1024)
-    assert draw({"options": {"task": "video_edit"}}, {"video": clip(9)}).grid == (
+def test_an_edit_has_the_bucket_of_its_reference() -> None:
+    assert read({}, {"image": image(0, 900, 1600)}).size == (576, 1024)
+    assert read({"options": {"task": "video_edit"}}, {"video": clip(9)}).grid == (
         3,
         560 // 16,
         752 // 16,
     )
 
 
-def test_guidance_zero_is_zero() -> None:
-    assert draw({"guidance_scale": 0.0}, {}).guidance.scale == 0.0
-
-
 def test_the_image_checkpoint_makes_no_videos() -> None:
     with pytest.raises(RequestFailed, match="Lance_3B_Video"):
-        draw({"num_frames": 9}, {}, LanceConfig())
+        read({"num_frames": 9}, {}, LanceConfig())
 
 
-def test_a_question_may_be_left_out_but_not_empty() -> None:
+def test_a_question_may_be_missing_but_not_empty() -> None:
     request = DiffusionParams(session_id="s", options={"task": "x2t_image"})
     options = parse_request_options(request)
     assert (
@@ -211,10 +207,10 @@ def test_a_question_may_be_left_out_but_not_empty() -> None:
     ("task", "tensors", "shown", "message"),
     [("x2t_image", IMAGE, 1, "there are 1 turns$"), ("t2t", {}, 0, "no picture")],
 )
-def test_a_image_is_shown_in_a_turn_that_is_there(
+def test_an_image_belongs_to_an_existing_turn(
     task: Task, tensors: dict[str, torch.Tensor], shown: int, message: str
 ) -> None:
-    """The conversation's turns arrive as they were sent."""
+    """The turns of the conversation keep their order and text."""
     turns = [{"role": "user", "text": "What?"}]
     request = params(options={"task": task, "turns": turns})
     question = read_question(request, parse_request_options(request), task, tensors, LanceOptions())
@@ -224,7 +220,7 @@ def test_a_image_is_shown_in_a_turn_that_is_there(
         read_question(wrong, parse_request_options(wrong), task, tensors, LanceOptions())
 
 
-def test_an_response_may_not_be_longer_than_served() -> None:
+def test_more_tokens_than_served_are_refused() -> None:
     request = params(options={"task": "x2t_image", "max_tokens": 5000})
     with pytest.raises(RequestFailed, match="above this server's 2048"):
         read_question(request, parse_request_options(request), "x2t_image", IMAGE, LanceOptions())
@@ -240,7 +236,7 @@ def test_an_response_may_not_be_longer_than_served() -> None:
         {"fps": 8.0},
     ],
 )
-def test_a_question_takes_no_parameters_of_images(fields: dict[str, Any]) -> None:
+def test_image_parameters_of_a_question_are_refused(fields: dict[str, Any]) -> None:
     """They would have no effect on a text."""
     request = params(options={"task": "t2t"}, **fields)
     with pytest.raises(RequestFailed, match=f"does not use {next(iter(fields))}"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule, guidance and token choice."""
+"""Schedule, guidance and token sampling."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from vllm_omni.model_executor.models.lance.tasks.sampling import (
 
 
 def test_the_released_schedule() -> None:
-    """30 steps, shift 3.5: 31 points, the published first and last ones."""
+    """30 steps and shift 3.5 give 31 points with the published first and last ones."""
     t = flow_timesteps(30, 3.5)
     assert len(t) == 31
     torch.testing.assert_close(
@@ -45,7 +45,7 @@ def test_the_smallest_factor_is_respected() -> None:
 
 
 def test_the_two_scales_are_combined_as_in_bagel() -> None:
-    """First the text's, then the picture's; either may act alone."""
+    """Text guidance first, then image guidance. Either may act alone."""
     cond, uncond, unseen = torch.full((2, 2), 3.0), torch.ones(2, 2), torch.full((2, 2), -1.0)
     both = Guidance(2.0, (0, 1), "none", 0.0, image_scale=1.5)
     assert torch.equal(both.combine(cond, uncond, unseen), torch.full((2, 2), -1 + 1.5 * (5 + 1)))
@@ -54,14 +54,8 @@ def test_the_two_scales_are_combined_as_in_bagel() -> None:
     assert torch.equal(image.combine(cond, None, unseen), torch.full((2, 2), 5.0))
 
 
-def test_greedy_choice() -> None:
-    assert TokenChoice(0.0, 1.0).choose(
-        torch.tensor([0.0, 3.0, 1.0]), torch.tensor([0.9])
-    ).tolist() == [1]
-
-
 def test_sampling_follows_the_probabilities() -> None:
-    """1000 evenly spread draws from 0.6, 0.3, 0.1: each share within two per mille."""
+    """1000 evenly spaced draws from 0.6, 0.3, 0.1: each share is within two per mille."""
     logits = torch.tensor([0.3, 0.6, 0.1]).log()
     draws = (torch.arange(1000) + 0.5) / 1000
     drawn = torch.cat([TokenChoice(1.0, 1.0).choose(logits, draw.view(1)) for draw in draws])
@@ -69,7 +63,7 @@ def test_sampling_follows_the_probabilities() -> None:
     torch.testing.assert_close(shares, torch.tensor([0.3, 0.6, 0.1]), atol=2e-3, rtol=0)
 
 
-def test_top_p_keeps_the_likeliest_tokens_only() -> None:
+def test_top_p_selects_the_likeliest_tokens() -> None:
     logits = torch.tensor([0.3, 0.6, 0.1]).log()
     drawn = {
         int(TokenChoice(1.0, 0.7).choose(logits, torch.tensor([u])))

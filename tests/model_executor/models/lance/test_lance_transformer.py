@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decoder's chains, compiled and plain, and that tensor-parallel parts add up (numbers are
-held by the goldens).
+"""The decoder's fused ops, compiled and plain, and its position table. The goldens cover its
+values.
 """
 
 from typing import Any
@@ -13,8 +13,8 @@ from vllm_omni.model_executor.models.lance.network.transformer import LancePosit
 
 
 @pytest.mark.nightly
-def test_compiled_chains_equal_plain_ones_for_any_number_of_tokens() -> None:
-    """One kernel for all sizes (no recompilation after the first), fp32 within 1e-5."""
+def test_compiled_ops_equal_plain_ones_for_any_number_of_tokens() -> None:
+    """One kernel serves all sizes (no recompilation after the first), fp32 within 1e-5."""
     plain, compiled = FusedOps(), FusedOps.build(compiled=True)
     torch.manual_seed(0)
     weight, q, k = torch.rand(32), torch.rand(16), torch.rand(16)

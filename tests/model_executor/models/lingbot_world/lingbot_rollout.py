@@ -32,7 +32,7 @@ def load_tiny(parallel: ParallelContext | None = None) -> LingBotTransformer:
 
 
 def inputs(height: int = 4) -> dict[str, torch.Tensor]:
-    """Recorded inputs, cut to `height` latent cells: 4 gives 18 tokens a chunk, 2 gives 9."""
+    """Recorded inputs, cropped to `height` latent cells: 4 gives 18 tokens per chunk, 2 gives 9."""
     recorded = load_file(GOLDEN / "dit_inputs.safetensors")
     return {
         name: tensor if name == "context" else tensor[..., :height, :]
@@ -91,10 +91,10 @@ def roll_out(
     windows: Sequence[KVWindow] | None = None,
     chunks: Sequence[range] = CHUNKS,
 ) -> list[torch.Tensor]:
-    """Return the flow of every chunk's noisy step, through one model or through its pipeline stages
-    in order.
+    """Return the flow of the noisy step of every chunk, through one model or its pipeline stages in
+    order.
 
-    windows: None = new ones.
+    windows: K/V windows of the stages. Default: new ones.
     """
     windows = windows or [make_window(stage, data) for stage in stages]
     flows = []

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drive a `LingBotWorld` chunk by chunk in this process, as the runner does, without an engine
-around it.
-"""
+"""Drives a `LingBotWorld` chunk by chunk in this process, as the runner does, without an engine."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.chunks import Result, run_request
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
@@ -21,7 +20,6 @@ from vllm_omni.model_executor.models.lingbot_world.config import CONVENTIONS, Li
 from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld, WorldSetup
 
 HEIGHT, WIDTH = 32, 48
-Result = tuple[dict[str, Any], dict[str, torch.Tensor]]
 
 
 def load_world(
@@ -45,7 +43,9 @@ def load_world(
 
 @contextmanager
 def choosing(**choices: Any) -> Iterator[LingBotOptions]:
-    """Options under which these choices alone differ from `realtime`'s, which no convention has."""
+    """Options in which only these choices differ from `realtime`. No convention has this
+    combination.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(CONVENTIONS, "realtime", replace(CONVENTIONS["realtime"], **choices))
         yield LingBotOptions()
@@ -62,7 +62,7 @@ def make_request(
     tensors: dict[str, torch.Tensor] | None = None,
     **params: Any,
 ) -> DiffusionRequest:
-    """Make a chunk's request, walking ahead unless told otherwise; a first chunk gets an image."""
+    """Make the request of a chunk. By default it walks ahead, and a first chunk has an image."""
     tensors = dict(tensors or {})
     if session.chunk_index == 0 and "image" not in tensors:
         tensors["image"] = start_image()
@@ -72,30 +72,13 @@ def make_request(
     return DiffusionRequest("request", DiffusionParams(**params), tensors, session)
 
 
-def step(world: LingBotWorld, batch: Sequence[DiffusionRequest]) -> None:
-    """One denoise step of requests that may be at different steps."""
-    world.step_scheduler(batch, world.denoise_step(batch))
-    for request in batch:
-        request.step += 1
-
-
-def finish(world: LingBotWorld, request: DiffusionRequest) -> Result:
-    result = world.post_decode(request)
-    world.commit(request)
-    return result
-
-
 def run_chunk(
     world: LingBotWorld,
     session: SessionState,
     tensors: dict[str, torch.Tensor] | None = None,
     **params: Any,
 ) -> Result:
-    request = make_request(world, session, tensors, **params)
-    world.prepare_encode(request)
-    while request.step < request.num_steps:
-        step(world, [request])
-    return finish(world, request)
+    return run_request(world, make_request(world, session, tensors, **params))
 
 
 def open_session(world: LingBotWorld, session_id: str = "a", **params: Any) -> SessionState:

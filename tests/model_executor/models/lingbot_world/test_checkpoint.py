@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoint layouts and tiny checkpoints: every real layout is found, what is missing is said
-in one line.
-"""
+"""Checkpoint layouts: every released layout is found, and missing parts are named in one line."""
 
-import hashlib
 import json
 import shutil
 from dataclasses import replace
@@ -61,59 +58,9 @@ def load(layout: CheckpointLayout) -> dict[str, torch.Tensor]:
     return tensors | dict(text_encoder.named_parameters(prefix="text"))
 
 
-def digest(folder: Path) -> dict[str, str]:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in files
-    }
-
-
-# Tiny checkpoints
-
-
-def test_a_tiny_checkpoint_has_the_files_of_a_real_one(originals):
-    """Original: the base-cam tree with its fast folder.
-
-    Diffusers: every folder that `model_index.json` names.
-    """
-    original = set(digest(originals["original"]))
-    assert {
-        "google/umt5-xxl/spiece.model",
-        "google/umt5-xxl/tokenizer.json",
-        "google/umt5-xxl/tokenizer_config.json",
-        "google/umt5-xxl/special_tokens_map.json",
-        "models_t5_umt5-xxl-enc-bf16.pth",
-        "Wan2.1_VAE.pth",
-        "lingbot_world_fast/config.json",
-        "lingbot_world_fast/diffusion_pytorch_model-00001-of-00002.safetensors",
-        "lingbot_world_fast/diffusion_pytorch_model.safetensors.index.json",
-    } <= original
-    diffusers = originals["diffusers"]
-    index = json.loads((diffusers / "model_index.json").read_text())
-    folders = {name for name, value in index.items() if isinstance(value, list) and value[0]}
-    assert folders == {path.name for path in diffusers.iterdir() if path.is_dir()}
-    assert (originals["v2"] / "transformers" / "config.json").exists()
-
-
-@pytest.mark.parametrize("layout", FAMILY.layouts)
-def test_a_tiny_checkpoint_is_small_and_the_same_for_the_same_seed(originals, tmp_path, layout):
-    """Byte for byte the same files from one seed, others from another, below 10 MB (15 with
-    heads of 128).
-    """
-    FAMILY.make_tiny(tmp_path / "a" / layout, 3, layout)
-    FAMILY.make_tiny(tmp_path / "b" / layout, 4, layout)
-    assert digest(tmp_path / "a" / layout) == digest(originals[layout])
-    assert digest(tmp_path / "b" / layout) != digest(originals[layout])
-    size = sum(path.stat().st_size for path in originals[layout].rglob("*") if path.is_file())
-    assert size < (15e6 if layout == "v2_1_3b" else 10e6)
-
-
-def test_all_layouts_of_one_seed_hold_the_same_model(originals):
-    """Loaded from any layout, every tensor of transformer, VAE and text encoder is the same.
-
-    But for the layout that states no sizes, whose heads have the released size, and those with
-    other controls.
+def test_all_layouts_load_the_same_model(originals):
+    """Every tensor of transformer, VAE and text encoder is the same. Excluded are the layout
+    without stated sizes, which has heads of the released size, and layouts with other controls.
     """
     same = [layout for layout in FAMILY.layouts if layout not in ("v2_1_3b", "act", "world")]
     loaded = [load(find_layout(originals[layout])) for layout in same]
@@ -130,9 +77,6 @@ def test_an_unknown_layout_is_refused(tmp_path):
         FAMILY.make_tiny(tmp_path, 0, "gguf")
 
 
-# Finding
-
-
 @pytest.mark.parametrize(
     ("layout", "kind", "version"),
     [
@@ -145,16 +89,16 @@ def test_an_unknown_layout_is_refused(tmp_path):
     ],
 )
 def test_every_layout_is_detected_with_all_parts(originals, layout, kind, version):
-    """`detect_family` knows the directory, and each piece is found in its place."""
+    """`detect_family` recognises the directory, and every component is found."""
     assert detect_family(originals[layout]) is get_family("lingbot_world_fast")
     found = find_layout(originals[layout])
     assert (found.kind, found.version) == (kind, version)
     found.require("transformer", "vae", "text_encoder", "tokenizer")
 
 
-def test_the_other_folder_name_and_the_folder_itself_are_found(checkpoints):
-    """`Lingbot-World-Fast` is the same as `lingbot_world_fast`; pointed at directly, the rest is
-    beside it.
+def test_both_folder_names_and_the_folder_itself_are_found(checkpoints):
+    """`Lingbot-World-Fast` equals `lingbot_world_fast`. A path to the folder itself finds the
+    components next to it.
     """
     folder = checkpoints["original"] / "lingbot_world_fast"
     other = folder.rename(folder.with_name("Lingbot-World-Fast"))
@@ -167,9 +111,9 @@ def test_the_other_folder_name_and_the_folder_itself_are_found(checkpoints):
 @pytest.mark.parametrize(
     "config", [None, "{}", '{"_class_name": "WanModelFast"}', '{"eps": 1e-6, "num_heads": 2}']
 )
-def test_sizes_that_no_config_states_are_the_tensors(checkpoints, config):
-    """Of the 1.3B no `config.json` is released: width, layers, heads of 128 and control are in
-    the files' headers.
+def test_sizes_without_a_config_are_read_from_tensors(checkpoints, config):
+    """The 1.3B release has no `config.json`: width, layers, heads of 128 and control come from the
+    file headers.
     """
     if config is not None:
         (checkpoints["v2_1_3b"] / "config.json").write_text(config)
@@ -182,9 +126,7 @@ def test_sizes_that_no_config_states_are_the_tensors(checkpoints, config):
 
 
 def test_the_1_3b_has_the_published_size():
-    """1071 tensors, 1,709,502,016 parameters; read back from their shapes, the same sizes and 12
-    heads.
-    """
+    """1071 tensors with 1,709,502,016 parameters. Their shapes give the same sizes and 12 heads."""
     config = LingBotWorldConfig(dim=1536, ffn_dim=8960, num_heads=12, num_layers=30)
     shapes = transformer_shapes(config)
     assert len(shapes) == 1071
@@ -192,9 +134,9 @@ def test_the_1_3b_has_the_published_size():
     assert LingBotWorldConfig.from_checkpoint(config_of_tensors(shapes, "somewhere")) == config
 
 
-def test_heads_that_tensors_do_not_report_are_requested_for(checkpoints):
-    """The width of a tiny model is no multiple of 128: what is missing is named, and stating it
-    helps.
+def test_an_unknown_number_of_heads_is_requested_by_name(checkpoints):
+    """The width of a tiny model is no multiple of 128. The refusal names the missing key, and
+    stating it helps.
     """
     config = checkpoints["v2"] / "transformers" / "config.json"
     stated = json.loads(config.read_text())
@@ -211,8 +153,8 @@ def test_heads_that_tensors_do_not_report_are_requested_for(checkpoints):
     ) == LingBotWorldConfig.from_checkpoint(stated)
 
 
-def test_other_tensors_than_ours_are_no_sizes(tmp_path):
-    """A transformer of ours by its folder's name only, and one of another control."""
+def test_sizes_of_other_transformers_are_refused(tmp_path):
+    """A folder with a matching name only, and a transformer of another control."""
     with pytest.raises(ValueError, match="somewhere holds no Wan transformer"):
         config_of_tensors({CAMERA_TENSOR: (64, 1536)}, "somewhere")
     shapes = transformer_shapes(LingBotWorldConfig(num_layers=1))
@@ -221,7 +163,7 @@ def test_other_tensors_than_ours_are_no_sizes(tmp_path):
 
 
 @pytest.mark.parametrize("stem", ["model", "diffusion_pytorch_model"])
-def test_a_transformer_in_one_file_may_lie_alongside_components(checkpoints, stem):
+def test_a_transformer_in_one_file_may_be_next_to_components(checkpoints, stem):
     """`model.safetensors` or `diffusion_pytorch_model.safetensors`, at the root or in any of the
     folders.
     """
@@ -245,8 +187,8 @@ def test_a_transformer_in_one_file_may_lie_alongside_components(checkpoints, ste
 
 
 def test_components_may_be_shared_by_a_link_named_assets(checkpoints, tmp_path):
-    """What the directory lacks is looked for below `assets`; what both have is the directory's
-    own.
+    """Missing components are looked up below `assets`. The directory's own components take
+    precedence.
     """
     bare = checkpoints["v2_1_3b"]
     shutil.rmtree(bare / "assets")
@@ -264,8 +206,8 @@ def test_components_may_be_shared_by_a_link_named_assets(checkpoints, tmp_path):
     assert find_layout(bare).vae == bare / "Wan2.1_VAE.pth"
 
 
-def test_which_generation_a_bare_repository_is(checkpoints):
-    """By its name, else by its width: v1 was released in one."""
+def test_the_generation_of_a_bare_repository_follows_from_name_or_width(checkpoints):
+    """v1 was released in one width only."""
     bare = checkpoints["v2_1_3b"]
     for width, version in ((1536, "v2"), (5120, "v1")):
         (bare / "config.json").write_text(
@@ -275,17 +217,7 @@ def test_which_generation_a_bare_repository_is(checkpoints):
     assert find_layout(bare.rename(bare.with_name("lingbot_world_v2_14b"))).version == "v2"
 
 
-def test_unindexed_shards_load_too(checkpoints):
-    """Without an index all safetensors of the folder together are the transformer."""
-    (
-        checkpoints["original"]
-        / "lingbot_world_fast"
-        / "diffusion_pytorch_model.safetensors.index.json"
-    ).unlink()
-    assert load(find_layout(checkpoints["original"]))
-
-
-def test_the_base_models_experts_are_not_taken_for_the_fast_model(checkpoints):
+def test_the_base_models_experts_are_not_detected_as_the_fast_model(checkpoints):
     """`high_noise_model/` has the same keys but is neither distilled nor causal."""
     folder = checkpoints["original"] / "lingbot_world_fast"
     expert = folder.rename(folder.with_name("high_noise_model"))
@@ -296,8 +228,8 @@ def test_the_base_models_experts_are_not_taken_for_the_fast_model(checkpoints):
 @pytest.mark.parametrize(
     "content", [{}, {"config.json": '{"model_type": "llama"}'}, {"config.json": "{"}]
 )
-def test_other_directories_are_not_ours(tmp_path, content):
-    """Detection says no without raising, whatever is in the directory."""
+def test_other_directories_are_not_detected(tmp_path, content):
+    """Detection never raises, whatever the directory holds."""
     for name, text in content.items():
         (tmp_path / name).write_text(text)
     assert not FAMILY.detect(tmp_path)
@@ -319,8 +251,8 @@ def test_other_directories_are_not_ours(tmp_path, content):
         ("diffusers", "tokenizer", "lacks tokenizer"),
     ],
 )
-def test_a_missing_part_is_named_before_anything_is_read(checkpoints, layout, gone, message):
-    """One line: what is missing, where it was looked for, how to get it."""
+def test_a_missing_component_is_named_before_anything_is_read(checkpoints, layout, gone, message):
+    """One line names the component, the searched paths and the download command."""
     path = checkpoints[layout] / gone
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     found = find_layout(checkpoints[layout])
@@ -329,15 +261,8 @@ def test_a_missing_part_is_named_before_anything_is_read(checkpoints, layout, go
     assert "\n" not in str(caught.value)
 
 
-def test_a_truncated_shard_is_named(checkpoints):
-    shard = next((checkpoints["original"] / "lingbot_world_fast").glob("*-00002-*.safetensors"))
-    shard.write_bytes(shard.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=rf"{shard.name} is no complete safetensors file"):
-        load(find_layout(checkpoints["original"]))
-
-
 def test_a_wrong_file_under_the_vaes_name_is_refused(checkpoints):
-    """The text encoder's file renamed to the VAE's is noticed when its shapes are read."""
+    """For example, the text encoder's file renamed to the VAE's."""
     shutil.copy(
         checkpoints["original"] / "models_t5_umt5-xxl-enc-bf16.pth",
         checkpoints["original"] / "Wan2.1_VAE.pth",
@@ -346,12 +271,9 @@ def test_a_wrong_file_under_the_vaes_name_is_refused(checkpoints):
         find_layout(checkpoints["original"]).vae_config()
 
 
-# What vLLM sees
-
-
 @pytest.mark.parametrize("layout", FAMILY.layouts)
 def test_hf_config_is_plain_json_and_complete(originals, layout):
-    """What vLLM carries to its workers is JSON, and the pipeline can be built from it alone."""
+    """vLLM sends it to workers as JSON, and it suffices to build the pipeline."""
     config = FAMILY.hf_config(originals[layout])
     assert json.loads(json.dumps(config)) == config
     assert config["architectures"] == [
@@ -368,7 +290,7 @@ def test_hf_config_is_plain_json_and_complete(originals, layout):
 
 
 def test_hf_config_needs_no_weight_files(tmp_path):
-    """With a config alone (dummy weights) the released sizes are assumed and bfloat16 is chosen."""
+    """With a config alone (dummy weights), the released sizes and bfloat16 are assumed."""
     (tmp_path / "lingbot_world_fast").mkdir()
     (tmp_path / "lingbot_world_fast" / "config.json").write_text('{"_class_name": "WanModelFast"}')
     assert FAMILY.detect(tmp_path)
@@ -382,16 +304,16 @@ def test_hf_config_needs_no_weight_files(tmp_path):
     assert VAEConfig.from_dict(config["lingbot_world"]["vae"]) == VAEConfig()
 
 
-def test_parts_of_different_checkpoints_are_refused(checkpoints):
-    """A text encoder of another width is noticed at start, not in the first request."""
+def test_components_of_different_checkpoints_are_refused(checkpoints):
+    """For example, a text encoder of another width, at start instead of in the first request."""
     path = checkpoints["original"] / "lingbot_world_fast" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "text_dim": 4096}))
     with pytest.raises(ValueError, match="gives rows of 32, the transformer takes 4096"):
         FAMILY.hf_config(checkpoints["original"])
 
 
-def test_a_broken_config_of_ours_is_explained(checkpoints):
-    """A damaged `config.json` in a fast folder is still ours, and the error names the file."""
+def test_a_damaged_config_is_refused_by_file_name(checkpoints):
+    """The directory is still detected."""
     (checkpoints["original"] / "lingbot_world_fast" / "config.json").write_text("{")
     assert FAMILY.detect(checkpoints["original"])
     with pytest.raises(ValueError, match=r"config\.json cannot be read as JSON"):
@@ -406,8 +328,8 @@ def test_a_broken_config_of_ours_is_explained(checkpoints):
         ({"height": 470}, "multiples of 16"),
     ],
 )
-def test_options_that_cannot_work_are_refused_at_start(originals, omni, message):
-    """The family checks options against the checkpoint before any process starts."""
+def test_options_that_contradict_the_checkpoint_are_refused_at_start(originals, omni, message):
+    """The check precedes the start of any process."""
     assert FAMILY.check_options is not None
     config = FAMILY.hf_config(originals["original"])
     FAMILY.check_options(config, OmniConfig())

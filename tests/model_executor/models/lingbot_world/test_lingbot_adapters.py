@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters of LingBot World: camera layers and all others equal merged weights; graphs keep to
-their adapter.
+"""Adapters of LingBot World, including camera layers, equal merged weights; each graph belongs to
+one adapter.
 """
 
 from pathlib import Path
@@ -8,11 +8,10 @@ from pathlib import Path
 import torch
 from helpers import lora_files as files
 from helpers.adapter_stores import make_store
-from helpers.host_capture import hold
-from lingbot_world_driver import load_world, make_request, open_session, step
+from helpers.chunks import run_adapted
+from lingbot_world_driver import load_world, make_request, open_session
 
 from vllm_omni.inputs import Lora
-from vllm_omni.model_executor.layers.cuda_graphs import ForwardGraphs
 from vllm_omni.model_executor.layers.lora.store import AdapterStore
 from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld
 
@@ -21,23 +20,17 @@ TOLERANCE = 2e-4
 
 
 def walk(world: LingBotWorld, store: AdapterStore, choices: list[list[Lora]]) -> list[torch.Tensor]:
-    """The latents of a new session, each chunk with its own adapters."""
-    session, latents, before = open_session(world, output="latents"), [], None
-    for wanted in choices:
-        selection = store.select(wanted)
-        request = make_request(world, session, output="latents", prompt="a beach")
-        request.adapters, request.same_adapters = selection, selection == before
-        before = selection
-        with store.applied(selection):
-            world.prepare_encode(request)
-            while request.step < request.num_steps:
-                step(world, [request])
-            latents.append(world.post_decode(request)[1]["latents"])
-            world.commit(request)
-    return latents
+    """Latents of a new session in which each chunk has its own adapters."""
+    session = open_session(world, output="latents")
+    return run_adapted(
+        world,
+        store,
+        choices,
+        lambda: make_request(world, session, output="latents", prompt="a beach"),
+    )
 
 
-def test_an_adapter_of_every_layer_is_the_merged_network(
+def test_an_adapter_of_every_layer_equals_merged_weights(
     lingbot_world: Path, tmp_path: Path
 ) -> None:
     world = load_world(lingbot_world)
@@ -54,36 +47,3 @@ def test_an_adapter_of_every_layer_is_the_merged_network(
         torch.testing.assert_close(one, other, atol=TOLERANCE, rtol=0)
     for one, other in zip(walk(world, store, [[], []]), plain, strict=True):
         assert torch.equal(one, other)
-
-
-def test_graphs_keep_to_their_adapter(lingbot_world: Path, tmp_path: Path) -> None:
-    """Captured forwards are repeated for the same adapter in the same slot alone; its strength
-    is no part of them.
-    """
-    options = {"window_frames": 6, "sink_frames": 0}
-    ink, wool = ([Lora(name=name)] for name in ("ink", "wool"))
-    choices = [
-        *[[]] * 5,
-        *[ink] * 4,
-        *[[Lora(name="ink", scale=0.25)]] * 3,
-        *[wool] * 3,
-        *[ink] * 3,
-        *[[]] * 3,
-    ]
-    found = []
-    for by_graphs in (False, True):
-        world = load_world(lingbot_world, **options)
-        target = world.adapter_targets()["transformer"]
-        paths = {
-            name: files.write_community(
-                files.factors(target, files.attention_and_ffn(target), seed),
-                tmp_path / f"{name}.safetensors",
-            )
-            for seed, name in enumerate(("ink", "wool"))
-        }
-        world.transformer.graphs = ForwardGraphs(capture=hold) if by_graphs else None
-        found.append(walk(world, make_store(world, paths, max_loras=1), choices))
-        if world.transformer.graphs is not None:
-            assert len(world.transformer.graphs) > 4, "forwards did come by graphs"
-    for index, (got, expected) in enumerate(zip(*found, strict=True)):
-        assert torch.equal(got, expected), f"chunk {index}"

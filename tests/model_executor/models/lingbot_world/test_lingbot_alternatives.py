@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What other implementations do instead of our defaults, each selected by name: formula, bytes,
-sessions, ranks.
+"""Alternatives of other implementations, each selected by name: formula, bytes, sessions, ranks.
 
-The formulas are computed here again, over whole clips, from the VAE alone or from recorded tensors.
-The camera's are in test_lingbot_camera_choices.py.
+The formulas are computed independently, over whole clips, from the VAE alone or from recorded
+tensors. test_lingbot_camera_choices.py tests the camera.
 """
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from helpers.chunks import assert_same, run_steps, session_bits
+from helpers.process_groups import process_group
+from helpers.rank_processes import run_ranks
 from lingbot_world_driver import (
     HEIGHT,
     WIDTH,
@@ -22,20 +21,17 @@ from lingbot_world_driver import (
     open_session,
     run_chunk,
     start_image,
-    step,
 )
 from safetensors.torch import load_file
 
 from vllm_omni.inputs import DiffusionParams
-from vllm_omni.model_executor.models.lingbot_world.config import CONVENTIONS, Convention
 from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld
 from vllm_omni.model_executor.models.lingbot_world.state import LingBotSession
 from vllm_omni.model_executor.models.wan.checkpoint.loading import load_vae
-from vllm_omni.model_executor.models.wan.images.files import prepare_image
 from vllm_omni.model_executor.models.wan.images.image_condition import ConditionState, GreyCondition
 from vllm_omni.model_executor.models.wan.vae.chunk_decoder import ChunkDecoder
 from vllm_omni.model_executor.models.wan.vae.split_decode import RowBands
-from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE, VAEConfig, to_uint8
+from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE, VAEConfig
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "lingbot"
 SMALL: dict[str, Any] = {"window_frames": 7, "sink_frames": 2}
@@ -88,12 +84,11 @@ def session_after(world: LingBotWorld, chunks: int, **params: Any) -> LingBotSes
 
 
 @pytest.mark.parametrize("first", [3, 1])
-def test_second_chunk_repeats_what_the_whole_clip_has_there(
+def test_second_chunk_repeats_the_second_chunk_of_the_whole_clip(
     vae: StreamingWanVAE, recorded: dict[str, torch.Tensor], first: int
 ) -> None:
-    """SGLang: two chunks are encoded as one clip; the second serves all later ones.
-
-    Mask 1 on the image only.
+    """SGLang encodes two chunks as one clip and repeats the second one. The mask is 1 on the image
+    only.
     """
     image = recorded["image"][None, :, None]
     y, state = conditions(GreyCondition(vae, "second_chunk"), image, [first, 3, 3, 3])
@@ -107,7 +102,7 @@ def test_second_chunk_repeats_what_the_whole_clip_has_there(
 def test_fresh_grey_is_a_grey_clip_without_its_first_latent(
     vae: StreamingWanVAE, recorded: dict[str, torch.Tensor]
 ) -> None:
-    """PR 3701's extension, as recorded from it; the image's own chunk is the whole clip's."""
+    """PR 3701's extension, as recorded from it. The image's own chunk is the whole clip's."""
     image = recorded["image"][None, :, None]
     y, _ = conditions(GreyCondition(vae, "fresh_grey"), image, [3, 3, 3])
     whole, _ = vae.encode(grey_clip(image, 9), None)
@@ -119,10 +114,10 @@ def test_fresh_grey_is_a_grey_clip_without_its_first_latent(
 
 
 @pytest.mark.parametrize("later", ["second_chunk", "fresh_grey"])
-def test_a_state_of_another_condition_is_a_value_and_holds_what_was_counted(
+def test_the_state_of_a_condition_is_immutable_and_within_its_estimate(
     vae: StreamingWanVAE, recorded: dict[str, torch.Tensor], later: Any
 ) -> None:
-    """A dropped chunk leaves no trace, a new image starts over, and no state holds more than
+    """An aborted chunk leaves no trace, a new image starts over, and no state exceeds
     `state_nbytes`.
     """
     image = recorded["image"][None, :, None]
@@ -139,28 +134,14 @@ def test_a_state_of_another_condition_is_a_value_and_holds_what_was_counted(
     assert torch.equal(switched, fresh)
 
 
-def test_a_stream_that_settles_in_the_images_chunk_is_repeated_frame_by_frame(
-    vae: StreamingWanVAE,
-) -> None:
-    """A very long first chunk: what the second one would be is known, one latent frame over and
-    over.
-    """
-    image = torch.zeros(1, 3, 1, 16, 24)
-    condition = GreyCondition(vae, "second_chunk")
-    y, state = condition.next(image, 60, None)
-    assert state.resolved().settled
-    later, _ = condition.next(None, 3, state)
-    assert torch.equal(later[4:], y[4:, -1:].expand(-1, 3, -1, -1))
-
-
 # -- the decoder -----------------------------------------------------------------------------------
 
 
-def test_a_restarted_decode_is_that_of_pr_3701(
+def test_a_restarted_decode_equals_pr_3701(
     vae: StreamingWanVAE, recorded: dict[str, torch.Tensor]
 ) -> None:
-    """Each later chunk behind the two latents before it, from an empty cache, its first 5 frames
-    dropped.
+    """Each later chunk is decoded after its two preceding latents, from an empty cache, and the
+    first 5 frames are dropped.
     """
     latents = recorded["latents"]
     decoder, state, pixels = ChunkDecoder(vae, continuation="restart"), None, []
@@ -179,10 +160,12 @@ def test_a_restarted_decode_is_that_of_pr_3701(
 
 
 @pytest.mark.parametrize("chunks", [[1, 3, 3], [1, 1, 1, 1]])
-def test_chunks_of_one_latent_frame_restart_with_what_there_is(
+def test_short_chunks_restart_with_the_available_latents(
     vae: StreamingWanVAE, chunks: list[int]
 ) -> None:
-    """One latent frame before the chunk: it alone is decoded again. Later ones have two."""
+    """If only one latent frame precedes the chunk, it alone is decoded again. Later chunks have
+    two.
+    """
     latents = torch.randn(1, 16, sum(chunks), 2, 3, generator=torch.Generator().manual_seed(0))
     decoder, state, start = ChunkDecoder(vae, continuation="restart"), None, 0
     for count in chunks:
@@ -194,28 +177,13 @@ def test_chunks_of_one_latent_frame_restart_with_what_there_is(
         start += count
 
 
-def test_frames_of_a_restarting_world_are_its_latents_decoded_so(pr3701: LingBotWorld) -> None:
-    session = open_session(pr3701, output="latents")
-    latents = [
-        run_chunk(pr3701, session, prompt="a beach", output="latents")[1]["latents"]
-        for _ in range(4)
-    ]
-    assert isinstance(session, LingBotSession) and session.decoder_cache is None
-    clip = torch.cat(latents, dim=1)[None]
-    session = open_session(pr3701)
-    for index in range(4):
-        _, result = run_chunk(pr3701, session, prompt="a beach")
-        again = 2 if index else 0
-        pixels, _ = pr3701.vae.decode(clip[:, :, 3 * index - again : 3 * index + 3], None)
-        assert torch.equal(result["frames"], to_uint8(pixels)[5 if index else 0 :])
-
-
-def restart_in_bands(rank: int, meeting: str) -> None:
+def restart_in_bands(rank: int, rendezvous: str) -> None:
     """One of two ranks that decode a band of rows each, compared with the whole decoder."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
-    assert dist.group.WORLD is not None
-    bands = RowBands(rank, 2, dist.group.WORLD)
+    with process_group(rank, 2, rendezvous) as group:
+        compare_bands(RowBands(rank, 2, group))
+
+
+def compare_bands(bands: RowBands) -> None:
     whole, mine = (
         ChunkDecoder(
             StreamingWanVAE(VAEConfig(base_dim=4), encoder=False, bands=each),
@@ -241,17 +209,17 @@ def restart_in_bands(rank: int, meeting: str) -> None:
 
 @pytest.mark.nightly
 def test_ranks_that_share_the_decode_restart_together(tmp_path: Path) -> None:
-    """`omni.vae_parallel`: each keeps the two latents whole and decodes its rows of them (fp32,
+    """`omni.vae_parallel`: each rank keeps both whole latents and decodes its rows of them (fp32,
     1e-5).
     """
-    mp.spawn(restart_in_bands, (str(tmp_path / "meeting"),), nprocs=2)
+    run_ranks(restart_in_bands, (str(tmp_path / "rendezvous"),), 2)
 
 
 # -- prompts ---------------------------------------------------------------------------------------
 
 
 def test_a_prompt_switch_can_be_ignored(pr3701: LingBotWorld) -> None:
-    """PR 3701: a later prompt changes nothing; a session's first still counts."""
+    """PR 3701 ignores a later prompt. The first prompt of a session still counts."""
     session = session_after(pr3701, 1)
     plain, switched = session.fork("plain"), session.fork("switched")
     ours = run_chunk(pr3701, switched, prompt="a snow storm")[1]["frames"]
@@ -269,7 +237,7 @@ def test_a_prompt_switch_can_be_ignored(pr3701: LingBotWorld) -> None:
 def test_bytes_are_constant_and_a_fork_and_an_abandoned_chunk_leave_no_trace(
     lingbot_world: Path, convention: str
 ) -> None:
-    """Over eight chunks with an image switch; what is held is never more than what was counted."""
+    """Over eight chunks with an image switch. The session never holds more than was counted."""
     world = load_world(lingbot_world, **SMALL, convention=convention)
     session = session_after(world, 0)
     params = DiffusionParams(session_id="a", prompt="a beach")
@@ -277,16 +245,11 @@ def test_bytes_are_constant_and_a_fork_and_an_abandoned_chunk_leave_no_trace(
     for index in range(8):
         image = {"image": start_image(index)} if index in (0, 4) else None
         fork = session.fork("b")
-        before = {name: tensor.clone() for name, tensor in session.tensors().items()}
+        before = session_bits(session)
         abandoned = make_request(world, session, image, prompt="a volcano", actions=[["k"]])
-        world.prepare_encode(abandoned)
-        while abandoned.step < abandoned.num_steps:
-            step(world, [abandoned])
+        run_steps(world, abandoned)
         world.post_decode(abandoned)
-        after = session.tensors()
-        assert after.keys() == before.keys() and all(
-            torch.equal(after[name], before[name]) for name in before
-        )
+        assert_same(session, before)
         ours, theirs = (
             run_chunk(world, each, image, prompt="a beach")[1]["frames"] for each in (session, fork)
         )
@@ -307,7 +270,7 @@ def test_bytes_are_constant_and_a_fork_and_an_abandoned_chunk_leave_no_trace(
 def test_a_restarting_session_reserves_two_latent_frames_instead_of_the_decoders_cache(
     lingbot_world: Path, pr3701: LingBotWorld
 ) -> None:
-    """And none of the encoder's cache, with a condition that goes on from nothing."""
+    """It also reserves no encoder cache, because its condition restarts from an empty state."""
     params = DiffusionParams(session_id="a", prompt="a beach")
     plain = load_world(lingbot_world, **SMALL)
     frame = 16 * (HEIGHT // 8) * (WIDTH // 8) * 4
@@ -315,37 +278,3 @@ def test_a_restarting_session_reserves_two_latent_frames_instead_of_the_decoders
     decoder = plain.vae.decoder_cache_nbytes(HEIGHT, WIDTH)
     saved = plain.session_nbytes(params) - pr3701.session_nbytes(params)
     assert saved == decoder - 2 * frame + encoder - 3 * frame
-
-
-@EVERY
-def test_the_first_chunk_from_an_image_is_the_defaults_under_every_choice(
-    lingbot_world: Path, convention: Convention, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Schedule and camera aside, they are about what comes later; so chunk 0 of a still camera
-    is the same.
-    """
-    plain = load_world(lingbot_world, **SMALL)
-    theirs = replace(CONVENTIONS[convention], camera_dtype="fp32", schedule="exact")
-    monkeypatch.setitem(CONVENTIONS, convention, theirs)
-    other = load_world(lingbot_world, **SMALL, convention=convention)
-    results = [
-        [
-            run_chunk(world, session, prompt="a beach", actions=[[]] * 3)[1]["frames"]
-            for _ in range(3)
-        ]
-        for world, session in ((plain, open_session(plain)), (other, open_session(other)))
-    ]
-    assert torch.equal(results[0][0], results[1][0])
-    assert not torch.equal(results[0][2], results[1][2])
-
-
-def test_the_image_of_a_later_chunk_is_prepared_as_the_first(pr3701: LingBotWorld) -> None:
-    """An image switch restarts the condition as a session's first chunk does, also where nothing
-    else is streamed.
-    """
-    session = session_after(pr3701, 2)
-    request = make_request(pr3701, session, {"image": start_image(5)}, prompt="a beach")
-    pr3701.prepare_encode(request)
-    pixels = prepare_image(start_image(5), HEIGHT, WIDTH)
-    whole, _ = pr3701.vae.encode(grey_clip(pixels, 9), None)
-    assert torch.equal(request.state.y[4:], whole[0])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Camera maths beyond the goldens: what each convention means, and what is refused."""
+"""Camera maths beyond the goldens: the meaning of each convention, and refusals."""
 
 import math
 from typing import Any
@@ -8,11 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_omni.model_executor.models.lingbot_world import camera as cam
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.testing.parity.lingbot_trajectory import prepare_trajectory, resample_poses
+from vllm_omni.testing.parity.lingbot_trajectory import prepare_trajectory
 
 EYE = torch.eye(4, dtype=torch.float64)
 
@@ -30,8 +29,8 @@ def pose(x: float = 0.0, y: float = 0.0, z: float = 0.0, yaw: float = 0.0) -> to
 
 
 def test_a_ray_leaves_through_its_pixel_centre() -> None:
-    """Pixel (u, v) = (5, 9): channels of component c sit at c * 64 + (v mod 8) * 8 + (u mod 8)
-    of cell (1, 0).
+    """Pixel (u, v) = (5, 9): channels of component c are at c * 64 + (v mod 8) * 8 + (u mod 8) of
+    cell (1, 0).
     """
     intrinsics = torch.tensor([[20.0, 30.0, 8.0, 8.0]])
     maps = cam.camera_map(pose(1, 2, 3, yaw=90).unsqueeze(0), intrinsics, 16, 16)
@@ -44,42 +43,6 @@ def test_a_ray_leaves_through_its_pixel_centre() -> None:
     assert values == pytest.approx([1, 2, 3, *turned], abs=1e-6)
 
 
-class DirectCopies(TorchDispatchMode):
-    """Counts copies of tensors from one device to another."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default:
-            self.count += result.device != args[0].device
-        return result
-
-
-def test_poses_reach_the_device_without_making_the_host_wait_for_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """By `to_device` alone: other copies from the host return when the device has done all that
-    was launched before.
-    """
-    monkeypatch.setattr(
-        cam, "to_device", lambda rows, device: torch.empty_like(rows, device=device)
-    )
-    path, rows = EYE.repeat(3, 1, 1), cam.action_intrinsics(3, 16, 16)
-    with DirectCopies() as copies:
-        rays = cam.camera_map(path, rows, 16, 16, "meta")
-        keys = cam.action_map(path, rows, torch.zeros(3, 4), 16, 16, "meta")
-    assert rays.is_meta and keys.is_meta
-    assert copies.count == 0
-
-
-def test_intrinsics_are_rescaled_from_480x832() -> None:
-    row = cam.scale_intrinsics(
-        torch.tensor([[416.0, 480.0, 416.0, 240.0]], dtype=torch.float64), 240, 208
-    )
-    assert row.tolist() == [[104.0, 240.0, 104.0, 120.0]]
-
-
 # -- relative poses --------------------------------------------------------------------------------
 
 
@@ -89,7 +52,7 @@ def test_the_first_frame_moves_relative_to_the_previous_chunk() -> None:
     assert cam.relative_poses(path)[:, 2, 3].tolist() == [0.0, 2.0]
 
 
-def test_relative_motion_does_not_depend_on_where_the_world_starts() -> None:
+def test_relative_motion_does_not_depend_on_the_origin() -> None:
     torch.manual_seed(0)
     path = torch.stack([pose(x=i * 0.1, z=i * 0.3, yaw=7 * i) for i in range(4)])
     moved = pose(x=50, y=-3, z=9, yaw=123) @ path
@@ -102,40 +65,18 @@ def test_relative_motion_does_not_depend_on_where_the_world_starts() -> None:
 def test_translations_are_divided_by_a_constant_or_the_largest(
     scale: float | None, expected: list[float]
 ) -> None:
+    """A path without translation stays unchanged."""
     relative = torch.stack([pose(), pose(z=0.1), pose(x=0.05)])
     out = cam.scaled_translations(relative, scale)
     assert out[:, :3, 3].norm(dim=1).tolist() == pytest.approx(expected)
-
-
-def test_a_path_that_stands_still_is_not_scaled() -> None:
-    assert torch.equal(cam.scaled_translations(EYE.repeat(3, 1, 1)), EYE.repeat(3, 1, 1))
+    still = EYE.repeat(3, 1, 1)
+    assert torch.equal(cam.scaled_translations(still, scale), still)
 
 
 def test_latent_frames_take_every_fourth_pixel_frame() -> None:
-    """A first chunk shows pixels 0, 4, 8 of its 9; a later one its pixels 3, 7, 11 of 12."""
+    """A first chunk uses pixel frames 0, 4, 8 of 9; a later one 3, 7, 11 of 12."""
     assert cam.per_latent(torch.arange(9), range(3)).tolist() == [0, 4, 8]
     assert cam.per_latent(torch.arange(12), range(3, 6)).tolist() == [3, 7, 11]
-
-
-@pytest.mark.parametrize(("given", "used"), [(25, 21), (65, 57), (81, 81), (9, 9), (12, 9)])
-def test_an_uploaded_path_is_cut_to_whole_chunks(given: int, used: int) -> None:
-    path = prepare_trajectory(
-        EYE.repeat(given, 1, 1), torch.tensor([[416.0, 416.0, 416.0, 240.0]]), 32, 48
-    )
-    assert path.pixel_frames == used
-
-
-def test_a_path_too_short_for_one_chunk_is_refused() -> None:
-    with pytest.raises(ValueError, match="8 poses arrived; one chunk of 3 latent frames needs 9"):
-        prepare_trajectory(EYE.repeat(8, 1, 1), torch.ones(1, 4), 32, 48)
-
-
-def test_resampling_turns_at_constant_speed_along_the_shorter_way() -> None:
-    path = resample_poses(
-        torch.stack([pose(yaw=170), pose(yaw=-170, x=1)]), torch.tensor([0.0, 0.25, 1.0]).double()
-    )
-    torch.testing.assert_close(path[1], pose(yaw=175, x=0.25), atol=1e-12, rtol=0)
-    torch.testing.assert_close(path[2], pose(yaw=190, x=1), atol=1e-12, rtol=0)
 
 
 # -- actions ---------------------------------------------------------------------------------------
@@ -168,7 +109,7 @@ def test_walking_while_looking_up_stays_on_the_ground() -> None:
     assert float(poses[-1, 2, 3]) == pytest.approx(0.25, abs=1e-5)
 
 
-def test_a_step_beyond_85_degrees_of_pitch_is_dropped_whole() -> None:
+def test_a_step_beyond_85_degrees_of_pitch_is_ignored() -> None:
     """21 steps of 4 degrees reach 84; the next would be 88."""
     _, tail = cam.integrate_actions(["i"] * 40, cam.CameraTail.origin())
     assert tail.pitch_degrees == 84
@@ -183,7 +124,7 @@ def test_a_step_beyond_85_degrees_of_pitch_is_dropped_whole() -> None:
     st.integers(1, 11),
 )
 @settings(max_examples=50, deadline=None)
-def test_a_walk_cut_into_chunks_is_the_same_walk(script: list[set[str]], cut: int) -> None:
+def test_a_walk_in_chunks_equals_the_whole_walk(script: list[set[str]], cut: int) -> None:
     held = cam.read_keys([sorted(keys) for keys in script], len(script))
     whole, _ = cam.integrate_actions(held, cam.CameraTail.origin())
     cut = min(cut, len(held) - 1)
@@ -194,8 +135,8 @@ def test_a_walk_cut_into_chunks_is_the_same_walk(script: list[set[str]], cut: in
 
 @given(st.lists(st.sampled_from(list("jlik")), max_size=300))
 @settings(max_examples=20, deadline=None)
-def test_long_walks_stay_rotations(keys: list[str]) -> None:
-    """After 300 turns R R^T differs from the identity by rounding only (1e-12 in fp64)."""
+def test_poses_of_long_walks_stay_rotations(keys: list[str]) -> None:
+    """After 300 turns, R R^T differs from the identity by rounding only (1e-12 in fp64)."""
     poses, tail = cam.integrate_actions([*keys, "w"], cam.CameraTail.origin())
     rotation = tail.pose_44[:3, :3]
     torch.testing.assert_close(rotation @ rotation.mT, EYE[:3, :3], atol=1e-12, rtol=0)
@@ -214,7 +155,7 @@ def test_unknown_keys_are_refused(key: str) -> None:
         cam.read_keys([[key]], 3)
 
 
-# -- what clients send -----------------------------------------------------------------------------
+# -- client input ----------------------------------------------------------------------------------
 
 
 def poses_with(index: tuple[int, ...], value: float) -> torch.Tensor:
@@ -298,8 +239,8 @@ def test_bad_intrinsics_are_named(intrinsics: torch.Tensor, code: str, message: 
 
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_whatever_arrives_is_read_or_refused_by_name(data: Any) -> None:
-    """Fuzz: any float in any place of the first pose gives finite rays or a `RequestFailed`."""
+def test_fuzzed_poses_are_read_or_refused(data: Any) -> None:
+    """Any float in any element of the first pose gives finite rays or a `RequestFailed`."""
     poses = torch.eye(4, dtype=torch.float64).repeat(9, 1, 1)
     row, column = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 3))
     poses[0, row, column] = data.draw(st.floats(allow_nan=True, allow_infinity=True))
@@ -313,9 +254,9 @@ def test_whatever_arrives_is_read_or_refused_by_name(data: Any) -> None:
     assert bool(torch.isfinite(rays).all())
 
 
-def test_a_clip_sent_chunk_by_chunk_is_the_originals_clip() -> None:
-    """With `camera_scale` = the clip's largest step, chunks give its relative poses (1e-5; 3e-7
-    is fp32 rounding).
+def test_a_path_in_chunks_equals_the_originals_whole_path() -> None:
+    """If `camera_scale` is the path's largest step, chunks give its relative poses (1e-5; 3e-7 is
+    fp32 rounding).
     """
     clip = torch.stack([pose(x=0.02 * i, z=0.05 * i, yaw=0.7 * i) for i in range(33)])
     whole = prepare_trajectory(clip, torch.tensor([[416.0, 416.0, 416.0, 240.0]]), 32, 48)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How public implementations read a camera path, each selected by name: against recordings, or
-computed here again.
+"""Camera conventions of public implementations, each selected by name: against recordings or an
+independent computation.
 """
 
 import itertools
@@ -34,7 +34,7 @@ def new_session(world: LingBotWorld) -> LingBotSession:
 def ray_maps(
     world: LingBotWorld, session: LingBotSession, chunks: list[dict[str, Any]], **choices: Any
 ) -> list[Any]:
-    """Walk with the camera alone: (relative poses, ray map) of each chunk, as `choices` have it."""
+    """(relative poses, ray map) of each chunk under `choices`. Only the camera runs."""
     maps = []
     with choosing(**choices) as served:
         dtype = served.choices.camera_torch_dtype
@@ -62,7 +62,7 @@ def ray_maps(
 def test_held_keys_give_the_ray_maps_of_each_implementation(
     world: LingBotWorld, recording: str, options: dict[str, Any]
 ) -> None:
-    """Recorded from them over three chunks (tests/golden/lingbot, 1e-5)."""
+    """Recorded from each implementation over three chunks (tests/golden/lingbot, 1e-5)."""
     golden = load_file(GOLDEN / "camera.safetensors")
     keys = [
         ["w"],
@@ -81,9 +81,9 @@ def test_held_keys_give_the_ray_maps_of_each_implementation(
         torch.testing.assert_close(rays, golden[f"act.{recording}_chunk{index}"], atol=1e-5, rtol=0)
 
 
-def test_each_chunk_by_itself_is_relative_to_its_own_first_pose(world: LingBotWorld) -> None:
-    """PR 3701's extension: the first frame stands, translations are divided by the segment's own
-    largest.
+def test_chunks_may_be_relative_to_their_first_pose(world: LingBotWorld) -> None:
+    """PR 3701's extension: the first frame is the reference, and translations are divided by the
+    largest of the chunk.
     """
     generator = torch.Generator().manual_seed(4)
     chunks = []
@@ -113,8 +113,8 @@ def test_each_chunk_by_itself_is_relative_to_its_own_first_pose(world: LingBotWo
 
 
 def test_session_max_is_the_longest_step_so_far(world: LingBotWorld) -> None:
-    """A diagonal step of sqrt(2) units scales all that come after it, in later chunks too; a
-    request's scale wins.
+    """A diagonal step of sqrt(2) units scales all later steps, also in later chunks. A request's
+    scale takes precedence.
     """
     session = new_session(world)
     chunks: list[dict[str, Any]] = [
@@ -131,9 +131,9 @@ def test_session_max_is_the_longest_step_so_far(world: LingBotWorld) -> None:
     assert lengths == [[0, 0, 0], [1, 1, 1], [1, 0.7071, 0], [0.7071] * 3, [0.1, 0.1, 0.1]]
 
 
-def test_bf16_rays_are_each_operation_in_bf16() -> None:
-    """Of a camera that stands still, computed again operation by operation; integer pixels above
-    256 already round.
+def test_bf16_rays_round_every_operation() -> None:
+    """For a camera that does not move, computed operation by operation. Integer pixels above 256
+    are already rounded.
     """
     height, width = 480, 832
     ours = camera_map(
@@ -156,7 +156,7 @@ def test_bf16_rays_are_each_operation_in_bf16() -> None:
 
 
 def test_a_bf16_camera_loses_small_steps_far_from_the_origin(world: LingBotWorld) -> None:
-    """Poses are rounded before they are compared: thirty frames on, steps are off by up to 0.2
+    """Poses are rounded before they are compared: after thirty frames, steps are off by up to 0.2
     of their length.
     """
     keys = [["w", "l"] if index % 3 else ["w"] for index in range(30)]

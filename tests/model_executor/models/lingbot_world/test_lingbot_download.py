@@ -1,27 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni download lingbot_world_fast` against a hub in this process, through the real hub
-client.
-"""
+"""`vllm-omni download lingbot_world_fast` from a hub in this process, with the real hub client."""
 
 import argparse
-import hashlib
-import http.server
 import json
 import os
-import re
+import shutil
 import sys
-import threading
-from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
+from helpers.hub_server import hub_server
 from helpers.rank_processes import rank_context
 from helpers.waits import seconds
 
 from vllm_omni.model_executor.checkpoint.root_config import ROOT_CONFIG
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import find_layout
-from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
 from vllm_omni.model_executor.models.lingbot_world.hub import PIECES, RELEASES, check_complete
 from vllm_omni.model_executor.models.wan.checkpoint.layout import TINY_VAE_FILE
 from vllm_omni.testing.tiny.lingbot_world import make_tiny
@@ -29,124 +23,10 @@ from vllm_omni.testing.tiny.lingbot_world import make_tiny
 BASE, FAST = (piece.repo for piece in PIECES)
 
 
-def commit(repo: str) -> str:
-    """Each repository has its own: the client takes two of one commit for one and the same."""
-    return hashlib.sha1(repo.encode()).hexdigest()
-
-
-class Hub(http.server.ThreadingHTTPServer):
-    """Serves files as the hub does.
-
-    `cut`: this file's body stops half-way, once. `ranges`: partial requests seen.
-    """
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.files: dict[str, dict[str, bytes]] = {
-            BASE: {"README.md": b"base"},
-            FAST: {"README.md": b"fast"},
-        }
-        self.cut: str | None = None
-        self.ranges: list[str] = []
-
-    def serve_checkpoint(self, folder: Path) -> None:
-        for path in folder.rglob("*"):
-            if path.is_file():
-                name = path.relative_to(folder).as_posix()
-                repo = FAST if name.startswith("lingbot_world_fast/") else BASE
-                self.files[repo][name.removeprefix("lingbot_world_fast/")] = path.read_bytes()
-
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    server: Hub
-
-    def response(self, with_body: bool) -> None:
-        path = self.path.split("?")[0]
-        if match := re.match(r"/api/models/([^/]+/[^/]+)/(revision|tree)/", path):
-            files = self.server.files[match[1]]
-            if match[2] == "tree":
-                response: object = [
-                    {
-                        "type": "file",
-                        "path": name,
-                        "size": len(data),
-                        "oid": hashlib.sha1(data).hexdigest(),
-                    }
-                    for name, data in files.items()
-                ]
-            else:
-                response = {
-                    "id": match[1],
-                    "sha": commit(match[1]),
-                    "siblings": [{"rfilename": name} for name in files],
-                }
-            self.send(
-                200, json.dumps(response).encode(), {"Content-Type": "application/json"}, with_body
-            )
-        elif match := re.match(r"/([^/]+/[^/]+)/resolve/[^/]+/(.*)$", path):
-            self.send_file(
-                match[2], self.server.files[match[1]][match[2]], with_body, commit(match[1])
-            )
-        else:
-            self.send(404, b"", {}, with_body)
-
-    def send_file(self, name: str, data: bytes, with_body: bool, revision: str) -> None:
-        headers = {
-            "ETag": f'"{hashlib.sha1(data).hexdigest()}"',
-            "X-Repo-Commit": revision,
-            "Accept-Ranges": "bytes",
-        }
-        if with_body and (match := re.match(r"bytes=(\d+)-", self.headers.get("Range") or "")):
-            start = int(match[1])
-            self.server.ranges.append(name)
-            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
-            self.send(206, data[start:], headers, True)
-        elif with_body and name == self.server.cut:
-            self.server.cut = None
-            self.send(200, data, headers, True, sent=len(data) // 2)
-            self.close_connection = True
-        else:
-            self.send(200, data, headers, with_body)
-
-    def send(
-        self,
-        status: int,
-        data: bytes,
-        headers: dict[str, str],
-        with_body: bool,
-        sent: int | None = None,
-    ) -> None:
-        self.send_response(status)
-        for key, value in {**headers, "Content-Length": str(len(data))}.items():
-            self.send_header(key, value)
-        self.end_headers()
-        if with_body:
-            self.wfile.write(data[:sent])
-
-    def do_GET(self) -> None:
-        self.response(True)
-
-    def do_HEAD(self) -> None:
-        self.response(False)
-
-    def log_message(self, *args: object) -> None:
-        pass
-
-
-@pytest.fixture
-def hub() -> Iterator[Hub]:
-    with Hub() as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield server
-        server.shutdown()
-
-
 def download(
     endpoint: str, out: Path, tmp_path: Path, model: str = "lingbot_world_fast"
 ) -> tuple[int, str]:
-    """The command's status and all that it printed, in a process forked from one that has the
+    """Status and output of the command, in a process forked from one that has the
     libraries imported.
     """
     environment = {
@@ -200,43 +80,33 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def released_contents(folder: Path) -> dict[str, bytes]:
-    """Without the `config.json` by which `vllm serve` knows the directory, which must be there."""
+    """Files without the `config.json` for `vllm serve`, which must exist."""
     found = contents(folder)
     assert "model_type" in json.loads(found.pop(ROOT_CONFIG))
     return found
 
 
-def test_a_broken_transfer_resumes_and_the_result_is_a_checkpoint(hub, tmp_path):
-    """Both repositories arrive as one original layout, byte for byte; the cut file goes on where
-    it stopped.
+def test_a_broken_transfer_resumes_and_the_result_is_a_checkpoint(tmp_path: Path) -> None:
+    """Both repositories arrive as one original layout, byte for byte. The truncated file resumes
+    where it stopped, and other files of a repository are not fetched.
     """
-    make_tiny(tmp_path / "released", 0, "original")
-    # somebody else's release: it is no part of LingBot World's
-    (tmp_path / "released" / TINY_VAE_FILE).unlink()
-    hub.serve_checkpoint(tmp_path / "released")
-    hub.files[BASE]["high_noise_model/diffusion_pytorch_model.safetensors"] = b"not needed"
-    hub.cut = "Wan2.1_VAE.pth"
-    endpoint, out = f"http://127.0.0.1:{hub.server_port}", tmp_path / "world"
-    status, printed = download(endpoint, out, tmp_path)
-    if status:  # a client that does not retry by itself: run the command again, as its message says
-        assert "Run the same command again to resume" in printed
+    base, fast, out = (tmp_path / name for name in ("base", "fast", "world"))
+    make_tiny(base, 0, "original")
+    (base / TINY_VAE_FILE).unlink()  # another project's release
+    released = contents(base)
+    (base / "lingbot_world_fast").rename(fast)
+    (base / "high_noise_model").mkdir()
+    (base / "high_noise_model" / "diffusion_pytorch_model.safetensors").write_bytes(b"unused")
+    with hub_server({BASE: base, FAST: fast}, cut="Wan2.1_VAE.pth") as (endpoint, fetched):
         status, printed = download(endpoint, out, tmp_path)
+        if status:  # the client does not retry, so the user repeats the command
+            assert "Run the same command again to resume" in printed
+            status, printed = download(endpoint, out, tmp_path)
     assert status == 0, printed
-    assert hub.ranges == ["Wan2.1_VAE.pth"]
-    assert released_contents(out) == contents(tmp_path / "released")
+    whole, resumed = (name for name in fetched if name.startswith("Wan2.1_VAE.pth"))
+    assert whole == "Wan2.1_VAE.pth" and resumed.endswith(":]")
+    assert released_contents(out) == released
     find_layout(out).require("transformer", "vae", "text_encoder", "tokenizer")
-
-
-def test_a_repository_without_config_gets_the_released_one(hub, tmp_path):
-    """The written `config.json` is the released architecture and names its causal window."""
-    hub.files[BASE] |= {"Wan2.1_VAE.pth": b"v", "models_t5_umt5-xxl-enc-bf16.pth": b"t"}
-    hub.files[FAST]["model.safetensors"] = b"w"
-    out = tmp_path / "world"
-    status, printed = download(f"http://127.0.0.1:{hub.server_port}", out, tmp_path)
-    assert status == 0, printed
-    config = LingBotWorldConfig.from_checkpoint(find_layout(out).transformer_config())
-    released = LingBotWorldConfig(window_frames=18, sink_frames=9, frames_per_chunk=3)
-    assert config == released
 
 
 @pytest.mark.parametrize(
@@ -247,43 +117,30 @@ def test_a_repository_without_config_gets_the_released_one(hub, tmp_path):
         ("14b_diffusers", "diffusers", "transformer"),
     ],
 )
-def test_releases_of_v2_arrive_as_checkpoints(hub, tmp_path, release, layout, folder):
-    """Every file where the layout has it, the generation by the directory's name, nothing added."""
-    source = RELEASES[f"lingbot_world_v2_{release}"]
-    make_tiny(tmp_path / "released", 0, layout)
-    (tmp_path / "released" / TINY_VAE_FILE).unlink()
-    for part in ("assets", "."):
-        for path in sorted((tmp_path / "released" / part).rglob("*")):
-            name = path.relative_to(tmp_path / "released" / part).as_posix()
-            if path.is_file() and not name.startswith("assets/"):
-                owner = source.components[
-                    0
-                    if part == "." and not name.startswith(("google", "Wan2", "models_t5"))
-                    else -1
-                ]
-                hub.files.setdefault(owner.repo, {})[name] = path.read_bytes()
+def test_releases_of_v2_arrive_as_checkpoints(
+    tmp_path: Path, release: str, layout: str, folder: str
+) -> None:
+    """Every file is where the layout expects it, and the directory's name gives the version."""
+    source, tiny = RELEASES[f"lingbot_world_v2_{release}"], tmp_path / "tiny"
+    make_tiny(tiny, 0, layout)
+    (tiny / TINY_VAE_FILE).unlink()
+    repos = {item.repo: tmp_path / "hub" / item.repo for item in source.components}
+    for file in (path for path in tiny.rglob("*") if path.is_file()):
+        name = file.relative_to(tiny).as_posix().removeprefix("assets/")
+        shared = "assets" in file.parts or name.startswith(("google", "Wan2", "models_t5"))
+        target = repos[source.components[-1 if shared else 0].repo] / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, target)
     out = tmp_path / f"lingbot_world_v2_{release}"
-    status, printed = download(
-        f"http://127.0.0.1:{hub.server_port}", out, tmp_path, f"lingbot_world_v2_{release}"
-    )
+    with hub_server(repos) as (endpoint, _):
+        status, printed = download(endpoint, out, tmp_path, f"lingbot_world_v2_{release}")
     assert status == 0, printed
-    expected = {
-        name: data for item in source.components for name, data in hub.files[item.repo].items()
-    }
+    expected: dict[str, bytes] = {}
+    for repo in repos.values():
+        expected |= contents(repo)
     assert released_contents(out) == expected
     found = find_layout(out)
     found.require("transformer", "vae", "text_encoder", "tokenizer")
     assert (found.transformer, found.version) == ((out / folder), "v2")
     assert found.release() == f"lingbot_world_v2_{release}"
     check_complete(out)
-
-
-def test_without_a_hub_every_file_and_its_place_is_named(tmp_path):
-    """No connection: the plan, then one line that says how to go on; exit status 1."""
-    status, printed = download("http://127.0.0.1:9", tmp_path / "world", tmp_path)
-    assert status == 1
-    assert (
-        f"https://huggingface.co/{FAST} -> {tmp_path / 'world' / 'lingbot_world_fast'}" in printed
-    )
-    assert "models_t5_umt5-xxl-enc-bf16.pth" in printed
-    assert "bring the files listed above" in printed.splitlines()[-1]

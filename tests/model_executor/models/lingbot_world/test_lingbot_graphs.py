@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions whose forwards come by graph equal sessions whose forwards do not, bit for bit.
+"""Sessions with CUDA graphs equal sessions without them, bit for bit.
 
-On a host a "graph" repeats the forward with everything the host had decided at its capture: a key
-that leaves something out, a camera among them, shows as other latents.
+On a CPU, a "graph" repeats the forward with every decision that the host made at its capture, so an
+incomplete key (for example, without the camera) changes the latents.
 """
 
 from pathlib import Path
@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.chunks import finish, step
 from helpers.host_capture import hold
 from helpers.rank_processes import run_ranks
-from lingbot_world_driver import finish, load_world, make_request, open_session, run_chunk, step
+from lingbot_world_driver import load_world, make_request, open_session, run_chunk
 
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.layers.cuda_graphs import ForwardGraphs
 from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld
-from vllm_omni.testing.tiny.lingbot_world import make_tiny
 
 CHUNKS = 10
 OPTIONS = {"window_frames": 9, "sink_frames": 3}
@@ -27,16 +27,9 @@ KV_TYPES = pytest.mark.parametrize(
 WALKS = ([["w"], ["w", "j"], ["i"]], [["s"], [], ["l"]])
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("lingbot") / "model"
-    make_tiny(root, 0, "original")
-    return root
-
-
 def walk(world: LingBotWorld, start: int = 0) -> list[torch.Tensor]:
-    """The latents of a new session whose camera moves differently from chunk to chunk; it is
-    closed then.
+    """Latents of a new session with a different camera motion in each chunk. The session is then
+    closed.
     """
     session = open_session(world, output="latents")
     latents = [
@@ -50,14 +43,14 @@ def walk(world: LingBotWorld, start: int = 0) -> list[torch.Tensor]:
 
 
 @KV_TYPES
-def test_sessions_by_graphs_are_the_sessions(
-    checkpoint: Path, kv_dtype: torch.dtype | None
+def test_sessions_with_graphs_equal_sessions_without(
+    lingbot_world: Path, kv_dtype: torch.dtype | None
 ) -> None:
-    """One after the other: the second's forwards are all replays of the first's.
+    """The second session only replays graphs of the first.
 
-    Graphs: chunks' places in the ring, while it fills and later, x kinds of pass.
+    Number of graphs: ring positions, while the ring fills and later, times kinds of pass.
     """
-    plain, by_graphs = (load_world(checkpoint, kv_dtype=kv_dtype, **OPTIONS) for _ in range(2))
+    plain, by_graphs = (load_world(lingbot_world, kv_dtype=kv_dtype, **OPTIONS) for _ in range(2))
     by_graphs.transformer.graphs = ForwardGraphs(capture=hold)
     walks = [walk(plain, start) for start in (0, 1)]
     for start in (0, 1, 0):
@@ -66,26 +59,9 @@ def test_sessions_by_graphs_are_the_sessions(
         assert len(by_graphs.transformer.graphs) == 4 * 2
 
 
-def test_a_chunk_s_camera_terms_need_no_gap_of_their_whole_size(checkpoint: Path) -> None:
-    """Each layer's have memory of their own."""
-    world = load_world(checkpoint, **OPTIONS)
-    request = make_request(
-        world, open_session(world, output="latents"), prompt="a beach", output="latents"
-    )
-    world.prepare_encode(request)
-    world.start_step(request)
-    parts = request.work.camera
-    assert parts is not None
-    assert (
-        len({part.untyped_storage().data_ptr() for part in parts})
-        == len(parts)
-        == world.config.num_layers
-    )
-
-
-def test_sessions_in_one_batch_by_graphs(checkpoint: Path) -> None:
-    """Each row of a batch keeps its own camera and condition."""
-    plain, by_graphs = load_world(checkpoint, **OPTIONS), load_world(checkpoint, **OPTIONS)
+def test_batched_sessions_with_graphs_equal_sessions_without(lingbot_world: Path) -> None:
+    """Each request of a batch has its own camera and condition."""
+    plain, by_graphs = load_world(lingbot_world, **OPTIONS), load_world(lingbot_world, **OPTIONS)
     by_graphs.transformer.graphs = ForwardGraphs(capture=hold)
     results: list[list[torch.Tensor]] = []
     for world in (plain, by_graphs):
@@ -114,16 +90,16 @@ def test_sessions_in_one_batch_by_graphs(checkpoint: Path) -> None:
 
 
 def _compare_graphs(
-    rank: int, rendezvous: str, checkpoint: str, kv_dtype: torch.dtype | None
+    rank: int, rendezvous: str, lingbot_world: str, kv_dtype: torch.dtype | None
 ) -> None:
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     parallel = ParallelContext(rank, 2, dist.group.WORLD, sequence_parallel=True)
     try:
         with torch.device("cuda"):
-            plain = load_world(Path(checkpoint), parallel, kv_dtype=kv_dtype, **OPTIONS)
+            plain = load_world(Path(lingbot_world), parallel, kv_dtype=kv_dtype, **OPTIONS)
             by_graphs = load_world(
-                Path(checkpoint), parallel, kv_dtype=kv_dtype, **OPTIONS, cuda_graphs=True
+                Path(lingbot_world), parallel, kv_dtype=kv_dtype, **OPTIONS, cuda_graphs=True
             )
         for got, want in zip(walk(by_graphs), walk(plain), strict=True):
             torch.testing.assert_close(got, want, rtol=0, atol=0)
@@ -138,7 +114,7 @@ def _compare_graphs(
 @pytest.mark.several_gpus
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @KV_TYPES
-def test_ranks_by_graphs_give_what_ranks_without_give(
-    checkpoint: Path, tmp_path: Path, kv_dtype: torch.dtype | None
+def test_ranks_with_graphs_equal_ranks_without(
+    lingbot_world: Path, tmp_path: Path, kv_dtype: torch.dtype | None
 ) -> None:
-    run_ranks(_compare_graphs, (str(tmp_path / "rendezvous"), str(checkpoint), kv_dtype), 2)
+    run_ranks(_compare_graphs, (str(tmp_path / "rendezvous"), str(lingbot_world), kv_dtype), 2)

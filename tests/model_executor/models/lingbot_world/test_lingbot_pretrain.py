@@ -1,35 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""v2 before distillation: two windows a session, a solver a chunk, guidance.
-
-The numbers are held by the goldens.
+"""v2 before distillation: two windows per session, one solver per chunk, guidance. The goldens
+cover its values.
 """
 
 from pathlib import Path
 
 import pytest
 import torch
-from lingbot_world_driver import (
-    HEIGHT,
-    WIDTH,
-    finish,
-    load_world,
-    make_request,
-    open_session,
-    run_chunk,
-    step,
-)
+from helpers.chunks import finish, step
+from lingbot_world_driver import HEIGHT, WIDTH, load_world, make_request, open_session, run_chunk
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import find_layout
 from vllm_omni.model_executor.models.lingbot_world.family import FAMILY
 from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld
 from vllm_omni.model_executor.models.lingbot_world.pretrain import (
-    GUIDANCE,
     NEGATIVE_PROMPT,
     STEPS,
     GuidedWindows,
     LingBotPretrain,
-    guided,
 )
 from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.outputs import RequestFailed
@@ -60,7 +49,7 @@ def latents(world: LingBotWorld, session_id: str, chunks: int, **params: int) ->
     return torch.cat(made, dim=1)
 
 
-def test_the_layout_names_its_own_class(checkpoint: Path) -> None:
+def test_the_layout_selects_the_pretrained_pipeline(checkpoint: Path) -> None:
     """`transformer_causal/`, or `WanModelCausal` in its config, is served with guidance and 40
     steps.
     """
@@ -73,7 +62,7 @@ def test_the_layout_names_its_own_class(checkpoint: Path) -> None:
     assert FAMILY.hf_config(checkpoint)["architectures"] == ["LingBotPretrainPipeline"]
 
 
-def test_a_chunk_is_forty_steps_and_a_clean_pass(world: LingBotWorld) -> None:
+def test_a_chunk_has_forty_steps_and_a_clean_context_pass(world: LingBotWorld) -> None:
     request = make_request(world, open_session(world), prompt=PROMPT)
     world.prepare_encode(request)
     assert request.num_steps == STEPS + 1
@@ -83,8 +72,8 @@ def test_a_chunk_is_forty_steps_and_a_clean_pass(world: LingBotWorld) -> None:
     )
 
 
-def test_every_chunk_starts_its_solver_anew(world: LingBotWorld) -> None:
-    """A chunk that was left in the middle leaves no trace in the session's next one."""
+def test_every_chunk_restarts_its_solver(world: LingBotWorld) -> None:
+    """A chunk aborted in the middle leaves no trace in the next one."""
     session = open_session(world, "left", output="latents")
     left = make_request(world, session, prompt=PROMPT, output="latents")
     world.prepare_encode(left)
@@ -94,7 +83,7 @@ def test_every_chunk_starts_its_solver_anew(world: LingBotWorld) -> None:
     assert torch.equal(first, latents(world, "straight", 1))
 
 
-def test_chunks_are_finite_and_depend_on_both_prompts(
+def test_latents_depend_on_both_prompts(
     world: LingBotWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = latents(world, "own", 2)
@@ -107,14 +96,8 @@ def test_chunks_are_finite_and_depend_on_both_prompts(
     assert NEGATIVE_PROMPT.startswith("\u753b\u9762\u7a81\u53d8")
 
 
-def test_guidance_goes_from_the_negative_to_the_prompt() -> None:
-    cond, uncond = torch.tensor([3.0]), torch.tensor([1.0])
-    assert guided(cond, uncond).item() == 1.0 + GUIDANCE * 2.0
-    assert guided(cond, cond).item() == 3.0
-
-
-def test_two_worlds_in_one_forward_equal_each_alone(world: LingBotWorld) -> None:
-    """Rows of both branches of both sessions, at the same step."""
+def test_two_sessions_in_one_forward_equal_each_alone(world: LingBotWorld) -> None:
+    """Both guidance branches of both sessions, at the same step."""
     alone = [latents(world, f"alone{seed}", 1, seed=seed) for seed in (1, 2)]
     requests = []
     for seed in (1, 2):
@@ -128,10 +111,8 @@ def test_two_worlds_in_one_forward_equal_each_alone(world: LingBotWorld) -> None
         assert (made - expected).norm() / expected.norm() < 1e-4
 
 
-def test_a_session_has_two_windows_and_a_fork_both(world: LingBotWorld) -> None:
-    """Their bytes are counted, a fork goes on as the original, and a closed session keeps
-    nothing.
-    """
+def test_a_session_and_its_fork_have_two_windows(world: LingBotWorld) -> None:
+    """Their bytes are counted, and a fork continues identically."""
     session = open_session(world, "forked", output="latents")
     assert isinstance(session.window, GuidedWindows)
     assert session.window.nbytes == world.window_nbytes(session.shape)
@@ -147,12 +128,9 @@ def test_a_session_has_two_windows_and_a_fork_both(world: LingBotWorld) -> None:
     assert torch.equal(run_chunk(world, other, output="latents")[1]["latents"], ours)
 
 
-def test_attention_is_global_unless_a_window_is_requested_for(
-    checkpoint: Path, world: LingBotWorld
-) -> None:
-    """The original has no window here: a session ends after 21 latent frames.
-
-    A window is an extension of ours.
+def test_attention_is_global_unless_a_window_is_set(checkpoint: Path, world: LingBotWorld) -> None:
+    """As in the original, a session then ends after 21 latent frames. A window is an extension of
+    this package.
     """
     assert (world.plan.window_frames, world.plan.sink_frames) == (21, 21)
     with pytest.raises(RequestFailed, match="global attention holds 21 latent frames"):

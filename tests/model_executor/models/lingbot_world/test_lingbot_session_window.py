@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A session with a window and sinks of its own, beside sessions with the server's."""
+"""A session with its own window and sinks, next to sessions with the server's."""
 
 from pathlib import Path
 
@@ -12,21 +12,13 @@ from vllm_omni.model_executor.interfaces import SupportsSessionWindows
 from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld
 from vllm_omni.model_executor.models.lingbot_world.state import LingBotSession
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.testing.tiny.lingbot_world import make_tiny
 
 OWN = {"window_frames": 5, "sink_frames": 1}
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("lingbot")
-    make_tiny(out, 0, "original")
-    return out
-
-
-@pytest.fixture(scope="module")
-def world(checkpoint: Path) -> LingBotWorld:
-    return load_world(checkpoint, window_frames=7, sink_frames=2)
+def world(lingbot_world: Path) -> LingBotWorld:
+    return load_world(lingbot_world, window_frames=7, sink_frames=2)
 
 
 def latents(world: LingBotWorld, count: int, **window: int) -> list[torch.Tensor]:
@@ -37,15 +29,17 @@ def latents(world: LingBotWorld, count: int, **window: int) -> list[torch.Tensor
     ]
 
 
-def test_it_sees_what_a_server_of_that_window_shows(world: LingBotWorld, checkpoint: Path) -> None:
-    """Bit for bit, once the window is full; the server's own sessions see more."""
-    served = load_world(checkpoint, **OWN)
+def test_a_session_window_equals_a_server_with_that_window(
+    world: LingBotWorld, lingbot_world: Path
+) -> None:
+    """Bit for bit, once the window is full. The server's other sessions see more frames."""
+    served = load_world(lingbot_world, **OWN)
     own, there, usual = latents(world, 4, **OWN), latents(served, 4), latents(world, 4)
     assert all(torch.equal(a, b) for a, b in zip(own, there, strict=True))
     assert torch.equal(own[0], usual[0]) and not torch.equal(own[3], usual[3])
 
 
-def test_it_takes_less_memory_and_says_so_before_it_starts(world: LingBotWorld) -> None:
+def test_a_smaller_window_takes_less_memory(world: LingBotWorld) -> None:
     assert isinstance(world, SupportsSessionWindows)
     own = DiffusionParams(session_id="a", prompt="a beach", **OWN)  # type: ignore[arg-type]
     nbytes = world.session_nbytes(own)
@@ -53,7 +47,7 @@ def test_it_takes_less_memory_and_says_so_before_it_starts(world: LingBotWorld) 
     assert nbytes < world.session_nbytes(DiffusionParams(session_id="b", prompt="a beach"))
 
 
-def test_its_copy_and_the_session_made_for_its_snapshot_have_the_same_window(
+def test_forks_and_restored_sessions_have_the_same_window(
     world: LingBotWorld,
 ) -> None:
     session = open_session(world, **OWN)
@@ -81,14 +75,14 @@ def test_its_copy_and_the_session_made_for_its_snapshot_have_the_same_window(
         ({"sink_frames": 5}, "a window of 7 latent frames with 5 sink frames leaves no room"),
     ],
 )
-def test_a_window_that_cannot_be_served_is_refused(
+def test_an_invalid_session_window_is_refused(
     world: LingBotWorld, window: dict[str, int], reason: str
 ) -> None:
     with pytest.raises(RequestFailed, match=reason):
         open_session(world, **window)
 
 
-def test_it_is_fixed_by_the_first_chunk(world: LingBotWorld) -> None:
+def test_the_first_chunk_fixes_the_window(world: LingBotWorld) -> None:
     session = open_session(world, **OWN)
     run_chunk(world, session, prompt="a beach", **OWN)
     with pytest.raises(

@@ -1,20 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A LingBot world whose decoder is a stage of its own gives the frames of one rank."""
+"""A LingBot world with the decoder on its own pipeline stage gives the frames of one rank."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lingbot_world_driver import (
-    HEIGHT,
-    WIDTH,
-    load_world,
-    make_request,
-    open_session,
-    run_chunk,
-    step,
-)
+from helpers.chunks import run_vae_stage
+from lingbot_world_driver import HEIGHT, WIDTH, load_world, make_request, open_session, run_chunk
 
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import SupportsVAEStage
@@ -22,16 +15,17 @@ from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 
 SMALL: dict[str, Any] = {"window_frames": 7, "sink_frames": 2}
 RESTART: dict[str, Any] = {**SMALL, "convention": "pr3701"}
+TINY: dict[str, Any] = {**SMALL, "decoder": "tiny"}
 PROMPTS = ("a beach", None, "a town at night", None)
 
 
-@pytest.mark.parametrize("options", [SMALL, RESTART], ids=["cache", "restart"])
-def test_frames_are_those_of_one_rank(lingbot_world: Path, options: dict[str, Any]) -> None:
-    """Over a prompt switch."""
+@pytest.mark.parametrize("options", [SMALL, RESTART, TINY], ids=["cache", "restart", "tiny"])
+def test_frames_equal_those_of_one_rank(lingbot_world: Path, options: dict[str, Any]) -> None:
+    """Over a prompt switch. The stage with layers has no decoder."""
     one = load_world(lingbot_world, **options)
     layers = load_world(lingbot_world, ParallelContext(vae_stage=True), **options)
     vae = load_world(lingbot_world, ParallelContext(stage=1, vae_stage=True), **options)
-    assert isinstance(vae, SupportsVAEStage)
+    assert isinstance(vae, SupportsVAEStage) and layers.decoder is None
     sessions = [open_session(world) for world in (one, layers, vae)]
     params = DiffusionParams(session_id="a", prompt="a beach")
     assert vae.decoder is not None
@@ -43,19 +37,7 @@ def test_frames_are_those_of_one_rank(lingbot_world: Path, options: dict[str, An
             make_request(world, session, prompt=prompt)
             for world, session in zip((layers, vae), sessions[1:], strict=True)
         )
-        layers.prepare_encode(ours)
-        vae.prepare_encode(theirs)
-        assert vae.latents(theirs).numel() == layers.latents(ours).numel()
-        while ours.step < ours.num_steps - ours.clean_passes:
-            step(layers, [ours])
-        vae.unpack_decode_state(
-            theirs, layers.latents(ours).clone(), layers.pack_decode_state(ours)
-        )
-        meta, frames = vae.post_decode(theirs)
-        step(layers, [ours])
-        assert ours.step == ours.num_steps
-        layers.commit(ours)
-        vae.commit(theirs)
+        meta, frames = run_vae_stage(layers, vae, ours, theirs)
         assert torch.equal(frames["frames"], expected["frames"]) and meta["num_frames"] == len(
             frames["frames"]
         )

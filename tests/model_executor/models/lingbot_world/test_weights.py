@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight names and strict loading: the tables cover every tensor of the released checkpoints,
-nothing is guessed.
-"""
+"""Weight names and strict loading: the tables cover every tensor of the released checkpoints."""
 
 import json
 import re
@@ -42,9 +40,7 @@ def tiny_text_config() -> UMT5Config:
 
 
 def wan_text_names(num_layers: int) -> dict[str, str]:
-    """Wan's own name of every text encoder tensor -> a typical transformers name, written out by
-    hand.
-    """
+    """Wan's name of every text encoder tensor -> its transformers name, written out by hand."""
     names = {
         "token_embedding.weight": "shared.weight",
         "norm.weight": "encoder.final_layer_norm.weight",
@@ -66,28 +62,25 @@ def wan_text_names(num_layers: int) -> dict[str, str]:
     return names
 
 
-# Names and full-size shapes
-
-
 def test_vae_rules_map_all_194_names_of_the_original():
-    """Every one of Wan's 194 VAE names becomes the diffusers name that was verified for it."""
+    """Each maps to the diffusers name that was verified for it."""
     recorded = json.loads((GOLDEN / "vae_key_map.json").read_text())
     assert len(recorded) == 194
     assert {name: rename(name, VAE_RULES) for name in recorded} == recorded
 
 
-def test_rules_leave_library_names_alone():
-    """Names that are already those of diffusers or transformers pass unchanged, so both layouts
-    load one way.
-    """
+def test_rules_keep_library_names():
+    """Names of diffusers and transformers are unchanged, so both layouts load in the same way."""
     recorded = json.loads((GOLDEN / "vae_key_map.json").read_text())
     assert [rename(name, VAE_RULES) for name in recorded.values()] == list(recorded.values())
     text = list(wan_text_names(2).values())
     assert [rename(name, TEXT_RULES) for name in text] == text
 
 
-def test_full_size_text_encoder_has_242_tensors_and_every_wan_name_fits():
-    """umt5-xxl: 242 tensors, 5,680,910,336 parameters, Wan's names map onto them one to one."""
+def test_the_full_size_text_encoder_matches_wans_names():
+    """umt5-xxl has 242 tensors with 5,680,910,336 parameters, which Wan's names map to one
+    to one.
+    """
     with torch.device("meta"):
         model = UMT5EncoderModel(
             UMT5Config(
@@ -102,10 +95,8 @@ def test_full_size_text_encoder_has_242_tensors_and_every_wan_name_fits():
     assert all(rename(name, TEXT_RULES) == target for name, target in names.items())
 
 
-def test_full_size_transformer_table_has_1421_tensors():
-    """The released transformer: 1421 tensors, 18,544,332,864 parameters, 456,272,384 of them per
-    block.
-    """
+def test_the_full_size_transformer_table_has_the_published_sizes():
+    """1421 tensors with 18,544,332,864 parameters, 456,272,384 of them per block."""
     shapes = transformer_shapes(LingBotWorldConfig())
     sizes = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
     assert len(sizes) == 1421
@@ -119,10 +110,8 @@ def test_full_size_transformer_table_has_1421_tensors():
     )
 
 
-def test_full_size_transformer_takes_exactly_the_table():
-    """On the meta device the full-size transformer wants the table's names and shapes, no more
-    and no less.
-    """
+def test_the_full_size_transformer_matches_the_table():
+    """On the meta device, no tensor is missing or left over."""
     with torch.device("meta"):
         model = LingBotTransformer(LingBotWorldConfig(), ParallelContext())
     assert {
@@ -131,10 +120,8 @@ def test_full_size_transformer_takes_exactly_the_table():
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
-def test_pipeline_stages_together_take_every_tensor(num_stages):
-    """Each tensor of the full-size transformer belongs to at least one pipeline stage, with its
-    full shape.
-    """
+def test_pipeline_stages_together_load_every_tensor(num_stages):
+    """Each tensor belongs to at least one pipeline stage, with its full shape."""
     config = LingBotWorldConfig()
     taken: dict[str, tuple[int, ...]] = {}
     for stage in range(num_stages):
@@ -144,19 +131,8 @@ def test_pipeline_stages_together_take_every_tensor(num_stages):
     assert taken == transformer_shapes(config)
 
 
-def test_the_recorded_tiny_transformer_has_the_tables_names_and_shapes():
-    """The table at the golden model's sizes is the golden weight file."""
-    stored = load_file(GOLDEN / "dit_tiny_weights.safetensors")
-    assert {name: tuple(tensor.shape) for name, tensor in stored.items()} == transformer_shapes(
-        tiny_config()
-    )
-
-
-# Loading
-
-
-def test_transformer_loads_from_several_files(tmp_path):
-    """Tensors spread over files without an index arrive in the model, every one of them."""
+def test_a_transformer_loads_from_several_files(tmp_path):
+    """Without an index, all files of the folder are read."""
     stored = load_file(GOLDEN / "dit_tiny_weights.safetensors")
     names = sorted(stored)
     save_file({name: stored[name] for name in names[:40]}, tmp_path / "a.safetensors")
@@ -167,19 +143,8 @@ def test_transformer_loads_from_several_files(tmp_path):
         assert torch.equal(slot.target, stored[name]), name
 
 
-def test_a_pipeline_stage_reads_only_its_layers(tmp_path):
-    """The second of two stages loads from the whole checkpoint and holds block 1 only."""
-    stored = load_file(GOLDEN / "dit_tiny_weights.safetensors")
-    save_file(stored, tmp_path / "model.safetensors")
-    model = LingBotTransformer(tiny_config(), ParallelContext(stage=1, num_stages=2))
-    load_transformer(model, tmp_path, tiny_config())
-    slots = checkpoint_slots(model)
-    assert not any(name.startswith("blocks.0.") for name in slots)
-    assert torch.equal(slots["blocks.1.ffn.0.weight"].target, stored["blocks.1.ffn.0.weight"])
-
-
-def test_vae_loads_from_wans_pth_and_each_half_alone(tmp_path):
-    """Wan's `.pth` fills a whole VAE, and a half of one, with the same values."""
+def test_a_vae_and_each_half_load_from_wans_pth(tmp_path):
+    """Both get the same values."""
     stored = load_file(GOLDEN / "vae_tiny_weights_orig_names.safetensors")
     torch.save(stored, tmp_path / "Wan2.1_VAE.pth")
     whole = StreamingWanVAE(VAEConfig(base_dim=4))
@@ -191,7 +156,7 @@ def test_vae_loads_from_wans_pth_and_each_half_alone(tmp_path):
         assert torch.equal(parameter, whole.get_parameter(name))
 
 
-def test_text_encoder_loads_the_same_from_both_layouts(tmp_path):
+def test_a_text_encoder_loads_from_both_layouts(tmp_path):
     """Wan's names in a `.pth` and transformers' names in safetensors give the same encoder."""
     reference = UMT5EncoderModel(tiny_text_config())
     tensors = dict(reference.named_parameters())
@@ -207,9 +172,7 @@ def test_text_encoder_loads_the_same_from_both_layouts(tmp_path):
 
 
 def test_a_tied_embedding_stored_twice_is_loaded_once(tmp_path):
-    """Exports that hold both `shared` and `encoder.embed_tokens` load; those that hold one of
-    them too.
-    """
+    """Exports with `shared`, with `encoder.embed_tokens`, or with both load."""
     tensors = {
         name: tensor.detach().clone()
         for name, tensor in UMT5EncoderModel(tiny_text_config()).named_parameters()
@@ -258,9 +221,7 @@ def stored_two_layers(tmp_path: Path, change) -> Path:
     ],
 )
 def test_tensors_that_do_not_fit_are_refused_with_counts_and_examples(tmp_path, change, message):
-    """Missing, unexpected, misshapen and non-finite tensors fail at load, counted, with up to
-    three examples.
-    """
+    """Missing, unexpected, misshapen and non-finite tensors, with up to three examples."""
     source = open_tensors(stored_two_layers(tmp_path, change))
     module = TwoLayers()
     with pytest.raises(ValueError, match=message) as caught:
@@ -269,15 +230,15 @@ def test_tensors_that_do_not_fit_are_refused_with_counts_and_examples(tmp_path, 
 
 
 def test_two_names_for_one_parameter_are_refused(tmp_path):
-    """A file that holds one parameter under two names is an error, not a race."""
+    """Otherwise the result would depend on the order of reading."""
     source = open_tensors(stored_two_layers(tmp_path, lambda t: t.update(bias=torch.zeros(3))))
     module = TwoLayers()
     with pytest.raises(ValueError, match=r"holds 'first\.bias' twice"):
         load_strict(module, source, shapes_of(module), ((r"^bias$", "first.bias"),), what="test")
 
 
-def test_nothing_is_written_when_shapes_do_not_fit(tmp_path):
-    """A checkpoint that does not fit is refused before a single parameter changes."""
+def test_no_parameter_changes_when_shapes_do_not_fit(tmp_path):
+    """The check precedes the first write."""
     source = open_tensors(stored_two_layers(tmp_path, lambda t: t.pop("second.bias")))
     module = TwoLayers()
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worlds with poses: where a session starts, where held controls lead it, and what the network
-receives of that.
-"""
+"""Worlds with poses: the start pose, motion by controls, and the network's input."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.chunks import step
 from lingbot_world_driver import (
     HEIGHT,
     WIDTH,
@@ -16,7 +15,6 @@ from lingbot_world_driver import (
     open_session,
     run_chunk,
     start_image,
-    step,
 )
 from PIL import Image
 
@@ -51,7 +49,7 @@ def world(checkpoint: Path) -> LingBotWorld:
 
 @pytest.fixture(scope="module")
 def known_image(checkpoint: Path) -> torch.Tensor:
-    """The start image `south`: z = -4 m, looking north."""
+    """The start image `south`: z = -4 m, facing north."""
     with Image.open(checkpoint / "south.png") as image:
         return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(
             HEIGHT, WIDTH, 3
@@ -59,7 +57,7 @@ def known_image(checkpoint: Path) -> torch.Tensor:
 
 
 def chunk_poses(world: LingBotWorld, session: Any, tensors: Any = None, **params: Any) -> Any:
-    """Run a chunk; return the rows x, z, heading, pitch that its result reports, None = unknown."""
+    """Run a chunk and return its reported poses (x, z, heading, pitch). None: unknown."""
     return run_chunk(world, session, tensors, prompt="a day", **params)[0].get("world_poses")
 
 
@@ -70,11 +68,11 @@ def poses_tensors(poses: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
-# -- where a session starts ------------------------------------------------------------------------
+# -- start poses -----------------------------------------------------------------------------------
 
 
-def test_a_given_start_pose_is_the_first_latent_frames_pose(world: LingBotWorld) -> None:
-    """Whatever is held there: the first latent frame is the start image."""
+def test_a_start_pose_is_the_pose_of_the_first_latent_frame(world: LingBotWorld) -> None:
+    """Independent of held keys, because the first latent frame is the start image."""
     rows = chunk_poses(
         world, open_session(world), actions=[["w", "l"]], options={"start_pose": ELSEWHERE}
     )
@@ -92,7 +90,7 @@ def test_the_worlds_own_start_image_is_recognised(
     assert rows[2][:2] == pytest.approx([0.0, -3.0], abs=1e-4)
 
 
-def test_another_image_has_no_pose_and_no_walls(world: LingBotWorld) -> None:
+def test_an_unknown_image_has_no_pose_and_no_walls(world: LingBotWorld) -> None:
     session = open_session(world)
     assert chunk_poses(world, session, {"image": start_image(5)}, actions=[["w"]]) is None
     request = make_request(world, session, actions=[["w"]] * 3)
@@ -129,11 +127,11 @@ def test_a_model_without_poses_refuses_a_start_pose(tmp_path: Path) -> None:
         run_chunk(plain, open_session(plain), prompt="a day", options={"start_pose": ELSEWHERE})
 
 
-# -- where it goes ---------------------------------------------------------------------------------
+# -- motion ----------------------------------------------------------------------------------------
 
 
-def test_keys_stop_at_walls_for_as_long_as_they_are_held(world: LingBotWorld) -> None:
-    """The wall begins at z = 3 m; from z = 0 six steps reach it."""
+def test_walls_stop_held_keys(world: LingBotWorld) -> None:
+    """The wall starts at z = 3 m. From z = 0, six steps reach it."""
     session, north = open_session(world), {"x_m": 0.0, "z_m": 0.0, "heading_degrees": 0.0}
     rows = chunk_poses(world, session, actions=[["w"]] * 3, options={"start_pose": north})
     for _ in range(4):
@@ -142,7 +140,7 @@ def test_keys_stop_at_walls_for_as_long_as_they_are_held(world: LingBotWorld) ->
 
 
 def test_analog_axes_add_to_keys(world: LingBotWorld) -> None:
-    """Half a step, a turn of ten degrees, and the mouse's."""
+    """Half a step, a turn of ten degrees, and the mouse's turn."""
     session = open_session(world)
     frame = ActionFrame(("l",), {"forward": 0.5, "yaw": 4.0, "turn": 10.0, "look": 5.0})
     rows = chunk_poses(
@@ -154,8 +152,8 @@ def test_analog_axes_add_to_keys(world: LingBotWorld) -> None:
     assert rows[1] == pytest.approx([1.25, -2.0, 90.0, -5.0], abs=1e-4)
 
 
-def test_a_clients_poses_lead_through_walls(world: LingBotWorld) -> None:
-    """They are as they are sent; 0.5 units are 5 m."""
+def test_poses_of_a_client_ignore_walls(world: LingBotWorld) -> None:
+    """They are used unchanged; 0.5 units are 5 m."""
     eye = [torch.eye(4) for _ in range(FIRST)]
     for frame in range(FIRST):
         eye[frame][2, 3] = 0.5 * frame / 8
@@ -166,8 +164,8 @@ def test_a_clients_poses_lead_through_walls(world: LingBotWorld) -> None:
     assert [row[:2] for row in rows] == [pytest.approx([x, 0.0], abs=1e-5) for x in (0.0, 2.5, 5.0)]
 
 
-def test_poses_that_start_anywhere_are_relative_to_the_first(world: LingBotWorld) -> None:
-    """A client may count from its own origin: frame 0 has the start pose all the same."""
+def test_poses_of_a_client_are_relative_to_the_first(world: LingBotWorld) -> None:
+    """A client may use any origin: frame 0 has the start pose."""
     there = world_pose(0.3, 0.7, 45.0)
     poses = [there.clone() for _ in range(FIRST)]
     rows = chunk_poses(
@@ -176,7 +174,7 @@ def test_poses_that_start_anywhere_are_relative_to_the_first(world: LingBotWorld
     assert rows == [pytest.approx([1.0, -2.0, 30.0, -10.0], abs=1e-4)] * 3
 
 
-def test_keys_after_poses_continue_from_there(world: LingBotWorld) -> None:
+def test_keys_after_poses_continue_from_the_last_pose(world: LingBotWorld) -> None:
     session = open_session(world)
     poses = [torch.eye(4) for _ in range(FIRST)]
     start = {"x_m": 0.0, "z_m": 0.0, "heading_degrees": 90.0}
@@ -185,8 +183,8 @@ def test_keys_after_poses_continue_from_there(world: LingBotWorld) -> None:
     assert rows[-1] == pytest.approx([1.0, -0.5, 90.0, 0.0], abs=1e-4)
 
 
-def test_walking_across_the_border_of_the_period_repeats_the_input() -> None:
-    """The same view one period further is the same to the network."""
+def test_the_input_is_periodic() -> None:
+    """The same view one period further is the same input."""
     view = torch.tensor([[31.2, 31.2, 24.0, 16.0]], dtype=torch.float64)
     here, there = (
         world_features(world_pose(x, z, 30.0)[None], view, HEIGHT, WIDTH, PERIOD_M)
@@ -197,7 +195,7 @@ def test_walking_across_the_border_of_the_period_repeats_the_input() -> None:
     assert float((here - beyond).abs().max()) < 0.6
 
 
-# -- while the camera rests ------------------------------------------------------------------------
+# -- a camera at rest ------------------------------------------------------------------------------
 
 
 def play(
@@ -217,8 +215,8 @@ def resting_session(world: LingBotWorld) -> Any:
     return session
 
 
-def test_the_window_leaves_out_chunks_of_a_camera_at_rest(world: LingBotWorld) -> None:
-    """One chunk at the pose is written. The following chunks differ by their noise alone."""
+def test_the_window_omits_chunks_of_a_camera_at_rest(world: LingBotWorld) -> None:
+    """One chunk at the pose is written. The next chunks differ in their noise only."""
     session = resting_session(world)
     assert session.window.committed_frames == 9
     before = {name: tensor.clone() for name, tensor in session.window.tensors(3).items()}
@@ -228,14 +226,14 @@ def test_the_window_leaves_out_chunks_of_a_camera_at_rest(world: LingBotWorld) -
     assert (session.chunk_index, session.omitted_frames) == (6, 9)
 
 
-def test_a_camera_that_moves_on_is_written_again(world: LingBotWorld) -> None:
+def test_chunks_of_a_moving_camera_are_written_again(world: LingBotWorld) -> None:
     session = resting_session(world)
     for chunk in range(1, 3):
         play(world, session, "d")
         assert session.window.committed_frames == 9 + 3 * chunk
 
 
-def test_poses_of_a_client_rest_as_held_keys_do(world: LingBotWorld) -> None:
+def test_poses_of_a_client_may_rest_too(world: LingBotWorld) -> None:
     session = open_session(world)
     for chunk in range(4):
         poses = poses_tensors([torch.eye(4)] * (12 if chunk else FIRST))
@@ -252,13 +250,13 @@ def test_a_new_prompt_is_written_until_it_fills_the_window(world: LingBotWorld) 
     assert session.window.committed_frames == 15
 
 
-def test_a_session_without_a_pose_rests_too(world: LingBotWorld) -> None:
+def test_a_session_without_a_pose_may_rest_too(world: LingBotWorld) -> None:
     session = open_session(world, output="latents")
     play(world, session, chunks=4, prompt="a day")
     assert session.own.tail.start is None and session.window.committed_frames == 6
 
 
-def test_models_of_the_original_write_every_chunk(tmp_path: Path) -> None:
+def test_models_without_poses_write_every_chunk(tmp_path: Path) -> None:
     get_family("lingbot_world").make_tiny(tmp_path, 0, "v2")
     plain = load_world(tmp_path, window_frames=7, sink_frames=2)
     session = open_session(plain, output="latents")
@@ -278,18 +276,18 @@ def test_a_fork_of_a_resting_session_continues_with_the_same_bits(world: LingBot
 def test_omitted_frames_that_do_not_fit_the_chunk_are_refused(
     world: LingBotWorld, omitted: int
 ) -> None:
-    """Of a forged snapshot: after four chunks of three frames, the window has nine."""
+    """For example, in a forged snapshot: after four chunks of three frames, the window has nine."""
     session = resting_session(world)
     session.omitted_frames = omitted
     with pytest.raises(RequestFailed, match="do not belong together"):
         session.check_committed(session.window.committed_frames)
 
 
-# -- what the network receives ---------------------------------------------------------------------
+# -- the network's input ---------------------------------------------------------------------------
 
 
-def test_rays_are_the_worlds_directions() -> None:
-    """Looking east, the middle of the image looks along x; the rays are unit vectors."""
+def test_rays_are_unit_vectors_in_world_coordinates() -> None:
+    """Facing east, the middle of the image looks along x."""
     view = torch.tensor([[31.2, 31.2, 24.0, 16.0]], dtype=torch.float64)
     rays = token_rays(view, HEIGHT, WIDTH)
     assert rays.shape == (1, 6, 16, 3) and torch.allclose(
@@ -318,7 +316,7 @@ def test_the_pose_changes_the_frames(world: LingBotWorld) -> None:
 
 
 def test_known_and_unknown_poses_share_a_batch(world: LingBotWorld) -> None:
-    """Each gets what it gets alone."""
+    """Each session gets the result that it gets alone."""
 
     def request(session: Any, options: dict[str, Any]) -> Any:
         made = make_request(
@@ -346,7 +344,7 @@ def test_known_and_unknown_poses_share_a_batch(world: LingBotWorld) -> None:
 # -- sessions --------------------------------------------------------------------------------------
 
 
-def test_a_fork_walks_on_from_the_same_place(world: LingBotWorld) -> None:
+def test_a_fork_continues_from_the_same_pose(world: LingBotWorld) -> None:
     session = open_session(world)
     run_chunk(world, session, prompt="a day", options={"start_pose": ELSEWHERE})
     branch = session.fork("branch")

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drive a `MatrixGame` chunk by chunk in this process, as the runner does, without an engine
-around it.
-"""
+"""Drives a `MatrixGame` chunk by chunk in this process, as the runner does, without an engine."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from helpers.chunks import run_request, run_stages
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
@@ -20,7 +19,6 @@ from vllm_omni.model_executor.models.matrix_game.state import Chunk, MatrixGameS
 GOLDEN = Path(__file__).parents[3] / "golden" / "matrix_game_2"
 HEIGHT, WIDTH = 32, 48
 Request = DiffusionRequest[MatrixGameSession, Chunk]
-Result = tuple[dict[str, Any], dict[str, torch.Tensor]]
 
 
 def load_game(
@@ -60,25 +58,6 @@ def make_request(
     )
 
 
-def step(stages: Sequence[MatrixGame], batches: Sequence[Sequence[Request]]) -> None:
-    """One denoise step of requests that may be at different steps, through every pipeline stage."""
-    hidden = None
-    for game, batch in zip(stages, batches, strict=True):
-        hidden = game.denoise_step(batch, hidden)
-    assert hidden is not None
-    stages[-1].step_scheduler(batches[-1], hidden)
-    for batch in batches:
-        for request, last in zip(batch, batches[-1], strict=True):
-            stages[0].set_latents(request, stages[-1].latents(last))
-            request.step += 1
-
-
-def finish(game: MatrixGame, request: Request) -> Result:
-    result = game.post_decode(request)
-    game.commit(request)
-    return result
-
-
 def run_chunk(
     game: MatrixGame,
     session: MatrixGameSession,
@@ -86,16 +65,12 @@ def run_chunk(
     **params: Any,
 ) -> torch.Tensor:
     """Frames, or latents, of the session's next chunk."""
-    request = make_request(session, tensors, **params)
-    game.prepare_encode(request)
-    while request.step < request.num_steps:
-        step([game], [[request]])
-    _, result = finish(game, request)
+    _, result = run_request(game, make_request(session, tensors, **params))
     return next(iter(result.values())).clone()
 
 
 def latents_of(game: MatrixGame, chunks: Sequence[dict[str, Any]], **params: Any) -> torch.Tensor:
-    """The latents of a session, a chunk for each entry: `make_request`'s arguments."""
+    """Latents of a session. chunks: arguments of `make_request` per chunk."""
     session = open_session(game, output="latents")
     return torch.cat(
         [run_chunk(game, session, output="latents", **params, **chunk) for chunk in chunks], dim=1
@@ -105,16 +80,10 @@ def latents_of(game: MatrixGame, chunks: Sequence[dict[str, Any]], **params: Any
 def latents_of_stages(
     stages: Sequence[MatrixGame], chunks: Sequence[dict[str, Any]]
 ) -> torch.Tensor:
-    """`latents_of`, over pipeline stages that each hold a session of their own."""
+    """`latents_of` over pipeline stages, each with its own session."""
     sessions = [open_session(game, output="latents") for game in stages]
     latents = []
     for chunk in chunks:
-        requests = [make_request(session, output="latents", **chunk) for session in sessions]
-        for game, request in zip(stages, requests, strict=True):
-            game.prepare_encode(request)
-        while requests[0].step < requests[0].num_steps:
-            step(stages, [[request] for request in requests])
-        latents.append(stages[-1].post_decode(requests[-1])[1]["latents"].clone())
-        for game, request in zip(stages, requests, strict=True):
-            game.commit(request)
+        requests = [make_request(each, output="latents", **chunk) for each in sessions]
+        latents.append(run_stages(stages, requests)[1]["latents"].clone())
     return torch.cat(latents, dim=1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From controls to the rows that each latent frame sees, and the refusals."""
+"""From controls to the action values that each latent frame sees, and refusals."""
 
 from typing import Any
 
@@ -57,7 +57,9 @@ def rows(
         (TEMPLERUN, ["right"], [0, 0, 0, 0, 0, 0, 1]),
     ],
 )
-def test_controls_become_the_variants_rows(variant: Variant, entry: Any, row: list[float]) -> None:
+def test_controls_become_the_values_of_the_variant(
+    variant: Variant, entry: Any, row: list[float]
+) -> None:
     assert values(variant, entry) == [row]
 
 
@@ -76,22 +78,13 @@ def test_controls_become_the_variants_rows(variant: Variant, entry: Any, row: li
         (UNIVERSAL, ActionFrame(scroll=1.0), "scrolls"),
     ],
 )
-def test_controls_that_a_variant_does_not_take_are_refused(
-    variant: Variant, entry: Any, reason: str
-) -> None:
+def test_unsupported_controls_are_refused(variant: Variant, entry: Any, reason: str) -> None:
     with pytest.raises(RequestFailed, match=reason):
         values(variant, entry)
 
 
-def test_every_space_takes_an_image_and_no_prompt() -> None:
-    assert {(variant.space.prompt, variant.space.image) for variant in VARIANTS} == {
-        ("none", "required")
-    }
-    assert [variant.space.exclusive for variant in VARIANTS] == [False, False, True]
-
-
-def test_an_entry_is_held_for_the_video_frames_of_its_latent_frame() -> None:
-    """Latent frame 0 is video frame 0, later ones are four; missing entries are idle."""
+def test_an_entry_applies_to_the_video_frames_of_its_latent_frame() -> None:
+    """Latent frame 0 is video frame 0; later ones are four. Missing entries are idle."""
     assert rows(0, [["w"], ["s"]])[:, :2].tolist() == [[1, 0]] + [[0, 1]] * 4 + [[0, 0]] * 4
     assert (
         rows(1, [["w"], ["s"], ["w"]])[:, :2].tolist() == [[1, 0]] * 4 + [[0, 1]] * 4 + [[1, 0]] * 4
@@ -99,7 +92,7 @@ def test_an_entry_is_held_for_the_video_frames_of_its_latent_frame() -> None:
     assert rows(1).tolist() == [[0.0] * 6] * 12
 
 
-def test_tensors_have_a_row_for_each_latent_or_each_video_frame() -> None:
+def test_tensors_have_entries_per_latent_or_per_video_frame() -> None:
     held = torch.zeros(3, 8)
     held[1, 0] = 1
     assert torch.equal(rows(1, buttons=held), rows(1, [[], ["w"], []]))
@@ -116,7 +109,7 @@ def test_tensors_have_a_row_for_each_latent_or_each_video_frame() -> None:
 
 
 def test_a_latent_frame_sees_twelve_video_frames_but_not_its_own_last() -> None:
-    """Latent frame k: video frames 4 k - 12 .. 4 k - 1; before the first one its row is
+    """Latent frame k sees video frames 4 k - 12 .. 4 k - 1. Before the first frame, its values are
     repeated.
     """
     clip = torch.arange(33.0).unsqueeze(1)
@@ -128,15 +121,8 @@ def test_a_latent_frame_sees_twelve_video_frames_but_not_its_own_last() -> None:
     assert seen == [[float(max(0, index)) for index in range(4 * k - 12, 4 * k)] for k in range(9)]
 
 
-def test_short_first_chunks_are_looked_back_to() -> None:
-    windows, before = action_windows(torch.tensor([[5.0]]), None, 1, 12)
-    assert windows.flatten().tolist() == [5.0] * 12
-    windows, _ = action_windows(torch.arange(6.0, 10.0).unsqueeze(1), before, 1, 12)
-    assert windows.flatten().tolist() == [5.0] * 9 + [6.0, 7.0, 8.0]
-
-
-def test_an_action_for_each_chunk_gives_the_originals_rows() -> None:
-    """The recorded streaming driver writes each chunk's action to all of its video frames."""
+def test_an_action_per_chunk_gives_the_recorded_values() -> None:
+    """The recorded streaming driver applies each chunk's action to all of its video frames."""
     recorded = load_file(GOLDEN / "mg_universal_stream_win6.safetensors")
     expected = torch.cat((recorded["keyboard_cond"][0], recorded["mouse_cond"][0]), dim=1)
     held = (["w", "l"], ["a", "i"], [], ["w", "d", "j"])

@@ -1,24 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters of Matrix-Game: action layers and all others equal merged weights, on one rank and on
-two.
-"""
+"""Adapters of Matrix-Game, including action layers, equal merged weights on one rank and on two."""
 
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from helpers import lora_files as files
 from helpers.adapter_stores import make_store
+from helpers.chunks import run_adapted
+from helpers.process_groups import process_group
 from helpers.rank_processes import run_ranks
-from matrix_game_driver import finish, load_game, make_request, open_session, step
+from matrix_game_driver import load_game, make_request, open_session
 
 from vllm_omni.inputs import Lora
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.layers.lora.store import AdapterStore
 from vllm_omni.model_executor.models.matrix_game.pipeline import MatrixGame
-from vllm_omni.testing.tiny.matrix_game import make_tiny
 
 TOLERANCE = 2e-4
 """fp32 latents of order 1 after two chunks; sums are ordered differently in a merged weight and
@@ -29,10 +26,8 @@ INK = [Lora(name="ink")]
 
 
 @pytest.fixture(scope="module", params=list(KEYS))
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("game") / str(request.param)
-    make_tiny(out, 0, request.param)
-    return out
+def checkpoint(request: pytest.FixtureRequest, layouts: dict[str, Path]) -> Path:
+    return layouts[request.param]
 
 
 @pytest.fixture(scope="module")
@@ -51,25 +46,17 @@ def every_layer(target: files.AdapterTarget) -> files.Factors:
 def walk(
     game: MatrixGame, store: AdapterStore, keys: list[list[str]], choices: list[list[Lora]]
 ) -> list[torch.Tensor]:
-    """The latents of a new session, each chunk with its own adapters."""
-    session, latents = open_session(game, output="latents"), []
-    for wanted in choices:
-        selection, request = (
-            store.select(wanted),
-            make_request(session, output="latents", actions=keys),
-        )
-        request.adapters, request.same_adapters = selection, selection == session.adapters
-        with store.applied(selection):
-            game.prepare_encode(request)
-            while request.step < request.num_steps:
-                step([game], [[request]])
-            latents.append(finish(game, request)[1]["latents"].clone())
-        session.adapters = selection
-    return latents
+    """Latents of a new session in which each chunk has its own adapters."""
+    session = open_session(game, output="latents")
+    return run_adapted(
+        game, store, choices, lambda: make_request(session, output="latents", actions=keys)
+    )
 
 
-def test_an_adapter_of_every_layer_is_the_merged_network(checkpoint: Path, adapter: Path) -> None:
-    """The image's keys and values follow a switch; without it, the bits are those of before."""
+def test_an_adapter_of_every_layer_equals_merged_weights(checkpoint: Path, adapter: Path) -> None:
+    """Keys and values of the image follow a switch of adapters. Without the adapter, the original
+    bits return.
+    """
     keys, game = KEYS[checkpoint.name], load_game(checkpoint)
     store = make_store(game, {"ink": adapter})
     plain = walk(game, store, keys, [[], []])
@@ -112,24 +99,14 @@ def _compare(
     one_rank: str,
     sequence_parallel: bool,
 ) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{rendezvous}",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=60),
-    )
-    try:
-        parallel = ParallelContext(rank, 2, dist.group.WORLD, sequence_parallel=sequence_parallel)
+    with process_group(rank, 2, rendezvous) as group:
+        parallel = ParallelContext(rank, 2, group, sequence_parallel=sequence_parallel)
         latents = adapted(Path(checkpoint), Path(adapter), parallel)
         for one, other in zip(latents, torch.load(one_rank), strict=True):
             torch.testing.assert_close(one, other, atol=TOLERANCE, rtol=0)
-    finally:
-        dist.destroy_process_group()
 
 
-# Two ranks of a game without a mouse do less of the same: nightly.
+# Two ranks of a game without a mouse run a subset of the same code: nightly.
 ON_TWO_RANKS = pytest.mark.parametrize(
     "checkpoint",
     ["original", pytest.param("original_templerun", marks=pytest.mark.nightly)],
@@ -139,15 +116,15 @@ ON_TWO_RANKS = pytest.mark.parametrize(
 
 @ON_TWO_RANKS
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_two_ranks_agree_with_one(
+def test_two_ranks_equal_one(
     sequence_parallel: bool, checkpoint: Path, adapter: Path, one_rank: Path, tmp_path: Path
 ) -> None:
-    """Tensor parallel ranks take their rows of keys and values, which lie in one tensor, apart."""
+    """Keys and values are one tensor, of which each tensor parallel rank selects its rows."""
     files_of_ranks = (str(tmp_path / "rendezvous"), str(checkpoint), str(adapter), str(one_rank))
     run_ranks(_compare, (*files_of_ranks, sequence_parallel), 2)
 
 
-def test_a_gain_that_nothing_reads_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+def test_an_unused_gain_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     gain = {"blocks.0.action_model.key_attn_q_norm.diff": torch.ones(8)}
     files.save_file(gain, tmp_path / "gain.safetensors")
     with pytest.raises(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How speech is cut into pieces while its codes arrive."""
+"""Division of speech into parts while its codes arrive."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -19,8 +19,8 @@ from vllm_omni.model_executor.models.qwen2_5_omni.speech import (
 )
 
 
-def test_one_clip() -> None:
-    """`chunk_codes=0`: nothing before the end, then all of it without context."""
+def test_speech_may_be_one_clip() -> None:
+    """`chunk_codes=0`: no part before the end, then all codes without context."""
     how = SpeechDefaults(chunk_codes=0)
     assert list(components(500, False, 0, how)) == []
     assert list(components(500, True, 0, how)) == [(0, 500, 0, 0)]
@@ -46,8 +46,8 @@ def test_parts_wait_for_their_context(
     assert list(components(num_codes, finished, emitted, SpeechDefaults())) == expected
 
 
-def test_parts_of_one_length() -> None:
-    """`most_chunk_codes` 0, or not above `chunk_codes`: every piece is as long as the first."""
+def test_parts_may_have_one_length() -> None:
+    """`most_chunk_codes` is 0 or at most `chunk_codes`: every part is as long as the first."""
     for most in (0, 24):
         how = SpeechDefaults(chunk_codes=24, most_chunk_codes=most)
         assert [last - first for first, last, _, _ in components(120, True, 0, how)] == [24] * 5
@@ -63,8 +63,8 @@ def test_parts_of_one_length() -> None:
         ({"left_codes": 0}, (36, 60, 108)),
     ],
 )
-def test_sizes_of_parts(fields: dict[str, int], sizes: tuple[int, ...]) -> None:
-    """Those that a long speech is made of, its end left out."""
+def test_part_sizes_are_known_in_advance(fields: dict[str, int], sizes: tuple[int, ...]) -> None:
+    """Sizes of the parts of a long speech, without its end."""
     how = SpeechDefaults(**fields)
     assert how.part_sizes == sizes
     made = [
@@ -81,11 +81,11 @@ def test_sizes_of_parts(fields: dict[str, int], sizes: tuple[int, ...]) -> None:
     st.integers(0, 40),
     st.data(),
 )
-def test_every_code_sounds_once(
+def test_every_code_is_in_one_part(
     total: int, chunk: int, most: int, left: int, right: int, data: st.DataObject
 ) -> None:
-    """However codes arrive, pieces are the same, join without gaps or overlap and stay within
-    what is there.
+    """However codes arrive, the parts are the same, without gaps or overlap, and their context
+    exists.
     """
     how = SpeechDefaults(
         chunk_codes=chunk, most_chunk_codes=most, left_codes=left, right_codes=right
@@ -107,7 +107,7 @@ def test_every_code_sounds_once(
 
 
 class Talker:
-    """A talker stage that says 200 codes at once."""
+    """A talker stage that returns 200 codes at once."""
 
     engine = SimpleNamespace(
         vllm_config=SimpleNamespace(
@@ -124,8 +124,8 @@ class Talker:
             yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[code])])
 
 
-def test_the_talker_is_free_when_it_has_spoken() -> None:
-    """Its slot serves the next request while token2wav has not made any sound of this one yet."""
+def test_the_talker_slot_is_free_after_its_last_code() -> None:
+    """It serves the next request before token2wav has produced any audio of this one."""
     builder = SimpleNamespace(voices=["v"], stop_codes=[-1], check_voice=lambda voice: None)
     stage: Any = Talker()
     composition = SpeechComposition(stage, stage, stage, builder=builder, defaults=SpeechDefaults())  # type: ignore[arg-type]
@@ -141,10 +141,10 @@ def test_the_talker_is_free_when_it_has_spoken() -> None:
     ("requested", "of_speech", "spoken"),
     [(None, None, "v"), ("", None, "v"), (None, "w", "w"), ("v", "w", "v")],
 )
-def test_a_requests_voice_comes_first(
+def test_the_voice_of_a_request_takes_precedence(
     requested: str | None, of_speech: str | None, spoken: str
 ) -> None:
-    """Then that of its settings, then the server's."""
+    """Then the voice of its settings, then the server's."""
     builder = SimpleNamespace(voices=["v", "w"], check_voice=lambda voice: None)
     stage: Any = Talker()
     composition = SpeechComposition(stage, stage, stage, builder=builder, defaults=SpeechDefaults())  # type: ignore[arg-type]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the three engines of a Qwen2.5-Omni are started; the engines are pretended."""
+"""Start of the three engines of a Qwen2.5-Omni, with fake engines."""
 
 import asyncio
 import threading
@@ -15,20 +15,20 @@ from vllm_omni.model_executor.models.qwen2_5_omni.stages import SpeechEngines
 
 
 class Starts:
-    """Stands for `AsyncLLM.from_engine_args`; at the CPU's turn all three meet inside."""
+    """Replaces `AsyncLLM.from_engine_args`. On a CPU, all three starts wait for each other."""
 
     def __init__(self, together: int, fails: int | None = None) -> None:
         self.barrier = threading.Barrier(together, timeout=seconds(20))
         self.fails = fails
         self.shares: list[float] = []
-        self.at_work = self.most_at_work = 0
+        self.active = self.most_active = 0
         self.stopped = 0
 
     def __call__(self, args: Any) -> Any:
-        self.at_work += 1
-        self.most_at_work = max(self.most_at_work, self.at_work)
+        self.active += 1
+        self.most_active = max(self.most_active, self.active)
         self.barrier.wait()
-        self.at_work -= 1
+        self.active -= 1
         self.shares.append(args.gpu_memory_utilization)
         if len(self.shares) == self.fails:
             raise RuntimeError("no room")
@@ -48,28 +48,28 @@ def start(path: Path, starts: Starts, on_cpu: bool, monkeypatch: pytest.MonkeyPa
     asyncio.run(SpeechEngines.start_engines(path))
 
 
-def test_on_a_cpu_engines_start_side_by_side(
+def test_on_a_cpu_engines_start_concurrently(
     qwen2_5_omni: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     starts = Starts(together=3)
     start(qwen2_5_omni, starts, True, monkeypatch)
-    assert starts.most_at_work == 3
+    assert starts.most_active == 3
 
 
-def test_on_a_gpu_they_start_in_turn_and_fit_together(
+def test_on_a_gpu_engines_start_one_after_another(
     qwen2_5_omni: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each measures the memory it may take while nobody else takes any; their shares leave a
-    tenth to the rest.
+    """Each measures free memory while no other engine allocates. Their shares leave a tenth
+    of it.
     """
     starts = Starts(together=1)
     start(qwen2_5_omni, starts, False, monkeypatch)
-    assert starts.most_at_work == 1
+    assert starts.most_active == 1
     assert starts.shares == [0.65, 0.15, 0.1]
 
 
 @pytest.mark.parametrize(("on_cpu", "stopped"), [(True, 2), (False, 1)])
-def test_one_that_does_not_start_stops_the_others(
+def test_a_failed_start_stops_the_other_engines(
     qwen2_5_omni: Path, monkeypatch: pytest.MonkeyPatch, on_cpu: bool, stopped: int
 ) -> None:
     starts = Starts(together=3 if on_cpu else 1, fails=2)

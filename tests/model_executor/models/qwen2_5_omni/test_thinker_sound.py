@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sound of any sample rate reaches the thinker, without torchaudio."""
+"""Audio of any sample rate reaches the thinker, without torchaudio."""
 
 import json
 import sys
@@ -20,8 +20,8 @@ from vllm_omni.model_executor.models.registry import AR_ARCHITECTURES, get_famil
 
 
 @pytest.mark.parametrize("rate", [8000, 16000, 22050, 44100, 48000])
-def test_sound_is_resampled_with_pyav(rate: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second of a tone stays a second of that tone; stock vLLM needs torchaudio for it."""
+def test_audio_is_resampled_with_pyav(rate: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second of a tone stays a second of that tone. Stock vLLM needs torchaudio for this."""
     stock = MultiModalDataParser(target_sr=16000)
     monkeypatch.setattr(Qwen2_5OmniThinkerProcessingInfo, "get_data_parser", lambda self: stock)
     monkeypatch.setattr(vllm_audio, "torchaudio", PlaceholderModule("torchaudio"))
@@ -32,8 +32,10 @@ def test_sound_is_resampled_with_pyav(rate: int, monkeypatch: pytest.MonkeyPatch
     assert np.abs(np.fft.rfft(heard)).argmax() == 440
 
 
-def test_the_server_takes_this_thinker(qwen2_5_omni: Path) -> None:
-    """By vLLM's own `--hf-overrides`; the class is vLLM's but for its processing info."""
+def test_the_server_uses_this_thinker(qwen2_5_omni: Path) -> None:
+    """Through vLLM's `--hf-overrides`. The class differs from vLLM's in its processing info
+    only.
+    """
     serve_flags = get_family("qwen2_5_omni").serve_flags
     assert serve_flags is not None
     (architecture,) = json.loads(serve_flags(qwen2_5_omni, True)["hf-overrides"])["architectures"]

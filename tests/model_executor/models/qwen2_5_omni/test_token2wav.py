@@ -9,12 +9,10 @@ import pytest
 import torch
 from helpers.host_capture import hold
 from helpers.scheduling import execute, new_request, run_to_end, step
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2_5OmniConfig, Qwen2_5OmniToken2WavModel
 
 from vllm_omni.model_executor.layers.cuda_graphs import ForwardGraphs
 from vllm_omni.model_executor.models.qwen2_5_omni.checkpoint import CheckpointTensors, load_voices
-from vllm_omni.model_executor.models.qwen2_5_omni.flow import FlowSolver
 from vllm_omni.outputs import RequestFailed
 
 CODES = torch.randint(0, 64, (50,), generator=torch.Generator().manual_seed(3))
@@ -51,10 +49,10 @@ def speech(name: str, codes: torch.Tensor = CODES, voice: str = "Chelsie", **fie
     )
 
 
-def test_whole_clip_equals_transformers(
+def test_a_whole_clip_equals_transformers(
     qwen2_5_omni: Path, make_runner: Any, reference: Callable[..., torch.Tensor]
 ) -> None:
-    """Same codes, seed and voice give transformers' waveform, alone and in a batch of unequal
+    """Equal codes, seed and voice give the same waveform, alone and in a batch of unequal
     requests.
     """
     runner = make_runner(qwen2_5_omni, {**SHORT, "batch_invariant": False})
@@ -83,9 +81,9 @@ def test_whole_clip_equals_transformers(
     assert torch.equal(alone, expected["a"])
 
 
-def test_a_part_with_enough_context_is_the_clip(qwen2_5_omni: Path, make_runner: Any) -> None:
-    """Noise is tied to the code's index: a piece whose context is the rest of the clip sounds as
-    in the clip.
+def test_a_part_with_enough_context_equals_the_clip(qwen2_5_omni: Path, make_runner: Any) -> None:
+    """Noise depends on the index of a code, so a part with the whole clip as context has the same
+    samples.
     """
     runner = make_runner(qwen2_5_omni, SHORT)
     results = run_to_end(
@@ -109,107 +107,24 @@ def test_a_part_with_enough_context_is_the_clip(qwen2_5_omni: Path, make_runner:
     assert float((later - same).abs().mean()) < 0.2 * float(same.std())
 
 
-def make_flow(qwen2_5_omni: Path, graphs: ForwardGraphs | None = None) -> FlowSolver:
-    config = Qwen2_5OmniConfig.from_pretrained(qwen2_5_omni).token2wav_config
-    model = Qwen2_5OmniToken2WavModel(config).float().eval()
-    model.load_state_dict(dict(CheckpointTensors(qwen2_5_omni).below("token2wav.")), strict=False)
-    return FlowSolver(model.code2wav_dit_model, graphs)
-
-
-@torch.no_grad()
-def test_an_interval_of_a_size_that_comes_again_is_a_graph(qwen2_5_omni: Path) -> None:
-    """Other codes, voice, times, latents and guidance give with it what they give without; whole
-    clips make none.
-    """
-    graphs = ForwardGraphs(capture=hold)
-    plain, flow = make_flow(qwen2_5_omni), make_flow(qwen2_5_omni, graphs)
-    voices = load_voices(qwen2_5_omni)
-    sizes = Qwen2_5OmniConfig.from_pretrained(qwen2_5_omni).token2wav_config.dit_config
-    for number, (codes, voice, comes_again) in enumerate(
-        [
-            (CODES[:36], "Chelsie", True),
-            (CODES[5:41], "Ethan", True),
-            (CODES[:36], "Ethan", True),
-            (CODES[9:45], "Chelsie", True),
-            (CODES, "Ethan", False),
-            (CODES[:49], "Ethan", False),
-        ]
-    ):
-        torch.manual_seed(number)
-        mel_BTM = torch.randn(1, len(codes) * sizes.repeats, sizes.mel_dim)
-        conditions = plain.conditions(
-            codes[None], voices[voice].cond, voices[voice].ref_mel, guided=True
-        )
-        start, end = torch.full((1, 1, 1), 0.1 * number), torch.full((1, 1, 1), 0.1 * number + 0.07)
-        guidance = torch.full((1, 1, 1), 0.5 + number)
-        args = (mel_BTM, start, end, conditions, guidance)
-        expected = plain.interval(*args, comes_again=False)
-        assert (
-            torch.equal(flow.interval(*args, comes_again=comes_again), expected)
-            and expected.std() > 1e-5
-        )
-        assert len(graphs) == min(number, 1)
-    flow.clear_graphs()
-    assert len(graphs) == 0
-
-
-class CountedOperations(TorchDispatchMode):
-    """Operations that arrive at the device: most are one kernel, views are left out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += not func.is_view
-        return func(*args, **(kwargs or {}))
-
-
-@torch.no_grad()
-def test_an_interval_launches_less_than_transformers_does(qwen2_5_omni: Path) -> None:
-    """At the released depth of 22 layers: over 600 operations less than four of its evaluations
-    (714 of 4292).
-    """
-    config = Qwen2_5OmniConfig.from_pretrained(qwen2_5_omni).token2wav_config
-    config.dit_config.num_hidden_layers = 22
-    dit: Any = Qwen2_5OmniToken2WavModel(config).float().eval().code2wav_dit_model
-    voice, codes = load_voices(qwen2_5_omni)["Chelsie"], CODES[None, :36]
-    mel_BTM, one = torch.randn(1, 36 * dit.repeats, dit.mel_dim), torch.ones(1, 1, 1)
-    flow = FlowSolver(dit)
-    with CountedOperations() as theirs:
-        dit(
-            hidden_states=mel_BTM,
-            condition_vector=voice.ref_mel,
-            speaker_embedding=voice.cond.unsqueeze(1).repeat(1, mel_BTM.shape[1], 1),
-            quantized_code=codes,
-            time_step=one.view(-1),
-        )
-    conditions = flow.conditions(codes, voice.cond, voice.ref_mel, guided=True)
-    with CountedOperations() as ours:
-        flow.interval(mel_BTM, 0 * one, one, conditions, one, comes_again=True)
-    assert 0 < ours.count < 4 * theirs.count - 600, (ours.count, theirs.count)
-
-
-def test_a_regular_part_comes_again_and_a_clip_does_not(
-    qwen2_5_omni: Path, make_runner: Any
-) -> None:
-    """What the stage tells the solver: pieces of whole attention blocks, 12 codes, are launched
-    as graphs.
+def test_regular_parts_use_a_graph_and_clips_do_not(qwen2_5_omni: Path, make_runner: Any) -> None:
+    """Regular parts consist of whole attention blocks of 12 codes. One graph serves other codes,
+    voices, seeds and guidance.
     """
     stock, runner = make_runner(qwen2_5_omni, SHORT), make_runner(qwen2_5_omni, SHORT)
     graphs = runner.model.flow.graphs = ForwardGraphs(capture=hold)
-    for name, codes, options in (
-        ("clip", CODES[:36], {}),
-        ("end", CODES[:37], {"first_code": 0}),
-        ("piece", CODES[:36], {"first_code": 0, "right_codes": 12}),
-        ("next", CODES[12:48], {"first_code": 12, "left_codes": 12, "right_codes": 12}),
+    other: dict[str, Any] = {"voice": "Ethan", "seed": 5, "guidance_scale": 1.5}
+    for name, codes, options, fields in (
+        ("clip", CODES[:36], {}, {}),
+        ("end", CODES[:37], {"first_code": 0}, {}),
+        ("piece", CODES[:36], {"first_code": 0, "right_codes": 12}, {}),
+        ("next", CODES[12:48], {"first_code": 12, "left_codes": 12, "right_codes": 12}, other),
     ):
-        plain = run_to_end(stock, speech(name, codes, seed=2, options=options, **FEW_STEPS))[name][
-            1
-        ]["audio"]
-        ours = run_to_end(runner, speech(name, codes, seed=2, options=options, **FEW_STEPS))[name][
-            1
-        ]["audio"]
+        fields = {"seed": 2, **FEW_STEPS, **fields}
+        plain, ours = (
+            run_to_end(each, speech(name, codes, options=options, **fields))[name][1]["audio"]
+            for each in (stock, runner)
+        )
         assert torch.equal(ours, plain)
         assert len(graphs) == (name in ("piece", "next"))
 
@@ -226,8 +141,10 @@ WRONG = (
 )
 
 
-def test_wrong_inputs_are_this_requests_error(qwen2_5_omni: Path, make_runner: Any) -> None:
-    """Each wrong request gets its code and a message; the good one beside them is served."""
+def test_a_wrong_request_fails_alone(qwen2_5_omni: Path, make_runner: Any) -> None:
+    """Each wrong request gets its code and a message. A valid request of the same batch is
+    served.
+    """
     runner = make_runner(qwen2_5_omni, {**SHORT, "max_sessions": 16})
     bad = [
         speech(f"bad{number}", codes, options=options)
@@ -241,8 +158,8 @@ def test_wrong_inputs_are_this_requests_error(qwen2_5_omni: Path, make_runner: A
     assert results["good"][1]["audio"].numel() == CODES.numel() * SAMPLES_PER_CODE
 
 
-def test_abort_between_solver_intervals(qwen2_5_omni: Path, make_runner: Any) -> None:
-    """Nine intervals are nine engine steps; an abort after the second leaves nothing behind."""
+def test_a_request_may_be_aborted_between_intervals(qwen2_5_omni: Path, make_runner: Any) -> None:
+    """Nine intervals are nine engine steps. An abort after the second frees request and session."""
     runner = make_runner(qwen2_5_omni, SHORT)
     assert execute(runner, step(new=[speech("gone")])) == {"gone": None}
     assert execute(runner, step(running=["gone"])) == {"gone": None}

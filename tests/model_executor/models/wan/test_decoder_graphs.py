@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decoder whose latent frames are launched as graphs gives the bits of one that launches
-kernel by kernel.
-"""
+"""A decoder with CUDA graphs per latent frame gives the bits of one without."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.process_groups import process_group
 from helpers.rank_processes import run_ranks
 from vae_streams import decode_stream, plainly_fused, random_vae
 
@@ -24,7 +23,7 @@ CUTS = [3, 1, 2, 3]
 
 
 class HostGraphs:
-    """A decoder's graphs without a device: a replay repeats the host's side.
+    """A decoder's graphs without a GPU: a replay repeats the host's work.
 
     Counts captures and replays.
     """
@@ -37,7 +36,7 @@ class HostGraphs:
         return FusedDecoder(decoder, bands, Passes(stack_frames, add_up), self.graphs)
 
     def capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Replay]:
-        """As on a device, a capture computes nothing: what it wrote is taken back."""
+        """As on a GPU, a capture computes nothing, so its writes are reverted."""
         self.captures += 1
         before = [position.clone() for position in self.graphs.buffers]
         output = torch.empty_like(run())
@@ -79,16 +78,12 @@ def test_two_graphs_serve_every_stream(plain: StreamingWanVAE, host: HostGraphs)
             decode_stream(graphed, latents(seed), CUTS), decode_stream(plain, latents(seed), CUTS)
         )
     assert host.captures == 2
-    launched_as_they_are = 2  # the first of each kind
-    assert host.replays == 2 * sum(CUTS) + 1 - launched_as_they_are
+    eager = 2  # the first of each kind
+    assert host.replays == 2 * sum(CUTS) + 1 - eager
 
 
-def test_streams_take_turns_and_an_old_cache_continues(
-    plain: StreamingWanVAE, host: HostGraphs
-) -> None:
-    """A cache is a value: others' decodes leave it alone, and a chunk may be decoded again from
-    the same one.
-    """
+def test_a_cache_is_not_changed_by_other_decodes(plain: StreamingWanVAE, host: HostGraphs) -> None:
+    """Streams alternate, and a chunk may be decoded again from the same cache."""
     graphed = random_vae(fuse=host.decoder)
     caches: dict[int, Any] = {1: None, 2: None}
     expected: dict[int, Any] = {1: None, 2: None}
@@ -101,10 +96,10 @@ def test_streams_take_turns_and_an_old_cache_continues(
             assert torch.equal(frames, wanted) and torch.equal(again, wanted)
             assert cache.equal(expected[seed]) and same_cache.equal(cache)
             caches[seed] = cache
-    assert caches[1].equal(expected[1]), "and is still what it was"
+    assert caches[1].equal(expected[1]), "unchanged by the other stream"
 
 
-def test_other_sizes_are_launched_as_they_are(plain: StreamingWanVAE, host: HostGraphs) -> None:
+def test_other_sizes_run_eagerly(plain: StreamingWanVAE, host: HostGraphs) -> None:
     graphed = random_vae(fuse=host.decoder)
     graphed.decode(latents(), None)
     replays = host.replays
@@ -125,8 +120,10 @@ def test_loaded_weights_are_captured_again(host: HostGraphs) -> None:
     assert host.captures == 4
 
 
-def test_a_graph_that_cannot_be_captured_is_launched_once_as_it_is(plain: StreamingWanVAE) -> None:
-    """Also on one of several ranks alone: each launch exchanges rows with the others."""
+def test_a_frame_that_cannot_be_captured_runs_once(plain: StreamingWanVAE) -> None:
+    """Also on one of several ranks alone, because each launch exchanges rows with the other
+    ranks.
+    """
     launches = 0
 
     def counted(*args: Any, **options: Any) -> Any:
@@ -152,10 +149,8 @@ def test_a_graph_that_cannot_be_captured_is_launched_once_as_it_is(plain: Stream
 
 
 def _check_heights(rank: int, size: int, rendezvous: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
-    try:
-        assert dist.group.WORLD is not None
-        bands, host = RowBands(rank, size, dist.group.WORLD), HostGraphs()
+    with process_group(rank, size, rendezvous) as group:
+        bands, host = RowBands(rank, size, group), HostGraphs()
         graphed, plain = (
             random_vae(bands=bands, fuse=host.decoder),
             random_vae(bands=bands, fuse=plainly_fused),
@@ -165,12 +160,10 @@ def _check_heights(rank: int, size: int, rendezvous: str) -> None:
         got, wanted = (decode_stream(vae, latents(height=5), CUTS) for vae in (graphed, plain))
         assert_stream(got, wanted)
         assert replays > 0 and host.replays == replays
-    finally:
-        dist.destroy_process_group()
 
 
-def test_frames_of_another_height_are_launched_as_they_are_on_every_rank(tmp_path: Any) -> None:
-    """Of 5 and of 6 latent rows the first of two ranks has 3; the exchanges of its graphs are
+def test_frames_of_another_height_run_eagerly_on_every_rank(tmp_path: Any) -> None:
+    """Of 5 and of 6 latent rows, the first of two ranks has 3, but its graphs exchange
     those of 6.
     """
     run_ranks(_check_heights, (2, str(tmp_path / "rendezvous")), 2)
@@ -208,7 +201,7 @@ def _check_on_devices(rank: int, size: int, rendezvous: str) -> None:
 @pytest.mark.cuda
 @pytest.mark.several_gpus
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_bands_on_devices(tmp_path: Any) -> None:
-    """Real graphs with NCCL's exchanges between them."""
+def test_bands_on_gpus_equal_plain_launches(tmp_path: Any) -> None:
+    """CUDA graphs with NCCL's exchanges between them."""
     size = min(4, torch.cuda.device_count())
     run_ranks(_check_on_devices, (size, str(tmp_path / "rendezvous")), size)

@@ -1,26 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fused decoder with its passes in plain torch (fp32, CPU) equals the plain decoder: frames,
-caches, cuts, bands.
+caches, splits, bands.
 
-The passes as kernels: test_stack_kernels.py.
+test_stack_kernels.py tests the passes as kernels.
 """
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional
 from vae_streams import assert_caches_close, decode_stream, plainly_fused, random_vae
 
 from vllm_omni.model_executor.models.wan.vae.fused_decoder import fused_decoder
-from vllm_omni.model_executor.models.wan.vae.stacked_frames import (
-    Activation,
-    Layout,
-    add_up,
-    stack_frames,
-    subpixel,
-    sum_of_taps,
-    taps_as_channels,
-)
 from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE, VAECache
 
 TOLERANCE = 1e-5
@@ -46,17 +35,17 @@ def latents() -> torch.Tensor:
 def test_frames_and_cache_equal_the_plain_decoder(
     plain: StreamingWanVAE, fused: StreamingWanVAE, latents: torch.Tensor
 ) -> None:
-    """After a stream's first latent, after its second, and later."""
+    """After the first latent of a stream, after the second, and later."""
     for count in (1, 2, 5):
         expected, expected_cache = plain.decode(latents[:, :, :count], None)
         pixels, cache = fused.decode(latents[:, :, :count], None)
-        assert expected.std() > 0.1, "frames that differ from place to place"
+        assert expected.std() > 0.1, "frames with contrast"
         torch.testing.assert_close(pixels, expected, atol=TOLERANCE, rtol=0)
         assert_caches_close(cache, expected_cache)
         assert cache.nbytes == fused.decoder_cache_nbytes(24, 40) == expected_cache.nbytes
 
 
-def test_cuts_change_no_bit(fused: StreamingWanVAE, latents: torch.Tensor) -> None:
+def test_splits_change_no_bit(fused: StreamingWanVAE, latents: torch.Tensor) -> None:
     whole, whole_cache = fused.decode(latents, None)
     for cuts in (CUTS, [3, 2], [1] * 5):
         pixels, cache = decode_stream(fused, latents, cuts)
@@ -64,12 +53,10 @@ def test_cuts_change_no_bit(fused: StreamingWanVAE, latents: torch.Tensor) -> No
         assert cache.equal(whole_cache)
 
 
-def test_a_stream_moves_between_the_decoders(
+def test_a_stream_may_change_decoders(
     plain: StreamingWanVAE, fused: StreamingWanVAE, latents: torch.Tensor
 ) -> None:
-    """A cache that one of them left is one that the other goes on from: snapshots of either open
-    on either.
-    """
+    """A cache of one decoder continues on the other, so snapshots of either load on either."""
     expected, expected_cache = plain.decode(latents, None)
     for first, second in ((plain, fused), (fused, plain)):
         frames, cache = first.decode(latents[:, :, :2], None)
@@ -80,7 +67,7 @@ def test_a_stream_moves_between_the_decoders(
         assert_caches_close(cache, expected_cache)
 
 
-def test_a_call_leaves_its_cache_untouched(fused: StreamingWanVAE, latents: torch.Tensor) -> None:
+def test_a_call_does_not_change_its_cache(fused: StreamingWanVAE, latents: torch.Tensor) -> None:
     _, cache = fused.decode(latents[:, :, :2], None)
     before = cache.clone()
     frames, _ = fused.decode(latents[:, :, 2:], cache)
@@ -88,7 +75,7 @@ def test_a_call_leaves_its_cache_untouched(fused: StreamingWanVAE, latents: torc
     assert torch.equal(fused.decode(latents[:, :, 2:], cache)[0], frames)
 
 
-def test_a_cache_keeps_only_its_features(fused: StreamingWanVAE, latents: torch.Tensor) -> None:
+def test_a_cache_holds_only_its_features(fused: StreamingWanVAE, latents: torch.Tensor) -> None:
     _, cache = fused.decode(latents, None)
     storages = {
         feature.untyped_storage().data_ptr(): feature.untyped_storage().nbytes()
@@ -112,7 +99,7 @@ def test_streams_together_equal_each_alone(fused: StreamingWanVAE, latents: torc
 
 
 def test_weights_that_are_loaded_later_are_used(latents: torch.Tensor) -> None:
-    """What is derived from weights is derived again."""
+    """Values derived from weights are recomputed."""
     changed, fused = random_vae(seed=3), random_vae(fuse=plainly_fused)
     fused.decode(latents[:, :, :1], None)
     fused.load_state_dict(changed.state_dict())
@@ -121,38 +108,5 @@ def test_weights_that_are_loaded_later_are_used(latents: torch.Tensor) -> None:
     )
 
 
-def test_a_cpu_keeps_the_plain_decoder() -> None:
+def test_a_cpu_uses_the_plain_decoder() -> None:
     assert fused_decoder(random_vae(dtype=torch.bfloat16).decoder, None) is None
-
-
-def test_upsampling_before_the_convolution_is_a_smaller_one_after_it() -> None:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 6, 3, 5, generator=generator)
-    layer = nn.Conv2d(6, 4, 3, padding=1)
-    cells = functional.conv2d(x, subpixel(layer.weight), padding=1).permute(0, 2, 3, 1)
-    expected = layer(functional.interpolate(x, scale_factor=2.0, mode="nearest-exact"))
-    found = add_up(Activation(cells, layer.bias, shuffled=True)).permute(0, 3, 1, 2)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("layout", [Layout.SIDE_BY_SIDE, Layout.IN_TURN])
-def test_three_frames_of_channels_make_a_causal_convolution(layout: Layout) -> None:
-    """Side by side in its input, or its three taps' results side by side and then added."""
-    generator = torch.Generator().manual_seed(0)
-    past, x = (torch.randn(2, frames, 4, 5, 6, generator=generator) for frames in (2, 3))
-    layer = nn.Conv3d(6, 3, 3, padding=(0, 1, 1))
-    stacked = stack_frames(Activation(x.flatten(0, 1)), past, layout=layout)
-    frames = stacked.frames.permute(0, 3, 1, 2)
-    if layout is Layout.SIDE_BY_SIDE:
-        found = functional.conv2d(
-            frames, layer.weight.transpose(1, 2).flatten(1, 2), layer.bias, padding=1
-        )
-        found = found.permute(0, 2, 3, 1).unflatten(0, (2, 3))
-    else:
-        of_taps = functional.conv2d(frames, taps_as_channels(layer.weight), padding=1).permute(
-            0, 2, 3, 1
-        )
-        found = sum_of_taps(of_taps.unflatten(0, (2, 5)), layer.bias)
-    expected = layer(torch.cat((past, x), dim=1).permute(0, 4, 1, 2, 3)).permute(0, 2, 3, 4, 1)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    assert torch.equal(stacked.newest, x[:, -2:])

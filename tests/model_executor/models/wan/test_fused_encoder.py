@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fused encoder with its passes in plain torch (fp32, CPU) equals the plain one: latents,
-caches, cuts.
+caches, splits.
 
-The passes as kernels: test_stack_kernels.py.
+test_stack_kernels.py tests the passes as kernels.
 """
 
 import pytest
@@ -41,17 +41,17 @@ def pixels() -> torch.Tensor:
 def test_latents_and_cache_equal_the_plain_encoder(
     plain: StreamingWanVAE, fused: StreamingWanVAE, pixels: torch.Tensor
 ) -> None:
-    """After a stream's first latent, after its second, and later."""
+    """After the first latent of a stream, after the second, and later."""
     for frames in (1, 5, 13):
         expected, expected_cache = plain.encode(pixels[:, :, :frames], None)
         latents, cache = fused.encode(pixels[:, :, :frames], None)
-        assert expected.std() > 0.1, "latents that differ from place to place"
+        assert expected.std() > 0.1, "latents with contrast"
         torch.testing.assert_close(latents, expected, atol=TOLERANCE, rtol=TOLERANCE)
         assert_caches_close(cache, expected_cache)
         assert cache.nbytes == fused.encoder_cache_nbytes(24, 40) == expected_cache.nbytes
 
 
-def test_cuts_change_no_bit(fused: StreamingWanVAE, pixels: torch.Tensor) -> None:
+def test_splits_change_no_bit(fused: StreamingWanVAE, pixels: torch.Tensor) -> None:
     whole, whole_cache = fused.encode(pixels, None)
     for cuts in (CUTS, [5, 8], [1, 4, 4, 4]):
         latents, cache = encode_stream(fused, pixels, cuts)
@@ -59,12 +59,10 @@ def test_cuts_change_no_bit(fused: StreamingWanVAE, pixels: torch.Tensor) -> Non
         assert cache.equal(whole_cache)
 
 
-def test_a_stream_moves_between_the_encoders(
+def test_a_stream_may_change_encoders(
     plain: StreamingWanVAE, fused: StreamingWanVAE, pixels: torch.Tensor
 ) -> None:
-    """A cache that one of them left is one that the other goes on from: snapshots of either open
-    on either.
-    """
+    """A cache of one encoder continues on the other, so snapshots of either load on either."""
     expected, expected_cache = plain.encode(pixels, None)
     for first, second in ((plain, fused), (fused, plain)):
         for cut in (1, 5):
@@ -76,7 +74,7 @@ def test_a_stream_moves_between_the_encoders(
             assert_caches_close(cache, expected_cache)
 
 
-def test_a_call_leaves_its_cache_and_its_frames_untouched(
+def test_a_call_does_not_change_its_cache_and_frames(
     fused: StreamingWanVAE, pixels: torch.Tensor
 ) -> None:
     given = pixels.clone()
@@ -88,7 +86,7 @@ def test_a_call_leaves_its_cache_and_its_frames_untouched(
     assert torch.equal(fused.encode(given[:, :, 5:], cache)[0], latents)
 
 
-def test_a_cache_keeps_only_its_features(fused: StreamingWanVAE, pixels: torch.Tensor) -> None:
+def test_a_cache_holds_only_its_features(fused: StreamingWanVAE, pixels: torch.Tensor) -> None:
     for frames in (1, 13):
         _, cache = fused.encode(pixels[:, :, :frames], None)
         storages = {
@@ -107,14 +105,14 @@ def test_weights_that_are_loaded_later_are_used(pixels: torch.Tensor) -> None:
     torch.testing.assert_close(latents, expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-def test_a_cpu_keeps_the_plain_encoder() -> None:
+def test_a_cpu_uses_the_plain_encoder() -> None:
     assert fused_encoder(an_encoder(dtype=torch.bfloat16).encoder) is None
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @torch.inference_mode()
-def test_a_gpu_encodes_fused_in_bfloat16_as_exactly_as_the_plain_one(pixels: torch.Tensor) -> None:
+def test_the_fused_encoder_on_a_gpu_is_as_accurate_as_the_plain_one(pixels: torch.Tensor) -> None:
     exact = an_encoder(base_dim=32).encode(pixels, None)[0]
     with torch.device("cuda"):
         fused = an_encoder(base_dim=32, dtype=torch.bfloat16)

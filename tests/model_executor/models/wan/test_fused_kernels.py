@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chains' kernels against the same chains in plain torch and fp32; on a CPU by Triton's
+"""The kernels of fused ops against the same ops in plain torch and fp32; on a CPU in Triton's
 interpreter.
 """
 
@@ -11,7 +11,6 @@ import pytest
 import torch
 from helpers.triton_interpreter import interpret, require_triton
 
-from vllm_omni.model_executor.layers.fused_ops import on_cuda
 from vllm_omni.model_executor.layers.quantization.fp8_kernels import FP8, LARGEST, plain_quantize
 from vllm_omni.model_executor.models.wan.transformer import fused_ops
 
@@ -21,7 +20,9 @@ Inputs = dict[str, torch.Tensor]
 
 
 def random_inputs(dtype: torch.dtype, device: str) -> Inputs:
-    """k is a part of a wider tensor; shift, scale and gate are parts of one for each row."""
+    """k is a slice of a wider tensor; shift, scale and gate are slices of one tensor per
+    request.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -45,8 +46,8 @@ def random_inputs(dtype: torch.dtype, device: str) -> Inputs:
 
 
 def calls(i: Inputs, dtype: torch.dtype) -> list[tuple[str, tuple[Any, ...]]]:
-    """The chains' names and arguments; a residual stream in fp32 and in `dtype`, modulation per
-    row and per token.
+    """Names and arguments of the ops: residual stream in fp32 and in `dtype`, modulation per
+    request and per token.
     """
     per_token = [i[name].expand(i["x"].shape).contiguous() for name in ("shift", "scale", "gate")]
     found: list[tuple[str, tuple[Any, ...]]] = []
@@ -71,7 +72,7 @@ def calls(i: Inputs, dtype: torch.dtype) -> list[tuple[str, tuple[Any, ...]]]:
 
 
 def exact(name: str, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-    """The plain chain's results, its inputs and results in fp32."""
+    """Results of the plain op with inputs and results in fp32."""
 
     def wide(arg: Any) -> Any:
         if isinstance(arg, tuple):
@@ -85,9 +86,10 @@ def exact(name: str, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
 
 
 def check(kernels: Any, dtype: torch.dtype, device: str) -> int:
-    """Relative errors within two roundings of the type; types and shapes as the plain chains'.
+    """Relative errors are within two roundings of the dtype; dtypes and shapes equal the plain
+    op's.
 
-    Returns the calls.
+    Returns the number of calls.
     """
     tolerance = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
     made = calls(random_inputs(dtype, device), dtype)
@@ -105,12 +107,12 @@ def check(kernels: Any, dtype: torch.dtype, device: str) -> int:
     return len(made)
 
 
-def check_rounded(kernels: Any, dtype: torch.dtype, device: str) -> int:
-    """Results for layers that take FP8: scales as the plain chains', all numbers but a few that
-    lie between two.
+def check_quantized(kernels: Any, dtype: torch.dtype, device: str) -> int:
+    """FP8 results: scales equal those of the plain ops, and so do all values but a few on a
+    rounding boundary.
     """
     i = random_inputs(dtype, device)
-    i["x"][0, 0] = i["update"][0, 0] = 0  # a token without a largest number
+    i["x"][0, 0] = i["update"][0, 0] = 0  # a token of zeros
     x, update, modulation = i["x"], i["update"], (i["shift"], i["scale"])
     one = (
         x[1],
@@ -142,23 +144,21 @@ def check_rounded(kernels: Any, dtype: torch.dtype, device: str) -> int:
         ), name
         assert torch.allclose(found.scale, plain.scale, rtol=1e-2), name
         numbers, wanted = found.data.float(), plain.data.float()
-        # Triton's interpreter forgets the carry of a number just below a power of two
+        # Triton's interpreter loses the carry of a value just below a power of two
         if device == "cpu":
             numbers = torch.where(2 * numbers == wanted, wanted, numbers)
         assert (numbers - wanted).norm() / wanted.norm() < 2e-2, name
         assert (found.data.float().abs().amax(-1) <= LARGEST).all(), name
-    if device == "cuda":  # the interpreter makes a number of it
+    if device == "cuda":  # the interpreter converts NaN to a number
         bad = i["update"].clone()
         bad[1, 2, 3] = torch.nan
-        assert kernels.gelu_to_fp8(bad).data.float()[1, 2, 3].isnan(), (
-            "a number that is none stays none"
-        )
+        assert kernels.gelu_to_fp8(bad).data.float()[1, 2, 3].isnan(), "NaN stays NaN"
     return len(made)
 
 
 def check_store(kernels: Any, dtype: torch.dtype, device: str) -> None:
-    """Keys and values in a window are those of `rms_rope` and `quantize`, to the bit; its other
-    tokens stay.
+    """Stored keys and values equal those of `rms_rope` and `quantize` exactly. Other tokens of the
+    window stay unchanged.
     """
     i = random_inputs(dtype, device)
     k, v, turn = i["k"][1], i["update"][1], (i["cos"][1], i["sin"][1])
@@ -192,24 +192,27 @@ def interpreted(rank: int) -> None:
     from vllm_omni.model_executor.models.wan.transformer import fused_kernels
 
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        assert (check(fused_kernels, dtype, "cpu"), check_rounded(fused_kernels, dtype, "cpu")) == (
+        assert (
+            check(fused_kernels, dtype, "cpu"),
+            check_quantized(fused_kernels, dtype, "cpu"),
+        ) == (
             28,
             6,
         )
         check_store(fused_kernels, dtype, "cpu")
 
 
-def test_kernels_equal_the_chains_in_the_interpreter() -> None:
+def test_interpreted_kernels_equal_the_plain_ops() -> None:
     interpret(interpreted)
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_kernels_equal_the_chains_on_a_gpu(dtype: torch.dtype) -> None:
+def test_kernels_on_a_gpu_equal_the_plain_ops(dtype: torch.dtype) -> None:
     from vllm_omni.model_executor.models.wan.transformer import fused_kernels
 
-    assert (check(fused_kernels, dtype, "cuda"), check_rounded(fused_kernels, dtype, "cuda")) == (
+    assert (check(fused_kernels, dtype, "cuda"), check_quantized(fused_kernels, dtype, "cuda")) == (
         28,
         6,
     )
@@ -217,20 +220,20 @@ def test_kernels_equal_the_chains_on_a_gpu(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_plain_chain_stores_what_it_returns(dtype: torch.dtype) -> None:
+def test_the_plain_op_stores_its_results(dtype: torch.dtype) -> None:
     check_store(fused_ops, dtype, "cpu")
 
 
 @pytest.mark.parametrize("storage", [torch.bfloat16, FP8])
-def test_the_compiled_chain_stores_the_same(storage: torch.dtype) -> None:
-    """torch.compile has no e4m3 on a CPU, so the rounding is left out of its code."""
+def test_the_compiled_op_stores_the_same(storage: torch.dtype) -> None:
+    """torch.compile has no e4m3 on a CPU, so compiled code leaves out the rounding."""
     i = random_inputs(torch.bfloat16, "cpu")
     scales = None if storage is torch.bfloat16 else torch.full((2, WIDTH // HEAD), 0.25)
     stored = []
     for compiled in (False, True):
         stored.append(torch.zeros(2, TOKENS, WIDTH // HEAD, HEAD).to(storage))
-        chain = fused_ops.FusedOps.build(compiled).store_keys_values
-        chain(
+        op = fused_ops.FusedOps.build(compiled).store_keys_values
+        op(
             i["k"][1],
             None,
             i["weight"],
@@ -245,8 +248,8 @@ def test_the_compiled_chain_stores_the_same(storage: torch.dtype) -> None:
     assert torch.equal(stored[0].float(), stored[1].float()) and stored[0].float().abs().amax() > 1
 
 
-def test_each_kernel_takes_the_arguments_of_its_chain() -> None:
-    """One stands in for the other."""
+def test_wan_kernels_have_the_signatures_of_the_plain_ops() -> None:
+    """Because either may be called in place of the other."""
     require_triton()
     from vllm_omni.model_executor.models.wan.transformer import fused_kernels
 
@@ -254,19 +257,3 @@ def test_each_kernel_takes_the_arguments_of_its_chain() -> None:
     for kernel in fused_kernels.KERNELS:
         assert kernel.__name__ in names
         assert signature(kernel) == signature(getattr(fused_ops, kernel.__name__))
-
-
-def test_tensors_on_a_cpu_take_the_plain_chains() -> None:
-    """Also where Triton has a GPU: a chain is chosen by where its tensors are."""
-    chosen = on_cuda(lambda x: "kernel", lambda x: "plain")
-    assert chosen(torch.empty(1)) == "plain"
-
-
-def test_sums_of_squares_need_not_be_given_where_a_rank_has_all_channels() -> None:
-    """With or without compilation the result is that of the sum over channels."""
-    i = random_inputs(torch.bfloat16, "cpu")
-    squares = fused_ops.sum_of_squares(i["k"])
-    for name, turn in (("rms_scale", ()), ("rms_rope", (i["cos"], i["sin"]))):
-        chain = getattr(fused_ops, name)
-        given = chain(i["k"], squares, i["weight"], *turn, WIDTH, EPS)
-        assert torch.equal(chain(i["k"], None, i["weight"], *turn, WIDTH, EPS), given)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CLIP's vision tower: its rows, the sizes read off its files, strict loading in both layouts;
-images cut to a size.
+"""CLIP's vision tower: hidden states, sizes read from its files, strict loading in both layouts;
+image cropping.
 """
 
 from pathlib import Path
@@ -43,16 +43,15 @@ def loaded(folder: Path) -> ImageEncoder:
     return encoder
 
 
-def test_sizes_are_read_off_the_files(folder: Path) -> None:
+def test_sizes_are_read_from_the_files(folder: Path) -> None:
     assert layout(folder).clip_config() == CLIP
     assert layout(None).clip_config() == CLIP_VIT_H
     assert (clip_tokens(CLIP), clip_tokens(CLIP_VIT_H)) == (5, 257)
 
 
-def test_rows_are_the_hidden_states_before_the_last_layer(folder: Path) -> None:
-    """Without the last norm; the last layer is not built.
-
-    Any size is stretched to the tower's square.
+def test_embeddings_are_the_hidden_states_before_the_last_layer(folder: Path) -> None:
+    """Without the final norm. The last layer is not built. Images of any size are stretched to the
+    tower's square.
     """
     encoder = loaded(folder)
     whole = CLIPVisionModel(CLIPVisionConfig(**CLIP)).eval()
@@ -63,13 +62,13 @@ def test_rows_are_the_hidden_states_before_the_last_layer(folder: Path) -> None:
         states = whole(
             pixel_values=clip_pixels(pixels(), 28), output_hidden_states=True
         ).hidden_states
-    rows = encoder.encode(pixels())
-    torch.testing.assert_close(rows, states[-2][0])
-    assert rows.shape == (5, CLIP["hidden_size"])
-    assert not torch.equal(encoder.encode(pixels(1)), rows)
+    embeddings = encoder.encode(pixels())
+    torch.testing.assert_close(embeddings, states[-2][0])
+    assert embeddings.shape == (5, CLIP["hidden_size"])
+    assert not torch.equal(encoder.encode(pixels(1)), embeddings)
 
 
-def test_both_layouts_are_the_same_tower(tmp_path: Path) -> None:
+def test_both_layouts_load_the_same_tower(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     write_original_clip(tmp_path / "a", 0)
     write_diffusers_clip(tmp_path / "b", 0)
@@ -78,25 +77,29 @@ def test_both_layouts_are_the_same_tower(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("damage", ["missing", "unexpected", "misshapen"])
-def test_a_damaged_file_is_refused(tmp_path: Path, damage: str) -> None:
+QKV = "visual.transformer.1.attn.to_qkv.weight"
+
+
+@pytest.mark.parametrize(
+    ("damage", "change"),
+    [
+        ("missing", lambda tensors: tensors.pop(QKV)),
+        ("unexpected", lambda tensors: tensors.update({"visual.surprise": torch.zeros(2)})),
+        ("misshapen", lambda tensors: tensors.update({QKV: tensors[QKV][:-1]})),
+    ],
+)
+def test_a_damaged_file_is_refused(tmp_path: Path, damage: str, change: Any) -> None:
     write_original_clip(tmp_path, 0)
     path = layout(tmp_path).image_encoder
     assert path is not None
     tensors = torch.load(path, weights_only=True)
-    name = "visual.transformer.1.attn.to_qkv.weight"
-    if damage == "missing":
-        del tensors[name]
-    elif damage == "unexpected":
-        tensors["visual.surprise"] = torch.zeros(2)
-    else:
-        tensors[name] = tensors[name][:-1]
+    change(tensors)
     torch.save(tensors, path)
     with pytest.raises(ValueError, match=damage):
         load_image_encoder(ImageEncoder(CLIP, dtype=torch.float32), path)
 
 
-def test_another_file_is_no_tower(tmp_path: Path) -> None:
+def test_a_file_without_a_tower_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth"
     torch.save({"textual.norm.weight": torch.ones(2)}, path)
     with pytest.raises(ValueError, match="it is not the file its name says"):
@@ -112,7 +115,7 @@ def test_another_file_is_no_tower(tmp_path: Path) -> None:
         ((10, 90), (36, 0, 54, 10)),
     ],
 )
-def test_the_middle_of_an_image_is_cut_to_the_videos_aspect(
+def test_an_image_is_cropped_to_the_aspect_ratio_of_the_video(
     size: tuple[int, int], box: tuple[int, ...]
 ) -> None:
     image = torch.zeros(*size, 3, dtype=torch.uint8)

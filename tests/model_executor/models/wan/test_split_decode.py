@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decode shared by ranks in bands of rows gives the whole decoder's frames (fp32, gloo, a
-process a rank).
+"""A decode split over ranks in bands of rows gives the whole decoder's frames (fp32, gloo, one
+process per rank).
 """
 
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.process_groups import process_group
 from helpers.rank_processes import run_ranks
 from vae_streams import decode_stream, plainly_fused
 
@@ -50,7 +50,7 @@ def latents(height: int) -> torch.Tensor:
 
 
 def check_bands(bands: RowBands, heights: list[int], options: dict[str, Any]) -> None:
-    """Streams of several heights on one decoder, in pieces: pixels, cache, its bytes, and joined
+    """Streams of several heights on one decoder, in parts: pixels, cache, its bytes, and joined
     frames.
     """
     whole, mine = build(), build(bands, **options)
@@ -60,7 +60,7 @@ def check_bands(bands: RowBands, heights: list[int], options: dict[str, Any]) ->
         pixels, cache = decode_stream(mine, latents(height), CUTS)
         rows = bands.rows(height)
         ours = slice(8 * rows.start, 8 * rows.stop)
-        assert expected.std() > 0.1, "frames that differ from place to place"
+        assert expected.std() > 0.1, "frames with contrast"
         torch.testing.assert_close(pixels, expected[:, :, :, ours], atol=TOLERANCE, rtol=0)
         assert cache.nbytes == mine.decoder_cache_nbytes(8 * height, 8 * WIDTH)
         assert cache.nbytes == cache_nbytes(
@@ -79,7 +79,7 @@ def check_bands(bands: RowBands, heights: list[int], options: dict[str, Any]) ->
 
 
 def check_one_piece(bands: RowBands) -> None:
-    """How a stream is cut changes nothing of a band, bit for bit."""
+    """The splits of a stream change no bit of a band."""
     mine = build(bands)
     whole_clip, cache = mine.decode(latents(5), None)
     parts, last = decode_stream(mine, latents(5), CUTS)
@@ -87,7 +87,7 @@ def check_one_piece(bands: RowBands) -> None:
 
 
 def check_layout(bands: RowBands) -> None:
-    """Neighbours' rows leave a channels-last picture channels-last, and stand where they belong."""
+    """Neighbours' rows keep a channels-last image channels-last and are at the right positions."""
     rows = torch.arange(4.0) + 10 * bands.rank
     for shape, layout in (
         ((1, 3, 2, 4, 5), torch.channels_last_3d),
@@ -119,21 +119,11 @@ def check_graph(bands: RowBands) -> None:
 
 
 def _rank(rank: int, size: int, rendezvous: str, checks: list[tuple[Any, ...]]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{rendezvous}",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=60),
-    )
-    try:
+    with process_group(rank, size, rendezvous) as group:
         for check, *arguments in checks:
-            check(RowBands(rank, size, dist.group.WORLD), *arguments)
-        # a rank that has what it needs must not hang up on one that is still sending
+            check(RowBands(rank, size, group), *arguments)
+        # a rank must not close its connections while another one still sends
         dist.barrier()
-    finally:
-        dist.destroy_process_group()
 
 
 def run(size: int, rendezvous: Path, *checks: tuple[Any, ...]) -> None:
@@ -150,11 +140,11 @@ def run(size: int, rendezvous: Path, *checks: tuple[Any, ...]) -> None:
     ],
 )
 def test_bands_equal_the_whole_decoder(tmp_path: Path, size: int, heights: list[int]) -> None:
-    """Also where rows do not divide over the ranks, and where a rank has a single one."""
+    """Also if rows do not divide over the ranks, and if a rank has a single row."""
     run(size, tmp_path / "rendezvous", (check_bands, heights, {}))
 
 
-def test_parts_of_a_latent_frame_parts_of_a_stream_and_memory_layout(tmp_path: Path) -> None:
+def test_bands_support_partial_calls_fused_passes_and_memory_layouts(tmp_path: Path) -> None:
     run(
         2,
         tmp_path / "rendezvous",
@@ -171,7 +161,7 @@ def test_exchanges_do_not_break_the_graph(tmp_path: Path) -> None:
 
 
 def test_every_rank_needs_a_row() -> None:
-    """A stream with fewer latent rows than ranks is refused, on ranks without a decoder too."""
+    """A stream with fewer latent rows than ranks is refused, also on ranks without a decoder."""
     bands: Any = RowBands(1, 4, None)  # type: ignore[arg-type]
     vae = StreamingWanVAE(CONFIG, encoder=False, decoder=False, bands=bands)
     vae.check_height(32)
@@ -180,17 +170,8 @@ def test_every_rank_needs_a_row() -> None:
     assert failure.value.code == "unsupported_size"
 
 
-def test_rows_are_all_taken_once() -> None:
-    for size in (1, 2, 3, 4):
-        bands = [RowBands(rank, size, None).rows(61) for rank in range(size)]  # type: ignore[arg-type]
-        assert [row for rows in bands for row in rows] == list(range(61))
-        assert max(map(len, bands)) - min(map(len, bands)) <= 1
-
-
-def test_who_decodes() -> None:
-    """Of ranks that share layers all or the first; with a VAE stage, those beside each other
-    there.
-    """
+def test_ranks_that_decode() -> None:
+    """Of ranks that share layers, all or the first. With a VAE stage, the same on that stage."""
     group: Any = object()
     for decode_group, decoding in ((None, [True, False]), (group, [True, True])):
         alone = [ParallelContext(rank, 2, group, decode_group=decode_group) for rank in range(2)]
@@ -212,8 +193,8 @@ def test_who_decodes() -> None:
             assert [rank.decodes for rank in stages] == (decoding if stage else [False, False])
 
 
-def test_the_option() -> None:
-    """Asking for it with one rank, or of a model that cannot, is refused."""
+def test_parallel_decode_is_refused_where_it_cannot_work() -> None:
+    """With one rank, or for a model without support."""
     requested = OmniConfig(vae_parallel=True)
     requested.check_ranks(2)
     with pytest.raises(ValueError, match="--tensor-parallel-size 2 or more"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiny decoder as a stream, against the network run over a whole clip with empty memories."""
+"""The tiny decoder as a stream, against the network on a whole clip with empty memories."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def vae(weights: Path) -> TinyVAEDecoder:
 
 
 def whole(vae: TinyVAEDecoder, latents: torch.Tensor) -> torch.Tensor:
-    """Frame after frame through each block, the frame before beside it, nothing before the
+    """Each block on all frames, with the preceding frame as its memory and zeros before the
     first.
     """
     x = latents[0].transpose(0, 1)
@@ -47,7 +47,7 @@ def whole(vae: TinyVAEDecoder, latents: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("cut", [[7], [3, 3, 1], [1, 1, 5], [2, 4, 1]])
-def test_a_stream_cut_anywhere_equals_the_whole_clip(vae: TinyVAEDecoder, cut: list[int]) -> None:
+def test_a_stream_split_anywhere_equals_the_whole_clip(vae: TinyVAEDecoder, cut: list[int]) -> None:
     latents = torch.randn(1, 16, 7, 4, 6, generator=torch.Generator().manual_seed(1))
     cache, parts = None, []
     for part in latents.split(cut, dim=2):
@@ -61,10 +61,10 @@ def test_a_stream_cut_anywhere_equals_the_whole_clip(vae: TinyVAEDecoder, cut: l
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize(("channels", "factor"), [(8, 1), (8, 2), (3, 2)])
-def test_frames_grow_as_if_enlarged_first(
+def test_growing_frames_equals_enlarging_them_first(
     channels: int, factor: int, layout: torch.memory_format
 ) -> None:
-    """As the original does; three fp32 channels do not fill words of eight bytes."""
+    """As in the original. Three fp32 channels do not fill words of eight bytes."""
     grow = Grow(channels, factor)
     x = torch.randn(3, channels, 4, 6).contiguous(memory_format=layout)
     enlarged = torch.nn.functional.interpolate(x, scale_factor=2)
@@ -72,7 +72,7 @@ def test_frames_grow_as_if_enlarged_first(
     torch.testing.assert_close(grow(x), wanted, atol=1e-6, rtol=0)
 
 
-def test_a_cache_is_a_value(vae: TinyVAEDecoder) -> None:
+def test_a_cache_is_immutable(vae: TinyVAEDecoder) -> None:
     latents = torch.randn(1, 16, 2, 4, 6)
     _, cache = vae.decode(latents, None)
     before = cache.clone()
@@ -82,7 +82,7 @@ def test_a_cache_is_a_value(vae: TinyVAEDecoder) -> None:
 
 
 def test_released_weights_have_taehvs_names_and_sizes(tmp_path: Path) -> None:
-    """`taew2_1.pth`: 22.6 MB of fp32 with its encoder; the decoder's half is loaded, strictly."""
+    """`taew2_1.pth` is 22.6 MB of fp32 with its encoder. The decoder's half is loaded, strictly."""
     decoder = TinyVAEDecoder()
     names = {name: tuple(p.shape) for name, p in decoder.named_parameters()}
     assert names["decoder.3.conv.0.weight"] == (256, 512, 3, 3) and names[

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""F(2, 3) and F(4, 3) along time: exact in exact arithmetic, and closer to it in fp16 than bf16
-is without them.
+"""F(2, 3) and F(4, 3) along time: exact in exact arithmetic, and more accurate in fp16 than direct
+convolution in bf16.
 """
 
 import pytest
@@ -16,24 +16,10 @@ from vllm_omni.model_executor.models.wan.vae.stacked_frames import (
 from vllm_omni.model_executor.models.wan.vae.winograd import OF_FRAMES, product_dtype
 
 
-@pytest.mark.parametrize("frames", list(OF_FRAMES))
-def test_products_give_a_filter_of_three_taps(frames: int) -> None:
-    winograd = OF_FRAMES[frames]
-    inputs, weights, results = (
-        torch.tensor(matrix, dtype=torch.float64)
-        for matrix in (winograd.inputs, winograd.weights, winograd.results)
-    )
-    x, taps = torch.randn(frames + 2, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
-    expected = torch.stack([x[t : t + 3] @ taps for t in range(frames)])
-    torch.testing.assert_close(
-        results @ ((weights @ taps) * (inputs @ x)), expected, atol=1e-12, rtol=0
-    )
-
-
 def _convolved(
     past: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 ) -> torch.Tensor:
-    """[B, T, H, W, O] by combined frames. past: [B, 2, H, W, C]; x: [B, T, H, W, C]; weight: [O,
+    """[B, T, H, W, O] from combined frames. past: [B, 2, H, W, C]; x: [B, T, H, W, C]; weight: [O,
     C, 3, 3, 3].
     """
     stacked = stack_frames(Activation(x.flatten(0, 1)), past, layout=Layout.COMBINED)
@@ -46,7 +32,7 @@ def _convolved(
 
 
 def _case(frames: int) -> tuple[torch.Tensor, ...]:
-    """Two streams of frames that resemble each other, behind SiLU; weights that bf16 holds."""
+    """Two streams of similar frames, after SiLU. The weights are exact in bf16."""
     generator = torch.Generator().manual_seed(0)
     still = torch.randn(2, 1, 6, 7, 64, generator=generator)
     x = functional.silu(still + 0.5 * torch.randn(2, frames + 2, 6, 7, 64, generator=generator))
@@ -61,15 +47,15 @@ def _direct(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.
 
 
 @pytest.mark.parametrize("frames", list(OF_FRAMES))
-def test_combined_frames_make_a_causal_convolution(frames: int) -> None:
+def test_combined_frames_equal_a_causal_convolution(frames: int) -> None:
     x, weight, bias = _case(frames)
     found = _convolved(x[:, :2], x[:, 2:], weight, bias)
     torch.testing.assert_close(found, _direct(x, weight, bias), atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("frames", list(OF_FRAMES))
-def test_fp16_products_lose_less_than_bf16_frames(frames: int) -> None:
-    """The same layer in a bf16 network: results, as the next pass adds them up in fp32."""
+def test_fp16_products_are_more_accurate_than_bf16_frames(frames: int) -> None:
+    """The same layer in a bf16 network, with results as the next pass sums them in fp32."""
     x, weight, bias = _case(frames)
     exact = _direct(x.double(), weight.double(), bias.double())
     of_bf16 = (

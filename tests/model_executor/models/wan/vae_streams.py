@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A clip through the streaming VAE in pieces, as a session's chunks come; VAEs with random
+"""Clips through the streaming VAE in parts, as the chunks of a session; VAEs with random
 weights.
 """
 
@@ -18,9 +18,7 @@ from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE, VAECach
 def encode_stream(
     vae: StreamingWanVAE, pixels: torch.Tensor, cuts: list[int]
 ) -> tuple[torch.Tensor, VAECache]:
-    """Return all latents and what the stream remembers after them. cuts: pixel frames of each
-    piece.
-    """
+    """Return all latents and the final cache. cuts: pixel frames of each part."""
     latents, cache = [], None
     for part in pixels.split(cuts, dim=2):
         latent, cache = vae.encode(part, cache)
@@ -32,9 +30,7 @@ def encode_stream(
 def decode_stream(
     vae: StreamingWanVAE, latents: torch.Tensor, cuts: list[int]
 ) -> tuple[torch.Tensor, VAECache]:
-    """Return all pixels and what the stream remembers after them. cuts: latent frames of each
-    piece.
-    """
+    """Return all pixels and the final cache. cuts: latent frames of each part."""
     pixels, cache = [], None
     for part in latents.split(cuts, dim=2):
         frames, cache = vae.decode(part, cache)
@@ -44,15 +40,13 @@ def decode_stream(
 
 
 def assert_caches_close(cache: VAECache, expected: VAECache) -> None:
-    """fp32, sums in another order."""
+    """fp32, different order of sums."""
     for feature, wanted in zip(cache.features, expected.features, strict=True):
         torch.testing.assert_close(feature, wanted, atol=1e-4, rtol=1e-4)
 
 
 def random_vae(seed: int = 0, base_dim: int = 4, **options: Any) -> StreamingWanVAE:
-    """A decoder, or what `options` say, with random weights, under which frames differ from
-    place to place.
-    """
+    """A decoder, or the parts in `options`, with random weights that give frames with contrast."""
     vae = StreamingWanVAE(VAEConfig(base_dim=base_dim), **{"encoder": False, **options})
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in vae.named_parameters():

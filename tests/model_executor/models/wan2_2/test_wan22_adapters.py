@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters of Wan 2.2: both experts, or one of them as names of tensors or of files say; equal
-to merged weights.
+"""Adapters of Wan 2.2 for both experts or for one, by the names of tensors or files, equal merged
+weights.
 """
 
 from pathlib import Path
@@ -33,7 +33,7 @@ def made(model: Wan22, seed: int) -> files.Factors:
 
 
 def one_of_both(tmp_path: Path, high: files.Factors, low: files.Factors) -> Path:
-    """diffusers' file of two networks."""
+    """diffusers' file for two networks."""
     first = load_file(
         files.write_diffusers(high, tmp_path / "first") / "pytorch_lora_weights.safetensors"
     )
@@ -48,7 +48,7 @@ def one_of_both(tmp_path: Path, high: files.Factors, low: files.Factors) -> Path
 
 
 def two_files(tmp_path: Path, high: files.Factors, low: files.Factors) -> Path:
-    """A directory as step-distillation adapters come."""
+    """A directory in the layout of step-distillation adapters."""
     folder = tmp_path / "lightning"
     folder.mkdir()
     files.write_community_ab(high, folder / "high_noise_model.safetensors")
@@ -57,7 +57,7 @@ def two_files(tmp_path: Path, high: files.Factors, low: files.Factors) -> Path:
 
 
 @pytest.mark.parametrize("write", [one_of_both, two_files])
-def test_each_expert_has_its_own(
+def test_each_expert_has_its_adapter(
     write: object, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     model = load_model(checkpoints["t2v"])
@@ -82,10 +82,10 @@ def test_each_expert_has_its_own(
         ("slow_flow-low.safetensors", (LOW,)),
     ],
 )
-def test_the_name_of_a_file_reports_its_expert(
+def test_the_file_name_selects_the_expert(
     name: str, experts: tuple[str, ...], checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Without a mark it is for both."""
+    """Without a mark, the adapter applies to both."""
     model = load_model(checkpoints["t2v"])
     own = made(model, 1)
     store = make_store(model, {"one": files.write_community_ab(own, tmp_path / name)})

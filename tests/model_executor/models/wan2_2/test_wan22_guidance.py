@@ -3,12 +3,12 @@
 rank.
 """
 
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.process_groups import process_group
 from helpers.rank_processes import run_ranks
 from helpers.wan22_driver import NEGATIVE, Wan22, load_model, start, step
 
@@ -33,19 +33,9 @@ def _latents(model: Wan22) -> list[torch.Tensor]:
 
 
 def _compare(rank: int, rendezvous: str, checkpoint: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{rendezvous}",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=60),
-    )
-    try:
+    with process_group(rank, 2, rendezvous) as group:
         expected = _latents(load_model(checkpoint))
-        model = load_model(
-            checkpoint, ParallelContext(rank, 2, dist.group.WORLD), cfg_parallel=True
-        )
+        model = load_model(checkpoint, ParallelContext(rank, 2, group), cfg_parallel=True)
         assert model.decodes == (rank == 0)
         got = _latents(model)
         for ours, one_rank in zip(got, expected, strict=True):
@@ -53,9 +43,7 @@ def _compare(rank: int, rendezvous: str, checkpoint: Path) -> None:
             assert difference <= TOLERANCE, difference
         both = [torch.empty_like(got[0]) for _ in range(2)]
         dist.all_gather(both, got[0])
-        assert torch.equal(*both), "both ranks go on from the same latents"
-    finally:
-        dist.destroy_process_group()
+        assert torch.equal(*both), "both ranks continue with the same latents"
 
 
 @pytest.mark.nightly
@@ -63,7 +51,7 @@ def test_two_ranks_equal_one(checkpoints: dict[str, Path], tmp_path: Path) -> No
     run_ranks(_compare, (str(tmp_path / "rendezvous"), checkpoints["t2v"]), 2)
 
 
-def test_what_cannot_work_is_refused(checkpoints: dict[str, Path]) -> None:
+def test_unsupported_guidance_ranks_are_refused(checkpoints: dict[str, Path]) -> None:
     with pytest.raises(ValueError, match="two ranks: pass --tensor-parallel-size 2, got 1"):
         load_model(checkpoints["t2v"], cfg_parallel=True)
     with pytest.raises(ValueError, match="both take the tensor-parallel ranks"):

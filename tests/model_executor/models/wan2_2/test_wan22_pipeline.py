@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from helpers.wan22_driver import NUM_FRAMES, load_model, make_video, picture, start, step
+from helpers.wan22_driver import load_model, make_video, picture, start, step
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
@@ -23,8 +22,8 @@ A14B = Wan22Checkpoint("t2v", 0.875, 16, 8, 4)
 
 
 def test_requests_at_different_steps_share_a_forward(checkpoints: dict[str, Path]) -> None:
-    """One starts two steps later; guidance, prompts and lengths of schedule differ; each is what
-    it is alone.
+    """One request starts two steps later, with other guidance, prompt and schedule length. Each
+    equals its solo run.
     """
     model = load_model(checkpoints["t2v"])
     assert isinstance(model, SupportsStepExecution)
@@ -56,23 +55,9 @@ def test_requests_at_different_steps_share_a_forward(checkpoints: dict[str, Path
         assert (model.latents(request) - expected).abs().max() < BATCH
 
 
-def test_experts_change_at_the_boundary(checkpoints: dict[str, Path]) -> None:
-    """Timesteps from 875 up are the first expert's; requests on two sides share no batch."""
-    model = load_model(checkpoints["t2v"])
-    request = start(model, num_inference_steps=10)
-    used = []
-    while request.step < request.num_steps:
-        timestep, key = request.state.timesteps[request.step], model.batch_key(request)
-        step(model, [request])
-        used.append((timestep >= 875, request.state.expert))
-        assert request.state.expert in key  # type: ignore[operator]
-    assert {expert for above, expert in used if above} == {"transformer"}
-    assert {expert for above, expert in used if not above} == {"transformer_2"}
-
-
 def test_guidance_defaults_are_the_authors(checkpoints: dict[str, Path]) -> None:
-    """4 above the boundary and 3 below it; a request's one number holds for both; the
-    deployment's wins over ours.
+    """4 above the boundary and 3 below. One value in a request applies to both. The deployment's
+    defaults take precedence.
     """
 
     def guidance(options: dict[str, Any] | None = None, **params: Any) -> tuple[float, float]:
@@ -117,7 +102,7 @@ def test_requests_that_cannot_be_served_are_refused(
 
 
 def test_images_are_checked(checkpoints: dict[str, Path]) -> None:
-    """Required by i2v, unknown to t2v, of the video's size everywhere."""
+    """i2v requires one, t2v refuses it, and it must have the video's size."""
     with pytest.raises(RequestFailed, match="send the tensor 'image'"):
         start(load_model(checkpoints["i2v"]))
     with pytest.raises(RequestFailed, match="no tensors"):
@@ -126,23 +111,11 @@ def test_images_are_checked(checkpoints: dict[str, Path]) -> None:
         start(load_model(checkpoints["ti2v"]), {"image": picture()[:32]})
 
 
-def test_the_image_stands_in_the_first_frame_of_ti2v(checkpoints: dict[str, Path]) -> None:
-    """Its latents come out as they went in, whatever the network made of the first frame."""
-    model = load_model(checkpoints["ti2v"])
-    request = start(model, {"image": picture()}, output="latents")
-    condition = request.state.condition
-    while request.step < request.num_steps:
-        step(model, [request])
-    assert torch.equal(model.latents(request)[:, :1], condition)
-
-
 @pytest.mark.parametrize(("layout", "clean_frames"), [("t2v", [0]), ("i2v", [0]), ("ti2v", [0, 1])])
-def test_warm_up_takes_every_way_through_the_network(
+def test_the_warm_up_covers_every_kind_of_request(
     checkpoints: dict[str, Path], layout: str, clean_frames: list[int]
 ) -> None:
-    """TI2V's text requests are compiled apart from those with a picture: the first of neither
-    kind waits for it.
-    """
+    """TI2V compiles text requests and image requests separately."""
     model = load_model(checkpoints[layout])
     requests = [
         DiffusionRequest("warm-up", params, dict(tensors), model.new_session(params))
@@ -155,8 +128,8 @@ def test_warm_up_takes_every_way_through_the_network(
     assert len({request.session.session_id for request in requests}) == len(requests)
 
 
-def test_directories_and_what_they_say(checkpoints: dict[str, Path]) -> None:
-    """Kinds, tasks and recommended defaults are read from the directory."""
+def test_kind_tasks_and_defaults_are_read_from_the_directory(checkpoints: dict[str, Path]) -> None:
+    """The family reads them from the configs, without weights."""
     facts = {
         layout: FAMILY.hf_config(path)["wan2_2"]["facts"] for layout, path in checkpoints.items()
     }
@@ -181,20 +154,9 @@ def test_directories_and_what_they_say(checkpoints: dict[str, Path]) -> None:
 
 
 def test_weights_are_loaded_strictly(checkpoints: dict[str, Path]) -> None:
-    """A transformer with other input channels does not fit."""
+    """For example, a transformer with other input channels is refused."""
     model = load_model(checkpoints["t2v"])
     with pytest.raises(ValueError, match="misshapen: 1"):
         load_transformer(
             model.experts["transformer"], checkpoints["i2v"] / "transformer", model.config
         )
-
-
-def test_session_bytes_grow_with_the_video(checkpoints: dict[str, Path]) -> None:
-    model = load_model(checkpoints["t2v"])
-    sizes = [
-        model.session_nbytes(
-            DiffusionParams(session_id="a", one_shot=True, prompt="a", num_frames=frames)
-        )
-        for frames in (5, NUM_FRAMES)
-    ]
-    assert 0 < sizes[0] < sizes[1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Videos whose steps are not all computed (`options.step_cache`)."""
+"""Videos that skip denoise steps (`options.step_cache`)."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ STEPS: dict[str, Any] = {"num_inference_steps": 10, "output": "latents"}
 
 @pytest.fixture
 def forwards(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The expert of each forward that is run from here on."""
+    """The expert of each subsequent forward."""
     from vllm_omni.model_executor.models.wan2_2.transformer import Wan22Transformer
 
     run, forward = [], Wan22Transformer.forward
@@ -30,11 +30,11 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["t2v", "ti2v"])
-def test_a_video_with_fewer_forwards(
+def test_the_step_cache_saves_forwards_of_a_video(
     checkpoints: dict[str, Path], forwards: list[str], kind: str
 ) -> None:
-    """Every expert's first step is computed, and the last; a threshold below every change leaves
-    nothing out.
+    """The first step of every expert and the last step are computed. A threshold below every change
+    skips no step.
     """
     model = load_model(checkpoints[kind])
     whole = make_video(model, **STEPS)[1]["latents"]
@@ -51,7 +51,7 @@ def test_a_video_with_fewer_forwards(
     assert cached["latents"].isfinite().all() and not torch.equal(cached["latents"], whole)
 
 
-def test_steps_that_are_computed_share_no_batch_with_those_that_are_not(
+def test_computed_and_skipped_steps_share_no_batch(
     checkpoints: dict[str, Path],
 ) -> None:
     model = load_model(checkpoints["ti2v"])
@@ -62,14 +62,14 @@ def test_steps_that_are_computed_share_no_batch_with_those_that_are_not(
     assert model.batch_key(plain) != model.batch_key(cached)
 
 
-def test_ranks_with_a_part_of_the_layers_refuse_it(checkpoints: dict[str, Path]) -> None:
+def test_ranks_with_some_of_the_layers_refuse_the_step_cache(checkpoints: dict[str, Path]) -> None:
     model = load_model(checkpoints["ti2v"])
     model.parallel = ParallelContext(stage=0, num_stages=2)
     with pytest.raises(RequestFailed, match="ranks with all layers"):
         start(model, **STEPS, options={"step_cache": 2.0})
 
 
-def test_a_session_that_keeps_a_prediction_announces_it(checkpoints: dict[str, Path]) -> None:
+def test_session_bytes_include_the_cached_prediction(checkpoints: dict[str, Path]) -> None:
     model = load_model(checkpoints["ti2v"])
     plain, cached = start(model, **STEPS), start(model, **STEPS, options={"step_cache": 2.0})
     more = model.session_nbytes(cached.params) - model.session_nbytes(plain.params)

@@ -17,7 +17,6 @@ from vllm_omni.model_executor.models.waypoint.config import (
     read_stream,
 )
 from vllm_omni.model_executor.models.waypoint.family import FAMILY
-from vllm_omni.testing.tiny.waypoint import make_tiny
 
 RELEASED: dict[str, Any] = {
     "model_type": "waypoint-1.5",
@@ -67,7 +66,7 @@ def test_the_released_config_has_its_sizes() -> None:
     )
 
 
-def test_keys_that_are_left_out_have_their_defaults() -> None:
+def test_missing_keys_have_their_defaults() -> None:
     values = {
         key: RELEASED[key]
         for key in RELEASED
@@ -95,7 +94,7 @@ def test_keys_that_are_left_out_have_their_defaults() -> None:
         ({"prompt_conditioning": "cross_attention"}, "prompt_embedding_dim None"),
     ],
 )
-def test_what_is_not_implemented_is_refused(changed: dict[str, Any], message: str) -> None:
+def test_unsupported_waypoint_configs_are_refused(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         WaypointConfig.from_checkpoint({**RELEASED, **changed})
 
@@ -129,7 +128,7 @@ def test_controls_are_mouse_then_buttons_then_wheel() -> None:
     assert vectors[1].nonzero().flatten().tolist() == [2 + 0x20]
 
 
-def test_an_option_of_what_the_checkpoint_fixes_is_refused() -> None:
+def test_options_for_values_that_the_checkpoint_fixes_are_refused() -> None:
     checkpoint = {"transformer": RELEASED}
     assert read_stream(checkpoint, OmniConfig(model={"cuda_graphs": True})).options.cuda_graphs
     for name, value in (("window_frames", 4), ("decoder", "tiny"), ("sequence_parallel", True)):
@@ -140,13 +139,12 @@ def test_an_option_of_what_the_checkpoint_fixes_is_refused() -> None:
             read_stream(checkpoint, OmniConfig(model={name: value}))
 
 
-def test_chunks_are_one_latent_frame_and_the_first_has_as_many_video_frames_as_the_others(
-    tmp_path: Path,
-) -> None:
-    """Four in 1.5, one in Waypoint-1; doors learn it from the family."""
+def test_a_chunk_is_one_latent_frame(checkpoints: dict[str, Path]) -> None:
+    """It has four video frames in 1.5 and one in Waypoint-1, the first chunk included. Endpoints
+    read this from the family.
+    """
     for layout, each in (("v1_5", 4), ("v1", 1)):
-        make_tiny(tmp_path / layout, 0, layout)
-        checkpoint = FAMILY.hf_config(tmp_path / layout)
+        checkpoint = FAMILY.hf_config(checkpoints[layout])
         assert FAMILY.stream_info is not None and FAMILY.action_space is not None
         info = StreamInfo(**FAMILY.stream_info(checkpoint, OmniConfig()))
         assert (info.first_chunk_frames, info.chunk_frames, info.latent_frames(each), info.fps) == (
@@ -166,18 +164,12 @@ def test_chunks_are_one_latent_frame_and_the_first_has_as_many_video_frames_as_t
         )
 
 
-def test_videos_start_with_or_without_an_image_at_the_models_own_sizes(tmp_path: Path) -> None:
-    """`/v1/videos` goes by these: 640x360 is no multiple of 16."""
-    make_tiny(tmp_path, 0, "v1_5")
+def test_videos_may_start_without_an_image_at_the_sizes_of_the_model(
+    checkpoints: dict[str, Path],
+) -> None:
+    """`/v1/videos` uses these capabilities. 640x360 is no multiple of 16."""
     assert FAMILY.capabilities is not None
-    taken = FAMILY.capabilities(FAMILY.hf_config(tmp_path), OmniConfig())
+    taken = FAMILY.capabilities(FAMILY.hf_config(checkpoints["v1_5"]), OmniConfig())
     assert {"world", "text_to_video", "image_to_video"} == set(
         taken.tasks
     ) and taken.size_multiple == (8, 8)
-
-
-def test_sizes_of_video_are_multiples_of_eight() -> None:
-    config = WaypointConfig.from_checkpoint(RELEASED)
-    assert config.latent_size(720, 1280) == config.latent_size(360, 640) == (32, 64)
-    with pytest.raises(ValueError, match="720x1284: height and width must be multiples of 8"):
-        config.latent_size(720, 1284)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Windows virtual-key codes as buttons, and how a refusal lists a whole keyboard of them."""
+"""Windows virtual-key codes as buttons, and the list of them in a refusal."""
 
 import pytest
 
@@ -14,7 +14,7 @@ KEYBOARD = ActionSpace(
 )
 
 
-def test_every_code_has_a_name_separate() -> None:
+def test_every_code_has_a_unique_name() -> None:
     assert len(set(KEYBOARD.button_names)) == 256
     named = {
         code: KEYBOARD.button_names[code] for code in (0x01, 0x20, 0x25, 0x30, 0x57, 0x70, 0x5B)
@@ -23,8 +23,8 @@ def test_every_code_has_a_name_separate() -> None:
     assert virtual_key(0x57).codes == ("KeyW",) and virtual_key(0x5B).codes == ()
 
 
-def test_a_refusal_lists_the_keys_that_people_press_first() -> None:
-    """Letters, space and the mouse; then how many others there are and where they are listed."""
+def test_a_refusal_lists_common_keys_first() -> None:
+    """Letters, space and the mouse; then the number of the others and where they are listed."""
     with pytest.raises(RequestFailed, match="holds the button 'jump'") as refused:
         read_actions(KEYBOARD, [["jump"]], {}, 1)
     listed = refused.value.message.split("buttons ")[1]

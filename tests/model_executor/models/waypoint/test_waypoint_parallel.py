@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensor parallel runs give the results of one rank (fp32, gloo, two processes)."""
 
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from helpers.process_groups import process_group
 from helpers.rank_processes import run_ranks
 from waypoint_driver import latents_of, load_world, start_image
 
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.models.waypoint.checkpoint import LAYOUTS
-from vllm_omni.testing.tiny.waypoint import make_tiny
 
 TOLERANCE = 1e-4
 """Six frames in fp32; ranks only change the order of sums."""
@@ -24,29 +22,17 @@ CHUNKS: list[dict[str, Any]] = [
 
 
 def _compare(rank: int, rendezvous: str, checkpoint: str, one_rank: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{rendezvous}",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=60),
-    )
-    try:
-        world = load_world(Path(checkpoint), ParallelContext(rank, 2, dist.group.WORLD))
+    with process_group(rank, 2, rendezvous) as group:
+        world = load_world(Path(checkpoint), ParallelContext(rank, 2, group))
         assert world.transformer.num_cache_heads == 1
         torch.testing.assert_close(
             latents_of([world], CHUNKS), torch.load(one_rank), atol=TOLERANCE, rtol=0
         )
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_equal_one(layout: str, tmp_path: Path) -> None:
-    rendezvous, checkpoint, one_rank = (
-        tmp_path / name for name in ("rendezvous", "world", "one_rank.pt")
-    )
-    make_tiny(checkpoint, 0, layout)
+def test_two_ranks_equal_one(layout: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    rendezvous, one_rank = tmp_path / "rendezvous", tmp_path / "one_rank.pt"
+    checkpoint = checkpoints[layout]
     torch.save(latents_of([load_world(checkpoint)], CHUNKS), one_rank)
     run_ranks(_compare, (str(rendezvous), str(checkpoint), str(one_rank)), 2)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Waypoint session driven as the runner drives it: frames, start images, graphs; nothing leaks
-between sessions.
+"""A Waypoint session driven as by the runner: frames, start images, graphs, and isolation between
+sessions.
 """
 
 from pathlib import Path
@@ -8,37 +8,35 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.chunks import assert_same, finish, run_request, run_staggered, session_bits, step
 from helpers.host_capture import hold
 from helpers.unused_params import IMAGE_AND_VIDEO_PARAMS
 from waypoint_driver import (
     HEIGHT,
     WIDTH,
-    finish,
+    Request,
     latents_of,
     load_world,
     make_request,
     open_session,
     run_chunk,
     start_image,
-    step,
 )
 
 from vllm_omni.inputs import DiffusionParams
-from vllm_omni.model_executor.interfaces import SupportsStepExecution
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.layers.cuda_graphs import ForwardGraphs
 from vllm_omni.model_executor.models.waypoint.checkpoint import LAYOUTS
 from vllm_omni.model_executor.models.waypoint.pipeline import Waypoint
 from vllm_omni.model_executor.models.waypoint.state import WaypointSession
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.testing.tiny.waypoint import make_tiny
 
 CHUNKS: list[dict[str, Any]] = [
     {"tensors": {"image": start_image()}, "actions": [["w"]]},
     *({"actions": [{"buttons": ("a",), "axes": {"dx": 2.0 * n}, "scroll": 1.0}]} for n in range(5)),
     *({} for _ in range(6)),
 ]
-"""Past both kinds of rings."""
+"""More frames than both kinds of ring buffer hold."""
 
 
 def chunks() -> list[dict[str, Any]]:
@@ -56,14 +54,6 @@ def chunks() -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    found = {layout: tmp_path_factory.mktemp(layout) for layout in LAYOUTS}
-    for layout, folder in found.items():
-        make_tiny(folder, 0, layout)
-    return found
-
-
-@pytest.fixture(scope="module")
 def world(checkpoints: dict[str, Path]) -> Waypoint:
     return load_world(checkpoints["v1_5"])
 
@@ -73,28 +63,12 @@ def either(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> Wayp
     return load_world(checkpoints[request.param])
 
 
-def bits(session: WaypointSession) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    return {name: tensor.clone() for name, tensor in session.tensors().items()}, session.scalars()
-
-
-def assert_same(
-    session: WaypointSession, before: tuple[dict[str, torch.Tensor], dict[str, Any]]
-) -> None:
-    tensors, scalars = session.tensors(), session.scalars()
-    assert scalars == before[1] and tensors.keys() == before[0].keys()
-    assert all(torch.equal(tensors[name], before[0][name]) for name in tensors)
-
-
-def test_a_chunk_is_one_latent_frame_and_a_start_image_one_separate(either: Waypoint) -> None:
-    assert isinstance(either, SupportsStepExecution)
+def test_a_start_image_is_a_separate_latent_frame(either: Waypoint) -> None:
     session, each = open_session(either), either.config.temporal_compression
     for index, image in enumerate((True, False, False)):
         request = make_request(session, {"image": start_image()} if image else None)
-        either.prepare_encode(request)
+        meta, result = run_request(either, request)
         assert (request.num_steps, request.clean_passes) == (5 + image, 1)
-        while request.step < request.num_steps:
-            step([either], [[request]])
-        meta, result = finish(either, request)
         assert (meta["first_frame"], meta["num_frames"]) == (each * index, each)
         assert (
             result["frames"].shape == (each, HEIGHT, WIDTH, 3)
@@ -104,9 +78,8 @@ def test_a_chunk_is_one_latent_frame_and_a_start_image_one_separate(either: Wayp
 
 
 def test_inputs_change_the_frames(either: Waypoint) -> None:
-    """Seed, actions and image.
-
-    Read from the latents: v1 takes a third of a second to decode a frame.
+    """Seed, actions and image. Compared are latents, because v1 takes a third of a second to decode
+    a frame.
     """
 
     def first(image: int = 0, **params: Any) -> torch.Tensor:
@@ -119,7 +92,7 @@ def test_inputs_change_the_frames(either: Waypoint) -> None:
     assert torch.equal(first(), base)
 
 
-def test_a_prompt_acts_from_the_next_frame_on(checkpoints: dict[str, Path]) -> None:
+def test_a_prompt_takes_effect_at_the_next_frame(checkpoints: dict[str, Path]) -> None:
     world = load_world(checkpoints["v1"])
     session, other = (open_session(world, name, output="latents") for name in ("a", "b"))
 
@@ -130,10 +103,9 @@ def test_a_prompt_acts_from_the_next_frame_on(checkpoints: dict[str, Path]) -> N
     assert not torch.equal(chunk(session, prompt="a beach"), chunk(other))
 
 
-def test_forwards_by_graph_are_those_without(checkpoints: dict[str, Path]) -> None:
-    """One graph serves all passes of all frames of a session.
-
-    A frame of v1 takes long: ten fill its larger rings.
+def test_a_session_with_graphs_equals_one_without(checkpoints: dict[str, Path]) -> None:
+    """One graph serves all passes of all frames. Frames of v1 are slow, so the test runs only as
+    many as fill the larger ring buffers.
     """
     for layout, frames in (("v1_5", chunks()), ("v1", chunks()[:9])):
         plain, by_graphs = load_world(checkpoints[layout]), load_world(checkpoints[layout])
@@ -143,14 +115,13 @@ def test_forwards_by_graph_are_those_without(checkpoints: dict[str, Path]) -> No
 
 
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
-def test_a_warm_server_launches_no_pass_of_a_new_session_kernel_by_kernel(
+def test_after_the_warm_up_every_pass_uses_a_graph(
     checkpoints: dict[str, Path], kv_dtype: torch.dtype | None
 ) -> None:
-    """A session's graph is captured in its first pass.
+    """The first pass of a session captures its graph. With FP8, the first frame sets scales and has
+    a separate graph.
 
-    With FP8 its first frame, which sets scales, has one of its own.
-
-    Warm-up has run every kind of pass of a session with a start image before.
+    The warm-up has run every kind of pass of a session with a start image.
     """
     for layout in LAYOUTS:
         plain, world = (
@@ -165,7 +136,7 @@ def test_a_warm_server_launches_no_pass_of_a_new_session_kernel_by_kernel(
         world.prepare_encode(request)
         before, captured = len(graphs), []
         while request.step < request.num_steps:
-            step([world], [[request]])
+            step(world, [request])
             captured.append(len(graphs) - before)
         assert captured == ([1] * 6 if kv_dtype is None else [1, 2, 2, 2, 2, 2])
         assert torch.equal(latents_of([world], chunks()[:2]), latents_of([plain], chunks()[:2]))
@@ -177,22 +148,15 @@ def test_sessions_at_different_steps_in_one_batch_equal_solo_runs(either: Waypoi
         session = open_session(either, name, output="latents")
         solo[name] = [run_chunk(either, session, seed=seed, output="latents") for _ in range(4)]
     sessions = {name: open_session(either, name, output="latents") for name in names}
-    done: dict[str, list[torch.Tensor]] = {name: [] for name in names}
-    live, waiting, mixed = [], list(names), 0
-    while any(len(made) < 4 for made in done.values()):
-        if waiting:
-            name = waiting.pop(0)
-            request = make_request(sessions[name], seed=names.index(name), output="latents")
-            either.prepare_encode(request)
-            live.append(request)
-        mixed += len({request.step for request in live}) > 1
-        step([either], [live])
-        for request in [request for request in live if request.step == request.num_steps]:
-            name = request.session.session_id
-            done[name].append(finish(either, request)[1]["latents"])
-            live.remove(request)
-            if len(done[name]) < 4:
-                waiting.append(name)
+
+    def start(name: str) -> Request:
+        request = make_request(sessions[name], seed=names.index(name), output="latents")
+        either.prepare_encode(request)
+        return request
+
+    done, mixed = run_staggered(
+        names, start, lambda batch: step(either, batch), lambda request: finish(either, request), 4
+    )
     assert mixed > 3
     assert all(
         torch.equal(ours, alone)
@@ -207,20 +171,20 @@ def test_an_aborted_chunk_leaves_no_trace(world: Waypoint, before: int, steps: i
     session = open_session(world)
     for _ in range(before):
         run_chunk(world, session, actions=[["w"]])
-    twin, retained = session.fork("twin"), bits(session)
+    twin, retained = session.fork("twin"), session_bits(session)
     abandoned = make_request(session, {} if before else {"image": start_image()}, seed=9)
     world.prepare_encode(abandoned)
     for _ in range(steps):
-        step([world], [[abandoned]])
+        step(world, [abandoned])
     assert_same(session, retained)
     assert torch.equal(run_chunk(world, session), run_chunk(world, twin))
 
 
-def test_a_fork_goes_its_own_way(either: Waypoint) -> None:
+def test_a_fork_is_independent(either: Waypoint) -> None:
     session = open_session(either)
     for _ in range(3):
         run_chunk(either, session, actions=[["w"]])
-    fork, before = session.fork("b"), bits(session)
+    fork, before = session.fork("b"), session_bits(session)
     other = run_chunk(either, fork, actions=[["a"]])
     assert_same(session, before)
     assert not torch.equal(run_chunk(either, session, actions=[["w"]]), other)
@@ -244,7 +208,7 @@ def test_a_session_holds_the_bytes_that_admission_counted(
 def test_two_pipeline_stages_equal_one(
     checkpoints: dict[str, Path], layout: str, partitions: list[tuple[int, int]]
 ) -> None:
-    """The values of the first layer travel with the residual stream, in v1.5 only. Bit for bit."""
+    """In v1.5, the values of the first layer are sent with the residual stream. Bit for bit."""
     alone = latents_of([load_world(checkpoints[layout])], chunks())
     for partition in partitions:
         positions = [ParallelContext(stage=n, num_stages=2, partition=partition) for n in range(2)]
@@ -270,7 +234,7 @@ def test_bad_requests_are_refused_and_change_nothing(
 ) -> None:
     session = open_session(world)
     run_chunk(world, session)
-    before = bits(session)
+    before = session_bits(session)
     with pytest.raises(RequestFailed, match=reason) as refused:
         world.prepare_encode(make_request(session, tensors, **params))
     assert refused.value.code == code
@@ -279,7 +243,7 @@ def test_bad_requests_are_refused_and_change_nothing(
 
 @pytest.mark.parametrize("field", IMAGE_AND_VIDEO_PARAMS)
 def test_a_parameter_without_effect_is_refused(world: Waypoint, field: str) -> None:
-    """By name, so that a client does not believe that it did something."""
+    """The refusal names the parameter."""
     session = open_session(world)
     with pytest.raises(RequestFailed, match=f"does not use {field}") as refused:
         world.prepare_encode(make_request(session, **{field: IMAGE_AND_VIDEO_PARAMS[field]}))

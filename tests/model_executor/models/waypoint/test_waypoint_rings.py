@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two kinds of K/V rings, beside a plain list of frames."""
-
-from typing import Any
+"""The two kinds of K/V ring buffers, against a plain list of frames."""
 
 import pytest
 import torch
@@ -57,10 +55,8 @@ def run(held: FrameRings, frames: range) -> None:
 
 
 @pytest.mark.parametrize(("window", "dilation"), [(8, 4), (6, 2), (4, 4), (3, 1), (16, 8)])
-def test_a_frame_sees_what_the_plain_rule_says(window: int, dilation: int) -> None:
-    """Also while noisy values of the frame itself pass through its slot, and after a frame that
-    was given up.
-    """
+def test_a_frame_sees_the_frames_of_the_plain_rule(window: int, dilation: int) -> None:
+    """Also with noisy values of the frame itself in its slot."""
     config = replace(SMALL, global_window=window, global_pinned_dilation=dilation)
     held, stored = rings(config), list[int]()
     for frame in range(40):
@@ -76,7 +72,7 @@ def test_a_frame_sees_what_the_plain_rule_says(window: int, dilation: int) -> No
         assert cached_frames(held, GLOBAL) == stored[-(window // dilation) :]
 
 
-def test_a_frame_that_was_given_up_leaves_no_trace() -> None:
+def test_an_aborted_frame_leaves_no_trace() -> None:
     for end in range(1, 20):
         left, other = rings(), rings()
         run(left, range(end))
@@ -86,9 +82,7 @@ def test_a_frame_that_was_given_up_leaves_no_trace() -> None:
         assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_what_is_saved_is_all_that_later_frames_depend_on_and_a_fork_continues_as_the_first() -> (
-    None
-):
+def test_forks_and_restored_rings_continue_identically() -> None:
     for end in range(1, 20):
         first = rings()
         run(first, range(end))
@@ -105,24 +99,3 @@ def test_what_is_saved_is_all_that_later_frames_depend_on_and_a_fork_continues_a
                     == seen(copy, layer, frame)
                     == seen(fork, layer, frame)
                 )
-
-
-def test_a_session_of_the_released_model_has_its_bytes() -> None:
-    """18 local layers of 16 frames and 6 global ones of 17, 2 MiB each."""
-    config = WaypointConfig.from_checkpoint(RELEASED)
-    held = FrameRings(
-        config, range(24), num_heads=config.n_kv_heads, dtype=torch.bfloat16, device="meta"
-    )
-    assert held.nbytes == (18 * 16 + 6 * 17) * 2 << 20
-
-
-def _config(**fields: Any) -> WaypointConfig:
-    return replace(SMALL, **fields)
-
-
-def test_a_model_may_have_one_kind_of_layer() -> None:
-    only_global = rings(_config(n_layers=1, global_attn_offset=0))
-    assert {name: window.nbytes > 0 for name, window in only_global.by_name.items()} == {
-        "local.": False,
-        "global.": True,
-    }

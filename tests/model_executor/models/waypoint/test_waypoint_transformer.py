@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The network without an engine: batches, given-up frames, the two sets of tables."""
+"""The network without an engine: batches, aborted frames, and the two sets of tables."""
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,6 @@ from test_waypoint_weights import load, recorded
 
 from vllm_omni.model_executor.models.waypoint.state import FrameRings
 from vllm_omni.model_executor.models.waypoint.transformer import FrameItem, WaypointTransformer
-from vllm_omni.model_executor.schedules import EulerSchedule
-from vllm_omni.testing.parity.waypoint import rounded
 
 
 @pytest.fixture
@@ -20,7 +17,7 @@ def model(tmp_path: Path) -> WaypointTransformer:
     return load(*recorded("wp15"), tmp_path)
 
 
-def row(
+def item(
     model: WaypointTransformer, seed: int, window: FrameRings, frame: int = 0, sigma: float = 0.9
 ) -> FrameItem:
     draw = torch.Generator().manual_seed(seed)
@@ -38,55 +35,27 @@ def rings(model: WaypointTransformer) -> FrameRings:
 def committed(model: WaypointTransformer, seed: int, frames: int) -> FrameRings:
     held = rings(model)
     for frame in range(frames):
-        model([row(model, seed + frame, held, frame, 0.0)])
+        model([item(model, seed + frame, held, frame, 0.0)])
         held.commit(frame + 1)
     return held
 
 
-def test_a_row_has_the_same_bits_in_a_batch(model: WaypointTransformer) -> None:
+def test_a_request_has_the_same_bits_in_a_batch(model: WaypointTransformer) -> None:
     """Sessions of different ages and steps."""
     windows, sigmas = [committed(model, 10 * age, age) for age in (0, 3, 9)], (1.0, 0.3, 0.0)
 
-    def rows() -> list[FrameItem]:
+    def items() -> list[FrameItem]:
         cases = enumerate(zip(windows, sigmas, strict=True))
         return [
-            row(model, 77 + i, held.fork(), held.committed_frames, sigma)
+            item(model, 77 + i, held.fork(), held.committed_frames, sigma)
             for i, (held, sigma) in cases
         ]
 
-    alone = torch.cat([model([one]) for one in rows()])
-    assert torch.equal(model(rows()), alone)
+    alone = torch.cat([model([one]) for one in items()])
+    assert torch.equal(model(items()), alone)
 
 
-def test_noisy_passes_leave_no_trace(model: WaypointTransformer) -> None:
-    held = committed(model, 0, 9)
-    before = {name: tensor.clone() for name, tensor in held.tensors(1).items()}
-    model([row(model, 5, held, 9, 1.0)])
-    assert all(torch.equal(before[name], tensor) for name, tensor in held.tensors(1).items())
-
-
-def test_tables_rounded_as_the_original_engine_has_them_change_the_embedding(
-    model: WaypointTransformer,
-) -> None:
-    exact, served = model.tables, rounded(model.tables)
-    assert (1000 * 0.9 * (exact.noise - served.noise)).abs().max() > 0.5
-    assert exact.noise[-1].item() == pytest.approx(1e-4) and exact.xy[0].item() == pytest.approx(
-        math.pi
-    )
-    before, model.tables = model.embed_noise(0.9), served
-    assert not torch.allclose(model.embed_noise(0.9), before, rtol=1e-2)
-
-
-def test_a_step_is_rounded_to_the_models_type() -> None:
-    x, v = torch.tensor([1.0, 2.0]), torch.tensor([0.1, -0.3])
-    assert torch.equal(
-        EulerSchedule((1.0, 0.9), torch.float32).advance(x, v, 0), x + (0.9 - 1.0) * v
-    )
-    quantized = EulerSchedule((1.0, 0.9), torch.bfloat16).advance(x, v, 0)
-    assert quantized.dtype == torch.float32 and torch.equal(quantized, quantized.bfloat16().float())
-
-
-def test_tables_stay_on_the_host_where_a_model_is_built_on_a_device() -> None:
+def test_tables_stay_on_the_host() -> None:
     _, config = recorded("wp15")
     with torch.device("meta"):
         tables = WaypointTransformer(config).tables

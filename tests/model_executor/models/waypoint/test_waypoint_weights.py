@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of the network's tensors: the released 393, the engine's 361 and 366, and strict loading
-of either.
+"""Names of the network's tensors (the released 393, the engine's 361 and 366), and strict loading
+of each.
 """
 
 import json
@@ -34,6 +34,8 @@ from vllm_omni.testing.parity.comparison import read_tensors
 from vllm_omni.testing.tiny.waypoint import make_tiny
 
 Tensors = dict[str, torch.Tensor]
+BLOCKS = "transformer.blocks"
+SHARED = f"{BLOCKS}.2.mlp_cond_head.cond_proj.1.weight"
 Change = Callable[[Tensors], None]
 
 
@@ -53,7 +55,7 @@ def load(tensors: Tensors, config: WaypointConfig, folder: Path) -> WaypointTran
 
 
 def as_engine(released: Tensors, config: WaypointConfig) -> Tensors:
-    """Rename the released 1.5 tensors as the engine's state dict has them."""
+    """The released 1.5 tensors under the names of the engine's state dict."""
     engine: Tensors = {}
     cells = config.patch[0] * config.patch[1]
     for name, tensor in released.items():
@@ -82,7 +84,7 @@ def as_engine(released: Tensors, config: WaypointConfig) -> Tensors:
     return engine
 
 
-def test_both_spellings_give_the_same_network(tmp_path: Path) -> None:
+def test_both_naming_schemes_load_the_same_network(tmp_path: Path) -> None:
     released, config = recorded("wp15")
     ours, theirs = (
         load(released, config, tmp_path),
@@ -93,47 +95,32 @@ def test_both_spellings_give_the_same_network(tmp_path: Path) -> None:
     )
 
 
-def test_heads_of_another_mode_are_left_out(tmp_path: Path) -> None:
+def test_heads_of_another_mode_are_ignored(tmp_path: Path) -> None:
     released, config = recorded("wp15")
     released["transformer.blocks.0.cond_heads.3.bias_in"] = torch.ones(2)
     assert load(released, config, tmp_path).config == config
 
 
-def _drop(tensors: Tensors) -> None:
-    del tensors["transformer.blocks.1.attn.v_lamb"]
-
-
-def _add(tensors: Tensors) -> None:
-    tensors["transformer.blocks.1.attn.gate_proj.weight"] = torch.ones(2, 2)
-
-
-def _misshape(tensors: Tensors) -> None:
-    tensors["patchify.weight"] = torch.ones(64, 4, 2, 3)
-
-
-def _unshare(tensors: Tensors) -> None:
-    tensors["transformer.blocks.2.mlp_cond_head.cond_proj.1.weight"][0, 0] += 1
-
-
-def _drop_shared(tensors: Tensors) -> None:
-    del tensors["transformer.blocks.2.mlp_cond_head.cond_proj.1.weight"]
-
-
-def _twice(tensors: Tensors) -> None:
-    tensors["transformer.blocks.0.mlp.fc1.weight"] = tensors[
-        "transformer.blocks.0.dit_mlp.fc1.weight"
-    ].clone()
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_drop, r"missing: 1 \(blocks\.1\.attn\.v_lamb\)"),
-        (_add, r"unexpected: 1 \(blocks\.1\.attn\.gate_proj"),
-        (_misshape, r"misshapen: 1 \(patchify\.weight"),
-        (_unshare, "cond_proj.4.weight differs from block 0's"),
-        (_drop_shared, r"missing: 1 \(blocks\.2\.cond_proj\.4\.weight\)"),
-        (_twice, "twice, as"),
+        (lambda t: t.pop(f"{BLOCKS}.1.attn.v_lamb"), r"missing: 1 \(blocks\.1\.attn\.v_lamb\)"),
+        (
+            lambda t: t.update({f"{BLOCKS}.1.attn.gate_proj.weight": torch.ones(2, 2)}),
+            r"unexpected: 1 \(blocks\.1\.attn\.gate_proj",
+        ),
+        (
+            lambda t: t.update({"patchify.weight": torch.ones(64, 4, 2, 3)}),
+            r"misshapen: 1 \(patchify\.weight",
+        ),
+        (lambda t: t[SHARED].view(-1)[:1].add_(1), "cond_proj.4.weight differs from block 0's"),
+        (lambda t: t.pop(SHARED), r"missing: 1 \(blocks\.2\.cond_proj\.4\.weight\)"),
+        (
+            lambda t: t.update(
+                {f"{BLOCKS}.0.mlp.fc1.weight": t[f"{BLOCKS}.0.dit_mlp.fc1.weight"].clone()}
+            ),
+            "twice, as",
+        ),
     ],
 )
 def test_a_file_that_does_not_fit_is_refused(change: Change, message: str, tmp_path: Path) -> None:
@@ -143,7 +130,7 @@ def test_a_file_that_does_not_fit_is_refused(change: Change, message: str, tmp_p
         load(released, config, tmp_path)
 
 
-def test_two_biases_of_a_block_are_each_used_for_their_half(tmp_path: Path) -> None:
+def test_each_bias_of_a_block_applies_to_its_half(tmp_path: Path) -> None:
     released, config = recorded("wp15")
     equal = load(released, config, tmp_path).modulation(0.5)[0]
     released["transformer.blocks.1.attn_cond_head.bias_in"] += 1
@@ -152,9 +139,9 @@ def test_two_biases_of_a_block_are_each_used_for_their_half(tmp_path: Path) -> N
     assert torch.equal(each[0], equal[0])
 
 
-def test_full_sized_networks_have_their_parameters() -> None:
-    """1.5: 1,281,960,088 with two biases a block instead of one and the unread embedding left
-    out; 1-Small likewise.
+def test_full_size_networks_have_the_published_parameters() -> None:
+    """1.5 has 1,281,960,088, plus a second bias per block, minus the unused embedding; 1-Small
+    likewise.
     """
     small = released_config("waypoint_1_small")
     released = WaypointConfig.from_checkpoint(RELEASED)
@@ -193,8 +180,10 @@ def test_an_autoencoder_is_loaded_strictly(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_directory_that_lacks_a_part_says_how_to_get_it(layout: str, tmp_path: Path) -> None:
-    """And a complete one is complete, as `vllm-omni download` looks at it."""
+def test_a_missing_component_is_named_with_the_download_command(
+    layout: str, tmp_path: Path
+) -> None:
+    """A complete directory passes the check of `vllm-omni download`."""
     make_tiny(tmp_path, 0, layout)
     check_complete("waypoint", tmp_path)
     (

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drive a `Waypoint` frame by frame in this process, as the runner does, without an engine
-around it.
-"""
+"""Drives a `Waypoint` frame by frame in this process, as the runner does, without an engine."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from helpers.chunks import run_request, run_stages
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
@@ -19,7 +18,6 @@ from vllm_omni.model_executor.models.waypoint.state import WaypointChunk, Waypoi
 
 HEIGHT, WIDTH = 40, 64
 Request = DiffusionRequest[WaypointSession, WaypointChunk]
-Result = tuple[dict[str, Any], dict[str, torch.Tensor]]
 
 
 def load_world(
@@ -58,25 +56,6 @@ def make_request(
     )
 
 
-def step(stages: Sequence[Waypoint], batches: Sequence[Sequence[Request]]) -> None:
-    """One denoise step of requests that may be at different steps, through every pipeline stage."""
-    hidden = None
-    for world, batch in zip(stages, batches, strict=True):
-        hidden = world.denoise_step(batch, hidden)
-    assert hidden is not None
-    stages[-1].step_scheduler(batches[-1], hidden)
-    for batch in batches:
-        for request, last in zip(batch, batches[-1], strict=True):
-            stages[0].set_latents(request, stages[-1].latents(last))
-            request.step += 1
-
-
-def finish(world: Waypoint, request: Request) -> Result:
-    result = world.post_decode(request)
-    world.commit(request)
-    return result
-
-
 def run_chunk(
     world: Waypoint,
     session: WaypointSession,
@@ -84,28 +63,18 @@ def run_chunk(
     **params: Any,
 ) -> torch.Tensor:
     """Frames, or latents, of the session's next chunk."""
-    request = make_request(session, tensors, **params)
-    world.prepare_encode(request)
-    while request.step < request.num_steps:
-        step([world], [[request]])
-    _, result = finish(world, request)
+    _, result = run_request(world, make_request(session, tensors, **params))
     return next(iter(result.values())).clone()
 
 
 def latents_of(stages: Sequence[Waypoint], chunks: Sequence[dict[str, Any]]) -> torch.Tensor:
-    """The latents of a session, a chunk for each entry: `make_request`'s arguments.
+    """Latents of a session, over pipeline stages that each have a session.
 
-    Stages have a session each.
+    chunks: arguments of `make_request` per chunk.
     """
     sessions = [open_session(world, output="latents") for world in stages]
     latents = []
     for chunk in chunks:
-        requests = [make_request(session, output="latents", **chunk) for session in sessions]
-        for world, request in zip(stages, requests, strict=True):
-            world.prepare_encode(request)
-        while requests[0].step < requests[0].num_steps:
-            step(stages, [[request] for request in requests])
-        latents.append(stages[-1].post_decode(requests[-1])[1]["latents"].clone())
-        for world, request in zip(stages, requests, strict=True):
-            world.commit(request)
+        requests = [make_request(each, output="latents", **chunk) for each in sessions]
+        latents.append(run_stages(stages, requests)[1]["latents"].clone())
     return torch.cat(latents, dim=1)

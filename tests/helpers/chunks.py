@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drives a streaming model in this process as the runner does: steps, chunks, pipeline stages."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+Result = tuple[dict[str, Any], dict[str, torch.Tensor]]
+Bits = tuple[dict[str, torch.Tensor], dict[str, Any]]
+
+
+def step(model: Any, batch: Sequence[Any]) -> None:
+    """One denoise step of requests that may be at different steps."""
+    model.step_scheduler(batch, model.denoise_step(batch))
+    for request in batch:
+        request.step += 1
+
+
+def finish(model: Any, request: Any) -> Result:
+    """Decode and commit a request after its last step."""
+    result: Result = model.post_decode(request)
+    model.commit(request)
+    return result
+
+
+def run_steps(model: Any, request: Any) -> None:
+    """Prepare a request and run all of its denoise steps, alone."""
+    model.prepare_encode(request)
+    while request.step < request.num_steps:
+        step(model, [request])
+
+
+def run_request(model: Any, request: Any) -> Result:
+    """Run one request of a chunk, alone."""
+    run_steps(model, request)
+    return finish(model, request)
+
+
+def step_stages(stages: Sequence[Any], batches: Sequence[Sequence[Any]]) -> None:
+    """`step` through pipeline stages, with a batch of the same requests for each stage."""
+    hidden = None
+    for model, batch in zip(stages, batches, strict=True):
+        hidden = model.denoise_step(batch, hidden)
+    assert hidden is not None
+    stages[-1].step_scheduler(batches[-1], hidden)
+    for batch in batches:
+        for request, last in zip(batch, batches[-1], strict=True):
+            stages[0].set_latents(request, stages[-1].latents(last))
+            request.step += 1
+
+
+def run_stages(stages: Sequence[Any], requests: Sequence[Any]) -> Result:
+    """Run one chunk over pipeline stages, with a request for each stage."""
+    for model, request in zip(stages, requests, strict=True):
+        model.prepare_encode(request)
+    while requests[0].step < requests[0].num_steps:
+        step_stages(stages, [[request] for request in requests])
+    result: Result = stages[-1].post_decode(requests[-1])
+    for model, request in zip(stages, requests, strict=True):
+        model.commit(request)
+    return result
+
+
+def run_staggered(
+    names: Sequence[str],
+    start: Callable[[str], Any],
+    step: Callable[[list[Any]], None],
+    finish: Callable[[Any], Result],
+    chunks: int = 3,
+) -> tuple[dict[str, list[torch.Tensor]], int]:
+    """Run sessions in one batch, each started one step after the preceding one.
+
+    Args:
+        names: Session ids.
+        start: Makes and prepares the next request of a session.
+        step: Runs one denoise step of a batch.
+        finish: Decodes and commits a request.
+        chunks: Chunks of each session.
+
+    Returns:
+        The latents of each session's chunks, and the number of batches with different steps.
+    """
+    done: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+    live: list[Any] = []
+    waiting, mixed = list(names), 0
+    while any(len(latents) < chunks for latents in done.values()):
+        if waiting:
+            live.append(start(waiting.pop(0)))
+        mixed += len({request.step for request in live}) > 1
+        step(live)
+        for request in [request for request in live if request.step == request.num_steps]:
+            name = request.session.session_id
+            done[name].append(finish(request)[1]["latents"])
+            live.remove(request)
+            if len(done[name]) < chunks:
+                waiting.append(name)
+    return done, mixed
+
+
+def session_bits(session: Any) -> Bits:
+    """A copy of all tensors and scalars of a session."""
+    return {name: tensor.clone() for name, tensor in session.tensors().items()}, session.scalars()
+
+
+def assert_same(session: Any, before: Bits) -> None:
+    """Compare a session with its `session_bits` of an earlier time."""
+    tensors, scalars = session.tensors(), session.scalars()
+    assert scalars == before[1] and tensors.keys() == before[0].keys()
+    assert [name for name in tensors if not torch.equal(tensors[name], before[0][name])] == []
+
+
+def run_vae_stage(layers: Any, vae: Any, ours: Any, theirs: Any) -> Result:
+    """Run one chunk on a rank with layers and decode it on a VAE stage.
+
+    Args:
+        layers: Model of the rank with layers.
+        vae: Model of the VAE stage.
+        ours: The chunk's request on the rank with layers.
+        theirs: The chunk's request on the VAE stage.
+    """
+    layers.prepare_encode(ours)
+    vae.prepare_encode(theirs)
+    assert vae.latents(theirs).numel() == layers.latents(ours).numel()
+    while ours.step < ours.num_steps - ours.clean_passes:
+        step(layers, [ours])
+    vae.unpack_decode_state(theirs, layers.latents(ours).clone(), layers.pack_decode_state(ours))
+    result: Result = vae.post_decode(theirs)
+    while ours.step < ours.num_steps:
+        step(layers, [ours])
+    layers.commit(ours)
+    vae.commit(theirs)
+    return result
+
+
+def run_adapted(
+    model: Any, store: Any, choices: Sequence[Any], make_request: Callable[[], Any]
+) -> list[torch.Tensor]:
+    """Latents of successive chunks of a session.
+
+    Args:
+        model: The model.
+        store: Its adapter store.
+        choices: Adapters of each chunk.
+        make_request: Makes the request of the next chunk.
+    """
+    latents: list[torch.Tensor] = []
+    before = None
+    for wanted in choices:
+        selection, request = store.select(wanted), make_request()
+        request.adapters, request.same_adapters = selection, selection == before
+        before = selection
+        with store.applied(selection):
+            latents.append(run_request(model, request)[1]["latents"].clone())
+    return latents
