@@ -93,11 +93,3 @@ def test_waits_are_in_one_unit() -> None:
         f"{path.relative_to(TESTS)}:{line}" for path in files for line in info(path).bare_sleeps
     ]
     assert found == []
-
-
-def test_a_bare_sleep_is_found(tmp_path: Path) -> None:
-    path = tmp_path / "test_x.py"
-    path.write_text(
-        "time.sleep(0.1)\nasyncio.sleep(2 * PERIOD_S)\nasyncio.sleep(0)\ntime.sleep(self.delay_s)\n"
-    )
-    assert info(path).bare_sleeps == (1, 2)

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import snippets as docs
-from helpers.forked_scripts import run_script
 from helpers.ports import port_for_a_server
 from helpers.programs import background_server
+from helpers.scripts import run_script
 from helpers.waits import seconds, wait_until
 
 from vllm_omni.testing.tiny.language_model import write_tiny_language_model

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.example_scripts import EXAMPLES, run_example
-from helpers.forked_scripts import run_script
+from helpers.scripts import run_script
 
 from vllm_omni.entrypoints.media.mp4 import decode_mp4
 from vllm_omni.model_executor.models.registry import get_family
