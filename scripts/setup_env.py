@@ -185,7 +185,7 @@ def check_name(venv: Path) -> None:
     """Another project's package of this name, in an environment used again, would be imported
     instead of this one.
     """
-    script = REPO / "vllm_omni" / "entrypoints" / "cli" / "foreign.py"
+    script = REPO / "vllm_omni" / "entrypoints" / "cli" / "other_package.py"
     found = subprocess.run(
         [venv / "bin" / "python", script], capture_output=True, text=True, check=False
     )

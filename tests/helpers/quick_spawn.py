@@ -41,19 +41,17 @@ class _Popen(popen_forkserver.Popen):
 
 
 class _PickledProcess:
-    """Pickles as a call of `_receive_process`, which returns the process in the child."""
+    """Pickles as a call of `_receive`, which returns the process in the child."""
 
     def __init__(self, process: Any) -> None:
         self._name = process._name  # read by `popen_forkserver`
         self._process = process
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _receive_process, (dict(os.environ), _server._forkserver_address, self._process)
+        return _receive, (dict(os.environ), _server._forkserver_address, self._process)
 
 
-def _receive_process(
-    environment: dict[str, str], address: str, process: BaseProcess
-) -> BaseProcess:
+def _receive(environment: dict[str, str], address: str, process: BaseProcess) -> BaseProcess:
     # setproctitle locates the title by the original environment, which is replaced below.
     setproctitle.getproctitle()
     os.environ.clear()

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 from causal_wan_reference import record_self_forcing, record_stream_batch
+from helpers.golden import golden_folder
 from safetensors.torch import load_file, save_file
 
 from vllm_omni.entrypoints.cli.main import main
 from vllm_omni.testing.parity.causal_wan import verify
 
-GOLDEN = Path(__file__).parents[3] / "golden" / "wan_causal"
+GOLDEN = golden_folder("wan_causal")
 _AUXILIARY = ("sf_meta.json", "sdv2_inputs.safetensors", "tiny_causal_wan_state.safetensors")
 CONFIG = {
     "model_type": "t2v",

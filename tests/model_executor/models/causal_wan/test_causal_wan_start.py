@@ -21,6 +21,7 @@ from causal_wan_driver import (
     step,
     stream,
 )
+from helpers.golden import golden_folder
 from safetensors.torch import load_file
 
 from vllm_omni.config import OmniConfig
@@ -38,7 +39,7 @@ from vllm_omni.model_executor.models.wan.images.files import prepare_image
 from vllm_omni.model_executor.schedules import ChunkNoise
 from vllm_omni.outputs import RequestFailed
 
-GOLDEN = Path(__file__).parents[3] / "golden" / "wan_causal"
+GOLDEN = golden_folder("wan_causal")
 LATENTS = {"output": "latents"}
 
 

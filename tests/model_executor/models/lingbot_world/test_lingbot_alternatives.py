@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from helpers.golden import golden_folder
 from lingbot_world_driver import (
     HEIGHT,
     WIDTH,
@@ -37,7 +38,7 @@ from vllm_omni.model_executor.models.wan.vae.chunk_decoder import ChunkDecoder
 from vllm_omni.model_executor.models.wan.vae.split_decode import RowBands
 from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE, VAEConfig, to_uint8
 
-GOLDEN = Path(__file__).parents[3] / "golden" / "lingbot"
+GOLDEN = golden_folder("lingbot")
 SMALL: dict[str, Any] = {"window_frames": 7, "sink_frames": 2}
 EVERY = pytest.mark.parametrize("convention", ["sglang", "pr3701"])
 
