@@ -171,26 +171,6 @@ def is_healthy(server: "subprocess.Popen[bytes]", port: int) -> bool:
         return False
 
 
-def test_kinds_of_snippets_are_notified_apart() -> None:
-    """A block that lost its imports would be a fragment, and not be run."""
-    kinds = {
-        snippet.where.rpartition("/")[2]: docs.snippet_kind(snippet)
-        for snippet in ALL
-        if snippet.language == "python"
-    }
-    counts = {kind: sum(found == kind for found in kinds.values()) for kind in kinds.values()}
-    assert (
-        counts["plain"] >= 12
-        and counts["engine"] >= 3
-        and counts["client"] >= 4
-        and counts["fragment"] <= 8
-    )
-    assert (
-        docs.snippet_kind(docs.Snippet(Path("x"), 1, "python", "import os\nprint(missing)"))
-        == "fragment"
-    )
-
-
 @of("json")
 def test_json_is_json(snippet: docs.Snippet) -> None:
     """Options shown can be pasted."""
@@ -236,13 +216,6 @@ def test_a_block_can_be_pasted(snippet: docs.Snippet) -> None:
     assert docs.blocked_commands(snippet.text) == []
 
 
-def test_a_command_that_is_never_reached_is_found() -> None:
-    """A server in the background, or one of several alternatives, keeps nothing from running."""
-    assert docs.blocked_commands("A=1 vllm serve D --omni\nmake demo") == [["make", "demo"]]
-    assert docs.blocked_commands("vllm serve D --omni &\nvllm-omni router --backend B") == []
-    assert docs.blocked_commands("vllm serve D --omni\nvllm serve D --omni -tp 2") == []
-
-
 def test_no_text_installs_the_other_project_of_this_name() -> None:
     """The package index has another `vllm-omni`; extras come from the checkout, `pip install
     ".[env]"`.
@@ -271,68 +244,6 @@ def test_the_readme_shows_the_two_commands() -> None:
     ]
     assert ["make", "demo"] in shown
     assert ["make", "test"] in shown
-
-
-# ---- the checks themselves
-# --------------------------------------------------------------------------------------
-
-
-def test_a_page_is_taken_apart(tmp_path: Path) -> None:
-    """Continuations, comments, prompts, chains and indented fences."""
-    page = tmp_path / "page.md"
-    page.write_text(
-        "Text [there](page.md) and [gone](gone.md#x), [web](https://x.y).\n\n"
-        "```bash\n# a comment\n$ vllm serve D \\\n    --omni  # why\nmake demo && make test\n```\n"
-        '1. item\n   ```json\n   {"a": 1}\n   ```\n'
-    )
-    first, second = docs.snippets(page)
-    assert (first.language, first.line, second.language, second.line) == ("bash", 3, "json", 10)
-    assert docs.commands(first.text) == [
-        ["vllm", "serve", "D", "--omni"],
-        ["make", "demo"],
-        ["make", "test"],
-    ]
-    docs.check_json(second.text)
-    assert docs.links(page) == ["page.md", "gone.md"]
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        "vllm serve DIR --omni --no-such-flag 3",
-        "vllm serve DIR --ws-max-size 4096",
-        "vllm chat",
-        "vllm-omni no-such-command",
-        "vllm-omni verify lingbot_world",
-        "vllm-omni make-tiny no_such_model out",
-        "make no-such-target",
-        "python examples/no_such.py",
-        "python examples/offline_inference/lingbot_world.py --no-such-flag",
-        "pip install '.[gpu]'",
-        "pip install 'vllm-omni[cpu]'",
-        "frobnicate now",
-    ],
-)
-def test_a_command_that_is_not_real_is_found(command: str, tmp_path: Path) -> None:
-    """The checks can fail."""
-    [words] = docs.commands(command)
-    with pytest.raises(docs.DocsError):
-        docs.check_command(words, tmp_path)
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import vllm_omni.no_such",
-        "from vllm_omni.inputs import NoSuch",
-        "def f(:\n  pass",
-        "from no_such import x",
-    ],
-)
-def test_code_that_is_not_real_is_found(code: str) -> None:
-    """Missing modules, missing names, syntax errors."""
-    with pytest.raises(docs.DocsError):
-        docs.check_python_code(code)
 
 
 @pytest.mark.parametrize("folder", ["vllm_omni", "benchmarks", "scripts", "examples", "docs"])

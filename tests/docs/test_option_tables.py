@@ -100,8 +100,3 @@ def test_codes_that_clients_switch_on_are_in_the_guide() -> None:
     assert set(map(int, re.findall(r"^\| (\d{4}) \|", page, re.M))) - {1009} == set(Close), (
         "1009 is uvicorn's"
     )
-
-
-def test_a_wrong_number_is_found() -> None:
-    """The check can fail."""
-    assert wrong_numbers("how_to/serving.md", "", {"max_sessions": 9}) == {"max_sessions": ("8", 9)}
