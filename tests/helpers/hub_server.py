@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Hugging Face hub on loopback: the routes that `huggingface_hub.snapshot_download` needs,
-over folders.
+"""A Hugging Face hub on the loopback address that serves folders.
+
+It has the routes that `huggingface_hub.snapshot_download` requests.
 """
 
 import contextlib
@@ -14,14 +15,13 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-"""The one commit of every repository."""
+"""The only commit of every repository."""
 
 
 @contextlib.contextmanager
 def hub_server(repos: dict[str, Path]) -> Iterator[tuple[str, list[str]]]:
-    """Serve folders as repositories.
-
-    Yields the address for HF_ENDPOINT and the list of files fetched so far.
+    """Serve folders as repositories; yield the address for HF_ENDPOINT and the files fetched so
+    far.
     """
     fetched: list[str] = []
 
