@@ -19,8 +19,7 @@ def run_example(
     """Run a script to its end and check its exit status.
 
     The script must stop its engine. If the engine is left to the interpreter's exit, vLLM often
-    warns
-    that the engine has ended unexpectedly.
+    warns that the engine has ended unexpectedly.
 
     Args:
         status: Expected exit status.

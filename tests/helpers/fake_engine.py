@@ -202,8 +202,7 @@ class EndpointServer:
     """All endpoints in a real uvicorn server on a loopback port, in its own thread.
 
     Leaving the context does not wait, because uvicorn takes 0.2 s to stop and hundreds of tests use
-    it.
-    `wait_until_all_ended` waits.
+    it. `wait_until_all_ended` waits.
     """
 
     _ending: ClassVar[list[threading.Thread]] = []

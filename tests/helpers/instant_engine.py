@@ -17,8 +17,7 @@ class InstantEngine(OmniEngine):
     """An `OmniEngine` whose `run_request` responds without an engine process.
 
     `failures` are raised by the next generate requests, one each. Requests wait for `release` if it
-    is
-    set.
+    is set.
     """
 
     def __init__(self) -> None:

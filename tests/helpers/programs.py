@@ -3,8 +3,7 @@
 
 If a program fails, `run_program` fails the test with its output and kills all its processes.
 `limited_rank` is for processes that torchrun starts in other sessions: shortly before the time
-limit
-each writes the stacks of its threads and ends. `has_ended` checks any process.
+limit each writes the stacks of its threads and ends. `has_ended` checks any process.
 """
 
 import contextlib

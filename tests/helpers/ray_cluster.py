@@ -2,8 +2,7 @@
 """A Ray cluster of two nodes on this machine, without accelerators, with one worker per node.
 
 Each node is real: a raylet, an object store and worker processes. `lose` kills one with SIGKILL.
-Ray
-is imported on use, so that tests can be collected without the extra [ray]; they fail when run.
+Ray is imported on use, so that tests can be collected without the extra [ray]; they fail when run.
 """
 
 import os

@@ -20,8 +20,7 @@ def offloaded_out_of_reach(load: Callable[[], Model]) -> Model:
     """Load a model with the linear layers of all blocks in host memory.
 
     The parameters are NaN while they are not fetched. On a GPU a layer that is used without its
-    fetch
-    fails, because its weights are in host memory. On a CPU it would work without this.
+    fetch fails, because its weights are in host memory. On a CPU it would work without this.
     """
     offloader = LayerOffloader(1 << 40, torch.device("cpu"))
     set_offloader(offloader)

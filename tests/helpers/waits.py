@@ -2,12 +2,10 @@
 """Waiting in tests, with one scale for all times.
 
 `OMNI_TEST_PATIENCE=3` multiplies every time by three for slow machines. A test waits for a
-condition
-with `wait_until` or `until`. Where no condition can be observed, because the test verifies that
-nothing happens or because time is its subject, it uses `pause`, or `exactly` for a time that the
-code
-under test measures, which is not scaled. Deadlines and upper bounds are `seconds(...)`.
-tests/test_suite_layout.py verifies that tests have no bare sleeps.
+condition with `wait_until` or `until`. Where no condition can be observed, because the test
+verifies that nothing happens or because time is its subject, it uses `pause`, or `exactly` for a
+time that the code under test measures, which is not scaled. Deadlines and upper bounds are
+`seconds(...)`. tests/test_suite_layout.py verifies that tests have no bare sleeps.
 """
 
 import asyncio

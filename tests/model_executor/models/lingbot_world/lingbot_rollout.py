@@ -14,7 +14,7 @@ from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldCon
 from vllm_omni.model_executor.models.lingbot_world.transformer import CameraItem, LingBotTransformer
 
 GOLDEN = golden_folder("lingbot")
-GOLDEN_V2 = GOLDEN.with_name("lingbot_v2")
+GOLDEN_V2 = golden_folder("lingbot_v2")
 CONFIG = LingBotWorldConfig(
     dim=32, ffn_dim=56, freq_dim=16, text_dim=24, text_len=8, num_heads=2, num_layers=2
 )
