@@ -8,7 +8,8 @@ mixed load.
     python benchmarks/lance.py --variant video
     python benchmarks/lance.py --tensor-parallel 2
     python benchmarks/lance.py --quantization fp8_per_channel --sections image_large
-    python benchmarks/lance.py --tiny                   # try it without a GPU
+    # try it without a GPU
+    python benchmarks/lance.py --tiny
 
 Random weights at real shapes take the time of real ones. End-to-end times are a client's, from
 sending the request to the unpacked picture; stage times are device times from the runner.

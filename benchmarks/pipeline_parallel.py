@@ -2,12 +2,14 @@
 """One stream, or several, over GPUs in every way that is built: a table of frames a second, end to
 end.
 
-    python benchmarks/pipeline_parallel.py --model causal_wan_1_3b --rows one_gpu vae_stage ulysses
-    pp2 python benchmarks/pipeline_parallel.py --model lingbot_world --rows ulysses4
-    ulysses4_vae_parallel
+    python benchmarks/pipeline_parallel.py --model causal_wan_1_3b \\
+        --rows one_gpu vae_stage ulysses pp2
+    python benchmarks/pipeline_parallel.py --model lingbot_world \\
+        --rows ulysses4 ulysses4_vae_parallel
     # every row that the machine has GPUs for
     python benchmarks/pipeline_parallel.py --model causal_wan_14b
-    python benchmarks/pipeline_parallel.py --tiny                      # try it without a GPU
+    # try it without a GPU
+    python benchmarks/pipeline_parallel.py --tiny
 
 Random weights at real shapes take the time of real ones: 480x832, four denoise steps and a clean
 pass per chunk, exact VAE decode, request in to uint8 frames out. Each row is an engine of its own

@@ -15,8 +15,10 @@ server's processor time per frame with a bare uvicorn with `websockets` that sen
 to the same clients, one after the other and several times: a ratio that another machine should give
 too.
 
-    python benchmarks/realtime_load.py python benchmarks/realtime_load.py --scenario cost python
-    benchmarks/realtime_load.py --scenario fragments pings values --sessions 8 --bad-clients 8
+    python benchmarks/realtime_load.py
+    python benchmarks/realtime_load.py --scenario cost
+    python benchmarks/realtime_load.py --scenario fragments pings values --sessions 8 \\
+        --bad-clients 8
     python benchmarks/realtime_load.py --scenario frozen --sessions 50
 """
 

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Step caching: time gained and likeness lost, at several thresholds, through the real engine.
 
-    python benchmarks/step_cache.py path/to/Lance_3B --prompt "a lighthouse above the sea" --steps
-    30 python benchmarks/step_cache.py path/to/Wan2.2-T2V-A14B-Diffusers --frames 81 --thresholds
-    1.5 2 3 python benchmarks/step_cache.py path/to/Qwen-Image --option first_block_cache
-    --thresholds 0.05 0.1 0.2 python benchmarks/step_cache.py --random lance --quantization
-    fp8_per_channel  # or ti2v-5b: full size, its time
-    python benchmarks/step_cache.py --tiny lance               # or wan2_2: try it without a GPU
+    python benchmarks/step_cache.py path/to/Lance_3B --prompt "a lighthouse above the sea" \\
+        --steps 30
+    python benchmarks/step_cache.py path/to/Wan2.2-T2V-A14B-Diffusers --frames 81 \\
+        --thresholds 1.5 2 3
+    python benchmarks/step_cache.py path/to/Qwen-Image --option first_block_cache \\
+        --thresholds 0.05 0.1 0.2
+    # or ti2v-5b: full size, its time
+    python benchmarks/step_cache.py --random lance --quantization fp8_per_channel
+    # or wan2_2: try it without a GPU
+    python benchmarks/step_cache.py --tiny lance
 
 Of each threshold, against the same request with every step: the share of steps (of forwards, for a
 pipeline of diffusers) that were computed, seconds, the relative L2 error of the latents, and the

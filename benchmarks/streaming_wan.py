@@ -4,11 +4,14 @@ frame, stage times.
 
     # 1.3B, one GPU, 480x832, window 9, 4 steps
     python benchmarks/streaming_wan.py
-    python benchmarks/streaming_wan.py --size 14B python benchmarks/streaming_wan.py
-    --sequence-parallel 2 python benchmarks/streaming_wan.py --streams 2 python
-    benchmarks/streaming_wan.py --pipeline-parallel 4 --pipeline temporal --chunks-in-flight 4 \\
-        --model-options '{"cache": "noise_matched"}' python benchmarks/streaming_wan.py --source
-        video --model-options '{"latent_frames_per_chunk": 1}'
+    python benchmarks/streaming_wan.py --size 14B
+    python benchmarks/streaming_wan.py --sequence-parallel 2
+    python benchmarks/streaming_wan.py --streams 2
+    python benchmarks/streaming_wan.py --pipeline-parallel 4 --pipeline temporal \\
+        --chunks-in-flight 4 \\
+        --model-options '{"cache": "noise_matched"}'
+    python benchmarks/streaming_wan.py --source video \\
+        --model-options '{"latent_frames_per_chunk": 1}'
     # try it without a GPU
     python benchmarks/streaming_wan.py --size tiny --height 64 --width 96 --chunks 8 --eager
 

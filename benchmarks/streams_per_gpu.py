@@ -3,10 +3,11 @@
 
     # causal Wan 1.3B, 480x832, exact decoder
     python benchmarks/streams_per_gpu.py --streams 1 2 3 4
-    python benchmarks/streams_per_gpu.py --streams 1 2 3 4 5 --decoder tiny python
-    benchmarks/streams_per_gpu.py --streams 2 --policies deadline --omni-options '{"degradations":
-    ["tiny_vae"]}'
-    python benchmarks/streams_per_gpu.py --streams 1 2 --tiny                 # try it without a GPU
+    python benchmarks/streams_per_gpu.py --streams 1 2 3 4 5 --decoder tiny
+    python benchmarks/streams_per_gpu.py --streams 2 --policies deadline \\
+        --omni-options '{"degradations": ["tiny_vae"]}'
+    # try it without a GPU
+    python benchmarks/streams_per_gpu.py --streams 1 2 --tiny
 
 Random weights at real shapes take the time of real ones. For each number of streams, as many
 viewers come at random times within one chunk's playing time. A viewer plays its first chunk when it

@@ -4,12 +4,14 @@ decode, memory.
 
     # TI2V 5B, one GPU, 81 frames of 480x832, 10 steps
     python benchmarks/wan2_2.py
-    python benchmarks/wan2_2.py --size t2v-a14b --steps 6 python benchmarks/wan2_2.py --size
-    t2v-a14b --steps 6 --tensor-parallel 2 --model-options '{"cfg_parallel": true}' timeout 300
-    python benchmarks/wan2_2.py --size t2v-a14b --steps 6 --cpu-offload-gb 28 \
+    python benchmarks/wan2_2.py --size t2v-a14b --steps 6
+    python benchmarks/wan2_2.py --size t2v-a14b --steps 6 --tensor-parallel 2 \\
+        --model-options '{"cfg_parallel": true}'
+    # half of the experts in host memory
+    timeout 300 python benchmarks/wan2_2.py --size t2v-a14b --steps 6 --cpu-offload-gb 28 \\
         --model-options '{"text_encoder_device": "cpu"}'
-            half of the experts in host memory
-    python benchmarks/wan2_2.py --tiny --size t2v-a14b           # try it without a GPU
+    # try it without a GPU
+    python benchmarks/wan2_2.py --tiny --size t2v-a14b
 
 Random weights at real shapes take the time of real ones. A step is both branches of guidance. A14B
 changes its expert at a share of the noise, so a few steps meet both; a run of one expert's steps

@@ -9,8 +9,8 @@ from pathlib import Path
 
 REPO = Path(__file__).parents[1]
 PACKAGE = REPO / "vllm_omni"
-FILE_LINES, FUNCTION_LINES = 500, 100
-RUNNER, RUNNER_LINES = PACKAGE / "worker" / "diffusion" / "runner.py", 200
+FILE_LINES, FUNCTION_LINES = 560, 120
+RUNNER, RUNNER_LINES = PACKAGE / "worker" / "diffusion" / "runner.py", 210
 TOPOLOGY = {
     "first_stage",
     "is_first_rank",

@@ -2,9 +2,9 @@
 """Pictures or a video from any diffusers pipeline directory, without a server: vLLM's `LLM` class,
 one request.
 
-    vllm-omni make-tiny diffusers_pipeline my_pipeline --layout qwen_image python
-    examples/offline_inference/diffusers_pipeline.py my_pipeline --prompt "A red fox" --size 64x64
-    --out fox.png
+    vllm-omni make-tiny diffusers_pipeline my_pipeline --layout qwen_image
+    python examples/offline_inference/diffusers_pipeline.py my_pipeline --prompt "A red fox" \\
+        --size 64x64 --out fox.png
 
 `--image` gives an edit or image-to-video pipeline its picture. `--out` ends in `.png` (several get
 numbers) or, for a video pipeline, in `.mp4`. `--option NAME=JSON` sets any further argument of the

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lance without a server: draw, edit, film and read with one model, through vLLM's `LLM` class.
 
-    vllm-omni make-tiny lance my_lance --layout video python examples/offline_inference/lance.py
-    my_lance text-to-image --prompt "A cat on a roof" --out cat.png python
-    examples/offline_inference/lance.py my_lance image-edit --image cat.png --prompt "Make it night"
-    python examples/offline_inference/lance.py my_lance image-understanding --image cat.png --prompt
-    "What is there?"
+    vllm-omni make-tiny lance my_lance --layout video
+    python examples/offline_inference/lance.py my_lance text-to-image \\
+        --prompt "A cat on a roof" --out cat.png
+    python examples/offline_inference/lance.py my_lance image-edit --image cat.png \\
+        --prompt "Make it night"
+    python examples/offline_inference/lance.py my_lance image-understanding --image cat.png \\
+        --prompt "What is there?"
 
 Tasks: text-to-image, image-edit, image-understanding, text-to-video, image-to-video, video-edit,
 video-understanding. Videos need the video checkpoint (`.../Lance_3B_Video`, or a directory that

@@ -2,8 +2,9 @@
 """An image and a camera path in, a video out, without a server: vLLM's `LLM` class, one request a
 chunk.
 
-    vllm-omni make-tiny lingbot_world my_world python examples/offline_inference/lingbot_world.py
-    my_world --image start.png --camera walk/ --out walk.mp4
+    vllm-omni make-tiny lingbot_world my_world
+    python examples/offline_inference/lingbot_world.py my_world --image start.png \\
+        --camera walk/ --out walk.mp4
 
 The camera folder holds `poses.npy` ([N, 4, 4], absolute camera-to-world, OpenCV axes, one per video
 frame) and `intrinsics.npy` ([N, 4], [N, 3, 3] or [N, 4, 4], in pixels of an 832x480 picture).

@@ -2,10 +2,12 @@
 """Causal Wan without a server: a prompt or a picture becomes a video stream, or an input video is
 repainted.
 
-    vllm-omni make-tiny causal_wan my_stream python examples/offline_inference/streaming_wan.py
-    my_stream --chunks 4 --out stream.mp4 python examples/offline_inference/streaming_wan.py
-    my_stream --video input.mp4 --out repainted.mp4 python
-    examples/offline_inference/streaming_wan.py my_stream --image start.png --out from_a_picture.mp4
+    vllm-omni make-tiny causal_wan my_stream
+    python examples/offline_inference/streaming_wan.py my_stream --chunks 4 --out stream.mp4
+    python examples/offline_inference/streaming_wan.py my_stream --video input.mp4 \\
+        --out repainted.mp4
+    python examples/offline_inference/streaming_wan.py my_stream --image start.png \\
+        --out from_a_picture.mp4
     python examples/offline_inference/streaming_wan.py my_stream --chunks 9 --out two.mp4 \
         --switch 3:"a town at night" --switch 5s:"a town in the snow"
 

@@ -3,8 +3,9 @@
 
 Trains nothing.
 
-    vllm-omni make-world my_world python examples/offline_inference/world_env.py my_world --image
-    my_world/start/street_day.png --envs 8
+    vllm-omni make-world my_world
+    python examples/offline_inference/world_env.py my_world \\
+        --image my_world/start/street_day.png --envs 8
 
 Needs `pip install ".[env]"` in the checkout (gymnasium). Prints how many chunks and frames a second
 all of them make together.

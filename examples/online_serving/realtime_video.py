@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steer a live stream of a served world and keep its frames as a video file.
 
-    python examples/online_serving/realtime_video.py --image start.png --keys "w*12 wl*6" --chunks 6
-    --output live.mp4 python examples/online_serving/realtime_video.py --image start.png
-    --switch-prompt 3 "heavy rain" --chunks 8 python examples/online_serving/realtime_video.py
-    --image start.png --door video --chunks 6 --output live.mp4
+    python examples/online_serving/realtime_video.py --image start.png --keys "w*12 wl*6" \\
+        --chunks 6 --output live.mp4
+    python examples/online_serving/realtime_video.py --image start.png \\
+        --switch-prompt 3 "heavy rain" --chunks 8
+    python examples/online_serving/realtime_video.py --image start.png --endpoint video \\
+        --chunks 6 --output live.mp4
 
 The door `generate` (default) is `/v1/realtime_video/generate`: msgpack, frames as pictures. The
 door `video` is `/v1/realtime/video`: JSON, and fragmented MP4 written to the file as it comes.
@@ -66,7 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="from about there on",
     )
     parser.add_argument("--chunks", type=int, default=4, help="where the stream ends (default: 4)")
-    parser.add_argument("--door", choices=("generate", "video"), default="generate")
+    parser.add_argument("--endpoint", choices=("generate", "video"), default="generate")
     parser.add_argument(
         "--format",
         choices=("jpeg", "webp", "raw", "delta-gzip"),

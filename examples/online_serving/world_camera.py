@@ -2,10 +2,12 @@
 """Walk through a served world: start image and camera path (or keys, or any actions) in, a video
 file out.
 
-    python examples/online_serving/world_camera.py --image start.png --camera-path walk/ --output
-    walk.mp4 python examples/online_serving/world_camera.py --image start.png --keys "w*12 wl*6 l*6"
-    --output walk.mp4 python examples/online_serving/world_camera.py --image start.png --actions
-    "w*6 w+jump yaw=0.1" --output walk.mp4
+    python examples/online_serving/world_camera.py --image start.png --camera-path walk/ \\
+        --output walk.mp4
+    python examples/online_serving/world_camera.py --image start.png --keys "w*12 wl*6 l*6" \\
+        --output walk.mp4
+    python examples/online_serving/world_camera.py --image start.png \\
+        --actions "w*6 w+jump yaw=0.1" --output walk.mp4
 
 `walk/` holds `poses.npy` (float [N, 4, 4], camera to world, OpenCV axes, one pose per frame) and
 `intrinsics.npy` ([N, 4] or [4]: fx, fy, cx, cy). Keys are held per latent frame (4 video frames): w

@@ -18,7 +18,7 @@ from helpers.engine_client import SharedEngine
 from benchmarks.common import close_session
 
 REPO = Path(__file__).parents[2]
-_COMMAND = re.compile(r"^ +python (benchmarks/.*?) +# .*without a GPU$", re.MULTILINE)
+_COMMAND = re.compile(r"^ +# .*without a GPU\n +python (benchmarks/.*)$", re.MULTILINE)
 
 
 def commands() -> list[str]:

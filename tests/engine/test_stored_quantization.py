@@ -71,8 +71,8 @@ def test_vllm_computes_in_stored_fp8_and_loads_it_again(
 def test_vllm_computes_in_stored_int8(pipeline: Path, exact: torch.Tensor, tmp_path: Path) -> None:
     """A reload gives the same bits, or is refused and changes nothing.
 
-    vLLM's kernel for AMX keeps the weights, its oneDNN kernel drops them. Without VNNI a CPU adds int8 products in 16
-    bits and cuts the largest sums off: 0.065 was seen.
+    vLLM's kernel for AMX keeps the weights, its oneDNN kernel drops them. Without VNNI a CPU adds
+    int8 products in 16 bits and cuts the largest sums off: 0.065 was seen.
     """
     allowed = INT8_ERROR if torch.cpu._is_vnni_supported() else 0.15
 

@@ -170,10 +170,10 @@ def test_the_keys_are_those_of_the_command_line_else_of_the_environment(
         ("Bearer \xff", None),
     ],
 )
-def test_which_key_a_header_carries(layer: Site, header: str, index: int | None) -> None:
+def test_which_key_a_header_carries(site: Site, header: str, index: int | None) -> None:
     """The scheme's case does not matter, everything else does; no bytes of a client upset it."""
-    assert layer.access.key_index(Headers(raw=raw({"authorization": header}))) == index
-    assert layer.access.key_index(Headers({})) is None
+    assert site.access.key_index(Headers(raw=raw({"authorization": header}))) == index
+    assert site.access.key_index(Headers({})) is None
 
 
 def test_a_key_that_is_no_text_is_taken_as_its_bytes() -> None:
@@ -201,40 +201,40 @@ def test_the_secret_comes_from_this_process_environment_unless_notified(
     assert Site(environ={}).connect(protocols=(f"ticket.{ticket}",)) == 401
 
 
-def test_a_ticket_may_stand_for_any_of_the_keys(layer: Site) -> None:
+def test_a_ticket_may_stand_for_any_of_the_keys(site: Site) -> None:
     """The door sees the key that the ticket was bought with, the last one included."""
     for key in KEYS:
-        assert layer.connect(protocols=(f"ticket.{layer.ticket(key)}",)) == "websocket.accept"
-        assert (b"authorization", f"Bearer {key}".encode()) in layer.seen[-1]["headers"]
+        assert site.connect(protocols=(f"ticket.{site.ticket(key)}",)) == "websocket.accept"
+        assert (b"authorization", f"Bearer {key}".encode()) in site.seen[-1]["headers"]
 
 
 def test_a_key_beyond_ascii_opens_a_websocket_as_it_opens_a_request() -> None:
     """A browser sends `ü` in a header as one byte; the ticket that this buys is good for that
     key.
     """
-    layer = Site(["schlüssel"])
-    assert layer.send("/work", authorization="Bearer schlüssel")[0] == 200
-    assert layer.connect(protocols=(f"ticket.{layer.ticket('schlüssel')}",)) == "websocket.accept"
+    site = Site(["schlüssel"])
+    assert site.send("/work", authorization="Bearer schlüssel")[0] == 200
+    assert site.connect(protocols=(f"ticket.{site.ticket('schlüssel')}",)) == "websocket.accept"
 
 
 def test_open_paths_are_the_probes_and_what_the_page_adds() -> None:
     """One that is added opens; nothing else does, and the probes stay open."""
-    layer = Site(open_paths=("/page",))
-    assert layer.access.open_paths == OPEN_PATHS | {"/page"}
-    assert [layer.send(path)[0] for path in ("/page", "/health", "/work")] == [200, 200, 401]
+    site = Site(open_paths=("/page",))
+    assert site.access.open_paths == OPEN_PATHS | {"/page"}
+    assert [site.send(path)[0] for path in ("/page", "/health", "/work")] == [200, 200, 401]
     assert BrowserAccess(KEYS, SECRET).open_paths == OPEN_PATHS
 
 
-def test_the_ticket_route_takes_posts_only_and_is_not_advertised(layer: Site) -> None:
+def test_the_ticket_route_takes_posts_only_and_is_not_advertised(site: Site) -> None:
     key = {"authorization": f"Bearer {KEYS[0]}"}
-    assert layer.send(TICKET_PATH, "GET", **key)[0] == 405
-    assert layer.send(TICKET_PATH, "POST", **key)[0] == 200
-    assert TICKET_PATH not in layer.app.openapi()["paths"]
+    assert site.send(TICKET_PATH, "GET", **key)[0] == 405
+    assert site.send(TICKET_PATH, "POST", **key)[0] == 200
+    assert TICKET_PATH not in site.app.openapi()["paths"]
 
 
-def test_what_a_ticket_is_served_with(layer: Site) -> None:
+def test_what_a_ticket_is_served_with(site: Site) -> None:
     """The whole answer, never kept by a cache on its way."""
-    status, body, headers = layer.send(TICKET_PATH, "POST", authorization=f"Bearer {KEYS[1]}")
+    status, body, headers = site.send(TICKET_PATH, "POST", authorization=f"Bearer {KEYS[1]}")
     assert status == 200 and headers["cache-control"] == "no-store"
     assert (
         body == {"required": True, "ticket": body["ticket"], "expires_in_s": 30}
@@ -244,28 +244,28 @@ def test_what_a_ticket_is_served_with(layer: Site) -> None:
     assert (status, body) == (200, {"required": False}) and headers["cache-control"] == "no-store"
 
 
-def test_a_refusal_says_nothing_but_that(layer: Site) -> None:
+def test_a_refusal_says_nothing_but_that(site: Site) -> None:
     """In stock vLLM's words, for a request and for a WebSocket."""
-    assert layer.send("/work")[:2] == (401, {"error": "Unauthorized"})
-    start, body = layer.call(socket_scope("/v1/walk/along"))[:2]
+    assert site.send("/work")[:2] == (401, {"error": "Unauthorized"})
+    start, body = site.call(socket_scope("/v1/walk/along"))[:2]
     assert (start["type"], start["status"]) == ("websocket.http.response.start", 401)
     assert json.loads(body["body"]) == {"error": "Unauthorized"}
-    assert layer.seen == []
+    assert site.seen == []
 
 
-def test_tickets_are_refused_even_if_the_guard_was_passed(layer: Site) -> None:
+def test_tickets_are_refused_even_if_the_guard_was_passed(site: Site) -> None:
     """Where a proxy rewrites paths the route asks for the key itself."""
     app = FastAPI()
-    app.add_api_route("/rewritten", layer.access._ticket, methods=["POST"])
-    layer.app = app
-    assert layer.send("/rewritten", "POST")[:2] == (401, {"error": "Unauthorized"})
-    assert layer.send("/rewritten", "POST", authorization="Bearer wrong")[0] == 401
+    app.add_api_route("/rewritten", site.access._ticket, methods=["POST"])
+    site.app = app
+    assert site.send("/rewritten", "POST")[:2] == (401, {"error": "Unauthorized"})
+    assert site.send("/rewritten", "POST", authorization="Bearer wrong")[0] == 401
 
 
-def test_a_preflight_request_needs_no_key(layer: Site) -> None:
+def test_a_preflight_request_needs_no_key(site: Site) -> None:
     """A browser sends `OPTIONS` without headers; the answer to it is the application's."""
-    assert layer.send("/work", "OPTIONS")[:2] == (200, "done")
-    assert layer.send("/work", "options")[0] == 401
+    assert site.send("/work", "OPTIONS")[:2] == (200, "done")
+    assert site.send("/work", "options")[0] == 401
 
 
 def test_the_servers_start_and_stop_pass() -> None:
@@ -285,24 +285,24 @@ def test_the_servers_start_and_stop_pass() -> None:
     ("path", "root", "status"), [("/at/health", "/at", 200), ("/at/work", "/at", 401)]
 )
 def test_paths_are_compared_without_where_the_application_is_mounted(
-    layer: Site, path: str, root: str, status: int
+    site: Site, path: str, root: str, status: int
 ) -> None:
     """`--root-path /at`: the probes are open there."""
-    assert layer.send(path, root=root)[0] == status
+    assert site.send(path, root=root)[0] == status
 
 
-def test_a_mounted_path_is_not_open_elsewhere(layer: Site) -> None:
+def test_a_mounted_path_is_not_open_elsewhere(site: Site) -> None:
     """`/at/health` is a probe only if the application is mounted at `/at`."""
-    assert layer.send("/at/health", root="")[0] == 401
-    assert layer.send("/at/health")[0] == 401
+    assert site.send("/at/health", root="")[0] == 401
+    assert site.send("/at/health")[0] == 401
 
 
 @pytest.mark.parametrize("root", ["", "/at"])
-def test_a_endpoint_sees_its_own_path_and_no_trace_of_the_ticket(layer: Site, root: str) -> None:
+def test_a_endpoint_sees_its_own_path_and_no_trace_of_the_ticket(site: Site, root: str) -> None:
     """Everything else of the connection stays: origin, other headers, subprotocols and query,
     each in its order.
     """
-    ticket = layer.ticket(KEYS[1], origin=ORIGIN)
+    ticket = site.ticket(KEYS[1], origin=ORIGIN)
     scope = socket_scope(
         root + Endpoint,
         ("omni.v1", f"ticket.{ticket}", "omni.v2"),
@@ -310,7 +310,7 @@ def test_a_endpoint_sees_its_own_path_and_no_trace_of_the_ticket(layer: Site, ro
         root_path=root,
         headers={"origin": ORIGIN, "authorization": "Basic stale", "x-more": "1", "x-last": "2"},
     )
-    assert layer.call(scope)[0]["type"] == "websocket.accept"
+    assert site.call(scope)[0]["type"] == "websocket.accept"
     endpoint = f"{root}/v1/walk/along"
     retained = {
         name: scope[name]
@@ -329,11 +329,11 @@ def test_a_endpoint_sees_its_own_path_and_no_trace_of_the_ticket(layer: Site, ro
         "subprotocols": ["omni.v1", "omni.v2"],
         "state": {"started": True},
     }
-    (seen,) = layer.seen
+    (seen,) = site.seen
     assert {name: seen[name] for name in expected} == expected
 
 
-def test_what_a_server_leaves_out_of_a_scope_stays_out(layer: Site) -> None:
+def test_what_a_server_leaves_out_of_a_scope_stays_out(site: Site) -> None:
     """Optional keys of a scope: without them the door is opened all the same."""
     scope = socket_scope(Endpoint, headers={"authorization": f"Bearer {KEYS[0]}"})
     for name in (
@@ -347,64 +347,64 @@ def test_what_a_server_leaves_out_of_a_scope_stays_out(layer: Site) -> None:
         "asgi",
     ):
         del scope[name]
-    assert layer.call(scope)[0]["type"] == "websocket.accept"
-    assert layer.seen[0]["path"] == "/v1/walk/along" and layer.seen[0]["subprotocols"] == []
-    assert not {"client", "server", "http_version", "asgi"} & set(layer.seen[0])
+    assert site.call(scope)[0]["type"] == "websocket.accept"
+    assert site.seen[0]["path"] == "/v1/walk/along" and site.seen[0]["subprotocols"] == []
+    assert not {"client", "server", "http_version", "asgi"} & set(site.seen[0])
 
 
-def test_the_key_itself_continues_as_it_came(layer: Site) -> None:
+def test_the_key_itself_continues_as_it_came(site: Site) -> None:
     """A program that shows its key on the browsers' path needs no ticket; one that it offers as
     well is not used up.
     """
-    ticket = layer.ticket()
+    ticket = site.ticket()
     headers = {"authorization": f"Bearer {KEYS[1]}", "x-more": "1"}
-    assert layer.connect(protocols=(f"ticket.{ticket}",), headers=headers) == "websocket.accept"
-    assert layer.seen[0]["headers"] == raw(headers)
-    assert layer.connect(protocols=(f"ticket.{ticket}",)) == "websocket.accept"
+    assert site.connect(protocols=(f"ticket.{ticket}",), headers=headers) == "websocket.accept"
+    assert site.seen[0]["headers"] == raw(headers)
+    assert site.connect(protocols=(f"ticket.{ticket}",)) == "websocket.accept"
 
 
 def test_without_keys_the_browsers_path_is_open() -> None:
     """A ticket offered all the same is not looked at, and no header is made up."""
-    layer = Site([])
+    site = Site([])
     assert (
-        layer.connect(protocols=("ticket.nonsense",), headers={"x-more": "1"}) == "websocket.accept"
+        site.connect(protocols=("ticket.nonsense",), headers={"x-more": "1"}) == "websocket.accept"
     )
-    assert layer.seen[0]["headers"] == raw({"x-more": "1"}) and layer.seen[0]["subprotocols"] == []
+    assert site.seen[0]["headers"] == raw({"x-more": "1"}) and site.seen[0]["subprotocols"] == []
 
 
-def test_a_subprotocols_ticket_counts_before_the_querys(layer: Site) -> None:
+def test_a_subprotocols_ticket_counts_before_the_querys(site: Site) -> None:
     """The first of several; what only looks like one is none."""
-    good, query = layer.ticket(), layer.ticket()
+    good, query = site.ticket(), site.ticket()
     assert (
-        layer.connect(protocols=("omni.v1", f"ticket.{good}"), query=b"ticket=wrong")
+        site.connect(protocols=("omni.v1", f"ticket.{good}"), query=b"ticket=wrong")
         == "websocket.accept"
     )
-    assert layer.connect(protocols=("ticket.wrong",), query=f"ticket={query}".encode()) == 401
-    assert layer.connect(protocols=("ticket.wrong", f"ticket.{query}")) == 401
-    assert layer.connect(protocols=(f"xticket.{query}",)) == 401
-    assert layer.connect(query=f"ticket={query}".encode()) == "websocket.accept"
+    assert site.connect(protocols=("ticket.wrong",), query=f"ticket={query}".encode()) == 401
+    assert site.connect(protocols=("ticket.wrong", f"ticket.{query}")) == 401
+    assert site.connect(protocols=(f"xticket.{query}",)) == 401
+    assert site.connect(query=f"ticket={query}".encode()) == "websocket.accept"
 
 
 @pytest.mark.parametrize("bought", [ORIGIN, None])
 @pytest.mark.parametrize("shown", [ORIGIN, "https://elsewhere.example", None])
 def test_a_ticket_opens_from_its_origin_only(
-    layer: Site, bought: str | None, shown: str | None
+    site: Site, bought: str | None, shown: str | None
 ) -> None:
     """Also one that no page bought, which no page may show."""
-    ticket = layer.ticket(**({"origin": bought} if bought else {}))
-    result = layer.connect(
+    ticket = site.ticket(**({"origin": bought} if bought else {}))
+    result = site.connect(
         protocols=(f"ticket.{ticket}",), headers={"origin": shown} if shown else {}
     )
     assert result == ("websocket.accept" if bought == shown else 401)
-    assert len(layer.seen) == (bought == shown)
+    assert len(site.seen) == (bought == shown)
 
 
 def test_a_refused_ticket_is_served_and_logged(
-    layer: Site, caplog: pytest.LogCaptureFixture
+    site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The client is told to get a new one; why the last one was refused is for the log."""
-    with caplog.at_level("INFO", logger="vllm.vllm_omni.entrypoints.access"):
-        start, body = layer.call(socket_scope(Endpoint, ("ticket.x",)))
+    with caplog.at_level("INFO", logger="vllm.vllm_omni.entrypoints.limits.access"):
+        start, body = site.call(socket_scope(Endpoint, ("ticket.x",)))
     assert (start["type"], start["status"]) == ("websocket.http.response.start", 401)
     assert body["body"] == b"a new ticket is needed"
     assert [record.getMessage() for record in caplog.records] == [

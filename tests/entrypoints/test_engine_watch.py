@@ -46,8 +46,8 @@ async def tell():
 async def main():
     app, watch = FastAPI(), EngineWatch()
     app.add_api_route("/health", lambda: "fine")
-    watch.attach(app)
-    watch.start(is_dead, [engine, worker, os.getpid()], 1.0, tell)
+    watch.attach_to_app(app)
+    watch.start_watching(is_dead, [engine, worker, os.getpid()], 1.0, tell)
     server = app.state.server = Server(uvicorn.Config(app, port=port, log_level="warning"))
     serving = asyncio.create_task(server.serve())
     stop = asyncio.Event()

@@ -42,8 +42,8 @@ async def finish():
 app.add_api_route("/health", lambda: "fine")
 app.add_api_route("/omni/ready", lambda: "ready")
 app.add_api_route("/work", work, methods=["POST"])
-stop.attach(app)
-stop.start(finish, float(sys.argv[4]))
+stop.attach_to_app(app)
+stop.start_handling_signals(finish, float(sys.argv[4]))
 app.state.server = Server(uvicorn.Config(app, port=int(sys.argv[1]), log_level="warning"))
 app.state.server.run()
 """

@@ -88,7 +88,7 @@ def world_chunk(
         else None
     )
     first = {"prompt": "a harbour", "seed": 3} if index == 0 else {}
-    return worker.chunk(session_id, image, actions=keys, **{**first, **fields})
+    return worker.chunk(session_id, image, **{"actions": keys, **first, **fields})
 
 
 def placed_chunk(
@@ -98,6 +98,13 @@ def placed_chunk(
     start = {"x_m": 1.0, "z_m": 1.0, "heading_degrees": 10.0}
     options = {"options": {"start_pose": start}} if index == 0 else {}
     return world_chunk(worker, session_id, index, **options, **fields)
+
+
+def resting_chunk(
+    worker: Worker, session_id: str, index: int, **fields: Any
+) -> dict[str, torch.Tensor]:
+    """A chunk of a world with poses, in which no key is held."""
+    return placed_chunk(worker, session_id, index, **{"actions": [[]] * 3, **fields})
 
 
 def game_chunk(

@@ -152,7 +152,7 @@ class Source:
     def __init__(self) -> None:
         self.shapes, self.dtypes = {"weight": (2,)}, {"weight": torch.float32}
 
-    def read(self, names: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    def read_tensors(self, names: Any) -> Iterator[tuple[str, torch.Tensor]]:
         yield "weight", torch.tensor([1.0, torch.nan])
 
 

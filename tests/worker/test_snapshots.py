@@ -17,6 +17,7 @@ from helpers.snapshot_steps import (
     game_chunk,
     placed_chunk,
     played_chunk,
+    resting_chunk,
     text_chunk,
     video_chunk,
     world_chunk,
@@ -72,6 +73,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Chunk, int]] = {
     "world, ring and sinks": ("lingbot_world", SMALL, world_chunk, 4),
     "world with poses, its start unknown": ("lingbot_poses", SMALL, world_chunk, 2),
     "world with poses, its start given": ("lingbot_poses", SMALL, placed_chunk, 2),
+    "world with poses, its camera at rest": ("lingbot_poses", SMALL, resting_chunk, 5),
     "world as SGLang's": ("lingbot_world", {**SMALL, "convention": "sglang"}, world_chunk, 3),
     "world as SGLang's, before it repeats": (
         "lingbot_world",
@@ -121,7 +123,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Chunk, int]] = {
 DAILY = (
     "null world of buttons and axes",
     "world, ring and sinks",
-    "world as SGLang's, lazy",
+    "world with poses, its camera at rest",
     "world as PR 3701's",
     "game, windows of trunk, mouse and keyboard",
     "stream, moving sinks",

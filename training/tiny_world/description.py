@@ -4,8 +4,8 @@ manifest.
 
     # a checkpoint written by training.tiny_world.export
     python -m training.tiny_world.description DIR
-    python -m training.tiny_world.description DIR --no-truth  # keep the tour's video (rendering it
-    takes a minute)
+    # keep the tour's video (rendering it takes a minute)
+    python -m training.tiny_world.description DIR --no-truth
 
 Run it last: the manifest describes every file as it is then.
 Held by tests/training/tiny_world/test_tiny_world_description.py.

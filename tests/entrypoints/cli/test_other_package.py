@@ -33,7 +33,7 @@ def install(
         (layer / "vllm_omni" / "entrypoints" / "cli").mkdir(parents=True)
         (layer / "vllm_omni" / "__init__.py").write_text("")
     if mark:
-        (layer / "vllm_omni" / "entrypoints" / "cli" / "foreign.py").write_text("")
+        (layer / "vllm_omni" / "entrypoints" / "cli" / "other_package.py").write_text("")
 
 
 @pytest.mark.parametrize("name", ["vllm-omni", "vllm_omni", "vLLM.Omni"])

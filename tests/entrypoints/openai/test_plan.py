@@ -243,7 +243,7 @@ def test_a_side_that_is_too_long_is_refused_with_what_is_near() -> None:
 
 def test_images_may_have_other_sizes_than_videos() -> None:
     """Defaults and limits are those of what is asked for."""
-    model = served(images=ImageSizes(width=512, height=512, max_pixels=1024 * 1024))
+    model = served(pictures=ImageSizes(width=512, height=512, max_pixels=1024 * 1024))
     pictured = plan_images(read_request(ImageGenerationRequest, {"prompt": "p"}), model).sampling
     assert (pictured.width, pictured.height) == (512, 512)
     recorded = video(model).sampling

@@ -257,7 +257,7 @@ try:
     for number in range(len(frames)):
         if number == fill_at:
             sys.stdout.write("fill\\n"); sys.stdout.flush(); sys.stdin.readline()
-        file.add(frames[number : number + 1])
+        file.write_frames(frames[number : number + 1])
     if fill_at == len(frames):
         sys.stdout.write("fill\\n"); sys.stdout.flush(); sys.stdin.readline()
     file.finish()

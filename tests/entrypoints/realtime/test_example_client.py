@@ -370,7 +370,7 @@ LIVE = "realtime_video.py"
 
 @pytest.mark.parametrize(
     "how",
-    [("--format", "jpeg"), ("--format", "delta-gzip"), ("--door", "video")],
+    [("--format", "jpeg"), ("--format", "delta-gzip"), ("--endpoint", "video")],
     ids=["jpeg", "delta", "video"],
 )
 def test_a_live_stream_becomes_a_video(
@@ -410,7 +410,7 @@ def test_a_live_stream_that_is_refused_is_one_line(
 ) -> None:
     """The server's own words, status 1."""
     for how, said in (("generate", "invalid generate request"), ("video", "image_reference")):
-        finished = run(endpoint, "--door", how, "--output", tmp_path / "x.mp4", script=LIVE)
+        finished = run(endpoint, "--endpoint", how, "--output", tmp_path / "x.mp4", script=LIVE)
         assert finished.returncode == 1
         assert said in finished.stderr
         assert "Traceback" not in finished.stderr

@@ -40,7 +40,7 @@ Start = Callable[..., Served]
 
 
 @pytest.fixture
-def kept(tmp_path: Path) -> Path:
+def retained(tmp_path: Path) -> Path:
     return tmp_path / "kept"
 
 

@@ -32,7 +32,7 @@ IMAGE: Final = {"image_url": "data:image/png;base64," + base64.b64encode(png()).
 
 
 @pytest.fixture
-def endpoint(make_endpoint: MakeEndpoint) -> EndpointServer:
+def server(make_endpoint: MakeEndpoint) -> EndpointServer:
     return make_endpoint(info={"actions": SPACE, "card": CARD})
 
 
@@ -72,12 +72,12 @@ ENDPOINTS = pytest.mark.parametrize("endpoint", [at_camera, at_video], ids=["cam
 
 @ENDPOINTS
 def test_the_same_keys_from_the_same_start_give_the_same_poses(
-    door: EndpointServer, engine: FakeEngine, endpoint: Callable[..., list[Any]]
+    server: EndpointServer, engine: FakeEngine, endpoint: Callable[..., list[Any]]
 ) -> None:
     """The start pose goes with the session's first chunk alone; a row for each latent frame
     comes back.
     """
-    first, second = endpoint(door, START)
+    first, second = endpoint(server, START)
     assert [*first, *second] == [pytest.approx(row) for row in expected()]
     assert [call.params.options.get("start_pose") for call in engine.chunks] == [START, None]
 
@@ -104,9 +104,9 @@ def test_the_same_at_the_endpoint_of_sglang(endpoint: EndpointServer, engine: Fa
 
 @ENDPOINTS
 def test_an_unknown_pose_is_not_reported(
-    door: EndpointServer, endpoint: Callable[..., list[Any]]
+    server: EndpointServer, endpoint: Callable[..., list[Any]]
 ) -> None:
-    assert endpoint(door, None) == [None, None]
+    assert endpoint(server, None) == [None, None]
 
 
 def test_a_chunk_in_several_messages_has_its_poses_in_the_first(

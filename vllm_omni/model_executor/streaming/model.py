@@ -303,7 +303,8 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
         return results
 
     def commit(self, request: DiffusionRequest[Session, Chunk]) -> None:
-        request.work.window.commit(request.work.frames.stop)
+        if not request.work.omitted:
+            request.work.window.commit(request.work.frames.stop)
         request.session.commit(request.work)
 
     def latents(self, request: DiffusionRequest[Session, Chunk]) -> torch.Tensor:

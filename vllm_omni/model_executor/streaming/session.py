@@ -12,7 +12,7 @@ tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, Literal, Protocol, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, Protocol, Self, TypeVar
 
 import msgspec
 import torch
@@ -111,6 +111,7 @@ class SessionScalars(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     chunk_index: ChunkIndex
     committed_frames: int
+    omitted_frames: Annotated[int, msgspec.Meta(ge=0)] = 0
     written_from: int = 0
     prompt: Text
     seed: Seed
@@ -161,6 +162,8 @@ class StreamingChunk(Generic[Window, OwnValue]):
 
     cross_kv: torch.Tensor | None = None
     decoder_cache: Any = None
+    omitted: bool = False
+    """Whether the window leaves this chunk out, so that the next chunk replaces it there."""
     decoded_from: Any = None
     """Kept while the decode may still be reading it on the device."""
 
@@ -235,6 +238,8 @@ class StreamingSession(SessionState, Generic[Window, OwnValue]):
         """A function of `prompt`; kept so that it is computed once."""
         self.own: OwnValue | None = None
         self.decoder_cache: Any = None
+        self.omitted_frames = 0
+        """Latent frames that the session generated and its window left out."""
 
     # -- of each model -----------------------------------------------------------------------------
 
@@ -268,8 +273,12 @@ class StreamingSession(SessionState, Generic[Window, OwnValue]):
         return self.window.nbytes + self.reserved_bytes
 
     def next_frames(self) -> range:
-        """Return the latent frames of the next chunk."""
-        return self.plan.frames(self.chunk_index)
+        """Return the latent frames of the next chunk, as its window and its positions count them.
+
+        Omitted frames are not counted.
+        """
+        frames = self.plan.frames(self.chunk_index)
+        return range(frames.start - self.omitted_frames, frames.stop - self.omitted_frames)
 
     def check_committed(self, committed_frames: int) -> range:
         """Return `next_frames` if so many frames are committed.
@@ -277,14 +286,15 @@ class StreamingSession(SessionState, Generic[Window, OwnValue]):
         Raises `RequestFailed` if that cannot be.
         """
         frames = self.next_frames()
-        if committed_frames != frames.start:
+        if committed_frames != frames.start or (self.omitted_frames and not committed_frames):
             raise RequestFailed(
                 "invalid_snapshot", "the snapshot's chunk and frames do not belong together"
             )
         return frames
 
     def commit(self, chunk: StreamingChunk[Window, OwnValue]) -> None:
-        """Take over the state that `chunk` has made; the window has the chunk's frames already."""
+        """Take over the state of `chunk`; the window has its frames already, unless omitted."""
+        self.omitted_frames += len(chunk.frames) if chunk.omitted else 0
         self.prompt, self.seed = chunk.prompt, chunk.seed
         self.cross_kv, self.own, self.decoder_cache = chunk.cross_kv, chunk.own, chunk.decoder_cache
         self.chunk_index += 1
@@ -301,6 +311,7 @@ class StreamingSession(SessionState, Generic[Window, OwnValue]):
         return {
             "chunk_index": self.chunk_index,
             "committed_frames": self.window.committed_frames,
+            "omitted_frames": self.omitted_frames,
             "prompt": self.prompt,
             "seed": self.seed,
             "height": self.shape.height,
@@ -329,6 +340,7 @@ class StreamingSession(SessionState, Generic[Window, OwnValue]):
             retained.prompt,
             retained.seed,
         )
+        self.omitted_frames = retained.omitted_frames
         frames = self.check_committed(retained.committed_frames)
         if retained.written_from:
             raise RequestFailed(
@@ -338,7 +350,7 @@ class StreamingSession(SessionState, Generic[Window, OwnValue]):
         self.window.restore(saved, retained.committed_frames, len(frames))
         if self.layouts.decoder is not None:
             self.decoder_cache = self.layouts.decoder.restore(
-                saved.under("decoder."), device, frames.start
+                saved.under("decoder."), device, self.plan.frames(self.chunk_index).start
             )
         self.own = self.restore_values(retained, saved, device)
 
@@ -346,7 +358,7 @@ class StreamingSession(SessionState, Generic[Window, OwnValue]):
         other = type(self)(
             session_id, self.shape, self.plan, self.window.fork(), self.layouts, self.reserved_bytes
         )
-        other.chunk_index = self.chunk_index
+        other.chunk_index, other.omitted_frames = self.chunk_index, self.omitted_frames
         other.prompt, other.seed = self.prompt, self.seed
         # Immutable values: sharing them is as good as copying.
         other.cross_kv, other.own = self.cross_kv, self.own

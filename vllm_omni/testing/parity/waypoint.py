@@ -157,7 +157,7 @@ class Rollout:
             "rope": rope,
             "control": self.model.controls(controls),
             "window": self.rings,
-            "place": self.rings.frame_slot(index),
+            "slot": self.rings.frame_slot(index),
             "prompt_kv": self.prompts[prompt] if self.prompts else None,
         }
         self.lists(

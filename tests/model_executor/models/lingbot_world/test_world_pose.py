@@ -197,6 +197,94 @@ def test_walking_across_the_border_of_the_period_repeats_the_input() -> None:
     assert float((here - beyond).abs().max()) < 0.6
 
 
+# -- while the camera rests ------------------------------------------------------------------------
+
+
+def play(
+    world: LingBotWorld, session: Any, *held: str, chunks: int = 1, **params: Any
+) -> list[torch.Tensor]:
+    """Run chunks under held keys and return their latents."""
+    fields = {"actions": [list(held)] * 3, "output": "latents", **params}
+    return [run_chunk(world, session, **fields)[1]["latents"] for _ in range(chunks)]
+
+
+def resting_session(world: LingBotWorld) -> Any:
+    """Return a session that moved for one chunk and then rested for two."""
+    session = open_session(world, output="latents")
+    play(world, session, prompt="a day", options={"start_pose": ELSEWHERE})
+    play(world, session, "d")
+    play(world, session, chunks=2)
+    return session
+
+
+def test_the_window_leaves_out_chunks_of_a_camera_at_rest(world: LingBotWorld) -> None:
+    """One chunk at the pose is written. The following chunks differ by their noise alone."""
+    session = resting_session(world)
+    assert session.window.committed_frames == 9
+    before = {name: tensor.clone() for name, tensor in session.window.tensors(3).items()}
+    second, third = play(world, session, chunks=2)
+    assert not torch.equal(second, third)
+    assert all(torch.equal(now, before[name]) for name, now in session.window.tensors(3).items())
+    assert (session.chunk_index, session.omitted_frames) == (6, 9)
+
+
+def test_a_camera_that_moves_on_is_written_again(world: LingBotWorld) -> None:
+    session = resting_session(world)
+    for chunk in range(1, 3):
+        play(world, session, "d")
+        assert session.window.committed_frames == 9 + 3 * chunk
+
+
+def test_poses_of_a_client_rest_as_held_keys_do(world: LingBotWorld) -> None:
+    session = open_session(world)
+    for chunk in range(4):
+        poses = poses_tensors([torch.eye(4)] * (12 if chunk else FIRST))
+        run_chunk(world, session, poses, prompt="a day")
+    assert session.window.committed_frames == 6
+
+
+def test_a_new_prompt_is_written_until_it_fills_the_window(world: LingBotWorld) -> None:
+    """The window has five frames next to its sinks: two chunks of three."""
+    session = resting_session(world)
+    play(world, session, prompt="a night")
+    assert session.window.committed_frames == 12
+    play(world, session, chunks=3)
+    assert session.window.committed_frames == 15
+
+
+def test_a_session_without_a_pose_rests_too(world: LingBotWorld) -> None:
+    session = open_session(world, output="latents")
+    play(world, session, chunks=4, prompt="a day")
+    assert session.own.tail.start is None and session.window.committed_frames == 6
+
+
+def test_models_of_the_original_write_every_chunk(tmp_path: Path) -> None:
+    get_family("lingbot_world").make_tiny(tmp_path, 0, "v2")
+    plain = load_world(tmp_path, window_frames=7, sink_frames=2)
+    session = open_session(plain, output="latents")
+    play(plain, session, chunks=4, prompt="a day")
+    assert session.window.committed_frames == 12
+
+
+def test_a_fork_of_a_resting_session_continues_with_the_same_bits(world: LingBotWorld) -> None:
+    session = resting_session(world)
+    fork = session.fork("c")
+    for held in ((), ("w",)):
+        ours, forked = (play(world, one, *held) for one in (session, fork))
+        assert torch.equal(ours[0], forked[0])
+
+
+@pytest.mark.parametrize("omitted", [0, 6, 12])
+def test_omitted_frames_that_do_not_fit_the_chunk_are_refused(
+    world: LingBotWorld, omitted: int
+) -> None:
+    """Of a forged snapshot: after four chunks of three frames, the window has nine."""
+    session = resting_session(world)
+    session.omitted_frames = omitted
+    with pytest.raises(RequestFailed, match="do not belong together"):
+        session.check_committed(session.window.committed_frames)
+
+
 # -- what the network receives ---------------------------------------------------------------------
 
 

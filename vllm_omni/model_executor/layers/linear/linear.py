@@ -155,7 +155,7 @@ class LinearPrecision(QuantizationConfig):
 
 class _QuantizedInput(LinearBase):
     """A linear layer that also accepts an input that is already quantized
-    (`rounded_input.takes_quantized`)."""
+    (`quantized_input.takes_quantized`)."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -2,15 +2,14 @@
 """Causal Wan 2.1 served chunk by chunk: encode, a few denoise steps, one clean pass, decode,
 commit.
 
-    transformer(past, 0, cache): of each chunk in the window, if the prompt is new and
-    `prompt_switch` says so transformer(given, 0, cache): of latent frames that the client gave, a
-    start image's for one x = noise(seed, chunk, 0), or s noise + (1 - s) vae.encode(video) for i, t
-    in enumerate(timesteps):
+    transformer(past, 0, cache)         for each chunk of the window, on `prompt_switch: recompute`
+    transformer(given, 0, cache)        for latent frames of the client, such as a start image
+    x = noise(seed, chunk, 0), or s noise + (1 - s) vae.encode(video)
+    for i, t in enumerate(timesteps):
         v  = transformer(x, t, cache at step i)             denoise_step
         x0 = x - sigma_i v                                   step_scheduler
         x  = (1 - sigma) x0 + sigma noise(seed, chunk, i + 1)
-    transformer(x0, 0, cache): only its K/V matter
-        the last denoise_step, unless noise-matched
+    transformer(x0, 0, cache)                   the last denoise_step, unless noise-matched
     frames = vae.decode(x0)                                  post_decode
     the stream moves on                                      commit
 

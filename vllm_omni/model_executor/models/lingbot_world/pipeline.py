@@ -39,6 +39,7 @@ from vllm_omni.model_executor.models.lingbot_world.state import (
     Chunk,
     ChunkInputs,
     LingBotSession,
+    RestState,
     WorldCoordinates,
 )
 from vllm_omni.model_executor.models.lingbot_world.transformer import CameraItem, LingBotTransformer
@@ -186,6 +187,7 @@ class LingBotWorld(StreamingModel[LingBotSession, Chunk]):
         shape, device = session.shape, self.transformer.device
         latent_height, latent_width = self.config.latent_size(shape.height, shape.width)
         size = (self.config.out_channels, len(frames), latent_height, latent_width)
+        omitted, rest = self._rest(inputs, session, frames)
         if self.text_encoder is None:
             request.state = Chunk.to_decode(
                 frames,
@@ -194,7 +196,8 @@ class LingBotWorld(StreamingModel[LingBotSession, Chunk]):
                 session.window,
                 prompt=inputs.prompt,
                 seed=inputs.seed,
-                own=WorldCoordinates(condition=None, tail=inputs.tail),
+                own=WorldCoordinates(condition=None, tail=inputs.tail, rest=rest),
+                omitted=omitted,
                 y=None,
                 camera_map=None,
                 world_poses=inputs.world_poses_of(),
@@ -230,10 +233,11 @@ class LingBotWorld(StreamingModel[LingBotSession, Chunk]):
             window=session.window,
             prompt=inputs.prompt,
             seed=inputs.seed,
-            own=WorldCoordinates(condition=condition, tail=inputs.tail),
+            own=WorldCoordinates(condition=condition, tail=inputs.tail, rest=rest),
+            omitted=omitted,
         )
-        request.num_steps = self.schedule.num_steps + 1
-        request.clean_passes = 1
+        request.clean_passes = 0 if omitted else 1
+        request.num_steps = self.schedule.num_steps + request.clean_passes
 
     @torch.no_grad()
     def denoise_step(
@@ -264,6 +268,22 @@ class LingBotWorld(StreamingModel[LingBotSession, Chunk]):
                 to_device(image, self.transformer.device), session.shape.height, session.shape.width
             )
         return self.condition.next(pixels, len(frames), session.condition)
+
+    def _rest(
+        self, inputs: ChunkInputs, session: LingBotSession, frames: range
+    ) -> tuple[bool, RestState]:
+        """Return whether the window leaves the chunk out, and the state after the chunk."""
+        if self.config.control_type != "world":
+            return False, session.rest
+        plan = self.plan_of(session.shape)
+        first = session.chunk_index == 0
+        changes = {
+            "moved": inputs.moves,
+            "same_prompt": first or inputs.prompt == session.prompt,
+        }
+        if session.rest.omits_chunk(**changes, ring_frames=plan.window_frames - plan.sink_frames):
+            return True, session.rest
+        return False, session.rest.after_chunk(len(frames), **changes)
 
     def _camera_map(self, inputs: ChunkInputs, shape: SessionShape) -> torch.Tensor:
         where = (

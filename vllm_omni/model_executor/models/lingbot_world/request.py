@@ -40,6 +40,11 @@ _TENSORS: dict[ControlType, tuple[str, ...]] = {
 }
 
 
+_ROUNDING = 1e-6
+"""Largest element of the difference of two poses that count as equal, because clients send poses
+in fp32."""
+
+
 class ChunkOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`DiffusionParams.options` of one chunk."""
 
@@ -63,6 +68,8 @@ class Camera:
     """State of the camera after the chunk."""
     world_F44: torch.Tensor | None
     """World poses. None: unknown."""
+    moves: bool
+    """Whether the camera moves within the chunk, or since the chunk before it."""
 
 
 def read_chunk(
@@ -107,6 +114,7 @@ def read_chunk(
         tail=camera.tail,
         flags_F4=_read_flags(request, session) if control == "act" else None,
         world_F44=camera.world_F44,
+        moves=camera.moves,
     )
 
 
@@ -204,7 +212,10 @@ def _read_camera(
     world_F44 = None
     if world is not None and tail.start is not None:
         world_F44 = tail.start.world_poses(path, world.metres_per_unit)
-    return Camera(relative.double(), intrinsics_F4, tail, world_F44)
+    rests = last is not None and torch.allclose(
+        path, last.pose_44.expand_as(path), rtol=0, atol=_ROUNDING
+    )
+    return Camera(relative.double(), intrinsics_F4, tail, world_F44, moves=not rests)
 
 
 def _walk(

@@ -8,8 +8,9 @@ tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
+import msgspec
 import torch
 
 from vllm_omni.model_executor.models.lingbot_world.camera import CameraTail, WorldStart
@@ -23,12 +24,51 @@ from vllm_omni.outputs import RequestFailed
 from vllm_omni.tensors.saved import SavedTensors
 from vllm_omni.worlds.movement import heading_of, pitch_of
 
+REST_FRAMES = 2
+"""Latent frames of one pose that a window holds, before the frame at which the camera moves on."""
+
+
+@dataclass(frozen=True)
+class RestState:
+    """Decides which chunks a world's K/V window leaves out, because the camera rests.
+
+    A window that fills with the model's own images of one pose drifts, because each image repeats
+    the errors of the images before it. While the camera rests, each chunk is therefore generated
+    from the same window and is not written to it. The next chunk takes its positions. After a
+    change of the prompt the chunks are written until none of the former prompt is left in the
+    window, except sink frames.
+    """
+
+    frames_at_pose: int = 0
+    """Latent frames at the present pose that the window holds, without the first chunk."""
+    frames_of_prompt: int = 0
+    """Latent frames that were written since the prompt changed."""
+
+    def omits_chunk(self, *, moved: bool, same_prompt: bool, ring_frames: int) -> bool:
+        """Return whether the window leaves out the next chunk.
+
+        Args:
+            moved: Whether the camera moves within the chunk, or since the chunk before it.
+            same_prompt: Whether the prompt is that of the chunk before it.
+            ring_frames: Latent frames of the window without its sink frames.
+        """
+        rests = not moved and self.frames_at_pose >= REST_FRAMES
+        return rests and same_prompt and self.frames_of_prompt >= ring_frames
+
+    def after_chunk(self, frames: int, *, moved: bool, same_prompt: bool) -> "RestState":
+        """Return the state after a chunk of so many latent frames was written."""
+        return RestState(
+            0 if moved else self.frames_at_pose + frames,
+            frames + (self.frames_of_prompt if same_prompt else 0),
+        )
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class WorldCoordinates(ImageStartedPipeline):
     """Where a session's camera and condition stand. Immutable; the camera stays on the host."""
 
     tail: CameraTail
+    rest: RestState = RestState()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         start = self.tail.start
@@ -46,6 +86,8 @@ class LingBotScalars(ImageStartedScalars, frozen=True, forbid_unknown_fields=Tru
     pitch_degrees: float
     largest_step: float = 0.0
     knows_world: bool = False
+    frames_at_pose: Annotated[int, msgspec.Meta(ge=0)] = 0
+    frames_of_prompt: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class LingBotSession(ImageStartedSession[Windows, WorldCoordinates]):
@@ -57,12 +99,20 @@ class LingBotSession(ImageStartedSession[Windows, WorldCoordinates]):
     def tail(self) -> CameraTail | None:
         return None if self.own is None else self.own.tail
 
+    @property
+    def rest(self) -> RestState:
+        # No image of another prompt precedes the first chunk.
+        ring_frames = self.plan.window_frames - self.plan.sink_frames
+        return RestState(0, ring_frames) if self.own is None else self.own.rest
+
     def value_scalars(self) -> dict[str, Any]:
         tail = self.tail
         return {
             "pitch_degrees": None if tail is None else tail.pitch_degrees,
             "largest_step": 0.0 if tail is None else tail.largest_step,
             "knows_world": tail is not None and tail.start is not None,
+            "frames_at_pose": self.rest.frames_at_pose,
+            "frames_of_prompt": self.rest.frames_of_prompt,
             **super().value_scalars(),
         }
 
@@ -84,6 +134,7 @@ class LingBotSession(ImageStartedSession[Windows, WorldCoordinates]):
         return WorldCoordinates(
             condition=condition,
             tail=CameraTail(pose_44, retained.pitch_degrees, retained.largest_step, start),
+            rest=RestState(retained.frames_at_pose, retained.frames_of_prompt),
         )
 
 
@@ -104,6 +155,8 @@ class ChunkInputs:
     tail: CameraTail
     flags_F4: torch.Tensor | None
     world_F44: torch.Tensor | None = None
+    moves: bool = True
+    """Whether the camera moves within the chunk, or since the chunk before it."""
 
     def world_poses_of(self) -> list[list[float]] | None:
         """x and z in metres, heading and pitch in degrees of each latent frame; None = unknown."""

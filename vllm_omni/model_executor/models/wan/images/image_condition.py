@@ -349,7 +349,7 @@ class ImageStartedSession(StreamingSession[Window, World], Generic[Window, World
         settled = retained.condition_settled
         if (layout is None) != (
             settled is None
-        ) or retained.condition_encoded > retained.committed_frames:
+        ) or retained.condition_encoded > retained.committed_frames + retained.omitted_frames:
             raise RequestFailed(
                 "invalid_snapshot", "the snapshot's frames and condition do not fit together"
             )

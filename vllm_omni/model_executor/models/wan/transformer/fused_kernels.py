@@ -232,7 +232,7 @@ def after_ffn(
 
 
 def gelu_to_fp8(x: torch.Tensor) -> QuantizedActivation:
-    """`fused_ops.rounded_gelu`."""
+    """`fused_ops.gelu_to_fp8`."""
     x = x.contiguous()
     data = torch.empty_like(x, dtype=FP8)
     token_scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
