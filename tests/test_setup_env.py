@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`scripts/setup_env.py` decides what to install and when not to; pip itself is replaced here."""
+"""`scripts/setup_env.py` decides what it installs. pip is replaced by a fake."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ def setup_env() -> ModuleType:
 
 
 class FakePip:
-    """Answers each `pip install` in turn and remembers what was asked."""
+    """Returns the given result of each `pip install` and records its arguments."""
 
     def __init__(self, *responses: bool) -> None:
         self.responses = list(responses)
@@ -39,15 +39,13 @@ def _linux_x86_64(setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_pips_own_index_comes_first(setup_env: ModuleType) -> None:
-    """A CUDA build already there is replaced; the index pip is set up for is enough if it has a
-    CPU build.
-    """
+    """A CUDA build is replaced. pip's configured index is enough if it has a CPU build."""
     assert setup_env.install_cpu_torch(pip := FakePip(True), "2.13.0", MIRROR) == []
     assert pip.calls == [["torch==2.13.0+cpu"]]
 
 
 def test_then_the_index_of_cpu_builds_which_later_packages_use_too(setup_env: ModuleType) -> None:
-    """torchvision and its kin then come from there as well, built for the same torch."""
+    """torchvision is then installed from the same index, built for the same torch."""
     assert setup_env.install_cpu_torch(pip := FakePip(False, True), None, MIRROR) == [
         "--extra-index-url",
         MIRROR,
@@ -57,7 +55,7 @@ def test_then_the_index_of_cpu_builds_which_later_packages_use_too(setup_env: Mo
 
 
 def test_no_cuda_build_is_ever_requested_for(setup_env: ModuleType) -> None:
-    """Without any CPU build set-up stops, and says what to set."""
+    """Without a CPU build set-up stops and names the variable to set."""
     pip = FakePip(False, False)
     with pytest.raises(
         setup_env.SetupError, match=r"no index within reach has torch==2.13.0\+cpu.*set TORCH_INDEX"
@@ -92,8 +90,8 @@ def test_the_installed_torch_is_the_one_set_up_here(setup_env: ModuleType) -> No
 def test_the_stamp_changes_with_whatever_decides_the_installation(
     setup_env: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A repeated run returns at once, unless a file that decides the installation or the device
-    has changed.
+    """A repeated run returns at once unless the device or a file that decides the installation
+    changed.
     """
     for name in setup_env.STAMPED_FILES:
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -138,7 +136,7 @@ def test_the_device_is_what_the_machine_has_unless_named(
 
 
 def test_missing_python_is_explained_by_make(tmp_path: Path) -> None:
-    """`make` names the interpreter it looked for and how to name another."""
+    """`make` names the interpreter it looked for and the variable that selects another."""
     result = subprocess.run(
         [
             "make",
@@ -159,9 +157,7 @@ def test_missing_python_is_explained_by_make(tmp_path: Path) -> None:
 
 
 def test_a_other_package_of_this_name_stops_set_up(setup_env: ModuleType, tmp_path: Path) -> None:
-    """An environment with the public package in it: its Python is asked, before anything is
-    installed.
-    """
+    """The environment's Python is checked for the public package before anything is installed."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
     setup_env.check_name(tmp_path / "venv")
     [layer] = (tmp_path / "venv").glob("lib/python*/site-packages")
