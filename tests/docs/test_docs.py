@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every command, code block and link in the documentation is real."""
+"""The commands, code blocks and links of the documentation work."""
 
 import os
 import re
@@ -24,9 +24,7 @@ ALL = [snippet for path in docs.documents() for snippet in docs.snippets(path)]
 
 
 TUTORIALS = docs.REPO / "docs" / "tutorials"
-"""Files and commands of these pages build on one another; tests/docs/test_tutorials.py runs them
-in order.
-"""
+"""Pages whose files and commands depend on each other; test_tutorials.py runs them in order."""
 
 
 def of(*languages: str) -> pytest.MarkDecorator:
@@ -41,9 +39,7 @@ def of(*languages: str) -> pytest.MarkDecorator:
 
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Callable[[docs.Snippet], Path]:
-    """The folder a page's reader works in, like a fresh checkout; the commands of one page share
-    it, in order.
-    """
+    """Return the folder that a page's commands share, in order, like a fresh checkout."""
 
     @cache
     def folder_for(page: Path) -> Path:
@@ -57,14 +53,14 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Callable[[docs.Snippet],
 
 @of(*SHELL)
 def test_commands_are_real(snippet: docs.Snippet, reader: Callable[[docs.Snippet], Path]) -> None:
-    """Each command runs, or is parsed by the program it calls, or has a stated reason not to."""
+    """Each command runs, or its program parses it, or there is a reason not to run it."""
     for command in docs.commands(snippet.text):
         docs.check_command(command, reader(snippet))
 
 
 @of("python", "py")
 def test_code_compiles_and_its_imports_exist(snippet: docs.Snippet) -> None:
-    """Names that were renamed or removed are found here."""
+    """This finds names that were renamed or removed."""
     docs.check_python_code(snippet.text)
 
 
@@ -81,16 +77,14 @@ def of_kind(kind: str) -> list[object]:
 def test_a_complete_snippet_runs(
     snippet: docs.Snippet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a script, in a folder of the reader's."""
+    """The snippet runs as a script in the reader's folder."""
     monkeypatch.chdir(tmp_path)
     ended = run_script(docs.write_script(snippet, tmp_path))
     assert ended.returncode == 0, ended.stderr[-2000:]
 
 
 def prepare(page: Path, folder: Path) -> None:
-    """Run the commands of a page that write models, and put a start image and a text model
-    beside them.
-    """
+    """Run the page's commands that write models, and add a start image and a text model."""
     for snippet in docs.snippets(page):
         for command in docs.commands(snippet.text) if snippet.language in SHELL else []:
             if (
@@ -108,7 +102,7 @@ def prepare(page: Path, folder: Path) -> None:
 
 
 def printed_environment() -> dict[str, str]:
-    """Without the memory that the suite's engines are given, as on a reader's machine."""
+    """Return the environment without the memory limit of the suite's engines."""
     return {name: value for name, value in os.environ.items() if name != "VLLM_CPU_KVCACHE_SPACE"}
 
 
@@ -117,7 +111,7 @@ def printed_environment() -> dict[str, str]:
 def test_a_snippet_with_an_engine_runs(
     snippet: docs.Snippet, reader: Callable[[docs.Snippet], Path]
 ) -> None:
-    """On this machine, with the models that its page makes and no variable set."""
+    """The snippet uses the models that its page creates and no environment variables."""
     folder = reader(snippet)
     prepare(snippet.path, folder)
     script = docs.write_script(snippet, folder)
@@ -138,7 +132,7 @@ def test_a_snippet_with_an_engine_runs(
 def test_a_snippet_of_a_client_runs(
     snippet: docs.Snippet, reader: Callable[[docs.Snippet], Path]
 ) -> None:
-    """Against the server that its page starts."""
+    """The snippet uses the server that its page starts."""
     folder, port = reader(snippet), port_for_a_server()
     prepare(snippet.path, folder)
     arguments = docs.server_command(snippet.path, folder, port)
@@ -173,12 +167,12 @@ def is_healthy(server: "subprocess.Popen[bytes]", port: int) -> bool:
 
 @of("json")
 def test_json_is_json(snippet: docs.Snippet) -> None:
-    """Options shown can be pasted."""
+    """JSON options can be pasted."""
     docs.check_json(snippet.text)
 
 
 def test_every_block_names_its_language() -> None:
-    """A block without a language would escape the tests above; plain text is `text`."""
+    """A block without a language would not be tested; plain text has the language `text`."""
     known = {
         *SHELL,
         "python",
@@ -204,21 +198,20 @@ def test_every_block_names_its_language() -> None:
     "path", docs.documents(), ids=lambda path: str(path.relative_to(docs.REPO))
 )
 def test_links_lead_somewhere(path: Path) -> None:
-    """Relative links name files that exist."""
+    """Relative links point to files that exist."""
     assert [target for target in docs.links(path) if not (path.parent / target).exists()] == []
 
 
 @of(*SHELL)
 def test_a_block_can_be_pasted(snippet: docs.Snippet) -> None:
-    """A command that keeps running is the last one of its block, unless the block lists
-    alternatives of it.
-    """
+    """A command that keeps running is the last of its block, except for alternatives to it."""
     assert docs.blocked_commands(snippet.text) == []
 
 
 def test_no_text_installs_the_other_project_of_this_name() -> None:
-    """The package index has another `vllm-omni`; extras come from the checkout, `pip install
-    ".[env]"`.
+    """The package index has another `vllm-omni`.
+
+    Extras are installed from the checkout: `pip install ".[env]"`.
     """
     folders = ("vllm_omni", "examples", "docs", "benchmarks", "scripts")
     files = [
@@ -235,7 +228,7 @@ def test_no_text_installs_the_other_project_of_this_name() -> None:
 
 
 def test_the_readme_shows_the_two_commands() -> None:
-    """A newcomer needs `make demo` and `make test`, and no more than that."""
+    """A newcomer requires only `make demo` and `make test`."""
     shown = [
         command
         for s in ALL
@@ -248,7 +241,7 @@ def test_the_readme_shows_the_two_commands() -> None:
 
 @pytest.mark.parametrize("folder", ["vllm_omni", "benchmarks", "scripts", "examples", "docs"])
 def test_tests_that_are_named_exist(folder: str) -> None:
-    """Docstrings say which test holds what they promise."""
+    """Docstrings and pages name tests that exist."""
     texts = [path for suffix in ("*.py", "*.md") for path in (docs.REPO / folder).rglob(suffix)]
     assert texts
     named = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make docs`: every page has one place in the site, and what a page links to is there."""
+"""`make docs`: every page is in the navigation once, and linked files are copied."""
 
 import re
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_what_a_page_links_to_is_laid_out(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    """Strict: a page outside the navigation, a dead link or a dead anchor ends it.
+    """The strict build fails on a page outside the navigation, a dead link or a dead anchor.
 
     `make nightly` installs MkDocs.
     """

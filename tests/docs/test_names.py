@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names in back quotes, in every page and every docstring of the package, are names of something
-that exists.
-"""
+"""Names in back quotes in pages and docstrings of the package exist."""
 
 import argparse
 import re
@@ -49,7 +47,7 @@ ELSEWHERE = {
     "_detect": "written by the reader of the tutorial",
     "rank0.kv.frame3": "an example: names in a snapshot are put together",
 }
-"""Names that are neither of this package nor of vLLM, and whose they are."""
+"""Names that belong neither to this package nor to vLLM -> their origin."""
 
 PAGES = docs.documents()
 MODULES = sorted((docs.REPO / "vllm_omni").rglob("*.py"))
@@ -69,14 +67,15 @@ def unknown(text: str, alongside: Path, private: frozenset[str] = frozenset()) -
     ids=lambda path: str(path.relative_to(docs.REPO)),
 )
 def test_names_in_a_page_exist(path: Path) -> None:
-    """Classes, functions, options, environment variables, error codes, files. (The changelog may
-    speak of the past.)
+    """Classes, functions, options, environment variables, error codes and files are checked.
+
+    The changelog is excluded, because it may describe earlier versions.
     """
     assert unknown(path.read_text(), path.parent) == []
 
 
 def test_names_in_docstrings_exist() -> None:
-    """All docstrings of the package."""
+    """All docstrings of the package are checked."""
     found = {}
     for path in MODULES:
         tree = names.trees()[path]
@@ -87,7 +86,7 @@ def test_names_in_docstrings_exist() -> None:
 
 
 def test_every_exception_is_needed() -> None:
-    """A name on the list is still written somewhere."""
+    """Every name in `ELSEWHERE` is still in use."""
     written = {name for path in PAGES for name in names.quoted(path.read_text())}
     written |= {
         name for path in MODULES for name in names.quoted(names.docstrings(names.trees()[path]))
@@ -97,7 +96,9 @@ def test_every_exception_is_needed() -> None:
 
 @cache
 def flags() -> frozenset[str]:
-    """Of `vllm serve` with and without `--omni`, `vllm-omni`, this repository's scripts, pip,
+    """Return the options of all programs that pages name.
+
+    These are `vllm serve` with and without `--omni`, `vllm-omni`, this repository's scripts, pip,
     Ray, Docker and pytest.
     """
     parsers: list[argparse.ArgumentParser] = [serve_parser(), docs._stock_parser(), make_parser()]
@@ -111,7 +112,7 @@ def flags() -> frozenset[str]:
         "--shm-size",
     }
     found |= {"--rm", "--gpus", "--dist", "--durations", "--store-durations"}
-    # of every vLLM that is supported
+    # of every supported version of vLLM
     found |= {"--" + name.strip("_").replace("_", "-") for name in KNOWN_FIELDS}
     while parsers:
         for action in parsers.pop()._actions:
@@ -134,7 +135,7 @@ def flags() -> frozenset[str]:
 
 
 def unknown_flags(text: str) -> list[str]:
-    text = re.sub(r"^```text$.*?^```$", "", text, flags=re.M | re.S)  # drawings have lines
+    text = re.sub(r"^```text$.*?^```$", "", text, flags=re.M | re.S)  # diagrams contain dashes
     found = re.findall(r"(?<![\w-])--[a-z][a-z0-9]*(?:-[a-z0-9]+)*(?![\w-])", text)
     return [flag for flag in found if flag not in flags()]
 
@@ -145,5 +146,5 @@ def unknown_flags(text: str) -> list[str]:
     ids=lambda path: str(path.relative_to(docs.REPO)),
 )
 def test_flags_in_a_page_exist(path: Path) -> None:
-    """In sentences and tables too, where no command is parsed."""
+    """Sentences and tables are included, where no command is parsed."""
     assert unknown_flags(path.read_text()) == []

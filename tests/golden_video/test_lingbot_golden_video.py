@@ -37,22 +37,22 @@ REAL_WEIGHTS = (
 REAL_HEIGHT, REAL_WIDTH = 480, 832
 REAL_CHUNK_FRAMES = (9, 12)
 REFERENCE_FRAMES = {"short": sum(REAL_CHUNK_FRAMES), "long": 81}
-"""Name of the reference's clip -> its frames."""
+"""Name of the reference's clip -> number of its frames."""
 
 
 def ssim(a_HWC: np.ndarray, b_HWC: np.ndarray) -> float:
-    """Structural similarity of two uint8 pictures: 1 for equal ones, near 0 for unrelated ones."""
+    """Return the structural similarity of two uint8 images: 1 if equal, near 0 if unrelated."""
     return float(structural_similarity(a_HWC, b_HWC, channel_axis=-1, data_range=255))
 
 
 def psnr(a_HWC: np.ndarray, b_HWC: np.ndarray) -> float:
-    """Peak signal-to-noise ratio of two uint8 images in dB, infinite for equal ones."""
+    """Return the peak signal-to-noise ratio of two uint8 images in dB, infinite if equal."""
     error = np.mean((a_HWC.astype(float) - b_HWC) ** 2)
     return float("inf") if error == 0 else float(10 * np.log10(255**2 / error))
 
 
 def reference_frames(folder: Path) -> dict[tuple[str, int], np.ndarray]:
-    """(file name, index in the video) -> frame, uint8 [H, W, 3]; at least one."""
+    """Return (file name, index in the video) -> frame, uint8 [H, W, 3]; at least one."""
     found = {}
     for clip, count in REFERENCE_FRAMES.items():
         for position, index in (("first", 0), ("last", count - 1)):
@@ -64,7 +64,7 @@ def reference_frames(folder: Path) -> dict[tuple[str, int], np.ndarray]:
 
 
 def uint8_frame(array: np.ndarray) -> np.ndarray:
-    """One frame as uint8 [H, W, 3]; leading and inner axes of length 1 are dropped."""
+    """Return a frame as uint8 [H, W, 3] without leading and inner axes of length 1."""
     frame = array.squeeze()
     assert frame.ndim == 3 and 3 in (frame.shape[0], frame.shape[-1]), f"no frame: {array.shape}"
     frame_HWC = frame if frame.shape[-1] == 3 else np.moveaxis(frame, 0, -1)
@@ -75,7 +75,7 @@ def uint8_frame(array: np.ndarray) -> np.ndarray:
 
 
 def likeness(made_THWC: np.ndarray, references: dict[tuple[str, int], np.ndarray]) -> list[str]:
-    """A line for each reference frame."""
+    """Return a line of text per reference frame."""
     return [
         (
             f"{name}: frame {index}, SSIM {ssim(made_THWC[index], frame):.4f}, PSNR "
@@ -92,9 +92,7 @@ def recorded() -> np.ndarray:
 
 
 def test_the_recording_is_a_video_worth_comparing_with(recorded: np.ndarray) -> None:
-    """Every frame differs from the one before it, has contrast, and would fail in its
-    neighbour's place.
-    """
+    """Every frame differs from the previous one, has contrast, and would fail at the next index."""
     assert recorded.dtype == np.uint8
     assert recorded.shape == (9 + 12 * (len(CHUNK_KEYS) - 1), HEIGHT, WIDTH, 3)
     assert min(frame.std() for frame in recorded) > 5
@@ -137,7 +135,7 @@ def test_frames_of_the_reference_are_compared_one_by_one(
 
 
 def test_a_folder_without_frames_of_the_reference_is_refused(tmp_path: Path) -> None:
-    """So that a wrong path is not taken for a comparison that held."""
+    """A wrong path must not count as a successful comparison."""
     with pytest.raises(AssertionError, match="has no golden_frames"):
         reference_frames(tmp_path)
 
@@ -147,9 +145,7 @@ def test_a_folder_without_frames_of_the_reference_is_refused(tmp_path: Path) -> 
     reason=f"needs real weights: set {', '.join(REAL_WEIGHTS)}",
 )
 def test_real_weights_start_from_the_image_and_repeat_themselves() -> None:
-    """Latents are finite, the first frame shows the start image, two runs give the same frames
-    bit for bit.
-    """
+    """Latents are finite, the first frame shows the start image, and two runs are bit-identical."""
     model, camera, image = (Path(os.environ[name]) for name in REAL_WEIGHTS)
     img = Image.open(image).convert("RGB")
     first = {"image": torch.from_numpy(np.array(img))}
@@ -182,8 +178,10 @@ def test_real_weights_start_from_the_image_and_repeat_themselves() -> None:
 
 
 def uploaded_chunks(camera: Path, sizes: tuple[int, ...]) -> list[dict[str, Any]]:
-    """The camera folder's first frames, a request's tensors for each chunk. sizes: frames of the
-    chunks.
+    """Return the first frames of the camera folder as the tensors of one request per chunk.
+
+    Args:
+        sizes: Frames per chunk.
     """
     poses_N44 = torch.from_numpy(np.load(camera / "poses.npy", allow_pickle=False))
     intrinsics = torch.from_numpy(np.load(camera / "intrinsics.npy", allow_pickle=False))
