@@ -219,7 +219,9 @@ def freeze_old_objects() -> None:
 
 @pytest.fixture(scope="session")
 def make_runner(single_rank: None) -> RunnerFactory:
-    """Return `make(checkpoint_dir, omni={...}, **engine_args)`, which builds a warm runner on CPU."""
+    """Return `make(checkpoint_dir, omni={...}, **engine_args)`, which builds a warm runner
+    on CPU.
+    """
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
 

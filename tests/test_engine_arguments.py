@@ -250,7 +250,9 @@ def test_a_start_is_refused_with_one_line(
 
 
 def test_vllm_leaves_it_to_the_family_whether_a_model_takes_adapters() -> None:
-    """vLLM 0.33 refuses `--enable-lora` for a class without `SupportsLoRA` before our check runs."""
+    """vLLM 0.33 refuses `--enable-lora` for a class without `SupportsLoRA` before our
+    check runs.
+    """
     assert supports_lora(StepPipeline)
 
 

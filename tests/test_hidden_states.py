@@ -119,7 +119,9 @@ def test_any_rubbish_is_refused_with_the_one_documented_error(requested: Any) ->
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("layers", [(-1,), (0, 7, -1)])
 def test_rows_arrive_bit_for_bit(dtype: torch.dtype, layers: tuple[int, ...]) -> None:
-    """Hidden states that end in zero bytes arrive complete; numpy's byte strings would drop these."""
+    """Hidden states that end in zero bytes arrive complete; numpy's byte strings would
+    drop these.
+    """
     rows = torch.randn(5, len(layers), 6).to(dtype)
     rows[1] = 0
     mask = encode_hidden_states(rows, layers, range(3, 8), [9, 8, 7, 6, 5], num_tokens=1)
@@ -158,7 +160,9 @@ def test_rows_are_dealt_to_the_tokens_they_came_with(
 
 
 def test_rows_pass_vllms_wire_unchanged() -> None:
-    """The transport from engine core to front end is msgpack with out-of-band buffers, as in vLLM."""
+    """The transport from engine core to front end is msgpack with out-of-band buffers, as
+    in vLLM.
+    """
     rows = torch.randn(50, 2, 32)
     mask = encode_hidden_states(rows, (0, -1), range(50), range(50), num_tokens=1)
     sent = EngineCoreOutput("r", [3], new_sampling_mask=mask)
@@ -168,7 +172,9 @@ def test_rows_pass_vllms_wire_unchanged() -> None:
 
 
 def test_a_slow_reader_of_deltas_loses_no_row() -> None:
-    """vLLM merges deltas that the client has not read; hidden states are merged with their tokens."""
+    """vLLM merges deltas that the client has not read; hidden states are merged with their
+    tokens.
+    """
     rows = torch.randn(4, 1, 8)
     first = request_output(completion(encode_hidden_states(rows[:2], (-1,), [0, 1], [5, 6], 1)))
     first.add(
@@ -205,7 +211,9 @@ def test_consecutive_deltas_join() -> None:
 
 
 def test_of_a_last_row_only_the_newest_counts() -> None:
-    """With stop strings each step sends its last hidden state; a client receives only the newest."""
+    """With stop strings each step sends its last hidden state; a client receives only the
+    newest.
+    """
     rows = [
         encode_hidden_states(torch.full((1, 1, 4), float(i)), (-1,), [i], [i], 1, newest_only=True)
         for i in range(3)

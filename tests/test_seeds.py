@@ -67,7 +67,9 @@ def test_the_seed_behind_the_largest_is_zero() -> None:
 
 
 def test_the_engine_gets_the_whole_range_and_never_minus_one() -> None:
-    """An endpoint draws the seed before it sends the request, so that a recording can be replayed."""
+    """An endpoint draws the seed before it sends the request, so that a recording can be
+    replayed.
+    """
     params = DiffusionParams(session_id="s", seed=MAX_SEED)
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(params.to_pooling_params().extra_kwargs))
     assert DiffusionParams.from_extra_kwargs(sent).seed == MAX_SEED

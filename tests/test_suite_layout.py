@@ -52,7 +52,9 @@ def imported(path: Path) -> frozenset[str]:
 
 
 def test_names_of_test_files_and_helpers_are_unique() -> None:
-    """pytest puts every folder on one path, so a second module of the same name is never imported."""
+    """pytest puts every folder on one path, so a second module of the same name is never
+    imported.
+    """
     names = Counter(path.name for path in TESTS.rglob("*.py") if path.name != "conftest.py")
     assert [name for name, count in names.items() if count > 1] == []
 

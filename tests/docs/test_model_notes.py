@@ -32,7 +32,9 @@ GOLDEN = sorted(path for path in (docs.REPO / "tests" / "golden").iterdir() if p
 
 @pytest.mark.parametrize("folder", GOLDEN, ids=lambda path: path.name)
 def test_recorded_tensors_state_their_origin(folder: Path) -> None:
-    """Source repository, commit, sizes, seed and changes to the source, or that they are unknown."""
+    """Source repository, commit, sizes, seed and changes to the source, or that they are
+    unknown.
+    """
     _, heading, section = (folder / "README.md").read_text().partition("\n## Recorded from\n")
     assert heading
     rows = dict(re.findall(r"^\| (\w+) \| (.+) \|$", section, re.M))

@@ -40,7 +40,6 @@ ELSEWHERE = {
     "terminationGracePeriodSeconds": "of Kubernetes",
     "ticket.XXX": "an example",
     ".try_vllm/": "made by scripts/try_vllm.py",
-    ".test_durations": "a file of pytest-split",
     "Worker._make_model_runner": "of vLLM's gpu_worker; this package has an enum of the same name",
     "vllm_omni/model_executor/models/checkers/": "written by the reader of the tutorial",
     "_hf_config": "written by the reader of the tutorial",

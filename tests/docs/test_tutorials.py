@@ -26,7 +26,9 @@ CHANGE = "## 6. Now change it"
 
 
 class Checkout:
-    """A checkout that a reader edits: links to the files of this one, and the reader's own files."""
+    """A checkout that a reader edits: links to the files of this one, and the reader's own
+    files.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -181,7 +183,9 @@ def test_the_tutorial_works_as_printed(checkout: Checkout) -> None:
 
 
 def moved(frame: np.ndarray, columns: int) -> np.ndarray:
-    """Return the frame after `columns` steps of 8 pixels to the right. The floor repeats after 64."""
+    """Return the frame after `columns` steps of 8 pixels to the right. The floor repeats
+    after 64.
+    """
     longer = np.concatenate([frame, frame[:, 32:96]], axis=1)
     return longer[:, np.arange(160) + columns * 8 % 64].astype(np.float64)
 

@@ -99,7 +99,9 @@ def _unpack_map(data: bytes, at: int, count: int) -> tuple[dict[str, Any], int]:
 
 @dataclass
 class Chunk:
-    """One chunk as received. `frames_THWC` is None for lossy formats; `files` are encoded images."""
+    """One chunk as received. `frames_THWC` is None for lossy formats; `files` are encoded
+    images.
+    """
 
     index: int
     headers: list[dict[str, Any]]
@@ -236,7 +238,9 @@ class GenerateClient:
     skipped_types: frozenset[str] = frozenset()
 
     def close_code(self, timeout_s: float = 10.0) -> tuple[int, str]:
-        """Read until the server closes: `(code, reason)`. 1006 means that no close frame arrived."""
+        """Read until the server closes: `(code, reason)`. 1006 means that no close frame
+        arrived.
+        """
         try:
             while True:
                 self.connection.recv(timeout=timeout_s)

@@ -174,7 +174,9 @@ def video_chunk(
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Any], dict[str, torch.Tensor]], None]) -> None:
-    """Change the header or tensors of a snapshot and write the file with the safetensors library."""
+    """Change the header or tensors of a snapshot and write the file with the safetensors
+    library.
+    """
     tensors = load(path.read_bytes())
     with safe_open(path, framework="pt") as file:
         metadata = dict(file.metadata())

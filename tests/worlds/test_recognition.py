@@ -106,9 +106,7 @@ def other_images(description: WorldDescription) -> list[torch.Tensor]:
             as_tensor(each) for each in (ImageOps.mirror(image), ImageOps.flip(image), *shifted)
         ]
     tour, _ = decode_mp4((VILLAGE / "tour.mp4").read_bytes())
-    others += [
-        torch.from_numpy(frame) for frame in tour[12:]
-    ]  # after the start image
+    others += [torch.from_numpy(frame) for frame in tour[12:]]  # after the start image
     for path in sorted(SAMPLES.glob("*.jpg")):
         with Image.open(path) as opened:
             sample = opened.convert("RGB")

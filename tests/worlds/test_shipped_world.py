@@ -43,7 +43,9 @@ def test_everything_is_there_and_small(village: Path) -> None:
 
 
 def test_the_description_fits_the_files(village: Path) -> None:
-    """Start images have the trained size, and the tour's video has a frame for each of the tour's."""
+    """Start images have the trained size, and the tour's video has a frame for each of the
+    tour's.
+    """
     description = read_description(village)
     assert description is not None
     assert description.domain == "tiny_village"
