@@ -148,7 +148,9 @@ def scripted_walks(
     keys_NL: torch.Tensor,
     pitch_N: torch.Tensor | None = None,
 ) -> Walks:
-    """Move cameras from given positions by given keys (bits as in `Walks.keys`). pitch_N: radians."""
+    """Move cameras from given positions by given keys (bits as in `Walks.keys`). pitch_N:
+    radians.
+    """
     walker = _Walker(start_N2, yaw_N, pitch_N)
     for latent in range(keys_NL.shape[1]):
         walker.step(keys_NL[:, latent])
