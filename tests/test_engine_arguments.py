@@ -105,14 +105,6 @@ def test_no_field_has_two_rows() -> None:
     assert len(names) == len(set(names))
 
 
-def test_fields_of_a_later_vllm_are_not_expected_of_an_earlier_one() -> None:
-    assert known_to("0.33.1") - known_to("0.32.0") == {
-        "monokernel",
-        "sleep_mode_backend",
-        "watchdog_config",
-    }
-
-
 def test_a_refusal_says_what_to_do_and_a_row_is_needed() -> None:
     """Each refusal has a reason. A row without a refusal or note belongs in `PLAIN_FIELDS`."""
     for argument in ARGUMENTS.values():

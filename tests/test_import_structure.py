@@ -121,13 +121,6 @@ def test_what_serves_imports_no_testing_models() -> None:
     }
 
 
-def test_arrows_are_seen() -> None:
-    """The analysis finds imports of modules next to the folders as well."""
-    assert arrows(r"model_executor\.models\.registry", "config") == {
-        ("vllm_omni.model_executor.models.registry", "vllm_omni.config")
-    }
-
-
 @pytest.mark.parametrize(
     "line", ["from p.b import x", "import p.b", "from p import b", "if 1:\n    from p import b"]
 )

@@ -548,13 +548,3 @@ def test_the_tests_that_hold_refusals_exist() -> None:
         if not path.is_file() or (name and not re.search(rf"def {name}\(", path.read_text())):
             gone.append(held)
     assert gone == []
-
-
-def test_a_sentence_without_an_entry_is_found(tmp_path: Path) -> None:
-    """Pages, tables and docstrings of option classes are searched."""
-    page = tmp_path / "page.md"
-    page.write_text("Green worlds are refused. Red ones work.\n\n| blue | refused |\n")
-    assert refusals(page) == ["Green worlds are refused.", "| blue | refused |"]
-    module = tmp_path / "options.py"
-    module.write_text('class Options:\n    """colour: green is refused."""\n')
-    assert refusals(module) == ["colour: green is refused."]
