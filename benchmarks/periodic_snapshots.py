@@ -172,7 +172,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--height", type=int, default=64)
     parser.add_argument("--width", type=int, default=96)
-    parser.add_argument("--checkpoint-s", type=float, default=0.2)
+    parser.add_argument("--snapshot-period-s", type=float, default=0.2)
     parser.add_argument(
         "--period-s", type=float, default=5.0, help="what the growth of chunks is told for"
     )

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures or a video from any diffusers pipeline directory, without a server: vLLM's `LLM` class,
-one request.
+"""Generate images or a video with a diffusers pipeline, offline, by one request to vLLM's `LLM`.
 
     vllm-omni make-tiny diffusers_pipeline my_pipeline --layout qwen_image
     python examples/offline_inference/diffusers_pipeline.py my_pipeline --prompt "A red fox" \\
         --size 64x64 --out fox.png
 
-`--image` gives an edit or image-to-video pipeline its picture. `--out` ends in `.png` (several get
-numbers) or, for a video pipeline, in `.mp4`. `--option NAME=JSON` sets any further argument of the
-pipeline's `__call__`, or one of this package (`aspect_ratio`, `prompt_suffix`, `lora`).
+`--image` is the input of an edit or image-to-video pipeline. `--out` must end in `.png` (several
+images are numbered) or, for a video pipeline, in `.mp4`. `--option NAME=JSON` sets another argument
+of the pipeline's `__call__`, or an option of this package (`aspect_ratio`, `prompt_suffix` or
+`lora`).
 """
 
 import argparse
@@ -29,24 +29,26 @@ from vllm_omni.outputs import RequestFailed, unpack
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description="Pictures or a video from a diffusers pipeline, offline."
+        description="Generate images or a video with a diffusers pipeline, offline."
     )
-    parser.add_argument("model", type=Path, help="pipeline directory (it holds a model_index.json)")
+    parser.add_argument("model", type=Path, help="pipeline directory (with a model_index.json)")
     parser.add_argument("--prompt", default="A red fox in the snow")
     parser.add_argument("--negative-prompt")
-    parser.add_argument("--image", type=Path, help="picture for an edit or image-to-video pipeline")
+    parser.add_argument("--image", type=Path, help="input of an edit or image-to-video pipeline")
     parser.add_argument("--size", help="WIDTHxHEIGHT in pixels (default: the pipeline's)")
     parser.add_argument("--steps", type=int, help="denoise steps (default: the pipeline's)")
     parser.add_argument("--guidance-scale", type=float, help="default: the pipeline's")
     parser.add_argument("--num-images", type=int, default=1)
-    parser.add_argument("--num-frames", type=int, help="of a video (default: the pipeline's)")
-    parser.add_argument("--seed", type=int, help="default: drawn, and printed")
+    parser.add_argument(
+        "--num-frames", type=int, help="frames of a video (default: the pipeline's)"
+    )
+    parser.add_argument("--seed", type=int, help="default: random, and printed")
     parser.add_argument(
         "--option",
         action="append",
         default=[],
         metavar="NAME=JSON",
-        help="may be given several times",
+        help="can be repeated",
     )
     parser.add_argument("--out", type=Path, default=Path("picture.png"), help=".png or .mp4")
     parser.add_argument("--dtype", default="auto")
@@ -57,7 +59,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(args: argparse.Namespace) -> None:
-    params = DiffusionParams(session_id="picture", one_shot=True, **request_fields(args))
+    params = DiffusionParams(session_id="image-1", one_shot=True, **request_fields(args))
     tensors = {}
     if args.image is not None:
         tensors["image"] = torch.from_numpy(np.array(rgb_image(Image.open(args.image))))
@@ -67,12 +69,12 @@ def main(args: argparse.Namespace) -> None:
         model=str(args.model),
         config_format="omni",
         skip_tokenizer_init=True,
-        # By default models that this package serves itself (Wan) go to their own worker.
+        # By default, models with an implementation in this package (Wan) run on its worker.
         distributed_executor_backend="vllm_omni.executor.DiffusersPipelineExecutor",
         dtype=args.dtype,
         additional_config={"omni": {"model": args.model_options}},
     )
-    # or vLLM warns that the engine ended by itself
+    # Without this, vLLM warns at exit that the engine ended unexpectedly.
     atexit.register(llm.llm_engine.engine_core.shutdown)
     (output,) = llm.encode(
         engine_prompt(), params.to_pooling_params(tensors), pooling_task="plugin", use_tqdm=False
@@ -88,7 +90,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def request_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of `DiffusionParams` that the command line sets."""
+    """Return the fields of `DiffusionParams` that the command line sets."""
     fields: dict[str, Any] = {
         "prompt": args.prompt,
         "negative_prompt": args.negative_prompt,
@@ -114,7 +116,7 @@ def request_fields(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def write(out: Path, results: dict[str, torch.Tensor], meta: dict[str, Any]) -> list[Path]:
-    """Write pictures as `.png` or a video as `.mp4`; returns the files."""
+    """Write images as `.png` or a video as `.mp4`, and return the paths."""
     if "frames" in results:
         if out.suffix != ".mp4":
             raise SystemExit(f"this pipeline makes videos: --out must end in .mp4, got {out}")

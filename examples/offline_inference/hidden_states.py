@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text and hidden states of a language model in one stock `LLM.generate`.
 
-    python examples/offline_inference/hidden_states.py                       a tiny random model
+    python examples/offline_inference/hidden_states.py                     # a tiny random model
     python examples/offline_inference/hidden_states.py --model Qwen/Qwen2.5-0.5B-Instruct --layers
     12 -1
 
-Prints, per prompt, the text and which rows came back; `--out states.safetensors` keeps those of the
-first prompt.
+Prints the text and the shapes of the hidden states of each prompt. `--out states.safetensors` saves
+the hidden states of the first prompt.
 """
 
 import argparse
@@ -27,11 +27,15 @@ def make_parser() -> argparse.ArgumentParser:
         "--rows", choices=("all", "generated", "last"), default="all", help="default: all"
     )
     parser.add_argument(
-        "--layers", type=int, nargs="+", default=[-1], help="as in transformers (default: -1)"
+        "--layers",
+        type=int,
+        nargs="+",
+        default=[-1],
+        help="layers, numbered as in transformers (default: -1)",
     )
     parser.add_argument("--max-tokens", type=int, default=12)
     parser.add_argument(
-        "--out", type=Path, help="write the first prompt's rows as a safetensors file"
+        "--out", type=Path, help="safetensors file for the hidden states of the first prompt"
     )
     return parser
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lance without a server: draw, edit, film and read with one model, through vLLM's `LLM` class.
+"""Generate, edit and understand images and videos with Lance, offline, through vLLM's `LLM`.
 
     vllm-omni make-tiny lance my_lance --layout video
     python examples/offline_inference/lance.py my_lance text-to-image \\
@@ -10,9 +10,9 @@
         --prompt "What is there?"
 
 Tasks: text-to-image, image-edit, image-understanding, text-to-video, image-to-video, video-edit,
-video-understanding. Videos need the video checkpoint (`.../Lance_3B_Video`, or a directory that
-holds no other). Pictures are written as PNG, videos as MP4; an answer is printed piece by piece as
-it is decoded.
+video-understanding. Videos need the video checkpoint: `.../Lance_3B_Video`, or a directory with
+this checkpoint only. Images are written as PNG and videos as MP4. Text is printed while it is
+decoded.
 """
 
 import argparse
@@ -49,15 +49,17 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("task", choices=TASKS)
     parser.add_argument(
-        "--prompt", help="what to draw, change or answer; understanding may leave it out"
+        "--prompt", help="description, edit or question; optional for understanding"
     )
-    parser.add_argument("--negative-prompt", help="what to avoid")
-    parser.add_argument("--image", type=Path, help="picture to edit, read or begin with")
-    parser.add_argument("--video", type=Path, help="video to edit or read")
+    parser.add_argument("--negative-prompt", help="negative prompt")
+    parser.add_argument(
+        "--image", type=Path, help="image to edit or describe, or start image of a video"
+    )
+    parser.add_argument("--video", type=Path, help="video to edit or describe")
     parser.add_argument("--height", type=int)
     parser.add_argument("--width", type=int)
     parser.add_argument(
-        "--num-frames", type=int, help="of a video: 1 + 4 k, others are rounded down"
+        "--num-frames", type=int, help="frames of a video: 1 + 4k; other numbers are rounded down"
     )
     parser.add_argument("--num-images", type=int, default=1)
     parser.add_argument("--steps", type=int, default=30)
@@ -66,7 +68,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument(
-        "--resolution", help="preset that pictures and videos are resized to, e.g. image_512res"
+        "--resolution",
+        help="preset for the size of input images and videos, for example image_512res",
     )
     parser.add_argument("--out", type=Path, help=".png or .mp4 (default: lance.png, lance.mp4)")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
@@ -79,8 +82,8 @@ def make_parser() -> argparse.ArgumentParser:
 def main(args: argparse.Namespace) -> None:
     task = TASKS[args.task]
     tensors = read_inputs(args)
-    # GiB that requests may hold on a CPU; unset, vLLM's CPU worker wants 92 % of the memory to be
-    # free.
+    # Memory for requests on a CPU in GiB. By default, vLLM's CPU worker requires that 92 % of the
+    # memory is free.
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
     from vllm import LLM  # takes seconds; `--help` should not
 
@@ -91,7 +94,7 @@ def main(args: argparse.Namespace) -> None:
         tensor_parallel_size=args.tensor_parallel_size,
         additional_config={"omni": {"model": args.model_options}},
     )
-    # or vLLM warns that the engine ended by itself
+    # Without this, vLLM warns at exit that the engine ended unexpectedly.
     atexit.register(llm.llm_engine.engine_core.shutdown)
     options: dict[str, Any] = {"task": task}
     if args.resolution:
@@ -100,7 +103,7 @@ def main(args: argparse.Namespace) -> None:
         read(llm, args, options, tensors)
         return
     params = DiffusionParams(
-        session_id="drawing",
+        session_id="generation",
         one_shot=True,
         prompt=args.prompt,
         negative_prompt=args.negative_prompt,
@@ -135,7 +138,7 @@ def send(llm: Any, params: DiffusionParams, tensors: dict[str, torch.Tensor]) ->
 def read(
     llm: Any, args: argparse.Namespace, options: dict[str, Any], tensors: dict[str, torch.Tensor]
 ) -> None:
-    """Print an answer while it is decoded: one session, one request for every eight tokens."""
+    """Print the text while it is decoded: one session, one request for every eight tokens."""
     options |= {"max_tokens": args.max_tokens, "temperature": args.temperature, "chunk_tokens": 8}
     params = DiffusionParams(
         session_id="answer", prompt=args.prompt, seed=args.seed, options=options
@@ -164,7 +167,7 @@ def read_inputs(args: argparse.Namespace) -> dict[str, torch.Tensor]:
 
 
 def write(out: Path | None, meta: dict[str, Any], result: dict[str, torch.Tensor]) -> list[Path]:
-    """Write a video, one picture, or several numbered ones; returns the files."""
+    """Write a video, an image or several numbered images, and return the paths."""
     if "frames" in result:
         path = out or Path("lance.mp4")
         path.write_bytes(encode_mp4(result["frames"].numpy(), meta["fps"]))

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An image and a camera path in, a video out, without a server: vLLM's `LLM` class, one request a
-chunk.
+"""Generate a video from an image and a camera path, offline, by one request per chunk.
 
     vllm-omni make-tiny lingbot_world my_world
     python examples/offline_inference/lingbot_world.py my_world --image start.png \\
         --camera walk/ --out walk.mp4
 
-The camera folder holds `poses.npy` ([N, 4, 4], absolute camera-to-world, OpenCV axes, one per video
-frame) and `intrinsics.npy` ([N, 4], [N, 3, 3] or [N, 4, 4], in pixels of an 832x480 picture).
-Without `--camera` the camera walks straight on for `--chunks` chunks, or as `--keys` says: held
-keys per latent frame (four video frames; the first one is one), w a s d move, i k j l look, `-` is
-nothing. Without `--image` the start is the demo's landscape.
+The camera folder contains `poses.npy` ([N, 4, 4], absolute camera-to-world poses with OpenCV axes,
+one per video frame) and `intrinsics.npy` ([N, 4], [N, 3, 3] or [N, 4, 4], in pixels of an 832x480
+image). Without `--camera` the camera moves straight ahead for `--chunks` chunks, or follows
+`--keys`: the keys held in each latent frame (four video frames; the first latent frame is one).
+w a s d move, i k j l look, `-` is no key. Without `--image` the start image is the landscape of the
+demo.
 
-The suffix of `--out` decides the format: `.mp4` a video, `.png` numbered pictures (`walk-0000.png`
-...), `.npy` raw frames, uint8 [T, H, W, 3]. With `--latents` it is the model's latents instead,
-float32 [16, F, H / 8, W / 8] in a `.npy`.
+The suffix of `--out` selects the format: `.mp4` for a video, `.png` for numbered images
+(`walk-0000.png` ...), `.npy` for raw frames, uint8 [T, H, W, 3]. With `--latents` the `.npy` file
+has the model's latents, float32 [16, F, H / 8, W / 8].
 """
 
 import argparse
@@ -44,9 +44,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--image", type=Path, help="start image")
     steering = parser.add_mutually_exclusive_group()
     steering.add_argument("--camera", type=Path, help="folder with poses.npy and intrinsics.npy")
-    steering.add_argument("--keys", help="held keys per latent frame, such as 'w*6 wl*3'")
+    steering.add_argument("--keys", help="keys held in each latent frame, for example 'w*6 wl*3'")
     steering.add_argument(
-        "--chunks", type=int, default=3, help="chunks straight on, without the two (default: 3)"
+        "--chunks", type=int, default=3, help="chunks without --camera and --keys (default: 3)"
     )
     parser.add_argument("--prompt", default="A path through green hills towards the evening sun")
     parser.add_argument("--height", type=int, default=96)
@@ -60,7 +60,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument(
-        "--enforce-eager", action="store_true", help="compile nothing: starts faster, runs slower"
+        "--enforce-eager", action="store_true", help="no compilation: starts faster, runs slower"
     )
     parser.add_argument(
         "--model-options", type=json.loads, default={}, help="JSON for additional_config.omni.model"
@@ -74,8 +74,8 @@ def main(args: argparse.Namespace) -> None:
         keys = parse_keys(args.keys or "")
     except ValueError as error:
         raise SystemExit(f"--keys: {error}") from error
-    # GiB that sessions may hold on a CPU; unset, vLLM's CPU worker wants 92 % of the memory to be
-    # free.
+    # Memory for sessions on a CPU in GiB. By default, vLLM's CPU worker requires that 92 % of the
+    # memory is free.
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
     from vllm import LLM  # takes seconds; `--help` should not
 
@@ -89,7 +89,7 @@ def main(args: argparse.Namespace) -> None:
         enforce_eager=args.enforce_eager,
         additional_config={"omni": omni},
     )
-    # or vLLM warns that the engine ended by itself
+    # Without this, vLLM warns at exit that the engine ended unexpectedly.
     atexit.register(llm.llm_engine.engine_core.shutdown)
     info = StreamInfo.from_vllm_config(llm.llm_engine.vllm_config, model=args.model.name)
     controls = walk(info, keys) if keys else path(info, args.camera, args.chunks)
@@ -134,7 +134,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def check_out(out: Path, latents: bool) -> None:
-    """Refuse a file that could not be written, before the model is loaded."""
+    """Check the output path before the model is loaded."""
     allowed = (".npy",) if latents else (".mp4", ".png", ".npy")
     if out.suffix not in allowed:
         raise SystemExit(
@@ -145,9 +145,7 @@ def check_out(out: Path, latents: bool) -> None:
 
 
 def write_frames(out: Path, frames_THWC: np.ndarray, fps: float) -> None:
-    """Write uint8 frames in the format of the suffix: a video, numbered pictures beside `out`,
-    or the raw array.
-    """
+    """Write uint8 frames in the format of the suffix: a video, numbered images or an array."""
     if out.suffix == ".mp4":
         out.write_bytes(encode_mp4(frames_THWC, fps))
     elif out.suffix == ".png":
@@ -158,13 +156,13 @@ def write_frames(out: Path, frames_THWC: np.ndarray, fps: float) -> None:
 
 
 Controls = Iterator[tuple[list[list[str]] | None, dict[str, torch.Tensor] | None]]
-"""Of each chunk: keys per latent frame or a camera of one pose per frame, and None for the
-other.
+"""The controls of each chunk: keys per latent frame, or a camera with one pose per video frame. The
+other one is None.
 """
 
 
 def walk(info: StreamInfo, keys: list[list[str]]) -> Controls:
-    """Cut keys into chunks; the last ones are held until theirs is full."""
+    """Split keys into chunks. The last keys are held until the last chunk is full."""
     first = info.first_chunk_latent_frames or info.latent_frames_per_chunk
     start, end = 0, first
     while start < len(keys):
@@ -174,7 +172,7 @@ def walk(info: StreamInfo, keys: list[list[str]]) -> Controls:
 
 
 def path(info: StreamInfo, folder: Path | None, num_chunks: int) -> Controls:
-    """Cut the camera of a folder, or one that goes straight on, into chunks."""
+    """Split the camera path of a folder, or a straight path, into chunks."""
     poses_N44, intrinsics = straight_on(info, num_chunks) if folder is None else read_camera(folder)
     start = 0
     for size in chunk_sizes(info, len(poses_N44)):
@@ -184,11 +182,11 @@ def path(info: StreamInfo, folder: Path | None, num_chunks: int) -> Controls:
 
 
 def chunk_sizes(info: StreamInfo, num_poses: int) -> list[int]:
-    """Cut a path of one pose per frame into whole chunks."""
+    """Return the sizes of the whole chunks of a path with one pose per video frame."""
     sizes, left = info.split(num_poses, first=True)
     if left or not sizes:
         raise SystemExit(
-            f"{num_poses} poses do not fill whole chunks: the first takes "
+            f"{num_poses} poses do not fill whole chunks: the first chunk takes "
             f"{info.first_chunk_frames}, later ones "
             f"{info.chunk_frames}; send {info.first_chunk_frames} + a multiple of "
             f"{info.chunk_frames}"
@@ -197,20 +195,20 @@ def chunk_sizes(info: StreamInfo, num_poses: int) -> list[int]:
 
 
 def read_camera(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return poses `[N, 4, 4]` and intrinsics of a folder, as saved; the model checks them."""
+    """Return poses `[N, 4, 4]` and intrinsics of a folder. The model validates them."""
     poses, intrinsics = (
         np.load(folder / f"{name}.npy", allow_pickle=False) for name in ("poses", "intrinsics")
     )
     if len(poses) != len(intrinsics):
         raise SystemExit(
-            f"{folder}: {len(poses)} poses and {len(intrinsics)} intrinsics; one of each per frame "
-            "is needed"
+            f"{folder}: {len(poses)} poses and {len(intrinsics)} intrinsics; one of each is "
+            "needed per frame"
         )
     return torch.from_numpy(poses), torch.from_numpy(intrinsics)
 
 
 def straight_on(info: StreamInfo, num_chunks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A path for `num_chunks` chunks: forward, without turning."""
+    """Return a camera path for `num_chunks` chunks, forward without rotation."""
     count = info.first_chunk_frames + (num_chunks - 1) * info.chunk_frames
     poses_N44 = torch.eye(4).repeat(count, 1, 1)
     poses_N44[:, 2, 3] = 0.0125 * torch.arange(count)

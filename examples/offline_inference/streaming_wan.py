@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal Wan without a server: a prompt or a picture becomes a video stream, or an input video is
-repainted.
+"""Generate a video stream with causal Wan from a prompt, an image or a video, offline.
 
     vllm-omni make-tiny causal_wan my_stream
     python examples/offline_inference/streaming_wan.py my_stream --chunks 4 --out stream.mp4
@@ -8,12 +7,12 @@ repainted.
         --out repainted.mp4
     python examples/offline_inference/streaming_wan.py my_stream --image start.png \\
         --out from_a_picture.mp4
-    python examples/offline_inference/streaming_wan.py my_stream --chunks 9 --out two.mp4 \
+    python examples/offline_inference/streaming_wan.py my_stream --chunks 9 --out two.mp4 \\
         --switch 3:"a town at night" --switch 5s:"a town in the snow"
 
-vLLM's `LLM` class, one request a chunk. Three latent frames a chunk: 9 video frames the first time,
-12 from then on (`--model-options '{"latent_frames_per_chunk": 1}'`: 1, then 4). `--out` ends in
-`.mp4` or `.npy` (uint8 [T, H, W, 3]).
+Sends one request per chunk to vLLM's `LLM`. A chunk is three latent frames: the first chunk has 9
+video frames and each later chunk 12 (with `--model-options '{"latent_frames_per_chunk": 1}'`: 1 and
+4). `--out` must end in `.mp4` or `.npy` (uint8 [T, H, W, 3]).
 """
 
 import argparse
@@ -36,7 +35,9 @@ from vllm_omni.outputs import RequestFailed, unpack
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Text or video to a video stream, offline.")
+    parser = argparse.ArgumentParser(
+        description="Generate a video stream from text, an image or a video, offline."
+    )
     parser.add_argument("model", type=Path, help="checkpoint directory")
     parser.add_argument("--prompt", default="A coast road in the evening, waves break on the rocks")
     parser.add_argument(
@@ -44,15 +45,13 @@ def make_parser() -> argparse.ArgumentParser:
         type=_switch,
         action="append",
         default=[],
-        help="CHUNK:PROMPT or SECONDSs:PROMPT, from there on",
+        help="CHUNK:PROMPT or SECONDSs:PROMPT: a new prompt from this chunk or time on",
     )
     start = parser.add_mutually_exclusive_group()
-    start.add_argument(
-        "--image", type=Path, help="the first frame; without it the prompt alone makes the video"
-    )
-    start.add_argument("--video", type=Path, help="MP4 to repaint")
+    start.add_argument("--image", type=Path, help="the first frame (default: text to video)")
+    start.add_argument("--video", type=Path, help="MP4 file for video to video")
     parser.add_argument(
-        "--chunks", type=int, default=3, help="chunks to make without --video (default: 3)"
+        "--chunks", type=int, default=3, help="chunks to generate without --video (default: 3)"
     )
     parser.add_argument("--height", type=int, default=96)
     parser.add_argument("--width", type=int, default=160)
@@ -74,10 +73,10 @@ def _switch(text: str) -> TimedPrompt:
 
 def main(args: argparse.Namespace) -> None:
     if args.out.suffix not in (".mp4", ".npy") or not args.out.parent.is_dir():
-        raise SystemExit(f"--out must be a .mp4 or .npy in a folder that is there, got {args.out}")
+        raise SystemExit(f"--out must be a .mp4 or .npy in an existing folder, got {args.out}")
     video_THWC = None if args.video is None else read_video(args.video, args.height, args.width)
-    # GiB that sessions may hold on a CPU; unset, vLLM's CPU worker wants 92 % of the memory to be
-    # free.
+    # Memory for sessions on a CPU in GiB. By default, vLLM's CPU worker requires that 92 % of the
+    # memory is free.
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
     from vllm import LLM  # takes seconds; `--help` should not
 
@@ -90,7 +89,7 @@ def main(args: argparse.Namespace) -> None:
             "omni": {"height": args.height, "width": args.width, "model": args.model_options}
         },
     )
-    # or vLLM warns that the engine ended by itself
+    # Without this, vLLM warns at exit that the engine ended unexpectedly.
     atexit.register(llm.llm_engine.engine_core.shutdown)
     info = StreamInfo.from_vllm_config(llm.llm_engine.vllm_config, model=args.model.name)
     prompts = PromptSchedule(args.switch, info.fps)
@@ -141,18 +140,20 @@ def main(args: argparse.Namespace) -> None:
 
 
 def chunk_sizes(info: StreamInfo, num_chunks: int, video_THWC: torch.Tensor | None) -> list[int]:
-    """Video frames of each chunk; an input video is used as far as it fills whole chunks."""
+    """Return the video frames of each chunk. Frames of the input after the last whole chunk are
+    dropped.
+    """
     if video_THWC is None:
         sizes = info.chunk_sizes(first=True)
         return [next(sizes) for _ in range(num_chunks)]
     sizes_of_video, left = info.split(len(video_THWC), first=True)
     if not sizes_of_video:
         raise SystemExit(
-            f"{len(video_THWC)} frames do not fill a chunk: the first takes "
+            f"{len(video_THWC)} frames do not fill a chunk: the first chunk takes "
             f"{info.first_chunk_frames}"
         )
     if left:
-        print(f"the last {left} frames do not fill a chunk and are left out")
+        print(f"the last {left} frames do not fill a chunk and are dropped")
     return sizes_of_video
 
 

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""World models as environments: eight worlds stepped together with random keys, a fork, a replay.
-
-Trains nothing.
+"""Step eight world models as gymnasium environments with random actions, then fork and replay one.
 
     vllm-omni make-world my_world
     python examples/offline_inference/world_env.py my_world \\
         --image my_world/start/street_day.png --envs 8
 
-Needs `pip install ".[env]"` in the checkout (gymnasium). Prints how many chunks and frames a second
-all of them make together.
+Needs gymnasium (`pip install ".[env]"` in the checkout). Prints the chunks and frames per second of
+all environments together.
 """
 
 import argparse
@@ -25,9 +23,7 @@ from vllm_omni.multimodal import rgb_image
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Worlds as a gymnasium VectorEnv, offline.")
     parser.add_argument("model", type=Path, help="checkpoint directory of a world")
-    parser.add_argument(
-        "--image", type=Path, help="start image; without it the worlds begin in grey"
-    )
+    parser.add_argument("--image", type=Path, help="start image (default: grey)")
     parser.add_argument("--prompt", default="the village on a clear day")
     parser.add_argument("--envs", type=int, default=8)
     parser.add_argument(
@@ -39,7 +35,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--fast",
         action="store_true",
-        help="one forward for all: results depend on it in the last bits",
+        help="one forward pass for all environments; results then differ in the last bits",
     )
     return parser
 
@@ -66,7 +62,7 @@ def main(args: argparse.Namespace) -> None:
     chunks = args.envs * args.steps
     print(
         f"{args.envs} environments, {args.steps} steps: {chunks / took_s:.2f} chunks and "
-        f"{chunks * frames.shape[1] / took_s:.1f} frames a second; latents "
+        f"{chunks * frames.shape[1] / took_s:.1f} frames per second; latents "
         f"{list(infos['latents'].shape)}"
     )
 
@@ -74,10 +70,10 @@ def main(args: argparse.Namespace) -> None:
     assert episode is not None
     if args.envs > 1:
         env.fork(0, [1])
-        print("environment 1 is a copy of environment 0 now")
+        print("environment 1 is now a copy of environment 0")
     again = env.replay(args.envs - 1, episode)
-    same = "equal" if np.array_equal(again[-len(last) :], last) else "other"
-    print(f"played again: {len(again)} frames, the last chunk {same}")
+    same = "equal" if np.array_equal(again[-len(last) :], last) else "different"
+    print(f"replayed: {len(again)} frames, the last chunk is {same}")
     env.close()
 
 

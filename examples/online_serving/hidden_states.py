@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A chat answer streamed as text, then its hidden states, from a running server
-(docs/how_to/hidden_states.md).
+"""Stream a chat completion from a server, then fetch its hidden states.
+
+See docs/how_to/hidden_states.md.
 
     python examples/online_serving/hidden_states.py --url http://127.0.0.1:8000 "What is a tree?"
 
-Only httpx, safetensors and torch are needed on the client's side; `from_safetensors` is a
-convenience.
+A client needs only httpx, safetensors and torch; `from_safetensors` is optional.
 """
 
 import argparse
@@ -30,11 +30,15 @@ def make_parser() -> argparse.ArgumentParser:
         "--rows", choices=("all", "generated", "last"), default="all", help="default: all"
     )
     parser.add_argument(
-        "--layers", type=int, nargs="+", default=[-1], help="as in transformers (default: -1)"
+        "--layers",
+        type=int,
+        nargs="+",
+        default=[-1],
+        help="layers, numbered as in transformers (default: -1)",
     )
     parser.add_argument("--max-tokens", type=int, default=32)
-    parser.add_argument("--api-key", help="if the server asks for one")
-    parser.add_argument("--out", type=Path, help="write the rows as a safetensors file")
+    parser.add_argument("--api-key", help="if the server requires one")
+    parser.add_argument("--out", type=Path, help="safetensors file for the hidden states")
     return parser
 
 
@@ -50,7 +54,7 @@ def main() -> None:
             "messages": [{"role": "user", "content": args.prompt}],
             "max_tokens": args.max_tokens,
             "stream": True,
-            # vLLM's `vllm_xargs` holds no nested maps: the request travels as JSON text.
+            # JSON text, because vLLM's `vllm_xargs` does not allow nested maps.
             "vllm_xargs": {"omni": json.dumps({"hidden_states": args.rows, "layers": args.layers})},
         }
         response_id = stream_text(client, body)
@@ -66,7 +70,7 @@ def main() -> None:
 
 
 def stream_text(client: httpx.Client, body: dict[str, object]) -> str:
-    """Print the text as it comes; return the id of the response."""
+    """Print the text while it is streamed, and return the id of the response."""
     response_id = ""
     with client.stream("POST", "/v1/chat/completions", json=body) as stream:
         if stream.status_code != 200:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steer a live stream of a served world and keep its frames as a video file.
+"""Control a live stream of a world on a server, and save its frames as a video file.
 
     python examples/online_serving/realtime_video.py --image start.png --keys "w*12 wl*6" \\
         --chunks 6 --output live.mp4
@@ -8,10 +8,10 @@
     python examples/online_serving/realtime_video.py --image start.png --endpoint video \\
         --chunks 6 --output live.mp4
 
-The door `generate` (default) is `/v1/realtime_video/generate`: msgpack, frames as pictures. The
-door `video` is `/v1/realtime/video`: JSON, and fragmented MP4 written to the file as it comes.
-Keys: w a s d move, i k j l look, `-` is nothing; one token per latent frame, which is 4 video
-frames.
+`--endpoint generate` (default) uses `/v1/realtime_video/generate`: msgpack, with frames as images.
+`--endpoint video` uses `/v1/realtime/video`: JSON and fragmented MP4, which is written to the file
+as it arrives. Keys: w a s d move, i k j l look, `-` is no key; one token per latent frame, which is
+4 video frames.
 """
 
 import argparse
@@ -44,30 +44,32 @@ VIDEO_PATH = "/v1/realtime/video"
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description="Steer a live stream of a world that `vllm serve --omni` serves."
+        description="Control a live stream of a server that runs `vllm serve --omni`."
     )
     parser.add_argument("--image", "-i", type=Path, help="start image: PNG, JPEG or WebP")
     parser.add_argument(
         "--prompt",
         "-p",
         default="A walk through a landscape, steady camera",
-        help="scene prompt; '' = none",
+        help="scene prompt; '' for models without prompts",
     )
     parser.add_argument(
         "--keys",
         default="w*9",
-        help="held keys per latent frame, such as 'w*6 wl*3 -' (default: w*9)",
+        help="keys held in each latent frame, for example 'w*6 wl*3 -' (default: w*9)",
     )
-    parser.add_argument("--actions", help="of any model, instead of keys: 'w*6 w+jump yaw=0.1*3 -'")
+    parser.add_argument("--actions", help="actions instead of keys: 'w*6 w+jump yaw=0.1*3 -'")
     parser.add_argument(
         "--switch-prompt",
         nargs=2,
         action="append",
         default=[],
         metavar=("CHUNK", "PROMPT"),
-        help="from about there on",
+        help="change the prompt at about this chunk",
     )
-    parser.add_argument("--chunks", type=int, default=4, help="where the stream ends (default: 4)")
+    parser.add_argument(
+        "--chunks", type=int, default=4, help="length of the stream in chunks (default: 4)"
+    )
     parser.add_argument("--endpoint", choices=("generate", "video"), default="generate")
     parser.add_argument(
         "--format",
@@ -93,7 +95,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 class StreamError(Exception):
-    """The server refused, or the stream broke off."""
+    """The server refused the stream, or the stream ended early."""
 
 
 def main() -> int:
@@ -140,7 +142,7 @@ def open_endpoint(args: argparse.Namespace, path: str) -> ClientConnection:
 
 
 def generate(args: argparse.Namespace, console: Console) -> int:
-    """Stream pictures, then write them as one video; returns the number of frames."""
+    """Receive images, write them as one video, and return the number of frames."""
     init: dict[str, Any] = {
         "type": "init",
         "prompt": args.prompt,
@@ -187,11 +189,11 @@ def generate(args: argparse.Namespace, console: Console) -> int:
 def chunks(
     stream: ClientConnection, count: int
 ) -> Iterator[tuple[dict[str, Any], bytes, dict[str, Any] | None]]:
-    """Every frame message as `(header, payload, None)`; a chunk's last one comes with its stats."""
+    """Yield frame messages as `(header, payload, None)`, the last one of a chunk with its stats."""
     last: tuple[dict[str, Any], bytes] | None = None
     while count:
         message = receive(stream)
-        if message["type"] == "session":  # what a client with extensions is told first
+        if message["type"] == "session":  # the first message with extensions
             continue
         if message["type"] == "error":
             raise StreamError(message.get("message", message["content"]))
@@ -216,7 +218,13 @@ def receive(stream: ClientConnection) -> dict[str, Any]:
 def decode_frames(
     header: dict[str, Any], payload: bytes, before: np.ndarray | None
 ) -> list[np.ndarray]:
-    """uint8 `[T, H, W, 3]` of one frame message, in a list of one. before: the frame before it."""
+    """Decode a frame message to a list with one uint8 array `[T, H, W, 3]`.
+
+    Args:
+        header: Header of the message.
+        payload: Bytes of the frames.
+        before: Last frame of the previous message, for deltas.
+    """
     if "payload_lengths" in header:
         images, at = [], 0
         for length in header["payload_lengths"]:
@@ -243,7 +251,7 @@ def decode_frames(
 
 
 def video(args: argparse.Namespace, console: Console) -> int:
-    """Write fragments to the file as they come; returns the number of frames."""
+    """Write fragments to the file as they arrive, and return the number of frames."""
     start: dict[str, Any] = {
         "type": "session.start",
         "prompt": args.prompt,

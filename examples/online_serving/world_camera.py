@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Walk through a served world: start image and camera path (or keys, or any actions) in, a video
-file out.
+"""Walk through a world on a server, along a camera path or with keys, and save the video.
 
     python examples/online_serving/world_camera.py --image start.png --camera-path walk/ \\
         --output walk.mp4
@@ -9,12 +8,14 @@ file out.
     python examples/online_serving/world_camera.py --image start.png \\
         --actions "w*6 w+jump yaw=0.1" --output walk.mp4
 
-`walk/` holds `poses.npy` (float [N, 4, 4], camera to world, OpenCV axes, one pose per frame) and
-`intrinsics.npy` ([N, 4] or [4]: fx, fy, cx, cy). Keys are held per latent frame (4 video frames): w
-a s d move, i k j l look, `-` is nothing. `--actions` is for any model: buttons and `axis=value`
-joined by `+`, per latent frame; what a model does not take is refused with the list of its
-controls. A lost connection is taken up again, and a server that is being restarted is waited for
-(`--retry-s`): the same request under the same id goes on where it stopped.
+`walk/` contains `poses.npy` (float [N, 4, 4], camera to world, OpenCV axes, one pose per frame) and
+`intrinsics.npy` ([N, 4] or [4]: fx, fy, cx, cy). `--keys` lists the keys held in each latent frame
+(4 video frames): w a s d move, i k j l look, `-` is no key. `--actions` works with any model: it
+lists buttons and `axis=value`, joined by `+`, for each latent frame. The server refuses unknown
+controls with the list of the model's controls.
+
+The client reconnects after a lost connection, waits for a server that is restarting (`--retry-s`),
+and sends the same request with the same id again to continue it.
 """
 
 import argparse
@@ -51,7 +52,7 @@ def make_parser() -> argparse.ArgumentParser:
         description="Walk through a world that `vllm serve --omni` serves."
     )
     parser.add_argument(
-        "--image", "-i", type=Path, help="start image: PNG, JPEG or WebP; most models need one"
+        "--image", "-i", type=Path, help="start image: PNG, JPEG or WebP; required by most models"
     )
     steering = parser.add_mutually_exclusive_group()
     steering.add_argument(
@@ -60,15 +61,15 @@ def make_parser() -> argparse.ArgumentParser:
     steering.add_argument(
         "--keys",
         default="w*9",
-        help="held keys per latent frame, such as 'w*6 wl*3 -' (default: w*9)",
+        help="keys held in each latent frame, for example 'w*6 wl*3 -' (default: w*9)",
     )
     steering.add_argument(
-        "--actions", help="actions per latent frame, such as 'w*6 w+jump yaw=0.1*3 -'"
+        "--actions", help="actions of each latent frame, for example 'w*6 w+jump yaw=0.1*3 -'"
     )
     parser.add_argument(
         "--prompt",
         "-p",
-        help=f"scene prompt (default: {DEFAULT_PROMPT!r}, where the model takes one)",
+        help=f"scene prompt (default: {DEFAULT_PROMPT!r}, if the model takes one)",
     )
     parser.add_argument(
         "--server",
@@ -88,14 +89,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--width", type=int, help="default: the server's")
     parser.add_argument("--height", type=int, help="default: the server's")
     parser.add_argument("--fps", type=float, help="default: the model's")
+    parser.add_argument("--num-frames", type=int, help="poses per call (default: all in one call)")
     parser.add_argument(
-        "--num-frames", type=int, help="poses of one call (default: all in one call)"
+        "--num-calls", type=int, default=1, help="consecutive calls of the session (default: 1)"
     )
     parser.add_argument(
-        "--num-calls", type=int, default=1, help="calls that continue one another (default: 1)"
-    )
-    parser.add_argument(
-        "--frames-per-chunk", type=int, help="frames in one message (default: a whole chunk)"
+        "--frames-per-chunk", type=int, help="frames per message (default: a whole chunk)"
     )
     parser.add_argument(
         "--codec",
@@ -108,7 +107,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--retry-s",
         type=float,
         default=180.0,
-        help="wait so long for a server that went away (default: 180)",
+        help="seconds to wait for a server that is restarting (default: 180)",
     )
     return parser
 
@@ -140,11 +139,11 @@ class WorldError(Exception):
 
 
 class NoServer(WorldError):
-    """Nobody answers, or not yet."""
+    """The server does not accept connections, or not yet."""
 
 
 def walk(args: argparse.Namespace, console: Console) -> tuple[np.ndarray, float]:
-    """Make all calls; returns uint8 frames `[T, H, W, 3]` and their rate. Raises WorldError."""
+    """Send all calls, and return uint8 frames `[T, H, W, 3]` and their rate. Raises WorldError."""
     parts: list[np.ndarray] = []
     fps = args.fps or 16.0
     session_id = args.session_id or f"walk-{uuid.uuid4().hex}"
@@ -171,7 +170,7 @@ def walk(args: argparse.Namespace, console: Console) -> tuple[np.ndarray, float]
                 "extra_body": extra_body(args),
                 **steering,
             }
-            # a server that was started again says where its checkpoint stands instead
+            # After a restart, the server may continue from an earlier chunk (see `rest_of`).
             if next_chunk is not None:
                 request["chunk_index"] = next_chunk
             if number == 0 and args.image is not None:
@@ -188,15 +187,14 @@ def walk(args: argparse.Namespace, console: Console) -> tuple[np.ndarray, float]
                     used += len(parts[-1])
                     next_chunk = message["chunk_index"] + 1
             except BaseException:
-                # A bar without an end would stand above the error as if something were still to
-                # come.
+                # Hide a bar without progress, which would look unfinished above the error.
                 progress.update(task, visible=progress.tasks[task].completed > 0)
                 raise
     return np.concatenate(parts), fps
 
 
 def extra_body(args: argparse.Namespace) -> dict[str, Any]:
-    """Only the options that the user set; the server knows the rest."""
+    """Return the options that the user set. The server has defaults for the others."""
     named = {
         name: getattr(args, name) for name in ("width", "height", "fps", "frames_per_chunk", "seed")
     }
@@ -208,7 +206,7 @@ def extra_body(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_camera(folder: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Return float32 poses `[N, 4, 4]` and intrinsics, one row per pose or one for all."""
+    """Return float32 poses `[N, 4, 4]`, and intrinsics for each pose or for all of them."""
     poses_N44, intrinsics = (
         np.load(folder / f"{name}.npy").astype(np.float32) for name in ("poses", "intrinsics")
     )
@@ -218,10 +216,10 @@ def read_camera(folder: Path) -> tuple[np.ndarray, np.ndarray]:
 def steer(
     args: argparse.Namespace, camera: tuple[np.ndarray, np.ndarray] | None, used: int
 ) -> dict[str, Any] | None:
-    """The steering of the next call: actions, or the path from pose `used` on; None when the path
-    is at its end.
+    """Return the controls of the next call: actions, or the camera path from pose `used` on.
 
-    The server makes whole chunks of a call's poses; those left over begin the next call.
+    None at the end of the path. The server uses the poses that fill whole chunks; the rest belongs
+    to the next call.
     """
     if camera is None:
         return {
@@ -245,7 +243,7 @@ def steer(
 def responses(
     args: argparse.Namespace, request: dict[str, Any], console: Console
 ) -> Iterator[dict[str, Any]]:
-    """The frame messages of one request, each once, across lost connections. Raises WorldError."""
+    """Yield each frame message of a request once, across reconnects. Raises WorldError."""
     next_frame: int | None = None
     for attempt in range(MAX_RECONNECTS + 1):
         try:
@@ -264,7 +262,7 @@ def responses(
                                 return
                             request = rest
                             console.print(
-                                "the server goes on from its checkpoint, chunk "
+                                "the server continues from its snapshot, chunk "
                                 f"{message['expected']}"
                             )
                             world.send(encode(request))
@@ -274,12 +272,12 @@ def responses(
                             "session_evicted",
                         ):
                             retained = (
-                                f" keeps no session {args.session_id!r}: it has ended, or "
-                                "never began"
+                                f" has no session {args.session_id!r}: it was closed or "
+                                "never started"
                             )
                             raise WorldError(
-                                f"{args.server}{retained if args.session_id else ' begins a world with an image'}; "  # noqa: E501
-                                "begin one with --image"
+                                f"{args.server}{retained if args.session_id else ' needs a start image'}; "  # noqa: E501
+                                "start one with --image"
                             )
                         raise WorldError(f"{message['code']}: {message['message']}")
                     if message["type"] == "frame" and (
@@ -293,9 +291,7 @@ def responses(
 
 
 def prompt_of(args: argparse.Namespace, hello: dict[str, Any]) -> dict[str, str]:
-    """The prompt that was asked for; else the default, unless the model takes none or the world
-    has one.
-    """
+    """Return the given prompt, or the default if the session starts and the model takes prompts."""
     takes_one = hello.get("actions", {}).get("prompt", "required") != "none"
     starts = args.session_id is None or args.image is not None
     prompt = args.prompt or (DEFAULT_PROMPT if takes_one and starts else None)
@@ -303,14 +299,15 @@ def prompt_of(args: argparse.Namespace, hello: dict[str, Any]) -> dict[str, str]
 
 
 def rest_of(request: dict[str, Any], chunk: int, hello: dict[str, Any]) -> dict[str, Any] | None:
-    """The part of a request from chunk `chunk` on; None if nothing is left.
+    """Return the part of a request from chunk `chunk` on, or None if nothing is left.
 
-    Raises WorldError if that is before it.
+    Raises WorldError if the request starts after `chunk`.
     """
     first = request["chunk_index"]
     if chunk < first:
         raise WorldError(
-            f"the server goes on from chunk {chunk}, this call began at chunk {first}: begin again"
+            f"the server continues from chunk {chunk}, before this call (chunk {first}); "
+            "start again"
         )
     sizes = [
         hello["chunk_frames"] if each else hello["first_chunk_frames"]
@@ -353,10 +350,14 @@ def open_world(args: argparse.Namespace) -> ClientConnection:
 
 
 def reopen_world(args: argparse.Namespace, attempt: int) -> ClientConnection:
-    """Connect again; for up to `--retry-s`, since a server that is being restarted refuses
-    connections meanwhile.
+    """Reconnect, and retry for up to `--retry-s`, because a restarting server refuses connections.
 
-    attempt: from 1; later ones pause longer first. Raises WorldError.
+    Args:
+        args: Command line.
+        attempt: Number of the reconnect, from 1. The first pause doubles with each reconnect.
+
+    Raises:
+        WorldError: The server did not return in time.
     """
     give_up_s = time.monotonic() + args.retry_s
     pause_s = FIRST_PAUSE_S * 2 ** (attempt - 1)
@@ -368,13 +369,13 @@ def reopen_world(args: argparse.Namespace, attempt: int) -> ClientConnection:
             left_s = give_up_s - time.monotonic()
             if left_s <= 0:
                 raise WorldError(
-                    f"{error} It stayed away for {args.retry_s:g} s (--retry-s)"
+                    f"{error} It did not return within {args.retry_s:g} s (--retry-s)"
                 ) from error
         pause_s = min(LONGEST_PAUSE_S, 2 * pause_s, left_s)
 
 
 def receive(world: ClientConnection) -> dict[str, Any]:
-    """The next message that is not the greeting."""
+    """Return the next message after the greeting."""
     while True:
         data = world.recv()
         message = decode(data).value if isinstance(data, bytes) else {}
@@ -383,7 +384,7 @@ def receive(world: ClientConnection) -> dict[str, Any]:
 
 
 def frames_of(message: dict[str, Any]) -> np.ndarray:
-    """uint8 `[T, H, W, 3]` of one frame message, whatever its codec."""
+    """Decode a frame message of any codec to uint8 `[T, H, W, 3]`."""
     video = message["video"]
     match message["codec"]:
         case "mp4":

@@ -242,7 +242,12 @@ def test_the_readme_shows_the_two_commands() -> None:
 @pytest.mark.parametrize("folder", ["vllm_omni", "benchmarks", "scripts", "examples", "docs"])
 def test_tests_that_are_named_exist(folder: str) -> None:
     """Docstrings and pages name tests that exist."""
-    texts = [path for suffix in ("*.py", "*.md") for path in (docs.REPO / folder).rglob(suffix)]
+    texts = [
+        path
+        for suffix in ("*.py", "*.md")
+        for path in (docs.REPO / folder).rglob(suffix)
+        if path.name != "results.md"  # commands of earlier commits, as recorded
+    ]
     assert texts
     named = {
         name: path

@@ -117,7 +117,7 @@ AT_START: dict[str, list[Case]] = {
         ("causal_wan", TEMPORAL, PP2),
         *((model, TWO_CHUNKS, {}) for model in NO_CHUNKS_AHEAD),
     ],
-    "| `temporal` with other than one stage with layers per denoise step |": [
+    "| `temporal` without exactly one stage with layers per denoise step |": [
         ("causal_wan", TEMPORAL | {"model": MATCHED}, PP3),
         ("causal_wan", TEMPORAL | {"model": MATCHED, "vae_stage": True}, PP2),
         ("causal_wan", TEMPORAL | {"model": MATCHED}, {}),
@@ -169,7 +169,7 @@ AT_START: dict[str, list[Case]] = {
 
 HELD_BY = {
     # realtime_video.md
-    "one beyond their range is refused": (
+    "a velocity outside of the range of an axis is refused": (
         "tests/entrypoints/realtime/test_world_poses.py::test_a_velocity_beyond_the_axes_is_refused"
     ),
     # actions.md and the tutorial
@@ -239,7 +239,7 @@ HELD_BY = {
     "An argument that would have no effect, such as `--offload-group-size`": (
         "tests/test_engine_arguments.py::test_a_start_is_refused_with_one_line"
     ),
-    "beside it keeps more (alone it is refused)": (
+    "(without `--quantization` it is refused)": (
         "tests/test_engine_arguments.py::test_half_of_a_quantization_is_refused"
     ),
     "a paused engine refuses requests": (
@@ -279,7 +279,7 @@ HELD_BY = {
     "a model that cannot use one refuses it": (
         "tests/entrypoints/openai/test_plan.py::test_what_the_model_cannot_do_is_refused"
     ),
-    "`num_frames` and `fps` are refused beside it": (
+    "`num_frames` and `fps` are refused with it": (
         "tests/entrypoints/openai/test_plan.py::"
         "test_what_an_edited_video_cannot_be_notified_is_refused"
     ),
@@ -304,7 +304,7 @@ HELD_BY = {
     "rounded down, filled up or refused as the client asks": (
         "tests/entrypoints/realtime/test_world_camera_refusals.py::test_pose_policies"
     ),
-    "another number of poses is an error unless": (
+    "Any other number of poses is an error unless": (
         "tests/entrypoints/realtime/test_world_camera_refusals.py"
         "::test_bad_requests_are_refused_by_name_and_change_nothing"
     ),
@@ -312,7 +312,7 @@ HELD_BY = {
         "tests/entrypoints/realtime/test_world_camera_refusals.py"
         "::test_bad_requests_are_refused_by_name_and_change_nothing"
     ),
-    "principal points outside the picture are refused": (
+    "principal points outside the image are refused": (
         "tests/entrypoints/realtime/test_world_camera_refusals.py::"
         "test_intrinsics_that_fit_no_image_are_refused"
     ),
@@ -328,11 +328,11 @@ HELD_BY = {
         "tests/entrypoints/realtime/test_world_camera_refusals.py::"
         "test_text_frames_are_refused_and_the_third_closes"
     ),
-    "of all realtime doors; one more is refused with 503": (
+    "of all realtime endpoints; one more is refused with 503": (
         "tests/entrypoints/realtime/test_live_faults.py::"
         "test_connections_of_all_endpoints_are_counted_together"
     ),
-    "beyond it journals are cut and new sessions refused": (
+    "beyond it delivery logs are cut and new sessions refused": (
         "tests/entrypoints/realtime/test_live_faults.py::test_bytes_held_for_readers_are_bounded"
     ),
     "Beyond the bound, new sessions are refused and running sessions wait": (
@@ -354,7 +354,7 @@ HELD_BY = {
         "::test_jobs_beyond_the_queue_are_refused_with_429_and_when_to_come_back"
     ),
     # the engine
-    "a picture lower than 8 pixels a rank is refused": (
+    "an image of fewer than 8 pixels of height per rank is refused": (
         "tests/model_executor/models/wan/test_split_decode.py::test_every_rank_needs_a_row"
     ),
     "data parallel is refused": "tests/worker/test_shared_gpu_worker.py::"
@@ -374,7 +374,7 @@ HELD_BY = {
     "has been served nothing is refused": (
         "tests/core/test_scheduling_policy.py::test_a_stream_that_cannot_be_held_is_refused"
     ),
-    "(a refusal, which the runner answers with `capacity`": (
+    "refusal, which the runner answers with `capacity`": (
         "tests/worker/test_scheduler_note_in_runner.py::"
         "test_a_refused_stream_ends_at_once_without_a_session"
     ),
@@ -463,7 +463,7 @@ def refusals(path: Path) -> list[str]:
         return []
     found = [sentence for sentence in sentences(path) if _REFUSAL.search(sentence)]
     if path.name == "parallelism.md":
-        table = path.read_text().split("| asked for | answer |\n|---|---|\n")[1].split("\n\n")[0]
+        table = path.read_text().split("| combination | reason |\n|---|---|\n")[1].split("\n\n")[0]
         found += table.splitlines()
     return found
 

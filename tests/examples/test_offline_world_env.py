@@ -13,4 +13,4 @@ def test_worlds_are_stepped_and_played_again(lingbot_world: Path) -> None:
     size = ("--height", 32, "--width", 48)
     result = run_example("world_env.py", lingbot_world, "--envs", 2, "--steps", 2, *size)
     assert "2 environments, 2 steps: " in result.stdout and "frames a second" in result.stdout
-    assert "played again: 33 frames, the last chunk equal" in result.stdout
+    assert "replayed: 33 frames, the last chunk is equal" in result.stdout

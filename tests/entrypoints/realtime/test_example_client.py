@@ -180,7 +180,7 @@ def test_what_went_wrong_is_said_and_no_empty_bar_is_left(
     """An unknown session by its name, a start image that is not there by its path."""
     unknown = run(endpoint, "--session-id", "gone", "--output", tmp_path / "x.mp4")
     assert unknown.returncode == 1
-    assert "keeps no session 'gone'" in " ".join(unknown.stderr.split())
+    assert "has no session 'gone'" in " ".join(unknown.stderr.split())
     missing = run(
         endpoint, "--image", tmp_path / "start.png.missing", "--output", tmp_path / "x.mp4"
     )
@@ -317,7 +317,7 @@ def test_a_server_that_is_restarted_is_waited_for(
     else:
         assert finished.returncode == 1
         (error,) = [line for line in finished.stderr.splitlines() if line.startswith("error:")]
-        assert "no server answers" in error and "stayed away for 1 s" in error
+        assert "no server answers" in error and "did not return within 1 s" in error
 
 
 @pytest.mark.parametrize("steering", ["keys", "path"])
@@ -358,7 +358,7 @@ def test_a_walk_continues_from_the_checkpoint_of_a_server_that_was_started_again
         how = ["--camera-path", str(folder)]
     finished = run(endpoint, "--image", image, *how, "--codec", "ndarray_u8", "--output", output)
     assert finished.returncode == 0, finished.stderr
-    assert "from its checkpoint, chunk 2" in " ".join(finished.stderr.split())
+    assert "from its snapshot, chunk 2" in " ".join(finished.stderr.split())
     after = engine.chunks[restarted[0] :]
     assert [call.params.chunk_index for call in after] == [2, 3, 4, 5]
     assert "image" not in after[0].arrays

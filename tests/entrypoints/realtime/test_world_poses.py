@@ -32,7 +32,7 @@ IMAGE: Final = {"image_url": "data:image/png;base64," + base64.b64encode(png()).
 
 
 @pytest.fixture
-def server(make_endpoint: MakeEndpoint) -> EndpointServer:
+def endpoint(make_endpoint: MakeEndpoint) -> EndpointServer:
     return make_endpoint(info={"actions": SPACE, "card": CARD})
 
 
@@ -67,17 +67,17 @@ def at_video(endpoint: EndpointServer, start_pose: dict[str, float] | None) -> l
         return [chunk.get("world_poses") for chunk in client.until("session.done")[1]]
 
 
-ENDPOINTS = pytest.mark.parametrize("endpoint", [at_camera, at_video], ids=["camera", "video"])
+ENDPOINTS = pytest.mark.parametrize("play", [at_camera, at_video], ids=["camera", "video"])
 
 
 @ENDPOINTS
 def test_the_same_keys_from_the_same_start_give_the_same_poses(
-    server: EndpointServer, engine: FakeEngine, endpoint: Callable[..., list[Any]]
+    endpoint: EndpointServer, engine: FakeEngine, play: Callable[..., list[Any]]
 ) -> None:
     """The start pose goes with the session's first chunk alone; a row for each latent frame
     comes back.
     """
-    first, second = endpoint(server, START)
+    first, second = play(endpoint, START)
     assert [*first, *second] == [pytest.approx(row) for row in expected()]
     assert [call.params.options.get("start_pose") for call in engine.chunks] == [START, None]
 
@@ -104,9 +104,9 @@ def test_the_same_at_the_endpoint_of_sglang(endpoint: EndpointServer, engine: Fa
 
 @ENDPOINTS
 def test_an_unknown_pose_is_not_reported(
-    server: EndpointServer, endpoint: Callable[..., list[Any]]
+    endpoint: EndpointServer, play: Callable[..., list[Any]]
 ) -> None:
-    assert endpoint(server, None) == [None, None]
+    assert play(endpoint, None) == [None, None]
 
 
 def test_a_chunk_in_several_messages_has_its_poses_in_the_first(
