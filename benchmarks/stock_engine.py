@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Baselines of benchmarks/engine_overhead.py: vLLM's own steps, and a copy between two processes."""
+"""Baselines of benchmarks/engine_overhead.py: vLLM's own steps, and a copy between two
+processes.
+"""
 
 import gc
 import multiprocessing
