@@ -13,7 +13,7 @@
 #
 # PYTHON=python3.12 chooses the interpreter, VENV=dir the environment, DEVICE=cpu|cuda the build (default: what the
 # machine has), TORCH_INDEX=url where CPU builds of torch are; see scripts/setup_env.py. PYTEST_ARGS goes to pytest:
-# PYTEST_ARGS=-n0 runs the tests in one process, PYTEST_ARGS=--times=times.json shows what is slow.
+# PYTEST_ARGS=-n0 runs the tests in one process, PYTEST_ARGS=--durations=40 lists the slowest.
 
 PYTHON ?= python3.11
 VENV ?= .venv
@@ -22,6 +22,8 @@ export PYTHONDONTWRITEBYTECODE :=
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 MUTANTS ?=
+# SHARD=3/8 is the third of eight groups of pytest-split.
+SHARD_ARGS = $(if $(SHARD),--group $(firstword $(subst /, ,$(SHARD))) --splits $(lastword $(subst /, ,$(SHARD))))
 
 .PHONY: setup demo check engineless test nightly test-cuda lint docs results mutants clean
 
@@ -38,18 +40,18 @@ check: setup
 	@$(MAKE) --no-print-directory -j2 lint engineless
 
 engineless: setup
-	@$(VENV)/bin/python -m pytest -n 3 -m "not nightly and not engine and not browser" $(PYTEST_ARGS)
+	@$(VENV)/bin/python -m pytest -n 3 --dist loadgroup -m "not nightly and not engine and not browser" $(PYTEST_ARGS)
 
 test: setup
-	@$(VENV)/bin/python -m pytest -n auto -m "not nightly" $(PYTEST_ARGS)
+	@$(VENV)/bin/python -m pytest -n auto --dist loadgroup -m "not nightly" $(PYTEST_ARGS)
 
 nightly: setup
 	@$(PYTHON) scripts/setup_env.py $(VENV) ray docs
-	@$(VENV)/bin/python -m pytest -m nightly $(if $(SHARD),--shard=$(SHARD)) $(PYTEST_ARGS)
+	@$(VENV)/bin/python -m pytest -m nightly -rs $(SHARD_ARGS) $(PYTEST_ARGS)
 
 test-cuda: setup
 	@one=0; several=0; \
-	$(VENV)/bin/python -m pytest -n auto -m "cuda and not several_gpus" $(PYTEST_ARGS) || one=$$?; \
+	$(VENV)/bin/python -m pytest -n auto --dist loadgroup -m "cuda and not several_gpus" $(PYTEST_ARGS) || one=$$?; \
 	$(VENV)/bin/python -m pytest -m "cuda and several_gpus" $(PYTEST_ARGS) || several=$$?; \
 	exit $$((one ? one : several))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cost of hidden states: our AR worker beside vLLM's own, in pairs.
+"""Cost of hidden states: this package's AR worker compared with vLLM's, in pairs.
 
     python benchmarks/ar_hidden_states.py                 a tiny model on CPU
     python benchmarks/ar_hidden_states.py --model large   about a billion random weights, for a GPU

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The yardstick of realtime_load.py: the least that uvicorn and `websockets` need to send the same
-messages.
+"""Baseline of realtime_load.py: the minimum cost of the same messages with uvicorn.
 
-A process of its own, an ASGI application without a framework. Each connection gets a chunk's
-messages, as they were recorded at the door, as often as the model makes chunks, with the moment
-each was due written into it; clients' messages are read and discarded. `GET /state` says that it
-listens.
+The process is an ASGI application without a framework. Each connection receives the recorded
+messages of a chunk as often as the model generates chunks, with the time at which each was due.
+Messages of clients are read and discarded. `GET /state` reports that the server is listening.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared by all benchmarks: the directory of results, and each result's description of the machine.
+"""Helpers of all benchmarks: the folder of results and the description of the machine.
 
-New results are written to `build/benchmarks`, which git ignores. One that a page should show moves
-to `benchmarks/results` with a `record` (scripts/results_page.py).
+New results are written to `build/benchmarks`, which git ignores. A result that a page shows is
+moved to `benchmarks/results` and gets a `record` (scripts/results_page.py).
 """
 
 import argparse
@@ -40,7 +40,7 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_serving_arguments(parser: argparse.ArgumentParser) -> None:
-    """How the engine that is measured serves."""
+    """Add the options of the engine that is measured."""
     parser.add_argument("--eager", action="store_true", help="no torch.compile")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     parser.add_argument(
@@ -59,7 +59,7 @@ def add_serving_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_tracing_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `tracing` and `kernel_times` read."""
+    """Add the options that `tracing` and `kernel_times` read."""
     parser.add_argument(
         "--kernels", action="store_true", help="trace chunks at the end: GPU time by kernel"
     )
@@ -69,7 +69,7 @@ def add_tracing_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def precision_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The engine's arguments for numbers of fewer bits: for the engine and for its result."""
+    """Return the engine's arguments for reduced precision, which the result also records."""
     return {
         "dtype": args.dtype,
         "quantization": args.quantization,
@@ -78,18 +78,22 @@ def precision_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 IDLE_S = 1.0
-"""Pause before measured streams: the last clean pass of a warm-up goes on behind its last frames,
-and the reported first frame is one of an idle device."""
+"""Pause before measured streams, in seconds.
+
+The last clean-context pass of a warm-up runs after its last frames are returned. The pause ensures
+that the measured first frame is that of an idle device.
+"""
 
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""Lets malloc ask for huge pages: a 14.4 MB result otherwise costs thousands of page faults in
-every process.
+"""Makes malloc use huge pages.
+
+Without them a result of 14.4 MB costs thousands of page faults in every process.
 """
 
 
 def restart_with(environment: dict[str, str]) -> None:
-    """Run this script again with variables that are read when a process starts, unless they are
-    set already.
+    """Run this script again with variables that a process reads when it starts, unless they are
+    set.
     """
     if any(os.environ.get(name) is None for name in environment):
         os.execve(sys.executable, [sys.executable, *sys.argv], {**environment, **os.environ})
@@ -99,9 +103,7 @@ def restart_with(environment: dict[str, str]) -> None:
 async def running_engine(
     model: Path, omni: dict[str, Any], **engine_args: Any
 ) -> AsyncIterator[Any]:
-    """A real engine on a checkpoint directory (front end, EngineCore and workers are processes
-    of their own).
-    """
+    """Start a real engine on a checkpoint, with its EngineCore and worker processes."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -119,13 +121,13 @@ async def running_engine(
     finally:
         engine.shutdown()
         del engine
-        gc.collect()  # its finaliser must run while the interpreter is whole
+        gc.collect()  # its finaliser must run before the interpreter shuts down
 
 
 async def run_request(
     engine: Any, params: Any, tensors: Any, request_id: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """One request from submission to unpacked result: `(meta, tensors)`."""
+    """Run one request from submission to the unpacked result and return `(meta, tensors)`."""
     from vllm_omni.inputs import engine_prompt
     from vllm_omni.outputs import unpack
 
@@ -140,12 +142,12 @@ TRACED_CHUNKS = 2
 
 
 def trace_folder(args: argparse.Namespace, scratch: Path) -> Path:
-    """Where torch's traces lie: in `--traces`, or in a folder that is thrown away."""
+    """Yield the folder of torch's traces: `--traces`, or a temporary folder."""
     return args.traces or scratch / "trace"
 
 
 def tracing(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The engine's argument for `kernel_times`, if `--kernels` was given."""
+    """Return the engine's arguments for `kernel_times` if `--kernels` was passed."""
     import torch
 
     if not args.kernels:
@@ -164,11 +166,12 @@ def tracing(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 async def kernel_times(
     engine: Any, folder: Path, chunk: Callable[[int], Awaitable[Any]], warm_chunks: int
 ) -> dict[str, Any]:
-    """Milliseconds of each GPU kernel in one chunk, the largest first (of each operator, on a CPU).
+    """Return the milliseconds of each GPU kernel in one chunk, largest first (on a CPU: of each
+    operator).
 
-    Chunks run one after the other; those after `warm_chunks` are traced. `busy_ms` sums all kernels
-    of all ranks, and `busy_ms_of_ranks` those of each; `wall_ms` is from the first one's start to
-    the last one's end.
+    Chunks run one at a time, and the chunks after `warm_chunks` are traced. `busy_ms` is the sum of
+    all kernels of all ranks and `busy_ms_of_ranks` the sum of each rank. `wall_ms` is the time from
+    the start of the first kernel to the end of the last.
     """
     for index in range(warm_chunks):
         await chunk(index)
@@ -204,8 +207,9 @@ async def kernel_times(
 
 
 async def close_session(engine: Any, name: str) -> None:
-    """Free a session's state once it is idle: a chunk's result may leave before the chunk's last
-    pass is done.
+    """Free a session's state when it is idle.
+
+    A chunk's result may be returned before the chunk's last pass has finished.
     """
     from vllm_omni.inputs import DiffusionParams
 
@@ -214,8 +218,8 @@ async def close_session(engine: Any, name: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class ChunkRun:
-    """One session's chunks. records: of each, `done` (seconds), `timings_ms`, `frames` (how
-    many) and `digest`.
+    """The chunks of one session. Each record has `done` (seconds), `timings_ms`, `frames` and
+    `digest`.
     """
 
     start: float
@@ -233,9 +237,10 @@ async def run_chunks(
     request: Callable[[str, int], tuple[dict[str, Any], Any]],
     ahead: int = 1,
 ) -> ChunkRun:
-    """Run a session's chunks, each asked for while the `ahead` before it are running.
+    """Run the chunks of a session with at most `ahead` further chunks in flight.
 
-    request: (session, chunk index) -> (fields of `DiffusionParams`, tensors).
+    Args:
+        request: (session, chunk index) -> (fields of `DiffusionParams`, tensors).
     """
     from vllm_omni.inputs import DiffusionParams
 
@@ -269,12 +274,12 @@ LATER_SESSIONS = 5
 async def first_frames(
     engine: Any, session: Callable[[str], Callable[[int], Awaitable[dict[str, Any]]]]
 ) -> list[dict[str, Any]]:
-    """Milliseconds of the first frames of sessions that begin one after the other, on an idle
+    """Return the milliseconds to the first frames of sessions that run one at a time on an idle
     engine.
 
-    session: by its name, chunks by their index, as records. `outside`: of the first frame's time
-    that of no stage. The first session of an engine's life waits longer: every process does most
-    things for the first time.
+    Each record is for one session. `outside` is the part of the first frame's time that no stage
+    accounts for. The first session of an engine waits longer, because every process runs most code
+    for the first time.
     """
     records = []
     for number in range(LATER_SESSIONS):
@@ -295,10 +300,10 @@ async def first_frames(
 
 
 def chunk_rate(run: ChunkRun, warm_chunks: int) -> dict[str, Any]:
-    """A session's steady state: medians over the chunks after the first `warm_chunks`.
+    """Return a session's steady state: medians over the chunks after the first `warm_chunks`.
 
-    And the mean interval, which several chunks in flight are judged by: their results may come in
-    bursts.
+    The mean interval is included for runs with several chunks in flight, whose results may arrive
+    in bursts.
     """
     records, steady = run.records, run.records[warm_chunks:]
     gaps_ms = [(b["done"] - a["done"]) * 1e3 for a, b in itertools.pairwise(records)][
@@ -325,7 +330,7 @@ def chunk_rate(run: ChunkRun, warm_chunks: int) -> dict[str, Any]:
 
 
 def hardware() -> dict[str, Any]:
-    """CPU model and count, and the GPUs if there are any."""
+    """Return the CPU model and count, and the GPUs if there are any."""
     import torch
 
     model = platform.processor() or platform.machine()
@@ -359,14 +364,14 @@ def versions() -> dict[str, str]:
 
 
 def command_line() -> str:
-    """The command as a reader would type it: where the result is written is no part of it."""
+    """Return the command as a reader would type it, without the folder of the result."""
     words = iter(sys.argv[1:])
     retained = [word for word in words if word != "--out" or next(words) is None]
     return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *map(shlex.quote, retained)])
 
 
 def save(name: str, result: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """Add date, command, hardware and versions; print the JSON and write
+    """Add date, command, hardware and versions, print the JSON, and write
     `<out>/<date>_<name>.json`.
     """
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
@@ -386,7 +391,7 @@ def save(name: str, result: dict[str, Any], args: argparse.Namespace) -> dict[st
 
 
 def quantiles(values_ms: list[float]) -> dict[str, float]:
-    """Median, p90, p99, min and max in milliseconds, rounded to microseconds."""
+    """Return median, p90, p99, minimum and maximum in milliseconds, rounded to microseconds."""
     ordered = sorted(values_ms)
 
     def at(fraction: float) -> float:

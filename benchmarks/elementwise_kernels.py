@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Elementwise chains of the Wan family: error against fp32 and time, compiled and as Triton
+"""Fused pointwise ops of the Wan family: error against fp32 and time, compiled and as Triton
 kernels.
 
     python benchmarks/elementwise_kernels.py               # one GPU, under 60 s
-    # the same steps on a CPU: errors of the plain chains alone
+    # the same steps on a CPU: errors of the plain ops only
     python benchmarks/elementwise_kernels.py --tiny
 
-4680 tokens of 480x832, of LingBot World (5120 channels) and causal Wan 1.3B (1536); bf16 with the
-residual stream in fp32, q a part of the fused product's result. Times are medians of CUDA graphs of
-several calls, rates count each input and result once. Errors are relative, |found - fp32| / |fp32|:
-one that is over `LARGEST_ERROR`, or a chain without a time, makes the exit status 1.
+The shapes are 4680 tokens of 480x832 of LingBot World (5120 channels) and causal Wan 1.3B (1536),
+in bf16 with the residual stream in fp32; q is a part of the fused product's result. Times are
+medians of CUDA graphs of several calls, and rates count each input and result once. Errors are
+relative, |found - fp32| / |fp32|. The exit status is 1 if an error exceeds `LARGEST_ERROR` or an op
+has no time.
 """
 
 import argparse

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Timing of kernels on one GPU, for the benchmarks of kernels; needs torch only."""
+"""Time kernels on one GPU for the benchmarks of kernels. Requires only torch."""
 
 import statistics
 import sys

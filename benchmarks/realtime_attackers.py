@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attackers of realtime_load.py and served_attacks.py: sockets that come again a moment after they
-are closed.
+"""Attackers of realtime_load.py and served_attacks.py: sockets that reconnect when they are closed.
 
-A process of its own, killed when the measurement ends, and another client than its neighbours: it
-connects from another address. Kinds that every server has: `fragments` (a million of one byte),
-`pings` (400,000), `values` (messages of 260,000 msgpack values). Kinds for a whole server, which
-need `path` of a live session's snapshot: `tensors` (uploads of it that name 1.12 million empty
-tensors, or 40,000), `downloads` (readers of it that never read), `drips` (bodies of which a byte
-comes every second). `program` attacks nothing: it computes, as another program of the machine
-might.
+The process is killed when the measurement ends. It connects from another address than the other
+clients. Attacks on any server are `fragments` (a million of one byte), `pings` (400,000) and
+`values` (messages of 260,000 msgpack values). Attacks on a whole server, which need `path` of a
+live session's snapshot, are `tensors` (uploads that name 1.12 million or 40,000 empty tensors),
+`downloads` (clients that request the
+snapshot and do not read it) and `drips` (bodies that send one byte per second). `program` is not an
+attack: it computes, as another program on the machine might.
 """
 
 import asyncio

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client side of realtime_load.py: many sessions of `/v1/realtime_video/generate` in one
-process of its own.
+"""Clients of realtime_load.py: many sessions of `/v1/realtime_video/generate` in one process.
 
-It reads sockets as cheaply as Python can (frame headers and twelve bytes of each picture), so that
-it is not the bottleneck; its CPU time is reported beside the server's all the same. Prints one JSON
-object when it is done.
+The process reads only frame headers and twelve bytes of each image, so that it is not the
+bottleneck. Its CPU time is reported next to the server's. It prints one JSON object at its end.
 """
 
 import asyncio

@@ -1,23 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many live sessions at once: does every client get every frame on time, also beside badly behaved
-clients?
+r"""Measure whether many live sessions receive every frame on time, with and without bad clients.
 
-A server process with this package's door `/v1/realtime_video/generate` and a model that only keeps
-time; a load generator in a process of its own on another core; for the scenarios, badly behaved
-clients in a third one. A frame's added latency runs from the moment the model has it to the moment
-the client has read it; cadence is frames read over frames due. `waited_for_core_percent` is the
-time in which the server, or its clients, could have run and had no core: if it is more than a few
-percent, other work on the machine made frames late, not the server.
+The server process has this package's endpoint `/v1/realtime_video/generate` and a model that only
+keeps time. A load generator runs in another process on another core, and bad clients in a third
+process. The added latency of a frame is the time from the moment the model has it to the moment the
+client has read it. Cadence is frames read divided by frames due. `waited_for_core_percent` is the
+share of time in which the server or its clients were ready to run but had no core. If it exceeds a
+few percent, other work on the machine has delayed frames.
 
-Attacks (`fragments`, `pings`, `values`) are sockets that flood the server and come again when they
-are closed; how long an HTTP route takes to answer meanwhile is noted too. `cost` compares the
-server's processor time per frame with a bare uvicorn with `websockets` that sends the same messages
-to the same clients, one after the other and several times: a ratio that another machine should give
-too.
+Attacks (`fragments`, `pings`, `values`) are sockets that flood the server and reconnect when they
+are closed. The response time of an HTTP route during the attack is recorded too. `cost` compares
+the server's CPU time per frame with a bare uvicorn with `websockets` that sends the same messages
+to the same clients, in turn and several times. The ratio should be similar on other machines.
 
     python benchmarks/realtime_load.py
     python benchmarks/realtime_load.py --scenario cost
-    python benchmarks/realtime_load.py --scenario fragments pings values --sessions 8 \\
+    python benchmarks/realtime_load.py --scenario fragments pings values --sessions 8 \
         --bad-clients 8
     python benchmarks/realtime_load.py --scenario frozen --sessions 50
 """

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server side of realtime_load.py: a door in a real uvicorn server, with a model that only
-keeps time.
+"""Server of realtime_load.py: an endpoint in a real uvicorn server with a model that keeps time.
 
-A process of its own. `TimerModel` stands where vLLM's engine client does and makes chunks of
-`chunk_frames`: chunk n of a session is due n times their playing time after its first, and is
-answered exactly then, stamped with that moment. All time between that moment and the client's
-socket is the door's. `GET /state` lists connections and the model's current work.
+`TimerModel` replaces vLLM's engine client and returns chunks of `chunk_frames`. Chunk n of a
+session is due n times their playing time after its first chunk, and is returned at that moment with
+a time stamp. The time from then to the client's socket is the endpoint's. `GET /state` lists
+connections and the model's current work.
 """
 
 import asyncio

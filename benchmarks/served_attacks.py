@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attacks on a real server: what do its other clients feel?
+"""Attack a real server and measure the effect on its other clients.
 
     vllm-omni make-tiny causal_wan tiny_causal_wan
     python benchmarks/served_attacks.py tiny_causal_wan

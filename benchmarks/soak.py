@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hours of visitors at a real server: does the memory of any of its processes grow?
+"""Run clients against a real server for hours and check that no process's memory grows.
 
     python benchmarks/soak.py --hours 2
 
-`vllm serve --omni` with a tiny causal Wan. Visitors open a live stream, steer it, take a chunk a
-second and leave, half of them by cutting the connection in the middle of a chunk; `/metrics` is
-read as a monitor would. The resident memory of every process of the server is noted twice a minute.
-`slope_mb_per_h` is the median of the slopes between all pairs of notes (Theil and Sen) after the
-first quarter, so that neither the start nor a single jump decides.
+The server is `vllm serve --omni` with a tiny causal Wan. Clients open a live stream, steer it,
+receive a chunk per second and leave; half of them drop the connection during a chunk. `/metrics` is
+read as by a monitor. The resident memory of every process of the server is recorded twice per
+minute. `slope_mb_per_h` is the median of the slopes between all pairs of records after the first
+quarter (Theil and Sen), so that neither the start nor a single jump decides.
 """
 
 import argparse

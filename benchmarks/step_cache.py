@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step caching: time gained and likeness lost, at several thresholds, through the real engine.
+"""Step caching: time saved and similarity lost at several thresholds, in the real engine.
 
     python benchmarks/step_cache.py path/to/Lance_3B --prompt "a lighthouse above the sea" \\
         --steps 30

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What benchmarks/engine_overhead.py compares with: stock vLLM's own steps, and a plain copy
-between two processes.
+"""Baselines of benchmarks/engine_overhead.py: vLLM's own steps, and a copy between two
+processes.
 """
 
 import gc

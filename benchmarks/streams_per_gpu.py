@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many live streams one GPU holds: FIFO against deadline-first, on the real engine.
+"""Number of live streams that one GPU sustains: FIFO against deadline-first, on the real engine.
 
     # causal Wan 1.3B, 480x832, exact decoder
     python benchmarks/streams_per_gpu.py --streams 1 2 3 4

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Candidates of `vae_kernels.py` that the server does not use: other ways to compute parts of its
-fused Wan decoder.
+"""Alternatives for parts of the fused Wan decoder that `vae_kernels.py` compares and the server
+does not use.
 
-The pass before a convolution with a program for each frame (served: one takes some pixels through
-all frames), and the convolution itself as implicit GEMMs in Triton.
+They are the pass before a convolution with one program per frame, where the served kernel takes
+some pixels through all frames, and the convolution as implicit GEMMs in Triton.
 """
 
 # T frames, H rows, W columns, P = H W, C channels, OUT channels of a result; activations are [T, H,

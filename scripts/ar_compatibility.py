@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes docs/architecture/ar_compatibility.md from the outcome of tests: features of vLLM x the AR
-worker's runners.
+"""Write docs/architecture/ar_compatibility.md from the outcomes of tests.
 
-    # run every marked test this machine can run, write the table
-    python scripts/ar_compatibility.py
-    # only those that need a GPU (any arguments of pytest)
-    python scripts/ar_compatibility.py -m cuda
-    python scripts/ar_compatibility.py --render        write the table from the outcomes kept so far
+The table shows which features of vLLM work with the AR worker's runners.
 
-Tests marked with `@feature` (tests/helpers/ar_compatibility.py) hold the rows. Outcomes are kept
-beside the table, so that a CPU machine and a GPU machine can each add theirs; a test that could not
-run here changes nothing. Held by tests/docs/test_ar_compatibility.py.
+    python scripts/ar_compatibility.py           # run every marked test that this machine can run
+    python scripts/ar_compatibility.py -m cuda   # any arguments of pytest, here: GPU tests only
+    python scripts/ar_compatibility.py --render  # write the table from the stored outcomes
+
+Tests marked with `@feature` (tests/helpers/ar_compatibility.py) verify the rows. The outcomes are
+stored next to the table, so that a CPU machine and a GPU machine can each add theirs. A test that
+was skipped changes nothing. tests/docs/test_ar_compatibility.py verifies the committed table.
 """
 
 import ast
@@ -53,10 +52,12 @@ def main(arguments: list[str]) -> int:
 
 
 class Outcomes:
-    """A pytest plugin: outcomes of the marked tests, all parameters of a test together.
+    """A pytest plugin that collects the outcomes of marked tests, over all parameters of a test.
 
-    keep: called with a test's outcome as soon as it stands, so that a run that is cut short keeps
-    those it has seen.
+    Args:
+        keep: Called with the outcome of a test as soon as it is known, so that an interrupted
+            run keeps
+            the outcomes it has.
     """
 
     def __init__(self, keep: Callable[[dict[str, str]], None]) -> None:
@@ -90,13 +91,13 @@ def _name(nodeid: str) -> str:
 
 
 def read() -> dict[str, str]:
-    """Test name -> passed or failed, as kept."""
+    """Return the stored outcomes: test name -> `passed` or `failed`."""
     text = OUTCOMES.read_text() if OUTCOMES.exists() else ""
     return json.loads(text or "{}")
 
 
 def keep(outcomes: dict[str, str]) -> None:
-    """Add to the outcomes kept so far; several processes may do so at once."""
+    """Add to the stored outcomes. Several processes may do so at once."""
     with OUTCOMES.open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         retained = {**read(), **outcomes}
@@ -105,7 +106,7 @@ def keep(outcomes: dict[str, str]) -> None:
 
 
 def marks() -> Iterator[dict[str, str]]:
-    """Every `@feature` in the tests: its name, runner, how, note and test."""
+    """Return name, runner, kind, note and test of every `@feature` mark in the tests."""
     for folder in FOLDERS:
         for path in sorted((REPO / folder).glob("test_*.py")):
             for node in ast.walk(ast.parse(path.read_text())):
@@ -144,8 +145,8 @@ def render(outcomes: dict[str, str]) -> str:
 
 
 def cell(found: list[dict[str, str]], outcomes: dict[str, str]) -> str:
-    """The strongest thing that is known: a failure, else a real engine, else mocks, else that
-    nothing ran.
+    """Return a failure if there is one, else success in a real engine, else with mocks, else `not
+    run`.
     """
     if not found:
         return "no test"

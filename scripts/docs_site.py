@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the documentation site: `make docs`, or `python scripts/docs_site.py [FOLDER]`
-(build/site).
+"""Build the documentation site: `make docs`, or `python scripts/docs_site.py [FOLDER]`.
 
-Pages stay where they are in the repository (guides under docs/, a model's notes beside its code),
-and so do the links between them. MkDocs wants one folder: the pages, and the files that they link
-to, are laid out in one. A link to a folder becomes one to its README, or plain text if it has none.
-Held by tests/docs/test_docs_site.py.
+The default folder is `build/site`. Pages and the links between them stay where they are in the
+repository: guides under docs/, the notes of a model next to its code. MkDocs requires a single
+folder, so the pages and the files that they link to are copied to one. A link to a folder becomes a
+link to its README, or plain text if it has none. tests/docs/test_docs_site.py verifies the result.
 """
 
 import functools
@@ -38,9 +37,7 @@ def pages() -> tuple[Path, ...]:
 
 
 def lay_out(folder: Path) -> None:
-    """Write every page, and every file of the repository that one links to, to its own place
-    below `folder`.
-    """
+    """Write every page, and every file of the repository that a page links to, below `folder`."""
     for page in pages():
         out = folder / page.relative_to(REPO)
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -53,14 +50,14 @@ def _lines(page: Path, folder: Path) -> Iterator[str]:
 
 
 def links(text: str) -> Iterator[re.Match[str]]:
-    """The links of a page to other files of the repository; groups `text`, `target`, `anchor`."""
+    """Return the links of a page to other files of the repository: `text`, `target`, `anchor`."""
     for line, is_prose in _prose(text):
         if is_prose:
             yield from (link for link in _LINK.finditer(line) if _is_file(link["target"]))
 
 
 def _prose(text: str) -> Iterator[tuple[str, bool]]:
-    """Each line, and whether it lies outside of fenced code."""
+    """Yield each line and whether it is outside fenced code."""
     fenced = False
     for line in text.splitlines(keepends=True):
         fenced ^= line.lstrip().startswith(_FENCE)
@@ -72,7 +69,7 @@ def _is_file(target: str) -> bool:
 
 
 def _linked(link: re.Match[str], page: Path, folder: Path) -> str:
-    """The link as it is on the site; a file that it leads to is brought along."""
+    """Return a link as it is on the site and copy the linked file."""
     text, target, anchor = link["text"], link["target"], link["anchor"] or ""
     if not _is_file(target):
         return link[0]

@@ -17,14 +17,14 @@ Colour = tuple[int, int, int]
 
 
 class Scene:
-    """A picture under construction; coordinates are those of the finished 832x480 one."""
+    """An image under construction. Coordinates are those of the finished 832x480 image."""
 
     def __init__(self, seed: int) -> None:
         self.random = np.random.default_rng(seed)
         self.image = Image.new("RGB", (WIDTH * SCALE, HEIGHT * SCALE))
 
     def gradient(self, top: float, bottom: float, stops: list[tuple[float, Colour]]) -> None:
-        """Fill the rows between `top` and `bottom`; stops: (0..1, colour)."""
+        """Fill the rows between `top` and `bottom`. stops: (position in 0..1, colour)."""
         rows = np.arange(round(top * SCALE), round(bottom * SCALE))
         at = np.linspace(0, 1, len(rows))
         xs, colours = [stop for stop, _ in stops], np.array([colour for _, colour in stops], float)
@@ -53,7 +53,7 @@ class Scene:
         )
 
     def ridge(self, base: float, height: float, roughness: int, colour: Colour) -> None:
-        """A hilly silhouette from edge to edge, down to the bottom."""
+        """Draw a hilly silhouette from edge to edge, filled down to the bottom."""
         xs = np.linspace(0, WIDTH, 200)
         ys = np.full_like(xs, base)
         for octave in range(roughness):
@@ -75,7 +75,7 @@ class Scene:
         self.image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
 
     def finish(self) -> Image.Image:
-        """Reduce, with a little grain so that gradients do not band."""
+        """Downscale and add slight grain, so that gradients show no bands."""
         small = self.image.resize((WIDTH, HEIGHT), Image.Resampling.LANCZOS)
         grain = self.random.normal(0, 1.6, (HEIGHT, WIDTH, 1))
         return Image.fromarray((np.asarray(small, float) + grain).clip(0, 255).astype(np.uint8))

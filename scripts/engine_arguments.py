@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes docs/reference/engine_arguments.md from the table; tests/test_engine_arguments.py holds it
-to be up to date.
+"""Generate docs/reference/engine_arguments.md from the table of arguments.
 
-python scripts/engine_arguments.py
+    python scripts/engine_arguments.py
+
+tests/test_engine_arguments.py fails if the page is out of date.
 """
 
 from pathlib import Path

@@ -32,8 +32,8 @@ MODELS = {
     "DiffusersOptions",
     "Qwen2.5-Omni": "vllm_omni.model_executor.models.qwen2_5_omni.options:StageOptions",
 }
-"""Model family -> the class of its `omni.model` options; options shared by streaming models are
-listed once.
+"""Model family -> class of its `omni.model` options. Options of all streaming models are listed
+once.
 """
 
 HEAD = """# Options
@@ -143,7 +143,7 @@ def _spelled(value: object) -> str:
 
 
 def tables() -> dict[str, list[tuple[str, str, str, str]]]:
-    """Heading -> its rows."""
+    """Return the rows of each heading."""
     every = rows(load(MODEL))
     streaming = [row for row in rows(load(STREAMING)) if row not in every]
     shared = every + streaming
@@ -158,7 +158,7 @@ def tables() -> dict[str, list[tuple[str, str, str, str]]]:
 
 
 def total() -> int:
-    """Options in all; one that several models have in the same words counts once."""
+    """Return the number of options. An option that several models share counts once."""
     return len({(name, text) for lines in tables().values() for name, _, _, text in lines})
 
 

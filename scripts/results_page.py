@@ -96,7 +96,7 @@ README_ROWS = (
     "2026-11-27_streaming_wan_14b_fp8_kv",
     "2026-11-27_lance_fp8",
 )
-"""Results that README's table shows."""
+"""Results that the README's table shows."""
 
 
 class ResultError(Exception):
@@ -110,7 +110,7 @@ class Row:
     name: str
     """File name without suffix."""
     document: dict[str, Any]
-    """The file."""
+    """Content of the file."""
 
     @property
     def record(self) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class Row:
 
     @property
     def hardware(self) -> str:
-        """For example `4 x H200`, or `2 CPU cores`."""
+        """The hardware, for example `4 x H200` or `2 CPU cores`."""
         hardware, gpus = self.document["hardware"], self.record["gpus"]
         if not gpus:
             cores = hardware["cores"]
@@ -128,7 +128,7 @@ class Row:
 
     @property
     def command(self) -> str:
-        """Without names and folders under which a run was saved."""
+        """The command without the name and folder under which a run was saved."""
         return re.sub(r" --(name|traces) \S+", "", self.document["command"]).replace("|", "\\|")
 
 

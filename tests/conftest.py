@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures shared by all tests: tiny checkpoints, and a runner in this process without an engine
-around it.
+"""Fixtures that all tests share, and the markers and groups by which tests are selected.
+
+The fixtures are tiny checkpoints and a model runner in this process, without an engine.
 """
 
 import gc
 import os
 import time
 
-# Before vLLM is imported anywhere: small KV pool, one thread per process (results and timings stay
-# stable on 2 cores).
+# Set before vLLM is imported: a small K/V pool, and one thread per process, so that results and
+# times are stable on two cores.
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -18,53 +19,99 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import quick_spawn
 import torch
+from helpers import quick_spawn
 from hypothesis import settings
 
 from vllm_omni.model_executor.models.registry import get_family
 
-# By default an example may take 200 ms by the clock: on a busy machine that fails tests of what is
-# right.
+# Hypothesis allows an example 200 ms by default. On a busy machine that fails correct code.
 settings.register_profile("suite", deadline=None)
 settings.load_profile("suite")
 
-pytest_plugins = [
-    "cuda_workers",
-    "engine_tests",
-    "nightly_shards",
-    "quick_files",
-    "quick_workers",
-    "suite_times",
-    "two_processes",
-]
-
+_ENGINE_FOLDER = "tests/engine/"
+_SHARED_SERVERS = ("null_engine", "served")
+"""Fixtures that start one engine for the tests of several files."""
+_ENGINE_FIXTURES = frozenset({*_SHARED_SERVERS, "image_server", "world_server"})
+_ENGINE_STARTERS = frozenset({"running_engine", "shared_engine", "AsyncLLM", "LLM", "Served"})
+"""Names whose import marks every test of a file with `engine`."""
 _INIT_PORT_FILE = "dist-init"
-_SELDOM = (10_000, 10, 10)
+_RARE_COLLECTIONS = (10_000, 10, 10)
+
+
+def _runs_cuda_tests(config: pytest.Config) -> bool:
+    return str(config.option.markexpr).startswith("cuda")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The suite of every commit starts its engines quickly; nightly tests, and those run by
-    name, as vLLM does.
+    """Start engines from the fork server in `make test`, and pin workers to GPUs in
+    `make test-cuda`.
     """
-    may_fork = torch.version.cuda is None
-    if may_fork and "not nightly" in config.option.markexpr:
+    if torch.version.cuda is None and "not nightly" in config.option.markexpr:
         quick_spawn.install()
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker and _runs_cuda_tests(config):
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        gpus = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(worker.removeprefix("gw")) % len(gpus)]
+
+
+@pytest.hookimpl(optionalhook=True, tryfirst=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return one process per GPU for `make test-cuda`, else two.
+
+    Other tests of a CUDA build run in one process, because an engine reserves most of a GPU.
+    """
+    if _runs_cuda_tests(config):
+        return torch.cuda.device_count()
+    return 0 if torch.version.cuda is not None else 2
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Skip the import of the engine tests where they are deselected."""
+    deselected = "not engine" in config.option.markexpr
+    return True if deselected and collection_path == config.rootpath / _ENGINE_FOLDER else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests that start an engine or a browser, and group each file for `--dist loadgroup`.
+
+    Files that share a server form one group, because a second process would start a second one.
+    """
+    server_of_file: dict[Path, str] = {}
+    for item in items:
+        fixtures = getattr(item, "fixturenames", ())
+        module = item.getparent(pytest.Module)
+        names = frozenset() if module is None else frozenset(vars(module.obj))
+        if (
+            item.nodeid.startswith(_ENGINE_FOLDER)
+            or _ENGINE_FIXTURES.intersection(fixtures)
+            or _ENGINE_STARTERS & names
+        ):
+            item.add_marker("engine")
+        if "browser" in fixtures:
+            item.add_marker("browser")
+        for server in _SHARED_SERVERS:
+            if server in fixtures:
+                server_of_file[item.path] = server
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(server_of_file.get(item.path, item.path.stem)))
 
 
 def pytest_collection_finish() -> None:
-    """Leave what was imported out of garbage collections: vLLM collects five times while an engine
-    starts and ends.
+    """Exclude imported modules from garbage collection, and let it run rarely.
 
-    Python's own come seldom, too: with its thresholds they were a twentieth of the suite's time.
+    vLLM collects five times while an engine starts and stops, and with Python's own thresholds
+    collections took a twentieth of the suite's time.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*_SELDOM)
+    gc.set_threshold(*_RARE_COLLECTIONS)
 
 
 def pytest_unconfigure() -> None:
-    """Native libraries complain about what is never collected."""
+    """Unfreeze, because native libraries log errors about objects that are never collected."""
     gc.unfreeze()
 
 
@@ -86,7 +133,7 @@ def lingbot_world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def village() -> Path:
-    """The trained world that comes with the package: 160x96, a LingBot World in the v2 layout."""
+    """The trained world of the package: a LingBot World of 160x96 pixels in the v2 layout."""
     from vllm_omni.worlds import village_checkpoint
 
     return village_checkpoint()
@@ -118,8 +165,9 @@ def tiny_language_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def uncompiled() -> Iterator[None]:
-    """vLLM compiles its rounding to FP8 on a CPU: up to 10 s where inductor's cache is empty, 2
-    s where it is not.
+    """Run vLLM's FP8 quantization uncompiled.
+
+    On a CPU its compilation takes 2 s, and 10 s if inductor's cache is empty.
     """
     with torch.compiler.set_stance("force_eager"):
         yield
@@ -127,7 +175,7 @@ def uncompiled() -> Iterator[None]:
 
 @pytest.fixture
 def no_offloader_left() -> Iterator[None]:
-    """vLLM's offloader is one of the process: it ends with the test that has set it."""
+    """Reset vLLM's process-wide offloader after a test that sets it."""
     yield
     from vllm.model_executor.offloader import set_offloader
 
@@ -136,7 +184,7 @@ def no_offloader_left() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def single_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """vLLM's process groups for a world of one, in this process."""
+    """Initialize vLLM's process groups for a single rank in this process."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed.parallel_state import (
         cleanup_dist_env_and_memory,
@@ -158,9 +206,10 @@ RunnerFactory = Callable[..., Any]
 _SLOW_COLLECTION_S = 0.006
 
 
-def leave_out_what_is_old() -> None:
-    """vLLM collects garbage twice whenever it loads a model: half a second late in the suite, if
-    all that earlier tests have left is looked through each time.
+def freeze_old_objects() -> None:
+    """Exclude the objects of earlier tests from garbage collection once it has become slow.
+
+    vLLM collects twice whenever it loads a model, which takes 0.5 s late in the suite otherwise.
     """
     started_s = time.perf_counter()
     gc.collect()
@@ -170,8 +219,8 @@ def leave_out_what_is_old() -> None:
 
 @pytest.fixture(scope="session")
 def make_runner(single_rank: None) -> RunnerFactory:
-    """`make_runner(checkpoint_dir, omni={...}, scheduler_cls=None)` -> a warmed-up runner on
-    CPU; others as vLLM's.
+    """Return `make(checkpoint_dir, omni={...}, **engine_args)`, which builds a warm runner
+    on CPU.
     """
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
@@ -180,7 +229,7 @@ def make_runner(single_rank: None) -> RunnerFactory:
     from vllm_omni.worker.diffusion.runner import DiffusionGPUModelRunner
     from vllm_omni.worker.diffusion.warm_up import warm_up
 
-    # as in a worker process: vLLM's CPU module prepares torch for CPU
+    # As in a worker process, the import of vLLM's CPU worker prepares torch for the CPU.
     assert vllm_omni.worker.DiffusionGPUWorker
 
     def make(
@@ -189,7 +238,7 @@ def make_runner(single_rank: None) -> RunnerFactory:
         scheduler_cls: str | None = None,
         **engine_args: Any,
     ) -> DiffusionGPUModelRunner:
-        leave_out_what_is_old()
+        freeze_old_objects()
         args = EngineArgs(
             model=str(model),
             config_format="omni",

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The action modality: what a model states that it takes, and how a request's controls become
-rows.
-"""
+"""The action modality: a model's action space, and the parsing of a request's controls."""
 
 import msgspec
 import pytest
@@ -19,7 +17,7 @@ SPACE = ActionSpace(
 
 
 def test_entries_become_rows_and_missing_ones_are_idle() -> None:
-    """A list of names is short for a frame that holds those buttons."""
+    """A list of names is a frame with those buttons held. Frames without an entry are idle."""
     rows = read_actions(
         SPACE, [["w"], ActionFrame(buttons=("w", "s"), axes={"yaw": -0.5}, scroll=3)], {}, 3
     )
@@ -31,7 +29,7 @@ def test_entries_become_rows_and_missing_ones_are_idle() -> None:
 
 
 def test_dense_arrays_say_the_same() -> None:
-    """Columns are the space's buttons and axes, in its order."""
+    """The columns of dense arrays are the buttons and axes of the action space, in its order."""
     tensors = {
         "buttons": torch.tensor([[1, 0], [0, 1]]),
         "axes": torch.tensor([[0.5], [0.0]], dtype=torch.float64),
@@ -45,14 +43,14 @@ def test_dense_arrays_say_the_same() -> None:
 
 
 def test_rows_of_latent_frames_are_held_over_their_pixel_frames() -> None:
-    """The first latent frame of a stream is one pixel frame, later ones are four."""
+    """The first latent frame of a stream is one pixel frame; each later one is four."""
     rows = read_actions(SPACE, [["w"], []], {}, 2)
     assert rows is not None
     assert rows.repeated([1, 4]).buttons_NB[:, 0].tolist() == [True, False, False, False, False]
 
 
 def test_a_request_without_actions_has_none() -> None:
-    """A model then decides: idle, or steered by poses."""
+    """The result is None, so the model may use camera poses instead or stay idle."""
     assert read_actions(SPACE, None, {}, 3) is None
 
 
@@ -68,7 +66,7 @@ def test_a_request_without_actions_has_none() -> None:
     ],
 )
 def test_controls_a_model_does_not_take_are_refused(entries: list[ActionEntry], says: str) -> None:
-    """The refusal lists what it takes."""
+    """The error lists the controls that the model takes."""
     with pytest.raises(RequestFailed, match=says) as refused:
         read_actions(SPACE, entries, {}, 3)
     assert refused.value.code == "invalid_action"
@@ -86,13 +84,13 @@ def test_controls_a_model_does_not_take_are_refused(entries: list[ActionEntry], 
 def test_dense_arrays_of_another_shape_or_range_are_refused(
     tensors: dict[str, torch.Tensor], says: str
 ) -> None:
-    """So are values between zero and one for buttons."""
+    """Buttons between zero and one are refused as well."""
     with pytest.raises(RequestFailed, match=says):
         read_actions(SPACE, None, tensors, 3)
 
 
 def test_a_model_may_take_one_button_at_a_time_and_no_wheel() -> None:
-    """Both are part of its space."""
+    """An action space can forbid simultaneous buttons and scrolling."""
     one = ActionSpace(buttons=SPACE.buttons, exclusive=True)
     with pytest.raises(RequestFailed, match="one at a time"):
         read_actions(one, [["w", "s"]], {}, 1)
@@ -103,7 +101,7 @@ def test_a_model_may_take_one_button_at_a_time_and_no_wheel() -> None:
 
 
 def test_typed_frames_travel_in_a_request() -> None:
-    """Both forms survive the way through JSON types."""
+    """Lists of names and typed frames survive the conversion to JSON types."""
     params = DiffusionParams(session_id="a", actions=[["w"], ActionFrame(("s",), {"yaw": 0.25}, 1)])
     sent = {"omni": msgspec.to_builtins(params)}
     assert DiffusionParams.from_extra_kwargs(sent) == params

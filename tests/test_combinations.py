@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways to use several GPUs that cannot work are refused before any process starts, each with its
-reason.
+"""Combinations of parallelism and options that cannot work are refused before any process starts.
 
-Those that work are run in tests/engine/ (test_stage_hybrids.py, test_chunks_in_flight.py,
+tests/engine/ runs the combinations that work (test_stage_hybrids.py, test_chunks_in_flight.py,
 test_wan22_engine.py).
 """
 
@@ -50,7 +49,7 @@ def checkpoints(
 
 
 def configure(model: Path, omni: dict[str, Any], sizes: dict[str, Any]) -> VllmConfig:
-    """What `vllm serve` does before it starts anything."""
+    """Create the engine configuration as `vllm serve` does before it starts a process."""
     return EngineArgs(
         model=str(model),
         config_format="omni",
@@ -192,7 +191,7 @@ def test_what_cannot_work_is_refused(
 def test_what_can_work_is_not_refused(
     checkpoints: dict[str, Path], name: str, omni: dict[str, Any], sizes: dict[str, int]
 ) -> None:
-    """And the config hook has been asked: the worker and the scheduler are this package's."""
+    """The config hook also sets this package's worker and scheduler."""
     config = configure(checkpoints[name], omni, sizes)
     assert config.parallel_config.world_size == math.prod(sizes.values())
     assert config.parallel_config.worker_cls == WORKER_CLS

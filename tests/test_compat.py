@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm_omni.compat`: which versions are supported, and each entry on the installed one."""
+"""`vllm_omni.compat`: the supported versions, and each entry with the installed version."""
 
 import ast
 import os
@@ -47,7 +47,7 @@ def test_the_installed_version_is_one_of_them() -> None:
 
 
 def test_the_project_file_says_the_same() -> None:
-    """The CUDA extra allows exactly the supported range; the CPU extra names one version in it."""
+    """The CUDA extra allows exactly the supported range; the CPU extra pins a version in it."""
     extras = tomllib.loads((REPO / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
@@ -61,8 +61,9 @@ def test_the_project_file_says_the_same() -> None:
 
 
 def test_the_command_line_is_prepared_by_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever the version keeps the function: engines are started by `spawn`, as vLLM's own
-    command does it.
+    """vLLM's function is found wherever the version has it.
+
+    Engines are then started by `spawn`, as vLLM's command does.
     """
     monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)
     compat.cli_env_setup()
@@ -71,8 +72,9 @@ def test_the_command_line_is_prepared_by_vllm(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_profiler_arguments_arrive_or_are_refused() -> None:
-    """A profiler that takes them gets them, also an empty set; one that does not is never given
-    any silently.
+    """A profiler that accepts arguments receives them, even an empty set.
+
+    A profiler that does not accept arguments raises an error instead of ignoring them.
     """
     got: list[Any] = []
     takes = SimpleNamespace(set_profiler_kwargs=got.append)
@@ -91,9 +93,9 @@ def test_profiler_arguments_arrive_or_are_refused() -> None:
 def test_a_rank_without_a_memory_node_separate_shares_those_there_are(
     given: list[int] | None, retained: list[int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a machine of one node; vLLM's function then finds it.
+    """On a machine with a single memory node, vLLM's function finds that node.
 
-    What a rank was given stays if any of it exists.
+    Nodes that the rank was assigned are kept if any of them exists.
     """
     monkeypatch.setattr("vllm.utils.cpu_resource_utils.get_memory_affinity", lambda pid=0: [0])
     parallel_config = SimpleNamespace(assigned_physical_gpu_ids=given)
@@ -102,7 +104,7 @@ def test_a_rank_without_a_memory_node_separate_shares_those_there_are(
 
 
 def test_a_wrapped_output_hands_on_the_connectors_part() -> None:
-    """vLLM asks the output it got, which is ours, when fetching the output has failed."""
+    """If fetching the output fails, vLLM reads the connector's part of our wrapper."""
     part = SimpleNamespace()
 
     class Inner(AsyncModelRunnerOutput):
@@ -117,9 +119,7 @@ def test_a_wrapped_output_hands_on_the_connectors_part() -> None:
 
 
 def test_versions_are_requested_for_nowhere_else() -> None:
-    """No other module compares vLLM's version or looks for a module of vLLM: differences have
-    one place.
-    """
+    """No other module compares vLLM's version or checks whether a module of vLLM exists."""
     asking = {}
     for path in (REPO / "vllm_omni").rglob("*.py"):
         name = str(path.relative_to(REPO))

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--additional-config '{"omni": {...}}'`: defaults, and errors that say what arrived and what
-is allowed.
-"""
+"""`--additional-config '{"omni": {...}}'`: defaults and errors."""
 
 import pytest
 
@@ -9,7 +7,7 @@ from vllm_omni.config import OmniConfig
 
 
 def test_nothing_given_means_all_defaults() -> None:
-    """No additional_config at all is fine."""
+    """`additional_config` may be absent."""
     assert (
         OmniConfig.from_additional_config(None)
         == OmniConfig.from_additional_config({"other": 1})
@@ -33,7 +31,7 @@ def test_nothing_given_means_all_defaults() -> None:
     ],
 )
 def test_mistakes_are_named_with_the_allowed_keys(omni: dict[str, object], reported: str) -> None:
-    """Unknown keys, values out of range, wrong types: one line naming the key."""
+    """Unknown keys, values out of range and wrong types give one line that names the key."""
     with pytest.raises(ValueError, match=reported) as error:
         OmniConfig.from_additional_config({"omni": omni})
     assert "allowed keys" in str(error.value) and "\n" not in str(error.value)
@@ -48,7 +46,7 @@ def test_mistakes_are_named_with_the_allowed_keys(omni: dict[str, object], repor
     ],
 )
 def test_an_unknown_name_is_refused_with_the_near_ones(unknown: str, near: str | None) -> None:
-    """A name like no other gets no suggestion."""
+    """The error suggests similar names, if there are any."""
     with pytest.raises(ValueError, match=f"unknown field `{unknown}`") as error:
         OmniConfig.from_additional_config({"omni": {unknown: 1}})
     assert (
@@ -59,14 +57,15 @@ def test_an_unknown_name_is_refused_with_the_near_ones(unknown: str, near: str |
 
 
 def test_the_config_is_frozen() -> None:
-    """Parsed once, never changed."""
+    """The configuration cannot be changed after parsing."""
     with pytest.raises(AttributeError):
         OmniConfig().height = 3  # type: ignore[misc]
 
 
 def test_a_process_parses_the_same_options_once() -> None:
-    """Runner, model and scheduler each ask; a change to what was given afterwards is another
-    configuration.
+    """Runner, model and scheduler share one parsed configuration.
+
+    If the mapping is changed afterwards, it is parsed again.
     """
     given = {"omni": {"height": 64, "model": {"cache": {"frames": 3}}}}
     first = OmniConfig.from_additional_config(given)

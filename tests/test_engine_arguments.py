@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every argument of vLLM's engine is known, and a start that asks for one that a worker refuses
-ends with one line.
+"""Every engine argument of vLLM has an entry, and a refused argument gives an error of one line.
 
-Real starts, one for each class of refusal, are in tests/engine/test_engine_arguments_refused.py.
+tests/engine/test_engine_arguments_refused.py runs real starts, one per class of refusal.
 """
 
 import dataclasses
@@ -37,7 +36,7 @@ PIPELINES = (Worker.DIFFUSION, Worker.DIFFUSERS)
 
 
 def known_to(version: str) -> set[str]:
-    """Names of the fields that vLLM `version` ("0.33.1", or a later one) has."""
+    """Return the names of the fields in a version of vLLM, for example "0.33.1"."""
     minor = _minor(version)
     return {name for name, since in KNOWN_FIELDS.items() if _minor(since) <= minor}
 
@@ -57,7 +56,7 @@ REFUSED = sorted(
 
 
 class AtTheHook(Exception):
-    """Carries vLLM's config at the time of our hook."""
+    """Carries vLLM's configuration at the time of our config hook."""
 
     def __init__(self, worker: Worker, vllm_config: VllmConfig) -> None:
         self.worker, self.vllm_config = worker, vllm_config
@@ -65,7 +64,7 @@ class AtTheHook(Exception):
 
 @pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM tries twice, 2 s apart, whether a local directory is a model of transformers'."""
+    """Skip vLLM's pause of 2 s between two checks for a transformers model in a local directory."""
     monkeypatch.setattr("vllm.transformers_utils.repo_utils.time.sleep", lambda seconds: None)
 
 
@@ -94,7 +93,7 @@ def configure_engine(model: Path, **arguments: Any) -> VllmConfig:
 
 
 def test_the_table_has_the_fields_of_the_installed_vllm() -> None:
-    """A field that vLLM gains or loses needs a decision: a row, or a name in `PLAIN_FIELDS`."""
+    """A field that vLLM adds or removes requires a row, or a name in `PLAIN_FIELDS`."""
     assert {field.name for field in dataclasses.fields(AsyncEngineArgs)} == known_to(
         vllm.__version__
     )
@@ -106,19 +105,8 @@ def test_no_field_has_two_rows() -> None:
     assert len(names) == len(set(names))
 
 
-def test_fields_of_a_later_vllm_are_not_expected_of_an_earlier_one() -> None:
-    assert known_to("0.33.1") - known_to("0.32.0") == {
-        "monokernel",
-        "sleep_mode_backend",
-        "watchdog_config",
-    }
-
-
 def test_a_refusal_says_what_to_do_and_a_row_is_needed() -> None:
-    """Half a sentence.
-
-    A row in which no worker refuses or notes anything belongs to `PLAIN_FIELDS`.
-    """
+    """Each refusal has a reason. A row without a refusal or note belongs in `PLAIN_FIELDS`."""
     for argument in ARGUMENTS.values():
         assert all(
             verdict.why for verdict in argument.verdicts.values() if verdict.kind == "refused"
@@ -127,7 +115,7 @@ def test_a_refusal_says_what_to_do_and_a_row_is_needed() -> None:
 
 
 def test_every_argument_that_is_refused_is_tried_here() -> None:
-    """A new row needs a sample value, or the reason why nothing can notice it."""
+    """A new row requires a sample value, or a reason why its use cannot be detected."""
     tried = {
         *TOGETHER,
         *FOLDED,
@@ -143,14 +131,12 @@ def test_every_argument_that_is_refused_is_tried_here() -> None:
 
 
 def test_a_plain_start_has_requested_for_nothing(at_the_hook: Any) -> None:
-    """Whatever vLLM decides by itself, for the platform and for the model, is not taken for a
-    wish.
-    """
+    """Values that vLLM chooses for the platform or the model do not count as the user's."""
     assert requested_in_config(at_the_hook(), REFUSED) == {}
 
 
 def test_vllms_own_defaults_given_by_hand_are_no_wish(at_the_hook: Any) -> None:
-    """Every default spelled out."""
+    """Every default is passed explicitly."""
     fields = [
         field
         for field in dataclasses.fields(EngineArgs)
@@ -165,7 +151,7 @@ def test_vllms_own_defaults_given_by_hand_are_no_wish(at_the_hook: Any) -> None:
 
 
 def test_every_argument_is_noticed(at_the_hook: Any) -> None:
-    """All that vLLM takes together."""
+    """All arguments that vLLM accepts together are detected."""
     known = set(TOGETHER) & known_to(vllm.__version__)
     assert set(requested_in_config(at_the_hook(**TOGETHER), known)) == known
 
@@ -249,14 +235,14 @@ def test_refused_arguments_are_named_in_one_line(at_the_hook: Any, worker: Worke
 def test_a_start_is_refused_with_one_line(
     null_world: Path, arguments: dict[str, Any], line: str
 ) -> None:
-    """Through vLLM's own way to a config, before any process starts."""
+    """The error comes from vLLM's configuration, before any process starts."""
     with pytest.raises(ValueError, match=f"the diffusion worker does not support {line}"):
         configure_engine(null_world, **arguments)
 
 
 def test_vllm_leaves_it_to_the_family_whether_a_model_takes_adapters() -> None:
-    """0.33 refuses `--enable-lora` for a class that is no `SupportsLoRA`, before the family is
-    asked.
+    """vLLM 0.33 refuses `--enable-lora` for a class without `SupportsLoRA` before our
+    check runs.
     """
     assert supports_lora(StepPipeline)
 
@@ -269,7 +255,7 @@ def test_adapters_are_refused_for_a_model_that_takes_none(null_world: Path) -> N
 
 
 def test_adapters_do_not_go_with_layers_that_move(causal_wan: Path) -> None:
-    """Their places would stay behind."""
+    """The adapters' slots would stay on the old rank."""
     measured = {"omni": {"pipeline_partition": "measured"}}
     with pytest.raises(ValueError, match=r"--enable-lora: .* cannot move layers with adapters"):
         configure_engine(
@@ -296,13 +282,13 @@ def test_fp8_is_refused_where_no_session_keeps_keys_and_values(null_world: Path)
 def test_half_of_a_quantization_is_refused(
     null_world: Path, arguments: dict[str, Any], line: str
 ) -> None:
-    """vLLM ignores the one, and ends with a TypeError for the other."""
+    """vLLM ignores the first case and raises a TypeError in the second."""
     with pytest.raises(ValueError, match=line):
         configure_engine(null_world, **arguments)
 
 
 def test_values_that_are_honoured_are_not_refused(null_world: Path) -> None:
-    """What the config hook would choose itself, and what there is only one of."""
+    """These are values that the config hook would choose, or that have no alternative."""
     config = configure_engine(
         null_world,
         load_format="safetensors",
@@ -315,7 +301,7 @@ def test_values_that_are_honoured_are_not_refused(null_world: Path) -> None:
 
 
 def test_an_argument_given_on_the_command_line_is_one_that_differs() -> None:
-    """The namespace of a parser holds every default; those are not named."""
+    """The parser's namespace contains every default; defaults are not reported."""
     defaults = {
         field.name: getattr(EngineArgs, field.name, None)
         for field in dataclasses.fields(EngineArgs)
@@ -335,7 +321,7 @@ def script() -> ModuleType:
 
 
 def test_the_page_is_what_the_table_says(script: ModuleType) -> None:
-    """After a change of the table: `python scripts/engine_arguments.py`."""
+    """After a change of the table run `python scripts/engine_arguments.py`."""
     assert script.PAGE.read_text() == script.render()
 
 

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server that runs for weeks gives back what is free: garbage in cycles, and holes of the C
-library's heap.
-"""
+"""A long-running server frees cyclic garbage and returns unused heap memory to the system."""
 
 import gc
 import itertools
@@ -22,7 +20,9 @@ IN_USE = 10_000
 
 
 class Cyclic:
-    """As a task, its exception and the frames of its traceback: only a collection frees it."""
+    """An object in a reference cycle, like a failed task with its traceback; only the collector
+    frees it.
+    """
 
     alive = 0
 
@@ -36,7 +36,7 @@ class Cyclic:
 
 @pytest.fixture
 def thresholds() -> Iterator[None]:
-    """Python's own, as a server has them."""
+    """Use Python's default thresholds, as a server does."""
     before = gc.get_threshold()
     gc.set_threshold(700, 10, 10)
     yield
@@ -46,11 +46,12 @@ def thresholds() -> Iterator[None]:
 
 
 def most_cycles_alive(app: FastAPI, made: int) -> int:
-    """Of so many made in a server that has started, each in use for a while, the most that were
-    there at once.
+    """Create objects in a started server and return the maximum number alive at once.
+
+    Each object is in use for a while.
     """
     app.state.log_stats = False
-    # long enough for the young generations to let them through
+    # long enough to reach the oldest generation
     in_use: deque[Cyclic] = deque(maxlen=IN_USE)
     with TestClient(app):
         most = 0
@@ -69,19 +70,22 @@ def test_cycles_do_not_pile_up_in_a_server_that_vllm_froze() -> None:
 
 @pytest.mark.usefixtures("thresholds")
 def test_without_it_they_would() -> None:
-    """The day this fails, vLLM or CPython collects by itself: remove `collect_after_freeze`."""
+    """If this fails, vLLM or CPython has changed: remove `collect_after_freeze`."""
     assert most_cycles_alive(FastAPI(lifespan=lifespan), made=60_000) > 55_000
 
 
 def test_holes_of_the_heap_go_back_to_the_system() -> None:
-    """The holes that other tests left in this process go first: blocks that fill them would take
-    no new memory.
+    """Holes that earlier tests left are trimmed first.
+
+    Blocks that fill such holes would take no new memory.
     """
     process, trim = psutil.Process(), HeapTrim(interval_s=0)
     trim()
     before = process.memory_info().rss
-    blocks = [torch.ones(16 << 10) for _ in range(3000)]  # 64 KiB each, within the heap: 197 MB
-    retained = blocks[::50]  # so that its end stays in use
+    blocks = [
+        torch.ones(16 << 10) for _ in range(3000)
+    ]  # 197 MB; malloc serves 64 KiB from the heap
+    retained = blocks[::50]  # blocks that keep the end of the heap in use
     del blocks
     with_holes = process.memory_info().rss
     trim()
@@ -102,12 +106,12 @@ def test_not_at_each_session() -> None:
     heap_trim = HeapTrim(interval_s=30, clock=lambda: float(next(seconds)), trim=trim)
     for _ in range(20):
         heap_trim()
-    assert len(calls) == 2  # read at 0, then every 4 s, and again after a trim
+    assert len(calls) == 2  # the clock is read at 0, every 4 s, and after each trim
 
 
 def test_other_c_libraries_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     requested: list[Any] = []
-    # None has no function at all
+    # `append` returns None, which has no `malloc_trim`
     monkeypatch.setattr("vllm_omni.runtime.heap.ctypes.CDLL", requested.append)
     HeapTrim(interval_s=0)()
-    assert requested == [None]  # the library that the program itself is linked with, looked at once
+    assert requested == [None]  # the C library of the program, opened once

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asking for hidden states and reading them: the request, the rows' way through vLLM's own
-output code, the errors.
-"""
+"""Hidden states: requests for them, their transport through vLLM's output code, and errors."""
 
 import contextlib
 from typing import Any
@@ -56,7 +54,7 @@ def request_output(*completions: CompletionOutput) -> RequestOutput:
     ],
 )
 def test_a_request_survives_extra_args(request_: HiddenStatesRequest) -> None:
-    """As the map of `to_extra_args`, and as the JSON text that `vllm_xargs` can hold."""
+    """The request is the map of `to_extra_args` or the JSON text that `vllm_xargs` allows."""
     extra_args = request_.to_extra_args()
     assert HiddenStatesRequest.from_extra_args(extra_args) == request_
     as_text = {"omni": msgspec.json.encode(extra_args["omni"]).decode()}
@@ -65,7 +63,7 @@ def test_a_request_survives_extra_args(request_: HiddenStatesRequest) -> None:
 
 @pytest.mark.parametrize("extra_args", [None, {}, {"other": 1}])
 def test_no_request_is_none(extra_args: Any) -> None:
-    """Other users of extra_args are left alone."""
+    """Other entries of `extra_args` are ignored."""
     assert HiddenStatesRequest.from_extra_args(extra_args) is None
 
 
@@ -90,7 +88,7 @@ def test_no_request_is_none(extra_args: Any) -> None:
     ],
 )
 def test_a_malformed_request_says_what_is_wrong(requested: Any, named: str) -> None:
-    """`invalid_request`, naming the field and what is allowed."""
+    """The error is `invalid_request` and names the field and the allowed values."""
     with pytest.raises(RequestFailed, match=named) as failed:
         HiddenStatesRequest.from_extra_args({"omni": requested})
     assert failed.value.code == "invalid_request"
@@ -103,7 +101,7 @@ def test_a_malformed_request_says_what_is_wrong(requested: Any, named: str) -> N
 )
 @settings(max_examples=200, deadline=None)
 def test_any_rubbish_is_refused_with_the_one_documented_error(requested: Any) -> None:
-    """Whatever a client puts there, nothing but RequestFailed comes out."""
+    """Any input of a client raises RequestFailed and no other exception."""
     for value in (
         requested,
         {"hidden_states": requested},
@@ -121,7 +119,9 @@ def test_any_rubbish_is_refused_with_the_one_documented_error(requested: Any) ->
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("layers", [(-1,), (0, 7, -1)])
 def test_rows_arrive_bit_for_bit(dtype: torch.dtype, layers: tuple[int, ...]) -> None:
-    """Also rows that end in zero bytes, which numpy's byte strings would drop."""
+    """Hidden states that end in zero bytes arrive complete; numpy's byte strings would
+    drop these.
+    """
     rows = torch.randn(5, len(layers), 6).to(dtype)
     rows[1] = 0
     mask = encode_hidden_states(rows, layers, range(3, 8), [9, 8, 7, 6, 5], num_tokens=1)
@@ -147,8 +147,9 @@ def test_rows_arrive_bit_for_bit(dtype: torch.dtype, layers: tuple[int, ...]) ->
 def test_rows_are_dealt_to_the_tokens_they_came_with(
     num_rows: int, num_tokens: int, counts: list[int]
 ) -> None:
-    """One to each new token from the end, the rest to the first: a token cut off takes its row
-    along.
+    """Each new token gets one hidden state, counted from the end; the first token gets the rest.
+
+    If a token is cut off, its hidden state is cut off too.
     """
     mask = encode_hidden_states(
         torch.zeros(num_rows, 1, 4), (-1,), range(num_rows), range(num_rows), num_tokens
@@ -159,7 +160,9 @@ def test_rows_are_dealt_to_the_tokens_they_came_with(
 
 
 def test_rows_pass_vllms_wire_unchanged() -> None:
-    """Engine core to front end: msgpack with out-of-band buffers, as stock vLLM does it."""
+    """The transport from engine core to front end is msgpack with out-of-band buffers, as
+    in vLLM.
+    """
     rows = torch.randn(50, 2, 32)
     mask = encode_hidden_states(rows, (0, -1), range(50), range(50), num_tokens=1)
     sent = EngineCoreOutput("r", [3], new_sampling_mask=mask)
@@ -169,7 +172,9 @@ def test_rows_pass_vllms_wire_unchanged() -> None:
 
 
 def test_a_slow_reader_of_deltas_loses_no_row() -> None:
-    """vLLM merges deltas nobody has read yet: the rows are merged with the tokens."""
+    """vLLM merges deltas that the client has not read; hidden states are merged with their
+    tokens.
+    """
     rows = torch.randn(4, 1, 8)
     first = request_output(completion(encode_hidden_states(rows[:2], (-1,), [0, 1], [5, 6], 1)))
     first.add(
@@ -190,7 +195,7 @@ def test_a_slow_reader_of_deltas_loses_no_row() -> None:
 
 
 def test_consecutive_deltas_join() -> None:
-    """`concat` is what a streaming client keeps; deltas without rows (None) are welcome."""
+    """A streaming client collects deltas with `concat`; deltas without hidden states are None."""
     parts = [
         hidden_states_of(
             completion(
@@ -206,7 +211,9 @@ def test_consecutive_deltas_join() -> None:
 
 
 def test_of_a_last_row_only_the_newest_counts() -> None:
-    """Where every step's row has to leave (stop strings), merged or joined, a reader gets one."""
+    """With stop strings each step sends its last hidden state; a client receives only the
+    newest.
+    """
     rows = [
         encode_hidden_states(torch.full((1, 1, 4), float(i)), (-1,), [i], [i], 1, newest_only=True)
         for i in range(3)
@@ -224,12 +231,12 @@ def test_of_a_last_row_only_the_newest_counts() -> None:
 
 
 def test_an_output_without_rows_is_none() -> None:
-    """A request that did not ask, or an engine without the scheduler."""
+    """The request did not ask for hidden states, or the engine runs without our scheduler."""
     assert hidden_states_of(request_output(completion(None))) is None
 
 
 def test_the_reason_of_a_failed_request_is_raised() -> None:
-    """It leaves the engine as a stop reason and comes back as the same error."""
+    """The error leaves the engine as a stop reason and is raised again by the reader."""
     failed = RequestFailed("too_large", 'the "limit" is 5 bytes')
     output = request_output(completion(None, finish_reason="error", stop_reason=error_text(failed)))
     with pytest.raises(RequestFailed, match="limit") as raised:
@@ -239,7 +246,7 @@ def test_the_reason_of_a_failed_request_is_raised() -> None:
 
 
 def test_a_real_sampling_mask_is_not_read_as_rows() -> None:
-    """Only where somebody fills the field with vLLM's own masks; then it says so."""
+    """vLLM's own sampling masks in the field raise an error."""
     mask = SamplingMaskLists(np.array([b"123456789012345678901234567890"]), np.array([0, 1]))
     with pytest.raises(ValueError, match="not hidden states"):
         hidden_states_of(completion(mask))

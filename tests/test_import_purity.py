@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nothing of vLLM is changed: importing the package rebinds no attribute, registering only adds to
-registries.
+"""Importing the package changes no attribute of vLLM; registering only adds to registries.
 
-All of it, files of Triton kernels too, is imported where Triton is not installed, as on most
-machines without a GPU.
+All modules, including those with Triton kernels, are imported without Triton, as on most machines
+without a GPU.
 """
 
 import json
@@ -93,7 +92,7 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def walk() -> dict[str, object]:
-    """What registering and then importing everything did, in a process of its own."""
+    """Register and import everything in another process and return what changed."""
     output = subprocess.run(
         [sys.executable, "-c", SNAPSHOT + WALK],
         capture_output=True,
@@ -105,22 +104,20 @@ def walk() -> dict[str, object]:
 
 
 def test_importing_every_module_rebinds_nothing_in_vllm(walk: dict[str, Any]) -> None:
-    """Every attribute of every loaded vllm module and of its classes is the same object after all
-    our imports.
+    """Every attribute of every loaded vLLM module and class is the same object after our imports.
 
-    The CPU worker modules are left out: they import vLLM's own CPU worker, which patches torch (not
-    vLLM) by itself.
+    The CPU worker modules are excluded, because they import vLLM's CPU worker, which patches torch.
     """
     assert walk["changed_by_importing"] == []
     assert walk["imported"] > 20 and walk["checked"] > 5000
 
 
 def test_registering_touches_four_registries_and_only_adds(walk: dict[str, Any]) -> None:
-    """register(), twice: architectures, one config hook each, types of configs, one config parser;
-    none is replaced.
+    """`register()`, called twice, adds architectures, config hooks, config types and a config
+    parser.
 
-    Stock architectures without a hook get one that acts only where a worker of this package is
-    named.
+    It replaces nothing. Architectures of vLLM without a hook get one that acts only if a worker of
+    this package is selected.
     """
     assert walk["changed_by_registering"] == [] and walk["replaced"] == []
     assert "Qwen2ForCausalLM" in walk["for_stock_models"]
@@ -133,7 +130,7 @@ def test_registering_touches_four_registries_and_only_adds(walk: dict[str, Any])
 
 
 def test_kernel_files_are_imported_without_triton(walk: dict[str, Any]) -> None:
-    """Each with its kernels and their parts; none of them imports Triton past `triton_or_names`."""
+    """No module imports Triton except through `triton_or_names`."""
     files = [path for path in PACKAGE.rglob("*.py") if "@triton.jit" in path.read_text()]
     names = [".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in files]
     assert len(names) >= 3 and not walk["triton"]
@@ -143,8 +140,9 @@ def test_kernel_files_are_imported_without_triton(walk: dict[str, Any]) -> None:
 
 
 def test_importing_the_package_loads_nothing_heavy() -> None:
-    """`import vllm_omni` happens in every vLLM process: it must not import torch, vllm or itself
-    further. Nor does the table of families, which commands read.
+    """`import vllm_omni`, which every vLLM process runs, imports neither torch nor vLLM.
+
+    The table of families, which commands read, does not either.
     """
     load = "import sys, json, vllm_omni, vllm_omni.model_executor.models.registry"
     script = f"{load}; print(json.dumps([m for m in ('torch', 'vllm') if m in sys.modules]))"
@@ -160,7 +158,7 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
 
 @pytest.mark.parametrize("client", ["world_camera.py", "realtime_video.py"])
 def test_clients_need_no_torch(client: str) -> None:
-    """They start in a fifth of a second; torch alone would take another one."""
+    """Clients start in 0.2 s; importing torch would take a second more."""
     path = EXAMPLES / client
     script = (
         f"import sys, runpy; runpy.run_path({str(path)!r}); print('torch' in sys.modules, "

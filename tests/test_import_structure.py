@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which way imports go: never in a circle, not even for types, and never from a generic file to
-a model.
-"""
+"""Imports have no circles, including those for types, and generic modules import no models."""
 
 import ast
 import re
@@ -14,11 +12,11 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "vllm_omni"
 NAMED_MODEL = r"model_executor\.models\.\w+\.\w+"
-"""Modules of one model's folder. (`registry` and `capabilities` lie beside the folders.)"""
+"""Modules in the folder of a model. `registry` and `capabilities` are next to the folders."""
 
 
 def modules(package: Path) -> dict[str, Path]:
-    """`{dotted name: file}` of every module below `package`."""
+    """Return `{dotted name: file}` of every module below `package`."""
     return {
         ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(
             ".__init__"
@@ -28,7 +26,7 @@ def modules(package: Path) -> dict[str, Path]:
 
 
 def imports(source: str, known: Set[str]) -> set[str]:
-    """The modules of `known` that a file names anywhere: at its top, in functions, for its
+    """Return the modules of `known` that a file imports anywhere: at its top, in functions, for
     types.
     """
     named = set()
@@ -37,7 +35,7 @@ def imports(source: str, known: Set[str]) -> set[str]:
             named |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
         elif isinstance(node, ast.Import):
             named |= {alias.name for alias in node.names}
-    # `from package import module` names the module, not what the package's own file holds.
+    # `from package import module` imports the module, not a name of the package's `__init__`.
     return {
         name
         for name in named & known
@@ -46,7 +44,7 @@ def imports(source: str, known: Set[str]) -> set[str]:
 
 
 def circle(graph: Mapping[str, Set[str]]) -> list[str]:
-    """A way from a module back to itself; empty if there is none."""
+    """Return a circle of imports through a module, or an empty list."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -57,14 +55,14 @@ def circle(graph: Mapping[str, Set[str]]) -> list[str]:
 
 @cache
 def graph() -> dict[str, set[str]]:
-    """`{module: modules that it imports}` of the package."""
+    """Return `{module: modules that it imports}` of the package."""
     files = modules(PACKAGE)
     return {name: imports(path.read_text(), files.keys()) - {name} for name, path in files.items()}
 
 
 def arrows(importers: str, imported: str) -> set[tuple[str, str]]:
-    """`(importer, imported)` of all imports between modules whose names, behind `vllm_omni.`,
-    match two expressions.
+    """Return `(importer, imported)` of imports whose names after `vllm_omni.` match two
+    expressions.
     """
     sources, targets = (
         re.compile(rf"vllm_omni\.({importers})\b"),
@@ -89,44 +87,37 @@ def test_there_is_no_circle() -> None:
     "package", ["worker", "core", "entrypoints", "planning", "pipeline", "sessions"]
 )
 def test_what_serves_models_imports_none(package: str) -> None:
-    """It asks the registry's families."""
+    """The serving code uses the registry's families."""
     assert arrows(package, NAMED_MODEL) == set()
 
 
 def test_one_package_outside_models_imports_one() -> None:
-    """The executor without workers runs the pipelines of diffusers, which is one family."""
+    """The executor without workers imports the family of diffusers pipelines."""
     crossing = arrows("(?!testing|model_executor)", NAMED_MODEL)
     assert {name.split(".")[1] for name, _ in crossing} == {"executor"}
     assert {model.split(".")[3] for _, model in crossing} == {"diffusers_pipeline"}
 
 
 def test_parts_that_models_share_import_none_but_wan() -> None:
-    """`wan` is shared, too."""
+    """`wan` is shared by several models."""
     shared = r"model_executor\.(?!models\b)|model_executor\.models\.(registry|capabilities|wan)"
     assert arrows(shared, NAMED_MODEL.replace(r"\w+", r"(?!wan\b)\w+", 1)) == set()
 
 
 def test_the_executor_without_workers_imports_none_of_them() -> None:
-    """What both need lies below them."""
+    """Modules that the executor and the workers need are below both."""
     assert arrows("executor", "worker") == set()
 
 
 def test_models_import_nothing_that_moves_sessions() -> None:
-    """They read the state that a file holds (`saved_tensors`), not the file."""
+    """Models read the saved state (`saved_tensors`), not the snapshot file."""
     assert arrows("model_executor", "sessions") == set()
 
 
 def test_what_serves_imports_no_testing_models() -> None:
-    """The command `verify` compares with them."""
+    """Only the command `verify` uses `testing`."""
     assert {name for name, _ in arrows("(?!testing)", "testing")} == {
         "vllm_omni.entrypoints.cli.checkpoints.verify"
-    }
-
-
-def test_arrows_are_seen() -> None:
-    """All that there are, also those to a file beside the folders."""
-    assert arrows(r"model_executor\.models\.registry", "config") == {
-        ("vllm_omni.model_executor.models.registry", "vllm_omni.config")
     }
 
 
@@ -140,7 +131,7 @@ def test_a_circle_is_seen(line: str) -> None:
 
 
 def test_only_roles_move_a_chunk_on() -> None:
-    """`DiffusionRequest.step` is written by what a rank does in an engine step, not by models."""
+    """Roles assign `DiffusionRequest.step`; models do not."""
     writes = re.compile(r"\b(?:request|chunk)\.step(?:, [\w.]+)* [+-]?= ")
     positions = {
         str(path.relative_to(PACKAGE))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests on their way in: what is sent arrives, what is malformed is refused by name."""
+"""Request parameters and tensors: transport, validation and errors."""
 
 import ast
 from pathlib import Path
@@ -15,7 +15,7 @@ from vllm_omni.outputs import RequestFailed
 
 
 def test_params_and_tensors_survive_the_wire() -> None:
-    """Through vLLM's own serialiser, as between the front end and the engine."""
+    """vLLM's serialiser transports them, as between the front end and the engine."""
     from vllm import PoolingParams
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
@@ -58,8 +58,9 @@ def test_a_bad_field_is_named(fields: dict[str, object], reported: str) -> None:
 
 
 def test_no_pattern_of_python_accepts_a_trailing_newline() -> None:
-    r"""In Python `$` also matches before a last newline, so patterns end with `\Z`; pydantic's
-    own engine differs.
+    r"""In Python `$` also matches before a final newline, so patterns end with `\Z`.
+
+    Pydantic's own engine differs.
     """
     package = Path(vllm_omni.__file__).parent
     found = []
@@ -94,8 +95,9 @@ def test_arbitrary_bytes_raise_only_the_documented_error(packed: bytes) -> None:
 
 
 def test_only_the_parameters_that_a_model_uses_are_accepted() -> None:
-    """Those it does not use are refused together, by name; defaults are no parameters that were
-    sent.
+    """Unused parameters are refused together by name.
+
+    Parameters with their default value do not count as sent.
     """
     params = DiffusionParams(session_id="s", prompt="a field", fps=8.0, num_images=2)
     refuse_unused(params, ("prompt", "fps", "num_images"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`multi_modal_data` of stock vLLM: what it may hold, and that it reaches the model."""
+"""vLLM's `multi_modal_data`: allowed values, and their transport to the model."""
 
 import asyncio
 from pathlib import Path
@@ -53,7 +53,7 @@ def test_images_are_rgb_pixels(image: Any, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("as_array", [False, True])
 def test_transparent_parts_of_an_image_become_white(as_array: bool) -> None:
-    """The colour that an editor left below a transparent part does not come out."""
+    """The colour below a transparent part does not become visible."""
     hidden = Image.new("RGBA", (6, 4), (255, 0, 255, 0))
     assert (parse(image=np.asarray(hidden) if as_array else hidden)["image"] == 255).all()
 
@@ -81,8 +81,9 @@ def test_what_is_no_tensor_is_refused_by_name(data: dict[str, Any], message: str
 
 
 def test_both_ways_in_give_the_same_chunk(null_world: Path) -> None:
-    """Through the real engine; the null world's latents depend on the poses, another path gives
-    another chunk.
+    """A real engine returns the same chunk for tensors and for `multi_modal_data`.
+
+    The null world's latents depend on the poses, so other poses give another chunk.
     """
 
     async def scenario() -> None:
@@ -108,9 +109,7 @@ def test_both_ways_in_give_the_same_chunk(null_world: Path) -> None:
 
 
 def test_actions_are_a_modality(null_world: Path) -> None:
-    """Through the real engine: dense arrays are the same chunk as typed frames, and frames show
-    what arrived.
-    """
+    """A real engine returns the same chunk for dense arrays and for typed frames."""
     space = {
         "buttons": [{"name": "w", "title": "forward"}, {"name": "jump", "title": "jump"}],
         "axes": [{"name": "dx", "title": "turn", "unit": "pixels", "kind": "motion", "mouse": "x"}],

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The result envelope: what is packed comes back, what is malformed is refused with the
-documented exceptions.
-"""
+"""The result envelope: packing, unpacking, and errors for malformed envelopes."""
 
 import json
 import struct
@@ -31,8 +29,9 @@ shapes = st.lists(st.integers(0, 5), max_size=4)
 )
 @settings(max_examples=60, deadline=None)
 def test_everything_packed_comes_back(specs: list[tuple[str, list[int]]], text: str) -> None:
-    """Every dtype, empty and scalar shapes, any text in the metadata; payloads are aligned to 64
-    bytes.
+    """Every dtype, empty and scalar shapes, and any text in the metadata are preserved.
+
+    Payloads are aligned to 64 bytes.
     """
     tensors = {
         f"t{i}": torch.arange(torch.Size(shape).numel()).reshape(shape).to(_DTYPES[dtype])
@@ -48,7 +47,7 @@ def test_everything_packed_comes_back(specs: list[tuple[str, list[int]]], text: 
 
 
 def test_unpacking_copies_nothing() -> None:
-    """The tensors are views: writing to the envelope shows in them."""
+    """The tensors are views: they change with the envelope."""
     envelope = pack({}, {"x": torch.zeros(4, dtype=torch.uint8)})
     view = unpack(envelope)[1]["x"]
     envelope.fill_(7)
@@ -57,9 +56,7 @@ def test_unpacking_copies_nothing() -> None:
 
 @pytest.mark.parametrize("long_meta", [False, True])
 def test_a_result_tensor_is_packed_without_a_copy(long_meta: bool) -> None:
-    """`empty_result` leaves room for the header; if the header does not fit there, a copy is
-    made instead.
-    """
+    """`empty_result` reserves room for the header. A header that does not fit causes a copy."""
     frames = empty_result((2, 3, 4, 3), torch.uint8)
     frames.copy_(torch.arange(72, dtype=torch.uint8).view(2, 3, 4, 3))
     meta = {"text": "x" * (5000 if long_meta else 10)}
@@ -71,13 +68,13 @@ def test_a_result_tensor_is_packed_without_a_copy(long_meta: bool) -> None:
 
 
 def test_strided_tensors_are_packed_in_logical_order() -> None:
-    """A transposed view arrives as what it shows, not as how it lies in memory."""
+    """A transposed view is packed in its logical order, not its memory order."""
     x = torch.arange(6).reshape(2, 3).T
     assert torch.equal(unpack(pack({}, {"x": x}))[1]["x"], x)
 
 
 def test_an_error_envelope_raises_what_was_packed() -> None:
-    """Code and message survive."""
+    """Code and message are preserved."""
     with pytest.raises(RequestFailed) as failure:
         unpack(pack_error("capacity", "full"))
     assert (failure.value.code, failure.value.message) == ("capacity", "full")
@@ -87,7 +84,7 @@ def test_an_error_envelope_raises_what_was_packed() -> None:
 
 
 def test_dtypes_without_a_name_are_refused_when_packing() -> None:
-    """Complex numbers have no place on the wire."""
+    """Complex numbers are not part of the format."""
     with pytest.raises(
         TypeError, match=r"tensor 'x' has dtype torch.complex64; allowed: uint8, int8, .*, float64$"
     ):
@@ -97,8 +94,9 @@ def test_dtypes_without_a_name_are_refused_when_packing() -> None:
 @given(st.data())
 @settings(max_examples=300, deadline=None)
 def test_mutated_envelopes_raise_only_documented_errors(data: st.DataObject) -> None:
-    """Flip, cut or splice bytes: unpack returns, or raises ValueError or RequestFailed, nothing
-    else.
+    """Bytes are changed or cut off.
+
+    `unpack` returns, or raises ValueError or RequestFailed and no other exception.
     """
     original = bytes(
         pack(
@@ -129,7 +127,7 @@ def test_mutated_envelopes_raise_only_documented_errors(data: st.DataObject) -> 
     ],
 )
 def test_lying_headers_are_refused_before_anything_is_read(entry: list[object]) -> None:
-    """Unknown dtype, absurd shape, payload outside the buffer."""
+    """Unknown dtypes, impossible shapes and payloads outside the buffer are refused."""
     with pytest.raises(ValueError, match="envelope"):
         unpack(envelope_of({"meta": {}, "tensors": [entry]}))
 
@@ -137,9 +135,7 @@ def test_lying_headers_are_refused_before_anything_is_read(entry: list[object]) 
 def envelope_of(
     header: Any, magic: bytes = b"VOMN", version: int = 1, header_bytes: int | None = None
 ) -> torch.Tensor:
-    """An envelope of 256 bytes, or more if the header needs them, as somebody else may have
-    written it.
-    """
+    """Return an envelope of at least 256 bytes as another program may have written it."""
     text = json.dumps(header).encode()
     raw = (
         struct.pack("<4sIQ", magic, version, len(text) if header_bytes is None else header_bytes)
@@ -152,8 +148,9 @@ EMPTY: dict[str, Any] = {"meta": {}, "tensors": []}
 
 
 def test_an_envelope_of_another_writer_is_read() -> None:
-    """The layout at the top of the file, by hand: two views of one payload, one without bytes,
-    eight dimensions.
+    """The envelope follows the layout at the top of outputs.py.
+
+    It has two views of one payload, an entry without bytes, and one with eight dimensions.
     """
     entries = [
         ["x", "int16", [2], 192],
@@ -221,9 +218,7 @@ def test_a_malformed_envelope_is_refused_with_its_reason(envelope: torch.Tensor,
 
 
 def test_a_header_or_payload_may_fill_the_envelope_to_its_end() -> None:
-    """The bounds are inclusive: 240 bytes of header after the prefix, a payload that ends where
-    the envelope does.
-    """
+    """The bounds are inclusive: 240 bytes of header after the prefix, a payload up to the end."""
     padding = 240 - len(json.dumps({"meta": {"t": ""}, "tensors": []}))
     full = envelope_of({"meta": {"t": "x" * padding}, "tensors": []})
     assert full.numel() == 256 and len(unpack(full)[0]["t"]) == padding
@@ -240,7 +235,7 @@ def test_what_an_error_lacks_is_said_to_be_none() -> None:
 
 
 def test_a_part_of_a_result_tensor_is_copied() -> None:
-    """Only the whole of it, as `empty_result` made it, becomes the envelope."""
+    """Only the whole tensor of `empty_result` becomes the envelope without a copy."""
     whole = empty_result((4, 6), torch.int16)
     whole.copy_(torch.arange(24).view(4, 6))
     for part in (whole[:2], whole[2:], whole.T, whole[:, :3]):
@@ -254,7 +249,7 @@ def test_a_part_of_a_result_tensor_is_copied() -> None:
 
 @pytest.mark.parametrize(("spare", "in_place"), [(1, True), (0, True), (-1, False)])
 def test_a_header_may_fill_the_room_before_a_result_tensor(spare: int, in_place: bool) -> None:
-    """4096 bytes, prefix included."""
+    """The room is 4096 bytes, including the prefix."""
     result = empty_result((3,), torch.float32)
     entries = [["x", "float32", [3], 4096]]
     used = 16 + len(json.dumps({"meta": {"t": ""}, "tensors": entries}))
@@ -264,7 +259,7 @@ def test_a_header_may_fill_the_room_before_a_result_tensor(spare: int, in_place:
 
 
 def test_what_is_between_header_and_payloads_is_zero() -> None:
-    """No bytes of the process's memory travel along; equal results are equal envelopes."""
+    """Padding contains no bytes of the process's memory, so equal results are equal envelopes."""
     for make in (
         lambda: pack({"k": 1}, {"x": torch.ones(3), "y": torch.ones(2)}),
         lambda: in_place(),
@@ -288,7 +283,7 @@ def test_numbers_that_json_lacks_are_refused_when_packing(value: float) -> None:
 
 
 def test_arrays_are_views_too() -> None:
-    """As `unpack`, as NumPy arrays in the envelope's memory; bfloat16 is refused by name."""
+    """`unpack_arrays` returns NumPy views of the envelope and refuses bfloat16 by name."""
     frames = torch.arange(72, dtype=torch.uint8).view(2, 3, 4, 3)
     envelope = pack({"n": 1}, {"frames": frames, "pose": torch.eye(4), "none": torch.zeros(0, 3)})
     meta, arrays = unpack_arrays(envelope)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nothing is large: no file, no function, not the runner.
-
-Docstrings do not count, so that they may be complete.
-"""
+"""Limits on the length of files, functions and the runner. Docstrings do not count."""
 
 import ast
 from pathlib import Path
@@ -20,7 +17,7 @@ TOPOLOGY = {
     "num_stages",
     "world_size",
 }
-"""Attributes that say where a rank stands among the others."""
+"""Attributes that give the position of a rank in the topology."""
 
 
 def code_lines(path: Path) -> int:
@@ -58,7 +55,7 @@ def test_no_function_of_the_package_is_long() -> None:
 
 
 def test_the_runner_is_short_and_knows_no_topology() -> None:
-    """Roles do."""
+    """The runner does not read the topology, which belongs to the roles."""
     source = RUNNER.read_text()
     assert code_lines(RUNNER) <= RUNNER_LINES
     named = {node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}

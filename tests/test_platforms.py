@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The platform plug-in is silent unless it is asked for."""
+"""The platform plug-in is inactive unless it is requested."""
 
 import pytest
 
@@ -27,7 +27,7 @@ def test_only_a_cpu_build_that_requests_gets_it(
 
 
 def test_it_is_the_stock_platform_but_for_the_resources_name() -> None:
-    """Nothing else is overridden."""
+    """It overrides only the name of the Ray resource."""
     from vllm.platforms.cpu import CpuPlatform
 
     from vllm_omni.platforms.ray_cpu import RayCpuPlatform

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's processes end with whom they work for; real processes, started as vLLM starts
-them, and real kills.
-"""
+"""An engine's processes end with their parents. The tests start and kill real processes."""
 
 import os
 import signal
@@ -47,7 +45,7 @@ if __name__ == "__main__":
 def tree(
     tmp_path: "os.PathLike[str]", request: pytest.FixtureRequest
 ) -> "Iterator[dict[str, list[int]]]":
-    """A server, its engine core and a worker: name -> what `engine_processes` says there."""
+    """Start a server, its engine core and a worker; yield name -> result of `engine_processes`."""
     script = os.path.join(tmp_path, "tree.py")
     with open(script, "w") as file:
         file.write(TREE)
@@ -66,33 +64,33 @@ def tree(
 
 
 def test_they_know_each_other(tree: dict[str, list[int]]) -> None:
-    """A worker names its engine core as well; an engine core does not name the server."""
+    """A worker also reports its engine core; an engine core does not report the server."""
     server, core, worker = (tree[name][0] for name in ("server", "core", "worker"))
     assert tree == {"server": [server], "core": [core], "worker": [worker, core]}
 
 
 @pytest.mark.parametrize("tree", [[], ["loading"]], indirect=True, ids=["serving", "loading"])
 def test_all_end_with_the_server(tree: dict[str, list[int]]) -> None:
-    """Also a worker whose engine core waits for it to load, and does not watch yet."""
+    """This includes a worker that is still loading, before its engine core watches the server."""
     os.kill(tree["server"][0], signal.SIGKILL)
     wait_until(lambda: has_ended(tree["worker"][0]), 3)
 
 
 def test_a_worker_ends_with_its_engine_core(tree: dict[str, list[int]]) -> None:
-    """The server stays: it has to tell its clients."""
+    """The server stays alive, because it must notify its clients."""
     os.kill(tree["core"][0], signal.SIGKILL)
     wait_until(lambda: has_ended(tree["worker"][0]), 3)
     assert psutil.Process(tree["server"][0]).status() != psutil.STATUS_ZOMBIE
 
 
 def test_a_process_that_no_one_started_watches_no_one() -> None:
-    """An engine in the user's own process outlives the shell that it was started from."""
+    """An engine in the user's process outlives the shell that started it."""
     end_with_parent()
     assert engine_processes()["pids"] == [os.getpid()]
 
 
 def test_a_stopped_process_is_notified_from_a_sleeping_one() -> None:
-    """And from one that has ended."""
+    """`is_stopped` is false for sleeping processes and for processes that have ended."""
     with subprocess.Popen(["sleep", "60"]) as process:
         assert not is_stopped(process.pid)
         process.send_signal(signal.SIGSTOP)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recordings: what is written is read, damage is named, and cancelled chunks are told apart."""
+"""Recordings: writing, reading, damaged files, and cancelled chunks."""
 
 import io
 from pathlib import Path
@@ -51,7 +51,7 @@ def recording(tmp_path: Path, *chunks: RecordedChunk) -> Path:
 
 
 def test_typed_actions_are_read_as_they_were_sent(tmp_path: Path) -> None:
-    """To the last bit of an axis: a replay makes the same frames."""
+    """Axes keep every bit, so that a replay generates the same frames."""
     actions = [
         ["w"],
         ActionFrame(("jump",), {"dx": 0.1 + 0.2, "dy": -1e-9}, -1.0),
@@ -64,7 +64,7 @@ def test_typed_actions_are_read_as_they_were_sent(tmp_path: Path) -> None:
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    """Header, parameters, arrays and outcomes."""
+    """Header, parameters, arrays and outcomes are preserved."""
     header, chunks, whole = read_recording(recording(tmp_path, chunk(0), chunk(None), chunk(1)))
     assert header == HEADER
     assert whole
@@ -74,7 +74,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 
 def test_a_recording_that_ends_within_a_record_is_good_up_to_there(tmp_path: Path) -> None:
-    """A killed server leaves half a record."""
+    """A killed server leaves an incomplete last record."""
     path = recording(tmp_path, chunk(0), chunk(1))
     path.write_bytes(path.read_bytes()[:-5])
     _, chunks, whole = read_recording(path)
@@ -85,7 +85,7 @@ def test_a_recording_that_ends_within_a_record_is_good_up_to_there(tmp_path: Pat
     "content", [b"", b"\x80\x04K\x01.", MAGIC, MAGIC + b"\xff" * 7, MAGIC + bytes(16)]
 )
 def test_other_files_are_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
-    """Nothing, a pickle, no header, noise."""
+    """These are an empty file, a pickle, a file without a header, and noise."""
     path = tmp_path / "a.recording"
     path.write_bytes(content)
     with pytest.raises(ValueError, match="recording"):
@@ -108,20 +108,20 @@ def test_other_files_are_refused_in_one_line(tmp_path: Path, content: bytes) -> 
     ],
 )
 def test_which_requests_made_the_session(outcomes: list[int | None], expected: list[Any]) -> None:
-    """Numbers of finished chunks tell what became of cancelled ones."""
+    """The indices of finished chunks show whether a cancelled chunk became part of the session."""
     chunks = [chunk(index, str(number)) for number, index in enumerate(outcomes)]
     assert [(index, one.params.prompt) for index, one in committed_chunks(chunks)] == expected
 
 
 @pytest.mark.parametrize("outcomes", [[0, 2], [1, 2], [0, 1, 5]])
 def test_a_gap_is_named(outcomes: list[int]) -> None:
-    """A session that was not recorded whole cannot be replayed."""
+    """A session that was not recorded completely cannot be replayed."""
     with pytest.raises(ValueError, match=r"missing|starts at"):
         list(committed_chunks([chunk(index) for index in outcomes]))
 
 
 def test_a_digest_sees_every_byte_and_the_shape() -> None:
-    """Also of arrays that are not contiguous."""
+    """This includes arrays that are not contiguous."""
     frames = np.zeros((2, 4, 6, 3), np.uint8)
     other = frames.copy()
     other[1, 3, 5, 2] = 1

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rule of seeds for every endpoint: 0 to 2**64 - 1, and -1 draws one that is returned and
-recorded.
+"""Seeds at every endpoint: 0 to 2**64 - 1.
+
+-1 draws a seed, which is returned and recorded.
 """
 
 from collections.abc import Callable
@@ -42,7 +43,7 @@ READERS: dict[str, Callable[[int], Any]] = {
 
 @pytest.mark.parametrize("endpoint", READERS)
 def test_every_endpoint_takes_64_bits_and_minus_one(endpoint: str) -> None:
-    """ComfyUI draws 64 bits without a sign; -1 is the default of many nodes."""
+    """ComfyUI draws unsigned 64-bit seeds; -1 is the default of many nodes."""
     for seed in (0, 2**63 - 1, 2**63, MAX_SEED, -1):
         assert READERS[endpoint](seed).seed == seed
     for seed in (-2, MAX_SEED + 1, 2**70):
@@ -53,7 +54,7 @@ def test_every_endpoint_takes_64_bits_and_minus_one(endpoint: str) -> None:
 
 
 def test_minus_one_draws_and_other_seeds_stay() -> None:
-    """Two draws differ; a request without a seed has the model's own or a drawn one."""
+    """Two draws differ. Without a seed the model's default is used or a seed is drawn."""
     drawn = {chosen_seed(-1) for _ in range(8)} | {definite_seed(None) for _ in range(8)}
     assert len(drawn) > 8 and all(seed is not None and 0 <= seed < 2**53 for seed in drawn)
     assert [chosen_seed(seed) for seed in (None, 0, MAX_SEED)] == [None, 0, MAX_SEED]
@@ -61,12 +62,14 @@ def test_minus_one_draws_and_other_seeds_stay() -> None:
 
 
 def test_the_seed_behind_the_largest_is_zero() -> None:
-    """Result i of a request has the seed + i."""
+    """Result i of a request has the seed plus i."""
     assert [nth_seed(MAX_SEED, number) for number in range(3)] == [MAX_SEED, 0, 1]
 
 
 def test_the_engine_gets_the_whole_range_and_never_minus_one() -> None:
-    """An endpoint draws before it asks the engine, so that a recording replays."""
+    """An endpoint draws the seed before it sends the request, so that a recording can be
+    replayed.
+    """
     params = DiffusionParams(session_id="s", seed=MAX_SEED)
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(params.to_pooling_params().extra_kwargs))
     assert DiffusionParams.from_extra_kwargs(sent).seed == MAX_SEED

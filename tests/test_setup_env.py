@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`scripts/setup_env.py` decides what to install and when not to; pip itself is replaced here."""
+"""`scripts/setup_env.py` decides what it installs. pip is replaced by a fake."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ def setup_env() -> ModuleType:
 
 
 class FakePip:
-    """Answers each `pip install` in turn and remembers what was asked."""
+    """Returns the given result of each `pip install` and records its arguments."""
 
     def __init__(self, *responses: bool) -> None:
         self.responses = list(responses)
@@ -38,22 +38,14 @@ def _linux_x86_64(setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(setup_env.platform, "machine", lambda: "x86_64")
 
 
-def test_an_installed_cpu_build_is_retained(setup_env: ModuleType) -> None:
-    """Nothing is asked of pip."""
-    assert setup_env.install_cpu_torch(pip := FakePip(), "2.13.0+cpu", MIRROR) == []
-    assert pip.calls == []
-
-
 def test_pips_own_index_comes_first(setup_env: ModuleType) -> None:
-    """A CUDA build already there is replaced; the index pip is set up for is enough if it has a
-    CPU build.
-    """
+    """A CUDA build is replaced. pip's configured index is enough if it has a CPU build."""
     assert setup_env.install_cpu_torch(pip := FakePip(True), "2.13.0", MIRROR) == []
     assert pip.calls == [["torch==2.13.0+cpu"]]
 
 
 def test_then_the_index_of_cpu_builds_which_later_packages_use_too(setup_env: ModuleType) -> None:
-    """torchvision and its kin then come from there as well, built for the same torch."""
+    """torchvision is then installed from the same index, built for the same torch."""
     assert setup_env.install_cpu_torch(pip := FakePip(False, True), None, MIRROR) == [
         "--extra-index-url",
         MIRROR,
@@ -63,7 +55,7 @@ def test_then_the_index_of_cpu_builds_which_later_packages_use_too(setup_env: Mo
 
 
 def test_no_cuda_build_is_ever_requested_for(setup_env: ModuleType) -> None:
-    """Without any CPU build set-up stops, and says what to set."""
+    """Without a CPU build set-up stops and names the variable to set."""
     pip = FakePip(False, False)
     with pytest.raises(
         setup_env.SetupError, match=r"no index within reach has torch==2.13.0\+cpu.*set TORCH_INDEX"
@@ -98,8 +90,8 @@ def test_the_installed_torch_is_the_one_set_up_here(setup_env: ModuleType) -> No
 def test_the_stamp_changes_with_whatever_decides_the_installation(
     setup_env: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A repeated run returns at once, unless a file that decides the installation or the device
-    has changed.
+    """A repeated run returns at once unless the device or a file that decides the installation
+    changed.
     """
     for name in setup_env.STAMPED_FILES:
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -115,16 +107,6 @@ def test_the_stamp_changes_with_whatever_decides_the_installation(
     assert setup_env.stamp_key("cuda") != key
     (tmp_path / "pyproject.toml").write_text("two")
     assert not setup_env.is_current(venv, setup_env.stamp_key("cpu"))
-
-
-def test_a_stamp_without_a_working_interpreter_is_not_enough(
-    setup_env: ModuleType, tmp_path: Path
-) -> None:
-    """An environment whose Python was removed is made again."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "python").symlink_to(tmp_path / "gone")
-    (tmp_path / setup_env.STAMP).write_text("key")
-    assert not setup_env.is_current(tmp_path, "key")
 
 
 @pytest.mark.parametrize(
@@ -153,20 +135,8 @@ def test_the_device_is_what_the_machine_has_unless_named(
     assert setup_env.choose_device(wanted) == device
 
 
-def test_a_failed_command_shows_its_errors(setup_env: ModuleType, tmp_path: Path) -> None:
-    """pip's own ERROR lines are quoted with the log's name."""
-    log = tmp_path / "setup.log"
-    log.write_text("")
-    script = (
-        "print('Collecting x'); print('ERROR: No matching distribution found for x'); raise "
-        "SystemExit(1)"
-    )
-    assert not setup_env.run_logged([sys.executable, "-c", script], log)
-    assert setup_env.why(log) == f"The end of {log}:\nERROR: No matching distribution found for x"
-
-
 def test_missing_python_is_explained_by_make(tmp_path: Path) -> None:
-    """`make` names the interpreter it looked for and how to name another."""
+    """`make` names the interpreter it looked for and the variable that selects another."""
     result = subprocess.run(
         [
             "make",
@@ -186,45 +156,8 @@ def test_missing_python_is_explained_by_make(tmp_path: Path) -> None:
     assert "make PYTHON=python3.12 setup" in result.stderr
 
 
-def test_an_extra_is_added_once_to_a_finished_environment(
-    setup_env: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`make nightly` after `make test` installs what is missing and nothing else; then both have
-    nothing to do.
-    """
-    done: list[object] = []
-    monkeypatch.setenv("DEVICE", "cpu")
-    monkeypatch.setattr(
-        setup_env, "make_venv", lambda venv: (venv / "bin").mkdir(parents=True, exist_ok=True)
-    )
-    monkeypatch.setattr(setup_env, "install", lambda venv, device: done.append(device))
-    monkeypatch.setattr(setup_env, "install_extra", lambda venv, extra: done.append(f"[{extra}]"))
-    python = tmp_path / "bin" / "python"
-    python.parent.mkdir()
-    python.touch(mode=0o755)
-    for extras, expected in (((), ["cpu"]), (("ray",), ["[ray]"]), (("ray",), []), ((), [])):
-        done.clear()
-        assert setup_env.main(tmp_path, extras) == 0
-        assert done == expected
-
-
-def test_extras_leave_torch_as_it_is(
-    setup_env: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    commands: list[list[str]] = []
-    monkeypatch.setattr(
-        setup_env, "run_logged", lambda command, log: commands.append([*map(str, command)]) or True
-    )
-    (tmp_path / "constraints.txt").write_text("torch==2.13.0+cpu\n")
-    setup_env.install_extra(tmp_path, "ray")
-    assert commands[0][-4:-2] == ["--constraint", str(tmp_path / "constraints.txt")]
-    assert commands[0][-1].endswith("[ray]")
-
-
 def test_a_other_package_of_this_name_stops_set_up(setup_env: ModuleType, tmp_path: Path) -> None:
-    """An environment with the public package in it: its Python is asked, before anything is
-    installed.
-    """
+    """The environment's Python is checked for the public package before anything is installed."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
     setup_env.check_name(tmp_path / "venv")
     [layer] = (tmp_path / "venv").glob("lib/python*/site-packages")
@@ -236,38 +169,3 @@ def test_a_other_package_of_this_name_stops_set_up(setup_env: ModuleType, tmp_pa
     ) as stopped:
         setup_env.install(tmp_path / "venv", "cpu")
     assert f"rm -r {tmp_path / 'venv'}" in str(stopped.value)
-
-
-def test_a_terminal_is_shown_what_pip_is_at(setup_env: ModuleType) -> None:
-    """Found, fetched, installing; the bar grows and never claims to be full."""
-    found = (
-        "$ pip\nCollecting a\n  Downloading a.whl\nCollecting b\n  Using cached "
-        "b.whl\nCollecting c\n"
-    )
-    line = setup_env.progress_line(found, 12.4)
-    assert "3 packages found, 2 fetched, 12 s" in line
-    later = setup_env.progress_line(found + "Installing collected packages: c, b, a\n", 60)
-    assert "installing 3 packages, 60 s" in later
-    assert line.count("#") < later.count("#") < setup_env.BAR_CHARS
-
-
-def test_a_command_s_end_is_seen_and_nothing_is_shown_without_a_terminal(
-    setup_env: ModuleType,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    log = tmp_path / "log"
-    log.write_text("")
-    say = [
-        sys.executable,
-        "-c",
-        "print('\\nCollecting a', flush=True); import time; time.sleep(0.3)",
-    ]
-    assert setup_env.run_logged(say, log)
-    assert not setup_env.run_logged([sys.executable, "-c", "raise SystemExit(3)"], log)
-    assert capsys.readouterr().out == ""
-    monkeypatch.setattr(setup_env, "LOOK_S", 0.05)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert setup_env.run_logged(say, log)
-    assert "1 packages found" in capsys.readouterr().out

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any selection of test directories can be run together, in any order."""
+"""Any selection of test folders can run together in any order."""
 
 import ast
 from collections import Counter
@@ -10,12 +10,12 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 SHARED = {TESTS, TESTS / "helpers"}
 VIRTUAL_TIME = "import run_in_virtual_time"
-"""Files that hold it have a clock of their own: they sleep by it."""
+"""Files with this import sleep by a virtual clock."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Of a file: the modules that it imports, wherever in it, and the lines of its bare sleeps."""
+    """The modules that a file imports anywhere, and the lines of its bare sleeps."""
 
     imported: frozenset[str]
     bare_sleeps: tuple[int, ...]
@@ -37,9 +37,7 @@ def info(path: Path) -> Facts:
 
 
 def is_bare_sleep(call: ast.Call) -> bool:
-    """`time.sleep` or `asyncio.sleep` with a number, which may be a part of an expression; 0 is
-    none.
-    """
+    """Return whether a call sleeps for a constant other than 0, alone or in an expression."""
     if (
         ast.unparse(call.func) not in ("time.sleep", "asyncio.sleep", "sleep")
         or len(call.args) != 1
@@ -54,26 +52,22 @@ def imported(path: Path) -> frozenset[str]:
 
 
 def test_names_of_test_files_and_helpers_are_unique() -> None:
-    """pytest puts every directory on one path: of two modules of one name it would import the
-    first for both.
+    """pytest puts every folder on one path, so a second module of the same name is never
+    imported.
     """
     names = Counter(path.name for path in TESTS.rglob("*.py") if path.name != "conftest.py")
     assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_no_one_imports_a_conftest() -> None:
-    """There are several, and which one `conftest` means depends on the directory that was named
-    first.
-    """
+    """There are several, and the import would depend on the order of the folders."""
     assert [
         str(path.relative_to(TESTS)) for path in TESTS.rglob("*.py") if "conftest" in imported(path)
     ] == []
 
 
 def test_what_several_folders_import_is_in_helpers() -> None:
-    """Of pytest's folders a file finds its own and `tests`; the others are there only if they
-    are collected too.
-    """
+    """A test file can import from its own folder, `tests` and `tests/helpers` only."""
     folders = {path.stem: path.parent for path in TESTS.rglob("*.py") if path.parent not in SHARED}
     other_package = {
         f"{path.relative_to(TESTS)} imports {name}"
@@ -85,19 +79,11 @@ def test_what_several_folders_import_is_in_helpers() -> None:
 
 
 def test_waits_are_in_one_unit() -> None:
-    """A bare sleep is too short on one machine and wasted on the others: tests/helpers/waits.py
-    has what is needed.
+    """A bare sleep is too short on a slow machine and too long on others; use
+    tests/helpers/waits.py.
     """
     files = [path for path in TESTS.rglob("*.py") if path != TESTS / "helpers" / "waits.py"]
     found = [
         f"{path.relative_to(TESTS)}:{line}" for path in files for line in info(path).bare_sleeps
     ]
     assert found == []
-
-
-def test_a_bare_sleep_is_found(tmp_path: Path) -> None:
-    path = tmp_path / "test_x.py"
-    path.write_text(
-        "time.sleep(0.1)\nasyncio.sleep(2 * PERIOD_S)\nasyncio.sleep(0)\ntime.sleep(self.delay_s)\n"
-    )
-    assert info(path).bare_sleeps == (1, 2)

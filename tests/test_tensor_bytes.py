@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes of tensors to places in a file and back, whatever their layout, dtype and device."""
+"""Reading and writing tensors at positions of a file, for every layout, dtype and device."""
 
 import os
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ DEVICES = ["cpu", "cpu, staged", pytest.param("cuda", marks=[pytest.mark.cuda, N
 
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where tensors lie. staged: in host memory, but on the way that device memory takes."""
+    """The device of the tensors. `staged`: host memory that takes the path of device memory."""
     name, _, staged = request.param.partition(", ")
     if staged:
         monkeypatch.setattr(file_io, "_passes_staging", lambda tensor: True)
@@ -33,7 +33,7 @@ def descriptor(tmp_path: Path) -> Iterator[int]:
 
 
 def layouts(device: str) -> dict[str, torch.Tensor]:
-    """Tensors of every kind that sessions hold, each with other values."""
+    """Return tensors of every kind that sessions contain, with different values."""
     values = torch.arange(4 * 2 * 12 * 3 * 5, dtype=torch.float32, device=device).view(
         4, 2, 12, 3, 5
     )
@@ -52,8 +52,9 @@ def layouts(device: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("gap", [0, 64])
 def test_every_layout_comes_back(descriptor: int, device: str, gap: int) -> None:
-    """In logical order on disk; into memory of the same layout, with and without gaps between
-    tensors.
+    """Files contain the logical order.
+
+    Tensors are read into memory of the same layout, with and without gaps between them.
     """
     tensors, positions, position = layouts(device), {}, 10
     for name, tensor in tensors.items():
@@ -71,7 +72,7 @@ def test_every_layout_comes_back(descriptor: int, device: str, gap: int) -> None
 
 
 def test_rows_of_a_larger_tensor_are_filled_in_place(descriptor: int, device: str) -> None:
-    """Frames go into their slots of a window; nothing beside them is touched."""
+    """Frames are read into their slots of a window; other slots do not change."""
     frames = torch.arange(4 * 2 * 3 * 5, dtype=torch.int32, device=device).view(4, 2, 3, 5)
     write_at(descriptor, [(0, frames)])
     window = torch.full((4, 2, 9, 5), -1, dtype=torch.int32, device=device)
@@ -83,7 +84,7 @@ def test_rows_of_a_larger_tensor_are_filled_in_place(descriptor: int, device: st
 def test_more_parts_and_bytes_than_one_call_takes(
     descriptor: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows beyond the kernel's limit of one call, bytes beyond the staging buffer."""
+    """There are more parts than a system call accepts and more bytes than the staging buffer."""
     monkeypatch.setattr(file_io, "_STAGING_BYTES", 100)
     rows = torch.arange(1500 * 2 * 4 * 2, dtype=torch.int16, device=device).view(1500, 2, 4, 2)[
         :, :, 1:3
@@ -97,7 +98,7 @@ def test_more_parts_and_bytes_than_one_call_takes(
 def test_calls_that_move_less_than_requested_are_repeated(
     descriptor: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel may stop anywhere, also inside a row."""
+    """The kernel may stop anywhere, even inside a row."""
     write, read = os.pwritev, os.preadv
     monkeypatch.setattr(os, "pwritev", lambda fd, arrays, at: write(fd, [arrays[0][:7]], at))
     monkeypatch.setattr(os, "preadv", lambda fd, arrays, at: read(fd, [arrays[0][:5]], at))
@@ -109,7 +110,7 @@ def test_calls_that_move_less_than_requested_are_repeated(
 
 
 def test_a_file_that_ends_too_early_is_an_error(descriptor: int) -> None:
-    """And not a tensor that is half filled without a word."""
+    """A tensor is never left half filled without an error."""
     write_at(descriptor, [(0, torch.arange(4))])
     with pytest.raises(EOFError):
         read_at(descriptor, [(8, torch.zeros(4, dtype=torch.int64))])
@@ -118,8 +119,9 @@ def test_a_file_that_ends_too_early_is_an_error(descriptor: int) -> None:
 def test_tensors_in_any_order_and_in_small_parts_are_staged_in_any_number_of_loads(
     descriptor: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Buffers of every size from one byte: loads end within tensors, and what is turned round is
-    read in between.
+    """Staging buffers have sizes from one byte up.
+
+    Loads end within tensors, and transposed tensors are read in between.
     """
     tensors = list(layouts(device).values())
     ends = [sum(tensor.nbytes for tensor in tensors[:number]) for number in range(len(tensors))]
@@ -138,7 +140,7 @@ def test_tensors_in_any_order_and_in_small_parts_are_staged_in_any_number_of_loa
 def test_an_error_on_the_way_of_device_memory_is_raised(
     descriptor: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also one that the last of several writes meets, and one of a file that is too short."""
+    """This includes an error of the last of several writes, and a file that is too short."""
     monkeypatch.setattr(file_io, "_STAGING_BYTES", 64)
     values = torch.arange(100, dtype=torch.int64, device=device)
     write_at(descriptor, [(0, values)])

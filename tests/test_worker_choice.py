@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--worker-cls`: a worker that does not fit the model is refused at the start in one line, with
-the one that does.
+"""`--worker-cls`: a worker that does not fit the model is refused at start.
+
+The error has one line and names the worker that fits.
 """
 
 import importlib
@@ -25,13 +26,13 @@ DIFFUSION_PATHS = (WORKER_CLS, "vllm_omni.worker.diffusion_gpu_worker.DiffusionG
 
 
 def configure(model: Path, worker_cls: str, **arguments: str) -> VllmConfig:
-    """What plain `vllm serve MODEL --worker-cls ...` does before it starts anything."""
+    """Create the engine configuration as `vllm serve MODEL --worker-cls ...` does."""
     return EngineArgs(model=str(model), worker_cls=worker_cls, **arguments).create_engine_config()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("worker_cls", [*AR_PATHS, *STOCK])
 def test_a_world_refuses_workers_of_language_models(null_world: Path, worker_cls: str) -> None:
-    """Before any process starts, instead of with the first request."""
+    """The error comes before any process starts, instead of at the first request."""
     reason = (
         f"--worker-cls {worker_cls} runs language models; this checkpoint needs "
         f"{WORKER_CLS}: "
@@ -56,9 +57,9 @@ def test_a_language_model_refuses_workers_of_diffusion_models(
 
 @pytest.mark.parametrize("worker_cls", [*DIFFUSION_PATHS, "my.Worker"])
 def test_a_world_takes_its_worker_and_a_users_own(null_world: Path, worker_cls: str) -> None:
-    """By any of its paths, alone; the config hook completes the start.
+    """Each of the worker's paths is sufficient; the config hook sets the rest.
 
-    A class of the user's checks itself.
+    A class of the user's is not checked.
     """
     config = configure(null_world, worker_cls)
     assert config.parallel_config.worker_cls == worker_cls
@@ -69,9 +70,9 @@ def test_a_world_takes_its_worker_and_a_users_own(null_world: Path, worker_cls: 
 def test_the_worker_of_language_models_brings_its_scheduler(
     tiny_language_model: Path, worker_cls: str
 ) -> None:
-    """Without it requests for hidden states would get text only.
+    """Without our scheduler, requests for hidden states would return only text.
 
-    Other starts stay as vLLM has them.
+    Other starts keep vLLM's scheduler.
     """
     assert (
         configure(tiny_language_model, worker_cls).scheduler_config.scheduler_cls

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which names that a page or docstring puts in back quotes exist: in this package, its tests and
-tools, or in vLLM.
+"""Find names in back quotes that do not exist in this package, its tests and tools, or vLLM.
 
-A name counts as existing where code defines or uses it, or holds it as a string; a docstring or a
-comment is no proof.
+A name exists if code defines or uses it, or contains it as a string. Docstrings and comments do not
+count.
 """
 
 import ast
@@ -25,8 +24,9 @@ FENCE = re.compile(r"^([ ]*)(`{3,}).*?^\1\2[ ]*$", re.M | re.S)
 
 
 def quoted(text: str) -> list[str]:
-    """Names and paths in back quotes, once each, outside fenced blocks; what is neither
-    (commands, values) is left.
+    """Return the names and paths in back quotes, once each, outside fenced blocks.
+
+    Other quoted text, such as commands and values, is ignored.
     """
     found = (name.strip() for name in _QUOTED.findall(FENCE.sub("", text)))
     return list(
@@ -42,11 +42,11 @@ def docstrings(tree: ast.Module) -> str:
 
 
 def missing(names: list[str], alongside: Path, private: frozenset[str] = frozenset()) -> list[str]:
-    """Those that do not exist.
+    """Return the names that do not exist.
 
-    Paths are of the repository, of the package, or `beside` the page. A private name needs its
-    class, because every second class has a `_close`, unless it is one of `private`: those that a
-    docstring's own module defines.
+    A path is relative to the repository, the package, or `alongside`, the folder of the page. A
+    private name requires its class, because many classes have a `_close`, unless it is in
+    `private`, the names that the docstring's own module defines.
     """
     return [name for name in names if name not in private and not _exists(name, alongside)]
 
@@ -67,8 +67,10 @@ def _exists(name: str, alongside: Path) -> bool:
 
 
 def _word_exists(word: str) -> bool:
-    """Also as an environment variable of a limit (`VLLM_OMNI_IDLE_TIMEOUT_S` of
-    `idle_timeout_s`), or as a counter.
+    """Return whether a word exists.
+
+    A word may also be the environment variable of a limit (`VLLM_OMNI_IDLE_TIMEOUT_S` of
+    `idle_timeout_s`) or a counter.
     """
     variable = word.removeprefix("VLLM_OMNI_").lower() if word.isupper() else word
     return any(
@@ -85,7 +87,7 @@ def _path_exists(name: str, alongside: Path) -> bool:
         return True
     if any(path.as_posix().endswith("/" + name.rstrip("/")) for path in _files()):
         return True
-    return name.rstrip("/") in _strings()  # a checkpoint's file, say
+    return name.rstrip("/") in _strings()  # for example a file of a checkpoint
 
 
 @cache
@@ -101,7 +103,7 @@ def _files() -> list[Path]:
 
 @cache
 def trees() -> dict[Path, ast.Module]:
-    """Of the package and of its tools; what tests define is read by `_of_tests`."""
+    """Parse the package and its tools. `_of_tests` reads the names that tests define."""
     return {
         path: ast.parse(path.read_text())
         for path in _files()
@@ -114,14 +116,14 @@ def _is_a_test(path: Path) -> bool:
 
 
 def _of_tests() -> Iterator[str]:
-    """Functions of the tests, by their lines: parsing takes seconds."""
+    """Return the functions of the tests, found by their lines because parsing takes seconds."""
     for path in _files():
         if path.suffix == ".py" and _is_a_test(path):
             yield from re.findall(r"^ *def (\w+)", path.read_text(), re.M)
 
 
 def _strings_of(tree: ast.AST) -> Iterator[str]:
-    """But docstrings, of which a field's is one too."""
+    """Return the strings of a module without docstrings and texts below fields."""
     documentation = {
         id(node.value)
         for node in ast.walk(tree)
@@ -137,7 +139,7 @@ def _strings_of(tree: ast.AST) -> Iterator[str]:
 
 
 def names_of(tree: ast.AST) -> Iterator[str]:
-    """What code defines or uses, and words of its strings."""
+    """Return the names that code defines or uses, and the words of its strings."""
     for text in _strings_of(tree):
         yield from re.findall(r"\w+", text)
     for node in ast.walk(tree):
@@ -169,14 +171,14 @@ def _ours() -> frozenset[str]:
 
 @cache
 def _strings() -> str:
-    """Strings of the package's code, docstrings left out."""
+    """Return the strings of the package's code without docstrings."""
     package = [tree for path, tree in trees().items() if path.is_relative_to(REPO / "vllm_omni")]
     return "\n".join(text for tree in package for text in _strings_of(tree))
 
 
 @cache
 def _classes() -> dict[str, tuple[set[str], list[str]]]:
-    """Class of this package -> its own members, and the names of its bases."""
+    """Return class of this package -> its own members and the names of its bases."""
     found: dict[str, tuple[set[str], list[str]]] = {}
     for path, tree in trees().items():
         if path.is_relative_to(REPO / "vllm_omni"):
@@ -208,7 +210,7 @@ def _members(name: str, seen: frozenset[str] = frozenset()) -> set[str]:
 
 
 def _in_module(parts: list[str]) -> bool:
-    """`vllm_omni.a.b.c`: a module, or a name that a module of this package defines or imports."""
+    """Return whether `vllm_omni.a.b.c` is a module or a name that a module defines or imports."""
     path = REPO.joinpath(*parts)
     if path.is_dir() or path.with_suffix(".py").is_file():
         return True
@@ -220,7 +222,9 @@ def _in_module(parts: list[str]) -> bool:
 
 @cache
 def _of_vllm() -> frozenset[str]:
-    """All words of vLLM's source, 40 MB: as bytes, a third of the time."""
+    """Return all words of vLLM's source (40 MB), read as bytes because that takes a third of the
+    time.
+    """
     [root] = importlib.util.find_spec("vllm").submodule_search_locations  # type: ignore[union-attr, misc]
     apart = re.sub(rb"\W", b" ", bytes(range(256)))
     words = {

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes documentation apart: fenced blocks, the commands in shell blocks, and a check for each kind
-of command.
+"""Extract fenced blocks and shell commands from documentation, with a check for each kind of
+command.
 
-A command of a kind that no check knows is a failure, so that documentation cannot gain untested
-commands unnoticed. `vllm-omni` commands run in a process each, forked from one that has the
-libraries imported (`rank_processes`): the installed script itself is started by
-tests/entrypoints/cli/test_demo.py, and `doctor` run by test_doctor.py.
+An unknown kind of command is a failure, so that no untested command is added by accident.
+`vllm-omni` commands run in processes that are forked with the libraries imported
+(`rank_processes`). tests/entrypoints/cli/test_demo.py starts the installed script, and
+test_doctor.py runs `doctor`.
 """
 
 import argparse
@@ -46,7 +46,7 @@ NOT_RUN = {
     "torchrun": "needs several ranks",
     "ray": "needs a cluster",
 }
-"""Commands that are only looked at, and why."""
+"""Commands that are not run, with the reason."""
 
 _FENCE = re.compile(
     r"^(?P<indent>[ ]*)(?P<ticks>`{3,})(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)(?P=ticks)[ ]*$",
@@ -57,12 +57,12 @@ _LINK = re.compile(r"\[[^\]]*\]\((?!https?://|#|mailto:)([^)#\s]+)[^)]*\)")
 
 
 class DocsError(AssertionError):
-    """A snippet that is not real."""
+    """A snippet that does not work."""
 
 
 @dataclass(frozen=True)
 class Snippet:
-    """One fenced block: where it stands, its language, its text."""
+    """A fenced block: its page and line, language and text."""
 
     path: Path
     line: int
@@ -75,7 +75,7 @@ class Snippet:
 
 
 def documents() -> list[Path]:
-    """README, docs/, and the pages beside code and examples."""
+    """Return README, docs/, and the pages next to code and examples."""
     patterns = (
         "*.md",
         "docs/**/*.md",
@@ -95,13 +95,14 @@ def snippets(path: Path) -> Iterator[Snippet]:
 
 
 def links(path: Path) -> list[str]:
-    """Relative link targets, outside fenced blocks."""
+    """Return relative link targets outside fenced blocks."""
     return _LINK.findall(_FENCE.sub("", path.read_text()))
 
 
 def commands(script: str) -> list[list[str]]:
-    """Split a shell block into commands: continuation lines joined, comments, prompts and `&&`
-    taken out.
+    """Split a shell block into commands.
+
+    Continuation lines are joined; comments, prompts and `&&` are removed.
     """
     result: list[list[str]] = []
     for line in script.replace("\\\n", " ").splitlines():
@@ -119,7 +120,10 @@ def commands(script: str) -> list[list[str]]:
 
 
 def blocked_commands(script: str) -> list[list[str]]:
-    """Commands behind one that keeps running; further lines that serve are its alternatives."""
+    """Return commands after one that keeps running.
+
+    Further lines that serve are alternatives to it.
+    """
     serving = False
     for line in script.replace("\\\n", " ").splitlines():
         for command in commands(line):
@@ -140,7 +144,7 @@ def blocked_commands(script: str) -> list[list[str]]:
 
 
 def check_command(command: list[str], runs_in: Path, *, execute: bool = True) -> None:
-    """Check one command by its kind, running it in `runs_in` if that is cheap (and `execute`)."""
+    """Check a command by its kind; run it in `runs_in` if that is cheap and `execute` is set."""
     while command and _ASSIGNMENT.match(command[0]):
         command = command[1:]
     if not command:
@@ -209,7 +213,7 @@ def _check_vllm_omni(arguments: list[str], runs_in: Path, execute: bool) -> None
 
 @cache
 def _run_once(arguments: tuple[str, ...]) -> None:
-    """A command that no folder changes: however often pages name it."""
+    """Run a command whose result does not depend on the folder only once."""
     _run(list(arguments), REPO)
 
 
@@ -228,16 +232,14 @@ def _run(arguments: list[str], runs_in: Path) -> None:
 
 
 def _vllm_omni(arguments: list[str], runs_in: Path, log: str) -> None:
-    """The command, in a process of its own, as if typed in the folder `runs_in`; what it prints
-    goes to `log`.
-    """
+    """Run the command in this process, in the folder `runs_in`, with its output in `log`."""
     from vllm_omni.entrypoints.cli.main import main
 
     os.chdir(runs_in)
     output = os.open(log, os.O_WRONLY)
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
-    main(arguments)  # ends the process with the command's status
+    main(arguments)  # exits with the command's status
 
 
 def _check_python(arguments: list[str]) -> None:
@@ -283,7 +285,7 @@ def _parse(parser: argparse.ArgumentParser, arguments: list[str]) -> None:
 
 
 def check_python_code(text: str) -> None:
-    """The code compiles, and everything it imports exists."""
+    """Check that the code compiles and its imports exist."""
     try:
         tree = ast.parse(text)
     except SyntaxError as error:
@@ -307,14 +309,15 @@ STAND_INS = {
     '{"hidden_state_layers": [12]}': '{"hidden_state_layers": [1]}',
     "(12, -1)": "(1, -1)",
 }
-"""Text of snippets that needs downloads -> text for the tiny model of the same page."""
+"""Text of snippets that requires downloads -> text for the tiny model of the same page."""
 
 _FILE_OF_READER = re.compile(r"# ((?:vllm_omni|tests|examples)/[\w/]+\.py)\n")
 
 
 def file_of_reader(snippet: Snippet) -> str | None:
-    """The file that a tutorial's block is to be written to, which its first line names; None for
-    other blocks.
+    """Return the file that a tutorial's block is written to, which its first line names.
+
+    Returns None for other blocks.
     """
     match = _FILE_OF_READER.match(snippet.text)
     return match[1] if match and snippet.path.parent == REPO / "docs" / "tutorials" else None
@@ -365,9 +368,7 @@ def snippet_kind(snippet: Snippet) -> str:
 
 
 def write_script(snippet: Snippet, folder: Path, port: int | None = None) -> Path:
-    """Write a block as a script, as printed but for `STAND_INS` and the port of the page's
-    server.
-    """
+    """Write a block as a script, changed by `STAND_INS` and the port of the page's server."""
     text = snippet.text
     for shown, stand_in in STAND_INS.items():
         text = text.replace(shown, stand_in)
@@ -379,7 +380,7 @@ def write_script(snippet: Snippet, folder: Path, port: int | None = None) -> Pat
 
 
 def server_command(page: Path, folder: Path, port: int) -> list[str]:
-    """The first `vllm serve` command of a page whose model lies in `folder`, with another port."""
+    """Return the page's first `vllm serve` command with a model in `folder`, with another port."""
     for snippet in snippets(page):
         for command in (
             commands(snippet.text) if snippet.language in ("bash", "sh", "shell") else []

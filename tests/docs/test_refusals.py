@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What pages and option texts call refused is refused: every such sentence is in one of the two
-tables here.
+"""Every sentence of pages and option texts about a refusal has an entry here that verifies it.
 
-`AT_START`: combinations of options that the sentence says cannot be; each is configured as `vllm
-serve` does it, and must raise before any process starts. `HELD_BY`: refusals of requests, files and
-readers, and the test that holds each.
+`AT_START` has combinations of options that must raise before any process starts, configured as
+`vllm serve` does. `HELD_BY` has refusals of requests, files and readers with the test that verifies
+each.
 """
 
 import ast
@@ -166,7 +165,7 @@ AT_START: dict[str, list[Case]] = {
     ],
     "**Async scheduling is refused.**": [("null_world", {}, {"async_scheduling": True})],
 }
-"""Part of a sentence or table row -> what cannot be configured if it is true."""
+"""Part of a sentence or table row -> configurations that must be refused."""
 
 HELD_BY = {
     # realtime_video.md
@@ -221,8 +220,7 @@ HELD_BY = {
     ),
     # lance.md, online
     "Tools, `logprobs`, penalties and other formats are refused": (
-        "tests/entrypoints/openai/test_chat_request.py::"
-        "test_unsupported_fields_are_refused_by_name"
+        "tests/entrypoints/openai/test_chat_request.py::test_unsupported_fields_are_refused_by_name"
     ),
     # wan2_2.md
     "It is refused with `omni.model.cuda_graphs`": (
@@ -281,8 +279,7 @@ HELD_BY = {
         "tests/entrypoints/openai/test_plan.py::test_fields_that_the_model_does_not_support_are_refused"
     ),
     "`num_frames` and `fps` are refused with it": (
-        "tests/entrypoints/openai/test_plan.py::"
-        "test_a_length_for_an_edited_video_is_refused"
+        "tests/entrypoints/openai/test_plan.py::test_a_length_for_an_edited_video_is_refused"
     ),
     "refused by models in which they are fixed": (
         "tests/entrypoints/openai/test_plan.py::test_fields_that_the_model_does_not_support_are_refused"
@@ -438,11 +435,11 @@ HELD_BY = {
     "stock auto-detection refuses them": "tests/test_import_purity.py",
     "Every other combination is refused before any process starts": "tests/test_combinations.py",
 }
-"""Part of a sentence -> the test that it is true."""
+"""Part of a sentence -> the test that verifies it."""
 
 
 def sentences(path: Path) -> Iterator[str]:
-    """Of a page, or of a module's docstrings; a table row counts as one."""
+    """Return the sentences of a page or of a module's docstrings; a table row is one sentence."""
     text = (
         names.docstrings(ast.parse(path.read_text())) if path.suffix == ".py" else path.read_text()
     )
@@ -455,10 +452,10 @@ def sentences(path: Path) -> Iterator[str]:
 
 
 def refusals(path: Path) -> list[str]:
-    """Sentences that call something refused, and rows of the table of what else is.
+    """Return the sentences that describe a refusal, and rows of the table of further refusals.
 
-    Not of pages that a script writes: tests/test_engine_arguments.py tries the rows of engine
-    arguments, and what the page of options says stands in docstrings, which are read here.
+    Generated pages are excluded. tests/test_engine_arguments.py checks the rows of engine
+    arguments, and the options page quotes docstrings, which are included.
     """
     if path.name in ("engine_arguments.md", "options.md"):
         return []
@@ -482,7 +479,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def configure(model: Path, omni: dict[str, Any], arguments: dict[str, Any]) -> VllmConfig:
-    """What `vllm serve` does before it starts anything."""
+    """Create the engine configuration as `vllm serve` does."""
     return EngineArgs(
         model=str(model),
         config_format="omni",
@@ -495,7 +492,7 @@ def configure(model: Path, omni: dict[str, Any], arguments: dict[str, Any]) -> V
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(docs.REPO)))
 def test_every_sentence_about_a_refusal_is_held(path: Path) -> None:
-    """A new one needs an entry here, with options that are refused or with its test."""
+    """A new sentence requires an entry here."""
     known = [*AT_START, *HELD_BY, "the same, refusing", "a snapshot taken with another split"]
     assert [
         sentence for sentence in refusals(path) if not any(part in sentence for part in known)
@@ -503,7 +500,7 @@ def test_every_sentence_about_a_refusal_is_held(path: Path) -> None:
 
 
 def test_no_entry_is_left_over() -> None:
-    """A sentence that was rewritten takes its entry along."""
+    """The entry of a changed sentence must change too."""
     written = [sentence for path in PAGES for sentence in refusals(path)]
     assert [
         part for part in (*AT_START, *HELD_BY) if not any(part in sentence for sentence in written)
@@ -512,7 +509,7 @@ def test_no_entry_is_left_over() -> None:
 
 @pytest.mark.parametrize("part", [part for part, cases in AT_START.items() if cases])
 def test_what_a_page_calls_refused_is_refused(part: str, folder: Path) -> None:
-    """With a reason, before any process starts."""
+    """The error gives a reason before any process starts."""
     for model, omni, arguments in AT_START[part]:
         with pytest.raises(ValueError, match=r"omni|parallel|async") as refused:
             configure(checkpoint(folder, model), omni, arguments)
@@ -533,7 +530,7 @@ def test_what_a_page_calls_refused_is_refused(part: str, folder: Path) -> None:
     ids=str,
 )
 def test_what_is_close_to_it_and_works_is_not_refused(case: Case, folder: Path) -> None:
-    """So that the test above does not pass because of something else."""
+    """A similar valid configuration works, so the refusal has no other cause."""
     model, omni, arguments = case
     config = configure(checkpoint(folder, model), omni, arguments)
     assert {name: getattr(config.parallel_config, name) for name in arguments} == arguments
@@ -541,7 +538,7 @@ def test_what_is_close_to_it_and_works_is_not_refused(case: Case, folder: Path) 
 
 
 def test_the_tests_that_hold_refusals_exist() -> None:
-    """By file and name."""
+    """The entries name existing files and functions."""
     gone = []
     for held in HELD_BY.values():
         file, _, name = held.partition("::")
@@ -549,13 +546,3 @@ def test_the_tests_that_hold_refusals_exist() -> None:
         if not path.is_file() or (name and not re.search(rf"def {name}\(", path.read_text())):
             gone.append(held)
     assert gone == []
-
-
-def test_a_sentence_without_an_entry_is_found(tmp_path: Path) -> None:
-    """In a page, in a table and in the docstring of an options class."""
-    page = tmp_path / "page.md"
-    page.write_text("Green worlds are refused. Red ones work.\n\n| blue | refused |\n")
-    assert refusals(page) == ["Green worlds are refused.", "| blue | refused |"]
-    module = tmp_path / "options.py"
-    module.write_text('class Options:\n    """colour: green is refused."""\n')
-    assert refusals(module) == ["colour: green is refused."]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of measured results are those that the result files give."""
+"""The committed tables of measured results equal the generated ones."""
 
 import json
 from pathlib import Path
@@ -12,20 +12,14 @@ results_page = load_script(docs.REPO / "scripts" / "results_page.py")
 
 
 def test_the_committed_tables_are_generated_from_the_results() -> None:
-    """docs/reference/results.md and README's table. `make results` writes them."""
+    """`make results` writes docs/reference/results.md and the README's table."""
     rows = results_page.load_rows()
     assert results_page.PAGE.read_text() == results_page.page_text(rows)
     assert results_page.readme_table(rows) in results_page.README.read_text()
 
 
-def test_a_cell_shows_the_median_and_the_range_over_starts() -> None:
-    values = {"name": "frames/s", "decimals": 1, "starts": [43.94, 43.5, 43.8]}
-    assert results_page.format_value(values) == "43.8 (43.5 to 43.9, 3 starts)"
-    assert results_page.format_value({**values, "starts": [7.0], "unit": "s"}) == "7.0 s"
-
-
 def test_a_result_without_a_record_is_refused(tmp_path: Path) -> None:
-    """A measurement that no page shows does not stay in the tree."""
+    """A result that no page shows may not stay in the tree."""
     (tmp_path / "run.json").write_text(
         json.dumps({"date": "2026-01-01", "command": "python run.py"})
     )

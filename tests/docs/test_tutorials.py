@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tutorials work as printed: their files are written, their changes applied and their commands
-run, in order.
+"""Tutorials work as printed: the tests write their files, apply their changes and run their
+commands.
 """
 
 import os
@@ -26,7 +26,9 @@ CHANGE = "## 6. Now change it"
 
 
 class Checkout:
-    """A checkout that a reader edits: links to the files of this one, and the reader's own."""
+    """A checkout that a reader edits: links to the files of this one, and the reader's own
+    files.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -96,7 +98,7 @@ class Checkout:
 
 
 def parts(*, changed: bool) -> list[docs.Snippet]:
-    """The blocks of the page before its change, or of the change itself."""
+    """Return the blocks of the page before its change, or of the change."""
     line = PAGE.read_text().split(CHANGE)[0].count("\n")
     return [snippet for snippet in docs.snippets(PAGE) if (snippet.line > line) == changed]
 
@@ -122,7 +124,7 @@ def checkout(tmp_path: Path) -> Checkout:
 
 
 def test_the_model_of_the_tutorial_is_known_after_its_edits(checkout: Checkout) -> None:
-    """Before the change and after it.
+    """This holds before and after the change.
 
     `make-tiny` writes a checkpoint, which its own family detects.
     """
@@ -160,7 +162,7 @@ def walked(checkout: Checkout, client: list[str], port: int) -> np.ndarray:
 
 @pytest.mark.nightly  # two servers, 30 to 60 s each
 def test_the_tutorial_works_as_printed(checkout: Checkout) -> None:
-    """The tiny world is served and moves by its keys. After the change, and not before, it runs."""
+    """The tiny world is served and moves by its keys. Only after the change it runs."""
     edit(checkout, changed=False)
     make_tiny, serve, walk = commands(changed=False)
     serve_again, run = commands(changed=True)
@@ -181,16 +183,15 @@ def test_the_tutorial_works_as_printed(checkout: Checkout) -> None:
 
 
 def moved(frame: np.ndarray, columns: int) -> np.ndarray:
-    """The frame after `columns` steps to the right.
-
-    A step is 8 pixels, and the floor repeats after 64.
+    """Return the frame after `columns` steps of 8 pixels to the right. The floor repeats
+    after 64.
     """
     longer = np.concatenate([frame, frame[:, 32:96]], axis=1)
     return longer[:, np.arange(160) + columns * 8 % 64].astype(np.float64)
 
 
 def test_the_page_is_all_run() -> None:
-    """Every command is one that the tests above run; a new one fails here first."""
+    """Every command of the page is run by the tests above."""
     assert [command[0] for command in commands(changed=False)] == ["vllm-omni", "vllm", "python"]
     assert [command[0] for command in commands(changed=True)] == ["vllm", "python"]
     assert re.search(r"^" + re.escape(CHANGE) + "$", PAGE.read_text(), re.M)

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A gymnasium space is made of what a model states it takes, and its members become the engine's
-actions.
-"""
+"""A model's action space becomes a gymnasium space whose members become the engine's actions."""
 
 from typing import Any
 
@@ -58,7 +56,7 @@ def test_one_button_at_a_time_is_a_number(number: int, names: tuple[str, ...]) -
 
 
 def test_all_of_a_model_s_buttons_may_be_held_at_once() -> None:
-    """A random action holds half of them."""
+    """A random action holds half of the buttons."""
     space = action_space(released_config("waypoint"))
     held = {
         "buttons": np.ones(256, np.int8),

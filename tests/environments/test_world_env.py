@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worlds as a gymnasium `VectorEnv`: steps, seeds, forks, replays, truncation; with a real
-engine at the end.
+"""Worlds as a gymnasium `VectorEnv`: steps, seeds, forks, replays and truncation.
+
+The last test uses a real engine.
 """
 
 import multiprocessing
@@ -34,14 +35,15 @@ def env(llm: Any) -> Iterator[WorldVectorEnv]:
 
 
 def keys(env: WorldVectorEnv, *held: str) -> dict[str, np.ndarray]:
-    """One action of each environment."""
+    """Return one action per environment."""
     names = env.model_actions.button_names
     return {"buttons": np.array([[name in each for name in names] for each in held], np.int8)}
 
 
 def test_a_step_is_a_chunk_of_every_environment(env: WorldVectorEnv) -> None:
-    """Frames in the observation, latents and seeds beside them; a reset's chunk is padded in
-    front.
+    """Observations are frames; `info` has latents and seeds.
+
+    The first chunk of a reset is padded at its start.
     """
     frames, infos = env.reset(seed=5)
     assert env.observation_space.contains(frames) and frames.shape == (3, 12, 32, 48, 3)
@@ -54,7 +56,10 @@ def test_a_step_is_a_chunk_of_every_environment(env: WorldVectorEnv) -> None:
 
 
 def test_the_same_seeds_and_actions_give_the_same_bits(env: WorldVectorEnv) -> None:
-    """Also in another place of the vector; other keys, seeds and prompts give others."""
+    """This holds at another index of the vector too.
+
+    Other keys, seeds and prompts give other frames.
+    """
     env.reset(seed=[1, 1, 2])
     first = env.step(keys(env, "w", "w", "w"))[0]
     env.reset(seed=[2, 1, 1])
@@ -75,7 +80,7 @@ def test_a_fork_continues_as_its_source_and_then_its_own_way(env: WorldVectorEnv
 
 
 def test_an_episode_is_played_again_bit_for_bit(env: WorldVectorEnv) -> None:
-    """In another environment, from its seed, prompt and actions; a fork's record is whole."""
+    """Seed, prompt and actions suffice in another environment; a fork's record is complete."""
     frames = [env.reset(seed=1)[0][1][-9:]]
     frames += [env.step(keys(env, "", held, ""))[0][1] for held in ("w", "wl")]
     episode = env.episodes[1]
@@ -87,7 +92,7 @@ def test_an_episode_is_played_again_bit_for_bit(env: WorldVectorEnv) -> None:
 
 
 def test_an_episode_that_is_long_enough_starts_anew(llm: Any) -> None:
-    """The step behind its end is the next reset, as gymnasium's `NEXT_STEP` says."""
+    """The step after its end resets it, as gymnasium's `NEXT_STEP` mode requires."""
     env = WorldVectorEnv(
         llm, 2, prompt="a village", image=IMAGE, max_steps=2, reward=lambda f, z: np.ones(2), **SIZE
     )
@@ -105,7 +110,7 @@ def test_an_episode_that_is_long_enough_starts_anew(llm: Any) -> None:
 
 
 def test_a_start_pose_needs_a_world_with_poses(env: WorldVectorEnv) -> None:
-    """A model that receives relative motion alone refuses one by name; poses are then unknown."""
+    """A model that receives only relative motion refuses a start pose; its poses are unknown."""
     start = {"x_m": 1.0, "z_m": 2.0, "heading_degrees": 0.0}
     with pytest.raises(RequestFailed, match="start_pose"):
         env.reset(options={"start_pose": start})
@@ -157,9 +162,9 @@ def test_closing_frees_the_sessions(llm: Any) -> None:
 
 @pytest.mark.engine
 def test_an_engine_steps_forks_and_replays(lingbot_world: Path) -> None:
-    """vLLM's own `LLM`, two worlds side by side: a replay is bit for bit the first play.
+    """vLLM's `LLM` runs two worlds, and a replay is bit-identical to the first run.
 
-    Closing it ends the engine.
+    Closing the environment stops the engine.
     """
     before = set(multiprocessing.active_children())
     env = WorldVectorEnv.load(lingbot_world, 2, prompt="a village", image=IMAGE, **SIZE)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start poses and world poses of environments.
-
-The engine is a stand-in that walks and makes empty frames.
+"""Start poses and world poses of environments, with an engine that moves but renders empty
+frames.
 """
 
 from types import SimpleNamespace
@@ -70,7 +69,10 @@ def action(env: WorldVectorEnv, *held: str) -> dict[str, np.ndarray]:
 
 
 def test_environments_start_where_they_are_notified(env: WorldVectorEnv) -> None:
-    """One pose for all, or one of each; a step forward is half a metre a latent frame."""
+    """A start pose is shared or one per environment.
+
+    A step forward is 0.5 m per latent frame.
+    """
     _, infos = env.reset(options={"start_pose": [NORTH, EAST]})
     assert infos["world_poses"].shape == (2, 3, 4)
     assert infos["world_poses"][:, -1].tolist() == [[1, 2, 0, 0], [1, 2, pytest.approx(90), 0]]
@@ -83,12 +85,12 @@ def test_environments_start_where_they_are_notified(env: WorldVectorEnv) -> None
 
 
 def test_an_unknown_pose_is_nan(env: WorldVectorEnv) -> None:
-    """Nothing was told and nothing recognised."""
+    """No pose was given and none was recognised."""
     assert np.isnan(env.reset()[1]["world_poses"]).all()
 
 
 def test_an_episode_that_ends_starts_from_the_same_pose_again(env: WorldVectorEnv) -> None:
-    """Until the next call of `reset`."""
+    """The start pose holds until the next call of `reset`."""
     env.reset(options={"start_pose": EAST})
     for _ in range(3):
         *_, infos = env.step(action(env, "w", "w"))

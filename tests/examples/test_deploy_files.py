@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of `examples/deploy`: every command, flag, variable, path and exit status they name
-exists.
+"""The commands, flags, variables, paths and exit statuses in `examples/deploy` exist.
 
-That rules and dashboard name metrics which a server exports, a real server is asked in
-tests/entrypoints/realtime/test_operators_served.py.
+tests/entrypoints/realtime/test_operators_served.py checks on a real server that it exports the
+metrics of the rules and the dashboard.
 """
 
 import argparse
@@ -45,17 +44,17 @@ KNOWN = {
     "ENTRYPOINT",
     "CMD",
 }
-"""Docker's instructions that these files use."""
+"""Docker instructions that these files use."""
 
 
 def lines(path: Path) -> list[str]:
-    """A file's lines without comments, those continued by a backslash put together."""
+    """Return a file's lines without comments, with continued lines joined."""
     retained = [line for line in path.read_text().splitlines() if not line.lstrip().startswith("#")]
     return re.sub(r"\\\n\s*", "", "\n".join(retained)).splitlines()
 
 
 def unit() -> dict[str, list[str]]:
-    """Every `Name=value` of the unit, whatever its section."""
+    """Return every `Name=value` of the unit, regardless of its section."""
     found: dict[str, list[str]] = {}
     for line in lines(UNIT):
         name, equals, value = line.partition("=")
@@ -74,7 +73,7 @@ def environment() -> dict[str, str]:
 
 
 def parse(command: list[str]) -> argparse.Namespace:
-    """Read a `vllm serve ... --omni` command as the server would; an unknown flag ends it."""
+    """Parse a `vllm serve ... --omni` command as the server does; an unknown flag raises."""
     assert command[:2] == ["vllm", "serve"] and "--omni" in command
     args: argparse.Namespace = parser().parse_args(
         ["serve", *(word for word in command[2:] if word != "--omni")]
@@ -110,8 +109,9 @@ def test_the_unit_starts_a_server_again_after_what_operations_calls_a_death_and_
 
 
 def test_the_unit_lets_the_server_finish() -> None:
-    """SIGTERM goes to the server only, which ends its engine; the rest is killed later than its
-    drain may take.
+    """SIGTERM is sent only to the server, which stops its engine.
+
+    systemd kills the rest later than the server's drain can take.
     """
     command = shlex.split(only("ExecStart"))
     omni = OmniConfig.from_additional_config(
@@ -137,7 +137,7 @@ def test_every_variable_is_one_that_someone_reads() -> None:
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
 def test_systemd_takes_the_unit(tmp_path: Path) -> None:
-    """Its own check, which also looks for the command: any that exists will do here."""
+    """`systemd-analyze verify` also checks that the command exists, so the test replaces it."""
     copy = tmp_path / UNIT.name
     copy.write_text(
         UNIT.read_text().replace(
@@ -187,7 +187,7 @@ def test_a_dockerfiles_commands_flags_and_paths_exist(path: Path) -> None:
 
 
 def test_the_build_context_is_what_the_dockerfiles_copy() -> None:
-    """Not the environment, whose links would break in an image, and no results of gigabytes."""
+    """The context has no virtual environment, whose links would break, and no large results."""
     rules = lines(REPO / ".dockerignore")
     assert rules[0] == "*"
     retained = {rule.removeprefix("!") for rule in rules if rule.startswith("!")}
@@ -201,7 +201,7 @@ def test_the_build_context_is_what_the_dockerfiles_copy() -> None:
 
 
 def test_every_docker_run_makes_room_for_the_engines_messages() -> None:
-    """Docker's 64 MB of /dev/shm end a server with a bus error."""
+    """With Docker's default /dev/shm of 64 MB a server ends with a bus error."""
     texts = [*DOCKERFILES, REPO / "docs/how_to/operators.md"]
     ran = [
         line for path in texts for line in re.findall(r"docker run (?:.*\\\n)*.*", path.read_text())

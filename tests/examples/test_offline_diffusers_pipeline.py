@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The offline example makes pictures and videos of pipeline directories, as its own command
-line.
-"""
+"""The offline example generates images and videos with pipeline directories."""
 
 from pathlib import Path
 
@@ -25,7 +23,7 @@ def tiny(tmp_path: Path, layout: str) -> Path:
 
 @pytest.mark.nightly
 def test_text_becomes_images(tmp_path: Path) -> None:
-    """Two numbered files of the asked size."""
+    """It writes two numbered files of the requested size."""
     out = tmp_path / "fox.png"
     arguments = (
         "--size",
@@ -48,7 +46,7 @@ def test_text_becomes_images(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_text_becomes_a_video(tmp_path: Path) -> None:
-    """Nine frames in an MP4."""
+    """It writes an MP4 with nine frames."""
     out = tmp_path / "fox.mp4"
     run_example(
         SCRIPT,
@@ -67,7 +65,7 @@ def test_text_becomes_a_video(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_refused_request_ends_with_its_reason(tmp_path: Path) -> None:
-    """One line, no traceback."""
+    """It prints one line and no traceback."""
     result = run_example(
         SCRIPT, tiny(tmp_path, "sd3"), "--out", tmp_path / "x.png", "--size", "60x32", status=1
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The offline example of hidden states, as its own command line."""
+"""The offline example of hidden states."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from vllm_omni.hidden_states import from_safetensors
 
 @pytest.mark.nightly
 def test_it_prints_text_and_writes_rows(tmp_path: Path) -> None:
-    """Without a model it makes one; two prompts, two layers."""
+    """Without a model it creates one. It runs two prompts and returns two layers."""
     out = tmp_path / "states.safetensors"
     done = run_example("hidden_states.py", "--rows", "generated", "--layers", 2, -1, "--out", out)
     states = from_safetensors(out.read_bytes())

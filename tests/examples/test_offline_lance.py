@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The offline Lance example as its own command line, and what it writes."""
+"""The offline Lance example and the files that it writes."""
 
 from pathlib import Path
 
@@ -37,7 +37,7 @@ def test_a_clip_is_read_as_frames(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_image_is_generated_and_read(tmp_path: Path) -> None:
-    """Two runs of the script on the tiny checkpoint, as a user types them."""
+    """The script runs twice on the tiny checkpoint, as a user runs it."""
     get_family("lance").make_tiny(tmp_path / "model", 0, "image")
     image = tmp_path / "cat.png"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The offline example turns an image and a camera folder into a video, as its own command line."""
+"""The offline example turns an image and a camera folder into a video."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ EXAMPLE = load_example(SCRIPT)
 
 @pytest.fixture
 def camera(tmp_path: Path) -> Path:
-    """A folder with a path of 21 frames to the right."""
+    """Return a folder with a path of 21 frames to the right."""
     folder = tmp_path / "walk"
     folder.mkdir()
     poses_N44 = np.tile(np.eye(4, dtype=np.float32), (21, 1, 1))
@@ -31,7 +31,7 @@ def camera(tmp_path: Path) -> Path:
 def test_image_and_camera_folder_become_a_video(
     lingbot_world: Path, camera: Path, tmp_path: Path
 ) -> None:
-    """Two chunks, 9 and 12 frames, at the asked size, moving."""
+    """Two chunks of 9 and 12 frames have the requested size and move."""
     image = tmp_path / "start.png"
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)).save(image)
     out = tmp_path / "walk.mp4"
@@ -52,7 +52,7 @@ def test_a_path_is_cut_into_whole_chunks(num_poses: int, sizes: list[int]) -> No
 
 @pytest.mark.parametrize("num_poses", [0, 8, 15])
 def test_a_path_that_fills_no_chunk_is_refused(num_poses: int) -> None:
-    """The message says how many poses the chunks take."""
+    """The message gives the number of poses per chunk."""
     with pytest.raises(
         SystemExit,
         match=f"{num_poses} poses do not fill whole chunks: the first takes 9, later ones 12",
@@ -61,7 +61,7 @@ def test_a_path_that_fills_no_chunk_is_refused(num_poses: int) -> None:
 
 
 def test_frames_become_numbered_images(tmp_path: Path) -> None:
-    """`--out walk.png`: lossless, in order, and nothing else."""
+    """`--out walk.png` writes lossless images in order and no other files."""
     frames_THWC = np.random.default_rng(0).integers(0, 256, (3, 16, 32, 3), np.uint8)
     EXAMPLE.write_frames(tmp_path / "walk.png", frames_THWC, 16.0)
     files = sorted(tmp_path.iterdir())
@@ -70,7 +70,7 @@ def test_frames_become_numbered_images(tmp_path: Path) -> None:
 
 
 def test_frames_become_an_array(tmp_path: Path) -> None:
-    """`--out walk.npy`: the frames as they are."""
+    """`--out walk.npy` writes the frames unchanged."""
     frames_THWC = np.random.default_rng(0).integers(0, 256, (3, 16, 32, 3), np.uint8)
     EXAMPLE.write_frames(tmp_path / "walk.npy", frames_THWC, 16.0)
     assert (np.load(tmp_path / "walk.npy") == frames_THWC).all()
@@ -87,14 +87,14 @@ def test_frames_become_an_array(tmp_path: Path) -> None:
 def test_a_file_that_could_not_be_written_is_refused_at_once(
     tmp_path: Path, out: str, latents: bool, complaint: str
 ) -> None:
-    """Not after the walk has been made."""
+    """The error comes before the video is generated."""
     with pytest.raises(SystemExit, match=complaint):
         EXAMPLE.check_out(tmp_path / out, latents)
 
 
 @pytest.mark.nightly
 def test_latents_are_written_as_one_array(lingbot_world: Path, tmp_path: Path) -> None:
-    """Two chunks of three latent frames, at an eighth of the size."""
+    """Two chunks have three latent frames each, at an eighth of the size."""
     out = tmp_path / "latents.npy"
     run_example(
         SCRIPT,
@@ -116,7 +116,7 @@ def test_latents_are_written_as_one_array(lingbot_world: Path, tmp_path: Path) -
 
 
 def test_keys_become_chunks_and_the_last_is_held() -> None:
-    """Seven latent frames of keys need three chunks of three."""
+    """Seven latent frames of keys require three chunks of three."""
     assert EXAMPLE.parse_keys("w*3 wl -") == [["w"], ["w"], ["w"], ["w", "l"], []]
     cut = [
         actions
@@ -146,6 +146,6 @@ def test_keys_become_a_video(lingbot_world: Path, tmp_path: Path) -> None:
 
 
 def test_misspelt_keys_are_refused_with_the_allowed_ones(lingbot_world: Path) -> None:
-    """Before the model is loaded."""
+    """The error comes before the model is loaded."""
     with pytest.raises(SystemExit, match="w a s d i j k l"):
         EXAMPLE.main(EXAMPLE.make_parser().parse_args([str(lingbot_world), "--keys", "w*3 x"]))

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The offline streaming example as its own command line: text to video, and that video
-repainted.
-"""
+"""The offline streaming example: text to video, and video to video."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers.example_scripts import EXAMPLES, run_example
-from helpers.forked_scripts import run_script
+from helpers.scripts import run_script
 
 from vllm_omni.entrypoints.media.mp4 import decode_mp4
 from vllm_omni.model_executor.models.registry import get_family
@@ -16,7 +14,7 @@ from vllm_omni.model_executor.models.registry import get_family
 
 @pytest.mark.nightly
 def test_a_prompt_becomes_a_video_and_a_video_is_repainted(tmp_path: Path) -> None:
-    """9 and 12 frames each way; the prompt changes at the second chunk."""
+    """Each run has chunks of 9 and 12 frames; the prompt changes at the second chunk."""
     model, out, repainted = tmp_path / "model", tmp_path / "stream.mp4", tmp_path / "repainted.npy"
     get_family("causal_wan").make_tiny(model, 0, "diffusers")
     size = ("--height", 32, "--width", 48)

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The example of worlds as environments runs as its own command line: throughput, a fork, an
-exact replay.
-"""
+"""The example of worlds as environments: throughput, a fork, and an exact replay."""
 
 from pathlib import Path
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The walks that the golden-video tests make, and the recording of the tiny one.
+r"""The walks of the golden-video tests, and the recording of the tiny checkpoint.
 
-Record it again only when frames are meant to change, and say so in the commit:
+Record it again only if frames are meant to change, and say so in the commit:
 
-    PYTHONPATH=tests python tests/golden_video/lingbot_walk.py
-    tests/golden/lingbot_video/tiny_32x48.npz
+    PYTHONPATH=tests python tests/golden_video/lingbot_walk.py \
+        tests/golden/lingbot_video/tiny_32x48.npz
 """
 
 import argparse
@@ -23,7 +23,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "lingbot_video" / "tiny_32x48.np
 HEIGHT, WIDTH, SEED = 32, 48, 7
 PROMPT = "a path through green hills"
 CHUNK_KEYS = (["w"], ["w", "l"], ["s", "j"])
-"""Keys held in each chunk: forward, forward and turning, back and turning the other way."""
+"""Keys held in each chunk: forward, forward and turn, back and turn the other way."""
 
 
 async def walk(
@@ -33,11 +33,15 @@ async def walk(
     chunks: list[dict[str, Any]],
     **fields: Any,
 ) -> list[torch.Tensor]:
-    """Make one request for each of `chunks` and close the session.
+    """Send one request per entry of `chunks` and close the session.
 
-    first: tensors of the first chunk only. chunks: fields of `DiffusionParams`, and under `tensors`
-    the chunk's own.
-    fields: sent with every chunk. Returns the result of every chunk, frames or latents.
+    Args:
+        first: Tensors of the first chunk.
+        chunks: Fields of `DiffusionParams`, with the chunk's tensors under `tensors`.
+        fields: Fields that every chunk is sent with.
+
+    Returns:
+        Frames or latents of every chunk.
     """
     results = []
     for index, chunk in enumerate(chunks):
@@ -53,13 +57,13 @@ async def walk(
 
 
 def start_image() -> torch.Tensor:
-    """A picture without symmetry, uint8 [32, 48, 3]."""
+    """Return an image without symmetry, uint8 [32, 48, 3]."""
     y, x = torch.meshgrid(torch.arange(HEIGHT), torch.arange(WIDTH), indexing="ij")
     return torch.stack((y * 7, x * 5, x + y), dim=-1).to(torch.uint8)
 
 
 def tiny_frames(checkpoint: Path) -> np.ndarray:
-    """Frames of three chunks of the tiny checkpoint (seed 0) in fp32, uint8 `[33, 32, 48, 3]`."""
+    """Generate three chunks with the tiny checkpoint (seed 0), fp32: uint8 `[33, 32, 48, 3]`."""
 
     async def run() -> list[torch.Tensor]:
         async with running_engine(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shipped village on a fixed walk: its frames as recorded, and like the rendered truth.
+"""The shipped village on a fixed walk, compared with a recording and with the rendered truth.
 
-TINY_WORLD_PATH names another checkpoint of the village. Released LingBot weights are tried by the
-file beside this one.
+TINY_WORLD_PATH selects another checkpoint of the village. test_lingbot_golden_video.py tests
+released LingBot weights.
 """
 
 import numpy as np
@@ -24,9 +24,10 @@ def videos() -> list[torch.Tensor]:
 
 
 def test_the_village_looks_as_recorded(videos: list[torch.Tensor]) -> None:
-    """On a CPU no value is off by more than 8, and pictures are within 45 dB: processors differ in
-    the order of fp32 sums, and each latent frame is made from the ones before. On CUDA, where
-    convolutions may use TF32: 35 dB.
+    """On a CPU no value differs by more than 8, and frames have at least 45 dB.
+
+    Processors differ in the order of fp32 sums, and each latent frame depends on the previous ones.
+    On CUDA, where convolutions may use TF32, the limit is 35 dB.
     """
     with Image.open(GOLDEN) as image:
         recorded = np.asarray(image).astype(int)
@@ -42,8 +43,9 @@ def test_sessions_side_by_side_are_equal(videos: list[torch.Tensor]) -> None:
 
 
 def test_the_village_is_like_the_truth(videos: list[torch.Tensor]) -> None:
-    """PSNR and, since that rewards blur, sharpness, chunk by chunk; another way of walking is
-    far from both bounds.
+    """Each chunk is compared by PSNR and by sharpness, because PSNR alone rewards blur.
+
+    Another walk is far from both limits.
     """
     truth = rendered(Renderer("cpu", HEIGHT, WIDTH, compiled=False, frames_per_call=1), [WALK])
     found = against_truth(latent_frames(videos[:1]), truth)

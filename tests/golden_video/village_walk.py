@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The walk through the shipped village that the golden-video test makes, and its recording.
+"""The walk through the shipped village of the golden-video test, and its recording.
 
-Record it again whenever the shipped weights change, or frames are meant to, and say so in the
+Record it again when the shipped weights change or frames are meant to change, and say so in the
 commit:
 
     python tests/golden_video/village_walk.py
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-# when run by name: `training` lies beside `tests`
+# when run as a script: `training` is next to `tests`
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from training.tiny_world.play import EngineWorld, Played
@@ -25,13 +25,13 @@ HEIGHT, WIDTH = 96, 160
 WALK = Played(
     (1.2, -4.0), 0.0, ("", "w", "w", "wl", "wl", "l", "j", "j", "w"), 0, {0: PROMPTS["day"][0]}, 7
 )
-"""Across the square: on, on to the right, back to the left; three chunks."""
+"""Three chunks across the square: forward, forward and right, back and left."""
 KEPT_LATENTS = (2, 5, 8)
-"""The recording keeps the last frame of each chunk."""
+"""Latent frames of the recording: the last frame of each chunk."""
 
 
 def village() -> Path:
-    """The shipped checkpoint, or the one that TINY_WORLD_PATH names (a world in training)."""
+    """Return the shipped checkpoint, or the one that TINY_WORLD_PATH names."""
     named = os.environ.get("TINY_WORLD_PATH")
     if named:
         return Path(named)
@@ -41,7 +41,7 @@ def village() -> Path:
 
 
 def made_frames(checkpoint: Path, start_HW3: torch.Tensor) -> list[torch.Tensor]:
-    """The walk twice, side by side in one engine, uint8 [33, 96, 160, 3] each."""
+    """Return the walk of two sessions in one engine, uint8 [33, 96, 160, 3] each."""
     world = EngineWorld(
         checkpoint, (HEIGHT, WIDTH), omni={}, batch=2, dtype="float32", enforce_eager=True
     )
@@ -52,7 +52,7 @@ def made_frames(checkpoint: Path, start_HW3: torch.Tensor) -> list[torch.Tensor]
 
 
 def kept(video_THW3: torch.Tensor) -> torch.Tensor:
-    """What the recording holds of a video, one picture below the other."""
+    """Return the recorded frames of a video as one image, one below the other."""
     return torch.cat([video_THW3[4 * latent] for latent in KEPT_LATENTS])
 
 

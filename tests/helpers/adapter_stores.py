@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An `AdapterStore` of a model that a test drives without an engine."""
+"""Build an `AdapterStore` for a model that a test drives without an engine."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +22,11 @@ def make_store(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> AdapterStore:
-    """adapters: name -> file or directory."""
+    """Return a store for the model's layers with adapters loaded.
+
+    Args:
+        adapters: Adapter name -> file or directory.
+    """
     config = LoRAConfig(
         max_loras=max_loras,
         max_cpu_loras=max_cpu_loras,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`@feature`: marks a test as one that holds a row of docs/architecture/ar_compatibility.md.
+"""`@feature` marks a test that verifies a row of docs/architecture/ar_compatibility.md.
 
-`scripts/ar_compatibility.py` runs the marked tests and writes the table from what happened; a test
-of the default suite checks that the table names exactly the marked tests.
+`scripts/ar_compatibility.py` runs the marked tests and writes the table from their outcomes. A test
+of the default suite checks that the table lists exactly the marked tests.
 """
 
 from typing import Any, Literal
@@ -14,7 +14,12 @@ How = Literal["engine", "mocked"]
 
 
 def feature(name: str, runner: Runner = "V1", how: How = "engine", note: str = "") -> Any:
-    """Mark a test as holding `feature` on a runner generation, in a real engine or with mocked
-    scheduler outputs.
+    """Mark a test as verification of a feature.
+
+    Args:
+        name: Feature of vLLM, as in the table.
+        runner: Generation of vLLM's model runner.
+        how: Whether a real engine runs, or a runner with mocked scheduler outputs.
+        note: Remark for the table.
     """
     return pytest.mark.ar_feature(name=name, runner=runner, how=how, note=note)

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real engine (AsyncLLM: front end, EngineCore process, worker processes) driven chunk by
-chunk.
-"""
+"""Drive a real engine (`AsyncLLM` with its EngineCore and worker processes) chunk by chunk."""
 
 import asyncio
 import contextlib
@@ -23,16 +21,14 @@ from vllm_omni.outputs import unpack
 STOCK_SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
 SHARED_GPU = {
     "worker_cls": "vllm_omni.worker.SharedGPUWorker",
-    "distributed_executor_backend": "mp",  # named, so that vLLM does not count GPUs
+    "distributed_executor_backend": "mp",  # set explicitly, because vLLM would count GPUs
 }
 
 Result = TypeVar("Result")
 
 
 class EngineClient:
-    """Thin convenience over the stock engine client; requests are built as any client would
-    build them.
-    """
+    """A thin wrapper of the engine client that builds requests as any client would."""
 
     def __init__(self, engine: AsyncLLM) -> None:
         self.engine = engine
@@ -44,7 +40,7 @@ class EngineClient:
         request_id: str | None = None,
         **fields: Any,
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Run one request to its end; raises RequestFailed as a client would see it."""
+        """Run one request to its end. Raises RequestFailed as a client would see it."""
         request_id = request_id or f"request-{next(self._numbers)}"
         params = DiffusionParams(**fields).to_pooling_params(tensors)
         async for output in self.engine.encode(engine_prompt(), params, request_id):
@@ -52,7 +48,7 @@ class EngineClient:
         return unpack(last.outputs.data)
 
     async def chunks(self, session_id: str, count: int, **fields: Any) -> list[torch.Tensor]:
-        """The latents of `count` chunks of one session, one after the other."""
+        """Generate `count` chunks of one session in sequence and return their latents."""
         latents = []
         for index in range(count):
             prompt = "a field" if index == 0 else None
@@ -63,8 +59,10 @@ class EngineClient:
         return latents
 
     async def until_at_step(self, session_id: str, step: int) -> list[int]:
-        """Wait until the first rank has done so many steps of the session's request: `[steps
-        done, steps in all]`.
+        """Wait until the first rank has done `step` steps of the session's request.
+
+        Returns:
+            `[steps done, total steps]`.
         """
         async with asyncio.timeout(seconds(60)):
             while True:
@@ -74,23 +72,23 @@ class EngineClient:
                 await asyncio.sleep(0)
 
     async def until_disconnected(self, session_id: str) -> None:
-        """Wait until the first rank works on no request of the session."""
+        """Wait until the first rank runs no request of the session."""
         async with asyncio.timeout(seconds(60)):
             while session_id in await self.progress():
                 await asyncio.sleep(0)
 
     async def progress(self) -> dict[str, list[int]]:
-        """Of the first rank: session -> `[steps done, steps in all]`."""
+        """Return the first rank's progress: session -> `[steps done, total steps]`."""
         return (await self.engine.collective_rpc("request_progress"))[0]  # type: ignore[no-any-return]
 
     async def stats(self) -> dict[str, Any]:
-        """Of the last rank: an earlier pipeline stage hears of a commit with a later step."""
+        """Return the last rank's statistics. Earlier stages record a commit one step later."""
         return (await self.engine.collective_rpc("session_stats"))[-1]
 
 
 @dataclass(frozen=True)
 class SharedEngine:
-    """An engine that several tests use one after the other, and the event loop it lives in."""
+    """An engine that several tests use in turn, and its event loop."""
 
     client: EngineClient
     runner: asyncio.Runner
@@ -121,11 +119,11 @@ def shared_engine(*args: Any, **kwargs: Any) -> Iterator[SharedEngine]:
 async def running_engine(
     model: Path, omni: Mapping[str, Any] | None = None, **engine_args: Any
 ) -> AsyncIterator[EngineClient]:
-    """Start an engine on `model` with small sizes; stops it with everything it started."""
+    """Start an engine on `model` with small sizes and stop it with all its processes."""
     size = engine_args.get("tensor_parallel_size", 1) * engine_args.get("pipeline_parallel_size", 1)
-    # One core per rank; stock vLLM otherwise wants a NUMA node for each.
+    # One core per rank; otherwise vLLM requires a NUMA node for each.
     cores = "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(size))
-    # Stock vLLM would bind the first rank of every engine to the same core.
+    # vLLM would bind the first rank of every engine to the same core.
     several_engines = (
         "data_parallel_size" in engine_args
         or engine_args.get("distributed_executor_backend") == "ray"
@@ -136,7 +134,7 @@ async def running_engine(
         else {}
     )
     if torch.cuda.is_available():
-        engine_args.setdefault("gpu_memory_utilization", 0.4)  # another engine may be alive
+        engine_args.setdefault("gpu_memory_utilization", 0.4)  # another engine may be running
         if size > torch.cuda.device_count():
             engine_args = {**SHARED_GPU, **engine_args}
     with _environment(**bind):

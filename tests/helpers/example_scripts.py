@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scripts of `examples/offline_inference`: `run_example` as a user types it, `load_example` as a
-module.
-"""
+"""Run scripts of `examples/offline_inference`, or import them."""
 
 import os
 import subprocess
@@ -18,13 +16,16 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "offline_inference"
 def run_example(
     name: str, *arguments: object, status: int = 0
 ) -> "subprocess.CompletedProcess[str]":
-    """Run it to its end; status: how it must end.
+    """Run a script to its end and check its exit status.
 
-    It must have stopped its engine. Of one left to the interpreter's exit vLLM ends the process
-    before the client, and often warns the user that the engine ended by itself.
+    The script must stop its engine. If the engine is left to the interpreter's exit, vLLM often
+    warns that the engine has ended unexpectedly.
+
+    Args:
+        status: Expected exit status.
     """
     command = [sys.executable, str(EXAMPLES / name), *map(str, arguments)]
-    environ = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}  # a user's default
+    environ = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}  # the default that users have
     result = subprocess.run(
         command, capture_output=True, text=True, timeout=seconds(400), check=False, env=environ
     )
@@ -36,5 +37,5 @@ def run_example(
 
 
 def load_example(name: str) -> ModuleType:
-    """Its functions, without running it."""
+    """Return the script as a module without running it."""
     return load_script(EXAMPLES / name)

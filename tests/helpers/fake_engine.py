@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in for vLLM's engine client, so that doors are tested in milliseconds; and a real server
-around all doors.
+"""A replacement for vLLM's engine client, and a real server with all endpoints.
 
-`FakeEngine` keeps the engine's contract: one pooling request a chunk, chunks of a session one after
-the other and in order, `encode` does not abort when dropped, an aborted chunk commits nothing,
-errors come as envelopes.
+With `FakeEngine` a test of an endpoint takes milliseconds. It has the engine's contract: a chunk is
+one pooling request, chunks of a session run in order and one at a time, dropping `encode` does not
+abort, an aborted chunk commits nothing, and errors are returned as envelopes.
 """
 
 import asyncio
@@ -61,7 +60,7 @@ class World:
 
 @dataclass
 class Call:
-    """What one `encode` was asked."""
+    """The arguments of one `encode` call."""
 
     params: DiffusionParams
     arrays: dict[str, np.ndarray]
@@ -69,13 +68,18 @@ class Call:
 
 
 class FakeEngine:
-    """`delay_s`: time a chunk takes; `close_delay_s`: time to free a world; `max_worlds`: how many
-    fit; `noise`: frames that do not compress.
+    """An engine client whose frames are numbered.
 
-    `start_pose`: of every start image, as if it were recognised (None = unknown); `grid`: what
-    stops walkers. Chunks of actions then report `world_poses`. `fail`: called with each generate
-    request, may raise. Frames: all pixels of session frame n are n % 256, pixel (0, 0) has the
-    chunk's index in red.
+    All pixels of session frame n are n % 256, and pixel (0, 0) has the chunk's index in red.
+
+    Args:
+        delay_s: Duration of a chunk in seconds.
+        close_delay_s: Time to free a session in seconds.
+        max_worlds: Maximum number of sessions.
+        noise: Whether frames are noise, which does not compress.
+        start_pose: Recognised pose of every start image. Default: unknown.
+        grid: Obstacles that stop walkers. Chunks of actions then report `world_poses`.
+        fail: Called with each generate request; may raise.
     """
 
     def __init__(self) -> None:
@@ -195,10 +199,10 @@ class FakeEngine:
 
 
 class EndpointServer:
-    """All doors behind a real uvicorn server on a loopback port, in a thread of its own.
+    """All endpoints in a real uvicorn server on a loopback port, in its own thread.
 
-    Leaving it does not wait: uvicorn takes 0.2 s to end, which hundreds of tests would wait for one
-    after the other. `wait_until_all_ended` does.
+    Leaving the context does not wait, because uvicorn takes 0.2 s to stop and hundreds of tests use
+    it. `wait_until_all_ended` waits.
     """
 
     _ending: ClassVar[list[threading.Thread]] = []
@@ -225,7 +229,7 @@ class EndpointServer:
         config = uvicorn.Config(
             app, log_level="warning", ws_per_message_deflate=False, ws_max_size=1 << 20
         )
-        # as a real server: the protocol that writes a chunk's messages together
+        # the protocol of the real server, which writes the messages of a chunk together
         limits.frame_budget.apply(config)
         self.server = uvicorn.Server(config)
         app.state.server = self.server
@@ -246,7 +250,7 @@ class EndpointServer:
 
     @classmethod
     def wait_until_all_ended(cls) -> None:
-        """Every server that was left ends by itself."""
+        """Wait until every server whose context was left has stopped."""
         while cls._ending:
             thread = cls._ending.pop()
             thread.join(seconds(10))
@@ -259,7 +263,7 @@ class EndpointServer:
 
 
 class Client:
-    """A WebSocket client that speaks this package's codec. `hello` has been received."""
+    """A WebSocket client for this package's codec. `hello` has been received."""
 
     def __init__(self, connecting: ClientConnection) -> None:
         self._connecting = connecting
@@ -286,7 +290,7 @@ class Client:
         return self.receive()
 
     def frames(self) -> list[dict[str, Any]]:
-        """The frame messages of one request, up to its last. Fails on an error message."""
+        """Return the frame messages of one request up to the last. Fails on an error message."""
         messages = []
         while not messages or not messages[-1]["final"]:
             messages.append(self.receive())
@@ -294,21 +298,21 @@ class Client:
         return messages
 
     def error(self, message: Any) -> str:
-        """Send a message that must be refused; returns the code."""
+        """Send a message that must be refused and return the error code."""
         response = self.request(message)
         assert response["type"] == "error", response
         return response["code"]
 
 
 def camera(num_frames: int) -> dict[str, np.ndarray]:
-    """Walk straight ahead, 0.01 units a frame."""
+    """Return poses that walk straight ahead by 0.01 units per frame."""
     poses_N44 = np.tile(np.eye(4, dtype=np.float32), (num_frames, 1, 1))
     poses_N44[:, 2, 3] = 0.01 * np.arange(num_frames)
     return {"poses": poses_N44, "intrinsics": np.array([40.0, 40.0, 24.0, 16.0])}
 
 
 def infer(num_frames: int = FIRST, **fields: Any) -> dict[str, Any]:
-    """A valid first request; fields override, None removes."""
+    """Return a valid first request. Fields override its fields; None removes one."""
     message = {
         "endpoint": "infer",
         "image": np.full((32, 48, 3), 7, np.uint8),
@@ -321,7 +325,7 @@ def infer(num_frames: int = FIRST, **fields: Any) -> dict[str, Any]:
 
 
 def close_code(client: Client) -> int:
-    """Read until the server closes; returns its code."""
+    """Read until the server closes the connection and return its code."""
     try:
         while True:
             client.receive()
@@ -330,5 +334,5 @@ def close_code(client: Client) -> int:
 
 
 def numbers(messages: list[dict[str, Any]]) -> list[int]:
-    """Session frame numbers as painted into the frames by the fake engine."""
+    """Return the session frame numbers that the fake engine has painted into the frames."""
     return [int(frame[1, 1, 0]) for message in messages for frame in message["video"]]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What cuDNN's product of FP8 numbers computes, for machines without a Hopper card."""
+"""cuDNN's FP8 attention product, for machines without a Hopper GPU."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from vllm_omni.model_executor.layers.quantization.fp8_kernels import FP8
 
 
 def exact_product(q_TNH: torch.Tensor, k_SNH: torch.Tensor, v_SNH: torch.Tensor) -> torch.Tensor:
-    """In fp32, rounded where cuDNN rounds."""
+    """Compute attention in fp32 and quantize where cuDNN quantizes."""
     q_NTH, k_NSH, v_NSH = (x.float().transpose(0, 1) for x in (q_TNH, k_SNH, v_SNH))
     scores = q_NTH @ k_NSH.transpose(1, 2) * (q_TNH.shape[-1] ** -0.5 / fp8_attention._QUERY_SCALE)
     weights = (scores - scores.amax(-1, keepdim=True)).exp()
@@ -24,8 +24,9 @@ def exact_product(q_TNH: torch.Tensor, k_SNH: torch.Tensor, v_SNH: torch.Tensor)
 
 @contextmanager
 def as_on_hopper() -> Iterator[None]:
-    """`fp8_attention` takes `exact_product` where it would take cuDNN's, whose inputs must lie
-    as it was told.
+    """Make `fp8_attention` use `exact_product` instead of cuDNN.
+
+    The inputs must have the shapes and strides that were announced.
     """
 
     def product(

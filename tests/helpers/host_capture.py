@@ -9,8 +9,9 @@ from vllm_omni.model_executor.layers.cuda_graphs import Replay
 
 
 def hold(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Replay]:
-    """What a capture does, without CUDA: later runs repeat this call's host side on the same
-    input tensors.
+    """Capture a call as `ForwardGraphs` requires it, without CUDA.
+
+    A replay runs the host side of the call again on the same input tensors.
     """
     output = torch.empty_like(run())
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Hugging Face hub on loopback: the routes that `huggingface_hub.snapshot_download` needs,
-over folders.
+"""A Hugging Face hub on the loopback address that serves folders.
+
+It has the routes that `huggingface_hub.snapshot_download` requests.
 """
 
 import contextlib

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine that answers at once, for tests of what lies above it."""
+"""An engine that responds at once, for tests of the layers above it."""
 
 import asyncio
 from typing import Any
@@ -14,9 +14,10 @@ Results = tuple[dict[str, Any], dict[str, np.ndarray]]
 
 
 class InstantEngine(OmniEngine):
-    """Only the wire is missing: `run` is answered here, everything above it is the real thing.
+    """An `OmniEngine` whose `run_request` responds without an engine process.
 
-    answers: called with each generate request; may raise. release: if set, requests wait for it.
+    `failures` are raised by the next generate requests, one each. Requests wait for `release` if it
+    is set.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients of the two streaming doors, strict about what they accept; and a reader of msgpack as
-the WebUI's is.
-"""
+"""Strict clients of the two streaming endpoints, and a msgpack decoder like the web page's."""
 
 import io
 import json
@@ -18,7 +16,7 @@ from websockets.sync.client import ClientConnection, connect
 
 WIDTH, HEIGHT = 48, 32
 
-# the library reads no further while it waits for the server's close frame
+# the library stops reading while it waits for the server's close frame
 _QUICK: Any = {"close_timeout": 0.05}
 
 _pack = msgspec.msgpack.Encoder().encode
@@ -31,9 +29,9 @@ def png(width: int = WIDTH, height: int = HEIGHT) -> bytes:
 
 
 def webui_unpack(data: bytes) -> Any:
-    """Decode as the WebUI does: no negative ints, no 64-bit ints, no str32, map32 or ext.
+    """Decode msgpack as the web page does.
 
-    Fails on those.
+    Fails on negative integers, 64-bit integers, str32, map32 and ext.
     """
     value, end = _unpack(data, 0)
     assert end == len(data), "bytes follow the message"
@@ -101,7 +99,9 @@ def _unpack_map(data: bytes, at: int, count: int) -> tuple[dict[str, Any], int]:
 
 @dataclass
 class Chunk:
-    """One chunk as it arrived. frames_THWC: None for lossy formats; files: encoded pictures."""
+    """One chunk as received. `frames_THWC` is None for lossy formats; `files` are encoded
+    images.
+    """
 
     index: int
     headers: list[dict[str, Any]]
@@ -142,13 +142,14 @@ class Chunk:
         return found
 
     def numbers(self) -> list[int]:
-        """Session frame numbers as the fake engine paints them."""
+        """Return the session frame numbers that the fake engine has painted."""
         return [int(frame[1, 1, 0]) for frame in self.frames()]
 
 
 class GenerateClient:
-    """Speaks `/v1/realtime_video/generate` like the WebUI: unknown maps are headers, their next
-    message a payload.
+    """A client of `/v1/realtime_video/generate` that behaves like the web page.
+
+    A map of unknown type is a header, and the next message is its payload.
     """
 
     def __init__(
@@ -189,7 +190,7 @@ class GenerateClient:
         self.event("camera_actions", {"mode": "state", "transitions": transitions}, event_id)
 
     def receive(self, timeout_s: float = 10.0) -> dict[str, Any]:
-        """One message; a header gets its payload under `payload`."""
+        """Receive one message. The payload of a header is stored under `payload`."""
         data = self.connection.recv(timeout=timeout_s)
         assert isinstance(data, bytes), f"text arrived: {data!r}"
         message = webui_unpack(data)
@@ -209,9 +210,8 @@ class GenerateClient:
         return message["content"]
 
     def chunk(self, timeout_s: float = 10.0) -> Chunk:
-        """The next whole chunk: its frame messages in order, then its stats.
-
-        Fails on anything else.
+        """Receive the next chunk: its frame messages in order, then its statistics. Fails on
+        others.
         """
         headers: list[dict[str, Any]] = []
         payloads = []
@@ -238,7 +238,9 @@ class GenerateClient:
     skipped_types: frozenset[str] = frozenset()
 
     def close_code(self, timeout_s: float = 10.0) -> tuple[int, str]:
-        """Read until the server closes: `(code, reason)`; 1006 = no close frame came."""
+        """Read until the server closes: `(code, reason)`. 1006 means that no close frame
+        arrived.
+        """
         try:
             while True:
                 self.connection.recv(timeout=timeout_s)
@@ -247,7 +249,7 @@ class GenerateClient:
 
 
 class ExtendedClient(GenerateClient):
-    """One that opted into extensions; their messages are collected."""
+    """A client that has enabled the extensions and collects their messages."""
 
     known_types = GenerateClient.known_types | {
         *("session", "event_ack", "event_applied", "control_result", "pong", "world_poses")
@@ -259,7 +261,7 @@ class ExtendedClient(GenerateClient):
 
 
 class VideoClient:
-    """Speaks `/v1/realtime/video`."""
+    """A client of `/v1/realtime/video`."""
 
     def __init__(self, port: int, path: str = "/v1/realtime/video", **options: Any) -> None:
         self._connecting = connect(
@@ -277,7 +279,7 @@ class VideoClient:
         self.connection.send(message if isinstance(message, bytes | str) else json.dumps(message))
 
     def receive(self, timeout_s: float = 10.0) -> dict[str, Any]:
-        """One message; metadata gets the bytes that follow under `data`."""
+        """Receive one message. The bytes that follow metadata are stored under `data`."""
         text = self.connection.recv(timeout=timeout_s)
         assert isinstance(text, str), "bytes without metadata"
         message = json.loads(text)
@@ -292,7 +294,7 @@ class VideoClient:
         return self.receive()
 
     def until(self, kind: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Read up to the next message of a type: `(it, the chunks before it)`."""
+        """Read up to the next message of a type and return it and the chunks before it."""
         chunks = []
         while (message := self.receive())["type"] != kind:
             assert message["type"] == "video.chunk_metadata", message

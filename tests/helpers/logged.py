@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts that one logger logs, also where vLLM has configured its loggers anew and caplog hears
-nothing.
+"""Record the messages of one logger.
+
+`caplog` misses them where vLLM has configured its loggers again.
 """
 
 import contextlib
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def logged(logger: logging.Logger, from_level: int = logging.INFO) -> Iterator[list[str]]:
-    """The texts since the block began, from a level on."""
+    """Yield the messages logged in the block, from the given level on."""
     found: list[str] = []
 
     class Found(logging.Handler):

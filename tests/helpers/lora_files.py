@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters of a tiny network, written in every style of names, and the whole differences
-that they stand for.
+"""LoRA adapters of a tiny network in every naming convention.
+
+The helpers also return the weight differences that the adapters represent.
 """
 
 import json
@@ -31,9 +32,7 @@ Factors = dict[str, tuple[torch.Tensor, torch.Tensor]]
 def factors(
     target: AdapterTarget, modules: Sequence[str], seed: int, rank: int = RANK, size: float = 0.3
 ) -> Factors:
-    """Random low-rank differences; together with ALPHA / rank they move a result by some
-    percent.
-    """
+    """Return random low-rank factors; with ALPHA / rank they change a result by some percent."""
     generator = torch.Generator().manual_seed(seed)
     made: Factors = {}
     for module in modules:
@@ -59,7 +58,7 @@ def differences(made: Factors, scaling: float) -> dict[str, torch.Tensor]:
 
 
 def merge(network: nn.Module, changes: Mapping[str, torch.Tensor]) -> None:
-    """Add whole differences to a network's own tensors, by the checkpoint's names."""
+    """Add weight differences to a network's tensors, by the checkpoint's names."""
     slots = checkpoint_slots(network)
     for name, change in changes.items():
         slot = slots[name]
@@ -67,12 +66,12 @@ def merge(network: nn.Module, changes: Mapping[str, torch.Tensor]) -> None:
 
 
 def write_community(made: Factors, path: Path, prefix: str = "diffusion_model.") -> Path:
-    """ComfyUI's and others': lora_down, lora_up, alpha."""
+    """Write the convention of ComfyUI and others: lora_down, lora_up, alpha."""
     return _write(made, path, lambda module: prefix + module, ("lora_down", "lora_up"), alpha=True)
 
 
 def write_community_ab(made: Factors, path: Path) -> Path:
-    """As some write it, without alpha: lora_A, lora_B."""
+    """Write lora_A and lora_B without alpha, as some tools do."""
     return _write(
         made, path, lambda module: f"diffusion_model.{module}", ("lora_A", "lora_B"), alpha=False
     )
@@ -89,7 +88,7 @@ def write_kohya(made: Factors, path: Path) -> Path:
 
 
 def write_diffusers(made: Factors, folder: Path, settings: Mapping[str, Any] | None = None) -> Path:
-    """diffusers' names in its file, with PEFT's settings in the metadata unless there are none."""
+    """Write diffusers' names, with PEFT's settings in the metadata if there are any."""
     metadata = {} if settings is None else {"lora_adapter_metadata": json.dumps(dict(settings))}
     folder.mkdir(parents=True, exist_ok=True)
     return _write(
@@ -105,7 +104,7 @@ def write_diffusers(made: Factors, folder: Path, settings: Mapping[str, Any] | N
 
 
 def write_peft(made: Factors, folder: Path, **settings: Any) -> Path:
-    """As `PeftModel.save_pretrained` writes it."""
+    """Write a folder as `PeftModel.save_pretrained` does."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "peft_type": "LORA",
@@ -142,12 +141,12 @@ def _write(
 
 
 def causal_wan_target(checkpoint: Path) -> AdapterTarget:
-    """What an adapter of a causal Wan checkpoint may change; holds no weights."""
+    """Return the layers of a causal Wan checkpoint that adapters may change, without weights."""
     config = CausalWanConfig.from_checkpoint(hf_config(checkpoint)["causal_wan"]["transformer"])
     return AdapterTarget(nn.Module(), transformer_shapes(config), TRANSFORMER_RULES)
 
 
 def write_causal_wan(checkpoint: Path, path: Path, seed: int, rank: int = RANK) -> Path:
-    """A random adapter of every layer of a causal Wan's blocks."""
+    """Write a random adapter for every layer of the blocks of a causal Wan."""
     target = causal_wan_target(checkpoint)
     return write_community(factors(target, attention_and_ffn(target), seed, rank), path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Import first: without gymnasium the tests of a file are skipped, with its name."""
+"""Import this module first: the tests of a file are skipped if gymnasium is missing."""
 
 import pytest
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Import first: without schemathesis the tests of a file are skipped, with its name."""
+"""Import this module first: the tests of a file are skipped if schemathesis is missing."""
 
 import pytest
 

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server of the OpenAI routes, `vllm serve --omni` as a subprocess, and the official client on
-it.
-"""
+"""Start `vllm serve --omni` as a subprocess and connect the official OpenAI client to it."""
 
 import json
 import os
@@ -34,9 +32,7 @@ class Served:
         self.client = self.connect()
 
     def connect(self, key: str = KEY) -> OpenAI:
-        """A client of its own, with its own connections; errors come at once instead of being
-        retried.
-        """
+        """Return a new client with its own connections, which raises errors instead of retrying."""
         return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=seconds(60))
 
     def get(self, path: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
@@ -54,14 +50,14 @@ class Served:
         return status, json.loads(body)
 
     def metric(self, line_start: str) -> float:
-        """Value of the first sample whose line starts so; 0 if there is none."""
+        """Return the value of the first sample whose line starts with the text, or 0."""
         text = self.get("/metrics")[2].decode()
         found = re.search(rf"^{re.escape(line_start)}\S* (\S+)$", text, re.M)
         return float(found[1]) if found is not None else 0.0
 
 
 def seconds_until(condition: Callable[[], bool], within: float = 30.0) -> float:
-    """Wait until it holds: the seconds it took."""
+    """Wait until the condition is true and return the seconds it took."""
     started_s = time.monotonic()
     wait_until(condition, within, every_s=0.02)
     return time.monotonic() - started_s

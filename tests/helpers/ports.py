@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ports for servers that are started as a user starts them, with `--port`."""
+"""Choose ports for servers that are started with `--port`, as users start them."""
 
 import contextlib
 import random
@@ -11,11 +11,9 @@ _WIDTH = 12_000
 
 
 def port_for_a_server() -> int:
-    """Return a TCP port that is free on the loopback address, and that the kernel gives only to
-    those who ask for it.
+    """Return a free TCP port of the loopback address below the range of ephemeral ports.
 
-    A port that the kernel chooses may go to another process's connection before the server has
-    started.
+    The kernel could assign an ephemeral port to another process before the server has started.
     """
     first_given = int(_RANGE.read_text().split()[0]) if _RANGE.exists() else 32_768
     for port in random.SystemRandom().sample(range(first_given - _WIDTH, first_given), 100):

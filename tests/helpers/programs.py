@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`run_program`: a program that must end well and in time; if it does not, its output is shown and
-nothing is left.
+"""Run programs that must end in time, and start servers as users do.
 
-`limited_rank` is for a program's own processes, which torchrun starts in sessions of their own:
-near the limit each writes the stacks of its threads and ends, so that the output says which call
-never returned. `has_ended` looks at any process.
+If a program fails, `run_program` fails the test with its output and kills all its processes.
+`limited_rank` is for processes that torchrun starts in other sessions: shortly before the time
+limit each writes the stacks of its threads and ends. `has_ended` checks any process.
 """
 
 import contextlib
@@ -24,13 +23,13 @@ from helpers.waits import seconds
 REPO = Path(__file__).parents[2]
 _RANK_LIMIT = "TESTS_RANK_LIMIT_S"
 _STACKS_S = 10
-"""Before a program's limit its ranks write their stacks."""
+"""Seconds before the time limit at which ranks write their stacks."""
 _SHOWN = 8000
-"""Characters from the end of the output."""
+"""Characters of the end of the output that a failure shows."""
 
 
 def has_ended(pid: int) -> bool:
-    """It is gone, or only its parent has still to ask for its status; it may go while one looks."""
+    """Return whether a process has ended, including a zombie that its parent has not waited for."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -38,10 +37,14 @@ def has_ended(pid: int) -> bool:
 
 
 def run_program(command: Sequence[str], environment: Mapping[str, str], limit_s: float) -> str:
-    """Run it with these variables besides one's own; its stdout and stderr together.
+    """Run a program and return its stdout and stderr.
 
-    It imports this repository's `vllm_omni` and `tests/helpers`. Fails the test if it ends with an
-    error, or has not ended after `limit_s` seconds.
+    The program can import this repository's `vllm_omni` and `tests/helpers`. The test fails if the
+    program ends with an error or does not end in time.
+
+    Args:
+        environment: Variables in addition to those of this process.
+        limit_s: Time limit in seconds.
     """
     variables = {**os.environ, _RANK_LIMIT: str(max(1, limit_s - _STACKS_S)), **environment}
     path = [
@@ -113,5 +116,5 @@ def _kill_tree(program: "subprocess.Popen[bytes]") -> None:
 
 
 def limited_rank() -> None:
-    """Call it first in each process of a program of `run_program`."""
+    """Call this first in each process of a program that `run_program` starts."""
     faulthandler.dump_traceback_later(float(os.environ[_RANK_LIMIT]), exit=True)

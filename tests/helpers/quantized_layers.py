@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers with FP8 weights on a device that has no FP8 products: they multiply in fp32
-what the kernel would.
-"""
+"""Linear layers with FP8 weights on a device without FP8 products, computed in fp32."""
 
 import torch
 from torch import nn
@@ -13,9 +11,7 @@ from vllm_omni.model_executor.layers.linear.quantized_input import product, quan
 
 
 class PlainProduct(CutlassFP8ScaledMMLinearKernel):
-    """What the kernel of that interface computes, for a device that has none; without its
-    padding.
-    """
+    """The result of vLLM's kernel of this interface, without its padding, for any device."""
 
     def __init__(self) -> None:
         self.config = type("Config", (), {"activation_quant_key": kFp8DynamicTokenSym})()  # type: ignore[assignment]
@@ -26,7 +22,7 @@ class PlainProduct(CutlassFP8ScaledMMLinearKernel):
 
 
 class QuantizedMethod:
-    """As vLLM's methods of FP8 weights: the kernel is `fp8_linear`."""
+    """A method like vLLM's for FP8 weights, whose kernel is `fp8_linear`."""
 
     def __init__(self) -> None:
         self.fp8_linear = PlainProduct()
@@ -38,7 +34,9 @@ class QuantizedMethod:
 
 
 def of_rounded_weight(layer: LinearBase) -> torch.Tensor:
-    """Round a layer's weight, a scale for each output channel; returns the weight it has now."""
+    """Quantize a layer's weight with one scale per output channel and return the dequantized
+    weight.
+    """
     weight = quantize_tokens(layer.weight.data, torch.float32)
     layer.weight = nn.Parameter(weight.data.t(), requires_grad=False)
     layer.weight_scale = nn.Parameter(weight.scale, requires_grad=False)

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`run_ranks`: a function on several ranks, a process each, forked from one that has the libraries
-imported.
+"""Run a function on several ranks, one process each, with the libraries already imported.
 
-Importing them takes 5 to 10 s of CPU time: with a start method of `spawn` every rank of every test
-would pay it. The server that forks is one process for a whole test run, started on first use, or
-forked from pytest's own process where that has been forked too (quick_workers.py): it computes
-nothing and has one thread, so forking it is safe. Its children see the environment as it was then.
-Held by the tests that use it; a rank's exception is theirs.
+Importing torch and vLLM takes 5 to 10 s of CPU time, which every rank of every test would pay with
+the start method `spawn`. The processes here use Python's `forkserver` with a list of modules to
+preload. The server starts on first use, serves the whole test run, computes nothing and has one
+thread, so that forking it is safe. Its children see the environment that it was started with.
 """
 
 import multiprocessing
@@ -14,44 +12,46 @@ import os
 from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch.multiprocessing as mp
-from helpers.fork_server import server_environment
 
 _server: Any = forkserver._forkserver  # type: ignore[attr-defined]
-_IMPORTED = (
-    *(
-        "vllm_omni.model_executor.vllm_model",
-        "diffusers.models.autoencoders",
-        "torch._dynamo",
-        "transformers",
-    ),
-    "helpers.frozen_imports",
+_TESTS = Path(__file__).parents[1]
+_PRELOADED = (
+    "vllm_omni.model_executor.vllm_model",
+    "diffusers.models.autoencoders",
+    "torch._dynamo",
+    "transformers",
+    "helpers.frozen_imports",  # last, because it excludes the modules above from collections
 )
-"""What takes long; a missing one is imported by whoever needs it.
+"""Modules that take long to import. The server ignores a module that is not installed."""
 
-The last keeps garbage collections off the rest.
-"""
+
+def server_environment() -> dict[str, str]:
+    """Return the variables that the fork server gets in addition to this process's."""
+    # The server reads PYTHONPATH; it does not inherit sys.path.
+    path = os.pathsep.join(filter(None, (str(_TESTS), os.environ.get("PYTHONPATH"))))
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    return {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path, **threads}
 
 
 def rank_context() -> ForkServerContext:
-    """A context whose processes start with the libraries imported.
+    """Return a multiprocessing context whose processes start with the libraries imported.
 
-    They talk over the loopback interface.
+    The processes communicate over the loopback interface.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(_IMPORTED))
+    context.set_forkserver_preload(list(_PRELOADED))
     with mock.patch.dict(os.environ, server_environment()):
-        # the module's function of this name is bound to the class's method, see fork_server
+        # `quick_spawn` replaces this attribute in processes that use another process's server
         _server.ensure_running()
     return context
 
 
 def run_ranks(work: Callable[..., None], args: tuple[Any, ...], size: int) -> None:
-    """Run `work(rank, *args)` on every rank; raises what the first failing one raised, as
-    `mp.spawn` does.
-    """
+    """Run `work(rank, *args)` on `size` ranks and raise the first rank's exception, if any."""
     rank_context()
     mp.start_processes(work, args, nprocs=size, start_method="forkserver")

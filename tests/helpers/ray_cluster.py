@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Ray cluster of two nodes on this machine, without accelerators: each node has one slot for one
-worker.
+"""A Ray cluster of two nodes on this machine, without accelerators, with one worker per node.
 
-Nodes are real: a raylet, an object store and worker processes each, found by address. `lose` kills
-one with SIGKILL. Ray is imported by whoever needs it: without the extra [ray] tests can be
-collected, and fail when they are run.
+Each node is real: a raylet, an object store and worker processes. `lose` kills one with SIGKILL.
+Ray is imported on use, so that tests can be collected without the extra [ray]; they fail when run.
 """
 
 import os
@@ -20,24 +18,23 @@ SLOTS: dict[str, Any] = {
 
 ENVIRON = {
     "VLLM_OMNI_RAY_ON_CPU": "1",
-    # stock vLLM would bind both nodes' workers to the same first core
+    # vLLM would bind the workers of both nodes to the same first core
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "OMP_NUM_THREADS": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
-    # it kills workers when the machine is nearly full, whoever fills it
+    # the monitor kills workers when the machine's memory is nearly full
     "RAY_memory_monitor_refresh_ms": "0",
 }
-"""For the nodes (their workers inherit it) and for whoever starts an engine on them."""
+"""Environment of the nodes, which workers inherit, and of a process that starts an engine."""
 
 
 class TwoNodes:
-    """`environ`: what an engine's process needs to find the cluster. Use as a context manager.
+    """A context manager for the cluster. `environ` is the environment for an engine's process.
 
-    Only nodes get the variables: an engine without Ray that this process starts meanwhile, or
-    later, is as ever.
+    Only the nodes get `ENVIRON`, so engines without Ray that this process starts are not affected.
     """
 
     def __init__(self) -> None:
@@ -52,7 +49,7 @@ class TwoNodes:
         return {**os.environ, **ENVIRON, "RAY_ADDRESS": str(self._cluster.address)}
 
     def lose(self) -> None:
-        """Kill the second node, without a word to anybody."""
+        """Kill the second node without a graceful shutdown."""
         self._cluster.remove_node(self.other, allow_graceful=False)
 
     def replace(self) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hand-made `SchedulerOutput`s for runner tests."""
+"""Build `SchedulerOutput`s by hand for tests of the runner."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -14,7 +14,7 @@ from vllm_omni.outputs import RequestFailed, unpack
 def new_request(
     request_id: str, tensors: Mapping[str, torch.Tensor] | None = None, **fields: Any
 ) -> NewRequestData:
-    """A newly scheduled request as the runner sees it; `fields` are those of `DiffusionParams`."""
+    """Return a newly scheduled request; `fields` are those of `DiffusionParams`."""
     return NewRequestData(
         req_id=request_id,
         prompt_token_ids=[0],
@@ -30,8 +30,12 @@ def new_request(
 def step(
     new: Iterable[NewRequestData] = (), running: Iterable[str] = (), finished: Iterable[str] = ()
 ) -> SchedulerOutput:
-    """One engine step: `new` requests for the first time, `running` ones again, `finished` or
-    aborted ones gone.
+    """Return the scheduler's output for one engine step.
+
+    Args:
+        new: Requests that are scheduled for the first time.
+        running: Requests that are scheduled again.
+        finished: Requests that have finished or were aborted.
     """
     new = list(new)
     scheduled = {**dict.fromkeys(running, 1), **{data.req_id: 1 for data in new}}
@@ -49,8 +53,10 @@ def step(
 
 
 def execute(runner: Any, scheduler_output: SchedulerOutput) -> dict[str, Any]:
-    """Run one step; per request None (not finished), `(meta, tensors)`, or the `RequestFailed`
-    it ended with.
+    """Run one step.
+
+    Returns:
+        Per request None if it has not finished, `(meta, tensors)`, or its `RequestFailed`.
     """
     with torch.inference_mode():
         output = runner.execute_model(scheduler_output)

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm serve --omni` as a subprocess with its engine and an API key: the null world, for tests
-of every door.
-"""
+"""Start `vllm serve --omni` with an API key on the null world, for tests of every endpoint."""
 
 import os
 import re
@@ -28,9 +26,14 @@ SIZES = {"height": HEIGHT, "width": WIDTH, "max_sessions": MAX_SESSIONS}
 
 
 class Served:
-    """A running server; `client()` connects to the world camera with the key unless told otherwise.
+    """A running server.
 
-    flags, environ: more of `vllm serve`, and variables that it gets besides this process's.
+    `client()` connects to the world camera endpoint with the API key unless arguments say
+    otherwise.
+
+    Args:
+        flags: Additional arguments of `vllm serve`.
+        environ: Environment variables in addition to those of this process.
     """
 
     def __init__(
@@ -99,7 +102,7 @@ class Served:
         )
 
     def running_requests(self) -> float:
-        """What stock vLLM's own metrics say."""
+        """Return the number of running requests according to vLLM's metrics."""
         with urllib.request.urlopen(
             f"http://127.0.0.1:{self.port}/metrics", timeout=seconds(10)
         ) as response:
@@ -139,10 +142,12 @@ def kill_all(processes: list[psutil.Process]) -> None:
 def mortal_servers(
     model: Path, folder: Path, defaults: Mapping[str, Any]
 ) -> Iterator[Callable[..., Served]]:
-    """`start("--flag", ..., **omni)`: a healthy server; it, and whatever it left, is gone after the
-    block.
+    """Yield `start("--flag", ..., **omni)`, which returns a healthy server.
 
-    defaults: `omni` options besides the size, which `omni` may change.
+    After the block the server and all its processes have ended.
+
+    Args:
+        defaults: `omni` options in addition to the size; `omni` overrides them.
     """
     with ExitStack() as stack:
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SharedPeers`: what `PeerMemory` is on GPUs, for ranks on a CPU: memory that their processes
-share.
+"""`SharedPeers` replaces `PeerMemory` for ranks on a CPU.
+
+The ranks' processes share files where GPUs share device memory.
 """
 
 from pathlib import Path
@@ -12,7 +13,11 @@ from vllm_omni.model_executor.layers.collectives.peer_memory import PeerMemory
 
 
 class SharedPeers(PeerMemory):
-    """Files mapped into every rank. path: where they begin; equal on all ranks."""
+    """Files that every rank maps into its memory.
+
+    Args:
+        path: Prefix of the files' paths, equal on all ranks.
+    """
 
     def __init__(self, path: str) -> None:
         self._path = path

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions of runners in this process, saved to files and restored, as `collective_rpc` would do
-it.
-"""
+"""Save and restore sessions of runners in this process, as `collective_rpc` would do it."""
 
 import json
 from collections.abc import Callable
@@ -26,9 +24,7 @@ from vllm_omni.worker.diffusion.sessions.snapshots import SessionSnapshots
 
 
 class Worker:
-    """A runner with the worker's RPCs for files; `rpc` answers as `LLM.collective_rpc` of one
-    worker.
-    """
+    """A runner with the worker's file RPCs. `rpc` returns results as `LLM.collective_rpc` does."""
 
     def __init__(self, runner: Any) -> None:
         self.runner = runner
@@ -62,7 +58,7 @@ class Worker:
     def chunk(
         self, session_id: str, tensors: dict[str, torch.Tensor] | None = None, **fields: Any
     ) -> dict[str, torch.Tensor]:
-        """Run the session's next chunk; returns copies of its result tensors."""
+        """Run the session's next chunk and return copies of its result tensors."""
         result = run_to_end(
             self.runner, new_request("r", tensors, session_id=session_id, **fields)
         )["r"]
@@ -71,7 +67,7 @@ class Worker:
         return {name: tensor.clone() for name, tensor in result[1].items()}
 
     def bits(self, session_id: str) -> tuple[dict[str, Any], dict[str, bytes]]:
-        """All that can influence a later chunk."""
+        """Return all state of the session that can influence a later chunk."""
         session = self.runner.sessions.get(session_id)
         tensors = {
             name: tensor.contiguous().view(torch.uint8)
@@ -98,7 +94,7 @@ def world_chunk(
 def placed_chunk(
     worker: Worker, session_id: str, index: int, **fields: Any
 ) -> dict[str, torch.Tensor]:
-    """A chunk of a world with poses; the first one says where its image was taken."""
+    """Run a chunk of a world with poses; the first chunk sets the start pose."""
     start = {"x_m": 1.0, "z_m": 1.0, "heading_degrees": 10.0}
     options = {"options": {"start_pose": start}} if index == 0 else {}
     return world_chunk(worker, session_id, index, **options, **fields)
@@ -114,7 +110,7 @@ def resting_chunk(
 def game_chunk(
     worker: Worker, session_id: str, index: int, **fields: Any
 ) -> dict[str, torch.Tensor]:
-    """No prompt: where one would be new, another key is."""
+    """Run a chunk of a game, which takes no prompt: a new prompt becomes another key."""
     keys = [["s"] if fields.pop("prompt", None) else ["w"], ["w", "l"], ["i"]]
     image = (
         {"image": torch.arange(32 * 48 * 3, dtype=torch.uint8).view(32, 48, 3)}
@@ -127,7 +123,7 @@ def game_chunk(
 def frame_chunk(
     worker: Worker, session_id: str, index: int, **fields: Any
 ) -> dict[str, torch.Tensor]:
-    """`game_chunk` of a model whose chunks are one latent frame."""
+    """`game_chunk` for a model whose chunks are one latent frame."""
     keys = [["s"] if fields.pop("prompt", None) else ["w"]]
     image = (
         {"image": torch.arange(32 * 48 * 3, dtype=torch.uint8).view(32, 48, 3)}
@@ -178,7 +174,7 @@ def video_chunk(
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Any], dict[str, torch.Tensor]], None]) -> None:
-    """Change header or tensors of a snapshot and write the file anew with the safetensors
+    """Change the header or tensors of a snapshot and write the file with the safetensors
     library.
     """
     tensors = load(path.read_bytes())

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run Triton kernels on a CPU, by Triton's interpreter.
+"""Run Triton kernels on a CPU in Triton's interpreter.
 
-It needs a process of its own: Triton decides when it is imported how kernels are compiled. That
-process is forked from one that has the libraries imported (rank_processes.py), and imports Triton
-and the files of kernels again.
+Triton decides on import how it compiles kernels, so the kernels run in another process. The process
+is forked from one that has the libraries imported (rank_processes.py), and imports Triton and the
+modules with kernels again.
 """
 
 import os
@@ -18,25 +18,28 @@ from helpers.rank_processes import run_ranks
 
 
 def require_triton() -> None:
-    """Fail where Triton can be had and is missing: without it nothing holds the kernels.
+    """Fail if Triton is missing but available for this machine, because no kernel would be tested.
 
-    Elsewhere, skip.
+    On other machines the test is skipped.
     """
     if find_spec("triton") is not None:
         return
     if (platform.system(), platform.machine()) == ("Linux", "x86_64"):
         pytest.fail(
-            "Triton is missing, so no kernel was run: `make setup` installs it, or pip install -e "
+            "Triton is missing, so no kernel was tested: run `make setup` or pip install -e "
             "'.[cpu,dev]'"
         )
     pytest.skip("the extra [cpu] has no Triton for this machine")
 
 
 def interpret(work: Callable[..., None], *arguments: Any, size: int = 1) -> None:
-    """Run `work(rank, *arguments)` in `size` processes where Triton's interpreter runs the kernels;
-    raises as it does.
+    """Run `work(rank, *arguments)` in `size` processes with interpreted kernels.
 
-    work: a function of a module that imports no kernels by itself.
+    Args:
+        work: Function of a module that does not import kernels on import.
+
+    Raises:
+        The exception of the first rank that fails.
     """
     require_triton()
     run_ranks(_interpreted, (work, arguments), size)
@@ -45,7 +48,7 @@ def interpret(work: Callable[..., None], *arguments: Any, size: int = 1) -> None
 def _interpreted(rank: int, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     for name in list(sys.modules):
-        # this can be loaded once
+        # the extension module can be loaded only once
         is_triton = name.partition(".")[0] == "triton" and not name.startswith("triton._C")
         if is_triton or (name.startswith("vllm_omni.") and hasattr(sys.modules[name], "triton")):
             del sys.modules[name]

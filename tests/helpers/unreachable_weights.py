@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models whose offloaded weights can be used on a CPU only where a GPU could use them: between
-fetch and release.
+"""Models whose offloaded weights are NaN on a CPU while a GPU could not read them.
+
+A layer's weights can be used only between its fetch and its release.
 """
 
 from collections.abc import Callable
@@ -16,11 +17,10 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def offloaded_out_of_reach(load: Callable[[], Model]) -> Model:
-    """Load a model with all its blocks' linear layers in host memory, whose parameters are NaN
-    while not in use.
+    """Load a model with the linear layers of all blocks in host memory.
 
-    On a GPU a layer that is used without its fetch fails, for its weights are elsewhere; on a CPU
-    it would just work.
+    The parameters are NaN while they are not fetched. On a GPU a layer that is used without its
+    fetch fails, because its weights are in host memory. On a CPU it would work without this.
     """
     offloader = LayerOffloader(1 << 40, torch.device("cpu"))
     set_offloader(offloader)

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waiting in tests, in one unit: `OMNI_TEST_PATIENCE=3` gives everything three times as long, for
-slow machines.
+"""Waiting in tests, with one scale for all times.
 
-A test waits for a condition (`wait_until`, `until`) as long as it takes, `within` at most. Where
-nothing can be seen, because the test is that nothing happens, or because time itself is its
-subject, it pauses: `pause` at least so long; `exactly` as the clocks of the code under test count,
-whatever the patience (the rate of a slow reader, a moment between two timers). Deadlines and upper
-bounds are `seconds(...)`. Held by tests/test_suite_layout.py.
+`OMNI_TEST_PATIENCE=3` multiplies every time by three for slow machines. A test waits for a
+condition with `wait_until` or `until`. Where no condition can be observed, because the test
+verifies that nothing happens or because time is its subject, it uses `pause`, or `exactly` for a
+time that the code under test measures, which is not scaled. Deadlines and upper bounds are
+`seconds(...)`. tests/test_suite_layout.py verifies that tests have no bare sleeps.
 """
 
 import asyncio
@@ -31,9 +30,15 @@ def wait_until(
     saying: Callable[[], str] = lambda: "the condition did not come true",
     every_s: float = _LOOK_S,
 ) -> Seen:
-    """What `condition` returns once it is true.
+    """Wait until `condition` returns a true value and return it.
 
-    Fails, with what `saying` returns, when it is not in time.
+    Args:
+        condition: Called every `every_s` seconds.
+        within: Time limit in seconds on an idle machine.
+        saying: Returns the failure message.
+
+    Raises:
+        AssertionError: The time limit has passed.
     """
     deadline_s = time.monotonic() + seconds(within)
     while not (seen := condition()):
@@ -70,5 +75,5 @@ async def exactly_in_task(duration_s: float) -> None:
 
 
 def stay_until_killed() -> None:
-    """Of a process that a test ends; if it does not, the process ends by itself."""
+    """Keep a process alive until the test kills it; after a minute it ends by itself."""
     time.sleep(seconds(60))

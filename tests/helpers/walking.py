@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A camera that walks, without a model: LingBot World's controls, and the world poses to which
-they lead.
+"""A walking camera without a model.
+
+It applies LingBot World's controls and computes the world poses that they lead to.
 """
 
 from collections.abc import Sequence
@@ -21,12 +22,17 @@ from vllm_omni.worlds.start_pose import StartPose
 
 STEP_M: Final = 0.5
 SPACE: Final = ACTION_SPACE
-"""The controls of a camera that walks: keys, rates and the mouse add up."""
+"""The controls of a walking camera: keys, rates and the mouse add up."""
 
 
 @dataclass
 class Walker:
-    """A camera in a world. grid: what stops it."""
+    """A camera in a world.
+
+    Args:
+        start: Pose at the start image.
+        grid: Obstacles that stop the camera. Default: none.
+    """
 
     start: StartPose
     grid: OccupancyGrid | None = None
@@ -37,8 +43,14 @@ class Walker:
         self.pose_44 = world_pose(start.x_m, start.z_m, start.heading_degrees, start.pitch_degrees)
 
     def walk(self, entries: Sequence[ActionEntry], *, starts: bool) -> list[list[float]]:
-        """Move by one chunk's actions; returns its `world_poses`. starts: the first latent frame
-        is the start image.
+        """Move by one chunk's actions.
+
+        Args:
+            entries: Actions, one per latent frame.
+            starts: Whether the first latent frame is the start image, which does not move.
+
+        Returns:
+            `world_poses` of the chunk: x in m, z in m, heading and pitch in degrees.
         """
         rows = []
         for number, entry in enumerate(entries):

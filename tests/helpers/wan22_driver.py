@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drive a `Wan22` in this process, as the runner does, without an engine around it."""
+"""Drive a `Wan22` model in this process as the runner does, without an engine."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ from vllm_omni.model_executor.models.wan2_2.checkpoint import find_layout, hf_co
 from vllm_omni.model_executor.models.wan2_2.pipeline import Wan22, Wan22Setup
 
 HEIGHT, WIDTH = 64, 96
-"""A multiple of the 32 pixels that a token of the 5B model covers."""
+"""Pixels; multiples of the 32 pixels that a token of the 5B model covers."""
 NUM_FRAMES = 9
 PROMPT, NEGATIVE = "A lighthouse stands on a cliff", "no cars"
 """Words that are whole tokens: transformers 5 loses the byte fallback that others need

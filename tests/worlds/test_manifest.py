@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A manifest tells a whole directory from a damaged one, in one line that says how to write it
-again.
+"""The manifest detects a damaged directory; the error has one line and names the command to rewrite
+it.
 """
 
 import json
@@ -21,7 +21,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_whole_directory_passes(folder: Path) -> None:
-    """Every file is listed, the manifest itself is not; more files do no harm."""
+    """Every file except the manifest is listed; additional files are ignored."""
     manifest = read_manifest(folder)
     assert manifest is not None
     assert sorted(manifest.files) == ["b.txt", "weights/a.bin"]
@@ -30,7 +30,7 @@ def test_a_whole_directory_passes(folder: Path) -> None:
 
 
 def test_a_directory_without_manifest_is_not_checked(tmp_path: Path) -> None:
-    """Checkpoints of others have none."""
+    """Checkpoints of other projects have no manifest."""
     assert read_manifest(tmp_path) is None
     check_files(tmp_path)
 
@@ -48,7 +48,7 @@ def test_a_directory_without_manifest_is_not_checked(tmp_path: Path) -> None:
     ],
 )
 def test_a_damaged_file_is_one_line(folder: Path, damage: object, what: str) -> None:
-    """It names the file, what is wrong with it, and the command."""
+    """The error names the file, the damage and the command."""
     assert callable(damage)
     damage(folder / "weights" / "a.bin")
     with pytest.raises(ValueError, match=what) as caught:
@@ -76,7 +76,7 @@ def test_a_damaged_file_is_one_line(folder: Path, damage: object, what: str) -> 
     ],
 )
 def test_a_broken_manifest_is_refused(tmp_path: Path, content: str) -> None:
-    """Also one that names files outside its directory."""
+    """This includes a manifest that names files outside its directory."""
     (tmp_path / "manifest.json").write_text(content)
     with pytest.raises(ValueError, match=r"manifest\.json cannot be read: "):
         check_files(tmp_path)

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Held controls move cameras: look first, then walk; walls stop a walker and let it slide along
-them.
-"""
+"""Controls move cameras: look first, then walk. Walls stop a camera and let it slide along them."""
 
 from pathlib import Path
 
@@ -21,7 +19,7 @@ STEP = 0.5
 
 
 def _grid() -> OccupancyGrid:
-    """20 m, cells of 10 cm, free but for a wall that covers everything north of z = 5."""
+    """Return a free grid of 20 m with cells of 10 cm and a wall over everything north of z = 5."""
     cells = torch.zeros(200, 200, dtype=torch.bool)
     cells[:50] = True
     return OccupancyGrid(cells, 20.0)
@@ -46,9 +44,7 @@ def _walk(pose: torch.Tensor, keys: str, count: int, grid: OccupancyGrid | None)
     ],
 )
 def test_movement_keys_walk_along_the_view(keys: str, x: float, z: float) -> None:
-    """To the north, a step ahead adds to z and a step to the right adds to x; opposite keys
-    cancel.
-    """
+    """Facing north, forward adds to z and right adds to x; opposite keys cancel."""
     pose = _walk(world_pose(0, 0, 0), keys, 1, None)
     assert pose[:3, 3].tolist() == pytest.approx([x, 0.0, z], abs=1e-5)
 
@@ -68,7 +64,7 @@ def test_looking_up_neither_slows_nor_lifts_a_walker() -> None:
 
 
 def test_a_wall_ends_a_straight_walk() -> None:
-    """The walker stands in the last free cell before the wall, for as long as it pushes."""
+    """The camera stays in the last free cell before the wall while it pushes."""
     pose = _walk(world_pose(0.03, 0, 0), "w", 40, _grid())
     assert 4.9 < float(pose[2, 3]) < 5.0 and abs(float(pose[0, 3]) - 0.03) < 0.2
     again = _walk(pose, "w", 40, _grid())
@@ -76,14 +72,14 @@ def test_a_wall_ends_a_straight_walk() -> None:
 
 
 def test_a_walker_slides_along_a_wall() -> None:
-    """At 45 degrees the part of the step along the wall remains."""
+    """At 45 degrees the component of the step along the wall remains."""
     pose = _walk(world_pose(0, 4.9, 45), "w", 8, _grid())
     assert float(pose[2, 3]) < 5.0
     assert float(pose[0, 3]) == pytest.approx(8 * STEP * 0.5**0.5, rel=0.3)
 
 
 def test_nothing_is_jumped_over_at_the_largest_speed() -> None:
-    """Eight steps a latent frame are 4 m: a wall of 60 cm still stops them."""
+    """Eight steps per latent frame are 4 m; a wall of 60 cm still stops the camera."""
     cells = torch.zeros(200, 200, dtype=torch.bool)
     cells[60:66] = True
     motion = Motion.of_keys(["w"])
@@ -98,7 +94,7 @@ def test_nothing_is_jumped_over_at_the_largest_speed() -> None:
 
 
 def test_a_walker_inside_an_obstacle_can_leave_it() -> None:
-    """A start pose or a client's pose may lie in a blocked cell."""
+    """The pose of a start image or of a client may be in a blocked cell."""
     pose = _walk(world_pose(0, 6, 180), "w", 4, _grid())
     assert float(pose[2, 3]) == pytest.approx(4.0, abs=1e-3)
 
@@ -109,7 +105,7 @@ def test_the_world_repeats_after_its_side() -> None:
         [[0.0, 6.0], [0.0, -14.0], [20.0, 26.0], [0.0, 0.0], [-20.0, 20.0]], dtype=torch.float64
     )
     assert grid.blocked(positions).tolist() == [True, True, True, False, False]
-    # the next wall in the south is the one of the period below
+    # the next wall in the south belongs to the next period
     south = _walk(world_pose(0, -15.5, 0), "s", 60, grid)
     assert -30.0 <= float(south[2, 3]) < -29.9
 
@@ -125,7 +121,7 @@ def test_cameras_move_independently_of_each_other() -> None:
 
 
 def test_a_grid_survives_its_file(tmp_path: Path) -> None:
-    """North is the first row; black cells are blocked."""
+    """The first row of the image is north; black cells are blocked."""
     cells = torch.rand(30, 40, generator=torch.Generator().manual_seed(3)) < 0.4
     OccupancyGrid(cells, 12.0).write(tmp_path / "grid.png")
     read = OccupancyGrid.read_image(tmp_path / "grid.png", 12.0)

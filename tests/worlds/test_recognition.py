@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A start image of the world is recognised, whatever a client did to the file; no other image
-is.
-"""
+"""The world's start images are recognised after changes of the file; other images are not."""
 
 import importlib.resources
 import io
@@ -62,8 +60,10 @@ def test_a_start_image_is_recognised(
     scale: float,
     quality: int | None,
 ) -> None:
-    """As JPEG of low quality, at half and double size, as the endpoints stretch it; each of its
-    three styles is told apart.
+    """Recognised are JPEGs of low quality, at half and double size, and stretched as by the
+    endpoints.
+
+    The three styles of an image are distinguished.
     """
     image = start_image(description, index)
     image = image.resize(
@@ -80,7 +80,7 @@ def test_a_start_image_is_recognised(
 
 
 def test_a_view_half_a_metre_away_is_another_image(images: StartImages) -> None:
-    """Nor is one from the same place, five degrees turned.
+    """Nor is the view from the same point recognised after a turn of five degrees.
 
     The street at dusk has the least contrast.
     """
@@ -94,7 +94,7 @@ def test_a_view_half_a_metre_away_is_another_image(images: StartImages) -> None:
 
 
 def other_images(description: WorldDescription) -> list[torch.Tensor]:
-    """1,000 images that are none of the world's start images."""
+    """Return 1,000 images that are not start images of the world."""
     rng = np.random.default_rng(3)
     others: list[torch.Tensor] = []
     for index in range(9):
@@ -106,7 +106,7 @@ def other_images(description: WorldDescription) -> list[torch.Tensor]:
             as_tensor(each) for each in (ImageOps.mirror(image), ImageOps.flip(image), *shifted)
         ]
     tour, _ = decode_mp4((VILLAGE / "tour.mp4").read_bytes())
-    others += [torch.from_numpy(frame) for frame in tour[12:]]  # the walk has left its start image
+    others += [torch.from_numpy(frame) for frame in tour[12:]]  # after the start image
     for path in sorted(SAMPLES.glob("*.jpg")):
         with Image.open(path) as opened:
             sample = opened.convert("RGB")
@@ -134,9 +134,7 @@ def other_images(description: WorldDescription) -> list[torch.Tensor]:
 
 
 def test_no_other_image_is_recognised(description: WorldDescription, images: StartImages) -> None:
-    """Mirrored and shifted start images, a walk through the village, photographs, gradients,
-    flat colours, noise.
-    """
+    """Mirrored and shifted start images, a walk, photographs, gradients, flat colours and noise."""
     others = other_images(description)
     assert len(others) == 1000
     assert [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The world that comes with the package is whole, says what it is, and can be written anywhere."""
+"""The world in the package is complete, described, and can be written to any directory."""
 
 import logging
 import shutil
@@ -27,13 +27,13 @@ WEIGHTS = (
 
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
-    """What `vllm-omni make-world OUT` writes."""
+    """Return the output of `vllm-omni make-world OUT`."""
     make_world.write_world(tmp_path / "world")
     return tmp_path / "world"
 
 
 def test_everything_is_there_and_small(village: Path) -> None:
-    """Every file of the package's directory is in its manifest; at most 25 MB together."""
+    """Every file of the directory is in its manifest; together they have at most 25 MB."""
     manifest = read_manifest(village)
     assert manifest is not None
     found = {path.relative_to(village).as_posix() for path in village.rglob("*") if path.is_file()}
@@ -43,7 +43,7 @@ def test_everything_is_there_and_small(village: Path) -> None:
 
 
 def test_the_description_fits_the_files(village: Path) -> None:
-    """Start pictures are of the trained size; the tour's truth has a frame for each of the
+    """Start images have the trained size, and the tour's video has a frame for each of the
     tour's.
     """
     description = read_description(village)
@@ -64,7 +64,7 @@ def test_the_description_fits_the_files(village: Path) -> None:
 def test_what_is_written_is_the_same(
     village: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Byte for byte, and the command that serves it is printed."""
+    """The files are identical, and the command that serves them is printed."""
     written = tmp_path / "world"
     with pytest.raises(SystemExit, match="0"):
         main(["make-world", str(written)])
@@ -81,9 +81,7 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
 
 
 def test_serving_it_needs_no_option(written: Path) -> None:
-    """The size is the trained one, the decoder the world's choice, the focal length that of
-    keys.
-    """
+    """The defaults are the trained size, the world's decoder, and the focal length of keys."""
     from vllm.engine.arg_utils import EngineArgs
 
     from vllm_omni.config import OmniConfig
@@ -105,7 +103,7 @@ def test_serving_it_needs_no_option(written: Path) -> None:
 def test_a_size_it_was_not_trained_for_is_warned_of(
     written: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At start, with the size that would be right; it is served all the same."""
+    """The server starts and logs a warning with the trained size."""
     from vllm.engine.arg_utils import EngineArgs
 
     logging.getLogger("vllm").addHandler(caplog.handler)
@@ -123,7 +121,7 @@ def test_a_size_it_was_not_trained_for_is_warned_of(
 
 @pytest.mark.parametrize("name", [*WEIGHTS, "transformers/config.json", "world.json"])
 def test_a_damaged_copy_is_refused_before_anything_starts(written: Path, name: str) -> None:
-    """One line: which file, and the command that writes it again."""
+    """One line names the file and the command that writes it again."""
     (written / name).write_bytes((written / name).read_bytes()[:-1])
     with pytest.raises(CommandError, match=r"is damaged .*`vllm-omni make-world DIR`$") as caught:
         serve.check(serve.ServeFlags.scan([str(written), "--port", "0"]))
@@ -136,7 +134,7 @@ def test_a_damaged_copy_is_refused_before_anything_starts(written: Path, name: s
 def test_a_damaged_installation_says_so(
     written: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """`make-world` cannot help then."""
+    """`make-world` cannot repair a damaged installation."""
     monkeypatch.setattr(vllm_omni.worlds, "__file__", str(tmp_path / "package" / "__init__.py"))
     with pytest.raises(ValueError, match=r"manifest\.json is missing; install vllm-omni again"):
         village_checkpoint()

@@ -6,7 +6,7 @@ Frames of all clips lie in one batch of pictures; a causal convolution over time
 three frames laid side by side in its channels. As in the original, the first latent frame skips the
 convolutions that change the frame rate, and those of the decoder see zeros before the second. Its
 result equals the serving package's, which streams.
-Held by tests/training/tiny_world/test_autoencoder.py.
+Tested by tests/training/tiny_world/test_autoencoder.py.
 """
 
 # B clips, T frames, C channels, H, W pixels, h, w latent cells

@@ -3,7 +3,7 @@
 
 Every body is seen with its repetitions in the periodic ground plane, the camera at the origin.
 `cast` is written for torch's compiler: one fused reduction over the bodies.
-Held by tests/training/tiny_world/test_render.py.
+Tested by tests/training/tiny_world/test_render.py.
 """
 
 # B frames, R rays, K nearest polyhedra, J nearest ellipsoids, P = 6 planes

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transformer's data: walks as latents, conditions and camera commands.
+"""Write the transformer's training data: walks as latents, conditions and camera commands.
 
     torchrun --nproc-per-node 2 -m training.tiny_world.clips --vae vae.pt --out DIR --seconds 90
 
-Each process writes `clips-R.pt`, the first one also `clips-held.pt`; README.md describes the
-format. A quarter of the walks is filmed in two styles, for prompts that change on the way.
+Each process writes `clips-R.pt`, and the first one also writes `clips-held.pt`. README.md describes
+the format. A quarter of the walks is rendered in two styles, for prompts that change during a clip.
 """
 
 import argparse
@@ -22,10 +22,7 @@ from training.tiny_world.village import STYLES
 from training.tiny_world.walks import Walks, random_walks
 
 LATENTS = 21
-"""Latent frames of a clip, unless told otherwise: a window and its sink.
-
-Longer ones make longer roll-outs.
-"""
+"""Default number of latent frames of a clip: a window and its sink frames."""
 CONDITION_LATENTS = 6
 """Latent frames of [image, grey, grey, ...] that are stored; the rest equals the last of them."""
 _HELD_OUT_SEED = 880_001
@@ -34,7 +31,7 @@ Shard = dict[str, torch.Tensor]
 
 
 class Encoder:
-    """The trained autoencoder's first half, for data: pixels to fp16 latents."""
+    """The trained encoder: pixels to fp16 latents."""
 
     def __init__(self, model: Autoencoder) -> None:
         self.model = model
@@ -64,7 +61,7 @@ class Encoder:
 def encode_walks(
     walks: Walks, style_N: torch.Tensor, renderer: Renderer, encoder: Encoder, *, at_once: int
 ) -> Shard:
-    """Film and encode walks; tensors on the renderer's device."""
+    """Render and encode walks; returns tensors on the renderer's device."""
     parts: list[tuple[torch.Tensor, torch.Tensor]] = []
     for start in range(0, len(walks), at_once):
         clips = render_video(
@@ -119,7 +116,7 @@ def make_clips(
 
 
 def joined(shards: list[Shard]) -> Shard:
-    """One shard of several, twins pointing to where they are now."""
+    """Concatenate shards and adjust the indices of twins."""
     start, twins = 0, []
     for shard in shards:
         twins.append(torch.where(shard["twin"] >= 0, shard["twin"] + start, -1))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a video shows of its camera: how far it turned from frame to frame, how far it has walked.
+"""Estimate from a video how far its camera turned between frames and how far it walked.
 
-Both search the movement that explains a frame best, by correlation, which no change of brightness
-or contrast moves. Frames are [N, H, W, 3], uint8 or float. Held by
+Both functions search the motion that explains a frame best by correlation, which does not depend on
+brightness or contrast. Frames are [N, H, W, 3], uint8 or float. Tested by
 tests/training/tiny_world/test_score_controls.py.
 """
 
@@ -14,16 +14,16 @@ from torch.nn import functional
 from training.tiny_world.render import FOCAL
 
 LARGEST_TURN = 15.0
-"""Degrees to either side that are searched."""
+"""Search range to either side in degrees."""
 _COARSE, _FINE = 0.5, 0.05
 
 
 def turns(frames_NHW3: torch.Tensor) -> torch.Tensor:
-    """Degrees to the right that the camera turned from each frame to the next, [N - 1].
+    """Return the degrees that the camera turned right from each frame to the next, [N - 1].
 
-    A camera that turns in place maps one picture onto the next whatever the depth; the angle is the
-    one for which the warped frame correlates best with the next, where the two overlap: first at
-    half the size, then finely at the whole.
+    When a camera turns without moving, one image maps to the next independently of depth. The
+    result is the angle for which the warped frame correlates best with the next one in their
+    overlap, searched first at half the resolution and then at the full resolution.
     """
     images = _channels_first(frames_NHW3)
     half = functional.avg_pool2d(images, 2)
@@ -38,17 +38,19 @@ def turns(frames_NHW3: torch.Tensor) -> torch.Tensor:
 
 
 def pixels_at_centre(degrees: torch.Tensor, width: int) -> torch.Tensor:
-    """How far the middle of a picture of that width moves when the camera turns."""
+    """Return how many pixels the centre of an image of this width moves when the camera turns."""
     return FOCAL * width * torch.tan(torch.deg2rad(degrees))
 
 
 def distances_walked(
     frames_NHW3: torch.Tensor, rendered_DHW3: torch.Tensor, distances_D: torch.Tensor
 ) -> torch.Tensor:
-    """Metres walked at each frame, [N]: of views rendered along the way, the place of the most
-    alike.
+    """Return the metres walked at each frame, [N]: the distance of the most similar rendered view.
 
-    distances_D: evenly spaced, increasing. Both are blurred a little: noise shall not decide.
+    Both images are blurred slightly, so that noise does not decide.
+
+    Args:
+        distances_D: Distances of the rendered views in metres, evenly spaced, increasing.
     """
     made, along = (
         _standardised(_channels_first(frames)) for frames in (frames_NHW3, rendered_DHW3)
@@ -64,9 +66,7 @@ def _channels_first(frames_NHW3: torch.Tensor) -> torch.Tensor:
 def _turned_correlation(
     before_3HW: torch.Tensor, after_3HW: torch.Tensor, degrees_K: torch.Tensor
 ) -> torch.Tensor:
-    """Correlation [K] of `after` with `before` as a camera sees it that turned right by each
-    angle.
-    """
+    """Return the correlation [K] of `after` with `before` turned right by each angle."""
     height, width = before_3HW.shape[1:]
     focal = FOCAL * width
     x = (torch.arange(width) + 0.5 - width / 2) / focal
@@ -102,9 +102,7 @@ def _standardised(images_NCHW: torch.Tensor) -> torch.Tensor:
 
 
 def _peak(positions_K: torch.Tensor, values_K: torch.Tensor) -> float:
-    """Where the largest value lies, between the places by a parabola through it and its
-    neighbours.
-    """
+    """Return the position of the largest value, refined by a parabola through its neighbours."""
     best = int(values_K.argmax())
     if best in (0, len(values_K) - 1):
         return float(positions_K[best])

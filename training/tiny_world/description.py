@@ -8,7 +8,7 @@ manifest.
     python -m training.tiny_world.description DIR --no-truth
 
 Run it last: the manifest describes every file as it is then.
-Held by tests/training/tiny_world/test_tiny_world_description.py.
+Tested by tests/training/tiny_world/test_tiny_world_description.py.
 """
 
 # T video frames, L latent frames

@@ -39,8 +39,10 @@ def export_world(
     chunk_frames: int | None = None,
     text_encoder: Path = SHIPPED,
 ) -> None:
-    """Write the checkpoint into the directory `out`. text_encoder: checkpoint whose text encoder
-    it takes over.
+    """Write the checkpoint to the directory `out`.
+
+    Args:
+        text_encoder: Checkpoint from which the text encoder is copied.
     """
     out.mkdir(parents=True, exist_ok=True)
     export_transformer(transformer, out / "transformers", chunk_frames)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rendered clips of random walks, kept on the device: what the autoencoder and the decoders
-learn from.
+"""Rendered clips of random walks on the device, from which the autoencoder and decoders are
+trained.
 """
 
 import time

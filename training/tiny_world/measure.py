@@ -1,40 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How near a video is to the rendered truth: PSNR, and sharpness beside it, since PSNR alone
-rewards blur.
+"""Similarity of a video to the rendered truth: PSNR and sharpness, because PSNR alone rewards blur.
 
-Frames are [B, T, 3, H, W] in [0, 1]. Held by tests/training/tiny_world/test_measure.py.
+Frames are [B, T, 3, H, W] in [0, 1]. Tested by tests/training/tiny_world/test_measure.py.
 """
 
 import torch
 from torch.nn import functional
 
 _CAP = 1e-10
-"""Smallest mean squared error: equal pictures have 100 dB."""
+"""Smallest mean squared error, so that equal images have 100 dB."""
 _SSIM_TAPS, _SSIM_SIGMA = 11, 1.5
 
 
 def psnr(made: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
-    """Decibels of each clip, [B]; frames in [0, 1], [B, T, 3, H, W]."""
+    """Return the PSNR of each clip in dB, [B]."""
     return decibels((made.float() - truth.float()).square().flatten(1).mean(dim=1))
 
 
 def squared_error(made: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
-    """Mean squared error of each frame, [B, T]."""
+    """Return the mean squared error of each frame, [B, T]."""
     return (made.float() - truth.float()).square().flatten(2).mean(dim=2)
 
 
 def decibels(squared_error: torch.Tensor) -> torch.Tensor:
-    """PSNR of mean squared errors of pictures in [0, 1]; at most 100 dB."""
+    """Return the PSNR of mean squared errors of images in [0, 1], at most 100 dB."""
     return -10 * squared_error.clamp(min=_CAP).log10()
 
 
 def sharpness(made: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
-    """Mean horizontal difference of neighbouring pixels over the truth's, each clip, [B]."""
+    """Return the sharpness of each clip relative to the truth, [B].
+
+    Sharpness is the mean difference of horizontally adjacent pixels.
+    """
     return _edges(made) / _edges(truth).clamp(min=1e-6)
 
 
 def ssim(made: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
-    """Structural similarity of each frame, [B, T]: 1 for equal pictures, near 0 for unrelated ones.
+    """Return the structural similarity of each frame, [B, T]: 1 if equal, near 0 if unrelated.
 
     Wang et al. 2004: Gaussian windows of 11 pixels (sigma 1.5), whole windows only, mean over the
     three colours.
@@ -51,12 +53,12 @@ def ssim(made: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
 
 
 def mean_colour(frames: torch.Tensor) -> torch.Tensor:
-    """Mean colour of each clip, [B, 3]."""
+    """Return the mean colour of each clip, [B, 3]."""
     return frames.float().mean(dim=(1, 3, 4))
 
 
 def named_style(colours_N3: torch.Tensor, styles_NS3: torch.Tensor) -> torch.Tensor:
-    """Index of the nearest of each row's colours of the styles, [N]."""
+    """Return the index of the style whose colour is nearest to each row, [N]."""
     return (styles_NS3 - colours_N3[:, None]).norm(dim=-1).argmin(dim=1)
 
 
@@ -74,9 +76,7 @@ def _window_mean(images_BCHW: torch.Tensor) -> torch.Tensor:
 
 
 def image_errors(made: torch.Tensor, truth: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Means of the error's size, its square, and its steps across and down, for decoders to
-    learn by; [..., H, W].
-    """
+    """Return the means of the absolute error, its square and its gradients, as decoder losses."""
     error = made - truth
     across, down = error[..., 1:] - error[..., :-1], error[..., 1:, :] - error[..., :-1, :]
     return {

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Muon for matrices, AdamW for all other parameters, one learning-rate schedule and the running
-mean of the weights.
+"""Muon for matrices, AdamW for other parameters, a learning-rate schedule, and averaged weights.
 
-Muon: K. Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; the scale of its update
-(RMS 0.2, AdamW's) is Moonlight's, arXiv 2502.16982. Every weight is seen as a matrix [outputs,
-everything else], so convolutions are covered. A step neither reads the device from the host nor
-changes the shape of anything, so it may be captured in a CUDA graph.
-Held by tests/training/tiny_world/test_optimizers.py.
+Muon: K. Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/. The scale of its update
+(RMS 0.2, as AdamW's) is Moonlight's, arXiv 2502.16982. Every weight is treated as a matrix
+[outputs, everything else], which covers convolutions. A step neither synchronises with the device
+nor changes a shape, so it can be captured in a CUDA graph. Tested by
+tests/training/tiny_world/test_optimizers.py.
 """
 
 import math
@@ -34,9 +33,7 @@ FIRST_AND_LAST = (
     "decoder.conv1",
     "decoder.head",
 )
-"""Names of the first and last layers of the tiny world's networks: AdamW's, though they are
-matrices.
-"""
+"""Names of the first and last layers, which use AdamW although they are matrices."""
 
 
 def orthogonalised(update_GMN: torch.Tensor) -> torch.Tensor:
@@ -57,11 +54,11 @@ def orthogonalised(update_GMN: torch.Tensor) -> torch.Tensor:
 def parameter_groups(
     module: nn.Module, adam: tuple[str, ...] = FIRST_AND_LAST
 ) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
-    """Split the parameters that need gradients into (Muon's, AdamW's), by name.
+    """Split the trainable parameters by name into those of Muon and those of AdamW.
 
-    AdamW's: vectors (also those that are stored with more axes, such as norms and modulations),
-    embedding tables, and what a name in `adam` leads to: the whole name or its beginning up to a
-    dot.
+    AdamW has vectors (including those stored with more axes, such as norms and modulations),
+    embedding tables, and the parameters that `adam` names by their whole name or by its beginning
+    up to a dot.
     """
     tables = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
     matrices: dict[str, nn.Parameter] = {}
@@ -80,9 +77,7 @@ def _as_matrix(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Muon:
-    """Momentum, then the nearest orthogonal matrix, for matrices; equal shapes are
-    orthogonalised together.
-    """
+    """Momentum followed by the nearest orthogonal matrix; equal shapes are processed together."""
 
     def __init__(
         self,
@@ -169,9 +164,8 @@ def _check_names(state: Mapping[str, Any], own: Mapping[str, Any], what: str) ->
 
 
 class Optimizer:
-    """Both optimisers of one network as one object.
-
-    `scale` of `step` is the schedule's factor, 0 to 1.
+    """Both optimisers of a network as one object. `scale` of `step` is the schedule's factor, 0 to
+    1.
     """
 
     def __init__(
@@ -311,10 +305,10 @@ def learning_rate(
 
 
 class Ema:
-    """Exponential running mean of a module's parameters, kept in fp32.
+    """Exponential moving average of a module's parameters, stored in fp32.
 
-    Update n counts with at most (1 + n) / (10 + n), so that a young mean forgets the random start.
-    Buffers are not averaged.
+    The weight of update n is at most (1 + n) / (10 + n), so that a young average is not dominated
+    by the random start. Buffers are not averaged.
     """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
@@ -326,7 +320,7 @@ class Ema:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the module's present parameters into the mean."""
+        """Update the averages with the module's current parameters."""
         self.num_updates += 1
         decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
         present = [parameter.detach().float() for parameter in self.module.parameters()]
@@ -334,13 +328,13 @@ class Ema:
 
     @torch.no_grad()
     def copy_to(self, module: nn.Module) -> None:
-        """Overwrite the parameters of `module`, which has the same names, with the means."""
+        """Overwrite the parameters of `module`, which has the same names, with the averages."""
         for name, parameter in module.named_parameters():
             parameter.copy_(self.means[name])
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Let the module hold the means for a while."""
+        """Replace the module's parameters by the averages for the duration of the block."""
         own = [parameter.detach().clone() for parameter in self.module.parameters()]
         self.copy_to(self.module)
         try:
@@ -351,7 +345,7 @@ class Ema:
                     parameter.copy_(before)
 
     def averaged_state_dict(self) -> dict[str, torch.Tensor]:
-        """The module's state dict with the means in place of the parameters; fp32."""
+        """Return the module's state dict with averaged parameters, fp32."""
         state = {name: value.detach() for name, value in self.module.state_dict().items()}
         return state | {name: mean.clone() for name, mean in self.means.items()}
 

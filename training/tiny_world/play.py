@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Walks made by the model through the real engine: vLLM's `LLM`, one request a chunk, several
-sessions at once.
+"""Generate walks with the model in the real engine: vLLM's `LLM`, one request per chunk.
 
-`Played` is a walk as the model is asked for it; a `World` makes videos of such walks. `score.py`
-measures any world, and its tests measure one that shows the rendered truth.
-
-On a GPU this model is so small that the host's work for each session is what takes time:
-`SeveralEngines` shares walks out to engines that have one core each.
+`Played` describes a walk; a `World` generates videos of walks, several sessions at a time.
+`score.py` measures any world, and its tests measure one that shows the rendered truth. This model
+is so small that on a GPU the host's work per session dominates, so `SeveralEngines` distributes
+walks over engines with one core each.
 """
 
 import math
@@ -28,15 +26,18 @@ from PIL import Image
 from training.tiny_world.walks import Walks, key_bits, scripted_walks
 
 LATENTS_A_CHUNK = 3
-"""What the measures call a chunk: 12 video frames, 9 of them in a walk's first."""
+"""Latent frames of a chunk in the measures: 12 video frames, 9 in the first chunk of a walk."""
 
 
 @dataclass(frozen=True)
 class Played:
-    """One walk. start: x, z in metres; yaw in radians; keys: held at each latent frame. prompts:
-    latent frame -> prompt from there on, one at 0.
+    """A walk. The start image is the first latent frame, which no key moves.
 
-    The start image is the first latent frame, which no key moves.
+    Args:
+        start: x, z in metres.
+        yaw: Radians.
+        keys: Keys held at each latent frame.
+        prompts: Latent frame -> prompt from there on; one at 0.
     """
 
     start: tuple[float, float]
@@ -47,18 +48,18 @@ class Played:
     seed: int
 
     def start_pose(self) -> dict[str, float]:
-        """Where it starts, as `options.start_pose`."""
+        """Return the start as `options.start_pose`."""
         x_m, z_m = self.start
         return {"x_m": x_m, "z_m": z_m, "heading_degrees": math.degrees(self.yaw) % 360.0}
 
     def walk(self) -> Walks:
-        """Where the keys lead."""
+        """Return the positions and angles that the keys lead to."""
         bits = torch.tensor([[key_bits(keys) for keys in self.keys]], dtype=torch.uint8)
         return scripted_walks(torch.tensor([self.start]), torch.tensor([self.yaw]), bits)
 
 
 class World(Protocol):
-    """Makes videos of walks."""
+    """Generates videos of walks."""
 
     def play(self, walks: Sequence[Played], images_NHW3: torch.Tensor) -> list[torch.Tensor]:
         """A video for each walk, uint8 [4 L - 3, H, W, 3]; pictures: what each starts from,
@@ -94,11 +95,14 @@ class Times:
 
 
 class EngineWorld:
-    """The model in vLLM's engine. omni: `additional_config.omni` without size and sessions; batch:
-    sessions at once.
+    """The model in vLLM's engine.
 
-    snapshot_every: after so many of the model's chunks each session is saved, closed and restored;
-    None = never.
+    Args:
+        omni: `additional_config.omni` without size and sessions.
+        batch: Sessions at a time.
+        snapshot_every: Number of the model's chunks after which a session is saved, closed and
+            restored.
+            Default: never.
     """
 
     def __init__(
@@ -238,9 +242,7 @@ class EngineWorld:
 
 
 class SeveralEngines:
-    """`EngineWorld`s of the same arguments in processes of their own; each takes every so
-    manieth walk.
-    """
+    """`EngineWorld`s with equal arguments in separate processes, which share the walks."""
 
     def __init__(self, engines: int, model: Path, size: tuple[int, int], **options: Any) -> None:
         self.engines = engines
@@ -275,7 +277,7 @@ class SeveralEngines:
 
 
 class _Worker:
-    """What a process of `SeveralEngines` holds: one engine."""
+    """The state of a process of `SeveralEngines`: one engine."""
 
     world: EngineWorld
 
@@ -294,7 +296,7 @@ class _Worker:
 
 
 def _runs(order: Sequence[int], keys: Sequence[int], longest: int) -> Iterator[list[int]]:
-    """Cut `order` where the key changes, and into runs of at most `longest`."""
+    """Split `order` where the key changes and into runs of at most `longest`."""
     run: list[int] = []
     for index, item in enumerate(order):
         if run and (keys[index] != keys[index - 1] or len(run) == longest):

@@ -21,7 +21,7 @@ Measured are latent frames, four a second, without the start image. Per second o
                         before it counts too
 
 `table` holds the measures that have a target, and whether it is met.
-Held by tests/training/tiny_world/test_players.py.
+Tested by tests/training/tiny_world/test_players.py.
 """
 
 # L latent frames, N walks

@@ -9,7 +9,6 @@ in --out; a result that is there already, of the same walks, options and model, 
 so the command may be stopped and started, several may run at once with --only, and what needs more
 devices than there are may be made elsewhere. --page writes the page and its plot (SVG), unless a
 variant is missing.
-Held by tests/training/tiny_world/test_quality.py.
 """
 
 import argparse

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process a GPU under `torchrun`, or a single process: who one is, and how gradients become
-their mean.
-"""
+"""Processes under `torchrun`, one per GPU, or a single process; averages gradients over them."""
 
 import os
 import time
@@ -22,8 +20,10 @@ class Ranks:
 
     @classmethod
     def join(cls, device: str | None = None) -> "Ranks":
-        """Meet the other processes, if there are any. device: `cpu` or `cuda`; None = CUDA where
-        there is one.
+        """Join the other processes, if there are any.
+
+        Args:
+            device: `cpu` or `cuda`. Default: CUDA if available.
         """
         world, local = (
             int(os.environ.get("WORLD_SIZE", "1")),
@@ -65,7 +65,7 @@ class Ranks:
         return [float(value) for value in sent.tolist()]
 
     def share(self, module: nn.Module) -> None:
-        """Give every rank the first one's parameters."""
+        """Copy the first rank's parameters to all ranks."""
         if self.world > 1:
             for parameter in module.parameters():
                 distributed.broadcast(parameter.data, 0)

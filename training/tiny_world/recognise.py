@@ -14,7 +14,7 @@ stand out. It is trained on renders, on damaged renders, and on frames of `broke
 world without world poses made after 40 s and more of standing still or walking, chosen by eye. The
 threshold comes from other renders, of which 99.5 % are accepted. Renders are views without a wall
 or a tree at arm's length, see `open_views`.
-Held by tests/training/tiny_world/test_recognise.py.
+Tested by tests/training/tiny_world/test_recognise.py.
 """
 
 # N frames, S styles, F features

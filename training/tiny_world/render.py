@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A ray caster for the village: poses in, pictures out, the same on a CPU and on a GPU.
+"""A ray caster for the village, with equal results on a CPU and on a GPU.
 
-Every frame casts 2x2 rays a pixel. The bodies nearest to the camera are tested by slabs
-(`casting.py`) and shaded by their faces' directions, the ground and its baked sun shadows come from
-a mip-mapped texture (`shading.py`). Two functions do the work and are compiled by torch into a few
-fused kernels; without a compiler they run as they stand, slower.
-Held by tests/training/tiny_world/test_render.py.
+Every frame casts 2x2 rays per pixel. The bodies nearest to the camera are intersected by slabs
+(`casting.py`) and shaded by their faces' directions. The ground and its baked sun shadows are a
+mip-mapped texture (`shading.py`). torch compiles two functions into a few fused kernels; without a
+compiler they run eagerly and slower. Tested by tests/training/tiny_world/test_render.py.
 """
 
 # B frames, R rays, K nearest polyhedra, J nearest ellipsoids, P planes, S styles
@@ -27,13 +26,16 @@ from training.tiny_world.shading import LEVELS, LIGHTS, TEXELS, ground_masks, sh
 from training.tiny_world.village import EYE_HEIGHT, PERIOD, Village
 
 FOCAL = 0.65
-"""Focal length over the picture's width: 75 degrees."""
+"""Focal length divided by the image's width: a field of view of 75 degrees."""
 
 
 class Renderer:
     """Renders frames of the village on one device.
 
-    height, width: pixels of the output. compiled: fuse with torch.compile; None = on CUDA only.
+    Args:
+        height: Pixels of the output.
+        width: Pixels of the output.
+        compiled: Whether to use torch.compile. Default: only on CUDA.
     """
 
     def __init__(

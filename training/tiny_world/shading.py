@@ -4,7 +4,7 @@ water and fog.
 
 `shade` is written for torch's compiler; where a ray's body is gathered from is the caller's
 business.
-Held by tests/training/tiny_world/test_render.py.
+Tested by tests/training/tiny_world/test_render.py.
 """
 
 # B frames, R rays, S styles

@@ -24,7 +24,7 @@ better spent on one small adversary.
   It fades (`Late`): what is left of it holds the level of a frame, and what such frames show is the
   adversary's.
 
-Held by tests/training/tiny_world/test_sharpen.py.
+Tested by tests/training/tiny_world/test_sharpen.py.
 """
 
 import argparse

@@ -16,7 +16,7 @@ the mean square of v's error. An x0-loss is sigma^2 times that; of the sigmas se
 the last (.625 in v2), which decides what is seen, 0.39 of the first one's weight, where the first
 mostly places things; v weighs all the same.
 
-Held by tests/training/tiny_world/test_train_world.py.
+Tested by tests/training/tiny_world/test_train_world.py.
 """
 
 import argparse

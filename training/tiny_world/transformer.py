@@ -11,7 +11,7 @@ torch alone, since the machine that trains need not have what the rest needs.
 The camera map is linear in a frame's motion (translation and rotation) for a given focal length, so
 its embedding is 12 numbers times a basis that the weights are folded into: no 384-channel maps.
 
-Held by tests/training/tiny_world/test_world_transformer.py, which drives `LingBotTransformer`
+Tested by tests/training/tiny_world/test_world_transformer.py, which drives `LingBotTransformer`
 beside it.
 """
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What walks should look like: rendered frames, and the mean colours that name a style.
+"""Expected frames of walks, rendered, and the mean colours of the styles.
 
-Frames are uint8 [N, L, H, W, 3] on the CPU, one a latent frame. Held by
+Frames are uint8 [N, L, H, W, 3] on the CPU, one per latent frame. Tested by
 tests/training/tiny_world/test_score.py.
 """
 
@@ -17,21 +17,22 @@ from training.tiny_world.village import STYLES
 from training.tiny_world.walks import free_places
 
 HELD_OUT = 770_001
-"""Added to the seed: no training data is drawn from such seeds."""
+"""Offset of the seed, because training draws from no such seeds."""
 _REFERENCE_PLACES = 96
 _COARSE = 24, 40
-"""Pixels that are enough for mean colours, as wide as the whole picture."""
+"""Height and width that are sufficient for mean colours, with the field of view of the full image.
+"""
 
 
 def unit(frames_HW3: torch.Tensor) -> torch.Tensor:
-    """uint8 [..., H, W, 3] -> fp32 [..., 3, H, W] in [0, 1]."""
+    """Convert uint8 [..., H, W, 3] to fp32 [..., 3, H, W] in [0, 1]."""
     return frames_HW3.movedim(-1, -3).float() / 255
 
 
 def rendered(
     renderer: Renderer, walks: Sequence[Played], latents: slice | None = None
 ) -> torch.Tensor:
-    """The truth at latent frames, uint8 [N, L, H, W, 3] on the CPU."""
+    """Render the truth at latent frames, uint8 [N, L, H, W, 3] on the CPU."""
     chosen = slice(None) if latents is None else latents
     truths = [walk.walk() for walk in walks]
     positions, yaw, pitch = (
@@ -44,20 +45,20 @@ def rendered(
 
 
 def start_images(renderer: Renderer, walks: Sequence[Played]) -> torch.Tensor:
-    """What each walk starts from, uint8 [N, H, W, 3] on the CPU."""
+    """Render the start image of each walk, uint8 [N, H, W, 3] on the CPU."""
     return rendered(renderer, walks, slice(0, 1))[:, 0]
 
 
 @dataclass(frozen=True)
 class RenderedWorld:
-    """A world whose model is the truth: what the measures say of a perfect one."""
+    """A world that shows the truth, which every measure should rate as perfect."""
 
     renderer: Renderer
 
     def play(self, walks: Sequence[Played], images_NHW3: torch.Tensor) -> list[torch.Tensor]:
-        """Latent frames are rendered; the video frames before each repeat it.
+        """Render latent frames; each is repeated for its video frames.
 
-        Prompts choose the style shown.
+        Prompts select the style.
         """
         videos = []
         for walk in walks:
@@ -79,7 +80,7 @@ class RenderedWorld:
 
 @dataclass(frozen=True)
 class Palette:
-    """Mean colours of the truth in every style, from coarse pictures."""
+    """Mean colours of the truth in every style, from low-resolution renders."""
 
     renderer: Renderer
 
@@ -88,7 +89,9 @@ class Palette:
         return cls(Renderer(renderer.device, *_COARSE, compiled=renderer.compiled))
 
     def of_styles(self) -> torch.Tensor:
-        """Each style's over fixed places and headings, in [0, 1], [S, 3]."""
+        """Return the mean colour of each style over fixed positions and headings, in [0, 1], [S,
+        3].
+        """
         starts, yaw = free_places(_REFERENCE_PLACES, torch.Generator().manual_seed(HELD_OUT))
         means = []
         for style in range(len(STYLES)):
@@ -99,7 +102,7 @@ class Palette:
         return torch.stack(means)
 
     def of_walks(self, walks: Sequence[Played]) -> torch.Tensor:
-        """Each latent frame's as it would be in every style, [N, L, S, 3]."""
+        """Return the mean colour of each latent frame in every style, [N, L, S, 3]."""
         shown = [
             unit(rendered(self.renderer, [replace(walk, style=style) for walk in walks])).mean(
                 dim=(3, 4)
@@ -110,9 +113,7 @@ class Palette:
 
 
 class Truth:
-    """What walks should look like; each is rendered once, however many worlds are measured
-    against it.
-    """
+    """The expected frames of walks, rendered once for all worlds that are compared with them."""
 
     def __init__(self, renderer: Renderer) -> None:
         self.renderer = renderer
@@ -120,19 +121,19 @@ class Truth:
         self._kept: dict[tuple[object, ...], torch.Tensor] = {}
 
     def frames(self, walks: Sequence[Played]) -> torch.Tensor:
-        """Each walk's, in its own style."""
+        """Return the frames of each walk in its style."""
         return self._once("frames", walks, lambda: rendered(self.renderer, walks))
 
     def starts(self, walks: Sequence[Played]) -> torch.Tensor:
-        """What each walk starts from, [N, H, W, 3]."""
+        """Return the start image of each walk, [N, H, W, 3]."""
         return self._once("starts", walks, lambda: start_images(self.renderer, walks))
 
     def colours(self, walks: Sequence[Played]) -> torch.Tensor:
-        """As `Palette.of_walks`."""
+        """Return `Palette.of_walks`."""
         return self._once("colours", walks, lambda: self.palette.of_walks(walks))
 
     def style_means(self) -> torch.Tensor:
-        """As `Palette.of_styles`."""
+        """Return `Palette.of_styles`."""
         return self._once("styles", (), self.palette.of_styles)
 
     def _once(

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Take an exported world apart, so that its training can be resumed.
+"""Split an exported world into its parts, so that training can be resumed.
 
     python -m training.tiny_world.unpack DIR --out start
 
 Writes `vae.pt`, `tiny_decoder.pt`, and the transformer as a state of phase `shipped`. Weights are
-as exported, in fp16; layers that the exported transformer did not have begin as
-`WorldTransformer.initialise` leaves them.
-Held by tests/training/tiny_world/test_export.py.
+fp16, as exported. Layers that the exported transformer does not have start as in
+`WorldTransformer.initialise`.
 """
 
 import argparse

@@ -6,7 +6,7 @@ that few walls come within arm's length; a church with a spire, a striped tower,
 the horizon tell the directions apart. Axes are those of `camera.py`: x right (east), y down, z
 forward (north), and the ground lies `EYE_HEIGHT` below the camera. Built from numbers alone: the
 same tensors on every machine.
-Held by tests/training/tiny_world/test_render.py.
+Tested by tests/training/tiny_world/test_render.py.
 """
 
 # O polyhedra, P = 6 planes of each, E ellipsoids, S styles
@@ -62,7 +62,7 @@ CHURCH = (-9.5, -10.0, 1.9, 2.9, 3.4, 30.0)
 TOWER = (12.0, 12.5, 1.0, 8.5)
 """x, z, half width, height."""
 POND = (3.8, -4.6, 2.0, 1.4)
-"""x, z, half axes; nobody walks into it."""
+"""x, z and half axes in metres. Cameras cannot enter it."""
 # (x, z, height of the crown's middle, radius)
 TREES = (
     (-4.6, 4.2, 2.7, 1.3),
@@ -93,7 +93,7 @@ WELL = (0.0, 0.6, 0.75)
 
 
 def wrap(offset: torch.Tensor) -> torch.Tensor:
-    """Metres to the nearest copy of what lies `offset` away along an axis."""
+    """Return the metres to the nearest copy of an object `offset` away along an axis."""
     return offset - PERIOD * torch.round(offset / PERIOD)
 
 

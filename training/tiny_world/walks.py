@@ -5,7 +5,7 @@ The package's own integrator (`vllm_omni.worlds.movement`) moves the walkers amo
 walls, so training, truth and server agree. A walk's first latent frame is the start image: nothing
 held moves it. The network is given the motion that really happened. Everything is drawn from one
 seed on the CPU, so a walk is the same on every machine.
-Held by tests/training/tiny_world/test_walks.py.
+Tested by tests/training/tiny_world/test_walks.py.
 """
 
 # N walks, L latent frames, T = 4 (L - 1) + 1 video frames
@@ -30,9 +30,9 @@ from vllm_omni.worlds.movement import (
 )
 
 STEP_M = 0.5
-"""What one latent frame with a movement key covers: 2 m/s at 16 frames a second."""
+"""Metres per latent frame with a movement key held: 2 m/s at 16 frames per second."""
 _GRID_CELLS = 300
-"""Of the occupancy grid's side: a cell is 10 cm."""
+"""Cells per side of the occupancy grid; a cell is 10 cm."""
 _COMMON_PITCH, _RARE_PITCH = 33, 85
 """Largest angle in degrees that most walkers, and one in five, look up or down."""
 KEYS = ACTION_SPACE.button_names
@@ -77,8 +77,8 @@ class Walks:
         return len(self.keys)
 
     def frames(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Positions [N, T, 2], yaw and pitch [N, T] of the video frames, linear between latent
-        frames.
+        """Return positions [N, T, 2], yaw and pitch [N, T] of the video frames, interpolated
+        linearly.
         """
         return (
             _between(self.positions),
@@ -87,13 +87,13 @@ class Walks:
         )
 
     def held(self, walk: int) -> list[str]:
-        """The keys of one walk, a string for each latent frame."""
+        """Return the keys of one walk, a string per latent frame."""
         return [
             "".join(key for key in KEYS if bits & _BIT[key]) for bits in self.keys[walk].tolist()
         ]
 
     def world_poses(self) -> torch.Tensor:
-        """Camera-to-world poses in metres, fp64 [N, L, 4, 4]."""
+        """Return camera-to-world poses in metres, fp64 [N, L, 4, 4]."""
         return poses_of(self.positions, self.yaw, self.pitch)
 
     def part(self, start: int, end: int) -> "Walks":
@@ -113,9 +113,7 @@ def poses_of(positions: torch.Tensor, yaw: torch.Tensor, pitch: torch.Tensor) ->
 
 @cache
 def village_grid() -> OccupancyGrid:
-    """Where a walker of the village cannot stand: in an obstacle, or nearer to it than its
-    clearance.
-    """
+    """Return where a camera cannot be: in an obstacle, or closer to it than its clearance."""
     middle = (torch.arange(_GRID_CELLS, dtype=torch.float64) + 0.5) / _GRID_CELLS - 0.5
     z, x = torch.meshgrid(-middle * PERIOD, middle * PERIOD, indexing="ij")
     return OccupancyGrid(
@@ -150,8 +148,8 @@ def scripted_walks(
     keys_NL: torch.Tensor,
     pitch_N: torch.Tensor | None = None,
 ) -> Walks:
-    """Walk given keys (bits as in `Walks.keys`) from given places; pitch_N: radians, None =
-    level.
+    """Move cameras from given positions by given keys (bits as in `Walks.keys`). pitch_N:
+    radians.
     """
     walker = _Walker(start_N2, yaw_N, pitch_N)
     for latent in range(keys_NL.shape[1]):
@@ -164,7 +162,7 @@ def key_bits(keys: str) -> int:
 
 
 def free_places(number: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Places that can be entered, [number, 2] metres, and headings in radians."""
+    """Return free positions, [number, 2] in metres, and headings in radians."""
     draws = (torch.rand(number * 4 + 64, 2, generator=generator) - 0.5) * PERIOD
     free = draws[~village_grid().blocked(draws.double())][:number]
     yaw = torch.rand(number, generator=generator) * 2 * math.pi
@@ -320,7 +318,7 @@ class _Walker:
 
 
 def _motion(keys_N: torch.Tensor, scale_N: torch.Tensor | float) -> Motion:
-    """The motion of keys as bits; scale: of all of it, as a stick gives it."""
+    """Return the motion of keys given as bits. scale: factor of the motion, as from a stick."""
     held = {key: ((keys_N & bit) > 0).double() * scale_N for key, bit in _BIT.items()}
     return Motion(
         ahead=held["w"] - held["s"],

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.fake_engine import FIRST, LATER, EndpointServer, FakeEngine, camera
-from helpers.forked_scripts import run_script
+from helpers.scripts import run_script
 from helpers.waits import seconds
 from PIL import Image
 

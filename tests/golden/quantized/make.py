@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the quantized transformers of this folder, each by the library whose format it is. See README.md.
+"""Write the quantized transformers of this folder, each with the library that defines its format.
 
-python tests/golden/quantized/make.py FORMAT [FORMAT ...]
-"""  # noqa: E501
+    python tests/golden/quantized/make.py FORMAT [FORMAT ...]
+
+See README.md.
+"""
 
 import json
 import shutil
@@ -29,7 +31,7 @@ def plain() -> WanTransformer3DModel:
 
 
 def by_modelopt(recipe: str, out: Path) -> None:
-    """NVIDIA ModelOpt: calibrated on two random inputs; it leaves out `proj_out` by itself."""
+    """Use NVIDIA ModelOpt, calibrated on two random inputs. It excludes `proj_out` by default."""
     import modelopt.torch.quantization as mtq
     from modelopt.torch.export import export_hf_checkpoint
 
@@ -48,7 +50,7 @@ def by_modelopt(recipe: str, out: Path) -> None:
 
 
 def by_llmcompressor(scheme: str, out: Path) -> None:
-    """llmcompressor's `model_free_ptq`, which writes compressed-tensors."""
+    """Use llmcompressor's `model_free_ptq`, which writes compressed-tensors."""
     from llmcompressor import model_free_ptq
 
     with tempfile.TemporaryDirectory() as folder:
@@ -67,7 +69,7 @@ def by_llmcompressor(scheme: str, out: Path) -> None:
 
 
 def by_torchao(config: Any, out: Path) -> None:
-    """torchao's `quantize_` and `flatten_tensor_state_dict`."""
+    """Use torchao's `quantize_` and `flatten_tensor_state_dict`."""
     from torchao.core.config import config_to_dict
     from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
     from torchao.quantization import quantize_

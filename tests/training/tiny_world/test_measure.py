@@ -16,19 +16,6 @@ def clip() -> torch.Tensor:
     return functional.interpolate(noise, size=(24, 32), mode="bilinear").view(2, 3, 3, 24, 32)
 
 
-def test_the_truth_itself_scores_best(clip: torch.Tensor) -> None:
-    assert measure.psnr(clip, clip).tolist() == [100.0, 100.0]
-    assert measure.ssim(clip, clip) == pytest.approx(torch.ones(2, 3))
-    assert measure.sharpness(clip, clip) == pytest.approx(torch.ones(2))
-
-
-def test_a_mirrored_clip_scores_badly_and_is_as_sharp(clip: torch.Tensor) -> None:
-    mirrored = clip.flip(-1)
-    assert bool((measure.psnr(mirrored, clip) < 15).all())
-    assert bool((measure.ssim(mirrored, clip) < 0.35).all())
-    assert measure.sharpness(mirrored, clip) == pytest.approx(torch.ones(2))
-
-
 def test_psnr_is_that_of_the_error(clip: torch.Tensor) -> None:
     """An error of a tenth everywhere is 20 dB; of one frame in three, 4.8 dB better."""
     assert measure.psnr(clip + 0.1, clip) == pytest.approx(torch.full((2,), 20.0), abs=1e-3)
@@ -58,12 +45,6 @@ def test_ssim_is_the_known_one(clip: torch.Tensor) -> None:
         use_sample_covariance=False,
     )
     assert float(found) == pytest.approx(expected, abs=1e-5)
-
-
-def test_a_blurred_clip_is_less_sharp(clip: torch.Tensor) -> None:
-    blurred = functional.avg_pool2d(clip.flatten(0, 1), 5, stride=1, padding=2).view_as(clip)
-    assert bool((measure.sharpness(blurred, clip) < 0.8).all())
-    assert measure.sharpness(clip * 0.5, clip) == pytest.approx(torch.full((2,), 0.5))
 
 
 def test_a_style_is_named_by_the_nearest_mean_colour() -> None:

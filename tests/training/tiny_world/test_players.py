@@ -7,7 +7,6 @@ import io
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
 
 import pytest
 import torch
@@ -18,8 +17,7 @@ from training.tiny_world.prompts import PROMPTS
 from training.tiny_world.recognise import shipped
 from training.tiny_world.render import Renderer
 from training.tiny_world.truth import RenderedWorld, unit
-from training.tiny_world.village import PERIOD, STYLES
-from training.tiny_world.walks import STEP_M
+from training.tiny_world.village import STYLES
 
 SEED = 5
 TARGETS = ("still", "bot", "wall", "home")
@@ -131,58 +129,6 @@ def test_a_style_may_change_within_a_second_of_its_prompt(renderer: Renderer) ->
     assert found.village.tolist() == [latent < 13 for latent in range(1, len(truth))]
 
 
-def test_again_counts_from_the_end_of_the_turn() -> None:
-    """Three of four frames must be villages; frames that cannot be judged do not count."""
-    village = torch.tensor([True] * 4 + [False] * 6 + [True, False, True, True, True, True])
-    judged = torch.ones(16, dtype=torch.bool)
-    assert players.again(players.Seconds({}, village, judged), 5) == 6 / 4
-    judged[5:7] = False
-    assert players.again(players.Seconds({}, village, judged), 5) == 4 / 4
-    assert players.again(players.Seconds({}, ~torch.ones_like(village), judged), 5) is None
-
-
-def test_tens_are_means_of_whole_ten_seconds() -> None:
-    assert players.tens([1.0] * 10 + [3.0] * 10 + [9.0] * 5) == [1.0, 3.0]
-    assert players.tens([2.0, 4.0]) == [3.0]
-
-
-def _spells(keys: Sequence[str]) -> list[tuple[str, int]]:
-    """Keys and latent frames of each spell, but the last one, which the end cuts."""
-    return [(held, len(list(spell))) for held, spell in groupby(keys)][:-1]
-
-
-def test_bots_hold_keys_and_pause_as_stated() -> None:
-    """Bursts and pauses of 0.5 to 8 s, 30 % of the time idle, prompts of other styles 10 to 40 s
-    apart.
-    """
-    bots = players.players("bot", SEED)
-    assert len(bots) == 9 and {bot.seconds for bot in bots} == {300}
-    assert len({bot.walk.start for bot in bots}) == 3
-    assert [bot.walk.style for bot in bots] == [0, 1, 2] * 3
-    spells = [spell for bot in bots for spell in _spells(bot.walk.keys[1:1201])]
-    assert {2, 32} <= {latents for _, latents in spells} <= set(range(2, 33))
-    idle = sum(latents for held, latents in spells if not held) / sum(
-        latents for _, latents in spells
-    )
-    assert idle == pytest.approx(0.3, abs=0.05)
-    for bot in bots[:3]:
-        at = list(bot.walk.prompts)
-        gaps = [after - before for before, after in pairwise(at)]
-        assert len(at) > 5 and all(40 - 2 <= gap <= 160 + 2 for gap in gaps)
-        styles = bot.styles()[at]
-        assert bool((styles[1:] != styles[:-1]).all())
-        assert float(bot.walk.walk().pitch.abs().max()) < 0.6
-    first, other = (players.players("bot", seed, walks=1) for seed in (SEED, SEED + 1))
-    assert first == players.players("bot", SEED, walks=1) != other
-
-
-def test_idle_spells_are_pauses_between_keys() -> None:
-    for player in players.players("idle_spells", SEED):
-        spells = _spells(player.walk.keys[1:481])
-        assert all(bool(held) == (index % 2 == 0) for index, (held, _) in enumerate(spells))
-        assert all(8 <= latents <= 80 for held, latents in spells if not held)
-
-
 def test_home_ends_where_it_started() -> None:
     """Every key is undone, so the camera's last second is the start pose; on the way it was
     elsewhere.
@@ -194,38 +140,6 @@ def test_home_ends_where_it_started() -> None:
         assert float(away.max()) > 2 and float(away[-4:].max()) < 1e-3
         for angle in (path.yaw[0], path.pitch[0]):
             assert float((angle[-4:] - angle[0]).abs().max()) < 1e-4
-
-
-def test_straight_walks_cross_the_border_and_turn_around() -> None:
-    for player in players.players("straight", SEED, walks=2, seconds=20):
-        path, turned = player.walk.walk(), player.turned_at
-        cells = torch.floor(path.positions[0, : 1 + 80] / PERIOD + 0.5)
-        assert bool((cells != cells[:1]).any())
-        assert float(path.positions[0, :81].diff(dim=0).norm(dim=1).sum()) > 0.7 * 80 * STEP_M
-        assert abs(float(path.yaw[0, turned - 1] - path.yaw[0, 0])) == pytest.approx(
-            torch.pi, abs=1e-4
-        )
-        assert player.walk.keys[turned - 1] in "lj" and player.walk.keys[turned] == "w"
-
-
-def test_walls_stop_a_player_for_ten_seconds() -> None:
-    """Then it turns around and walks the way it came."""
-    for player in players.players("wall", SEED, walks=2):
-        positions, turned = player.walk.walk().positions[0], player.turned_at
-        stay = positions[players.APPROACH_LATENTS : turned]
-        assert len(stay) >= 40 and float((stay - stay[0]).norm(dim=1).max()) < 1e-3
-        assert float((positions[0] - stay[0]).norm()) > 1.5
-        assert float((positions[turned + 3] - stay[0]).norm()) > 1.5
-    assert {player.walk.keys[40] for player in players.players("wall", SEED, walks=2)} == {"w", ""}
-
-
-def test_spins_and_ways_back_and_forth_hold_what_they_say() -> None:
-    assert {player.walk.keys[1:241] for player in players.players("spin", SEED)} == {
-        ("l",) * 240,
-        ("j",) * 240,
-    }
-    pairs = [set(player.walk.keys[1:241]) for player in players.players("back_and_forth", SEED)]
-    assert pairs == [{"w", "s"}, {"a", "d"}, {"l", "j"}]
 
 
 def test_score_prints_one_json_object(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from training.tiny_world import rollout, train_world
-from training.tiny_world.rollout import RollOuts, at_steps, predicted
+from training.tiny_world.rollout import RollOuts, predicted
 from training.tiny_world.train_world import (
     Trainer,
     add_common_options,
@@ -76,40 +76,6 @@ def test_a_step_of_a_roll_out_is_predicted_again_with_gradients(taught: list[str
     x0, sigma = predicted(trainer, own, last, torch.zeros(4, dtype=torch.bool))
     assert sigma.eq(0.625).all() and x0.requires_grad
     torch.testing.assert_close(x0, own.made, atol=1e-4, rtol=0)
-
-
-def test_a_far_clip_of_unknown_pose_is_shown_before_it_is_gone_on_with(taught: list[str]) -> None:
-    trainer = _trainer([*taught, "--far", "1", "--unknown", "1"])
-    own = RollOuts(trainer, reuse=1, given=0, batch=4).next()
-    same = (own.made == own.batch.latents).all((2, 3, 4))
-    assert same.tolist() == [[frame < 9 for frame in range(12)]] * 4
-    assert own.age.tolist() == [list(range(-8, 4))] * 4
-
-
-def test_roll_outs_serve_several_updates_with_other_steps_and_crops(taught: list[str]) -> None:
-    """A crop keeps the roll-out's first frames and leaves out a multiple of three; its clips are
-    the roll-out's.
-    """
-    trainer = _trainer([*taught, "--crop", "6", "--start", "0", "--far", "0"])
-    rollouts = RollOuts(trainer, reuse=3, given=0, batch=6)
-    rolled = []
-    for _ in range(4):
-        own = rollouts.next()
-        rolled.append(rollouts.clips)
-        whole = rollouts.clips
-        assert (
-            whole is not None and own.made.shape[:2] == (4, 6) and whole.made.shape[:2] == (6, 12)
-        )
-        for row in own.made:
-            walks = (whole.made[:, :3] == row[:3]).all((1, 2, 3, 4)).nonzero()[:, 0]
-            assert len(walks) == 1
-            starts = [s for s in (3, 6, 9) if torch.equal(whole.made[walks[0], s : s + 3], row[3:])]
-            assert len(starts) == 1
-    assert rolled[0] is rolled[1] is rolled[2] is not rolled[3]
-    picked = at_steps(
-        torch.arange(4.0).view(4, 1, 1, 1, 1, 1).expand(4, 1, 3, 1, 1, 1), torch.tensor([[2, 0, 3]])
-    )
-    assert picked.flatten().tolist() == [2, 0, 3]
 
 
 def test_the_phase_continues_from_the_means_and_then_from_itself(

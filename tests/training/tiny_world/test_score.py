@@ -16,14 +16,12 @@ from PIL import Image
 from training.tiny_world import score
 from training.tiny_world.play import Played
 from training.tiny_world.render import Renderer
-from training.tiny_world.truth import Palette, RenderedWorld, Truth, rendered, unit
+from training.tiny_world.truth import Palette, RenderedWorld, Truth, rendered
 from training.tiny_world.village import STYLES
-from training.tiny_world.walks import random_walks
 
 SEED = 11
 MOVING_SEED = 25
 """Its walkers move in nearly every latent frame; others may stand still for a while."""
-KEYS_SEED = 15
 """Its walkers move by keys alone; the speed of a stick cannot be read off the keys."""
 
 
@@ -86,20 +84,6 @@ def test_the_truth_is_perfect(
         assert strip.size == (2 * 40, 6 * 24)
 
 
-def test_a_truth_is_rendered_once(
-    small_renderer: Renderer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However many worlds are measured against it; other keys are another walk."""
-    truth = Truth(small_renderer)
-    walks = score.wandering(2, 1, SEED)
-    first = truth.frames(walks)
-    assert torch.equal(first, rendered(small_renderer, walks))
-    other = [replace(walk, keys=("",) * len(walk.keys)) for walk in walks]
-    assert not torch.equal(truth.frames(other), first)
-    monkeypatch.setattr(Renderer, "render", None)
-    assert truth.frames(walks) is first
-
-
 def test_a_world_that_obeys_nothing_scores_badly(truth: Truth, few_latents: None) -> None:
     found = score.score(Deaf(), truth, seed=MOVING_SEED, walks=3, chunks=2)
     assert found["psnr"][-1] < 20 < found["psnr"][0] + 10
@@ -109,30 +93,12 @@ def test_a_world_that_obeys_nothing_scores_badly(truth: Truth, few_latents: None
     assert found["loop"]["psnr"] == 100.0  # which is why it is never read alone
 
 
-def test_the_truth_turns_within_a_hundredth(renderer: Renderer) -> None:
-    [walk] = score.turning(1, SEED)
-    walk = replace(walk, keys=walk.keys[:8])
-    found = score.turn_score(RenderedWorld(renderer).play([walk], torch.empty(0)), [walk])
-    assert found["ratio"] == pytest.approx(1.0, abs=0.01)
-    assert found["pixels"] == pytest.approx(found["commanded_pixels"], rel=0.01)
-
-
 def test_a_mirrored_turn_has_the_wrong_sign(renderer: Renderer) -> None:
     [walk] = score.turning(1, SEED)
     walk = replace(walk, keys=walk.keys[:5])
     [video] = RenderedWorld(renderer).play([walk], torch.empty(0))
     found = score.turn_score([video.flip(2)], [walk])
     assert found["wrong_sign"] == 4 and found["ratio"] == pytest.approx(-1.0, abs=0.02)
-
-
-def test_a_late_video_is_not_the_truth(small_renderer: Renderer) -> None:
-    """A latent frame late: the first chunk is near, PSNR says so for the others."""
-    walks = score.wandering(2, 3, MOVING_SEED)
-    truth = rendered(small_renderer, walks)
-    late = torch.cat((truth[:, :1], truth[:, :-1]), dim=1)
-    found = score.against_truth(late, truth)
-    assert all(db < 30 for db in found["psnr"])
-    assert found["sharpness"] == pytest.approx([1.0] * 3, abs=0.2)
 
 
 def test_the_first_frame_counts_as_one_frame() -> None:
@@ -158,26 +124,6 @@ def test_a_style_is_lost_when_the_image_is_another_ones(small_renderer: Renderer
     assert score.style_shares(other, style, palette) == [0.0]
 
 
-def test_the_palette_does_not_need_whole_images(renderer: Renderer) -> None:
-    """Coarse pictures have the mean colours of large ones, within a fiftieth."""
-    walks = score.wandering(3, 1, SEED)
-    large = unit(rendered(renderer, walks)).mean(dim=(3, 4))
-    palette = Palette.beside(renderer).of_walks(walks)
-    coarse = torch.stack([palette[index, :, walk.style] for index, walk in enumerate(walks)])
-    assert float((coarse - large).abs().max()) < 0.02
-
-
-def test_the_level_is_the_last_tenths_and_says_how_far_off(small_renderer: Renderer) -> None:
-    truth = torch.full((2, 30, 4, 4, 3), 128, dtype=torch.uint8)
-    made = truth.clone()
-    made[:, 27:] += 51
-    means = torch.full((3, 3), 128 / 255)
-    found = score.level_score(made, truth, torch.tensor([0, 2]), means)
-    assert found["chunks"] == [10, 10]
-    assert found["difference"] == {"day": 0.4, "snow": 0.4} and found["largest"] == 0.4
-    assert found["difference_of_truth"] == {"day": 0.0, "snow": 0.0}
-
-
 def test_the_loop_is_read_where_the_camera_stands_again(small_renderer: Renderer) -> None:
     """A world that comes back somewhere else is seen."""
     walks = score.looping(1, SEED)
@@ -186,35 +132,6 @@ def test_the_loop_is_read_where_the_camera_stands_again(small_renderer: Renderer
     elsewhere = video.clone()
     elsewhere[-12:] = elsewhere[-12:].flip(2)
     assert score.loop_score([elsewhere])["psnr"] < 20
-
-
-def test_walks_are_those_of_the_training_with_other_seeds() -> None:
-    """Where a walk's keys lead is where the training's walk of the same draw went, from its
-    start picture on.
-    """
-    walks = score.wandering(5, 4, KEYS_SEED)
-    drawn = random_walks(5, 12, KEYS_SEED + score.HELD_OUT)
-    for index, walk in enumerate(walks):
-        path = walk.walk()
-        for name in ("positions", "yaw", "pitch"):
-            assert float((getattr(path, name)[0] - getattr(drawn, name)[index]).abs().max()) < 1e-4
-    assert [walk.style for walk in walks] == [0, 1, 2, 0, 1]
-    assert walks == score.wandering(5, 4, KEYS_SEED) != score.wandering(5, 4, KEYS_SEED + 1)
-
-
-def test_drills_hold_what_they_say() -> None:
-    assert {walk.keys for walk in score.turning(4, SEED)} == {("l",) * 21, ("j",) * 21}
-    for walk in score.stepping(3, SEED):
-        moved = walk.walk().positions[0]
-        assert (moved[-1] - moved[0]).norm() == pytest.approx(4.0, abs=1e-3)
-    for walk in score.looping(2, SEED):
-        yaw = walk.walk().yaw[0]
-        assert len(yaw) == 18
-        assert yaw[[0, 2, 14, 17]].tolist() == pytest.approx([walk.yaw] * 4, abs=1e-5)
-        assert (yaw[8] - yaw[0]).abs() == pytest.approx(math.radians(36), abs=1e-5)
-    for index, walk in enumerate(score.switching(6, SEED)):
-        assert list(walk.prompts) == [0, score.SWITCH_AT]
-        assert score.switched_to(index) != walk.style
 
 
 @pytest.mark.parametrize(("steps", "expected"), [(4, [0, 250, 500, 750]), (2, [0, 500]), (1, [0])])

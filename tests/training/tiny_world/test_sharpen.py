@@ -4,7 +4,6 @@ in pieces.
 """
 
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from training.tiny_world import sharpen, train_world
-from training.tiny_world.sharpen import AdversaryWeight, Contest, Late
+from training.tiny_world.sharpen import Contest
 from training.tiny_world.train_world import Ranks, read_parts, write_synthetic_data
 from training.tiny_world.transformer import Sizes
 
@@ -77,48 +76,6 @@ def test_the_adversary_learns_to_report_soft_clips_and_pushes_towards_sharp_ones
     assert gaps[-1] > 1 > abs(gaps[0])
     pushed = soft - 0.5 * gradient / gradient.square().mean().sqrt()
     assert pushed.diff(dim=-1).abs().mean() > 1.1 * soft.diff(dim=-1).abs().mean()
-
-
-def test_the_adversarys_weight_follows_the_sharpness_of_made_frames() -> None:
-    """It grows while frames are softer than wanted, falls while they are sharper, and stays
-    within its bounds.
-    """
-    weight = AdversaryWeight(1.0, 0.95, largest=4.0)
-    weight.follow(torch.tensor(0.7))
-    grown = float(weight.value)
-    weight.follow(torch.tensor(1.2))
-    assert grown == pytest.approx(math.exp(0.05 * 0.25)) and float(weight.value) == pytest.approx(
-        1.0
-    )
-    for _ in range(200):
-        weight.follow(torch.tensor(0.0))
-    assert float(weight.value) == 4.0
-    fixed = AdversaryWeight(1.5, None)
-    fixed.follow(torch.tensor(0.0))
-    assert fixed.value == 1.5
-
-
-def test_the_adversarys_gradient_is_scaled_to_the_regressions() -> None:
-    contest = Contest(Ranks(0, 1, torch.device("cpu")), None, lr=1e-3, slope=1.0, noise=0.1, seed=0)
-    for contest.rounds in range(1, 60):
-        scale = contest.scale(torch.full((4,), 0.01), torch.full((4,), 5.0))
-    assert float(scale) == pytest.approx(0.002, rel=1e-3)
-
-
-def test_late_frames_response_for_their_level_and_hardly_for_their_place() -> None:
-    """Weights fall from 1 at 15 own frames to 0.2 at 24; detail that is moved leaves the level's
-    term at nothing.
-    """
-    late = Late(weight=0.2, level=3.0)
-    assert late.weights(torch.tensor([-8, 0, 15, 24, 90])).tolist() == pytest.approx(
-        [1, 1, 1, 0.2, 0.2]
-    )
-    truth, sigma = torch.randn(1, 2, 16, 4, 6), torch.full((1, 2), 0.5)
-    torch.testing.assert_close(
-        late.levels(truth.roll(3, -1), truth, sigma), torch.zeros(1, 2), atol=1e-6, rtol=0
-    )
-    brighter = late.levels(truth + torch.tensor([0.0, 1.0]).view(1, 2, 1, 1, 1), truth, sigma)
-    torch.testing.assert_close(brighter, torch.tensor([[0.0, 12.0]]), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("decoded", [False, True])

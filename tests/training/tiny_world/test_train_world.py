@@ -3,7 +3,6 @@
 exported.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -122,32 +121,6 @@ def test_training_lowers_the_loss(
     assert all(last["by_sigma"][sigma] < loss for sigma, loss in first["by_sigma"].items())
 
 
-def test_the_rate_follows_the_minutes_of_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = object.__new__(train_world.Trainer)
-    trainer.options = argparse.Namespace(
-        decay=False, minutes=8.0, total_minutes=16.0, decay_from=0.5
-    )
-    trainer.minutes_before = 8.0
-    monkeypatch.setattr(train_world.Trainer, "minutes", lambda trainer: 4.0)
-    assert trainer._rate() == pytest.approx(0.505)  # half-way down to a hundredth
-    trainer.options.decay = True
-    assert trainer._rate() == 0.5
-
-
-def test_a_part_stops_when_its_time_is_up(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without a limit of steps, by the clock."""
-    now = iter(range(1000))
-    monkeypatch.setattr(train_world.Trainer, "minutes", lambda trainer: 0.2 * next(now))
-    monkeypatch.setattr(train_world, "_SYNC_STEPS", 1)
-    curve = _train(
-        data, tmp_path / "a", "--minutes", "4", "--evaluate-minutes", "100", "--save-minutes", "100"
-    )
-    assert 1 < sum("loss" in line for line in curve) < 12
-    assert read_parts(tmp_path / "a")["minutes"] > 3.5
-
-
 def test_a_large_state_is_cut_into_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Older files of a larger state do not stay."""
     monkeypatch.setattr(train_world, "_PART_BYTES", 1000)
@@ -191,10 +164,3 @@ def test_two_ranks_train_as_one(data: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert read_parts(out)["step"] == 2
-
-
-def test_the_selftest_passes_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What it checks on a GPU it also checks here: mask, step, evaluation, state, export."""
-    main(["--selftest", "--profile", "--out", str(tmp_path), *SMALL])
-    said = capsys.readouterr().out
-    assert "selftest passed" in said and "flex against dense attention" in said

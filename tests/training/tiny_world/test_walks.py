@@ -3,14 +3,11 @@
 that happened.
 """
 
-import math
-
 import pytest
 import torch
 
 from training.tiny_world.village import PERIOD, Village
 from training.tiny_world.walks import (
-    KEYS,
     STEP_M,
     Walks,
     _obstructed,
@@ -82,35 +79,3 @@ def test_frames_lie_evenly_between_latent_frames(walks: Walks) -> None:
         assert float((yaw[:, quarter::4] - expected).abs().max()) < 1e-6
     between = (walks.positions[:, :-1] + walks.positions[:, 1:]) / 2
     assert float((positions[:, 2::4] - between).abs().max()) < 1e-5
-
-
-def test_walks_come_from_the_seed_alone(walks: Walks) -> None:
-    again, other = random_walks(64, LENGTH, 77), random_walks(64, LENGTH, 78)
-    assert torch.equal(walks.keys, again.keys) and torch.equal(walks.positions, again.positions)
-    assert not torch.equal(walks.keys, other.keys)
-
-
-def test_walks_are_as_people_play(walks: Walks) -> None:
-    """Every key is held, most walkers move, some stand still for long, some turn away and back,
-    some meet walls, nobody looks higher than 80 degrees.
-    """
-    held = {key for index in range(len(walks)) for keys in walks.held(index) for key in keys}
-    assert held == set(KEYS)
-    moved = (walks.positions[:, -1] - walks.positions[:, 0]).norm(dim=1)
-    assert float((moved > 1).float().mean()) > 0.5
-    assert math.radians(20) < float(walks.pitch.abs().max()) <= math.radians(80)
-    back = (walks.yaw.amax(1) - walks.yaw.amin(1) > 0.3) & (
-        (walks.yaw[:, -1] - walks.yaw[:, 0]).abs() < 0.7
-    )
-    assert int(back.sum()) >= 3
-    idle = (walks.keys == 0).unfold(1, 20, 1).all(dim=2).any(dim=1)
-    assert int(idle.sum()) >= 3
-    steps = walks.positions.diff(dim=1).norm(dim=2)
-    ahead = (walks.keys[:, 1:] & key_bits("w")) > 0
-    assert int(((steps < 1e-6) & ahead).any(dim=1).sum()) >= 5
-
-
-def test_a_part_and_held_keys(walks: Walks) -> None:
-    part = walks.part(3, 5)
-    assert len(part) == 2 and part.held(0) == walks.held(3)
-    assert [key_bits(keys) for keys in part.held(1)] == walks.keys[4].tolist()

@@ -119,38 +119,6 @@ def test_far_from_the_start_only_the_sinks_are_of_another_time(sampler: Sampler)
     assert max(shifts) > 500 and len(set(shifts)) > 20
 
 
-def test_sinks_of_another_style_come_with_their_own_prompt(sampler: Sampler) -> None:
-    """The prompt changed long ago: the first frames are prompted as they look, all later ones as
-    they look.
-    """
-    sampler.mix = replace(sampler.mix, other_sink=1.0)
-    others = 0
-    for _ in range(20):
-        batch = sampler.batch(torch.tensor([0, 1, 4, 5]), ALWAYS, ALWAYS)
-        style = torch.tensor([0, 0, 1, 1, 2, 2])[(_first(batch.latents) // 100).long()]
-        prompted = batch.clips.text[:, :, 0, 0].gather(1, batch.clips.switched.long())
-        assert torch.equal(style.float(), prompted)
-        changed = style[:, 0] != torch.tensor([0, 0, 2, 2])
-        assert batch.clips.switched[changed].tolist() == [[f >= 3 for f in range(FRAMES)]] * int(
-            changed.sum()
-        )
-        others += int(changed.sum())
-    assert others > 20
-
-
-def test_noise_is_the_same_throughout_a_chunk(sampler: Sampler) -> None:
-    """Mostly the served sigmas, all of them; contexts at most 0.3."""
-    seen = torch.cat([sampler.noise_levels() for _ in range(100)])
-    threes = seen.view(100, 4, FRAMES)[:, :2].unflatten(2, (3, 3))
-    assert torch.equal(threes, threes[..., :1].expand_as(threes))
-    few = torch.tensor(few_step_sigmas())
-    assert 0.7 < float((seen.unsqueeze(-1) == few).any(-1).float().mean()) < 0.85
-    assert all(bool((seen == sigma).any()) for sigma in few)
-    assert float(seen.min()) < 0.5 and float(seen.max()) == 1.0
-    context = torch.cat([sampler.context_levels() for _ in range(100)])
-    assert 0.25 < float(context.max()) <= 0.3 and 0.3 < float((context == 0).float().mean()) < 0.5
-
-
 def test_noise_has_the_packages_convention() -> None:
     """The sigmas are v2's schedule; sigma 1 is noise alone."""
     assert few_step_sigmas() == pytest.approx(

@@ -334,12 +334,3 @@ def test_a_roll_out_is_the_packages_sampler(network, served) -> None:
             assert abs(float(noise.std()) - 1) < 0.05 and abs(float(noise.mean())) < 0.05
     torch.testing.assert_close(x0, made, atol=1e-3, rtol=0)
     assert len({float(x) for (x,) in itertools.islice(inputs[0].reshape(-1, 1), 50)}) == 50
-
-
-@torch.no_grad()
-def test_given_chunks_stay_and_the_others_are_made(network) -> None:
-    clips = _clips(2)
-    given = torch.ones(2, FRAMES, 16, *SIZES.grid)
-    made, _ = roll_out(network, clips, given, torch.tensor([0, 2]), 3, (1.0, 0.5))
-    assert torch.equal(made[1, :6], given[1, :6])
-    assert not (made[0, :3] == 1).any() and not (made[1, 6:9] == 1).any()

@@ -6,6 +6,7 @@
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from vllm_omni.model_executor.models.registry import family_names
@@ -18,9 +19,21 @@ FAMILIES = tuple(name for name in family_names() if find_spec(f"{__name__}.{name
 
 
 def verify(family: str, golden: Path) -> "Report":
-    """Run every scenario file of the folder `golden`. family: one of `FAMILIES`."""
-    from vllm_omni.testing.parity.comparison import Report
+    """Run every scenario file of the folder `golden`.
 
-    report = import_module(f"vllm_omni.testing.parity.{family}").verify(golden)
+    Args:
+        family: One of `FAMILIES`.
+        golden: Folder of golden files. Files named `*.xz` are decompressed first.
+    """
+    from vllm_omni.testing.parity.comparison import Report, unpack_golden
+
+    module = import_module(f"vllm_omni.testing.parity.{family}")
+    if not any(golden.glob("*.xz")):
+        report = module.verify(golden)
+    else:
+        with TemporaryDirectory() as scratch:
+            unpack_golden(golden, Path(scratch))
+            report = module.verify(Path(scratch))
     assert isinstance(report, Report)
+    report.golden = str(golden)
     return report

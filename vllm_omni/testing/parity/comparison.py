@@ -12,7 +12,10 @@ Held by tests/model_executor/test_parity.py.
 import fnmatch
 import json
 import logging
+import lzma
 import math
+import os
+import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -219,6 +222,28 @@ def run_scenarios(
                 Stage(path.stem, "run", 0.0, error=f"{type(error).__name__}: {text}")
             )
     return report
+
+
+def unpack_golden(source: Path, target: Path) -> None:
+    """Copy the golden files of `source` to the folder `target` and decompress `*.xz` files.
+
+    Files that `target` already holds in their newest version are not written again. Files that
+    `source` does not have are removed.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    files = {path.name.removesuffix(".xz"): path for path in source.iterdir() if path.is_file()}
+    for name, path in files.items():
+        unpacked = target / name
+        if unpacked.exists() and unpacked.stat().st_mtime_ns == path.stat().st_mtime_ns:
+            continue
+        partial = target.with_name(f"{target.name}.{name}.{os.getpid()}")
+        content = path.read_bytes()
+        partial.write_bytes(lzma.decompress(content) if path.suffix == ".xz" else content)
+        shutil.copystat(path, partial)
+        partial.replace(unpacked)
+    for path in target.iterdir():
+        if path.name not in files:
+            path.unlink()
 
 
 def check_recorded(

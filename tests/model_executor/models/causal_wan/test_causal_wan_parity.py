@@ -6,12 +6,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+from helpers.golden import golden_folder
 from helpers.recordings import change_tensor
 
 from vllm_omni.entrypoints.cli.main import main
 from vllm_omni.testing.parity.causal_wan import verify
 
-GOLDEN = Path(__file__).parents[3] / "golden" / "wan_causal"
+GOLDEN = golden_folder("wan_causal")
 _AUXILIARY = ("sf_meta.json", "sdv2_inputs.safetensors", "tiny_causal_wan_state.safetensors")
 
 

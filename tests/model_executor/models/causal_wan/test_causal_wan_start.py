@@ -19,6 +19,7 @@ from causal_wan_driver import (
     stream,
 )
 from helpers.chunks import step
+from helpers.golden import golden_folder
 from safetensors.torch import load_file
 
 from vllm_omni.config import OmniConfig
@@ -35,7 +36,7 @@ from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.model_executor.models.wan.images.files import prepare_image
 from vllm_omni.outputs import RequestFailed
 
-GOLDEN = Path(__file__).parents[3] / "golden" / "wan_causal"
+GOLDEN = golden_folder("wan_causal")
 LATENTS = {"output": "latents"}
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from causal_wan_driver import load_model
 from diffusers import WanTransformer3DModel
+from helpers.golden import golden_folder
 
 from vllm_omni.model_executor.checkpoint.hub import check_complete
 from vllm_omni.model_executor.checkpoint.loading import rename, shapes_of
@@ -29,7 +30,7 @@ from vllm_omni.model_executor.models.wan.transformer.weights import (
 )
 from vllm_omni.testing.tiny.causal_wan import DIFFUSERS_NAMES
 
-GOLDEN = Path(__file__).parents[3] / "golden" / "wan_causal"
+GOLDEN = golden_folder("wan_causal")
 SIZES = {
     "1.3B": (CausalWanConfig(), 825, 1_418_996_800),
     "14B": (

@@ -6,13 +6,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+from helpers.golden import golden_folder
 from helpers.recordings import change_tensor
 from safetensors.torch import load_file, save_file
 
 from vllm_omni.entrypoints.cli.main import main
 from vllm_omni.testing.parity.lance import verify
 
-GOLDEN = Path(__file__).parents[3] / "golden" / "lance"
+GOLDEN = golden_folder("lance")
 _BESIDE = (
     "meta_fp32.json",
     "meta_bf16.json",

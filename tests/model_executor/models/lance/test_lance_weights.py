@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.golden import golden_folder
 from lance_driver import load_lance, request_of, run
 from safetensors.torch import load_file, save_file
 
@@ -20,7 +21,7 @@ from vllm_omni.model_executor.models.lance.network.vae import VAE_RULES, LanceVA
 from vllm_omni.model_executor.models.lance.weights import network_shapes, vae_shapes, vision_shapes
 from vllm_omni.testing.tiny.lance import make_tiny, wan_name
 
-GOLDEN = Path(__file__).parents[3] / "golden" / "lance"
+GOLDEN = golden_folder("lance")
 SMALL = {"max_image_pixels": 64 * 96}
 
 

@@ -2,9 +2,9 @@
 """A short roll-out of the tiny recorded transformer, for tests that compare ways of running it."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
+from helpers.golden import golden_folder
 from safetensors.torch import load_file
 
 from vllm_omni.model_executor.layers.attention.rope import rope_tables
@@ -13,8 +13,8 @@ from vllm_omni.model_executor.layers.kv_cache.window import KVWindow
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
 from vllm_omni.model_executor.models.lingbot_world.transformer import CameraItem, LingBotTransformer
 
-GOLDEN = Path(__file__).parents[3] / "golden" / "lingbot"
-GOLDEN_V2 = GOLDEN.with_name("lingbot_v2")
+GOLDEN = golden_folder("lingbot")
+GOLDEN_V2 = golden_folder("lingbot_v2")
 CONFIG = LingBotWorldConfig(
     dim=32, ffn_dim=56, freq_dim=16, text_dim=24, text_len=8, num_heads=2, num_layers=2
 )

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.chunks import assert_same, run_steps, session_bits
+from helpers.golden import golden_folder
 from helpers.process_groups import process_group
 from helpers.rank_processes import run_ranks
 from lingbot_world_driver import (
@@ -33,7 +34,7 @@ from vllm_omni.model_executor.models.wan.vae.chunk_decoder import ChunkDecoder
 from vllm_omni.model_executor.models.wan.vae.split_decode import RowBands
 from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE, VAEConfig
 
-GOLDEN = Path(__file__).parents[3] / "golden" / "lingbot"
+GOLDEN = golden_folder("lingbot")
 SMALL: dict[str, Any] = {"window_frames": 7, "sink_frames": 2}
 EVERY = pytest.mark.parametrize("convention", ["sglang", "pr3701"])
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.golden import golden_folder
 from lingbot_world_driver import HEIGHT, WIDTH, choosing, load_world, make_request, open_session
 from safetensors.torch import load_file
 
@@ -17,7 +18,7 @@ from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld
 from vllm_omni.model_executor.models.lingbot_world.request import read_chunk
 from vllm_omni.model_executor.models.lingbot_world.state import LingBotSession, WorldCoordinates
 
-GOLDEN = Path(__file__).parents[3] / "golden" / "lingbot"
+GOLDEN = golden_folder("lingbot")
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.golden import golden_folder
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import UMT5Config, UMT5EncoderModel
@@ -25,7 +26,7 @@ from vllm_omni.model_executor.models.wan.checkpoint.loading import load_vae
 from vllm_omni.model_executor.models.wan.text_encoder.encoder import load_text_encoder
 from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE, VAEConfig
 
-GOLDEN = Path(__file__).parents[3] / "golden" / "lingbot"
+GOLDEN = golden_folder("lingbot")
 
 
 def tiny_config() -> LingBotWorldConfig:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from helpers.chunks import run_request, run_stages
+from helpers.golden import golden_folder
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
@@ -16,7 +17,7 @@ from vllm_omni.model_executor.models.matrix_game.checkpoint import find_layout, 
 from vllm_omni.model_executor.models.matrix_game.pipeline import MatrixGame, MatrixGameSetup
 from vllm_omni.model_executor.models.matrix_game.state import Chunk, MatrixGameSession
 
-GOLDEN = Path(__file__).parents[3] / "golden" / "matrix_game_2"
+GOLDEN = golden_folder("matrix_game_2")
 HEIGHT, WIDTH = 32, 48
 Request = DiffusionRequest[MatrixGameSession, Chunk]
 

@@ -6,10 +6,10 @@ The decoder that restarts at every chunk (`continuation`) is tested with LingBot
 
 import functools
 from collections.abc import Collection
-from pathlib import Path
 
 import pytest
 import torch
+from helpers.golden import golden_folder
 from torch._dynamo.utils import counters
 
 from vllm_omni.model_executor.models.wan.architecture import VAEConfig
@@ -23,7 +23,7 @@ from vllm_omni.model_executor.models.wan.vae.tiny_vae import (
 from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE
 from vllm_omni.testing.tiny.wan import write_tiny_vae
 
-GOLDEN = Path(__file__).parents[3] / "golden" / "lingbot"
+GOLDEN = golden_folder("lingbot")
 HEIGHT, WIDTH = 16, 24
 CHUNK = 3
 TOLERANCE = 1e-5

@@ -3,10 +3,9 @@
 session.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
+from helpers.golden import golden_folder
 from safetensors.torch import load_file
 
 from vllm_omni.model_executor.models.wan.checkpoint.loading import load_vae
@@ -14,7 +13,7 @@ from vllm_omni.model_executor.models.wan.images.files import prepare_image
 from vllm_omni.model_executor.models.wan.images.image_condition import ConditionState, GreyCondition
 from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE, VAEConfig
 
-GOLDEN = Path(__file__).parents[3] / "golden" / "lingbot"
+GOLDEN = golden_folder("lingbot")
 
 
 @pytest.fixture(scope="module")

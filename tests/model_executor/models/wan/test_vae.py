@@ -10,12 +10,12 @@ import json
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from diffusers import AutoencoderKLWan
+from helpers.golden import golden_folder
 from safetensors.torch import load_file
 from torch._dynamo.exc import TorchDynamoException
 from torch.profiler import ProfilerActivity, profile
@@ -29,7 +29,7 @@ from vllm_omni.model_executor.models.wan.vae.vae import (
     to_uint8,
 )
 
-GOLDEN = Path(__file__).parents[3] / "golden" / "lingbot"
+GOLDEN = golden_folder("lingbot")
 TOLERANCE = 1e-5  # float32 sums of up to 432 products in another order
 
 

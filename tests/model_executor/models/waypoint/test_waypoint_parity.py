@@ -8,13 +8,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+from helpers.golden import golden_folder
 from helpers.recordings import change_settings, change_tensor, rewrite
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from vllm_omni.testing.parity.waypoint import verify
 
-GOLDEN = Path(__file__).parents[3] / "golden" / "waypoint"
+GOLDEN = golden_folder("waypoint")
 
 
 def copy(directory: Path, name: str) -> Path:

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start vLLM's `spawn` processes from the fork server of `rank_processes`.
+
+vLLM's CPU platform starts the engine core and each worker with the start method `spawn`, and each
+of these processes imports torch and vLLM for 5 to 10 s of CPU time. `VLLM_WORKER_MULTIPROC_METHOD`
+allows only `spawn` and `fork`, and `fork` is unsafe in a process with threads. `install` therefore
+makes `spawn` fork from the server, which has the libraries imported and one thread.
+
+As with `spawn`, a process shares neither memory nor file descriptors with its parent, has the
+environment that the parent had when it started the process, and can start processes in the same
+way. Two things differ: the operating system's parent of every process is the server, and LD_PRELOAD
+has no effect. Servers started by a command line (`vllm serve`) and the engines of nightly tests
+use the real `spawn`.
+"""
+
+import multiprocessing
+import os
+from multiprocessing import forkserver, popen_forkserver
+from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import setproctitle
+from helpers.rank_processes import rank_context
+
+_server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+
+
+def install() -> None:
+    """Make the start method `spawn` fork from the server, in this process and its children."""
+    SpawnProcess._Popen = staticmethod(_Popen)  # type: ignore[method-assign, assignment]
+
+
+class _Popen(popen_forkserver.Popen):
+    """Starts a process as `forkserver` does, and sends the environment and the server's address."""
+
+    def __init__(self, process: BaseProcess) -> None:
+        if multiprocessing.parent_process() is None:
+            rank_context()
+        super().__init__(_PickledProcess(process))  # type: ignore[arg-type]
+
+
+class _PickledProcess:
+    """Pickles as a call of `_receive`, which returns the process in the child."""
+
+    def __init__(self, process: Any) -> None:
+        self._name = process._name  # read by `popen_forkserver`
+        self._process = process
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _receive, (dict(os.environ), _server._forkserver_address, self._process)
+
+
+def _receive(environment: dict[str, str], address: str, process: BaseProcess) -> BaseProcess:
+    # setproctitle locates the title by the original environment, which is replaced below.
+    setproctitle.getproctitle()
+    os.environ.clear()
+    os.environ.update(environment)
+    _server._forkserver_address = address
+    _server.ensure_running = lambda: None  # otherwise this process would start its own server
+    install()
+    return process
