@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The deadline scheduler and the ladder `tiny_vae` before a device whose host is a step ahead, in
+"""The deadline scheduler with degradation `tiny_vae` and a device one step behind the host, in
 virtual time.
 
-Times are those of an H200 with causal Wan 1.3B at 480x832 and its exact decoder, viewers those of
-`benchmarks/streams_per_gpu.py`.
+The times are those of an H200 with causal Wan 1.3B at 480x832 and its exact decoder; viewers are
+those of `benchmarks/streams_per_gpu.py`.
 """
 
 import heapq
@@ -47,8 +47,8 @@ class Viewer:
 
 
 class Device:
-    """The real scheduler, and a worker whose host launches each step while the device is at the
-    one before.
+    """The real scheduler and a mocked worker that launches each step while the device runs the
+    previous one.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Device:
         heapq.heapify(self.events)
 
     def play(self) -> list[Chunk]:
-        """Returns what the viewers got after three chunks each."""
+        """Return the chunks that the viewers received after three chunks each."""
         while self.events or self.chunks:
             if not self.chunks:
                 self.now_s = max(self.now_s, self.events[0][0])
@@ -161,14 +161,12 @@ class Device:
 
 
 @pytest.mark.parametrize("apart_s", [0.2, 0.3, 0.6, 0.7])
-def test_two_streams_that_need_slightly_more_than_the_device_are_in_time(
+def test_two_streams_slightly_above_capacity_are_in_time(
     null_world: Path, monkeypatch: pytest.MonkeyPatch, apart_s: float
 ) -> None:
-    """105 % of it with the exact decoder: at most two chunks of sixteen are late, and at most half
-    go without.
-
-    Six were, each by up to 31 ms, while the scheduler took the times between the host's answers for
-    those of steps.
+    """The load is 105 % with the exact decoder. At most two of sixteen chunks are late and at most
+    half are degraded. Six were late, by up to 31 ms, while the scheduler measured times between
+    outputs of the host instead of steps.
     """
     got = Device(null_world, (3.0, 3.0 + apart_s), monkeypatch).play()
     assert len(got) == 16
@@ -179,11 +177,11 @@ def test_two_streams_that_need_slightly_more_than_the_device_are_in_time(
 
 
 @pytest.mark.parametrize("apart_s", [0.05, 0.1, 0.2])
-def test_three_streams_that_need_more_at_any_level_all_go_without(
+def test_three_streams_above_capacity_are_all_degraded(
     null_world: Path, monkeypatch: pytest.MonkeyPatch, apart_s: float
 ) -> None:
-    """157 % with the exact decoder and 105 with the tiny one: no chunk is made in full, nobody
-    lags more than that.
+    """The load is 157 % with the exact decoder and 105 % with the tiny one. All chunks are degraded
+    and evenly late.
     """
     got = Device(null_world, (3.0, 3.0 + apart_s, 3.0 + 2 * apart_s), monkeypatch).play()
     assert [chunk.tiny for chunk in got] == [True] * 24

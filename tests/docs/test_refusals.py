@@ -361,27 +361,27 @@ HELD_BY = {
     "data parallel is refused": "tests/worker/test_shared_gpu_worker.py::"
     "test_several_engines_are_refused",
     "(together at most 95 % of the engine's time) is refused": (
-        "tests/core/test_scheduling_policy.py::test_a_stream_that_cannot_be_held_is_refused"
+        "tests/core/test_scheduling_policy.py::test_a_stream_above_capacity_is_refused"
     ),
     "A stream whose rate cannot be sustained is refused with `capacity`": (
         "tests/engine/test_deadline_scheduling.py::"
         "test_a_stream_that_cannot_be_held_is_refused_and_says_why"
     ),
     "turns refusal on": "tests/core/test_scheduling_policy.py::"
-    "test_a_stream_that_cannot_be_held_is_refused",
+    "test_a_stream_above_capacity_is_refused",
     "A stream that is being served is never refused": (
-        "tests/core/test_scheduling_policy.py::test_a_stream_that_cannot_be_held_is_refused"
+        "tests/core/test_scheduling_policy.py::test_a_stream_above_capacity_is_refused"
     ),
     "has been served nothing is refused": (
-        "tests/core/test_scheduling_policy.py::test_a_stream_that_cannot_be_held_is_refused"
+        "tests/core/test_scheduling_policy.py::test_a_stream_above_capacity_is_refused"
     ),
     "(a refusal, which the runner answers with `capacity`": (
         "tests/worker/test_scheduler_note_in_runner.py::"
-        "test_a_refused_stream_ends_at_once_without_a_session"
+        "test_a_refused_request_fails_without_a_session"
     ),
     "is refused by one whose `degradations` lack `tiny_vae`": (
         "tests/worker/test_snapshot_refusals.py::"
-        "test_a_snapshot_that_does_not_fit_is_refused_by_name"
+        "test_an_incompatible_snapshot_is_refused_with_the_reason"
     ),
     "reads the length first and refuses before the rest arrives": (
         "tests/entrypoints/realtime/test_floods_served.py::"
@@ -392,15 +392,14 @@ HELD_BY = {
     ),
     "The server refuses a snapshot that it cannot use before the engine allocates memory": (
         "tests/worker/test_snapshot_refusals.py::"
-        "test_a_snapshot_that_does_not_fit_is_refused_by_name"
+        "test_an_incompatible_snapshot_is_refused_with_the_reason"
     ),
     "a tensor that is missing, left over or of another shape is an error": (
         "tests/worker/test_snapshot_refusals.py::"
-        "test_a_snapshot_that_does_not_fit_is_refused_by_name"
+        "test_an_incompatible_snapshot_is_refused_with_the_reason"
     ),
     "`write_session`, which refuses if a chunk was finished in between": (
-        "tests/worker/test_snapshot_refusals.py::"
-        "test_a_session_that_moved_between_the_two_calls_is_not_torn"
+        "tests/worker/test_snapshot_refusals.py::test_a_session_that_changes_during_a_save_is_busy"
     ),
     "An aborted, failed or refused chunk": (
         "tests/worker/test_diffusion_model_runner.py::test_a_chunk_out_of_order_is_refused"
@@ -419,10 +418,10 @@ HELD_BY = {
     ),
     "drafters that would misread additional layers are refused at start": (
         "tests/worker/test_hidden_state_layers.py::"
-        "test_a_drafter_that_would_read_our_layers_is_refused"
+        "test_a_drafter_that_would_read_the_taps_is_refused"
     ),
     "so the two exclude each other (an error at start)": (
-        "tests/core/test_ar_hidden_states_scheduler.py::test_it_refuses_to_share_its_field"
+        "tests/core/test_ar_hidden_states_scheduler.py::test_return_sampling_mask_is_refused"
     ),
     "With any other scheduler the worker refuses to start": (
         "tests/worker/test_ar_hidden_states_offered.py::"

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weights of a runner: counted, kept on the host, replaced in place, and made up where none
-are needed.
-"""
+"""The weights of a runner: memory use, CPU offload, reload in place, and dummy weights."""
 
 import shutil
 from collections.abc import Callable
@@ -40,21 +38,18 @@ def first_frames(runner: Any, session_id: str) -> torch.Tensor:
     return text_chunk(Worker(runner), session_id, 0)["frames"]
 
 
-def test_weights_and_the_room_for_adapters_are_counted(
+def test_memory_usage_counts_weights_and_adapters(
     make_runner: MakeRunner, causal_wan: Path
 ) -> None:
-    """vLLM logs the sum."""
+    """vLLM logs the sum of both."""
     runner = make_runner(causal_wan, SMALL, enable_lora=True, max_loras=1, max_lora_rank=8)
     assert runner.adapters.nbytes > 0
     assert runner.model_memory_usage == bytes_of(runner) + runner.adapters.nbytes
 
 
 @pytest.mark.usefixtures("no_offloader_left")
-def test_weights_on_the_host_are_not_counted(make_runner: MakeRunner, causal_wan: Path) -> None:
-    """The slots that they pass through are.
-
-    Frames are the same, also when they were loaded anew.
-    """
+def test_memory_usage_excludes_offloaded_weights(make_runner: MakeRunner, causal_wan: Path) -> None:
+    """The slots on the device are counted. Frames are equal, also after a reload."""
     plain = make_runner(causal_wan, SMALL)
     expected = first_frames(plain, "a")
     runner = make_runner(causal_wan, SMALL, cpu_offload_gb=1)
@@ -64,7 +59,7 @@ def test_weights_on_the_host_are_not_counted(make_runner: MakeRunner, causal_wan
         == bytes_of(plain) + runner.offloader.slot_bytes - runner.offloader.host_bytes
     )
     assert torch.equal(first_frames(runner, "a"), expected)
-    with torch.inference_mode():  # in which `make_runner` has made the weights
+    with torch.inference_mode():  # `make_runner` creates the weights in it
         runner.reload_weights()
     assert torch.equal(first_frames(runner, "b"), expected)
 
@@ -72,7 +67,9 @@ def test_weights_on_the_host_are_not_counted(make_runner: MakeRunner, causal_wan
 def test_weights_are_replaced_in_place(
     make_runner: MakeRunner, null_world: Path, other_world: Path
 ) -> None:
-    """By those of another checkpoint of the same shape; the next reload reads that one again."""
+    """Weights can be replaced by another checkpoint of the same shape, which later reloads read
+    again.
+    """
     runner, other = make_runner(null_world), make_runner(other_world)
     expected = first_frames(other, "a")
     assert not torch.equal(first_frames(runner, "a"), expected)
@@ -85,13 +82,10 @@ def test_weights_are_replaced_in_place(
     assert torch.equal(first_frames(runner, "c"), expected)
 
 
-def test_weights_are_reloaded_from_files_that_are_not_mapped(
+def test_a_reload_does_not_map_files(
     make_runner: MakeRunner, causal_wan: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Somebody may be writing them: a mapped file that is cut ends the process.
-
-    At start they are mapped.
-    """
+    """Another process may be writing the files, and truncating a mapped file ends the process."""
     runner = make_runner(causal_wan, SMALL)
     load, unmapped = type(runner.network).load_checkpoint, []
 
@@ -106,7 +100,7 @@ def test_weights_are_reloaded_from_files_that_are_not_mapped(
 
 
 @pytest.mark.parametrize("given", [{"weights_iterator": iter(())}, {"is_checkpoint_format": False}])
-def test_weights_come_from_a_checkpoint_only(
+def test_weights_are_reloaded_from_a_checkpoint_only(
     make_runner: MakeRunner, null_world: Path, given: dict[str, Any]
 ) -> None:
     runner = make_runner(null_world)
@@ -117,8 +111,8 @@ def test_weights_come_from_a_checkpoint_only(
         runner.reload_weights(**given)
 
 
-def test_weights_may_be_made_up(single_rank: None, null_world: Path, tmp_path: Path) -> None:
-    """As vLLM's worker asks for where others will send them: nothing is read."""
+def test_dummy_weights_read_no_file(single_rank: None, null_world: Path, tmp_path: Path) -> None:
+    """vLLM's worker requests dummy weights if others send them later. No weight file is read."""
     shutil.copytree(null_world, tmp_path / "empty", ignore=shutil.ignore_patterns("*.safetensors"))
     args = EngineArgs(
         model=str(tmp_path / "empty"),
@@ -131,10 +125,3 @@ def test_weights_may_be_made_up(single_rank: None, null_world: Path, tmp_path: P
         runner = DiffusionGPUModelRunner(vllm_config, torch.device("cpu"))
         runner.load_model(load_dummy_weights=True)
     assert bytes_of(runner) == runner.model_memory_usage > 0
-
-
-def test_a_model_that_keeps_memory_of_closed_sessions_gives_way(
-    make_runner: MakeRunner, causal_wan: Path
-) -> None:
-    runner = make_runner(causal_wan, SMALL)
-    assert runner.sessions.trim_pool == runner.model.trim_pool
