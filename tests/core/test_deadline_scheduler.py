@@ -113,7 +113,7 @@ def test_a_refused_stream_receives_a_note_and_ends(null_world: Path) -> None:
 
 @pytest.mark.parametrize("ended", ["done", "denoised"])
 def test_a_stream_between_chunks_counts_for_refusals(null_world: Path, ended: str) -> None:
-    """Its next chunk is expected. Two streams refused together both receive errors and are removed."""
+    """Its next chunk is expected. Two streams refused together receive errors and are removed."""
     run = harness(null_world, target_fps=16)
     run.add("s0", "s", 0, deadline_s=60.0, chunk_period_s=0.5)
     _, output = run.schedule()

@@ -319,7 +319,7 @@ def test_costs_of_a_request_at_its_level(
 
 
 def test_the_end_is_predicted_from_earlier_requests() -> None:
-    """Earlier chunks with a deadline count to their end and others with one step, at their level."""
+    """Earlier chunks with a deadline count to their end and others with one step."""
     costs = StepCosts(1, 2, 4, 8, (16,))
     requests = [
         live("a", 1, 2, level=1),

@@ -207,7 +207,7 @@ HELD_BY = {
     ),
     # lora.md and session_snapshots.md
     "it refuses the snapshot with `foreign_snapshot`": (
-        "tests/worker/test_adapters_in_runner.py::test_a_file_says_which_adapters_it_needs"
+        "tests/worker/test_adapters_in_runner.py::test_a_snapshot_names_its_adapters_and_requires_them"
     ),
     "otherwise `replay` refuses it": (
         "tests/entrypoints/cli/test_replay.py::test_a_recording_names_the_adapters_it_needs"
@@ -365,7 +365,7 @@ HELD_BY = {
     ),
     "A stream whose rate cannot be sustained is refused with `capacity`": (
         "tests/engine/test_deadline_scheduling.py::"
-        "test_a_stream_that_cannot_be_held_is_refused_and_says_why"
+        "test_a_stream_above_capacity_is_refused_with_the_reason"
     ),
     "turns refusal on": "tests/core/test_scheduling_policy.py::"
     "test_a_stream_above_capacity_is_refused",
@@ -425,7 +425,7 @@ HELD_BY = {
     ),
     "With any other scheduler the worker refuses to start": (
         "tests/worker/test_ar_hidden_states_offered.py::"
-        "test_a_worker_without_the_scheduler_that_carries_them_does_not_start"
+        "test_a_worker_requires_the_hidden_states_scheduler"
     ),
     "A worker that does not fit the model is refused at the start": "tests/test_worker_choice.py",
     "a parameter of image models (`num_inference_steps`, `guidance_scale`, `negative_prompt`) "

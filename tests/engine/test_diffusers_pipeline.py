@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Diffusers pipelines on the real EngineCore: results equal diffusers, aborts, progress, errors,
+"""Diffusers pipelines on the real EngineCore: results equal diffusers', aborts, progress, errors,
 sleep.
 """
 
@@ -24,9 +24,7 @@ LAYOUTS = get_family("diffusers_pipeline").layouts
 
 
 def compare(folder: Path, responses: Connection) -> None:
-    """Send, of every layout, whether the engine's result is diffusers' own: one engine after the
-    other.
-    """
+    """Send whether the engine's result equals diffusers', for every layout, one engine at a time."""
     import diffusers
     from vllm import LLM
 
@@ -38,7 +36,7 @@ def compare(folder: Path, responses: Connection) -> None:
             config_format="omni",
             skip_tokenizer_init=True,
             enforce_eager=True,
-            # Wan has a worker's model too.
+            # Wan also has a model for the worker.
             distributed_executor_backend="vllm_omni.executor.DiffusersPipelineExecutor",
         )
         fields: dict[str, Any] = {"num_inference_steps": 3, "height": 32, "width": 48}
@@ -73,15 +71,13 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_layout_equals_diffusers_through_llm_encode(
     pipelines: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Qwen-Image, FLUX, Wan and SD3: the engine's picture or video is diffusers' own, byte for
-    byte.
-    """
-    # A process with the engines' cores in it: nothing of them stays in the tests' own.
+    """Images and videos of Qwen-Image, FLUX, Wan and SD3 equal diffusers' byte for byte."""
+    # The engine cores run in a separate process, so that none stays in the test process.
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     receiver, sender = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("spawn").Process(target=compare, args=(pipelines, sender))
     process.start()
-    sender.close()  # so that a process that dies is an end of file
+    sender.close()  # so that the death of the process is an end of file
     try:
         assert receiver.poll(600)
         assert receiver.recv() == dict.fromkeys(LAYOUTS, True)
@@ -109,9 +105,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 @pytest.fixture(scope="module")
 def client(pipelines: Path, loop: asyncio.AbstractEventLoop) -> Iterator[EngineClient]:
-    """One engine for the tests below (front end here, EngineCore with the pipeline in its own
-    process).
-    """
+    """One engine for the tests below, with the pipeline in the EngineCore's process."""
     manager = running_engine(pipelines / "qwen_image")
     yield loop.run_until_complete(manager.__aenter__())
     loop.run_until_complete(manager.__aexit__(None, None, None))
@@ -120,9 +114,7 @@ def client(pipelines: Path, loop: asyncio.AbstractEventLoop) -> Iterator[EngineC
 def test_an_abort_takes_effect_at_the_next_step(
     client: EngineClient, loop: asyncio.AbstractEventLoop
 ) -> None:
-    """Of 200 steps a few run; the abort leaves no work behind and the next request has its
-    answer at once.
-    """
+    """The aborted request stops after a few of 200 steps, and the next one runs immediately."""
 
     async def scenario() -> None:
         expected = (await client.send(session_id="before", seed=1, **SMALL))[1]["images"].clone()
@@ -138,7 +130,7 @@ def test_an_abort_takes_effect_at_the_next_step(
         started_s = time.monotonic()
         await client.engine.abort("slow")
         result = await waiting
-        assert time.monotonic() - started_s < left_s / 2, "the aborted request went on"
+        assert time.monotonic() - started_s < left_s / 2, "the aborted request continued"
         assert torch.equal(result[1]["images"], expected)
         assert await client.progress() == {}
         slow.cancel()
@@ -146,11 +138,11 @@ def test_an_abort_takes_effect_at_the_next_step(
     loop.run_until_complete(scenario())
 
 
-def test_waiting_requests_get_their_turn_and_errors_stay_apart(
+def test_waiting_requests_run_and_errors_affect_no_other(
     client: EngineClient, loop: asyncio.AbstractEventLoop
 ) -> None:
-    """Eight at once, every other one refused for its own reason; the rest equal what each gives
-    alone.
+    """Of eight concurrent requests, half are refused for different reasons. The others equal single
+    runs.
     """
 
     async def scenario() -> None:
@@ -187,7 +179,7 @@ def test_waiting_requests_get_their_turn_and_errors_stay_apart(
 def test_sleep_and_wake_through_the_engine(
     client: EngineClient, loop: asyncio.AbstractEventLoop
 ) -> None:
-    """Level 2 drops the weights; asleep is asleep; awake, the same picture."""
+    """Sleep level 2 discards the weights. The image after waking is the same."""
 
     async def scenario() -> None:
         before = (await client.send(session_id="a", seed=3, **SMALL))[1]["images"].clone()

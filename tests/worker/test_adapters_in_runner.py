@@ -155,13 +155,17 @@ def test_a_snapshot_names_its_adapters_and_requires_them(
 def test_removed_adapters_are_not_required_by_a_snapshot(
     make_runner: MakeRunner, causal_wan: Path, requests: dict[str, LoRARequest], tmp_path: Path
 ) -> None:
-    """A server without adapters restores the snapshot and continues bit for bit."""
+    """A server without adapters restores the snapshot, continues bit for bit, and refuses requests
+    with adapters.
+    """
     worker = make(make_runner, causal_wan, requests)
     stream(worker, "walk", [INK, []])
     assert worker.save("walk", tmp_path / "walk").lora == []
     plain = Worker(make_runner(causal_wan, {"model": SMALL}, dtype="float32"))
     plain.restore("walk", tmp_path / "walk")
     assert equal(stream(plain, "walk", [None]), stream(worker, "walk", [None]))
+    with pytest.raises(RequestFailed, match="runs without --enable-lora"):
+        chunk(plain, "refused", prompt="a field", lora=INK)
 
 
 def refused(worker: Worker, folder: Path, words: str) -> None:

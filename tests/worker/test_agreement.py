@@ -179,6 +179,6 @@ def test_the_rank_with_least_room_sets_the_number_of_sessions(
 
 
 def test_several_ranks_use_a_constant_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several ranks use a constant clock, so that none of them evicts a session by its local time."""
+    """Several ranks use a constant clock, so that none evicts a session by its local time."""
     monkeypatch.setattr("time.monotonic", lambda: 17.0)
     assert ranks(tensor=1, world=1).clock() == 17.0 and ranks(world=2).clock() == 0.0

@@ -385,7 +385,7 @@ def test_fault_3_other_output_fields_do_not_change(generation: Any, asynchronous
 
 
 def test_fault_4_no_code_of_vllm_is_copied() -> None:
-    """The workers' `init_device` calls vLLM's, and no six consecutive lines of vLLM are repeated."""
+    """The workers' `init_device` calls vLLM's, and no six lines of vLLM are repeated."""
     assert "init_device" not in vars(ar_gpu_worker.ARGPUWorker)
     from vllm_omni.worker.ar import cpu_worker as ar_cpu_worker
 

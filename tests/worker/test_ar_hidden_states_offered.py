@@ -53,7 +53,7 @@ def test_the_final_layer_and_retained_layers_are_offered(tensor_rank: SimpleName
 def test_a_worker_requires_the_hidden_states_scheduler(
     scheduler: str | None,
 ) -> None:
-    """With another scheduler, clients would receive their text without hidden states and no error."""
+    """With another scheduler, clients would receive no hidden states and no error."""
     with pytest.raises(ValueError, match=f"ARGPUWorker needs --scheduler-cls {SCHEDULER}$"):
         check_model(config(scheduler))
     check_model(config())

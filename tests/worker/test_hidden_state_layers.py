@@ -50,7 +50,7 @@ def test_without_options_the_model_is_unchanged(vllm_config: VllmConfig, model: 
 
 
 def test_layers_are_retained_in_the_order_of_the_model(vllm_config: VllmConfig, model: Any) -> None:
-    """Layers may be requested in any order, repeatedly, and include the last, which needs no tap."""
+    """Layers may be requested in any order, repeatedly, also the last, which needs no tap."""
     taps = LayerTaps.install(
         with_layers(vllm_config, 3, 0, 3, BLOCKS), model, drafter_reads_layers=False
     )

@@ -146,7 +146,7 @@ def test_a_message_lives_until_every_stage_has_it(group: Group) -> None:
 
 
 TWO_STAGES = ((0, 2), (1, 3))
-"""Columns of two stages with two ranks each. Rank 4 only decodes and takes part in the construction."""
+"""Columns of two stages with two ranks each. Rank 4 only decodes."""
 
 
 class Growing:

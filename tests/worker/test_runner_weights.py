@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.scheduling import new_request, run_to_end
 from helpers.snapshot_steps import Worker, text_chunk
+from helpers.wan22_driver import HEIGHT, WIDTH
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 
@@ -48,20 +50,52 @@ def test_memory_usage_counts_weights_and_adapters(
 
 
 @pytest.mark.usefixtures("no_offloader_left")
-def test_memory_usage_excludes_offloaded_weights(make_runner: MakeRunner, causal_wan: Path) -> None:
-    """The slots on the device are counted. Frames are equal, also after a reload."""
-    plain = make_runner(causal_wan, SMALL)
+@pytest.mark.parametrize(
+    "precision", [{}, {"dtype": "bfloat16", "quantization": "fp8_per_channel"}], ids=["fp32", "fp8"]
+)
+def test_offloaded_weights_change_no_frame(
+    make_runner: MakeRunner, causal_wan: Path, precision: dict[str, str]
+) -> None:
+    """Memory use counts the slots on the device instead of weights on the host. Frames are equal,
+    also after a reload, which gives quantized layers new parameters.
+    """
+    plain = make_runner(causal_wan, SMALL, **precision)
     expected = first_frames(plain, "a")
-    runner = make_runner(causal_wan, SMALL, cpu_offload_gb=1)
-    assert runner.offloader.host_bytes > 0
-    assert (
-        runner.model_memory_usage
-        == bytes_of(plain) + runner.offloader.slot_bytes - runner.offloader.host_bytes
-    )
+    runner = make_runner(causal_wan, SMALL, cpu_offload_gb=1, **precision)
+    offloader = runner.offloader
+    assert offloader.host_bytes > 0
+    device_bytes = bytes_of(plain) + offloader.slot_bytes - offloader.host_bytes
+    assert runner.model_memory_usage == device_bytes
     assert torch.equal(first_frames(runner, "a"), expected)
     with torch.inference_mode():  # `make_runner` creates the weights in it
         runner.reload_weights()
     assert torch.equal(first_frames(runner, "b"), expected)
+
+
+@pytest.mark.usefixtures("no_offloader_left", "uncompiled")
+def test_two_offloaded_experts_in_one_step(make_runner: MakeRunner, tmp_path: Path) -> None:
+    """Two videos of different lengths use both experts of Wan 2.2 in one engine step."""
+    get_family("wan2_2").make_tiny(tmp_path, 0, "t2v")
+    omni = {"height": HEIGHT, "width": WIDTH, "model": {"max_num_frames": 9}}
+
+    def videos(**engine_args: Any) -> list[torch.Tensor]:
+        fields: dict[str, Any] = {"one_shot": True, "prompt": "a river", "output": "latents"}
+        requests = (
+            new_request(
+                f"r{n}",
+                session_id=f"s{n}",
+                seed=n,
+                num_frames=9,
+                num_inference_steps=4 + n,
+                **fields,
+            )
+            for n in range(2)
+        )
+        results = run_to_end(make_runner(tmp_path, omni, **engine_args), *requests)
+        return [results[f"r{n}"][1]["latents"].clone() for n in range(2)]
+
+    for plain, offloaded in zip(videos(), videos(cpu_offload_gb=0.00005), strict=True):
+        assert torch.equal(offloaded, plain)
 
 
 def test_weights_are_replaced_in_place(

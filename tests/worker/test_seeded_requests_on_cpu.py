@@ -30,7 +30,7 @@ def runner(unfinished: list[bool], generators: dict[int, torch.Generator]) -> An
 def test_an_unfinished_prompt_does_not_use_its_generator(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The sampler receives the generators of the other requests only. Afterwards all are restored."""
+    """The sampler receives only the other generators. Afterwards all are restored."""
     generators = {index: torch.Generator().manual_seed(index) for index in (0, 1, 3)}
     retained, seen = dict(generators), []
     monkeypatch.setattr(

@@ -124,7 +124,7 @@ def saved(
 
 
 def forgeries(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yield replacements of a tensor: other shapes, the same number of bytes, another dtype, none."""
+    """Yield replacements of a tensor: other shapes or dtypes, or none."""
     longer = list(tensor.shape)
     longer[-2 if len(longer) > 1 else -1] += 1
     yield "one element more", torch.zeros(longer, dtype=tensor.dtype)

@@ -19,7 +19,7 @@ from vllm_omni.worker.diffusion.sessions.snapshots import model_identity, weight
 
 
 def vllm_config(omni: dict[str, Any] | None, cache_dtype: str = "auto", **hf: Any) -> Any:
-    """Return a configuration. `omni` None makes `additional_config` an object instead of a mapping."""
+    """Return a configuration. `omni` None makes `additional_config` no mapping."""
     fields = {"layers": 4, "torch_dtype": torch.float32, **hf}
     return SimpleNamespace(
         model_config=SimpleNamespace(

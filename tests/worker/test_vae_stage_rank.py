@@ -196,7 +196,7 @@ def test_a_chunk_runs_by_messages_alone(pair: Pair) -> None:
 def test_the_decode_state_is_sent_once_with_the_final_latents(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The decode state is sent once, with the final latents. Timings are sent with the last step."""
+    """The decode state is sent once, with the final latents. Timings come with the last step."""
     reported: list[Any] = []
     requested: list[str] = []
     model, take_over = pair.layers.model, pair.vae.model.unpack_decode_state

@@ -25,7 +25,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class Doubler(StepPipeline):
-    """A model, registered with vLLM below, that doubles the tensor `x`. Options select a failure."""
+    """A model registered with vLLM that doubles the tensor `x`. Options select a failure."""
 
     supports_step_execution = False
 
