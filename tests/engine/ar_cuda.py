@@ -189,7 +189,9 @@ def distance(rows: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def check_ngram_drafts(model: Path, reference: Reference, runner: str) -> None:
-    """Check ngram drafts on the GPU: hidden states of accepted tokens only, equal to transformers'."""
+    """Check ngram drafts on the GPU: hidden states of accepted tokens only, equal to
+    transformers'.
+    """
     speculative = {
         "method": "ngram_gpu",
         "num_speculative_tokens": 3,
@@ -204,7 +206,9 @@ def check_ngram_drafts(model: Path, reference: Reference, runner: str) -> None:
 
 
 def write_adapter(model: Path, folder: Path, rank: int = 8) -> Callable[[Any], None]:
-    """Save a random LoRA adapter of q_proj and v_proj; return a function that adds it to a model."""
+    """Save a random LoRA adapter of q_proj and v_proj; return a function that adds it to a
+    model.
+    """
     config = json.loads((model / "config.json").read_text())
     head = config["hidden_size"] // config["num_attention_heads"]
     rows = {"q_proj": config["hidden_size"], "v_proj": head * config["num_key_value_heads"]}

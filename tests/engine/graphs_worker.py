@@ -16,5 +16,7 @@ class GraphsWorker(SharedGPUWorker):
         self._transformer.graphs = ForwardGraphs(capture=hold)
 
     def graph_counts(self) -> list[int]:
-        """Return the numbers of captured graphs and of pooled ring buffers, for `collective_rpc`."""
+        """Return the numbers of captured graphs and of pooled ring buffers, for
+        `collective_rpc`.
+        """
         return [len(self._transformer.graphs), len(self._transformer.graphs.pool)]

@@ -66,7 +66,9 @@ def test_hidden_states_in_fp32_equal_transformers_on_v1(model: Path) -> None:
 
 @feature("M-RoPE and multimodal inputs (Qwen2-VL)", "V2")
 def test_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hidden states of image placeholders and text of a tiny Qwen2-VL in fp32 equal transformers'."""
+    """Hidden states of image placeholders and text of a tiny Qwen2-VL in fp32 equal
+    transformers'.
+    """
     from ar_vision import check_image_request, write_tiny_qwen2_vl
 
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")

@@ -81,7 +81,9 @@ def expected(causal_wan: Path) -> list[list[torch.Tensor]]:
 
 
 async def side_by_side(client: EngineClient, alone: list[list[torch.Tensor]]) -> None:
-    """Run three streams at different steps, one that fails, and one that is aborted during a chunk."""
+    """Run three streams at different steps, one that fails, and one that is aborted during a
+    chunk.
+    """
 
     async def failing_stream() -> None:
         await stream(client, "trouble", 5, chunks=1)

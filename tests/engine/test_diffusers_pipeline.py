@@ -24,7 +24,9 @@ LAYOUTS = get_family("diffusers_pipeline").layouts
 
 
 def compare(folder: Path, responses: Connection) -> None:
-    """Send whether the engine's result equals diffusers', for every layout, one engine at a time."""
+    """Send whether the engine's result equals diffusers', for every layout, one engine at a
+    time.
+    """
     import diffusers
     from vllm import LLM
 

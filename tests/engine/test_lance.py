@@ -128,7 +128,9 @@ async def streamed_response(client: EngineClient) -> None:
 
 
 async def aborts(client: EngineClient) -> None:
-    """A request may be aborted before its start, while it runs, and after its end. Others continue."""
+    """A request may be aborted before its start, while it runs, and after its end. Others
+    continue.
+    """
     expected = (await send(client, "t2i", "reference", output="latents"))[1]["latents"].clone()
 
     long_response = {**REQUESTS["x2t_image"][0]["options"], "max_tokens": 2000}

@@ -116,7 +116,9 @@ def test_a_game_is_played_through_the_engine(one_rank: SharedEngine, alone: torc
 
 @pytest.mark.nightly
 def test_adapters_through_the_engine(checkpoint: Path, alone: torch.Tensor, tmp_path: Path) -> None:
-    """One session has an adapter while another has none. Both continue bit for bit from snapshots."""
+    """One session has an adapter while another has none. Both continue bit for bit from
+    snapshots.
+    """
     target = load_target(checkpoint)
     path = lora_files.write_community(
         lora_files.factors(target, target.matrices(), seed=1), tmp_path / "ink.safetensors"

@@ -26,7 +26,9 @@ def t2v(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def videos(client: EngineClient) -> list[torch.Tensor]:
-    """Return two videos of different lengths, generated at once, so that a step uses both experts."""
+    """Return two videos of different lengths, generated at once, so that a step uses both
+    experts.
+    """
     wanted = [{"seed": seed, "num_inference_steps": 4 + seed, "num_frames": 9} for seed in range(2)]
     sent = (
         client.send(session_id=f"s{n}", one_shot=True, prompt="a river", output="latents", **fields)

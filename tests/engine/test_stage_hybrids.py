@@ -181,7 +181,9 @@ def enlarge_decoder_cache(header: dict[str, Any], tensors: dict[str, torch.Tenso
 
 
 async def check_continuation(client: EngineClient, name: str, chunks: Chunks, path: Path) -> None:
-    """A fork and a restored session continue like their source. All ranks refuse a forged snapshot."""
+    """A fork and a restored session continue like their source. All ranks refuse a forged
+    snapshot.
+    """
     await client.send(session_id=name, op="fork", fork_to="forked")
     calls = (
         save_exchange(name, path, package_version()),

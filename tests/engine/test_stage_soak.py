@@ -39,7 +39,9 @@ class Traffic:
         self.numbers = itertools.count()
 
     async def one(self) -> None:
-        """Send one request of a random session, which may fail or be aborted after a random time."""
+        """Send one request of a random session, which may fail or be aborted after a random
+        time.
+        """
         number, seed = next(self.numbers), self.random.randrange(SESSIONS)
         name, dice = f"soak-{number}", self.random.random()
         fault, codes = self.random.choice(FAULTS) if dice < 0.15 else ({}, set())

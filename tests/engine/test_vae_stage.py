@@ -19,7 +19,9 @@ CHUNKS, SESSIONS = 3, 3
 async def frames(
     client: EngineClient, name: str, chunks: range = range(CHUNKS), **fields: Any
 ) -> list[torch.Tensor]:
-    """Return the decoded frames of a session's chunks, each requested while the previous one runs."""
+    """Return the decoded frames of a session's chunks, each requested while the previous one
+    runs.
+    """
     first = {"prompt": "a field", **fields}
     tasks = [
         asyncio.create_task(

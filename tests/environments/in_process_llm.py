@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in for vLLM's `LLM` that runs a LingBot World's requests in this process, one after
-the other.
-"""
+"""A replacement for vLLM's `LLM` that runs requests of a LingBot World in this process."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +19,7 @@ from vllm_omni.outputs import RequestFailed, pack, pack_error
 
 
 class InProcessLLM:
-    """`encode` and `llm_engine.vllm_config`, as environments use them. sessions: the live ones,
+    """`encode` and `llm_engine.vllm_config`, as environments use them. `sessions` are the live ones
     by id.
     """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A gymnasium space is made of what a model states it takes, and its members become the engine's
+"""A gymnasium space follows from a model's controls, and its members become the engine's
 actions.
 """
 
@@ -24,17 +24,17 @@ GAME = ActionSpace(
 ONE_KEY = ActionSpace(buttons=(Button("n", "north"), Button("s", "south")), exclusive=True)
 
 
-def test_a_camera_world_s_keys_are_bits_by_name() -> None:
+def test_keys_of_a_camera_world_are_bits() -> None:
     space = gymnasium_space(ACTION_SPACE)
     assert isinstance(space, gymnasium.spaces.Dict) and set(space) == {"buttons", "axes"}
     assert space["buttons"] == gymnasium.spaces.MultiBinary(len(ACTION_SPACE.button_names))
     held = np.array([name in ("w", "l") for name in ACTION_SPACE.button_names], np.int8)
     frame = action_frame(ACTION_SPACE, {"buttons": held})
     assert set(frame.buttons) == {"w", "l"}
-    assert set(frame.axes.values()) == {0.0}, "what is left out is at rest"
+    assert set(frame.axes.values()) == {0.0}, "omitted controls are at rest"
 
 
-def test_every_kind_of_control_has_its_space() -> None:
+def test_every_kind_of_control_has_a_space() -> None:
     space = gymnasium_space(GAME)
     assert isinstance(space, gymnasium.spaces.Dict) and set(space) == {"buttons", "axes", "scroll"}
     action = {
@@ -50,14 +50,14 @@ def test_every_kind_of_control_has_its_space() -> None:
 
 
 @pytest.mark.parametrize(("number", "names"), [(0, ()), (1, ("n",)), (2, ("s",))])
-def test_one_button_at_a_time_is_a_number(number: int, names: tuple[str, ...]) -> None:
+def test_exclusive_buttons_are_a_discrete_space(number: int, names: tuple[str, ...]) -> None:
     assert gymnasium_space(ONE_KEY) == gymnasium.spaces.Dict(
         {"buttons": gymnasium.spaces.Discrete(3)}
     )
     assert action_frame(ONE_KEY, {"buttons": np.int64(number)}).buttons == names
 
 
-def test_all_of_a_model_s_buttons_may_be_held_at_once() -> None:
+def test_all_buttons_may_be_held_at_once() -> None:
     """A random action holds half of them."""
     space = action_space(released_config("waypoint"))
     held = {
@@ -76,7 +76,7 @@ def test_a_model_without_actions_only_continues() -> None:
 
 
 @pytest.mark.parametrize("action", [{"buttons": np.zeros(2), "pedals": 1}, np.int64(0)])
-def test_an_action_of_another_shape_says_what_the_model_takes(action: Any) -> None:
+def test_an_action_of_another_shape_is_refused_with_the_controls(action: Any) -> None:
     with pytest.raises(
         ValueError, match=r"may contain \['axes', 'buttons', 'scroll'\].*takes buttons left, fire"
     ):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worlds as a gymnasium `VectorEnv`: steps, seeds, forks, replays, truncation; with a real
-engine at the end.
+"""Worlds as a gymnasium `VectorEnv`: steps, seeds, forks, replays, truncation, and a real
+engine.
 """
 
 import multiprocessing
@@ -34,13 +34,13 @@ def env(llm: Any) -> Iterator[WorldVectorEnv]:
 
 
 def keys(env: WorldVectorEnv, *held: str) -> dict[str, np.ndarray]:
-    """One action of each environment."""
+    """Return one action of each environment."""
     names = env.model_actions.button_names
     return {"buttons": np.array([[name in each for name in names] for each in held], np.int8)}
 
 
 def test_a_step_is_a_chunk_of_every_environment(env: WorldVectorEnv) -> None:
-    """Frames in the observation, latents and seeds beside them; a reset's chunk is padded in
+    """Observations are frames; latents and seeds are infos. The first chunk is padded at the
     front.
     """
     frames, infos = env.reset(seed=5)
@@ -53,8 +53,8 @@ def test_a_step_is_a_chunk_of_every_environment(env: WorldVectorEnv) -> None:
     assert not terminations.any() and not truncations.any()
 
 
-def test_the_same_seeds_and_actions_give_the_same_bits(env: WorldVectorEnv) -> None:
-    """Also in another place of the vector; other keys, seeds and prompts give others."""
+def test_equal_seeds_and_actions_yield_equal_frames(env: WorldVectorEnv) -> None:
+    """This holds for every index of the vector. Other keys, seeds and prompts differ."""
     env.reset(seed=[1, 1, 2])
     first = env.step(keys(env, "w", "w", "w"))[0]
     env.reset(seed=[2, 1, 1])
@@ -65,7 +65,7 @@ def test_the_same_seeds_and_actions_give_the_same_bits(env: WorldVectorEnv) -> N
     assert not np.array_equal(env.step(keys(env, "s", "w", "wl"))[0][0], first[0])
 
 
-def test_a_fork_continues_as_its_source_and_then_its_own_way(env: WorldVectorEnv) -> None:
+def test_a_fork_continues_like_its_source_and_diverges(env: WorldVectorEnv) -> None:
     env.reset(seed=1)
     env.step(keys(env, "w", "", ""))
     env.fork(0, [1, 2])
@@ -74,8 +74,10 @@ def test_a_fork_continues_as_its_source_and_then_its_own_way(env: WorldVectorEnv
     assert [len(episode.actions) for episode in env.episodes if episode is not None] == [2, 2, 2]
 
 
-def test_an_episode_is_played_again_bit_for_bit(env: WorldVectorEnv) -> None:
-    """In another environment, from its seed, prompt and actions; a fork's record is whole."""
+def test_a_replay_equals_its_episode(env: WorldVectorEnv) -> None:
+    """The replay runs in another environment from seed, prompt and actions. A fork's record is
+    complete.
+    """
     frames = [env.reset(seed=1)[0][1][-9:]]
     frames += [env.step(keys(env, "", held, ""))[0][1] for held in ("w", "wl")]
     episode = env.episodes[1]
@@ -86,8 +88,8 @@ def test_an_episode_is_played_again_bit_for_bit(env: WorldVectorEnv) -> None:
     assert copy is not None and np.array_equal(env.replay(0, copy), np.concatenate(frames))
 
 
-def test_an_episode_that_is_long_enough_starts_anew(llm: Any) -> None:
-    """The step behind its end is the next reset, as gymnasium's `NEXT_STEP` says."""
+def test_an_episode_restarts_after_max_steps(llm: Any) -> None:
+    """The step after the end is the next reset, as gymnasium's `NEXT_STEP` defines."""
     env = WorldVectorEnv(
         llm, 2, prompt="a village", image=IMAGE, max_steps=2, reward=lambda f, z: np.ones(2), **SIZE
     )
@@ -104,15 +106,15 @@ def test_an_episode_that_is_long_enough_starts_anew(llm: Any) -> None:
     env.close()
 
 
-def test_a_start_pose_needs_a_world_with_poses(env: WorldVectorEnv) -> None:
-    """A model that receives relative motion alone refuses one by name; poses are then unknown."""
+def test_a_start_pose_requires_a_world_with_poses(env: WorldVectorEnv) -> None:
+    """A model with relative motion refuses a start pose, and its poses are unknown."""
     start = {"x_m": 1.0, "z_m": 2.0, "heading_degrees": 0.0}
     with pytest.raises(RequestFailed, match="start_pose"):
         env.reset(options={"start_pose": start})
     assert np.isnan(env.reset(seed=1)[1]["world_poses"]).all()
 
 
-def test_some_environments_start_anew(env: WorldVectorEnv) -> None:
+def test_a_reset_mask_restarts_some_environments(env: WorldVectorEnv) -> None:
     env.reset(seed=1)
     before = env.step(keys(env, "w", "w", "w"))[0]
     frames, infos = env.reset(seed=9, options={"reset_mask": np.array([False, True, False])})
@@ -120,7 +122,7 @@ def test_some_environments_start_anew(env: WorldVectorEnv) -> None:
     assert infos["seed"].tolist() == [1, 10, 3]
 
 
-def test_a_failed_chunk_costs_its_own_episode(env: WorldVectorEnv) -> None:
+def test_a_failed_chunk_ends_only_its_episode(env: WorldVectorEnv) -> None:
     env.reset(seed=1)
     lost = env.episodes[1]
     assert lost is not None
@@ -139,7 +141,7 @@ def test_a_failed_chunk_costs_its_own_episode(env: WorldVectorEnv) -> None:
         (2, ["a village"], r"one per environment \(2\); got 1"),
     ],
 )
-def test_what_does_not_fit_is_refused(
+def test_invalid_environments_are_refused(
     count: int, prompt: str | list[str], message: str, llm: Any
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -157,9 +159,8 @@ def test_closing_frees_the_sessions(llm: Any) -> None:
 
 @pytest.mark.engine
 def test_an_engine_steps_forks_and_replays(lingbot_world: Path) -> None:
-    """vLLM's own `LLM`, two worlds side by side: a replay is bit for bit the first play.
-
-    Closing it ends the engine.
+    """A replay of vLLM's `LLM` with two worlds equals the first run bit for bit. Closing ends the
+    engine.
     """
     before = set(multiprocessing.active_children())
     env = WorldVectorEnv.load(lingbot_world, 2, prompt="a village", image=IMAGE, **SIZE)

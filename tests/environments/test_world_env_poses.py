@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start poses and world poses of environments.
-
-The engine is a stand-in that walks and makes empty frames.
+"""Start poses and world poses of environments, with a mocked engine that walks and returns empty
+frames.
 """
 
 from types import SimpleNamespace
@@ -69,8 +68,8 @@ def action(env: WorldVectorEnv, *held: str) -> dict[str, np.ndarray]:
     }
 
 
-def test_environments_start_where_they_are_notified(env: WorldVectorEnv) -> None:
-    """One pose for all, or one of each; a step forward is half a metre a latent frame."""
+def test_environments_start_at_the_start_pose(env: WorldVectorEnv) -> None:
+    """One pose applies to all, or each has one. A step forward is half a metre per latent frame."""
     _, infos = env.reset(options={"start_pose": [NORTH, EAST]})
     assert infos["world_poses"].shape == (2, 3, 4)
     assert infos["world_poses"][:, -1].tolist() == [[1, 2, 0, 0], [1, 2, pytest.approx(90), 0]]
@@ -83,12 +82,12 @@ def test_environments_start_where_they_are_notified(env: WorldVectorEnv) -> None
 
 
 def test_an_unknown_pose_is_nan(env: WorldVectorEnv) -> None:
-    """Nothing was told and nothing recognised."""
+    """No start pose is given and no start image is recognised."""
     assert np.isnan(env.reset()[1]["world_poses"]).all()
 
 
-def test_an_episode_that_ends_starts_from_the_same_pose_again(env: WorldVectorEnv) -> None:
-    """Until the next call of `reset`."""
+def test_a_restarted_episode_has_the_same_start_pose(env: WorldVectorEnv) -> None:
+    """The pose applies until the next call of `reset`."""
     env.reset(options={"start_pose": EAST})
     for _ in range(3):
         *_, infos = env.step(action(env, "w", "w"))
@@ -117,6 +116,8 @@ def test_forks_and_replays_have_the_same_poses(env: WorldVectorEnv) -> None:
         ({"pose": NORTH}, "unknown options: pose; known: reset_mask, start_pose"),
     ],
 )
-def test_a_wrong_option_is_named(env: WorldVectorEnv, options: dict[str, Any], said: str) -> None:
+def test_an_invalid_option_is_named(
+    env: WorldVectorEnv, options: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ValueError, match=said):
         env.reset(options=options)

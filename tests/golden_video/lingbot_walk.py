@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The walks that the golden-video tests make, and the recording of the tiny one.
+"""The walks of the golden-video tests, and the recording of the tiny one.
 
-Record it again only when frames are meant to change, and say so in the commit:
+Record it again only if frames are meant to change, and state it in the commit:
 
     PYTHONPATH=tests python tests/golden_video/lingbot_walk.py
     tests/golden/lingbot_video/tiny_32x48.npz
@@ -33,11 +33,15 @@ async def walk(
     chunks: list[dict[str, Any]],
     **fields: Any,
 ) -> list[torch.Tensor]:
-    """Make one request for each of `chunks` and close the session.
+    """Send one request for each of `chunks` and close the session.
 
-    first: tensors of the first chunk only. chunks: fields of `DiffusionParams`, and under `tensors`
-    the chunk's own.
-    fields: sent with every chunk. Returns the result of every chunk, frames or latents.
+    Args:
+        first: Tensors of the first chunk only.
+        chunks: Fields of `DiffusionParams` per chunk, and its tensors under `tensors`.
+        fields: Sent with every chunk.
+
+    Returns:
+        The frames or latents of every chunk.
     """
     results = []
     for index, chunk in enumerate(chunks):
@@ -53,13 +57,15 @@ async def walk(
 
 
 def start_image() -> torch.Tensor:
-    """A picture without symmetry, uint8 [32, 48, 3]."""
+    """Return an image without symmetry, uint8 [32, 48, 3]."""
     y, x = torch.meshgrid(torch.arange(HEIGHT), torch.arange(WIDTH), indexing="ij")
     return torch.stack((y * 7, x * 5, x + y), dim=-1).to(torch.uint8)
 
 
 def tiny_frames(checkpoint: Path) -> np.ndarray:
-    """Frames of three chunks of the tiny checkpoint (seed 0) in fp32, uint8 `[33, 32, 48, 3]`."""
+    """Return frames of three chunks of the tiny checkpoint (seed 0) in fp32, uint8 `[33, 32, 48,
+    3]`.
+    """
 
     async def run() -> list[torch.Tensor]:
         async with running_engine(

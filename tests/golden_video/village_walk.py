@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The walk through the shipped village that the golden-video test makes, and its recording.
+"""The walk of the golden-video test through the shipped village, and its recording.
 
-Record it again whenever the shipped weights change, or frames are meant to, and say so in the
-commit:
+Record it again if the shipped weights change, or frames are meant to, and state it in the commit:
 
     python tests/golden_video/village_walk.py
 """
@@ -14,7 +13,7 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-# when run by name: `training` lies beside `tests`
+# `training` is next to `tests`
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from training.tiny_world.play import EngineWorld, Played
@@ -25,13 +24,13 @@ HEIGHT, WIDTH = 96, 160
 WALK = Played(
     (1.2, -4.0), 0.0, ("", "w", "w", "wl", "wl", "l", "j", "j", "w"), 0, {0: PROMPTS["day"][0]}, 7
 )
-"""Across the square: on, on to the right, back to the left; three chunks."""
+"""Three chunks across the square: forward, to the right, back to the left."""
 KEPT_LATENTS = (2, 5, 8)
-"""The recording keeps the last frame of each chunk."""
+"""The recording contains the last frame of each chunk."""
 
 
 def village() -> Path:
-    """The shipped checkpoint, or the one that TINY_WORLD_PATH names (a world in training)."""
+    """Return the shipped checkpoint, or the one that TINY_WORLD_PATH names."""
     named = os.environ.get("TINY_WORLD_PATH")
     if named:
         return Path(named)
@@ -41,7 +40,7 @@ def village() -> Path:
 
 
 def made_frames(checkpoint: Path, start_HW3: torch.Tensor) -> list[torch.Tensor]:
-    """The walk twice, side by side in one engine, uint8 [33, 96, 160, 3] each."""
+    """Return the walk twice, concurrently in one engine, uint8 [33, 96, 160, 3] each."""
     world = EngineWorld(
         checkpoint, (HEIGHT, WIDTH), omni={}, batch=2, dtype="float32", enforce_eager=True
     )
@@ -51,8 +50,8 @@ def made_frames(checkpoint: Path, start_HW3: torch.Tensor) -> list[torch.Tensor]
         world.close()
 
 
-def kept(video_THW3: torch.Tensor) -> torch.Tensor:
-    """What the recording holds of a video, one picture below the other."""
+def recorded_frames(video_THW3: torch.Tensor) -> torch.Tensor:
+    """Return the recorded frames of a video, one below the other."""
     return torch.cat([video_THW3[4 * latent] for latent in KEPT_LATENTS])
 
 
@@ -67,7 +66,7 @@ def start_image() -> torch.Tensor:
 
 if __name__ == "__main__":
     GOLDEN.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(kept(made_frames(village(), start_image())[0]).numpy()).save(
+    Image.fromarray(recorded_frames(made_frames(village(), start_image())[0]).numpy()).save(
         GOLDEN, optimize=True
     )
     print(f"wrote {GOLDEN}: {GOLDEN.stat().st_size} bytes")

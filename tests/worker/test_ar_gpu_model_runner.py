@@ -10,6 +10,7 @@ import ast
 import dataclasses
 import inspect
 import re
+import sys
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -241,6 +242,29 @@ def test_a_batch_without_requests_for_hidden_states_is_unchanged(generation: Any
     runner._copy_hidden_states = None  # calling it would fail
     output = runner.sample_tokens(None)
     assert output.pooler_output is None and runner.hidden_state_collector.bytes_copied == 0
+
+
+@both
+def test_a_step_without_requests_for_hidden_states_costs_four_calls(generation: Any) -> None:
+    """The number of calls is independent of the batch, and no object of this package is created."""
+    calls: list[str] = []
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        if event == "call" and Path(frame.f_code.co_filename).is_relative_to(REPO / "vllm_omni"):
+            calls.append(frame.f_code.co_name)
+
+    runner = make(generation)
+    names = [f"r{i}" for i in range(64)]
+    runner.execute_model(scheduler_output(new=[new_request(name, None) for name in names]))
+    runner.sample_tokens(None)
+    decode = scheduler_output(scheduled=dict.fromkeys(names, 1))
+    sys.setprofile(note)
+    try:
+        runner.execute_model(decode)
+        runner.sample_tokens(None)
+    finally:
+        sys.setprofile(None)
+    assert calls == ["execute_model", "update", "sample_tokens", "__bool__"]
 
 
 @feature("speculative decoding (ngram)", "V2", how="mocked")

@@ -110,7 +110,9 @@ def test_temporal_stages_pass_latents_through_all_steps() -> None:
 def test_whole_chunks_of_a_session_run_in_the_order_of_their_index(
     make_runner: Any, null_world: Path
 ) -> None:
-    """The order in the batch has no effect. The batch has another session and an invalid request."""
+    """The order in the batch has no effect. The batch has another session and an invalid
+    request.
+    """
     runner = make_runner(null_world, scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")
     assert isinstance(runner.role, WholeChunks)
     wrong = new_request("wrong", session_id="w")

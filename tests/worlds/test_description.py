@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint's `world.json` says reaches the options, and nonsense in it is refused."""
+"""A checkpoint's `world.json` sets options, and invalid descriptions are refused."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from PIL import Image
 
 from vllm_omni.worlds.description import WorldDescription, read_description, with_defaults
 
-CARD: dict[str, Any] = {
+DESCRIPTION: dict[str, Any] = {
     "domain": "toy",
     "title": "A toy",
     "about": "Toys only.",
@@ -42,7 +42,7 @@ def write(folder: Path, **changes: Any) -> Path:
     (folder / "start").mkdir(exist_ok=True)
     for name in ("start/hill.png", "map.png"):
         Image.new("RGB", (8, 8)).save(folder / name)
-    (folder / "world.json").write_text(json.dumps({**CARD, **changes}))
+    (folder / "world.json").write_text(json.dumps({**DESCRIPTION, **changes}))
     return folder
 
 
@@ -53,14 +53,14 @@ def description(tmp_path: Path) -> WorldDescription:
 
 
 def test_a_directory_without_a_description_has_none(tmp_path: Path) -> None:
-    """Most checkpoints say nothing of their world."""
+    """Most checkpoints have no world description."""
     assert read_description(tmp_path) is None
     assert with_defaults({"omni": {"width": 64}}, None) == {"omni": {"width": 64}}
     assert with_defaults(None, None) == {}
 
 
-def test_a_model_has_a_size_separate(tmp_path: Path) -> None:
-    """The world's card knows better, and the user best."""
+def test_a_model_has_a_default_size(tmp_path: Path) -> None:
+    """The world description overrides the model's size, and the user overrides both."""
     assert with_defaults(None, None, (32, 48)) == {"omni": {"height": 32, "width": 48}}
     assert with_defaults({"omni": {"width": 64}}, None, (32, 48)) == {"omni": {"width": 64}}
     assert with_defaults({}, description(tmp_path), (32, 64))["omni"]["width"] == 80
@@ -82,18 +82,18 @@ def test_a_model_has_a_size_separate(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_the_description_fills_in_what_the_user_left_open(
+def test_the_description_fills_in_omitted_options(
     tmp_path: Path, given: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    """Size and model options; whatever the user says wins, and other keys stay."""
+    """The description sets size and model options. The user's values take precedence."""
     assert with_defaults({"omni": given, "other": 1}, description(tmp_path)) == {
         "omni": expected,
         "other": 1,
     }
 
 
-def test_a_size_it_was_not_trained_for_is_named(tmp_path: Path) -> None:
-    """With those it was trained for."""
+def test_an_untrained_size_is_named(tmp_path: Path) -> None:
+    """The message lists the trained sizes."""
     found = description(tmp_path)
     assert found.untrained_size(160, 96) is None
     text = found.untrained_size(96, 160)
@@ -102,8 +102,8 @@ def test_a_size_it_was_not_trained_for_is_named(tmp_path: Path) -> None:
     assert "trained at 80x48 or 160x96" in text
 
 
-def test_clients_are_notified_what_concerns_them(tmp_path: Path) -> None:
-    """Not the tour, and not the model's options."""
+def test_clients_receive_the_public_part(tmp_path: Path) -> None:
+    """The tour and the model options are not sent."""
     reported = description(tmp_path).as_hello()
     assert reported["prompts"][1] == {"name": "snow", "text": "in the snow"}
     assert reported["sizes"] == ((80, 48), (160, 96)) or reported["sizes"] == [[80, 48], [160, 96]]
@@ -119,29 +119,37 @@ def test_clients_are_notified_what_concerns_them(tmp_path: Path) -> None:
         ({"surprise": 1}, "surprise"),
         ({"prompts": []}, "no prompt is named 'day'; available: none"),
         ({"starts": []}, r"tour\.start must be the file of one of `starts`"),
-        ({"starts": [{**CARD["starts"][0], "file": "../../etc/a.png"}]}, r"\$\.starts\[0\]\.file"),
-        ({"starts": [{**CARD["starts"][0], "file": "start/a.svg"}]}, r"\$\.starts\[0\]\.file"),
+        (
+            {"starts": [{**DESCRIPTION["starts"][0], "file": "../../etc/a.png"}]},
+            r"\$\.starts\[0\]\.file",
+        ),
+        (
+            {"starts": [{**DESCRIPTION["starts"][0], "file": "start/a.svg"}]},
+            r"\$\.starts\[0\]\.file",
+        ),
         ({"map": {"file": "/map.png", "side_m": 30}}, r"\$\.map\.file"),
         ({"map": {"file": "gone.png", "side_m": 30}}, r"gone\.png is not there"),
         (
-            {"tour": {**CARD["tour"], "prompts": [[1, "day"]]}},
+            {"tour": {**DESCRIPTION["tour"], "prompts": [[1, "day"]]}},
             r"tour\.prompts must start at latent frame 0",
         ),
         (
-            {"tour": {**CARD["tour"], "prompts": [[0, "dusk"]]}},
+            {"tour": {**DESCRIPTION["tour"], "prompts": [[0, "dusk"]]}},
             "no prompt is named 'dusk'; available: day, snow",
         ),
     ],
 )
-def test_nonsense_is_refused(tmp_path: Path, changes: dict[str, Any], complaint: str) -> None:
-    """In one line that points at it; a card cannot name files outside its directory."""
+def test_invalid_descriptions_are_refused(
+    tmp_path: Path, changes: dict[str, Any], complaint: str
+) -> None:
+    """The error is one line with the position. Files outside the directory cannot be named."""
     with pytest.raises(ValueError, match=complaint) as caught:
         read_description(write(tmp_path, **changes))
     assert "\n" not in str(caught.value)
 
 
 def test_a_link_out_of_the_directory_is_refused(tmp_path: Path) -> None:
-    """A picture that is served must lie in the checkpoint."""
+    """Served images must be files of the checkpoint."""
     secret = tmp_path / "secret.png"
     Image.new("RGB", (8, 8)).save(secret)
     (tmp_path / "world").mkdir()

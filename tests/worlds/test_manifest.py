@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A manifest tells a whole directory from a damaged one, in one line that says how to write it
-again.
-"""
+"""A manifest detects damaged files of a directory and names the command that writes them again."""
 
 import json
 from pathlib import Path
@@ -20,8 +18,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_whole_directory_passes(folder: Path) -> None:
-    """Every file is listed, the manifest itself is not; more files do no harm."""
+def test_a_complete_directory_passes(folder: Path) -> None:
+    """Every file except the manifest is listed. Further files are allowed."""
     manifest = read_manifest(folder)
     assert manifest is not None
     assert sorted(manifest.files) == ["b.txt", "weights/a.bin"]
@@ -30,13 +28,13 @@ def test_a_whole_directory_passes(folder: Path) -> None:
 
 
 def test_a_directory_without_manifest_is_not_checked(tmp_path: Path) -> None:
-    """Checkpoints of others have none."""
+    """Other checkpoints have no manifest."""
     assert read_manifest(tmp_path) is None
     check_files(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("damage", "what"),
+    ("damage", "reason"),
     [
         (lambda path: path.unlink(), "is missing or cannot be read"),
         (lambda path: path.write_bytes(b"short"), r"is damaged \(5 bytes, 200 expected\)"),
@@ -47,18 +45,18 @@ def test_a_directory_without_manifest_is_not_checked(tmp_path: Path) -> None:
         (lambda path: (path.unlink(), path.mkdir()), "is damaged|cannot be read"),
     ],
 )
-def test_a_damaged_file_is_one_line(folder: Path, damage: object, what: str) -> None:
-    """It names the file, what is wrong with it, and the command."""
+def test_a_damaged_file_is_reported_in_one_line(folder: Path, damage: object, reason: str) -> None:
+    """The error names the file, the damage and the command."""
     assert callable(damage)
     damage(folder / "weights" / "a.bin")
-    with pytest.raises(ValueError, match=what) as caught:
+    with pytest.raises(ValueError, match=reason) as caught:
         check_files(folder)
     text = str(caught.value)
     assert "a.bin" in text
     assert text.endswith("write the directory again with `make it DIR`")
     assert "\n" not in text
-    with pytest.raises(ValueError, match=r"; ask somebody$"):
-        check_files(folder, "ask somebody")
+    with pytest.raises(ValueError, match=r"; restore a backup$"):
+        check_files(folder, "restore a backup")
 
 
 @pytest.mark.parametrize(
@@ -76,7 +74,7 @@ def test_a_damaged_file_is_one_line(folder: Path, damage: object, what: str) -> 
     ],
 )
 def test_a_broken_manifest_is_refused(tmp_path: Path, content: str) -> None:
-    """Also one that names files outside its directory."""
+    """A manifest that names files outside its directory is refused too."""
     (tmp_path / "manifest.json").write_text(content)
     with pytest.raises(ValueError, match=r"manifest\.json cannot be read: "):
         check_files(tmp_path)

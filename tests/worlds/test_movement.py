@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Held controls move cameras: look first, then walk; walls stop a walker and let it slide along
-them.
+"""Held controls move cameras: rotation first, then translation. Walls stop a camera and let it
+slide.
 """
 
 from pathlib import Path
@@ -21,7 +21,7 @@ STEP = 0.5
 
 
 def _grid() -> OccupancyGrid:
-    """20 m, cells of 10 cm, free but for a wall that covers everything north of z = 5."""
+    """Return a grid of 20 m with cells of 10 cm, blocked north of z = 5."""
     cells = torch.zeros(200, 200, dtype=torch.bool)
     cells[:50] = True
     return OccupancyGrid(cells, 20.0)
@@ -46,44 +46,44 @@ def _walk(pose: torch.Tensor, keys: str, count: int, grid: OccupancyGrid | None)
     ],
 )
 def test_movement_keys_walk_along_the_view(keys: str, x: float, z: float) -> None:
-    """To the north, a step ahead adds to z and a step to the right adds to x; opposite keys
+    """Facing north, a step forward adds to z and a step to the right adds to x. Opposite keys
     cancel.
     """
     pose = _walk(world_pose(0, 0, 0), keys, 1, None)
     assert pose[:3, 3].tolist() == pytest.approx([x, 0.0, z], abs=1e-5)
 
 
-def test_a_camera_looks_before_it_walks() -> None:
+def test_a_camera_rotates_before_it_moves() -> None:
     pose = _walk(world_pose(0, 0, 84), "wl", 1, None)
     assert heading_of(pose) == pytest.approx(90) and pose[:3, 3].tolist() == pytest.approx(
         [0.5, 0, 0], abs=1e-5
     )
 
 
-def test_looking_up_neither_slows_nor_lifts_a_walker() -> None:
+def test_pitch_does_not_change_the_movement() -> None:
     pose = _walk(world_pose(0, 0, 0, pitch_degrees=60), "w", 2, None)
     assert pose[:3, 3].tolist() == pytest.approx([0, 0, 1], abs=1e-5) and pitch_of(
         pose
     ) == pytest.approx(60)
 
 
-def test_a_wall_ends_a_straight_walk() -> None:
-    """The walker stands in the last free cell before the wall, for as long as it pushes."""
+def test_a_wall_stops_a_camera() -> None:
+    """The camera stays in the last free cell before the wall."""
     pose = _walk(world_pose(0.03, 0, 0), "w", 40, _grid())
     assert 4.9 < float(pose[2, 3]) < 5.0 and abs(float(pose[0, 3]) - 0.03) < 0.2
     again = _walk(pose, "w", 40, _grid())
     assert torch.allclose(pose[:3, 3], again[:3, 3], atol=0.05)
 
 
-def test_a_walker_slides_along_a_wall() -> None:
-    """At 45 degrees the part of the step along the wall remains."""
+def test_a_camera_slides_along_a_wall() -> None:
+    """At 45 degrees the component along the wall remains."""
     pose = _walk(world_pose(0, 4.9, 45), "w", 8, _grid())
     assert float(pose[2, 3]) < 5.0
     assert float(pose[0, 3]) == pytest.approx(8 * STEP * 0.5**0.5, rel=0.3)
 
 
-def test_nothing_is_jumped_over_at_the_largest_speed() -> None:
-    """Eight steps a latent frame are 4 m: a wall of 60 cm still stops them."""
+def test_a_wall_stops_the_fastest_camera() -> None:
+    """Eight steps per latent frame are 4 m. A wall of 60 cm still stops them."""
     cells = torch.zeros(200, 200, dtype=torch.bool)
     cells[60:66] = True
     motion = Motion.of_keys(["w"])
@@ -97,8 +97,8 @@ def test_nothing_is_jumped_over_at_the_largest_speed() -> None:
     assert float(poses[0, 2, 3]) < 3.4
 
 
-def test_a_walker_inside_an_obstacle_can_leave_it() -> None:
-    """A start pose or a client's pose may lie in a blocked cell."""
+def test_a_camera_inside_an_obstacle_can_leave_it() -> None:
+    """A start pose or a client's pose may be in a blocked cell."""
     pose = _walk(world_pose(0, 6, 180), "w", 4, _grid())
     assert float(pose[2, 3]) == pytest.approx(4.0, abs=1e-3)
 
@@ -124,15 +124,15 @@ def test_cameras_move_independently_of_each_other() -> None:
     assert torch.allclose(together, torch.stack(alone), atol=1e-12)
 
 
-def test_a_grid_survives_its_file(tmp_path: Path) -> None:
-    """North is the first row; black cells are blocked."""
+def test_a_grid_is_written_and_read(tmp_path: Path) -> None:
+    """The first line of pixels is north; black cells are blocked."""
     cells = torch.rand(30, 40, generator=torch.Generator().manual_seed(3)) < 0.4
     OccupancyGrid(cells, 12.0).write(tmp_path / "grid.png")
     read = OccupancyGrid.read_image(tmp_path / "grid.png", 12.0)
     assert torch.equal(read.cells, cells) and read.side_m == 12.0
 
 
-def test_a_file_that_is_no_image_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_an_invalid_grid_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "grid.png").write_bytes(b"no image")
     with pytest.raises(ValueError, match="cannot be read as an occupancy grid") as caught:
         OccupancyGrid.read_image(tmp_path / "grid.png", 12.0)

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A start image of the world is recognised, whatever a client did to the file; no other image
-is.
-"""
+"""Start images of a world are recognised after changes of the file, and other images are not."""
 
 import importlib.resources
 import io
@@ -33,9 +31,9 @@ SIZE: Final = (160, 96)
 
 @pytest.fixture(scope="module")
 def description() -> WorldDescription:
-    card = read_description(VILLAGE)
-    assert card is not None
-    return card
+    found = read_description(VILLAGE)
+    assert found is not None
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +60,8 @@ def test_a_start_image_is_recognised(
     scale: float,
     quality: int | None,
 ) -> None:
-    """As JPEG of low quality, at half and double size, as the endpoints stretch it; each of its
-    three styles is told apart.
+    """Images are JPEG of low quality, of half and double size, and resized as by endpoints. The
+    three styles are distinguished.
     """
     image = start_image(description, index)
     image = image.resize(
@@ -79,10 +77,9 @@ def test_a_start_image_is_recognised(
         assert images.recognise(torch.from_numpy(pixels)) == description.starts[index]
 
 
-def test_a_view_half_a_metre_away_is_another_image(images: StartImages) -> None:
-    """Nor is one from the same place, five degrees turned.
-
-    The street at dusk has the least contrast.
+def test_a_nearby_view_is_not_recognised(images: StartImages) -> None:
+    """A view turned by five degrees is another image too. The street at dusk has the least
+    contrast.
     """
     _, x, z, heading = next(view for view in VIEWS if view[0] == "street")
     moves = [(0.5, 0, 0), (-0.5, 0, 0), (0, 0.5, 0), (0, -0.5, 0), (0, 0, 5), (0, 0, -5)]
@@ -94,7 +91,7 @@ def test_a_view_half_a_metre_away_is_another_image(images: StartImages) -> None:
 
 
 def other_images(description: WorldDescription) -> list[torch.Tensor]:
-    """1,000 images that are none of the world's start images."""
+    """Return 1,000 images that are not start images of the world."""
     rng = np.random.default_rng(3)
     others: list[torch.Tensor] = []
     for index in range(9):
@@ -106,7 +103,7 @@ def other_images(description: WorldDescription) -> list[torch.Tensor]:
             as_tensor(each) for each in (ImageOps.mirror(image), ImageOps.flip(image), *shifted)
         ]
     tour, _ = decode_mp4((VILLAGE / "tour.mp4").read_bytes())
-    others += [torch.from_numpy(frame) for frame in tour[12:]]  # the walk has left its start image
+    others += [torch.from_numpy(frame) for frame in tour[12:]]  # frames after the start image
     for path in sorted(SAMPLES.glob("*.jpg")):
         with Image.open(path) as opened:
             sample = opened.convert("RGB")
@@ -134,8 +131,8 @@ def other_images(description: WorldDescription) -> list[torch.Tensor]:
 
 
 def test_no_other_image_is_recognised(description: WorldDescription, images: StartImages) -> None:
-    """Mirrored and shifted start images, a walk through the village, photographs, gradients,
-    flat colours, noise.
+    """They are mirrored and shifted start images, a walk, photographs, gradients, flat colours and
+    noise.
     """
     others = other_images(description)
     assert len(others) == 1000
@@ -149,9 +146,7 @@ def test_a_world_without_start_images_recognises_none(description: WorldDescript
     assert bare.recognise(torch.zeros(96, 160, 3, dtype=torch.uint8)) is None
 
 
-def test_a_start_image_that_cannot_be_read_is_named(
-    description: WorldDescription, tmp_path: Path
-) -> None:
+def test_an_unreadable_start_image_is_named(description: WorldDescription, tmp_path: Path) -> None:
     (tmp_path / "start").mkdir()
     for start in description.starts:
         (tmp_path / start.file).write_bytes(b"no image")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The world that comes with the package is whole, says what it is, and can be written anywhere."""
+"""The world that the package contains is complete and can be written to a directory and served."""
 
 import logging
 import shutil
@@ -27,13 +27,13 @@ WEIGHTS = (
 
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
-    """What `vllm-omni make-world OUT` writes."""
+    """The output of `vllm-omni make-world OUT`."""
     make_world.write_world(tmp_path / "world")
     return tmp_path / "world"
 
 
-def test_everything_is_there_and_small(village: Path) -> None:
-    """Every file of the package's directory is in its manifest; at most 25 MB together."""
+def test_the_world_is_complete_and_small(village: Path) -> None:
+    """The manifest lists every file of the directory, and all files have at most 25 MB."""
     manifest = read_manifest(village)
     assert manifest is not None
     found = {path.relative_to(village).as_posix() for path in village.rglob("*") if path.is_file()}
@@ -43,8 +43,8 @@ def test_everything_is_there_and_small(village: Path) -> None:
 
 
 def test_the_description_fits_the_files(village: Path) -> None:
-    """Start pictures are of the trained size; the tour's truth has a frame for each of the
-    tour's.
+    """Start images have the trained size, and the tour's rendered video has a frame for each of the
+    tour.
     """
     description = read_description(village)
     assert description is not None
@@ -58,13 +58,13 @@ def test_the_description_fits_the_files(village: Path) -> None:
     frames_THWC, _ = decode_mp4(description_file(village, description.tour.truth).read_bytes())
     assert (frames_THWC.shape[2], frames_THWC.shape[1]) == description.sizes[0]
     assert len(frames_THWC) == 4 * len(description.tour.keys) - 3
-    assert len(description.tour.keys) % 3 == 0, "it fills chunks of three latent frames"
+    assert len(description.tour.keys) % 3 == 0, "the tour has whole chunks of three latent frames"
 
 
-def test_what_is_written_is_the_same(
+def test_make_world_writes_equal_files(
     village: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Byte for byte, and the command that serves it is printed."""
+    """Files are equal byte for byte, and the serve command is printed."""
     written = tmp_path / "world"
     with pytest.raises(SystemExit, match="0"):
         main(["make-world", str(written)])
@@ -74,16 +74,14 @@ def test_what_is_written_is_the_same(
     assert f"vllm serve {written} --omni" in capsys.readouterr().out
 
 
-def test_nothing_is_written_over(tmp_path: Path) -> None:
+def test_make_world_overwrites_nothing(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("keep")
     with pytest.raises(CommandError, match="is not an empty directory"):
         make_world.write_world(tmp_path)
 
 
-def test_serving_it_needs_no_option(written: Path) -> None:
-    """The size is the trained one, the decoder the world's choice, the focal length that of
-    keys.
-    """
+def test_serving_the_world_requires_no_option(written: Path) -> None:
+    """Size, decoder and focal length come from the world description."""
     from vllm.engine.arg_utils import EngineArgs
 
     from vllm_omni.config import OmniConfig
@@ -102,10 +100,8 @@ def test_serving_it_needs_no_option(written: Path) -> None:
     serve.check(serve.ServeFlags.scan([str(written), "--port", "0"]))
 
 
-def test_a_size_it_was_not_trained_for_is_warned_of(
-    written: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """At start, with the size that would be right; it is served all the same."""
+def test_an_untrained_size_logs_a_warning(written: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The warning at startup names the trained size."""
     from vllm.engine.arg_utils import EngineArgs
 
     logging.getLogger("vllm").addHandler(caplog.handler)
@@ -122,8 +118,8 @@ def test_a_size_it_was_not_trained_for_is_warned_of(
 
 
 @pytest.mark.parametrize("name", [*WEIGHTS, "transformers/config.json", "world.json"])
-def test_a_damaged_copy_is_refused_before_anything_starts(written: Path, name: str) -> None:
-    """One line: which file, and the command that writes it again."""
+def test_a_damaged_copy_is_refused_before_the_start(written: Path, name: str) -> None:
+    """The error is one line with the file and the command that writes it again."""
     (written / name).write_bytes((written / name).read_bytes()[:-1])
     with pytest.raises(CommandError, match=r"is damaged .*`vllm-omni make-world DIR`$") as caught:
         serve.check(serve.ServeFlags.scan([str(written), "--port", "0"]))
@@ -133,10 +129,10 @@ def test_a_damaged_copy_is_refused_before_anything_starts(written: Path, name: s
         serve.check(serve.ServeFlags.scan([str(written), "--port", "0"]))
 
 
-def test_a_damaged_installation_says_so(
+def test_a_damaged_installation_is_reported(
     written: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """`make-world` cannot help then."""
+    """The remedy is a new installation, because `make-world` cannot help."""
     monkeypatch.setattr(vllm_omni.worlds, "__file__", str(tmp_path / "package" / "__init__.py"))
     with pytest.raises(ValueError, match=r"manifest\.json is missing; install vllm-omni again"):
         village_checkpoint()
