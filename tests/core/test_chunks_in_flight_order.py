@@ -78,28 +78,6 @@ def test_steps_in_flight_count() -> None:
     assert runnable_ids(found, busy=("2",)) == ["1"]
 
 
-def test_a_first_chunk_runs_alone() -> None:
-    """This holds with and without an index. A failed first chunk establishes no session."""
-    found = ScheduledStreams(10.0, chunks_in_flight=3)
-    for session, chunk in (("s", 0), ("t", math.inf)):
-        for number in range(2):
-            found.add_request(f"{session}{number}", RequestFields(session, chunk + number), 0.0)
-        found.mark_stepped(f"{session}0")
-    assert sorted(runnable_ids(found)) == ["s0", "t0"]
-    found.finish_request("s0", 0.0)
-    found.add_request("s2", RequestFields("s", 2), 0.0)
-    found.mark_stepped("s1")
-    assert "s2" not in runnable_ids(found), "s0 has failed"
-    found.committed("t0")
-    found.finish_request("t0", 0.0)
-    found.add_request("t2", RequestFields("t", math.inf), 0.0)
-    found.mark_stepped("t1")
-    assert runnable_ids(found) == ["s1", "t1", "t2"]
-    found.committed("s1")
-    found.add_request("s0", RequestFields("s", 0), 0.0)
-    assert not found.may_step("s0"), "a restarted session"
-
-
 @pytest.mark.parametrize("position", ["before", "after"])
 def test_a_session_operation_runs_alone(position: str) -> None:
     found = streams(3)

@@ -133,13 +133,6 @@ def test_requests_that_share_the_next_step(
     assert names(choose_batch(0.0, requests, costs, most)) == expected
 
 
-def test_decoding_counts_in_the_step_that_ends_a_chunk() -> None:
-    """b's last step includes its decode, so a, which is due earlier, runs alone."""
-    costs = StepCosts(size_s=0.1, last_s=1.0)
-    assert names(choose_batch(0.0, [live("a", 1.3, 1), live("b", 9, 1)], costs, 4)) == "a"
-    assert names(choose_batch(0.0, [live("a", 1.3, 1), live("b", 9, 2)], costs, 4)) == "ab"
-
-
 @given(st.integers(1, 12), st.integers(1, 4), st.floats(0.5, 5))
 def test_a_request_without_a_deadline_does_not_starve(
     num_streams: int, most: int, patience_s: float
@@ -343,13 +336,3 @@ def test_a_refusal_contains_the_loads() -> None:
     )
     assert refuses([], Demand(1.0, MAX_UTILISATION)) is None, "exactly the limit"
     assert refuses([Demand(1.0, 0.9)], Demand(1.0, 0.05 + 1e-6)) is not None
-
-
-def test_a_better_level_requires_a_margin_of_a_tenth_of_a_period() -> None:
-    """The current level and worse ones need no margin."""
-    assert choose_level(1, [0.5, 0.25], 1.75, start_s=1.0, period_s=2.5) == 0
-    assert choose_level(1, [0.5, 0.25], 1.74, start_s=1.0, period_s=2.5) == 1
-    assert choose_level(0, [0.5, 0.25], 1.5, start_s=1.0, period_s=2.5) == 0
-    assert choose_level(2, [9, 8, 0.5, 0.25], 1.5, start_s=1.0, period_s=2.5) == 2
-    assert choose_level(2, [9, 8, 0.5, 0.25], 1.25, start_s=1.0, period_s=2.5) == 3
-    assert choose_level(2, [9, 8, 0.5, 0.25], 1.2, start_s=1.0, period_s=2.5) == 3

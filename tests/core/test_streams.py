@@ -46,30 +46,6 @@ def test_one_request_of_a_session_at_a_time_by_chunk_index() -> None:
     assert sorted(heads(streams)) == ["s0", "t0"]
 
 
-def test_due_times() -> None:
-    """A deadline counts from the arrival. Without deadlines one step is due every `patience_s`,
-    started requests first.
-    """
-    streams = ScheduledStreams(10.0)
-    for number, name in enumerate("abc"):
-        streams.add_request(
-            name, fields(name, deadline_s=0.5 if name == "a" else None), 100.0 + number
-        )
-    a, b, c = streams.runnable(())
-    assert (a.deadline_s, b.deadline_s, c.deadline_s) == (100.5, 111.0, 121.0)
-    assert (a.has_deadline, b.has_deadline, c.has_deadline) == (True, False, False)
-    for name in "ac":
-        streams.advance(name, ChunkProgress(1, 20, 64), 103.0)
-    streams.runnable(())
-    assert (a.deadline_s, a.steps_left, a.size, b.deadline_s, c.deadline_s) == (
-        100.5,
-        19,
-        64.0,
-        123.0,
-        113.0,
-    )
-
-
 def test_session_operations_are_due_immediately() -> None:
     streams = ScheduledStreams(10.0)
     streams.add_request("chunk", fields("s", deadline_s=0.5), 100.0)
@@ -316,32 +292,6 @@ def test_requests_that_start_a_stream(requested: RequestFields, refused: bool) -
     streams.add_request("s0", fields("s"), 0.0)
     finish(streams, "s0", num_steps=2)
     assert (streams.refusal(requested, 0.0, COSTS) is not None) == refused
-
-
-def test_levels_depend_on_earlier_requests() -> None:
-    """The steps of the chunk itself do not count as earlier work. Without levels or a deadline, and
-    for operations, nothing is degraded.
-    """
-    costs = StepCosts(size_s=1.0)
-    streams = ScheduledStreams(10.0, num_levels=2)
-    for name in "ns":
-        streams.add_request(f"{name}0", fields(name, 0), 0.0)
-        finish(streams, f"{name}0", num_steps=4, now_s=0.0)
-    streams._typical.steps[1] = 2
-    streams.add_request("n1", fields("n", 1, deadline_s=3.0), 10.0)
-    streams.add_request("s1", fields("s", 1, deadline_s=8.0), 10.0)
-    streams.add_request("p0", fields("p", 1), 10.0)
-    streams.add_request("close", RequestFields("q", math.inf, is_chunk=False, deadline_s=0.1), 10.0)
-    ahead = streams.runnable(())
-    for name, level in (("s1", 0), ("p0", 0), ("close", 0)):
-        assert streams.decide_level(name, 10.0, ahead, costs) == level
-    only(streams, "s1").deadline_s = 17.9
-    assert streams.decide_level("s1", 10.0, ahead, costs) == 1
-    request = only(streams, "s1")
-    assert (request.level, request.steps_left, streams._streams["s"].level) == (1, 4, 1)
-    alone = ScheduledStreams(10.0)
-    alone.add_request("s0", fields("s", deadline_s=1e-6), 0.0)
-    assert alone.decide_level("s0", 0.0, alone.runnable(()), costs) == 0
 
 
 def test_refusals_assume_full_quality() -> None:

@@ -15,8 +15,8 @@ from vllm_omni.outputs import RequestFailed
 
 CHUNKS, STREAMS = 4, 3
 TOLERANCE = 2e-4
-"""For fp32 latents of order 1 after four chunks of five passes, because several ranks sum in another
-order.
+"""For fp32 latents of order 1 after four chunks of five passes, because several ranks sum in
+another order.
 """
 MODEL = {"window_frames": 7, "sink_frames": 2}
 

@@ -231,37 +231,6 @@ def test_a_snapshot_moves_a_session_to_the_other_rank(two_ranks: Endpoints, tmp_
     two_ranks.loop.run_until_complete(scenario())
 
 
-def test_one_shot_requests_spread_over_the_ranks(two_ranks: Endpoints) -> None:
-    """Eight one-shot requests run on both ranks."""
-
-    async def scenario() -> set[int]:
-        tasks = [
-            asyncio.create_task(
-                two_ranks.engine.run_when_room(
-                    DiffusionParams(
-                        session_id=f"shot-{n}",
-                        prompt="x",
-                        one_shot=True,
-                        options={"steps": 10, "step_ms": 20},
-                    ),
-                    {},
-                    timeout_s=60,
-                    wait_s=60,
-                )
-            )
-            for n in range(8)
-        ]
-        seen: set[int] = set()
-        while not all(task.done() for task in tasks):
-            stats = await two_ranks.engine.session_stats()
-            seen |= {rank for rank, held in enumerate(stats) if held["sessions"]}
-            await pause_task(0.02)
-        await asyncio.gather(*tasks)
-        return seen
-
-    assert two_ranks.loop.run_until_complete(scenario()) == {0, 1}
-
-
 def test_a_killed_rank_ends_the_engine_and_fails_all_requests(
     two_ranks: Endpoints,
 ) -> None:

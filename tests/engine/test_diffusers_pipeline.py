@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Diffusers pipelines on the real EngineCore: results equal diffusers', aborts, progress, errors,
-sleep.
-"""
+"""Diffusers pipelines on the real EngineCore: results equal diffusers', and aborts."""
 
 import asyncio
 import multiprocessing
@@ -18,7 +16,7 @@ from helpers.engine_client import EngineClient, running_engine
 
 from vllm_omni.inputs import DiffusionParams, engine_prompt
 from vllm_omni.model_executor.models.registry import get_family
-from vllm_omni.outputs import RequestFailed, unpack
+from vllm_omni.outputs import unpack
 
 LAYOUTS = get_family("diffusers_pipeline").layouts
 
@@ -136,60 +134,5 @@ def test_an_abort_takes_effect_at_the_next_step(
         assert torch.equal(result[1]["images"], expected)
         assert await client.progress() == {}
         slow.cancel()
-
-    loop.run_until_complete(scenario())
-
-
-def test_waiting_requests_run_and_errors_affect_no_other(
-    client: EngineClient, loop: asyncio.AbstractEventLoop
-) -> None:
-    """Of eight concurrent requests, half are refused for different reasons. The others equal single
-    runs.
-    """
-
-    async def scenario() -> None:
-        alone = [
-            (await client.send(session_id=f"alone-{n}", seed=n, **SMALL))[1]["images"].clone()
-            for n in range(4)
-        ]
-        bad = [
-            {"width": 50},
-            {"options": {"no_such": 1}},
-            {"options": {"lora": "none"}},
-            {"tensors": {"image": torch.zeros(4, 4)}},
-        ]
-        requests = [client.send(session_id=f"good-{n}", seed=n, **SMALL) for n in range(4)]
-        requests += [
-            client.send(session_id=f"bad-{n}", **{**SMALL, **fields})
-            for n, fields in enumerate(bad)
-        ]
-        results = await asyncio.gather(*requests, return_exceptions=True)
-        for expected, result in zip(alone, results[:4], strict=True):
-            assert isinstance(result, tuple) and torch.equal(result[1]["images"], expected)
-        codes = [failure.code for failure in results[4:] if isinstance(failure, RequestFailed)]
-        assert codes == [
-            "unsupported_size",
-            "invalid_request",
-            "invalid_request",
-            "invalid_request",
-        ]
-        await client.engine.check_health()
-
-    loop.run_until_complete(scenario())
-
-
-def test_sleep_and_wake_through_the_engine(
-    client: EngineClient, loop: asyncio.AbstractEventLoop
-) -> None:
-    """Sleep level 2 discards the weights. The image after waking is the same."""
-
-    async def scenario() -> None:
-        before = (await client.send(session_id="a", seed=3, **SMALL))[1]["images"].clone()
-        for level in (1, 2):
-            await client.engine.sleep(level)
-            assert await client.engine.is_sleeping()
-            await client.engine.wake_up()
-            again = (await client.send(session_id="b", seed=3, **SMALL))[1]["images"]
-            assert torch.equal(again, before)
 
     loop.run_until_complete(scenario())

@@ -26,11 +26,11 @@ from vllm_omni.outputs import RequestFailed
 
 CHUNKS, SESSIONS = 4, 2
 TOLERANCE = 2e-4
-"""For fp32 latents of order 1 after four chunks of five passes, because several ranks sum in another
-order.
+"""For fp32 latents of order 1 after four chunks of five passes, because several ranks sum in
+another order.
 """
 SMALL_WINDOW = {"window_frames": 7, "sink_frames": 2}
-"""Full after the third chunk and not a multiple of the chunk size, so that the ring buffer wraps."""
+"""Full after the third chunk and no multiple of the chunk size, so that the ring buffer wraps."""
 
 
 def image() -> torch.Tensor:

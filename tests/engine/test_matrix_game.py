@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix-Game 2.0 (tiny) through the real engine: keys and mouse, refusals, snapshots, several
-ranks.
-"""
+"""Matrix-Game 2.0 (tiny) through the real engine: keys and mouse, refusals, several ranks."""
 
 import asyncio
 from collections.abc import Iterator
@@ -10,22 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import lora_files
 from helpers.engine_client import EngineClient, SharedEngine, running_engine, shared_engine
-from vllm.lora.request import LoRARequest
 
-from vllm_omni.inputs import Lora
-from vllm_omni.model_executor.layers.lora.target import AdapterTarget
-from vllm_omni.model_executor.models.matrix_game.checkpoint import adapter_target, hf_config
-from vllm_omni.model_executor.models.matrix_game.config import MatrixGameConfig
 from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.sessions.snapshot_exchange import (
-    package_version,
-    restore_exchange,
-    run_exchange_async,
-    save_exchange,
-)
 
 TOLERANCE = 1e-4
 """For fp32 latents of order 1 after three chunks, because several ranks sum in another order."""
@@ -112,50 +98,6 @@ def test_a_game_is_played_through_the_engine(one_rank: SharedEngine, alone: torc
         assert torch.equal(await play(client, "b"), alone)
 
     one_rank.run(scenario())
-
-
-@pytest.mark.nightly
-def test_adapters_through_the_engine(checkpoint: Path, alone: torch.Tensor, tmp_path: Path) -> None:
-    """One session has an adapter while another has none. Both continue bit for bit from
-    snapshots.
-    """
-    target = load_target(checkpoint)
-    path = lora_files.write_community(
-        lora_files.factors(target, target.matrices(), seed=1), tmp_path / "ink.safetensors"
-    )
-    files = {name: tmp_path / name for name in ("plain", "ink")}
-
-    async def scenario() -> None:
-        async with running_engine(
-            checkpoint, dtype="float32", enable_lora=True, max_lora_rank=8
-        ) as client:
-
-            async def send(call: Any) -> Any:
-                return await client.engine.collective_rpc(call.method, args=call.args)
-
-            assert await client.engine.add_lora(LoRARequest("ink", 1, str(path)))
-            plain, ink = await asyncio.gather(
-                play(client, "plain"), play(client, "ink", lora=[Lora(name="ink")])
-            )
-            assert torch.equal(plain, alone) and (ink - alone).abs().max() > 0.01
-            for name, file in files.items():
-                await run_exchange_async(save_exchange(name, file, package_version()), send)
-                await run_exchange_async(restore_exchange(f"{name}-2", file), send)
-                one, other = [
-                    (await client.send(session_id=session, actions=[["w"]], output="latents"))[1][
-                        "latents"
-                    ].clone()
-                    for session in (name, f"{name}-2")
-                ]
-                assert torch.equal(one, other)
-
-    asyncio.run(scenario())
-
-
-def load_target(checkpoint: Path) -> AdapterTarget:
-    """Return the modules that an adapter may change, without weights."""
-    config = MatrixGameConfig.from_checkpoint(hf_config(checkpoint)["matrix_game"]["transformer"])
-    return adapter_target(torch.nn.Module(), config)
 
 
 @pytest.mark.parametrize("parallel", ["tensor_parallel_size", "pipeline_parallel_size"])

@@ -52,8 +52,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 TOLERANCE = {
     name: 1e-4 if "tensor_parallel_size" in flags else 0.0 for name, flags in SETTINGS.items()
 }
-"""Ranks that share layers or guidance branches sum in another order. Pipeline stages compute the same
-products.
+"""Ranks that share layers or guidance branches sum in another order. Pipeline stages compute the
+same products.
 """
 
 

@@ -76,7 +76,7 @@ def refused_calls(ours: Signature, theirs: Signature) -> list[str]:
             *_POSITIONAL,
             Parameter.KEYWORD_ONLY,
         )
-        # A positional call fills the same position with another name; missing names are listed above.
+        # A positional call fills the position with another name; missing names are above.
         known = parameter.name in required or (
             parameter.kind in _POSITIONAL
             and index < len(positional)

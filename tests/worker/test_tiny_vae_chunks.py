@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks that the scheduler degrades to the tiny decoder: warm-up, results, snapshots, aborts and
-failures in the runner.
+"""Chunks that the scheduler degrades to the tiny decoder in the runner: warm-up, results,
+snapshots.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.scheduling import execute, new_request, run_to_end, step
+from helpers.scheduling import new_request, run_to_end
 from helpers.snapshot_steps import Worker
 
 from vllm_omni.core.step_protocol import SchedulerNote
@@ -118,59 +118,3 @@ def test_a_snapshot_of_a_degraded_session_continues_bit_for_bit(
         for index, tiny in ((3, then), (4, not then)):
             assert torch.equal(chunk(here, ours, index, tiny), chunk(there, theirs, index, tiny))
     assert there.runner.sessions.nbytes == here.runner.sessions.nbytes
-
-
-def test_an_abort_and_a_failure_of_a_degraded_chunk_leave_the_session_unchanged(
-    make_worker: Callable[[], Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither changes the decoder of the next chunk or its cache. Another session is unaffected."""
-    worker = make_worker()
-    expected = chunks(worker, "undisturbed", [False, True, False])
-    chunks(worker, "a", [False])
-    chunk(worker, "other", 0, False)
-    before = worker.bits("a")
-
-    execute(worker.runner, step(new=[request("a", 1, True)]))
-    execute(worker.runner, step(running=["r"]))
-    execute(worker.runner, step(finished=["r"]))
-    assert worker.bits("a")[0] == before[0] and decoder_bits(worker, "a") == decoder_bits(before)
-
-    model = worker.runner.model
-    original = model.step_scheduler
-
-    def spoiled(batch: Any, prediction: torch.Tensor) -> None:
-        original(batch, prediction)
-        for each in batch:
-            if each.request_id == "bad":
-                each.state.latents = each.state.latents * float("nan")
-
-    monkeypatch.setattr(model, "step_scheduler", spoiled)
-    results = run_to_end(
-        worker.runner, request("a", 1, True, "bad"), request("other", 1, False, "fine")
-    )
-    assert isinstance(results["bad"], RequestFailed) and results["bad"].code == "non_finite"
-    assert decoder_bits(worker, "a") == decoder_bits(before)
-    monkeypatch.setattr(model, "step_scheduler", original)
-
-    again = chunks_from(worker, "a", 1, [True, False])
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(again, expected[1:], strict=True))
-    plain = chunks(worker, "plain", [False, False])
-    assert torch.equal(results["fine"][1]["frames"], plain[1])
-    worker.runner.sessions.close_all()
-    assert worker.runner.sessions.nbytes == 0
-
-
-def chunks_from(
-    worker: Worker, session_id: str, start: int, tiny: list[bool]
-) -> list[torch.Tensor]:
-    return [
-        chunk(worker, session_id, start + offset, degraded) for offset, degraded in enumerate(tiny)
-    ]
-
-
-def decoder_bits(
-    source: Worker | tuple[Any, dict[str, bytes]], session_id: str = ""
-) -> dict[str, bytes]:
-    """Return the decoder's cached tensors. An aborted chunk may have overwritten unused K/V."""
-    tensors = (source if isinstance(source, tuple) else source.bits(session_id))[1]
-    return {name: data for name, data in tensors.items() if name.startswith("decoder.")}

@@ -173,26 +173,6 @@ def test_a_chunk_that_waits_on_the_first_rank_does_not_start(pair: Pair) -> None
     assert waits.chunk is None and waits.failure is None
 
 
-def test_a_chunk_runs_by_messages_alone(pair: Pair) -> None:
-    """The chunk starts with the message of the other rank, and its result is returned when it is
-    ready.
-    """
-    request = new_request("r", session_id="s", chunk_index=0, prompt="a field", seed=3)
-    ours, theirs = (runner.requests.add_request(request) for runner in pair.ranks)
-    pair.layers.admission.admit(ours, {})
-    with torch.inference_mode():
-        for _ in range(STEPS):
-            pair.layers.role.forward([ours], None)
-            if ours.done:
-                pair.layers.chunk_end.commit(ours.chunk)
-            message = send_to_vae_stage(pair.layers.model, pair.layers.parts.in_flight, [ours], 1)
-            response = pair.stage.step([theirs], message)
-            assert theirs.chunk is not None and theirs.chunk.step == ours.chunk.step
-        nothing = send_to_vae_stage(pair.layers.model, pair.layers.parts.in_flight, [], 1)
-        response = response or pair.stage.step([theirs], nothing)
-    assert unpack(response["r"])[1]["frames"].shape == (9, 32, 48, 3)
-
-
 def test_the_decode_state_is_sent_once_with_the_final_latents(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
