@@ -145,9 +145,7 @@ class Harness:
             elif self.modes[name] == "last":
                 positions = positions[-1:] if new else positions[:0]
             values = positions[:, None, None].expand(-1, 1, WIDTH).contiguous()
-            entries.append(
-                values if self.modes[name] is not None and len(values) else None
-            )
+            entries.append(values if self.modes[name] is not None and len(values) else None)
             tokens.append(new)
         return ModelRunnerOutput(
             names,

@@ -183,9 +183,9 @@ class Reference:
             )
 
 
-def distance(rows: torch.Tensor, expected: torch.Tensor) -> float:
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the distance relative to the norm of `expected`."""
-    return float((rows - expected).norm() / expected.norm())
+    return float((found - expected).norm() / expected.norm())
 
 
 def check_ngram_drafts(model: Path, reference: Reference, runner: str) -> None:
@@ -211,11 +211,11 @@ def write_adapter(model: Path, folder: Path, rank: int = 8) -> Callable[[Any], N
     """
     config = json.loads((model / "config.json").read_text())
     head = config["hidden_size"] // config["num_attention_heads"]
-    rows = {"q_proj": config["hidden_size"], "v_proj": head * config["num_key_value_heads"]}
+    sizes = {"q_proj": config["hidden_size"], "v_proj": head * config["num_key_value_heads"]}
     generator = torch.Generator().manual_seed(1)
     tensors: dict[str, torch.Tensor] = {}
     for block in range(config["num_hidden_layers"]):
-        for name, size in rows.items():
+        for name, size in sizes.items():
             key = f"base_model.model.model.layers.{block}.self_attn.{name}"
             down = torch.randn(rank, config["hidden_size"], generator=generator) * 0.3
             tensors[f"{key}.lora_A.weight"] = down.bfloat16()
@@ -228,7 +228,7 @@ def write_adapter(model: Path, folder: Path, rank: int = 8) -> Callable[[Any], N
         "peft_type": "LORA",
         "r": rank,
         "lora_alpha": rank,
-        "target_modules": sorted(rows),
+        "target_modules": sorted(sizes),
         "bias": "none",
     }
     (folder / "adapter_config.json").write_text(json.dumps(adapter))

@@ -91,7 +91,7 @@ def states_of(output: RequestOutput) -> HiddenStates:
     return states
 
 
-def assert_rows(
+def assert_hidden_states(
     output: RequestOutput, reference: Reference, mode: str = "all", layers: Sequence[int] = (-1,)
 ) -> None:
     """Check the hidden states of `mode`: the right tokens, equal to transformers' within 1e-4,

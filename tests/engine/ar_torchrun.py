@@ -3,7 +3,7 @@
 results.
 
 The script calls `step(...)` after each part, so that the output of a script that times out shows
-its progress, and `rows_are_right()` at its end.
+its progress, and `report_success()` at its end.
 """
 
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from helpers.programs import run_program
 
-RIGHT = "ROWS RIGHT"
+RIGHT = "STATES RIGHT"
 _Started_S = time.monotonic()
 
 
@@ -44,5 +44,5 @@ def step(done: str) -> None:
     )
 
 
-def rows_are_right() -> None:
+def report_success() -> None:
     step(RIGHT)

@@ -45,7 +45,7 @@ class RecordingWorker(SharedGPUWorker):
             recorded(dist, name, "recv")
         for name in ("all_to_all_single", "all_gather", "all_reduce", "broadcast"):
             recorded(dist, name, "all")
-        recorded(split_decode, "_all_gather", "all")  # a name of its own, for releases of torch
+        recorded(split_decode, "_all_gather", "all")  # another name, for several releases of torch
         self._record_transfer("isend_tensor_dict", "send", lambda pp: pp.next_rank)
         self._record_transfer("irecv_tensor_dict", "recv", lambda pp: pp.prev_rank)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from ar_engine import PROMPTS, SCHEDULER, WORKER, Reference, assert_rows, params, states_of
+from ar_engine import PROMPTS, SCHEDULER, WORKER, Reference, assert_hidden_states, params, states_of
 from helpers.ar_compatibility import feature
 from helpers.waits import pause_task
 from vllm import SamplingParams
@@ -93,7 +93,7 @@ def test_a_prompt_in_chunks(engine: Engine, mode: str) -> None:
     """50 tokens in four steps yield the hidden states of every chunk once, in order."""
     output = engine.final(f"{PROMPTS[0]} and the {mode} one", params(mode, (-1, 0, 2)))
     assert len(output.prompt_token_ids or []) > 3 * 16
-    assert_rows(output, engine.reference, mode, (-1, 0, 2))
+    assert_hidden_states(output, engine.reference, mode, (-1, 0, 2))
 
 
 @feature("mixed batches")
@@ -117,9 +117,9 @@ def test_requests_without_hidden_states_are_unchanged(engine: Engine) -> None:
     for i, output in enumerate(outputs):
         assert output.outputs[0].token_ids == alone[i // 2].token_ids
     assert [hidden_states_of(outputs[i]) for i in (1, 3, 5)] == [None] * 3
-    assert_rows(outputs[0], engine.reference)
-    assert_rows(outputs[2], engine.reference, "generated", (2,))
-    assert_rows(outputs[4], engine.reference, "last")
+    assert_hidden_states(outputs[0], engine.reference)
+    assert_hidden_states(outputs[2], engine.reference, "generated", (2,))
+    assert_hidden_states(outputs[4], engine.reference, "last")
 
 
 @feature("prefix caching")
@@ -132,11 +132,11 @@ def test_mode_all_computes_cached_tokens_again(engine: Engine) -> None:
     assert not first.num_cached_tokens and second.num_cached_tokens == 64
     complete = engine.final(prompt, params("all"))
     assert not complete.num_cached_tokens
-    assert_rows(complete, engine.reference)
+    assert_hidden_states(complete, engine.reference)
     for mode in ("generated", "last"):
         output = engine.final(prompt, params(mode))
         assert output.num_cached_tokens == 64
-        assert_rows(output, engine.reference, mode)
+        assert_hidden_states(output, engine.reference, mode)
 
 
 @feature("streaming")
@@ -148,10 +148,10 @@ def test_deltas_carry_the_new_hidden_states(engine: Engine) -> None:
         (PROMPTS[0], params("all", max_tokens=60, output_kind=RequestOutputKind.DELTA))
     )
     parts = [hidden_states_of(output) for output in outputs]
-    rows = [0 if part is None else part.num_positions for part in parts]
+    counts = [0 if part is None else part.num_positions for part in parts]
     tokens = [len(output.outputs[0].token_ids) for output in outputs]
     assert len(parts) > 3
-    assert rows == [len(outputs[0].prompt_token_ids or []) + tokens[0] - 1, *tokens[1:]]
+    assert counts == [len(outputs[0].prompt_token_ids or []) + tokens[0] - 1, *tokens[1:]]
     joined = concat(parts)
     final = states_of(engine.final(PROMPTS[0], params("all", max_tokens=60)))
     assert joined is not None and torch.equal(joined.positions, final.positions)
@@ -180,7 +180,7 @@ def test_a_slow_reader_receives_all_hidden_states(engine: Engine) -> None:
 def test_cumulative_outputs_carry_all_hidden_states_at_the_end(engine: Engine) -> None:
     [outputs] = engine.run((PROMPTS[0], params("all", output_kind=RequestOutputKind.CUMULATIVE)))
     assert [hidden_states_of(output) for output in outputs[:-1]] == [None] * (len(outputs) - 1)
-    assert_rows(outputs[-1], engine.reference)
+    assert_hidden_states(outputs[-1], engine.reference)
 
 
 @feature("several completions (n)")
@@ -205,7 +205,7 @@ def test_a_stop_string_cuts_hidden_states_with_tokens(engine: Engine, mode: str)
     stop = next(part for part in free.outputs[0].text[2:] if part.isascii() and part.isprintable())
     output = engine.final(PROMPTS[0], params(mode, max_tokens=30, stop=[stop]))
     assert output.outputs[0].finish_reason == "stop" and output.outputs[0].stop_reason == stop
-    assert_rows(output, engine.reference, mode)
+    assert_hidden_states(output, engine.reference, mode)
 
 
 @feature("grammar masks (structured outputs)")
@@ -223,7 +223,7 @@ def test_structured_outputs_with_hidden_states(engine: Engine, mode: str) -> Non
         == plain.outputs[0].text
         in ("yes red", "yes blue", "no red", "no blue")
     )
-    assert_rows(output, engine.reference, mode)
+    assert_hidden_states(output, engine.reference, mode)
 
 
 @feature("logprobs, penalties, seeds")
@@ -238,7 +238,7 @@ def test_other_sampling_options_are_unchanged(engine: Engine) -> None:
         output.outputs[0].cumulative_logprob
     )
     assert len(output.prompt_logprobs or []) == len(output.prompt_token_ids or [])
-    assert_rows(output, engine.reference)
+    assert_hidden_states(output, engine.reference)
 
 
 @feature("size limit")
@@ -257,8 +257,8 @@ def test_the_byte_limit_fails_only_its_request(engine: Engine) -> None:
         with pytest.raises(RequestFailed, match="max_hidden_states_bytes") as failed:
             hidden_states_of(outs[-1])
         assert failed.value.code == "too_large"
-    assert_rows(outputs[2][-1], engine.reference)
-    assert_rows(outputs[3][-1], engine.reference, "generated")
+    assert_hidden_states(outputs[2][-1], engine.reference)
+    assert_hidden_states(outputs[3][-1], engine.reference, "generated")
 
 
 @feature("wrong requests")
@@ -279,16 +279,16 @@ def test_an_invalid_request_fails_with_the_reason(engine: Engine, omni: Any, cod
     with pytest.raises(RequestFailed) as failed:
         hidden_states_of(failed_outputs[-1])
     assert failed.value.code == code
-    assert_rows(good[-1], engine.reference)
+    assert_hidden_states(good[-1], engine.reference)
 
 
 @feature("bytes copied = bytes asked for")
-@pytest.mark.parametrize(("mode", "num_rows"), [("all", 18 + 7), ("generated", 7), (None, 0)])
+@pytest.mark.parametrize(("mode", "num_states"), [("all", 18 + 7), ("generated", 7), (None, 0)])
 def test_only_requested_hidden_states_are_copied(
-    engine: Engine, mode: str | None, num_rows: int
+    engine: Engine, mode: str | None, num_states: int
 ) -> None:
     """Copied bytes are tokens x layers x width x 4, and none for other requests."""
     before = engine.rpc("hidden_states_stats")["bytes_copied"]
     engine.final(PROMPTS[1], params(mode, (0, -1)))
     assert len(PROMPTS[1]) == 18
-    assert engine.rpc("hidden_states_stats")["bytes_copied"] - before == num_rows * 2 * 64 * 4
+    assert engine.rpc("hidden_states_stats")["bytes_copied"] - before == num_states * 2 * 64 * 4

@@ -124,8 +124,8 @@ def test_only_requested_hidden_states_are_copied(engine: Engine) -> None:
     engine.run((PROMPTS[1], params(None, max_tokens=10, output_kind=FINAL)))
     assert engine.stats()["bytes_copied"] == before
     engine.run((PROMPTS[1], params("all", max_tokens=10, output_kind=FINAL)))
-    rows, rest = divmod(engine.stats()["bytes_copied"] - before, WIDTH * 2)
-    assert rest == 0 and 18 + 9 <= rows <= 18 + 10
+    count, rest = divmod(engine.stats()["bytes_copied"] - before, WIDTH * 2)
+    assert rest == 0 and 18 + 9 <= count <= 18 + 10
 
 
 @feature("wrong requests", "V2")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from ar_eagle import BLOCKS, DRAFTER_LAYERS, write_eagle3_drafter
-from ar_engine import PROMPTS, Reference, assert_rows, params, running_llm, states_of
+from ar_engine import PROMPTS, Reference, assert_hidden_states, params, running_llm, states_of
 from ar_torchrun import run_two_ranks
 from helpers.ar_compatibility import feature
 from helpers.programs import run_program
@@ -42,7 +42,7 @@ def check_all_modes(
         if mode is None:
             assert hidden_states_of(output) is None
         else:
-            assert_rows(output, reference, mode, layers)
+            assert_hidden_states(output, reference, mode, layers)
 
 
 @feature("speculative decoding (ngram)")
@@ -138,8 +138,8 @@ def test_hidden_states_include_the_adapter(tiny_language_model: Path, tmp_path: 
             lora_request=[adapter(tmp_path), None],
             use_tqdm=False,
         )
-        assert_rows(outputs[0], adapted, layers=(2, -1))
-        assert_rows(outputs[1], reference, layers=(2, -1))
+        assert_hidden_states(outputs[0], adapted, layers=(2, -1))
+        assert_hidden_states(outputs[1], reference, layers=(2, -1))
         assert not torch.allclose(
             states_of(outputs[0])[-1][5], states_of(outputs[1])[-1][5], atol=1e-2
         )
@@ -216,7 +216,7 @@ def test_two_engines(tiny_language_model: Path, tmp_path: Path) -> None:
     script = tmp_path / "two_engines.py"
     script.write_text(DP_SCRIPT)
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "PYTHONPATH": str(Path(__file__).parent)}
-    assert "ROWS RIGHT" in run_program(
+    assert "STATES RIGHT" in run_program(
         [sys.executable, str(script), str(tiny_language_model)], environment, LIMIT_S
     )
 
@@ -279,8 +279,8 @@ def torchrun(model: Path, tmp_path: Path, parallel: str) -> None:
 TORCHRUN_SCRIPT = """
 import sys
 from pathlib import Path
-from ar_engine import PROMPTS, Reference, assert_rows, params, running_llm
-from ar_torchrun import rows_are_right, step
+from ar_engine import PROMPTS, Reference, assert_hidden_states, params, running_llm
+from ar_torchrun import report_success, step
 from helpers.programs import limited_rank
 from vllm_omni.hidden_states import hidden_states_of
 
@@ -294,16 +294,16 @@ if __name__ == "__main__":
         outputs = llm.generate([*PROMPTS[:2], PROMPTS[0]], asked, use_tqdm=False)
         step("texts")
         reference = Reference(model)
-        assert_rows(outputs[0], reference)
-        assert_rows(outputs[1], reference, "generated")
+        assert_hidden_states(outputs[0], reference)
+        assert_hidden_states(outputs[1], reference, "generated")
         assert hidden_states_of(outputs[2]) is None
-        rows_are_right()
+        report_success()
 """  # noqa: E501
 
 DP_SCRIPT = """
 import asyncio, sys
 from pathlib import Path
-from ar_engine import PROMPTS, SCHEDULER, WORKER, Reference, assert_rows, params
+from ar_engine import PROMPTS, SCHEDULER, WORKER, Reference, assert_hidden_states, params
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -320,8 +320,8 @@ async def main(model):
     engine.shutdown()
     reference = Reference(model)
     for output in outputs:
-        assert_rows(output, reference)
-    print("ROWS RIGHT", flush=True)
+        assert_hidden_states(output, reference)
+    print("STATES RIGHT", flush=True)
 
 if __name__ == "__main__":
     asyncio.run(main(Path(sys.argv[1])))

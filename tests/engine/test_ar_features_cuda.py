@@ -175,7 +175,7 @@ import sys
 from pathlib import Path
 from ar_cuda import PROMPTS, SHARED_GPU, Reference
 from ar_engine import params, running_llm
-from ar_torchrun import rows_are_right, step
+from ar_torchrun import report_success, step
 from helpers.programs import limited_rank
 from vllm_omni.hidden_states import hidden_states_of
 
@@ -193,5 +193,5 @@ if __name__ == "__main__":
         reference.check(outputs[0], layers=(2, -1))
         reference.check(outputs[1], "generated")
         assert hidden_states_of(outputs[2]) is None
-        rows_are_right()
+        report_success()
 """  # noqa: E501

@@ -83,9 +83,9 @@ class MockRunner:
     """
 
     def __init__(
-        self, rows: HiddenStateCollector, taps: LayerTaps, asynchronous: bool = False
+        self, collector: HiddenStateCollector, taps: LayerTaps, asynchronous: bool = False
     ) -> None:
-        self.hidden_state_collector, self.layer_taps = rows, taps
+        self.hidden_state_collector, self.layer_taps = collector, taps
         self.asynchronous = asynchronous
         self.execute_model_state: Any = None
         self.seen: list[Any] = []
@@ -176,8 +176,8 @@ def aux(num_rows: int) -> list[torch.Tensor]:
 
 
 def make(generation: Any, asynchronous: bool = False) -> Any:
-    rows = HiddenStateCollector(LAYERS, (1, 2, LAYERS))
-    return generation(rows, LayerTaps(LAYERS, (1, 2), installed=True), asynchronous)
+    collector = HiddenStateCollector(LAYERS, (1, 2, LAYERS))
+    return generation(collector, LayerTaps(LAYERS, (1, 2), installed=True), asynchronous)
 
 
 def run(runner: Any, scheduled: SchedulerOutput, grammar_output: Any = None) -> ModelRunnerOutput:
@@ -348,12 +348,12 @@ def test_fault_1_under_torchrun_every_stage_returns_hidden_states(
     """
     shown: list[torch.Tensor] = []
 
-    def broadcast(rows: torch.Tensor, src: int) -> torch.Tensor:
+    def broadcast(values: torch.Tensor, src: int) -> torch.Tensor:
         assert src == 1
-        shown.append(rows)
+        shown.append(values)
         # layers are sent in ascending order
-        of_layer = hidden(len(rows)) + (200 if len(shown) == 1 else 0)
-        return rows if last else rows.copy_(of_layer)
+        of_layer = hidden(len(values)) + (200 if len(shown) == 1 else 0)
+        return values if last else values.copy_(of_layer)
 
     group = SimpleNamespace(is_last_rank=last, world_size=2, broadcast=broadcast)
     monkeypatch.setattr(ar_gpu_model_runner, "get_pp_group", lambda: group)
@@ -369,8 +369,8 @@ def test_fault_1_under_torchrun_every_stage_returns_hidden_states(
     runner.execute_model_state = StateV1(scheduled, states, [hidden(8) + 200] if last else None)
     found = entries(runner.sample_tokens(None))
     assert found == {"r": [[200.0, 0.0], [201.0, 1.0], [202.0, 2.0]], "other": None}
-    assert [len(rows) for rows in shown] == [5, 5], "only real rows, not the padding"
-    assert last or {rows.dtype for rows in shown} == {torch.float16}, (
+    assert [len(values) for values in shown] == [5, 5], "no padding"
+    assert last or {values.dtype for values in shown} == {torch.float16}, (
         "received hidden states have the model's dtype"
     )
 

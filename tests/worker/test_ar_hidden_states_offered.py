@@ -44,9 +44,9 @@ def tensor_rank(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def test_the_final_layer_and_retained_layers_are_offered(tensor_rank: SimpleNamespace) -> None:
     """The engine offers the final layer and every layer that the taps retain."""
-    rows = module._make_collector(config(), TAPS)
-    assert (rows.num_layers, rows.layers, rows.refusal) == (4, {1, 2, 4}, None)
-    assert rows.copies
+    collector = module._make_collector(config(), TAPS)
+    assert (collector.num_layers, collector.layers, collector.refusal) == (4, {1, 2, 4}, None)
+    assert collector.copies
 
 
 @pytest.mark.parametrize("scheduler", [None, "vllm.v1.core.sched.scheduler.Scheduler"])
@@ -106,9 +106,9 @@ def test_unsupported_configurations_state_the_reason(
 def test_statistics_report_layers_and_copied_bytes(tensor_rank: SimpleNamespace) -> None:
     """Statistics contain the offered layers and the number of copied bytes of this rank."""
     tensor_rank.rank_in_group = 1
-    rows = module._make_collector(config(), TAPS)
-    rows.bytes_copied = 7
-    worker = SimpleNamespace(model_runner=SimpleNamespace(hidden_state_collector=rows))
+    collector = module._make_collector(config(), TAPS)
+    collector.bytes_copied = 7
+    worker = SimpleNamespace(model_runner=SimpleNamespace(hidden_state_collector=collector))
     assert ARWorkerMixin.hidden_states_stats(worker) == {
         "bytes_copied": 7,
         "layers": [1, 2, 4],

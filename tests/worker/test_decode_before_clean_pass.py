@@ -68,8 +68,8 @@ def test_frames_are_decoded_before_the_clean_pass_and_committed_after_it(
 def test_the_order_changes_no_bit(
     family: str, make_runner: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Frames and session state of three chunks equal those of a decode after the clean-context
-    pass.
+    """Frames and session state of three chunks equal the results of a decode after the
+    clean-context pass.
     """
     model = request.getfixturevalue(family)
     found = []

@@ -62,7 +62,7 @@ def test_progress_of_running_chunks_is_reported(make_runner: Any, model: Path) -
 
 
 class Busy(StepPacer):
-    """A device whose previous step took a quarter of a second and that still runs the current
+    """A device that took a quarter of a second for its previous step and still runs the current
     one.
     """
 

@@ -191,8 +191,8 @@ def test_surplus_tensors_are_refused(saved: Saved, tmp_path: Path) -> None:
 def test_a_degraded_snapshot_restores_on_a_server_with_the_exact_decoder(
     saved: Saved, tmp_path: Path
 ) -> None:
-    """A session whose last chunk was degraded by `tiny_vae` elsewhere continues with the tensors
-    that the exact decoder requires.
+    """If `tiny_vae` degraded the last chunk of a session elsewhere, the session continues with
+    the tensors that the exact decoder requires.
     """
     path, cells = tmp_path / "tiny", (1, 16, 3, 4, 6)
     tensors = {name: tensor for name, tensor in saved.tensors.items() if "decoder." not in name}

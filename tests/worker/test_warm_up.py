@@ -62,8 +62,8 @@ def test_a_warm_up_sets_the_byte_limit_of_sessions(
 def test_a_warm_up_runs_with_and_without_degradations(
     make_runner: Any, null_world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A session without degradations is followed by one whose first chunk has all of them, because
-    both need memory.
+    """A session without degradations is followed by one with all of them in its first chunk,
+    because both need memory.
     """
     runner = make_runner(null_world, {"scheduling": "deadline", "degradations": ["fewer_steps"]})
     chunks = 2
@@ -169,8 +169,8 @@ def test_a_measured_partition_requires_movable_layers(make_runner: Any, null_wor
 
 
 class Pipeline:
-    """One rank of two stages with two ranks each, and a rank that only decodes. `times` are those
-    of the other ranks.
+    """One rank of two stages with two ranks each, and a rank that only decodes. `times` belong
+    to the other ranks.
     """
 
     def __init__(

@@ -208,7 +208,7 @@ def test_only_datagrams_with_the_token_count(
 
 
 class DelayedSocket(socket.socket):
-    """A socket whose first send takes longer than four beats, as after a pause of the machine."""
+    """A socket with a first send of more than four beats, as after a pause of the machine."""
 
     delay_s = 0.0
 
@@ -241,9 +241,7 @@ def test_steps_are_served_by_the_first_rank_of_the_last_stage(
 
 
 class Groups:
-    """vLLM's groups of the second of four ranks, with two stages. `machines` are those of the
-    stages.
-    """
+    """vLLM's groups of the second of four ranks, with two stages on `machines`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *machines: str) -> None:
         self.machines = machines
