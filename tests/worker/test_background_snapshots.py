@@ -108,6 +108,21 @@ def test_a_failed_write_raises_and_leaves_no_file(
     worker.restore("b", tmp_path / "a")
 
 
+def test_the_staging_buffer_is_reused(null_world: Path, make_runner: Any, tmp_path: Path) -> None:
+    """The buffer has the size of the largest session so far, because new pages would cost more
+    than the copy.
+    """
+    worker = Worker(make_runner(null_world))
+    held = []
+    for number, size in enumerate((16, 32, 16, 32)):
+        worker.chunk(
+            "s" + str(number), prompt="a", seed=1, height=size, width=size, actions=[[]] * 3
+        )
+        worker.checkpoint("s" + str(number), tmp_path / str(number))
+        held.append(worker.checkpoints._memory)
+    assert held[3] is held[2] is held[1] and len(held[1]) > len(held[0])
+
+
 def test_unaligned_tensors_are_copied(null_world: Path, make_runner: Any, tmp_path: Path) -> None:
     """Three uint8 values before floats make the memory of the floats unaligned."""
     checkpoints = Worker(make_runner(null_world)).checkpoints

@@ -64,6 +64,20 @@ def test_frames_are_decoded_before_the_clean_pass_and_committed_after_it(
     assert calls == ["denoise_step"] * (STEPS - 1) + ["post_decode", "denoise_step", "commit"]
 
 
+def test_the_decode_is_launched_in_the_last_denoise_step(
+    make_runner: Any, null_world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launch is in the same engine step, because launching a decode and a clean-context pass
+    takes a host longer than the decode takes the device.
+    """
+    runner = make_runner(null_world)
+    calls = count(runner, monkeypatch)
+    execute(runner, step(new=[chunk("r", 0)]))
+    for _ in range(STEPS - 2):
+        execute(runner, step(running=["r"]))
+    assert calls == ["denoise_step"] * (STEPS - 1) + ["post_decode"]
+
+
 @pytest.mark.parametrize("family", ["null_world", "causal_wan"])
 def test_the_order_changes_no_bit(
     family: str, make_runner: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
@@ -149,6 +163,19 @@ def test_decoded_latents_that_are_not_finite_are_refused(
 def new_nan(request_id: str) -> Any:
     options = {"clean_pass": True, "steps": STEPS, "nan_at": STEPS - 2}
     return new_request(request_id, session_id="s", chunk_index=1, output="latents", options=options)
+
+
+def test_an_abort_before_the_clean_pass_keeps_the_session(
+    make_runner: Any, null_world: Path
+) -> None:
+    runner = make_runner(null_world)
+    run_to_end(runner, chunk("first", 0))
+    before = state_of(runner)
+    execute(runner, step(new=[chunk("r", 1)]))
+    for _ in range(STEPS - 2):
+        execute(runner, step(running=["r"]))
+    execute(runner, step(finished=["r"]))
+    assert state_of(runner) == before and not runner.sessions.is_pinned("s")
 
 
 @pytest.mark.cuda

@@ -123,6 +123,29 @@ def test_bit_exact_sessions_share_no_decode(
     )
 
 
+def test_chunks_of_a_failed_shared_decode_are_decoded_alone(
+    runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each chunk is decoded alone then. One that also fails alone leaves its session unchanged."""
+    play(runner, "lingbot_world", together=True, chunks=1)
+    alone = runner.model.post_decode
+
+    def no_room(batch: Any) -> Any:
+        raise RuntimeError("no room for so many")
+
+    def not_b(request: Any) -> Any:
+        if request.session.session_id == "b":
+            raise RuntimeError("not this one")
+        return alone(request)
+
+    monkeypatch.setattr(runner.model, "post_decode_together", no_room)
+    monkeypatch.setattr(runner.model, "post_decode", not_b)
+    results = run_to_end(runner, *(chunk("lingbot_world", name, 1) for name in NAMES))
+    assert isinstance(results["b1"], RequestFailed) and results["b1"].code == "engine_error"
+    assert results["a1"][0]["chunk_index"] == results["c1"][0]["chunk_index"] == 1
+    assert [runner.sessions.get(name).chunk_index for name in NAMES] == [2, 1, 2]
+
+
 def test_latents_that_are_not_finite_fail_only_their_session(
     runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

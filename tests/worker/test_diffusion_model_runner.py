@@ -387,3 +387,30 @@ def test_a_one_shot_request_refuses_a_live_session(runner: Any) -> None:
     assert isinstance(refused, RequestFailed) and refused.code == "invalid_request"
     assert "one_shot needs a new session_id" in refused.message
     assert state_of(runner, "s") == before
+
+
+def test_a_chunk_that_failed_on_another_rank_has_no_result(
+    runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This rank has packed a result, which is neither committed nor delivered."""
+    run_to_end(runner, chunk("first", "s", 0))
+    before = state_of(runner, "s")
+    monkeypatch.setattr(runner.agreement, "several", True)
+    monkeypatch.setattr(runner.agreement, "all_fine", lambda fine: False)
+    failed = run_to_end(runner, chunk("r", "s", 1))["r"]
+    assert isinstance(failed, RequestFailed) and "another tensor-parallel rank" in failed.message
+    assert state_of(runner, "s") == before
+
+
+def test_a_decode_error_of_the_model_reaches_the_client(
+    runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def post_decode(request: Any) -> Any:
+        raise RequestFailed("invalid_request", "this cannot be drawn")
+
+    monkeypatch.setattr(runner.model, "post_decode", post_decode)
+    failed = run_to_end(runner, chunk("r", "s", 0))["r"]
+    assert isinstance(failed, RequestFailed) and (failed.code, failed.message) == (
+        "invalid_request",
+        "this cannot be drawn",
+    )

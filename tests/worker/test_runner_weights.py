@@ -159,3 +159,10 @@ def test_dummy_weights_read_no_file(single_rank: None, null_world: Path, tmp_pat
         runner = DiffusionGPUModelRunner(vllm_config, torch.device("cpu"))
         runner.load_model(load_dummy_weights=True)
     assert bytes_of(runner) == runner.model_memory_usage > 0
+
+
+def test_the_session_store_trims_the_pool_of_the_model(
+    make_runner: MakeRunner, causal_wan: Path
+) -> None:
+    runner = make_runner(causal_wan, SMALL)
+    assert runner.sessions.trim_pool == runner.model.trim_pool

@@ -84,3 +84,21 @@ def test_the_device_time_is_reported_to_the_scheduler(make_runner: Any, model: P
     runner.role.pacer = Busy(runner.device)
     output = runner.execute_model(step(running=["r"]))
     assert (output.before_s, output.unfinished) == (0.25, True)
+
+
+def test_an_admitted_chunk_without_latents_has_the_smallest_size(
+    make_runner: Any, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its latents may not exist, so it has the smallest size."""
+    runner = make_runner(model)
+
+    def only_admit(states: Any, received: Any) -> dict[str, Any]:
+        for state in states:
+            runner.admission.admit(state, {})
+        return {}
+
+    monkeypatch.setattr(runner.role, "step", only_admit)
+    with torch.inference_mode():
+        assert runner.execute_model(step(new=[noted("r", SchedulerNote())])).progress == {
+            "r": ChunkProgress(0, 5, 1)
+        }

@@ -197,6 +197,12 @@ def test_a_fork_requires_a_new_name(store: SessionStore, fork_to: str | None) ->
     assert len(store) == 2
 
 
+def test_a_fork_that_does_not_fit_is_refused(store: SessionStore) -> None:
+    store.add_session(Session("a", 13))
+    assert failure_of(store.operate, operation("fork", fork_to="b"))[0] == "capacity"
+    assert "b" not in store
+
+
 def test_all_sessions_are_moved_closed_and_listed(store: SessionStore) -> None:
     moved: list[tuple[str, Any]] = []
     sessions = [Session(name, 5) for name in ("c", "a", "b")]

@@ -251,3 +251,24 @@ def test_a_stage_without_layers_only_stores_the_partition(
     assert pipeline.shared == [(2, 0.0, 1, 0.0)]
     assert runner.partition == (8, 2)
     assert pipeline.moves == []
+
+
+def test_one_stage_keeps_all_layers(make_runner: Any, causal_wan: Path) -> None:
+    runner = make_runner(causal_wan, {"pipeline_partition": "measured"})
+    assert runner.partition == (runner.model.num_layers,)
+
+
+def test_memory_of_moved_layers_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache is emptied once nothing uses it, because the budget of sessions is measured
+    afterwards.
+    """
+    pipeline = Pipeline(
+        monkeypatch,
+        others((0, 5.0, 3, 0.0), (1, 10.0, 3, 0.0), (1, 10.0, 3, 0.0), (2, 0.0, 1, 0.0)),
+    )
+    runner = pipeline.runner(0)
+    runner.device = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "synchronize", pipeline.moves.append)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: pipeline.moves.append(("empty",)))
+    rebalance(runner, {"steps": [5.0] * 3})
+    assert pipeline.moves[1:] == [runner.device, ("empty",)]

@@ -149,6 +149,14 @@ def test_a_silent_rank_of_this_machine_is_killed(
     assert process.wait(SOON_S) == -signal.SIGKILL
 
 
+def test_a_rank_that_ended_before_the_first_beat_is_silent(
+    watch: Callable[..., Watchdog], exits: "queue.Queue[int]", caplog: pytest.LogCaptureFixture
+) -> None:
+    watch(Peer(1, NO_PROCESS, HERE, bound().getsockname()), timeout_s=0.5)
+    assert exits.get(timeout=SOON_S) == ENGINE_DIED
+    assert f"no datagram arrived from rank 1 (process {NO_PROCESS}) for 0.5 s" in caplog.text
+
+
 def test_an_ended_process_is_detected_within_a_few_beats(
     watch: Callable[..., Watchdog],
     exits: "queue.Queue[int]",
