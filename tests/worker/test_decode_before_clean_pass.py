@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.scheduling import new_request, run_to_end
+from helpers.scheduling import execute, new_request, run_to_end, step
 
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.worker.diffusion.decode import ResultStream

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.scheduling import execute, new_request, run_to_end, step
 
 from vllm_omni.core.step_protocol import ChunkProgress, SchedulerNote
