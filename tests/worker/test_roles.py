@@ -52,7 +52,7 @@ def test_the_stage_of_a_rank_determines_its_role(
     stage, num_stages, vae_stage = position
     parts = replace(
         make_runner(null_world).parts,
-        place=ParallelContext(stage=stage, num_stages=num_stages, vae_stage=vae_stage),
+        parallel=ParallelContext(stage=stage, num_stages=num_stages, vae_stage=vae_stage),
         omni=OmniConfig(vae_stage=vae_stage, pipeline=pipeline),
         step_at_a_time=step_at_a_time,
     )
