@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real scheduler of ours with a pretended worker."""
+"""A real `StreamBatchScheduler` with a mocked worker."""
 
 import copy
 import functools
@@ -29,7 +29,7 @@ def _engine_config(model: Path) -> VllmConfig:
 
 
 class Harness:
-    """A scheduler and a pretended worker. max_tokens: vLLM's bound on a step, 0 = its default."""
+    """A scheduler and a mocked worker. `max_tokens` is vLLM's limit of a step; 0 is its default."""
 
     def __init__(
         self,
@@ -81,8 +81,8 @@ class Harness:
         committed: Any = (),
         **more: Any,
     ) -> None:
-        """The worker's output for one step: a result for `done`, nothing yet for the others.
-        more: of `StepOutput`.
+        """Apply the worker's output of one step: results for `done` and none yet for other
+        requests. `more` are fields of `StepOutput`.
         """
         reported = {name: ChunkProgress(*values) for name, values in (progress or {}).items()}
         response = StepOutput(
@@ -97,7 +97,7 @@ class Harness:
     def stock_response(
         self, output: SchedulerOutput, done: Any = ()
     ) -> dict[int, EngineCoreOutputs]:
-        """The same of a worker that knows nothing of `StepOutput`."""
+        """Apply the same output as a stock `ModelRunnerOutput`."""
         return self.scheduler.update_from_output(
             output, ModelRunnerOutput(**_results(output, done))
         )

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ARHiddenStatesScheduler with a pretended worker: every row leaves once, with its token,
-whatever the schedule.
+"""`ARHiddenStatesScheduler` with a mocked worker: every hidden state is sent once, with its token,
+for every schedule.
 """
 
 from collections import defaultdict
@@ -37,7 +37,7 @@ BLOCK, WIDTH = 16, 4
 
 
 class Harness:
-    """A scheduler and a pretended worker whose row of position p is filled with p."""
+    """A scheduler and a mocked worker. The hidden states of position p are filled with p."""
 
     def __init__(
         self,
@@ -118,8 +118,8 @@ class Harness:
     def work(
         self, scheduled: SchedulerOutput, sampled: dict[str, list[int]] | None = None
     ) -> ModelRunnerOutput:
-        """The worker's output: one token per finished prefill (or `sampled`), and the asked
-        rows.
+        """Return the worker's output: one token per finished prefill (or `sampled`) and the
+        requested hidden states.
         """
         names = list(scheduled.num_scheduled_tokens)
         for new in scheduled.scheduled_new_reqs:
@@ -144,8 +144,8 @@ class Harness:
                 positions = positions[positions >= (request.num_prompt_tokens if request else 0)]
             elif self.modes[name] == "last":
                 positions = positions[-1:] if new else positions[:0]
-            rows = positions[:, None, None].expand(-1, 1, WIDTH).contiguous()
-            entries.append(rows if self.modes[name] is not None and len(rows) else None)
+            values = positions[:, None, None].expand(-1, 1, WIDTH).contiguous()
+            entries.append(values if self.modes[name] is not None and len(values) else None)
             tokens.append(new)
         return ModelRunnerOutput(
             names,
@@ -155,7 +155,7 @@ class Harness:
         )
 
     def receive(self, outputs: dict[int, EngineCoreOutputs]) -> None:
-        """The front end: text, rows and endings per request."""
+        """Collect text, hidden states and finish reasons per request, like the front end."""
         received = [out for group in outputs.values() for out in group.outputs]
         assert len({output.request_id for output in received}) == len(received), (
             "one output for each request"
@@ -183,8 +183,8 @@ class Harness:
             self.step()
         raise AssertionError("requests did not finish")
 
-    def rows(self, name: str) -> list[int]:
-        """Positions of all rows that left, checked against their content and their tokens."""
+    def positions_of(self, name: str) -> list[int]:
+        """Return the positions of all sent hidden states, checked against their content."""
         found: list[int] = []
         for states in self.states[name]:
             assert states[-1][:, 0].tolist() == states.positions.tolist()
@@ -210,9 +210,9 @@ def harness_for(tiny_language_model: Path) -> Any:
     return make
 
 
-def test_rows_leave_with_the_first_token_and_then_one_per_token(harness_for: Any) -> None:
-    """A prompt of 10: ten rows with token 1, one with each further token; the last token has
-    none.
+def test_hidden_states_of_the_prompt_come_with_the_first_token(harness_for: Any) -> None:
+    """A prompt of 10 tokens yields ten hidden states with token 1 and one with each further token.
+    The last token has none.
     """
     harness = harness_for()
     harness.add("r", "all", list(range(10)), max_tokens=4)
@@ -229,8 +229,10 @@ def test_rows_leave_with_the_first_token_and_then_one_per_token(harness_for: Any
     assert harness.states["r"][0].token_ids.tolist() == list(range(10))
 
 
-def test_text_of_every_request_is_the_stock_schedulers(harness_for: Any) -> None:
-    """Asked or not, in one batch: same tokens, same endings, step by step."""
+def test_text_equals_that_of_the_stock_scheduler(harness_for: Any) -> None:
+    """With and without hidden states in one batch, tokens and finish reasons equal those of the
+    stock scheduler in every step.
+    """
     harness, stock = harness_for(), harness_for(scheduler_cls=Scheduler)
     for i, mode in enumerate((None, "all", "generated", "last", None)):
         harness.add(f"r{i}", mode, list(range(5 + 9 * i)), max_tokens=3 + i)
@@ -241,44 +243,46 @@ def test_text_of_every_request_is_the_stock_schedulers(harness_for: Any) -> None
     assert {n: end[0] for n, end in harness.finished.items()} == {
         n: end[0] for n, end in stock.finished.items()
     }
-    assert harness.rows("r0") == [] and harness.rows("r4") == []
-    assert harness.rows("r1") == list(range(17)) and harness.rows("r2") == list(range(23, 27))
+    assert harness.positions_of("r0") == [] and harness.positions_of("r4") == []
+    assert harness.positions_of("r1") == list(range(17)) and harness.positions_of("r2") == list(
+        range(23, 27)
+    )
 
 
-def test_chunks_of_a_prompt_are_held_until_the_first_token(harness_for: Any) -> None:
-    """vLLM sends nothing for a partial prefill; the rows wait in the engine."""
+def test_hidden_states_of_a_chunked_prefill_wait_for_the_first_token(harness_for: Any) -> None:
+    """vLLM sends nothing for a partial prefill, so its hidden states wait in the engine."""
     harness = harness_for(max_num_batched_tokens=16)
     harness.add("r", "all", list(range(40)), max_tokens=2)
     harness.run()
     assert [states.num_positions for states in harness.states["r"]] == [40, 1]
-    assert harness.rows("r") == list(range(41))
+    assert harness.positions_of("r") == list(range(41))
 
 
-def test_generated_and_last_rows(harness_for: Any) -> None:
-    """`generated` begins behind the prompt; `last` leaves once, at the end."""
+def test_modes_generated_and_last(harness_for: Any) -> None:
+    """`generated` starts after the prompt; `last` is sent once, at the end."""
     harness = harness_for()
     harness.add("g", "generated", list(range(10)), max_tokens=4)
     harness.add("l", "last", list(range(10)), max_tokens=4)
     harness.add("one", "last", list(range(10)), max_tokens=1)
     harness.run()
-    assert harness.rows("g") == [10, 11, 12]
-    assert harness.rows("l") == [12] and len(harness.states["l"]) == 1
-    assert harness.rows("one") == [9]
+    assert harness.positions_of("g") == [10, 11, 12]
+    assert harness.positions_of("l") == [12] and len(harness.states["l"]) == 1
+    assert harness.positions_of("one") == [9]
 
 
-def test_last_rows_leave_with_every_token_if_the_front_end_may_stop(harness_for: Any) -> None:
-    """Stop strings are found outside the engine, which then sends nothing more."""
+def test_mode_last_sends_every_token_with_stop_strings(harness_for: Any) -> None:
+    """The front end detects stop strings, and the engine sends nothing afterwards."""
     harness = harness_for()
     harness.add("l", "last", list(range(10)), max_tokens=3, stop=["x"], detokenize=True)
     harness.run()
-    assert harness.rows("l") == [9, 10, 11]
+    assert harness.positions_of("l") == [9, 10, 11]
     assert all(states.newest_only for states in harness.states["l"])
 
 
-def test_cached_tokens_are_computed_again_for_a_request_that_wants_all_rows(
+def test_mode_all_skips_the_prefix_cache(
     harness_for: Any,
 ) -> None:
-    """It does not read the prefix cache, but fills it; others read it as ever."""
+    """The request does not read the prefix cache but fills it. Other requests read it."""
     harness = harness_for()
     prompt = list(range(48))
     harness.add("first", None, prompt, max_tokens=1)
@@ -286,42 +290,32 @@ def test_cached_tokens_are_computed_again_for_a_request_that_wants_all_rows(
     harness.add("all", "all", prompt, max_tokens=2)
     assert harness.step() == {"all": 48}
     harness.run()
-    assert harness.rows("all") == list(range(49))
+    assert harness.positions_of("all") == list(range(49))
     for name, mode in (("plain", None), ("generated", "generated"), ("last", "last")):
         harness.add(name, mode, prompt, max_tokens=2)
         assert harness.step() == {name: 16}, "two of three blocks come from the cache"
         harness.run()
-    assert harness.rows("generated") == [48] and harness.rows("last") == [48]
+    assert harness.positions_of("generated") == [48] and harness.positions_of("last") == [48]
 
 
-def test_a_preempted_request_sends_no_row_twice(harness_for: Any) -> None:
-    """Its tokens are computed again from the start; rows that have left do not leave again."""
-    harness = harness_for(num_blocks=7)
-    for name in ("a", "b"):
-        harness.add(name, "all", list(range(30)), max_tokens=40)
-    harness.run(200)
-    assert harness.rows("a") == list(range(69)) and harness.rows("b") == list(range(69))
-
-
-def test_preemption_happened_there(harness_for: Any) -> None:
-    """The test above would prove nothing if six blocks held both requests."""
+def test_a_preempted_request_sends_no_hidden_state_twice(harness_for: Any) -> None:
+    """All tokens are computed again, but hidden states that were sent are not sent again."""
     harness = harness_for(num_blocks=7)
     for name in ("a", "b"):
         harness.add(name, "all", list(range(30)), max_tokens=40)
     requests = [harness.scheduler.requests[name] for name in ("a", "b")]
     harness.run(200)
     assert sum(request.num_preemptions for request in requests) > 0
+    assert all(harness.positions_of(name) == list(range(69)) for name in ("a", "b"))
 
 
-def test_rows_behind_a_stop_token_stay_in_the_engine(harness_for: Any) -> None:
-    """A step that accepted several drafted tokens, of which a stop cuts some off: their rows go
-    with them.
-    """
+def test_hidden_states_after_a_stop_token_are_dropped(harness_for: Any) -> None:
+    """A stop token discards later accepted drafts and their hidden states."""
     harness = harness_for()
     harness.add("r", "all", list(range(10)), max_tokens=20, stop_token_ids=[77])
     harness.step()
     scheduled = harness.scheduler.schedule()
-    # As if three drafts had been scheduled: four rows, four tokens, the second of which stops.
+    # Three drafts are scheduled: four tokens, of which the second stops.
     scheduled.num_scheduled_tokens["r"] = 4
     scheduled.scheduled_spec_decode_tokens["r"] = [5, 77, 6]
     harness.scheduler.requests["r"].num_computed_tokens += 3
@@ -332,12 +326,12 @@ def test_rows_behind_a_stop_token_stay_in_the_engine(harness_for: Any) -> None:
         )
     )
     assert harness.text["r"][1:] == [5, 77] and harness.finished["r"][0] == FinishReason.STOP
-    assert harness.rows("r") == [*range(10), 10, 11]
+    assert harness.positions_of("r") == [*range(10), 10, 11]
 
 
 @pytest.mark.parametrize("sampled", [[5, 9], [5]], ids=["one draft accepted", "none accepted"])
-def test_rejected_drafts_have_no_rows(harness_for: Any, sampled: list[int]) -> None:
-    """Their positions are computed again, and only then do rows leave for them."""
+def test_rejected_drafts_have_no_hidden_states(harness_for: Any, sampled: list[int]) -> None:
+    """Their positions are computed again, and hidden states are sent then."""
     harness = harness_for()
     harness.add("r", "all", list(range(10)), max_tokens=6)
     harness.step()
@@ -350,12 +344,12 @@ def test_rejected_drafts_have_no_rows(harness_for: Any, sampled: list[int]) -> N
         harness.scheduler.update_from_output(scheduled, harness.work(scheduled, {"r": sampled}))
     )
     harness.run()
-    assert harness.rows("r") == list(range(15))
+    assert harness.positions_of("r") == list(range(15))
 
 
-def test_steps_without_rows_or_tokens_are_counted(harness_for: Any) -> None:
-    """A worker that computed nothing but parts of prompts returns neither: the rows behind them
-    keep their places.
+def test_steps_without_hidden_states_or_tokens_are_counted(harness_for: Any) -> None:
+    """A step of partial prefills returns neither hidden states nor tokens. Later positions stay
+    correct.
     """
     harness = harness_for(max_num_batched_tokens=16)
     harness.add("r", "generated", list(range(40)), max_tokens=3)
@@ -365,34 +359,12 @@ def test_steps_without_rows_or_tokens_are_counted(harness_for: Any) -> None:
         output.pooler_output, output.sampled_token_ids = None, []
         harness.receive(harness.scheduler.update_from_output(scheduled, output))
     harness.run()
-    assert harness.rows("r") == [40, 41]
+    assert harness.positions_of("r") == [40, 41]
 
 
-def test_where_no_one_requested_the_step_is_the_stock_schedulers(harness_for: Any) -> None:
-    harness = harness_for()
-    harness.add("plain", None, list(range(10)), max_tokens=3)
-    while harness.scheduler.has_unfinished_requests():
-        scheduled = harness.scheduler.schedule()
-        output = harness.work(scheduled)
-        output.pooler_output = None
-        harness.receive(harness.scheduler.update_from_output(scheduled, output))
-    assert len(harness.text["plain"]) == 3 and harness.finished["plain"] == (
-        FinishReason.LENGTH,
-        None,
-    )
-
-
-def test_rows_that_were_replaced_do_not_count(harness_for: Any) -> None:
-    """A request for the newest row holds one, however long it gets."""
-    harness = harness_for(max_hidden_states_bytes=WIDTH * 4)
-    harness.add("last", "last", list(range(10)), max_tokens=5)
-    harness.run()
-    assert harness.finished["last"] == (FinishReason.LENGTH, None) and harness.rows("last") == [13]
-
-
-def test_too_many_bytes_end_that_request_only(harness_for: Any) -> None:
-    """25 rows of 16 bytes are allowed: the prompt of 20 passes, the sixth generated token does
-    not.
+def test_the_byte_limit_ends_only_the_request(harness_for: Any) -> None:
+    """25 hidden states of 16 bytes are allowed, so the sixth generated token exceeds the limit.
+    Mode `last` counts only the newest.
     """
     harness = harness_for(max_hidden_states_bytes=25 * WIDTH * 4)
     harness.add("big", "all", list(range(20)), max_tokens=20)
@@ -411,8 +383,8 @@ def test_too_many_bytes_end_that_request_only(harness_for: Any) -> None:
     assert harness.scheduler.get_num_unfinished_requests() == 0 and harness.scheduler._pending == {}
 
 
-def test_a_prompt_too_large_in_its_first_chunk_ends_at_once(harness_for: Any) -> None:
-    """Before any token: the error is the request's only output, and its memory is free."""
+def test_a_prompt_above_the_byte_limit_ends_in_its_first_chunk(harness_for: Any) -> None:
+    """The error is the only output of the request, and its K/V blocks are freed."""
     harness = harness_for(max_hidden_states_bytes=10, max_num_batched_tokens=16)
     harness.add("big", "all", list(range(40)))
     harness.step()
@@ -421,9 +393,12 @@ def test_a_prompt_too_large_in_its_first_chunk_ends_at_once(harness_for: Any) ->
     assert harness.scheduler.kv_cache_manager.usage == 0
 
 
-def test_an_ending_of_ours_is_notified_like_a_stock_one(harness_for: Any) -> None:
-    """To the client that asked, with the events and trace headers of the request."""
+def test_an_error_is_reported_like_a_stock_finish(harness_for: Any) -> None:
+    """The requesting client receives events and trace headers. The request is in the list of
+    finished requests, by which data-parallel front ends count.
+    """
     harness = harness_for(max_hidden_states_bytes=10, log_stats=True)
+    harness.scheduler.finished_req_ids_dict = defaultdict(set)
     harness.add(
         "big", "all", list(range(8)), client_index=2, trace_headers={"traceparent": "00-1-2-01"}
     )
@@ -434,17 +409,16 @@ def test_an_ending_of_ours_is_notified_like_a_stock_one(harness_for: Any) -> Non
     (reported,) = outputs[2].outputs
     assert reported.finish_reason == FinishReason.ERROR and reported.events
     assert reported.trace_headers == {"traceparent": "00-1-2-01"}
+    assert outputs[2].finished_requests == {"big"}
 
 
 @pytest.mark.parametrize(
     "entry", [pack_error("unsupported_layer", "layer 9"), pack({})], ids=["an error", "none in it"]
 )
-def test_an_envelope_for_a_request_without_rows_ends_it(
+def test_an_error_envelope_ends_a_request_without_hidden_states(
     harness_for: Any, entry: torch.Tensor
 ) -> None:
-    """One whose words were malformed is none of the scheduler's; what the worker says of it is
-    the client's.
-    """
+    """The worker validates malformed hidden-state parameters. Its error is sent to the client."""
     harness = harness_for()
     harness.add("bad", None, list(range(5)), extra_args={EXTRA_ARGS_KEY: "nonsense"})
     scheduled = harness.scheduler.schedule()
@@ -460,12 +434,11 @@ def test_an_envelope_for_a_request_without_rows_ends_it(
 
 
 @pytest.mark.parametrize("plugins", [None, "vllm_omni", "vllm_omni,vllm_omni_ar"])
-def test_rows_that_no_client_could_fetch_are_an_error(
+def test_hidden_states_without_an_endpoint_are_an_error(
     harness_for: Any, plugins: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over HTTP, without the endpoint for rows; not silently the text alone.
-
-    In-process clients get theirs.
+    """Over HTTP without the hidden-states endpoint, such a request fails instead of returning only
+    text. In-process clients receive their hidden states.
     """
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     if plugins is not None:
@@ -477,15 +450,17 @@ def test_rows_that_no_client_could_fetch_are_an_error(
     harness.run()
     reason, failed = harness.finished["chatcmpl-1"]
     if plugins == "vllm_omni,vllm_omni_ar":
-        assert failed is None and harness.rows("chatcmpl-1") == list(range(8))
+        assert failed is None and harness.positions_of("chatcmpl-1") == list(range(8))
     else:
         assert reason == FinishReason.ERROR and failed is not None and failed.code == "unsupported"
         assert "VLLM_PLUGINS=vllm_omni_ar" in failed.message
-    assert harness.rows("mine") == list(range(8)) and harness.finished["cmpl-text"][1] is None
+    assert (
+        harness.positions_of("mine") == list(range(8)) and harness.finished["cmpl-text"][1] is None
+    )
 
 
-def test_an_error_of_the_worker_ends_that_request_only(harness_for: Any) -> None:
-    """Its entry is an envelope instead of rows."""
+def test_an_error_of_the_worker_ends_only_its_request(harness_for: Any) -> None:
+    """The request's entry is an envelope instead of hidden states."""
     harness = harness_for()
     harness.add("bad", "all", list(range(5)))
     harness.add("good", "all", list(range(5)))
@@ -499,11 +474,11 @@ def test_an_error_of_the_worker_ends_that_request_only(harness_for: Any) -> None
         reason == FinishReason.ERROR and failed is not None and failed.code == "unsupported_layer"
     )
     harness.run()
-    assert harness.rows("good") == list(range(8)) and harness.rows("bad") == []
+    assert harness.positions_of("good") == list(range(8)) and harness.positions_of("bad") == []
 
 
-def test_an_aborted_request_leaves_nothing_behind(harness_for: Any) -> None:
-    """Its held rows are dropped; an output of a step still in flight does no harm."""
+def test_an_aborted_request_drops_its_hidden_states(harness_for: Any) -> None:
+    """Pending hidden states are dropped, and the output of a step in flight is ignored."""
     harness = harness_for(max_num_batched_tokens=16)
     harness.add("r", "all", list(range(40)))
     harness.step()
@@ -514,21 +489,9 @@ def test_an_aborted_request_leaves_nothing_behind(harness_for: Any) -> None:
     assert harness.scheduler._pending == {} and harness.states["r"] == []
 
 
-def test_the_list_of_finished_requests_reaches_every_client(harness_for: Any) -> None:
-    """Data-parallel front ends count requests by it: an ending of ours must be in it like a
-    stock one.
-    """
-    harness = harness_for(max_hidden_states_bytes=10)
-    harness.scheduler.finished_req_ids_dict = defaultdict(set)
-    harness.add("big", "all", list(range(8)))
-    scheduled = harness.scheduler.schedule()
-    outputs = harness.scheduler.update_from_output(scheduled, harness.work(scheduled))
-    assert outputs[0].finished_requests == {"big"}
-
-
-def test_async_scheduling_plans_a_step_ahead(harness_for: Any) -> None:
-    """The class takes vLLM's asynchronous base by itself; outputs come a step later, rows stay
-    right.
+def test_async_scheduling_returns_the_same_positions(harness_for: Any) -> None:
+    """The class selects vLLM's asynchronous base. Outputs arrive a step later and positions stay
+    correct.
     """
     harness = harness_for(async_scheduling=True)
     assert isinstance(harness.scheduler, AsyncScheduler) and isinstance(
@@ -547,11 +510,11 @@ def test_async_scheduling_plans_a_step_ahead(harness_for: Any) -> None:
             sampled = {name: [9] for name in done.num_scheduled_tokens}
             harness.receive(harness.scheduler.update_from_output(done, harness.work(done, sampled)))
     assert not harness.scheduler.has_unfinished_requests()
-    assert harness.rows("r") == list(range(14)) and harness.rows("g") == [6, 7]
+    assert harness.positions_of("r") == list(range(14)) and harness.positions_of("g") == [6, 7]
 
 
-def test_it_refuses_to_share_its_field(tiny_language_model: Path) -> None:
-    """--return-sampling-mask would mix vLLM's masks with rows: a named error at start."""
+def test_return_sampling_mask_is_refused(tiny_language_model: Path) -> None:
+    """--return-sampling-mask uses the same output field, so it is refused at startup."""
     with pytest.raises(
         ValueError,
         match=r"^ARHiddenStatesScheduler sends .* --return-sampling-mask: use one of them$",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose turn it is when several chunks of a stream may be at work (`omni.chunks_in_flight`)."""
+"""The order of steps with several chunks of a session in flight (`omni.chunks_in_flight`)."""
 
 import math
 
@@ -14,7 +14,7 @@ STEPS = 4
 
 
 def streams(limit: int, session: str = "s") -> ScheduledStreams:
-    """With an established session: its first chunk is committed."""
+    """Return streams with an established session that has committed its first chunk."""
     found = ScheduledStreams(10.0, chunks_in_flight=limit)
     found.add_request("first", RequestFields(session, 0), 0.0)
     found.mark_stepped("first")
@@ -23,16 +23,15 @@ def streams(limit: int, session: str = "s") -> ScheduledStreams:
     return found
 
 
-def turns(found: ScheduledStreams, busy: tuple[str, ...] = ()) -> list[str]:
+def runnable_ids(found: ScheduledStreams, busy: tuple[str, ...] = ()) -> list[str]:
     return [request.request_id for request in found.runnable(busy)]
 
 
 @pytest.mark.parametrize(
     ("limit", "after", "steps", "expected"),
     [
-        # steps of chunks 1, 2, 3, ... (None = not begun) -> who may take the next step
+        # steps of chunks 1, 2, 3, ... (None = not started) -> chunks that may take the next step
         (1, 1, [None, None, None], [1]),
-        (1, 1, [2, None, None], [1]),
         (2, 1, [None, None, None], [1]),
         (2, 1, [0, None, None], [1]),
         (2, 1, [1, None, None], [1, 2]),
@@ -48,9 +47,10 @@ def turns(found: ScheduledStreams, busy: tuple[str, ...] = ()) -> list[str]:
         (4, 2, [3, 2, None], [1, 3]),
     ],
 )
-def test_a_chunk_stays_behind_the_one_before_it(
+def test_a_chunk_keeps_its_distance_to_its_predecessor(
     limit: int, after: int, steps: list[int | None], expected: list[int]
 ) -> None:
+    """Each chunk keeps `lag_steps` steps of distance to its predecessor."""
     found = streams(limit)
     found.order.lag_steps = after
     for chunk, step in enumerate(steps, 1):
@@ -58,73 +58,49 @@ def test_a_chunk_stays_behind_the_one_before_it(
         if step is not None:
             found.mark_stepped(str(chunk))
             found.advance(str(chunk), ChunkProgress(step, STEPS, 1), 0.0)
-    assert turns(found) == [str(chunk) for chunk in expected]
+    assert runnable_ids(found) == [str(chunk) for chunk in expected]
     assert [name for name in "123" if found.may_step(name)] == [str(chunk) for chunk in expected]
     assert len(found) == min(limit, 3)
 
 
 def test_steps_in_flight_count() -> None:
-    """Batches reach every stage in order: chunk 2 may be sent after chunk 1, before chunk 1 is
-    back.
+    """Batches reach every stage in order, so a step of chunk 2 may be sent before that of chunk 1
+    returns.
     """
     found = streams(2)
     for chunk in (1, 2):
         found.add_request(str(chunk), RequestFields("s", chunk), 0.0)
     found.mark_stepped("1")
-    assert turns(found, busy=("1",)) == ["2"]
+    assert runnable_ids(found, busy=("1",)) == ["2"]
     found.mark_stepped("2")
-    assert turns(found, busy=("1", "2")) == []
+    assert runnable_ids(found, busy=("1", "2")) == []
     found.advance("1", ChunkProgress(1, STEPS, 1), 0.0)
-    assert turns(found, busy=("2",)) == ["1"]
-
-
-def test_a_first_chunk_is_alone() -> None:
-    """Whether or not it says that it is one; a failed one establishes nothing."""
-    found = ScheduledStreams(10.0, chunks_in_flight=3)
-    for session, chunk in (("s", 0), ("t", math.inf)):
-        for number in range(2):
-            found.add_request(f"{session}{number}", RequestFields(session, chunk + number), 0.0)
-        found.mark_stepped(f"{session}0")
-    assert sorted(turns(found)) == ["s0", "t0"]
-    found.finish_request("s0", 0.0)
-    found.add_request("s2", RequestFields("s", 2), 0.0)
-    found.mark_stepped("s1")
-    assert "s2" not in turns(found), "s0 has failed"
-    found.committed("t0")
-    found.finish_request("t0", 0.0)
-    found.add_request("t2", RequestFields("t", math.inf), 0.0)
-    found.mark_stepped("t1")
-    assert turns(found) == ["s1", "t1", "t2"]
-    found.committed("s1")
-    found.add_request("s0", RequestFields("s", 0), 0.0)
-    assert not found.may_step("s0"), "a session that begins anew"
+    assert runnable_ids(found, busy=("2",)) == ["1"]
 
 
 @pytest.mark.parametrize("position", ["before", "after"])
-def test_a_session_operation_is_alone(position: str) -> None:
+def test_a_session_operation_runs_alone(position: str) -> None:
     found = streams(3)
     close = RequestFields("s", math.inf, is_chunk=False)
     if position == "before":
         found.add_request("close", close, 0.0)
         found.mark_stepped("close")
         found.add_request("1", RequestFields("s", 1), 0.0)
-        assert turns(found) == ["close"]
+        assert runnable_ids(found) == ["close"]
         return
     found.add_request("1", RequestFields("s", 1), 0.0)
     found.mark_stepped("1")
     found.add_request("close", close, 0.0)
-    assert turns(found) == ["1"]
+    assert runnable_ids(found) == ["1"]
     found.finish_request("1", 0.0)
-    assert turns(found) == ["close"]
+    assert runnable_ids(found) == ["close"]
 
 
 @settings(max_examples=150, deadline=None)
 @given(limit=st.integers(1, 5), after=st.integers(1, 3), data=st.data())
-def test_no_chunk_overtakes_and_all_come_to_their_end(
-    limit: int, after: int, data: st.DataObject
-) -> None:
-    """Any choice among those whose turn it is, some aborted: order, distance and number hold,
-    and nothing is stuck.
+def test_no_chunk_overtakes_and_all_chunks_end(limit: int, after: int, data: st.DataObject) -> None:
+    """For any choice of runnable chunks and some aborts, order, distance and number hold and all
+    chunks end.
     """
     found = streams(limit)
     found.order.lag_steps = after
@@ -134,7 +110,7 @@ def test_no_chunk_overtakes_and_all_come_to_their_end(
     done = dict.fromkeys(chunks, 0)
     left = list(chunks)
     while left:
-        offered = turns(found)
+        offered = runnable_ids(found)
         assert offered and 0 < len(offered) <= limit
         batch = data.draw(st.lists(st.sampled_from(offered), min_size=1, unique=True))
         before = dict(done)
@@ -148,7 +124,7 @@ def test_no_chunk_overtakes_and_all_come_to_their_end(
             if done[chunk] == STEPS:
                 assert chunk == left[0]
         ended = [chunk for chunk in batch if done[chunk] == STEPS]
-        if data.draw(st.integers(0, 9)) == 0:  # an abort takes those behind it that have begun
+        if data.draw(st.integers(0, 9)) == 0:  # an abort also ends started successors
             first = data.draw(st.sampled_from([chunk for chunk in left if done[chunk]]))
             ended += [
                 chunk for chunk in left[left.index(first) :] if done[chunk] and chunk not in ended
@@ -156,4 +132,4 @@ def test_no_chunk_overtakes_and_all_come_to_their_end(
         for chunk in ended:
             found.finish_request(chunk, 0.0)
             left.remove(chunk)
-    assert not len(found) and not turns(found)
+    assert not len(found) and not runnable_ids(found)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StreamBatchScheduler with several chunks of a stream at work (`omni.chunks_in_flight`)."""
+"""`StreamBatchScheduler` with several chunks of a session in flight (`omni.chunks_in_flight`)."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,12 +15,12 @@ STEPS = 3
 
 @pytest.fixture(params=["fifo", "deadline"])
 def new_harness(request: pytest.FixtureRequest, null_world: Path) -> Callable[..., Harness]:
-    """Everything here holds under both policies: without deadlines they do the same."""
+    """Both policies behave the same without deadlines."""
     return partial(Harness, null_world, scheduling=request.param)
 
 
 class Worker:
-    """Pretends to be one: every chunk takes `STEPS` steps."""
+    """A mocked worker. Every chunk takes `steps` steps."""
 
     def __init__(self, harness: Harness, steps: int = STEPS) -> None:
         self.harness, self.steps = harness, steps
@@ -44,8 +44,10 @@ class Worker:
         return sorted(names)
 
 
-def test_chunks_follow_one_step_behind(new_harness: Callable[..., Harness]) -> None:
-    """The session's first chunk alone, then a staircase as wide as the option says."""
+def test_chunks_follow_one_step_apart(new_harness: Callable[..., Harness]) -> None:
+    """The first chunk of the session runs alone. Later chunks follow one step apart, up to the
+    limit.
+    """
     harness = new_harness(chunks_in_flight=2)
     for chunk in range(4):
         harness.add(f"s{chunk}", "s", chunk)
@@ -62,10 +64,8 @@ def test_chunks_follow_one_step_behind(new_harness: Callable[..., Harness]) -> N
     assert not harness.scheduler.has_unfinished_requests()
 
 
-def test_a_chunk_that_is_too_close_is_held_back(new_harness: Callable[..., Harness]) -> None:
-    """The worker says how many steps chunks stay apart: one at work that is closer waits for the
-    one before it.
-    """
+def test_a_chunk_closer_than_the_lag_waits(new_harness: Callable[..., Harness]) -> None:
+    """The worker reports the distance of chunks. A running chunk that is closer waits."""
     harness = new_harness(chunks_in_flight=2)
     worker = Worker(harness, steps=5)
     for chunk in range(3):
@@ -76,30 +76,11 @@ def test_a_chunk_that_is_too_close_is_held_back(new_harness: Callable[..., Harne
     assert [worker.step() for _ in range(3)] == [["s1", "s2"], ["s1"], ["s1", "s2"]]
 
 
-def test_one_stream_keeps_two_stages_at_work(new_harness: Callable[..., Harness]) -> None:
-    """One chunk a batch; while one is on its way, the next is sent after it.
-
-    Results come back in order.
-    """
-    harness = new_harness(stages=2, chunks_in_flight=2)
-    # as of a pipeline whose stages own a step each: a trip is one engine step
-    worker = Worker(harness, steps=1)
-    for chunk in range(4):
-        harness.add(f"s{chunk}", "s", chunk)
-    first, first_output = harness.schedule()
-    assert (first, harness.schedule()[0]) == (["s0"], [])
-    worker.response(first_output)
-    in_flight = [harness.schedule(), harness.schedule()]
-    assert [names for names, _ in in_flight] == [["s1"], ["s2"]] and harness.schedule()[0] == []
-    assert worker.response(in_flight[0][1]) == ["s1"]
-    assert harness.schedule()[0] == ["s3"]
-
-
-@pytest.mark.parametrize("max_requests_per_step", [1, 2, 3])
-def test_a_small_batch_starves_no_one(
+@pytest.mark.parametrize("max_requests_per_step", [1, 2])
+def test_a_small_batch_starves_no_session(
     new_harness: Callable[..., Harness], max_requests_per_step: int
 ) -> None:
-    """Two streams of three chunks in flight each, in batches too small for them."""
+    """Two sessions have three chunks in flight each, which exceeds the batch."""
     harness = new_harness(max_requests_per_step=max_requests_per_step, chunks_in_flight=3)
     worker = Worker(harness)
     for chunk in range(5):
@@ -113,10 +94,8 @@ def test_a_small_batch_starves_no_one(
     assert not harness.scheduler.has_unfinished_requests()
 
 
-def test_an_abort_lets_the_others_end(new_harness: Callable[..., Harness]) -> None:
-    """What the runner answers for those behind it ends them; a chunk that is sent again begins
-    at once.
-    """
+def test_successors_of_an_aborted_chunk_end(new_harness: Callable[..., Harness]) -> None:
+    """The runner's errors end the successors. A chunk that is sent again starts immediately."""
     harness = new_harness(chunks_in_flight=3)
     worker = Worker(harness)
     for chunk in range(4):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StreamBatchScheduler under omni.scheduling 'deadline': the policy's batch is what stock vLLM
-then runs.
+"""`StreamBatchScheduler` with omni.scheduling 'deadline': vLLM runs the batch that the policy
+chooses.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ from vllm_omni.core.step_protocol import SchedulerNote
 
 
 def harness(model: Path, costs: StepCosts = StepCosts(size_s=0.2), **omni: Any) -> Harness:  # noqa: B008 (frozen)
-    """With given instead of measured costs; a size is 1 until a worker says otherwise."""
+    """Return a harness with given costs. A request has size 1 until the worker reports another."""
     made = Harness(model, scheduling="deadline", **omni)
     made.scheduler._cost_model.costs = costs
     made.scheduler._cost_model.observe = lambda *args: None  # type: ignore[method-assign]
@@ -30,8 +30,8 @@ def note(run: Harness, name: str) -> SchedulerNote:
     return SchedulerNote.read_extra_kwargs(params.extra_kwargs)
 
 
-def test_the_urgent_one_goes_first_and_alone_if_it_must(null_world: Path) -> None:
-    """Arrived last; as soon as it is done the others go on, with nothing lost."""
+def test_an_urgent_request_runs_first(null_world: Path) -> None:
+    """An urgent request that arrives last runs first. The others continue afterwards."""
     run = harness(null_world)
     run.add("a", "a", deadline_s=60.0)
     assert run.step() == ["a"]
@@ -44,16 +44,9 @@ def test_the_urgent_one_goes_first_and_alone_if_it_must(null_world: Path) -> Non
     assert not run.scheduler.has_unfinished_requests()
 
 
-def test_with_time_to_spare_the_batch_is_as_large_as_allowed(null_world: Path) -> None:
-    run = harness(null_world, max_requests_per_step=3)
-    for name in "abcd":
-        run.add(name, name, deadline_s=60.0)
-    assert run.step() == ["a", "b", "c"]
-
-
-def test_what_waits_behind_the_batch_is_not_lost(null_world: Path) -> None:
-    """A running request that is left out stays running, an unstarted one stays waiting, both in
-    their order.
+def test_requests_outside_the_batch_keep_their_order(null_world: Path) -> None:
+    """Running requests outside the batch stay running and new ones stay waiting, both in their
+    order.
     """
     run = harness(null_world, max_requests_per_step=1)
     for number, name in enumerate("abc"):
@@ -65,37 +58,8 @@ def test_what_waits_behind_the_batch_is_not_lost(null_world: Path) -> None:
     assert order == ["c", "d", "d", "c", "b", "a"]
 
 
-def test_a_session_waits_for_its_own_earlier_chunk_however_urgent_the_next(
-    null_world: Path,
-) -> None:
-    run = harness(null_world)
-    run.add("s0", "s", 0, deadline_s=60.0)
-    run.add("s1", "s", 1, deadline_s=0.1)
-    assert [run.step(), run.step(done=["s0"]), run.step()] == [["s0"], ["s0"], ["s1"]]
-
-
-def test_a_result_on_its_way_is_fetched_with_whatever_runs(null_world: Path) -> None:
-    run = harness(null_world, max_requests_per_step=1)
-    run.add("a", "a", deadline_s=60.0)
-    run.add("b", "b", deadline_s=50.0)
-    assert run.step(denoised=["b"]) == ["b"]
-    assert sorted(run.step(done=["b"])) == ["a", "b"]
-
-
-@pytest.mark.parametrize("aborted", ["urgent", "a"])
-def test_an_abort_frees_the_place(null_world: Path, aborted: str) -> None:
-    run = harness(null_world)
-    run.add("a", "a", deadline_s=60.0)
-    run.add("urgent", "u", deadline_s=0.1)
-    assert run.step() == ["urgent"]
-    run.scheduler.finish_requests(aborted, RequestStatus.FINISHED_ABORTED)
-    left = "a" if aborted == "urgent" else "urgent"
-    assert run.step(done=[left]) == [left]
-    assert not run.scheduler.has_unfinished_requests() and not len(run.scheduler._streams)
-
-
 def test_an_abort_while_the_step_is_in_flight(null_world: Path) -> None:
-    """With two batches in flight, as with two pipeline stages."""
+    """Two batches are in flight, as with two pipeline stages."""
     run = harness(null_world, stages=2)
     run.add("a", "a", deadline_s=60.0)
     run.add("b", "b", deadline_s=60.0)
@@ -109,7 +73,7 @@ def test_an_abort_while_the_step_is_in_flight(null_world: Path) -> None:
 
 
 def test_more_sessions_than_vllm_may_run(null_world: Path) -> None:
-    """With every running slot taken, an urgent newcomer waits, and nothing stands still."""
+    """With all running slots taken, an urgent request waits and the others continue."""
     run = harness(null_world, max_requests_per_step=2)
     run.scheduler.max_num_active_reqs = 2
     run.add("a", "a", deadline_s=60.0)
@@ -120,20 +84,9 @@ def test_more_sessions_than_vllm_may_run(null_world: Path) -> None:
     assert "urgent" in run.step()
 
 
-def test_of_two_newcomers_the_urgent_one_gets_the_last_place(null_world: Path) -> None:
-    """Of those that may run, one place is free: arrival does not decide."""
-    run = harness(null_world, StepCosts())
-    run.scheduler.max_num_active_reqs = 2
-    run.add("a", "a", deadline_s=60.0)
-    run.step()
-    run.add("patient", "p", deadline_s=60.0)
-    run.add("urgent", "u", deadline_s=5.0)
-    assert sorted(run.step()) == ["a", "urgent"]
-
-
-def test_a_pause_lets_what_runs_come_to_its_end(null_world: Path) -> None:
-    """`PAUSED_NEW`: nothing new starts, the running one is not held up by a more urgent
-    newcomer.
+def test_a_pause_lets_running_requests_end(null_world: Path) -> None:
+    """With `PAUSED_NEW` nothing new starts, and a more urgent request does not stop the running
+    one.
     """
     run = harness(null_world)
     run.add("a", "a", deadline_s=60.0)
@@ -145,8 +98,8 @@ def test_a_pause_lets_what_runs_come_to_its_end(null_world: Path) -> None:
     assert run.step() == ["urgent"]
 
 
-def test_a_stream_that_cannot_be_held_gets_a_note_and_ends_at_once(null_world: Path) -> None:
-    """It takes a place in one batch, for its answer; its session is forgotten with it."""
+def test_a_refused_stream_receives_a_note_and_ends(null_world: Path) -> None:
+    """The refused request is in one batch to receive its error. Its session is removed with it."""
     run = harness(null_world, target_fps=16)
     run.add("s0", "s", 0, deadline_s=60.0, chunk_period_s=0.5)
     _, output = run.schedule()
@@ -159,10 +112,8 @@ def test_a_stream_that_cannot_be_held_gets_a_note_and_ends_at_once(null_world: P
 
 
 @pytest.mark.parametrize("ended", ["done", "denoised"])
-def test_a_stream_whose_chunk_has_just_ended_still_counts(null_world: Path, ended: str) -> None:
-    """Its next chunk is about to come; two that are refused together are answered together, and
-    forgotten.
-    """
+def test_a_stream_between_chunks_counts_for_refusals(null_world: Path, ended: str) -> None:
+    """Its next chunk is expected. Two streams refused together receive errors and are removed."""
     run = harness(null_world, target_fps=16)
     run.add("s0", "s", 0, deadline_s=60.0, chunk_period_s=0.5)
     _, output = run.schedule()
@@ -175,7 +126,7 @@ def test_a_stream_whose_chunk_has_just_ended_still_counts(null_world: Path, ende
     assert set(run.scheduler._streams._streams) == {"s"}
 
 
-def test_a_chunk_that_would_be_late_is_notified_to_do_with_less(null_world: Path) -> None:
+def test_a_chunk_that_would_be_late_is_degraded(null_world: Path) -> None:
     run = harness(null_world, degradations=["fewer_steps"])
     run.add("s0", "s", 0, deadline_s=60.0)
     _, output = run.schedule()
@@ -187,9 +138,9 @@ def test_a_chunk_that_would_be_late_is_notified_to_do_with_less(null_world: Path
     assert note_of_last(run) == ["fewer_steps"]
 
 
-def test_what_a_level_saves_at_a_chunks_end_is_measured(null_world: Path) -> None:
-    """The model is told which sizes ended at which level at least: chunk 0 at none, chunk 1 at
-    both.
+def test_the_cost_of_the_end_of_a_chunk_is_measured_per_level(null_world: Path) -> None:
+    """The cost model receives the sizes that ended at each level or above: chunk 0 at none, chunk 1
+    at both.
     """
     run = harness(null_world, degradations=["fewer_steps", "tiny_vae"])
     reported: list[tuple[float, ...]] = []
@@ -211,16 +162,16 @@ DEFAULT_COSTS = StepCosts()
 def observed(
     model: Path, costs: StepCosts = DEFAULT_COSTS, **omni: Any
 ) -> tuple[Harness, list[tuple[Any, ...]]]:
-    """A harness, and what its cost model is told: sizes of a batch, of those that begin and end
-    in it, its seconds.
+    """Return a harness and the calls of its cost model: the sizes of a batch, of chunks that start
+    and end in it, and its duration.
     """
     run, reported = harness(model, costs, **omni), []
     run.scheduler._cost_model.observe = lambda *args: reported.append(args)  # type: ignore[method-assign, func-returns-value]
     return run, reported
 
 
-def test_who_starts_and_who_ends_is_measured(null_world: Path) -> None:
-    """A chunk ends with its last step, although its result is still on its way."""
+def test_sizes_of_started_and_ended_chunks_are_measured(null_world: Path) -> None:
+    """A chunk ends with its last step although its result is pending."""
     run, reported = observed(null_world)
     run.add("a", "a", deadline_s=60.0)
     _, output = run.schedule()
@@ -231,7 +182,7 @@ def test_who_starts_and_who_ends_is_measured(null_world: Path) -> None:
 
 
 def test_steps_of_a_stock_worker_are_measured(null_world: Path) -> None:
-    """By the clock; a request has ended if the engine knows it no more."""
+    """Steps are timed by the clock. A request has ended if the engine has removed it."""
     run, reported = observed(null_world)
     run.add("a", "a", deadline_s=60.0)
     for done in ((), ("a",)):
@@ -239,10 +190,8 @@ def test_steps_of_a_stock_worker_are_measured(null_world: Path) -> None:
     assert [args[:3] for args in reported] == [(1.0, 1.0, 0), (1.0, 0, 1.0)]
 
 
-def test_a_host_that_is_ahead_reports_the_device_time_of_the_step_before(null_world: Path) -> None:
-    """Sizes of a batch wait for its time, which comes with the next answer; until then nothing
-    is measured.
-    """
+def test_device_times_are_matched_to_earlier_steps(null_world: Path) -> None:
+    """The sizes of a batch are stored until its duration arrives with a later output."""
     run, reported = observed(null_world, degradations=["fewer_steps"])
     run.add("a", "a", deadline_s=60.0)
     _, output = run.schedule()
@@ -257,11 +206,11 @@ def test_a_host_that_is_ahead_reports_the_device_time_of_the_step_before(null_wo
 
 
 @pytest.mark.parametrize(("unfinished", "own_s"), [(True, 0.1 + 0.2 * 3 + 0.01 * 3), (False, 0.0)])
-def test_the_device_is_free_when_the_step_it_is_at_has_ended(
+def test_the_end_of_the_running_step_is_predicted(
     null_world: Path, unfinished: bool, own_s: float
 ) -> None:
-    """Predicted from the batch's sizes if the host is ahead: here three requests of size 1 that
-    begin.
+    """If the host is ahead, the end is predicted from the sizes of the batch, here three new
+    requests.
     """
     run, _ = observed(null_world, StepCosts(step_s=0.1, size_s=0.2, first_s=0.01, last_s=0.05))
     for name in "abc":
@@ -277,14 +226,14 @@ def test_the_device_is_free_when_the_step_it_is_at_has_ended(
 
 
 def note_of_last(run: Harness) -> list[str]:
-    """The note of the request that was new in the last batch."""
+    """Return the degradations in the note of the new request of the last batch."""
     assert run.last is not None
     params = run.last.scheduled_new_reqs[0].pooling_params
     assert params is not None
     return SchedulerNote.read_extra_kwargs(params.extra_kwargs).degradations
 
 
-def test_a_client_cannot_write_the_note(null_world: Path) -> None:
+def test_a_client_cannot_forge_the_note(null_world: Path) -> None:
     run = harness(null_world)
     run.add(
         "a", "a", extra={"omni_scheduler": {"refused": "mine", "degradations": ["fewer_steps"]}}
@@ -293,7 +242,7 @@ def test_a_client_cannot_write_the_note(null_world: Path) -> None:
 
 
 def test_step_costs_are_measured(null_world: Path) -> None:
-    """A worker whose steps take 10 ms: known after ten steps, within the jitter of this machine."""
+    """After ten steps of 10 ms the cost is known within the jitter of the machine."""
     run = Harness(null_world, scheduling="deadline")
     run.add("a", "a", deadline_s=60.0)
     for step in range(1, 11):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's note on a request: it takes nothing away of what the client sent."""
+"""The scheduler's note on a request keeps the fields of the client."""
 
 from typing import Any
 
@@ -13,8 +13,8 @@ def params(extra: dict[str, Any] | None) -> PoolingParams:
     return PoolingParams(task="plugin", extra_kwargs=extra)
 
 
-def test_a_note_stands_alongside_what_the_client_sent() -> None:
-    """In a copy; the client's object stays as it is."""
+def test_a_note_is_added_to_the_fields_of_the_client() -> None:
+    """The note is added to a copy; the client's object does not change."""
     sent = params({"omni": {"session_id": "s"}, "omni_tensors": b"x"})
     noted = SchedulerNote(refused="full", degradations=["fewer_steps"]).attach_to_params(sent)
     assert sent.extra_kwargs == {"omni": {"session_id": "s"}, "omni_tensors": b"x"}
@@ -28,8 +28,8 @@ def test_a_note_stands_alongside_what_the_client_sent() -> None:
 
 
 @pytest.mark.parametrize("extra", [None, {}, {"omni": {"session_id": "s"}}])
-def test_without_a_note_there_is_nothing_to_take_away(extra: dict[str, Any] | None) -> None:
-    """Not even a copy is made; and an empty note is read."""
+def test_params_without_a_note_are_not_copied(extra: dict[str, Any] | None) -> None:
+    """No copy is made, and an empty note is read."""
     sent = params(extra)
     assert without_note(sent) is sent and SchedulerNote.read_extra_kwargs(extra) == SchedulerNote()
     noted = SchedulerNote(degradations=["a"]).attach_to_params(sent)

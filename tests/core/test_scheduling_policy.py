@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The deadline policy as decision tables, and properties for any live requests (hypothesis)."""
+"""The deadline policy as decision tables, and compared with its definition on random queues."""
 
 import dataclasses
-import math
 import random
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_omni.core.sched.policy import (
@@ -22,9 +21,9 @@ from vllm_omni.core.sched.policy import (
 )
 
 LINEAR = StepCosts(size_s=0.1)
-"""A step takes 0.1 s for each request in it: batching saves nothing."""
+"""A step takes 0.1 s per request, so batching saves no time."""
 SHARED = StepCosts(step_s=0.1, size_s=0.001)
-"""A step takes about 0.1 s, however many share it."""
+"""A step takes about 0.1 s for any number of requests."""
 
 
 def live(name: str, deadline_s: float, steps: int = 1, **fields: Any) -> LiveRequest:
@@ -45,200 +44,101 @@ def names(batch: list[LiveRequest]) -> str:
 @pytest.mark.parametrize(
     ("requests", "costs", "most", "expected"),
     [
-        pytest.param([], LINEAR, 4, "", id="nothing to do"),
+        pytest.param([], LINEAR, 4, "", id="no requests"),
         pytest.param(
             [live("a", 9), live("b", 8)],
             LINEAR,
             4,
             "ba",
-            id="due first goes first; time for both at once",
+            id="the earlier deadline first; time for both",
         ),
         pytest.param(
-            [live("a", 9), live("b", 9)], LINEAR, 1, "a", id="of equals, the earlier arrival"
+            [live("a", 9), live("b", 9)], LINEAR, 1, "a", id="equal deadlines: the earlier arrival"
         ),
         pytest.param(
-            [live("a", 0.1), live("b", 9)], LINEAR, 4, "a", id="sharing the step would make a late"
+            [live("a", 0.1), live("b", 9)], LINEAR, 4, "a", id="a shared step would make a late"
         ),
-        pytest.param([live("a", 0.1), live("b", 9)], SHARED, 4, "a", id="even by a millisecond"),
+        pytest.param([live("a", 0.1), live("b", 9)], SHARED, 4, "a", id="by a millisecond"),
         pytest.param(
             [live("a", 0.11), live("b", 9)],
             SHARED,
             4,
             "ab",
-            id="unless its deadline leaves that much",
+            id="a shared step leaves a in time",
         ),
         pytest.param(
             [live("a", 9, 3), live("b", 1.0, 4), live("c", 1.0, 4)],
             LINEAR,
             4,
             "bca",
-            id="room for all three",
+            id="time for all three",
         ),
         pytest.param(
             [live("a", 9, 3), live("b", 0.4, 4)],
             LINEAR,
             4,
             "b",
-            id="every step counts, not only the next",
+            id="all remaining steps count",
         ),
         pytest.param(
-            [live(name, 9) for name in "abcdef"], LINEAR, 4, "abcd", id="never more than allowed"
+            [live(name, 9) for name in "abcdef"], LINEAR, 4, "abcd", id="at most the limit"
         ),
         pytest.param(
             [live("a", -1), live("b", -2)],
             LINEAR,
             4,
             "b",
-            id="both late: one by one, the longest late first",
+            id="both late: the earlier deadline alone",
         ),
         pytest.param(
             [live("a", -1), live("b", -2)],
             SHARED,
             4,
             "ba",
-            id="both late: together if that is quicker",
+            id="both late: together if that is faster",
         ),
         pytest.param(
             [live("a", -1, 2), live("b", 0.35)],
             LINEAR,
             4,
             "a",
-            id="a late one delays no one who can make it",
+            id="a late request delays none in time",
         ),
         pytest.param(
             [live("a", 0.1), live("b", 0.1)],
             StepCosts(),
             4,
             "ab",
-            id="costs unknown: as many as allowed",
+            id="costs unknown: the limit",
         ),
         pytest.param(
             [live("a", 10, has_deadline=False), live("b", 0.5)],
             LINEAR,
             4,
             "ba",
-            id="without a deadline: along with others",
+            id="without a deadline: shares the step",
         ),
         pytest.param(
             [live("a", -5, has_deadline=False), live("b", 0.1)],
             LINEAR,
             4,
             "ab",
-            id="waited out its patience: it goes first",
+            id="overdue without a deadline: first",
         ),
     ],
 )
-def test_who_shares_the_next_step(
+def test_requests_that_share_the_next_step(
     requests: list[LiveRequest], costs: StepCosts, most: int, expected: str
 ) -> None:
     assert names(choose_batch(0.0, requests, costs, most)) == expected
 
 
-def test_decoding_counts_in_the_step_that_ends_a_chunk() -> None:
-    """b's last step brings its decode along: a, due before it ends, goes alone."""
-    costs = StepCosts(size_s=0.1, last_s=1.0)
-    assert names(choose_batch(0.0, [live("a", 1.3, 1), live("b", 9, 1)], costs, 4)) == "a"
-    assert names(choose_batch(0.0, [live("a", 1.3, 1), live("b", 9, 2)], costs, 4)) == "ab"
-
-
-REQUESTS = st.lists(
-    st.builds(
-        LiveRequest,
-        request_id=st.just("r"),
-        deadline_s=st.floats(-2, 20),
-        has_deadline=st.booleans(),
-        steps_left=st.integers(1, 8),
-        started=st.booleans(),
-        size=st.floats(0.1, 4),
-        order=st.integers(0, 10**9),
-    ),
-    max_size=24,
-    unique_by=lambda request: request.order,
-)
-COSTS = st.builds(
-    StepCosts,
-    step_s=st.floats(0, 0.2),
-    size_s=st.floats(0.001, 0.2),
-    first_s=st.floats(0, 0.2),
-    last_s=st.floats(0, 0.5),
-)
-
-
-def ends(requests: list[LiveRequest], batch: list[LiveRequest], costs: StepCosts) -> list[float]:
-    """When each is done if `batch` takes its step now and then everybody is served one by one,
-    due first.
-    """
-    together = costs.step_s + sum(costs.of_step(request) for request in batch)
-    clock, result = together, []
-    for request in sorted(requests, key=lambda r: (r.deadline_s, r.order)):
-        step = costs.step_s + costs.of_step(request)
-        rest = (
-            costs.of_chunk(request.steps_left, request.size, request.started)
-            if request.has_deadline
-            else step
-        )
-        if request in batch:
-            rest -= step
-        clock += rest
-        result.append(together if request in batch and request.steps_left == 1 else clock)
-    return result
-
-
-@given(REQUESTS, COSTS, st.integers(1, 6))
-def test_the_batch_is_the_most_urgent_few(
-    requests: list[LiveRequest], costs: StepCosts, most: int
-) -> None:
-    """Never empty, never too many, and nobody outside is due before anybody inside."""
-    batch = choose_batch(0.0, requests, costs, most)
-    order = sorted(requests, key=lambda r: (r.deadline_s, r.order))
-    assert batch == order[: len(batch)]
-    assert min(1, len(requests)) <= len(batch) <= most
-
-
-@given(REQUESTS, COSTS, st.integers(1, 6))
-def test_no_deadline_is_given_up_for_a_larger_batch(
-    requests: list[LiveRequest], costs: StepCosts, most: int
-) -> None:
-    """Whoever would be in time if the most urgent request went alone is in time with the chosen
-    batch as well.
-
-    Unless most are late one by one: then only batches can help, and one deadline no longer decides.
-    """
-    order = sorted(requests, key=lambda r: (r.deadline_s, r.order))
-    alone = ends(requests, order[:1], costs)
-    with_deadline = [
-        (end, request) for end, request in zip(alone, order, strict=True) if request.has_deadline
-    ]
-    # A hair's breadth more than the policy's own rule, against rounding.
-    assume(
-        2 * sum(end > request.deadline_s - 1e-6 for end, request in with_deadline)
-        <= len(with_deadline)
-    )
-    chosen = ends(requests, choose_batch(0.0, requests, costs, most), costs)
-    for request, one_by_one, batched in zip(order, alone, chosen, strict=True):
-        if request.has_deadline and one_by_one <= request.deadline_s:
-            assert batched <= request.deadline_s + 1e-6
-
-
-def test_where_most_are_late_one_by_one_they_share_steps() -> None:
-    """Eight streams that only a batch can serve in time: the one deadline that a batch of one
-    keeps does not decide.
-    """
-    requests = [live("abcdefgh"[number], 0.101 if number == 0 else 0.4, 3) for number in range(8)]
-    assert names(choose_batch(0.0, requests, SHARED, 8)) == "abcdefgh"
-
-
-@given(REQUESTS, COSTS)
-def test_the_order_of_arrival_in_the_list_does_not_matter(
-    requests: list[LiveRequest], costs: StepCosts
-) -> None:
-    assert choose_batch(0.0, requests, costs, 4) == choose_batch(0.0, requests[::-1], costs, 4)
-
-
 @given(st.integers(1, 12), st.integers(1, 4), st.floats(0.5, 5))
-def test_no_one_starves(num_streams: int, most: int, patience_s: float) -> None:
-    """Streams that are always late and one request without a deadline: each of its steps comes
-    soon after it is due.
+def test_a_request_without_a_deadline_does_not_starve(
+    num_streams: int, most: int, patience_s: float
+) -> None:
+    """Streams are always late, and each step of a request without a deadline still runs soon after
+    it is due.
     """
     costs, now_s, arrivals = StepCosts(size_s=0.1), 0.0, num_streams
     waiting = live("w", patience_s, 3, has_deadline=False, order=-1)
@@ -247,7 +147,7 @@ def test_no_one_starves(num_streams: int, most: int, patience_s: float) -> None:
         batch = choose_batch(now_s, [waiting, *others], costs, most)
         now_s += costs.step_s + sum(costs.of_step(request) for request in batch)
         if waiting in batch:
-            # Whoever was due before is done first: at most one chunk of each stream.
+            # Earlier requests end first: at most one chunk of each stream.
             assert now_s <= waiting.deadline_s + 0.1 * (2 * num_streams + most) + 0.2
             waiting.deadline_s, waiting.steps_left = now_s + patience_s, waiting.steps_left - 1
         for request in batch:
@@ -258,31 +158,24 @@ def test_no_one_starves(num_streams: int, most: int, patience_s: float) -> None:
                     request.deadline_s, request.steps_left, request.order = now_s + 0.2, 2, arrivals
 
 
-def test_predicted_end_counts_what_is_due_before() -> None:
-    requests = [live("a", 1, 2), live("b", 2, 3), live("c", 3, 4)]
-    assert predicted_end_s(10.0, requests[1], requests, LINEAR) == pytest.approx(10.5)
-
-
 @pytest.mark.parametrize(
     ("others", "new", "held"),
     [
         pytest.param([], Demand(0.75, 0.4), True, id="alone, half the time"),
         pytest.param([Demand(0.75, 0.35)], Demand(0.75, 0.35), True, id="two fit"),
         pytest.param([Demand(0.75, 0.4)], Demand(0.75, 0.4), False, id="two do not fit"),
-        pytest.param([Demand(3.0, 0.4)], Demand(0.75, 0.4), True, id="beside a slow one"),
+        pytest.param([Demand(3.0, 0.4)], Demand(0.75, 0.4), True, id="with a slow one"),
         pytest.param([], Demand(0.75, 0.8), False, id="not even alone"),
-        pytest.param([Demand(0.75, 0.4)], Demand(0.75, 0.0), True, id="nothing known: taken"),
+        pytest.param([Demand(0.75, 0.4)], Demand(0.75, 0.0), True, id="nothing known: accepted"),
         pytest.param(
             [Demand(0.75, 0.9)],
             Demand(0.75, 0.0),
             True,
-            id="nothing known: taken beside any others",
+            id="nothing known: accepted with others",
         ),
     ],
 )
-def test_a_stream_that_cannot_be_held_is_refused(
-    others: list[Demand], new: Demand, held: bool
-) -> None:
+def test_a_stream_above_capacity_is_refused(others: list[Demand], new: Demand, held: bool) -> None:
     reason = refuses(others, new)
     assert (reason is None) == held
     assert reason is None or f"{MAX_UTILISATION:.0%}" in reason
@@ -292,33 +185,25 @@ def test_a_stream_that_cannot_be_held_is_refused(
     ("level", "costs_s", "deadline_s", "expected"),
     [
         pytest.param(0, [0.4, 0.2], 1.0, 0, id="in time"),
-        pytest.param(0, [0.4, 0.2], 0.3, 1, id="in time only with less"),
-        pytest.param(0, [0.4, 0.2], 0.1, 1, id="late with everything: the cheapest"),
-        pytest.param(1, [0.4, 0.2], 0.45, 1, id="back only with a margin"),
-        pytest.param(1, [0.4, 0.2], 0.5, 0, id="which it has"),
-        pytest.param(0, [0.4, 0.3, 0.1], 0.35, 1, id="the cheapest loss first"),
-        pytest.param(0, [0.4], 0.1, 0, id="nothing to give up"),
+        pytest.param(0, [0.4, 0.2], 0.3, 1, id="in time only when degraded"),
+        pytest.param(0, [0.4, 0.2], 0.1, 1, id="always late: the cheapest level"),
+        pytest.param(1, [0.4, 0.2], 0.45, 1, id="better level only with a margin"),
+        pytest.param(1, [0.4, 0.2], 0.5, 0, id="with the margin"),
+        pytest.param(0, [0.4, 0.3, 0.1], 0.35, 1, id="the smallest degradation first"),
+        pytest.param(0, [0.4], 0.1, 0, id="no other level"),
     ],
 )
-def test_quality_is_given_up_only_to_be_in_time(
+def test_a_chunk_is_degraded_only_to_be_in_time(
     level: int, costs_s: list[float], deadline_s: float, expected: int
 ) -> None:
     assert choose_level(level, costs_s, deadline_s, start_s=0.0, period_s=1.0) == expected
 
 
-def test_costs_add_up() -> None:
-    costs = StepCosts(step_s=0.01, size_s=0.1, first_s=0.02, last_s=0.3)
-    fresh = live("a", math.inf, 1, started=False, size=2.0)
-    assert costs.of_step(fresh) == pytest.approx(0.84)
-    assert costs.of_chunk(5, 2.0) == pytest.approx(5 * 0.01 + 2 * (5 * 0.1 + 0.02 + 0.3))
-
-
 def chosen_by_definition(
     requests: list[LiveRequest], costs: StepCosts, most: int
 ) -> list[LiveRequest]:
-    """What `choose_batch` promises, reckoned anew for every size of the batch.
-
-    Exact for numbers like 3/8.
+    """Return the batch by the definition of `choose_batch`, computed for every batch size. Values
+    such as 3/8 make the result exact.
     """
     queue = sorted(requests, key=lambda r: (r.deadline_s, r.order))
     most = min(most, len(queue))
@@ -340,7 +225,7 @@ def chosen_by_definition(
     best, best_wait = 1, 0.0
     for k in range(1, most + 1):
         together = costs.step_s + sum(costs.of_step(r) for r in queue[:k])
-        # How much later than one by one the batch lets each request have its step.
+        # Delay of each request's step compared with one-by-one service.
         later = [
             together - sum(one_step(r, costs) for r in queue[: min(i, k - 1) + 1])
             for i in range(len(queue))
@@ -363,12 +248,10 @@ def one_step(request: LiveRequest, costs: StepCosts) -> float:
     return costs.step_s + costs.of_step(request)
 
 
-@pytest.mark.parametrize("tight", [0.5, 1.0, 2.0, 8.0])
-def test_the_batch_is_the_one_that_the_definition_gives(tight: float) -> None:
-    """A thousand random queues, deadlines `tight` times the work that is there on average; all sums
-    are exact.
-
-    Costs of beginning and ending may be below zero: they are fitted to measurements.
+@pytest.mark.parametrize("tight", [0.5, 1.0, 8.0])
+def test_the_batch_equals_its_definition(tight: float) -> None:
+    """One thousand random queues have deadlines of on average `tight` times the work. All sums are
+    exact. Costs of a start and an end may be negative because they are fitted to measurements.
     """
     rng = random.Random(int(tight * 8))
     sizes = set()
@@ -398,7 +281,7 @@ def test_the_batch_is_the_one_that_the_definition_gives(tight: float) -> None:
         assert choose_batch(0.0, requests, costs, most) == expected, (requests, costs, most)
         later = [dataclasses.replace(r, deadline_s=r.deadline_s + 64) for r in requests]
         assert len(choose_batch(64.0, later, costs, most)) == len(expected), (
-            "only the time left matters"
+            "only the remaining time counts"
         )
         sizes.add(len(expected))
     assert sizes >= {1, 2, 3, 4}
@@ -416,20 +299,20 @@ def test_the_batch_is_the_one_that_the_definition_gives(tight: float) -> None:
         (StepCosts(1, 2, 4, -100), 0, 2, True, 2 * 0.5, 0.0),
     ],
 )
-def test_what_a_request_takes_at_its_level(
+def test_costs_of_a_request_at_its_level(
     costs: StepCosts, level: int, steps_left: int, started: bool, step_s: float, chunk_s: float
 ) -> None:
-    """Of size 0.5; its next step, and all that are left."""
+    """The request has size 0.5. Its next step and its remaining steps are costed."""
     request = live("a", 9, steps_left, started=started, size=0.5, level=level)
     assert costs.of_step(request) == step_s
     assert costs.of_chunk(steps_left, 0.5, started, level) == chunk_s
-    assert level or costs.of_chunk(steps_left, 0.5, started) == chunk_s, "full quality, unless told"
+    assert level or costs.of_chunk(steps_left, 0.5, started) == chunk_s, (
+        "the default is full quality"
+    )
 
 
-def test_the_end_is_predicted_from_everybody_ahead() -> None:
-    """Chunks with a deadline to their end, of the others one step each; at their level, and
-    begun or not.
-    """
+def test_the_end_is_predicted_from_earlier_requests() -> None:
+    """Earlier chunks with a deadline count to their end and others with one step."""
     costs = StepCosts(1, 2, 4, 8, (16,))
     requests = [
         live("a", 1, 2, level=1),
@@ -444,22 +327,12 @@ def test_the_end_is_predicted_from_everybody_ahead() -> None:
         )
 
 
-def test_a_refusal_names_the_numbers() -> None:
-    """What the stream would take, what the others take, what there is, and what to do."""
+def test_a_refusal_contains_the_loads() -> None:
+    """The message contains the load of the stream, the load of others, the limit and a remedy."""
     assert refuses([Demand(0.5, 0.1), Demand(1.0, 0.25)], Demand(0.75, 0.6)) == (
         "a chunk every 0.75 s would take 80% of the engine's time, 2 live streams take 45%, and at "
         "most 95% "
         "can be used: request a lower frame rate or try again later"
     )
-    assert refuses([], Demand(1.0, MAX_UTILISATION)) is None, "exactly all that may be held"
+    assert refuses([], Demand(1.0, MAX_UTILISATION)) is None, "exactly the limit"
     assert refuses([Demand(1.0, 0.9)], Demand(1.0, 0.05 + 1e-6)) is not None
-
-
-def test_a_better_level_needs_a_tenth_of_a_period_more() -> None:
-    """To the moment; the level that a stream has needs none, a worse one neither."""
-    assert choose_level(1, [0.5, 0.25], 1.75, start_s=1.0, period_s=2.5) == 0
-    assert choose_level(1, [0.5, 0.25], 1.74, start_s=1.0, period_s=2.5) == 1
-    assert choose_level(0, [0.5, 0.25], 1.5, start_s=1.0, period_s=2.5) == 0
-    assert choose_level(2, [9, 8, 0.5, 0.25], 1.5, start_s=1.0, period_s=2.5) == 2
-    assert choose_level(2, [9, 8, 0.5, 0.25], 1.25, start_s=1.0, period_s=2.5) == 3
-    assert choose_level(2, [9, 8, 0.5, 0.25], 1.2, start_s=1.0, period_s=2.5) == 3

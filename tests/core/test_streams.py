@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams: turns within a session, due times, steps and sizes learnt from chunks, live streams."""
+"""`ScheduledStreams`: order within a session, due times, predicted steps and sizes, degradation
+levels, and refusals.
+"""
 
 import math
 
 import pytest
 
 from vllm_omni.core.sched.policy import LiveRequest, StepCosts
-from vllm_omni.core.sched.streams import RequestFields, ScheduledStream, ScheduledStreams
+from vllm_omni.core.sched.streams import RequestFields, ScheduledStreams
 from vllm_omni.core.step_protocol import ChunkProgress
 
 COSTS = StepCosts(size_s=0.1)
@@ -30,6 +32,7 @@ def finish(
 
 
 def test_one_request_of_a_session_at_a_time_by_chunk_index() -> None:
+    """One chunk of a session runs at a time, by index; a started one is not overtaken."""
     streams = ScheduledStreams(10.0)
     for chunk in (2, 1):
         streams.add_request(f"s{chunk}", fields("s", chunk), 0.0)
@@ -37,37 +40,13 @@ def test_one_request_of_a_session_at_a_time_by_chunk_index() -> None:
     assert heads(streams) == ["s1", "t0"] and len(streams) == 2
     streams.mark_stepped("s1")
     streams.add_request("s0", fields("s", 0), 0.0)
-    assert heads(streams) == ["s1", "t0"], "what has begun is not overtaken"
+    assert heads(streams) == ["s1", "t0"], "a started chunk is not overtaken"
     streams.finish_request("s1", 0.0)
     streams.finish_request("s1", 0.0)
     assert sorted(heads(streams)) == ["s0", "t0"]
 
 
-def test_due_times() -> None:
-    """A deadline counts from arrival; of requests without one a step is due every `patience_s`,
-    begun ones first.
-    """
-    streams = ScheduledStreams(10.0)
-    for number, name in enumerate("abc"):
-        streams.add_request(
-            name, fields(name, deadline_s=0.5 if name == "a" else None), 100.0 + number
-        )
-    a, b, c = streams.runnable(())
-    assert (a.deadline_s, b.deadline_s, c.deadline_s) == (100.5, 111.0, 121.0)
-    assert (a.has_deadline, b.has_deadline, c.has_deadline) == (True, False, False)
-    for name in "ac":
-        streams.advance(name, ChunkProgress(1, 20, 64), 103.0)
-    streams.runnable(())
-    assert (a.deadline_s, a.steps_left, a.size, b.deadline_s, c.deadline_s) == (
-        100.5,
-        19,
-        64.0,
-        123.0,
-        113.0,
-    )
-
-
-def test_session_operations_are_due_at_once() -> None:
+def test_session_operations_are_due_immediately() -> None:
     streams = ScheduledStreams(10.0)
     streams.add_request("chunk", fields("s", deadline_s=0.5), 100.0)
     streams.add_request("close", RequestFields("t", math.inf, is_chunk=False), 100.0)
@@ -75,36 +54,7 @@ def test_session_operations_are_due_at_once() -> None:
     assert close.deadline_s < chunk.deadline_s and close.size == 0.0
 
 
-def test_a_chunk_is_expected_to_be_like_the_one_before() -> None:
-    """Of its own stream; a stream's first one like whatever was last."""
-    streams = ScheduledStreams(10.0)
-    for session, steps, size in (("s", 4, 100), ("t", 8, 50)):
-        streams.add_request(session, fields(session), 0.0)
-        finish(streams, session, steps, size)
-    for session in "stu":
-        streams.add_request(f"{session}1", fields(session, 1), 0.0)
-    found = {
-        request.request_id: (request.steps_left, request.size) for request in streams.runnable(())
-    }
-    assert found == {"s1": (4, 100.0), "t1": (8, 50.0), "u1": (8, 50.0)}
-
-
-def test_only_new_streams_are_refused_and_only_live_ones_count() -> None:
-    streams = ScheduledStreams(10.0)
-    new = fields("new", period_s=0.3)
-    assert streams.refusal(new, 0.0, COSTS) is None, "nothing is known yet"
-    streams.add_request("s", fields("s", period_s=0.3), 0.0)
-    finish(streams, "s", num_steps=2, size=1)
-    assert streams.refusal(new, 0.5, COSTS) is not None
-    assert streams.refusal(fields("new"), 0.5, COSTS) is None, "it asks for no rate"
-    assert streams.refusal(fields("new", 5, period_s=0.3), 0.5, COSTS) is None, (
-        "not its first chunk"
-    )
-    assert streams.refusal(fields("s", 1, period_s=0.3), 0.5, COSTS) is None, "it is being served"
-    assert streams.refusal(new, 1.5, COSTS) is None, "the other one has been silent for long"
-
-
-def test_a_closed_stream_makes_room_at_once() -> None:
+def test_a_closed_stream_no_longer_counts() -> None:
     streams = ScheduledStreams(10.0)
     streams.add_request("s", fields("s", period_s=0.3), 0.0)
     finish(streams, "s")
@@ -113,24 +63,9 @@ def test_a_closed_stream_makes_room_at_once() -> None:
     assert streams.refusal(fields("new", period_s=0.3), 0.2, COSTS) is None
 
 
-def test_quality_goes_down_for_a_chunk_that_would_be_late_and_comes_back() -> None:
-    streams = ScheduledStreams(10.0, num_levels=2)
-    streams.add_request("s0", fields("s", 0, deadline_s=5.0), 0.0)
-    assert streams.decide_level("s0", 0.0, streams.runnable(()), COSTS) == 0
-    finish(streams, "s0", num_steps=4)
-    streams.add_request("s1", fields("s", 1, deadline_s=0.3), 10.0)
-    assert streams.decide_level("s1", 10.0, streams.runnable(()), COSTS) == 1
-    finish(streams, "s1", num_steps=2)
-    streams.add_request("s2", fields("s", 2, deadline_s=0.3), 20.0)
-    assert streams.decide_level("s2", 20.0, streams.runnable(()), COSTS) == 1
-    finish(streams, "s2", num_steps=2)
-    streams.add_request("s3", fields("s", 3, deadline_s=5.0), 30.0)
-    assert streams.decide_level("s3", 30.0, streams.runnable(()), COSTS) == 0
-
-
-def test_a_level_that_decodes_cheaper_is_notified_from_one_that_saves_nothing() -> None:
-    """Chunks of 4 x 0.1 s and 0.3 s at their end: of three levels the second saves nothing, the
-    third 0.25 s.
+def test_the_first_level_that_is_in_time_is_chosen() -> None:
+    """A chunk takes 4 x 0.1 s and 0.3 s at its end. Of three levels the second saves nothing and
+    the third 0.25 s.
     """
     costs = StepCosts(size_s=0.1, last_s=0.3, degraded_last_s=(0.3, 0.05))
     streams = ScheduledStreams(10.0, num_levels=3)
@@ -145,9 +80,9 @@ def test_a_level_that_decodes_cheaper_is_notified_from_one_that_saves_nothing() 
         finish(streams, name, num_steps=4, now_s=now_s)
 
 
-def test_a_neighbours_degraded_chunk_counts_as_what_it_takes() -> None:
-    """0.2 instead of 0.5 s of it are ahead, so that the next chunk (0.5 s, due in 0.75) need not
-    go without a thing.
+def test_a_degraded_chunk_counts_with_its_reduced_cost() -> None:
+    """The other chunk takes 0.2 s instead of 0.5 s, so the next one (0.5 s, due in 0.75 s) is not
+    degraded.
     """
     costs = StepCosts(size_s=0.1, last_s=0.3, degraded_last_s=(0.0,))
     streams = ScheduledStreams(10.0, num_levels=2)
@@ -183,21 +118,11 @@ def test_a_neighbours_degraded_chunk_counts_as_what_it_takes() -> None:
         ),
     ],
 )
-def test_what_is_read_of_a_request(
+def test_invalid_request_fields_are_ignored(
     extra: dict[str, object] | None, expected: RequestFields
 ) -> None:
-    """Whatever a client sends: wrong types are as if they were not there (the runner says what
-    is wrong).
-    """
+    """Fields of the wrong type are ignored; the runner reports them."""
     assert RequestFields.read_extra_kwargs("r", extra) == expected
-
-
-def test_memory_of_streams_is_bounded() -> None:
-    streams = ScheduledStreams(10.0)
-    for number in range(5000):
-        streams.add_request(str(number), fields(f"s{number}"), 0.0)
-        finish(streams, str(number))
-    assert len(streams) == 0 and len(streams._streams) == 4096
 
 
 def only(streams: ScheduledStreams, name: str) -> LiveRequest:
@@ -206,9 +131,9 @@ def only(streams: ScheduledStreams, name: str) -> LiveRequest:
     return live
 
 
-def test_what_a_request_is_expected_to_take_before_its_first_step() -> None:
-    """A chunk with a deadline as the stream's last one, at its level; one without at full
-    quality; others one step.
+def test_expected_steps_and_size_before_the_first_step() -> None:
+    """A chunk with a deadline is expected to equal the stream's last one at its level, a chunk
+    without one has full quality, and an operation takes one step.
     """
     streams = ScheduledStreams(10.0, num_levels=2)
     streams.add_request("s0", fields("s", 0, deadline_s=5.0), 0.0)
@@ -241,8 +166,10 @@ def test_what_a_request_is_expected_to_take_before_its_first_step() -> None:
     assert all((live.step, live.started) == (0, False) for live in (timed, patient, close))
 
 
-def test_where_a_chunk_stands_after_a_step() -> None:
-    """As its worker says; if it says nothing, one step less, never none; sizes are at least one."""
+def test_progress_updates_steps_and_size() -> None:
+    """The worker reports the progress. Without a report one step is subtracted, at least one
+    remains, and sizes are at least one.
+    """
     streams = ScheduledStreams(10.0)
     streams.add_request("s0", fields("s"), 0.0)
     live = only(streams, "s0")
@@ -256,14 +183,14 @@ def test_where_a_chunk_stands_after_a_step() -> None:
     streams.mark_stepped("s0")
     assert live.step == 7
     (
-        streams.advance("nobody", None, 1.0),
-        streams.mark_stepped("nobody"),
-        streams.committed("nobody"),
+        streams.advance("absent", None, 1.0),
+        streams.mark_stepped("absent"),
+        streams.committed("absent"),
     )
-    assert streams.get("nobody") is None and streams.may_step("nobody")
+    assert streams.get("absent") is None and streams.may_step("absent")
 
 
-def test_operations_teach_nothing_about_chunks() -> None:
+def test_operations_do_not_change_expected_chunks() -> None:
     streams = ScheduledStreams(10.0)
     streams.add_request("s0", fields("s"), 0.0)
     finish(streams, "s0", num_steps=5, size=9)
@@ -277,10 +204,8 @@ def test_operations_teach_nothing_about_chunks() -> None:
     ] == [(5, 9.0)] * 2
 
 
-def test_a_stream_is_evicted_with_its_last_operation_only() -> None:
-    """While another chunk waits behind a `reset`, the stream keeps what it knows; a chunk's end
-    forgets nothing.
-    """
+def test_a_stream_is_removed_with_its_last_operation() -> None:
+    """A stream is kept while a chunk waits after a `reset`, and after the end of a chunk."""
     streams = ScheduledStreams(10.0)
     streams.add_request("reset", RequestFields("s", 0, is_chunk=False), 0.0)
     streams.add_request("s0", fields("s", 1), 0.0)
@@ -293,10 +218,8 @@ def test_a_stream_is_evicted_with_its_last_operation_only() -> None:
     assert not streams._streams and not streams._entries and not streams._patient
 
 
-def test_of_many_streams_those_used_last_are_remembered() -> None:
-    """A new one takes the place of the one that asked longest ago, unless that is waiting for an
-    answer.
-    """
+def test_the_least_recently_used_stream_is_evicted() -> None:
+    """A new stream replaces the least recently used one that has no waiting request."""
     streams = ScheduledStreams(10.0)
     for number in range(4096):
         streams.add_request(str(number), fields(f"s{number}"), 0.0)
@@ -313,8 +236,8 @@ def test_of_many_streams_those_used_last_are_remembered() -> None:
 
 
 def test_steps_without_a_deadline_are_due_one_after_the_other() -> None:
-    """From the last one that any of them took, or from the first arrival; one with a deadline
-    changes nothing.
+    """Due times count from the last such step, or from the first arrival. Requests with a deadline
+    do not affect them.
     """
     streams = ScheduledStreams(2.0)
     streams.add_request("a", fields("a"), 100.0)
@@ -327,32 +250,12 @@ def test_steps_without_a_deadline_are_due_one_after_the_other() -> None:
     streams.runnable(())
     assert [only(streams, name).deadline_s for name in "ba"] == [112.0, 114.0]
     assert [request.request_id for request in streams.runnable({"b"})] == ["a", "timed"]
-    assert only(streams, "a").deadline_s == 112.0, "those in flight are not counted"
+    assert only(streams, "a").deadline_s == 112.0, "requests in flight do not count"
     for name in "ab":
         streams.finish_request(name, 111.0)
     streams.add_request("d", fields("d"), 200.0)
     streams.runnable(())
     assert only(streams, "d").deadline_s == 202.0
-
-
-def test_steps_of_a_level_never_seen_are_those_of_the_next_better_one() -> None:
-    """Of the stream itself before those of any other; of nobody: one step."""
-    streams = ScheduledStreams(10.0, num_levels=3)
-    found = [streams._steps(ScheduledStream(), level) for level in range(3)]
-    streams._typical.steps = {0: 9, 2: 4}
-    found += [
-        streams._steps(ScheduledStream(steps=known), level)
-        for known in ({}, {0: 8}, {1: 6})
-        for level in range(3)
-    ]
-    assert found == [1, 1, 1, 9, 9, 4, 8, 8, 8, 9, 6, 6]
-    assert (
-        streams._size(ScheduledStream()) == 1.0 and streams._size(ScheduledStream(size=3.0)) == 3.0
-    )
-    streams._typical.size = 5.0
-    assert (
-        streams._size(ScheduledStream()) == 5.0 and streams._size(ScheduledStream(size=3.0)) == 3.0
-    )
 
 
 @pytest.mark.parametrize(
@@ -362,7 +265,7 @@ def test_steps_of_a_level_never_seen_are_those_of_the_next_better_one() -> None:
 def test_a_stream_counts_for_three_of_its_periods_and_at_least_a_second(
     period_s: float, silent_s: float, live: bool
 ) -> None:
-    """From its last result; while a chunk of it waits, always."""
+    """The time counts from the last result. A stream with a waiting chunk always counts."""
     streams = ScheduledStreams(10.0)
     streams.add_request("s0", fields("s", period_s=period_s), 0.0)
     new = fields("new", math.inf, period_s=0.15)
@@ -383,66 +286,16 @@ def test_a_stream_counts_for_three_of_its_periods_and_at_least_a_second(
         (RequestFields("new", math.inf, is_chunk=False, period_s=0.1), False),
     ],
 )
-def test_which_requests_start_a_stream(requested: RequestFields, refused: bool) -> None:
-    """A first chunk, or one without a number, of a session that is not known, with a rate."""
+def test_requests_that_start_a_stream(requested: RequestFields, refused: bool) -> None:
+    """A first chunk, or one without an index, of an unknown session with a rate starts a stream."""
     streams = ScheduledStreams(10.0)
     streams.add_request("s0", fields("s"), 0.0)
     finish(streams, "s0", num_steps=2)
     assert (streams.refusal(requested, 0.0, COSTS) is not None) == refused
 
 
-def test_quality_is_decided_with_what_is_ahead() -> None:
-    """The chunk's own steps do not count as ahead of it; without levels, deadline or chunk there
-    is none to decide.
-    """
-    costs = StepCosts(size_s=1.0)
-    streams = ScheduledStreams(10.0, num_levels=2)
-    for name in "ns":
-        streams.add_request(f"{name}0", fields(name, 0), 0.0)
-        finish(streams, f"{name}0", num_steps=4, now_s=0.0)
-    streams._typical.steps[1] = 2
-    streams.add_request("n1", fields("n", 1, deadline_s=3.0), 10.0)
-    streams.add_request("s1", fields("s", 1, deadline_s=8.0), 10.0)
-    streams.add_request("p0", fields("p", 1), 10.0)
-    streams.add_request("close", RequestFields("q", math.inf, is_chunk=False, deadline_s=0.1), 10.0)
-    ahead = streams.runnable(())
-    for name, level in (("s1", 0), ("p0", 0), ("close", 0)):
-        assert streams.decide_level(name, 10.0, ahead, costs) == level
-    only(streams, "s1").deadline_s = 17.9
-    assert streams.decide_level("s1", 10.0, ahead, costs) == 1
-    request = only(streams, "s1")
-    assert (request.level, request.steps_left, streams._streams["s"].level) == (1, 4, 1)
-    alone = ScheduledStreams(10.0)
-    alone.add_request("s0", fields("s", deadline_s=1e-6), 0.0)
-    assert alone.decide_level("s0", 0.0, alone.runnable(()), costs) == 0
-
-
-def test_turns_go_by_chunk_index_whatever_requests_are_called() -> None:
-    """Ids are random: of two, the one whose name sorts first need not be due first."""
-    streams = ScheduledStreams(10.0)
-    streams.add_request("a", fields("s", 2), 0.0)
-    streams.add_request("z", fields("s", 1), 0.0)
-    assert heads(streams) == ["z"] and streams.may_step("z") and not streams.may_step("a")
-    streams.finish_request("z", 0.0)
-    for name in "zb":
-        streams.add_request(name, fields("t", math.inf), 0.0)
-    assert heads(streams) == ["a", "z"], "without an index by arrival"
-
-
-def test_streams_without_a_rate_hide_none_with_one() -> None:
-    """Each demand counts, in whatever order the streams were used."""
-    streams = ScheduledStreams(10.0)
-    streams.add_request("r0", fields("r"), 0.0)
-    finish(streams, "r0")
-    streams.add_request("s0", fields("s", period_s=0.25), 0.0)
-    finish(streams, "s0", num_steps=2)
-    assert streams.refusal(fields("new", period_s=0.25), 0.5, COSTS) is not None
-
-
-def test_a_stream_is_refused_by_what_chunks_took_at_full_quality_and_by_nothing_else() -> None:
-    """Before anything is known every stream is taken; a cheaper level that was seen does not
-    make room.
-    """
+def test_refusals_assume_full_quality() -> None:
+    """Before any measurement every stream is accepted. A cheaper level does not add capacity."""
     streams = ScheduledStreams(10.0, num_levels=2)
     new = fields("new", period_s=0.05)
     assert streams.refusal(new, 0.0, StepCosts(size_s=100.0)) is None
@@ -451,14 +304,3 @@ def test_a_stream_is_refused_by_what_chunks_took_at_full_quality_and_by_nothing_
     streams._typical.steps[1] = 1
     assert streams.refusal(fields("new", period_s=0.5), 0.0, COSTS) is not None
     assert streams.refusal(fields("new", period_s=0.9), 0.0, COSTS) is None
-
-
-def test_the_first_level_that_is_in_time_is_taken() -> None:
-    """Each at what its own end takes: 0.7, 0.45 and 0.4 s here."""
-    costs = StepCosts(size_s=0.1, last_s=0.3, degraded_last_s=(0.05, 0.0))
-    for deadline_s, level in ((0.75, 0), (0.5, 1), (0.42, 2)):
-        streams = ScheduledStreams(10.0, num_levels=3)
-        streams.add_request("s0", fields("s", 0), 0.0)
-        finish(streams, "s0", num_steps=4)
-        streams.add_request("s1", fields("s", 1, deadline_s=deadline_s), 10.0)
-        assert streams.decide_level("s1", 10.0, streams.runnable(()), costs) == level

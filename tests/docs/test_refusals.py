@@ -181,7 +181,7 @@ HELD_BY = {
     "refused `run`": "tests/docs/test_tutorials.py::test_the_tutorial_works_as_printed",
     # realtime_world_camera.md
     "A start pose in a later request, or for a model without world poses": (
-        "tests/environments/test_world_env.py::test_a_start_pose_needs_a_world_with_poses"
+        "tests/environments/test_world_env.py::test_a_start_pose_requires_a_world_with_poses"
     ),
     # web_page.md
     "The page refuses a file that it cannot decode": (
@@ -206,7 +206,7 @@ HELD_BY = {
     ),
     # lora.md and session_snapshots.md
     "it refuses the snapshot with `foreign_snapshot`": (
-        "tests/worker/test_adapters_in_runner.py::test_a_file_says_which_adapters_it_needs"
+        "tests/worker/test_adapters_in_runner.py::test_a_snapshot_names_its_adapters_and_requires_them"
     ),
     "otherwise `replay` refuses it": (
         "tests/entrypoints/cli/test_replay.py::test_a_recording_names_the_adapters_it_needs"
@@ -358,27 +358,27 @@ HELD_BY = {
     "data parallel is refused": "tests/worker/test_shared_gpu_worker.py::"
     "test_several_engines_are_refused",
     "(together at most 95 % of the engine's time) is refused": (
-        "tests/core/test_scheduling_policy.py::test_a_stream_that_cannot_be_held_is_refused"
+        "tests/core/test_scheduling_policy.py::test_a_stream_above_capacity_is_refused"
     ),
     "A stream whose rate cannot be sustained is refused with `capacity`": (
         "tests/engine/test_deadline_scheduling.py::"
-        "test_a_stream_that_cannot_be_held_is_refused_and_says_why"
+        "test_a_stream_above_capacity_is_refused_with_the_reason"
     ),
     "turns refusal on": "tests/core/test_scheduling_policy.py::"
-    "test_a_stream_that_cannot_be_held_is_refused",
+    "test_a_stream_above_capacity_is_refused",
     "A stream that is being served is never refused": (
-        "tests/core/test_scheduling_policy.py::test_a_stream_that_cannot_be_held_is_refused"
+        "tests/core/test_scheduling_policy.py::test_a_stream_above_capacity_is_refused"
     ),
     "has been served nothing is refused": (
-        "tests/core/test_scheduling_policy.py::test_a_stream_that_cannot_be_held_is_refused"
+        "tests/core/test_scheduling_policy.py::test_a_stream_above_capacity_is_refused"
     ),
     "refusal, which the runner answers with `capacity`": (
         "tests/worker/test_scheduler_note_in_runner.py::"
-        "test_a_refused_stream_ends_at_once_without_a_session"
+        "test_a_refused_request_fails_without_a_session"
     ),
     "is refused by one whose `degradations` lack `tiny_vae`": (
         "tests/worker/test_snapshot_refusals.py::"
-        "test_a_snapshot_that_does_not_fit_is_refused_by_name"
+        "test_an_incompatible_snapshot_is_refused_with_the_reason"
     ),
     "reads the length first and refuses before the rest arrives": (
         "tests/entrypoints/realtime/test_floods_served.py::"
@@ -389,15 +389,14 @@ HELD_BY = {
     ),
     "The server refuses a snapshot that it cannot use before the engine allocates memory": (
         "tests/worker/test_snapshot_refusals.py::"
-        "test_a_snapshot_that_does_not_fit_is_refused_by_name"
+        "test_an_incompatible_snapshot_is_refused_with_the_reason"
     ),
     "a tensor that is missing, left over or of another shape is an error": (
         "tests/worker/test_snapshot_refusals.py::"
-        "test_a_snapshot_that_does_not_fit_is_refused_by_name"
+        "test_an_incompatible_snapshot_is_refused_with_the_reason"
     ),
     "`write_session`, which refuses if a chunk was finished in between": (
-        "tests/worker/test_snapshot_refusals.py::"
-        "test_a_session_that_moved_between_the_two_calls_is_not_torn"
+        "tests/worker/test_snapshot_refusals.py::test_a_session_that_changes_during_a_save_is_busy"
     ),
     "An aborted, failed or refused chunk": (
         "tests/worker/test_diffusion_model_runner.py::test_a_chunk_out_of_order_is_refused"
@@ -416,14 +415,14 @@ HELD_BY = {
     ),
     "drafters that would misread additional layers are refused at start": (
         "tests/worker/test_hidden_state_layers.py::"
-        "test_a_drafter_that_would_read_our_layers_is_refused"
+        "test_a_drafter_that_would_read_the_taps_is_refused"
     ),
     "so the two exclude each other (an error at start)": (
-        "tests/core/test_ar_hidden_states_scheduler.py::test_it_refuses_to_share_its_field"
+        "tests/core/test_ar_hidden_states_scheduler.py::test_return_sampling_mask_is_refused"
     ),
     "With any other scheduler the worker refuses to start": (
         "tests/worker/test_ar_hidden_states_offered.py::"
-        "test_a_worker_without_the_scheduler_that_carries_them_does_not_start"
+        "test_a_worker_requires_the_hidden_states_scheduler"
     ),
     "A worker that does not fit the model is refused at the start": "tests/test_worker_choice.py",
     "a parameter of image models (`num_inference_steps`, `guidance_scale`, `negative_prompt`) "

@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An AsyncLLM on CUDA on the runner generation that is asked for, and what rows in bf16 may differ
-by.
+"""An AsyncLLM on CUDA with either runner generation, and tolerances for hidden states in bf16.
 
-bf16 rounds after every operation, and how far that carries rows away grows with depth:
-transformers' own bf16 rows of this tiny model are up to 13 % off its fp32 rows. So the yardstick is
-the fp32 forward, and bf16 rows may be at most 1.5 times as far from it as transformers' bf16 rows
-are; rows of other tokens would be many times as far.
+bf16 rounds after every operation, and the error grows with depth: transformers' own bf16 hidden
+states of this tiny model differ by up to 13 % from its fp32 ones. The reference is therefore the
+fp32 forward pass, and bf16 hidden states may be at most 1.5 times as far from it as those of
+transformers. Hidden states of other tokens would be many times as far.
 
-An engine in fp32 is compared directly. By itself it would not be one: attention in fp32 on CUDA is
-vLLM's Triton kernel, whose products Triton makes in TF32 (10 bits of mantissa). That alone carries
-the last rows 0.2 to 0.4 % away (emulated in transformers on a CPU; 0.3 to 0.5 % was seen on an
-H200), and may turn a close choice of token otherwise in another batch. `Engine` asks Triton for
-IEEE products there.
+An engine in fp32 is compared directly. Attention in fp32 on CUDA is vLLM's Triton kernel, which
+multiplies in TF32 (10 bits of mantissa) by default. That alone moves the last hidden states by 0.2
+to 0.4 % (emulated in transformers on a CPU; 0.3 to 0.5 % on an H200) and can change a close choice
+of token between batches. `Engine` therefore requests IEEE products from Triton.
 """
 
 import asyncio
@@ -31,16 +29,14 @@ from vllm.sampling_params import RequestOutputKind
 from vllm_omni.hidden_states import hidden_states_of
 
 SHARED_GPU = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 28}
-"""Nothing is measured at start, so that engines of several tests can start side by side on one
-GPU.
-"""
+"""No memory is measured at startup, so that engines of several tests can share a GPU."""
 FP32_ERROR = 1e-3
-"""Of rows in fp32, relative: sums in another order.
+"""Relative error in fp32, because sums have another order.
 
-TF32 is 2 to 5 times as far, a wrong token's row 1000 times.
+TF32 is 2 to 5 times as far, hidden states of a wrong token 1000 times.
 """
 IEEE_PRODUCTS = {"TRITON_F32_DEFAULT": "ieee"}
-"""For Triton in the worker: products of fp32 numbers in fp32."""
+"""Environment of the worker that makes Triton multiply fp32 values in fp32."""
 WIDTH = 256
 """Hidden size of `write_model`."""
 PROMPTS = [
@@ -66,7 +62,7 @@ def write_model(out: Path, **config: Any) -> Path:
 
 
 class Engine:
-    """AsyncLLM with async scheduling, chunked prefill, prefix caching; `runner` is V1 or V2."""
+    """AsyncLLM with async scheduling, chunked prefill and prefix caching. `runner` is V1 or V2."""
 
     def __init__(
         self, model: Path, runner: str, omni: dict[str, Any] | None = None, **engine_args: Any
@@ -100,8 +96,8 @@ class Engine:
     def run(
         self, *requests: tuple[str, SamplingParams] | tuple[str, SamplingParams, Any]
     ) -> list[list[Any]]:
-        """All requests (prompt, parameters, LoRA adapter if any) at once; per request every
-        output a client sees.
+        """Run all requests (prompt, parameters, optional LoRA adapter) at once; return all outputs
+        of each.
         """
 
         async def stream(prompt: str, sampling: SamplingParams, adapter: Any = None) -> list[Any]:
@@ -121,7 +117,7 @@ class Engine:
 
     def stop(self) -> None:
         self.engine.shutdown()
-        self.loop.run_until_complete(pause_task(0.1))  # its own tasks see the end
+        self.loop.run_until_complete(pause_task(0.1))  # let the engine's tasks end
         for name in self._environment:
             os.environ.pop(name, None)
 
@@ -133,10 +129,11 @@ class Engine:
 
 
 class Reference:
-    """What transformers computes for the same tokens, in fp32 and in bf16; `change` is applied to
-    both models.
+    """Hidden states of transformers for the same tokens, in fp32 and in bf16.
 
-    dtype: of the engine that it is compared with, and so of its rows.
+    Args:
+    change: Applied to both models.
+    dtype: Dtype of the engine that it is compared with.
     """
 
     def __init__(
@@ -163,13 +160,13 @@ class Reference:
     def check(
         self, output: Any, mode: str = "all", layers: tuple[int, ...] = (-1,), index: int = 0
     ) -> None:
-        """Rows of completion `index`: of the right tokens, all of them, and as near as rounding
-        lets them be.
+        """Check that completion `index` has all hidden states, of the right tokens, within the
+        tolerance.
         """
         token_ids = [*output.prompt_token_ids, *output.outputs[index].token_ids]
         num_prompt = len(output.prompt_token_ids)
         states = hidden_states_of(output, index)
-        assert states is not None, "no rows arrived"
+        assert states is not None, "no hidden states arrived"
         first = {"all": 0, "generated": num_prompt, "last": len(token_ids) - 2}[mode]
         assert states.positions.tolist() == list(range(first, len(token_ids) - 1))
         assert states.token_ids.tolist() == token_ids[first:-1]
@@ -186,13 +183,15 @@ class Reference:
             )
 
 
-def distance(rows: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative to the size of what is expected."""
-    return float((rows - expected).norm() / expected.norm())
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the distance relative to the norm of `expected`."""
+    return float((found - expected).norm() / expected.norm())
 
 
 def check_ngram_drafts(model: Path, reference: Reference, runner: str) -> None:
-    """ngram drafts on the GPU, async: accepted rows only, equal to transformers'."""
+    """Check ngram drafts on the GPU: hidden states of accepted tokens only, equal to
+    transformers'.
+    """
     speculative = {
         "method": "ngram_gpu",
         "num_speculative_tokens": 3,
@@ -207,16 +206,16 @@ def check_ngram_drafts(model: Path, reference: Reference, runner: str) -> None:
 
 
 def write_adapter(model: Path, folder: Path, rank: int = 8) -> Callable[[Any], None]:
-    """Save a random LoRA adapter of the first and third projection; returns what adds it to a
-    loaded model.
+    """Save a random LoRA adapter of q_proj and v_proj; return a function that adds it to a
+    model.
     """
     config = json.loads((model / "config.json").read_text())
     head = config["hidden_size"] // config["num_attention_heads"]
-    rows = {"q_proj": config["hidden_size"], "v_proj": head * config["num_key_value_heads"]}
+    sizes = {"q_proj": config["hidden_size"], "v_proj": head * config["num_key_value_heads"]}
     generator = torch.Generator().manual_seed(1)
     tensors: dict[str, torch.Tensor] = {}
     for block in range(config["num_hidden_layers"]):
-        for name, size in rows.items():
+        for name, size in sizes.items():
             key = f"base_model.model.model.layers.{block}.self_attn.{name}"
             down = torch.randn(rank, config["hidden_size"], generator=generator) * 0.3
             tensors[f"{key}.lora_A.weight"] = down.bfloat16()
@@ -229,7 +228,7 @@ def write_adapter(model: Path, folder: Path, rank: int = 8) -> Callable[[Any], N
         "peft_type": "LORA",
         "r": rank,
         "lora_alpha": rank,
-        "target_modules": sorted(rows),
+        "target_modules": sorted(sizes),
         "bias": "none",
     }
     (folder / "adapter_config.json").write_text(json.dumps(adapter))

@@ -8,13 +8,13 @@ import torch
 from safetensors.torch import save_file
 
 BLOCKS = 8
-"""Of a language model whose three layers for drafters are different ones."""
+"""Number of blocks for which the three layers of a drafter differ."""
 DRAFTER_LAYERS = (2, 4, 5)
-"""What vLLM's Qwen2 of eight blocks hands an EAGLE-3 drafter."""
+"""Layers that vLLM's Qwen2 with eight blocks sends to an EAGLE-3 drafter."""
 
 
 def write_eagle3_drafter(model: Path, out: Path) -> Path:
-    """One block over [embedding, three layers of `model`], with a head of its own; it shares the
+    """Write one block over [embedding, three layers of `model`] with its own head and shared
     embeddings.
     """
     target = json.loads((model / "config.json").read_text())

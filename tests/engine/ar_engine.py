@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real autoregressive engine with our worker and scheduler, and what its hidden states must
-equal.
-"""
+"""A real autoregressive engine with this package's worker and scheduler, and its reference."""
 
 import contextlib
 import os
@@ -22,7 +20,7 @@ PROMPTS = ["the red bird sings in the big tree", "a small blue house", "sea"]
 def params(
     mode: str | None = "all", layers: Sequence[int] = (-1,), **fields: Any
 ) -> SamplingParams:
-    """Greedy, eight tokens, asking for `mode` (None = not asking)."""
+    """Return greedy parameters for eight tokens with hidden states of `mode` (None: without)."""
     requested = (
         HiddenStatesRequest(hidden_states=mode, layers=tuple(layers)).to_extra_args()
         if mode
@@ -37,13 +35,13 @@ def params(
 def running_llm(
     model: Path, omni: dict[str, Any] | None = None, **engine_args: Any
 ) -> Iterator[LLM]:
-    """`LLM` on `model` with small sizes; its processes end with it."""
+    """Run an `LLM` on `model` with small sizes and shut it down."""
     ranks = engine_args.get("tensor_parallel_size", 1) * engine_args.get(
         "pipeline_parallel_size", 1
     )
     cores = "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(ranks))
     before = os.environ.get("VLLM_CPU_OMP_THREADS_BIND")
-    if ranks > 1:  # stock vLLM otherwise wants a NUMA node for each
+    if ranks > 1:  # otherwise vLLM requires a NUMA node for each
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = cores
     try:
         arguments = {
@@ -70,7 +68,7 @@ def running_llm(
 
 
 class Reference:
-    """A plain transformers forward over whole sequences."""
+    """A transformers forward pass over whole sequences."""
 
     def __init__(self, model: Path, loader: Any = None) -> None:
         from transformers import AutoModelForCausalLM
@@ -93,11 +91,11 @@ def states_of(output: RequestOutput) -> HiddenStates:
     return states
 
 
-def assert_rows(
+def assert_hidden_states(
     output: RequestOutput, reference: Reference, mode: str = "all", layers: Sequence[int] = (-1,)
 ) -> None:
-    """The rows of `mode`, each of the right token and equal to transformers' (fp32 sums in
-    another order: 1e-4).
+    """Check the hidden states of `mode`: the right tokens, equal to transformers' within 1e-4,
+    because fp32 sums have another order.
     """
     token_ids = [*(output.prompt_token_ids or []), *output.outputs[0].token_ids]
     num_prompt = len(output.prompt_token_ids or [])

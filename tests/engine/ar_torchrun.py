@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A language model under torchrun: two ranks, each an engine of its own, run a script that checks
-its own rows.
+"""A language model under torchrun: two ranks with an engine each run a script that checks its
+results.
 
-A script says `step(...)` after each of its parts, so that one that is cut off has told how far each
-rank came, and `rows_are_right()` at its end.
+The script calls `step(...)` after each part, so that the output of a script that times out shows
+its progress, and `report_success()` at its end.
 """
 
 import os
@@ -13,16 +13,14 @@ from pathlib import Path
 
 from helpers.programs import run_program
 
-RIGHT = "ROWS RIGHT"
+RIGHT = "STATES RIGHT"
 _Started_S = time.monotonic()
 
 
 def run_two_ranks(
     script: str, folder: Path, arguments: list[str], limit_s: float, **environment: str
 ) -> None:
-    """Run `script` with `arguments` on two ranks, which import what is in this folder; all must
-    end in `limit_s`.
-    """
+    """Run `script` on two ranks, which can import modules of this folder, within `limit_s`."""
     path = folder / "ranks.py"
     path.write_text(script)
     torchrun = [
@@ -40,11 +38,11 @@ def run_two_ranks(
 
 
 def step(done: str) -> None:
-    """In a rank: how long it has taken to get here, since the script imported this module."""
+    """Print the time since the import of this module, in a rank."""
     print(
         f"rank {os.environ['RANK']}: {done} after {time.monotonic() - _Started_S:.0f} s", flush=True
     )
 
 
-def rows_are_right() -> None:
+def report_success() -> None:
     step(RIGHT)

@@ -84,10 +84,8 @@ def write_tiny_qwen2_vl(out: Path) -> Path:
 
 
 def check_image_request(model: Path, tolerance: float = 1e-4, **engine_args: Any) -> None:
-    """Two requests with the image (asked and not) and one without; rows against transformers' own
-    forward on the CPU.
-
-    tolerance: absolute and relative, in fp32.
+    """Compare hidden states with transformers: two requests with the image, one of them without
+    hidden states, and one without the image. `tolerance` is absolute and relative, in fp32.
     """
     from transformers import AutoProcessor, Qwen2VLForConditionalGeneration
 

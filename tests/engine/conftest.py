@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine on the null world for all tests that need nothing special: starting one is most of
-a test's time.
+"""One engine on the null world for all tests with default options, because a start takes most of a
+test's time.
 """
 
 from collections.abc import Iterator
@@ -18,6 +18,6 @@ def _null_engine(null_world: Path) -> Iterator[SharedEngine]:
 
 @pytest.fixture
 def null_engine(_null_engine: SharedEngine) -> Iterator[SharedEngine]:
-    """The shared engine, without sessions."""
+    """The shared engine without sessions."""
     yield _null_engine
     _null_engine.clear()

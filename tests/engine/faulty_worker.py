@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers for `--worker-cls`: a model that fails on one rank or makes NaN, as a prompt says;
-stages that are slow.
+"""Workers for `--worker-cls`: a model that fails on one rank or produces NaN for a given prompt,
+and slow pipeline stages.
 """
 
 import time
@@ -12,17 +12,17 @@ AT_STEP = 2
 
 
 def fault(rank: int, method: str) -> str:
-    """The prompt with which `method` ("denoise_step", from the third step on, or "post_decode")
-    fails on `rank`.
+    """Return the prompt for which `method` fails on `rank`; `denoise_step` fails from its third
+    step on.
     """
     return f"rank {rank} fails in {method}"
 
 
 NAN = "latents that are not finite"
-"""The prompt of a chunk whose last step, wherever it is taken, makes NaN."""
+"""Prompt for which the last step of a chunk produces NaN on the rank that runs it."""
 
 SLOW_STEP_S = 0.2
-"""More than a step of a tiny model takes on a busy machine."""
+"""Longer than a step of a tiny model on a busy machine."""
 
 
 class FaultyWorker(SharedGPUWorker):

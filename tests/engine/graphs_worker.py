@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker for `--worker-cls` whose forwards come by graph also where there is no CUDA."""
+"""A worker for `--worker-cls` that replays captured forward passes also without CUDA."""
 
 from typing import Any
 
@@ -16,5 +16,7 @@ class GraphsWorker(SharedGPUWorker):
         self._transformer.graphs = ForwardGraphs(capture=hold)
 
     def graph_counts(self) -> list[int]:
-        """`collective_rpc("graph_counts")`: captured graphs, kept rings."""
+        """Return the numbers of captured graphs and of pooled ring buffers, for
+        `collective_rpc`.
+        """
         return [len(self._transformer.graphs), len(self._transformer.graphs.pool)]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process of its own that runs an engine over Ray and checks or stores what it answers.
+"""A program that runs an engine over Ray and checks or stores its results.
 
 `ray_walk.py diffusion MODEL OUT.safetensors '{"tensor_parallel_size": 2}'` stores the latents of
-three sessions; `ray_walk.py ar MODEL - ARGS` compares hidden states with a transformers forward.
-Both print the Ray node of each worker as JSON. vLLM chooses its platform when it is first imported,
-which a test process has done already.
+three sessions; `ray_walk.py ar MODEL - ARGS` compares hidden states with a transformers forward
+pass. Both print the Ray node of each worker as JSON. It is a separate process because vLLM selects
+its platform when it is first imported, as a test process already has.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ CHUNKS, SESSIONS = 3, 3
 
 
 def worker_nodes() -> list[str]:
-    """The Ray node of every worker that is placed now."""
+    """Return the Ray node of every placed worker."""
     import ray
 
     ray.init(log_to_driver=False, ignore_reinit_error=True)

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker for `--worker-cls` that writes down in which order its rank issues exchanges with
-other ranks' devices.
-"""
+"""A worker for `--worker-cls` that records the order of exchanges with other ranks' devices."""
 
 import json
 import os
@@ -17,8 +15,8 @@ from vllm_omni.model_executor.models.wan.vae import split_decode
 from vllm_omni.worker import SharedGPUWorker
 
 FOLDER = "OMNI_TEST_EXCHANGES"
-"""Environment variable: where each rank writes `rank{N}.jsonl`, a line [kind, partners, group]
-for each exchange.
+"""Environment variable with the directory in which each rank writes `rank{N}.jsonl`, with a line
+[kind, partners, group] for each exchange.
 """
 
 
@@ -47,12 +45,14 @@ class RecordingWorker(SharedGPUWorker):
             recorded(dist, name, "recv")
         for name in ("all_to_all_single", "all_gather", "all_reduce", "broadcast"):
             recorded(dist, name, "all")
-        recorded(split_decode, "_all_gather", "all")  # a name of its own, for releases of torch
-        self._record_hand_over("isend_tensor_dict", "send", lambda pp: pp.next_rank)
-        self._record_hand_over("irecv_tensor_dict", "recv", lambda pp: pp.prev_rank)
+        recorded(split_decode, "_all_gather", "all")  # another name, for several releases of torch
+        self._record_transfer("isend_tensor_dict", "send", lambda pp: pp.next_rank)
+        self._record_transfer("irecv_tensor_dict", "recv", lambda pp: pp.prev_rank)
 
-    def _record_hand_over(self, name: str, kind: str, partner: Callable[[Any], int]) -> None:
-        """Of hidden states, which vLLM's ranks on one host's CPUs exchange without torch."""
+    def _record_transfer(self, name: str, kind: str, partner: Callable[[Any], int]) -> None:
+        """Record sends of hidden states, which vLLM's ranks on one host's CPUs exchange without
+        torch.
+        """
         pp = get_pp_group()
         original = getattr(pp, name)
 

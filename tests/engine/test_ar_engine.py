@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The AR worker in a real engine: text as in stock vLLM, hidden states as in transformers.
 
-One engine for the whole file: chunked prefill with a budget of 16 tokens, prefix caching, layers 0
-and 2 kept.
+One engine serves the whole file: chunked prefill with a budget of 16 tokens, prefix caching, and
+retained layers 0 and 2.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from ar_engine import PROMPTS, SCHEDULER, WORKER, Reference, assert_rows, params, states_of
+from ar_engine import PROMPTS, SCHEDULER, WORKER, Reference, assert_hidden_states, params, states_of
 from helpers.ar_compatibility import feature
 from helpers.waits import pause_task
 from vllm import SamplingParams
@@ -28,7 +28,7 @@ MAX_BYTES = 250 * 64 * 4
 
 
 class Engine:
-    """AsyncLLM on a loop of its own."""
+    """AsyncLLM with its own event loop."""
 
     def __init__(self, model: Path) -> None:
         self.loop = asyncio.new_event_loop()
@@ -61,7 +61,7 @@ class Engine:
         ]
 
     def run(self, *requests: tuple[str, SamplingParams]) -> list[list[RequestOutput]]:
-        """All requests at once; per request every output that a client sees."""
+        """Run all requests at once; return all outputs of each."""
 
         async def together() -> Any:
             return await asyncio.gather(*(self._stream(*request) for request in requests))
@@ -79,27 +79,28 @@ class Engine:
 @pytest.fixture(scope="module")
 def engine(tiny_language_model: Path) -> Iterator[Engine]:
     with pytest.MonkeyPatch.context() as patch:
-        # Eager is the model alone: for log probabilities vLLM would still compile a comparison, 13
-        # s by the clock.
+        # vLLM would compile a function for log probabilities also for an eager model, in 13 s.
         patch.setenv("TORCHDYNAMO_DISABLE", "1")
         running = Engine(tiny_language_model)
     yield running
     running.engine.shutdown()
-    running.loop.run_until_complete(pause_task(0.1))  # its own tasks see the end
+    running.loop.run_until_complete(pause_task(0.1))  # let the engine's tasks end
 
 
 @feature("chunked prefill")
 @pytest.mark.parametrize("mode", ["all", "generated", "last"])
 def test_a_prompt_in_chunks(engine: Engine, mode: str) -> None:
-    """50 tokens in four steps, alone: the rows of every chunk, once, in order."""
+    """50 tokens in four steps yield the hidden states of every chunk once, in order."""
     output = engine.final(f"{PROMPTS[0]} and the {mode} one", params(mode, (-1, 0, 2)))
     assert len(output.prompt_token_ids or []) > 3 * 16
-    assert_rows(output, engine.reference, mode, (-1, 0, 2))
+    assert_hidden_states(output, engine.reference, mode, (-1, 0, 2))
 
 
 @feature("mixed batches")
-def test_requests_that_did_not_request_are_untouched(engine: Engine) -> None:
-    """In one batch with ones that did: the same text as alone, and no rows."""
+def test_requests_without_hidden_states_are_unchanged(engine: Engine) -> None:
+    """In one batch with requests for hidden states, other requests have the text of a single run
+    and no hidden states.
+    """
     alone = [engine.final(prompt, params(None)).outputs[0] for prompt in PROMPTS]
     requested = [
         params("all"),
@@ -116,41 +117,41 @@ def test_requests_that_did_not_request_are_untouched(engine: Engine) -> None:
     for i, output in enumerate(outputs):
         assert output.outputs[0].token_ids == alone[i // 2].token_ids
     assert [hidden_states_of(outputs[i]) for i in (1, 3, 5)] == [None] * 3
-    assert_rows(outputs[0], engine.reference)
-    assert_rows(outputs[2], engine.reference, "generated", (2,))
-    assert_rows(outputs[4], engine.reference, "last")
+    assert_hidden_states(outputs[0], engine.reference)
+    assert_hidden_states(outputs[2], engine.reference, "generated", (2,))
+    assert_hidden_states(outputs[4], engine.reference, "last")
 
 
 @feature("prefix caching")
-def test_cached_tokens_are_computed_again_for_all_rows(engine: Engine) -> None:
-    """`all` reads no cache and is complete; `generated` and `last` read it, and have every row
-    they ask for.
+def test_mode_all_computes_cached_tokens_again(engine: Engine) -> None:
+    """`all` skips the prefix cache and is complete; `generated` and `last` use it and are complete
+    too.
     """
     prompt = "the small bird sleeps in the green tree by the sea and flies over the road"
     first, second = (engine.final(prompt, params(None)) for _ in range(2))
     assert not first.num_cached_tokens and second.num_cached_tokens == 64
     complete = engine.final(prompt, params("all"))
     assert not complete.num_cached_tokens
-    assert_rows(complete, engine.reference)
+    assert_hidden_states(complete, engine.reference)
     for mode in ("generated", "last"):
         output = engine.final(prompt, params(mode))
         assert output.num_cached_tokens == 64
-        assert_rows(output, engine.reference, mode)
+        assert_hidden_states(output, engine.reference, mode)
 
 
 @feature("streaming")
-def test_deltas_carry_the_rows_that_became_known(engine: Engine) -> None:
-    """The first the whole prompt's, then one for each token, however many came together; in all,
-    every row.
+def test_deltas_carry_the_new_hidden_states(engine: Engine) -> None:
+    """The first delta has the prompt's hidden states and later ones those of their tokens. All
+    deltas together are complete.
     """
     [outputs] = engine.run(
         (PROMPTS[0], params("all", max_tokens=60, output_kind=RequestOutputKind.DELTA))
     )
     parts = [hidden_states_of(output) for output in outputs]
-    rows = [0 if part is None else part.num_positions for part in parts]
+    counts = [0 if part is None else part.num_positions for part in parts]
     tokens = [len(output.outputs[0].token_ids) for output in outputs]
     assert len(parts) > 3
-    assert rows == [len(outputs[0].prompt_token_ids or []) + tokens[0] - 1, *tokens[1:]]
+    assert counts == [len(outputs[0].prompt_token_ids or []) + tokens[0] - 1, *tokens[1:]]
     joined = concat(parts)
     final = states_of(engine.final(PROMPTS[0], params("all", max_tokens=60)))
     assert joined is not None and torch.equal(joined.positions, final.positions)
@@ -158,8 +159,8 @@ def test_deltas_carry_the_rows_that_became_known(engine: Engine) -> None:
 
 
 @feature("streaming")
-def test_a_reader_that_sleeps_loses_nothing(engine: Engine) -> None:
-    """vLLM merges what it has not read yet."""
+def test_a_slow_reader_receives_all_hidden_states(engine: Engine) -> None:
+    """vLLM merges outputs that have not been read."""
 
     async def slow() -> list[Any]:
         parts = []
@@ -176,14 +177,14 @@ def test_a_reader_that_sleeps_loses_nothing(engine: Engine) -> None:
 
 
 @feature("streaming")
-def test_cumulative_outputs_carry_all_rows_at_the_end(engine: Engine) -> None:
+def test_cumulative_outputs_carry_all_hidden_states_at_the_end(engine: Engine) -> None:
     [outputs] = engine.run((PROMPTS[0], params("all", output_kind=RequestOutputKind.CUMULATIVE)))
     assert [hidden_states_of(output) for output in outputs[:-1]] == [None] * (len(outputs) - 1)
-    assert_rows(outputs[-1], engine.reference)
+    assert_hidden_states(outputs[-1], engine.reference)
 
 
 @feature("several completions (n)")
-def test_each_completion_has_its_own_rows(engine: Engine) -> None:
+def test_each_completion_has_its_own_hidden_states(engine: Engine) -> None:
     """n=3 sampled completions of one prompt."""
     output = engine.final(PROMPTS[1], params("generated", n=3, temperature=1.0))
     assert len({tuple(completion.token_ids) for completion in output.outputs}) == 3
@@ -198,19 +199,19 @@ def test_each_completion_has_its_own_rows(engine: Engine) -> None:
 
 @feature("stop strings")
 @pytest.mark.parametrize("mode", ["all", "last"])
-def test_a_stop_string_cuts_rows_with_tokens(engine: Engine, mode: str) -> None:
-    """The front end finds it; the row of the last kept token was never needed."""
+def test_a_stop_string_cuts_hidden_states_with_tokens(engine: Engine, mode: str) -> None:
+    """The front end detects the stop string. The last kept token has no hidden states."""
     free = engine.final(PROMPTS[0], params(None, max_tokens=30, ignore_eos=True))
     stop = next(part for part in free.outputs[0].text[2:] if part.isascii() and part.isprintable())
     output = engine.final(PROMPTS[0], params(mode, max_tokens=30, stop=[stop]))
     assert output.outputs[0].finish_reason == "stop" and output.outputs[0].stop_reason == stop
-    assert_rows(output, engine.reference, mode)
+    assert_hidden_states(output, engine.reference, mode)
 
 
 @feature("grammar masks (structured outputs)")
 @pytest.mark.parametrize("mode", ["all", "generated"])
-def test_a_grammar_is_retained_and_rows_are_right(engine: Engine, mode: str) -> None:
-    """The same constrained text as without rows."""
+def test_structured_outputs_with_hidden_states(engine: Engine, mode: str) -> None:
+    """The constrained text equals that of a request without hidden states."""
     grammar = {
         "structured_outputs": StructuredOutputsParams(regex="(yes|no) (red|blue)"),
         "ignore_eos": False,
@@ -222,27 +223,27 @@ def test_a_grammar_is_retained_and_rows_are_right(engine: Engine, mode: str) -> 
         == plain.outputs[0].text
         in ("yes red", "yes blue", "no red", "no blue")
     )
-    assert_rows(output, engine.reference, mode)
+    assert_hidden_states(output, engine.reference, mode)
 
 
 @feature("logprobs, penalties, seeds")
-def test_other_sampling_options_are_as_stock(engine: Engine) -> None:
+def test_other_sampling_options_are_unchanged(engine: Engine) -> None:
     options: dict[str, Any] = {"temperature": 0.8, "seed": 3, "logprobs": 2, "prompt_logprobs": 1}
     options |= {"repetition_penalty": 1.2, "min_tokens": 3}
-    # Short: vLLM's CPU runner cannot take a prompt in chunks if it is seeded ("CPU Generator does
-    # not use offset").
+    # The prompt is short because vLLM's CPU runner cannot split the prompt of a seeded request
+    # ("CPU Generator does not use offset").
     plain, output = (engine.final(PROMPTS[2], params(mode, **options)) for mode in (None, "all"))
     assert plain.outputs[0].token_ids == output.outputs[0].token_ids
     assert plain.outputs[0].cumulative_logprob == pytest.approx(
         output.outputs[0].cumulative_logprob
     )
     assert len(output.prompt_logprobs or []) == len(output.prompt_token_ids or [])
-    assert_rows(output, engine.reference)
+    assert_hidden_states(output, engine.reference)
 
 
 @feature("size limit")
-def test_too_many_bytes_cost_only_that_request(engine: Engine) -> None:
-    """250 rows are allowed; neighbours in the batch end as ever."""
+def test_the_byte_limit_fails_only_its_request(engine: Engine) -> None:
+    """The limit is 250 hidden states. Other requests of the batch are unaffected."""
     long = "the sea is blue " * 17
     kinds = {"output_kind": RequestOutputKind.FINAL_ONLY}
     outputs = engine.run(
@@ -256,8 +257,8 @@ def test_too_many_bytes_cost_only_that_request(engine: Engine) -> None:
         with pytest.raises(RequestFailed, match="max_hidden_states_bytes") as failed:
             hidden_states_of(outs[-1])
         assert failed.value.code == "too_large"
-    assert_rows(outputs[2][-1], engine.reference)
-    assert_rows(outputs[3][-1], engine.reference, "generated")
+    assert_hidden_states(outputs[2][-1], engine.reference)
+    assert_hidden_states(outputs[3][-1], engine.reference, "generated")
 
 
 @feature("wrong requests")
@@ -270,24 +271,24 @@ def test_too_many_bytes_cost_only_that_request(engine: Engine) -> None:
         ("not json", "invalid_request"),
     ],
 )
-def test_a_wrong_request_ends_with_its_reason(engine: Engine, omni: Any, code: str) -> None:
-    """The engine answers it; a neighbour is not disturbed."""
+def test_an_invalid_request_fails_with_the_reason(engine: Engine, omni: Any, code: str) -> None:
+    """Another request of the batch is unaffected."""
     kinds = {"output_kind": RequestOutputKind.FINAL_ONLY}
     bad = params(None, extra_args={"omni": omni}, **kinds)
     failed_outputs, good = engine.run((PROMPTS[0], bad), (PROMPTS[0], params("all", **kinds)))
     with pytest.raises(RequestFailed) as failed:
         hidden_states_of(failed_outputs[-1])
     assert failed.value.code == code
-    assert_rows(good[-1], engine.reference)
+    assert_hidden_states(good[-1], engine.reference)
 
 
 @feature("bytes copied = bytes asked for")
-@pytest.mark.parametrize(("mode", "num_rows"), [("all", 18 + 7), ("generated", 7), (None, 0)])
-def test_only_requested_rows_are_copied(engine: Engine, mode: str | None, num_rows: int) -> None:
-    """Counted where they leave the model: rows x layers x width x 4 bytes, and nothing for
-    anybody else.
-    """
+@pytest.mark.parametrize(("mode", "num_states"), [("all", 18 + 7), ("generated", 7), (None, 0)])
+def test_only_requested_hidden_states_are_copied(
+    engine: Engine, mode: str | None, num_states: int
+) -> None:
+    """Copied bytes are tokens x layers x width x 4, and none for other requests."""
     before = engine.rpc("hidden_states_stats")["bytes_copied"]
     engine.final(PROMPTS[1], params(mode, (0, -1)))
     assert len(PROMPTS[1]) == 18
-    assert engine.rpc("hidden_states_stats")["bytes_copied"] - before == num_rows * 2 * 64 * 4
+    assert engine.rpc("hidden_states_stats")["bytes_copied"] - before == num_states * 2 * 64 * 4

@@ -2,8 +2,8 @@
 """The AR worker on CUDA: both runner generations, async scheduling, CUDA graphs, speculative
 decoding, adapters.
 
-Five engines in all, because starting one is most of a test's time. What needs still others is in
-test_ar_features_cuda.py.
+The file starts five engines because a start takes most of a test's time. test_ar_features_cuda.py
+covers features that need further engines.
 """
 
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ pytestmark = [
 
 FINAL = RequestOutputKind.FINAL_ONLY
 MAX_BYTES = 260 * 3 * WIDTH * 2
-"""What a request of the shared engines may get: 260 rows of three layers."""
+"""Limit of the shared engines: 260 hidden states of three layers."""
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def engine(request: pytest.FixtureRequest, model: Path) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def exact(model: Path) -> Iterator[Engine]:
-    """V2 in fp32: no rounding in the way, so that tokens and rows can be compared between runs."""
+    """V2 in fp32, so that tokens and hidden states of different runs can be compared."""
     with Engine(model, "V2", dtype="float32") as running:
         yield running
 
@@ -70,10 +70,8 @@ def exact_reference(model: Path) -> Reference:
 
 
 @feature("async scheduling", "V2")
-def test_rows_arrive_with_the_chosen_runner(engine: Engine, reference: Reference) -> None:
-    """Rows of mixed requests in one batch equal transformers', on the runner generation that was
-    asked for.
-    """
+def test_hidden_states_arrive_with_the_chosen_runner(engine: Engine, reference: Reference) -> None:
+    """Hidden states of a mixed batch equal transformers' with the selected runner generation."""
     stats = engine.stats()
     assert stats["delivers"] and ("V2" in stats["runner"]) == (engine.runner == "V2")
     assert engine.engine.vllm_config.scheduler_config.async_scheduling
@@ -90,7 +88,7 @@ def test_rows_arrive_with_the_chosen_runner(engine: Engine, reference: Reference
 
 
 @feature("streaming", "V2")
-def test_deltas_join_to_the_whole(engine: Engine, reference: Reference) -> None:
+def test_deltas_join_to_all_hidden_states(engine: Engine, reference: Reference) -> None:
     [outputs] = engine.run(
         (PROMPTS[0], params("all", max_tokens=24, output_kind=RequestOutputKind.DELTA))
     )
@@ -101,7 +99,7 @@ def test_deltas_join_to_the_whole(engine: Engine, reference: Reference) -> None:
 @feature("chunked prefill", "V2")
 @feature("prefix caching", "V2")
 def test_cached_and_chunked_prompts_are_complete(engine: Engine, reference: Reference) -> None:
-    """204 tokens in chunks of 64, twice: `all` reads no cache, `generated` does."""
+    """204 tokens in chunks of 64 run twice: `all` skips the prefix cache, `generated` uses it."""
     for mode in ("all", "all", "generated"):
         [[output]] = engine.run((PROMPTS[3], params(mode, max_tokens=6, output_kind=FINAL)))
         assert bool(output.num_cached_tokens) == (mode == "generated")
@@ -109,7 +107,7 @@ def test_cached_and_chunked_prompts_are_complete(engine: Engine, reference: Refe
 
 
 @feature("grammar masks (structured outputs)", "V2")
-def test_a_grammar_is_retained(engine: Engine, reference: Reference) -> None:
+def test_structured_outputs_with_hidden_states(engine: Engine, reference: Reference) -> None:
     grammar = {
         "structured_outputs": StructuredOutputsParams(regex="(yes|no) (red|blue)"),
         "ignore_eos": False,
@@ -120,20 +118,18 @@ def test_a_grammar_is_retained(engine: Engine, reference: Reference) -> None:
 
 
 @feature("bytes copied = bytes asked for", "V2")
-def test_only_requested_rows_are_copied(engine: Engine) -> None:
-    """One step ahead of the results: an async engine may compute one token that nobody gets, at
-    most one row each.
-    """
+def test_only_requested_hidden_states_are_copied(engine: Engine) -> None:
+    """An async engine may compute one further token, so at most one more hidden state is copied."""
     before = engine.stats()["bytes_copied"]
     engine.run((PROMPTS[1], params(None, max_tokens=10, output_kind=FINAL)))
     assert engine.stats()["bytes_copied"] == before
     engine.run((PROMPTS[1], params("all", max_tokens=10, output_kind=FINAL)))
-    rows, rest = divmod(engine.stats()["bytes_copied"] - before, WIDTH * 2)
-    assert rest == 0 and 18 + 9 <= rows <= 18 + 10
+    count, rest = divmod(engine.stats()["bytes_copied"] - before, WIDTH * 2)
+    assert rest == 0 and 18 + 9 <= count <= 18 + 10
 
 
 @feature("wrong requests", "V2")
-def test_a_wrong_request_costs_only_itself(engine: Engine, reference: Reference) -> None:
+def test_an_invalid_request_affects_no_other(engine: Engine, reference: Reference) -> None:
     bad, good = engine.run(
         (PROMPTS[0], params("all", (1,), output_kind=FINAL)),
         (PROMPTS[0], params("all", output_kind=FINAL)),
@@ -145,7 +141,7 @@ def test_a_wrong_request_costs_only_itself(engine: Engine, reference: Reference)
 
 @feature("torch.compile", "V2", note="on CUDA together with CUDA graphs, as vLLM does by default")
 def test_a_compiled_model_with_cuda_graphs(engine: Engine, reference: Reference) -> None:
-    """Kept layers are outputs of the compiled graph; decode steps replay CUDA graphs."""
+    """Retained layers are outputs of the compiled graph; decode steps replay CUDA graphs."""
     compilation = engine.engine.vllm_config.compilation_config
     assert compilation.mode == CompilationMode.VLLM_COMPILE
     assert compilation.cudagraph_mode != CUDAGraphMode.NONE
@@ -156,7 +152,7 @@ def test_a_compiled_model_with_cuda_graphs(engine: Engine, reference: Reference)
 
 
 @feature("several completions (n)", "V2")
-def test_each_completion_has_its_own_rows(engine: Engine, reference: Reference) -> None:
+def test_each_completion_has_its_own_hidden_states(engine: Engine, reference: Reference) -> None:
     """n=3 sampled completions of one prompt."""
     [[output]] = engine.run(
         (PROMPTS[1], params("generated", n=3, temperature=1.0, output_kind=FINAL))
@@ -167,9 +163,9 @@ def test_each_completion_has_its_own_rows(engine: Engine, reference: Reference) 
 
 
 @feature("size limit", "V2")
-def test_too_many_bytes_cost_only_that_request(engine: Engine, reference: Reference) -> None:
-    """260 rows are allowed: too many in the prompt, too many while generating, and neighbours
-    that end as ever.
+def test_the_byte_limit_fails_only_its_request(engine: Engine, reference: Reference) -> None:
+    """The limit is 260 hidden states. One request exceeds it in the prompt and one while
+    generating; others are unaffected.
     """
     long, layers = "the sea is blue " * 17, (0, 2, -1)
     outputs = engine.run(
@@ -188,9 +184,11 @@ def test_too_many_bytes_cost_only_that_request(engine: Engine, reference: Refere
     reference.check(outputs[3][0], "generated", layers)
 
 
-def test_rows_in_fp32_are_transformers_rows(exact: Engine, exact_reference: Reference) -> None:
-    """Without rounding in the way: prompt and generated rows of two layers, in chunks, to 1e-3
-    of their size.
+def test_hidden_states_in_fp32_equal_transformers(
+    exact: Engine, exact_reference: Reference
+) -> None:
+    """Hidden states of two layers equal transformers' within 1e-3, for prompts and generated
+    tokens.
     """
     requested = params("all", (2, -1), max_tokens=12, output_kind=FINAL)
     for [output] in exact.run((PROMPTS[0], requested), (PROMPTS[3], requested)):
@@ -198,10 +196,12 @@ def test_rows_in_fp32_are_transformers_rows(exact: Engine, exact_reference: Refe
 
 
 @feature("mixed batches", "V2")
-def test_requests_that_did_not_request_are_untouched(
+def test_requests_without_hidden_states_are_unchanged(
     exact: Engine, exact_reference: Reference
 ) -> None:
-    """In one batch with ones that did: the same tokens as alone, and no rows."""
+    """In one batch with requests for hidden states, other requests have the tokens of a single run
+    and no hidden states.
+    """
     alone = [
         exact.run((prompt, params(None, output_kind=FINAL)))[0][0].outputs[0].token_ids
         for prompt in PROMPTS[:3]
@@ -226,9 +226,9 @@ def test_requests_that_did_not_request_are_untouched(
 
 
 @feature("logprobs, penalties, seeds", "V2")
-def test_other_sampling_options_are_as_stock(exact: Engine, exact_reference: Reference) -> None:
-    """Together in one seeded request, its prompt in four chunks: the same tokens and
-    probabilities with rows.
+def test_other_sampling_options_are_unchanged(exact: Engine, exact_reference: Reference) -> None:
+    """A seeded request with all options, split into four chunks, has the same tokens and
+    probabilities.
     """
     options: dict[str, Any] = {"temperature": 0.8, "seed": 3, "logprobs": 2, "prompt_logprobs": 1}
     options |= {
@@ -252,10 +252,10 @@ def test_other_sampling_options_are_as_stock(exact: Engine, exact_reference: Ref
 
 @feature("stop strings", "V2")
 @pytest.mark.parametrize("mode", ["all", "last"])
-def test_a_stop_string_cuts_rows_with_tokens(
+def test_a_stop_string_cuts_hidden_states_with_tokens(
     exact: Engine, exact_reference: Reference, mode: str
 ) -> None:
-    """The front end finds it; the row of the last kept token was never needed."""
+    """The front end detects the stop string. The last kept token has no hidden states."""
     [[free]] = exact.run((PROMPTS[0], params(None, max_tokens=30, output_kind=FINAL)))
     stop = next(part for part in free.outputs[0].text[2:] if part.isascii() and part.isprintable())
     [[output]] = exact.run(
@@ -266,14 +266,14 @@ def test_a_stop_string_cuts_rows_with_tokens(
 
 
 @feature("speculative decoding (ngram)", "V2")
-def test_rejected_drafts_have_no_row(model: Path, reference: Reference) -> None:
+def test_rejected_drafts_have_no_hidden_states(model: Path, reference: Reference) -> None:
     check_ngram_drafts(model, reference, "V2")
 
 
 @feature("speculative decoding (EAGLE-3, its layers)", "V2")
 def test_a_drafter_and_requests_read_the_same_layers(tmp_path: Path) -> None:
-    """Rows of accepted tokens, of layers that the drafter reads too; in fp32, so that a wrong
-    row would show.
+    """Hidden states of accepted tokens, of layers that the drafter reads too, are correct. fp32
+    shows wrong ones.
     """
     model = write_model(tmp_path / "model", num_hidden_layers=BLOCKS)
     drafter = write_eagle3_drafter(model, tmp_path / "drafter")
@@ -288,9 +288,11 @@ def test_a_drafter_and_requests_read_the_same_layers(tmp_path: Path) -> None:
 
 
 @feature("LoRA", "V2")
-def test_rows_are_the_adapters(model: Path, reference: Reference, tmp_path: Path) -> None:
-    """Requests with and without an adapter in one batch; each equals its own transformers model
-    and not the other's.
+def test_hidden_states_include_the_adapter(
+    model: Path, reference: Reference, tmp_path: Path
+) -> None:
+    """Requests with and without an adapter in one batch each equal their transformers model and not
+    the other.
     """
     adapted = Reference(model, write_adapter(model, tmp_path / "adapter"))
     request = LoRARequest("adapter", 1, str(tmp_path / "adapter"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The AR worker together with vLLM's features that need an engine of their own; each row equals
+"""The AR worker with features of vLLM that need a separate engine. Hidden states equal
 transformers'.
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from ar_eagle import BLOCKS, DRAFTER_LAYERS, write_eagle3_drafter
-from ar_engine import PROMPTS, Reference, assert_rows, params, running_llm, states_of
+from ar_engine import PROMPTS, Reference, assert_hidden_states, params, running_llm, states_of
 from ar_torchrun import run_two_ranks
 from helpers.ar_compatibility import feature
 from helpers.programs import run_program
@@ -21,14 +21,16 @@ from vllm_omni.hidden_states import hidden_states_of
 pytestmark = pytest.mark.nightly
 
 LIMIT_S = 400
-"""For a program of two engines."""
+"""Timeout of a program with two engines."""
 REPEATING = "the sea the sea the sea the sea the sea the sea"
 
 
 def check_all_modes(
     llm: Any, reference: Reference, layers: tuple[int, ...] = (-1,), **fields: Any
 ) -> None:
-    """Asked and plain requests in one batch: same text, right rows."""
+    """Check requests with and without hidden states in one batch: equal text, correct hidden
+    states.
+    """
     modes: list[Any] = ["all", None, "generated", "last"]
     prompts = [PROMPTS[0], PROMPTS[0], REPEATING, PROMPTS[2]]
     plain = llm.generate(prompts, [params(None, **fields) for _ in modes], use_tqdm=False)
@@ -40,13 +42,13 @@ def check_all_modes(
         if mode is None:
             assert hidden_states_of(output) is None
         else:
-            assert_rows(output, reference, mode, layers)
+            assert_hidden_states(output, reference, mode, layers)
 
 
 @feature("speculative decoding (ngram)")
-def test_rejected_drafts_have_no_row(tiny_language_model: Path) -> None:
-    """Drafts are made, some accepted, most rejected (a random model); one row per accepted token
-    all the same.
+def test_rejected_drafts_have_no_hidden_states(tiny_language_model: Path) -> None:
+    """Some drafts are accepted and most rejected, because the model is random. Every accepted token
+    has one hidden state.
     """
     speculative = {
         "method": "ngram",
@@ -76,8 +78,8 @@ def test_rejected_drafts_have_no_row(tiny_language_model: Path) -> None:
 
 @feature("speculative decoding (EAGLE-3, its layers)")
 def test_a_drafter_and_requests_read_the_same_layers(tmp_path: Path) -> None:
-    """A random drafter's tokens are mostly rejected; rows of accepted ones, of layers that it
-    reads too, are right.
+    """Most tokens of a random drafter are rejected. Accepted ones have correct hidden states of the
+    layers that the drafter reads.
     """
     from vllm_omni.testing.tiny.language_model import write_tiny_language_model
 
@@ -97,7 +99,7 @@ def test_a_drafter_and_requests_read_the_same_layers(tmp_path: Path) -> None:
 
 @feature("tensor parallelism (TP 2)")
 def test_two_tensor_ranks(tiny_language_model: Path) -> None:
-    """Only the rank whose output is read copies anything."""
+    """Only the rank that returns outputs copies."""
     with running_llm(
         tiny_language_model, {"hidden_state_layers": [0, 2]}, tensor_parallel_size=2
     ) as llm:
@@ -109,7 +111,7 @@ def test_two_tensor_ranks(tiny_language_model: Path) -> None:
 @feature("pipeline parallelism (PP 2)")
 @pytest.mark.parametrize("layers", [(), (0, 1, 3)], ids=["last layer", "layers of both stages"])
 def test_two_stages(tiny_language_model: Path, layers: tuple[int, ...]) -> None:
-    """Rows come from the last stage; layers kept on the first travel with the intermediate
+    """The last stage returns hidden states; layers of the first stage are sent as intermediate
     tensors.
     """
     with running_llm(
@@ -125,8 +127,8 @@ def test_two_stages(tiny_language_model: Path, layers: tuple[int, ...]) -> None:
     "LoRA",
     note="on a CPU, stock vLLM needs `max_loras` above the adapters in use, see the test's control",
 )
-def test_rows_are_the_adapters(tiny_language_model: Path, tmp_path: Path) -> None:
-    """Requests with and without an adapter in one batch; each equals its own transformers model."""
+def test_hidden_states_include_the_adapter(tiny_language_model: Path, tmp_path: Path) -> None:
+    """Requests with and without an adapter in one batch each equal their transformers model."""
     adapted = write_adapter(tiny_language_model, tmp_path)
     reference = Reference(tiny_language_model)
     with running_llm(tiny_language_model, {"hidden_state_layers": [2]}, **LORA, max_loras=2) as llm:
@@ -136,8 +138,8 @@ def test_rows_are_the_adapters(tiny_language_model: Path, tmp_path: Path) -> Non
             lora_request=[adapter(tmp_path), None],
             use_tqdm=False,
         )
-        assert_rows(outputs[0], adapted, layers=(2, -1))
-        assert_rows(outputs[1], reference, layers=(2, -1))
+        assert_hidden_states(outputs[0], adapted, layers=(2, -1))
+        assert_hidden_states(outputs[1], reference, layers=(2, -1))
         assert not torch.allclose(
             states_of(outputs[0])[-1][5], states_of(outputs[1])[-1][5], atol=1e-2
         )
@@ -147,11 +149,9 @@ def test_rows_are_the_adapters(tiny_language_model: Path, tmp_path: Path) -> Non
 def test_stock_vllm_gives_a_cpu_request_without_adapter_the_last_slot(
     tiny_language_model: Path, tmp_path: Path
 ) -> None:
-    """The control of the test above, without anything of ours: why it leaves a slot free.
-
-    A request without an adapter has slot -1, which stock `vllm/lora/ops/torch_ops` takes for the
-    last one. If this fails, vLLM is repaired: drop `max_loras` there and the note of the table's
-    row.
+    """This control of the test above uses stock vLLM only and explains its free slot. A request
+    without an adapter has slot -1, which `vllm/lora/ops/torch_ops` uses as the last one. If this
+    test fails, vLLM is fixed: remove `max_loras` above and the note of the feature.
     """
     write_adapter(tiny_language_model, tmp_path)
     free_slot, no_free_slot = (
@@ -166,7 +166,7 @@ LORA = {"enable_lora": True, "max_lora_rank": 8}
 
 
 def write_adapter(model: Path, folder: Path) -> Reference:
-    """Save a random adapter; returns transformers' model with it."""
+    """Save a random adapter; return transformers' model with it."""
     from peft import LoraConfig, PeftModel, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -184,8 +184,8 @@ def adapter(folder: Path) -> LoRARequest:
 
 
 def stock_logprobs(model: Path, request: LoRARequest, max_loras: int) -> dict[str, torch.Tensor]:
-    """Log-probabilities of a prompt without an adapter, alone and beside one with it, on stock
-    vLLM.
+    """Return log-probabilities of a prompt without an adapter on stock vLLM, alone and in a batch
+    with an adapter.
     """
     sampling = params(None, prompt_logprobs=1)
     with running_llm(
@@ -212,18 +212,18 @@ def stock_logprobs(model: Path, request: LoRARequest, max_loras: int) -> dict[st
     "data parallelism (DP 2)", note="dense model: engines independent, no padding between them"
 )
 def test_two_engines(tiny_language_model: Path, tmp_path: Path) -> None:
-    """Requests spread over both engines: all have their rows."""
+    """Requests of both engines have their hidden states."""
     script = tmp_path / "two_engines.py"
     script.write_text(DP_SCRIPT)
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "PYTHONPATH": str(Path(__file__).parent)}
-    assert "ROWS RIGHT" in run_program(
+    assert "STATES RIGHT" in run_program(
         [sys.executable, str(script), str(tiny_language_model)], environment, LIMIT_S
     )
 
 
 @feature("external launcher (torchrun, TP 2)")
 def test_torchrun_tensor_parallel(tiny_language_model: Path, tmp_path: Path) -> None:
-    """Every rank is an engine of its own and answers with the same rows."""
+    """Every rank is an engine and returns the same hidden states."""
     torchrun(tiny_language_model, tmp_path, "tensor_parallel_size")
 
 
@@ -231,15 +231,13 @@ def test_torchrun_tensor_parallel(tiny_language_model: Path, tmp_path: Path) -> 
     "external launcher (torchrun, PP 2)", note="stock V2 has none: vLLM takes V1 there by itself"
 )
 def test_torchrun_pipeline_parallel(tiny_language_model: Path, tmp_path: Path) -> None:
-    """The last stage shows its rows to the first, whose scheduler answers too."""
+    """The last stage broadcasts its hidden states to the first, which also has a scheduler."""
     torchrun(tiny_language_model, tmp_path, "pipeline_parallel_size")
 
 
 @feature("worker without the scheduler")
 def test_without_the_scheduler_requests_get_their_text(tiny_language_model: Path) -> None:
-    """Nothing can carry rows then: the text is stock, the rows are None, the engine says so
-    once.
-    """
+    """Without the scheduler, hidden states are None and the text equals stock vLLM's."""
     with running_llm(tiny_language_model, scheduler_cls=None) as llm:
         outputs = llm.generate([PROMPTS[0]] * 2, [params("all"), params(None)], use_tqdm=False)
         assert outputs[0].outputs[0].token_ids == outputs[1].outputs[0].token_ids
@@ -256,16 +254,16 @@ def test_without_the_worker_requests_get_their_text(tiny_language_model: Path) -
 
 @feature("torch.compile")
 def test_a_compiled_model(tiny_language_model: Path) -> None:
-    """vLLM's default on CPU without --enforce-eager; kept layers are part of the compiled graph."""
+    """vLLM compiles on a CPU without --enforce-eager. Retained layers are part of the compiled
+    graph.
+    """
     with running_llm(tiny_language_model, {"hidden_state_layers": [2]}, enforce_eager=False) as llm:
         check_all_modes(llm, Reference(tiny_language_model), (2, -1))
 
 
 @feature("M-RoPE and multimodal inputs (Qwen2-VL)")
 def test_images(tmp_path: Path) -> None:
-    """A tiny Qwen2-VL: rows of image placeholders and text equal transformers', beside plain
-    requests.
-    """
+    """Hidden states of image placeholders and text of a tiny Qwen2-VL equal transformers'."""
     from ar_vision import check_image_request, write_tiny_qwen2_vl
 
     model = write_tiny_qwen2_vl(tmp_path / "qwen2_vl")
@@ -281,8 +279,8 @@ def torchrun(model: Path, tmp_path: Path, parallel: str) -> None:
 TORCHRUN_SCRIPT = """
 import sys
 from pathlib import Path
-from ar_engine import PROMPTS, Reference, assert_rows, params, running_llm
-from ar_torchrun import rows_are_right, step
+from ar_engine import PROMPTS, Reference, assert_hidden_states, params, running_llm
+from ar_torchrun import report_success, step
 from helpers.programs import limited_rank
 from vllm_omni.hidden_states import hidden_states_of
 
@@ -296,16 +294,16 @@ if __name__ == "__main__":
         outputs = llm.generate([*PROMPTS[:2], PROMPTS[0]], asked, use_tqdm=False)
         step("texts")
         reference = Reference(model)
-        assert_rows(outputs[0], reference)
-        assert_rows(outputs[1], reference, "generated")
+        assert_hidden_states(outputs[0], reference)
+        assert_hidden_states(outputs[1], reference, "generated")
         assert hidden_states_of(outputs[2]) is None
-        rows_are_right()
+        report_success()
 """  # noqa: E501
 
 DP_SCRIPT = """
 import asyncio, sys
 from pathlib import Path
-from ar_engine import PROMPTS, SCHEDULER, WORKER, Reference, assert_rows, params
+from ar_engine import PROMPTS, SCHEDULER, WORKER, Reference, assert_hidden_states, params
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -322,8 +320,8 @@ async def main(model):
     engine.shutdown()
     reference = Reference(model)
     for output in outputs:
-        assert_rows(output, reference)
-    print("ROWS RIGHT", flush=True)
+        assert_hidden_states(output, reference)
+    print("STATES RIGHT", flush=True)
 
 if __name__ == "__main__":
     asyncio.run(main(Path(sys.argv[1])))

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The AR worker on CUDA with what needs an engine of its own: V1 in two more ways, images, and
-several GPUs.
-"""
+"""The AR worker on CUDA with features that need a separate engine: V1, images, and several GPUs."""
 
 import asyncio
 from pathlib import Path
@@ -19,7 +17,7 @@ from vllm_omni.hidden_states import hidden_states_of
 
 TORCHRUN_LIMIT_S = 120
 LIMIT_S = 180
-"""For a test and its engine, which compiles."""
+"""Timeout of a test with an engine that compiles."""
 
 pytestmark = [
     pytest.mark.cuda,
@@ -45,7 +43,7 @@ def reference(model: Path) -> Reference:
 def check_all_modes(
     engine: Engine, reference: Reference, layers: tuple[int, ...] = (0, 2, -1)
 ) -> None:
-    """Asked and plain requests in one batch, prompts in chunks."""
+    """Check requests with and without hidden states in one batch, with chunked prompts."""
     modes = ["all", None, "generated", "last"]
     requests = [
         (PROMPTS[3], params(mode, layers, max_tokens=12, output_kind=FINAL)) for mode in modes
@@ -57,30 +55,30 @@ def check_all_modes(
             reference.check(output, mode, layers)
 
 
-def test_rejected_drafts_have_no_row_on_v1(model: Path, reference: Reference) -> None:
+def test_rejected_drafts_have_no_hidden_states_on_v1(model: Path, reference: Reference) -> None:
     check_ngram_drafts(model, reference, "V1")
 
 
-def test_rows_in_fp32_are_transformers_rows_on_v1(model: Path) -> None:
+def test_hidden_states_in_fp32_equal_transformers_on_v1(model: Path) -> None:
     with Engine(model, "V1", dtype="float32") as running:
         check_all_modes(running, Reference(model, dtype=torch.float32))
 
 
 @feature("M-RoPE and multimodal inputs (Qwen2-VL)", "V2")
 def test_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tiny Qwen2-VL in fp32: rows of image placeholders and text equal transformers', beside
-    plain requests.
+    """Hidden states of image placeholders and text of a tiny Qwen2-VL in fp32 equal
+    transformers'.
     """
     from ar_vision import check_image_request, write_tiny_qwen2_vl
 
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    # 1e-2: attention kernels may multiply fp32 in TF32 (10 bits), and the rows are of size 1.
+    # 1e-2, because attention kernels may multiply fp32 in TF32 (10 bits) and values have size 1.
     check_image_request(write_tiny_qwen2_vl(tmp_path / "qwen2_vl"), tolerance=1e-2, **SHARED_GPU)
 
 
 @feature("worker without the scheduler", "V2")
 def test_without_the_scheduler_requests_get_their_text(model: Path) -> None:
-    """Nothing can carry rows then: the text is stock, the rows are None."""
+    """Without the scheduler, hidden states are None."""
     with Engine(model, "V2", scheduler_cls=None, enforce_eager=True) as running:
         requested, plain = running.run(
             *((PROMPTS[0], params(mode, output_kind=FINAL)) for mode in ("all", None))
@@ -101,7 +99,7 @@ def test_without_the_worker_requests_get_their_text(model: Path) -> None:
 @two_gpus
 @feature("tensor parallelism (TP 2)", "V2")
 def test_two_tensor_ranks(model: Path, reference: Reference) -> None:
-    """Only the rank whose output is read copies anything."""
+    """Only the rank that returns outputs copies."""
     with Engine(model, "V2", tensor_parallel_size=2) as running:
         check_all_modes(running, reference)
         ranks = running.loop.run_until_complete(
@@ -114,8 +112,8 @@ def test_two_tensor_ranks(model: Path, reference: Reference) -> None:
 @two_gpus
 @feature("pipeline parallelism (PP 2)", "V2")
 def test_two_stages(model: Path, reference: Reference) -> None:
-    """Layers 0 and 2 are kept on the first stage and travel with the intermediate tensors, or on
-    the last.
+    """Layers 0 and 2 are retained on the first stage and sent as intermediate tensors, or on the
+    last.
     """
     with Engine(model, "V2", pipeline_parallel_size=2) as running:
         check_all_modes(running, reference)
@@ -125,7 +123,7 @@ def test_two_stages(model: Path, reference: Reference) -> None:
 @two_gpus
 @feature("data parallelism (DP 2)", "V2")
 def test_two_engines(model: Path, reference: Reference) -> None:
-    """Requests to both ranks: all have their rows."""
+    """Requests of both engines have their hidden states."""
     with Engine(model, "V2", data_parallel_size=2) as running:
 
         async def one(prompt: str, rank: int) -> Any:
@@ -148,7 +146,7 @@ def test_two_engines(model: Path, reference: Reference) -> None:
 @two_gpus
 @feature("external launcher (torchrun, TP 2)", "V2")
 def test_torchrun_tensor_parallel(model: Path, tmp_path: Path) -> None:
-    """Every rank is an engine of its own and answers with the same rows."""
+    """Every rank is an engine and returns the same hidden states."""
     torchrun(model, tmp_path, "tensor_parallel_size", "V2")
 
 
@@ -161,9 +159,8 @@ def test_torchrun_tensor_parallel_on_v1(model: Path, tmp_path: Path) -> None:
 @pytest.mark.several_gpus
 @two_gpus
 def test_torchrun_pipeline_parallel_on_v1(model: Path, tmp_path: Path) -> None:
-    """The last stage shows its rows to the first over NCCL.
-
-    V1 only: stock V2 has no pipeline under torchrun.
+    """The last stage broadcasts its hidden states to the first over NCCL. Stock V2 has no pipeline
+    parallelism under torchrun.
     """
     torchrun(model, tmp_path, "pipeline_parallel_size", "V1")
 
@@ -178,7 +175,7 @@ import sys
 from pathlib import Path
 from ar_cuda import PROMPTS, SHARED_GPU, Reference
 from ar_engine import params, running_llm
-from ar_torchrun import rows_are_right, step
+from ar_torchrun import report_success, step
 from helpers.programs import limited_rank
 from vllm_omni.hidden_states import hidden_states_of
 
@@ -196,5 +193,5 @@ if __name__ == "__main__":
         reference.check(outputs[0], layers=(2, -1))
         reference.check(outputs[1], "generated")
         assert hidden_states_of(outputs[2]) is None
-        rows_are_right()
+        report_success()
 """  # noqa: E501

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal Wan (tiny) through the real engine: streams side by side, aborts, prompt switch, video
-in, several ranks.
+"""Causal Wan (tiny) through the real engine: concurrent streams, aborts, prompt switch, video
+input, several ranks.
 """
 
 import asyncio
@@ -15,8 +15,8 @@ from vllm_omni.outputs import RequestFailed
 
 CHUNKS, STREAMS = 4, 3
 TOLERANCE = 2e-4
-"""fp32 latents of order 1 after four chunks of five passes; sums are ordered differently on
-several ranks.
+"""For fp32 latents of order 1 after four chunks of five passes, because several ranks sum in
+another order.
 """
 MODEL = {"window_frames": 7, "sink_frames": 2}
 
@@ -24,9 +24,8 @@ MODEL = {"window_frames": 7, "sink_frames": 2}
 async def stream(
     client: EngineClient, name: str, seed: int, chunks: int = CHUNKS
 ) -> list[torch.Tensor]:
-    """Latents of a stream; its prompt changes at the third chunk.
-
-    That of seed 1 begins with a picture.
+    """Return the latents of a stream. Its prompt changes at chunk 2. The stream of seed 1 has a
+    start image.
     """
     latents = []
     for index in range(chunks):
@@ -67,9 +66,7 @@ def engine(model: Path, omni: dict[str, Any] | None = None, **engine_args: Any) 
 
 @pytest.fixture(scope="module")
 def expected(causal_wan: Path) -> list[list[torch.Tensor]]:
-    """One engine does everything that one engine can show, and gives each stream's latents when
-    alone.
-    """
+    """Run all checks of one engine; return each stream's latents when it runs alone."""
     found: list[list[torch.Tensor]] = []
 
     async def scenario() -> None:
@@ -84,11 +81,11 @@ def expected(causal_wan: Path) -> list[list[torch.Tensor]]:
 
 
 async def side_by_side(client: EngineClient, alone: list[list[torch.Tensor]]) -> None:
-    """Three streams at different steps, one that fails and one that is aborted in the middle of
-    a chunk.
+    """Run three streams at different steps, one that fails, and one that is aborted during a
+    chunk.
     """
 
-    async def troublemaker() -> None:
+    async def failing_stream() -> None:
         await stream(client, "trouble", 5, chunks=1)
         with pytest.raises(RequestFailed) as failure:
             await client.send(session_id="trouble", actions=[["w"]], output="latents")
@@ -100,7 +97,7 @@ async def side_by_side(client: EngineClient, alone: list[list[torch.Tensor]]) ->
         await client.engine.abort("gone")
         task.cancel()
 
-    together, _ = await asyncio.gather(streams(client), troublemaker())
+    together, _ = await asyncio.gather(streams(client), failing_stream())
     assert largest_difference(together, alone) == 0.0
     for name in (
         "trouble",
@@ -111,7 +108,7 @@ async def side_by_side(client: EngineClient, alone: list[list[torch.Tensor]]) ->
 
 
 async def video_to_video(client: EngineClient) -> None:
-    """Frames come with each chunk; the meta says how much noise went in."""
+    """Each chunk has input frames, and the metadata reports the noise scale."""
     for index, count in ((0, 9), (1, 12)):
         video = torch.zeros(count, 32, 48, 3, dtype=torch.uint8)
         meta, tensors = await client.send(
@@ -128,7 +125,7 @@ async def video_to_video(client: EngineClient) -> None:
 
 
 async def operations(client: EngineClient, alone: list[torch.Tensor]) -> None:
-    """A fork goes on like its source; a reset begins again."""
+    """A fork continues like its source; a reset restarts."""
     first = await stream(client, "source", 0, chunks=1)
     await client.send(session_id="source", op="fork", fork_to="copy")
     for name in ("source", "copy"):
@@ -138,9 +135,9 @@ async def operations(client: EngineClient, alone: list[torch.Tensor]) -> None:
     assert torch.equal((await stream(client, "source", 0, chunks=1))[0], first[0])
 
 
-def test_one_engine_serves_streams_side_by_side(expected: list[list[torch.Tensor]]) -> None:
-    """Bit for bit as alone, beside failures and aborts; video-to-video, fork, reset (see the
-    fixture).
+def test_concurrent_streams_equal_single_ones(expected: list[list[torch.Tensor]]) -> None:
+    """Concurrent streams equal single ones bit for bit, with failures and aborts. The fixture also
+    checks video-to-video, fork and reset.
     """
     assert len(expected) == STREAMS
     assert all(torch.isfinite(x).all() and x.std() > 0.1 for one in expected for x in one)
@@ -148,7 +145,7 @@ def test_one_engine_serves_streams_side_by_side(expected: list[list[torch.Tensor
 
 
 @pytest.mark.nightly
-def test_one_forward_for_several_streams_agrees_within_tolerance(
+def test_a_shared_forward_agrees_within_tolerance(
     causal_wan: Path, expected: list[list[torch.Tensor]]
 ) -> None:
     async def scenario() -> None:
@@ -181,10 +178,7 @@ def test_the_stock_scheduler_gives_identical_chunks(
 def test_two_ranks_agree_with_one(
     causal_wan: Path, expected: list[list[torch.Tensor]], parallel: dict[str, Any]
 ) -> None:
-    """Several streams at once: with stages, two micro-batches are in flight.
-
-    A pipeline computes the same sums.
-    """
+    """With stages, two batches are in flight. A pipeline computes the same sums."""
     engine_args = dict(parallel)
     omni: dict[str, Any] = {"model": dict(MODEL)}
     if engine_args.pop("sequence_parallel", False):
@@ -200,11 +194,11 @@ def test_two_ranks_agree_with_one(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("parallel", ["pipeline_parallel_size", "tensor_parallel_size"])
-def test_two_ranks_compute_a_window_again_as_one(
+def test_two_ranks_recompute_a_window_like_one(
     causal_wan: Path, expected: list[list[torch.Tensor]], parallel: str
 ) -> None:
-    """With `prompt_switch` "recompute": the streams differ from those that keep their window
-    from the new prompt on.
+    """With `prompt_switch` "recompute", streams differ from those with the default from the new
+    prompt on.
     """
     omni = {"model": {**MODEL, "prompt_switch": "recompute"}}
     found: list[list[list[torch.Tensor]]] = []
@@ -244,9 +238,7 @@ def test_two_ranks_compute_a_window_again_as_one(
 def test_graphs_of_several_stages_change_nothing(
     causal_wan: Path, parallel: dict[str, int]
 ) -> None:
-    """Streams long enough for each forward to be captured and replayed, two at once, while the
-    stages exchange.
-    """
+    """Two long streams capture and replay each forward pass while the stages exchange tensors."""
 
     async def made(cuda_graphs: bool) -> list[list[torch.Tensor]]:
         omni = {

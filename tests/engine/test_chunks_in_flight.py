@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several chunks of one stream at work in a real engine: on one rank, over stages of layers, a
-stage for every step.
+"""Several chunks of one stream in flight in a real engine: on one rank, with stages of layers, and
+with a stage for every step.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ def engine(model: Path, steps: int, chunks_in_flight: int, **engine_args: Any) -
 async def send(
     client: EngineClient, name: str, seed: int, index: int, output: str = "latents"
 ) -> torch.Tensor:
-    """One chunk, frames or latents; its request can be aborted by `name-index`."""
+    """Request one chunk. Its request can be aborted by `name-index`."""
     meta, tensors = await client.send(
         session_id=name,
         chunk_index=index,
@@ -63,27 +63,26 @@ async def send(
 async def one_by_one(
     client: EngineClient, name: str, seed: int, output: str = "latents"
 ) -> list[torch.Tensor]:
-    """Each chunk is asked for when the one before has come."""
+    """Request each chunk after the previous result."""
     return [await send(client, name, seed, index, output) for index in range(CHUNKS)]
 
 
 async def ahead(
     client: EngineClient, name: str, seed: int, output: str = "latents"
 ) -> list[torch.Tensor]:
-    """All chunks are asked for at once."""
+    """Request all chunks at once."""
     return list(
         await asyncio.gather(*(send(client, name, seed, index, output) for index in range(CHUNKS)))
     )
 
 
 async def everything(client: EngineClient, steps: int) -> list[list[torch.Tensor]]:
-    """What holds in every arrangement; returns the streams, each alone and chunk by chunk."""
+    """Check everything that holds in every configuration; return single streams, chunk by chunk."""
     alone = [await one_by_one(client, f"alone{seed}", seed) for seed in range(STREAMS)]
     together = await asyncio.gather(*(ahead(client, f"s{seed}", seed) for seed in range(STREAMS)))
     assert_equal(together, alone)
     codes = await with_aborts(client, await one_by_one(client, "frames", 0, "rgb"))
-    # With two steps, one behind the other, nobody has begun behind a chunk that can still be
-    # aborted.
+    # With two steps, no successor has started while a chunk can still be aborted.
     assert codes <= {"predecessor_failed", "out_of_order"} and (
         steps == 2 or "predecessor_failed" in codes
     )
@@ -92,12 +91,11 @@ async def everything(client: EngineClient, steps: int) -> list[list[torch.Tensor
 
 
 async def with_aborts(client: EngineClient, expected: list[torch.Tensor]) -> set[str]:
-    """A chunk is aborted while others of its stream follow it: they fail, the stream goes on where
-    it was committed.
+    """Abort a chunk with successors in flight: they fail, and the stream continues after its last
+    committed chunk.
 
-    A stream beside it does not notice. Every other time there is none: one that came earlier may
-    have all the places in a step, and then nothing follows the aborted chunk closely. Returns how
-    the others failed.
+    A concurrent stream is unaffected. Every other attempt has none, because an earlier stream may
+    fill the step so that no chunk follows the aborted one closely. Returns the error codes.
     """
     codes: set[str] = set()
     for attempt in range(6):
@@ -108,7 +106,7 @@ async def with_aborts(client: EngineClient, expected: list[torch.Tensor]) -> set
         tasks = [
             asyncio.create_task(send(client, name, 0, index, "rgb")) for index in range(CHUNKS)
         ]
-        await tasks[1]  # the next one is about to end, the one after it is at work
+        await tasks[1]  # the next chunk is about to end and its successor runs
         await client.engine.abort(f"{name}-{ABORTED}")
         tasks[ABORTED].cancel()
         outcomes = await asyncio.wait_for(
@@ -131,9 +129,7 @@ async def with_aborts(client: EngineClient, expected: list[torch.Tensor]) -> set
 
 
 async def around_chunks_in_flight(client: EngineClient, expected: list[torch.Tensor]) -> None:
-    """A fork asked for while chunks are at work waits for them; a refused chunk refuses nothing
-    behind it.
-    """
+    """A fork waits for chunks in flight, and a refused chunk does not affect later ones."""
     tasks = [asyncio.create_task(send(client, "source", 1, index)) for index in range(CHUNKS - 1)]
     fork = asyncio.create_task(client.send(session_id="source", op="fork", fork_to="copy"))
     results = await asyncio.gather(*tasks)
@@ -154,7 +150,7 @@ def assert_equal(found: list[list[torch.Tensor]], expected: list[list[torch.Tens
 
 @pytest.fixture(scope="module")
 def one_rank(causal_wan: Path) -> list[list[torch.Tensor]]:
-    """Streams of four steps, three chunks in flight."""
+    """Streams of four steps with three chunks in flight."""
 
     async def scenario() -> list[list[torch.Tensor]]:
         async with engine(causal_wan, steps=4, chunks_in_flight=3) as client:
@@ -163,10 +159,10 @@ def one_rank(causal_wan: Path) -> list[list[torch.Tensor]]:
     return asyncio.run(scenario())
 
 
-def test_chunks_in_flight_are_chunks_one_after_the_other(
+def test_chunks_in_flight_equal_chunks_one_by_one(
     one_rank: list[list[torch.Tensor]],
 ) -> None:
-    """Several streams at once, aborts among chunks in flight, a fork between them (see
+    """Several streams run at once, with aborts among chunks in flight and a fork (see
     `everything`).
     """
     assert len(one_rank) == STREAMS
@@ -175,7 +171,7 @@ def test_chunks_in_flight_are_chunks_one_after_the_other(
 
 @pytest.fixture(scope="module")
 def two_steps(causal_wan: Path) -> list[list[torch.Tensor]]:
-    """Streams of two steps on one rank, one chunk after the other."""
+    """Streams of two steps on one rank, one chunk at a time."""
 
     async def scenario() -> list[list[torch.Tensor]]:
         async with engine(causal_wan, steps=2, chunks_in_flight=1) as client:
@@ -206,7 +202,7 @@ def two_steps(causal_wan: Path) -> list[list[torch.Tensor]]:
 def test_stages_equal_one_rank(
     causal_wan: Path, two_steps: list[list[torch.Tensor]], stages: int, omni: dict[str, Any]
 ) -> None:
-    """Bit for bit, aborts and all."""
+    """Results are equal bit for bit, with aborts."""
 
     async def scenario() -> None:
         async with engine(
@@ -227,11 +223,11 @@ def test_stages_equal_one_rank(
         pytest.param(3, {"vae_stage": True, "pipeline": "temporal"}, id="temporal + VAE stage"),
     ],
 )
-def test_a_chunk_that_fails_on_the_last_stage_takes_those_behind_it(
+def test_a_chunk_that_fails_on_the_last_stage_fails_its_successors(
     causal_wan: Path, two_steps: list[list[torch.Tensor]], stages: int, omni: dict[str, Any]
 ) -> None:
-    """Also those that an earlier stage lets begin before it has heard of the failure; the stream
-    goes on.
+    """Successors that an earlier stage starts before it receives the failure fail too. The stream
+    continues.
     """
     args: dict[str, Any] = {
         "pipeline_parallel_size": stages,
@@ -303,7 +299,7 @@ def test_ranks_that_share_layers_agree_with_one(
     omni: dict[str, Any],
     sequence_parallel: bool,
 ) -> None:
-    """Among themselves bit for bit, aborts and all."""
+    """Results of the same ranks are equal bit for bit, with aborts."""
     sizes = {"pipeline_parallel_size": stages, "tensor_parallel_size": 2}
     omni = {**omni, "model": {**options(2), "sequence_parallel": sequence_parallel}}
 
@@ -313,19 +309,6 @@ def test_ranks_that_share_layers_agree_with_one(
                 assert all(
                     (a - b).abs().max() <= TOLERANCE for a, b in zip(made, wanted, strict=True)
                 )
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.nightly
-def test_a_deadline_scheduler_holds_the_same_order(
-    causal_wan: Path, one_rank: list[list[torch.Tensor]]
-) -> None:
-    async def scenario() -> None:
-        async with engine(
-            causal_wan, 4, chunks_in_flight=3, omni={"scheduling": "deadline"}
-        ) as client:
-            assert_equal(await everything(client, steps=4), one_rank)
 
     asyncio.run(scenario())
 
@@ -341,7 +324,7 @@ def test_a_deadline_scheduler_holds_the_same_order(
         ),
     ],
 )
-def test_what_no_model_can_do_is_refused_before_anything_starts(
+def test_impossible_options_are_refused_before_the_start(
     causal_wan: Path, omni: dict[str, Any], engine_args: dict[str, Any], reason: str
 ) -> None:
     async def start() -> None:

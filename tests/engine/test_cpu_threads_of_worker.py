@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On a CPU the only rank computes with every core, in the engine's own process, unless the user
-says otherwise.
+"""On a CPU a single rank uses every core in the engine's process, unless the user sets threads.
 
-Where the user says nothing, the engine's process is spawned as vLLM does, so that OpenMP's own
-default is what a user would meet; the others are forked and inherit one thread. What OpenMP makes
-of a user's OMP_NUM_THREADS is looked at in a served engine
-(tests/entrypoints/realtime/test_live_served.py).
+Without settings the engine's process is spawned as by vLLM, so that OpenMP's default applies; a
+forked one would inherit one thread. tests/entrypoints/realtime/test_live_served.py covers
+OMP_NUM_THREADS in a served engine.
 """
 
 import asyncio
@@ -27,12 +25,11 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CPU workers o
     ("environment", "spawned", "threads", "below_engine"),
     [
         ({}, True, min(psutil.cpu_count(logical=False), len(os.sched_getaffinity(0))), False),
-        ({"OMP_NUM_THREADS": "1"}, False, 1, False),
         ({"VLLM_CPU_OMP_THREADS_BIND": "0"}, False, 1, True),
     ],
-    ids=["all cores", "OMP_NUM_THREADS", "vLLM's own binding"],
+    ids=["all cores", "binding by vLLM"],
 )
-def test_threads_of_the_only_rank(
+def test_threads_of_a_single_rank(
     null_world: Path,
     monkeypatch: pytest.MonkeyPatch,
     environment: dict[str, str],
@@ -40,9 +37,8 @@ def test_threads_of_the_only_rank(
     threads: int,
     below_engine: bool,
 ) -> None:
-    """Stock vLLM takes a process more and leaves it a core less.
-
-    Needs as many cores as the machine has.
+    """vLLM's default would start a further process and use a core less. The machine's cores must be
+    available.
     """
     if spawned:
         monkeypatch.setattr(SpawnProcess, "_Popen", staticmethod(popen_spawn_posix.Popen))
@@ -65,14 +61,14 @@ def test_threads_of_the_only_rank(
     [({}, "3000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
     ids=["unset", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"],
 )
-def test_threads_sleep_soon_when_they_wait(
+def test_waiting_threads_sleep_early(
     null_world: Path,
     monkeypatch: pytest.MonkeyPatch,
     environment: dict[str, str],
     expected: str | None,
 ) -> None:
-    """Set once the engine is configured, before its process starts; libgomp reads it while it is
-    loaded.
+    """The variable is set with the engine's configuration, before its process starts, because
+    libgomp reads it when it is loaded.
     """
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
         monkeypatch.delenv(name, raising=False)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank that is killed, or stands still: clients are told, every process ends, and a new engine
-starts.
+"""A rank that is killed, stops, or raises: clients receive an error, every process ends, and a new
+engine starts.
 """
 
 import asyncio
@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from faulty_worker import fault
 from helpers.engine_client import EngineClient, running_engine
 from helpers.programs import has_ended
 from helpers.waits import pause_task
@@ -23,7 +24,7 @@ LIMIT_S = 10.0
 
 
 def workers() -> list[psutil.Process]:
-    """The worker processes of this process's engines, in order of rank."""
+    """Return the worker processes of this process's engines, by rank."""
     children = psutil.Process(os.getpid()).children(recursive=True)
     alive = [child for child in children if not has_ended(child.pid)]
     return sorted(
@@ -51,7 +52,7 @@ async def chunk(client: EngineClient) -> torch.Tensor:
 def test_a_lost_rank_ends_the_engine_within_seconds(
     null_world: Path, how: signal.Signals, rank: int, omni: dict[str, Any]
 ) -> None:
-    """While a chunk is computed and another waits; both clients hear of it."""
+    """One chunk is running and another waits. Both clients receive the error."""
 
     async def scenario() -> None:
         async with running_engine(null_world, omni, pipeline_parallel_size=2) as client:
@@ -70,7 +71,7 @@ def test_a_lost_rank_ends_the_engine_within_seconds(
             results = await asyncio.wait_for(
                 asyncio.gather(*pending, return_exceptions=True), LIMIT_S
             )
-            print(f"clients were told after {time.monotonic() - start:.1f} s")
+            print(f"clients received the error after {time.monotonic() - start:.1f} s")
             assert all(isinstance(result, EngineDeadError) for result in results), results
             _, alive = psutil.wait_procs(
                 processes, timeout=max(0.1, LIMIT_S - (time.monotonic() - start))
@@ -78,5 +79,68 @@ def test_a_lost_rank_ends_the_engine_within_seconds(
             assert not alive
         async with running_engine(null_world, omni, pipeline_parallel_size=2) as client:
             assert torch.equal(await chunk(client), before)
+
+    asyncio.run(scenario())
+
+
+PP2, TP2 = {"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("family", "parallel", "omni", "rank", "method"),
+    [
+        pytest.param(
+            "null_world", PP2, {}, 0, "denoise_step", id="first stage, which returns no results"
+        ),
+        pytest.param(
+            "null_world", PP2, {}, 1, "denoise_step", id="last stage, which returns results"
+        ),
+        pytest.param(
+            "causal_wan",
+            TP2,
+            {},
+            1,
+            "denoise_step",
+            id="tensor-parallel rank without results",
+        ),
+        pytest.param(
+            "causal_wan", TP2, {"vae_parallel": True}, 1, "post_decode", id="shared decode"
+        ),
+    ],
+)
+def test_a_failed_rank_ends_the_engine_within_seconds(
+    request: pytest.FixtureRequest,
+    family: str,
+    parallel: dict[str, Any],
+    omni: dict[str, Any],
+    rank: int,
+    method: str,
+) -> None:
+    """A chunk of another client is running."""
+    model: Path = request.getfixturevalue(family)
+
+    async def scenario() -> None:
+        async with running_engine(
+            model, omni, worker_cls="faulty_worker.FaultyWorker", **parallel
+        ) as client:
+            await client.send(session_id="fine", chunk_index=0, prompt="a field")
+            processes = workers()
+            assert len(processes) == 2
+            start = time.monotonic()
+            slow = {"options": {"step_ms": 20, "steps": 1000}} if family == "null_world" else {}
+            pending = (
+                client.send(session_id="fine", chunk_index=1, **slow),
+                client.send(session_id="faulty", prompt=fault(rank, method)),
+            )
+            results = await asyncio.wait_for(
+                asyncio.gather(*pending, return_exceptions=True), LIMIT_S
+            )
+            print(f"clients received the error after {time.monotonic() - start:.1f} s")
+            assert isinstance(results[1], EngineDeadError), results
+            assert not slow or isinstance(results[0], EngineDeadError), results
+            _, alive = psutil.wait_procs(
+                processes, timeout=max(0.1, LIMIT_S - (time.monotonic() - start))
+            )
+            assert not alive
 
     asyncio.run(scenario())

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real EngineCore with the null world: interleaving, abort, failures, both schedulers."""
+"""The real EngineCore with the null world: concurrent sessions, aborts, failures, pauses."""
 
 import asyncio
-from pathlib import Path
 
 import pytest
 import torch
-from helpers.engine_client import STOCK_SCHEDULER, EngineClient, SharedEngine, running_engine
+from helpers.engine_client import EngineClient, SharedEngine
 from helpers.waits import pause_task, seconds
 
 from vllm_omni.entrypoints.engine.client import OmniEngine
@@ -17,7 +16,7 @@ CHUNKS = 4
 
 
 async def failing(client: EngineClient, session_id: str, index: int, **options: object) -> str:
-    """Send a chunk that must fail; returns its error code."""
+    """Request a chunk that must fail; return its error code."""
     with pytest.raises(RequestFailed) as failure:
         await client.send(
             session_id=session_id,
@@ -29,10 +28,8 @@ async def failing(client: EngineClient, session_id: str, index: int, **options: 
     return failure.value.code
 
 
-def test_sessions_side_by_side_equal_sessions_alone(null_engine: SharedEngine) -> None:
-    """Interleaved sessions, with failing and aborted neighbours, give bit for bit what each
-    gives alone.
-    """
+def test_concurrent_sessions_equal_single_ones(null_engine: SharedEngine) -> None:
+    """Concurrent sessions equal single ones bit for bit, with failing and aborted neighbours."""
 
     client = null_engine.client
 
@@ -60,12 +57,10 @@ def test_sessions_side_by_side_equal_sessions_alone(null_engine: SharedEngine) -
     null_engine.run(scenario())
 
 
-def test_abort_mid_chunk_takes_effect_and_leaves_the_session_as_it_was(
+def test_an_abort_stops_the_chunk_and_keeps_the_session(
     null_engine: SharedEngine,
 ) -> None:
-    """After an abort the same chunk gives the same result, and the aborted one stopped long
-    before its end.
-    """
+    """The aborted chunk stops long before its end, and the same chunk then has the same result."""
 
     client = null_engine.client
 
@@ -83,7 +78,7 @@ def test_abort_mid_chunk_takes_effect_and_leaves_the_session_as_it_was(
         await client.until_at_step("s", 2)
         await client.engine.abort("slow")
         slow.cancel()
-        # 10 s of steps were left: an answer within 2 s shows that the abort reached the runner.
+        # 10 s of steps remained, so a result within 2 s shows that the abort reached the runner.
         again = await asyncio.wait_for(
             client.send(session_id="s", chunk_index=1, output="latents"), seconds(2)
         )
@@ -93,9 +88,7 @@ def test_abort_mid_chunk_takes_effect_and_leaves_the_session_as_it_was(
 
 
 def test_chunks_sent_ahead_run_in_order(null_engine: SharedEngine) -> None:
-    """All chunks of a session submitted at once, in the wrong order, come out as if sent one by
-    one.
-    """
+    """Chunks that are requested at once in the wrong order equal chunks requested one by one."""
 
     client = null_engine.client
 
@@ -117,21 +110,8 @@ def test_chunks_sent_ahead_run_in_order(null_engine: SharedEngine) -> None:
     null_engine.run(scenario())
 
 
-def test_both_schedulers_give_identical_chunks(null_engine: SharedEngine, null_world: Path) -> None:
-    """Whole chunks per engine step (stock scheduler) equal one denoise step per engine step."""
-
-    async def stock() -> list[torch.Tensor]:
-        async with running_engine(null_world, scheduler_cls=STOCK_SCHEDULER) as client:
-            return await client.chunks("s", CHUNKS, seed=3)
-
-    stepped = null_engine.run(null_engine.client.chunks("s", CHUNKS, seed=3))
-    assert all(torch.equal(a, b) for a, b in zip(stepped, asyncio.run(stock()), strict=True))
-
-
 def test_a_paused_engine_makes_a_request_wait(null_engine: SharedEngine) -> None:
-    """A chunk is held back (0.32), or refused as `capacity` and asked for again (0.33), until
-    vLLM resumes.
-    """
+    """vLLM 0.32 holds the chunk; 0.33 refuses it with `capacity` and it is retried."""
 
     async def scenario() -> None:
         engine = null_engine.client.engine

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real starts that ask for what a worker would ignore end with one line (all:
-tests/test_engine_arguments.py).
+"""Starts with arguments that a worker would ignore fail with one line.
+tests/test_engine_arguments.py has the complete list.
 """
 
 import os
@@ -23,7 +23,7 @@ DIFFUSION = "the diffusion worker does not support --quantization awq: use fp8"
 
 
 def start(*command: str, **variables: str) -> tuple[int, str]:
-    """(exit status, both outputs) of a command that is expected to end by itself."""
+    """Run a command that ends by itself; return its exit status and both outputs."""
     environ = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_COLOR": "0", **variables}
     ended = subprocess.run(
         command, env=environ, capture_output=True, text=True, timeout=seconds(240), check=False
@@ -32,9 +32,7 @@ def start(*command: str, **variables: str) -> tuple[int, str]:
 
 
 def test_omni_ends_with_status_2_and_one_line(null_world: Path) -> None:
-    """`--omni`: no traceback; the flags of another server's WebSocket library do not stand in
-    the way.
-    """
+    """`--omni` prints no traceback. Options of another server's WebSocket library are accepted."""
     status, output = start(
         *(
             sys.executable,
@@ -57,7 +55,7 @@ def test_omni_ends_with_status_2_and_one_line(null_world: Path) -> None:
 
 @pytest.mark.nightly
 def test_plain_vllm_serve_is_refused_too(null_world: Path) -> None:
-    """Every flag by hand, as `--omni` prints them."""
+    """All options are passed explicitly, as `--omni` prints them."""
     status, output = start(
         *(
             sys.executable,
@@ -79,12 +77,12 @@ def test_plain_vllm_serve_is_refused_too(null_world: Path) -> None:
         VLLM_PLUGINS="vllm_omni",
     )
     assert status != 0 and DIFFUSION in output
-    assert "EngineCore" not in output, "no engine process may have been started for it"
+    assert "EngineCore" not in output, "no engine process may start"
 
 
 @pytest.mark.nightly
 def test_an_offline_pipeline_is_refused(tmp_path: Path) -> None:
-    """`LLM(...)` on the executor without a worker: adapters have a way of their own there."""
+    """`LLM(...)` on the diffusers executor takes adapters by `omni.model.loras`."""
     family = get_family("diffusers_pipeline")
     family.make_tiny(tmp_path / "pipeline", 0, family.layouts[0])
     arguments = (
@@ -100,9 +98,7 @@ def test_an_offline_pipeline_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_the_ar_worker_refuses_pooling(tiny_language_model: Path) -> None:
-    """A stock model has no config hook of ours: the worker itself looks, before it loads
-    anything.
-    """
+    """A stock model has no config hook of this package, so the worker checks before it loads."""
     arguments = (
         f'{{"model": "{tiny_language_model}", "runner": "pooling", "worker_cls": '
         '"vllm_omni.worker.ARGPUWorker", '

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Devices of several ranks cannot come to wait for each other, whatever runs beside what on each of
-them.
+"""Devices of several ranks cannot deadlock, whatever runs concurrently on each of them.
 
-CUDA may let any two streams of a device wait for one another. So the exchanges that each rank of a
-real engine issues (on the CPU, where nothing waits so) are gone through as a device with one queue
-would: an exchange ends when all who take part in it have come to it, and only then the next begins.
+CUDA may make any two streams of a device wait for one another. The exchanges that each rank of a
+real engine issues (on the CPU, where they cannot wait so) are therefore replayed for a device with
+one queue: an exchange ends when all participants have reached it, and only then the next one
+starts.
 """
 
 import asyncio
@@ -29,14 +29,16 @@ ULYSSES = {"sequence_parallel": True}
 
 
 def stuck(ranks: list[list[Exchange]]) -> dict[int, Exchange]:
-    """What each rank that does not come to its end waits for."""
+    """Return the exchange that each unfinished rank waits for."""
     queues = [deque(exchanges) for exchanges in ranks]
 
     def next_of(rank: int) -> Exchange | None:
         return queues[rank][0] if queues[rank] else None
 
-    def meet(rank: int) -> tuple[int, ...]:
-        """Everybody at the exchange that `rank` has come to, or nobody."""
+    def participants(rank: int) -> tuple[int, ...]:
+        """Return all participants of the exchange that `rank` has reached, or none if one is
+        missing.
+        """
         kind, partners, group = exchange = queues[rank][0]
         if kind == "all":
             return partners if all(next_of(each) == exchange for each in partners) else ()
@@ -51,16 +53,16 @@ def stuck(ranks: list[list[Exchange]]) -> dict[int, Exchange]:
     while moved:
         moved = False
         for rank, queue in enumerate(queues):
-            while queue and (present := meet(rank)):
+            while queue and (present := participants(rank)):
                 moved = True
                 for each in present:
                     queues[each].popleft()
     return {rank: queue[0] for rank, queue in enumerate(queues) if queue}
 
 
-def test_what_waits_for_each_other_is_found() -> None:
-    sends, responses = ("send", (1,), "hidden"), ("recv", (1,), "answers")
-    last = [("recv", (0,), "hidden"), ("send", (0,), "answers")]
+def test_deadlocks_are_detected() -> None:
+    sends, responses = ("send", (1,), "hidden"), ("recv", (1,), "results")
+    last = [("recv", (0,), "hidden"), ("send", (0,), "results")]
     assert stuck([[sends, responses], last]) == {}
     assert stuck([[responses, sends], last]) == {0: responses, 1: last[0]}
     together = ("all", (0, 1), "layers")
@@ -120,7 +122,7 @@ def test_what_waits_for_each_other_is_found() -> None:
         ),
     ],
 )
-def test_every_rank_issues_its_exchanges_in_one_order(
+def test_exchanges_of_all_ranks_cannot_deadlock(
     request: pytest.FixtureRequest,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -128,8 +130,8 @@ def test_every_rank_issues_its_exchanges_in_one_order(
     omni: dict[str, Any],
     sizes: dict[str, int],
 ) -> None:
-    """Warm-up, three sessions at once, their chunks one by one or, where that is possible,
-    together, and aborts.
+    """The warm-up, three concurrent sessions with chunks one by one or in flight, and aborts cause
+    no deadlock.
     """
     monkeypatch.setenv(FOLDER, str(tmp_path))
     model: Path = request.getfixturevalue(family)
@@ -139,7 +141,7 @@ def test_every_rank_issues_its_exchanges_in_one_order(
             model, omni, worker_cls="recording_worker.RecordingWorker", **sizes
         ) as client:
             await asyncio.gather(*(session(client, f"s{seed}", seed, omni) for seed in range(3)))
-            # every rank has come to the end of its work
+            # every rank has finished its work
             await client.engine.collective_rpc("session_stats")
 
     asyncio.run(scenario())

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions of one engine, one after the other and side by side, that are served by graphs of
-sessions that have ended.
+"""Sessions of one engine that are served by CUDA graphs of sessions that have ended.
 
-Where there is no CUDA, a "graph" repeats the forward with everything the host had decided at its
-capture.
+Without CUDA, a mocked graph repeats the forward pass with all host decisions of its capture.
 """
 
 import asyncio
@@ -14,13 +12,13 @@ import torch
 from helpers.engine_client import EngineClient, running_engine
 
 SMALL_WINDOW = {"window_frames": 7, "sink_frames": 2}
-"""Full after the third chunk, and no multiple of the chunk."""
+"""Full after the third chunk and not a multiple of the chunk size."""
 CHUNKS = 7
 IMAGE = {"image": torch.arange(32 * 48 * 3).reshape(32, 48, 3).to(torch.uint8)}
 
 
 async def session(client: EngineClient, family: str, seed: int) -> list[torch.Tensor]:
-    """Latents of a session with a prompt of its own, which is closed then."""
+    """Return the latents of a session with a unique prompt, and close it."""
     plays = family == "lingbot_world"
     latents = []
     for index in range(CHUNKS):
@@ -70,11 +68,11 @@ ULYSSES = {"model": {**SMALL_WINDOW, "sequence_parallel": True}}
         pytest.param("causal_wan", IN_FLIGHT, {}, id="chunks in flight", marks=pytest.mark.nightly),
     ],
 )
-def test_sessions_are_those_of_an_engine_without_graphs(
+def test_sessions_with_graphs_equal_sessions_without(
     family: str, omni: dict[str, Any], flags: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
-    """The warm-up's session leaves its ring to the first, that one to the next; two at once have
-    one each.
+    """The ring buffer of the warm-up is reused by the first session and so on. Two concurrent
+    sessions have one each.
     """
     model = request.getfixturevalue(family)
     arguments: dict[str, Any] = {"dtype": "float32", **flags}
@@ -105,4 +103,4 @@ def test_sessions_are_those_of_an_engine_without_graphs(
     rings = 4 if "chunks_in_flight" in omni else 1
     assert [retained for _, retained in counts] == [rings, rings, 2 * rings]
     if rings == 1:
-        assert counts[0][0] == 2 * 2, "of the warm-up's two chunks: steps and clean pass"
+        assert counts[0][0] == 2 * 2, "steps and clean-context passes of the two warm-up chunks"

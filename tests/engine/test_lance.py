@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lance (tiny) through the real engine: every task, drawing and reading at once, aborts, wrong
-requests.
+"""Lance (tiny) through the real engine: every task, concurrent generation and understanding,
+aborts, invalid requests.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from vllm_omni.outputs import RequestFailed
 
 SMALL = {"max_image_pixels": 64 * 96, "max_video_pixels": 64 * 96, "max_num_frames": 9}
 TOLERANCE = 1e-4
-"""fp32 latents of order 1: rows of a shared matrix product are summed in another order."""
+"""For fp32 latents of order 1, because a shared matrix product sums in another order."""
 
 
 def image(seed: int = 0) -> torch.Tensor:
@@ -29,16 +29,16 @@ def image(seed: int = 0) -> torch.Tensor:
 
 
 CLIP = torch.stack([image(seed) for seed in range(5)])
-DRAWING = {"height": 64, "width": 96, "num_inference_steps": 4}
-READING = {"modalities": ["text"], "max_tokens": 12}
+GENERATION = {"height": 64, "width": 96, "num_inference_steps": 4}
+UNDERSTANDING = {"modalities": ["text"], "max_tokens": 12}
 REQUESTS: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor]]] = {
-    "t2i": ({"prompt": "a cat", **DRAWING}, {}),
+    "t2i": ({"prompt": "a cat", **GENERATION}, {}),
     "image_edit": (
         {"prompt": "no hat", "num_inference_steps": 3, "options": {"resolution": "image_256res"}},
         {"image": image()},
     ),
-    "t2v": ({"prompt": "a wave", "num_frames": 9, **DRAWING}, {}),
-    "i2v": ({"prompt": "a wave", "num_frames": 9, **DRAWING}, {"image": image()}),
+    "t2v": ({"prompt": "a wave", "num_frames": 9, **GENERATION}, {}),
+    "i2v": ({"prompt": "a wave", "num_frames": 9, **GENERATION}, {"image": image()}),
     "video_edit": (
         {
             "prompt": "red",
@@ -48,11 +48,11 @@ REQUESTS: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor]]] = {
         {"video": CLIP},
     ),
     "x2t_image": (
-        {"prompt": "what?", "options": {**READING, "resolution": "image_256res"}},
+        {"prompt": "what?", "options": {**UNDERSTANDING, "resolution": "image_256res"}},
         {"image": image()},
     ),
     "x2t_video": (
-        {"prompt": "what?", "options": {**READING, "resolution": "video_192p"}},
+        {"prompt": "what?", "options": {**UNDERSTANDING, "resolution": "video_192p"}},
         {"video": CLIP},
     ),
 }
@@ -72,7 +72,7 @@ async def send(client: EngineClient, task: str, name: str, **changes: Any) -> An
 
 
 async def every_task(client: EngineClient) -> None:
-    """Each task gives its kind of result; no session is left."""
+    """Each task returns its kind of result, and no session remains."""
     shapes = {}
     for task in REQUESTS:
         meta, tensors = await send(client, task, f"solo-{task}")
@@ -91,7 +91,7 @@ async def every_task(client: EngineClient) -> None:
 
 
 async def mixed_load(client: EngineClient) -> None:
-    """Drawings and answers in flight together are what they are alone."""
+    """Concurrent generation and understanding requests equal single ones."""
 
     async def all_of(prefix: str, together: bool) -> list[torch.Tensor]:
         calls = [
@@ -113,7 +113,7 @@ async def mixed_load(client: EngineClient) -> None:
 
 
 async def streamed_response(client: EngineClient) -> None:
-    """One session, one request per piece; texts and tokens add up to the whole answer."""
+    """Texts and tokens of a streamed session add up to the whole response."""
     whole, _ = await send(client, "x2t_image", "whole")
     fields, tensors = REQUESTS["x2t_image"]
     fields = {**fields, "options": {**fields["options"], "chunk_tokens": 5}}
@@ -128,8 +128,8 @@ async def streamed_response(client: EngineClient) -> None:
 
 
 async def aborts(client: EngineClient) -> None:
-    """A request may be aborted before it starts, while it draws or reads, and after; the others
-    go on.
+    """A request may be aborted before its start, while it runs, and after its end. Others
+    continue.
     """
     expected = (await send(client, "t2i", "reference", output="latents"))[1]["latents"].clone()
 
@@ -144,7 +144,7 @@ async def aborts(client: EngineClient) -> None:
     for number, (task, step, changes) in enumerate(doomed_requests):
         name = f"doomed-{number}"
         doomed = asyncio.create_task(send(client, task, name, **changes))
-        other = asyncio.create_task(send(client, "t2i", f"beside-{number}", output="latents"))
+        other = asyncio.create_task(send(client, "t2i", f"other-{number}", output="latents"))
         if step:
             await client.until_at_step(name, step)
         else:
@@ -163,7 +163,7 @@ async def aborts(client: EngineClient) -> None:
 
 
 async def wrong_requests(client: EngineClient) -> None:
-    """Each is refused with a code and a text; the engine goes on."""
+    """Each invalid request is refused with a code and a message. The engine continues."""
     cases: list[tuple[dict[str, Any], dict[str, torch.Tensor], str]] = [
         ({"prompt": ""}, {}, "invalid_request"),
         ({"prompt": "a", "height": 8192, "width": 8192}, {}, "unsupported_size"),
@@ -210,7 +210,7 @@ async def lance_engine(
 
 
 def test_lance_through_the_engine(checkpoint: Path, subtests: Any) -> None:
-    """One engine for all checks (starting one costs more than they do)."""
+    """All checks share one engine, because a start takes longer than they do."""
 
     async def scenario() -> None:
         async with lance_engine(checkpoint) as client:
@@ -224,8 +224,8 @@ def test_lance_through_the_engine(checkpoint: Path, subtests: Any) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
 def test_two_ranks_equal_one(checkpoint: Path, sequence_parallel: bool) -> None:
-    """Heads and columns are split, or latents (Ulysses); latents agree within 1e-4, tokens
-    exactly.
+    """Tensor parallelism splits heads and columns, Ulysses splits latents. Latents agree within
+    1e-4 and tokens exactly.
     """
 
     async def results(options: dict[str, Any], **engine_args: Any) -> list[torch.Tensor]:
@@ -246,18 +246,16 @@ def test_two_ranks_equal_one(checkpoint: Path, sequence_parallel: bool) -> None:
 
 
 @pytest.mark.nightly
-def test_every_alternative_through_the_engine(checkpoint: Path) -> None:
-    """All choices between public implementations switched at once: each task gives its kind of
-    result, not NaN.
-    """
+def test_every_task_runs_with_the_other_convention(checkpoint: Path) -> None:
+    """With all conventions switched at once, each task returns its kind of result without NaN."""
 
     async def scenario() -> None:
         async with lance_engine(checkpoint, {"convention": "vllm_omni"}) as client:
             for task, (fields, _) in REQUESTS.items():
                 changes: dict[str, Any] = {"output": "latents"}
-                if task.startswith("x2t"):  # a clip that is read whole takes no bucket
+                if task.startswith("x2t"):  # understanding of a whole clip uses no bucket
                     requested = fields["options"]
-                    changes = {"options": READING if task == "x2t_video" else requested}
+                    changes = {"options": UNDERSTANDING if task == "x2t_video" else requested}
                 meta, tensors = await send(client, task, f"switched-{task}", **changes)
                 (found,) = tensors.values()
                 assert meta["task"] == task and found.numel() > 0 and found.isfinite().all()

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LingBot World (tiny) through the real engine: sessions side by side, both schedulers, several
-ranks.
+"""LingBot World (tiny) through the real engine: concurrent sessions, several ranks, convention
+pr3701.
 
-Runs on whatever vLLM's platform is: on CPU with gloo, on GPUs with NCCL (two of them for the
-parallel rows).
+The tests run on the platform of vLLM: with gloo on a CPU, with NCCL on GPUs.
 """
 
 import asyncio
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from helpers.engine_client import (
-    STOCK_SCHEDULER,
     EngineClient,
     SharedEngine,
     running_engine,
@@ -28,13 +26,11 @@ from vllm_omni.outputs import RequestFailed
 
 CHUNKS, SESSIONS = 4, 2
 TOLERANCE = 2e-4
-"""fp32 latents of order 1 after four chunks of five passes; sums are ordered differently on
-several ranks.
+"""For fp32 latents of order 1 after four chunks of five passes, because several ranks sum in
+another order.
 """
 SMALL_WINDOW = {"window_frames": 7, "sink_frames": 2}
-"""Full after the third chunk, and no multiple of the chunk: eviction and ring wrap are
-exercised.
-"""
+"""Full after the third chunk and no multiple of the chunk size, so that the ring buffer wraps."""
 
 
 def image() -> torch.Tensor:
@@ -45,7 +41,7 @@ def image() -> torch.Tensor:
 async def walk(
     client: EngineClient, name: str, seed: int, chunks: int = CHUNKS, **fields: Any
 ) -> list[torch.Tensor]:
-    """Latents of a short walk; the keys held differ from session to session."""
+    """Return the latents of a short walk. The held keys depend on the seed."""
     keys = [["w"], ["w", "j"]] if seed % 2 else [["d"], ["l"]]
     latents = []
     for index in range(chunks):
@@ -84,7 +80,7 @@ def one_rank(lingbot_world: Path) -> Iterator[SharedEngine]:
 
 @pytest.fixture(scope="module")
 def alone(one_rank: SharedEngine) -> list[list[torch.Tensor]]:
-    """Each session by itself, one rank, fp32."""
+    """Each session alone, on one rank, in fp32."""
 
     async def run() -> list[list[torch.Tensor]]:
         return [await walk(one_rank.client, f"alone{seed}", seed) for seed in range(SESSIONS)]
@@ -95,17 +91,15 @@ def alone(one_rank: SharedEngine) -> list[list[torch.Tensor]]:
     return latents
 
 
-def test_worlds_side_by_side_equal_worlds_alone_bit_for_bit(
+def test_concurrent_worlds_equal_single_ones(
     one_rank: SharedEngine, alone: list[list[torch.Tensor]]
 ) -> None:
-    """Two live worlds at different steps, a third that fails and one that is aborted; also after
-    an abort.
-    """
+    """Two sessions at different steps run next to one that fails and is then aborted."""
 
     client = one_rank.client
 
     async def scenario() -> None:
-        async def troublemaker() -> None:
+        async def failing_session() -> None:
             await walk(client, "trouble", 5, chunks=1)
             bad_poses = torch.full((12, 4, 4), float("nan"))
             with pytest.raises(RequestFailed) as failure:
@@ -124,39 +118,10 @@ def test_worlds_side_by_side_equal_worlds_alone_bit_for_bit(
             await client.engine.abort("gone")
             task.cancel()
 
-        together, _ = await asyncio.gather(walks(client), troublemaker())
+        together, _ = await asyncio.gather(walks(client), failing_session())
         assert largest_difference(together, alone) == 0.0
 
     one_rank.run(scenario())
-
-
-@pytest.mark.nightly
-def test_one_forward_for_several_worlds_agrees_within_tolerance(
-    lingbot_world: Path, alone: list[list[torch.Tensor]]
-) -> None:
-    """omni.batch_invariant=false: requests of equal shape share a forward."""
-
-    async def scenario() -> None:
-        omni = {"model": SMALL_WINDOW, "batch_invariant": False}
-        async with running_engine(lingbot_world, omni, dtype="float32") as client:
-            assert largest_difference(await walks(client), alone) < TOLERANCE
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.nightly
-def test_the_stock_scheduler_gives_identical_chunks(
-    lingbot_world: Path, alone: list[list[torch.Tensor]]
-) -> None:
-    """A whole chunk per engine step is the same chunk."""
-
-    async def scenario() -> None:
-        async with running_engine(
-            lingbot_world, {"model": SMALL_WINDOW}, dtype="float32", scheduler_cls=STOCK_SCHEDULER
-        ) as client:
-            assert largest_difference(await walks(client), alone) == 0.0
-
-    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(
@@ -174,10 +139,7 @@ def test_the_stock_scheduler_gives_identical_chunks(
 def test_two_ranks_agree_with_one(
     lingbot_world: Path, alone: list[list[torch.Tensor]], parallel: dict[str, Any]
 ) -> None:
-    """Two sessions at once: with stages, two micro-batches are in flight.
-
-    A pipeline computes the same sums.
-    """
+    """With stages, two batches are in flight. A pipeline computes the same sums."""
     engine_args = dict(parallel)
     omni: dict[str, Any] = {"model": dict(SMALL_WINDOW)}
     if engine_args.pop("sequence_parallel", False):
@@ -193,13 +155,12 @@ def test_two_ranks_agree_with_one(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("vae_stage", [False, True], ids=["one rank", "a stage for the VAE"])
-def test_a_world_as_pr_3701_serves_it(
+def test_convention_pr3701_decodes_with_two_earlier_latents(
     lingbot_world: Path, alone: list[list[torch.Tensor]], vae_stage: bool
 ) -> None:
-    """Frames are the engine's latents decoded two latents early, a later prompt changes nothing,
-    bytes stay the same.
-
-    The frames' session is told another prompt with every chunk, the latents' session is not.
+    """Frames equal the engine's latents decoded with two earlier latents, a later prompt has no
+    effect, and the session's size is constant. The session with frames receives another prompt
+    with every chunk.
     """
     vae = StreamingWanVAE(VAEConfig.from_dict(hf_config(lingbot_world)["lingbot_world"]["vae"]))
     weights = find_layout(lingbot_world).vae
@@ -256,7 +217,7 @@ def test_a_world_as_pr_3701_serves_it(
 
 
 def test_an_unknown_choice_is_refused_at_start(lingbot_world: Path) -> None:
-    """In the front end, before a process is started: one line with the allowed values."""
+    """The front end refuses it in one line with the allowed values before a process starts."""
 
     async def scenario() -> None:
         async with running_engine(

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters through the real engine: each session its own, switched between chunks,
-remembered, refused.
-"""
+"""LoRA adapters through the real engine: per session, switched between chunks, saved, refused."""
 
 import asyncio
 from pathlib import Path
@@ -28,7 +26,7 @@ OPTIONS = {"model": {"window_frames": 7, "sink_frames": 2}}
 LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 INK, WOOL = [Lora(name="ink", scale=0.8)], [Lora(name="wool")]
 TOLERANCE = 2e-4
-"""fp32 latents of order 1; ranks only change the order of sums."""
+"""For fp32 latents of order 1, because ranks change the order of sums."""
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +46,7 @@ async def add(client: EngineClient, adapters: dict[str, Path]) -> None:
 async def stream(
     client: EngineClient, session: str, choices: list[list[Lora] | None]
 ) -> list[torch.Tensor]:
-    """A session's latents; each chunk with its own `lora`."""
+    """Return a session's latents; each chunk has its entry of `choices` as `lora`."""
     latents = []
     for index, lora in enumerate(choices):
         prompt = "a field" if index == 0 else None
@@ -63,22 +61,14 @@ def equal(got: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-def test_sessions_with_adapters_separate(
+def test_sessions_with_different_adapters_are_independent(
     causal_wan: Path, adapters: dict[str, Path], tmp_path: Path
 ) -> None:
-    """One engine shows all: beside one another as alone, switched, forked, saved, and refused
-    without harm.
-    """
+    """One engine shows concurrent sessions, switches, forks, snapshots, refusals and a reload."""
 
     async def scenario() -> None:
-        async with running_engine(causal_wan, OPTIONS, dtype="float32") as client:
-            base = await stream(client, "base", [None] * CHUNKS)
-            with pytest.raises(RequestFailed, match="runs without --enable-lora"):
-                await client.send(session_id="x", prompt="a field", lora=INK)
         async with running_engine(causal_wan, OPTIONS, dtype="float32", **LORA) as client:
-            assert equal(await stream(client, "base", [None] * CHUNKS), base), (
-                "slots change nothing"
-            )
+            base = await stream(client, "base", [None] * CHUNKS)
             await add(client, adapters)
             alone = {
                 "base": base,
@@ -89,7 +79,7 @@ def test_sessions_with_adapters_separate(
             assert not any(equal(alone[name], base) for name in ("ink", "wool", "both"))
             await side_by_side(client, alone)
             await switching(client, alone)
-            await remembering(client, tmp_path)
+            await continuing(client, tmp_path)
             await refusals(client, causal_wan, adapters, tmp_path, base)
             await reload(client, alone)
 
@@ -98,16 +88,16 @@ def test_sessions_with_adapters_separate(
 
 async def side_by_side(client: EngineClient, alone: dict[str, list[torch.Tensor]]) -> None:
     choices = {"base": None, "ink": INK, "wool": WOOL, "both": [*INK, *WOOL]}
-    streams = [stream(client, f"{name}-beside", [choices[name]] * CHUNKS) for name in alone]
+    streams = [stream(client, f"{name}-together", [choices[name]] * CHUNKS) for name in alone]
     for got, name in zip(await asyncio.gather(*streams), alone, strict=True):
         assert equal(got, alone[name]), name
     for name in alone:
-        await client.send(session_id=f"{name}-beside", op="close")
+        await client.send(session_id=f"{name}-together", op="close")
 
 
 async def switching(client: EngineClient, alone: dict[str, list[torch.Tensor]]) -> None:
-    """A chunk that names others has them from its first step on, with the prompt's K/V under
-    them; [] ends them.
+    """A chunk that names other adapters uses them from its first step, including the prompt's K/V.
+    [] removes them.
     """
     switched = await stream(client, "switched", [INK, None, [], None])
     assert equal(switched[:2], alone["ink"][:2])
@@ -119,8 +109,8 @@ async def switching(client: EngineClient, alone: dict[str, list[torch.Tensor]]) 
         await client.send(session_id=name, op="close")
 
 
-async def remembering(client: EngineClient, folder: Path) -> None:
-    """A fork and a restored session go on with the session's adapters."""
+async def continuing(client: EngineClient, folder: Path) -> None:
+    """Forked and restored sessions keep their adapters."""
     await stream(client, "walk", [INK, None])
     await client.send(session_id="walk", op="fork", fork_to="branch")
     path = folder / "walk.safetensors"
@@ -152,7 +142,7 @@ async def refusals(
     folder: Path,
     base: list[torch.Tensor],
 ) -> None:
-    """Whatever does not fit is one line, and the engine goes on as before."""
+    """Invalid adapters are refused in one line, and the engine continues."""
     stranger = {
         f"diffusion_model.double_blocks.{n}.img_attn.proj.lora_A.weight": torch.zeros(4, 64)
         for n in range(5)
@@ -187,7 +177,7 @@ async def refusals(
 
 
 async def reload(client: EngineClient, alone: dict[str, list[torch.Tensor]]) -> None:
-    """Weights that are loaded anew have the same adapters."""
+    """Reloaded weights keep the adapters."""
     await client.engine.collective_rpc("reload_weights")
     assert equal(await stream(client, "ink-again", [INK] * CHUNKS), alone["ink"])
     assert equal(await stream(client, "base-again", [None] * CHUNKS), alone["base"])
@@ -209,7 +199,7 @@ SPLITS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_two_ranks_with_adapters_agree_with_one(
     split: str, causal_wan: Path, adapters: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Also after an adapter that every rank has refused."""
+    """This holds also after an adapter that every rank has refused."""
     omni, engine_args = SPLITS[split]
     choices: list[list[Lora] | None] = [[*INK, *WOOL], None, []]
     save_file({"blocks.0.nowhere.lora_A.weight": torch.zeros(2, 2)}, tmp_path / "bad.safetensors")
@@ -231,36 +221,5 @@ def test_two_ranks_with_adapters_agree_with_one(
         alone = await run({})
         for got, expected in zip(await run(omni, **engine_args), alone, strict=True):
             torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=0)
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.nightly
-def test_adapters_on_fp8_weights_move_latents_as_on_exact_ones(
-    causal_wan: Path, adapters: dict[str, Path]
-) -> None:
-    """An adapter's share is computed in bf16 beside the quantized product: its effect keeps its
-    direction and size.
-
-    Weights that are quantized anew by a reload have the same adapters.
-    """
-
-    async def run(**engine_args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        async with running_engine(
-            causal_wan, OPTIONS, dtype="bfloat16", **LORA, **engine_args
-        ) as client:
-            await add(client, adapters)
-            base = await stream(client, "base", [None])
-            ink = await stream(client, "ink", [INK])
-            await client.engine.collective_rpc("reload_weights")
-            assert equal(await stream(client, "again", [None]), base)
-            assert equal(await stream(client, "ink-again", [INK]), ink)
-            return base[0].float(), (ink[0] - base[0]).float()
-
-    async def scenario() -> None:
-        exact, effect = await run()
-        quantized, quantized_effect = await run(quantization="fp8_per_channel")
-        assert not torch.equal(exact, quantized)
-        assert (quantized_effect - effect).norm() / effect.norm() < 0.2
 
     asyncio.run(scenario())

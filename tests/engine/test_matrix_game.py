@@ -1,33 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix-Game 2.0 (tiny) through the real engine: keys and mouse, refusals, snapshots, several
-ranks.
-"""
+"""Matrix-Game 2.0 (tiny) through the real engine: keys and mouse, refusals, several ranks."""
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import lora_files
-from helpers.engine_client import EngineClient, running_engine
-from vllm.lora.request import LoRARequest
+from helpers.engine_client import EngineClient, SharedEngine, running_engine, shared_engine
 
-from vllm_omni.inputs import Lora
-from vllm_omni.model_executor.layers.lora.target import AdapterTarget
-from vllm_omni.model_executor.models.matrix_game.checkpoint import adapter_target, hf_config
-from vllm_omni.model_executor.models.matrix_game.config import MatrixGameConfig
 from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.sessions.snapshot_exchange import (
-    package_version,
-    restore_exchange,
-    run_exchange_async,
-    save_exchange,
-)
 
 TOLERANCE = 1e-4
-"""fp32 latents of order 1 after three chunks; sums are ordered differently on several ranks."""
+"""For fp32 latents of order 1 after three chunks, because several ranks sum in another order."""
 HELD = ([["w", "l"]] * 3, [["a"], [], ["i"]], None)
 
 
@@ -37,7 +24,7 @@ def image() -> torch.Tensor:
 
 
 async def play(client: EngineClient, name: str, held: Any = HELD, **fields: Any) -> torch.Tensor:
-    """The latents of a session, a chunk for each entry of `held`."""
+    """Return the latents of a session with a chunk for each entry of `held`."""
     latents = []
     for index, actions in enumerate(held):
         start = {"image": image()} if index == 0 else None
@@ -64,91 +51,53 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(checkpoint: Path) -> torch.Tensor:
-    return played(checkpoint)
+def one_rank(checkpoint: Path) -> Iterator[SharedEngine]:
+    with shared_engine(checkpoint, dtype="float32") as engine:
+        yield engine
 
 
-def test_a_game_is_played_through_the_engine(
-    checkpoint: Path, alone: torch.Tensor, tmp_path: Path
-) -> None:
-    """Side by side as alone; controls steer; what it does not take is refused and the engine
-    goes on.
+@pytest.fixture(scope="module")
+def alone(one_rank: SharedEngine) -> torch.Tensor:
+    return one_rank.run(play(one_rank.client, "alone"))
+
+
+def test_a_game_is_played_through_the_engine(one_rank: SharedEngine, alone: torch.Tensor) -> None:
+    """Concurrent sessions equal single ones, controls have an effect, and unsupported inputs are
+    refused.
     """
+    client = one_rank.client
 
     async def scenario() -> None:
-        async with running_engine(checkpoint, dtype="float32") as client:
-            ours, theirs, idle = await asyncio.gather(
-                play(client, "a"), play(client, "b"), play(client, "c", (None, None, None))
-            )
-            assert torch.equal(ours, alone) and torch.equal(theirs, alone)
-            assert (idle - alone).abs().max() > 0.01
-            for fields, reason in (
-                (
-                    {"prompt": "a beach"},
-                    "takes no prompt; it takes an image and buttons w, s, a, d",
-                ),
-                (
-                    {"actions": [["jump"]]},
-                    "this model takes buttons w, s, a, d, i, k, j, l; axes pitch, yaw",
-                ),
-                ({"actions": [["w"]] * 4}, "at most 3 entries"),
-            ):
-                with pytest.raises(RequestFailed, match=reason):
-                    await client.send(session_id="a", output="latents", **fields)
-            with pytest.raises(RequestFailed, match="takes no prompt"):
-                await client.send({"image": image()}, session_id="new", prompt="a beach")
-            await client.send(session_id="a", op="fork", fork_to="d")
-            rows = torch.zeros(12, 8)
-            rows[:, 0] = 1
-            _, dense = await client.send({"buttons": rows}, session_id="a", output="latents")
-            _, entries = await client.send(session_id="d", actions=[["w"]] * 3, output="latents")
-            assert torch.equal(dense["latents"], entries["latents"])
-            await client.send(session_id="b", op="reset")
-            assert torch.equal(await play(client, "b"), alone)
+        ours, theirs, idle = await asyncio.gather(
+            play(client, "a"), play(client, "b"), play(client, "c", (None, None, None))
+        )
+        assert torch.equal(ours, alone) and torch.equal(theirs, alone)
+        assert (idle - alone).abs().max() > 0.01
+        for fields, reason in (
+            (
+                {"prompt": "a beach"},
+                "takes no prompt; it takes an image and buttons w, s, a, d",
+            ),
+            (
+                {"actions": [["jump"]]},
+                "this model takes buttons w, s, a, d, i, k, j, l; axes pitch, yaw",
+            ),
+            ({"actions": [["w"]] * 4}, "at most 3 entries"),
+        ):
+            with pytest.raises(RequestFailed, match=reason):
+                await client.send(session_id="a", output="latents", **fields)
+        with pytest.raises(RequestFailed, match="takes no prompt"):
+            await client.send({"image": image()}, session_id="new", prompt="a beach")
+        await client.send(session_id="a", op="fork", fork_to="d")
+        buttons = torch.zeros(12, 8)
+        buttons[:, 0] = 1
+        _, dense = await client.send({"buttons": buttons}, session_id="a", output="latents")
+        _, entries = await client.send(session_id="d", actions=[["w"]] * 3, output="latents")
+        assert torch.equal(dense["latents"], entries["latents"])
+        await client.send(session_id="b", op="reset")
+        assert torch.equal(await play(client, "b"), alone)
 
-    asyncio.run(scenario())
-
-
-@pytest.mark.nightly
-def test_adapters_through_the_engine(checkpoint: Path, alone: torch.Tensor, tmp_path: Path) -> None:
-    """One session has them while another does not; both go on from their files, bit for bit."""
-    target = load_target(checkpoint)
-    path = lora_files.write_community(
-        lora_files.factors(target, target.matrices(), seed=1), tmp_path / "ink.safetensors"
-    )
-    files = {name: tmp_path / name for name in ("plain", "ink")}
-
-    async def scenario() -> None:
-        async with running_engine(
-            checkpoint, dtype="float32", enable_lora=True, max_lora_rank=8
-        ) as client:
-
-            async def send(call: Any) -> Any:
-                return await client.engine.collective_rpc(call.method, args=call.args)
-
-            assert await client.engine.add_lora(LoRARequest("ink", 1, str(path)))
-            plain, ink = await asyncio.gather(
-                play(client, "plain"), play(client, "ink", lora=[Lora(name="ink")])
-            )
-            assert torch.equal(plain, alone) and (ink - alone).abs().max() > 0.01
-            for name, file in files.items():
-                await run_exchange_async(save_exchange(name, file, package_version()), send)
-                await run_exchange_async(restore_exchange(f"{name}-2", file), send)
-                one, other = [
-                    (await client.send(session_id=session, actions=[["w"]], output="latents"))[1][
-                        "latents"
-                    ].clone()
-                    for session in (name, f"{name}-2")
-                ]
-                assert torch.equal(one, other)
-
-    asyncio.run(scenario())
-
-
-def load_target(checkpoint: Path) -> AdapterTarget:
-    """What an adapter may change; holds no weights."""
-    config = MatrixGameConfig.from_checkpoint(hf_config(checkpoint)["matrix_game"]["transformer"])
-    return adapter_target(torch.nn.Module(), config)
+    one_rank.run(scenario())
 
 
 @pytest.mark.parametrize("parallel", ["tensor_parallel_size", "pipeline_parallel_size"])

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint whose chunks are one latent frame (`num_frames_per_block: 1`) is served as any
-other.
-"""
+"""A checkpoint with chunks of one latent frame (`num_frames_per_block: 1`)."""
 
 import asyncio
 import json
@@ -40,8 +38,8 @@ async def frames_of(model: Path, chunks: int) -> list[torch.Tensor]:
 
 
 def test_chunks_of_one_latent_frame(lingbot_world: Path, tmp_path: Path) -> None:
-    """Through the engine: one video frame, then four a chunk; doors announce as many, and one
-    frame is a video.
+    """The first chunk has one video frame and later ones four. Endpoints report these numbers, and
+    one frame is a valid video.
     """
     model = one_latent_world(lingbot_world, tmp_path / "world")
     frames = asyncio.run(frames_of(model, 4))

@@ -29,8 +29,8 @@ def one_rank(null_engine: SharedEngine) -> list[list[torch.Tensor]]:
 def test_two_ranks_equal_one(
     null_world: Path, one_rank: list[list[torch.Tensor]], parallel: str
 ) -> None:
-    """Three sessions at once (two micro-batches in flight with stages) and every way to fail,
-    then still identical.
+    """Three sessions run at once, with two batches in flight on stages. After every kind of failure
+    results are still equal.
     """
 
     async def scenario() -> None:
@@ -54,8 +54,7 @@ def test_two_ranks_equal_one(
             await client.until_at_step("s1", 3)
             await client.engine.abort("slow")
             slow.cancel()
-            # The sessions that failed and were aborted go on as if nothing had happened: compare
-            # with one that did not.
+            # Sessions that failed or were aborted continue like undisturbed ones.
             after = await asyncio.gather(
                 *(
                     client.send(session_id=f"s{seed}", chunk_index=CHUNKS, output="latents")
@@ -70,9 +69,9 @@ def test_two_ranks_equal_one(
 
 
 @pytest.mark.nightly
-def test_more_batches_in_a_step_than_a_hand_over_takes_tensors(null_world: Path) -> None:
-    """Twelve sessions, each a batch of its own: vLLM's ranks on one host's CPUs hand over eight
-    tensors at most.
+def test_more_batches_in_a_step_than_tensors_in_a_message(null_world: Path) -> None:
+    """Twelve sessions have separate batches. vLLM's ranks on one host's CPUs send at most eight
+    tensors at once.
     """
 
     async def scenario() -> None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Three real engines against transformers: same tokens, same codes, same sound; aborts; a stage
-that dies.
+"""The three engines of Qwen2.5-Omni compared with transformers: tokens, codes and audio; aborts; a
+killed stage.
 """
 
 import asyncio
@@ -38,12 +38,12 @@ TALKER = {"enforce_eager": True, "max_model_len": 256, "max_num_seqs": 2}
 SAMPLES_PER_CODE = 480
 
 TONE = np.sin(np.arange(16_000, dtype=np.float32) * 0.05)
-PICTURE = np.random.default_rng(0).integers(0, 255, (84, 112, 3), dtype=np.uint8)
+IMAGE = np.random.default_rng(0).integers(0, 255, (84, 112, 3), dtype=np.uint8)
 
 
 @dataclass
 class Served:
-    """The engines, in the event loop of `run`."""
+    """The engines on the event loop of `run`."""
 
     runner: asyncio.Runner
     engines: SpeechEngines
@@ -119,7 +119,7 @@ PROMPTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def reference(qwen2_5_omni: Path) -> dict[str, tuple[list[int], list[int], torch.Tensor]]:
-    """Per prompt what transformers says, greedy: reply tokens, codes, waveform."""
+    """Greedy results of transformers per prompt: reply tokens, codes, waveform."""
     from PIL import Image
     from transformers import Qwen2_5OmniForConditionalGeneration, Qwen2_5OmniProcessor
 
@@ -138,16 +138,14 @@ def reference(qwen2_5_omni: Path) -> dict[str, tuple[list[int], list[int], torch
     talker = model.talker.generate
 
     def without_pixels(*args: Any, pixel_values: torch.Tensor | None = None, **kwargs: Any) -> Any:
-        # transformers 5.19 hands the talker the thinker's pixels too, which its own check of
-        # arguments then refuses.
+        # transformers 5.19 passes the thinker's pixels to the talker, which refuses the argument.
         return talker(*args, **kwargs)
 
     model.talker.generate = without_pixels
     responses = {}
     for name, (text, _, media) in PROMPTS.items():
         media = {
-            key: Image.fromarray(PICTURE) if value == "PIL" else value
-            for key, value in media.items()
+            key: Image.fromarray(IMAGE) if value == "PIL" else value for key, value in media.items()
         }
         inputs = processor(text=text, return_tensors="pt", **media)
         ids, wave = model.generate(
@@ -171,15 +169,15 @@ def reference(qwen2_5_omni: Path) -> dict[str, tuple[list[int], list[int], torch
 def test_tokens_codes_and_sound_equal_transformers(
     served: Served, reference: dict[str, tuple[list[int], list[int], torch.Tensor]], name: str
 ) -> None:
-    """Greedy, prompts of text, of sound and of a picture: reply, number of codes and waveform
-    are transformers'.
+    """For prompts of text, audio and an image, the reply, the number of codes and the waveform
+    equal transformers'.
     """
     from PIL import Image
 
     ids, codes, wave = reference[name]
     text, media, _ = PROMPTS[name]
     media = {
-        key: Image.fromarray(PICTURE) if value == "PIL" else value for key, value in media.items()
+        key: Image.fromarray(IMAGE) if value == "PIL" else value for key, value in media.items()
     }
     got_ids, sound = served.run(
         served.reply(served.prompt(text, **media), GREEDY, f"parity-{name}")
@@ -187,13 +185,12 @@ def test_tokens_codes_and_sound_equal_transformers(
     assert got_ids == ids
     assert len(sound) == 1 and len(sound[0]) == len(codes) * SAMPLES_PER_CODE
     assert float(wave.std()) > 1e-3
-    # Another code would differ by the sound's own size; kernels of two processes differ by
-    # rounding.
+    # Another code would differ by the amplitude; kernels of two processes differ by rounding.
     torch.testing.assert_close(sound[0], wave, atol=2e-4, rtol=0)
 
 
-def test_requests_side_by_side_equal_requests_alone(served: Served) -> None:
-    """More requests than the talker has slots: each gets the sound it gets alone."""
+def test_concurrent_requests_equal_single_ones(served: Served) -> None:
+    """There are more requests than slots of the talker. Each has the audio of a single run."""
     prompts = [
         served.prompt(chat(f"Tell me about {word}."))
         for word in ("ships", "rain", "bread", "trains")
@@ -218,8 +215,8 @@ def test_requests_side_by_side_equal_requests_alone(served: Served) -> None:
 
 
 def test_parts_and_text_read_aloud(served: Served) -> None:
-    """Pieces come one by one and join to the clip's length; a text read aloud is spoken as if it
-    had been said.
+    """Streamed parts have the length of the whole clip. A given text has the audio of the same
+    reply.
     """
     prompt = served.prompt(PROMPTS["text"][0])
     ids, clip = served.run(served.reply(prompt, GREEDY, "whole"))
@@ -240,19 +237,19 @@ def test_parts_and_text_read_aloud(served: Served) -> None:
     torch.testing.assert_close(served.run(read_aloud()), clip[0], atol=2e-4, rtol=0)
 
 
-def test_wrong_requests_are_refused_before_any_engine_works(served: Served) -> None:
+def test_invalid_requests_are_refused_before_any_engine_runs(served: Served) -> None:
     prompt = served.prompt("x")
-    how = msgspec.structs.replace(GREEDY, voice="Nobody")
+    how = msgspec.structs.replace(GREEDY, voice="Unknown")
     with pytest.raises(RequestFailed, match="Chelsie, Ethan"):
-        served.run(served.reply(prompt, how, "nobody"))
+        served.run(served.reply(prompt, how, "unknown"))
     with pytest.raises(VLLMValidationError, match="256"):
         served.run(served.reply(served.prompt("word " * 300), GREEDY, "long"))
     assert served.run(served.reply(prompt, GREEDY, "after"))
 
 
-def test_a_reader_that_leaves_aborts_every_stage(served: Served) -> None:
-    """After the first text is read the reader goes; every engine is idle soon and every talker
-    slot is free again.
+def test_a_disconnect_aborts_every_stage(served: Served) -> None:
+    """The client disconnects after the first text. Every engine becomes idle and every slot is
+    freed.
     """
     composition = served.composition
 
@@ -273,16 +270,15 @@ def test_a_reader_that_leaves_aborts_every_stage(served: Served) -> None:
 
 
 def test_a_killed_stage_is_named_and_nothing_hangs(served: Served) -> None:
-    """Its process is killed while a request waits for it: this one and later ones fail with its
-    name. Runs last.
+    """The process is killed while a request waits for it. This and later requests fail with the
+    stage's name. This test runs last.
     """
     composition = served.composition
     how = msgspec.structs.replace(
         GREEDY, chunk_codes=2, left_codes=0, right_codes=0, num_steps=1000
     )
     children = psutil.Process(os.getpid()).children(recursive=True)
-    # token2wav is the only engine whose command of a request lasts: kill the engine cores'
-    # processes it consists of.
+    # Only token2wav has a long-running command per request, so its processes are killed.
     core = composition.token2wav.engine.engine_core
     victims = [process for process in children if process.pid in engine_pids(core)]
     assert victims
@@ -305,5 +301,5 @@ def test_a_killed_stage_is_named_and_nothing_hangs(served: Served) -> None:
 
 
 def engine_pids(core: Any) -> set[int]:
-    """Process ids of an engine core that runs in processes of its own."""
+    """Return the process ids of an engine core."""
     return {process.pid for process in core.resources.engine_manager.processes}

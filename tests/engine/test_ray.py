@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both workers over a Ray cluster of two nodes: the results of one process; what the loss of a node
-does.
+"""Both workers on a Ray cluster of two nodes: results equal those of one process; loss of a node.
 
 The nodes are real Ray nodes on this machine (ray_cluster.py) with room for one worker each, so two
-ranks are on two nodes and speak over TCP.
+ranks run on two nodes and communicate over TCP.
 """
 
 import asyncio
@@ -30,7 +29,7 @@ from websockets.exceptions import ConnectionClosed
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
-TOLD_WITHIN_S = 60.0
+ERROR_WITHIN_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +39,7 @@ def cluster() -> Iterator[TwoNodes]:
 
 
 def walk(cluster: TwoNodes, *arguments: object) -> set[str]:
-    """Run ray_walk.py on the cluster; returns the nodes that had workers."""
+    """Run ray_walk.py on the cluster; return the nodes that had workers."""
     script = Path(__file__).with_name("ray_walk.py")
     command = [sys.executable, str(script), *map(str, arguments)]
     # for `helpers`
@@ -61,13 +60,10 @@ def walk(cluster: TwoNodes, *arguments: object) -> set[str]:
         ("causal_wan", "pipeline_parallel_size"),
     ],
 )
-def test_two_nodes_make_the_chunks_of_one_process(
+def test_two_nodes_equal_one_process(
     cluster: TwoNodes, model: str, tmp_path: Path, parallel: str, request: pytest.FixtureRequest
 ) -> None:
-    """Three sessions at once over two nodes, bit for bit.
-
-    Causal Wan's text encoder is on one of them.
-    """
+    """Three concurrent sessions are equal bit for bit. Causal Wan's text encoder is on one node."""
     checkpoint: Path = request.getfixturevalue(model)
 
     async def one_process() -> list[list[torch.Tensor]]:
@@ -88,8 +84,8 @@ def test_two_nodes_make_the_chunks_of_one_process(
 def test_hidden_states_over_two_nodes(
     cluster: TwoNodes, tiny_language_model: Path, parallel: str
 ) -> None:
-    """The autoregressive worker's rows equal a transformers forward, layers of the first stage
-    included.
+    """Hidden states of the autoregressive worker, including layers of the first stage, equal
+    transformers'.
     """
     arguments = (
         {parallel: 2, "max_num_batched_tokens": 16}
@@ -115,11 +111,11 @@ def image(client: Client) -> np.ndarray:
     return np.concatenate([message["video"] for message in client.frames()])
 
 
-def test_a_lost_node_is_notified_and_a_restart_works(
+def test_a_lost_node_ends_the_server_and_a_restart_works(
     cluster: TwoNodes, null_world: Path, tmp_path: Path
 ) -> None:
-    """A node killed in the middle of a chunk: the client hears it, the server ends; on a new
-    node all is as before.
+    """A node is killed during a chunk: the client receives the error and the server ends. A restart
+    on a new node yields the same frames.
     """
     flags = ("--distributed-executor-backend", "ray", "--tensor-parallel-size", "2")
     server = Served(null_world, tmp_path, *flags, environ=cluster.environ)
@@ -131,14 +127,14 @@ def test_a_lost_node_is_notified_and_a_restart_works(
             wait_until(lambda: server.running_requests() == 1)
             cluster.lose()
             lost_s = time.monotonic()
-            error = client.receive(2 * TOLD_WITHIN_S)
+            error = client.receive(2 * ERROR_WITHIN_S)
             reported_s = time.monotonic() - lost_s
             assert (error["type"], error["code"]) == ("error", "engine_error")
             with pytest.raises(ConnectionClosed):
                 client.receive()
-        print(f"told after {reported_s:.1f} s")
-        assert reported_s < TOLD_WITHIN_S
-        wait_until(lambda: not server.is_healthy(), TOLD_WITHIN_S)
+        print(f"error after {reported_s:.1f} s")
+        assert reported_s < ERROR_WITHIN_S
+        wait_until(lambda: not server.is_healthy(), ERROR_WITHIN_S)
     finally:
         server.stop()
     cluster.replace()

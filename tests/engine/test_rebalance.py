@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that move at start to where they cost least: streams are those of one rank, bit for
-bit.
-"""
+"""Layers that move at startup by measured times. Streams equal those of one rank bit for bit."""
 
 import asyncio
 from collections.abc import Callable
@@ -23,8 +21,8 @@ MEASURED: dict[str, Any] = {"pipeline_partition": "measured"}
 
 
 def slow(stage: int) -> dict[str, Any]:
-    """An engine whose stage `stage` takes long whatever it holds: all layers but one go
-    elsewhere.
+    """Return arguments of an engine with a stage that is slow for any number of layers, so that all
+    layers but one move away.
     """
     return {"worker_cls": f"faulty_worker.SlowStage{stage}Worker"}
 
@@ -39,7 +37,7 @@ async def walk(client: EngineClient, chunks: Chunks) -> list[torch.Tensor]:
 
 
 async def layers_held(client: EngineClient) -> list[int]:
-    """By rank; 0 on a VAE stage."""
+    """Return the number of layers by rank; 0 on a VAE stage."""
     held: list[int] = await client.engine.collective_rpc("layers_held")
     return held
 
@@ -78,7 +76,7 @@ def test_layers_leave_a_slow_stage(
     ],
     ids=["VAE stage", "TP 2", "Ulysses 2"],
 )
-def test_layers_move_alongside_a_vae_stage_and_on_ranks_that_share_them(
+def test_layers_move_with_a_vae_stage_and_with_tensor_parallel_ranks(
     causal_wan: Path, flags: dict[str, Any], levels: int, held: list[int]
 ) -> None:
     async def scenario() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own paths for weights: reload in place, sleep and wake; what becomes of live sessions."""
+"""Weights in vLLM's API: reload in place, sleep and wake, and the effect on live sessions."""
 
 import asyncio
 from pathlib import Path
@@ -12,10 +12,10 @@ from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.outputs import RequestFailed
 
 
-def test_reloading_weights_from_another_checkpoint_changes_the_world_and_back(
+def test_weights_reload_from_another_checkpoint_and_back(
     null_engine: SharedEngine, null_world: Path, tmp_path: Path
 ) -> None:
-    """`collective_rpc("reload_weights")`, vLLM's name for it; a directory with wrong tensors is
+    """`collective_rpc("reload_weights")` loads another checkpoint and back. An invalid file is
     refused.
     """
     other, broken = tmp_path / "other", tmp_path / "broken"
@@ -43,9 +43,9 @@ def test_reloading_weights_from_another_checkpoint_changes_the_world_and_back(
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="vLLM's sleep mode needs a CUDA device")
-def test_sleep_level_1_brings_sessions_back_level_2_drops_them(lingbot_world: Path) -> None:
-    """After level 1 the session's next chunk is bit for bit what it would have been; after level
-    2 it is gone.
+def test_sleep_level_1_keeps_sessions_and_level_2_drops_them(lingbot_world: Path) -> None:
+    """After level 1 the session's next chunk is equal bit for bit. After level 2 the session does
+    not exist.
     """
     image = {"image": torch.arange(32 * 48 * 3).reshape(32, 48, 3).to(torch.uint8)}
     first = {"chunk_index": 0, "prompt": "a field", "actions": [["w"]] * 3, "output": "latents"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Snapshots through real engines: `collective_rpc` of one engine, another engine, several ranks."""
+"""Snapshots through real engines by `collective_rpc`: another engine, several ranks."""
 
 import asyncio
 from pathlib import Path
@@ -53,8 +53,8 @@ async def chunk(client: EngineClient, session_id: str, index: int, **fields: Any
 
 
 async def walk_and_move(model: Path, folder: Path, **engine_args: Any) -> list[torch.Tensor]:
-    """Save a session after some chunks, restore it on a second engine; returns the chunks after
-    that of both.
+    """Save a session, restore it on a second engine, and compare the next chunks, which are
+    returned.
     """
     path = folder / "walk.safetensors"
     async with running_engine(model, OPTIONS, dtype="float32", **engine_args) as client:
@@ -76,14 +76,8 @@ async def walk_and_move(model: Path, folder: Path, **engine_args: Any) -> list[t
 
 
 @pytest.mark.nightly
-def test_a_session_continues_on_another_engine(lingbot_world: Path, tmp_path: Path) -> None:
-    """Two engine processes, one after the other: the next chunks are equal bit for bit."""
-    asyncio.run(walk_and_move(lingbot_world, tmp_path))
-
-
-@pytest.mark.nightly
-def test_a_session_of_fp8_keys_and_values_continues(lingbot_world: Path, tmp_path: Path) -> None:
-    """In a file of fewer bytes; an engine that keeps them as they are refuses it."""
+def test_a_session_with_fp8_kv_continues(lingbot_world: Path, tmp_path: Path) -> None:
+    """The snapshot is smaller. An engine without FP8 K/V refuses it."""
     asyncio.run(walk_and_move(lingbot_world, tmp_path, kv_cache_dtype="fp8"))
 
     async def refused() -> None:
@@ -104,7 +98,7 @@ def test_a_session_of_fp8_keys_and_values_continues(lingbot_world: Path, tmp_pat
 def test_a_session_of_several_ranks_continues(
     lingbot_world: Path, tmp_path: Path, parallel: str
 ) -> None:
-    """Each rank saves and takes its own part of one file; another split, or other weights,
+    """Each rank saves and restores its part of one file. Another parallel layout and other weights
     refuse it.
     """
     asyncio.run(walk_and_move(lingbot_world, tmp_path, **{parallel: 2}))
@@ -127,7 +121,7 @@ def test_a_session_of_several_ranks_continues(
 
 @pytest.mark.nightly
 def test_a_session_of_ulysses_ranks_continues(lingbot_world: Path, tmp_path: Path) -> None:
-    """Sequence parallel ranks hold different heads; a tensor parallel engine refuses their file."""
+    """Sequence-parallel ranks hold different heads. A tensor-parallel engine refuses the file."""
     options = {"model": {**OPTIONS["model"], "sequence_parallel": True}}
 
     async def scenario() -> None:

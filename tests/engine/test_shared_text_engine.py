@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One text encoder for all ranks of an engine: every rank begins each chunk with its rows, bit
-for bit.
+"""One text encoder for all ranks of an engine: every rank starts each chunk with the same
+embeddings.
 """
 
 import asyncio
@@ -50,8 +50,8 @@ async def walk(client: EngineClient, session: str) -> list[torch.Tensor]:
 def walks(
     model: Path, folder: Path, split: str
 ) -> tuple[list[list[torch.Tensor]], list[list[Any]], list[int]]:
-    """Latents of three sessions at once; each rank's (session, chunk, rows), sorted; sizes of
-    the ranks' encoders.
+    """Return the latents of three concurrent sessions, each rank's sorted (session, chunk,
+    embeddings), and the sizes of the text encoders.
     """
     omni, sizes = SPLITS[split]
     folder.mkdir()
@@ -88,21 +88,19 @@ def alone(
         ],
     ],
 )
-def test_every_rank_has_the_rows_of_the_one_that_encodes(
+def test_every_rank_has_the_text_embeddings_of_the_encoding_rank(
     split: str,
     alone: tuple[list[list[torch.Tensor]], list[list[Any]], list[int]],
     lingbot_world: Path,
     tmp_path: Path,
 ) -> None:
-    """Sessions side by side, with prompts that change: a pipeline's latents are those of one
-    rank, bit for bit.
-    """
-    expected, (rows,), (encoder,) = alone
-    assert len([1 for session, *_ in rows if session in PROMPTS]) == 5 and encoder
+    """Prompts change between chunks. A pipeline's latents equal those of one rank bit for bit."""
+    expected, (embeddings,), (encoder,) = alone
+    assert len([1 for session, *_ in embeddings if session in PROMPTS]) == 5 and encoder
     latents, ranks, encoders = walks(lingbot_world, tmp_path / "texts", split)
     assert encoders == [encoder, *[0] * (len(encoders) - 1)]
     with_layers = ranks[:-1] if split == "a VAE stage" else ranks
-    assert all(rank == rows for rank in with_layers)
+    assert all(rank == embeddings for rank in with_layers)
     for got, one in zip(latents, expected, strict=True):
         for mine, theirs in zip(got, one, strict=True):
             if split in ("stages", "a VAE stage"):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages, a VAE stage, tensor parallel and Ulysses together: real engines of up to four ranks
-against one rank.
+"""Pipeline stages, a VAE stage, tensor parallelism and Ulysses combined: engines of up to four
+ranks compared with one rank.
 
-Three sessions at once, one of which decodes. Stages compute the same sums, so their results are
-equal bit for bit; ranks that share a layer sum in another order.
+Three sessions run at once, of which one decodes. Stages compute the same sums, so their results are
+equal bit for bit. Ranks that share a layer sum in another order.
 """
 
 import asyncio
@@ -29,9 +29,9 @@ pytestmark = pytest.mark.nightly
 CHUNKS = 4
 WINDOW = {"window_frames": 7, "sink_frames": 2}
 TOLERANCE = 2e-4
-"""fp32 latents of order 1 after four chunks of five passes."""
+"""For fp32 latents of order 1 after four chunks of five passes."""
 LEVELS = 2
-"""Of 255, in frames decoded from such latents."""
+"""Of 255, for frames decoded from such latents."""
 TP2, U2, PP2, PP3 = (
     {"tensor_parallel_size": 2},
     {"tensor_parallel_size": 2, "sequence_parallel": True},
@@ -60,7 +60,7 @@ Results = dict[str, list[torch.Tensor]]
 
 
 def stream_chunk(index: int, seed: int) -> tuple[dict[str, Any], Any]:
-    """Text to video; the prompt changes at the third chunk."""
+    """Text to video; the prompt changes at chunk 2."""
     prompts = {0: f"a field in season {seed}", 2: "a town at night"}
     return {"prompt": prompts.get(index), "seed": seed if index == 0 else None}, None
 
@@ -152,10 +152,8 @@ def worlds(lingbot_world: Path) -> Results:
     return asyncio.run(one_rank(lingbot_world, WORLDS))
 
 
-async def aborts_cost_one_chunk(client: EngineClient, name: str, chunks: Chunks) -> None:
-    """Wherever the abort finds the chunk, every rank leaves it: the next ones are made and
-    agree.
-    """
+async def check_aborts(client: EngineClient, name: str, chunks: Chunks) -> None:
+    """An abort at any time makes every rank drop the chunk, and later chunks agree."""
     for number, delay_s in enumerate((0.0, 0.02, 0.1, 0.3)):
         fields, tensors = chunks(CHUNKS, 1)
         request_id = f"left-{number}"
@@ -176,15 +174,15 @@ def check(got: Results, expected: Results, exact: bool) -> None:
             assert (ours.double() - one.double()).abs().max().item() <= allowed, name
 
 
-def decoder_cache_one_row_higher(header: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    """On the last of the ranks that decode, which only with `vae_parallel` are several."""
+def enlarge_decoder_cache(header: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """Forge the last decoding rank; there are several only with `vae_parallel`."""
     name = max(name for name in tensors if name.endswith("decoder.conv00"))
     tensors[name] = torch.cat((tensors[name], tensors[name][..., :1, :]), dim=-2)
 
 
-async def goes_on(client: EngineClient, name: str, chunks: Chunks, path: Path) -> None:
-    """A fork, and what is restored from a snapshot, go on like their source; a forged one is
-    refused by all ranks.
+async def check_continuation(client: EngineClient, name: str, chunks: Chunks, path: Path) -> None:
+    """A fork and a restored session continue like their source. All ranks refuse a forged
+    snapshot.
     """
     await client.send(session_id=name, op="fork", fork_to="forked")
     calls = (
@@ -197,7 +195,7 @@ async def goes_on(client: EngineClient, name: str, chunks: Chunks, path: Path) -
         )
     forged = path.with_suffix(".forged")
     forged.write_bytes(path.read_bytes())
-    rewrite(forged, decoder_cache_one_row_higher)
+    rewrite(forged, enlarge_decoder_cache)
     with pytest.raises(RequestFailed, match=r"decoder\.conv00 is") as failure:
         await run_exchange_async(
             restore_exchange("forged", forged),
@@ -218,8 +216,10 @@ def test_causal_wan(causal_wan: Path, streams: Results, setting: str, tmp_path: 
     async def scenario() -> None:
         async with engine(causal_wan, flags) as client:
             check(await side_by_side(client, STREAMS), streams, exact)
-            await goes_on(client, "frames", stream_chunk, tmp_path / "stream.safetensors")
-            await aborts_cost_one_chunk(client, "video", video_chunk)
+            await check_continuation(
+                client, "frames", stream_chunk, tmp_path / "stream.safetensors"
+            )
+            await check_aborts(client, "video", video_chunk)
             again = await session(client, "again", 1, stream_chunk, "rgb")
             check({"frames": again}, {"frames": streams["frames"]}, exact)
 
@@ -240,6 +240,6 @@ def test_lingbot_world(lingbot_world: Path, worlds: Results, setting: str, tmp_p
     async def scenario() -> None:
         async with engine(lingbot_world, flags) as client:
             check(await side_by_side(client, WORLDS), worlds, exact)
-            await goes_on(client, "frames", world_chunk, tmp_path / "world.safetensors")
+            await check_continuation(client, "frames", world_chunk, tmp_path / "world.safetensors")
 
     asyncio.run(scenario())

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A thousand arrivals, aborts and failures at random moments over pipeline stages, from a seed.
+"""A thousand requests, aborts and failures at random times with pipeline stages, from a fixed seed.
 
-Each request ends once, in one of the ways it may; nothing is left behind on any rank; every result
-that came is that of an undisturbed run, bit for bit.
+Each request ends once in an expected way, no rank keeps state, and every result equals an
+undisturbed run bit for bit.
 """
 
 import asyncio
@@ -39,8 +39,8 @@ class Traffic:
         self.numbers = itertools.count()
 
     async def one(self) -> None:
-        """One request of a random session; perhaps one that fails, perhaps aborted after a
-        random time.
+        """Send one request of a random session, which may fail or be aborted after a random
+        time.
         """
         number, seed = next(self.numbers), self.random.randrange(SESSIONS)
         name, dice = f"soak-{number}", self.random.random()
@@ -87,7 +87,7 @@ class Traffic:
     [{}, {"vae_stage": True}, {"vae_stage": True, "overlap_decode": True}],
     ids=["PP2", "VAE stage", "late"],
 )
-def test_a_thousand_arrivals_and_aborts(null_world: Path, omni: dict[str, Any]) -> None:
+def test_a_thousand_requests_and_aborts(null_world: Path, omni: dict[str, Any]) -> None:
     async def scenario() -> None:
         async with running_engine(
             null_world, {"max_sessions": 64, **omni}, pipeline_parallel_size=2

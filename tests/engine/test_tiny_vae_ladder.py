@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real engine with more streams than it can hold and the ladder `tiny_vae`: who is degraded,
-and the way back.
+"""Overload with degradation `tiny_vae` in the real engine: degraded chunks and the return to full
+quality.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ OMNI = {
 
 @dataclass
 class Stream:
-    """What came of one: of each chunk the frames, and what it went without."""
+    """The frames and the degradations of each chunk of a stream."""
 
     frames: list[torch.Tensor] = field(default_factory=list)
     degradations: list[list[str]] = field(default_factory=list)
@@ -62,7 +62,7 @@ class Stream:
 def decoded_here(
     checkpoint: Path, latents: list[torch.Tensor], tiny: list[bool]
 ) -> list[torch.Tensor]:
-    """Frames of a stream whose chunks went to these decoders, by the decoders alone."""
+    """Return the frames of a stream, decoded by the given decoders in this process."""
     layout = find_layout(checkpoint)
     wan = StreamingWanVAE(
         VAEConfig.from_dict(hf_config(checkpoint)["causal_wan"]["vae"]), encoder=False
@@ -78,12 +78,11 @@ def decoded_here(
     return frames
 
 
-def test_overload_uses_the_tiny_decoder_and_ends_with_it(causal_wan: Path) -> None:
-    """Chunks of several streams that are all due before one of them alone could be made.
-
-    They say what they went without, keep their numbers of frames, and are what the two decoders
-    make of latents that nobody degraded. When there is time again, streams come back. One beside
-    them that nobody waits for never changes.
+def test_overload_uses_the_tiny_decoder_until_it_ends(causal_wan: Path) -> None:
+    """Chunks of several streams are due before a single one could be generated. They report
+    degradations, have the right number of frames, and equal the decoders' output for undegraded
+    latents. Afterwards the streams return to full quality. A concurrent stream without a
+    deadline is not degraded.
     """
     alone, patient = Stream(), Stream()
     watched = [Stream() for _ in range(STREAMS)]
@@ -123,7 +122,7 @@ def test_overload_uses_the_tiny_decoder_and_ends_with_it(causal_wan: Path) -> No
     assert all(names in ([], ["tiny_vae"]) for stream in watched for names in stream.degradations)
     assert sum(map(sum, tiny)) >= STREAMS * CHUNKS // 2, tiny
     assert not any(degraded for stream in tiny for degraded in stream[-AFTERWARDS:]), tiny
-    assert any(stream[CHUNKS - 1] for stream in tiny), "somebody comes back from the tiny decoder"
+    assert any(stream[CHUNKS - 1] for stream in tiny), "a stream returns from the tiny decoder"
 
     assert patient.degradations == [[]] * CHUNKS
     assert all(
@@ -133,8 +132,7 @@ def test_overload_uses_the_tiny_decoder_and_ends_with_it(causal_wan: Path) -> No
         for ours, theirs in zip(
             stream.frames, decoded_here(causal_wan, made, degraded), strict=True
         ):
-            # Another process may have another number of threads, and so another order of sums: one
-            # level of 255.
+            # Another number of threads may change the order of sums by one level of 255.
             assert (ours.int() - theirs.int()).abs().max() <= 1
 
 
@@ -151,10 +149,10 @@ def test_overload_uses_the_tiny_decoder_and_ends_with_it(causal_wan: Path) -> No
         ),
     ],
 )
-def test_decoders_take_turns_wherever_the_decode_is(
+def test_decoders_alternate_in_every_configuration(
     causal_wan: Path, omni: dict[str, Any], engine_args: dict[str, Any]
 ) -> None:
-    """Two chunks that cannot be in time between others that can, against the decoders alone."""
+    """Two chunks that cannot be in time are between others that can."""
     stream, latents = Stream(), []
     options = {**OMNI, **omni, "model": {**OMNI["model"], **omni.get("model", {})}}
 

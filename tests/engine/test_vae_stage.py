@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The VAE as a pipeline stage of its own: real engines, one process per rank, equal to one rank
-bit for bit.
+"""The VAE as a separate pipeline stage: real engines with one process per rank equal one rank bit
+for bit.
 """
 
 import asyncio
@@ -19,7 +19,9 @@ CHUNKS, SESSIONS = 3, 3
 async def frames(
     client: EngineClient, name: str, chunks: range = range(CHUNKS), **fields: Any
 ) -> list[torch.Tensor]:
-    """Decoded frames of a session's chunks; each is asked for while the one before is running."""
+    """Return the decoded frames of a session's chunks, each requested while the previous one
+    runs.
+    """
     first = {"prompt": "a field", **fields}
     tasks = [
         asyncio.create_task(
@@ -41,10 +43,8 @@ def assert_equal(got: list[list[torch.Tensor]], expected: list[list[torch.Tensor
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
-async def failures_cost_one_chunk(client: EngineClient) -> None:
-    """On any rank, before the chunk is committed: the session goes on as if nothing had
-    happened.
-    """
+async def check_failures(client: EngineClient) -> None:
+    """Failures on any rank before the commit leave the session unchanged."""
     for options, code in (
         ({"fail_in": "prepare"}, "engine_error"),
         ({"nan_at": 4}, "non_finite"),
@@ -57,7 +57,7 @@ async def failures_cost_one_chunk(client: EngineClient) -> None:
         assert failure.value.code == code
 
 
-async def aborts_cost_one_chunk(client: EngineClient) -> None:
+async def check_abort(client: EngineClient) -> None:
     options = {"step_ms": 20, "steps": 50}
     slow = asyncio.create_task(
         client.send(session_id="s1", chunk_index=CHUNKS, request_id="slow", options=options)
@@ -67,9 +67,9 @@ async def aborts_cost_one_chunk(client: EngineClient) -> None:
     slow.cancel()
 
 
-async def a_lost_chunk_ends_its_session(client: EngineClient) -> None:
-    """A decode that fails after the other ranks have committed: refused from then on, until it
-    is reset or closed.
+async def check_lost_session(client: EngineClient) -> None:
+    """A decode that fails after the other ranks have committed makes the session refuse requests
+    until it is reset or closed.
     """
     await frames(client, "lost", range(1), seed=9)
     with pytest.raises(RequestFailed, match="engine_error"):
@@ -84,13 +84,13 @@ async def a_lost_chunk_ends_its_session(client: EngineClient) -> None:
     await client.send(session_id="lost", op="reset")
     fresh = await frames(client, "fresh", seed=9)
     assert_equal([await frames(client, "lost", seed=9)], [fresh])
-    first = {"session_id": "unborn", "chunk_index": 0, "prompt": "a field"}
+    first = {"session_id": "new", "chunk_index": 0, "prompt": "a field"}
     for options, code in (({"fail_in": "decode"}, "engine_error"), ({}, "session_lost")):
         with pytest.raises(RequestFailed, match=code):
             await client.send(**first, options=options)
-    await client.send(session_id="unborn", op="close")
+    await client.send(session_id="new", op="close")
     for stats in await client.engine.collective_rpc("session_stats"):
-        assert "unborn" not in stats["chunks"]
+        assert "new" not in stats["chunks"]
 
 
 @pytest.mark.parametrize(
@@ -101,14 +101,12 @@ async def a_lost_chunk_ends_its_session(client: EngineClient) -> None:
 def test_a_decoding_stage_equals_one_rank(
     null_engine: SharedEngine, null_world: Path, overlap: bool
 ) -> None:
-    """Sessions side by side, every way to fail, a fork: results, and what is left of the
-    sessions.
-    """
+    """Concurrent sessions, every kind of failure and a fork have equal results and states."""
 
     async def all_of_it(client: EngineClient) -> list[list[torch.Tensor]]:
         before = await sessions(client)
-        await failures_cost_one_chunk(client)
-        await aborts_cost_one_chunk(client)
+        await check_failures(client)
+        await check_abort(client)
         await client.send(session_id="s2", op="fork", fork_to="forked")
         names = [*(f"s{seed}" for seed in range(SESSIONS)), "forked"]
         after = await asyncio.gather(
@@ -121,7 +119,7 @@ def test_a_decoding_stage_equals_one_rank(
         omni = {"vae_stage": True, "overlap_decode": overlap, "max_sessions": 16}
         async with running_engine(null_world, omni, pipeline_parallel_size=2) as client:
             assert_equal(await all_of_it(client), expected)
-            await a_lost_chunk_ends_its_session(client)
+            await check_lost_session(client)
             _, stage = await client.engine.collective_rpc("session_stats")
             assert stage["chunks"]["s0"] == CHUNKS + 2
 
@@ -149,7 +147,7 @@ def test_a_decoding_stage_equals_one_rank(
         ),
     ],
 )
-def test_what_cannot_work_is_refused_at_start(
+def test_impossible_vae_stages_are_refused_at_startup(
     null_world: Path, options: dict[str, Any], arguments: dict[str, Any], reason: str
 ) -> None:
     async def scenario() -> None:

@@ -2,8 +2,8 @@
 """Wan 2.2 on the real engine: one rank, tensor-parallel, Ulysses and guidance ranks, pipeline
 stages, a VAE stage.
 
-Nightly: an engine for each. The default suite serves the same model over HTTP
-(test_openai_wan22.py).
+The tests are nightly because each setting needs an engine. test_openai_wan22.py serves the same
+model over HTTP in every run.
 """
 
 import asyncio
@@ -52,8 +52,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 TOLERANCE = {
     name: 1e-4 if "tensor_parallel_size" in flags else 0.0 for name, flags in SETTINGS.items()
 }
-"""Ranks that share layers, or a request's branches, sum in another order; pipeline stages run
-the same products.
+"""Ranks that share layers or guidance branches sum in another order. Pipeline stages compute the
+same products.
 """
 
 
@@ -66,7 +66,9 @@ def i2v(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_videos_of_one_batch_equal_the_model_alone(i2v: Path, setting: str) -> None:
-    """Three image-to-video requests at once over both experts; one more is aborted, one refused."""
+    """Three concurrent image-to-video requests use both experts; another one is aborted and one is
+    refused.
+    """
     wanted: list[dict[str, Any]] = [
         {"seed": seed, "num_inference_steps": 6 + seed, "prompt": "a river", "num_frames": 9}
         for seed in range(3)

@@ -4,19 +4,20 @@ ranks, FP8.
 """
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.engine_client import EngineClient, running_engine
+from helpers.engine_client import EngineClient, SharedEngine, running_engine, shared_engine
 
 from vllm_omni.actions import ActionFrame
 from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.outputs import RequestFailed
 
 TOLERANCE = 1e-4
-"""fp32 latents of order 1 after ten frames; sums are ordered differently on several ranks."""
+"""For fp32 latents of order 1 after ten frames, because several ranks sum in another order."""
 HELD: list[Any] = [
     ["w"],
     ActionFrame(buttons=("a", "space"), axes={"dx": 3.0, "dy": -1.0}, scroll=1.0),
@@ -30,7 +31,7 @@ def image() -> torch.Tensor:
 
 
 async def play(client: EngineClient, name: str, held: Any = HELD, **fields: Any) -> torch.Tensor:
-    """The latents of a session, a chunk for each entry of `held`."""
+    """Return the latents of a session with a chunk for each entry of `held`."""
     latents = []
     for index, frame in enumerate(held):
         start, actions = (
@@ -60,41 +61,47 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(checkpoint: Path) -> torch.Tensor:
-    return played(checkpoint)
+def one_rank(checkpoint: Path) -> Iterator[SharedEngine]:
+    with shared_engine(checkpoint, dtype="float32") as engine:
+        yield engine
 
 
-def test_a_world_is_played_through_the_engine(checkpoint: Path, alone: torch.Tensor) -> None:
-    """Side by side as alone; controls steer; a fork and a session after a reset are exact;
-    refusals harm nobody.
+@pytest.fixture(scope="module")
+def alone(one_rank: SharedEngine) -> torch.Tensor:
+    return one_rank.run(play(one_rank.client, "alone"))
+
+
+def test_a_world_is_played_through_the_engine(one_rank: SharedEngine, alone: torch.Tensor) -> None:
+    """Concurrent sessions equal single ones, controls have an effect, forks and resets are exact,
+    and refusals affect no session.
     """
+    client = one_rank.client
 
     async def scenario() -> None:
-        async with running_engine(checkpoint, dtype="float32") as client:
-            ours, theirs, idle = await asyncio.gather(
-                play(client, "a"), play(client, "b"), play(client, "c", [None] * len(HELD))
-            )
-            assert torch.equal(ours, alone) and torch.equal(theirs, alone)
-            assert (idle - alone).abs().max() > 0.01
-            for fields, reason in (
-                ({"prompt": "a beach"}, "takes no prompt"),
-                ({"actions": [["jump"]]}, "this model takes buttons"),
-                ({"actions": [["w"]] * 2}, "at most 1 entries"),
-            ):
-                with pytest.raises(RequestFailed, match=reason):
-                    await client.send(session_id="a", output="latents", **fields)
-            await client.send(session_id="a", op="fork", fork_to="d")
-            buttons = torch.zeros(1, 256)
-            buttons[:, ord("W")] = 1
-            _, dense = await client.send({"buttons": buttons}, session_id="a", output="latents")
-            _, entries = await client.send(session_id="d", actions=[["w"]], output="latents")
-            assert torch.equal(dense["latents"], entries["latents"])
-            await client.send(session_id="b", op="reset")
-            assert torch.equal(await play(client, "b"), alone)
-            meta, frames = await client.send(session_id="f")
-            assert meta["num_frames"] == 4 and frames["frames"].shape[0] == 4
+        ours, theirs, idle = await asyncio.gather(
+            play(client, "a"), play(client, "b"), play(client, "c", [None] * len(HELD))
+        )
+        assert torch.equal(ours, alone) and torch.equal(theirs, alone)
+        assert (idle - alone).abs().max() > 0.01
+        for fields, reason in (
+            ({"prompt": "a beach"}, "takes no prompt"),
+            ({"actions": [["jump"]]}, "this model takes buttons"),
+            ({"actions": [["w"]] * 2}, "at most 1 entries"),
+        ):
+            with pytest.raises(RequestFailed, match=reason):
+                await client.send(session_id="a", output="latents", **fields)
+        await client.send(session_id="a", op="fork", fork_to="d")
+        buttons = torch.zeros(1, 256)
+        buttons[:, ord("W")] = 1
+        _, dense = await client.send({"buttons": buttons}, session_id="a", output="latents")
+        _, entries = await client.send(session_id="d", actions=[["w"]], output="latents")
+        assert torch.equal(dense["latents"], entries["latents"])
+        await client.send(session_id="b", op="reset")
+        assert torch.equal(await play(client, "b"), alone)
+        meta, frames = await client.send(session_id="f")
+        assert meta["num_frames"] == 4 and frames["frames"].shape[0] == 4
 
-    asyncio.run(scenario())
+    one_rank.run(scenario())
 
 
 @pytest.mark.parametrize("parallel", ["tensor_parallel_size", "pipeline_parallel_size"])
@@ -104,7 +111,7 @@ def test_two_ranks_agree_with_one(checkpoint: Path, alone: torch.Tensor, paralle
     assert difference <= (0.0 if parallel == "pipeline_parallel_size" else TOLERANCE)
 
 
-def test_fp8_weights_and_keys_are_near(checkpoint: Path, alone: torch.Tensor) -> None:
+def test_fp8_weights_and_kv_are_close_to_bf16(checkpoint: Path, alone: torch.Tensor) -> None:
     exact = played(checkpoint, dtype="bfloat16")
     fp8 = played(checkpoint, dtype="bfloat16", quantization="fp8_per_channel", kv_cache_dtype="fp8")
     assert 0 < (fp8[:, 0] - exact[:, 0]).norm() < 0.3 * exact[:, 0].norm()
@@ -112,7 +119,9 @@ def test_fp8_weights_and_keys_are_near(checkpoint: Path, alone: torch.Tensor) ->
 
 @pytest.mark.nightly
 def test_waypoint_1_follows_keys_and_prompts(tmp_path: Path) -> None:
-    """A frame a chunk; keys and a new prompt change the next frame; a repeated session is exact."""
+    """A chunk is one frame. Keys and a new prompt change the next frame, and a repeated session is
+    equal.
+    """
     get_family("waypoint").make_tiny(tmp_path, 0, "v1")
 
     async def scenario() -> None:

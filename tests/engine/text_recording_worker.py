@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker for `--worker-cls` that writes down which prompts' rows its chunks begin with."""
+"""A worker for `--worker-cls` that records the text embeddings with which its chunks start."""
 
 import hashlib
 import json
@@ -15,10 +15,10 @@ from vllm_omni.model_executor.models.wan.text_encoder.encoder import TextEncoder
 from vllm_omni.worker import SharedGPUWorker
 
 FOLDER = "OMNI_TEST_TEXTS"
-"""Environment variable: where each rank writes `rank{N}.jsonl`.
+"""Environment variable with the directory in which each rank writes `rank{N}.jsonl`.
 
-A line with the number of its text encoder's parameters, then [session, chunk, digests of its rows]
-of each prompt.
+The first line is the number of parameters of its text encoder. Each prompt adds a line [session,
+chunk, digests of its embeddings].
 """
 
 
@@ -34,10 +34,10 @@ class TextRecordingWorker(SharedGPUWorker):
         driven: Any = self.model_runner.role.model
 
         def record(request: Any) -> None:
-            if rows := driven.texts(request):
+            if embeddings := driven.texts(request):
                 digests = [
                     hashlib.sha256(one.contiguous().view(torch.uint8).cpu().numpy()).hexdigest()
-                    for one in rows
+                    for one in embeddings
                 ]
                 log.write(
                     json.dumps([request.session.session_id, request.session.chunk_index, digests])
@@ -63,5 +63,5 @@ class TextRecordingWorker(SharedGPUWorker):
 
         if get_world_group().world_size > 1:
             object.__setattr__(texts, "complete", complete_and_record)
-        else:  # a rank on its own encodes in `prepare_encode`
+        else:  # a single rank encodes in `prepare_encode`
             driven.prepare_encode = record_and_prepare

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny pipelines of every layout, hosts and runners on them."""
+"""Tiny pipelines of every layout, and hosts and runners on them."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +17,7 @@ from vllm_omni.model_executor.models.registry import get_family
 
 @pytest.fixture(scope="session")
 def tiny_pipelines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """`tiny_pipelines(layout)` -> a tiny pipeline directory, written once."""
+    """`tiny_pipelines(layout)` returns a tiny pipeline directory, written once."""
     written: dict[str, Path] = {}
 
     def of(layout: str) -> Path:
@@ -32,7 +32,7 @@ def tiny_pipelines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], 
 
 @pytest.fixture
 def make_host(tiny_pipelines: Callable[[str], Path]) -> MakeHost:
-    """`make_host(layout, **options)` -> a host on CPU in float32."""
+    """`make_host(layout, **options)` returns a host on the CPU in float32."""
 
     def make(layout: str = "qwen_image", **options: Any) -> PipelineHost:
         return PipelineHost(
@@ -44,8 +44,8 @@ def make_host(tiny_pipelines: Callable[[str], Path]) -> MakeHost:
 
 @pytest.fixture
 def make_runner(make_host: MakeHost) -> Iterator[Callable[..., PipelineRunner]]:
-    """`make_runner(layout, **options)` -> a runner, one turn per engine step unless
-    `step_at_a_time=False`.
+    """`make_runner(layout, **options)` returns a runner with one denoise step per engine step, or
+    whole requests with `step_at_a_time=False`.
     """
     runners: list[PipelineRunner] = []
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Diffusers itself, to compare with; and names that several tests of the executor share."""
+"""Results of diffusers itself, and names that tests of the executor share."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +18,7 @@ MakeHost = Callable[..., PipelineHost]
 def direct(
     path: Path, seed: int, prompt: str | None = "a red fox", **arguments: Any
 ) -> torch.Tensor:
-    """What diffusers itself returns, as uint8 pictures [N, H, W, 3] (of a video: its frames)."""
+    """Return diffusers' result as uint8 images [N, H, W, 3], or the frames of a video."""
     import diffusers
 
     pipeline = diffusers.DiffusionPipeline.from_pretrained(path)

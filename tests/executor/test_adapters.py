@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters: from a directory, per request by name, unloaded; without a name nothing
-changes.
+"""LoRA adapters of diffusers pipelines: from a directory, per request by name, unloaded at run
+time.
 """
 
 from collections.abc import Callable
@@ -25,8 +25,8 @@ SMALL = {"height": 32, "width": 48, "num_inference_steps": 2}
 def lora(
     tiny_pipelines: Pipelines, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[int], Path]:
-    """`lora(seed)` -> a directory with a random adapter for the tiny Qwen-Image, as diffusers
-    saves them.
+    """`lora(seed)` returns a directory with a random adapter for the tiny Qwen-Image, saved by
+    diffusers.
     """
     import diffusers
     from peft import LoraConfig
@@ -59,7 +59,7 @@ def image(runner: PipelineRunner, request_id: str, **options: Any) -> torch.Tens
 
 
 def reference(path: Path, folders: dict[str, tuple[Path, float]]) -> torch.Tensor:
-    """diffusers itself with these adapters set."""
+    """Return the image of diffusers itself with these adapters."""
     import diffusers
 
     pipeline = diffusers.QwenImagePipeline.from_pretrained(path)
@@ -78,9 +78,7 @@ def test_adapters_per_request_equal_diffusers(
     tiny_pipelines: Pipelines,
     lora: Callable[[int], Path],
 ) -> None:
-    """One, the other, both with strengths, none: each bit for bit what diffusers gives; none is
-    the bare model.
-    """
+    """One adapter, the other, both with scales, and none each equal diffusers bit for bit."""
     path, first, second = tiny_pipelines("qwen_image"), lora(1), lora(2)
     runner = make_runner(
         loras={"one": {"path": str(first)}, "two": {"path": str(second), "scale": 0.5}}
@@ -106,7 +104,7 @@ def test_interleaved_requests_keep_their_adapters(
     tiny_pipelines: Pipelines,
     lora: Callable[[int], Path],
 ) -> None:
-    """Adapters are switched between two requests' turns."""
+    """Adapters are switched between the steps of two requests."""
     folder = lora(1)
     runner = make_runner(interleave=2, loras={"one": {"path": str(folder)}})
     fields = {"prompt": "a red fox", "seed": 1, **SMALL}
@@ -125,8 +123,8 @@ def test_load_and_unload_while_serving(
     tiny_pipelines: Pipelines,
     lora: Callable[[int], Path],
 ) -> None:
-    """A name is known after `add` and unknown after `remove`; the bare model stays the bare
-    model throughout.
+    """A name is known between `add_adapter` and `remove`. Requests without adapters do not
+    change.
     """
     runner, folder = make_runner(), lora(1)
     adapters, pipeline = runner.host.adapters, runner.host.pipeline
@@ -159,19 +157,17 @@ def test_load_and_unload_while_serving(
 def test_malformed_selections_are_refused(
     make_runner: Callable[..., PipelineRunner], wanted: Any
 ) -> None:
-    """options.lora is a name, names, or names with numbers."""
+    """`options.lora` is a name, a list of names, or an object of names and numbers."""
     failure = run_to_end(
         make_runner(), new_request("a", session_id="a", prompt="x", options={"lora": wanted})
     )["a"]
     assert failure.code == "invalid_request" and "object of names and strengths" in failure.message
 
 
-def test_files_that_are_no_adapter_are_refused(
+def test_invalid_adapter_files_are_refused(
     make_runner: Callable[..., PipelineRunner], tmp_path: Path, tiny_pipelines: Pipelines
 ) -> None:
-    """An empty folder, a foreign file, a pickle: the name and the reason; the pipeline serves
-    on.
-    """
+    """An empty directory, another file and a pickle are refused by name. The pipeline continues."""
     runner = make_runner()
     adapters, pipeline = runner.host.adapters, runner.host.pipeline
     bare = image(runner, "before")
@@ -192,10 +188,12 @@ def test_files_that_are_no_adapter_are_refused(
     assert torch.equal(image(runner, "after"), bare)
 
 
-def test_an_adapter_s_file_is_not_in_the_memory_map(
+def test_an_adapter_file_is_not_mapped(
     make_runner: Callable[..., PipelineRunner], lora: Callable[[int], Path]
 ) -> None:
-    """It may be written over while the server runs, which would end the process if it were."""
+    """The file may be overwritten while the server runs, which would end the process if it were
+    mapped.
+    """
     runner, file = make_runner(), next(lora(1).glob("*.safetensors"))
     runner.host.adapters.add_adapter(runner.host.pipeline, "one", LoraSource(path=str(file)))
     assert str(file) not in Path("/proc/self/maps").read_text()
@@ -204,7 +202,7 @@ def test_an_adapter_s_file_is_not_in_the_memory_map(
 def test_an_adapter_with_nan_is_refused_when_it_is_loaded(
     make_runner: Callable[..., PipelineRunner], lora: Callable[[int], Path], tmp_path: Path
 ) -> None:
-    """Else every request that names it would fail; the pipeline serves on without it."""
+    """Otherwise every request with this adapter would fail. The pipeline continues without it."""
     runner, file = make_runner(), next(lora(1).glob("*.safetensors"))
     adapters, pipeline = runner.host.adapters, runner.host.pipeline
     bare = image(runner, "before")
@@ -217,7 +215,7 @@ def test_an_adapter_with_nan_is_refused_when_it_is_loaded(
     assert adapters.names == [] and torch.equal(image(runner, "after"), bare)
 
 
-def test_a_table_that_names_a_missing_directory_is_refused_early() -> None:
-    """Where options are read, so also by `vllm serve --omni`."""
+def test_a_missing_adapter_directory_is_refused_at_startup() -> None:
+    """Options are validated when they are read, also by `vllm serve --omni`."""
     with pytest.raises(ValueError, match=r"omni\.model\.loras\.x: nowhere does not exist"):
         DiffusersOptions.parse({"loras": {"x": {"path": "nowhere"}}})

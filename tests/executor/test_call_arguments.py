@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request's options as arguments of a pipeline's `__call__`; every mistake a client can make
-is named.
-"""
+"""A request's options as arguments of a pipeline's `__call__`, and errors for client mistakes."""
 
 from collections.abc import Callable
 from functools import cache
@@ -29,7 +27,7 @@ Image = torch.zeros(8, 8, 3, dtype=torch.uint8)
 
 @pytest.fixture(scope="module")
 def info(tiny_pipelines: Callable[[str], Path]) -> Callable[..., PipelineInfo]:
-    """`info(layout, pipeline_class=None)` of the tiny pipelines."""
+    """`info(layout, pipeline_class=None)` returns the info of a tiny pipeline."""
     import diffusers
 
     @cache
@@ -58,7 +56,7 @@ def refused(
 
 
 def test_sizes_of_the_pipelines(info: Callable[..., PipelineInfo]) -> None:
-    """Multiples and strides come from the loaded components."""
+    """Size multiples and frame strides come from the loaded components."""
     assert [info(layout).size_multiple for layout in ("qwen_image", "flux", "sd3", "wan")] == [
         16,
         16,
@@ -74,28 +72,25 @@ def test_sizes_of_the_pipelines(info: Callable[..., PipelineInfo]) -> None:
     ]
 
 
-def test_guidance_scale_reaches_the_argument_that_steers(info: Callable[..., PipelineInfo]) -> None:
-    """Qwen-Image: classifier-free guidance, true_cfg_scale.
-
-    FLUX: distilled, guidance_scale. Wan has one name.
+def test_guidance_scale_sets_the_guidance_argument_of_the_pipeline(
+    info: Callable[..., PipelineInfo],
+) -> None:
+    """Qwen-Image uses classifier-free guidance (true_cfg_scale), FLUX distilled guidance
+    (guidance_scale). Wan has one name. Zero is a value.
     """
     assert call(info("qwen_image"), guidance_scale=3.0).arguments["true_cfg_scale"] == 3.0
     assert call(info("flux"), guidance_scale=3.0).arguments["guidance_scale"] == 3.0
     assert call(info("wan"), guidance_scale=3.0).arguments["guidance_scale"] == 3.0
+    assert call(info("wan"), guidance_scale=0.0).arguments["guidance_scale"] == 0.0
     assert call(info("flux"), options={"true_cfg_scale": 2.0}).arguments["true_cfg_scale"] == 2.0
     both = call(info("qwen_image"), guidance_scale=3.0, options={"true_cfg_scale": 2.0})
-    # the pipeline's own name wins: doors always send guidance_scale
+    # the pipeline's argument takes precedence, because endpoints always send guidance_scale
     assert both.arguments["true_cfg_scale"] == 2.0
 
 
-def test_zero_guidance_stays_zero(info: Callable[..., PipelineInfo]) -> None:
-    """A requested 0.0 is a value, not a missing one."""
-    assert call(info("wan"), guidance_scale=0.0).arguments["guidance_scale"] == 0.0
-
-
 def test_aspect_ratios_and_suffixes_of_qwen_image(info: Callable[..., PipelineInfo]) -> None:
-    """The model card's sizes and quality phrases; the phrase follows the prompt's language and
-    is off by default.
+    """Sizes and quality suffixes are those of the model card. The suffix follows the prompt's
+    language and is off by default.
     """
     assert all(side % 16 == 0 for size in ASPECT_RATIOS.values() for side in size)
     wide = call(info("qwen_image"), width=64, height=64, options={"aspect_ratio": "16:9"})
@@ -116,7 +111,7 @@ def test_aspect_ratios_and_suffixes_of_qwen_image(info: Callable[..., PipelineIn
 
 
 def test_deployment_defaults_yield_to_the_request(info: Callable[..., PipelineInfo]) -> None:
-    """defaults fill the fields that a request leaves out, and nothing else."""
+    """Defaults fill only the fields that a request omits."""
     deployment = {
         "defaults": {"true_cfg_scale": 4.0, "negative_prompt": " ", "num_inference_steps": 7}
     }
@@ -140,15 +135,15 @@ def test_deployment_defaults_yield_to_the_request(info: Callable[..., PipelineIn
     )
 
 
-def test_defaults_of_ours_are_checked_at_start() -> None:
-    """A wrong value ends the start and names the allowed ones."""
+def test_deployment_defaults_are_checked_at_startup() -> None:
+    """An invalid default is refused with the allowed values."""
     with pytest.raises(ValueError, match="allowed values: 'auto', 'off'"):
         DiffusersOptions.parse({"defaults": {"prompt_suffix": "zh"}})
     with pytest.raises(ValueError, match=r"omni\.model\.defaults: .*width"):
         DiffusersOptions.parse({"defaults": {"width": 0}})
 
 
-def test_a_missing_seed_is_generated_and_notified(info: Callable[..., PipelineInfo]) -> None:
+def test_a_missing_seed_is_generated_and_returned(info: Callable[..., PipelineInfo]) -> None:
     """Two requests without a seed differ, and each can be repeated with the seed in its result."""
     assert call(info("sd3")).seed != call(info("sd3")).seed
     assert call(info("sd3"), seed=0).seed == 0
@@ -229,7 +224,7 @@ LATER_TENSORS = {
 def test_refusals(
     info: Callable[..., PipelineInfo], layout: str, fields: dict[str, Any], code: str, words: str
 ) -> None:
-    """Each error names the mistake and the allowed values, before anything runs."""
+    """Each error names the mistake and the allowed values before the pipeline runs."""
     failure = refused(info(layout), **fields)
     assert failure.code == code and words in failure.message
 
@@ -289,7 +284,7 @@ def test_refused_tensors(
     code: str,
     words: str,
 ) -> None:
-    """Wrong names, shapes, dtypes and contents."""
+    """Wrong names, shapes, dtypes and values are refused."""
     prompt = None if any("embeds" in name for name in tensors) else "a fox"
     failure = refused(info(layout), tensors, prompt=prompt)
     assert failure.code == code and words in failure.message
@@ -305,21 +300,23 @@ def test_refused_tensors(
         (torch.zeros(1, 9000, 3, dtype=torch.uint8), "1 to 8192 pixels"),
     ],
 )
-def test_corrupt_images_are_refused(
+def test_invalid_images_are_refused(
     info: Callable[..., PipelineInfo], image: torch.Tensor, words: str
 ) -> None:
-    """An edit's picture has the wrong dtype, channels or size."""
+    """The image of an edit has the wrong dtype, channels or size."""
     failure = refused(info("qwen_image", "QwenImageImg2ImgPipeline"), {"image": image})
     assert failure.code == "invalid_image" and words in failure.message
 
 
 def test_an_edit_without_its_image_is_refused(info: Callable[..., PipelineInfo]) -> None:
-    """Also where the class gives the argument a default."""
+    """This holds also if the pipeline class gives the argument a default."""
     assert "needs an image" in refused(info("qwen_image", "QwenImageImg2ImgPipeline")).message
 
 
-def test_images_and_masks_under_the_endpoints_names(info: Callable[..., PipelineInfo]) -> None:
-    """`image_1` joins `image`, `mask` is the pipeline's mask_image."""
+def test_images_and_masks_with_the_names_of_the_endpoints(
+    info: Callable[..., PipelineInfo],
+) -> None:
+    """`image_1` is added to `image`, and `mask` becomes `mask_image`."""
     inpaint = info("qwen_image", "QwenImageInpaintPipeline")
     mask = torch.zeros(8, 8, dtype=torch.uint8)
     arguments = call(inpaint, {"image": Image, "mask": mask}, options={"strength": 0.5}).arguments
@@ -335,8 +332,10 @@ def test_images_and_masks_under_the_endpoints_names(info: Callable[..., Pipeline
     assert "first one as image" in refused(inpaint, {"image_1": Image, "mask": mask}).message
 
 
-def test_capabilities_say_what_the_executor_accepts() -> None:
-    """Doors and executor read the same signatures: tasks, defaults and limits of known classes."""
+def test_capabilities_equal_those_of_the_executor() -> None:
+    """Endpoints and the executor read the same signatures: tasks, defaults and limits of known
+    classes.
+    """
     options = DiffusersOptions()
     qwen = capabilities("QwenImagePipeline", options, 4, distilled=False)
     assert (
@@ -366,7 +365,7 @@ def test_capabilities_say_what_the_executor_accepts() -> None:
 def test_the_family_states_capabilities_of_a_directory(
     tiny_pipelines: Callable[[str], Path],
 ) -> None:
-    """What the API server asks, from the directory's facts and the options."""
+    """The API server reads capabilities from the directory and the options."""
     family = get_family("diffusers_pipeline")
     config = family.hf_config(tiny_pipelines("wan"))
     omni = OmniConfig(model={"defaults": {"width": 64, "height": 32, "num_frames": 9, "fps": 8.0}})

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything a pipeline may return becomes the same uint8 pictures that diffusers' own PIL
-output holds.
-"""
+"""Every output type of a pipeline becomes the uint8 images of diffusers' PIL output."""
 
 import numpy as np
 import pytest
@@ -15,7 +13,7 @@ from vllm_omni.executor.call_results import latents_tensor, result_tensors
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("output_type", ["pt", "np", "pil"])
 def test_images_equal_diffusers_pil_output(output_type: str, dtype: torch.dtype) -> None:
-    """Rounding included: every value k/255 and those between, in float32 and bfloat16."""
+    """Rounding is equal for every value k/255 and values in between, in float32 and bfloat16."""
     decoded = torch.linspace(-1.2, 1.2, 2 * 3 * 64 * 64).reshape(2, 3, 64, 64).to(dtype)
     processor = VaeImageProcessor()
     reference = np.stack(
@@ -27,7 +25,7 @@ def test_images_equal_diffusers_pil_output(output_type: str, dtype: torch.dtype)
 
 @pytest.mark.parametrize("output_type", ["pt", "np", "pil"])
 def test_video_frames_equal_diffusers_pil_output(output_type: str) -> None:
-    """One video of the batch of one, [T, H, W, 3]."""
+    """A batch of one video becomes [T, H, W, 3]."""
     decoded = torch.linspace(-1.2, 1.2, 3 * 5 * 16 * 32).reshape(1, 3, 5, 16, 32)
     processor = VideoProcessor()
     frames = processor.postprocess_video(decoded, output_type="pil")[0]
@@ -37,8 +35,8 @@ def test_video_frames_equal_diffusers_pil_output(output_type: str) -> None:
     assert got.shape == (5, 16, 32, 3) and np.array_equal(got.numpy(), reference)
 
 
-def test_alpha_is_dropped_and_gray_is_spread() -> None:
-    """The envelope always holds three channels."""
+def test_alpha_is_dropped_and_gray_is_repeated() -> None:
+    """Results always have three channels."""
     gray = torch.rand(1, 1, 8, 8)
     spread = result_tensors({"images": gray}, video=False)["images"]
     assert spread.shape == (1, 8, 8, 3) and torch.equal(spread[..., 0], spread[..., 2])
@@ -60,14 +58,14 @@ def test_alpha_is_dropped_and_gray_is_spread() -> None:
         ({"images": torch.zeros(3, 8, 8)}, False, "expected images"),
     ],
 )
-def test_what_cannot_be_served_is_named(output: dict[str, object], video: bool, words: str) -> None:
-    """Sound, several videos, odd channels: a TypeError says what came."""
+def test_unsupported_outputs_raise(output: dict[str, object], video: bool, words: str) -> None:
+    """Audio, several videos and unusual channels raise a TypeError that names the output."""
     with pytest.raises(TypeError, match=words):
         result_tensors(output, video=video)
 
 
-def test_latents_come_as_they_are() -> None:
-    """dtype and shape are the pipeline's; anything but a tensor is refused."""
+def test_latents_are_returned_unchanged() -> None:
+    """Latents keep the pipeline's dtype and shape. Other types are refused."""
     latents = torch.rand(1, 16, 64)
     assert torch.equal(latents_tensor({"images": latents}), latents)
     with pytest.raises(TypeError, match="latent"):

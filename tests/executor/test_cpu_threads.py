@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a pipeline is computed on a CPU: with all of torch's threads, and with one where the
-engine runs.
+"""Threads of a pipeline on a CPU: all of torch's in its worker threads, and one in the engine's
+thread.
 """
 
 import threading
@@ -21,23 +21,23 @@ def threads() -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-def test_lanes_compute_with_all_threads_and_their_owner_with_one(threads: int) -> None:
+def test_worker_threads_use_all_cores_and_their_owner_one(threads: int) -> None:
     owned = CpuThreads(torch.device("cpu"))
     seen: list[tuple[str, int]] = []
-    lanes = [WorkerThread[None](name, owned.set_threads) for name in ("a", "b")]
-    for thread in lanes:
+    workers = [WorkerThread[None](name, owned.set_threads) for name in ("a", "b")]
+    for thread in workers:
         thread.start_work(
             lambda pause: seen.append((threading.current_thread().name, torch.get_num_threads()))
         )
         assert thread.advance() == (True, None)
-        assert torch.get_num_threads() == 1, "a lane's choice is its own"
+        assert torch.get_num_threads() == 1, "the number of threads is per thread"
         thread.close()
     assert seen == [("a", threads), ("b", threads)]
     owned.set_threads()
     assert torch.get_num_threads() == threads
 
 
-def test_a_gpu_s_host_is_left_alone(threads: int) -> None:
+def test_a_gpu_changes_no_threads(threads: int) -> None:
     owned = CpuThreads(torch.device("cuda", 0))
     assert torch.get_num_threads() == threads
     owned.set_threads()

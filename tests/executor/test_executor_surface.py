@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The executor answers everything vLLM's engine asks of an executor's workers: read from vLLM's
-own source.
-"""
+"""The executor implements every call of vLLM's engine to workers, read from vLLM's source."""
 
 import inspect
 import re
@@ -20,9 +18,9 @@ from vllm_omni.executor.diffusers_pipeline_executor import PipelineWorker
 from vllm_omni.outputs import RequestFailed, unpack
 from vllm_omni.worker.diffusion.sessions.store import SessionStore
 
-# Worker methods that a pipeline engine can never be asked for, each with the reason.
+# Worker methods that a pipeline engine never calls, with the reason.
 UNREACHABLE = {
-    "sample_tokens": "the executor answers it itself",
+    "sample_tokens": "the executor implements it",
     "save_sharded_state": "the executor refuses it by name",
     "shutdown": "the executor calls it directly",
     "profile": "the executor calls it directly",
@@ -38,8 +36,8 @@ def requested_of_workers() -> list[str]:
     return sorted(set(re.findall(r'collective_rpc\(\s*(?:#[^\n]*\n\s*)?"(\w+)"', source)))
 
 
-def test_the_pattern_still_finds_the_surface() -> None:
-    """If vLLM changes how it calls, this must fail instead of finding nothing to check."""
+def test_the_pattern_finds_remote_calls() -> None:
+    """If vLLM changes its calls, this test fails, because no name would be found."""
     assert {"get_kv_cache_spec", "initialize_from_config", "sleep", "synchronize_device"} <= set(
         requested_of_workers()
     )
@@ -56,7 +54,7 @@ def test_every_worker_method_exists(name: str) -> None:
 def executor(
     tiny_pipelines: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Any:
-    """A real executor on a real config, without an engine around it."""
+    """A real executor on a real config without an engine."""
     from vllm.engine.arg_utils import EngineArgs
 
     args = EngineArgs(
@@ -69,7 +67,7 @@ def executor(
         },
     )
     config = args.create_engine_config()
-    # chosen by the config hook
+    # selected by the config hook
     assert abstract.Executor.get_class(config) is DiffusersPipelineExecutor
     executor = DiffusersPipelineExecutor(config)
     yield executor
@@ -86,11 +84,12 @@ def run(executor: Any, request_id: str = "a") -> Any:
     return unpack(output.pooler_output[0])
 
 
-def test_start_up_responses(executor: Any) -> None:
-    """No KV cache, one task, nothing compiled."""
+def test_calls_at_startup(executor: Any) -> None:
+    """There is no KV cache, one task, and no compilation."""
     assert executor.get_kv_cache_specs() == [{}]
     assert executor.supported_tasks == ("plugin",)
     assert executor.determine_available_memory() == [0]
+    assert not executor.supports_async_scheduling()
     executor.initialize_from_config([])
     executor.compile_or_warm_up_model()
     executor.check_health()
@@ -100,16 +99,14 @@ def test_start_up_responses(executor: Any) -> None:
     )
 
 
-def test_its_session_statistics_are_a_workers(executor: Any) -> None:
-    """`/omni/ready` and the metrics read them from whatever serves."""
+def test_session_statistics_have_the_keys_of_a_worker(executor: Any) -> None:
+    """`/omni/ready` and metrics read them from every executor."""
     (stats,) = executor.collective_rpc("session_stats")
     assert stats.keys() == SessionStore(max_sessions=1, idle_s=1.0).stats().keys()
 
 
 def test_rpcs_by_name_callable_and_future(executor: Any) -> None:
-    """Known names answer in a list of one; unknown names and failures come back as exceptions,
-    also in a future.
-    """
+    """Results are lists of one. Unknown names and failures are exceptions, also in a future."""
     assert executor.collective_rpc("request_progress") == [{}]
     assert executor.collective_rpc(lambda worker, n: [*worker.loras(), n], args=(1,)) == [[1]]
     assert executor.collective_rpc("loras", non_block=True).result() == [[]]
@@ -122,9 +119,7 @@ def test_rpcs_by_name_callable_and_future(executor: Any) -> None:
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_sleep_and_wake_give_the_same_image(executor: Any, level: int) -> None:
-    """Asleep, the executor says so and refuses requests; awake, it draws the same picture as
-    before.
-    """
+    """A sleeping executor refuses requests. After waking it generates the same image."""
     before = run(executor)[1]["images"]
     executor.sleep(level)
     assert executor.is_sleeping and (executor.worker.runner.host.nbytes == 0) == (level == 2)
@@ -136,7 +131,7 @@ def test_sleep_and_wake_give_the_same_image(executor: Any, level: int) -> None:
 
 
 def test_sleep_during_a_request(executor: Any) -> None:
-    """Level 1 lets it go on afterwards, bit for bit; level 2 ends it with an error of its own."""
+    """After level 1 the request continues bit for bit. Level 2 ends it with an error."""
     expected = run(executor)[1]["images"]
     fields = {"prompt": "a fox", "seed": 1, **SMALL}
     executor.execute_model(step(new=[new_request("kept", session_id="kept", **fields)]))
@@ -157,7 +152,7 @@ def test_sleep_during_a_request(executor: Any) -> None:
 
 
 def test_profiling_traces_the_pipelines_thread(executor: Any) -> None:
-    """Started in the middle of a request, the trace holds the operators of its remaining steps."""
+    """A profile that starts during a request contains the operators of the remaining steps."""
     executor.execute_model(
         step(new=[new_request("p", session_id="p", prompt="a fox", seed=1, **SMALL)])
     )
@@ -175,8 +170,8 @@ def test_profiling_traces_the_pipelines_thread(executor: Any) -> None:
     assert b"aten::" in text
 
 
-def test_each_profile_has_the_name_it_was_started_with(executor: Any) -> None:
-    """A second one, with another prefix or none, does not write under the first one's name."""
+def test_each_profile_has_its_own_prefix(executor: Any) -> None:
+    """Later profiles do not use the prefix of an earlier one."""
     folder = Path(executor.vllm_config.profiler_config.torch_profiler_dir)
     new = []
     for prefix in ("first", "second", None):
@@ -189,8 +184,8 @@ def test_each_profile_has_the_name_it_was_started_with(executor: Any) -> None:
     assert new == [{"first_pipeline"}, {"second_pipeline"}, {"pipeline"}]
 
 
-def test_what_a_pipeline_does_not_have_is_refused_by_name(executor: Any) -> None:
-    """No silent success."""
+def test_unsupported_calls_raise(executor: Any) -> None:
+    """Unsupported calls raise instead of succeeding silently."""
     with pytest.raises(NotImplementedError, match="save_pretrained"):
         executor.save_sharded_state("x")
     with pytest.raises(NotImplementedError, match="sleep level 2"):
@@ -201,7 +196,7 @@ def test_what_a_pipeline_does_not_have_is_refused_by_name(executor: Any) -> None
 
 
 def test_more_than_one_rank_is_refused(tiny_pipelines: Callable[[str], Path]) -> None:
-    """By the config hook, before any process starts."""
+    """The config hook refuses it before a process starts."""
     from vllm.engine.arg_utils import EngineArgs
 
     args = EngineArgs(
@@ -212,7 +207,3 @@ def test_more_than_one_rank_is_refused(tiny_pipelines: Callable[[str], Path]) ->
     )
     with pytest.raises(ValueError, match="one process on one device"):
         args.create_engine_config()
-
-
-def test_async_scheduling_is_not_offered() -> None:
-    assert not DiffusersPipelineExecutor.supports_async_scheduling()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a pipeline's weights are, and what deployments may ask of its loading."""
+"""The weights of a pipeline: their device, dtypes, loading and reloading."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ from vllm_omni.model_executor.models.diffusers_pipeline.options import Diffusers
 
 @pytest.mark.parametrize("offload", ["model", "sequential"])
 def test_offload_is_refused_on_a_cpu(make_host: MakeHost, offload: str) -> None:
-    """There is nothing to offload from."""
+    """On a CPU the weights are already in host memory."""
     with pytest.raises(
         ValueError, match="requires an accelerator: on a CPU the weights are already in host memory"
     ):
@@ -24,14 +24,14 @@ def test_offload_is_refused_on_a_cpu(make_host: MakeHost, offload: str) -> None:
 
 
 def test_offload_and_interleaving_exclude_each_other() -> None:
-    """Refused where options are read, so also by `vllm serve --omni`."""
+    """Options are validated when they are read, also by `vllm serve --omni`."""
     with pytest.raises(ValueError, match=r"interleave 2 needs omni\.model\.offload 'none'"):
         DiffusersOptions.parse({"offload": "model", "interleave": 2})
 
 
 def test_sleep_levels_on_a_cpu(make_host: MakeHost) -> None:
-    """Level 1 frees nothing on a CPU and says so; level 2 drops the weights and waking reads the
-    same ones again.
+    """Level 1 frees and reports nothing. Level 2 discards the weights, and waking reads them
+    again.
     """
     host = make_host()
     nbytes = host.nbytes
@@ -49,7 +49,9 @@ def test_sleep_levels_on_a_cpu(make_host: MakeHost) -> None:
 def test_dtype_of_all_and_of_single_components(
     make_host: MakeHost, tiny_pipelines: Callable[[str], Path]
 ) -> None:
-    """--dtype for all, component_dtypes for those named; a misspelt one is refused."""
+    """--dtype applies to all components, `component_dtypes` to the named ones. Unknown names are
+    refused.
+    """
     options = DiffusersOptions.parse({"component_dtypes": {"vae": "float32"}})
     host = PipelineHost(tiny_pipelines("wan"), options, CPU, torch.bfloat16)
     assert (host.pipeline.transformer.dtype, host.pipeline.vae.dtype) == (
@@ -60,8 +62,8 @@ def test_dtype_of_all_and_of_single_components(
         make_host("wan", component_dtypes={"vea": "float32"})
 
 
-def test_components_can_be_left_out(make_host: MakeHost) -> None:
-    """A deployment fed with prompt_embeds needs no text encoder."""
+def test_components_can_be_omitted(make_host: MakeHost) -> None:
+    """A deployment that receives prompt_embeds needs no text encoder."""
     host = make_host(without=["text_encoder", "tokenizer"])
     assert host.pipeline.text_encoder is None
     assert host.nbytes < make_host().nbytes
@@ -69,15 +71,15 @@ def test_components_can_be_left_out(make_host: MakeHost) -> None:
         make_host(without=["text"])
 
 
-def test_vae_tiling_slices_too(make_host: MakeHost) -> None:
-    """Both reach the VAE; they are off unless asked for."""
+def test_vae_tiling_enables_slicing(make_host: MakeHost) -> None:
+    """The option enables both, which are off by default."""
     host = make_host(vae_tiling=True)
     assert host.pipeline.vae.use_tiling and host.pipeline.vae.use_slicing
     assert not make_host().pipeline.vae.use_tiling
 
 
-def test_a_call_object_shares_weights_and_nothing_else(make_host: MakeHost) -> None:
-    """Scheduler and call state are the copy's own."""
+def test_a_call_object_shares_only_weights(make_host: MakeHost) -> None:
+    """Scheduler and call state belong to the copy."""
     host = make_host()
     first, second = host.call_object(), host.call_object()
     assert first.transformer is second.transformer and first.scheduler is not second.scheduler
@@ -85,8 +87,8 @@ def test_a_call_object_shares_weights_and_nothing_else(make_host: MakeHost) -> N
     assert len(second.scheduler.timesteps) != 3 and len(host.pipeline.scheduler.timesteps) != 3
 
 
-def test_generators_are_seeded_one_after_the_other(make_host: MakeHost) -> None:
-    """Image i is drawn with seed + i, also across the largest seed."""
+def test_generators_have_consecutive_seeds(make_host: MakeHost) -> None:
+    """Image i uses seed + i, which wraps at the largest seed."""
     host = make_host()
     single = host.generators(7, 1)
     first, second = host.generators(6, 2)
@@ -97,8 +99,8 @@ def test_generators_are_seeded_one_after_the_other(make_host: MakeHost) -> None:
 def test_reload_takes_the_same_class_only(
     make_host: MakeHost, tiny_pipelines: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Other weights of the same pipeline are taken over, another pipeline is refused and the old
-    one stays.
+    """Weights of the same pipeline class are loaded. Another class is refused and the pipeline
+    stays.
     """
     host = make_host()
     with pytest.raises(ValueError, match="FluxPipeline"):
@@ -110,10 +112,10 @@ def test_reload_takes_the_same_class_only(
     assert host.path == other and host.pipeline.transformer is not None
 
 
-def test_a_checkpoints_own_code_is_not_run(
+def test_code_in_a_checkpoint_is_not_run(
     tiny_pipelines: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """A component that names a module inside the directory is refused; the module is never
+    """A component that names a module inside the directory is refused, and the module is not
     imported.
     """
     evil = tmp_path / "evil"
@@ -131,8 +133,8 @@ def test_a_checkpoints_own_code_is_not_run(
 def test_random_weights_need_configs_only(
     tiny_pipelines: Callable[[str], Path], tmp_path: Path, layout: str
 ) -> None:
-    """`--load-format dummy`: no weight files, parameters and dtypes as of loaded ones, the same
-    values each time.
+    """`--load-format dummy` needs no weight files. Shapes, dtypes and values are the same each
+    time.
     """
     bare = tmp_path / "bare"
     shutil.copytree(tiny_pipelines(layout), bare, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -165,7 +167,7 @@ def test_random_weights_need_configs_only(
 def test_components_named_null_are_absent(
     tiny_pipelines: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """A checkpoint published without its text encoder loads, although diffusers does not call it
+    """A checkpoint without its text encoder loads, although diffusers does not declare it
     optional.
     """
     directory = tmp_path / "pipeline"

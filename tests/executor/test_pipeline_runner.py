@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runner step by step: results equal diffusers bit for bit, whatever else is served, fails
-or is aborted.
+"""The pipeline runner step by step: results equal diffusers bit for bit, next to failures and
+aborts.
 """
 
 import gc
@@ -41,31 +41,19 @@ def images(result: Any) -> torch.Tensor:
     return result[1]["images"]
 
 
-def test_guidance_and_negative_prompt_equal_diffusers(
+def test_several_images_have_consecutive_seeds(
     make_runner: MakeRunner, tiny_pipelines: Pipelines
 ) -> None:
-    """Two forwards a step: Qwen-Image's true classifier-free guidance; it changes the picture."""
-    runner = make_runner()
-    fields = {"seed": 5, "negative_prompt": "rain", "guidance_scale": 6.0}
-    got = images(run_to_end(runner, request("a", **fields))["a"])
-    path = tiny_pipelines("qwen_image")
-    assert torch.equal(got, reference(path, 5, negative_prompt="rain", true_cfg_scale=6.0))
-    assert not torch.equal(got, reference(path, 5))
-
-
-def test_several_images_have_seeds_separate(
-    make_runner: MakeRunner, tiny_pipelines: Pipelines
-) -> None:
-    """Image i of a request is image 0 of seed + i, up to rounding of a larger batch."""
+    """Image i of a request equals image 0 of seed + i, up to the rounding of a larger batch."""
     got = images(run_to_end(make_runner(), request("a", seed=5, num_images=2))["a"])
     assert torch.equal(got[0], reference(tiny_pipelines("qwen_image"), 5)[0])
     other = reference(tiny_pipelines("qwen_image"), 6)[0]
     assert (got[1].int() - other.int()).abs().max() <= 1
 
 
-def test_turns_progress_and_meta(make_runner: MakeRunner) -> None:
-    """Encoding with the first step, one turn for each further step, then decoding; progress
-    counts the steps.
+def test_steps_progress_and_metadata(make_runner: MakeRunner) -> None:
+    """The first step includes encoding, each further one is a denoise step, and the last one
+    decodes.
     """
     runner = make_runner()
     assert execute(runner, step(new=[request("a", seed=5)])) == {"a": None}
@@ -84,15 +72,17 @@ def test_turns_progress_and_meta(make_runner: MakeRunner) -> None:
 def test_stock_scheduler_runs_whole_requests(
     make_runner: MakeRunner, tiny_pipelines: Pipelines
 ) -> None:
-    """One engine step, several requests, the same pictures."""
+    """One engine step runs several whole requests with equal images."""
     runner = make_runner(step_at_a_time=False)
     results = execute(runner, step(new=[request("a", seed=1), request("b", seed=2)]))
     for name, seed in (("a", 1), ("b", 2)):
         assert torch.equal(images(results[name]), reference(tiny_pipelines("qwen_image"), seed))
 
 
-def test_one_at_a_time_by_default(make_runner: MakeRunner, tiny_pipelines: Pipelines) -> None:
-    """The second request waits until the first is finished, then runs; both equal diffusers."""
+def test_requests_run_one_at_a_time_by_default(
+    make_runner: MakeRunner, tiny_pipelines: Pipelines
+) -> None:
+    """The second request waits for the end of the first. Both equal diffusers."""
     runner = make_runner()
     execute(runner, step(new=[request("a", seed=1), request("b", seed=2)]))
     execute(runner, step(running=["a", "b"]))
@@ -100,7 +90,7 @@ def test_one_at_a_time_by_default(make_runner: MakeRunner, tiny_pipelines: Pipel
     for _ in range(3):
         results = execute(runner, step(running=["a", "b"]))
     assert torch.equal(images(results["a"]), reference(tiny_pipelines("qwen_image"), 1))
-    # it took the lane in the step in which the first left it
+    # it started in the step in which the first one ended
     assert runner.request_progress()["b"] == [1, 4]
     for _ in range(4):
         results = execute(runner, step(running=["b"], finished=["a"]))
@@ -108,12 +98,10 @@ def test_one_at_a_time_by_default(make_runner: MakeRunner, tiny_pipelines: Pipel
 
 
 @pytest.mark.parametrize("layout", ["qwen_image", "flux", "sd3", "wan"])
-def test_interleaved_requests_equal_requests_alone(
+def test_interleaved_requests_equal_single_ones(
     make_runner: MakeRunner, tiny_pipelines: Pipelines, layout: str
 ) -> None:
-    """Two requests take turns step by step, with different step counts and sizes; schedulers do
-    not mix.
-    """
+    """Two requests with different steps and sizes alternate. Their schedulers are independent."""
     frames = {"num_frames": 5} if layout == "wan" else {}
     runner = make_runner(layout, interleave=2)
     results = run_to_end(
@@ -129,11 +117,11 @@ def test_interleaved_requests_equal_requests_alone(
     )
 
 
-def test_an_abort_stops_before_the_next_step_and_leaves_nothing(
+def test_an_abort_stops_before_the_next_step(
     make_runner: MakeRunner, tiny_pipelines: Pipelines
 ) -> None:
-    """Aborted after two of four steps: no further step runs, its latents are gone, the next
-    request is as ever.
+    """After an abort in step two of four no further step runs, latents are freed, and the next
+    request is unaffected.
     """
     runner = make_runner()
     transformer = runner.host.pipeline.transformer
@@ -154,25 +142,25 @@ def test_an_abort_stops_before_the_next_step_and_leaves_nothing(
 
 
 def test_a_waiting_request_can_be_aborted(make_runner: MakeRunner) -> None:
-    """It never starts; the one at work goes on."""
+    """It never starts, and the running one continues."""
     runner = make_runner()
     execute(runner, step(new=[request("a", seed=1), request("b", seed=2)]))
     execute(runner, step(running=["a"], finished=["b"]))
     assert runner.request_progress() == {"a": [2, 4]}
 
 
-def test_one_requests_error_is_one_requests_error(
+def test_an_error_fails_only_its_request(
     make_runner: MakeRunner, tiny_pipelines: Pipelines
 ) -> None:
-    """Refused, failing inside the model, not finite: each gets its own error; its neighbour's
-    picture is the same.
+    """A refused request, a failure inside the model and values that are not finite each fail only
+    their request.
     """
     runner = make_runner(interleave=2)
     transformer = runner.host.pipeline.transformer
     calls = {"n": 0}
 
     def fail(module: Any, args: Any, kwargs: Any) -> None:
-        # the neighbour of 64x64 pixels, not the one of 32x48
+        # the request of 64x64 pixels, not the one of 32x48
         if kwargs["hidden_states"].shape[1] == 16:
             calls["n"] += 1
             if calls["n"] == 2:
@@ -202,9 +190,9 @@ def test_one_requests_error_is_one_requests_error(
     )
 
 
-def test_the_pipelines_own_refusal_is_passed_on_without_internals(make_runner: MakeRunner) -> None:
-    """A ValueError before the first step is the client's mistake; its text goes out if it shows
-    no internals.
+def test_a_value_error_of_the_pipeline_is_a_client_error(make_runner: MakeRunner) -> None:
+    """A ValueError before the first step is a client error. Its text is returned if it shows no
+    internals.
     """
     runner = make_runner("wan")
     failure = run_to_end(runner, request("a", num_frames=5, options={"guidance_scale_2": 3.0}))["a"]
@@ -214,9 +202,7 @@ def test_the_pipelines_own_refusal_is_passed_on_without_internals(make_runner: M
 
 
 def test_an_error_of_the_device_ends_the_engine(make_runner: MakeRunner) -> None:
-    """After an illegal access nothing on the device can be trusted: the exception leaves the
-    runner.
-    """
+    """After an illegal memory access the device is unusable, so the exception leaves the runner."""
     runner = make_runner()
 
     def fail(module: Any, args: Any) -> None:
@@ -227,8 +213,8 @@ def test_an_error_of_the_device_ends_the_engine(make_runner: MakeRunner) -> None
         execute(runner, step(new=[request("a")]))
 
 
-def test_out_of_memory_costs_one_request(make_runner: MakeRunner) -> None:
-    """It is told apart from a defect."""
+def test_out_of_memory_fails_one_request(make_runner: MakeRunner) -> None:
+    """It has a separate error code."""
     runner = make_runner()
 
     def fail(module: Any, args: Any) -> None:
@@ -241,7 +227,7 @@ def test_out_of_memory_costs_one_request(make_runner: MakeRunner) -> None:
 
 
 def test_latents_on_request(make_runner: MakeRunner) -> None:
-    """output="latents": the pipeline's packed latents, undecoded."""
+    """`output="latents"` returns the pipeline's packed latents."""
     _, tensors = run_to_end(make_runner(), request("a", seed=1, output="latents"))["a"]
     assert tensors["latents"].shape == (1, 6, 64)
 
@@ -249,8 +235,8 @@ def test_latents_on_request(make_runner: MakeRunner) -> None:
 def test_image_to_image_and_inpainting_by_pipeline_class(
     make_runner: MakeRunner, tiny_pipelines: Pipelines
 ) -> None:
-    """The same directory, other pipeline classes; strength shortens the loop and progress knows
-    it.
+    """The same directory runs with other pipeline classes. `strength` shortens the loop and the
+    progress.
     """
     import diffusers
     from PIL import Image
@@ -275,8 +261,8 @@ def test_image_to_image_and_inpainting_by_pipeline_class(
     assert result[0]["num_steps"] == 2
 
 
-def test_session_operations_have_nothing_to_act_on(make_runner: MakeRunner) -> None:
-    """close answers, fork is refused."""
+def test_session_operations_without_sessions(make_runner: MakeRunner) -> None:
+    """`close` succeeds and `fork` is refused."""
     runner = make_runner()
     closed = run_to_end(runner, new_request("c", session_id="s", op="close"))["c"]
     assert closed[0]["existed"] is False

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompt embeddings made elsewhere: a request with them equals the request with the text they
-were made from.
-"""
+"""A request with given prompt embeddings equals the request with their text."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +17,8 @@ PROMPT = "a red fox under 三 trees {not a field}"
 
 
 def states_of(path: Path, prompt: str) -> torch.Tensor:
-    """Hidden states [L, D] as an autoregressive engine would hand them over: last layer, after
-    the final norm.
+    """Return hidden states [L, D] as an autoregressive engine returns them: last layer, after the
+    final norm.
     """
     from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
@@ -31,8 +29,10 @@ def states_of(path: Path, prompt: str) -> torch.Tensor:
         return model.model(**tokens).last_hidden_state[0].clone()
 
 
-def test_template_and_offset_are_the_pipelines(tiny_pipelines: Callable[[str], Path]) -> None:
-    """The constants equal those of diffusers' pipeline; braces in a prompt are text."""
+def test_template_and_offset_equal_those_of_the_pipeline(
+    tiny_pipelines: Callable[[str], Path],
+) -> None:
+    """The constants equal those of diffusers' pipeline. Braces in a prompt are text."""
     import diffusers
 
     pipeline = diffusers.QwenImagePipeline.from_pretrained(tiny_pipelines("qwen_image"))
@@ -47,8 +47,8 @@ def test_embeddings_equal_the_text(
     tiny_pipelines: Callable[[str], Path],
     without: list[str],
 ) -> None:
-    """Positive and negative, with and without a text encoder in the pipeline: bit for bit the
-    text's picture.
+    """Positive and negative embeddings yield the text's image bit for bit, with and without a text
+    encoder.
     """
     path = tiny_pipelines("qwen_image")
     positive = qwen_image.prompt_embeds(states_of(path, PROMPT))
@@ -72,16 +72,16 @@ def test_embeddings_equal_the_text(
     assert torch.equal(got[1]["images"], expected)
 
 
-def test_text_without_a_text_encoder_is_the_requests_error(
+def test_text_without_a_text_encoder_is_refused(
     make_runner: Callable[..., PipelineRunner],
 ) -> None:
-    """A deployment that left the encoder out says what to send."""
+    """The error names the tensors to send."""
     runner = make_runner(without=["text_encoder", "tokenizer"])
     failure = run_to_end(runner, new_request("a", session_id="a", prompt="a fox", **SMALL))["a"]
     assert failure.code == "invalid_request" and "prompt_embeds" in failure.message
 
 
 def test_too_few_states_are_refused() -> None:
-    """Nothing but the template's own tokens."""
+    """The states contain only the template's tokens."""
     with pytest.raises(ValueError, match="more than 34 tokens"):
         qwen_image.prompt_embeds(torch.zeros(34, 8))

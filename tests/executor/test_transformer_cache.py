@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step caching in pipelines of diffusers (`options.first_block_cache`): for one request, and
-gone with it.
-"""
+"""Step caching in diffusers pipelines (`options.first_block_cache`) applies to one request."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +31,7 @@ def request(request_id: str, **fields: Any) -> Any:
     )
 
 
-def test_a_request_computes_fewer_forwards_and_the_next_one_all(
+def test_a_cached_request_skips_forwards_and_the_next_one_does_not(
     make_runner: MakeRunner, tiny_pipelines: Pipelines
 ) -> None:
     runner = make_runner()
@@ -75,7 +73,7 @@ def test_thresholds_out_of_range_are_refused(
     assert "options.first_block_cache" in result.message and words in result.message
 
 
-def test_requests_that_take_turns_are_refused(make_runner: MakeRunner) -> None:
+def test_interleaved_requests_are_refused(make_runner: MakeRunner) -> None:
     result = run_to_end(
         make_runner(interleave=2), request("a", options={"first_block_cache": 0.1})
     )["a"]

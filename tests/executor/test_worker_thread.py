@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`WorkerThread`: work stops at its gates, goes on when told, and can be ended there."""
+"""`WorkerThread`: work stops at its pause points, resumes, and can be cancelled there."""
 
 import threading
 
 import pytest
 
-from vllm_omni.executor.worker_thread import Cancelled, PausePoint, WorkerThread
+from vllm_omni.executor.worker_thread import PausePoint, WorkerThread
 
 
 def counting(trace: list[object]) -> object:
@@ -18,10 +18,8 @@ def counting(trace: list[object]) -> object:
     return work
 
 
-def test_work_goes_gate_by_gate() -> None:
-    """Nothing runs before the first advance; each advance runs to the next gate; the last
-    returns the result.
-    """
+def test_work_advances_from_pause_to_pause() -> None:
+    """Each `advance` runs to the next pause point, and the last one returns the result."""
     thread, trace = WorkerThread[str]("t"), []
     thread.start_work(counting(trace))
     assert trace == [] and thread.busy
@@ -31,8 +29,8 @@ def test_work_goes_gate_by_gate() -> None:
 
 
 @pytest.mark.parametrize("advances", [0, 1, 3])
-def test_cancel_ends_the_work_where_it_waits(advances: int) -> None:
-    """Work that has not begun does not begin; work at a gate unwinds; the lane can be used
+def test_cancel_ends_the_work_at_its_pause_point(advances: int) -> None:
+    """Work that has not started does not start, and paused work unwinds. The thread can be used
     again.
     """
     thread, trace = WorkerThread[str]("t"), []
@@ -48,9 +46,7 @@ def test_cancel_ends_the_work_where_it_waits(advances: int) -> None:
 
 
 def test_cancel_is_not_caught_by_except_exception() -> None:
-    """A pipeline that survives ordinary errors in its loop is stopped all the same, and its
-    clean-up runs.
-    """
+    """A pipeline that catches exceptions in its loop is stopped too, and its clean-up runs."""
     thread, trace = WorkerThread[None]("t"), []
 
     def stubborn(pause: PausePoint) -> None:
@@ -61,7 +57,7 @@ def test_cancel_is_not_caught_by_except_exception() -> None:
                 except Exception:
                     trace.append("survived")
         finally:
-            pause()  # a gate on the way out stops it as well
+            pause()  # a pause point during the clean-up stops it too
             trace.append("not reached")
 
     thread.start_work(stubborn)
@@ -71,8 +67,8 @@ def test_cancel_is_not_caught_by_except_exception() -> None:
     thread.close()
 
 
-def test_what_the_work_raises_reaches_the_owner() -> None:
-    """The error comes out of `advance`, and the lane is free again."""
+def test_errors_of_the_work_are_raised_by_advance() -> None:
+    """`advance` raises the error, and the thread is free again."""
     thread = WorkerThread[None]("t")
 
     def failing(pause: PausePoint) -> None:
@@ -87,9 +83,9 @@ def test_what_the_work_raises_reaches_the_owner() -> None:
     thread.close()
 
 
-def test_errands_run_on_the_lanes_thread_idle_or_at_a_gate() -> None:
-    """A profiler is started on the thread it watches, also in the middle of a request; errors
-    come back.
+def test_calls_run_on_the_worker_thread() -> None:
+    """A profiler starts on the thread that it profiles, also during a request. Errors are
+    raised.
     """
     thread, threads = WorkerThread[str]("t"), []
     thread.call(lambda: threads.append(threading.current_thread().name))
@@ -108,21 +104,16 @@ def test_errands_run_on_the_lanes_thread_idle_or_at_a_gate() -> None:
     thread.close()
 
 
-def test_closing_a_busy_thread_ends_its_thread() -> None:
-    """close() cancels what runs and joins the thread."""
-    thread = WorkerThread[str]("a lane of this test")
+def test_closing_a_busy_worker_ends_its_thread() -> None:
+    """`close` cancels the work and joins the thread."""
+    thread = WorkerThread[str]("worker of this test")
     thread.start_work(counting([]))
     thread.advance()
-    assert "a lane of this test" in _names_of_threads()
+    assert "worker of this test" in _names_of_threads()
     thread.close()
-    assert "a lane of this test" not in _names_of_threads()
+    assert "worker of this test" not in _names_of_threads()
 
 
 def _names_of_threads() -> set[str]:
-    """Others may end at any moment, so they are not counted."""
+    """Return the names instead of the number, because other threads may end."""
     return {thread.name for thread in threading.enumerate()}
-
-
-def test_cancelled_is_no_exception() -> None:
-    """`except Exception` inside a pipeline must not swallow it."""
-    assert not issubclass(Cancelled, Exception)

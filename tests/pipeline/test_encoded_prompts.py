@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States of an AR engine as the condition of a diffusion request: real engines, tensors all the
-way.
-"""
+"""Hidden states of an AR engine as the conditioning of a diffusion request, with real engines."""
 
 import asyncio
 from pathlib import Path
@@ -23,11 +21,11 @@ IDS = [5, 9, 14, 3, 7, 11]
 
 
 @pytest.mark.nightly
-def test_states_cross_from_one_engine_to_the_other(
+def test_hidden_states_are_sent_from_one_engine_to_the_other(
     tiny_language_model: Path, null_world: Path
 ) -> None:
-    """The rows are transformers' hidden states, and arrive bit for bit among the diffusion
-    request's tensors.
+    """The embeddings equal transformers' hidden states and arrive bit for bit in the diffusion
+    request.
     """
     from transformers import AutoModel
 
@@ -64,12 +62,12 @@ def test_states_cross_from_one_engine_to_the_other(
     asyncio.run(asyncio.wait_for(scenario(), seconds(180)))
 
 
-def test_names_and_mask() -> None:
-    """A prefix names the other prompt; nothing left is an error."""
-    rows = torch.randn(3, 4)
-    states = HiddenStates({FINAL: rows}, torch.arange(3), torch.arange(3))
+def test_names_and_mask_of_prompt_embeddings() -> None:
+    """A prefix names the negative prompt. Dropping all tokens is an error."""
+    embeddings = torch.randn(3, 4)
+    states = HiddenStates({FINAL: embeddings}, torch.arange(3), torch.arange(3))
     tensors = prompt_embeds_tensors(states, drop_first=1, prefix="negative_")
     assert set(tensors) == {"negative_prompt_embeds", "negative_prompt_embeds_mask"}
-    assert torch.equal(tensors["negative_prompt_embeds"], rows[1:])
+    assert torch.equal(tensors["negative_prompt_embeds"], embeddings[1:])
     with pytest.raises(ValueError, match="leaves none"):
         prompt_embeds_tensors(states, drop_first=3)

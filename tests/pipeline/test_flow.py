@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of one request: order, bounds, failures and readers that leave."""
+"""Concurrent steps of one request: order, limits, failures and disconnects."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -16,7 +16,7 @@ async def read_all(flow: AsyncIterator[Any]) -> list[Any]:
 
 
 async def read_until(flow: AsyncIterator[Any], message: str) -> list[Any]:
-    """Read slowly until the flow raises `ValueError(message)`; returns the events before."""
+    """Read slowly until the flow raises `ValueError(message)`; return the events before."""
     seen: list[Any] = []
 
     async def read() -> None:
@@ -29,8 +29,8 @@ async def read_until(flow: AsyncIterator[Any], message: str) -> list[Any]:
     return seen
 
 
-def test_events_arrive_in_order_and_steps_run_together() -> None:
-    """Two steps that wait for each other both finish; their events come in order of emission."""
+def test_events_arrive_in_order_and_steps_run_concurrently() -> None:
+    """Two steps that wait for each other both finish. Events arrive in order of emission."""
 
     async def scenario() -> list[Any]:
         ready: asyncio.Queue[int] = asyncio.Queue(maxsize=1)
@@ -48,11 +48,11 @@ def test_events_arrive_in_order_and_steps_run_together() -> None:
 
     events = asyncio.run(asyncio.wait_for(scenario(), seconds(10)))
     for kind in ("made", "taken"):
-        assert [number for what, number in events if what == kind] == list(range(20))
+        assert [number for name, number in events if name == kind] == list(range(20))
 
 
-def test_a_slow_reader_holds_the_steps_back() -> None:
-    """Nothing is emitted further ahead than `max_pending`."""
+def test_a_slow_reader_blocks_the_steps() -> None:
+    """Steps are at most `max_pending` events ahead."""
 
     async def scenario() -> None:
         emitted = 0
@@ -73,9 +73,9 @@ def test_a_slow_reader_holds_the_steps_back() -> None:
     asyncio.run(asyncio.wait_for(scenario(), seconds(10)))
 
 
-def test_a_failing_step_ends_the_flow_after_what_was_emitted() -> None:
-    """The other step is cancelled, its clean-up runs, and the reader gets the first exception
-    itself.
+def test_a_failed_step_ends_the_flow_after_its_events() -> None:
+    """The other step is cancelled, its clean-up runs, and the reader receives the first
+    exception.
     """
     cleaned: list[str] = []
 
@@ -98,7 +98,7 @@ def test_a_failing_step_ends_the_flow_after_what_was_emitted() -> None:
 
 
 def test_a_step_that_fails_while_the_queue_is_full() -> None:
-    """Everything emitted is read before the exception comes; nothing hangs."""
+    """All emitted events are read before the exception."""
 
     async def scenario() -> list[Any]:
         async def fails(emit: Emit) -> None:
@@ -110,7 +110,7 @@ def test_a_step_that_fails_while_the_queue_is_full() -> None:
     assert asyncio.run(asyncio.wait_for(scenario(), seconds(10))) == [1]
 
 
-def test_a_reader_that_leaves_cancels_every_step_and_waits_for_them() -> None:
+def test_closing_the_flow_cancels_every_step() -> None:
     cleaned: list[str] = []
 
     async def scenario() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The measured rows that `vllm-omni plan` prints: their sources, their networks, their memory."""
+"""The measured results that `vllm-omni plan` prints: sources, networks, memory."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ def source(run: MeasuredRun) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("run", all_runs(), ids=lambda run: run.source)
-def test_a_row_agrees_with_its_result_file(run: MeasuredRun) -> None:
+def test_a_result_agrees_with_its_file(run: MeasuredRun) -> None:
     row = source(run)
     peaks = [memory["torch_peak"] for memory in row["device_memory"]]
     assert run.gpus == row.get("num_gpus", len(peaks))
@@ -43,7 +43,9 @@ def test_a_row_agrees_with_its_result_file(run: MeasuredRun) -> None:
 
 @pytest.mark.parametrize("run", all_runs(), ids=lambda run: run.source)
 def test_the_computed_memory_is_within_6_percent_of_the_measured_one(run: MeasuredRun) -> None:
-    """On the fullest GPU. The rest is transient memory, which depends on kernels and allocator."""
+    """The comparison uses the fullest GPU. Transient memory of kernels and the allocator is not
+    computed.
+    """
     changes: dict[str, Any] = dict(SETTINGS[run.precision])
     if run.window is not None:
         changes["window"] = run.window
@@ -63,8 +65,8 @@ def test_the_computed_memory_is_within_6_percent_of_the_measured_one(run: Measur
 
 
 def test_runs_are_found_by_network_size_and_gpus(tmp_path: Path) -> None:
-    """A published network counts as the one of its size; another video size or network has no
-    run.
+    """A published network uses the results of its size. Other video sizes and networks have
+    none.
     """
     model = model_of("causal_wan_1_3b")
     assert find_runs(model_of("longlive"), "H200", 4) == find_runs(model, "H200", 4) != []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni plan` of Waypoint: its sizes, and the splits it can be served with."""
+"""`vllm-omni plan` of Waypoint: sizes and supported splits."""
 
 from pathlib import Path
 
@@ -12,16 +12,14 @@ from vllm_omni.planning.report import plan_text
 from vllm_omni.planning.stream_model import Split
 
 
-def test_both_kinds_of_rings_are_counted() -> None:
-    """780 MiB of keys and values at 1280x720 (18 layers of 16 frames, 6 of 17), a quarter of it
-    at 640x360.
-    """
+def test_both_kinds_of_ring_buffers_are_counted() -> None:
+    """K/V need 780 MiB at 1280x720 (18 layers of 16 frames, 6 of 17), and a quarter at 640x360."""
     large, small = (window_bytes(model_of(name), 16) for name in ("waypoint", "waypoint_360p"))
     assert large == 780 * 2**20 and small == large / 4
     assert plan_memory(model_of("waypoint"), 16e9, Split()).max_sessions > 0
 
 
-def test_only_splits_and_options_that_it_has_are_offered() -> None:
+def test_only_supported_splits_and_options_are_listed() -> None:
     model = model_of("waypoint")
     found = splits(model, 4)
     assert not any(split.vae_parallel or (split.ranks > 1 and not split.tensor) for split in found)
@@ -32,7 +30,7 @@ def test_only_splits_and_options_that_it_has_are_offered() -> None:
 @pytest.mark.parametrize(
     "change", [{"window": 3}, {"chunk": 3}, {"video_input": True}, {"noise_matched": True}]
 )
-def test_what_a_checkpoint_fixes_is_refused(change: dict[str, int]) -> None:
+def test_options_that_a_checkpoint_fixes_are_refused(change: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="fixes its windows, chunks and steps"):
         model_of("waypoint", **change)
 

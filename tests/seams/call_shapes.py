@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls read from source, and whether a signature takes them; the tests of this folder compare
-both sides with it.
-"""
+"""Calls read from source code, and their comparison with signatures."""
 
 import ast
 import inspect
@@ -16,9 +14,7 @@ _NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 @dataclass(frozen=True)
 class CallShape:
-    """Arguments of one call as written. open_ended: `*args` or `**kwargs` are among them, so
-    there may be more.
-    """
+    """Arguments of one call in source code. `open_ended` calls have `*args` or `**kwargs`."""
 
     positional: int
     names: tuple[str, ...]
@@ -35,8 +31,8 @@ class CallShape:
         )
 
     def refusal(self, signature: Signature, bound: int = 0) -> str | None:
-        """Why `signature` does not take this call; None if it does. bound: arguments in front
-        (`self`).
+        """Return the reason why `signature` does not accept this call, or None. `bound` counts
+        implicit arguments such as `self`.
         """
         bind = signature.bind_partial if self.open_ended else signature.bind
         try:
@@ -47,9 +43,7 @@ class CallShape:
 
 
 def refused_calls(ours: Signature, theirs: Signature) -> list[str]:
-    """Calls that `theirs` takes and `ours` does not, each in a few words: what an override must
-    not have.
-    """
+    """Return calls that `theirs` accepts and `ours` does not, which an override must not have."""
     mine = list(ours.parameters.values())
     slots = [parameter.name for parameter in mine if parameter.kind in _POSITIONAL]
     names = {parameter.name for parameter in mine if parameter.kind in _NAMED}
@@ -82,8 +76,7 @@ def refused_calls(ours: Signature, theirs: Signature) -> list[str]:
             *_POSITIONAL,
             Parameter.KEYWORD_ONLY,
         )
-        # The same place under another name is filled by a call by position; that a name is missing
-        # is said above.
+        # A positional call fills the position with another name; missing names are above.
         known = parameter.name in required or (
             parameter.kind in _POSITIONAL
             and index < len(positional)
@@ -95,15 +88,13 @@ def refused_calls(ours: Signature, theirs: Signature) -> list[str]:
 
 
 def function_of(attribute: Any) -> Any:
-    """The function behind a method, class method or static method as it lies in a class; None
-    for other attributes.
-    """
+    """Return the function of a method, class method or static method in a class, or None."""
     function = getattr(attribute, "__func__", attribute)
     return function if inspect.isfunction(function) else None
 
 
 def calls_of_attribute(tree: ast.AST, owner: str) -> Iterator[tuple[str, CallShape]]:
-    """(method, shape) of every `<...>.owner.method(...)`."""
+    """Yield (method, shape) of every `<...>.owner.method(...)`."""
     for node in ast.walk(tree):
         if (
             isinstance(node, ast.Call)
@@ -115,7 +106,7 @@ def calls_of_attribute(tree: ast.AST, owner: str) -> Iterator[tuple[str, CallSha
 
 
 def remote_calls(tree: ast.AST) -> Iterator[tuple[str, CallShape]]:
-    """(method, shape) of every `collective_rpc("method", args=(...), kwargs={...})`."""
+    """Yield (method, shape) of every `collective_rpc("method", args=(...), kwargs={...})`."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The comparison of calls and signatures can fail: what it finds, and what it lets pass."""
+"""The comparison of calls with signatures: differences that it finds and accepts."""
 
 import ast
 import inspect
@@ -62,15 +62,13 @@ def demands_more(
         (demands_more, ["a call without 'x'"]),
     ],
 )
-def test_an_override_that_refuses_what_its_base_takes_is_found(
-    override: Callable[..., Any], refused: list[str]
-) -> None:
-    """A name, a position, an order, a default: each is a call that would end in a TypeError."""
+def test_incompatible_overrides_are_found(override: Callable[..., Any], refused: list[str]) -> None:
+    """A name, a position, an order or a default each make a call that would raise TypeError."""
     assert refused_calls(inspect.signature(override), inspect.signature(theirs)) == refused
 
 
-def test_star_arguments_of_the_base_are_requested_for() -> None:
-    """A base that takes anything may be called with anything."""
+def test_star_arguments_of_the_base_are_required() -> None:
+    """A base with star arguments accepts every call."""
     assert refused_calls(inspect.signature(same), inspect.signature(wider)) == [
         "any number of positions",
         "any name",
@@ -78,7 +76,7 @@ def test_star_arguments_of_the_base_are_requested_for() -> None:
 
 
 def test_calls_are_read_as_written() -> None:
-    """Positions, names, and whether stars may bring more."""
+    """Positions, names and star arguments are read."""
     source = """
 self.model_runner.load_model(dummy, eager=True)
 self.model_runner.reload_weights(*args, **kwargs)
@@ -101,8 +99,10 @@ executor.collective_rpc(method)
     }
 
 
-def test_a_call_that_is_not_taken_says_why() -> None:
-    """Too many, unknown, missing; an open-ended call may still bring what is missing."""
+def test_a_refused_call_has_a_reason() -> None:
+    """Too many, unknown and missing arguments are reported. An open-ended call may supply missing
+    ones.
+    """
     signature = inspect.signature(lambda self, layout, *, size=1: None)
     assert CallShape(1, ("size",)).refusal(signature, bound=1) is None
     assert CallShape(2, ()).refusal(signature, bound=1) == "too many positional arguments"

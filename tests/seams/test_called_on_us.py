@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM calls on objects of ours that inherit nothing of it: each call as written in vLLM's
-source is taken.
-"""
+"""vLLM's calls on objects of this package that do not inherit from vLLM are accepted."""
 
 import ast
 import inspect
@@ -28,48 +26,44 @@ NOT_OF_THE_RUNNER = {
     "_init_kv_zero_meta": "guarded by hasattr and by needs_kv_cache_zeroing, which needs a "
     "KV group",
 }
-"""Calls on `model_runner` that the diffusion worker cannot reach, each with the reason."""
+"""Calls on `model_runner` that the diffusion worker cannot reach, with the reason."""
 
-BEHIND_OUR_WARM_UP = {"_compile_or_warm_up_model"}
-"""Methods of vLLM's worker that only methods call which the diffusion worker replaces without
-calling them.
-"""
+ONLY_IN_WARM_UP = {"_compile_or_warm_up_model"}
+"""Methods of vLLM's worker that are called only by methods that the diffusion worker replaces."""
 
 NOT_OF_A_PIPELINE = {
     "save_sharded_state": "the executor refuses it by name",
     "shutdown": "the executor calls it directly",
     "profile": "the executor calls it directly",
     "compute_weight_checksums": "RL weight sync; refused by vLLM's own NotImplementedError",
-    "sample_tokens": "the executor answers it itself",
-    "execute_model": "the executor calls it directly, with what it needs",
+    "sample_tokens": "the executor implements it",
+    "execute_model": "the executor calls it directly with the required arguments",
 }
-"""Worker methods that the diffusers executor never passes on, each with the reason."""
+"""Worker methods that the diffusers executor never forwards, with the reason."""
 
 NARROWER_THAN_A_WORKER = {
-    "reload_weights": "takes a directory or nothing; anything else it refuses by name",
-    "execute_model": "the executor calls it directly, with what it needs",
+    "reload_weights": "accepts a directory or no argument and refuses others by name",
+    "execute_model": "the executor calls it directly with the required arguments",
     "initialize_from_config": "gets the configs of all ranks, as the wrapper around a worker does, "
     "by position",
 }
-"""Methods of the pipeline's worker that take less than a worker's of that name, each with the
-reason.
-"""
+"""Methods of the pipeline worker that accept less than those of a worker, with the reason."""
 
 
 def unreplaced_methods() -> Iterator[ast.AST]:
-    """The methods of vLLM's workers that a diffusion worker still runs."""
+    """Yield the methods of vLLM's workers that a diffusion worker still runs."""
     ours = vars(DiffusionWorkerMixin)
     for module in (gpu_worker, cpu_worker):
         for method in methods(ast.parse(inspect.getsource(module))):
             replaced = method.name in ours and f"super().{method.name}(" not in inspect.getsource(
                 ours[method.name]
             )
-            if not replaced and method.name not in BEHIND_OUR_WARM_UP:
+            if not replaced and method.name not in ONLY_IN_WARM_UP:
                 yield method
 
 
-def test_the_runner_takes_every_call_of_the_worker() -> None:
-    """Names, positions and keyword names; read from both workers' source, so it follows vLLM."""
+def test_the_runner_accepts_every_call_of_the_worker() -> None:
+    """Names, positions and keywords are read from both workers' source."""
     refused, seen = {}, set()
     for method in unreplaced_methods():
         for name, shape in calls_of_attribute(method, "model_runner"):
@@ -90,20 +84,20 @@ def test_the_runner_takes_every_call_of_the_worker() -> None:
     ) > 15
 
 
-def test_what_is_skipped_is_only_reached_through_our_methods() -> None:
-    """Nothing else of vLLM's workers calls what was left out above."""
-    callers = {name: set[str]() for name in BEHIND_OUR_WARM_UP}
+def test_skipped_methods_are_only_called_by_replaced_ones() -> None:
+    """No other method of vLLM's workers calls the skipped ones."""
+    callers = {name: set[str]() for name in ONLY_IN_WARM_UP}
     for module in (gpu_worker, cpu_worker):
         for method in methods(ast.parse(inspect.getsource(module))):
-            for name in BEHIND_OUR_WARM_UP:
+            for name in ONLY_IN_WARM_UP:
                 if f"self.{name}(" in ast.unparse(method):
                     callers[name].add(method.name)
     for names in callers.values():
         assert names <= {"compile_or_warm_up_model"}
 
 
-def test_the_pipelines_worker_takes_every_remote_call() -> None:
-    """`collective_rpc` of vLLM's executor and engine core, with the arguments written there."""
+def test_the_pipeline_worker_accepts_every_remote_call() -> None:
+    """Arguments of `collective_rpc` are read from vLLM's executor and engine core."""
     refused, seen = {}, set()
     for module in (abstract, core):
         for name, shape in remote_calls(ast.parse(inspect.getsource(module))):
@@ -122,8 +116,8 @@ def test_the_pipelines_worker_takes_every_remote_call() -> None:
     assert {"get_kv_cache_spec", "set_kv_cache_layout", "initialize_from_config", "sleep"} <= seen
 
 
-def test_the_pipelines_worker_takes_what_a_worker_takes() -> None:
-    """Clients call workers by name as well: a method under a worker's name takes a worker's
+def test_the_pipeline_worker_accepts_the_calls_of_a_worker() -> None:
+    """Clients call workers by name too, so a method with a worker's name accepts a worker's
     calls.
     """
     refused, compared = {}, set()
@@ -147,7 +141,7 @@ def test_the_pipelines_worker_takes_what_a_worker_takes() -> None:
 
 
 def test_exemptions_are_needed() -> None:
-    """Each name that is excepted is still one that vLLM calls or has."""
+    """Each exempt name is still called or defined by vLLM."""
     source = ast.parse(inspect.getsource(gpu_worker))
     assert set(NOT_OF_THE_RUNNER) <= {
         name for name, _ in calls_of_attribute(source, "model_runner")

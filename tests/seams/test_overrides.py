@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every method of ours that replaces one of vLLM's takes each call that vLLM's takes, in the
-installed version.
-"""
+"""Every method that replaces one of vLLM's accepts all calls of it, in the installed version."""
 
 import importlib
 import inspect
@@ -16,23 +14,23 @@ from vllm.platforms import current_platform
 import vllm_omni
 
 NOT_CALLED_BY_VLLM = {
-    "StepPipeline.forward": "the diffusion runner never calls it; it says so",
+    "StepPipeline.forward": "the diffusion runner never calls it and documents this",
     **{
         f"{layer}.__init__": (
-            "our transformers alone make it, with a ParallelContext instead of vLLM's group"
+            "only this package's transformers create it, with a ParallelContext, not vLLM's group"
         )
         for layer in ("ColumnLinear", "MergedLinear", "QKVLinear", "RowLinear", "StackedLinear")
     },
-    "LinearPrecision.__init__": "our transformers alone make it, of the config that vLLM made",
-    "StoredQuantization.__init__": "the pipeline alone makes it, of the config that vLLM made",
+    "LinearPrecision.__init__": "only this package's transformers create it, from vLLM's config",
+    "StoredQuantization.__init__": "only the pipeline creates it, from vLLM's config",
 }
-"""Methods named as one of vLLM's class, each with the reason why vLLM never calls them there."""
+"""Methods with the name of one of vLLM's that vLLM never calls, with the reason."""
 
 
 @cache
 def own_classes() -> dict[str, type]:
-    """Every class of this package, and those that workers make of a mixin and a runner of
-    vLLM's.
+    """Return every class of this package and the classes that workers build from a mixin and vLLM's
+    runner.
     """
     found: dict[str, type] = {}
     for module_info in pkgutil.walk_packages(vllm_omni.__path__, "vllm_omni."):
@@ -46,7 +44,7 @@ def own_classes() -> dict[str, type]:
 
 
 def runners() -> Iterator[type]:
-    """As `_make_model_runner` of the AR workers makes them."""
+    """Yield the runner classes as `_make_model_runner` of the AR workers builds them."""
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -61,9 +59,7 @@ def runners() -> Iterator[type]:
 
 
 def overrides() -> Iterator[tuple[type, type, str, Any, Any]]:
-    """(our class, vLLM's class, name, our attribute, vLLM's) for every attribute that ours puts
-    before vLLM's.
-    """
+    """Yield (own class, vLLM's class, name, own attribute, vLLM's attribute) for every override."""
     for cls in own_classes().values():
         order = cls.__mro__
         for position, owner in enumerate(order):
@@ -78,12 +74,12 @@ def overrides() -> Iterator[tuple[type, type, str, Any, Any]]:
                     if b.__module__.split(".")[0] == "vllm" and name in vars(b)
                 ]
                 if bases:
-                    # One that hands everything on says nothing about what it is called with.
-                    base = next((b for b in bases if not _hands_on(vars(b)[name])), bases[0])
+                    # A method that forwards all arguments does not define the calls.
+                    base = next((b for b in bases if not _forwards_all(vars(b)[name])), bases[0])
                     yield owner, base, name, ours, vars(base)[name]
 
 
-def _hands_on(attribute: Any) -> bool:
+def _forwards_all(attribute: Any) -> bool:
     function = function_of(attribute)
     if function is None:
         return False
@@ -94,9 +90,9 @@ def _hands_on(attribute: Any) -> bool:
     return bool(parameters) and all(parameter.kind in stars for parameter in parameters)
 
 
-def test_every_override_takes_the_calls_of_what_it_replaces() -> None:
-    """Positions, names, defaults and stars; a method does not replace a property, nor the other
-    way round.
+def test_every_override_accepts_the_calls_of_its_base() -> None:
+    """Positions, names, defaults and stars are compared. A property does not replace a method or
+    vice versa.
     """
     refused: dict[str, Any] = {}
     compared = set()
@@ -107,7 +103,7 @@ def test_every_override_takes_the_calls_of_what_it_replaces() -> None:
             continue
         compared.add(f"{key} over {base.__name__}")
         if ours_function is None:
-            refused[key] = f"{type(ours).__name__} in the place of a method"
+            refused[key] = f"{type(ours).__name__} replaces a method"
             continue
         reasons = refused_calls(
             inspect.signature(ours_function), inspect.signature(theirs_function)
@@ -128,8 +124,8 @@ def test_every_override_takes_the_calls_of_what_it_replaces() -> None:
     assert len(compared) > 40
 
 
-def test_nothing_abstract_is_left() -> None:
-    """Every class of ours that vLLM makes, or that is handed to it, can be made."""
+def test_no_class_is_abstract() -> None:
+    """Every class that vLLM instantiates, or that is passed to it, can be instantiated."""
     from vllm.v1.executor.abstract import Executor
     from vllm.v1.outputs import AsyncModelRunnerOutput
 
@@ -137,17 +133,17 @@ def test_nothing_abstract_is_left() -> None:
     from vllm_omni.registration import OmniConfigParser
 
     named = {ARHiddenStatesScheduler, StreamBatchScheduler, OmniConfigParser}
-    handed = [
+    used_by_vllm = [
         c
         for c in own_classes().values()
         if issubclass(c, Executor | AsyncModelRunnerOutput) or c in named
     ]
-    assert len(handed) >= len(named) + 2
-    left = {cls.__name__: sorted(getattr(cls, "__abstractmethods__", ())) for cls in handed}
+    assert len(used_by_vllm) >= len(named) + 2
+    left = {cls.__name__: sorted(getattr(cls, "__abstractmethods__", ())) for cls in used_by_vllm}
     assert {name: methods for name, methods in left.items() if methods} == {}
 
 
 def test_exemptions_are_needed() -> None:
-    """A reason for a method that is gone would hide the next one of that name."""
+    """An obsolete exemption would hide a later method with that name."""
     existing = {f"{owner.__name__}.{name}" for owner, _, name, _, _ in overrides()}
     assert set(NOT_CALLED_BY_VLLM) <= existing

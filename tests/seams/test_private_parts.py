@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Private parts of torch and vLLM that this package leans on behave as it needs; where one does
-not, the test names who uses it.
+"""Private parts of torch and vLLM that this package uses behave as required. A failure names the
+user.
 """
 
 import inspect
@@ -33,7 +33,7 @@ from vllm_omni.model_executor.layers.linear.int8_weights import _DONE, Int8Weigh
 from vllm_omni.model_executor.layers.linear.linear import ColumnLinear, LinearPrecision
 
 IN, OUT = 8, 6
-USER = "vllm_omni.model_executor.layers.linear.int8_weights leans on it"
+USER = "vllm_omni.model_executor.layers.linear.int8_weights uses it"
 
 
 class EverythingInt8(LinearPrecision):
@@ -53,11 +53,10 @@ def load(layer: ColumnLinear, weight: torch.Tensor) -> None:
     layer.weight.weight_loader(layer.weight, weight)
 
 
-def test_torch_adds_multiplies_and_activates_in_one_call() -> None:
-    """Bias, rows, the transposed weight.
-
-    On a CPU torch takes GELU by erf, at most 5e-4 off that with tanh; on CUDA
-    test_the_gelu_of_a_product_is_the_gelu_of_its_result says more.
+def test_torch_fuses_addmm_and_gelu() -> None:
+    """The arguments are bias, input and the transposed weight. On a CPU torch uses the erf GELU,
+    which differs by at most 5e-4 from the tanh one.
+    test_the_gelu_of_a_product_is_the_gelu_of_its_result covers CUDA.
     """
     user = "vllm_omni.model_executor.layers.linear.linear.gelu_of calls it"
     fused = getattr(torch, "_addmm_activation", None)
@@ -74,10 +73,10 @@ def test_torch_adds_multiplies_and_activates_in_one_call() -> None:
     assert difference < 1e-3, f"_addmm_activation is {difference} off the GELU of the sum; {user}"
 
 
-def test_vllms_base_of_weights_rounded_while_loading_is_as_int8_weights_need_it(
+def test_online_quantization_of_vllm_uses_the_meta_device(
     vllm_config: VllmConfig,
 ) -> None:
-    """It keeps the weight on no device until all of a layer is there, and hands it over by one
+    """The weight stays on the meta device until all of a layer is loaded, and is returned by one
     method.
     """
     assert OnlineLinearBase.uses_meta_device is True, f"OnlineLinearBase loads otherwise; {USER}"
@@ -93,13 +92,13 @@ def test_vllms_base_of_weights_rounded_while_loading_is_as_int8_weights_need_it(
     )  # type: ignore[arg-type]
 
 
-def test_vllm_marks_and_unmarks_layers_whose_weights_are_rounded(vllm_config: VllmConfig) -> None:
-    """Rounded once: by the layer's last tensor, not again by the pass over the whole model; and
-    anew by a reload.
+def test_vllm_marks_quantized_layers_and_clears_the_mark_on_reload(vllm_config: VllmConfig) -> None:
+    """A layer is quantized by its last tensor, not again by the pass over the model, and again by a
+    reload.
     """
     theirs = Fp8PerTensorOnlineLinearMethod.process_weights_after_loading.__code__
     marks = {*theirs.co_names, *theirs.co_consts}
-    assert _DONE in marks, f"vLLM marks rounded layers by another flag than {_DONE}; {USER}"
+    assert _DONE in marks, f"vLLM marks quantized layers by another flag than {_DONE}; {USER}"
 
     layer = ColumnLinear(IN, OUT, ParallelContext(), EverythingInt8(), "a", bias=False)
     record_metadata_for_reloading(layer)
@@ -108,29 +107,29 @@ def test_vllm_marks_and_unmarks_layers_whose_weights_are_rounded(vllm_config: Vl
     assert layer.weight.dtype == torch.int8, (
         f"vLLM does not round a layer when its last tensor is there; {USER}"
     )
-    rounded, scale = layer.weight.clone(), layer.weight_scale.clone()
+    quantized, scale = layer.weight.clone(), layer.weight_scale.clone()
     layer.quant_method.process_weights_after_loading(layer)
-    assert torch.equal(layer.weight, rounded) and torch.equal(layer.weight_scale, scale), (
-        f"a layer marked {_DONE} was rounded again; {USER}"
+    assert torch.equal(layer.weight, quantized) and torch.equal(layer.weight_scale, scale), (
+        f"a layer marked {_DONE} was quantized again; {USER}"
     )
 
     initialize_layerwise_reload(layer)
     load(layer, first * 4)
     finalize_layerwise_reload(layer, vllm_config.model_config)
-    assert torch.equal(layer.weight, rounded) and torch.equal(layer.weight_scale, scale * 4), (
+    assert torch.equal(layer.weight, quantized) and torch.equal(layer.weight_scale, scale * 4), (
         f"a reload left the old weights: vLLM no longer removes {_DONE}; {USER}"
     )
 
 
-def test_vllms_thread_that_receives_results_has_its_name() -> None:
+def test_the_output_thread_of_vllm_has_its_name() -> None:
     user = "vllm_omni.entrypoints.engine.output_threads waits for it by that name"
     constants = inspect.unwrap(SyncMPClient.__init__).__code__.co_consts
     assert OUTPUT_THREAD in constants, f"SyncMPClient names its thread otherwise; {user}"
 
 
-def test_vllms_own_hidden_states_still_come_as_a_file_of_fixed_layers_at_a_requests_end() -> None:
-    """Where this changes, docs/architecture/ar_path.md ("Why not `extract_hidden_states`") is to
-    be decided anew.
+def test_hidden_states_of_vllm_are_a_file_of_fixed_layers() -> None:
+    """If this changes, reconsider docs/architecture/ar_path.md ("Why not
+    `extract_hidden_states`").
     """
     connector = object.__new__(ExampleHiddenStatesConnector)
     connector._request_filenames, connector._pending_saves = {"a": "/tmp/a.safetensors"}, {}

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of uvicorn's classes that this package uses: where one is gone, the test names it and who
-uses it.
+"""Parts of uvicorn's classes that this package uses. A failure names the part and its user.
 
-`uvicorn.Config(ws=..., http=...)` takes protocol classes, which is the public way to set one. What
-a subclass inherits is not documented, so it is compared here with the source of the installed
+`uvicorn.Config(ws=..., http=...)` accepts protocol classes, which is the public way to set one. The
+inherited attributes are not documented, so they are compared with the source of the installed
 uvicorn.
 """
 
@@ -23,7 +22,7 @@ from vllm_omni.entrypoints.limits import frame_budget, handshake_guard, header_l
 
 
 def attributes_of(cls: type) -> set[str]:
-    """Methods of a class, and the attributes that they set or annotate on `self`."""
+    """Return methods of a class and attributes that they set or annotate on `self`."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     stored = {
         node.attr
@@ -37,9 +36,7 @@ def attributes_of(cls: type) -> set[str]:
 
 
 def used_of(cls: type, owners: set[str]) -> set[str]:
-    """Attributes of `self`, or of another name for the protocol, that the source of a class
-    uses.
-    """
+    """Return attributes of the protocol, named by `owners`, that the source of a class uses."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     return {
         node.attr
@@ -57,8 +54,10 @@ def used_of(cls: type, owners: set[str]) -> set[str]:
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
-def test_the_websocket_protocol_has_what_its_subclasses_use(cls: type, owners: set[str]) -> None:
-    """Names with an underscore are this package's."""
+def test_the_websocket_protocol_has_the_attributes_of_its_subclasses(
+    cls: type, owners: set[str]
+) -> None:
+    """Names with an underscore belong to this package."""
     used = {name for name in used_of(cls, owners) if not name.startswith("_")}
     assert len(used) > 3
     missing = used - attributes_of(WebSocketsSansIOProtocol)
@@ -67,8 +66,8 @@ def test_the_websocket_protocol_has_what_its_subclasses_use(cls: type, owners: s
     )
 
 
-def test_the_websocket_protocol_calls_the_methods_that_are_overridden() -> None:
-    """A method that uvicorn no longer calls would let floods pass, and nothing would fail."""
+def test_the_websocket_protocol_calls_overridden_methods() -> None:
+    """If uvicorn stopped calling a method, floods would pass without an error."""
     source = inspect.getsource(WebSocketsSansIOProtocol)
     for method in ("handle_events", "handle_connect"):
         assert f"self.{method}(" in source, (
@@ -78,7 +77,7 @@ def test_the_websocket_protocol_calls_the_methods_that_are_overridden() -> None:
         assert method in vars(WebSocketsSansIOProtocol)
 
 
-def test_the_config_takes_protocol_classes_and_keeps_them_where_they_are_replaced() -> None:
+def test_the_config_accepts_protocol_classes() -> None:
     config = uvicorn.Config(lambda: None, ws=frame_budget.BudgetedProtocol, http=H11Protocol)
     config.load()
     assert config.ws_protocol_class is frame_budget.BudgetedProtocol, (
@@ -88,7 +87,7 @@ def test_the_config_takes_protocol_classes_and_keeps_them_where_they_are_replace
     assert hasattr(config, "loaded_app"), "entrypoints/telemetry/request_id.py wraps it"
 
 
-def test_connections_are_listed_and_say_whether_a_request_has_arrived() -> None:
+def test_connections_are_listed_with_their_request() -> None:
     user = handshake_guard.HandshakeGuard.__name__
     assert ServerState().connections == set(), (
         f"ServerState keeps connections elsewhere; {user} reads them"

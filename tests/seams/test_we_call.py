@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every call of ours into vLLM is taken by the installed version: functions, classes, base
-methods, its client.
+"""The installed version of vLLM accepts every call of this package: functions, classes, base
+methods, client.
 """
 
 import ast
@@ -27,7 +27,7 @@ NOT_IN_EVERY_VERSION = {
 
 
 class Imports:
-    """Names of a module that come from vLLM, wherever in the file they are imported."""
+    """Names of a module that are imported from vLLM anywhere in the file."""
 
     def __init__(self, tree: ast.AST) -> None:
         self.targets: dict[str, tuple[str, str | None]] = {}
@@ -45,9 +45,9 @@ class Imports:
                         self.targets[alias.asname] = (alias.name, None)
 
     def resolve(self, expression: ast.expr) -> Any:
-        """The object a dotted name stands for; None if it is none of vLLM's.
+        """Return the object of a dotted name, or None if it is not from vLLM.
 
-        Raises AttributeError when it is gone.
+        Raises AttributeError if it does not exist.
         """
         *path, root = reversed(_dotted(expression))
         if root not in self.targets:
@@ -83,8 +83,9 @@ def skipped(imports: Imports, path: Path) -> bool:
 
 
 def direct_calls() -> Iterator[tuple[str, Any, CallShape, int]]:
-    """(where, what is called, shape, arguments in front) of every call of a name imported from
-    vLLM, and of methods of what is annotated as a class of vLLM's."""
+    """Yield (location, callable, shape, implicit arguments) of calls of names imported from vLLM,
+    and of methods of objects annotated as a class of vLLM.
+    """
     for path in sources():
         tree = ast.parse(path.read_text())
         imports = Imports(tree)
@@ -112,10 +113,10 @@ def direct_calls() -> Iterator[tuple[str, Any, CallShape, int]]:
 
 
 def _annotated(tree: ast.AST, imports: Imports) -> dict[str, list[type]]:
-    """Expressions (`client`, `self._client`) that are annotated as one class of vLLM's throughout
-    the file.
+    """Return expressions (`client`, `self._client`) that are annotated as one class of vLLM in the
+    whole file.
 
-    An attribute assigned from an annotated parameter has its class, and those it is narrowed to by
+    An attribute assigned from an annotated parameter has its class and classes narrowed by
     `isinstance`.
     """
     found: dict[str, set[type]] = {}
@@ -173,7 +174,7 @@ def _class(annotation: ast.expr | None, imports: Imports) -> type | None:
 
 
 def base_calls() -> Iterator[tuple[str, Any, CallShape, int]]:
-    """The same of every `super().method(...)` that ends in a method of vLLM's."""
+    """Yield the same for every `super().method(...)` that resolves to a method of vLLM."""
     seen = set()
     for cls in own_classes().values():
         order = cls.__mro__
@@ -206,7 +207,7 @@ def base_calls() -> Iterator[tuple[str, Any, CallShape, int]]:
 
 
 def _is_generated(function: Any) -> bool:
-    """By `dataclass` and its like, which keep no source."""
+    """Whether it is generated, for example by `dataclass`, and has no source."""
     return bool(function.__code__.co_filename.startswith("<"))
 
 
@@ -238,8 +239,8 @@ def refusals(calls: Iterator[tuple[str, Any, CallShape, int]]) -> tuple[dict[str
     return refused, taken
 
 
-def test_vllm_takes_every_call_of_ours() -> None:
-    """Functions and classes imported from vLLM, and methods of objects annotated as vLLM's."""
+def test_vllm_accepts_every_call() -> None:
+    """Functions and classes imported from vLLM, and methods of annotated objects, are checked."""
     refused, taken = refusals(direct_calls())
     assert refused == {}
     assert {
@@ -259,17 +260,15 @@ def test_vllm_takes_every_call_of_ours() -> None:
     } <= taken
 
 
-def test_vllms_base_methods_take_our_calls() -> None:
-    """`super().method(...)` of every class that extends one of vLLM's."""
+def test_base_methods_of_vllm_accept_super_calls() -> None:
+    """`super().method(...)` of every subclass of vLLM's classes is checked."""
     refused, taken = refusals(base_calls())
     assert refused == {}
     assert len(taken) > 15
 
 
 def test_every_import_exists() -> None:
-    """Also those inside functions and for type checkers, which the module's own import does not
-    reach.
-    """
+    """Imports inside functions and for type checkers are included."""
     missing = {}
     for path in sources():
         imports = Imports(ast.parse(path.read_text()))
@@ -307,7 +306,7 @@ def test_every_import_exists() -> None:
 def test_a_call_that_vllm_refuses_is_found(
     code: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The checks can fail."""
+    """The checks detect invalid calls."""
     (tmp_path / "vllm_omni").mkdir()
     (tmp_path / "vllm_omni" / "module.py").write_text(code)
     monkeypatch.setattr("test_we_call.REPO", tmp_path)

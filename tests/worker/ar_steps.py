@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hand-made `SchedulerOutput`s of an autoregressive engine, for runner tests."""
+"""`SchedulerOutput`s of an autoregressive engine, built by hand for runner tests."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -15,9 +15,11 @@ def new_request(
     prompt_len: int = 3,
     layers: Iterable[int] = (-1,),
 ) -> NewRequestData:
-    """A newly scheduled request; `hidden_states` None = it does not ask.
+    """Return a newly scheduled request.
 
-    `extra_args` replaces what would be asked.
+    Args:
+    hidden_states: Mode of the requested hidden states. None requests none.
+    extra_args: Replaces the sampling parameters' `extra_args` built from `hidden_states`.
     """
     if extra_args is None and hidden_states is not None:
         extra_args = {"omni": {"hidden_states": hidden_states, "layers": list(layers)}}
@@ -40,8 +42,11 @@ def scheduler_output(
     finished: Iterable[str] = (),
     drafts: Mapping[str, list[int]] | None = None,
 ) -> SchedulerOutput:
-    """One engine step: `scheduled` tokens per request (new ones with their whole prompt, unless
-    named there).
+    """Return one engine step.
+
+    Args:
+    scheduled: Number of tokens per request. A new request that is not named here gets its whole
+    prompt.
     """
     new = list(new)
     tokens = {**{data.req_id: data.prompt_len for data in new}, **(scheduled or {})}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A chunk's adapters in the runner: batches, forks, files, chunks in flight, vLLM's own
+"""LoRA adapters of a chunk in the runner: batches, forks, snapshots, chunks in flight, vLLM's own
 argument, FP8 weights.
 """
 
@@ -59,7 +59,7 @@ def chunk(worker: Worker, session: str, **fields: Any) -> torch.Tensor:
 
 
 def stream(worker: Worker, session: str, choices: list[list[Lora] | None]) -> list[torch.Tensor]:
-    """A session's next chunks; it is opened if it is not there."""
+    """Return the latents of a session's next chunks. The session is opened if it does not exist."""
     first: list[dict[str, Any]] = [
         {} if session in worker.runner.sessions else {"prompt": "a field"}
     ]
@@ -71,10 +71,12 @@ def equal(got: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-def test_a_session_s_adapters_in_batches_forks_and_files(
+def test_adapters_apply_in_batches_forks_and_restored_sessions(
     make_runner: MakeRunner, causal_wan: Path, requests: dict[str, LoRARequest], tmp_path: Path
 ) -> None:
-    """In shared forwards too: requests of other adapters, or none, never share one."""
+    """Requests with different adapters never share a forward pass, so each result equals that of a
+    request that runs alone. Forks and restored sessions keep the adapters.
+    """
     worker = make(make_runner, causal_wan, requests, omni={"batch_invariant": False})
     plain = make_runner(causal_wan, {"model": SMALL, "batch_invariant": False}, dtype="float32")
     base = stream(worker, "base", [None] * 3)
@@ -105,11 +107,11 @@ def test_a_session_s_adapters_in_batches_forks_and_files(
     assert not torch.equal(ended, chunk(worker, "restored"))
 
 
-def test_a_file_says_which_adapters_it_needs(
+def test_a_snapshot_names_its_adapters_and_requires_them(
     make_runner: MakeRunner, causal_wan: Path, requests: dict[str, LoRARequest], tmp_path: Path
 ) -> None:
-    """Snapshots and checkpoints go on, bit for bit, with the adapters that they were made with,
-    and with no others.
+    """Snapshots record the adapters of a session. They continue bit for bit with the same adapters
+    and are refused without them.
     """
     worker = make(make_runner, causal_wan, requests)
     stream(worker, "walk", [INK + WOOL, None])
@@ -150,31 +152,37 @@ def test_a_file_says_which_adapters_it_needs(
     assert equal(stream(elsewhere, "again", [None, WOOL]), expected)
 
 
-def test_a_session_that_has_ended_its_adapters_needs_none(
+def test_removed_adapters_are_not_required_by_a_snapshot(
     make_runner: MakeRunner, causal_wan: Path, requests: dict[str, LoRARequest], tmp_path: Path
 ) -> None:
-    """A server without adapters takes its file, and goes on bit for bit."""
+    """A server without adapters restores the snapshot, continues bit for bit, and refuses requests
+    with adapters.
+    """
     worker = make(make_runner, causal_wan, requests)
     stream(worker, "walk", [INK, []])
     assert worker.save("walk", tmp_path / "walk").lora == []
     plain = Worker(make_runner(causal_wan, {"model": SMALL}, dtype="float32"))
     plain.restore("walk", tmp_path / "walk")
     assert equal(stream(plain, "walk", [None]), stream(worker, "walk", [None]))
+    with pytest.raises(RequestFailed, match="runs without --enable-lora"):
+        chunk(plain, "refused", prompt="a field", lora=INK)
 
 
 def refused(worker: Worker, folder: Path, words: str) -> None:
-    """The file `walk` is refused in one line with these words, and leaves no session."""
+    """Assert that restoring the file `walk` fails with one line that contains `words`, and leaves
+    no session.
+    """
     with pytest.raises(RequestFailed, match=re.escape(words)) as refusal:
         worker.restore("late", folder / "walk")
     assert refusal.value.code == "foreign_snapshot" and "\n" not in refusal.value.message
     assert "late" not in worker.runner.sessions
 
 
-def test_a_switch_computes_the_prompt_s_keys_anew(
+def test_a_switch_of_adapters_recomputes_the_prompt_keys(
     make_runner: MakeRunner, causal_wan: Path, tmp_path: Path
 ) -> None:
-    """An adapter of nothing but the text's keys and values shows although the prompt stays, and
-    leaves no trace.
+    """An adapter of the text's keys and values takes effect although the prompt stays the same, and
+    its removal restores the base output.
     """
     target = files.causal_wan_target(causal_wan)
     made = files.factors(
@@ -200,7 +208,9 @@ def test_chunks_in_flight_keep_the_adapters_they_started_with(
     requests: dict[str, LoRARequest],
     two: tuple[Any, Any],
 ) -> None:
-    """Two chunks of a session side by side, one names others: as one after the other."""
+    """Two chunks of a session in flight with different adapters equal the same chunks run one by
+    one.
+    """
     model = {
         "cache": "noise_matched",
         "denoising_steps": [1000, 500],
@@ -222,10 +232,10 @@ def test_chunks_in_flight_keep_the_adapters_they_started_with(
     assert equal(got, expected)
 
 
-def test_vllm_s_own_argument_names_an_adapter(
+def test_lora_request_of_vllm_names_an_adapter(
     make_runner: MakeRunner, causal_wan: Path, requests: dict[str, LoRARequest]
 ) -> None:
-    """It is loaded if it is not known; one that cannot be costs its request alone."""
+    """vLLM's `lora_request` loads an unknown adapter. A failed load fails only its request."""
     worker = Worker(make_runner(causal_wan, {"model": SMALL}, dtype="float32", **LORA))
 
     def once(session: str, request: LoRARequest | None) -> Any:
@@ -241,9 +251,10 @@ def test_vllm_s_own_argument_names_an_adapter(
     assert not torch.equal(once("d", None), once("e", requests["wool"]))
 
 
-def test_an_adapter_for_another_model_is_one_line_and_no_harm(
+def test_an_adapter_for_another_model_is_refused(
     make_runner: MakeRunner, causal_wan: Path, requests: dict[str, LoRARequest], tmp_path: Path
 ) -> None:
+    """An adapter for another model is refused in one line, and loaded adapters stay usable."""
     worker = make(make_runner, causal_wan, requests)
     before = stream(worker, "a", [INK])
     made = {"double_blocks.0.proj": (torch.zeros(2, 4), torch.zeros(4, 2))}
@@ -258,19 +269,18 @@ def test_an_adapter_for_another_model_is_one_line_and_no_harm(
     assert equal(stream(worker, "b", [INK]), before)
 
 
-def test_adapters_on_fp8_weights_move_latents_as_on_exact_ones(
+def test_adapters_on_fp8_weights_have_the_effect_of_bf16_weights(
     make_runner: MakeRunner, causal_wan: Path, requests: dict[str, LoRARequest]
 ) -> None:
-    """Their share is computed in bf16 beside the quantized product: the effect keeps direction and
-    size (0.2 allowed).
-
-    Weights that are quantized anew by a reload have the same adapters.
+    """The adapter product is computed in bf16 in addition to the quantized product, so its effect
+    keeps direction and size (relative difference below 0.2). A reload that quantizes the weights
+    again keeps the adapters.
     """
     effects, bases = [], []
     for more in ({}, {"quantization": "fp8_per_channel"}):
         worker = make(make_runner, causal_wan, requests, dtype="bfloat16", **more)
         base, ink = stream(worker, "base", [None]), stream(worker, "ink", [INK])
-        with torch.inference_mode():  # in which `make_runner` has made the weights
+        with torch.inference_mode():  # `make_runner` creates the weights in it
             worker.runner.reload_weights()
         assert equal(stream(worker, "base-2", [None]), base) and equal(
             stream(worker, "ink-2", [INK]), ink

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters on checkpoints that are stored quantized: beside vLLM's product, or on weights that
-are read back.
+"""LoRA adapters on checkpoints that are stored quantized: added to vLLM's quantized product, or
+applied to dequantized weights.
 
-Wan 2.2 with both experts from tests/golden/quantized. Formats that a CPU cannot compute in are read
-back here.
+The model is Wan 2.2 with both experts from tests/golden/quantized. Formats that a CPU cannot
+compute in are dequantized here.
 """
 
 from collections.abc import Callable
@@ -37,10 +37,10 @@ FORMATS: dict[str, tuple[bool, float]] = {
     "torchao_fp8": (False, 0.2),
     "torchao_int8": (False, 0.2),
 }
-"""Name -> (whether `omni.dequantize` reads it back, the relative difference of an adapter's effect
-that is allowed).
+"""Format to (`omni.dequantize`, allowed relative difference of an adapter's effect).
 
-Seen: 0.03 to 0.16, of ModelOpt's NVFP4 0.47; the rest of the network moves the effect, too.
+Measured differences are 0.03 to 0.16, and 0.47 for ModelOpt's NVFP4, because the quantized network
+also changes the effect.
 """
 EVERY_TIME = ("llmcompressor_fp8", "llmcompressor_int8", "community")
 
@@ -52,7 +52,7 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapter(pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file for every linear layer of both experts' blocks, under diffusers' names."""
+    """An adapter file for every linear layer of both experts' blocks, with diffusers' names."""
     generator = torch.Generator().manual_seed(1)
     tensors = {}
     for name, module in WanTransformer3DModel(**SIZES).named_modules():
@@ -81,8 +81,8 @@ def video(worker: Worker, session: str, lora: list[Lora] | None = None) -> torch
 def effect(
     make_runner: Callable[..., Any], path: Path, adapter: Path, omni: dict[str, Any]
 ) -> torch.Tensor:
-    """An adapter's change of a video's latents; without it, before and after, the bits are the
-    checkpoint's own.
+    """Return the change of a video's latents by an adapter. Without the adapter, before and after
+    its use, the latents equal the checkpoint's bit for bit.
     """
     base = video(Worker(make_runner(path, omni, dtype="bfloat16")), "a")
     worker = Worker(make_runner(path, omni, dtype="bfloat16", **LORA))
@@ -118,7 +118,7 @@ def stored(pipeline: Path, name: str, folder: Path) -> Path:
         for name in FORMATS
     ],
 )
-def test_an_adapter_acts_on_stored_weights_as_on_plain_ones(
+def test_adapters_on_stored_quantized_weights_have_the_effect_of_bf16_weights(
     name: str,
     make_runner: Callable[..., Any],
     pipeline: Path,
@@ -126,8 +126,8 @@ def test_an_adapter_acts_on_stored_weights_as_on_plain_ones(
     exact: torch.Tensor,
     tmp_path: Path,
 ) -> None:
-    """Its share is computed in bf16 beside whatever the format makes of the weight: the effect
-    keeps its direction.
+    """The adapter product is computed in bf16 in addition to the product of the stored format, so
+    the effect keeps its direction.
     """
     dequantize, allowed = FORMATS[name]
     found = effect(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`RankAgreement` with pretended groups: what each rank concludes from what the others say."""
+"""`RankAgreement` with mocked groups: the decision of each rank for given values of other ranks."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +18,8 @@ OWN = RequestFailed("capacity", "full")
 
 
 class Others:
-    """Takes the place of `all_reduce`: the other rank's values, by the reduction asked for;
-    notes the groups used.
+    """A mock of `all_reduce` that combines this rank's values with given ones and records the
+    groups.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *responses: list[float]) -> None:
@@ -43,7 +43,7 @@ def ranks(tensor: int = 1, world: int = 1) -> RankAgreement:
 def request(
     name: str, step: int | None = 0, failure: RequestFailed | None = None, index: int = 0
 ) -> RequestState:
-    """step None: without a chunk."""
+    """Return a request. `step` None leaves it without a chunk."""
     state = RequestState(name, DiffusionParams(session_id="s"), {}, index=index, failure=failure)
     state.chunk = None if step is None else SimpleNamespace(step=step)  # type: ignore[assignment]
     return state
@@ -53,37 +53,43 @@ def names(states: list[RequestState]) -> str:
     return "".join(state.request_id for state in states)
 
 
-def told(state: RequestState) -> tuple[str, str] | None:
+def failure_of(state: RequestState) -> tuple[str, str] | None:
     return None if state.failure is None else (state.failure.code, state.failure.message)
 
 
-def test_one_rank_decides_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is sent; whoever waits takes no part and has not failed, wherever it stands in the
-    batch.
+def test_a_single_rank_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single rank sends nothing. A waiting request takes no part and has not failed, wherever it
+    is in the batch.
     """
     others = Others(monkeypatch)
     good, bad, late = request("a"), request("b", None, OWN), request("c", None)
     assert names(ranks().alive([good, bad, late], [late], None)) == "a"
     assert names(ranks().alive([late, bad, good], [late], None)) == "a"
-    assert (told(good), bad.failure, told(late)) == (None, OWN, None) and others.requested == []
+    assert (failure_of(good), bad.failure, failure_of(late)) == (
+        None,
+        OWN,
+        None,
+    ) and others.requested == []
 
 
-def test_what_any_tensor_parallel_rank_refuses_all_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before a first step, in one reduction for the whole batch, on the host's group; with the
-    reason it has here.
+def test_a_refusal_by_one_tensor_parallel_rank_applies_to_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before a first step, one reduction over the CPU group covers the whole batch. The refusing
+    rank keeps its own reason.
     """
     others = Others(monkeypatch, [1, 0, 1, 1])
     states = [request("a"), request("b"), request("c", None, OWN), request("d", 3)]
     assert names(ranks(tensor=2).alive(states, [], None)) == "ad"
     assert others.requested == [("tp", [1, 1, 0, 1])]
-    assert [told(state) for state in states] == [None, ELSEWHERE, ("capacity", "full"), None]
+    assert [failure_of(state) for state in states] == [None, ELSEWHERE, ("capacity", "full"), None]
 
 
 @pytest.mark.parametrize(("steps", "requests"), [([1, 2], 0), ([1, 0], 1), ([None, 2], 1)])
-def test_ranks_request_each_other_only_before_a_first_step(
+def test_ranks_reduce_only_before_a_first_step(
     monkeypatch: pytest.MonkeyPatch, steps: list[int | None], requests: int
 ) -> None:
-    """Later a request that one of them had to leave would have ended already."""
+    """After the first step no reduction is needed, because a refused request has already ended."""
     others = Others(monkeypatch, *([[1, 1]] * requests))
     states = [request(name, step) for name, step in zip("ab", steps, strict=True)]
     assert (
@@ -91,9 +97,9 @@ def test_ranks_request_each_other_only_before_a_first_step(
     )
 
 
-def test_a_later_stage_takes_whom_the_one_before_took() -> None:
-    """One that has failed here since takes part for nothing; one that was refused there has
-    failed here too.
+def test_a_later_stage_accepts_the_requests_of_the_earlier_stage() -> None:
+    """A request that fails on this stage later still takes its steps. A request that an earlier
+    stage refused fails here too.
     """
     states = [request("a"), request("b", 2, OWN), request("c"), request("d", None)]
     later = ranks()
@@ -101,21 +107,23 @@ def test_a_later_stage_takes_whom_the_one_before_took() -> None:
     assert later.indices(states, mask) == {"a": 0, "b": 7} and later.indices(states, None) == {}
     waiting = later.waiting(states, mask)
     assert names(waiting) == "d" and names(later.alive(states, waiting, mask)) == "ab"
-    assert [told(state) for state in states] == [None, ("capacity", "full"), ELSEWHERE, None]
+    assert [failure_of(state) for state in states] == [None, ("capacity", "full"), ELSEWHERE, None]
 
 
-def test_a_stage_that_cannot_take_what_arrives_stops_the_engine() -> None:
-    """Its hidden states are inside the batch: no rank could leave it out."""
+def test_refusing_a_request_of_an_earlier_stage_stops_the_engine() -> None:
+    """The hidden states of the request are part of the batch, so the rank cannot leave it out."""
     text = "^an earlier pipeline stage accepted a request that this stage had to refuse$"
     with pytest.raises(RuntimeError, match=text):
         ranks().alive([request("a"), request("b", None, OWN)], [], [0, 0])
     assert names(ranks().alive([request("a"), request("b", None, OWN)], [], [0, -1])) == "a"
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("count", range(6))
-def test_a_mask_arrives_and_divides_over_no_ranks(size: int, count: int) -> None:
-    """The chunk's index, or who waits, or who is refused; what does not divide travels whole."""
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("count", [0, 1, 3, 5])
+def test_a_mask_is_sent_unsplit(size: int, count: int) -> None:
+    """The mask holds the chunk index, or marks a waiting or refused request. Its length is not
+    divisible by the number of ranks, so vLLM sends it unsplit.
+    """
     states = [request(name, index=index + 3) for index, name in enumerate("abcde"[:count])]
     alive, waiting = states[::3], states[1::3]
     message = ranks(tensor=size).mask(states, alive, waiting)
@@ -129,8 +137,12 @@ def test_a_mask_arrives_and_divides_over_no_ranks(size: int, count: int) -> None
     assert all(type(flag) is int for flag in read)
 
 
-def test_before_something_shared_one_failure_is_everybodys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A decode that tensor-parallel ranks do together; nobody's own reason is replaced."""
+def test_a_failure_before_a_shared_decode_applies_to_all_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before a decode that tensor-parallel ranks share, the failure of one rank becomes a failure
+    on all. A rank's own reason is not replaced.
+    """
     others = Others(monkeypatch, [1], [0], [1], [0])
     fine, theirs, mine, both = (
         request("a"),
@@ -140,19 +152,23 @@ def test_before_something_shared_one_failure_is_everybodys(monkeypatch: pytest.M
     )
     for state in (fine, theirs, mine, both):
         ranks(tensor=2).agree(state)
-    assert told(fine) is None and mine.failure is both.failure is OWN
-    assert told(theirs) == ("engine_error", "another tensor-parallel rank failed on this chunk")
+    assert failure_of(fine) is None and mine.failure is both.failure is OWN
+    assert failure_of(theirs) == (
+        "engine_error",
+        "another tensor-parallel rank failed on this chunk",
+    )
     assert others.requested == [("tp", [1]), ("tp", [1]), ("tp", [0]), ("tp", [0])]
     ranks().agree(alone := request("e"))
     ranks().agree(request("f", 0, OWN))
-    assert told(alone) is None and len(others.requested) == 4
+    assert failure_of(alone) is None and len(others.requested) == 4
     assert ranks().all_fine(True) and not ranks().all_fine(False)
 
 
-def test_the_tightest_rank_sets_the_number_of_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In sessions, not in bytes: a rank's share of one may be larger.
-
-    A rank that holds none of it has no say.
+def test_the_rank_with_least_room_sets_the_number_of_sessions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranks compare sessions instead of bytes, because their shares of a session differ. A rank
+    without a share does not limit the number.
     """
     others = Others(monkeypatch, [2.5], [19.0], [3.0], [float("inf")])
     assert ranks(world=2).budget(1000, 100) == 250
@@ -162,7 +178,7 @@ def test_the_tightest_rank_sets_the_number_of_sessions(monkeypatch: pytest.Monke
     assert ranks().budget(1000, 0) == 1000 and len(others.requested) == 4
 
 
-def test_time_stands_still_where_ranks_must_not_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On several ranks nothing is ever idle by the clock alone."""
+def test_several_ranks_use_a_constant_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several ranks use a constant clock, so that none evicts a session by its local time."""
     monkeypatch.setattr("time.monotonic", lambda: 17.0)
     assert ranks(tensor=1, world=1).clock() == 17.0 and ranks(world=2).clock() == 0.0

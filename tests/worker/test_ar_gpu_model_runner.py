@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both runner generations' mixins over a pretended runner, and the vLLM source they rely on.
+"""The mixins for both runner generations on mocked runners, and the vLLM source that they rely on.
 
-The pretended base class stands where vLLM's runner stands: it sees exactly what our hooks leave it.
-That what it pretends is real is checked against vLLM's own classes at the end of the file. The five
-faults that the review of the first version (vLLM-Omni PR 3) found have a test each.
+A mocked base class replaces vLLM's runner and records the state that the hooks leave to it. The end
+of the file compares the mocks with vLLM's own classes. The five faults found by the review of the
+first version (vLLM-Omni PR 3) have a test each.
 """
 
 import ast
@@ -32,7 +32,7 @@ import vllm_omni
 import vllm_omni.hidden_states
 from vllm_omni.hidden_states import HiddenStatesRequest
 from vllm_omni.worker.ar import gpu_worker as ar_gpu_worker
-from vllm_omni.worker.ar import hidden_states as hidden_state_rows
+from vllm_omni.worker.ar import hidden_states as hidden_state_collection
 from vllm_omni.worker.ar import layers as hidden_state_layers
 from vllm_omni.worker.ar import runner as ar_gpu_model_runner
 from vllm_omni.worker.ar import worker as ar_worker
@@ -46,7 +46,7 @@ OUR_MODULES = (
     ar_gpu_worker,
     ar_worker,
     hidden_state_layers,
-    hidden_state_rows,
+    hidden_state_collection,
 )
 REPO = Path(vllm_omni.__file__).parents[1]
 
@@ -64,7 +64,7 @@ class StateV2(NamedTuple):
 
 
 class AsyncOutput(AsyncModelRunnerOutput):
-    """vLLM's asynchronous output: the tokens exist only once it is fetched."""
+    """vLLM's asynchronous output: the sampled tokens exist after `get_output`."""
 
     def __init__(self, output: ModelRunnerOutput, sampled: list[list[int]]) -> None:
         self.output, self.sampled = output, sampled
@@ -77,15 +77,15 @@ class AsyncOutput(AsyncModelRunnerOutput):
         return self.output.kv_connector_output
 
 
-class PretendedRunner:
-    """What both generations have in common from the outside: execute_model leaves a state,
-    sample_tokens uses it up.
+class MockRunner:
+    """The common interface of both generations: `execute_model` leaves a state and `sample_tokens`
+    consumes it.
     """
 
     def __init__(
-        self, rows: HiddenStateCollector, taps: LayerTaps, asynchronous: bool = False
+        self, collector: HiddenStateCollector, taps: LayerTaps, asynchronous: bool = False
     ) -> None:
-        self.hidden_state_collector, self.layer_taps = rows, taps
+        self.hidden_state_collector, self.layer_taps = collector, taps
         self.asynchronous = asynchronous
         self.execute_model_state: Any = None
         self.seen: list[Any] = []
@@ -108,7 +108,7 @@ class PretendedRunner:
         return AsyncOutput(output, sampled) if self.asynchronous else output
 
 
-class PretendedV1(PretendedRunner):
+class MockV1(MockRunner):
     broadcast_pp_output = False
 
     def execute_model(self, scheduled: SchedulerOutput, intermediate_tensors: Any = None) -> None:
@@ -130,10 +130,10 @@ class PretendedV1(PretendedRunner):
         return self.finish(list(self.input_batch.req_ids))
 
 
-class PretendedV2(PretendedRunner):
+class MockV2(MockRunner):
     def execute_model(self, scheduled: SchedulerOutput, **kwargs: Any) -> None:
         self.received = kwargs.get("intermediate_tensors")
-        # V2 sorts its batch: decodes first. Buffers are longer than the batch.
+        # V2 sorts its batch with decodes first. Its buffers are longer than the batch.
         names = sorted(
             scheduled.num_scheduled_tokens, key=scheduled.num_scheduled_tokens.__getitem__
         )
@@ -159,11 +159,11 @@ class PretendedV2(PretendedRunner):
         return self.finish(list(self.execute_model_state.input_batch.req_ids))
 
 
-class V1(ARModelRunnerV1Mixin, PretendedV1):  # type: ignore[misc]
+class V1(ARModelRunnerV1Mixin, MockV1):  # type: ignore[misc]
     pass
 
 
-class V2(ARModelRunnerV2Mixin, PretendedV2):  # type: ignore[misc]
+class V2(ARModelRunnerV2Mixin, MockV2):  # type: ignore[misc]
     pass
 
 
@@ -176,8 +176,8 @@ def aux(num_rows: int) -> list[torch.Tensor]:
 
 
 def make(generation: Any, asynchronous: bool = False) -> Any:
-    rows = HiddenStateCollector(LAYERS, (1, 2, LAYERS))
-    return generation(rows, LayerTaps(LAYERS, (1, 2), installed=True), asynchronous)
+    collector = HiddenStateCollector(LAYERS, (1, 2, LAYERS))
+    return generation(collector, LayerTaps(LAYERS, (1, 2), installed=True), asynchronous)
 
 
 def run(runner: Any, scheduled: SchedulerOutput, grammar_output: Any = None) -> ModelRunnerOutput:
@@ -205,9 +205,9 @@ both_ways = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", 
 @feature("mixed batches", "V2", how="mocked")
 @both
 @both_ways
-def test_rows_of_a_mixed_batch(generation: Any, asynchronous: bool) -> None:
-    """Each asking request gets the rows of its own tokens, wherever the runner sorted them;
-    padding is left out.
+def test_hidden_states_of_a_mixed_batch(generation: Any, asynchronous: bool) -> None:
+    """Each request receives the hidden states of its own tokens, wherever the runner sorted them,
+    and no padding.
     """
     runner = make(generation, asynchronous)
     run(runner, scheduler_output(new=[new_request("old", "all", prompt_len=3)]))
@@ -233,8 +233,10 @@ def test_rows_of_a_mixed_batch(generation: Any, asynchronous: bool) -> None:
 
 
 @both
-def test_a_batch_no_one_requested_in_is_stock(generation: Any) -> None:
-    """The very object that vLLM returned, without a pooler output, and no rows taken."""
+def test_a_batch_without_requests_for_hidden_states_is_unchanged(generation: Any) -> None:
+    """Without a request for hidden states, the runner returns vLLM's own output object and copies
+    no hidden states.
+    """
     runner = make(generation)
     runner.execute_model(scheduler_output(new=[new_request("r", None)]))
     runner._copy_hidden_states = None  # calling it would fail
@@ -243,15 +245,13 @@ def test_a_batch_no_one_requested_in_is_stock(generation: Any) -> None:
 
 
 @both
-def test_a_step_no_one_requests_in_costs_a_handful_of_calls(generation: Any) -> None:
-    """Counted, not timed: two calls of ours beside the two hooks, whatever the batch; no object
-    of ours is made.
-    """
-    calls: list[tuple[str, str]] = []
+def test_a_step_without_requests_for_hidden_states_costs_four_calls(generation: Any) -> None:
+    """The number of calls is independent of the batch, and no object of this package is created."""
+    calls: list[str] = []
 
     def note(frame: Any, event: str, argument: Any) -> None:
         if event == "call" and Path(frame.f_code.co_filename).is_relative_to(REPO / "vllm_omni"):
-            calls.append((Path(frame.f_code.co_filename).name, frame.f_code.co_name))
+            calls.append(frame.f_code.co_name)
 
     runner = make(generation)
     names = [f"r{i}" for i in range(64)]
@@ -264,7 +264,7 @@ def test_a_step_no_one_requests_in_costs_a_handful_of_calls(generation: Any) -> 
         runner.sample_tokens(None)
     finally:
         sys.setprofile(None)
-    assert [name for _, name in calls] == ["execute_model", "update", "sample_tokens", "__bool__"]
+    assert calls == ["execute_model", "update", "sample_tokens", "__bool__"]
 
 
 @feature("speculative decoding (ngram)", "V2", how="mocked")
@@ -276,8 +276,8 @@ def test_a_step_no_one_requests_in_costs_a_handful_of_calls(generation: Any) -> 
 )
 @both
 @both_ways
-def test_rejected_drafts_have_no_row(generation: Any, asynchronous: bool) -> None:
-    """Speculative decoding: of four rows the two of accepted tokens stay."""
+def test_rejected_drafts_have_no_hidden_states(generation: Any, asynchronous: bool) -> None:
+    """Of four speculative tokens, only the hidden states of the two accepted ones remain."""
     runner = make(generation, asynchronous)
     run(runner, scheduler_output(new=[new_request("r", "all")]))
     runner.sampled = {"r": [5, 6]}
@@ -288,7 +288,7 @@ def test_rejected_drafts_have_no_row(generation: Any, asynchronous: bool) -> Non
 @feature("grammar masks (structured outputs)", "V2", how="mocked")
 @both
 def test_the_grammar_reaches_the_sampler(generation: Any) -> None:
-    """Structured outputs: the mask is handed on as it is."""
+    """The grammar mask of structured outputs is forwarded unchanged."""
     runner = make(generation)
     grammar = object()
     run(runner, scheduler_output(new=[new_request("r", "all")]), grammar)
@@ -296,8 +296,8 @@ def test_the_grammar_reaches_the_sampler(generation: Any) -> None:
 
 
 @both
-def test_a_later_stage_runs_on_what_it_received(generation: Any) -> None:
-    """The first generation is given it by place, too."""
+def test_a_later_stage_receives_intermediate_tensors(generation: Any) -> None:
+    """Intermediate tensors are forwarded. V1 also accepts them as a positional argument."""
     received = IntermediateTensors({"hidden_states": torch.zeros(3, WIDTH)})
     runner = make(generation)
     runner.execute_model(
@@ -311,15 +311,14 @@ def test_a_later_stage_runs_on_what_it_received(generation: Any) -> None:
 
 @both
 def test_a_finished_request_is_evicted(generation: Any) -> None:
-    """With the next step's scheduler output, as vLLM announces it."""
+    """The scheduler output of the following step announces the finished request."""
     runner = make(generation)
     run(runner, scheduler_output(new=[new_request("r", "all"), new_request("other", None)]))
     output = run(runner, scheduler_output(scheduled={"other": 1}, finished=["r"]))
     assert output.pooler_output is None and not runner.hidden_state_collector
 
 
-# ---- the five faults of the first version
-# ------------------------------------------------------------------------
+# The five faults of the first version
 
 
 @pytest.mark.parametrize(
@@ -327,8 +326,8 @@ def test_a_finished_request_is_evicted(generation: Any) -> None:
     [(V1, None), (V2, None), (V2, StateV2(SimpleNamespace(req_ids=["r"]), None, None))],
 )
 @feature("pipeline parallelism (PP 2)", "V2", how="mocked")
-def test_fault_1_stages_before_the_last_response_as_stock(generation: Any, state: Any) -> None:
-    """The branch of a stage without hidden states is reached first, before anything reads them."""
+def test_fault_1_earlier_stages_return_the_output_of_vllm(generation: Any, state: Any) -> None:
+    """A stage without hidden states returns vLLM's output before any code reads hidden states."""
     runner = make(generation)
     runner.execute_model(scheduler_output(new=[new_request("r", "all")]))
     runner.execute_model_state = state
@@ -341,20 +340,20 @@ def test_fault_1_stages_before_the_last_response_as_stock(generation: Any, state
 
 
 @pytest.mark.parametrize("last", [False, True])
-def test_fault_1_under_torchrun_every_stage_responses_with_rows(
+def test_fault_1_under_torchrun_every_stage_returns_hidden_states(
     last: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There each stage has a scheduler of its own: the last one shows its rows to the others,
-    which hold none.
+    """Under torchrun each stage has its own scheduler, so the last stage broadcasts the hidden
+    states to the others.
     """
     shown: list[torch.Tensor] = []
 
-    def broadcast(rows: torch.Tensor, src: int) -> torch.Tensor:
+    def broadcast(values: torch.Tensor, src: int) -> torch.Tensor:
         assert src == 1
-        shown.append(rows)
-        # layers come in the order of their numbers
-        of_layer = hidden(len(rows)) + (200 if len(shown) == 1 else 0)
-        return rows if last else rows.copy_(of_layer)
+        shown.append(values)
+        # layers are sent in ascending order
+        of_layer = hidden(len(values)) + (200 if len(shown) == 1 else 0)
+        return values if last else values.copy_(of_layer)
 
     group = SimpleNamespace(is_last_rank=last, world_size=2, broadcast=broadcast)
     monkeypatch.setattr(ar_gpu_model_runner, "get_pp_group", lambda: group)
@@ -370,17 +369,17 @@ def test_fault_1_under_torchrun_every_stage_responses_with_rows(
     runner.execute_model_state = StateV1(scheduled, states, [hidden(8) + 200] if last else None)
     found = entries(runner.sample_tokens(None))
     assert found == {"r": [[200.0, 0.0], [201.0, 1.0], [202.0, 2.0]], "other": None}
-    assert [len(rows) for rows in shown] == [5, 5], "only real rows, not the padding"
-    assert last or {rows.dtype for rows in shown} == {torch.float16}, (
-        "what is received has the model's type"
+    assert [len(values) for values in shown] == [5, 5], "no padding"
+    assert last or {values.dtype for values in shown} == {torch.float16}, (
+        "received hidden states have the model's dtype"
     )
 
 
 @feature("speculative decoding (EAGLE-3, its layers)", "V2", how="mocked")
 @both
-def test_fault_2_a_drafter_gets_every_layer_it_reads(generation: Any) -> None:
-    """EAGLE-3 reads the extra layers of the forward: the sampler sees the same state, the same
-    list, same tensors.
+def test_fault_2_a_drafter_receives_every_layer_that_it_reads(generation: Any) -> None:
+    """EAGLE-3 reads auxiliary hidden states, so the sampler receives the same state, list and
+    tensors.
     """
     runner = make(generation)
     runner.execute_model(scheduler_output(new=[new_request("r", "all", layers=(1, -1))]))
@@ -393,9 +392,9 @@ def test_fault_2_a_drafter_gets_every_layer_it_reads(generation: Any) -> None:
 
 @both
 @both_ways
-def test_fault_3_nothing_else_of_the_output_changes(generation: Any, asynchronous: bool) -> None:
-    """NaN counters, logprobs, connector results: each field but the pooler output is the object
-    vLLM put there.
+def test_fault_3_other_output_fields_do_not_change(generation: Any, asynchronous: bool) -> None:
+    """Every field except the pooler output, for example NaN counters and connector results, is the
+    object that vLLM put there.
     """
     runner = make(generation, asynchronous)
     runner.execute_model(scheduler_output(new=[new_request("r", "all")]))
@@ -409,10 +408,8 @@ def test_fault_3_nothing_else_of_the_output_changes(generation: Any, asynchronou
     assert final.num_nans_in_logits == {"r": 3} and final.pooler_output is not None
 
 
-def test_fault_4_no_body_of_vllm_is_copied() -> None:
-    """The workers define no `init_device` of their own but one that begins with vLLM's, and
-    share no six lines.
-    """
+def test_fault_4_no_code_of_vllm_is_copied() -> None:
+    """The workers' `init_device` calls vLLM's, and no six lines of vLLM are repeated."""
     assert "init_device" not in vars(ar_gpu_worker.ARGPUWorker)
     from vllm_omni.worker.ar import cpu_worker as ar_cpu_worker
 
@@ -430,7 +427,7 @@ def test_fault_4_no_body_of_vllm_is_copied() -> None:
 
 
 def windows(source: str, length: int = 6) -> list[tuple[str, ...]]:
-    """Every run of `length` lines of code that say something."""
+    """Return every run of `length` lines of code, without short lines, comments and imports."""
     lines = [line.strip() for line in source.splitlines()]
     lines = [
         line for line in lines if len(line) > 3 and not line.startswith(("#", "from ", "import "))
@@ -441,10 +438,8 @@ def windows(source: str, length: int = 6) -> list[tuple[str, ...]]:
 @pytest.mark.parametrize(
     "module", [*OUR_MODULES, vllm_omni.hidden_states], ids=lambda module: module.__name__
 )
-def test_fault_5_docstrings_promise_what_exists(module: Any) -> None:
-    """No fallback is promised, each test file that is named exists, and so does each option and
-    name in backquotes.
-    """
+def test_fault_5_docstrings_name_existing_files_and_options(module: Any) -> None:
+    """Docstrings promise no fallback, and every test file and option that they name exists."""
     tree = ast.parse(inspect.getsource(module))
     nodes = [
         n for n in ast.walk(tree) if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef)
@@ -457,8 +452,8 @@ def test_fault_5_docstrings_promise_what_exists(module: Any) -> None:
         assert option in vllm_omni.config.OmniConfig.__struct_fields__, option
 
 
-def test_fault_5_the_documented_modes_are_the_modes() -> None:
-    """The text below the field explains every allowed value and no other."""
+def test_fault_5_every_mode_is_documented() -> None:
+    """The documentation of the field lists exactly the allowed values."""
     allowed = set(HiddenStatesRequest.__annotations__["hidden_states"].__args__)
     [definition] = ast.parse(inspect.getsource(HiddenStatesRequest)).body
     assert isinstance(definition, ast.ClassDef)
@@ -470,14 +465,11 @@ def test_fault_5_the_documented_modes_are_the_modes() -> None:
     assert set(re.findall(r"`(\w+)`", text)) == allowed
 
 
-# ---- do the pretended runners behave like vLLM's
-# -----------------------------------------------------------------
+# The mocked runners have the interface of vLLM's
 
 
-def test_v1_has_what_the_mixin_uses() -> None:
-    """Fields of the state between execute and sample, of the batch, and the hooks themselves, in
-    the installed vLLM.
-    """
+def test_the_v1_runner_has_the_attributes_that_the_mixin_uses() -> None:
+    """The installed vLLM has the state fields, batch fields and hooks that the V1 mixin uses."""
     assert set(StateV1._fields) <= set(gpu_model_runner.ExecuteModelState._fields)
     runner = gpu_model_runner.GPUModelRunner
     assert list(inspect.signature(runner.execute_model).parameters) == [
@@ -498,8 +490,8 @@ def test_v1_has_what_the_mixin_uses() -> None:
     assert "self.num_computed_tokens_cpu = " in batch and "def req_ids(self)" in batch
 
 
-def test_v2_has_what_the_mixin_uses() -> None:
-    """The same for the second generation."""
+def test_the_v2_runner_has_the_attributes_that_the_mixin_uses() -> None:
+    """The installed vLLM has the state fields, batch fields and hooks that the V2 mixin uses."""
     assert set(StateV2._fields) <= set(v2_model_runner.ExecuteModelState._fields)
     fields = {field.name for field in dataclasses.fields(v2_input_batch.InputBatch)}
     used = {
@@ -535,8 +527,8 @@ def test_v2_has_what_the_mixin_uses() -> None:
     "need CUDA",
 )
 @feature("EPLB", "V2", how="mocked")
-def test_v2_balances_experts_after_a_step() -> None:
-    """EPLB hangs on the stock `sample_tokens`, which our mixin calls exactly once per step."""
+def test_experts_are_balanced_once_per_step() -> None:
+    """EPLB decorates the stock `sample_tokens`, which the mixin calls exactly once per step."""
     source = inspect.getsource(v2_model_runner)
     assert re.search(r"@step_eplb_after\(\)\s+def sample_tokens", source)
     assert (
@@ -548,8 +540,8 @@ def test_v2_balances_experts_after_a_step() -> None:
     )
 
 
-def test_the_worker_still_requests_for_its_runner() -> None:
-    """The CUDA worker is ours by one documented hook."""
+def test_the_cuda_worker_creates_its_runner_by_a_hook() -> None:
+    """vLLM's CUDA worker creates its runner by the one hook that `ARGPUWorker` overrides."""
     assert "self._make_model_runner()" in inspect.getsource(
         gpu_worker.Worker._init_workspace_and_model_runner
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which hidden states an engine offers, by its configuration: decided once, when the model is
+"""The hidden states that an engine offers, which its configuration determines when the model is
 loaded.
 """
 
@@ -17,7 +17,7 @@ TAPS = LayerTaps(4, (1, 2), installed=True)
 
 
 def config(scheduler: str | None = SCHEDULER, speculative: Any = None, **changed: Any) -> Any:
-    """The parts of a VllmConfig that are asked; `changed` is looked for in each of them."""
+    """Return the parts of a `VllmConfig` that are read. `changed` replaces fields of any part."""
     from vllm.config import SchedulerConfig
 
     def part(**fields: Any) -> SimpleNamespace:
@@ -42,26 +42,25 @@ def tensor_rank(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return group
 
 
-def test_the_final_layer_and_those_retained_are_offered(tensor_rank: SimpleNamespace) -> None:
-    rows = module._make_collector(config(), TAPS)
-    assert (rows.num_layers, rows.layers, rows.refusal) == (4, {1, 2, 4}, None)
-    assert rows.copies
+def test_the_final_layer_and_retained_layers_are_offered(tensor_rank: SimpleNamespace) -> None:
+    """The engine offers the final layer and every layer that the taps retain."""
+    collector = module._make_collector(config(), TAPS)
+    assert (collector.num_layers, collector.layers, collector.refusal) == (4, {1, 2, 4}, None)
+    assert collector.copies
 
 
 @pytest.mark.parametrize("scheduler", [None, "vllm.v1.core.sched.scheduler.Scheduler"])
-def test_a_worker_without_the_scheduler_that_carries_them_does_not_start(
+def test_a_worker_requires_the_hidden_states_scheduler(
     scheduler: str | None,
 ) -> None:
-    """Requests for hidden states would get their text only, without an error."""
+    """With another scheduler, clients would receive no hidden states and no error."""
     with pytest.raises(ValueError, match=f"ARGPUWorker requires --scheduler-cls {SCHEDULER}$"):
         check_model(config(scheduler))
     check_model(config())
 
 
-def test_a_worker_of_language_models_does_not_start_on_another_model() -> None:
-    """In one line that names the worker to use; vLLM's config may come from elsewhere than a
-    command line.
-    """
+def test_the_language_model_worker_refuses_a_diffusion_model() -> None:
+    """The error is one line that names the worker to use."""
     world = config()
     world.model_config.architecture = "LingBotWorldPipeline"
     with pytest.raises(
@@ -71,10 +70,12 @@ def test_a_worker_of_language_models_does_not_start_on_another_model() -> None:
 
 
 @pytest.mark.parametrize(("backend", "copies"), [("mp", False), ("external_launcher", True)])
-def test_of_tensor_parallel_ranks_those_copy_that_response_a_scheduler(
+def test_tensor_parallel_ranks_copy_only_for_a_scheduler(
     tensor_rank: SimpleNamespace, backend: str, copies: bool
 ) -> None:
-    """The first; under torchrun every rank has a scheduler."""
+    """Only the first tensor-parallel rank copies. Under torchrun every rank copies, because each
+    has a scheduler.
+    """
     tensor_rank.rank_in_group = 1
     assert (
         module._make_collector(config(distributed_executor_backend=backend), TAPS).copies is copies
@@ -94,23 +95,20 @@ def test_of_tensor_parallel_ranks_those_copy_that_response_a_scheduler(
         ),
     ],
 )
-def test_where_rows_would_be_missing_or_shifted_the_reason_is_said(
+def test_unsupported_configurations_state_the_reason(
     tensor_rank: SimpleNamespace, changed: dict[str, Any], named: str
 ) -> None:
+    """Configurations that omit or shift hidden states refuse them and state the reason."""
     refusal = module._make_collector(config(**changed), TAPS).refusal
     assert refusal is not None and named in refusal
 
 
-def test_other_drafters_are_no_reason_to_refuse(tensor_rank: SimpleNamespace) -> None:
-    drafter = SimpleNamespace(enable_adaptive_verification=False)
-    assert module._make_collector(config(speculative=drafter), TAPS).refusal is None
-
-
-def test_statistics_say_what_this_rank_offers_and_has_copied(tensor_rank: SimpleNamespace) -> None:
+def test_statistics_report_layers_and_copied_bytes(tensor_rank: SimpleNamespace) -> None:
+    """Statistics contain the offered layers and the number of copied bytes of this rank."""
     tensor_rank.rank_in_group = 1
-    rows = module._make_collector(config(), TAPS)
-    rows.bytes_copied = 7
-    worker = SimpleNamespace(model_runner=SimpleNamespace(hidden_state_collector=rows))
+    collector = module._make_collector(config(), TAPS)
+    collector.bytes_copied = 7
+    worker = SimpleNamespace(model_runner=SimpleNamespace(hidden_state_collector=collector))
     assert ARWorkerMixin.hidden_states_stats(worker) == {
         "bytes_copied": 7,
         "layers": [1, 2, 4],

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's checkpoints: copied between two steps, written beside the next ones, the same bytes
-as a snapshot's.
+"""Periodic snapshots of a rank: copied between two steps, written in the background, with the same
+bytes as a snapshot.
 """
 
 import threading
@@ -28,7 +28,7 @@ SMALL = {"window_frames": 7, "sink_frames": 2}
         ("causal_wan", video_chunk, SMALL),
     ],
 )
-def test_a_checkpoint_is_the_file_that_a_snapshot_would_be(
+def test_a_periodic_snapshot_equals_a_snapshot(
     family: str,
     chunk: Any,
     options: dict[str, Any],
@@ -36,7 +36,7 @@ def test_a_checkpoint_is_the_file_that_a_snapshot_would_be(
     request: pytest.FixtureRequest,
     tmp_path: Path,
 ) -> None:
-    """Bit for bit, whatever layout its tensors have; only its owner may read it."""
+    """The files are equal bit for bit for every tensor layout. Only the owner may read them."""
     worker = Worker(make_runner(request.getfixturevalue(family), {"model": options}))
     for index in range(3):
         chunk(worker, "a", index)
@@ -48,11 +48,11 @@ def test_a_checkpoint_is_the_file_that_a_snapshot_would_be(
     assert (tmp_path / "checkpoint").stat().st_mode & 0o777 == 0o600
 
 
-def test_chunks_made_while_it_is_written_are_not_in_it(
+def test_chunks_generated_during_the_write_are_not_in_the_file(
     null_world: Path, make_runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine goes on while the thread writes; the file holds the session as it was when it
-    was copied.
+    """The engine continues while the thread writes. The file holds the session at the time of the
+    copy.
     """
     may_write, write_bytes = threading.Event(), module.write_bytes
 
@@ -66,7 +66,7 @@ def test_chunks_made_while_it_is_written_are_not_in_it(
     before = worker.bits("a")
     exchange = live_save_exchange("a", tmp_path / "a", "0.test")
     call: Call | None = next(exchange)
-    for _ in range(3):  # staged, begun, and not yet written
+    for _ in range(3):  # staged, started, not yet written
         assert call is not None
         call = exchange.send(worker.rpc(call.method, call.args))
     assert call is not None and call.method == "checkpoint_written"
@@ -85,15 +85,15 @@ def test_chunks_made_while_it_is_written_are_not_in_it(
     assert worker.bits("a") != before
 
 
-def test_what_cannot_be_written_is_an_error_and_no_file(
+def test_a_failed_write_raises_and_leaves_no_file(
     null_world: Path, make_runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An unknown session, a disk that fills up under the thread: typed; the next checkpoint is
-    as good as ever.
+    """An unknown session and a full disk raise typed errors and leave no file. The next periodic
+    snapshot succeeds.
     """
     worker = Worker(make_runner(null_world))
     with pytest.raises(RequestFailed, match="unknown_session"):
-        worker.checkpoint("nobody", tmp_path / "a")
+        worker.checkpoint("absent", tmp_path / "a")
     text_chunk(worker, "a", 0)
 
     def full(*args: Any) -> int:
@@ -108,10 +108,10 @@ def test_what_cannot_be_written_is_an_error_and_no_file(
     worker.restore("b", tmp_path / "a")
 
 
-def test_memory_is_retained_from_one_checkpoint_to_the_next(
-    null_world: Path, make_runner: Any, tmp_path: Path
-) -> None:
-    """As much as the largest session so far; fresh pages would cost more than the copy."""
+def test_the_staging_buffer_is_reused(null_world: Path, make_runner: Any, tmp_path: Path) -> None:
+    """The buffer has the size of the largest session so far, because new pages would cost more
+    than the copy.
+    """
     worker = Worker(make_runner(null_world))
     held = []
     for number, size in enumerate((16, 32, 16, 32)):
@@ -123,10 +123,8 @@ def test_memory_is_retained_from_one_checkpoint_to_the_next(
     assert held[3] is held[2] is held[1] and len(held[1]) > len(held[0])
 
 
-def test_bytes_that_no_dtype_may_start_at_are_copied_all_the_same(
-    null_world: Path, make_runner: Any, tmp_path: Path
-) -> None:
-    """Three bytes before floats: their memory is not aligned."""
+def test_unaligned_tensors_are_copied(null_world: Path, make_runner: Any, tmp_path: Path) -> None:
+    """Three uint8 values before floats make the memory of the floats unaligned."""
     checkpoints = Worker(make_runner(null_world)).checkpoints
     odd, floats = torch.tensor([1, 2, 3], dtype=torch.uint8), torch.arange(6.0).view(2, 3)
     checkpoints._copy({"odd": odd, "empty": torch.empty(0), "floats": floats.T})
@@ -137,10 +135,12 @@ def test_bytes_that_no_dtype_may_start_at_are_copied_all_the_same(
     )
 
 
-def test_writing_takes_processor_time_from_steps_on_the_cpu_only(
+def test_a_write_costs_processor_time_only_on_a_cpu(
     null_world: Path, make_runner: Any, tmp_path: Path
 ) -> None:
-    """The thread's own, not the time it waited for the disk."""
+    """On a CPU the cost of a write is the thread's processor time without waits for the disk. On a
+    GPU it is zero.
+    """
     checkpoints, path = Worker(make_runner(null_world)).checkpoints, tmp_path / "a"
     checkpoints._copy({"bytes": torch.ones(1 << 20, dtype=torch.uint8)})
     path.write_bytes(bytes(1 << 20))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A chunk's frames are made as soon as its latents are final, before its clean-context pass."""
+"""A chunk is decoded once its latents are final, before its clean-context pass."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +29,7 @@ def chunk(request_id: str, index: int, **options: Any) -> Any:
 
 
 def count(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The order in which the model is called from now on."""
+    """Record the order of the model's calls from now on."""
     calls: list[str] = []
 
     def noted(name: str) -> Callable[..., Any]:
@@ -54,20 +54,21 @@ def state_of(runner: Any) -> tuple[Any, dict[str, bytes]]:
 
 
 @OVERLAP
-def test_frames_are_made_before_the_clean_pass_and_committed_after_it(
+def test_frames_are_decoded_before_the_clean_pass_and_committed_after_it(
     make_runner: Any, null_world: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool
 ) -> None:
+    """The decode precedes the clean-context pass, and the commit follows it."""
     runner = make_runner(null_world, {"overlap_decode": overlap})
     calls = count(runner, monkeypatch)
     run_to_end(runner, chunk("r", 0))
     assert calls == ["denoise_step"] * (STEPS - 1) + ["post_decode", "denoise_step", "commit"]
 
 
-def test_the_decode_is_launched_behind_the_last_denoise_step(
+def test_the_decode_is_launched_in_the_last_denoise_step(
     make_runner: Any, null_world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the same engine step: launching a decode and a clean pass takes a host longer than
-    decoding a device.
+    """The launch is in the same engine step, because launching a decode and a clean-context pass
+    takes a host longer than the decode takes the device.
     """
     runner = make_runner(null_world)
     calls = count(runner, monkeypatch)
@@ -81,7 +82,9 @@ def test_the_decode_is_launched_behind_the_last_denoise_step(
 def test_the_order_changes_no_bit(
     family: str, make_runner: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Frames of three chunks, and what the session keeps, against decoding after the clean pass."""
+    """Frames and session state of three chunks equal the results of a decode after the
+    clean-context pass.
+    """
     model = request.getfixturevalue(family)
     found = []
     for early in (True, False):
@@ -108,10 +111,10 @@ def test_the_order_changes_no_bit(
 
 
 @OVERLAP
-def test_a_clean_pass_that_fails_takes_the_frames_with_it(
+def test_a_failed_clean_pass_fails_the_chunk(
     make_runner: Any, null_world: Path, overlap: bool
 ) -> None:
-    """They are not delivered, the session is as it was, and the same chunk can be asked for
+    """The frames are not delivered, the session is unchanged, and the same chunk can be requested
     again.
     """
     runner = make_runner(null_world, {"overlap_decode": overlap})
@@ -129,10 +132,10 @@ def test_a_clean_pass_that_fails_takes_the_frames_with_it(
 
 
 @OVERLAP
-def test_a_decode_that_fails_ends_the_chunk_after_its_clean_pass(
+def test_a_failed_decode_fails_the_chunk_after_its_clean_pass(
     make_runner: Any, null_world: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool
 ) -> None:
-    """Other ranks are in that pass and wait for this one; nothing is committed."""
+    """Other ranks take part in the clean-context pass, so it still runs. Nothing is committed."""
     runner = make_runner(null_world, {"overlap_decode": overlap})
     run_to_end(runner, chunk("first", 0))
     before = state_of(runner)
@@ -144,9 +147,10 @@ def test_a_decode_that_fails_ends_the_chunk_after_its_clean_pass(
 
 
 @OVERLAP
-def test_latents_that_are_not_finite_are_refused_though_they_were_decoded(
+def test_decoded_latents_that_are_not_finite_are_refused(
     make_runner: Any, null_world: Path, overlap: bool
 ) -> None:
+    """Latents that are not finite fail the chunk although they were decoded."""
     runner = make_runner(null_world, {"overlap_decode": overlap})
     run_to_end(runner, chunk("first", 0))
     before = state_of(runner)
@@ -161,7 +165,7 @@ def new_nan(request_id: str) -> Any:
     return new_request(request_id, session_id="s", chunk_index=1, output="latents", options=options)
 
 
-def test_giving_up_a_chunk_before_its_clean_pass_leaves_its_session_alone(
+def test_an_abort_before_the_clean_pass_keeps_the_session(
     make_runner: Any, null_world: Path
 ) -> None:
     runner = make_runner(null_world)
@@ -176,9 +180,9 @@ def test_giving_up_a_chunk_before_its_clean_pass_leaves_its_session_alone(
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_a_result_waits_for_nothing_that_is_queued_behind_it() -> None:
-    """On the steps' own stream: the host has it while the clean pass still runs, whose time it
-    therefore lacks.
+def test_a_result_does_not_wait_for_later_work() -> None:
+    """The host receives the result while the clean-context pass still runs on the same CUDA stream,
+    so the timings exclude that pass.
     """
     from vllm_omni.model_executor.device_async import StageTimer
     from vllm_omni.model_executor.interfaces import DiffusionRequest
@@ -205,12 +209,10 @@ def test_a_result_waits_for_nothing_that_is_queued_behind_it() -> None:
 
 
 @pytest.mark.parametrize("clean_pass", [True, False], ids=["before the clean pass", "at the end"])
-def test_a_shared_decode_starts_only_if_every_rank_is_fine(
+def test_a_shared_decode_requires_all_ranks(
     make_runner: Any, null_world: Path, monkeypatch: pytest.MonkeyPatch, clean_pass: bool
 ) -> None:
-    """Another rank that has refused the chunk will not be there: no decode, the chunk fails, the
-    session stays.
-    """
+    """If another rank has refused the chunk, the decode does not start and the chunk fails."""
     runner = make_runner(null_world)
     runner.chunk_end.shares_decode = True
     calls = count(runner, monkeypatch)
@@ -224,12 +226,8 @@ def test_a_shared_decode_starts_only_if_every_rank_is_fine(
     assert runner.sessions.get("s").chunk_index == 1
 
 
-def test_an_error_inside_a_shared_decode_is_not_retained(
-    make_runner: Any, null_world: Path
-) -> None:
-    """The other ranks wait inside its collectives, so it leaves the runner, as one inside a
-    shared forward does.
-    """
+def test_an_error_in_a_shared_decode_stops_the_engine(make_runner: Any, null_world: Path) -> None:
+    """Other ranks wait in the collectives of the decode, so the error leaves the runner."""
     runner = make_runner(null_world)
     runner.chunk_end.shares_decode = True
     with pytest.raises(RuntimeError, match="injected failure"):

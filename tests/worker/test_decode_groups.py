@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which chunks of one forward share a decode, and what a shared decode that fails costs, on a
-fake model.
-"""
+"""Grouping of chunks into shared decodes, and failures of a shared decode, on a mocked model."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +15,11 @@ from vllm_omni.worker.diffusion.decode import ChunkEnd, ResultStream, deliverabl
 
 
 class Model:
-    """Its chunks are a letter: those of one letter may share a decode. most: of so many, by
-    number of the request.
+    """A model that decodes chunks with the same prompt together.
+
+    Args:
+    most: Maximum number of chunks in a shared decode, by request.
+    fails: Prompt for which a shared decode raises.
     """
 
     def __init__(self, most: dict[str, int], fails: str = "") -> None:
@@ -44,7 +45,7 @@ class Model:
 
 
 def states(letters: str) -> list[RequestState]:
-    """Chunks 0, 1, 2, ..., which began a second after one another."""
+    """Return chunks 0, 1, 2, ... that started one second apart."""
     found = []
     for number, letter in enumerate(letters):
         params = DiffusionParams(session_id=f"s{number}", prompt=letter)
@@ -67,21 +68,17 @@ def chunk_end(model: Any, *, decodes: bool = True) -> ChunkEnd:
     [
         ("a", [4], []),
         ("aa", [4, 4], ["01"]),
-        ("aa", [2, 2], ["01"]),
         ("aaa", [4, 4, 4], ["012"]),
-        ("aaa", [4, 2, 4], ["01"]),
         ("aaa", [2, 4, 4], ["01"]),
         ("aaaa", [4, 2, 4, 4], ["01", "23"]),
         ("aaa", [1, 4, 4], ["12"]),
-        ("aa", [1, 4], []),
-        ("baa", [4, 4, 4], ["12"]),
         ("abab", [4, 4, 4, 4], ["02", "13"]),
     ],
 )
-def test_chunks_that_may_share_a_decode_do(
-    letters: str, most: list[int], groups: list[str]
-) -> None:
-    """As many as the most careful of them allows; one that is left over is decoded alone later."""
+def test_compatible_chunks_share_a_decode(letters: str, most: list[int], groups: list[str]) -> None:
+    """A group has at most as many chunks as each of them allows. A remaining chunk is decoded alone
+    later.
+    """
     model = Model({str(number): each for number, each in enumerate(most)})
     chunks = states(letters)
     chunk_end(model).decode_together(chunks)
@@ -99,7 +96,7 @@ def test_chunks_that_may_share_a_decode_do(
 
 
 def test_every_result_reports_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From its chunk's begin, though others were decoded with it."""
+    """The total time of a chunk counts from its own start although the decode is shared."""
     chunks = states("aaa")
     chunk_end(Model(dict.fromkeys("012", 4))).decode_together(chunks)
     monkeypatch.setattr(
@@ -113,7 +110,8 @@ def test_every_result_reports_its_own_time(monkeypatch: pytest.MonkeyPatch) -> N
     assert totals == [[1000.0], [2000.0], [3000.0]]
 
 
-def test_failed_chunks_and_those_with_a_result_are_left_out() -> None:
+def test_failed_and_decoded_chunks_are_not_decoded_again() -> None:
+    """Failed chunks and chunks that already have a result are not decoded again."""
     model, chunks = Model(dict.fromkeys("01234", 4)), states("aaaaa")
     end = chunk_end(model)
     end.decode_together(chunks[:2])
@@ -125,22 +123,12 @@ def test_failed_chunks_and_those_with_a_result_are_left_out() -> None:
     assert chunks[2].pending is None
 
 
-def test_a_rank_that_does_not_decode_shares_none() -> None:
-    model, chunks = Model(dict.fromkeys("01", 4)), states("aa")
-    chunk_end(model, decodes=False).decode_together(chunks)
-    assert model.decoded == []
-
-
-def test_a_model_without_shared_decodes_is_requested_for_none() -> None:
-    chunks = states("aa")
-    chunk_end(SimpleNamespace()).decode_together(chunks)
-    assert [state.pending for state in chunks] == [None, None]
-
-
-def test_a_shared_decode_that_fails_leaves_the_others_of_its_step(
+def test_a_failed_shared_decode_does_not_affect_other_groups(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Its chunks are decoded alone later; the log says why."""
+    """The chunks of a failed shared decode are decoded alone later, other groups are unaffected,
+    and the reason is logged.
+    """
     model, chunks = Model(dict.fromkeys("01234", 4), fails="a"), states("aaabb")
     chunk_end(model).decode_together(chunks)
     assert model.decoded == ["34"]
@@ -155,8 +143,8 @@ MIB = 1 << 20
 
 
 def test_results_beyond_one_message_wait_for_later_steps() -> None:
-    """20 MiB in each; one that is larger alone still goes out, and small ones fill the room
-    behind a large one.
+    """A message holds 20 MiB. A single larger result is still sent, and small results fill the
+    remaining space.
     """
     sizes = {"0": 12 * MIB, "1": 12 * MIB, "2": 8 * MIB, "3": 1}
     outputs = {name: torch.empty(size, dtype=torch.uint8) for name, size in sizes.items()}
@@ -166,8 +154,3 @@ def test_results_beyond_one_message_wait_for_later_steps() -> None:
     assert deliverable([requests[1], requests[3]], {}) == {
         name: outputs[name] for name in ("1", "3")
     }
-
-
-def test_a_request_without_a_result_holds_up_no_one() -> None:
-    large = torch.empty(30 * MIB, dtype=torch.uint8)
-    assert deliverable(states("aa"), {"1": large}) == {"1": large}

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks of several sessions that end in one forward share a decode, unless results may not
-differ by a bit.
+"""Chunks of several sessions that end in one forward pass share a decode, unless the engine is
+batch invariant.
 """
 
 import math
@@ -17,11 +17,13 @@ from vllm_omni.worker.diffusion import warm_up
 
 NAMES = ("a", "b", "c")
 TOLERANCE = 1e-4
-"""fp32 features and latents: sums over other numbers of rows may be added in another order."""
+"""For fp32 features and latents, because the order of summation depends on the batch size."""
 
 
 def chunk(family: str, name: str, index: int) -> Any:
-    """Session `name`'s chunk number `index`, with what its family needs in a first one."""
+    """Return the request for chunk `index` of session `name`. A first chunk gets the inputs that
+    its model family requires.
+    """
     first: dict[str, Any] = {"prompt": f"field {name}", "seed": ord(name)} if index == 0 else {}
     if index == 0 and family == "causal_wan":
         return new_request(f"{name}{index}", None, session_id=name, chunk_index=0, **first)
@@ -33,7 +35,7 @@ def chunk(family: str, name: str, index: int) -> Any:
 
 
 def shared_decodes(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many chunks each shared decode from now on has."""
+    """Record the number of chunks of each shared decode from now on."""
     found: list[int] = []
     shared = runner.model.post_decode_together
 
@@ -48,7 +50,9 @@ def shared_decodes(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def play(
     runner: Any, family: str, together: bool, chunks: int = 3
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Results by request, and each session's tensors, of `chunks` chunks of every session."""
+    """Generate `chunks` chunks of every session; return the results by request and each session's
+    tensors.
+    """
     results: dict[str, Any] = {}
     for index in range(chunks):
         requests = [chunk(family, name, index) for name in NAMES]
@@ -64,7 +68,7 @@ def shared_runner(make_runner: Any, lingbot_world: Path) -> Any:
 
 @pytest.fixture
 def runner(shared_runner: Any) -> Iterator[Any]:
-    """Without sessions."""
+    """The shared runner without sessions."""
     yield shared_runner
     shared_runner.sessions.close_all()
     assert not shared_runner.requests
@@ -74,8 +78,8 @@ def runner(shared_runner: Any) -> Iterator[Any]:
 def test_later_chunks_of_several_sessions_share_a_decode(
     family: str, make_runner: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Frames, metadata and what sessions keep are those of chunks alone; a first chunk is
-    decoded alone.
+    """Frames, metadata and session state equal those of chunks that are decoded alone. A first
+    chunk is always decoded alone.
     """
     runner = make_runner(
         request.getfixturevalue(family), {"batch_invariant": False, "max_sessions": 4}
@@ -106,6 +110,7 @@ def test_later_chunks_of_several_sessions_share_a_decode(
 def test_bit_exact_sessions_share_no_decode(
     make_runner: Any, lingbot_world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A batch-invariant engine decodes every chunk alone."""
     runner = make_runner(lingbot_world, {"max_sessions": 4})
     found = shared_decodes(runner, monkeypatch)
     results, _ = play(runner, "lingbot_world", together=True, chunks=2)
@@ -118,10 +123,10 @@ def test_bit_exact_sessions_share_no_decode(
     )
 
 
-def test_a_shared_decode_that_fails_costs_no_one_a_chunk(
+def test_chunks_of_a_failed_shared_decode_are_decoded_alone(
     runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each is decoded alone then; the one that fails alone too keeps its session as it was."""
+    """Each chunk is decoded alone then. One that also fails alone leaves its session unchanged."""
     play(runner, "lingbot_world", together=True, chunks=1)
     alone = runner.model.post_decode
 
@@ -141,10 +146,10 @@ def test_a_shared_decode_that_fails_costs_no_one_a_chunk(
     assert [runner.sessions.get(name).chunk_index for name in NAMES] == [2, 1, 2]
 
 
-def test_latents_that_are_not_finite_stay_in_their_session(
+def test_latents_that_are_not_finite_fail_only_their_session(
     runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others of the same decode are as if alone."""
+    """Other chunks of the same decode succeed."""
     play(runner, "lingbot_world", together=True, chunks=1)
     advance = runner.model.step_scheduler
 
@@ -163,10 +168,12 @@ def test_latents_that_are_not_finite_stay_in_their_session(
     assert [runner.sessions.get(name).chunk_index for name in NAMES] == [2, 1, 2]
 
 
-def test_a_warm_up_decodes_as_many_together_as_sessions_will(
+def test_a_warm_up_measures_the_largest_shared_decode(
     runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that the memory of that is not given to sessions."""
+    """The warm-up decodes `max_sessions` chunks together, so that the session budget excludes that
+    memory.
+    """
     found = shared_decodes(runner, monkeypatch)
     warm_up._run_session(runner)
     assert found == [4] and len(runner.sessions) == 0
@@ -175,6 +182,7 @@ def test_a_warm_up_decodes_as_many_together_as_sessions_will(
 def test_a_warm_up_of_bit_exact_sessions_decodes_each_alone(
     make_runner: Any, lingbot_world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A batch-invariant engine decodes each chunk of the warm-up alone."""
     runner = make_runner(lingbot_world, {"max_sessions": 4})
     found = shared_decodes(runner, monkeypatch)
     warm_up._run_session(runner)

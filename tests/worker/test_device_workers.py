@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the diffusion workers of a CPU and of a GPU add to vLLM's: threads, settings, sleep of
-sessions. No device.
+"""Additions of the CPU and GPU diffusion workers to vLLM's: threads, environment variables, and
+sessions in sleep mode. No GPU is needed.
 """
 
 import os
@@ -27,9 +27,7 @@ CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
 @pytest.fixture(autouse=True)
 def unset(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An environment without these variables, then and afterwards; nobody is this process'
-    parent.
-    """
+    """An environment without these variables. The parent process is not watched."""
     for name in ("OMP_NUM_THREADS", *QUEUES, *SEGMENTS, *CONNECTIONS):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -42,7 +40,7 @@ def settings() -> dict[str, str]:
     }
 
 
-# -- CPU -------------------------------------------------------------------------------------------
+# CPU
 
 
 @on_cpu
@@ -58,7 +56,7 @@ def settings() -> dict[str, str]:
 def test_cores_are_counted_once_and_within_the_quota(
     monkeypatch: pytest.MonkeyPatch, positions: list[tuple[int, int]], quota: int, cores: int
 ) -> None:
-    """places: memory node and core of each hardware thread."""
+    """`positions` are the memory node and the core of each hardware thread."""
     from vllm_omni.worker.diffusion import cpu_worker
 
     allowed = [SimpleNamespace(numa_node=node, physical_core=core) for node, core in positions]
@@ -69,10 +67,10 @@ def test_cores_are_counted_once_and_within_the_quota(
 
 @on_cpu
 @pytest.mark.parametrize(("requested", "set_to"), [({}, [7]), ({"OMP_NUM_THREADS": "2"}, [])])
-def test_a_cpu_worker_computes_with_all_cores_unless_it_was_notified(
+def test_a_cpu_worker_uses_all_cores_unless_omp_num_threads_is_set(
     monkeypatch: pytest.MonkeyPatch, requested: dict[str, str], set_to: list[int]
 ) -> None:
-    """Set before vLLM's worker fixes the number."""
+    """The number of threads is set before vLLM's worker fixes it. OMP_NUM_THREADS overrides it."""
     from vllm_omni.worker.diffusion import cpu_worker
 
     for name, value in requested.items():
@@ -98,7 +96,7 @@ def test_a_cpu_worker_computes_with_all_cores_unless_it_was_notified(
     assert worker.cpu_threads() == {"threads": torch.get_num_threads(), "pid": os.getpid()}
 
 
-# -- CUDA ------------------------------------------------------------------------------------------
+# CUDA
 
 
 def gpu_worker(
@@ -126,15 +124,18 @@ def gpu_worker(
         (3, True, QUEUES | CONNECTIONS),
     ],
 )
-def test_settings_of_cuda_are_made_before_it_starts(
+def test_cuda_environment_variables_are_set_before_cuda_starts(
     monkeypatch: pytest.MonkeyPatch, stages: int, sleep_mode: bool, made: dict[str, str]
 ) -> None:
-    """Sleep mode has an allocator of its own; stages need hardware queues."""
+    """Expandable segments are not set in sleep mode, which has another allocator. Pipeline stages
+    require more hardware queues.
+    """
     gpu_worker(monkeypatch, stages=stages, sleep_mode=sleep_mode)
     assert settings() == made
 
 
-def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_environment_variables_of_the_user_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables that the user has set are not changed."""
     own = dict.fromkeys(QUEUES | SEGMENTS | CONNECTIONS, "own")
     for name, value in own.items():
         monkeypatch.setenv(name, value)
@@ -144,8 +145,8 @@ def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def sleeper(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A worker on a GPU; `calls`: of the stock worker, of its sessions and of the device, in
-    order.
+    """A worker on a GPU. `calls` records the calls of the stock worker, its sessions and the
+    device.
     """
     worker = gpu_worker(monkeypatch)
     worker.calls = []
@@ -165,9 +166,9 @@ def sleeper(monkeypatch: pytest.MonkeyPatch) -> Any:
     return worker
 
 
-def test_sessions_sleep_on_the_host_and_come_back(sleeper: Any) -> None:
-    """Once nothing computes any more, before the device's memory goes; back when weights are
-    there, not before.
+def test_sessions_move_to_the_host_in_sleep_mode(sleeper: Any) -> None:
+    """Sessions move to the host after all work has ended and before device memory is freed. They
+    return when the weights are back.
     """
     sleeper.sleep()
     assert sleeper.calls == [("wait", sleeper.device), ("to", "cpu"), ("sleep", 1)]
@@ -182,6 +183,7 @@ def test_sessions_sleep_on_the_host_and_come_back(sleeper: Any) -> None:
         assert sleeper.calls == [("wake", tags)] + [("to", sleeper.device)] * back
 
 
-def test_weights_that_go_take_sessions_along(sleeper: Any) -> None:
+def test_sleep_level_2_closes_sessions(sleeper: Any) -> None:
+    """Sleep level 2 discards the weights and closes all sessions."""
     sleeper.sleep(2)
     assert sleeper.calls == [("wait", sleeper.device), "close", ("trim", 0), ("sleep", 2)]

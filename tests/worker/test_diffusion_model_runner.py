@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runner against hand-made scheduler outputs, on the null world."""
+"""The diffusion runner with scheduler outputs built by hand, on the null world."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,6 @@ import torch
 from helpers.scheduling import execute, new_request, run_to_end, step
 from vllm.sequence import IntermediateTensors
 
-from vllm_omni.inputs import DiffusionParams
 from vllm_omni.outputs import RequestFailed
 
 STEPS = 5
@@ -39,7 +38,7 @@ def latents(result: Any) -> torch.Tensor:
 
 
 def test_a_request_takes_one_engine_step_per_denoise_step(runner: Any) -> None:
-    """Nothing comes back until the last step, then one envelope with metadata and timings."""
+    """Only the last step returns an envelope, with metadata and timings."""
     results = [execute(runner, step(new=[chunk("r", "s", 0)]))]
     results += [execute(runner, step(running=["r"])) for _ in range(STEPS - 1)]
     assert [result["r"] for result in results[:-1]] == [None] * (STEPS - 1)
@@ -54,7 +53,7 @@ def test_a_request_takes_one_engine_step_per_denoise_step(runner: Any) -> None:
     assert tensors["latents"].shape == (4, 4, 6)
 
 
-def test_a_window_separate_is_refused_where_the_model_has_none(runner: Any) -> None:
+def test_a_window_is_refused_if_the_model_fixes_it(runner: Any) -> None:
     """The session is not opened."""
     [result] = execute(runner, step(new=[chunk("r", "s", 0, window_frames=3)])).values()
     assert isinstance(result, RequestFailed) and result.code == "invalid_request"
@@ -65,8 +64,8 @@ def test_a_window_separate_is_refused_where_the_model_has_none(runner: Any) -> N
 def test_requests_at_different_steps_share_a_step_and_equal_solo_runs(
     runner: Any, make_runner: Any, null_world: Path
 ) -> None:
-    """A request that arrives two steps late joins the batch; both results are those of running
-    alone.
+    """A request that arrives two steps late joins the batch. Both results equal those of single
+    runs.
     """
     execute(runner, step(new=[chunk("a", "a", 0, seed=1)]))
     execute(runner, step(running=["a"]))
@@ -82,7 +81,7 @@ def test_requests_at_different_steps_share_a_step_and_equal_solo_runs(
 
 
 def test_an_aborted_chunk_leaves_its_session_byte_identical(runner: Any) -> None:
-    """After an abort in any step the session is as before and the same chunk can be asked for
+    """After an abort in any step the session is unchanged and the same chunk can be requested
     again.
     """
     run_to_end(runner, chunk("r0", "s", 0))
@@ -100,17 +99,19 @@ def test_an_aborted_chunk_leaves_its_session_byte_identical(runner: Any) -> None
     assert state_of(runner, "s") != before
 
 
-def test_a_request_that_ended_before_it_was_scheduled_is_unknown(runner: Any) -> None:
-    """The scheduler lets go of it all the same."""
+def test_finishing_an_unknown_request_has_no_effect(runner: Any) -> None:
+    """The scheduler may report such a request as finished. The runner ignores it."""
     execute(runner, step(new=[chunk("r", "s", 0)]))
     execute(runner, step(finished=["aborted while it waited"], running=["r"]))
     assert runner.request_progress() == {"s": [2, STEPS]}
 
 
-def test_before_a_snapshot_responses_to_finished_chunks_of_its_session_are_applied(
+def test_a_snapshot_first_applies_results_of_finished_chunks(
     make_runner: Any, null_world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not to those of other sessions, to one at work, or to a request that never became a chunk."""
+    """Results of other sessions, of running chunks, and of requests without a chunk are not
+    received.
+    """
     runner = make_runner(null_world, {"overlap_decode": True})
     execute(
         runner, step(new=[chunk("done", "s", 0), chunk("other", "t", 0), chunk("broken", "s", 7)])
@@ -126,36 +127,29 @@ def test_before_a_snapshot_responses_to_finished_chunks_of_its_session_are_appli
     assert requested == [["done"]]
 
 
-def test_an_aborted_first_chunk_leaves_no_session(runner: Any) -> None:
-    """A session whose first chunk never succeeded does not exist and holds no bytes."""
-    execute(runner, step(new=[chunk("r", "s", 0)]))
-    assert "s" in runner.sessions
-    execute(runner, step(finished=["r"]))
-    assert "s" not in runner.sessions and runner.sessions.nbytes == 0
-
-
 @pytest.mark.parametrize(
     ("options", "code"),
     [
         ({"fail_in": "prepare"}, "engine_error"),
-        ({"fail_in": "denoise", "fail_at": 0}, "engine_error"),
         ({"fail_in": "denoise", "fail_at": 3}, "engine_error"),
         ({"fail_in": "decode"}, "engine_error"),
-        ({"nan_at": 2}, "non_finite"),
         ({"nan_at": STEPS - 1}, "non_finite"),
         ({"stepz": 1}, "invalid_request"),
     ],
 )
-def test_one_bad_request_costs_only_itself(
+def test_a_failed_request_affects_no_other(
     runner: Any, make_runner: Any, null_world: Path, options: dict[str, Any], code: str
 ) -> None:
-    """Its neighbour's result is bit-identical to running alone; its own session stays as it was."""
+    """The other request's result equals that of a single run, and the session of the failed request
+    is unchanged. The error does not contain the text of an unexpected exception.
+    """
     run_to_end(runner, chunk("bad0", "bad", 0), chunk("good0", "good", 0))
     before = state_of(runner, "bad")
     results = run_to_end(
         runner, chunk("bad1", "bad", 1, options=options), chunk("good1", "good", 1)
     )
     assert isinstance(results["bad1"], RequestFailed) and results["bad1"].code == code
+    assert "injected" not in str(results["bad1"])
     assert state_of(runner, "bad") == before
     solo = make_runner(null_world)
     run_to_end(solo, chunk("good0", "good", 0))
@@ -164,14 +158,8 @@ def test_one_bad_request_costs_only_itself(
     )
 
 
-def test_error_texts_report_a_client_nothing_about_the_inside(runner: Any) -> None:
-    """An unexpected exception's own text (here: 'injected failure') stays in the log."""
-    failure = run_to_end(runner, chunk("r", "s", 0, options={"fail_in": "prepare"}))["r"]
-    assert "injected" not in str(failure)
-
-
 def test_a_chunk_out_of_order_is_refused(runner: Any) -> None:
-    """The error names what arrived and what the session expects."""
+    """The error names the received index and the expected one."""
     run_to_end(runner, chunk("r0", "s", 0))
     failure = run_to_end(runner, chunk("r5", "s", 5))["r5"]
     assert (
@@ -180,8 +168,8 @@ def test_a_chunk_out_of_order_is_refused(runner: Any) -> None:
 
 
 def test_a_malformed_request_is_refused(runner: Any) -> None:
-    """extra_kwargs without our key, with wrong types or unknown fields: invalid_request, engine
-    goes on.
+    """Missing keys, wrong types and unknown fields fail with `invalid_request`; the engine
+    continues.
     """
     for extra in (
         None,
@@ -198,8 +186,8 @@ def test_a_malformed_request_is_refused(runner: Any) -> None:
 
 
 def test_session_operations(runner: Any) -> None:
-    """fork copies and diverges, reset starts afresh under the same id, close frees; unknown
-    sessions are named.
+    """`fork` copies a session, which can then diverge; `reset` restarts it under the same id;
+    `close` frees it. Unknown sessions fail with `unknown_session`.
     """
     run_to_end(runner, chunk("r0", "s", 0))
     forked = run_to_end(runner, new_request("f", session_id="s", op="fork", fork_to="t"))["f"]
@@ -219,8 +207,8 @@ def test_session_operations(runner: Any) -> None:
     assert failure.code == "unknown_session"
 
 
-def test_a_full_server_says_so_at_once(make_runner: Any, null_world: Path) -> None:
-    """The request beyond the limit gets `capacity`; sessions at work are never evicted for it."""
+def test_a_full_server_refuses_new_sessions(make_runner: Any, null_world: Path) -> None:
+    """The request beyond the limit fails with `capacity`. No active session is evicted for it."""
     runner = make_runner(null_world, {"max_sessions": 2})
     run_to_end(runner, chunk("a", "a", 0), chunk("b", "b", 0))
     failure = run_to_end(runner, chunk("c", "c", 0))["c"]
@@ -230,7 +218,7 @@ def test_a_full_server_says_so_at_once(make_runner: Any, null_world: Path) -> No
 
 
 def test_sessions_are_bounded_in_bytes(make_runner: Any, null_world: Path) -> None:
-    """omni.max_session_bytes counts; a size that can never fit is refused at start."""
+    """`omni.max_session_bytes` limits sessions. A limit below one session is refused at startup."""
     one = 4 * 4 * 6 * 4
     runner = make_runner(null_world, {"max_session_bytes": one})
     run_to_end(runner, chunk("a", "a", 0))
@@ -239,28 +227,10 @@ def test_sessions_are_bounded_in_bytes(make_runner: Any, null_world: Path) -> No
         make_runner(null_world, {"max_session_bytes": one - 1})
 
 
-def test_results_that_overflow_one_message_are_delivered_one_step_later(
-    runner: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two results too large for the worker's message ring together both arrive, unchanged, in
-    following steps.
-    """
-    monkeypatch.setattr("vllm_omni.worker.diffusion.decode._MAX_STEP_BYTES", 1024)
-    new = [new_request(name, session_id=name, prompt="x", chunk_index=0) for name in "ab"]
-    execute(runner, step(new=new))
-    for _ in range(STEPS - 2):
-        execute(runner, step(running="ab"))
-    first = execute(runner, step(running="ab"))
-    assert first["a"] is not None and first["b"] is None
-    second = execute(runner, step(running=["b"], finished=["a"]))
-    assert second["b"][1]["frames"].shape == (9, 32, 48, 3)
-    assert runner.sessions.get("b").chunk_index == 1
-
-
 def test_the_stock_scheduler_gets_whole_chunks(
     make_runner: Any, null_world: Path, runner: Any
 ) -> None:
-    """Without StreamBatchScheduler one engine step is a whole chunk, with identical results."""
+    """Without `StreamBatchScheduler` one engine step generates a whole chunk with equal results."""
     stock = make_runner(null_world, scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")
     result = execute(stock, step(new=[chunk("r", "s", 0), chunk("q", "s", 1)]))
     assert result["r"][0]["chunk_index"] == 0 and result["q"][0]["chunk_index"] == 1
@@ -271,6 +241,9 @@ def test_the_stock_scheduler_gets_whole_chunks(
 def test_a_stage_passes_tensors_from_the_previous_one_to_the_next(
     runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The role receives the tensors of the previous stage, and its tensors are returned for the
+    next.
+    """
     received, sent, seen = IntermediateTensors({}), IntermediateTensors({}), []
 
     def pass_on(states: Any, tensors: Any) -> IntermediateTensors:
@@ -283,18 +256,10 @@ def test_a_stage_passes_tensors_from_the_previous_one_to_the_next(
 
 
 def test_input_tensors_reach_the_model_by_name(runner: Any) -> None:
-    """A NaN pose sent as a tensor is refused by the model with its own code."""
+    """A NaN pose sent as a tensor is refused by the model with its own error code."""
     poses = torch.full((9, 4, 4), float("nan"))
     data = new_request("r", {"poses": poses}, session_id="s", prompt="x", chunk_index=0)
     assert run_to_end(runner, data)["r"].code == "non_finite_pose"
-
-
-def test_params_survive_the_wire(runner: Any) -> None:
-    """to_pooling_params / from_extra_kwargs is the identity."""
-    params = DiffusionParams(
-        session_id="s", prompt="p", seed=3, actions=[["w"], []], options={"x": 1}
-    )
-    assert DiffusionParams.from_extra_kwargs(params.to_pooling_params().extra_kwargs) == params
 
 
 @pytest.mark.parametrize(("batch_invariant", "sizes"), [(True, [1, 1]), (False, [2])])
@@ -305,7 +270,9 @@ def test_batch_invariance_decides_how_forwards_are_shared(
     batch_invariant: bool,
     sizes: list[int],
 ) -> None:
-    """True (default): one forward per request; False: one forward for all of equal shape."""
+    """With `batch_invariant` (the default) every request has its own forward pass. Without it,
+    requests of equal shape share one.
+    """
     runner = make_runner(null_world, {"batch_invariant": batch_invariant})
     seen: list[int] = []
     forward = runner.model.denoise_step
@@ -318,18 +285,16 @@ def test_batch_invariance_decides_how_forwards_are_shared(
     assert seen == sizes
 
 
-@pytest.mark.parametrize(
-    ("fail_at", "names"), [(0, ["a", "bad", "c"]), (2, ["a", "bad", "c"]), (1, ["a", "bad"])]
-)
-def test_an_exception_in_a_shared_forward_costs_only_its_request(
+@pytest.mark.parametrize(("fail_at", "names"), [(2, ["a", "bad", "c"]), (1, ["a", "bad"])])
+def test_an_exception_in_a_shared_forward_fails_only_its_request(
     make_runner: Any,
     null_world: Path,
     monkeypatch: pytest.MonkeyPatch,
     fail_at: int,
     names: list[str],
 ) -> None:
-    """`batch_invariant` false: the others of the forward finish with the results they have
-    alone.
+    """With `batch_invariant` false, the other requests of the forward pass finish with the results
+    of single runs.
     """
     runner = make_runner(null_world, {"batch_invariant": False})
     sizes: list[int] = []
@@ -360,9 +325,11 @@ def test_an_exception_in_a_shared_forward_costs_only_its_request(
             assert torch.equal(latents(results[name]), latents(alone))
 
 
-def test_what_the_model_says_of_a_failed_step_reaches_the_client(
+def test_an_error_of_the_model_reaches_the_client(
     runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A `RequestFailed` of the model is returned with its code and message."""
+
     def denoise_step(batch: Any, hidden: Any = None) -> Any:
         raise RequestFailed("unsupported", "not with this camera")
 
@@ -372,8 +339,8 @@ def test_what_the_model_says_of_a_failed_step_reaches_the_client(
     assert str(failed) == "unsupported: not with this camera"
 
 
-def test_a_failed_first_chunk_does_not_end_the_session_of_the_next_try(runner: Any) -> None:
-    """The client may ask again before the scheduler has let go of the request that failed."""
+def test_a_retried_first_chunk_keeps_its_session(runner: Any) -> None:
+    """The client may retry before the scheduler releases the failed request."""
     failed = execute(runner, step(new=[chunk("r", "s", 0, options={"fail_in": "prepare"})]))["r"]
     assert isinstance(failed, RequestFailed) and "s" not in runner.sessions
     execute(runner, step(new=[chunk("again", "s", 0)]))
@@ -387,7 +354,7 @@ def test_a_failed_first_chunk_does_not_end_the_session_of_the_next_try(runner: A
 def test_a_result_that_cannot_be_packed_fails_its_chunk(
     runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before it is committed: the same chunk can be asked for again."""
+    """It fails before the commit, so the same chunk can be requested again."""
     run_to_end(runner, chunk("first", "s", 0))
     before = state_of(runner, "s")
     with monkeypatch.context() as patched:
@@ -398,38 +365,9 @@ def test_a_result_that_cannot_be_packed_fails_its_chunk(
     assert run_to_end(runner, chunk("again", "s", 1))["again"][0]["chunk_index"] == 1
 
 
-def test_what_the_model_says_of_a_failed_decode_reaches_the_client(
-    runner: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def post_decode(request: Any) -> Any:
-        raise RequestFailed("invalid_request", "this cannot be drawn")
-
-    monkeypatch.setattr(runner.model, "post_decode", post_decode)
-    failed = run_to_end(runner, chunk("r", "s", 0))["r"]
-    assert isinstance(failed, RequestFailed) and (failed.code, failed.message) == (
-        "invalid_request",
-        "this cannot be drawn",
-    )
-
-
-def test_a_chunk_that_failed_on_another_rank_has_no_result(
-    runner: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Though this rank had packed one: it is not committed, so nobody may see it."""
-    run_to_end(runner, chunk("first", "s", 0))
-    before = state_of(runner, "s")
-    monkeypatch.setattr(runner.agreement, "several", True)
-    monkeypatch.setattr(runner.agreement, "all_fine", lambda fine: False)
-    failed = run_to_end(runner, chunk("r", "s", 1))["r"]
-    assert isinstance(failed, RequestFailed) and "another tensor-parallel rank" in failed.message
-    assert state_of(runner, "s") == before
-
-
 @pytest.mark.parametrize("ending", ["success", "failure", "abort"])
 def test_a_one_shot_session_ends_with_its_request(runner: Any, ending: str) -> None:
-    """One image or video needs no session afterwards, whether it was finished, failed or given
-    up.
-    """
+    """A one-shot session is closed after success, failure and abort."""
     options = {"fail_in": "decode"} if ending == "failure" else {}
     execute(runner, step(new=[chunk("r", "s", 0, one_shot=True, options=options)]))
     assert runner.request_progress() == {"s": [1, STEPS]}
@@ -442,10 +380,37 @@ def test_a_one_shot_session_ends_with_its_request(runner: Any, ending: str) -> N
 
 
 def test_a_one_shot_request_refuses_a_live_session(runner: Any) -> None:
-    """It would close a session that is somebody else's."""
+    """A one-shot request would close the existing session."""
     run_to_end(runner, chunk("a", "s", 0))
     before = state_of(runner, "s")
     refused = run_to_end(runner, new_request("b", session_id="s", prompt="x", one_shot=True))["b"]
     assert isinstance(refused, RequestFailed) and refused.code == "invalid_request"
     assert "one_shot needs a new session_id" in refused.message
     assert state_of(runner, "s") == before
+
+
+def test_a_chunk_that_failed_on_another_rank_has_no_result(
+    runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This rank has packed a result, which is neither committed nor delivered."""
+    run_to_end(runner, chunk("first", "s", 0))
+    before = state_of(runner, "s")
+    monkeypatch.setattr(runner.agreement, "several", True)
+    monkeypatch.setattr(runner.agreement, "all_fine", lambda fine: False)
+    failed = run_to_end(runner, chunk("r", "s", 1))["r"]
+    assert isinstance(failed, RequestFailed) and "another tensor-parallel rank" in failed.message
+    assert state_of(runner, "s") == before
+
+
+def test_a_decode_error_of_the_model_reaches_the_client(
+    runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def post_decode(request: Any) -> Any:
+        raise RequestFailed("invalid_request", "this cannot be drawn")
+
+    monkeypatch.setattr(runner.model, "post_decode", post_decode)
+    failed = run_to_end(runner, chunk("r", "s", 0))["r"]
+    assert isinstance(failed, RequestFailed) and (failed.code, failed.message) == (
+        "invalid_request",
+        "this cannot be drawn",
+    )

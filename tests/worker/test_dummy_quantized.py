@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--load-format dummy` beside quantization: without a weight file of the transformer a chunk is
-made.
-"""
+"""`--load-format dummy` with quantization starts without a weight file of the transformer."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +31,7 @@ LAYOUTS = {
 def test_weights_are_generated_and_quantized(
     family: str, make_runner: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """A runner's warm-up is a chunk, and it checks that latents are finite."""
+    """The runner's warm-up generates a chunk and checks that its latents are finite."""
     get_family(family).make_tiny(tmp_path, 0, LAYOUTS[family])
     for file in tmp_path.rglob("*transformer*/*.safetensors"):
         file.unlink()
@@ -64,6 +62,7 @@ def test_weights_are_generated_and_quantized(
 def test_weights_of_a_stored_format_are_generated(
     name: str, dequantize: bool, make_runner: Callable[..., Any], tmp_path: Path
 ) -> None:
+    """Weights of every stored quantized format can be generated."""
     get_family("wan2_2").make_tiny(tmp_path / "plain", 0, "t2v")
     path = with_transformer(tmp_path / "plain", QUANTIZED / name, tmp_path)
     runner = make_runner(path, {"dequantize": dequantize}, dtype="bfloat16", load_format="dummy")

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LayerTaps on vLLM's own model classes: what can be kept, what is refused, and the numbers of
-transformers.
-"""
+"""`LayerTaps` on vLLM's models: retained layers, refusals, and transformers' layer numbers."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,15 +42,15 @@ def with_layers(config: VllmConfig, *layers: int, method: str | None = None) -> 
     )
 
 
-def test_without_options_the_model_is_as_loaded(vllm_config: VllmConfig, model: Any) -> None:
-    """Nothing is kept, nothing costs anything."""
+def test_without_options_the_model_is_unchanged(vllm_config: VllmConfig, model: Any) -> None:
+    """No layer is retained."""
     taps = LayerTaps.install(with_layers(vllm_config), model, drafter_reads_layers=False)
     assert taps == LayerTaps(BLOCKS, (), installed=False)
     assert model.model.aux_hidden_state_layers == () and taps.named(None) == {}
 
 
-def test_layers_are_retained_in_the_models_order(vllm_config: VllmConfig, model: Any) -> None:
-    """Asked in any order, doubled, the last one (which needs no keeping) among them."""
+def test_layers_are_retained_in_the_order_of_the_model(vllm_config: VllmConfig, model: Any) -> None:
+    """Layers may be requested in any order, repeatedly, also the last, which needs no tap."""
     taps = LayerTaps.install(
         with_layers(vllm_config, 3, 0, 3, BLOCKS), model, drafter_reads_layers=False
     )
@@ -66,8 +64,8 @@ def test_layers_are_retained_in_the_models_order(vllm_config: VllmConfig, model:
         taps.named([first])
 
 
-def test_a_drafters_layers_can_be_had_and_no_others(vllm_config: VllmConfig, model: Any) -> None:
-    """It reads whatever the forward returns, so the set may not grow."""
+def test_only_the_layers_of_a_drafter_can_be_requested(vllm_config: VllmConfig, model: Any) -> None:
+    """A drafter reads every returned layer, so the set of layers must not grow."""
     model.set_aux_hidden_state_layers((1, 2))
     taps = LayerTaps.install(with_layers(vllm_config, 2), model, drafter_reads_layers=True)
     assert taps == LayerTaps(
@@ -80,29 +78,30 @@ def test_a_drafters_layers_can_be_had_and_no_others(vllm_config: VllmConfig, mod
         LayerTaps.install(with_layers(vllm_config, 3), model, drafter_reads_layers=True)
 
 
-@pytest.mark.parametrize("method", ["eagle", "mtp", "draft_model", "medusa"])
-def test_a_drafter_that_would_read_our_layers_is_refused(
+@pytest.mark.parametrize("method", ["eagle", "draft_model"])
+def test_a_drafter_that_would_read_the_taps_is_refused(
     vllm_config: VllmConfig, model: Any, method: str
 ) -> None:
+    """The drafter would read the tapped layers as its own."""
     with pytest.raises(ValueError, match=f"{method}.*ngram"):
         LayerTaps.install(
             with_layers(vllm_config, 1, method=method), model, drafter_reads_layers=False
         )
 
 
-def test_ngram_drafts_go_together_with_layers(vllm_config: VllmConfig, model: Any) -> None:
+def test_ngram_drafts_allow_layers(vllm_config: VllmConfig, model: Any) -> None:
     taps = LayerTaps.install(
         with_layers(vllm_config, 1, method="ngram"), model, drafter_reads_layers=False
     )
     assert taps.installed
 
 
-def test_a_layer_the_model_does_not_have_is_named(vllm_config: VllmConfig, model: Any) -> None:
+def test_a_layer_that_the_model_lacks_is_refused(vllm_config: VllmConfig, model: Any) -> None:
     with pytest.raises(ValueError, match="4 blocks"):
         LayerTaps.install(with_layers(vllm_config, 5), model, drafter_reads_layers=False)
 
 
-def test_a_model_without_the_facility_is_named(vllm_config: VllmConfig) -> None:
+def test_a_model_without_auxiliary_layers_is_refused(vllm_config: VllmConfig) -> None:
     with pytest.raises(ValueError, match="Linear returns only its last layer"):
         LayerTaps.install(with_layers(vllm_config, 1), nn.Linear(1, 1), drafter_reads_layers=False)
     with pytest.raises(
@@ -111,8 +110,8 @@ def test_a_model_without_the_facility_is_named(vllm_config: VllmConfig) -> None:
         prepare_stages(nn.Linear(1, 1))
 
 
-class Sees(nn.Module, SupportsMultiModal):
-    """A multimodal model around a language model."""
+class MultimodalModel(nn.Module, SupportsMultiModal):
+    """A multimodal model that contains a language model."""
 
     def __init__(self, language_model: nn.Module) -> None:
         super().__init__()
@@ -122,12 +121,16 @@ class Sees(nn.Module, SupportsMultiModal):
         return self.inner
 
 
-def test_a_multimodal_model_keeps_the_layers_of_its_language_model(
+def test_a_multimodal_model_retains_layers_of_its_language_model(
     vllm_config: VllmConfig, model: Any
 ) -> None:
-    taps = LayerTaps.install(with_layers(vllm_config, 1), Sees(model), drafter_reads_layers=False)
+    taps = LayerTaps.install(
+        with_layers(vllm_config, 1), MultimodalModel(model), drafter_reads_layers=False
+    )
     assert taps.installed and model.model.aux_hidden_state_layers == (1,)
-    with pytest.raises(ValueError, match="Sees returns only its last layer"):
+    with pytest.raises(ValueError, match="MultimodalModel returns only its last layer"):
         LayerTaps.install(
-            with_layers(vllm_config, 1), Sees(nn.Linear(1, 1)), drafter_reads_layers=False
+            with_layers(vllm_config, 1),
+            MultimodalModel(nn.Linear(1, 1)),
+            drafter_reads_layers=False,
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runner with several chunks of one stream in flight, against hand-made scheduler outputs."""
+"""The runner with several chunks of one session in flight, with scheduler outputs built by hand."""
 
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ def chunk(index: int | None, name: str | None = None, session: str = "s", **fiel
 
 
 def started(runner: Any) -> None:
-    """Chunk 0 is committed; 1 has done a step, 2 and 3 are behind it."""
+    """Commit chunk 0 and start chunks 1, 2 and 3, each a step after its predecessor."""
     run_to_end(runner, chunk(0))
     execute(runner, step(new=[chunk(1)]))
     assert execute(runner, step(new=[chunk(2)])) == {"s2": None}
@@ -47,7 +47,7 @@ def started(runner: Any) -> None:
 
 
 def rest(runner: Any, first: int, count: int = 3) -> list[torch.Tensor]:
-    """The latents of chunks sent again one by one."""
+    """Return the latents of chunks that are requested again one by one."""
     results = [
         run_to_end(runner, chunk(index, f"again{index}"))[f"again{index}"]
         for index in range(first, count + 1)
@@ -62,7 +62,7 @@ def expected(make_runner: Any, causal_wan: Path) -> list[torch.Tensor]:
 
 
 def test_chunks_in_flight_end_in_order(runner: Any) -> None:
-    """In one batch each moves by a step; the engine is told which were committed."""
+    """Each chunk of the batch advances by one step, and the output names the committed one."""
     started(runner)
     for names in (["s1", "s2", "s3"], ["s2", "s3"], ["s3"]):
         assert runner.request_progress()["s"] == [1, STEPS]
@@ -79,8 +79,8 @@ def test_chunks_in_flight_end_in_order(runner: Any) -> None:
     assert again[0]["chunk_index"] == 4 and bool(torch.isfinite(again[1]["latents"]).all())
 
 
-def test_a_batch_may_hold_whom_it_will(runner: Any, expected: list[torch.Tensor]) -> None:
-    """One that may not go on yet waits in its place; a first chunk's follower waits for the
+def test_a_batch_may_contain_waiting_chunks(runner: Any, expected: list[torch.Tensor]) -> None:
+    """A chunk that may not run yet waits in the batch. The successor of a first chunk waits for the
     session.
     """
     results: dict[str, Any] = execute(runner, step(new=[chunk(0), chunk(1), chunk(2)]))
@@ -97,8 +97,10 @@ def test_a_batch_may_hold_whom_it_will(runner: Any, expected: list[torch.Tensor]
     assert [torch.equal(a, b) for a, b in zip(found, expected, strict=False)] == [True] * 3
 
 
-def test_an_aborted_chunk_takes_those_behind_it(runner: Any, expected: list[torch.Tensor]) -> None:
-    """Not those before it, nor other sessions; the stream goes on where it was committed."""
+def test_an_aborted_chunk_fails_its_successors(runner: Any, expected: list[torch.Tensor]) -> None:
+    """Earlier chunks and other sessions are unaffected. The session continues after its last
+    committed chunk.
+    """
     run_to_end(runner, chunk(0, session="t"))
     started(runner)
     execute(runner, step(new=[chunk(1, session="t")]))
@@ -114,8 +116,8 @@ def test_an_aborted_chunk_takes_those_behind_it(runner: Any, expected: list[torc
     ]
 
 
-def test_a_chunk_with_nan_takes_those_behind_it(runner: Any, expected: list[torch.Tensor]) -> None:
-    """It is found out at its end; what its followers have written by then does no harm."""
+def test_a_chunk_with_nan_fails_its_successors(runner: Any, expected: list[torch.Tensor]) -> None:
+    """NaN is detected at the end of the chunk. K/V written by its successors are discarded."""
     started(runner)
     working = runner.requests["s1"].chunk.state
     working.latents = working.latents * float("nan")
@@ -131,12 +133,11 @@ def test_a_chunk_with_nan_takes_those_behind_it(runner: Any, expected: list[torc
     ] * 3
 
 
-def test_what_an_earlier_stage_started_behind_a_failure_takes_part_for_nothing(
+def test_successors_started_by_an_earlier_stage_run_and_are_discarded(
     runner: Any, expected: list[torch.Tensor]
 ) -> None:
-    """It could not know yet: its hidden states arrive, as the chunk that it has said.
-
-    What nobody began is refused.
+    """The earlier stage sends hidden states with the chunk index before it receives the failure.
+    Such chunks run and are discarded. A chunk that no stage started is refused.
     """
     started(runner)
     runner.parts.in_flight.fail(runner.requests["s2"].chunk)
@@ -160,8 +161,8 @@ def test_what_an_earlier_stage_started_behind_a_failure_takes_part_for_nothing(
     ] * 3
 
 
-def test_what_is_not_next_is_refused(runner: Any) -> None:
-    """Chunks in flight count; one that is refused costs the others nothing."""
+def test_a_chunk_that_is_not_next_is_refused(runner: Any) -> None:
+    """Chunks in flight count for the expected index. A refusal does not affect other chunks."""
     started(runner)
     outcome = execute(runner, step(new=[chunk(3, "twice")], running=["s1", "s2", "s3"]))
     assert outcome["twice"] is None, "three are in flight: it waits"
@@ -170,7 +171,10 @@ def test_what_is_not_next_is_refused(runner: Any) -> None:
     assert execute(runner, step(running=["s3"]))["s3"][0]["chunk_index"] == 3
 
 
-def test_a_model_that_cannot_says_why(make_runner: Any, causal_wan: Path, null_world: Path) -> None:
+def test_models_without_chunks_in_flight_are_refused(
+    make_runner: Any, causal_wan: Path, null_world: Path
+) -> None:
+    """The error states why the model cannot have several chunks in flight."""
     with pytest.raises(ValueError, match="cache 'strict' shows a chunk the clean chunk before it"):
         make_runner(causal_wan, {"chunks_in_flight": 2})
     with pytest.raises(ValueError, match="its next chunk needs the one before it complete"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`MemoryBudget` on a GPU that other processes use too; the device is pretended."""
+"""`MemoryBudget` on a mocked GPU that other processes use too."""
 
 import re
 from types import SimpleNamespace
@@ -20,11 +20,10 @@ CUDA = torch.device("cuda", 0)
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A GPU; `used`: by everybody.
+    """A mocked GPU. This process has 3 GiB of weights, a peak of 5 GiB and 6 GiB reserved by torch.
 
-    This process has 3 GiB of weights, peaks at 5 GiB and holds 6 GiB from torch.
-
-    taken: bytes that were asked of the allocator.
+    `used` are the bytes in use by all processes; `taken` are the sizes requested from the
+    allocator.
     """
     gpu = SimpleNamespace(used=0, taken=[])
 
@@ -32,22 +31,22 @@ def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         assert where == {"dtype": torch.uint8, "device": CUDA}
         gpu.taken.append(nbytes)
 
-    def response(name: str, value: Any) -> None:
-        def answered(device: torch.device) -> Any:
+    def mock(name: str, value: Any) -> None:
+        def replacement(device: torch.device) -> Any:
             assert device == CUDA
             return value() if callable(value) else value
 
-        monkeypatch.setattr(torch.cuda, name, answered)
+        monkeypatch.setattr(torch.cuda, name, replacement)
 
     monkeypatch.setattr(torch, "empty", empty)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    response("reset_peak_memory_stats", None)
-    response("synchronize", None)
-    response("mem_get_info", lambda: (TOTAL - gpu.used, TOTAL))
-    response("memory_reserved", 6 * GIB)
-    response("memory_allocated", 6 * GIB)
-    response("max_memory_allocated", 5 * GIB)
-    response("get_device_properties", SimpleNamespace(total_memory=TOTAL))
+    mock("reset_peak_memory_stats", None)
+    mock("synchronize", None)
+    mock("mem_get_info", lambda: (TOTAL - gpu.used, TOTAL))
+    mock("memory_reserved", 6 * GIB)
+    mock("memory_allocated", 6 * GIB)
+    mock("max_memory_allocated", 5 * GIB)
+    mock("get_device_properties", SimpleNamespace(total_memory=TOTAL))
     return gpu
 
 
@@ -61,10 +60,8 @@ def session_bytes(device: SimpleNamespace, used_before: int) -> int:
     return budget.session_bytes(SESSION, None)
 
 
-def test_memory_of_others_is_not_taken_from_sessions(device: SimpleNamespace) -> None:
-    """A tenth of a GPU beside an engine that has taken 92 GiB is the same tenth as on an empty
-    one.
-    """
+def test_memory_of_other_processes_does_not_reduce_sessions(device: SimpleNamespace) -> None:
+    """A tenth of a GPU has the same size next to an engine that uses 92 GiB and on an empty GPU."""
     device.used = 6 * GIB + GIB
     alone = session_bytes(device, used_before=0)
     assert alone == int(TOTAL * 0.1) - (5 * GIB + GIB) + SESSION
@@ -72,8 +69,10 @@ def test_memory_of_others_is_not_taken_from_sessions(device: SimpleNamespace) ->
     assert session_bytes(device, used_before=92 * GIB) == alone
 
 
-def test_what_came_since_counts(device: SimpleNamespace) -> None:
-    """Memory that this rank's libraries take beside torch; and what others give back is no gain."""
+def test_memory_allocated_after_the_start_counts(device: SimpleNamespace) -> None:
+    """Memory that this rank's libraries allocate outside torch counts. Memory that other processes
+    free does not increase the budget.
+    """
     device.used = 6 * GIB + 92 * GIB
     without = session_bytes(device, used_before=92 * GIB)
     device.used += 2 * GIB
@@ -82,10 +81,10 @@ def test_what_came_since_counts(device: SimpleNamespace) -> None:
     assert session_bytes(device, used_before=92 * GIB) == without
 
 
-def test_memory_that_graphs_keep_for_themselves_counts(
+def test_memory_pools_of_cuda_graphs_count(
     device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is no longer in use when they have run, but nothing else can have it."""
+    """Pools of CUDA graphs are unused after a run but not available for sessions."""
     device.used = 6 * GIB
     without = session_bytes(device, used_before=0)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 4 * GIB)
@@ -93,16 +92,17 @@ def test_memory_that_graphs_keep_for_themselves_counts(
 
 
 def test_sessions_that_do_not_fit_are_an_error(device: SimpleNamespace) -> None:
+    """The error names the option to raise."""
     device.used = 6 * GIB + 92 * GIB
     with pytest.raises(ValueError, match="raise --gpu-memory-utilization"):
         session_bytes(device, used_before=80 * GIB)
 
 
-def test_a_worker_says_what_was_in_use_when_it_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's snapshot of the device, taken before anything was loaded, reaches the warm-up.
-
-    Behind that the heap is frozen, as in vLLM's workers: a full collection in between requests
-    takes no 100 ms.
+def test_a_worker_passes_the_initial_memory_use_to_the_warm_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM's memory snapshot from before loading reaches the warm-up. The heap is frozen
+    afterwards, as in vLLM's workers, to avoid full garbage collections between requests.
     """
     worker: Any = object.__new__(DiffusionGPUWorker)
     worker.init_snapshot = SimpleNamespace(total_memory=TOTAL, free_memory=TOTAL - 93 * GIB)
@@ -123,11 +123,11 @@ def test_a_worker_says_what_was_in_use_when_it_started(monkeypatch: pytest.Monke
     assert requested == [93 * GIB] and frozen_after == [1]
 
 
-def test_the_allocator_keeps_the_memory_of_the_warm_up(
+def test_the_memory_of_the_warm_up_stays_reserved(
     device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Graphs' pools had to be told from it by giving it back; the first session does not wait
-    for the driver.
+    """The measurement releases the memory to separate it from graph pools. It is allocated again,
+    so that the first session does not wait for the driver.
     """
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * GIB)
     session_bytes(device, used_before=0)
@@ -136,7 +136,8 @@ def test_the_allocator_keeps_the_memory_of_the_warm_up(
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the allocator of a GPU")
-def test_a_session_behind_the_warm_up_takes_no_memory_from_the_driver() -> None:
+def test_a_session_after_the_warm_up_reserves_no_memory() -> None:
+    """A session after the warm-up reuses reserved memory."""
     config: Any = SimpleNamespace(
         cache_config=SimpleNamespace(gpu_memory_utilization=0.5, kv_cache_memory_bytes=None)
     )
@@ -152,8 +153,8 @@ def test_a_session_behind_the_warm_up_takes_no_memory_from_the_driver() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_kv_cache_memory_bytes_is_the_budget(device: str) -> None:
-    """`--kv-cache-memory-bytes` overrides the share of the device, as in vLLM;
-    `omni.max_session_bytes` may be less.
+    """`--kv-cache-memory-bytes` overrides the share of the device, as in vLLM.
+    `omni.max_session_bytes` may lower it.
     """
     config = SimpleNamespace(
         cache_config=SimpleNamespace(kv_cache_memory_bytes=8 * MIB, gpu_memory_utilization=0.9)
@@ -172,10 +173,10 @@ def test_kv_cache_memory_bytes_is_the_budget(device: str) -> None:
         budget.session_bytes(2 * GIB, None)
 
 
-def test_sessions_of_a_cpu_may_hold_half_of_the_memory_that_is_free(
+def test_sessions_on_a_cpu_may_use_half_of_the_free_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whole bytes."""
+    """The budget is an integer number of bytes."""
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=12 * MIB + 1))
     config: Any = SimpleNamespace(
         cache_config=SimpleNamespace(kv_cache_memory_bytes=None, gpu_memory_utilization=0.9)

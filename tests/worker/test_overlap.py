@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results that come with a later step than the chunk's last one (`omni.overlap_decode`)."""
+"""Results that are delivered with a step after the chunk's last one (`omni.overlap_decode`), and
+pacing of the host.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -41,7 +43,7 @@ def chunk(request_id: str, index: int, **fields: Any) -> Any:
 
 
 def denoise(runner: Any, request: Any) -> Any:
-    """Take all steps of a request; returns the raw output of the last."""
+    """Run all steps of a request; return the output of the last one."""
     execute(runner, step(new=[request]))
     for _ in range(STEPS - 2):
         execute(runner, step(running=[request.req_id]))
@@ -50,7 +52,9 @@ def denoise(runner: Any, request: Any) -> Any:
 
 
 def test_the_chunk_is_committed_before_its_result_is_delivered(runner: Any) -> None:
-    """The step that ends it says so to the scheduler; the next step it is in brings the result."""
+    """The last step reports the chunk as denoised. The next step that contains the request returns
+    the result.
+    """
     output = denoise(runner, chunk("r", 0))
     assert output.denoised == ("r",) and output.pooler_output == [None]
     assert runner.sessions.get("s").chunk_index == 1
@@ -61,7 +65,7 @@ def test_the_chunk_is_committed_before_its_result_is_delivered(runner: Any) -> N
 def test_the_next_chunk_starts_in_the_step_that_delivers_the_last(
     runner: Any, make_runner: Any, null_world: Path
 ) -> None:
-    """And frames are those of chunks that run one after the other."""
+    """Frames equal those of chunks that run one by one."""
     one_by_one = make_runner(null_world, {"overlap_decode": False})
     expected = [run_to_end(one_by_one, chunk(name, index))[name] for index, name in enumerate("ab")]
     denoise(runner, chunk("a", 0))
@@ -77,26 +81,18 @@ def test_the_next_chunk_starts_in_the_step_that_delivers_the_last(
         assert {**meta, "timings_ms": 0} == {**expected_meta, "timings_ms": 0}
 
 
-def test_giving_up_a_result_on_its_way_keeps_the_chunk(runner: Any) -> None:
-    """The chunk is part of the session by then; the client asks for the next one."""
+def test_aborting_a_pending_result_keeps_the_chunk(runner: Any) -> None:
+    """The chunk is already part of the session, so the client continues with the next one."""
     denoise(runner, chunk("r", 0))
     execute(runner, step(finished=["r"]))
     assert runner.sessions.get("s").chunk_index == 1 and not runner.sessions.is_pinned("s")
     assert run_to_end(runner, chunk("next", 1))["next"][0]["chunk_index"] == 1
 
 
-def test_a_decode_that_fails_leaves_the_session_as_it_was(runner: Any) -> None:
-    """It fails where it is launched, before the commit, and the answer does not wait for another
-    step.
-    """
-    output = denoise(runner, chunk("r", 0, options={"fail_in": "decode"}))
-    assert output.denoised == () and output.pooler_output[0] is not None
-    execute(runner, step(finished=["r"]))
-    assert "s" not in runner.sessions
-
-
-def test_the_stock_scheduler_gets_its_results_at_once(make_runner: Any, null_world: Path) -> None:
-    """It would not schedule the request again."""
+def test_the_stock_scheduler_receives_results_immediately(
+    make_runner: Any, null_world: Path
+) -> None:
+    """The stock scheduler would not schedule the request again."""
     runner = make_runner(
         null_world, {"overlap_decode": True}, "vllm.v1.core.sched.scheduler.Scheduler"
     )
@@ -105,8 +101,8 @@ def test_the_stock_scheduler_gets_its_results_at_once(make_runner: Any, null_wor
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_the_decode_runs_alongside_later_work_and_reads_what_was_there() -> None:
-    """Work queued after it neither delays the result's copy nor changes what it sees."""
+def test_the_decode_overlaps_later_work() -> None:
+    """Later work neither delays the copy of the result nor changes its inputs."""
 
     class Slow:
         def post_decode(self, request: Any) -> Any:
@@ -132,8 +128,8 @@ def test_the_decode_runs_alongside_later_work_and_reads_what_was_there() -> None
 
 
 class Device:
-    """CUDA events of a device that takes `step_ms` before each, and a clock that only goes while
-    the host waits.
+    """CUDA events of a device that computes for `step_ms` before each, and a clock that advances
+    only while the host waits.
     """
 
     def __init__(self, step_ms: float, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,11 +188,11 @@ class Device:
         (200.0, True, False, 30.0),
     ],
 )
-def test_the_host_is_a_step_ahead_of_the_device_and_less_where_steps_are_long(
+def test_the_host_launches_a_step_ahead_and_later_for_long_steps(
     monkeypatch: pytest.MonkeyPatch, step_ms: float, stages: bool, hurry: bool, before_end_ms: float
 ) -> None:
-    """How long before the end of what the device is at the next step may be launched; the device
-    never idles.
+    """`before_end_ms` is the time between the launch of the next step and the end of the current
+    one. The device never idles.
     """
     device = Device(step_ms, monkeypatch)
     pacer = StepPacer(torch.device("cuda"), stages=stages)
@@ -207,11 +203,11 @@ def test_the_host_is_a_step_ahead_of_the_device_and_less_where_steps_are_long(
     assert device.ends_s[-1] - device.now_s == pytest.approx(before_end_ms / 1e3, abs=1e-6)
 
 
-def test_a_host_that_launches_slowly_starts_before_the_step_ends(
+def test_a_slow_launch_counts_from_the_start_of_the_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The device begins a step while the host still launches it: its end is expected from there
-    on.
+    """The device starts a step while the host still launches it, so the expected end counts from
+    there.
     """
     device = Device(0.0, monkeypatch)
     pacer = StepPacer(torch.device("cuda"))
@@ -225,10 +221,10 @@ def test_a_host_that_launches_slowly_starts_before_the_step_ends(
     assert device.ends_s[-1] - device.now_s == pytest.approx(0.01, abs=1e-6)
 
 
-def test_a_step_that_ends_sooner_than_the_one_before_is_not_waited_for_longer(
+def test_the_host_stops_waiting_when_a_step_ends_early(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And the next one is expected to begin when it is launched."""
+    """The next step is expected to start when it is launched."""
     device = Device(200.0, monkeypatch)
     pacer = StepPacer(torch.device("cuda"))
     for step_s in (0.2, 0.2, 0.2, 0.07):
@@ -242,27 +238,12 @@ def test_a_step_that_ends_sooner_than_the_one_before_is_not_waited_for_longer(
     assert device.ends_s[-1] - device.now_s == pytest.approx(0.2 - (0.07 - 0.01), abs=2e-3)
 
 
-def test_steps_of_other_streams_do_not_count_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where short steps are followed by long ones, the fourth of these is led by 10 ms."""
-    device = Device(0.0, monkeypatch)
-    pacer = StepPacer(torch.device("cuda"))
-    for step_s in (*[0.01] * 8, *[0.06] * 4):
-        device.step_s = step_s
-        pacer.launched()
-        pacer.wait()
-    assert device.ends_s[-1] - device.now_s == pytest.approx(0.01, abs=1e-6)
-
-
 @pytest.mark.parametrize("launch_s", [0.0, 0.03])
-def test_one_long_step_costs_no_later_step_its_lead(
+def test_a_long_step_does_not_delay_later_launches(
     monkeypatch: pytest.MonkeyPatch, launch_s: float
 ) -> None:
-    """Steps of a chunk: the first also encodes, the last shares the device with a decode.
-
-    All others are led by 10 ms.
-
-    Even if the host first heard of the end: what it expects of a step must not carry over to those
-    behind it.
+    """The first step of a chunk also encodes and the last shares the device with a decode. All
+    other steps are launched 10 ms ahead, also if the host notices an end late.
     """
     device = Device(0.0, monkeypatch)
     pacer, leads = StepPacer(torch.device("cuda")), []
@@ -283,10 +264,10 @@ def test_one_long_step_costs_no_later_step_its_lead(
     assert max(leads[-5:]) < 0.04
 
 
-def test_the_device_time_of_a_step_is_notified_with_the_next_one(
+def test_the_device_time_of_a_step_is_reported_with_a_later_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As soon as it has ended; what the device is at is no step's time yet."""
+    """The duration of a step is available once it has ended."""
     device = Device(0.0, monkeypatch)
     pacer, reported = StepPacer(torch.device("cuda")), []
     for number in range(4):
@@ -305,19 +286,10 @@ def test_the_device_time_of_a_step_is_notified_with_the_next_one(
     assert not pacer.unfinished
 
 
-def test_a_launch_that_was_not_announced_reports_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    Device(10.0, monkeypatch)
-    pacer = StepPacer(torch.device("cuda"))
-    pacer.launching()
-    for _ in range(3):
-        pacer.launched()
-        pacer.wait()
-    assert pacer.before_s is None
-
-
-def test_elsewhere_than_on_cuda_there_is_nothing_to_wait_for(
+def test_the_pacer_does_nothing_without_cuda(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Without CUDA the pacer creates no events and does not wait."""
     made: list[Any] = []
     monkeypatch.setattr(torch.cuda, "Event", lambda **options: made.append(options))
     pacer = StepPacer(torch.device("cpu"))
@@ -330,24 +302,19 @@ def test_elsewhere_than_on_cuda_there_is_nothing_to_wait_for(
 
 @pytest.fixture
 def slow_device(runner: Any, monkeypatch: pytest.MonkeyPatch) -> Device:
-    """Steps of 200 ms, which the last of several stages nearly waits for.
-
-    The test's runner computes on the CPU.
-    """
+    """Steps of 200 ms on the last of several stages. The runner itself computes on the CPU."""
     if torch.cuda.is_available():
-        pytest.skip("the device is made up")
+        pytest.skip("the device is mocked")
     device = Device(200.0, monkeypatch)
     parts = replace(runner.parts, pacer=StepPacer(torch.device("cuda"), stages=True))
     monkeypatch.setattr(runner, "role", LastStage(parts, EveryStep(runner.model, ends_steps=True)))
     return device
 
 
-def test_a_result_that_arrives_while_the_host_waits_leaves_at_once(
+def test_a_result_that_arrives_during_the_wait_is_returned_immediately(
     runner: Any, slow_device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the step that ended its chunk; the scheduler does not hear that it is still on its
-    way.
-    """
+    """It is returned with the step that ended its chunk and is not reported as pending."""
     came_s = 4.5 * slow_device.step_s
     monkeypatch.setattr(PendingResult, "ready", lambda _: slow_device.now_s >= came_s)
     output = denoise(runner, chunk("a", 0))
@@ -358,10 +325,10 @@ def test_a_result_that_arrives_while_the_host_waits_leaves_at_once(
     assert execute(runner, step(finished=["a"], new=[chunk("b", 1)]))["b"] is None
 
 
-def test_of_two_results_that_arrive_together_the_one_without_room_does_not_delay_its_session(
+def test_a_result_without_room_does_not_delay_its_session(
     runner: Any, slow_device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The scheduler hears that it is on its way, so that its session's next chunk may start."""
+    """It is reported as denoised, so that the next chunk of its session may start."""
     monkeypatch.setattr("vllm_omni.worker.diffusion.decode._MAX_STEP_BYTES", 1024)
     requests = [new_request(name, session_id=name, prompt="a field", seed=3) for name in "ab"]
     execute(runner, step(new=requests))
@@ -377,7 +344,7 @@ def test_of_two_results_that_arrive_together_the_one_without_room_does_not_delay
 def test_a_ready_result_shortens_the_wait_for_the_device(
     runner: Any, slow_device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The client would get it a step later."""
+    """Otherwise the client would receive it a step later."""
     device = slow_device
     monkeypatch.setattr(PendingResult, "ready", lambda _: False)
     denoise(runner, chunk("a", 0))
@@ -391,11 +358,11 @@ def test_a_ready_result_shortens_the_wait_for_the_device(
     assert device.ends_s[-1] - device.now_s < device.step_s / 4
 
 
-def test_what_a_vae_stage_is_notified_does_not_wait_for_the_step(
+def test_a_stage_before_the_vae_waits_before_its_step(
     runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rank before it waits for the device before a step; a step that only fetches results
-    waits for nothing.
+    """The rank before the VAE stage waits for the device before a step. A step that only fetches
+    results does not wait.
     """
     calls: list[str] = []
 
@@ -403,7 +370,7 @@ def test_what_a_vae_stage_is_notified_does_not_wait_for_the_step(
         before_s, unfinished = None, False
 
         def launching(self) -> None:
-            """Not of interest here."""
+            """Do nothing."""
 
         def wait(self, is_result_ready: Callable[[], bool] = lambda: False) -> bool:
             calls.append("wait")
@@ -413,7 +380,7 @@ def test_what_a_vae_stage_is_notified_does_not_wait_for_the_step(
             calls.append("launched")
 
     class Alone(BeforeVAE):
-        """Its micro-step does nothing: no VAE stage listens."""
+        """A role without a VAE stage to send to; its micro-step only records the call."""
 
         def __init__(self, parts: Any) -> None:
             super().__init__(parts, EveryStep(parts.model, ends_steps=True))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a failure of one rank's work does: ranks as real processes (gloo), of which one raises."""
+"""The effect of one rank's failure on the others, on real processes (gloo)."""
 
 import os
 import time
@@ -18,7 +18,7 @@ from vllm_omni.runtime.exit_codes import ENGINE_DIED
 
 
 def work(rank: int, size: int, heard: bool, address: str, output: Path, stop: Event) -> None:
-    """One rank: the last of them fails while the others wait for it in a collective."""
+    """Run one rank. The last rank fails while the others wait for it in a collective."""
     import torch
     import torch.distributed as dist
     from vllm.distributed import parallel_state
@@ -43,11 +43,13 @@ def work(rank: int, size: int, heard: bool, address: str, output: Path, stop: Ev
             dist.all_reduce(torch.ones(1))
     except Exception as error:
         print("raised", type(error).__name__, flush=True)
-        stop.wait()  # as a worker that waits for its next call
+        stop.wait()  # like a worker that waits for its next call
 
 
 class Ranks:
-    """Processes, one for each value of `heard`; `stop` ends those that wait for a next call."""
+    """Processes, one for each value of `heard`. `stop` ends processes that wait for their next
+    call.
+    """
 
     def __init__(self, folder: Path, *heard: bool) -> None:
         address = f"tcp://127.0.0.1:{port_for_a_server()}"
@@ -64,7 +66,7 @@ class Ranks:
             process.start()
 
     def join(self, rank: int, timeout_s: float) -> str:
-        """Wait for a rank's end; what it wrote."""
+        """Wait until a rank exits; return its output."""
         self.processes[rank].join(timeout_s)
         return self._outputs[rank].read_text()
 
@@ -79,7 +81,7 @@ class Ranks:
 
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[list[Ranks]]:
-    """Tests add what they start."""
+    """A list to which tests add the ranks that they start."""
     running: list[Ranks] = []
     yield running
     for ranks in running:
@@ -88,11 +90,11 @@ def started(tmp_path: Path) -> Iterator[list[Ranks]]:
             process.join()
 
 
-def test_a_rank_that_no_one_hears_ends_itself_and_wakes_the_one_that_waits(
+def test_a_failed_rank_exits_and_wakes_the_waiting_rank(
     started: list[Ranks], tmp_path: Path
 ) -> None:
-    """With its traceback; the other, whose answer counts, raises at once instead of waiting for
-    its collective.
+    """It logs its traceback. The rank that returns the result raises immediately instead of waiting
+    for its collective.
     """
     started.append(ranks := Ranks(tmp_path, True, False))
     output = ranks.join(1, timeout_s=60)
@@ -108,8 +110,8 @@ def test_a_rank_that_no_one_hears_ends_itself_and_wakes_the_one_that_waits(
     assert ranks.processes[0].exitcode == 0
 
 
-def test_one_rank_raises_as_ever(started: list[Ranks], tmp_path: Path) -> None:
-    """On an engine's only rank an exception costs no process."""
+def test_an_exception_on_a_single_rank_is_raised(started: list[Ranks], tmp_path: Path) -> None:
+    """An exception on an engine's only rank does not end the process."""
     started.append(rank := Ranks(tmp_path, False))
     rank.wait_for(0, "raised ValueError", timeout_s=60)
     assert rank.processes[0].is_alive()

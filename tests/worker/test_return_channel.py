@@ -1,48 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ReturnChannel` with a process group in this process: who talks to whom, and how long a message
-lives.
-
-tests/worker/test_pipeline_parallel.py has real ranks.
-"""
+"""`ReturnChannel`: groups and messages with a mocked process group, and results on real ranks."""
 
 import weakref
-from collections import defaultdict, deque
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from helpers.ports import port_for_a_server
+from helpers.rank_processes import run_ranks
 
 from vllm_omni.worker.diffusion import link
 from vllm_omni.worker.diffusion.link import ReturnChannel, connect_forward
 
 FIRST, SECOND, VAE = (0, 2, 4), (1, 3, 5), 6
 COLUMNS = [FIRST, SECOND, FIRST, SECOND, FIRST, SECOND, FIRST]
-"""Three stages of two ranks, and a rank that only decodes: each one's column of ranks with
-layers.
-"""
+"""Column of each rank: three stages of two ranks, and a rank that only decodes."""
 META = torch.device("meta")
 CPU = torch.device("cpu")
 
 
 class Work:
-    """A transfer: `arrive` fills a receive's buffer when somebody waits for it."""
+    """A transfer, not completed until the test completes it."""
 
-    def __init__(self, arrive: Any = lambda: None) -> None:
-        self.completed, self.wait = False, arrive
+    completed = False
 
     def is_completed(self) -> bool:
         return self.completed
 
 
 class Group:
-    """torch.distributed of seven ranks, of which `rank` is the one that acts."""
+    """A mock of torch.distributed with seven ranks, of which `rank` acts."""
 
     def __init__(self) -> None:
         self.rank = 0
         self.calls: list[Any] = []
         self.works: list[Work] = []
-        self.messages: defaultdict[Any, deque[torch.Tensor]] = defaultdict(deque)
 
     def get_rank(self) -> int:
         return self.rank
@@ -66,14 +60,9 @@ class Group:
         self.calls.append(("recv", src, group, token.numel(), token.device.type))
 
     def isend(self, message: torch.Tensor, *, dst: int, group: Any) -> Work:
-        self.messages[self.rank, dst, group].append(message.clone())
         self.calls.append(weakref.ref(message))
         self.works.append(Work())
         return self.works[-1]
-
-    def irecv(self, buffer: torch.Tensor, *, src: int, group: Any) -> Work:
-        arriving = self.messages[src, self.rank, group]
-        return Work(lambda: buffer.copy_(arriving.popleft()))
 
 
 @pytest.fixture
@@ -99,10 +88,12 @@ def channel(group: Group, rank: int, device: torch.device = CPU) -> ReturnChanne
         (VAE, []),
     ],
 )
-def test_every_rank_makes_all_groups_and_connects_its_own(
+def test_every_rank_creates_all_groups_and_connects_its_own(
     group: Group, rank: int, connected: list[Any]
 ) -> None:
-    """In one order, as `new_group` asks for; one element goes to each earlier stage."""
+    """All ranks create the groups in the same order, as `new_group` requires. The last stage sends
+    one element to each earlier stage.
+    """
     made = channel(group, rank, META)
     assert made.is_last == (rank in (4, 5))
     groups = [("gloo", pair) for pair in ([0, 4], [2, 4], [1, 5], [3, 5])]
@@ -121,7 +112,7 @@ def test_every_rank_makes_all_groups_and_connects_its_own(
 def test_stages_are_connected_forward(
     group: Group, first: bool, last: bool, calls: list[str]
 ) -> None:
-    """Along vLLM's own way: a rank that waits for the one before it is not waited for by it."""
+    """Connections follow vLLM's send direction, so no two ranks wait for each other."""
     pp: Any = SimpleNamespace(
         is_first_rank=first, is_last_rank=last, prev_rank=7, next_rank=9, device_group="stages"
     )
@@ -130,76 +121,96 @@ def test_stages_are_connected_forward(
     assert group.calls == [(call, peers[call], "stages", 1, "meta") for call in calls]
 
 
-class Model:
-    def latents(self, request: Any) -> torch.Tensor:
-        return torch.full(request.shape, request.value, dtype=torch.bfloat16)
-
-
-def batch(number: int, *, steps_left: int = 0) -> list[Any]:
-    """Two requests of different sizes."""
-    names = {f"a{number}": (number + 1, 2), f"b{number}": (3,)}
-    return [
-        SimpleNamespace(
-            request_id=name,
-            shape=shape,
-            value=10.0 * number + position,
-            step=4 - steps_left,
-            num_steps=4,
-        )
-        for position, (name, shape) in enumerate(names.items())
-    ]
-
-
-def test_responses_are_applied_up_to_the_newest_that_was_requested_for(group: Group) -> None:
-    """A status counts where a chunk may be committed; before that nobody waits for the device to
-    read it.
-    """
-    model: Any = Model()
-    last, middle = channel(group, 4), channel(group, 2)
-    batches = [batch(0, steps_left=1), batch(1), batch(2)]
-    for requests in batches:
-        group.rank = 4
-        last.send(requests, [True, False], [model.latents(request) for request in requests])
-        group.rank = 2
-        middle.expect(requests)
-        middle.listen(model)
-    taken: list[Any] = []
-    for requested, number in (
-        ([], 0),
-        (["nobody"], 0),
-        (["a0", "b1"], 4),
-        (["a0"], 4),
-        (["b2"], 6),
-        (["b2"], 6),
-    ):
-        middle.drain(
-            requested, lambda request, ok, latents: taken.append((request.request_id, ok, latents))
-        )
-        assert len(taken) == number
-    assert [(name, ok, latents.tolist()) for name, ok, latents in taken] == [
-        ("a0", True, [0.0] * 2),
-        ("b0", True, [1.0] * 3),
-        ("a1", True, [10.0] * 4),
-        ("b1", False, [11.0] * 3),
-        ("a2", True, [20.0] * 6),
-        ("b2", False, [21.0] * 3),
-    ]
-    assert {latents.dtype for *_, latents in taken} == {torch.float32}
+def batch() -> list[Any]:
+    """Two requests."""
+    return [SimpleNamespace(request_id=name, step=4, num_steps=4) for name in ("a", "b")]
 
 
 def test_a_message_lives_until_every_stage_has_it(group: Group) -> None:
+    """The last stage keeps a message until all transfers have completed."""
     last = channel(group, 4)
     group.calls.clear()
     for _ in range(2):
-        last.send(batch(0), [True, True], [torch.zeros(2), torch.zeros(3)])
+        last.send(batch(), [True, True], [torch.zeros(2), torch.zeros(3)])
     first, second = group.calls[0], group.calls[2]
     assert [message.shape for message in (first(), second())] == [(7,)] * 2
     group.works[0].completed = group.works[3].completed = True
-    last.send(batch(0), [True, True], [torch.zeros(2), torch.zeros(3)])
+    last.send(batch(), [True, True], [torch.zeros(2), torch.zeros(3)])
     assert first() is not None, "one of two stages still receives it"
     for work in group.works[:4]:
         work.completed = True
-    last.send(batch(0), [True, True], [torch.zeros(2), torch.zeros(3)])
+    last.send(batch(), [True, True], [torch.zeros(2), torch.zeros(3)])
     assert first() is None
     assert second() is None
     assert group.calls[-1]() is not None
+
+
+TWO_STAGES = ((0, 2), (1, 3))
+"""Columns of two stages with two ranks each. Rank 4 only decodes."""
+
+
+class Growing:
+    """Latents of batch n in bf16: n + 1 elements of its first request and 2 of its second."""
+
+    def latents(self, request: Any) -> torch.Tensor:
+        shape = (request.batch + 1, 1) if request.request_id.startswith("first") else (1, 2)
+        return torch.full(shape, request.value, dtype=torch.bfloat16)
+
+
+def batch_of(number: int, value: float) -> list[Any]:
+    return [
+        SimpleNamespace(
+            request_id=f"{name} {number}", batch=number, value=value + index, step=1, num_steps=1
+        )
+        for index, name in enumerate(("first", "second"))
+    ]
+
+
+def rank_of_a_column(rank: int, address: str) -> None:
+    """Send three batches of results. Receives are posted by `listen`, and results are applied up to
+    the newest requested one.
+    """
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=5)
+    column = TWO_STAGES[rank % 2]
+    channel, model = ReturnChannel(column, torch.device("cpu")), Growing()
+    assert channel.is_last == (rank in (2, 3))
+    batches = [batch_of(number, 10.0 * number + 100 * column[1]) for number in range(3)]
+    if channel.is_last:
+        for batch in batches:
+            channel.send(
+                batch, [True, batch[0].batch != 1], [model.latents(request) for request in batch]
+            )
+    elif rank != 4:
+        taken: list[Any] = []
+        irecv, posted = dist.irecv, []
+        dist.irecv = lambda *args, **kwargs: posted.append(1) or irecv(*args, **kwargs)
+        for number, batch in enumerate(batches):
+            channel.expect(batch)
+            assert len(posted) == number, "a receive was posted before hidden states were sent"
+            channel.listen(model)  # type: ignore[arg-type]
+        for requested, number_taken in (
+            ([], 0),
+            (["second 1", "other"], 4),
+            (["first 0"], 4),
+            (["first 2"], 6),
+        ):
+            channel.drain(
+                requested, lambda request, ok, latents: taken.append((request, ok, latents))
+            )
+            assert len(taken) == number_taken
+        assert [(request.request_id, ok, latents.tolist()) for request, ok, latents in taken] == [
+            (
+                request.request_id,
+                request.request_id != "second 1",
+                model.latents(request).flatten().tolist(),
+            )
+            for batch in batches
+            for request in batch
+        ]
+        assert all(latents.dtype == torch.float32 for _, _, latents in taken)
+    dist.barrier()
+
+
+def test_results_come_in_order_from_the_counterpart_on_the_last_stage() -> None:
+    address = f"tcp://127.0.0.1:{port_for_a_server()}"
+    run_ranks(rank_of_a_column, (address,), 5)

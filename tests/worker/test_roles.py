@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which role a rank takes, from the options and its place; what the small ones do."""
+"""The role of a rank, which follows from the options and its stage, and the small roles."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from helpers.scheduling import execute, new_request, step
-from vllm.sequence import IntermediateTensors
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
@@ -26,7 +25,7 @@ from vllm_omni.worker.diffusion.roles.with_layers import EveryStep, LastStage, L
 @pytest.mark.parametrize(
     ("position", "step_at_a_time", "role", "decodes"),
     [
-        # (stage, stages with layers, whether a VAE stage follows them)
+        # (stage, number of stages with layers, whether a VAE stage follows them)
         ((0, 1, False), True, SingleRank, True),
         ((0, 1, False), False, WholeChunks, True),
         ((0, 3, False), True, LayersStage, False),
@@ -40,7 +39,7 @@ from vllm_omni.worker.diffusion.roles.with_layers import EveryStep, LastStage, L
     ],
 )
 @pytest.mark.parametrize("pipeline", ["blocks", "temporal"])
-def test_a_rank_has_the_role_of_its_place(
+def test_the_stage_of_a_rank_determines_its_role(
     make_runner: Any,
     null_world: Path,
     position: tuple[int, int, bool],
@@ -49,7 +48,7 @@ def test_a_rank_has_the_role_of_its_place(
     decodes: bool,
     pipeline: Any,
 ) -> None:
-    """What a stage owns, all steps or one, changes no role."""
+    """The split into blocks or steps does not change the role."""
     stage, num_stages, vae_stage = position
     parts = replace(
         make_runner(null_world).parts,
@@ -64,7 +63,7 @@ def test_a_rank_has_the_role_of_its_place(
 
 
 class Doubler:
-    """A model whose step doubles the latents and adds the step's number."""
+    """A model that doubles the latents in each step and adds the step's number."""
 
     def set_latents(self, request: Any, latents: torch.Tensor) -> None:
         request.latents = latents
@@ -80,8 +79,10 @@ class Doubler:
             request.latents = latents
 
 
-def test_stages_that_own_a_step_pass_latents_through_all_steps() -> None:
-    """Each runs the step of its number; the last one keeps what came to it, and says so once."""
+def test_temporal_stages_pass_latents_through_all_steps() -> None:
+    """Each stage runs the step of its number. The last stage returns its input to earlier stages
+    once.
+    """
     model: Any = Doubler()
     chunks = [
         SimpleNamespace(request_id=name, step=0, num_steps=3, latents=torch.full((2,), 1.0))
@@ -106,65 +107,11 @@ def test_stages_that_own_a_step_pass_latents_through_all_steps() -> None:
             taker.latents_for_earlier_stages(chunk)  # type: ignore[arg-type]
 
 
-class Adder:
-    """A model in two parts: the first layers hand their latents on, the last ones add what
-    arrives.
-    """
-
-    def latents(self, request: Any) -> torch.Tensor:
-        return request.latents
-
-    def denoise_step(self, batch: Sequence[Any], hidden: torch.Tensor | None) -> torch.Tensor:
-        own = torch.stack([request.latents for request in batch])
-        return own if hidden is None else own + hidden
-
-    def step_scheduler(self, batch: Sequence[Any], prediction: torch.Tensor) -> None:
-        for request, latents in zip(batch, prediction, strict=True):
-            request.latents = latents
-
-
-def test_layers_compute_from_the_hidden_states_of_the_stage_before() -> None:
-    """Both stages count the step; the last one runs the schedule and answers with each request's
-    latents.
-    """
-    model: Any = Adder()
-    chunks: Any = [
-        SimpleNamespace(step=1, latents=torch.full((2,), value)) for value in (1.0, 10.0)
-    ]
-    first, last = EveryStep(model, ends_steps=False), EveryStep(model, ends_steps=True)
-    hidden = first.run_steps(chunks, None)
-    assert [chunk.step for chunk in chunks] == [2, 2]
-    assert [chunk.latents.tolist() for chunk in chunks] == [[1.0, 1.0], [10.0, 10.0]]
-    last.run_steps(chunks, hidden)
-    assert [chunk.step for chunk in chunks] == [3, 3]
-    assert [last.latents_for_earlier_stages(chunk).tolist() for chunk in chunks] == [
-        [2.0, 2.0],
-        [20.0, 20.0],
-    ]
-
-
-def test_a_stage_steps_with_what_it_received(make_runner: Any, null_world: Path) -> None:
-    """The message of the stage before reaches the micro-step, and its outcome is handed on as it
-    is.
-    """
-
-    class Repeats(LayersStage):
-        def micro_step(self, states: Any, received: Any, outputs: Any) -> Any:
-            return received
-
-    runner = make_runner(null_world)
-    message = IntermediateTensors({"x": torch.zeros(1)})
-    assert (
-        Repeats(runner.parts, EveryStep(runner.model, ends_steps=False)).step([], message)
-        is message
-    )
-
-
-def test_whole_chunks_of_a_session_are_made_in_the_order_of_their_index(
+def test_whole_chunks_of_a_session_run_in_the_order_of_their_index(
     make_runner: Any, null_world: Path
 ) -> None:
-    """Whatever their order in the batch, beside another session and a request that cannot be
-    read.
+    """The order in the batch has no effect. The batch has another session and an invalid
+    request.
     """
     runner = make_runner(null_world, scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")
     assert isinstance(runner.role, WholeChunks)

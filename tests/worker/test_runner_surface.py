@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runner offers everything that vLLM's worker asks of one: read from the worker's source, so it
-follows vLLM.
+"""The runner has every attribute that vLLM's worker uses, read from the worker's source.
 
-Here names; with which arguments the worker calls them is held by tests/seams/test_called_on_us.py.
+tests/seams/test_called_on_us.py checks the arguments of the calls.
 """
 
 import inspect
@@ -15,7 +14,7 @@ from vllm.v1.worker import gpu_worker
 from vllm_omni.worker.diffusion.runner import DiffusionGPUModelRunner
 from vllm_omni.worker.diffusion.surface import RunnerSurface
 
-# Paths that a diffusion worker can never take, each with the reason.
+# Attributes on paths that a diffusion worker cannot reach, with the reason.
 UNREACHABLE = {
     "_init_kv_zero_meta": "guarded by hasattr and by needs_kv_cache_zeroing, which needs a "
     "KV group",
@@ -31,14 +30,14 @@ def used_by_worker() -> list[str]:
     return sorted(set(re.findall(r"model_runner\.([A-Za-z_]\w*)", source)))
 
 
-def test_the_pattern_still_finds_the_surface() -> None:
-    """If vLLM renames the attribute, this test must fail instead of finding nothing to check."""
+def test_the_pattern_finds_the_attributes() -> None:
+    """If vLLM renames the attribute, this test fails, because no name would be found."""
     assert {"execute_model", "load_model", "get_kv_cache_spec"} <= set(used_by_worker())
 
 
 @pytest.mark.parametrize("name", [name for name in used_by_worker() if name not in UNREACHABLE])
-def test_every_attribute_the_worker_uses_exists(name: str) -> None:
-    """Methods on the class, attributes assigned in __init__ or load_model."""
+def test_every_attribute_that_the_worker_uses_exists(name: str) -> None:
+    """Methods are defined by the class; attributes are assigned in `__init__` or `load_model`."""
     assigned = inspect.getsource(DiffusionGPUModelRunner)
     module_like = name in {"GPUModelRunner"} or f"model_runner.{name} import" in inspect.getsource(
         gpu_worker
@@ -46,9 +45,9 @@ def test_every_attribute_the_worker_uses_exists(name: str) -> None:
     assert module_like or hasattr(DiffusionGPUModelRunner, name) or f"self.{name}" in assigned
 
 
-def test_there_is_nothing_to_capture_to_profile_or_to_run_idly() -> None:
-    """Requests reach vLLM's endpoints as those of a plugin, and an idle rank answers on its own
-    device.
+def test_the_surface_reports_no_graphs_and_no_kv_cache() -> None:
+    """The runner serves the task `plugin`, captures no graphs, and returns empty tensors for a
+    dummy run.
     """
     surface = RunnerSurface()
     surface.device = torch.device("meta")

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weights of a runner: counted, kept on the host, replaced in place, and made up where none
-are needed.
-"""
+"""The weights of a runner: memory use, CPU offload, reload in place, and dummy weights."""
 
 import shutil
 from collections.abc import Callable
@@ -10,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.scheduling import new_request, run_to_end
 from helpers.snapshot_steps import Worker, text_chunk
+from helpers.wan22_driver import HEIGHT, WIDTH
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 
@@ -40,39 +40,70 @@ def first_frames(runner: Any, session_id: str) -> torch.Tensor:
     return text_chunk(Worker(runner), session_id, 0)["frames"]
 
 
-def test_weights_and_the_room_for_adapters_are_counted(
+def test_memory_usage_counts_weights_and_adapters(
     make_runner: MakeRunner, causal_wan: Path
 ) -> None:
-    """vLLM logs the sum."""
+    """vLLM logs the sum of both."""
     runner = make_runner(causal_wan, SMALL, enable_lora=True, max_loras=1, max_lora_rank=8)
     assert runner.adapters.nbytes > 0
     assert runner.model_memory_usage == bytes_of(runner) + runner.adapters.nbytes
 
 
 @pytest.mark.usefixtures("no_offloader_left")
-def test_weights_on_the_host_are_not_counted(make_runner: MakeRunner, causal_wan: Path) -> None:
-    """The slots that they pass through are.
-
-    Frames are the same, also when they were loaded anew.
+@pytest.mark.parametrize(
+    "precision", [{}, {"dtype": "bfloat16", "quantization": "fp8_per_channel"}], ids=["fp32", "fp8"]
+)
+def test_offloaded_weights_change_no_frame(
+    make_runner: MakeRunner, causal_wan: Path, precision: dict[str, str]
+) -> None:
+    """Memory use counts the slots on the device instead of weights on the host. Frames are equal,
+    also after a reload, which gives quantized layers new parameters.
     """
-    plain = make_runner(causal_wan, SMALL)
+    plain = make_runner(causal_wan, SMALL, **precision)
     expected = first_frames(plain, "a")
-    runner = make_runner(causal_wan, SMALL, cpu_offload_gb=1)
-    assert runner.offloader.host_bytes > 0
-    assert (
-        runner.model_memory_usage
-        == bytes_of(plain) + runner.offloader.slot_bytes - runner.offloader.host_bytes
-    )
+    runner = make_runner(causal_wan, SMALL, cpu_offload_gb=1, **precision)
+    offloader = runner.offloader
+    assert offloader.host_bytes > 0
+    device_bytes = bytes_of(plain) + offloader.slot_bytes - offloader.host_bytes
+    assert runner.model_memory_usage == device_bytes
     assert torch.equal(first_frames(runner, "a"), expected)
-    with torch.inference_mode():  # in which `make_runner` has made the weights
+    with torch.inference_mode():  # `make_runner` creates the weights in it
         runner.reload_weights()
     assert torch.equal(first_frames(runner, "b"), expected)
+
+
+@pytest.mark.usefixtures("no_offloader_left", "uncompiled")
+def test_two_offloaded_experts_in_one_step(make_runner: MakeRunner, tmp_path: Path) -> None:
+    """Two videos of different lengths use both experts of Wan 2.2 in one engine step."""
+    get_family("wan2_2").make_tiny(tmp_path, 0, "t2v")
+    omni = {"height": HEIGHT, "width": WIDTH, "model": {"max_num_frames": 9}}
+
+    def videos(**engine_args: Any) -> list[torch.Tensor]:
+        fields: dict[str, Any] = {"one_shot": True, "prompt": "a river", "output": "latents"}
+        requests = (
+            new_request(
+                f"r{n}",
+                session_id=f"s{n}",
+                seed=n,
+                num_frames=9,
+                num_inference_steps=4 + n,
+                **fields,
+            )
+            for n in range(2)
+        )
+        results = run_to_end(make_runner(tmp_path, omni, **engine_args), *requests)
+        return [results[f"r{n}"][1]["latents"].clone() for n in range(2)]
+
+    for plain, offloaded in zip(videos(), videos(cpu_offload_gb=0.00005), strict=True):
+        assert torch.equal(offloaded, plain)
 
 
 def test_weights_are_replaced_in_place(
     make_runner: MakeRunner, null_world: Path, other_world: Path
 ) -> None:
-    """By those of another checkpoint of the same shape; the next reload reads that one again."""
+    """Weights can be replaced by another checkpoint of the same shape, which later reloads read
+    again.
+    """
     runner, other = make_runner(null_world), make_runner(other_world)
     expected = first_frames(other, "a")
     assert not torch.equal(first_frames(runner, "a"), expected)
@@ -85,13 +116,10 @@ def test_weights_are_replaced_in_place(
     assert torch.equal(first_frames(runner, "c"), expected)
 
 
-def test_weights_are_reloaded_from_files_that_are_not_mapped(
+def test_a_reload_does_not_map_files(
     make_runner: MakeRunner, causal_wan: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Somebody may be writing them: a mapped file that is cut ends the process.
-
-    At start they are mapped.
-    """
+    """Another process may be writing the files, and truncating a mapped file ends the process."""
     runner = make_runner(causal_wan, SMALL)
     load, unmapped = type(runner.network).load_checkpoint, []
 
@@ -106,7 +134,7 @@ def test_weights_are_reloaded_from_files_that_are_not_mapped(
 
 
 @pytest.mark.parametrize("given", [{"weights_iterator": iter(())}, {"is_checkpoint_format": False}])
-def test_weights_come_from_a_checkpoint_only(
+def test_weights_are_reloaded_from_a_checkpoint_only(
     make_runner: MakeRunner, null_world: Path, given: dict[str, Any]
 ) -> None:
     runner = make_runner(null_world)
@@ -117,8 +145,8 @@ def test_weights_come_from_a_checkpoint_only(
         runner.reload_weights(**given)
 
 
-def test_weights_may_be_made_up(single_rank: None, null_world: Path, tmp_path: Path) -> None:
-    """As vLLM's worker asks for where others will send them: nothing is read."""
+def test_dummy_weights_read_no_file(single_rank: None, null_world: Path, tmp_path: Path) -> None:
+    """vLLM's worker requests dummy weights if others send them later. No weight file is read."""
     shutil.copytree(null_world, tmp_path / "empty", ignore=shutil.ignore_patterns("*.safetensors"))
     args = EngineArgs(
         model=str(tmp_path / "empty"),
@@ -133,7 +161,7 @@ def test_weights_may_be_made_up(single_rank: None, null_world: Path, tmp_path: P
     assert bytes_of(runner) == runner.model_memory_usage > 0
 
 
-def test_a_model_that_keeps_memory_of_closed_sessions_gives_way(
+def test_the_session_store_trims_the_pool_of_the_model(
     make_runner: MakeRunner, causal_wan: Path
 ) -> None:
     runner = make_runner(causal_wan, SMALL)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the runner does with the scheduler's notes, and what it tells the scheduler of progress."""
+"""The scheduler's notes in the runner, and the progress that the runner reports."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ def model(null_world: Path) -> Path:
     return null_world
 
 
-def test_a_refused_stream_ends_at_once_without_a_session(make_runner: Any, model: Path) -> None:
+def test_a_refused_request_fails_without_a_session(make_runner: Any, model: Path) -> None:
     runner = make_runner(model)
     result = execute(runner, step(new=[noted("r", SchedulerNote(refused="no room for it"))]))["r"]
     assert isinstance(result, RequestFailed) and (result.code, result.message) == (
@@ -37,7 +37,7 @@ def test_a_refused_stream_ends_at_once_without_a_session(make_runner: Any, model
     assert len(runner.sessions) == 0
 
 
-def test_a_degraded_chunk_takes_fewer_steps_and_says_so(make_runner: Any, model: Path) -> None:
+def test_a_degraded_chunk_takes_fewer_steps_and_reports_it(make_runner: Any, model: Path) -> None:
     runner = make_runner(model, {"scheduling": "deadline", "degradations": ["fewer_steps"]})
     meta, _ = run_to_end(runner, noted("r", SchedulerNote(degradations=["fewer_steps"])))["r"]
     assert meta["degradations"] == ["fewer_steps"] and len(meta["timings_ms"]["steps"]) == 3
@@ -45,15 +45,15 @@ def test_a_degraded_chunk_takes_fewer_steps_and_says_so(make_runner: Any, model:
     assert "degradations" not in meta and len(meta["timings_ms"]["steps"]) == 5
 
 
-def test_a_server_that_cannot_degrade_that_way_does_not_start(
-    make_runner: Any, model: Path
-) -> None:
+def test_unsupported_degradations_are_refused_at_startup(make_runner: Any, model: Path) -> None:
     with pytest.raises(ValueError, match="NullWorldPipeline cannot do 'tiny_vae'"):
         make_runner(model, {"scheduling": "deadline", "degradations": ["tiny_vae"]})
 
 
-def test_progress_of_chunks_that_continue(make_runner: Any, model: Path) -> None:
-    """Steps done, steps in all, elements of the latents; nothing of one that is done."""
+def test_progress_of_running_chunks_is_reported(make_runner: Any, model: Path) -> None:
+    """Progress contains the completed steps, all steps and the elements of the latents. Finished
+    chunks are not reported.
+    """
     runner = make_runner(model)
     output = runner.execute_model(step(new=[noted("r", SchedulerNote())]))
     assert output.progress == {"r": ChunkProgress(1, 5, 4 * 4 * 6)}
@@ -62,10 +62,35 @@ def test_progress_of_chunks_that_continue(make_runner: Any, model: Path) -> None
     assert runner.execute_model(step(running=["r"])).progress == {}
 
 
-def test_a_chunk_that_was_admitted_and_not_started_has_no_size_yet(
+class Busy(StepPacer):
+    """A device that took a quarter of a second for its previous step and still runs the current
+    one.
+    """
+
+    @property
+    def before_s(self) -> float:
+        return 0.25
+
+    @property
+    def unfinished(self) -> bool:
+        return True
+
+
+def test_the_device_time_is_reported_to_the_scheduler(make_runner: Any, model: Path) -> None:
+    runner = make_runner(model)
+    output = runner.execute_model(step(new=[noted("r", SchedulerNote())]))
+    assert (output.before_s, output.unfinished) == (None, False), (
+        "on a CPU a step has ended when its launch returns"
+    )
+    runner.role.pacer = Busy(runner.device)
+    output = runner.execute_model(step(running=["r"]))
+    assert (output.before_s, output.unfinished) == (0.25, True)
+
+
+def test_an_admitted_chunk_without_latents_has_the_smallest_size(
     make_runner: Any, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its latents may not be there; it costs a step of the smallest size."""
+    """Its latents may not exist, so it has the smallest size."""
     runner = make_runner(model)
 
     def only_admit(states: Any, received: Any) -> dict[str, Any]:
@@ -78,36 +103,3 @@ def test_a_chunk_that_was_admitted_and_not_started_has_no_size_yet(
         assert runner.execute_model(step(new=[noted("r", SchedulerNote())])).progress == {
             "r": ChunkProgress(0, 5, 1)
         }
-
-
-def test_results_are_in_the_order_of_the_requests(make_runner: Any, model: Path) -> None:
-    """And the distance that chunks of one session keep is the model's."""
-    runner = make_runner(model)
-    runner.parts.in_flight.order.lag_steps = 3
-    output = runner.execute_model(step(new=[noted(name, SchedulerNote()) for name in ("a", "b")]))
-    assert output.req_ids == ["a", "b"]
-    assert output.req_id_to_index == {"a": 0, "b": 1}
-    assert output.lag_steps == 3
-
-
-class Busy(StepPacer):
-    """A device that took a quarter of a second for the step before, and is at the last one."""
-
-    @property
-    def before_s(self) -> float:
-        return 0.25
-
-    @property
-    def unfinished(self) -> bool:
-        return True
-
-
-def test_the_scheduler_is_notified_how_long_the_device_takes(make_runner: Any, model: Path) -> None:
-    runner = make_runner(model)
-    output = runner.execute_model(step(new=[noted("r", SchedulerNote())]))
-    assert (output.before_s, output.unfinished) == (None, False), (
-        "a CPU has ended a step when its launch returns"
-    )
-    runner.role.pacer = Busy(runner.device)
-    output = runner.execute_model(step(running=["r"]))
-    assert (output.before_s, output.unfinished) == (0.25, True)

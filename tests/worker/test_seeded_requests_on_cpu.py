@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests with a seed whose prompt is computed in parts do not end the engine on a CPU."""
+"""Seeded requests with a chunked prefill do not end the engine on a CPU."""
 
 import inspect
 from types import SimpleNamespace
@@ -27,12 +27,10 @@ def runner(unfinished: list[bool], generators: dict[int, torch.Generator]) -> An
     return made
 
 
-def test_an_unfinished_prompt_draws_nothing_from_its_generator(
+def test_an_unfinished_prompt_does_not_use_its_generator(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The sampler sees the generators of the other requests only; afterwards all are there
-    again.
-    """
+    """The sampler receives only the other generators. Afterwards all are restored."""
     generators = {index: torch.Generator().manual_seed(index) for index in (0, 1, 3)}
     retained, seen = dict(generators), []
     monkeypatch.setattr(
@@ -45,8 +43,8 @@ def test_an_unfinished_prompt_draws_nothing_from_its_generator(
     assert generators == retained
 
 
-def test_a_step_that_fails_keeps_the_generators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The exception is passed on."""
+def test_a_failed_step_restores_the_generators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exception is raised to the caller."""
 
     def fail(self: Any, output: Any) -> None:
         raise RuntimeError("a fault of the model")
@@ -58,8 +56,8 @@ def test_a_step_that_fails_keeps_the_generators(monkeypatch: pytest.MonkeyPatch)
     assert list(generators) == [0]
 
 
-def test_stock_code_still_rewinds_by_an_offset_that_a_cpu_lacks() -> None:
-    """When this fails, `ARCPUModelRunner.sample_tokens` can go."""
+def test_vllm_rewinds_by_an_offset_that_a_cpu_lacks() -> None:
+    """If this test fails, remove `ARCPUModelRunner.sample_tokens`."""
     source = inspect.getsource(GPUModelRunner._bookkeeping_sync)
     assert (
         "gen.set_offset(gen.get_offset() - 4)" in source

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The session store: bytes and counts are bounded, idle sessions make room, sessions at work
-never do.
-"""
+"""`SessionStore`: limits on bytes and number, eviction of idle sessions, and session operations."""
 
 from typing import Any
 
@@ -56,20 +54,8 @@ def store(clock: Clock) -> SessionStore:
     return SessionStore(max_sessions=3, idle_s=60.0, max_bytes=25, clock=clock)
 
 
-def test_bytes_are_bounded_before_the_count(store: SessionStore) -> None:
-    """Two sessions of 10 bytes fit into 25, a third does not, though three sessions are allowed."""
-    store.add_session(Session("a"))
-    store.make_room(10)
-    store.add_session(Session("b"))
-    with pytest.raises(RequestFailed, match="capacity"):
-        store.make_room(10)
-    assert store.nbytes == 20
-
-
-def test_a_session_larger_than_everything_is_refused_without_evicting(
-    store: SessionStore, clock: Clock
-) -> None:
-    """No idle session is closed for one that could never fit."""
+def test_a_session_above_the_limit_evicts_no_other(store: SessionStore, clock: Clock) -> None:
+    """No idle session is closed for one that cannot fit."""
     store.add_session(Session("a"))
     clock.now = 1000
     with pytest.raises(RequestFailed, match="capacity"):
@@ -77,8 +63,8 @@ def test_a_session_larger_than_everything_is_refused_without_evicting(
     assert "a" in store
 
 
-def test_the_least_recently_used_idle_session_makes_room(store: SessionStore, clock: Clock) -> None:
-    """`a` is older but was used again; `b` goes."""
+def test_the_least_recently_used_idle_session_is_evicted(store: SessionStore, clock: Clock) -> None:
+    """`a` is older but was used again, so `b` is evicted."""
     a, b = Session("a"), Session("b")
     store.add_session(a)
     store.add_session(b)
@@ -92,7 +78,7 @@ def test_the_least_recently_used_idle_session_makes_room(store: SessionStore, cl
 def test_a_session_with_a_chunk_in_flight_is_never_evicted(
     store: SessionStore, clock: Clock
 ) -> None:
-    """Pinned sessions stay however idle they look, until the last chunk lets go."""
+    """Pinned sessions stay until their last chunk ends, however long they were idle."""
     store.add_session(Session("a"))
     store.add_session(Session("b"))
     store.pin("a"), store.pin("a"), store.pin("b")
@@ -109,27 +95,14 @@ def test_a_session_with_a_chunk_in_flight_is_never_evicted(
     assert "a" not in store and "b" in store
 
 
-def test_closing_is_idempotent(store: SessionStore) -> None:
-    """The session's own close runs once; the second call says there was nothing."""
-    session = Session("a")
-    store.add_session(session)
-    assert store.close("a") and not store.close("a") and session.closed == 1
-
-
-def test_an_unknown_session_is_named(store: SessionStore) -> None:
-    """The error says which id and what to do."""
-    with pytest.raises(RequestFailed, match=r"unknown_session.*'x'"):
-        store.get("x")
-
-
 def failure_of(call: Any, *args: Any) -> tuple[str, str]:
     with pytest.raises(RequestFailed) as failed:
         call(*args)
     return failed.value.code, failed.value.message
 
 
-def test_what_a_refusal_says(store: SessionStore) -> None:
-    """Who is refused, by which bound, and what can be done."""
+def test_refusals_name_the_limit_and_the_remedy(store: SessionStore) -> None:
+    """The message names the session, the limit and the remedy."""
     assert failure_of(store.get, "x") == (
         "unknown_session",
         "session 'x' is not live here: start it with an image and a prompt",
@@ -144,8 +117,8 @@ def test_what_a_refusal_says(store: SessionStore) -> None:
     )
 
 
-def test_the_bounds_themselves_are_allowed(store: SessionStore, clock: Clock) -> None:
-    """All the bytes, all the sessions, and idle for exactly as long as it takes."""
+def test_the_limits_are_inclusive(store: SessionStore, clock: Clock) -> None:
+    """All bytes, all sessions, and the exact idle time are within the limits."""
     store.make_room(25)
     store.add_session(Session("a", 15))
     store.make_room(10)
@@ -154,10 +127,10 @@ def test_the_bounds_themselves_are_allowed(store: SessionStore, clock: Clock) ->
     assert failure_of(store.make_room, 1)[0] == "capacity"
     clock.now = 60.0
     store.make_room(1)
-    assert "a" not in store and "b" in store, "no more than needed is closed"
+    assert "a" not in store and "b" in store, "only the required sessions are closed"
 
 
-def test_the_number_of_sessions_is_bounded_without_a_bound_on_bytes(clock: Clock) -> None:
+def test_the_number_of_sessions_is_limited_without_a_limit_on_bytes(clock: Clock) -> None:
     store = SessionStore(2, 60.0, clock=clock)
     for name in "ab":
         store.make_room(10**15)
@@ -168,10 +141,8 @@ def test_the_number_of_sessions_is_bounded_without_a_bound_on_bytes(clock: Clock
     assert len(store) == 1 and store.stats()["max_bytes"] is None
 
 
-def test_a_session_at_work_makes_no_room_but_the_next_idle_one_does(
-    store: SessionStore, clock: Clock
-) -> None:
-    """The pinned one is passed over, and as many go as are needed."""
+def test_eviction_skips_pinned_sessions(store: SessionStore, clock: Clock) -> None:
+    """The pinned session is skipped and as many idle ones as required are evicted."""
     for name in "abc":
         store.add_session(Session(name, 8))
     store.pin("a")
@@ -181,27 +152,13 @@ def test_a_session_at_work_makes_no_room_but_the_next_idle_one_does(
     assert not store.is_pinned("b") and store.is_pinned("a")
 
 
-def test_idle_time_counts_from_the_last_use_by_a_real_clock() -> None:
-    """`time.monotonic` unless told otherwise: nothing is idle for a minute within this test."""
-    store = SessionStore(1, 60.0)
-    store.add_session(Session("a"))
-    store.get("a")
-    assert failure_of(store.make_room, 1)[0] == "capacity"
-    at_once = SessionStore(1, 0.0)
-    at_once.add_session(Session("a"))
-    at_once.make_room(1)
-    assert len(at_once) == 0
-
-
 def operation(op: str, session_id: str = "a", fork_to: str | None = None) -> DiffusionParams:
     return DiffusionParams(session_id=session_id, op=op, fork_to=fork_to)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("op", ["close", "reset"])
-def test_close_and_reset_free_a_session_and_say_whether_there_was_one(
-    store: SessionStore, op: str
-) -> None:
-    """The next chunk of a reset session starts afresh under the same id."""
+def test_close_and_reset_report_whether_the_session_existed(store: SessionStore, op: str) -> None:
+    """A chunk after a reset starts a new session with the same id."""
     session = Session("a")
     store.add_session(session)
     assert store.operate(operation(op)) == {"op": op, "session_id": "a", "existed": True}
@@ -210,9 +167,9 @@ def test_close_and_reset_free_a_session_and_say_whether_there_was_one(
     store.add_session(Session("a"))
 
 
-def test_a_fork_is_a_session_separate(store: SessionStore, clock: Clock) -> None:
-    """It goes on from the same chunk, fails as its source does, counts in bytes, and is used
-    now.
+def test_a_fork_is_a_separate_session(store: SessionStore, clock: Clock) -> None:
+    """The fork continues after the same chunk, has the failure of its source, and counts in bytes.
+    Both are marked as used.
     """
     source = Session("a")
     source.chunk_index, source.failure = 7, RequestFailed("non_finite", "NaN")
@@ -229,7 +186,7 @@ def test_a_fork_is_a_session_separate(store: SessionStore, clock: Clock) -> None
 
 
 @pytest.mark.parametrize("fork_to", ["a", "b", None])
-def test_a_fork_needs_a_new_name(store: SessionStore, fork_to: str | None) -> None:
+def test_a_fork_requires_a_new_name(store: SessionStore, fork_to: str | None) -> None:
     store.add_session(Session("a", 1)), store.add_session(Session("b", 1))
     text = f"fork_to must name a new session, got {fork_to!r}"
     assert failure_of(store.operate, operation("fork", fork_to=fork_to)) == (
@@ -270,10 +227,8 @@ def test_all_sessions_are_moved_closed_and_listed(store: SessionStore) -> None:
     )
 
 
-def test_retained_memory_of_closed_sessions_gives_way_to_live_ones(store: SessionStore) -> None:
-    """It counts as free; with every session that is added, no more of it is left than still fits
-    beside them.
-    """
+def test_pooled_memory_is_trimmed_for_live_sessions(store: SessionStore) -> None:
+    """Retained memory counts as free. Each new session trims the pool to the remaining bytes."""
     limits: list[int] = []
     store.trim_pool = limits.append
     store.make_room(20)
@@ -281,6 +236,6 @@ def test_retained_memory_of_closed_sessions_gives_way_to_live_ones(store: Sessio
     store.add_session(Session("b"))
     assert limits == [15, 5]
     store.close("a")
-    assert limits == [15, 5], "its memory may be kept"
+    assert limits == [15, 5], "its memory may stay pooled"
     store.to("cpu")
-    assert limits[-1] == 0, "a sleeping server keeps nothing"
+    assert limits[-1] == 0, "sleep mode frees the pool"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that share GPUs: where each of them goes, and what NCCL is told."""
+"""Ranks that share GPUs: their devices and their NCCL environment."""
 
 import os
 from types import SimpleNamespace
@@ -12,9 +12,9 @@ from vllm_omni.worker.diffusion import shared_gpu_worker
 from vllm_omni.worker.diffusion.shared_gpu_worker import SharedGPUWorker
 
 
-def test_ranks_are_spread_over_the_gpus_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the stock worker takes its device and starts NCCL; to which each rank is a host of
-    its own.
+def test_ranks_are_spread_over_the_available_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices and variables are set before the stock worker starts NCCL. Every rank is a separate
+    host to NCCL.
     """
     before = {
         name: value
@@ -52,8 +52,8 @@ def test_ranks_are_spread_over_the_gpus_there_are(monkeypatch: pytest.MonkeyPatc
     assert positions == [(0, "rank0"), (1, "rank1"), (0, "rank2"), (1, "rank3")]
 
 
-def test_where_there_are_gpus_enough_nothing_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks are connected as ever."""
+def test_nothing_changes_with_enough_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With enough GPUs the ranks are connected as by the stock worker."""
     monkeypatch.setattr(shared_gpu_worker.os, "environ", dict(os.environ))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(shared_gpu_worker.DiffusionGPUWorker, "init_device", lambda worker: None)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of prompts between ranks: sent for chunks at their first step, in order, or the engine
-ends with the reason.
+"""Text embeddings between ranks: sent for the first step of a chunk, in order, with an error if
+they are missing.
 """
 
 from types import SimpleNamespace
@@ -13,8 +13,8 @@ from vllm_omni.worker.diffusion.shared_text import SharedText
 
 
 class Group:
-    """A tensor-parallel group as one of its ranks sees it; the first rank's tensors come in the
-    order of its calls.
+    """A tensor-parallel group from the view of one rank. `first` are the tensors of rank 0, in the
+    order of its broadcasts.
     """
 
     def __init__(self, size: int, first: list[torch.Tensor] | None = None) -> None:
@@ -41,25 +41,29 @@ def shared(group: Group, model: Any = None, *, first_stage: bool = True) -> Shar
     return SharedText(model or Model(), group, first_stage=first_stage)  # type: ignore[arg-type]
 
 
-def rows(length: int, value: float = 0.0) -> torch.Tensor:
+def embeddings(length: int, value: float = 0.0) -> torch.Tensor:
     return torch.full((length, 4), value, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_rows_go_from_the_first_rank_to_every_rank_of_every_stage(ranks: int) -> None:
-    """Chunks with one prompt, with none and with two; the messages' lengths never divide by the
-    number of ranks.
+def test_text_embeddings_reach_every_rank_of_every_stage(ranks: int) -> None:
+    """Chunks have one prompt, none and two. The lengths of messages are not divisible by the number
+    of ranks, so vLLM does not split them.
     """
-    owner = [request(rows(3, 1.0)), request(), request(rows(2, 2.0), rows(4, 3.0))]
+    owner = [
+        request(embeddings(3, 1.0)),
+        request(),
+        request(embeddings(2, 2.0), embeddings(4, 3.0)),
+    ]
     first = Group(ranks)
     stage = shared(first)
     stage.complete(owner, {})
     expected = [text for one in owner for text in one.texts]
     assert len(first.sent) == 3
 
-    alongside = [request(rows(3)), request(), request(rows(2), rows(4))]
+    alongside = [request(embeddings(3)), request(), request(embeddings(2), embeddings(4))]
     shared(Group(ranks, first.sent)).complete(alongside, {})
-    after = [request(rows(3)), request(), request(rows(2), rows(4))]
+    after = [request(embeddings(3)), request(), request(embeddings(2), embeddings(4))]
     message = stage.message(owner)
     assert ranks == 1 or all(tensor.numel() % ranks for tensor in message.values())
     later = shared(Group(ranks), first_stage=False)
@@ -70,26 +74,28 @@ def test_rows_go_from_the_first_rank_to_every_rank_of_every_stage(ranks: int) ->
     assert later.message(after).keys() == message.keys()
 
 
-def test_nothing_is_sent_for_known_prompts_or_for_a_model_without_any() -> None:
+def test_nothing_is_sent_for_cached_prompts_or_models_without_text() -> None:
     group = Group(2)
     assert shared(group).message([request(), request()]) == {}
     shared(group).complete([request()], {})
     shared(group, first_stage=False).complete([request()], {})
     without = shared(group, object())
-    without.complete([request(rows(2))], {})
-    assert without.message([request(rows(2))]) == {} and not group.sent
+    without.complete([request(embeddings(2))], {})
+    assert without.message([request(embeddings(2))]) == {} and not group.sent
 
 
-def test_a_stage_that_knows_the_prompt_leaves_its_rows_out() -> None:
-    message = shared(Group(1)).message([request(rows(2, 5.0)), request(rows(3, 6.0))])
-    after = [request(), request(rows(3))]
+def test_a_stage_with_the_cached_prompt_skips_its_embeddings() -> None:
+    message = shared(Group(1)).message([request(embeddings(2, 5.0)), request(embeddings(3, 6.0))])
+    after = [request(), request(embeddings(3))]
     shared(Group(1), first_stage=False).complete(after, message)
-    assert torch.equal(after[1].texts[0], rows(3, 6.0))
+    assert torch.equal(after[1].texts[0], embeddings(3, 6.0))
 
 
-@pytest.mark.parametrize("sent", [[], [rows(2)]])
-def test_a_stage_without_the_rows_it_needs_ends_with_the_reason(sent: list[torch.Tensor]) -> None:
-    """Uninitialised memory is never taken for a prompt."""
+@pytest.mark.parametrize("sent", [[], [embeddings(2)]])
+def test_missing_text_embeddings_raise(sent: list[torch.Tensor]) -> None:
+    """Uninitialised memory is never used as a prompt."""
     message = shared(Group(1)).message([request(*sent)])
     with pytest.raises(RuntimeError, match=f"sent {len(sent)} prompts of a chunk that has 2 here"):
-        shared(Group(1), first_stage=False).complete([request(rows(2), rows(2))], message)
+        shared(Group(1), first_stage=False).complete(
+            [request(embeddings(2), embeddings(2))], message
+        )

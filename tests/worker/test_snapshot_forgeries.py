@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A snapshot whose tensors are not what this model makes is refused by the tensor's name, and
-nothing else suffers.
+"""A snapshot with tensors that this model does not produce is refused by the tensor's name, without
+effects on other sessions.
 
-Its file is whole and its header fits: only a forger, or another version of the model, writes such a
-file.
+The file is complete and its header is valid, as a forger or another version of the model could
+write it.
 """
 
 import functools
@@ -61,13 +61,13 @@ KINDS = {
     ),
     "stream, renewed sinks": frozenset({"kv.frame", "kv.sink_at"}),
 }
-"""What must be among a session's tensors, so that it is forged."""
+"""Tensors that a session must have, so that the test forges them."""
 DAILY = ("world", "stream, video in")
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A live session `a`, and the file it was saved to."""
+    """A live session `a` and its snapshot."""
 
     worker: Worker
     chunk: Callable[..., dict[str, torch.Tensor]]
@@ -78,14 +78,14 @@ class Saved:
     metadata: dict[str, str]
 
     def refusal(self, path: Path) -> RequestFailed:
-        """Restore a file that must be refused; nothing may be left of it."""
+        """Restore a file that must be refused; no session may remain."""
         with pytest.raises(RequestFailed) as failure:
             self.worker.restore("b", path)
         assert list(self.worker.runner.sessions.stats()["chunks"]) == ["a"]
         return failure.value
 
-    def check_goes_on(self) -> None:
-        """The live session is untouched: it makes the chunk that its true snapshot makes."""
+    def check_continues(self) -> None:
+        """Check that the live session generates the same chunk as its valid snapshot."""
         self.worker.restore("b", self.path)
         ours, theirs = (self.chunk(self.worker, name, self.chunks) for name in "ab")
         assert ours.keys() == theirs.keys()
@@ -124,12 +124,10 @@ def saved(
 
 
 def forgeries(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Other tensors than the one that belongs there: by shape, by shape with as many bytes, by
-    dtype, none.
-    """
+    """Yield replacements of a tensor: other shapes or dtypes, or none."""
     longer = list(tensor.shape)
     longer[-2 if len(longer) > 1 else -1] += 1
-    yield "one row more", torch.zeros(longer, dtype=tensor.dtype)
+    yield "one element more", torch.zeros(longer, dtype=tensor.dtype)
     yield "flat", tensor.flatten()[:, None]
     yield "one dimension more", tensor[None]
     yield (
@@ -142,9 +140,9 @@ def forgeries(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tens
     yield "missing", None
 
 
-def test_every_tensor_must_be_what_the_model_makes(saved: Saved, tmp_path: Path) -> None:
-    """Another shape or dtype of any tensor, or none: refused by its name, and the other session
-    goes on.
+def test_forged_tensors_are_refused_by_name(saved: Saved, tmp_path: Path) -> None:
+    """Another shape or dtype of any tensor, or a missing one, is refused by name. The other session
+    continues.
     """
     path = tmp_path / "forged"
     kinds = {name.removeprefix("rank0.").rstrip("0123456789") for name in saved.tensors}
@@ -163,12 +161,12 @@ def test_every_tensor_must_be_what_the_model_makes(saved: Saved, tmp_path: Path)
             failure = saved.refusal(path)
             assert failure.code == "invalid_snapshot", (name, kind, failure)
             assert name in failure.message, (name, kind, failure)
-    saved.check_goes_on()
+    saved.check_continues()
 
 
-def test_a_session_has_no_tensor_that_it_would_not_make(saved: Saved, tmp_path: Path) -> None:
-    """A feature more than its decoder has, a cache of what this session does not do, frames out
-    of its window.
+def test_surplus_tensors_are_refused(saved: Saved, tmp_path: Path) -> None:
+    """Surplus tensors are refused: decoder features, caches that the session does not use, and
+    frames outside its window.
     """
     path = tmp_path / "forged"
     for name in (
@@ -190,11 +188,11 @@ def test_a_session_has_no_tensor_that_it_would_not_make(saved: Saved, tmp_path: 
 
 
 @pytest.mark.parametrize("saved", ["stream, video in"], indirect=True)
-def test_what_only_another_servers_decoder_can_use_is_left_out(
+def test_a_degraded_snapshot_restores_on_a_server_with_the_exact_decoder(
     saved: Saved, tmp_path: Path
 ) -> None:
-    """A stream whose last chunk a server with degradation `tiny_vae` made: it goes on with what
-    the exact one needs.
+    """If `tiny_vae` degraded the last chunk of a session elsewhere, the session continues with
+    the tensors that the exact decoder requires.
     """
     path, cells = tmp_path / "tiny", (1, 16, 3, 4, 6)
     tensors = {name: tensor for name, tensor in saved.tensors.items() if "decoder." not in name}
@@ -224,8 +222,8 @@ def refused(saved: Saved, tensors: dict[str, torch.Tensor], path: Path) -> Reque
     "case", [{"noise_scale": None}, {"noise_scale": 2.5}, {"noise_scale": -0.5}]
 )
 @pytest.mark.parametrize("saved", ["stream, video in"], indirect=True)
-def test_a_streams_video_input_is_whole(saved: Saved, tmp_path: Path, case: dict[str, Any]) -> None:
-    """Its noise scale is there and one that the noise controller can have."""
+def test_forged_video_input_is_refused(saved: Saved, tmp_path: Path, case: dict[str, Any]) -> None:
+    """The noise scale is required and must be in the range of the noise controller."""
     forged_scalars_are_refused(saved, tmp_path, case)
 
 
@@ -246,10 +244,10 @@ def test_a_streams_video_input_is_whole(saved: Saved, tmp_path: Path, case: dict
     ],
 )
 @pytest.mark.parametrize("saved", ["world"], indirect=True)
-def test_a_worlds_condition_and_camera_are_whole(
+def test_forged_conditioning_and_camera_are_refused(
     saved: Saved, tmp_path: Path, case: dict[str, Any]
 ) -> None:
-    """A condition that says it settled has no cache; a camera has finite angles."""
+    """A settled condition has no cache, and the angles of a camera are finite."""
     forged_scalars_are_refused(saved, tmp_path, case)
 
 

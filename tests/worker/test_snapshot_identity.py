@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which model a snapshot belongs to: digests of its configuration and its weights.
+"""The model that a snapshot belongs to: digests of its configuration and weights.
 
-Both are part of every file that was ever saved: another digest of the same model makes all of them
-foreign.
+A change of either digest for the same model would invalidate every existing snapshot.
 """
 
 import hashlib
@@ -20,7 +19,7 @@ from vllm_omni.worker.diffusion.sessions.snapshots import model_identity, weight
 
 
 def vllm_config(omni: dict[str, Any] | None, cache_dtype: str = "auto", **hf: Any) -> Any:
-    """omni: None = an additional configuration that is no mapping."""
+    """Return a configuration. `omni` None makes `additional_config` no mapping."""
     fields = {"layers": 4, "torch_dtype": torch.float32, **hf}
     return SimpleNamespace(
         model_config=SimpleNamespace(
@@ -34,7 +33,7 @@ def vllm_config(omni: dict[str, Any] | None, cache_dtype: str = "auto", **hf: An
 
 
 def identity(text: str, *, sequence: bool = False, decode: bool = False) -> ModelIdentity:
-    """text: as `config` is the digest of."""
+    """Return the identity with the digest of `text`."""
     digest = hashlib.sha256(text.encode()).hexdigest()
     return ModelIdentity(family="a_world", config=digest, parallel=Parallel(2, 3, sequence, decode))
 
@@ -48,16 +47,16 @@ PLAIN = (
 @pytest.mark.parametrize(
     "omni", [None, {}, {"omni": {}}, {"omni": {"model": {}, "vae_stage": False, "height": 64}}]
 )
-def test_a_model_without_options_is_its_configuration_and_its_dtype(
+def test_the_digest_covers_configuration_and_dtype(
     omni: dict[str, Any] | None,
 ) -> None:
-    """No matter which version of transformers wrote it, and where it lies."""
+    """The version of transformers and the path of the checkpoint do not count."""
     config = vllm_config(omni, transformers_version="5.0", _name_or_path="/models/a")
     assert model_identity(config, False, ()) == identity(PLAIN + "}")
 
 
-def test_options_caches_and_stages_count() -> None:
-    """Keys are sorted: the order of a configuration file's makes no difference."""
+def test_the_digest_covers_options_caches_and_stages() -> None:
+    """Keys are sorted, so their order has no effect."""
     omni = {
         "model": {"window_frames": 7, "sequence_parallel": True},
         "vae_stage": True,
@@ -73,17 +72,10 @@ def test_options_caches_and_stages_count() -> None:
     assert model_identity(config, True, (3, 1)) == identity(text, sequence=True, decode=True)
 
 
-def test_layers_that_were_moved_make_another_part_of_a_session() -> None:
-    config = vllm_config({"omni": {}})
-    assert model_identity(config, False, (3, 1)) == identity(
-        PLAIN + ', "stages": {"pipeline_partition": [3, 1]}}'
-    )
-
-
-def test_a_snapshot_reports_where_layers_are_now(
+def test_a_snapshot_records_the_current_partition(
     make_runner: Any, null_world: Path, tmp_path: Path
 ) -> None:
-    """Not where they were before the warm-up moved them."""
+    """The identity has the current partition instead of the one before the warm-up."""
     worker = Worker(make_runner(null_world))
     worker.runner.partition = (3, 1)
     text_chunk(worker, "a", 0)
@@ -93,9 +85,9 @@ def test_a_snapshot_reports_where_layers_are_now(
     assert worker.save("a", tmp_path / "a").model == expected
 
 
-def test_a_digest_of_weights_is_of_names_types_shapes_and_up_to_sixteen_values_of_each() -> None:
-    """Of a matrix that lies transposed, as quantized ones do, those of its first row: no copy of
-    the rest is made.
+def test_the_weights_digest_covers_names_dtypes_shapes_and_sixteen_values() -> None:
+    """Of a transposed matrix, as quantized weights are, values of the first row are used, because
+    that needs no copy.
     """
     table = torch.arange(160.0).view(4, 40)
     weights = {
@@ -119,8 +111,8 @@ def test_a_digest_of_weights_is_of_names_types_shapes_and_up_to_sixteen_values_o
 def test_a_snapshot_of_other_weights_is_refused(
     make_runner: Any, null_world: Path, tmp_path: Path
 ) -> None:
-    """Also by the process that saved it, once it has loaded others; when it has its own again,
-    the session goes on.
+    """A process that has loaded other weights refuses its own snapshot and accepts it once its
+    weights are back.
     """
     worker = Worker(make_runner(null_world))
     text_chunk(worker, "a", 0)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A snapshot's table of tensors is judged as the safetensors library judges it, which does not
-read a snapshot here.
+"""The table of tensors of a snapshot is validated like in the safetensors library, which does not
+read snapshots here.
 """
 
 import json
@@ -57,7 +57,7 @@ def theirs(path: Path) -> bool:
 
 @pytest.fixture(scope="module")
 def whole() -> bytes:
-    """Three tensors, one of them empty, and a snapshot's metadata."""
+    """Three tensors, of which one is empty, and the metadata of a snapshot."""
     tensors = {
         "rank0.a": torch.arange(6, dtype=torch.float32).view(2, 3),
         "rank0.b": torch.zeros(0, 2),
@@ -67,9 +67,9 @@ def whole() -> bytes:
     return save(tensors, {"kind": "vllm_omni.session", "omni_session": header})
 
 
-def test_what_the_library_refuses_is_refused(whole: bytes, tmp_path: Path) -> None:
-    """Every byte of the table changed in turn, bytes cut off or added: no file that the library
-    refuses is taken.
+def test_files_that_the_library_refuses_are_refused(whole: bytes, tmp_path: Path) -> None:
+    """Every byte of the table is changed in turn, and bytes are cut or appended. Every file that
+    the library refuses is refused.
     """
     path = tmp_path / "file"
     length = 8 + int.from_bytes(whole[:8], "little")
@@ -105,11 +105,11 @@ def test_what_the_library_refuses_is_refused(whole: bytes, tmp_path: Path) -> No
         ("rank0.d", {"dtype": "I8", "shape": [5], "data_offsets": [24, 29]}),
     ],
 )
-def test_places_that_overlap_or_lie_outside_are_refused(
+def test_invalid_offsets_are_refused(
     whole: bytes, tmp_path: Path, name: str, entry: dict[str, object]
 ) -> None:
-    """By both: shapes that are not their bytes, unknown types, gaps, places before, across or
-    behind others.
+    """Both refuse shapes that do not match their bytes, unknown dtypes, gaps, and offsets that
+    overlap or exceed the file.
     """
     length = int.from_bytes(whole[:8], "little")
     table = json.loads(whole[8 : 8 + length])
@@ -138,8 +138,8 @@ def test_places_that_overlap_or_lie_outside_are_refused(
         pytest.param(b"{}" + b" " * MAX_TABLE_BYTES, id="nothing at all"),
     ],
 )
-def test_a_table_that_takes_long_to_decode_is_not_decoded(table: bytes, tmp_path: Path) -> None:
-    """It is refused for what it costs, before anybody sees what it says."""
+def test_a_large_table_is_refused_before_it_is_decoded(table: bytes, tmp_path: Path) -> None:
+    """The table is refused by its size before it is decoded."""
     (tmp_path / "file").write_bytes(len(table).to_bytes(8, "little") + table)
     with pytest.raises(
         RequestFailed, match=f"at most {MAX_OBJECTS}|at most {MAX_TABLE_BYTES}"
@@ -148,8 +148,8 @@ def test_a_table_that_takes_long_to_decode_is_not_decoded(table: bytes, tmp_path
     assert refused.value.code == "invalid_snapshot"
 
 
-def test_what_could_not_be_read_again_is_not_written() -> None:
-    """A session of too many tensors, or of too long names, is not saved."""
+def test_a_session_that_could_not_be_read_is_not_saved() -> None:
+    """A session with too many tensors, or with too long names, is not saved."""
     for names in ([f"{n:x}" for n in range(MAX_OBJECTS)], ["x" * MAX_TABLE_BYTES]):
         tensors = {name: torch.zeros(0) for name in names}
         described = describe(_HEADER.model, "w", 1, {}, {}, tensors)

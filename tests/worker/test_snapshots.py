@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A session saved to a file and restored by another runner goes on bit for bit, for every family
-and cache.
+"""A session that is restored from a snapshot by another runner continues bit for bit, for every
+family and cache.
 """
 
 from collections.abc import Callable
@@ -71,6 +71,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Chunk, int]] = {
     "null world of buttons and axes": ("null_world", {"actions": PLAY}, played_chunk, 3),
     "world, before its window is full": ("lingbot_world", {}, world_chunk, 1),
     "world, ring and sinks": ("lingbot_world", SMALL, world_chunk, 4),
+    "world, tiny decoder": ("lingbot_world", {**SMALL, "decoder": "tiny"}, world_chunk, 2),
     "world with poses, its start unknown": ("lingbot_poses", SMALL, world_chunk, 2),
     "world with poses, its start given": ("lingbot_poses", SMALL, placed_chunk, 2),
     "world with poses, its camera at rest": ("lingbot_poses", SMALL, resting_chunk, 5),
@@ -124,6 +125,7 @@ DAILY = (
     "null world of buttons and axes",
     "world, ring and sinks",
     "world with poses, its camera at rest",
+    "world, tiny decoder",
     "world as PR 3701's",
     "game, windows of trunk, mouse and keyboard",
     "stream, moving sinks",
@@ -139,8 +141,8 @@ DAILY = (
 def test_a_restored_session_continues_bit_for_bit(
     case: str, make_worker: Callable[..., Worker], tmp_path: Path
 ) -> None:
-    """On another runner, under another id: all state is equal, so are the next chunk and one
-    under a new prompt.
+    """On another runner and with another id, the state, the next chunk and a chunk with a new
+    prompt are equal.
     """
     family, model, chunk, chunks = CASES[case]
     here, there = make_worker(family, {"model": model}), make_worker(family, {"model": model})
@@ -159,11 +161,11 @@ def test_a_restored_session_continues_bit_for_bit(
 
 
 @pytest.mark.nightly
-def test_a_session_is_saved_as_its_last_chunk_left_it_while_the_next_one_runs(
+def test_a_snapshot_during_a_chunk_has_the_state_before_it(
     make_worker: Callable[..., Worker], tmp_path: Path
 ) -> None:
-    """Between two denoise steps of a chunk a snapshot is the state before that chunk, and saving
-    disturbs nothing.
+    """Between two denoise steps of a chunk, a snapshot contains the state before that chunk and
+    changes nothing.
     """
     here, there = (
         make_worker("lingbot_world", {"model": SMALL}),
@@ -182,15 +184,15 @@ def test_a_session_is_saved_as_its_last_chunk_left_it_while_the_next_one_runs(
     assert torch.equal(world_chunk(there, "b", 4)["frames"], world_chunk(here, "a", 4)["frames"])
 
 
-def test_a_session_without_a_chunk_and_an_unknown_one_cannot_be_saved(
+def test_unknown_and_unstarted_sessions_cannot_be_saved(
     make_worker: Callable[..., Worker], tmp_path: Path
 ) -> None:
-    """The reason is named and no file is left."""
+    """The message states the reason and no file is left."""
     worker = make_worker("null_world")
     execute(worker.runner, step(new=[new_request("r", session_id="young", prompt="a field")]))
     for session_id, reason in (
         ("young", "has no finished chunk yet"),
-        ("nobody", "is not live here"),
+        ("absent", "is not live here"),
     ):
         with pytest.raises(RequestFailed) as failure:
             worker.save(session_id, tmp_path / "none")
@@ -199,12 +201,10 @@ def test_a_session_without_a_chunk_and_an_unknown_one_cannot_be_saved(
     assert not (tmp_path / "none").exists()
 
 
-def test_a_session_is_complete_before_it_is_described(
+def test_pending_results_are_applied_before_a_snapshot(
     make_worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Answers of the last stage are applied first, and a GPU has written all that it was asked
-    to.
-    """
+    """Results of the last stage are applied first, and the GPU is synchronized."""
     worker = make_worker("null_world")
     calls: list[Any] = []
     text_chunk(worker, "a", 0)
@@ -217,8 +217,8 @@ def test_a_session_is_complete_before_it_is_described(
     assert calls == ["a", "a", worker.runner.device]
 
 
-def test_models_whose_sessions_end_with_their_request_say_so() -> None:
-    """There is nothing to carry over for an image model."""
+def test_one_shot_sessions_cannot_be_saved_or_restored() -> None:
+    """An image model has no state to save."""
     session = OneShotSession("a", 1)
     for call in (session.start_params, lambda: session.restore({}, None)):  # type: ignore[arg-type]
         with pytest.raises(RequestFailed, match="end with their request") as failure:

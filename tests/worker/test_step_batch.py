@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouping: equal keys share a batch up to the limit, the scheduler's order is kept."""
+"""Grouping of requests into batches by their key, up to the limit, in the scheduler's order."""
 
 from types import SimpleNamespace
 
@@ -19,7 +19,7 @@ from vllm_omni.model_executor.requests import group_states
         ("abc", 1, ["a", "b", "c"]),
     ],
 )
-def test_groups(keys: str, limit: int, groups: list[str]) -> None:
+def test_requests_with_equal_keys_share_a_batch(keys: str, limit: int, groups: list[str]) -> None:
     """Letters are batch keys."""
     model = SimpleNamespace(batch_key=lambda request: request.key)
     chunks = [
@@ -33,8 +33,8 @@ def test_groups(keys: str, limit: int, groups: list[str]) -> None:
         assert numbers == sorted(numbers)
 
 
-def test_requests_of_different_adapters_take_different_forwards() -> None:
-    """Adapters belong to a whole forward."""
+def test_requests_with_different_adapters_have_separate_batches() -> None:
+    """Adapters apply to a whole forward pass."""
     model = SimpleNamespace(batch_key=lambda request: request.key)
     chunks = [
         SimpleNamespace(key="a", adapters=adapters)

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two pipeline stages in this process, each a runner with some of the null world's layers:
-messages and answers.
-"""
+"""Two pipeline stages in one process, each a runner with some of the null world's layers."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -23,9 +21,8 @@ STEPS = 5
 
 
 class Channel:
-    """Both ends of a return channel.
-
-    Answers are as `ReturnChannel` carries them: by batch, in their order, flat.
+    """Both ends of a return channel, with results as `ReturnChannel` transfers them: by batch, in
+    order, flat.
     """
 
     def __init__(self) -> None:
@@ -52,7 +49,7 @@ class Channel:
     def drain(
         self, request_ids: Iterable[str], apply: Callable[[Any, bool, torch.Tensor], None]
     ) -> None:
-        assert not self.expected, "nobody has listened"
+        assert not self.expected, "no receive was posted"
         wanted = set(request_ids)
         while any(request.request_id in wanted for batch in self.posted for request in batch):
             batch, (names, ok, latents) = self.posted.popleft(), self.responses.popleft()
@@ -81,7 +78,7 @@ class Stages:
         self.last.model.denoise_step = noted
 
     def execute(self, **requests: Any) -> dict[str, Any]:
-        """One engine step; results as the last stage gives them to the engine."""
+        """Run one engine step; return the results of the last stage."""
         with torch.inference_mode():
             message = self.first.execute_model(step(**requests))
             self.first.role.listen()
@@ -99,7 +96,7 @@ class Stages:
         return results
 
     def run(self, *new: Any, steps: int = STEPS) -> dict[str, Any]:
-        """Requests to their end; then the engine lets go of them."""
+        """Run requests to their end and finish them."""
         names = [data.req_id for data in new]
         results = self.execute(new=new)
         for _ in range(steps - 1):
@@ -108,7 +105,7 @@ class Stages:
         return results
 
     def sessions(self, name: str) -> tuple[Any, Any]:
-        """What each stage keeps of a session: scalars and bytes."""
+        """Return the scalars and tensors of a session on each stage."""
         retained = [runner.sessions.get(name) for runner in (self.first, self.last)]
         first, last = (
             (one.scalars(), {key: x.tolist() for key, x in one.tensors().items()})
@@ -130,11 +127,11 @@ def stages(make_runner: Any, null_world: Path) -> Stages:
 
 
 @pytest.mark.parametrize("batch_invariant", [True, False])
-def test_two_stages_make_what_one_rank_makes(
+def test_two_stages_equal_one_rank(
     make_runner: Any, null_world: Path, batch_invariant: bool
 ) -> None:
-    """Chunks of two sessions, of which one begins a step later; both stages keep the same of
-    each session.
+    """Chunks of two sessions, of which one starts a step later, equal those of one rank. Both
+    stages have the same session state.
     """
     stages, alone = (
         Stages(make_runner, null_world, batch_invariant=batch_invariant),
@@ -157,25 +154,10 @@ def test_two_stages_make_what_one_rank_makes(
     assert len(stages.hidden) == (4 * STEPS if batch_invariant else 2 * STEPS + 1)
 
 
-def test_hidden_states_reach_the_batch_that_they_are_of(
+def test_text_embeddings_are_sent_at_the_first_step_only(
     stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        stages.first.model,
-        "denoise_step",
-        lambda batch, hidden: torch.full((1, 4, 4, 6), float(ord(batch[0].session.session_id))),
-    )
-    stages.run(chunk("a", "a", 0), chunk("b", "b", 0))
-    assert [float(hidden.mean()) for hidden in stages.hidden if hidden is not None] == [
-        97.0,
-        98.0,
-    ] * STEPS
-
-
-def test_rows_of_prompts_are_exchanged_for_chunks_at_their_first_step_only(
-    stages: Stages, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first stage fills them itself, the last one takes them from the message."""
+    """The first stage computes the text embeddings; the last stage receives them."""
     completed: list[tuple[list[str], bool]] = []
     sent: list[list[str]] = []
 
@@ -198,7 +180,7 @@ def test_rows_of_prompts_are_exchanged_for_chunks_at_their_first_step_only(
 def test_a_request_that_the_first_stage_refuses_is_refused_by_the_last(
     stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which could have taken it. No stage keeps a session of it; its neighbour goes on."""
+    """No stage has a session afterwards. The other request continues."""
     prepare = stages.first.model.prepare_encode
 
     def refuse(request: Any) -> Any:
@@ -216,10 +198,10 @@ def test_a_request_that_the_first_stage_refuses_is_refused_by_the_last(
         assert runner.sessions.get("a").chunk_index == 1
 
 
-def test_a_request_that_the_first_stage_holds_back_waits_on_all(
+def test_a_request_that_waits_on_the_first_stage_waits_on_all(
     stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing of it is prepared meanwhile; it is made when it is let go."""
+    """Nothing is prepared for the request while it waits."""
     with monkeypatch.context() as patched:
         patched.setattr(
             stages.first.role.in_flight,
@@ -239,10 +221,10 @@ def test_a_request_that_the_first_stage_holds_back_waits_on_all(
     assert results["a"][0]["chunk_index"] == results["b"][0]["chunk_index"] == 0
 
 
-def test_the_last_stage_gives_a_chunk_the_place_that_the_first_gave_it(
+def test_the_first_stage_determines_the_chunk_index(
     stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request may leave it open, and the last stage may commit earlier."""
+    """A request may omit the index, and the last stage may commit earlier."""
     requested: list[int | None] = []
     admit = stages.last.admission.admit
 
@@ -256,8 +238,8 @@ def test_the_last_stage_gives_a_chunk_the_place_that_the_first_gave_it(
     assert requested == [0, 1]
 
 
-def test_a_chunk_whose_latents_are_not_finite_is_committed_by_no_stage(stages: Stages) -> None:
-    """The last one finds it and tells the first; the same chunk can be asked for again."""
+def test_a_chunk_that_is_not_finite_is_committed_by_no_stage(stages: Stages) -> None:
+    """The last stage detects it and informs the first. The same chunk can be requested again."""
     stages.run(chunk("a0", "a", 0))
     before = stages.sessions("a")
     results = stages.run(chunk("a1", "a", 1, options={"nan_at": 2}))
@@ -266,8 +248,8 @@ def test_a_chunk_whose_latents_are_not_finite_is_committed_by_no_stage(stages: S
     assert stages.run(chunk("again", "a", 1))["again"][0]["chunk_index"] == 1
 
 
-def test_a_session_operation_takes_part_in_no_forward(stages: Stages) -> None:
-    """Beside a chunk of another session; every stage does it."""
+def test_a_session_operation_runs_on_every_stage(stages: Stages) -> None:
+    """Every stage performs the operation while a chunk of another session runs."""
     stages.run(chunk("a0", "a", 0))
     results = stages.run(new_request("close", session_id="a", op="close"), chunk("b0", "b", 0))
     assert results["close"][0]["existed"]
@@ -280,7 +262,7 @@ def test_a_session_operation_takes_part_in_no_forward(stages: Stages) -> None:
 def test_an_exception_in_a_forward_of_several_ranks_is_raised(
     make_runner: Any, null_world: Path
 ) -> None:
-    """The others are inside its collectives: only the end of the engine is left."""
+    """Other ranks are in the collectives of the forward pass, so the engine must end."""
     runner = make_runner(null_world)
     object.__setattr__(runner.parts, "num_ranks", 2)
     with pytest.raises(RuntimeError, match="injected failure"):

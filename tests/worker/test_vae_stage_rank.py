@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both sides of a VAE stage in one process: steps on one runner, messages, decodes on another."""
+"""Both sides of a VAE stage in one process: denoise steps on one runner, decodes on another."""
 
 import time
 from dataclasses import replace
@@ -26,19 +26,19 @@ STEPS = 5
 
 
 class Pair:
-    """A rank with layers, and the VAE stage that follows it."""
+    """A rank with layers and the VAE stage after it."""
 
     def __init__(self, make_runner: Any, checkpoint: Path) -> None:
         self.layers, self.vae = make_runner(checkpoint), make_runner(checkpoint)
         self.results = ResultStream(torch.device("cpu"), True)
-        self.become(results=self.results)
+        self.set_parts(results=self.results)
 
     @property
     def ranks(self) -> tuple[Any, Any]:
         return self.layers, self.vae
 
-    def become(self, **parts: Any) -> None:
-        """Another VAE stage's rank: `parts` of the runner's are different."""
+    def set_parts(self, **parts: Any) -> None:
+        """Create the VAE stage again with changed `parts` of the runner."""
         self.vae.parts = replace(self.vae.parts, **parts)
         self.vae.role = self.stage = VAEStage(self.vae.parts)
 
@@ -56,9 +56,9 @@ class Pair:
             if ours.done:
                 ours.finite.require("latents")
                 self.layers.chunk_end.commit(ours.chunk)
-            return self.hand_over([ours], [theirs])
+            return self.transfer([ours], [theirs])
 
-    def hand_over(self, ours: list[Any], theirs: list[Any]) -> list[Any]:
+    def transfer(self, ours: list[Any], theirs: list[Any]) -> list[Any]:
         message = send_to_vae_stage(self.layers.model, self.layers.parts.in_flight, ours, 1).tensors
         note = StageNote.read_tensors(message)
         self.stage.fail(theirs, note)
@@ -91,23 +91,13 @@ def test_a_decode_starts_with_the_clean_pass_and_is_committed_after_it(pair: Pai
     assert ours.chunk.session.chunk_index == theirs.chunk.session.chunk_index == 1
     meta, tensors = unpack(theirs.pending.envelope())
     assert tensors["frames"].shape == (9, 32, 48, 3)
-    assert len(meta["timings_ms"]["steps"]) == STEPS, "what the other rank has measured"
+    assert len(meta["timings_ms"]["steps"]) == STEPS, "times of the other rank"
 
 
-def test_a_decode_that_fails_before_the_clean_pass_leaves_the_session(pair: Pair) -> None:
-    ours, theirs = pair.chunk(0)
-    pair.close(ours, theirs)
-    ours, theirs = pair.admit("bad", 1, options={"clean_pass": True, "fail_in": "decode"})
-    for _ in range(STEPS - 1):
-        pair.step(ours, theirs)
-    assert theirs.failure.code == "engine_error"
-    pair.close(ours, theirs)
-    assert theirs.chunk.session.failure is None
-    assert ours.chunk.session.chunk_index == theirs.chunk.session.chunk_index == 1
-
-
-def test_a_decode_that_fails_too_late_ends_the_session(pair: Pair) -> None:
-    """The rank with layers has committed: forks and later chunks are refused, until a reset."""
+def test_a_decode_that_fails_after_the_commit_ends_the_session(pair: Pair) -> None:
+    """The rank with layers has already committed, so forks and later chunks are refused until a
+    reset.
+    """
     pair.close(*pair.chunk(0))
     ours, theirs = pair.chunk(1, options={"fail_in": "decode"})
     assert theirs.failure.code == "engine_error" and ours.chunk.session.chunk_index == 2
@@ -117,23 +107,8 @@ def test_a_decode_that_fails_too_late_ends_the_session(pair: Pair) -> None:
     assert refused.failure.code == "session_lost"
 
 
-def test_a_chunk_of_a_lost_session_is_notified_so_whatever_the_other_rank_says(pair: Pair) -> None:
-    """That rank knows nothing of the loss; elsewhere its reason is passed on."""
-    pair.close(*pair.chunk(0))
-    pair.close(*pair.chunk(1, options={"fail_in": "decode"}))
-    for session, code in (("s", "session_lost"), ("t", "capacity")):
-        request = new_request(f"{session}-later", session_id=session)
-        ours, theirs = (runner.requests.add_request(request) for runner in pair.ranks)
-        ours.failure = RequestFailed("capacity", "no room")
-        message = send_to_vae_stage(
-            pair.layers.model, pair.layers.parts.in_flight, [ours], 1
-        ).tensors
-        pair.stage.fail([theirs], StageNote.read_tensors(message))
-        assert theirs.failure.code == code
-
-
-def test_ranks_that_disagree_on_the_chunk_refuse(pair: Pair) -> None:
-    """As after a first chunk that this rank had no room for."""
+def test_ranks_with_different_chunk_indices_refuse(pair: Pair) -> None:
+    """This happens after a first chunk for which this rank had no room."""
     pair.close(*pair.chunk(0))
     pair.vae.sessions.get("s").chunk_index = 0
     ours = pair.layers.requests.add_request(new_request("r", session_id="s"))
@@ -149,10 +124,13 @@ def test_a_failure_of_the_other_rank_arrives_with_its_reason(pair: Pair) -> None
     for _ in range(STEPS - 1):
         pair.step(ours, theirs)
     assert theirs.failure.code == "non_finite" and theirs.pending is None
+    assert "the chunk's latents" in str(ours.failure)
 
 
-def test_a_chunk_that_is_done_comes_before_the_one_behind_it(pair: Pair) -> None:
-    """Whatever their order in the batch: the other rank counts the session's chunks by it."""
+def test_a_finished_chunk_is_processed_before_its_successor(pair: Pair) -> None:
+    """The other rank counts the chunks of a session by their order, whatever their order in the
+    batch.
+    """
     pair.close(*pair.chunk(0))
     (ours, theirs), (our_next, their_next) = pair.admit("r1", 1), pair.admit("r2", 2)
     with torch.inference_mode():
@@ -160,13 +138,15 @@ def test_a_chunk_that_is_done_comes_before_the_one_behind_it(pair: Pair) -> None
             pair.layers.role.forward([ours], None)
         pair.layers.role.forward([our_next], None)
         pair.layers.chunk_end.commit(ours.chunk)
-        assert pair.hand_over([our_next, ours], [their_next, theirs]) == [theirs]
+        assert pair.transfer([our_next, ours], [their_next, theirs]) == [theirs]
     assert their_next.failure is None and their_next.chunk.step == 1
-    assert pair.vae.chunk_end.committed[-1] == "r1", "what the scheduler is told"
+    assert pair.vae.chunk_end.committed[-1] == "r1", "reported to the scheduler"
 
 
-def test_a_chunk_that_fails_takes_the_one_behind_it_along(pair: Pair) -> None:
-    """At once, on both ranks: it could be done before the scheduler hears of the failure."""
+def test_a_failed_chunk_fails_its_successor_on_both_ranks(pair: Pair) -> None:
+    """The successor fails on both ranks in the same step, because it could end before the scheduler
+    receives the failure.
+    """
     pair.close(*pair.chunk(0))
     (ours, theirs), (our_next, their_next) = (
         pair.admit("r1", 1, options={"nan_at": 1}),
@@ -175,25 +155,13 @@ def test_a_chunk_that_fails_takes_the_one_behind_it_along(pair: Pair) -> None:
     with torch.inference_mode():
         for _ in range(STEPS):
             pair.layers.role.forward([ours], None)
-        assert pair.hand_over([our_next, ours], [their_next, theirs]) == []
+        assert pair.transfer([our_next, ours], [their_next, theirs]) == []
     assert ours.failure.code == theirs.failure.code == "non_finite"
     assert our_next.failure.code == their_next.failure.code == "predecessor_failed"
 
 
-def test_a_chunk_behind_one_that_is_lost_is_lost_too(pair: Pair) -> None:
-    pair.close(*pair.chunk(0))
-    (ours, theirs), (_, after) = (
-        pair.admit("r1", 1, options={"fail_in": "decode"}),
-        pair.admit("r2", 2),
-    )
-    for _ in range(STEPS):
-        pair.step(ours, theirs)
-    assert theirs.failure.code == "engine_error" and "cannot continue" in theirs.failure.message
-    assert after.failure.code == "session_lost"
-
-
-def test_a_chunk_that_is_held_back_there_does_not_start_here(pair: Pair) -> None:
-    """It would be another chunk of its session when it begins."""
+def test_a_chunk_that_waits_on_the_first_rank_does_not_start(pair: Pair) -> None:
+    """Otherwise it would be another chunk of its session when it starts."""
     pair.close(*pair.chunk(0))
     ours, theirs = pair.admit("r1", 1)
     waits = pair.vae.requests.add_request(new_request("r2", session_id="s", chunk_index=2))
@@ -205,44 +173,24 @@ def test_a_chunk_that_is_held_back_there_does_not_start_here(pair: Pair) -> None
     assert waits.chunk is None and waits.failure is None
 
 
-def test_a_whole_chunk_by_messages_alone(pair: Pair) -> None:
-    """From step to step: it begins when the other rank says so, and its result goes out when it
-    is there.
-    """
-    request = new_request("r", session_id="s", chunk_index=0, prompt="a field", seed=3)
-    ours, theirs = (runner.requests.add_request(request) for runner in pair.ranks)
-    pair.layers.admission.admit(ours, {})
-    with torch.inference_mode():
-        for _ in range(STEPS):
-            pair.layers.role.forward([ours], None)
-            if ours.done:
-                pair.layers.chunk_end.commit(ours.chunk)
-            message = send_to_vae_stage(pair.layers.model, pair.layers.parts.in_flight, [ours], 1)
-            response = pair.stage.step([theirs], message)
-            assert theirs.chunk is not None and theirs.chunk.step == ours.chunk.step
-        nothing = send_to_vae_stage(pair.layers.model, pair.layers.parts.in_flight, [], 1)
-        response = response or pair.stage.step([theirs], nothing)
-    assert unpack(response["r"])[1]["frames"].shape == (9, 32, 48, 3)
-
-
-def test_what_the_model_says_of_a_chunk_arrives_with_its_latents(
+def test_the_decode_state_is_sent_once_with_the_final_latents(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once, when they are final; times are told with the last step."""
+    """The decode state is sent once, with the final latents. Timings come with the last step."""
     reported: list[Any] = []
     requested: list[str] = []
     model, take_over = pair.layers.model, pair.vae.model.unpack_decode_state
 
-    def say(request: Any) -> dict[str, Any]:
+    def pack(request: Any) -> dict[str, Any]:
         requested.append(request.request_id)
-        return {"fact": 5}
+        return {"scale": 5}
 
-    def hear(request: Any, latents: torch.Tensor, info: Any) -> None:
+    def unpack_state(request: Any, latents: torch.Tensor, info: Any) -> None:
         reported.append(info)
         take_over(request, latents, info)
 
-    monkeypatch.setattr(model, "pack_decode_state", say)
-    monkeypatch.setattr(pair.vae.model, "unpack_decode_state", hear)
+    monkeypatch.setattr(model, "pack_decode_state", pack)
+    monkeypatch.setattr(pair.vae.model, "unpack_decode_state", unpack_state)
     ours, theirs = pair.admit("r", 0, options={"clean_pass": True})
     for step in range(1, STEPS + 1):
         with torch.inference_mode():
@@ -251,23 +199,14 @@ def test_what_the_model_says_of_a_chunk_arrives_with_its_latents(
             note = StageNote.read_tensors(message)
             [chunk] = note.chunks
             assert bool(chunk.timings_ms) == (step == STEPS) and chunk.info == (
-                {"fact": 5} if chunk.clean else {}
+                {"scale": 5} if chunk.clean else {}
             )
             pair.stage.advance([theirs], note, note.latents(message))
-    assert reported == [{"fact": 5}] and requested == ["r"]
+    assert reported == [{"scale": 5}] and requested == ["r"]
 
 
-def test_a_failure_that_is_known_early_says_what_was_wrong(pair: Pair) -> None:
-    ours, _ = pair.admit("r", 0, options={"nan_at": 3, "clean_pass": True})
-    with torch.inference_mode():
-        for _ in range(STEPS - 1):
-            pair.layers.role.forward([ours], None)
-        send_to_vae_stage(pair.layers.model, pair.layers.parts.in_flight, [ours], 1)
-    assert "the chunk's latents" in str(ours.failure)
-
-
-def test_what_the_other_rank_refuses_is_not_done_here(pair: Pair) -> None:
-    """A fork, for instance, for which only this rank has room."""
+def test_an_operation_that_the_first_rank_refuses_is_refused(pair: Pair) -> None:
+    """For example a fork for which only this rank has room."""
     pair.close(*pair.chunk(0))
     fork = new_request("fork", session_id="s", op="fork", fork_to="copy")
     ours, theirs = (runner.requests.add_request(fork) for runner in pair.ranks)
@@ -281,14 +220,14 @@ def test_what_the_other_rank_refuses_is_not_done_here(pair: Pair) -> None:
 
 
 def unreadable(name: str) -> Any:
-    """What only the VAE stage's rank cannot read."""
+    """Return a request that only the VAE stage's rank cannot parse."""
     request = new_request(name, session_id="s")
     request.pooling_params.extra_kwargs = {"session_id": 7}
     return request
 
 
-def test_a_chunk_that_fails_in_its_clean_pass_is_not_delivered(pair: Pair) -> None:
-    """Its frames are on the host by then: they are of a chunk that is no part of the session."""
+def test_a_chunk_with_a_failed_clean_pass_is_not_delivered(pair: Pair) -> None:
+    """The frames of the failed chunk are already on the host."""
     ours, theirs = pair.admit("r", 0, options={"clean_pass": True})
     for _ in range(STEPS - 1):
         pair.step(ours, theirs)
@@ -299,18 +238,8 @@ def test_a_chunk_that_fails_in_its_clean_pass_is_not_delivered(pair: Pair) -> No
         unpack(pair.stage.step([theirs], message)["r"])
 
 
-def test_a_chunk_that_has_failed_here_takes_no_further_step(pair: Pair) -> None:
-    """Its clean pass runs where the layers are; here it never gets done, so nobody waits for its
-    result.
-    """
-    ours, theirs = pair.admit("r", 0, options={"clean_pass": True, "fail_in": "decode"})
-    for _ in range(STEPS):
-        pair.step(ours, theirs)
-    assert ours.done and not theirs.done and theirs.chunk.step == STEPS - 1
-
-
-def test_a_reason_that_is_known_here_is_retained(pair: Pair) -> None:
-    """The other rank's comes later, and may only be what follows from the first."""
+def test_the_first_failure_is_kept(pair: Pair) -> None:
+    """The failure of the other rank arrives later and may be a consequence."""
     ours, theirs = pair.admit("r", 0)
     ours.failure, theirs.failure = RequestFailed("capacity", "there"), RequestFailed("oom", "here")
     message = send_to_vae_stage(pair.layers.model, pair.layers.parts.in_flight, [ours], 1).tensors
@@ -318,13 +247,9 @@ def test_a_reason_that_is_known_here_is_retained(pair: Pair) -> None:
     assert theirs.failure.code == "oom"
 
 
-@pytest.mark.parametrize("started", [True, False], ids=["a chunk that has begun", "an operation"])
-def test_only_a_chunk_that_starts_is_notified_of_its_lost_session(
-    pair: Pair, started: bool
-) -> None:
-    """Closing such a session is what its client was asked to do: a refusal elsewhere has a
-    reason of its own.
-    """
+@pytest.mark.parametrize("started", [True, False], ids=["a started chunk", "an operation"])
+def test_only_a_starting_chunk_fails_with_session_lost(pair: Pair, started: bool) -> None:
+    """Closing a lost session is allowed, and a failure of the other rank has its own reason."""
     pair.close(*pair.chunk(0))
     if started:
         ours, theirs = pair.admit("r", 1)
@@ -340,27 +265,9 @@ def test_only_a_chunk_that_starts_is_notified_of_its_lost_session(
     assert theirs.failure.message == "a reason of its own"
 
 
-def test_an_operation_is_done_and_served_here_too(pair: Pair) -> None:
-    pair.close(*pair.chunk(0))
-    fork = new_request("fork", session_id="s", op="fork", fork_to="copy")
-    ours, theirs = (runner.requests.add_request(fork) for runner in pair.ranks)
-    outputs: dict[str, torch.Tensor] = {}
-    pair.layers.admission.admit(ours, outputs)
-    message = send_to_vae_stage(pair.layers.model, pair.layers.parts.in_flight, [], 1)
-    responses: dict[str, torch.Tensor] = {}
-    pair.stage.micro_step([theirs], message, responses)
-    assert (
-        unpack(responses["fork"])[0] == unpack(outputs["fork"])[0] and "copy" in pair.vae.sessions
-    )
-
-
 @pytest.mark.parametrize("reason", ["unreadable", "no room"])
-def test_a_chunk_that_is_made_elsewhere_but_never_started_here_is_lost(
-    pair: Pair, reason: str
-) -> None:
-    """Its client reads so; there is no session here to remember it, and the others' chunks go
-    on.
-    """
+def test_a_chunk_that_never_started_on_the_vae_stage_is_lost(pair: Pair, reason: str) -> None:
+    """The client receives the error. No session exists here, and other chunks continue."""
     ours = pair.layers.requests.add_request(
         new_request("r", session_id="s", prompt="a field", seed=3)
     )
@@ -380,15 +287,15 @@ def test_a_chunk_that_is_made_elsewhere_but_never_started_here_is_lost(
 
 
 def share_decode(pair: Pair, others_fine: bool) -> None:
-    """The VAE stage's rank decodes together with another one, which is fine or not."""
+    """Let the VAE stage decode together with another rank, which succeeds or fails."""
     agreement = RankAgreement(SimpleNamespace(world_size=2), None)
     agreement.all_fine = lambda fine: fine and others_fine  # type: ignore[method-assign]
-    pair.become(shares_decode=True, agreement=agreement)
+    pair.set_parts(shares_decode=True, agreement=agreement)
 
 
 @pytest.mark.parametrize("others_fine", [True, False])
-def test_ranks_that_decode_together_decode_or_fail_together(pair: Pair, others_fine: bool) -> None:
-    """Before the clean pass, so that the chunk can be sent again."""
+def test_ranks_of_a_shared_decode_fail_together(pair: Pair, others_fine: bool) -> None:
+    """They agree before the clean-context pass, so that the chunk can be requested again."""
     share_decode(pair, others_fine)
     ours, theirs = pair.admit("r", 0, options={"clean_pass": True})
     for _ in range(STEPS - 1):
@@ -398,8 +305,8 @@ def test_ranks_that_decode_together_decode_or_fail_together(pair: Pair, others_f
     assert theirs.chunk.session.chunk_index == 0
 
 
-def test_an_error_inside_a_shared_decode_is_not_retained(pair: Pair) -> None:
-    """Other ranks are waiting inside its collectives: the engine must end."""
+def test_an_error_in_a_shared_decode_of_the_vae_stage_is_raised(pair: Pair) -> None:
+    """Other ranks wait in the collectives of the decode, so the engine must end."""
     share_decode(pair, True)
     ours, theirs = pair.admit("r", 0, options={"clean_pass": True, "fail_in": "decode"})
     for _ in range(STEPS - 2):
@@ -409,8 +316,8 @@ def test_an_error_inside_a_shared_decode_is_not_retained(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_several_ranks_hand_over_the_same(pair: Pair, ranks: int) -> None:
-    """What one of them knows of its device before the others do waits until they agree."""
+def test_several_ranks_send_the_same_note(pair: Pair, ranks: int) -> None:
+    """A failure that one rank detects early is sent only after all ranks agree."""
     ours, _ = pair.admit("r", 0, options={"nan_at": 3, "clean_pass": True})
     with torch.inference_mode():
         for _ in range(STEPS - 1):
@@ -423,7 +330,7 @@ def test_several_ranks_hand_over_the_same(pair: Pair, ranks: int) -> None:
 
 
 class Slow(PendingResult):
-    """A result whose decode takes a while."""
+    """A result with a slow decode."""
 
     def __init__(self, seconds: float) -> None:
         self.ends, self.waited = time.perf_counter() + seconds, False
@@ -435,7 +342,7 @@ class Slow(PendingResult):
         self.waited = True
 
 
-def test_only_results_that_are_ready_hold_up_a_step(
+def test_a_step_waits_only_for_results_that_are_nearly_ready(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vae, "_WAIT_S", 1.0)
@@ -451,8 +358,8 @@ def test_only_results_that_are_ready_hold_up_a_step(
         assert at_least <= time.perf_counter() - start < at_least + 0.8
 
 
-def test_decodes_in_flight_are_bounded(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fourth waits for the first: a stage slower than the others holds them up."""
+def test_decodes_in_flight_are_limited(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fourth decode waits for the first."""
     made: list[Slow] = []
 
     def decode(*_: Any) -> Slow:
@@ -465,15 +372,13 @@ def test_decodes_in_flight_are_bounded(pair: Pair, monkeypatch: pytest.MonkeyPat
     assert [slow.waited for slow in made] == [True, False, False, False]
 
 
-def test_a_rank_alongside_the_one_that_decodes_only_follows(
-    make_runner: Any, null_world: Path
-) -> None:
+def test_a_rank_that_does_not_decode_commits_chunks(make_runner: Any, null_world: Path) -> None:
     pair = Pair(make_runner, null_world)
-    pair.become(decodes=False)
+    pair.set_parts(decodes=False)
     _, theirs = pair.chunk(0)
     assert theirs.pending is None and theirs.chunk.session.chunk_index == 1
 
 
-def test_a_model_whose_decoder_cannot_move_is_refused() -> None:
+def test_a_model_without_a_separate_decoder_is_refused() -> None:
     with pytest.raises(ValueError, match="the decoder of object cannot be a stage"):
         check_vae_stage(object(), OmniConfig(vae_stage=True))

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The warm-up: its chunks, the bytes that sessions may hold, and layers that move by its times."""
+"""The warm-up: its chunks, the byte limit of sessions, and the partition of layers by measured
+times.
+"""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +22,7 @@ from vllm_omni.worker.diffusion.warm_up import rebalance, warm_up
 
 
 def admitted(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[RequestState]:
-    """The requests that are admitted from now on."""
+    """Record the requests that are admitted from now on."""
     found: list[RequestState] = []
     admit = runner.admission.admit
 
@@ -32,12 +34,11 @@ def admitted(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[RequestState]
     return found
 
 
-def test_a_warm_up_fixes_the_bytes_of_sessions(
+def test_a_warm_up_sets_the_byte_limit_of_sessions(
     make_runner: Any, null_world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The budget of this rank, and no more than `max_session_bytes`; all ranks take the least.
-
-    No session is left.
+    """The limit is the least budget of all ranks and at most `max_session_bytes`. No session
+    remains.
     """
     runner = make_runner(null_world, {"max_session_bytes": 3 << 28, "max_sessions": 5})
     one = 4 * 4 * 6 * 4
@@ -58,11 +59,11 @@ def test_a_warm_up_fixes_the_bytes_of_sessions(
     ]
 
 
-def test_the_first_chunk_of_a_warm_up_loses_all_that_it_may(
+def test_a_warm_up_runs_with_and_without_degradations(
     make_runner: Any, null_world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A session at full quality, then one whose first chunk has every degradation: both take
-    memory.
+    """A session without degradations is followed by one with all of them in its first chunk,
+    because both need memory.
     """
     runner = make_runner(null_world, {"scheduling": "deadline", "degradations": ["fewer_steps"]})
     chunks = 2
@@ -79,12 +80,12 @@ def test_the_first_chunk_of_a_warm_up_loses_all_that_it_may(
     for state in found:
         assert state.done
         assert state.chunk is not None
-        assert state.chunk.state is None, "its working set is let go"
+        assert state.chunk.state is None, "its working set is freed"
         assert not runner.sessions.is_pinned(state.chunk.session.session_id)
 
 
 @pytest.mark.parametrize(("where", "fails_at"), [("prepare_encode", 0), ("denoise_step", 2)])
-def test_a_chunk_that_fails_ends_the_start(
+def test_a_failed_warm_up_ends_the_start(
     make_runner: Any, null_world: Path, monkeypatch: pytest.MonkeyPatch, where: str, fails_at: int
 ) -> None:
     runner = make_runner(null_world)
@@ -110,7 +111,7 @@ def test_a_chunk_that_fails_ends_the_start(
         ({"max_sessions": 8}, 1, []),
     ],
 )
-def test_a_warm_up_decodes_together_what_will_be_at_most(
+def test_a_warm_up_decodes_the_largest_shared_batch(
     make_runner: Any,
     lingbot_world: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -118,7 +119,9 @@ def test_a_warm_up_decodes_together_what_will_be_at_most(
     model_allows: int,
     together: list[int],
 ) -> None:
-    """Its last chunk, so often: of sessions there are, in a step, by the model."""
+    """The last chunk is decoded as often as the limits of sessions, of a step and of the model
+    allow.
+    """
     runner = make_runner(lingbot_world, {"batch_invariant": False, **omni})
     found = admitted(runner, monkeypatch)
     decoded: list[list[Any]] = []
@@ -129,8 +132,8 @@ def test_a_warm_up_decodes_together_what_will_be_at_most(
     assert decoded == [count * [found[-1].chunk] for count in together]
 
 
-def test_a_stage_behind_others_computes_from_what_they_sent() -> None:
-    """Through vLLM's own messages, which ranks that share layers divide among them."""
+def test_a_later_stage_uses_the_received_tensors_in_the_warm_up() -> None:
+    """Tensors are received and sent by vLLM's messages, and results are received after the send."""
     tp, sent, seen = object(), {"hidden": torch.ones(1)}, []
     received = {"hidden": torch.zeros(1)}
 
@@ -157,7 +160,7 @@ def test_a_stage_behind_others_computes_from_what_they_sent() -> None:
     assert seen == [["r"], [state], received, {}, sent, "listens"]
 
 
-def test_layers_that_cannot_move_are_an_error(make_runner: Any, null_world: Path) -> None:
+def test_a_measured_partition_requires_movable_layers(make_runner: Any, null_world: Path) -> None:
     with pytest.raises(
         ValueError,
         match=r"^omni\.pipeline_partition 'measured': the layers of NullWorldPipeline cannot",
@@ -165,14 +168,9 @@ def test_layers_that_cannot_move_are_an_error(make_runner: Any, null_world: Path
         make_runner(null_world, {"pipeline_partition": "measured"})
 
 
-def test_one_stage_keeps_all_layers(make_runner: Any, causal_wan: Path) -> None:
-    runner = make_runner(causal_wan, {"pipeline_partition": "measured"})
-    assert runner.partition == (runner.model.num_layers,)
-
-
 class Pipeline:
-    """One rank of two stages of two ranks each, and one that only decodes. times: of the others,
-    by rank.
+    """One rank of two stages with two ranks each, and a rank that only decodes. `times` belong
+    to the other ranks.
     """
 
     def __init__(
@@ -212,21 +210,21 @@ def others(*of_stages: tuple[int, float, int, float]) -> dict[int, tuple[int, fl
 @pytest.mark.parametrize(
     ("mine", "rest", "partition"),
     [
-        # The second stage's steps take 5 ms more than its layers, as long as 5 of them.
+        # A step of the second stage takes 5 ms more, the time of 5 layers.
         ((5.0, 0.0), [(0, 4.0, 3, 0.0), (1, 10.0, 3, 0.0), (1, 9.0, 3, 0.0)], [8, 2]),
-        # Its slower rank decodes for 12 ms at a chunk's end: 4 layers in 3 passes.
+        # Its slower rank decodes for 12 ms per chunk, the time of 4 layers in 3 passes.
         ((5.0, 0.0), [(0, 5.0, 3, 0.0), (1, 5.0, 3, 12.0), (1, 5.0, 3, 1.0)], [7, 3]),
         ((5.0, 12.0), [(0, 5.0, 3, 0.0), (1, 5.0, 3, 0.0), (1, 5.0, 3, 0.0)], [3, 7]),
         ((5.0, 0.0), [(0, 5.0, 3, 0.0), (1, 5.0, 3, 0.0), (1, 5.0, 3, 0.0)], [5, 5]),
     ],
 )
-def test_layers_move_so_that_the_slowest_stage_is_as_fast_as_can_be(
+def test_layers_move_to_balance_the_stages(
     monkeypatch: pytest.MonkeyPatch,
     mine: tuple[float, float],
     rest: list[tuple[int, float, int, float]],
     partition: list[int],
 ) -> None:
-    """A stage's step is the median of a chunk's; the times of a VAE stage do not count."""
+    """The time of a stage is the median step of a chunk. Times of a VAE stage do not count."""
     step_ms, decode_ms = mine
     pipeline = Pipeline(monkeypatch, others(*rest, (2, 0.0, 1, 1000.0)))
     runner = pipeline.runner(0)
@@ -242,8 +240,28 @@ def test_layers_move_so_that_the_slowest_stage_is_as_fast_as_can_be(
     assert message.endswith(f")]; layers of each stage: {partition}")
 
 
-def test_memory_of_layers_that_went_away_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the device, once nothing uses it: the budget of sessions is measured after that."""
+def test_a_stage_without_layers_only_stores_the_partition(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It stores the partition, which is part of every snapshot."""
+    rest = [(0, 5.0, 3, 0.0), (0, 5.0, 3, 0.0), (1, 10.0, 3, 0.0), (1, 10.0, 3, 0.0)]
+    pipeline = Pipeline(monkeypatch, others(*rest))
+    runner = pipeline.runner(2)
+    rebalance(runner, {})
+    assert pipeline.shared == [(2, 0.0, 1, 0.0)]
+    assert runner.partition == (8, 2)
+    assert pipeline.moves == []
+
+
+def test_one_stage_keeps_all_layers(make_runner: Any, causal_wan: Path) -> None:
+    runner = make_runner(causal_wan, {"pipeline_partition": "measured"})
+    assert runner.partition == (runner.model.num_layers,)
+
+
+def test_memory_of_moved_layers_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache is emptied once nothing uses it, because the budget of sessions is measured
+    afterwards.
+    """
     pipeline = Pipeline(
         monkeypatch,
         others((0, 5.0, 3, 0.0), (1, 10.0, 3, 0.0), (1, 10.0, 3, 0.0), (2, 0.0, 1, 0.0)),
@@ -254,16 +272,3 @@ def test_memory_of_layers_that_went_away_is_given_back(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: pipeline.moves.append(("empty",)))
     rebalance(runner, {"steps": [5.0] * 3})
     assert pipeline.moves[1:] == [runner.device, ("empty",)]
-
-
-def test_a_stage_without_layers_has_no_times_and_moves_none(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """But it knows the partition, which is part of every snapshot."""
-    rest = [(0, 5.0, 3, 0.0), (0, 5.0, 3, 0.0), (1, 10.0, 3, 0.0), (1, 10.0, 3, 0.0)]
-    pipeline = Pipeline(monkeypatch, others(*rest))
-    runner = pipeline.runner(2)
-    rebalance(runner, {})
-    assert pipeline.shared == [(2, 0.0, 1, 0.0)]
-    assert runner.partition == (8, 2)
-    assert pipeline.moves == []

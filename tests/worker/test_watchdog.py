@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks as real processes: one is stopped, one is killed, all are stopped together, all end in
-order.
-"""
+"""Watchdogs on real processes: one rank stopped or killed, all stopped, and an orderly shutdown."""
 
 import os
 import signal
@@ -62,8 +60,10 @@ def ranks() -> Iterator[list[subprocess.Popen[str]]]:
 
 
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
-def test_all_end_when_one_is_gone(ranks: list[subprocess.Popen[str]], how: signal.Signals) -> None:
-    """The stopped one too."""
+def test_all_ranks_exit_when_one_is_stopped_or_killed(
+    ranks: list[subprocess.Popen[str]], how: signal.Signals
+) -> None:
+    """A stopped rank is killed too."""
     pause(0.6)
     start = time.monotonic()
     ranks[1].send_signal(how)
@@ -73,9 +73,9 @@ def test_all_end_when_one_is_gone(ranks: list[subprocess.Popen[str]], how: signa
 
 
 @pytest.mark.nightly
-def test_no_one_ends_when_all_were_stopped(ranks: list[subprocess.Popen[str]]) -> None:
-    """Longer than the timeout, as by Ctrl-Z; and a shutdown one after the other is no reason
-    either.
+def test_no_rank_exits_after_all_were_stopped(ranks: list[subprocess.Popen[str]]) -> None:
+    """All ranks are stopped for longer than the timeout, as by Ctrl-Z. A staggered shutdown ends no
+    rank with an error either.
     """
     pause(1)
     for process in ranks:

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models without the step protocol: which method runs, in which order it is looked for, what
-failures become.
-"""
+"""Models without the step protocol: the method that runs, and the errors that it raises."""
 
 import dataclasses
 import shutil
@@ -27,7 +25,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class Doubler(StepPipeline):
-    """Registered with vLLM below: doubles the tensor `x`; options choose how it fails."""
+    """A model registered with vLLM that doubles the tensor `x`. Options select a failure."""
 
     supports_step_execution = False
 
@@ -64,9 +62,7 @@ FAMILY = dataclasses.replace(
 
 @pytest.fixture
 def doubler(tmp_path: Path, null_world: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkpoint of the family `doubler`, whose model class is registered through vLLM's
-    public registry.
-    """
+    """A checkpoint of the family `doubler`, registered through vLLM's public registry."""
     ModelRegistry.register_model("Doubler", Doubler)
     monkeypatch.setitem(registry._FAMILY_MODULES, "doubler", __name__)
     shutil.copyfile(null_world / "model.safetensors", tmp_path / "model.safetensors")
@@ -74,10 +70,10 @@ def doubler(tmp_path: Path, null_world: Path, monkeypatch: pytest.MonkeyPatch) -
     return tmp_path
 
 
-def test_runner_serves_a_model_without_steps_and_says_how(
+def test_the_runner_serves_a_model_without_steps(
     doubler: Path, make_runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One request is one engine step; failures stay with their request; the log names the
+    """One request is one engine step, a failure affects only its request, and the log names the
     method.
     """
     said: list[str] = []
@@ -117,10 +113,8 @@ def test_runner_serves_a_model_without_steps_and_says_how(
         (("diffuse",), "diffuse"),
     ],
 )
-def test_order_of_looking(methods: tuple[str, ...], found: str) -> None:
-    """`sample` before `forward` before `diffuse`; what nn.Module and StepPipeline define does
-    not count.
-    """
+def test_sample_precedes_forward_and_diffuse(methods: tuple[str, ...], found: str) -> None:
+    """Methods of nn.Module and StepPipeline do not count."""
     for base in (nn.Module, StepPipeline):
         model = type(
             "Model", (base,), dict.fromkeys(methods, lambda self, params, tensors: ({}, {}))
@@ -128,7 +122,7 @@ def test_order_of_looking(methods: tuple[str, ...], found: str) -> None:
         assert find_method(model.__new__(model)) == found
 
 
-def test_a_model_with_no_method_is_refused_by_name() -> None:
+def test_a_model_without_a_method_is_refused() -> None:
     class Nothing(StepPipeline):
         pass
 

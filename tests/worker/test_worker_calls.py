@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`DiffusionWorkerMixin`: a worker's calls, on a stock worker that does nothing and a runner in
-this process.
-"""
+"""`DiffusionWorkerMixin` on a mocked stock worker and a runner in this process."""
 
 import contextlib
 from collections.abc import Iterator
@@ -19,7 +17,7 @@ from vllm_omni.worker.diffusion.worker import DiffusionWorkerMixin
 
 
 class Stock:
-    """vLLM's worker, which notes how it was called."""
+    """A mock of vLLM's worker that records its calls."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.use_v2_model_runner = True
@@ -48,25 +46,13 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     return mixed
 
 
-class Called(Worker):
-    """RPCs reach the worker by name, as vLLM's executors call them."""
-
-    def __init__(self, worker: Any, runner: Any) -> None:
-        super().__init__(runner)
-        self.worker = worker
-        worker.model_runner = runner
-
-    def rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
-        return [getattr(self.worker, method)(*args)]
-
-
-def test_a_worker_takes_no_path_of_a_second_generation_runner(worker: Any) -> None:
-    """Ours is of neither generation."""
+def test_the_worker_disables_the_v2_model_runner(worker: Any) -> None:
+    """The diffusion runner belongs to neither runner generation."""
     assert worker.calls == [(("config",), {"rank": 3})]
     assert worker.use_v2_model_runner is False
 
 
-def test_a_worker_makes_our_runner_for_its_device(
+def test_the_worker_creates_the_diffusion_runner(
     worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(diffusion_worker, "DiffusionGPUModelRunner", lambda *args: args)
@@ -79,38 +65,18 @@ def test_a_worker_makes_our_runner_for_its_device(
         worker._make_model_runner()
 
 
-def test_sessions_are_saved_and_restored_by_calls(
-    worker: Any, make_runner: Any, null_world: Path, tmp_path: Path
-) -> None:
-    """As a snapshot and as a checkpoint; the digests of weights and configuration are made once."""
-    called = Called(worker, make_runner(null_world))
-    text_chunk(called, "a", 0)
-    called.save("a", tmp_path / "snapshot")
-    called.checkpoint("a", tmp_path / "checkpoint")
-    assert (tmp_path / "snapshot").read_bytes() == (tmp_path / "checkpoint").read_bytes()
-    called.restore("b", tmp_path / "snapshot")
-    called.restore("c", tmp_path / "checkpoint")
-    assert called.bits("a") == called.bits("b") == called.bits("c")
-    assert worker.snapshots is worker.snapshots
-    assert worker.session_stats()["sessions"] == 3
-
-
-def test_a_session_at_work_is_not_closed_by_a_call(
+def test_a_busy_session_is_not_closed_by_a_call(
     worker: Any, make_runner: Any, null_world: Path
 ) -> None:
-    called = Called(worker, make_runner(null_world))
-    text_chunk(called, "idle", 0)
-    execute(called.runner, step(new=[new_request("r", session_id="busy", prompt="a field")]))
-    assert [worker.close_session(session_id) for session_id in ("idle", "busy", "nobody")] == [
-        True,
-        False,
-        False,
-    ]
-    assert "busy" in called.runner.sessions
-    assert "idle" not in called.runner.sessions
+    runner = worker.model_runner = make_runner(null_world)
+    text_chunk(Worker(runner), "idle", 0)
+    execute(runner, step(new=[new_request("r", session_id="busy", prompt="a field")]))
+    closed = [worker.close_session(session_id) for session_id in ("idle", "busy", "absent")]
+    assert closed == [True, False, False]
+    assert "busy" in runner.sessions and "idle" not in runner.sessions
 
 
-def test_a_reload_passes_on_and_makes_digests_void(worker: Any) -> None:
+def test_a_reload_invalidates_the_weights_digest(worker: Any) -> None:
     worker.model_runner = SimpleNamespace()
     evicted: list[bool] = []
     worker.snapshots.invalidate_weights = lambda: evicted.append(True)
@@ -120,11 +86,11 @@ def test_a_reload_passes_on_and_makes_digests_void(worker: Any) -> None:
 
 
 @pytest.mark.parametrize("responses", [False, True])
-def test_the_rank_that_responses_steps_is_heard(
+def test_a_rank_reports_whether_its_exceptions_reach_the_engine(
     worker: Any, monkeypatch: pytest.MonkeyPatch, responses: bool
 ) -> None:
-    """An exception of its step is the engine's answer; of another rank's the engine would never
-    learn.
+    """An exception on the rank that returns results ends the step. The engine does not receive
+    exceptions of other ranks. Results are received after the step.
     """
     heard: list[bool] = []
 
@@ -156,9 +122,7 @@ def test_ranks_watch_each_other_from_the_warm_up_to_the_shutdown(
     timeout_s: float | None,
     watched: list[Any],
 ) -> None:
-    """An engine of one rank has nobody to watch, and `rank_timeout_s` may say that none are
-    watched.
-    """
+    """A single rank has no watchdog, and `rank_timeout_s` None disables it."""
     seen: list[Any] = []
     used: list[int] = []
 
@@ -182,10 +146,8 @@ def test_ranks_watch_each_other_from_the_warm_up_to_the_shutdown(
     assert worker.calls[1:] == ["shutdown"]
 
 
-def test_memory_of_a_device_is_notified_by_a_call(
-    worker: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing on a CPU."""
+def test_device_memory_is_reported_on_a_gpu(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU reports no memory."""
     assert worker.device_memory() == {}
     worker.device = torch.device("cuda", 1)
     responses = {

@@ -4,7 +4,7 @@ role.
 
 A stage receives hidden states and a mask of the requests that take part, runs its layers and sends
 a message to the next stage. A `StepSplit` decides which denoise steps this rank runs.
-Tests: tests/worker/test_two_stages.py and test_pipeline_parallel.py, tests/engine/test_parallel.py.
+Tests: tests/worker/test_two_stages.py and test_return_channel.py, tests/engine/test_parallel.py.
 """
 
 from abc import abstractmethod
