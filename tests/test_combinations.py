@@ -81,7 +81,7 @@ def configure(model: Path, omni: dict[str, Any], sizes: dict[str, Any]) -> VllmC
             "causal_wan",
             {**TEMPORAL, "model": MATCHED},
             PP3,
-            "got 3: pass --pipeline-parallel-size 2",
+            "got 3; pass --pipeline-parallel-size 2",
         ),
         ("causal_wan", {**TEMPORAL, "model": MATCHED}, {}, "pass --pipeline-parallel-size"),
         (
@@ -137,9 +137,9 @@ def configure(model: Path, omni: dict[str, Any], sizes: dict[str, Any]) -> VllmC
         ),
         ("wan2_2", {"vae_stage": True}, TP2, "--pipeline-parallel-size 2 or more"),
         ("lance", {"chunks_in_flight": 2}, {}, NEEDS),
-        ("diffusers_pipeline", {"chunks_in_flight": 2}, {}, "this checkpoint runs without one"),
-        ("lance", {}, PP2, "Lance's layers are not split over stages"),
-        ("lance", {"vae_stage": True}, PP2 | TP2, "Lance's layers are not split over stages"),
+        ("diffusers_pipeline", {"chunks_in_flight": 2}, {}, "it runs without a worker"),
+        ("lance", {}, PP2, "its layers are not split over stages"),
+        ("lance", {"vae_stage": True}, PP2 | TP2, "its layers are not split over stages"),
         ("diffusers_pipeline", {}, PP2, "runs one process on one device"),
         ("diffusers_pipeline", {}, TP2, "runs one process on one device"),
         (

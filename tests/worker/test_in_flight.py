@@ -173,5 +173,5 @@ def test_what_is_not_next_is_refused(runner: Any) -> None:
 def test_a_model_that_cannot_says_why(make_runner: Any, causal_wan: Path, null_world: Path) -> None:
     with pytest.raises(ValueError, match="cache 'strict' shows a chunk the clean chunk before it"):
         make_runner(causal_wan, {"chunks_in_flight": 2})
-    with pytest.raises(ValueError, match="its next chunk needs the one before it complete"):
+    with pytest.raises(ValueError, match="its next chunk needs the previous one complete"):
         make_runner(null_world, {"chunks_in_flight": 2})

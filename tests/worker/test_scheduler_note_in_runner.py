@@ -48,7 +48,7 @@ def test_a_degraded_chunk_takes_fewer_steps_and_says_so(make_runner: Any, model:
 def test_a_server_that_cannot_degrade_that_way_does_not_start(
     make_runner: Any, model: Path
 ) -> None:
-    with pytest.raises(ValueError, match="NullWorldPipeline cannot do 'tiny_vae'"):
+    with pytest.raises(ValueError, match="'tiny_vae': Null world does not support it"):
         make_runner(model, {"scheduling": "deadline", "degradations": ["tiny_vae"]})
 
 

@@ -235,9 +235,13 @@ def check_stages_scheduler(stages: int, *, by_step: bool) -> None:
         raise ValueError(f"--pipeline-parallel-size {stages} {_SCHEDULER_ADVICE}")
 
 
-def check_chunks_ahead(omni: OmniConfig, *, stages: int, has_worker: bool, by_step: bool) -> None:
-    """`omni.chunks_in_flight` and `omni.pipeline` "temporal"; the model has checks of its own
-    (`interfaces.check_chunks_in_flight`).
+def check_chunks_ahead(omni: OmniConfig, *, stages: int, by_step: bool) -> None:
+    """Check that stages and scheduler fit `omni.chunks_in_flight` and `omni.pipeline` "temporal".
+
+    Args:
+        omni: Options of the server. The family has checked that its model supports them.
+        stages: `--pipeline-parallel-size`.
+        by_step: Whether the scheduler runs one denoise step per engine step.
     """
     if omni.ahead is None:
         return
@@ -245,11 +249,6 @@ def check_chunks_ahead(omni: OmniConfig, *, stages: int, has_worker: bool, by_st
         raise ValueError(
             "omni.pipeline 'temporal' gives every denoise step a stage of its own: "
             "pass --pipeline-parallel-size, as many as there are steps"
-        )
-    if not has_worker:
-        raise ValueError(
-            "omni.chunks_in_flight and omni.pipeline need a worker; this checkpoint runs "
-            "without one"
         )
     if not by_step:
         raise ValueError(f"omni.chunks_in_flight {omni.chunks_in_flight} {_SCHEDULER_ADVICE}")

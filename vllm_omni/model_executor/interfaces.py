@@ -25,7 +25,6 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 
-from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.device_async import StageTimer
 from vllm_omni.model_executor.layers.layer_moves import LayerMove
@@ -335,14 +334,6 @@ class VAEStageModel(
     """A model on the two sides of a VAE stage."""
 
 
-def check_vae_stage(model: object, omni: OmniConfig) -> None:
-    """Raise ValueError unless the model's decoder can be a stage of its own, if it is asked to."""
-    if omni.vae_stage and not isinstance(model, SupportsVAEStage):
-        raise ValueError(
-            f"omni.vae_stage: the decoder of {type(model).__name__} cannot be a stage of its own"
-        )
-
-
 @runtime_checkable
 class SupportsParallelDecode(Protocol):
     """A model whose decode the ranks that share layers can do together, each a part of it
@@ -384,44 +375,6 @@ class LayeredModel(
 
 
 @runtime_checkable
-class SupportsDegradation(Protocol):
-    """A model that can make single chunks cheaper and worse, as `request.degradations` of each
-    says.
-    """
-
-    def refuse_degradation(self, name: str) -> str | None:
-        """Why this model, as it is configured, cannot do without `name` (`omni.degradations`);
-        None if it can.
-        """
-
-
-def check_parallel_decode(model: object, omni: OmniConfig) -> bool:
-    """Return whether ranks that share layers decode together.
-
-    Raises ValueError if they are asked to and cannot.
-    """
-    if isinstance(model, SupportsParallelDecode):
-        return model.shares_decode
-    if omni.vae_parallel:
-        raise ValueError(
-            f"omni.vae_parallel: the decode of {type(model).__name__} cannot be split over ranks"
-        )
-    return False
-
-
-def check_degradations(model: object, names: Sequence[str]) -> None:
-    """Raise ValueError, with the reason, unless `model` can do all of `omni.degradations`."""
-    for name in names:
-        reason = "it has one quality only"
-        if isinstance(model, SupportsDegradation):
-            refusal = model.refuse_degradation(name)
-            if refusal is None:
-                continue
-            reason = refusal
-        raise ValueError(f"omni.degradations: {type(model).__name__} cannot do {name!r}: {reason}")
-
-
-@runtime_checkable
 class SupportsChunksInFlight(Protocol):
     """A model whose next chunk can begin before the one ahead of it in its session is done
     (`omni.chunks_in_flight`).
@@ -438,32 +391,3 @@ class SupportsChunksInFlight(Protocol):
         """At least 1, and more than a chunk has clean passes: latents are final in the order of
         the chunks.
         """
-
-    def refuse_chunks_in_flight(self) -> str | None:
-        """Why this model, as it is configured, cannot have several; None if it can."""
-
-    def refuse_temporal_pipeline(self, num_stages: int) -> str | None:
-        """Why its steps cannot be spread over `num_stages` stages (`omni.pipeline` "temporal");
-        None if they can.
-
-        If they can: each stage calls `denoise_step` and `step_scheduler` for the step of its own
-        number only. On every stage but the last, `commit` finds the latents that entered the last
-        step as the request's latents.
-        """
-
-
-def check_chunks_in_flight(model: object, omni: OmniConfig, num_stages: int) -> int:
-    """Return the model's `lag_steps`.
-
-    Raises ValueError, with the reason, unless it can serve `omni`'s options.
-    """
-    if omni.ahead is None:
-        return 1
-    reason: str | None = "its next chunk needs the one before it complete"
-    if isinstance(model, SupportsChunksInFlight):
-        reason = model.refuse_chunks_in_flight()
-        if reason is None and omni.pipeline == "temporal":
-            reason = model.refuse_temporal_pipeline(num_stages)
-        if reason is None:
-            return model.lag_steps
-    raise ValueError(f"omni.{omni.ahead}: {type(model).__name__} cannot do that: {reason}")

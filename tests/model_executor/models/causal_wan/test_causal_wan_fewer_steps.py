@@ -6,9 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from causal_wan_driver import finish, input_video, load_model, make_request, open_session, step
+from causal_wan_driver import (
+    check_refusals,
+    finish,
+    input_video,
+    load_model,
+    make_request,
+    open_session,
+    step,
+)
 
-from vllm_omni.model_executor.interfaces import SupportsDegradation, check_degradations
 from vllm_omni.model_executor.models.causal_wan.pipeline import CausalWan
 
 
@@ -54,10 +61,8 @@ def test_fewer_steps_is_a_model_of_every_second_step(causal_wan: Path, source: s
         ("tiny_vae", {"decoder": "tiny"}, "decodes all chunks"),
     ],
 )
-def test_what_cannot_be_done_is_refused_with_the_reason(
+def test_an_unsupported_degradation_is_refused_with_the_reason(
     causal_wan: Path, name: str, options: dict[str, Any], reason: str
 ) -> None:
-    model = load_model(causal_wan, **options)
-    assert isinstance(model, SupportsDegradation)
-    with pytest.raises(ValueError, match=rf"CausalWan cannot do '{name}'.*{reason}"):
-        check_degradations(model, [name])
+    with pytest.raises(ValueError, match=rf"'{name}': Causal Wan 2.1 does not support.*{reason}"):
+        check_refusals(causal_wan, 1, model=options, scheduling="deadline", degradations=(name,))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from causal_wan_driver import (
+    check_refusals,
     finish,
     input_video,
     load_model,
@@ -20,12 +21,10 @@ from causal_wan_driver import (
     step,
 )
 
-from vllm_omni.config import OmniConfig
 from vllm_omni.core.step_protocol import ChunkOrder
 from vllm_omni.model_executor.interfaces import (
     DiffusionRequest,
     SessionState,
-    check_chunks_in_flight,
 )
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.models.causal_wan.pipeline import CausalWan
@@ -346,19 +345,17 @@ def test_a_stage_for_every_step_gives_the_same_stream(causal_wan: Path, kind: st
     [
         ({}, {"chunks_in_flight": 2}, 1, "cache 'strict' shows a chunk the clean chunk"),
         ({}, {"pipeline": "temporal"}, 4, "cache 'strict' shows"),
-        (MATCHED, {"pipeline": "temporal"}, 2, "got 2: pass --pipeline-parallel-size 3"),
+        (MATCHED, {"pipeline": "temporal"}, 2, "got 2; pass --pipeline-parallel-size 3"),
     ],
 )
-def test_what_cannot_work_is_refused_with_its_reason(
+def test_unsupported_options_are_refused_with_the_reason(
     causal_wan: Path, options: dict[str, Any], serving: dict[str, Any], num_stages: int, reason: str
 ) -> None:
-    model = load_model(causal_wan, **options)
-    with pytest.raises(ValueError, match=r"omni\..*CausalWan cannot do that") as refused:
-        check_chunks_in_flight(model, OmniConfig(**serving), num_stages)
+    with pytest.raises(ValueError, match=r"omni\..*Causal Wan 2.1 does not support it") as refused:
+        check_refusals(causal_wan, num_stages, model=options, **serving)
     assert reason in str(refused.value)
 
 
-def test_what_can_work_is_not_refused(causal_wan: Path) -> None:
-    model = load_model(causal_wan, **MATCHED)
-    assert check_chunks_in_flight(model, OmniConfig(chunks_in_flight=3), 1) == 1
-    assert check_chunks_in_flight(model, OmniConfig(pipeline="temporal"), 3) == 1
+def test_supported_options_are_not_refused(causal_wan: Path) -> None:
+    check_refusals(causal_wan, 1, model=MATCHED, chunks_in_flight=3)
+    check_refusals(causal_wan, 3, model=MATCHED, pipeline="temporal")

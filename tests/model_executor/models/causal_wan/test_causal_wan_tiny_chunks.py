@@ -14,6 +14,7 @@ from causal_wan_driver import (
     HEIGHT,
     WIDTH,
     Result,
+    check_refusals,
     finish,
     input_video,
     load_model,
@@ -25,7 +26,7 @@ from causal_wan_driver import (
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
-from vllm_omni.model_executor.interfaces import DiffusionRequest, SessionState, check_degradations
+from vllm_omni.model_executor.interfaces import DiffusionRequest, SessionState
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.models.causal_wan.checkpoint.layout import find_layout, hf_config
 from vllm_omni.model_executor.models.causal_wan.pipeline import CausalWan, StreamSetup
@@ -203,7 +204,6 @@ def test_without_its_weights_a_server_does_not_start_and_says_what_they_are_for(
                 CausalWan(setup).load_checkpoint(layout)
 
 
-def test_every_ladder_that_it_says_it_can_do_is_accepted(model: CausalWan) -> None:
-    names = ["fewer_steps", "tiny_vae"]
-    assert [model.refuse_degradation(name) for name in names] == [None] * 2
-    check_degradations(model, names)
+def test_both_degradations_are_supported_together(causal_wan: Path) -> None:
+    names = ("fewer_steps", "tiny_vae")
+    check_refusals(causal_wan, 1, scheduling="deadline", degradations=names)

@@ -25,6 +25,7 @@ from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import find_layout, hf_config
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotOptions
+from vllm_omni.model_executor.models.lingbot_world.family import FAMILY
 from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld, WorldSetup
 from vllm_omni.model_executor.models.wan.vae.tiny_vae import (
     TinyVAEDecoder,
@@ -169,6 +170,5 @@ def test_what_does_not_go_with_it_is_refused(lingbot_world: Path) -> None:
     with pytest.raises(ValueError, match="convention 'pr3701' restarts decoder 'wan'"):
         LingBotOptions.parse({"decoder": "tiny", "convention": "pr3701"})
     omni = OmniConfig(height=HEIGHT, width=WIDTH, model={"decoder": "tiny"}, vae_parallel=True)
-    world, layout = hf_config(lingbot_world)["lingbot_world"], find_layout(lingbot_world)
     with pytest.raises(ValueError, match="decoder 'tiny' is too small to gain"):
-        WorldSetup.of_checkpoint(world, layout, omni, torch.float32, ParallelContext())
+        FAMILY.check_refusals(hf_config(lingbot_world), omni, 1)

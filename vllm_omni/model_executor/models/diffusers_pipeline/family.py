@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from vllm_omni.config import OmniConfig
-from vllm_omni.model_executor.models.capabilities import Capabilities
+from vllm_omni.model_executor.models.capabilities import (
+    SESSIONS_END_WITH_REQUEST,
+    Capabilities,
+    Refusal,
+    Refusals,
+)
 from vllm_omni.model_executor.models.diffusers_pipeline.checkpoint import (
     PipelineIndex,
     check_class,
@@ -22,6 +27,8 @@ from vllm_omni.model_executor.models.diffusers_pipeline.checkpoint import (
 )
 from vllm_omni.model_executor.models.diffusers_pipeline.options import DiffusersOptions
 from vllm_omni.model_executor.models.registry import ModelFamily
+
+NO_WORKER = Refusal("it runs without a worker")
 
 
 def _hf_config(path: Path) -> dict[str, Any]:
@@ -52,8 +59,6 @@ def _check_options(config: dict[str, Any], omni: OmniConfig) -> None:
     check_components(path, PipelineIndex.read_folder(path), options.without)
     if options.pipeline_class is not None:
         check_class(options.pipeline_class)
-    omni.refuse_degradations("diffusers' own pipeline")
-    omni.refuse_checkpoints("diffusers' own pipeline")
 
 
 def _capabilities(config: dict[str, Any], omni: OmniConfig) -> Capabilities:
@@ -78,6 +83,11 @@ FAMILY = ModelFamily(
     hf_config=_hf_config,
     layouts=("qwen_image", "flux", "wan", "sd3"),
     check_options=_check_options,
+    refusals=lambda hf_config, omni, stages: Refusals(
+        chunks_in_flight=NO_WORKER,
+        temporal_pipeline=NO_WORKER,
+        periodic_snapshots=SESSIONS_END_WITH_REQUEST,
+    ),
     capabilities=_capabilities,
     executor_cls="vllm_omni.executor.DiffusersPipelineExecutor",
 )

@@ -236,15 +236,6 @@ _SPECIAL_KEYS = {
 }
 
 
-def check_stages(stages: int) -> None:
-    """Raise ValueError if there are several pipeline stages."""
-    if stages > 1:
-        raise ValueError(
-            f"--pipeline-parallel-size {stages}: Lance's layers are not split over stages; use "
-            "--tensor-parallel-size"
-        )
-
-
 @dataclass(frozen=True)
 class Choices:
     """Where public implementations of Lance differ.

@@ -45,7 +45,6 @@ from vllm_omni.model_executor.models.lance.config import (
     LanceConfig,
     LanceOptions,
     Task,
-    check_stages,
 )
 from vllm_omni.model_executor.models.lance.network.pack import BranchCache
 from vllm_omni.model_executor.models.lance.network.transformer import LanceNetwork
@@ -126,7 +125,7 @@ class LanceSetup:
         """
         options = LanceOptions.parse(omni.model)
         parallel = parallel or ParallelContext.from_vllm(options.sequence_parallel)
-        check_stages(parallel.num_stages)
+        assert parallel.num_stages == 1
         if layout.tokenizer is None:
             raise ValueError(
                 f"{layout.decoder} lacks tokenizer.json; run `vllm-omni download lance "
