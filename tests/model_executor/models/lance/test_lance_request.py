@@ -209,7 +209,7 @@ def test_a_question_may_be_left_out_but_not_empty() -> None:
 
 @pytest.mark.parametrize(
     ("task", "tensors", "shown", "message"),
-    [("x2t_image", IMAGE, 1, "there are 1 turns$"), ("t2t", {}, 0, "no picture")],
+    [("x2t_image", IMAGE, 1, "there are 1 turns$"), ("t2t", {}, 0, "no image")],
 )
 def test_a_image_is_shown_in_a_turn_that_is_there(
     task: Task, tensors: dict[str, torch.Tensor], shown: int, message: str

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `causal_wan` family's entry for the command line, the config parser and the doors."""
+"""The `causal_wan` family, described for the command line, config parser and endpoints."""
 
 from typing import Any
 
@@ -70,7 +70,7 @@ def _capabilities(config: dict[str, Any], omni: OmniConfig) -> Capabilities:
 
 FAMILY = streaming_family(
     name="causal_wan",
-    title="Causal Wan 2.1: streaming video from text, a picture or a video (Self-Forcing, "
+    title="Causal Wan 2.1: streaming video from text, an image or a video (Self-Forcing, "
     "LongLive, CausVid, ...)",
     architecture="CausalWanPipeline",
     detect=is_checkpoint,

@@ -2,8 +2,7 @@
 """The `diffusers_pipeline` family: any pipeline directory of diffusers, served by
 `DiffusersPipelineExecutor`.
 
-It comes last among the families: a directory that a model of this package serves itself is not
-taken away from it.
+It is the last family, so that a model of this package is preferred for its own checkpoints.
 """
 
 from pathlib import Path
@@ -37,7 +36,7 @@ def _hf_config(path: Path) -> dict[str, Any]:
     return {
         "architectures": ["DiffusersPipeline"],
         "dtype": stored_dtype(path, index),
-        # Fields that vLLM asks of every model and a pipeline has no use for.
+        # Fields that vLLM requires of every model; a pipeline does not use them.
         "hidden_size": 1,
         "num_attention_heads": 1,
         "num_hidden_layers": 1,
@@ -62,7 +61,7 @@ def _check_options(config: dict[str, Any], omni: OmniConfig) -> None:
 
 
 def _capabilities(config: dict[str, Any], omni: OmniConfig) -> Capabilities:
-    # imports the pipeline's class
+    # imported lazily, because it imports the pipeline's class
     from vllm_omni.model_executor.models.diffusers_pipeline.tasks import capabilities
 
     options = DiffusersOptions.parse(omni.model)

@@ -48,16 +48,20 @@ class ComponentSource:
 
 @dataclass(frozen=True)
 class LanceLayout:
-    """The resolved places of a checkpoint's pieces; None = not there. decoder: the folder with
-    `llm_config.json`.
-    """
+    """Paths of the components of a checkpoint. None: missing."""
 
     root: Path
+    """The repository."""
     decoder: Path
+    """Folder with `llm_config.json`."""
     weights: Path | None
+    """Weights of the decoder."""
     tokenizer: Path | None
+    """`tokenizer.json`."""
     vision: Path | None
+    """Folder of the vision tower."""
     vae: Path | None
+    """File of the autoencoder."""
 
     @property
     def video(self) -> bool:

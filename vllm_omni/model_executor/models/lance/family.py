@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `lance` family's entry for the command line, the config parser and the HTTP routes."""
+"""The `lance` family, described for the command line, config parser and endpoints."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def _check_options(config: dict[str, Any], omni: OmniConfig) -> None:
 
 
 def _capabilities(config: dict[str, Any], omni: OmniConfig) -> Capabilities:
-    """The video checkpoint draws and edits images too, in sizes of their own."""
+    """Return the capabilities. The video checkpoint also generates images, with other sizes."""
     options, lance = LanceOptions.parse(omni.model), lance_config(config["lance"])
     videos = lance.makes_video
     images, limit = default_size(False, options), options.max_image_pixels
@@ -67,7 +67,7 @@ def _capabilities(config: dict[str, Any], omni: OmniConfig) -> Capabilities:
 
 FAMILY = ModelFamily(
     name="lance",
-    title="Lance: one model that reads, draws, edits and films",
+    title="Lance: image generation and editing, video generation, image and video understanding",
     architecture="LancePipeline",
     detect=is_checkpoint,
     hf_config=hf_config,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `lingbot_world` family's entry for the command line and the config parser."""
+"""The `lingbot_world` family, described for the command line, config parser and endpoints."""
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.models.capabilities import Refusals

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `wan2_2` family's entry for the command line, the config parser and the doors."""
+"""The `wan2_2` family, described for the command line, config parser and endpoints."""
 
 from typing import Any
 

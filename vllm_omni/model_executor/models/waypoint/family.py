@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `waypoint` family's entry for the command line, the config parser and the doors."""
+"""The `waypoint` family, described for the command line, config parser and endpoints."""
 
 from typing import Any
 
