@@ -140,10 +140,10 @@ def query_key(
     )
 
 
-def silu_mul(gate_up_TF: torch.Tensor, to_fp8: bool = False) -> Input:
+def silu_mul(gate_up_TF: torch.Tensor, quantized: bool = False) -> Input:
     """`fused_ops.silu_mul`."""
     tokens, width = gate_up_TF.shape[0], gate_up_TF.shape[1] // 2
-    out, token_scales = _rows(gate_up_TF, tokens, width, to_fp8)
+    out, token_scales = _rows(gate_up_TF, tokens, width, quantized)
     if tokens:
         _silu_mul_kernel[(tokens,)](
             gate_up_TF.contiguous(),
@@ -165,10 +165,10 @@ def _norm(
     total_TD: torch.Tensor | None,
     weight_D: torch.Tensor,
     eps: float,
-    to_fp8: bool,
+    quantized: bool,
 ) -> Input:
     tokens, width = x_TD.shape
-    normed, token_scales = _rows(x_TD, tokens, width, to_fp8)
+    normed, token_scales = _rows(x_TD, tokens, width, quantized)
     if tokens:
         _norm_kernel[(tokens,)](
             x_TD, update_TD, weight_D, total_TD, normed, token_scales, eps,

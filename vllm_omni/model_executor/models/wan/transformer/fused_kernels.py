@@ -337,14 +337,14 @@ def _residual(
     modulation: tuple[torch.Tensor, torch.Tensor],
     eps: float,
     dtype: torch.dtype,
-    to_fp8: bool,
+    quantized: bool,
     **others: Any,
 ) -> Input:
     """Write the sum to `total`; return its norm in `dtype` or quantized."""
     normed = torch.empty_like(
-        x, dtype=FP8 if to_fp8 else dtype, memory_format=torch.contiguous_format
+        x, dtype=FP8 if quantized else dtype, memory_format=torch.contiguous_format
     )
-    if not to_fp8:
+    if not quantized:
         _add_and_norm(x, update, gate, total, normed, None, modulation, eps, **others)
         return normed
     token_scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
