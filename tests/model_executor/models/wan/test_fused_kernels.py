@@ -128,7 +128,7 @@ def check_rounded(kernels: Any, dtype: torch.dtype, device: str) -> int:
         ("after_self_attention", one),
         ("after_cross_attention", (x, update, *modulation, EPS, True)),
         ("after_ffn", (x, update, i["gate"], *modulation, EPS, dtype, True)),
-        ("rounded_gelu", (update,)),
+        ("quantized_gelu", (update,)),
     ]
     for name, args in made:
         found, plain = getattr(kernels, name)(*args), getattr(fused_ops, name)(*args)

@@ -18,7 +18,7 @@ import torch
 from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation
 
 from vllm_omni.model_executor.layers.linear.quantized_input import Input
-from vllm_omni.model_executor.layers.linear.quantized_input import quantized as rounded_rows
+from vllm_omni.model_executor.layers.linear.quantized_input import quantized as quantized_rows
 from vllm_omni.model_executor.layers.quantization.fp8_kernels import FP8
 from vllm_omni.model_executor.layers.quantization.fp8_triton import narrowed
 from vllm_omni.model_executor.layers.triton_or_names import tl, triton
@@ -232,7 +232,7 @@ def after_ffn(
 
 
 def gelu_to_fp8(x: torch.Tensor) -> QuantizedActivation:
-    """`fused_ops.rounded_gelu`."""
+    """`fused_ops.quantized_gelu`."""
     x = x.contiguous()
     data = torch.empty_like(x, dtype=FP8)
     token_scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
@@ -240,7 +240,7 @@ def gelu_to_fp8(x: torch.Tensor) -> QuantizedActivation:
     _quantized_gelu_kernel[(x[..., 0].numel(),)](
         x, data, token_scales, D=width, BLOCK=triton.next_power_of_2(width), num_warps=GELU_WARPS
     )
-    return rounded_rows(data, token_scales, x.dtype)
+    return quantized_rows(data, token_scales, x.dtype)
 
 
 def gated_add(x: torch.Tensor, update: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
@@ -349,7 +349,7 @@ def _residual(
         return normed
     token_scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
     _add_and_norm(x, update, gate, total, normed, token_scales, modulation, eps, **others)
-    return rounded_rows(normed, token_scales, dtype)
+    return quantized_rows(normed, token_scales, dtype)
 
 
 def _add_and_norm(

@@ -88,7 +88,7 @@ def after_ffn(
     return x, modulated_norm(x, shift, scale, eps, dtype, quantized)
 
 
-def rounded_gelu(x: torch.Tensor) -> QuantizedActivation:
+def quantized_gelu(x: torch.Tensor) -> QuantizedActivation:
     """Apply the tanh approximation of GELU and quantize to FP8."""
     return quantize_tokens(functional.gelu(x.float(), approximate="tanh"), x.dtype)
 
@@ -160,7 +160,7 @@ class FusedOps(fused_ops.FusedOps):
     after_self_attention: Callable[..., tuple[torch.Tensor, Any]] = after_self_attention
     after_cross_attention: Callable[..., tuple[torch.Tensor, Any]] = after_cross_attention
     after_ffn: Callable[..., tuple[torch.Tensor, Any]] = after_ffn
-    gelu_to_fp8: Callable[..., QuantizedActivation] = rounded_gelu
+    gelu_to_fp8: Callable[..., QuantizedActivation] = quantized_gelu
     gated_add: Callable[..., torch.Tensor] = gated_add
     sum_of_squares: Callable[..., torch.Tensor] = sum_of_squares
     rms_scale: Callable[..., torch.Tensor] = rms_scale
