@@ -87,7 +87,7 @@ def test_a_host_that_does_not_wait_for_the_device_gets_the_same_condition(
 ):
     """The encoder then runs on in the chunk in which the stream settles, for nothing."""
     expected_y, expected = stream(condition, image, chunks)
-    monkeypatch.setattr(GreyCondition, "_is_heard", staticmethod(lambda flag: False))
+    monkeypatch.setattr(GreyCondition, "_is_readable", staticmethod(lambda flag: False))
     y, state = stream(condition, image, chunks)
     assert torch.equal(y, expected_y)
     assert state.settled and state.cache is None and state.num_encoded == expected.num_encoded
