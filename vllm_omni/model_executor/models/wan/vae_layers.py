@@ -76,8 +76,7 @@ class StreamedUpsample(WanResample):
             frames = pairs_B2CTHW.permute(0, 3, 1, 2, 4, 5).flatten(0, 2)
         out = self.resample(frames)
         streams = len(x_BCTHW)
-        # Not `unflatten` for one stream: for one frame it returns strides that torch does not recognise
-        # as channels-last.
+        # Not `unflatten` for one stream: its strides for one frame are not those of channels-last.
         return (out.unsqueeze(0) if streams == 1 else out.unflatten(0, (streams, -1))).transpose(
             1, 2
         )
@@ -140,8 +139,7 @@ class FoldedCausalConv3d(WanCausalConv3d):
         out = functional.conv2d(
             frames.flatten(0, 1), self.weight_2d, self.bias, self.stride[1:], self.padding_HW
         )
-        # Not `unflatten` for one clip: for one frame it returns strides that torch does not recognise
-        # as channels-last.
+        # Not `unflatten` for one clip: its strides for one frame are not those of channels-last.
         clips = out.unsqueeze(0) if len(frames) == 1 else out.unflatten(0, frames.shape[:2])
         return clips.transpose(1, 2)
 
