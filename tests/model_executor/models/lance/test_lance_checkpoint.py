@@ -45,12 +45,6 @@ def test_the_image_decoder_has_no_tokenizer_config(repository: Path) -> None:
     assert (repository / "Lance_3B_Video" / "tokenizer_config.json").exists()
 
 
-def test_weight_sources(repository: Path) -> None:
-    decoder, vision = find_layout(repository).weight_sources()
-    assert (decoder.subfolder, decoder.prefix) == ("Lance_3B", "bagel.")
-    assert (vision.subfolder, vision.prefix) == ("Qwen2.5-VL-ViT", "bagel.vit_model.vision_model.")
-
-
 def test_a_decoder_alone_in_its_folder_is_a_checkpoint(repository: Path, tmp_path: Path) -> None:
     shutil.copytree(repository / "Lance_3B", tmp_path / "flat")
     shutil.copy(repository / "Wan2.2_VAE.pth", tmp_path / "flat")

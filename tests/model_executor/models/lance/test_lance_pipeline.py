@@ -154,7 +154,7 @@ def test_guidance_by_the_image_works_alongside_the_texts_and_in_a_batch(lance: L
 
 
 def test_guidance_by_the_image_needs_one(lance: Lance) -> None:
-    with pytest.raises(RequestFailed, match=r"cfg_img_scale applies to edits only; omit it with t2i"):
+    with pytest.raises(RequestFailed, match="applies to edits only; omit it with t2i"):
         run(lance, request_of("t2i", options={"cfg_img_scale": 1.5}))
 
 
@@ -201,7 +201,7 @@ def test_a_step_that_failed_can_be_run_again(lance: Lance, monkeypatch: pytest.M
         _, tensors = finish(lance, request)
         for name, tensor in tensors.items():
             difference = tensor.double() - alone[task][1][name].double()
-            # A CPU with AMX rounds a product of a batch differently, which can move a pixel by one level.
+            # A CPU with AMX rounds batched products differently, which may move a pixel by one level.
             assert difference.abs().max() <= (name in ("images", "frames"))
 
 

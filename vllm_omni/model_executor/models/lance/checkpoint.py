@@ -33,20 +33,6 @@ _BASE_DIM, _DECODER_BASE_DIM = 160, 256
 
 
 @dataclass(frozen=True)
-class ComponentSource:
-    """The weight file of one component, with the attributes that vLLM's loader reads."""
-
-    model_or_path: str
-    """Path of the checkpoint."""
-    subfolder: str | None
-    """Subfolder of the file. None: the root."""
-    prefix: str
-    """Prefix of the tensor names in the model."""
-    fall_back_to_pt: bool = False
-    """Whether vLLM's loader may fall back to `.pt` files."""
-
-
-@dataclass(frozen=True)
 class LanceLayout:
     """Paths of the components of a checkpoint. None: missing."""
 
@@ -90,17 +76,6 @@ class LanceLayout:
                 f"lance {self.root}` or "
                 "start with --load-format dummy"
             )
-
-    def weight_sources(self) -> tuple[ComponentSource, ...]:
-        """Return the file of each component: the decoder's, then the vision tower's, which
-        overrides the tower in the decoder's file."""
-        inside = None if self.decoder == self.root else self.decoder.name
-        sources = [ComponentSource(str(self.root), inside, "bagel.")]
-        if self.vision is not None:
-            sources.append(
-                ComponentSource(str(self.root), self.vision.name, "bagel.vit_model.vision_model.")
-            )
-        return tuple(sources)
 
     def llm_config(self) -> dict[str, Any]:
         path = self.decoder / "llm_config.json"

@@ -29,7 +29,6 @@ from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.layers.cuda_graphs import ForwardGraphs
 from vllm_omni.model_executor.layers.lora.target import AdapterTarget
 from vllm_omni.model_executor.models.lance.checkpoint import (
-    ComponentSource,
     LanceLayout,
     find_layout,
     lance_config,
@@ -438,11 +437,6 @@ class Lance(nn.Module):
 
 class LancePipeline(CheckpointPipeline[LanceLayout]):
     """Owns a `Lance`. vLLM's model loader builds it and loads its weights."""
-
-    @property
-    def weights_sources(self) -> tuple[ComponentSource, ...]:
-        """Return the weight file of each component."""
-        return self.served_layout().weight_sources()
 
     def find_layout(self, path: Path) -> LanceLayout:
         return find_layout(path)

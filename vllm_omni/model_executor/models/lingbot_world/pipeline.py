@@ -194,8 +194,7 @@ class LingBotWorld(StreamingModel[LingBotSession, Chunk]):
         noise = ChunkNoise(size, inputs.seed, session.chunk_index, device)
         with request.timer.stage("condition"):
             y, condition = self._condition(inputs.image, session, frames)
-        # After the conditioning, so that the text encoder's many small kernels are launched while the
-        # device computes it.
+        # Afterwards, so that the text encoder's small kernels are launched while `y` is computed.
         with request.timer.stage("text"):
             known = (
                 inputs.prompt == session.prompt

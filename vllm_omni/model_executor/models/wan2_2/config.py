@@ -187,7 +187,7 @@ class Wan22Options(ModelOptions, frozen=True, forbid_unknown_fields=True, kw_onl
     """Device of the text encoder. `cpu` saves device memory (10.6 GiB for umt5-xxl). Default: that
     of the transformer."""
     vae_dtype: Literal["fp32", "bf16"] | None = "fp32"
-    """Type of the VAE's weights and activations."""
+    """Type of the VAE's weights and activations. None: that of the transformer."""
     vae_tiling: bool = False
     """Decode in overlapping tiles and one latent frame at a time. Needs less memory; not exact."""
     cfg_parallel: bool = False
