@@ -201,7 +201,7 @@ def test_a_step_that_failed_can_be_run_again(lance: Lance, monkeypatch: pytest.M
         _, tensors = finish(lance, request)
         for name, tensor in tensors.items():
             difference = tensor.double() - alone[task][1][name].double()
-            # A CPU with AMX rounds batched products differently, which may move a pixel by one level.
+            # A CPU with AMX rounds batched products differently: a pixel may move by one level.
             assert difference.abs().max() <= (name in ("images", "frames"))
 
 
