@@ -265,6 +265,10 @@ HELD_BY = {
     "and is refused when the tensors do not fit": (
         "tests/model_executor/models/lance/test_lance_request.py::test_a_contradiction_is_refused"
     ),
+    "`options.resolution` is refused": (
+        "tests/model_executor/models/lance/test_lance_choices.py"
+        "::test_every_frame_of_a_clip_is_read_and_its_length_is_bounded"
+    ),
     "a refusal names a size near it": (
         "tests/entrypoints/openai/test_plan.py::"
         "test_a_side_that_is_too_long_is_refused_with_what_is_near"

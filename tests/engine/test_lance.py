@@ -243,3 +243,23 @@ def test_two_ranks_equal_one(checkpoint: Path, sequence_parallel: bool) -> None:
     two = asyncio.run(results(options, tensor_parallel_size=2, distributed_executor_backend="mp"))
     for expected, found in zip(one, two, strict=True):
         torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.nightly
+def test_every_alternative_through_the_engine(checkpoint: Path) -> None:
+    """All choices between public implementations switched at once: each task gives its kind of
+    result, not NaN.
+    """
+
+    async def scenario() -> None:
+        async with lance_engine(checkpoint, {"convention": "vllm_omni"}) as client:
+            for task, (fields, _) in REQUESTS.items():
+                changes: dict[str, Any] = {"output": "latents"}
+                if task.startswith("x2t"):  # a clip that is read whole takes no bucket
+                    requested = fields["options"]
+                    changes = {"options": READING if task == "x2t_video" else requested}
+                meta, tensors = await send(client, task, f"switched-{task}", **changes)
+                (found,) = tensors.values()
+                assert meta["task"] == task and found.numel() > 0 and found.isfinite().all()
+
+    asyncio.run(scenario())

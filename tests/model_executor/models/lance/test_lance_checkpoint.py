@@ -88,7 +88,7 @@ def test_a_config_of_another_network_is_refused(repository: Path, tmp_path: Path
 
 def test_an_unknown_option_is_refused(repository: Path) -> None:
     assert FAMILY.check_options is not None
-    with pytest.raises(ValueError, match=r"allowed keys: .*max_image_pixels"):
+    with pytest.raises(ValueError, match=r"allowed keys: .*convention, max_image_pixels"):
         FAMILY.check_options(hf_config(repository), OmniConfig(model={"speed": 11}))
 
 

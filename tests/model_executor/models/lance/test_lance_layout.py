@@ -43,9 +43,10 @@ def test_an_edit_is_anchored() -> None:
     assert larger[4][0, 0] == larger[3][0, -1] + 1
 
 
-def test_understanding_is_not_anchored() -> None:
+def test_understanding_is_anchored_only_on_demand() -> None:
     sequence = [text(5), Segment("vit", grid=(1, 2, 2)), text(2)]
     assert positions(sequence)[1][0, 0] == 5
+    assert positions(sequence, anchor_vit=True)[1][0, 0] == 1000
 
 
 def test_no_one_sees_a_noise_block_but_itself() -> None:

@@ -42,3 +42,12 @@ def test_a_grid_outside_the_position_table_is_refused() -> None:
     table = LancePositionEmbedding3D(64, frames=2, size=4)
     with pytest.raises(ValueError, match="outside the table of 2 frames of 4x4"):
         table.rows(1, 5, 4)
+
+
+def test_stored_and_computed_positions_agree() -> None:
+    """The released checkpoints store the table that this code computes."""
+    computed = LancePositionEmbedding3D(64, frames=3, size=4)
+    stored = LancePositionEmbedding3D(64, frames=3, size=4, stored=True)
+    assert stored.pos_embed is not None
+    stored.pos_embed.data.copy_(computed.rows(3, 4, 4))
+    assert torch.equal(stored.rows(2, 3, 4), computed.rows(2, 3, 4))

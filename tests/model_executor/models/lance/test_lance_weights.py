@@ -17,12 +17,7 @@ from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.models.lance.config import LanceConfig, VisionConfig
 from vllm_omni.model_executor.models.lance.network.transformer import LanceNetwork
 from vllm_omni.model_executor.models.lance.network.vae import VAE_RULES, LanceVAEConfig
-from vllm_omni.model_executor.models.lance.weights import (
-    POSITIONS,
-    network_shapes,
-    vae_shapes,
-    vision_shapes,
-)
+from vllm_omni.model_executor.models.lance.weights import network_shapes, vae_shapes, vision_shapes
 from vllm_omni.testing.tiny.lance import make_tiny, wan_name
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "lance"
@@ -40,13 +35,12 @@ def elements(shapes: dict[str, tuple[int, ...]]) -> int:
 def test_the_released_decoder_has_our_names_and_shapes(
     frames: int, tensors: int, total: int
 ) -> None:
-    """On the meta device: the position table alone is computed instead of loaded."""
+    """On the meta device, with the stored position table: nothing missing, nothing left over."""
     config = LanceConfig(max_latent_frames=frames)
     with torch.device("meta"):
-        slots = checkpoint_slots(LanceNetwork(config))
+        slots = checkpoint_slots(LanceNetwork(config, stored_positions=True))
     expected = network_shapes(config)
-    found = {name: slot.shape for name, slot in slots.items()}
-    assert found == {name: shape for name, shape in expected.items() if name != POSITIONS}
+    assert {name: slot.shape for name, slot in slots.items()} == expected
     assert (len(expected), elements(expected)) == (tensors, total)
 
 
@@ -149,14 +143,3 @@ def test_two_vision_towers_that_differ_are_reported(
     )
     load_lance(tmp_path / "Lance_3B_Video", **SMALL)
     assert "differs from the separate vision tower" in caplog.text
-
-
-def test_the_vision_tower_comes_from_its_own_file_where_there_is_one(tmp_path: Path) -> None:
-    make_tiny(tmp_path, 0, "repository")
-    path = tmp_path / "Qwen2.5-VL-ViT" / "vit.safetensors"
-    rewrite(path, lambda tensors: tensors["merger.mlp.2.bias"].add_(0.5))
-    decoder = tmp_path / "Lance_3B_Video"
-    name = "merger.mlp.2.bias"
-    bundled = load_file(decoder / "model.safetensors")[f"vit_model.{name}"].float()
-    loaded = dict(load_lance(decoder, **SMALL).vision.tower.named_parameters())[name]
-    torch.testing.assert_close(loaded, bundled + 0.5, atol=1e-2, rtol=0)

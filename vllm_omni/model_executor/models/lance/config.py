@@ -3,12 +3,13 @@
 options (`LanceOptions`).
 
 The architecture comes from `llm_config.json`, the vision tower's `config.json` and the header of
-the weights; a value that this code does not implement is an error.
+the weights; a value that this code does not implement is an error. Public implementations of Lance
+differ; the option `convention` selects one of them (`CONVENTIONS`).
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
@@ -269,9 +270,69 @@ _SPECIAL_KEYS = {
 }
 
 
+@dataclass(frozen=True)
+class Choices:
+    """Where public implementations of Lance differ.
+
+    The defaults are the original's path with a cache, but for two.
+
+    drawing_prompt: text-to-image and text-to-video write the chat `template`, or the template
+    `wrapped` once more between <|im_start|> and <|im_end|>, as BAGEL's prompts are.
+    uncond_context: of text-to-image and text-to-video: the `template` without the user's text, or
+    an `empty` one (nothing for an image, <|im_start|><|im_end|> for a video, a negative prompt
+    between those two).
+    edit_apostrophe: in the system prompts of edits, U+2019 (`typographic`) or `ascii`.
+    uncond_positions: positions of the text behind the user's in the unconditional context: those of
+    the conditional one (`cond`, as in the published results) or recomputed (`own`).
+    i2v_noise_place: positions of the block that is drawn follow all text (`behind_text`), or start
+    where the user's text starts (`before_text`).
+    understanding_video: a clip that is read goes to a `bucket` at 12 frames a second, or through
+    Qwen2-VL's `smart_resize`, every frame, up to max_num_frames of them.
+    understanding_vit_time: the vision block's time positions run on (`running`) or start at 1000
+    (`origin`).
+    position_table: `computed` rebuilds the 3-D table, `checkpoint` uses the stored one.
+    reference_latent: the reference's latents are the encoder's `mean`, or a `sample` around it (the
+    original's).
+    pixel_rounding: levels of decoded pixels are the nearest (`round`), or the next lower
+    (`truncate`).
+    """
+
+    drawing_prompt: Literal["template", "wrapped"] = "template"
+    uncond_context: Literal["template", "empty"] = "template"
+    edit_apostrophe: Literal["typographic", "ascii"] = "typographic"
+    uncond_positions: Literal["cond", "own"] = "cond"
+    i2v_noise_place: Literal["behind_text", "before_text"] = "behind_text"
+    understanding_video: Literal["bucket", "smart_resize"] = "bucket"
+    understanding_vit_time: Literal["running", "origin"] = "running"
+    position_table: Literal["computed", "checkpoint"] = "computed"
+    reference_latent: Literal["mean", "sample"] = "mean"
+    pixel_rounding: Literal["round", "truncate"] = "round"
+
+
+Convention = Literal["original", "vllm_omni"]
+
+CONVENTIONS: Final[dict[Convention, Choices]] = {
+    "original": Choices(),
+    "vllm_omni": Choices(
+        drawing_prompt="wrapped",
+        uncond_context="empty",
+        edit_apostrophe="ascii",
+        uncond_positions="own",
+        i2v_noise_place="before_text",
+        understanding_video="smart_resize",
+        understanding_vit_time="origin",
+        position_table="checkpoint",
+        reference_latent="sample",
+        pixel_rounding="truncate",
+    ),
+}
+
+
 class LanceOptions(ModelOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`ModelOptions`, and Lance's own."""
 
+    convention: Convention = "original"
+    """Public implementation whose choices are served; the model's README lists them."""
     max_image_pixels: Positive = 1024 * 1024
     """Maximum `width * height` of a generated image. The server reserves memory for it."""
     max_video_pixels: Positive = 480 * 848
@@ -280,6 +341,10 @@ class LanceOptions(ModelOptions, frozen=True, forbid_unknown_fields=True, kw_onl
     """Maximum number of frames of a generated video."""
     max_new_tokens: Positive = 2048
     """Maximum number of text tokens of an understanding request."""
+
+    @property
+    def choices(self) -> Choices:
+        return CONVENTIONS[self.convention]
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> "LanceOptions":

@@ -40,6 +40,8 @@ def _capabilities(config: dict[str, Any], omni: OmniConfig) -> Capabilities:
     height, width = default_size(True, options) if videos else images
     longest = min(options.max_num_frames, lance.max_frames)
     readable = round(DEFAULTS.fps * DEFAULTS.video_seconds)
+    if options.choices.understanding_video == "smart_resize":  # every frame that arrives is read
+        readable = min(readable, options.max_num_frames)
     return Capabilities(
         tasks=(
             ("text_to_image", "image_edit", "text_to_video", "image_to_video", "video_edit")

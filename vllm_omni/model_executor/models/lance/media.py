@@ -4,7 +4,7 @@ device.
 
 An image goes to the nearest of six aspect ratios (a "bucket") with a preset's area: center-cropped
 to the ratio, resized with antialiased bicubic filtering, and for the vision tower cropped to whole
-patches.
+patches. The alternative for input clips, Qwen2-VL's resize, comes from transformers.
 """
 
 # T frames, H height, W width; sizes are (height, width) in pixels
@@ -117,18 +117,50 @@ def for_vae(frames_THWC: torch.Tensor, size: Size) -> torch.Tensor:
     return fit(frames_THWC, size) / 127.5 - 1
 
 
-def for_vit(frames_THWC: torch.Tensor, preset: Preset) -> torch.Tensor:
-    """Convert uint8 frames to fp32 pixels [3, T, h, w] for the vision tower, with CLIP's mean and
-    deviation."""
+def for_vit(frames_THWC: torch.Tensor, preset: Preset | None) -> torch.Tensor:
+    """uint8 frames -> fp32 pixels [3, T, h, w] for the vision tower, with CLIP's mean and
+    deviation.
+
+    preset: of the bucket; None = Qwen2-VL's `smart_size`, which scales both sides and crops
+    nothing.
+    """
     size = (frames_THWC.shape[1], frames_THWC.shape[2])
-    resized = buckets(preset.vit, _STRIDE)
-    index = nearest_bucket(size, resized)
-    pixels = fit(frames_THWC, resized[index], buckets(preset.vit, VISION_MULTIPLE)[index]) / 255
+    if preset is None:
+        pixels = (
+            _resize(frames_THWC.permute(0, 3, 1, 2).float(), smart_size(size)).transpose(0, 1) / 255
+        )
+    else:
+        resized = buckets(preset.vit, _STRIDE)
+        index = nearest_bucket(size, resized)
+        pixels = fit(frames_THWC, resized[index], buckets(preset.vit, VISION_MULTIPLE)[index]) / 255
     mean, std = (
         torch.tensor(values, device=pixels.device).view(3, 1, 1, 1)
         for values in (_CLIP_MEAN, _CLIP_STD)
     )
     return (pixels - mean) / std
+
+
+@cache
+def smart_limits() -> tuple[int, int]:
+    """Return the fewest and the most pixels of a frame that Qwen2-VL's video processor resizes
+    to.
+    """
+    # imported lazily, because the command line uses only buckets
+    from transformers import Qwen2VLVideoProcessor
+
+    return Qwen2VLVideoProcessor.size["shortest_edge"], Qwen2VLVideoProcessor.size["longest_edge"]
+
+
+def smart_size(size: Size) -> Size:
+    """Return the size that Qwen2-VL's video processor gives a frame.
+
+    Raises ValueError for sides beyond 200 to 1.
+    """
+    from transformers.models.qwen2_vl.video_processing_qwen2_vl import smart_resize
+
+    fewest, most = smart_limits()
+    height, width = smart_resize(*size, factor=VISION_MULTIPLE, min_pixels=fewest, max_pixels=most)
+    return height, width
 
 
 def sampled_frames(num_frames: int, fps: float | None) -> torch.Tensor:

@@ -192,6 +192,7 @@ class Lance(nn.Module):
             self.network = LanceNetwork(
                 setup.config,
                 setup.parallel,
+                stored_positions=setup.options.choices.position_table == "checkpoint",
                 compiled=setup.compiled,
                 quantization=setup.quantization,
             )
@@ -200,7 +201,7 @@ class Lance(nn.Module):
         markers = (self.tokenizer.ids[VISION_START], self.tokenizer.ids[VISION_END])
         graphs = ForwardGraphs(_MAX_GRAPHS) if setup.cuda_graphs else None
         self.stepper = Stepper(self.network, markers, self.tokenizer.size, graphs)
-        self.starter = Starter(self.tokenizer, self.vision, self.vae, self.network)
+        self.starter = Starter(self.tokenizer, self.vision, self.vae, self.network, self.options)
 
     @property
     def device(self) -> torch.device:
@@ -341,7 +342,10 @@ class Lance(nn.Module):
         latents = [from_tokens(tokens, generation.plan.grid) for tokens in generation.latents]
         if request.params.output == "latents":
             return meta, {"latents": torch.stack(latents).contiguous()}
-        images = [to_uint8(self.vae.decode_video(latent.unsqueeze(0))[0]) for latent in latents]
+        rounding = self.options.choices.pixel_rounding
+        images = [
+            to_uint8(self.vae.decode_video(latent.unsqueeze(0))[0], rounding) for latent in latents
+        ]
         return meta, {"frames": images[0]} if video else {"images": torch.cat(images)}
 
     def commit(self, request: Request) -> None:

@@ -35,13 +35,15 @@ from vllm_omni.model_executor.models.lance.media import (
     Size,
     buckets,
     sampled_frames,
+    smart_limits,
+    smart_size,
 )
 from vllm_omni.model_executor.models.lance.network.pack import padded_capacity
 from vllm_omni.model_executor.models.lance.sizes import generation_grid, reference_grid
 from vllm_omni.model_executor.models.lance.tasks.prompt import (
     CAPTION_PROMPT,
-    SYSTEM_PROMPTS,
     Message,
+    system_prompt_of,
 )
 from vllm_omni.model_executor.models.lance.tasks.sampling import RENORM_TYPES, Guidance, TokenChoice
 from vllm_omni.model_executor.models.lance.tasks.sequence_layout import Grid
@@ -171,8 +173,8 @@ class UnderstandingInputs:
     """System prompt. None: the task's."""
     source: torch.Tensor | None
     """Image (T = 1) or video, uint8 [T, H, W, 3]. None: text only."""
-    preset: Preset
-    """Sizes to which `source` is resized for the vision tower."""
+    preset: Preset | None
+    """Sizes to which `source` is resized for the vision tower. None: those of Qwen2-VL's processor."""
     choice: TokenChoice
     """How tokens are sampled."""
     seed: int
@@ -387,10 +389,14 @@ def read_question(
             + (" and no image" if task == "t2t" else "")
         )
     source = _clip(tensors)
-    preset = PRESETS[
+    preset: Preset | None = PRESETS[
         options.resolution or ("video_480p" if task == "x2t_video" else "image_768res")
     ]
-    if task == "x2t_video":
+    if _retains_frames(task, served):
+        assert source is not None
+        _check_retained_clip(source, options, served)
+        preset = None
+    elif task == "x2t_video":
         assert source is not None
         source = source[sampled_frames(source.shape[0], options.origin_fps)]
     return UnderstandingInputs(
@@ -406,6 +412,35 @@ def read_question(
         messages=tuple(Message(turn.role, turn.text) for turn in options.turns),
         image_message=options.picture_turn,
     )
+
+
+def _retains_frames(task: Task, served: LanceOptions) -> bool:
+    """Whether a clip is read as Qwen2-VL's video processor hands it over: every frame, scaled,
+    not cropped.
+    """
+    return task == "x2t_video" and served.choices.understanding_video == "smart_resize"
+
+
+def _check_retained_clip(
+    clip_THWC: torch.Tensor, options: RequestOptions, served: LanceOptions
+) -> None:
+    if options.resolution is not None:
+        raise _invalid(
+            "options.resolution names buckets; this server reads clips with smart_resize: "
+            "leave it out"
+        )
+    frames, height, width, _ = clip_THWC.shape
+    if frames > served.max_num_frames:
+        raise RequestFailed(
+            "invalid_video",
+            f"video has {frames} frames; this server reads every frame of a clip (smart_resize) "
+            "and allows 1 to "
+            f"{served.max_num_frames}",
+        )
+    try:
+        smart_size((height, width))
+    except ValueError as error:
+        raise RequestFailed("invalid_video", f"video is {width}x{height}: {error}") from error
 
 
 def reply_tokens(options: RequestOptions, served: LanceOptions) -> int:
@@ -483,13 +518,19 @@ def largest_needs(
     user += sum(count_tokens(turn.text) + _TURN_TOKENS for turn in options.turns)
     slots = latents = 0
     for task in possible_tasks(params, options):
-        text = user + _TEMPLATE_TOKENS + count_tokens(options.system_prompt or SYSTEM_PROMPTS[task])
+        text = (
+            user
+            + _TEMPLATE_TOKENS
+            + count_tokens(options.system_prompt or system_prompt_of(task, served))
+        )
         video = task in ("video_edit", "x2t_video")
         preset = PRESETS[options.resolution or ("video_480p" if video else "image_768res")]
         frames = len(sampled_frames(_MAX_CLIP_FRAMES, DEFAULTS.fps)) if video else 1
         vision = 0
         if task in (*EDIT_TASKS, "x2t_image", "x2t_video"):
             largest_frame = max(h * w for h, w in buckets(preset.vit, LATENT_MULTIPLE))
+            if _retains_frames(task, served):
+                largest_frame, frames = smart_limits()[1], served.max_num_frames
             cells = largest_frame // VISION_MULTIPLE**2
             vision = cells * -(-frames // 2) + 2
         if task in READING_TASKS:

@@ -374,16 +374,19 @@ def timestep_features(timesteps_S: torch.Tensor) -> torch.Tensor:
 
 
 class LancePositionEmbedding3D(nn.Module):
-    """The fixed 3-D sine table of latent positions of `frames` x `size` x `size` cells.
+    """The fixed 3-D sine table of latent positions, one row per (frame, row, column) of a frames x
+    size x size grid.
 
-    A third of the width encodes the frame, a third the row (both even) and the rest the column.
-    Each part is [sin | cos] with frequencies 10000^(-k / half), computed in fp64. The checkpoint's
-    copy of the table is not loaded.
+    A third of the width is frame, a third row (both made even), the rest column; each part is [sin
+    | cos] with frequencies 10000^(-k / half), computed in fp64. stored: keep the checkpoint's table
+    (`pos_embed`) instead of computing the rows that are asked for. Not the 2-D table of the model's
+    ancestor, not even for one frame.
     """
 
-    def __init__(self, width: int, frames: int, size: int) -> None:
+    def __init__(self, width: int, frames: int, size: int, stored: bool = False) -> None:
         super().__init__()
         self.width, self.frames, self.size = width, frames, size
+        self.pos_embed = _empty(frames * size * size, width) if stored else None
 
     def rows(
         self,
@@ -400,6 +403,10 @@ class LancePositionEmbedding3D(nn.Module):
                 f"a latent grid of {frames}x{height}x{width} is outside the table of {self.frames} "
                 f"frames of {self.size}x{self.size}"
             )
+        if self.pos_embed is not None:
+            return self.pos_embed[
+                self.flat_ids(frames, height, width).to(self.pos_embed.device)
+            ].to(device, dtype)
         third = 2 * (self.width // 6)
         sizes = ((third, frames), (third, height), (self.width - 2 * third, width))
         parts = [sine_table(dim, length).to(device, dtype) for dim, length in sizes]
@@ -408,6 +415,11 @@ class LancePositionEmbedding3D(nn.Module):
         grid[..., third : 2 * third] = parts[1][None, :, None]
         grid[..., 2 * third :] = parts[2][None, None, :]
         return grid.flatten(0, 2)
+
+    def flat_ids(self, frames: int, height: int, width: int) -> torch.Tensor:
+        """Return the table indices of a grid, int64."""
+        t, h, w = torch.arange(frames), torch.arange(height), torch.arange(width)
+        return (((t * self.size)[:, None] + h)[:, :, None] * self.size + w).flatten()
 
 
 def sine_table(dim: int, length: int) -> torch.Tensor:
@@ -427,6 +439,7 @@ class LanceNetwork(nn.Module):
         config: LanceConfig,
         parallel: ParallelContext | None = None,
         *,
+        stored_positions: bool = False,
         compiled: bool = False,
         quantization: QuantizationConfig | None = None,
     ) -> None:
@@ -438,7 +451,7 @@ class LanceNetwork(nn.Module):
         self.vae2llm = Weight(width, LATENT_CHANNELS, bias=True)
         self.llm2vae = Weight(LATENT_CHANNELS, width, bias=True)
         self.latent_pos_embed = LancePositionEmbedding3D(
-            width, config.max_latent_frames, config.max_latent_size
+            width, config.max_latent_frames, config.max_latent_size, stored_positions
         )
 
     def embed_latents(

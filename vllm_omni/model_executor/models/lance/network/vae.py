@@ -8,8 +8,9 @@ frames stand for 4 T - 3 video frames.
 
 # B clips, C channels, T frames, H height, W width
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from diffusers import AutoencoderKLWan
@@ -156,6 +157,21 @@ class LanceVAEConfig:
     latents_std: tuple[float, ...] = _STD
     """Standard deviation of each latent channel, for normalisation."""
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "LanceVAEConfig":
+        fields: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in values.items()
+        }
+        return cls(**fields)
+
+    def to_dict(self) -> dict[str, Any]:
+        values: dict[str, Any] = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in values.items()
+        }
+
     def diffusers_config(self) -> dict[str, Any]:
         return {
             "base_dim": self.base_dim,
@@ -205,10 +221,20 @@ class LanceWanVAE(nn.Module):
         self.eval()
 
     @torch.no_grad()
-    def encode_video(self, pixels_BCTHW: torch.Tensor) -> torch.Tensor:
-        """Encode pixels [B, 3, T, H, W] in [-1, 1] to the normalised mean of the posterior, fp32
-        [B, C, 1 + (T-1)//4, H/16, W/16]."""
-        return self.posterior(pixels_BCTHW)[0]
+    def encode_video(
+        self, pixels_BCTHW: torch.Tensor, generator: torch.Generator | None = None
+    ) -> torch.Tensor:
+        """Pixels [B, 3, T, H, W] in [-1, 1] -> normalised latents [B, C, 1 + (T-1)//4, H/16, W/16],
+        fp32.
+
+        generator: None = the posterior's mean; otherwise a sample around it, as the original draws
+        it: the noise is scaled with the raw deviation, not the normalised one.
+        """
+        mean, log_var = self.posterior(pixels_BCTHW)
+        if generator is None:
+            return mean
+        noise = torch.randn(mean.shape, generator=generator, dtype=torch.float32).to(mean.device)
+        return mean + torch.exp(log_var / 2) * noise
 
     def posterior(self, pixels_BCTHW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (normalised mean, log-variance), fp32."""
@@ -241,6 +267,18 @@ class LanceWanVAE(nn.Module):
         cells = self.vae.decoder(self.vae.post_quant_conv(raw_BC1hw), first_chunk=True)
         return unpatchify(cells, self.vae.config.patch_size).clamp(-1.0, 1.0)
 
+    def encode(self, pixels: torch.Tensor) -> torch.Tensor:
+        """`encode_video` for images [B, 3, H, W] -> [B, C, h, w] or clips, the posterior's mean."""
+        if pixels.dim() == 4:
+            return self.encode_video(pixels.unsqueeze(2)).squeeze(2)
+        return self.encode_video(pixels)
+
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """`decode_video` for images [B, C, h, w] -> [B, 3, H, W] or clips."""
+        if latents.dim() == 4:
+            return self.decode_video(latents.unsqueeze(2)).squeeze(2)
+        return self.decode_video(latents)
+
 
 def to_tokens(latents_CTHW: torch.Tensor) -> torch.Tensor:
     """Reshape [C, T, h, w] to token order [T * h * w, C]."""
@@ -252,7 +290,13 @@ def from_tokens(tokens_NC: torch.Tensor, grid: tuple[int, int, int]) -> torch.Te
     return tokens_NC.view(*grid, -1).permute(3, 0, 1, 2)
 
 
-def to_uint8(pixels_CTHW: torch.Tensor) -> torch.Tensor:
-    """Convert pixels [3, T, H, W] in [-1, 1] to uint8 [T, H, W, 3], rounded in fp32."""
+def to_uint8(
+    pixels_CTHW: torch.Tensor, rounding: Literal["round", "truncate"] = "round"
+) -> torch.Tensor:
+    """Pixels [3, T, H, W] in [-1, 1] -> uint8 [T, H, W, 3]: clamped, scaled to 255 and rounded
+    (or cut) in fp32.
+    """
     levels = (pixels_CTHW.float().clamp(-1.0, 1.0) * 0.5 + 0.5) * 255
-    return levels.round_().permute(1, 2, 3, 0).to(torch.uint8).contiguous()
+    if rounding == "round":
+        levels = levels.round_()
+    return levels.permute(1, 2, 3, 0).to(torch.uint8).contiguous()

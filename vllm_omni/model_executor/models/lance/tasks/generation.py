@@ -37,6 +37,7 @@ from vllm_omni.model_executor.models.lance.tasks.sampling import Guidance
 from vllm_omni.model_executor.models.lance.tasks.sequence_layout import (
     Grid,
     Segment,
+    block_positions,
     positions,
 )
 from vllm_omni.model_executor.step_cache import computed_steps
@@ -81,34 +82,40 @@ class GenerationPlan:
 
 
 def plan_generation(
-    prompt: Prompt, uncond_positions: Literal["cond", "own"] = "cond"
+    prompt: Prompt, uncond_positions: Literal["cond", "own"], noise_before_text: bool = False
 ) -> GenerationPlan:
     """Place the contexts of a prompt.
 
-    Args:
-        prompt: Segments of the request.
-        uncond_positions: Positions of the text after the user's in the unconditional context.
-            `cond`: those of the conditional context (as in the published results), unless a
-            negative prompt replaces the user's text. `own`: consecutive positions. The generated
-            block always has positions of its own context.
+    uncond_positions: `cond` gives the text behind the user's the conditional context's positions,
+    as long as both contexts end with that text and nothing (no negative prompt) stands in the
+    user's place; the drawn block always has positions of its own context. noise_before_text: in
+    both contexts the drawn block's positions start where the user's text starts; it still sees all
+    of the text.
     """
     cond = position_segments(prompt.cond, positions(prompt.cond))
     uncond = position_segments(prompt.uncond, positions(prompt.uncond))
     unseen = position_segments(prompt.unseen, positions(prompt.unseen))
     shared = _common(prompt.cond, prompt.uncond)
     has_negative = any(segment.user for segment in prompt.uncond)
-    if uncond_positions == "cond" and not has_negative:
+    same_end = prompt.uncond[-2:] == prompt.cond[-2:]
+    if uncond_positions == "cond" and same_end and not has_negative:
         uncond = [
             *uncond[:-2],
             ContextSegment(uncond[-2].segment, cond[-2].positions_3T),
             uncond[-1],
         ]
+    cond_block, uncond_block = cond[-1].positions_3T, uncond[-1].positions_3T
+    if noise_before_text:
+        user = next(placed for placed in cond if placed.segment.user)
+        cond_block = uncond_block = block_positions(
+            int(user.positions_3T[0, 0]), prompt.cond[-1].grid
+        )
     return GenerationPlan(
         cond=cond[:-1],
         uncond=uncond[:-1],
         unseen=unseen[:-1],
-        cond_block=cond[-1].positions_3T,
-        uncond_block=uncond[-1].positions_3T,
+        cond_block=cond_block,
+        uncond_block=uncond_block,
         unseen_block=unseen[-1].positions_3T,
         shared=shared,
         grid=prompt.cond[-1].grid,

@@ -5,8 +5,10 @@ segments.
     <|im_start|>system\\n SYSTEM <|im_end|>\\n<|im_start|>user\\n [vision] [reference] USER
     <|im_end|>\\n <|im_start|>assistant\\n [noise | the answer]
 
-The unconditional context is the same without USER, or with a negative prompt instead. A user's text
-never becomes a special token.
+The unconditional context is the same without USER (or with a negative prompt in its place);
+`LanceOptions` names other implementations' prompts. Text of a user never becomes a special token.
+Held by tests/model_executor/models/lance/test_lance_prompt.py, test_lance_choices.py and the golden
+files.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +18,7 @@ from typing import Literal
 
 from tokenizers import Tokenizer
 
-from vllm_omni.model_executor.models.lance.config import READING_TASKS, Task
+from vllm_omni.model_executor.models.lance.config import READING_TASKS, LanceOptions, Task
 from vllm_omni.model_executor.models.lance.tasks.sequence_layout import Grid, Segment
 
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
@@ -57,6 +59,9 @@ CAPTION_PROMPT = (
     "moments and visual details."
 )
 
+_TEXT_TO_Images: tuple[Task, ...] = ("t2i", "t2v")
+_ORIGINAL = LanceOptions()
+
 Encode = Callable[[str], Sequence[int]]
 
 
@@ -92,6 +97,14 @@ class Prompt:
     """Without the image or video."""
 
 
+def system_prompt_of(task: Task, served: LanceOptions) -> str:
+    """Return a task's default system prompt, with the apostrophes of edits as configured."""
+    prompt = SYSTEM_PROMPTS[task]
+    return (
+        prompt if served.choices.edit_apostrophe == "typographic" else prompt.replace("\u2019", "'")
+    )
+
+
 def build_prompt(
     task: Task,
     tokens: PromptTokens,
@@ -102,6 +115,7 @@ def build_prompt(
     vit: Grid | None = None,
     reference: Grid | None = None,
     noise: Grid | None = None,
+    served: LanceOptions = _ORIGINAL,
     messages: Sequence[Message] = (),
     image_message: int | None = None,
 ) -> Prompt:
@@ -119,10 +133,12 @@ def build_prompt(
         messages: Earlier messages of the conversation.
         image_message: Index of the message with the image or video. None: `user_text`.
     """
-    system = SYSTEM_PROMPTS[task] if system_prompt is None else system_prompt
+    system = system_prompt_of(task, served) if system_prompt is None else system_prompt
     encode = tokens.encode_template
+    from_text = task in _TEXT_TO_Images
+    wrapped = from_text and served.choices.drawing_prompt == "wrapped"
     opening = (
-        *encode(f"{IM_START}system\n"),
+        *encode(f"{IM_START * wrapped}{IM_START}system\n"),
         *(encode if system_prompt is None else tokens.encode_user)(system),
     )
     if messages:
@@ -137,7 +153,7 @@ def build_prompt(
     if reference is not None:
         context.append(Segment("reference", grid=reference))
     user = _text(tokens.encode_user(user_text), user=True)
-    separator = _text(encode(f"{IM_END}\n{IM_START}assistant\n"))
+    separator = _text(encode(f"{IM_END}\n{IM_START}assistant\n{IM_END * wrapped}"))
     block = [] if noise is None else [Segment("noise", grid=noise)]
     if task in READING_TASKS:
         joined = _text((*user.ids, *separator.ids))
@@ -146,6 +162,9 @@ def build_prompt(
         [] if not negative_prompt else [_text(tokens.encode_user(negative_prompt), user=True)]
     )
     uncond = [*context, *negative, separator]
+    if from_text and served.choices.uncond_context == "empty":
+        bare = task == "t2i" and not negative
+        uncond = [] if bare else [_text(encode(IM_START)), *negative, _text(encode(IM_END))]
     unseen = (prefix, user, separator, *block)
     return Prompt((*context, user, separator, *block), (*uncond, *block), unseen)
 

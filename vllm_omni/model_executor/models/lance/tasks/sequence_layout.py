@@ -77,14 +77,20 @@ def raw_positions(segments: Sequence[Segment]) -> list[torch.Tensor]:
     return result
 
 
-def positions(segments: Sequence[Segment]) -> list[torch.Tensor]:
-    """Return each segment's final positions, int64 [3, length]."""
+def positions(segments: Sequence[Segment], *, anchor_vit: bool | None = None) -> list[torch.Tensor]:
+    """Return each segment's final positions, int64 [3, length].
+
+    `anchor_vit` starts vision blocks at time 1000. None: exactly if the sequence has a reference
+    block.
+    """
     placed = raw_positions(segments)
     reference = next(
         (index for index, segment in enumerate(segments) if segment.kind == "reference"), None
     )
+    if anchor_vit is None:
+        anchor_vit = reference is not None
     for index, segment in enumerate(segments):
-        if segment.kind == "vit" and reference is not None:
+        if segment.kind == "vit" and anchor_vit:
             shift = torch.tensor([[VIT_TIME_ORIGIN - int(placed[index][0, 0])], [0], [0]])
             placed[index] = placed[index] + shift
         if (

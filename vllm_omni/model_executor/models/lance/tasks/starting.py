@@ -10,7 +10,7 @@ import torch
 
 from vllm_omni.model_executor.device_async import StageTimer
 from vllm_omni.model_executor.interfaces import DiffusionRequest
-from vllm_omni.model_executor.models.lance.config import EDIT_TASKS
+from vllm_omni.model_executor.models.lance.config import EDIT_TASKS, LanceOptions
 from vllm_omni.model_executor.models.lance.media import Preset, for_vae, for_vit
 from vllm_omni.model_executor.models.lance.network.pack import BranchCache
 from vllm_omni.model_executor.models.lance.network.transformer import LanceNetwork
@@ -28,7 +28,7 @@ from vllm_omni.model_executor.models.lance.tasks.prompt import IM_END, LanceToke
 from vllm_omni.model_executor.models.lance.tasks.sampling import flow_timesteps
 from vllm_omni.model_executor.models.lance.tasks.sequence_layout import Grid, positions
 from vllm_omni.model_executor.models.lance.tasks.understanding import TextRules, Understanding
-from vllm_omni.model_executor.schedules import standard_normal
+from vllm_omni.model_executor.schedules import noise_seed, standard_normal
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.seeds import nth_seed
 
@@ -41,6 +41,7 @@ class Starter:
     vision: VisionTower
     vae: LanceWanVAE
     network: LanceNetwork
+    options: LanceOptions
 
     @property
     def device(self) -> torch.device:
@@ -71,8 +72,7 @@ class Starter:
             if reads_source:
                 rows, vit = self._see(source, inputs.preset, timer)
             with timer.stage("reference"):
-                pixels_CTHW = for_vae(source, inputs.size)
-                encoded = to_tokens(self.vae.encode_video(pixels_CTHW.unsqueeze(0))[0])
+                encoded = to_tokens(self._encode(for_vae(source, inputs.size), inputs.seed))
         visuals, first = (Visuals(rows, encoded), None) if reads_source else (Visuals(), encoded)
         prompt = build_prompt(
             inputs.task,
@@ -83,8 +83,10 @@ class Starter:
             vit=vit,
             reference=inputs.grid if reads_source else None,
             noise=inputs.grid,
+            served=self.options,
         )
-        plan = plan_generation(prompt)
+        before_text = inputs.task == "i2v" and self.options.choices.i2v_noise_place == "before_text"
+        plan = plan_generation(prompt, self.options.choices.uncond_positions, before_text)
         noise = torch.stack(
             [
                 standard_normal(
@@ -141,10 +143,12 @@ class Starter:
             inputs.prompt,
             system_prompt=inputs.system_prompt,
             vit=grid,
+            served=self.options,
             messages=inputs.messages,
             image_message=inputs.image_message,
         )
-        context = position_segments(prompt.cond, positions(prompt.cond))
+        anchored = self.options.choices.understanding_vit_time == "origin"
+        context = position_segments(prompt.cond, positions(prompt.cond, anchor_vit=anchored))
         prompt_tokens = sum(placed.segment.length for placed in context)
         return Understanding(
             cache=self.network.language_model.new_cache(prompt_tokens + inputs.max_tokens),
@@ -161,8 +165,15 @@ class Starter:
             prompt_tokens=prompt_tokens,
         )
 
+    def _encode(self, pixels_CTHW: torch.Tensor, seed: int) -> torch.Tensor:
+        """Pixels -> normalised latents [C, t, h, w], fp32."""
+        generator = None
+        if self.options.choices.reference_latent == "sample":
+            generator = torch.Generator().manual_seed(noise_seed(seed, 0, 1))
+        return self.vae.encode_video(pixels_CTHW.unsqueeze(0), generator)[0]
+
     def _see(
-        self, source: torch.Tensor, preset: Preset, timer: StageTimer
+        self, source: torch.Tensor, preset: Preset | None, timer: StageTimer
     ) -> tuple[torch.Tensor, Grid]:
         """Encode frames for the decoder; return (embeddings, grid)."""
         with timer.stage("vision"):
