@@ -43,7 +43,7 @@ def test_mistakes_are_named_with_the_allowed_keys(omni: dict[str, object], repor
     ("unknown", "near"),
     [
         ("max_sesions", "max_sessions or max_session_bytes"),
-        ("snapshot-dir", "snapshot_dir or drain_snapshot_dir or snapshot_period_s"),
+        ("snapshot-dir", "snapshot_dir or drain_snapshot_dir"),
         ("zzz", None),
     ],
 )

@@ -157,6 +157,7 @@ def test_parts_of_a_latent_frame_parts_of_a_stream_and_memory_layout(tmp_path: P
     run(
         2,
         tmp_path / "rendezvous",
+        (check_bands, [4], {"frames_per_call": 1}),
         (check_bands, [4, 5], {"fuse": plainly_fused}),
         (check_one_piece,),
         (check_layout,),

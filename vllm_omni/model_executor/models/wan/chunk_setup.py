@@ -132,6 +132,7 @@ def build_autoencoders(
     *,
     encodes: bool,
     rounding: Rounding = "round",
+    frames_per_call: int | None = None,
     continuation: Literal["cache", "restart"] = "cache",
 ) -> Autoencoders:
     """Build the VAE, the tiny decoder if an option needs it, and the decoder of chunks.
@@ -140,6 +141,7 @@ def build_autoencoders(
         setup: Of the model.
         encodes: Whether this rank has the VAE's encoder.
         rounding: Of pixels to uint8 levels, as the original does it.
+        frames_per_call: See `StreamingWanVAE`.
         continuation: See `ChunkDecoder`.
     """
     dtype, decodes = setup.options.vae_torch_dtype(setup.dtype), setup.parallel.decodes
@@ -150,6 +152,7 @@ def build_autoencoders(
         decoder=decodes and setup.options.decoder == "wan",
         dtype=dtype,
         compiled=setup.compiled,
+        frames_per_call=frames_per_call,
         bands=bands,
         fuse=partial(fused_decoder, cuda_graphs=setup.cuda_graphs and bands is not None),
     )

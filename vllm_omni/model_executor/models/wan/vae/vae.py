@@ -16,6 +16,7 @@ Shape letters: B streams, C channels, T frames, H height, W width (pixels of
 `VAEConfig.spatial_factor` x latent cells).
 """
 
+import itertools
 import logging
 import math
 from collections import Counter
@@ -38,6 +39,7 @@ from vllm_omni.model_executor.models.wan.vae.fused_decoder import FusedDecoder, 
 from vllm_omni.model_executor.models.wan.vae.fused_encoder import FusedEncoder, fused_encoder
 from vllm_omni.model_executor.models.wan.vae.split_decode import RowBands, split_decoder
 from vllm_omni.model_executor.models.wan.vae_layers import (
+    cached_convolution,
     stream_upsamplers,
     use_cpu_layers,
 )
@@ -149,7 +151,7 @@ class StreamingWanVAE(nn.Module):
     diffusers'.
 
     In half precision on CUDA with Triton, both are fused (`FusedEncoder`, `FusedDecoder`) with the
-    same weights and caches; `compiled` applies only to other decoders.
+    same weights and caches; `compiled` and `frames_per_call` apply only to other decoders.
     Convolutions run channels-last, the fastest layout of their kernels, and on CPUs as 2-D
     convolutions (`use_cpu_layers`).
 
@@ -161,6 +163,9 @@ class StreamingWanVAE(nn.Module):
             normalised float32.
         compiled: Compile the decoder with torch.compile, except for a stream's first latent, which
             has separate control flow.
+        frames_per_call: How many of a latent frame's 4 video frames pass through the decoder's two
+            largest levels at a time. Fewer need less memory in addition to the cache and slightly
+            more time, with equal results. None: all.
         bands: This rank decodes only its band of rows, together with other ranks (`split_decode`).
             None: all rows.
         fuse: (a built `WanDecoder3d`, bands) -> its fused form, or None to keep the plain one.
@@ -178,6 +183,7 @@ class StreamingWanVAE(nn.Module):
         decoder: bool = True,
         dtype: torch.dtype = torch.float32,
         compiled: bool = False,
+        frames_per_call: int | None = None,
         bands: RowBands | None = None,
         fuse: Callable[[Any, RowBands | None], FusedDecoder | None] = fused_decoder,
         fuse_encoder: Callable[[Any], FusedEncoder | None] = fused_encoder,
@@ -229,7 +235,7 @@ class StreamingWanVAE(nn.Module):
         self._fused: FusedDecoder | None = fuse(self.decoder, bands) if decoder else None
         self._decode_latent: LatentNetwork | None = self._fused
         if decoder and self._fused is None:
-            self._decode_latent = _plain_decoder(self.decoder, compiled)
+            self._decode_latent = _plain_decoder(self.decoder, compiled, frames_per_call)
         self.register_load_state_dict_post_hook(lambda vae, _: vae.clear_derived())
 
     @property
@@ -405,9 +411,9 @@ def _step(
     ]
 
 
-def _plain_decoder(decoder: Any, compiled: bool) -> LatentNetwork:
+def _plain_decoder(decoder: Any, compiled: bool, frames_per_call: int | None) -> LatentNetwork:
     """Return diffusers' layers; a stream's first latent has separate control flow."""
-    later: Network = _compiled(decoder.forward) if compiled else decoder.forward
+    later = _later_latents(decoder, compiled, frames_per_call)
 
     def decode(
         x_1CTHW: torch.Tensor, features: list[Any] | None, shapes: tuple[Shape, ...]
@@ -415,6 +421,74 @@ def _plain_decoder(decoder: Any, compiled: bool) -> LatentNetwork:
         return _step(decoder if features is None else later, x_1CTHW, features, shapes)
 
     return decode
+
+
+def _later_latents(decoder: Any, compiled: bool, frames_per_call: int | None) -> Network:
+    """Return the decode of a latent frame that is not the first, in two parts if `frames_per_call`
+    is set.
+
+    The last two levels of a `WanDecoder3d` process 4 video frames per latent frame. Time may be
+    split anywhere there, because each part continues from the features of the previous one.
+    """
+    if frames_per_call is None:
+        forward: Network = decoder.forward
+        return _compiled(forward) if compiled else forward
+    if frames_per_call < 1:
+        raise ValueError(f"frames_per_call must be at least 1, got {frames_per_call}")
+
+    def small_levels(
+        x_1CTHW: torch.Tensor, feat_cache: list[Any], feat_idx: list[int]
+    ) -> torch.Tensor:
+        x_1CTHW = cached_convolution(decoder.conv_in, x_1CTHW, feat_cache, feat_idx)
+        for level in (decoder.mid_block, *decoder.up_blocks[:-2]):
+            x_1CTHW = level(x_1CTHW, feat_cache=feat_cache, feat_idx=feat_idx)
+        return x_1CTHW
+
+    def second_largest_level(
+        x_1CTHW: torch.Tensor, feat_cache: list[Any], feat_idx: list[int]
+    ) -> torch.Tensor:
+        level: Network = decoder.up_blocks[-2]
+        return level(x_1CTHW, feat_cache=feat_cache, feat_idx=feat_idx)
+
+    def largest_level(
+        x_1CTHW: torch.Tensor, feat_cache: list[Any], feat_idx: list[int]
+    ) -> torch.Tensor:
+        x_1CTHW = decoder.up_blocks[-1](x_1CTHW, feat_cache=feat_cache, feat_idx=feat_idx)
+        x_1CTHW = decoder.nonlinearity(decoder.norm_out(x_1CTHW))
+        return cached_convolution(decoder.conv_out, x_1CTHW, feat_cache, feat_idx)
+
+    parts: list[Network] = [small_levels, second_largest_level, largest_level]
+    if compiled:
+        parts = [_compiled(part) for part in parts]
+    small, middle, large = parts
+    of_middle, of_large = (
+        sum(map(_retains_frames, level.modules())) for level in decoder.up_blocks[-2:]
+    )
+
+    def decode_latent(
+        x_1CTHW: torch.Tensor, feat_cache: list[Any], feat_idx: list[int]
+    ) -> torch.Tensor:
+        cut = len(feat_cache) - 1 - of_large
+        features = (
+            feat_cache[: cut - of_middle],
+            feat_cache[cut - of_middle : cut],
+            feat_cache[cut:],
+        )
+        feat_cache.clear()  # only the lists of the parts now hold the features to be replaced
+        x_1CTHW = small(x_1CTHW, feat_cache=features[0], feat_idx=[0])
+        frames = []
+        for item in x_1CTHW.split(frames_per_call, dim=2):
+            item = middle(item, feat_cache=features[1], feat_idx=[0])
+            frames.append(large(item, feat_cache=features[2], feat_idx=[0]))
+        feat_cache.extend(itertools.chain(*features))
+        return torch.cat(frames, dim=2)
+
+    return decode_latent
+
+
+def _retains_frames(module: nn.Module) -> bool:
+    """Return whether a module is a convolution over several frames, which caches the last ones."""
+    return isinstance(module, WanCausalConv3d) and module.kernel_size[0] > 1
 
 
 def lay_channels_last(module: nn.Module) -> None:
@@ -441,7 +515,7 @@ def _compiled(network: Network) -> Network:
         except TorchDynamoException:
             failures[x_1CTHW.shape] += 1
             logger.exception(
-                "the VAE's decoder could not be compiled for %s and runs eagerly",
+                "a part of the VAE's decoder was not compiled for %s: it runs as it is",
                 x_1CTHW.shape,
             )
             out_1CTHW = network(x_1CTHW, feat_cache=feat_cache, feat_idx=feat_idx)
