@@ -176,53 +176,6 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
                 "--tensor-parallel-size 2 or more (with omni.model.sequence_parallel for Ulysses)"
             )
 
-    def refuse_chunks_in_flight(self, model: str) -> None:
-        """Raise ValueError if the options request chunks in flight.
-
-        Args:
-            model: Name of the model as users know it. Its next chunk needs the previous one
-                complete.
-        """
-        if self.ahead is not None:
-            raise ValueError(
-                f"omni.{self.ahead}: {model} does not support it, because its next chunk "
-                "needs the previous one complete"
-            )
-
-    def refuse_degradations(self, model: str) -> None:
-        """Raise ValueError if the options request degradations.
-
-        Args:
-            model: Name of the model as users know it. It has a single quality.
-        """
-        if self.degradations:
-            raise ValueError(
-                f"omni.degradations: {model} does not support {self.degradations[0]!r}, "
-                "because it has a single quality; remove it"
-            )
-
-    def refuse_vae_parallel(self, model: str) -> None:
-        """Raise ValueError if the options request a decode that is split over ranks.
-
-        Args:
-            model: Name of the model as users know it. Its decode cannot be split.
-        """
-        if self.vae_parallel:
-            raise ValueError(
-                f"omni.vae_parallel: the decode of {model} cannot be split over ranks; remove it"
-            )
-
-    def refuse_checkpoints(self, model: str) -> None:
-        """Raise ValueError if the options request periodic snapshots.
-
-        Args:
-            model: Name of the model as users know it. It has no sessions.
-        """
-        if self.snapshot_period_s is not None:
-            raise ValueError(
-                f"omni.snapshot_period_s: {model} has no sessions that outlive a request; remove it"
-            )
-
     @classmethod
     def from_additional_config(cls, additional_config: Any) -> "OmniConfig":
         """Parse `additional_config["omni"]`; all options have their defaults if the key is missing.

@@ -173,6 +173,7 @@ class OmniModelConfig(VerifyAndUpdateConfig):
         check_offload(vllm_config.offload_config.uva.cpu_offload_gb, omni)
         omni.check_stages(parallel.pipeline_parallel_size)
         omni.check_ranks(parallel.tensor_parallel_size)
+        family.check_refusals(hf_config.to_dict(), omni, parallel.pipeline_parallel_size)
         if family.check_parallel is not None:
             sizes = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
             family.check_parallel(hf_config.to_dict(), omni, *sizes)
@@ -191,7 +192,7 @@ class OmniModelConfig(VerifyAndUpdateConfig):
         scheduler.async_scheduling = False
         by_step, stages = steps_one_at_a_time(vllm_config), parallel.pipeline_parallel_size
         check_stages_scheduler(stages, by_step=by_step)
-        check_chunks_ahead(omni, stages=stages, has_worker=executor_cls is None, by_step=by_step)
+        check_chunks_ahead(omni, stages=stages, by_step=by_step)
         vllm_config.cache_config.enable_prefix_caching = False
         if vllm_config.model_config.multimodal_config is not None:
             # A camera path never repeats, so the processor cache would not have a hit.

@@ -31,7 +31,7 @@ def test_only_supported_splits_and_options_are_listed() -> None:
     "change", [{"window": 3}, {"chunk": 3}, {"video_input": True}, {"noise_matched": True}]
 )
 def test_options_that_a_checkpoint_fixes_are_refused(change: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="fixes its windows, chunks and steps"):
+    with pytest.raises(ValueError, match="steps of a Waypoint checkpoint are fixed"):
         model_of("waypoint", **change)
 
 

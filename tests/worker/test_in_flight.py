@@ -177,5 +177,5 @@ def test_models_without_chunks_in_flight_are_refused(
     """The error states why the model cannot have several chunks in flight."""
     with pytest.raises(ValueError, match="cache 'strict' shows a chunk the clean chunk before it"):
         make_runner(causal_wan, {"chunks_in_flight": 2})
-    with pytest.raises(ValueError, match="its next chunk needs the one before it complete"):
+    with pytest.raises(ValueError, match="its next chunk needs the previous one complete"):
         make_runner(null_world, {"chunks_in_flight": 2})

@@ -46,7 +46,7 @@ def test_a_degraded_chunk_takes_fewer_steps_and_reports_it(make_runner: Any, mod
 
 
 def test_unsupported_degradations_are_refused_at_startup(make_runner: Any, model: Path) -> None:
-    with pytest.raises(ValueError, match="NullWorldPipeline cannot do 'tiny_vae'"):
+    with pytest.raises(ValueError, match="'tiny_vae': Null world does not support it"):
         make_runner(model, {"scheduling": "deadline", "degradations": ["tiny_vae"]})
 
 

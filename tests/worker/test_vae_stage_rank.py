@@ -11,8 +11,6 @@ import pytest
 import torch
 from helpers.scheduling import new_request
 
-from vllm_omni.config import OmniConfig
-from vllm_omni.model_executor.interfaces import check_vae_stage
 from vllm_omni.model_executor.results import PendingResult
 from vllm_omni.outputs import RequestFailed, unpack
 from vllm_omni.worker.diffusion.agreement import RankAgreement
@@ -377,8 +375,3 @@ def test_a_rank_that_does_not_decode_commits_chunks(make_runner: Any, null_world
     pair.set_parts(decodes=False)
     _, theirs = pair.chunk(0)
     assert theirs.pending is None and theirs.chunk.session.chunk_index == 1
-
-
-def test_a_model_without_a_separate_decoder_is_refused() -> None:
-    with pytest.raises(ValueError, match="the decoder of object cannot be a stage"):
-        check_vae_stage(object(), OmniConfig(vae_stage=True))

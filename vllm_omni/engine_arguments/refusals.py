@@ -256,15 +256,12 @@ def check_stages_scheduler(stages: int, *, by_step: bool) -> None:
         raise ValueError(f"--pipeline-parallel-size {stages} {_SCHEDULER_ADVICE}")
 
 
-def check_chunks_ahead(omni: OmniConfig, *, stages: int, has_worker: bool, by_step: bool) -> None:
-    """Check `omni.chunks_in_flight` and `omni.pipeline` "temporal".
-
-    `interfaces.check_chunks_in_flight` checks the model.
+def check_chunks_ahead(omni: OmniConfig, *, stages: int, by_step: bool) -> None:
+    """Check that stages and scheduler fit `omni.chunks_in_flight` and `omni.pipeline` "temporal".
 
     Args:
-        omni: Options of this package.
+        omni: Options of the server. The family has checked that its model supports them.
         stages: `--pipeline-parallel-size`.
-        has_worker: Whether a worker serves the model.
         by_step: Whether the scheduler runs one denoise step per engine step.
     """
     if omni.ahead is None:
@@ -273,10 +270,6 @@ def check_chunks_ahead(omni: OmniConfig, *, stages: int, has_worker: bool, by_st
         raise ValueError(
             "omni.pipeline 'temporal' runs every denoise step on a separate stage: pass "
             "--pipeline-parallel-size with the number of steps"
-        )
-    if not has_worker:
-        raise ValueError(
-            "omni.chunks_in_flight and omni.pipeline require a worker; this checkpoint has none"
         )
     if not by_step:
         raise ValueError(f"omni.chunks_in_flight {omni.chunks_in_flight} {_SCHEDULER_ADVICE}")

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract between the diffusion runner and a model, and the objects passed between the two.
 
-The runner sequences (`worker/diffusion/`): its role calls a model with these objects and knows
-nothing of latents, cameras or caches. A model knows nothing of the scheduler, other requests'
-sessions, or sockets. The protocols are generic in the model's own types of a session and of a
-chunk's working set, so that mypy holds both sides to them.
+The runner (`worker/diffusion/`) sequences the calls and does not depend on latents, cameras or
+caches. A model does not depend on the scheduler, on sockets or on other requests' sessions. The
+protocols are generic in the model's types of a session and of a chunk's working set, so that mypy
+checks both sides.
 
-Life of one chunk (one request), each line one engine step under `StreamBatchScheduler`:
+Calls for one chunk, which is one request. Each line is one engine step of `StreamBatchScheduler`:
 
     prepare_encode, denoise_step, step_scheduler        step 0
     denoise_step, step_scheduler                        steps 1 .. num_steps-1
     ... then, after the last step: post_decode, commit
 
-A strict causal model's clean-context pass is simply its last step
-(`DiffusionRequest.clean_passes`); `post_decode` then comes before it, since the latents are final.
-Nothing of a session that can influence a later chunk may change before `commit`; `commit` only
-moves references and counters, so it cannot fail half-way.
+The clean-context pass of a strict causal model is its last step (`DiffusionRequest.clean_passes`).
+`post_decode` precedes it, because the latents are final by then. Before `commit`, nothing of a
+session changes that can influence a later chunk. `commit` only replaces references and counters, so
+it cannot fail half-way.
 """
 
 from abc import ABC, abstractmethod
@@ -25,7 +25,6 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 
-from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.device_async import StageTimer
 from vllm_omni.model_executor.layers.layer_moves import LayerMove
@@ -37,41 +36,36 @@ Inputs = tuple[DiffusionParams, dict[str, torch.Tensor]]
 
 
 class SessionState(ABC):
-    """All that one session keeps between chunks on one rank: fixed size, owned by the runner's
-    session store.
-    """
+    """State that one session keeps between chunks on one rank, owned by the runner's session
+    store."""
 
     def __init__(self, session_id: str) -> None:
         self.session_id = session_id
         self.chunk_index = 0
-        """Chunks committed so far = index of the next chunk."""
+        """Number of committed chunks, which is the index of the next one."""
         self.failure: RequestFailed | None = None
-        """Why no chunk can follow: one was committed on other ranks and could not be decoded on
-        this one.
-        """
+        """Reason why no chunk can follow: a chunk was committed on other ranks, but its decode
+        failed on this one. None: no failure."""
         self.adapters: Selection = ()
-        """The LoRA adapters of the last committed chunk, and of the next one unless it names
-        others.
-        """
+        """LoRA adapters of the last committed chunk. The next one uses them too, unless its request
+        names others."""
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Device and host bytes held; constant from creation on (buffers are allocated at full
-        size).
-        """
+        """Bytes of device and host memory. Constant, because buffers are allocated at full size."""
 
     @abstractmethod
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor that can influence a later chunk, by stable name: the base of fork, digest
-        and snapshot.
+        """Return every tensor that can influence a later chunk, by stable name.
 
-        Dead ring slots (K/V that no later chunk can see) are left out.
+        Forks, digests and snapshots use it. Slots of a ring buffer whose K/V no later chunk attends
+        to are left out.
         """
 
     @abstractmethod
     def scalars(self) -> dict[str, Any]:
-        """Every other value that can influence a later chunk, JSON types only."""
+        """Return every other value that can influence a later chunk, JSON types only."""
 
     @abstractmethod
     def fork(self, session_id: str) -> "SessionState":
@@ -79,31 +73,35 @@ class SessionState(ABC):
 
     @abstractmethod
     def to(self, device: torch.device | str) -> None:
-        """Move every buffer (sleep mode moves sessions to the host and back)."""
+        """Move every buffer to `device`. Sleep mode moves sessions to the host and back."""
 
     def start_params(self) -> DiffusionParams:
-        """Params of a first chunk from which `new_session` makes a session of this one's sizes.
+        """Return params of a first chunk with which `new_session` creates a session of equal sizes.
 
-        Raises `RequestFailed("unsupported")` for a model whose sessions end with their request.
+        Raises:
+            RequestFailed: `unsupported`; the sessions of this model end with their request.
         """
         raise RequestFailed(
-            "unsupported", "sessions of this model end with their request: there is nothing to save"
+            "unsupported", "sessions of this model end with their request and cannot be saved"
         )
 
     def restore(self, scalars: Mapping[str, Any], saved: SavedTensors) -> None:
-        """Become the session that `scalars()` and `tensors()` were taken of; called once, on a
-        session just made.
+        """Restore a saved session. Called once, on a new session.
 
-        Both come from an untrusted file: whatever does not fit raises
-        `RequestFailed("invalid_snapshot")`.
+        Args:
+            scalars: Result of `scalars()`, from an untrusted file.
+            saved: Result of `tensors()`, from an untrusted file.
+
+        Raises:
+            RequestFailed: `invalid_snapshot`; a value or a tensor does not fit.
         """
         raise RequestFailed(
             "unsupported",
-            "sessions of this model end with their request: there is nothing to restore",
+            "sessions of this model end with their request and cannot be restored",
         )
 
-    def close(self) -> None:  # noqa: B027 - most sessions hold only tensors, which need no closing
-        """Free everything; idempotent. The store never uses the session again."""
+    def close(self) -> None:  # noqa: B027 - most sessions hold only tensors
+        """Free everything. Idempotent; the store does not use the session afterwards."""
 
 
 Session = TypeVar("Session", bound=SessionState)
@@ -116,205 +114,195 @@ Result = tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]
 class DiffusionRequest(Generic[Session, Work]):
     """One chunk in flight on one rank.
 
-    The runner's role writes `step`, nobody else; the model owns `state`.
-
-    Session, Work: the model's own types of the session and of a chunk's working set.
+    `Session` and `Work` are the model's types of a session and of a chunk's working set.
     """
 
     request_id: str
+    """Id of the engine request."""
     params: DiffusionParams
+    """Parameters of the request."""
     tensors: Mapping[str, torch.Tensor]
+    """Input tensors of the request, by name."""
     session: Session
+    """Session of the chunk, as of the last commit."""
     num_steps: int = 0
-    """Forward passes this chunk needs; set by `prepare_encode` (0 = not prepared)."""
+    """Number of forward passes, set by `prepare_encode`. 0: not prepared."""
     clean_passes: int = 0
-    """How many of them come last and leave the latents as they are; set by `prepare_encode`."""
+    """Number of these passes that come last and leave the latents unchanged, set by
+    `prepare_encode`."""
     step: int = 0
+    """Index of the next pass. Only the runner's role writes it."""
     state: Work | None = None
-    """The model's working set for this chunk: latents, noise, conditions.
-
-    Dropped with the request.
-    """
+    """The model's working set of this chunk: latents, noise, conditioning. Owned by the model."""
     predecessor: "DiffusionRequest[Session, Work] | None" = None
-    """The chunk of this session that is in flight just before this one (`SupportsChunksInFlight`),
-    prepared and begun; None = this one follows the committed session. For `prepare_encode` only;
-    None afterwards."""
+    """The previous chunk of the session if it is in flight (`SupportsChunksInFlight`). It has
+    been prepared and started. None: the chunk follows the committed session. Only `prepare_encode`
+    reads it; it is None afterwards."""
     degradations: tuple[str, ...] = ()
-    """Degradations that the scheduler asks of this chunk (`SupportsDegradation`); set before
-    `prepare_encode`.
-
-    `post_decode` takes out those that did not happen; the result's meta names the rest.
-    """
+    """Degradations that the scheduler requests for this chunk, set before `prepare_encode`.
+    `post_decode` removes the ones that were not applied. The result's meta names the others."""
     adapters: Selection = ()
-    """The LoRA adapters that all of this chunk's forwards use."""
+    """LoRA adapters of all forward passes of this chunk."""
     same_adapters: bool = True
-    """Whether the chunk before it used the same; if not, whatever was kept of its weights'
-    results is void.
-    """
+    """Whether the previous chunk used the same adapters. If not, cached results that depend on
+    weights are invalid."""
     timer: StageTimer = field(default_factory=lambda: StageTimer(torch.device("cpu")))
-    """Runner and model time their stages with it (`encode`, `step`, `decode`, ...); the result's
-    meta carries them.
-    """
+    """Timer of the stages (`encode`, `step`, `decode`, ...) of runner and model. The result's meta
+    has the times."""
 
     @property
     def work(self) -> Work:
-        """`state`, once `prepare_encode` has set it."""
+        """Return `state`, which `prepare_encode` has set."""
         assert self.state is not None, "prepare_encode has not run"
         return self.state
 
     def end_with_this_step(self) -> None:
-        """For a model that finds in `step_scheduler` that the chunk needs no further step."""
+        """Make the current step the last one. `step_scheduler` may call it."""
         self.num_steps = self.step + 1
 
 
 @runtime_checkable
 class SupportsStepExecution(Protocol[Session, Work]):
-    """A model served one denoise step at a time.
+    """A model that is served one denoise step at a time.
 
-    All tensors live on the model's device unless said otherwise.
+    All tensors are on the model's device, unless stated otherwise.
     """
 
     supports_step_execution: ClassVar[bool]
+    """Marks the class for the runner."""
 
     def session_nbytes(self, params: DiffusionParams) -> int:
-        """Bytes `new_session(params)` will hold on this rank; asked before admission, allocates
-        nothing.
+        """Return the bytes of `new_session(params)` on this rank.
+
+        Called before admission; allocates nothing.
         """
 
     def new_session(self, params: DiffusionParams) -> Session:
-        """Make the state of a new session from its first chunk's params.
+        """Create the state of a session from the params of its first chunk.
 
-        Raises `RequestFailed` when size, prompt or options are not acceptable.
+        Raises:
+            RequestFailed: Size, prompt or options are invalid.
         """
 
     def prepare_encode(self, request: DiffusionRequest[Session, Work]) -> None:
-        """Validate the request's inputs, encode text, image and camera, draw the first noise; set
-        `num_steps`.
+        """Validate the inputs, encode text, image and camera, sample noise and set `num_steps`.
 
-        Runs on every rank, deterministic, without collectives. Raises `RequestFailed` on bad input.
+        Runs on every rank with equal results and without collectives.
+
+        Raises:
+            RequestFailed: An input is invalid.
         """
 
     def batch_key(self, request: DiffusionRequest[Session, Work]) -> Hashable:
-        """Requests with equal keys may share one `denoise_step`, whatever step each is at."""
+        """Return a key: requests with equal keys may share a `denoise_step` at different steps."""
 
     def denoise_step(
         self, batch: Sequence[DiffusionRequest[Session, Work]], hidden: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """One forward for requests at their own steps.
+        """Run one forward pass. Each request has its own step.
 
-        On a first pipeline stage `hidden` is None, on later ones it is the previous stage's return
-        value. Returns hidden states on all but the last stage, where it returns the prediction (one
-        row per request).
+        Args:
+            batch: Requests with equal `batch_key`.
+            hidden: Return value of the previous pipeline stage. None: first stage.
+
+        Returns:
+            Hidden states, or on the last stage the prediction, one entry per request.
         """
 
     def step_scheduler(
         self, batch: Sequence[DiffusionRequest[Session, Work]], prediction: torch.Tensor
     ) -> None:
-        """Last stage only: latents_t -> latents_{t-1} in each request's state.
+        """Update the latents in each request's state from t to t-1, on the last stage only.
 
-        `step` is advanced by the runner.
+        The runner increments `step`.
         """
 
     def latents(self, request: DiffusionRequest[Session, Work]) -> torch.Tensor:
-        """The request's current latents; clean after the last step.
-
-        Same shape through the whole chunk.
-        """
+        """Return the current latents; clean after the last step. The shape never changes."""
 
     def set_latents(self, request: DiffusionRequest[Session, Work], latents: torch.Tensor) -> None:
-        """Other stages take over the last stage's latents (they need latents to start the next
-        step).
-        """
+        """Replace the latents on other stages by the last stage's, for the next step."""
 
     def post_decode(
         self, request: DiffusionRequest[Session, Work]
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Last stage: `(meta, tensors)` of the result, e.g. `{"frames": uint8 [T,H,W,3]}`.
+        """Return `(meta, tensors)` of the result, for example `{"frames": uint8 [T, H, W, 3]}`.
 
-        On the first of the ranks that share layers only, unless they decode together
-        (`SupportsParallelDecode`).
+        Called on the last stage, only on the first of the ranks that share layers, unless they
+        decode together (`SupportsParallelDecode`). The latents are final. Clean passes may still
+        follow, so the state that they need must remain.
 
-        Called when the latents are final: clean passes may still follow, and find everything they
-        need in place. On CUDA it may run on a stream of its own, beside the session's next chunk:
-        it must not wait for the device, and `request.state` must keep everything it reads or
-        replaces until the request is dropped.
+        On CUDA it may run on a separate `cuda_stream` alongside the session's next chunk.
+        Therefore it must not synchronise with the device, and `request.state` must keep every
+        tensor that it reads or replaces.
         """
 
     def commit(self, request: DiffusionRequest[Session, Work]) -> None:
-        """Make the chunk part of its session on this rank: lengths, caches, camera tail, chunk
-        index.
-        """
+        """Add the chunk to its session on this rank: lengths, caches, camera, chunk index."""
 
     def warmup_inputs(self) -> list[Inputs]:
-        """Requests of the largest shape, in session order; the runner runs them once in a
-        throw-away session.
-        """
+        """Return requests of the largest shape, in order. The runner runs them once in a temporary
+        session."""
 
 
 @runtime_checkable
 class PoolsMemory(Protocol):
-    """A model that keeps memory of closed sessions, to make new ones of it."""
+    """A model that pools the memory of closed sessions for new ones."""
 
     def trim_pool(self, nbytes: int) -> None:
-        """Keep no more than `nbytes` of it."""
+        """Free pooled memory until at most `nbytes` remain."""
 
 
 @runtime_checkable
 class SupportsSessionWindows(Protocol):
-    """A model whose sessions may see other frames than the server's
-    (`DiffusionParams.window_frames`).
-    """
+    """A model whose sessions may choose their own window (`DiffusionParams.window_frames`)."""
 
     session_windows: ClassVar[bool]
+    """Marks the class for the runner."""
 
 
 @runtime_checkable
 class SupportsBatchedDecode(Protocol[Session, Work]):
-    """A model whose decoder takes chunks of several sessions in one call (never with
-    `omni.batch_invariant`).
-    """
+    """A model that decodes chunks of several sessions in one call, without
+    `omni.batch_invariant`."""
 
     def most_decoded_together(self, request: DiffusionRequest[Session, Work]) -> int:
-        """How many requests of its `batch_key` may share one decode with it; 1 = it is decoded
-        alone.
-        """
+        """Return how many requests with its `batch_key` may share a decode with it; 1: none."""
 
     def post_decode_together(
         self, batch: Sequence[DiffusionRequest[Session, Work]]
     ) -> list[tuple[dict[str, Any], dict[str, torch.Tensor]]]:
-        """`post_decode` of each, equal within float tolerance.
+        """Return `post_decode` of each request, equal within float tolerance.
 
-        After an exception each is decoded alone.
+        If it raises, the runner decodes each request separately.
         """
 
 
 @runtime_checkable
 class SupportsSharedText(Protocol[Session, Work]):
-    """A model whose text encoder only one of an engine's ranks holds
-    (`ParallelContext.encodes`).
-    """
+    """A model whose text encoder is on one rank of the engine (`ParallelContext.encodes`)."""
 
     def texts(self, request: DiffusionRequest[Session, Work]) -> list[torch.Tensor]:
-        """Rows of the prompts that `prepare_encode` has read, of the same number, shapes and order
-        on every rank.
+        """Return the text embeddings of the prompts that `prepare_encode` has read.
 
-        Where `encodes` is false they are memory, which the runner fills before the chunk's first
-        step.
+        Number, shapes and order are equal on all ranks. On ranks that do not encode, the tensors
+        are uninitialised; the runner fills them before the chunk's first step.
         """
 
 
 @runtime_checkable
 class SupportsVAEStage(Protocol[Session, Work]):
-    """A model whose decoder can live on a pipeline stage of its own (`omni.vae_stage`).
+    """A model whose decoder can be a pipeline stage of its own (`omni.vae_stage`).
 
-    On that stage it is built without layers; `prepare_encode` only checks the request there, and of
-    the rest only `post_decode` and `commit` are called. `latents` is of the chunk's size, on any
-    device, before `take_over`.
+    The model of that stage has no layers. There `prepare_encode` only checks the request, and of
+    the other methods only `post_decode` and `commit` are called. Before `unpack_decode_state`,
+    `latents` returns a tensor of the chunk's size on any device.
     """
 
     def pack_decode_state(self, request: DiffusionRequest[Session, Work]) -> dict[str, Any]:
-        """Last stage with layers: the result's facts beside the clean latents, JSON types,
-        without waiting.
+        """Return the values that the decode needs in addition to the clean latents, JSON types.
+
+        Called on the last stage with layers; must not synchronise with the device.
         """
 
     def unpack_decode_state(
@@ -323,8 +311,9 @@ class SupportsVAEStage(Protocol[Session, Work]):
         latents: torch.Tensor,
         info: Mapping[str, Any],
     ) -> None:
-        """VAE stage: the chunk's clean latents and the facts of `hand_over`; `post_decode`
-        follows.
+        """Store the clean latents and the result of `pack_decode_state` on the VAE stage.
+
+        `post_decode` follows.
         """
 
 
@@ -332,138 +321,66 @@ class SupportsVAEStage(Protocol[Session, Work]):
 class VAEStageModel(
     SupportsStepExecution[Session, Work], SupportsVAEStage[Session, Work], Protocol[Session, Work]
 ):
-    """A model on the two sides of a VAE stage."""
-
-
-def check_vae_stage(model: object, omni: OmniConfig) -> None:
-    """Raise ValueError unless the model's decoder can be a stage of its own, if it is asked to."""
-    if omni.vae_stage and not isinstance(model, SupportsVAEStage):
-        raise ValueError(
-            f"omni.vae_stage: the decoder of {type(model).__name__} cannot be a stage of its own"
-        )
+    """A model with a VAE stage."""
 
 
 @runtime_checkable
 class SupportsParallelDecode(Protocol):
-    """A model whose decode the ranks that share layers can do together, each a part of it
-    (`omni.vae_parallel`).
-    """
+    """A model whose decode can be split over the ranks that share layers
+    (`omni.vae_parallel`)."""
 
     @property
     def shares_decode(self) -> bool:
-        """Whether they do.
+        """Return whether the decode is split.
 
-        `post_decode` is then collective: each of these ranks calls it for the same chunks in the
-        same order. Only the first one's result is used, the others may leave the tensors out.
+        `post_decode` is then collective: all of these ranks call it for the same chunks in the same
+        order. Only the result of the first rank is used; others may omit the tensors.
         """
 
 
 @runtime_checkable
 class SupportsLayerMoves(Protocol):
-    """A model whose layers can move from one pipeline stage to another while there are no
-    sessions.
-    """
+    """A model whose layers can move between pipeline stages while there are no sessions."""
 
     @property
     def num_layers(self) -> int:
-        """Of the whole network."""
+        """Number of layers of the whole network."""
 
     @property
     def partition(self) -> tuple[int, ...]:
-        """Layers of each stage now."""
+        """Current number of layers of each stage."""
 
     def move_layers(self, move: LayerMove) -> None:
-        """Move weights by `move`'s collective calls; never on a VAE stage."""
+        """Move weights with the collectives of `move`. Never called on a VAE stage."""
 
 
 @runtime_checkable
 class LayeredModel(
     SupportsStepExecution[Session, Work], SupportsLayerMoves, Protocol[Session, Work]
 ):
-    """A model served in steps whose layers can move."""
-
-
-@runtime_checkable
-class SupportsDegradation(Protocol):
-    """A model that can make single chunks cheaper and worse, as `request.degradations` of each
-    says.
-    """
-
-    def refuse_degradation(self, name: str) -> str | None:
-        """Why this model, as it is configured, cannot do without `name` (`omni.degradations`);
-        None if it can.
-        """
-
-
-def check_parallel_decode(model: object, omni: OmniConfig) -> bool:
-    """Return whether ranks that share layers decode together.
-
-    Raises ValueError if they are asked to and cannot.
-    """
-    if isinstance(model, SupportsParallelDecode):
-        return model.shares_decode
-    if omni.vae_parallel:
-        raise ValueError(
-            f"omni.vae_parallel: the decode of {type(model).__name__} cannot be split over ranks"
-        )
-    return False
-
-
-def check_degradations(model: object, names: Sequence[str]) -> None:
-    """Raise ValueError, with the reason, unless `model` can do all of `omni.degradations`."""
-    for name in names:
-        reason = "it has one quality only"
-        if isinstance(model, SupportsDegradation):
-            refusal = model.refuse_degradation(name)
-            if refusal is None:
-                continue
-            reason = refusal
-        raise ValueError(f"omni.degradations: {type(model).__name__} cannot do {name!r}: {reason}")
+    """A model that is served in steps and whose layers can move."""
 
 
 @runtime_checkable
 class SupportsChunksInFlight(Protocol):
-    """A model whose next chunk can begin before the one ahead of it in its session is done
-    (`omni.chunks_in_flight`).
+    """A model that can start a session's next chunk before the previous one is complete
+    (`omni.chunks_in_flight`, `omni.pipeline` "temporal").
 
-    Its `prepare_encode` starts from `request.predecessor` if there is one, else from the session. A
-    chunk's step is run only when the chunk before it has done `lag_steps` more, or is done. Chunks
-    are decoded and committed in order. If one is not, none behind it is, and the session must go on
-    from its committed state as if they had never begun. A session's first chunk has no follower
-    until it is committed.
+    `prepare_encode` starts from `request.predecessor` if it is set, else from the session. A step
+    of a chunk runs only after its predecessor has run `lag_steps` more steps or is complete. Chunks
+    are decoded and committed in order. If a chunk is dropped, all later ones are dropped too, and
+    the session continues from its committed state. The second chunk of a session starts after the
+    first is committed.
+
+    In a temporal pipeline, each stage calls `denoise_step` and `step_scheduler` only for its own
+    step. On every stage but the last, the latents of the request at `commit` are those that entered
+    the last step.
     """
 
     @property
     def lag_steps(self) -> int:
-        """At least 1, and more than a chunk has clean passes: latents are final in the order of
-        the chunks.
+        """Distance in steps between consecutive chunks.
+
+        At least 1 and more than `clean_passes`, so that latents become final in the order of the
+        chunks.
         """
-
-    def refuse_chunks_in_flight(self) -> str | None:
-        """Why this model, as it is configured, cannot have several; None if it can."""
-
-    def refuse_temporal_pipeline(self, num_stages: int) -> str | None:
-        """Why its steps cannot be spread over `num_stages` stages (`omni.pipeline` "temporal");
-        None if they can.
-
-        If they can: each stage calls `denoise_step` and `step_scheduler` for the step of its own
-        number only. On every stage but the last, `commit` finds the latents that entered the last
-        step as the request's latents.
-        """
-
-
-def check_chunks_in_flight(model: object, omni: OmniConfig, num_stages: int) -> int:
-    """Return the model's `lag_steps`.
-
-    Raises ValueError, with the reason, unless it can serve `omni`'s options.
-    """
-    if omni.ahead is None:
-        return 1
-    reason: str | None = "its next chunk needs the one before it complete"
-    if isinstance(model, SupportsChunksInFlight):
-        reason = model.refuse_chunks_in_flight()
-        if reason is None and omni.pipeline == "temporal":
-            reason = model.refuse_temporal_pipeline(num_stages)
-        if reason is None:
-            return model.lag_steps
-    raise ValueError(f"omni.{omni.ahead}: {type(model).__name__} cannot do that: {reason}")

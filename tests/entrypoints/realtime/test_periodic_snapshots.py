@@ -24,6 +24,7 @@ from vllm_omni.entrypoints.realtime.sessions.persisted_sessions import Persisted
 from vllm_omni.entrypoints.realtime.sessions.session import Session
 from vllm_omni.entrypoints.realtime.sessions.session_manager import SessionManager
 from vllm_omni.entrypoints.staging_directory import StagingDirectory
+from vllm_omni.model_executor.models.registry import get_family
 
 PERIOD_S = 0.05
 
@@ -298,6 +299,6 @@ def test_periodic_snapshots_require_a_directory_and_a_period(
 
 
 def test_a_model_without_sessions_refuses_periodic_snapshots() -> None:
-    retained = OmniConfig(snapshot_period_s=5, drain_snapshot_dir="retained")
-    with pytest.raises(ValueError, match="Lance has no sessions"):
-        retained.refuse_checkpoints("Lance")
+    omni = OmniConfig(snapshot_period_s=5, drain_snapshot_dir="kept")
+    with pytest.raises(ValueError, match="Lance does not support it, because it has no sessions"):
+        get_family("lance").check_refusals({}, omni, 1)

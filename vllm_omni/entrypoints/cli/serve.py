@@ -325,6 +325,7 @@ def check(flags: "ServeFlags") -> "ModelFamily":
             family.check_options(hf_config, omni)
         omni.check_stages(flags.count("pipeline-parallel-size", "pp"))
         omni.check_ranks(flags.count("tensor-parallel-size", "tp"))
+        family.check_refusals(hf_config, omni, flags.count("pipeline-parallel-size", "pp"))
         if omni.quotas is not None:
             QuotaFile.read_file(Path(omni.quotas))
         worker_cls = flags.values.get("worker-cls", "auto")

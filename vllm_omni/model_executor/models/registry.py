@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model families this package knows, by name; everything else asks this table instead of naming
-a model.
+"""Table of the model families. Code outside a model's folder looks models up here.
 
-A family is a module `family` that defines `FAMILY`; `vllm_omni.testing.tiny.<name>` writes its tiny
-checkpoints. Modules are imported on first use, so that listing families costs nothing.
+A family is a module `family` that defines `FAMILY`. `vllm_omni.testing.tiny.<name>` writes its tiny
+checkpoints. Modules are imported on first use, so that listing the families is cheap.
 """
 
 import importlib
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.checkpoint.root_config import ROOT_MODEL_TYPE
-from vllm_omni.model_executor.models.capabilities import Capabilities
+from vllm_omni.model_executor.models.capabilities import Capabilities, Refusals, check_refusals
 from vllm_omni.planning.stream_model import FamilyPlan
 
 if TYPE_CHECKING:
@@ -33,8 +32,8 @@ _FAMILY_MODULES = {
     "wan2_2": "vllm_omni.model_executor.models.wan2_2.family",
     "lance": "vllm_omni.model_executor.models.lance.family",
     "qwen2_5_omni": "vllm_omni.model_executor.models.qwen2_5_omni.family",
-    # Last: it takes any directory in diffusers' layout, also of a model that is served by a worker
-    # here.
+    # Last, because it detects every directory in diffusers' layout, including those of the families
+    # above.
     "diffusers_pipeline": "vllm_omni.model_executor.models.diffusers_pipeline.family",
 }
 _ALIASES = (
@@ -59,7 +58,7 @@ _ALIASES = (
     | dict.fromkeys(("waypoint_360p", "waypoint_1_small", "waypoint_1_1_small"), "waypoint")
     | {"qwen2_5_omni_3b": "qwen2_5_omni"}
 )
-"""Other names of a family, most of them of its releases (`models/<name>/hub.py`)."""
+"""Aliases of families. Most are names of releases (`models/<name>/hub.py`)."""
 
 ARCHITECTURES = {
     "CausalWanPipeline": "vllm_omni.model_executor.models.causal_wan.pipeline:CausalWanPipeline",
@@ -79,7 +78,7 @@ ARCHITECTURES = {
     "Qwen2_5OmniToken2WavPipeline": "vllm_omni.model_executor.models.qwen2_5_omni.token2wav:"
     "Token2WavPipeline",
 }
-"""vLLM architecture name -> model class, registered lazily with vLLM's `ModelRegistry`."""
+"""Model class by architecture name. vLLM's `ModelRegistry` imports it on first use."""
 
 AR_ARCHITECTURES = {
     "Qwen2_5OmniTalkerForConditionalGeneration": (
@@ -89,79 +88,95 @@ AR_ARCHITECTURES = {
         "vllm_omni.model_executor.models.qwen2_5_omni.thinker:ThinkerForConditionalGeneration"
     ),
 }
-"""The same for autoregressive models: registered, and otherwise left to vLLM's own defaults."""
+"""The same for autoregressive models, for which vLLM's own defaults apply."""
 
 MODEL_TYPES = (ROOT_MODEL_TYPE, "null_image", "null_world", "t2v")
-"""`model_type` in the `config.json` at the root of a directory, by which plain `vllm serve DIR`
-finds this package.
-
-`t2v` is the original Wan's.
+"""Values of `model_type` in the `config.json` at the root of a checkpoint directory, by which
+`vllm serve DIR` selects this package. `t2v` is the original Wan's.
 """
 
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """One family, as the command line and the config parser know it.
+    """Description of one family for the command line, the config parser and the endpoints.
 
-    detect: whether a directory holds a checkpoint of this family (any of its layouts); must be
-    cheap and not raise.
-    why_not: a directory that is not detected -> the reason, in one line; None = it holds nothing
-    like this family's.
-    hf_config: a directory -> keyword arguments of a `PretrainedConfig` (`architectures`, `dtype`,
-    sizes, layout). Raises ValueError with one line when the directory is unusable.
-    layouts: the layouts `make_tiny` can write, default first.
-    stream_info: (hf_config as a dict, parsed options) -> the fields that differ from the defaults
-    of `StreamInfo` (entrypoints/realtime/connection/stream_info.py), e.g. another chunk size.
-    action_space: likewise -> the controls that the model takes; None = it takes none.
-    capabilities: likewise -> requests of the OpenAI routes that the model takes; None = a world
-    started by an image.
-    default_size: hf_config as a dict -> (height, width) of a video where neither the user nor the
-    world's card names a size; None = `OmniConfig`'s.
-    check_options: (hf_config as a dict, parsed options) -> None, or ValueError in one line; must be
-    cheap.
-    check_parallel: (hf_config as a dict, parsed options, --tensor-parallel-size,
-    --pipeline-parallel-size) -> None, or ValueError in one line, before any process starts; None =
-    the worker finds out.
-    kv_cache_dtypes: those of `--kv-cache-dtype` that sessions can be kept in.
-    takes_adapters: whether LoRA adapters are served (`SupportsAdapters`).
-    plan: its networks as `vllm-omni plan` sees them; None = they cannot be planned.
-    executor_cls: the executor that serves the family in one process, without a worker; None =
-    workers.
-    serve_flags: (directory, whether on CPU) -> the flags `vllm serve --omni` adds, for a family
-    that vLLM serves by an autoregressive engine; None = the diffusion worker's. endpoint_plugins:
-    further names in VLLM_PLUGINS.
-    start_speech: (directory, options, the server's engine) -> the model, its other engines started;
-    for the speech routes, which the plugin `vllm_omni_speech` adds. None = it does not speak.
-    Raises ValueError for bad options.
+    `hf_config` in the arguments of a field is the result of the field `hf_config` as a dict, and
+    `omni` are the parsed options.
     """
 
     name: str
+    """Name of the family and of its folder."""
     title: str
+    """Name of the model as users know it, a colon and one line of description."""
     architecture: str
+    """Key of `ARCHITECTURES`."""
     detect: Callable[[Path], bool]
+    """Whether a directory holds a checkpoint of this family, in any layout. Cheap; never raises."""
     hf_config: Callable[[Path], dict[str, Any]]
+    """Directory -> keyword arguments of a `PretrainedConfig` (`architectures`, `dtype`, sizes,
+    layout). Raises ValueError with one line if the directory is unusable."""
     layouts: tuple[str, ...]
+    """Layouts that `make_tiny` can write, the default first."""
     why_not: Callable[[Path], str | None] | None = None
+    """Directory that was not detected -> the reason in one line. None if it holds nothing of this
+    family."""
     default_size: Callable[[dict[str, Any]], tuple[int, int]] | None = None
+    """`hf_config` -> (height, width) of a video if neither the user nor the world description sets
+    a size. Default: the size of `OmniConfig`."""
     check_options: Callable[[dict[str, Any], OmniConfig], None] | None = None
+    """(`hf_config`, `omni`) -> None. Checks the model's options and the size. Cheap; raises
+    ValueError with one line."""
+    refusals: Callable[[dict[str, Any], OmniConfig, int], Refusals] = lambda *_: Refusals()
+    """(`hf_config`, `omni`, `--pipeline-parallel-size`) -> the server options that the model does
+    not support."""
     check_parallel: Callable[[dict[str, Any], OmniConfig, int, int], None] | None = None
+    """(`hf_config`, `omni`, `--tensor-parallel-size`, `--pipeline-parallel-size`) -> None. Checks
+    that the network can be divided; raises ValueError with one line."""
     stream_info: Callable[[dict[str, Any], OmniConfig], dict[str, Any]] | None = None
+    """(`hf_config`, `omni`) -> fields of `StreamInfo` that differ from its defaults, for example
+    the chunk size."""
     action_space: Callable[[dict[str, Any], OmniConfig], "ActionSpace"] | None = None
+    """(`hf_config`, `omni`) -> the controls of the model. Default: it has none."""
     capabilities: Callable[[dict[str, Any], OmniConfig], Capabilities] | None = None
+    """(`hf_config`, `omni`) -> requests of the OpenAI endpoints that the model accepts. Default:
+    those of a world model that starts from an image."""
     kv_cache_dtypes: tuple[str, ...] = ("auto",)
+    """Supported values of `--kv-cache-dtype`."""
     takes_adapters: bool = False
+    """Whether the model supports LoRA adapters (`SupportsAdapters`)."""
     plan: FamilyPlan | None = None
+    """Networks of the family for `vllm-omni plan`. Default: the family cannot be planned."""
     executor_cls: str | None = None
+    """Executor that runs the model in the engine's process. Default: workers run it."""
     serve_flags: Callable[[Path, bool], dict[str, str]] | None = None
+    """(directory, whether on a CPU) -> flags that `vllm serve --omni` adds, for a family that an
+    autoregressive engine serves. Default: the flags of the diffusion worker."""
     endpoint_plugins: tuple[str, ...] = ()
+    """Further plugins of vLLM that serve endpoints of this family."""
     start_speech: Callable[[Path, OmniConfig, "AsyncLLM"], Awaitable["SpeechModel"]] | None = None
+    """(directory, `omni`, engine of the server) -> the model with its other engines started, for
+    the speech endpoints of the plugin `vllm_omni_speech`. Raises ValueError for bad options.
+    Default: the model generates no speech."""
+
+    def check_refusals(self, hf_config: dict[str, Any], omni: OmniConfig, stages: int) -> None:
+        """Check that the model supports the server's options on `stages` pipeline stages.
+
+        Raises:
+            ValueError: It does not; the message names the option and the reason.
+        """
+        model = self.title.partition(":")[0]
+        check_refusals(model, self.refusals(hf_config, omni, stages), omni, stages)
 
     def size_of(self, hf_config: dict[str, Any]) -> tuple[int, int] | None:
         return None if self.default_size is None else self.default_size(hf_config)
 
     def make_tiny(self, out: Path, seed: int, layout: str) -> None:
-        """Write a tiny random checkpoint in a real layout into the empty or new folder `out`,
-        for demos and tests.
+        """Write a tiny checkpoint with random weights into `out`, an empty or new directory.
+
+        Args:
+            out: Directory of the checkpoint.
+            seed: Seed of the weights.
+            layout: One of `layouts`.
         """
         importlib.import_module(f"vllm_omni.testing.tiny.{self.name}").make_tiny(out, seed, layout)
 
@@ -171,12 +186,16 @@ def family_names() -> list[str]:
 
 
 def known_names() -> dict[str, str]:
-    """Name or alias -> the name of its family."""
+    """Return the name of the family by name and by alias."""
     return {name: name for name in _FAMILY_MODULES} | _ALIASES
 
 
 def get_family(name: str) -> ModelFamily:
-    """Return a family by name or alias. Raises ValueError that lists the known ones."""
+    """Return a family by name or alias.
+
+    Raises:
+        ValueError: There is none; the message lists the known names.
+    """
     name = _ALIASES.get(name, name)
     if name not in _FAMILY_MODULES:
         raise ValueError(
@@ -188,13 +207,17 @@ def get_family(name: str) -> ModelFamily:
 
 
 def detect_family(path: Path, executor: str | None = None) -> ModelFamily:
-    """Return the family whose checkpoint layout `path` has.
+    """Return the family of a checkpoint directory.
 
-    Raises ValueError that names the layouts looked for.
+    If several families detect the directory, the first one of the table is returned.
 
-    executor: the user's `--distributed-executor-backend`. Several families may take a directory;
-    the first in the table wins, unless the user names the executor of another one, which then is
-    the only one asked.
+    Args:
+        path: Checkpoint directory.
+        executor: The user's `--distributed-executor-backend`. If it is the executor of a family,
+            only that family is tried.
+
+    Raises:
+        ValueError: No family detects the directory; the message lists the families and reasons.
     """
     if not path.is_dir():
         raise ValueError(f"{path} is not a directory; pass a local checkpoint directory")

@@ -13,7 +13,7 @@ from typing import Any
 from vllm_omni.actions import ActionSpace
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.dtypes import KV_CACHE_DTYPES
-from vllm_omni.model_executor.models.capabilities import Capabilities
+from vllm_omni.model_executor.models.capabilities import Capabilities, Refusals
 from vllm_omni.model_executor.models.registry import ModelFamily
 from vllm_omni.model_executor.streaming.stream import Config, Options, StreamModelSetup
 from vllm_omni.planning.stream_model import FamilyPlan
@@ -28,7 +28,7 @@ def streaming_family(
     hf_config: Callable[[Path], dict[str, Any]],
     layouts: tuple[str, ...],
     read: Callable[[Mapping[str, Any], OmniConfig], StreamModelSetup[Config, Options]],
-    check_options: Callable[[OmniConfig], None],
+    refusals: Callable[[StreamModelSetup[Config, Options], OmniConfig, int], Refusals],
     check_parallel: Callable[[StreamModelSetup[Config, Options], OmniConfig, int, int], None],
     info: Callable[[StreamModelSetup[Config, Options]], Mapping[str, Any]],
     action_space: Callable[[StreamModelSetup[Config, Options]], ActionSpace] | None = None,
@@ -40,10 +40,16 @@ def streaming_family(
 ) -> ModelFamily:
     """Return the family of package `models/{name}`.
 
-    read: (the family's part of `hf_config`, options) -> the stream. check_options: refusals beyond
-    those of `read` and the video's size. check_parallel: (stream, options, ranks that share layers,
-    stages). facts: fields of `StreamInfo` beside the chunks' lengths. session_windows: as
-    `SupportsSessionWindows`.
+    The arguments that are not listed here are fields of `ModelFamily`. "Stream" is the result of
+    `read`, which depends on the checkpoint and the options.
+
+    Args:
+        read: (the family's part of `hf_config`, options) -> the stream. Raises ValueError.
+        refusals: (stream, options, stages) -> server options that the model does not support.
+        check_parallel: (stream, options, ranks that share layers, stages) -> None, or ValueError.
+        info: Stream -> fields of `StreamInfo` in addition to the lengths of chunks.
+        action_space: Stream -> controls of the model.
+        session_windows: Whether a session may choose its own window (`SupportsSessionWindows`).
     """
 
     def default_size(config: dict[str, Any]) -> tuple[int, int]:
@@ -51,7 +57,9 @@ def streaming_family(
 
     def check_served(config: dict[str, Any], omni: OmniConfig) -> None:
         read(config[name], omni).config.latent_size(omni.height, omni.width)
-        check_options(omni)
+
+    def declared_refusals(config: dict[str, Any], omni: OmniConfig, stages: int) -> Refusals:
+        return refusals(read(config[name], omni), omni, stages)
 
     def check_split(config: dict[str, Any], omni: OmniConfig, ranks: int, stages: int) -> None:
         check_parallel(read(config[name], omni), omni, ranks, stages)
@@ -82,6 +90,7 @@ def streaming_family(
         layouts=layouts,
         default_size=default_size,
         check_options=check_served,
+        refusals=declared_refusals,
         check_parallel=check_split,
         stream_info=stream_info,
         action_space=None if action_space is None else space,

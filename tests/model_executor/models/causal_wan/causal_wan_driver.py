@@ -13,6 +13,7 @@ from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import DiffusionRequest, SessionState
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.models.causal_wan.checkpoint.layout import find_layout, hf_config
+from vllm_omni.model_executor.models.causal_wan.family import FAMILY
 from vllm_omni.model_executor.models.causal_wan.pipeline import CausalWan, StreamSetup
 
 HEIGHT, WIDTH = 32, 48
@@ -36,6 +37,11 @@ def load_model(
     model = CausalWan(setup)
     model.load_checkpoint(layout)
     return model
+
+
+def check_refusals(checkpoint: Path, stages: int, **serving: Any) -> None:
+    """Check the options `serving` of `OmniConfig` on `stages` pipeline stages as a start does."""
+    FAMILY.check_refusals(hf_config(checkpoint), OmniConfig(**serving), stages)
 
 
 def input_video(frames: range, speed: float = 1.0) -> torch.Tensor:

@@ -8,10 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from causal_wan_driver import input_video, load_model, make_request, open_session
+from causal_wan_driver import (
+    check_refusals,
+    input_video,
+    load_model,
+    make_request,
+    open_session,
+)
 from helpers.chunks import run_request
 
-from vllm_omni.model_executor.interfaces import SupportsDegradation, check_degradations
 from vllm_omni.model_executor.models.causal_wan.pipeline import CausalWan
 
 
@@ -57,7 +62,5 @@ def test_fewer_steps_equal_a_model_of_every_second_step(causal_wan: Path, source
 def test_an_unsupported_degradation_is_refused_with_the_reason(
     causal_wan: Path, name: str, options: dict[str, Any], reason: str
 ) -> None:
-    model = load_model(causal_wan, **options)
-    assert isinstance(model, SupportsDegradation)
-    with pytest.raises(ValueError, match=rf"CausalWan cannot do '{name}'.*{reason}"):
-        check_degradations(model, [name])
+    with pytest.raises(ValueError, match=rf"'{name}': Causal Wan 2.1 does not support.*{reason}"):
+        check_refusals(causal_wan, 1, model=options, scheduling="deadline", degradations=(name,))

@@ -10,15 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from causal_wan_driver import input_video, load_model, make_request, open_session, run_chunk
+from causal_wan_driver import (
+    check_refusals,
+    input_video,
+    load_model,
+    make_request,
+    open_session,
+    run_chunk,
+)
 from helpers.chunks import finish, step
 
-from vllm_omni.config import OmniConfig
 from vllm_omni.core.step_protocol import ChunkOrder
 from vllm_omni.model_executor.interfaces import (
     DiffusionRequest,
     SessionState,
-    check_chunks_in_flight,
 )
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.models.causal_wan.pipeline import CausalWan
@@ -318,13 +323,12 @@ def test_a_stage_for_every_step_gives_the_same_stream(causal_wan: Path, kind: st
     [
         ({}, {"chunks_in_flight": 2}, 1, "cache 'strict' shows a chunk the clean chunk"),
         ({}, {"pipeline": "temporal"}, 4, "cache 'strict' shows"),
-        (MATCHED, {"pipeline": "temporal"}, 2, "got 2: pass --pipeline-parallel-size 3"),
+        (MATCHED, {"pipeline": "temporal"}, 2, "got 2; pass --pipeline-parallel-size 3"),
     ],
 )
-def test_unsupported_modes_are_refused_with_the_reason(
+def test_unsupported_options_are_refused_with_the_reason(
     causal_wan: Path, options: dict[str, Any], serving: dict[str, Any], num_stages: int, reason: str
 ) -> None:
-    model = load_model(causal_wan, **options)
-    with pytest.raises(ValueError, match=r"omni\..*CausalWan cannot do that") as refused:
-        check_chunks_in_flight(model, OmniConfig(**serving), num_stages)
+    with pytest.raises(ValueError, match=r"omni\..*Causal Wan 2.1 does not support it") as refused:
+        check_refusals(causal_wan, num_stages, model=options, **serving)
     assert reason in str(refused.value)

@@ -205,7 +205,7 @@ def test_a_question_may_be_missing_but_not_empty() -> None:
 
 @pytest.mark.parametrize(
     ("task", "tensors", "shown", "message"),
-    [("x2t_image", IMAGE, 1, "there are 1 turns$"), ("t2t", {}, 0, "no picture")],
+    [("x2t_image", IMAGE, 1, "there are 1 turns$"), ("t2t", {}, 0, "no image")],
 )
 def test_an_image_belongs_to_an_existing_turn(
     task: Task, tensors: dict[str, torch.Tensor], shown: int, message: str

@@ -148,6 +148,6 @@ def test_indices_of_the_distilled_schedule_are_refused(checkpoint: Path) -> None
     assert FAMILY.check_options is not None
     with pytest.raises(
         ValueError,
-        match="denoise_indices are of the distilled models; this one takes 40 UniPC steps",
+        match="denoise_indices applies to distilled models; this one has 40 UniPC steps",
     ):
         FAMILY.check_options(FAMILY.hf_config(checkpoint), omni)

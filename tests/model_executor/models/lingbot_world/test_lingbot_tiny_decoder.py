@@ -13,6 +13,7 @@ from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import find_layout, hf_config
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotOptions
+from vllm_omni.model_executor.models.lingbot_world.family import FAMILY
 from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld, WorldSetup
 from vllm_omni.model_executor.models.wan.vae.tiny_vae import (
     TinyVAEDecoder,
@@ -72,6 +73,5 @@ def test_unsupported_combinations_are_refused(lingbot_world: Path) -> None:
     with pytest.raises(ValueError, match="convention 'pr3701' restarts decoder 'wan'"):
         LingBotOptions.parse({"decoder": "tiny", "convention": "pr3701"})
     omni = OmniConfig(height=HEIGHT, width=WIDTH, model={"decoder": "tiny"}, vae_parallel=True)
-    world, layout = hf_config(lingbot_world)["lingbot_world"], find_layout(lingbot_world)
     with pytest.raises(ValueError, match="decoder 'tiny' is too small to gain"):
-        WorldSetup.of_checkpoint(world, layout, omni, torch.float32, ParallelContext())
+        FAMILY.check_refusals(hf_config(lingbot_world), omni, 1)

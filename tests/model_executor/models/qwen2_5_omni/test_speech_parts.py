@@ -15,16 +15,16 @@ from vllm_omni.model_executor.models.qwen2_5_omni.options import SpeechDefaults
 from vllm_omni.model_executor.models.qwen2_5_omni.speech import (
     Speech,
     SpeechComposition,
-    components,
+    ready_chunks,
 )
 
 
 def test_speech_may_be_one_clip() -> None:
     """`chunk_codes=0`: no part before the end, then all codes without context."""
     how = SpeechDefaults(chunk_codes=0)
-    assert list(components(500, False, 0, how)) == []
-    assert list(components(500, True, 0, how)) == [(0, 500, 0, 0)]
-    assert list(components(0, True, 0, how)) == []
+    assert list(ready_chunks(500, False, 0, how)) == []
+    assert list(ready_chunks(500, True, 0, how)) == [(0, 500, 0, 0)]
+    assert list(ready_chunks(0, True, 0, how)) == []
 
 
 @pytest.mark.parametrize(
@@ -43,14 +43,14 @@ def test_speech_may_be_one_clip() -> None:
 def test_parts_wait_for_their_context(
     num_codes: int, finished: bool, emitted: int, expected: list[tuple[int, int, int, int]]
 ) -> None:
-    assert list(components(num_codes, finished, emitted, SpeechDefaults())) == expected
+    assert list(ready_chunks(num_codes, finished, emitted, SpeechDefaults())) == expected
 
 
 def test_parts_may_have_one_length() -> None:
     """`most_chunk_codes` is 0 or at most `chunk_codes`: every part is as long as the first."""
     for most in (0, 24):
         how = SpeechDefaults(chunk_codes=24, most_chunk_codes=most)
-        assert [last - first for first, last, _, _ in components(120, True, 0, how)] == [24] * 5
+        assert [last - first for first, last, _, _ in ready_chunks(120, True, 0, how)] == [24] * 5
         assert how.part_sizes == (36, 60)
 
 
@@ -68,7 +68,8 @@ def test_part_sizes_are_known_in_advance(fields: dict[str, int], sizes: tuple[in
     how = SpeechDefaults(**fields)
     assert how.part_sizes == sizes
     made = [
-        left + last - first + right for first, last, left, right in components(2000, False, 0, how)
+        left + last - first + right
+        for first, last, left, right in ready_chunks(2000, False, 0, how)
     ]
     assert tuple(dict.fromkeys(made)) == sizes
 
@@ -91,11 +92,11 @@ def test_every_code_is_in_one_part(
         chunk_codes=chunk, most_chunk_codes=most, left_codes=left, right_codes=right
     )
     emitted, known = 0, 0
-    ends = [last for _, last, _, _ in components(total, True, 0, how)]
+    ends = [last for _, last, _, _ in ready_chunks(total, True, 0, how)]
     arrived = []
     while True:
         finished = known == total
-        for first, last, before, after in components(known, finished, emitted, how):
+        for first, last, before, after in ready_chunks(known, finished, emitted, how):
             assert first == emitted and last > first
             assert before <= first and last + after <= known
             emitted = last

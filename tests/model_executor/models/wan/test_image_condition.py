@@ -84,7 +84,7 @@ def test_a_condition_settles_when_changes_are_negligible(image, dtype, tolerance
 def test_an_asynchronous_host_gets_the_same_condition(condition, image, chunks, monkeypatch):
     """The encoder then also encodes the rest of the chunk in which the stream settles."""
     expected_y, expected = stream(condition, image, chunks)
-    monkeypatch.setattr(GreyCondition, "_is_heard", staticmethod(lambda flag: False))
+    monkeypatch.setattr(GreyCondition, "_is_readable", staticmethod(lambda flag: False))
     y, state = stream(condition, image, chunks)
     assert torch.equal(y, expected_y)
     assert state.settled and state.cache is None and state.num_encoded == expected.num_encoded

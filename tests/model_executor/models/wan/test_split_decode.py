@@ -14,7 +14,6 @@ from helpers.rank_processes import run_ranks
 from vae_streams import decode_stream, plainly_fused
 
 from vllm_omni.config import OmniConfig
-from vllm_omni.model_executor.interfaces import check_parallel_decode
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.models.wan.vae.split_decode import RowBands
 from vllm_omni.model_executor.models.wan.vae.vae import (
@@ -193,12 +192,9 @@ def test_ranks_that_decode() -> None:
             assert [rank.decodes for rank in stages] == (decoding if stage else [False, False])
 
 
-def test_parallel_decode_is_refused_where_it_cannot_work() -> None:
-    """With one rank, or for a model without support."""
+def test_the_option() -> None:
+    """`vae_parallel` requires several ranks that share layers."""
     requested = OmniConfig(vae_parallel=True)
     requested.check_ranks(2)
     with pytest.raises(ValueError, match="--tensor-parallel-size 2 or more"):
         requested.check_ranks(1)
-    with pytest.raises(ValueError, match="the decode of object cannot be split"):
-        check_parallel_decode(object(), requested)
-    assert not check_parallel_decode(object(), OmniConfig())

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `causal_wan` family's entry for the command line, the config parser and the doors."""
+"""The `causal_wan` family, described for the command line, config parser and endpoints."""
 
 from typing import Any
 
 from vllm_omni.actions import ActionSpace
 from vllm_omni.config import OmniConfig
-from vllm_omni.model_executor.models.capabilities import Capabilities
+from vllm_omni.model_executor.models.capabilities import Capabilities, Refusal, Refusals
 from vllm_omni.model_executor.models.causal_wan.checkpoint.layout import (
     LAYOUTS,
     hf_config,
@@ -18,28 +18,47 @@ from vllm_omni.model_executor.models.causal_wan.config import (
     read_stream,
 )
 from vllm_omni.model_executor.models.causal_wan.plan import PLAN
-from vllm_omni.model_executor.models.wan.splits import check_decoder_split, check_split
+from vllm_omni.model_executor.models.wan.splits import check_split, parallel_decode_refusal
 from vllm_omni.model_executor.models.wan.vae.latents import VAE_SPATIAL, VAE_TEMPORAL
 from vllm_omni.model_executor.streaming.family import streaming_family
 
 
-def _check_parallel(stream: CausalWanStream, omni: OmniConfig, ranks: int, stages: int) -> None:
-    from vllm_omni.model_executor.models.causal_wan import degradations, in_flight
-
+def _refusals(stream: CausalWanStream, omni: OmniConfig, stages: int) -> Refusals:
     options = stream.options
-    reason = None
-    if omni.ahead is not None:
-        reason = in_flight.refuse_chunks_in_flight(options)
-    if reason is None and omni.pipeline == "temporal":
-        reason = in_flight.refuse_temporal_pipeline(options, stages - omni.vae_stage)
-    if reason is not None:
-        raise ValueError(f"omni.{omni.ahead}: causal Wan cannot do that: {reason}")
-    for name in omni.degradations:
-        refusal = degradations.refuse_degradation(name, options)
-        if refusal is not None:
-            raise ValueError(f"omni.degradations: causal Wan cannot do {name!r}: {refusal}")
-    check_decoder_split(options.decoder, omni)
-    check_split(stream.config, omni, ranks, stages, sequence_parallel=options.sequence_parallel)
+    in_flight = temporal = fewer_steps = tiny_vae = None
+    num_steps, num_stages = options.text_schedule().num_steps, stages - omni.vae_stage
+    if options.cache == "strict":
+        in_flight = temporal = Refusal(
+            "cache 'strict' shows a chunk the clean chunk before it, which must be complete",
+            "set omni.model.cache to 'noise_matched'",
+        )
+    elif num_steps != num_stages:
+        temporal = Refusal(
+            f"denoising_steps has {num_steps} entries and every stage with layers runs one, got "
+            f"{num_stages}",
+            f"pass --pipeline-parallel-size {num_steps}, or one more with omni.vae_stage",
+        )
+    if options.cache != "strict":
+        fewer_steps = Refusal(
+            f"cache {options.cache!r} has a window for every step, so each chunk needs all steps"
+        )
+    elif num_steps == 1:
+        fewer_steps = Refusal("denoising_steps has one entry")
+    if options.decoder == "tiny":
+        tiny_vae = Refusal("omni.model.decoder 'tiny' decodes all chunks with it")
+    return Refusals(
+        vae_stage=None,
+        vae_parallel=parallel_decode_refusal(options.decoder),
+        chunks_in_flight=in_flight,
+        temporal_pipeline=temporal,
+        fewer_steps=fewer_steps,
+        tiny_vae=tiny_vae,
+    )
+
+
+def _check_parallel(stream: CausalWanStream, omni: OmniConfig, ranks: int, stages: int) -> None:
+    ulysses = stream.options.sequence_parallel
+    check_split(stream.config, omni, ranks, stages, sequence_parallel=ulysses)
 
 
 def _capabilities(config: dict[str, Any], omni: OmniConfig) -> Capabilities:
@@ -51,7 +70,7 @@ def _capabilities(config: dict[str, Any], omni: OmniConfig) -> Capabilities:
 
 FAMILY = streaming_family(
     name="causal_wan",
-    title="Causal Wan 2.1: streaming video from text, a picture or a video (Self-Forcing, "
+    title="Causal Wan 2.1: streaming video from text, an image or a video (Self-Forcing, "
     "LongLive, CausVid, ...)",
     architecture="CausalWanPipeline",
     detect=is_checkpoint,
@@ -59,7 +78,7 @@ FAMILY = streaming_family(
     hf_config=hf_config,
     layouts=LAYOUTS,
     read=read_stream,
-    check_options=lambda omni: None,
+    refusals=_refusals,
     check_parallel=_check_parallel,
     action_space=lambda stream: ActionSpace(image="none"),
     info=lambda _: {"vae_stride": (VAE_TEMPORAL, VAE_SPATIAL, VAE_SPATIAL)},

@@ -17,33 +17,6 @@ STEPS_BEHIND = 1
 """Distance in steps between consecutive chunks."""
 
 
-def refuse_chunks_in_flight(options: CausalWanOptions) -> str | None:
-    """Return why a stream's chunks must run one after another, or None if they need not."""
-    if options.cache == "strict":
-        return (
-            "cache 'strict' shows a chunk the clean chunk before it, which must be done first; "
-            "try 'noise_matched'"
-        )
-    return None
-
-
-def refuse_temporal_pipeline(options: CausalWanOptions, num_stages: int) -> str | None:
-    """Return why `num_stages` stages cannot own one denoise step each, or None if they can."""
-    if options.cache != "noise_matched":
-        return (
-            f"cache {options.cache!r} lets a step see K/V of other steps; a stage has its own "
-            "only: 'noise_matched'"
-        )
-    num_steps = options.text_schedule().num_steps
-    if num_steps != num_stages:
-        return (
-            f"denoising_steps has {num_steps} entries and every stage with layers owns one, got "
-            f"{num_stages}: "
-            f"pass --pipeline-parallel-size {num_steps}, or one more with omni.vae_stage"
-        )
-    return None
-
-
 def spare_frames(
     options: CausalWanOptions, plan: ChunkPlan, omni: OmniConfig, parallel: ParallelContext
 ) -> tuple[int, ...]:

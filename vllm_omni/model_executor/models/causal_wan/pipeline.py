@@ -27,10 +27,11 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from vllm_omni.config import Degradation
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs
 from vllm_omni.model_executor.layers.lora.target import AdapterTarget
-from vllm_omni.model_executor.models.causal_wan import degradations, in_flight
+from vllm_omni.model_executor.models.causal_wan import in_flight
 from vllm_omni.model_executor.models.causal_wan.cache import ChunkCache
 from vllm_omni.model_executor.models.causal_wan.checkpoint.layout import (
     CheckpointLayout,
@@ -74,6 +75,9 @@ from vllm_omni.outputs import RequestFailed
 
 logger = logging.getLogger("vllm." + __name__)
 
+FEWER_STEPS: Degradation = "fewer_steps"
+TINY_VAE: Degradation = "tiny_vae"
+
 Request = DiffusionRequest[StreamSession, CausalWanChunk]
 
 
@@ -86,8 +90,8 @@ class StreamSetup(WanChunkSetup[CausalWanConfig, CausalWanOptions]):
 
     @property
     def wants_tiny_vae(self) -> str | None:
-        in_ladder = degradations.TINY_VAE in self.omni.degradations
-        ladder = f"omni.degradations {degradations.TINY_VAE!r}" if in_ladder else None
+        in_ladder = TINY_VAE in self.omni.degradations
+        ladder = f"omni.degradations {TINY_VAE!r}" if in_ladder else None
         return super().wants_tiny_vae or ladder
 
 
@@ -217,7 +221,7 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
         request.state = CausalWanChunk(
             frames=frames,
             schedule=every_second_step(schedule)
-            if degradations.FEWER_STEPS in request.degradations
+            if FEWER_STEPS in request.degradations
             else schedule,
             latents=latents,
             noise=noise,
@@ -253,18 +257,9 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
             if chunk.given:
                 chunk.latents[:, : chunk.given] = retained
 
-    def refuse_degradation(self, name: str) -> str | None:
-        return degradations.refuse_degradation(name, self.options)
-
     @property
     def lag_steps(self) -> int:
         return in_flight.STEPS_BEHIND
-
-    def refuse_chunks_in_flight(self) -> str | None:
-        return in_flight.refuse_chunks_in_flight(self.options)
-
-    def refuse_temporal_pipeline(self, num_stages: int) -> str | None:
-        return in_flight.refuse_temporal_pipeline(self.options, num_stages)
 
     @torch.no_grad()
     def denoise_step(
@@ -283,11 +278,11 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
         session = request.session
         decoder = None if session.shape.output == "latents" else self.decoder
         if decoder is None or not decoder.can_be_tiny(session.decoder_cache):
-            _keep_feature(request, degradations.TINY_VAE)
+            _keep_feature(request, TINY_VAE)
         return super().post_decode(request)
 
     def decodes_tiny(self, request: Request) -> bool:
-        return degradations.TINY_VAE in request.degradations
+        return TINY_VAE in request.degradations
 
     def pack_decode_state(self, request: Request) -> dict[str, Any]:
         return {"noise_scale": request.work.noise_scale}

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StreamSession`: causal Wan's part of a `StreamingSession`, and `Chunk`, one chunk's working set.
+"""State of a causal Wan session (`StreamSession`) and working set of a chunk (`CausalWanChunk`).
 
-Its own value is where the input video stands. Held by
-tests/model_executor/models/causal_wan/test_causal_wan_pipeline.py.
+The session's own value is the state of the input video.
 """
 
 from collections.abc import Mapping
@@ -26,15 +25,14 @@ from vllm_omni.tensors.saved import SavedTensors
 
 @dataclass(frozen=True, eq=False)
 class VideoInput:
-    """Where a video-to-video stream's input stands. Immutable.
-
-    encoder: the VAE encoder's cache. last_frame: the last input frame, uint8 [H, W, 3].
-    noise_scale: the chunk's.
-    """
+    """State of the input of a video-to-video stream. Immutable."""
 
     encoder: VAECache
+    """Cache of the VAE's encoder."""
     last_frame: torch.Tensor
+    """The last input frame, uint8 [H, W, 3]."""
     noise_scale: float
+    """Noise scale of the last chunk."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
         encoder = {f"encoder.{name}": tensor for name, tensor in self.encoder.tensors().items()}
@@ -46,22 +44,27 @@ class VideoInput:
 
 @dataclass(frozen=True, eq=False)
 class StreamPosition:
-    """Where a stream stands when a chunk begins: after its last committed chunk, or after one
-    still in flight.
-    """
+    """State of a stream before a chunk: after the last committed chunk, or after one in flight."""
 
     chunk_index: int
+    """Index of the chunk."""
     prompt: str | None
+    """Prompt of the previous chunk. None: there is none."""
     seed: int | None
+    """Seed of the previous chunk. None: there is none."""
     cross_kv: torch.Tensor | None
+    """K/V of `prompt`. None: not computed."""
     video: VideoInput | None
+    """State of the input video. None: the stream has none."""
 
 
 class StreamScalars(SessionScalars, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The result of `StreamSession.scalars`, as read from a file."""
 
     source: str
+    """Whether the stream has an input video (`SessionShape.source`)."""
     noise_scale: float | None
+    """`VideoInput.noise_scale`. None: the stream has no input video."""
 
 
 class StreamSession(StreamingSession[ChunkCache, VideoInput]):
@@ -69,9 +72,8 @@ class StreamSession(StreamingSession[ChunkCache, VideoInput]):
 
     scalars_type: ClassVar[type[StreamScalars]] = StreamScalars
     past: torch.Tensor | None = None
-    """Clean latents of the earlier frames that the next chunk sees, fp32 [16, F, h, w].
-
-    Immutable; shared by forks. None = there are none, or the shape does not keep them."""
+    """Clean latents of the earlier frames that the next chunk attends to, fp32 [16, F, h, w].
+    Immutable; forks share it. None: there are none, or the options do not need them."""
 
     def position(self) -> StreamPosition:
         return StreamPosition(self.chunk_index, self.prompt, self.seed, self.cross_kv, self.own)
@@ -96,9 +98,8 @@ class StreamSession(StreamingSession[ChunkCache, VideoInput]):
             self.past = latents[:, -visible:].contiguous() if visible else None
 
     def past_latents(self) -> list[tuple[range, torch.Tensor]]:
-        """Return the frames and clean latents of the earlier chunks that the next one sees,
-        oldest first.
-        """
+        """Return frames and clean latents of the earlier chunks that the next one attends to, the
+        oldest first."""
         if self.past is None:
             return []
         chunks = self.plan.past_chunks(self.chunk_index)
@@ -151,57 +152,60 @@ class StreamSession(StreamingSession[ChunkCache, VideoInput]):
 
 @dataclass(frozen=True)
 class ChunkInputs:
-    """A checked request. video: uint8 [T, H, W, 3], exactly the chunk's frames, or None in a
-    text-to-video stream.
-
-    image: uint8 [H, W, 3], the stream's first frame. latents: fp32 [16, G, h, w], the chunk's first
-    G latent frames.
-    """
+    """A checked request."""
 
     prompt: str
+    """Prompt of the chunk."""
     seed: int
+    """Seed of the noise."""
     video: torch.Tensor | None
+    """Input video of the chunk, uint8 [T, H, W, 3]. None: a text-to-video stream."""
     image: torch.Tensor | None
+    """First frame of the stream, uint8 [H, W, 3]. None: no start image."""
     latents: torch.Tensor | None
+    """First G latent frames of the chunk, fp32 [16, G, h, w]. None: none are given."""
 
 
 @dataclass(frozen=True, eq=False)
 class PastChunk:
-    """The inputs of an earlier chunk's clean pass, run again. latents: fp32 [16, F, h, w]."""
+    """Inputs of a repeated clean-context pass of an earlier chunk."""
 
     frames: range
+    """Latent frames by absolute index."""
     latents: torch.Tensor
+    """fp32 [16, F, h, w]."""
     rope: tuple[torch.Tensor, torch.Tensor]
+    """Rotary tables (cos, sin)."""
 
 
 @dataclass(eq=False, kw_only=True)
 class CausalWanChunk(StreamingChunk[ChunkCache, VideoInput]):
-    """One chunk in flight; `own` is where the input video stands after it.
-
-    given: so many of its latent frames, from the first on, are the client's and stay as they are:
-    the chunk's first pass, a clean one, leaves their K/V, and the other passes make the frames
-    behind them. given_rope: of that pass.
-    past: earlier chunks whose clean passes come before all of these, into a `window` that replaces
-    the session's.
-    """
+    """One chunk in flight. `own` is the state of the input video after it."""
 
     schedule: FewStepSchedule
+    """Timesteps of the chunk."""
     index: int
+    """Index of the chunk."""
     noise_scale: float | None = None
-    """The video input's, also where that is not."""
+    """Noise scale of the input video, on every rank. None: no input video."""
     given: int = 0
+    """Number of leading latent frames that the client provides. They stay unchanged: the first
+    pass, a clean one, writes their K/V, and the other passes generate the frames after them."""
     given_rope: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Rotary tables of the first pass. None: no frames are given."""
     past: tuple[PastChunk, ...] = ()
+    """Earlier chunks whose clean-context passes run first. They write to a new `window`, which
+    replaces the session's."""
 
     @property
     def num_steps(self) -> int:
-        """Passes but for the clean one at the end."""
+        """Return the number of passes without the clean one at the end."""
         if self.given == len(self.frames):
             return len(self.past) + 1
         return len(self.past) + int(self.given > 0) + self.schedule.num_steps
 
     def is_given(self, step: int) -> bool:
-        """Whether pass `step` is that of the given frames."""
+        """Return whether pass `step` computes the given frames."""
         return self.given > 0 and step == len(self.past)
 
     def denoise_index(self, step: int) -> int | None:
@@ -209,7 +213,7 @@ class CausalWanChunk(StreamingChunk[ChunkCache, VideoInput]):
         return super().denoise_index(index) if index >= 0 else None
 
     def part(self, step: int) -> range:
-        """The latent frames, by absolute index, that pass `step` works on."""
+        """Return the latent frames, by absolute index, of pass `step`."""
         if step < len(self.past):
             return self.past[step].frames
         if self.given == 0:
@@ -222,11 +226,11 @@ class CausalWanChunk(StreamingChunk[ChunkCache, VideoInput]):
         )
 
     def latents_of(self, part: range) -> torch.Tensor:
-        """The latents of some of the chunk's frames, [16, len(part), h, w]."""
+        """Return the latents of the chunk's frames in `part`, [16, len(part), h, w]."""
         if len(part) == len(self.frames):
             return self.latents
         return self.latents[:, part.start - self.frames.start : part.stop - self.frames.start]
 
     def position(self) -> StreamPosition:
-        """Where the stream stands if this chunk succeeds; its first step has been run."""
+        """Return the state of the stream if this chunk succeeds. Its first step must have run."""
         return StreamPosition(self.index + 1, self.prompt, self.seed, self.cross_kv, self.own)

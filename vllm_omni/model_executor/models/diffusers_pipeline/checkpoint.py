@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts of a diffusers pipeline directory: `model_index.json`, its components, the sizes they
-imply.
+"""Checks of a diffusers pipeline directory: `model_index.json`, components and sizes.
 
-Reads JSON and file headers only, so that `vllm serve --omni` refuses a broken directory within a
-second. Weights are safetensors; pickled ones and code inside a checkpoint are refused. Held by
-tests/model_executor/models/diffusers_pipeline/test_diffusers_checkpoint.py.
+Only JSON and file headers are read, so that `vllm serve --omni` refuses a broken directory within a
+second. Weights are safetensors; pickled ones and code inside a checkpoint are refused.
 """
 
 import json
@@ -30,19 +28,19 @@ _MAX_HEADER_BYTES = 100 << 20
 
 @dataclass(frozen=True)
 class PipelineIndex:
-    """`model_index.json`: the pipeline's class and, by component name, `(library, class)`.
-
-    absent: components that the file names as null; diffusers wants them passed as None where they
-    are not optional.
-    """
+    """Content of `model_index.json`."""
 
     class_name: str
+    """Class of the pipeline."""
     components: dict[str, tuple[str, str]]
+    """`(library, class)` by component name."""
     absent: tuple[str, ...] = ()
+    """Components that are null in the file. Diffusers requires None for those that are not
+    optional."""
 
     @classmethod
     def read_folder(cls, path: Path) -> "PipelineIndex":
-        """Raises ValueError in one line."""
+        """Read the file of a directory. Raises ValueError (one line)."""
         file = path / INDEX
         try:
             index = json.loads(file.read_text())
@@ -68,7 +66,7 @@ class PipelineIndex:
 
 
 def is_pipeline(path: Path) -> bool:
-    """Whether a directory is a pipeline in diffusers' layout."""
+    """Return whether a directory is a pipeline in diffusers' layout."""
     try:
         PipelineIndex.read_folder(path)
     except ValueError:
@@ -77,9 +75,8 @@ def is_pipeline(path: Path) -> bool:
 
 
 def check_class(name: str) -> None:
-    """Raise ValueError unless the installed diffusers has a pipeline of that name; imports no
-    pipeline.
-    """
+    """Raise ValueError unless the installed diffusers has a pipeline with that name. Imports no
+    pipeline."""
     import diffusers
 
     if not name.endswith("Pipeline") or name not in dir(diffusers):
@@ -87,7 +84,7 @@ def check_class(name: str) -> None:
 
 
 def check_components(path: Path, index: PipelineIndex, without: Collection[str] = ()) -> None:
-    """Raise ValueError naming the first component that is missing or brings its own code."""
+    """Raise ValueError with the first component that is missing or contains code."""
     unknown = sorted(set(without) - set(index.components))
     if unknown:
         raise ValueError(
@@ -108,16 +105,13 @@ def check_components(path: Path, index: PipelineIndex, without: Collection[str] 
 
 
 def has_weights(class_name: str) -> bool:
-    """Whether a component of this class is a model; tokenizers, schedulers and processors are
-    not.
-    """
+    """Return whether a component of this class is a model; tokenizers, schedulers and processors
+    are not."""
     return not class_name.endswith(_WEIGHTLESS)
 
 
 def check_weights(path: Path, index: PipelineIndex, without: Collection[str] = ()) -> None:
-    """Raise ValueError naming the first model component whose weight files are missing or
-    pickled.
-    """
+    """Raise ValueError with the first model component whose weight files are missing or pickled."""
     for name, (_, class_name) in index.components.items():
         if name not in without and has_weights(class_name) and (path / name).is_dir():
             _check_weights(path / name, name)
@@ -142,7 +136,7 @@ def _check_weights(folder: Path, name: str) -> None:
 
 
 def stored_dtype(path: Path, index: PipelineIndex) -> str:
-    """The dtype most of the denoiser's first file is stored in; float32 if there is no denoiser."""
+    """Return the most common dtype in the denoiser's first file; float32 without a denoiser."""
     for name in _DENOISERS:
         if name in index.components:
             for file in sorted((path / name).glob("*.safetensors")):
@@ -170,7 +164,7 @@ def _header(file: Path) -> dict[str, Any]:
 
 
 def component_config(path: Path, name: str) -> dict[str, Any]:
-    """A component's `config.json`; {} if it has none."""
+    """Return a component's `config.json`; {} if it has none."""
     try:
         config = json.loads((path / name / "config.json").read_text())
     except (OSError, ValueError):
@@ -179,9 +173,8 @@ def component_config(path: Path, name: str) -> dict[str, Any]:
 
 
 def temporal_stride(path: Path) -> int:
-    """Pixel frames per latent frame, as the VAE's config states it; 4 where it does not (Wan,
-    HunyuanVideo).
-    """
+    """Return video frames per latent frame from the VAE's config; 4 if it does not state them (Wan,
+    HunyuanVideo)."""
     vae = component_config(path, "vae")
     for key in ("scale_factor_temporal", "temporal_compression_ratio"):
         if isinstance(vae.get(key), int):

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recommendations of a model's authors around a bare pipeline call: sizes by aspect ratio, quality
-phrases by language.
+"""Recommendations of a model's authors for calls of its pipeline: sizes by aspect ratio, and
+quality phrases by language.
 
-Generic code asks this table by pipeline class and names no model; a model's own numbers live in a
-file of its name.
+Generic code looks them up by pipeline class. The values of a model are in a module with its name.
 """
 
 from collections.abc import Mapping
@@ -14,19 +13,19 @@ from vllm_omni.model_executor.models.diffusers_pipeline import qwen_image
 
 @dataclass(frozen=True)
 class Conventions:
-    """aspect_ratios: name -> (width, height) in pixels. prompt_suffixes: language -> text added
-    to a prompt.
-    """
+    """Recommendations for one pipeline class."""
 
     aspect_ratios: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """(width, height) in pixels by name."""
     prompt_suffixes: Mapping[str, str] = field(default_factory=dict)
+    """Text that is added to a prompt, by language."""
 
 
 _BY_CLASS_PREFIX = {"QwenImage": Conventions(qwen_image.ASPECT_RATIOS, qwen_image.PROMPT_SUFFIXES)}
 
 
 def conventions_of(pipeline_class: str) -> Conventions:
-    """The recommendations for a pipeline class; empty for one that has none."""
+    """Return the recommendations for a pipeline class; empty if there are none."""
     for prefix, conventions in _BY_CLASS_PREFIX.items():
         if pipeline_class.startswith(prefix):
             return conventions
@@ -34,9 +33,7 @@ def conventions_of(pipeline_class: str) -> Conventions:
 
 
 def language_of(prompt: str) -> str:
-    """`zh` if the prompt holds Chinese characters (without kana, which would make it Japanese),
-    else `en`.
-    """
+    """Return `zh` if the prompt has Chinese characters and no kana, else `en`."""
     han = any(
         "\u3400" <= letter <= "\u9fff" or "\U00020000" <= letter <= "\U0003ffff"
         for letter in prompt

@@ -2,15 +2,19 @@
 """The `diffusers_pipeline` family: any pipeline directory of diffusers, served by
 `DiffusersPipelineExecutor`.
 
-It comes last among the families: a directory that a model of this package serves itself is not
-taken away from it.
+It is the last family, so that a model of this package is preferred for its own checkpoints.
 """
 
 from pathlib import Path
 from typing import Any
 
 from vllm_omni.config import OmniConfig
-from vllm_omni.model_executor.models.capabilities import Capabilities
+from vllm_omni.model_executor.models.capabilities import (
+    SESSIONS_END_WITH_REQUEST,
+    Capabilities,
+    Refusal,
+    Refusals,
+)
 from vllm_omni.model_executor.models.diffusers_pipeline.checkpoint import (
     PipelineIndex,
     check_class,
@@ -23,6 +27,8 @@ from vllm_omni.model_executor.models.diffusers_pipeline.checkpoint import (
 from vllm_omni.model_executor.models.diffusers_pipeline.options import DiffusersOptions
 from vllm_omni.model_executor.models.registry import ModelFamily
 
+NO_WORKER = Refusal("it runs without a worker")
+
 
 def _hf_config(path: Path) -> dict[str, Any]:
     index = PipelineIndex.read_folder(path)
@@ -30,7 +36,7 @@ def _hf_config(path: Path) -> dict[str, Any]:
     return {
         "architectures": ["DiffusersPipeline"],
         "dtype": stored_dtype(path, index),
-        # Fields that vLLM asks of every model and a pipeline has no use for.
+        # Fields that vLLM requires of every model; a pipeline does not use them.
         "hidden_size": 1,
         "num_attention_heads": 1,
         "num_hidden_layers": 1,
@@ -52,12 +58,10 @@ def _check_options(config: dict[str, Any], omni: OmniConfig) -> None:
     check_components(path, PipelineIndex.read_folder(path), options.without)
     if options.pipeline_class is not None:
         check_class(options.pipeline_class)
-    omni.refuse_degradations("diffusers' own pipeline")
-    omni.refuse_checkpoints("diffusers' own pipeline")
 
 
 def _capabilities(config: dict[str, Any], omni: OmniConfig) -> Capabilities:
-    # imports the pipeline's class
+    # imported lazily, because it imports the pipeline's class
     from vllm_omni.model_executor.models.diffusers_pipeline.tasks import capabilities
 
     options = DiffusersOptions.parse(omni.model)
@@ -78,6 +82,11 @@ FAMILY = ModelFamily(
     hf_config=_hf_config,
     layouts=("qwen_image", "flux", "wan", "sd3"),
     check_options=_check_options,
+    refusals=lambda hf_config, omni, stages: Refusals(
+        chunks_in_flight=NO_WORKER,
+        temporal_pipeline=NO_WORKER,
+        periodic_snapshots=SESSIONS_END_WITH_REQUEST,
+    ),
     capabilities=_capabilities,
     executor_cls="vllm_omni.executor.DiffusersPipelineExecutor",
 )

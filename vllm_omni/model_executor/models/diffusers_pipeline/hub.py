@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Diffusers pipelines come from anywhere, so nothing is fetched by name; the early check of weight
-files is here.
-
-`vllm serve --omni` calls it unless weights are to be random (`--load-format dummy`).
-"""
+"""The early check of weight files, which `vllm serve --omni` calls unless `--load-format dummy` is
+set. Pipelines of diffusers are not downloaded by name."""
 
 from pathlib import Path
 
@@ -17,5 +14,5 @@ PIECES: tuple[HubComponent, ...] = ()
 
 
 def check_complete(path: Path) -> None:
-    """Raise ValueError of one line if a component that is there lacks its weights."""
+    """Raise ValueError (one line) if the weights of a component are missing."""
     check_weights(path, PipelineIndex.read_folder(path))

@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`DiffusersOptions`: a deployment's options of a diffusers pipeline, under `omni.model`.
-
-Frozen, parsed once where the executor starts and once by the command line's early check; unknown
-keys and values out of range are errors. Held by
-tests/model_executor/models/diffusers_pipeline/test_diffusers_checkpoint.py.
-"""
+"""`DiffusersOptions`: options of a served diffusers pipeline, under `omni.model`. Unknown keys and
+values out of range are errors."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,70 +16,76 @@ AdapterName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{1,64}\Z")]
 
 
 class LoraSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One LoRA adapter: a directory (or one `.safetensors` file), the file in it if there are
-    several, its strength.
-    """
+    """One LoRA adapter."""
 
     path: str
+    """Directory, or one `.safetensors` file."""
     weight_name: str | None = None
+    """File in the directory. Default: the only one."""
     scale: float = 1.0
+    """Scale of the adapter."""
 
 
 class RequestDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Defaults of requests that are no argument of every pipeline; None = the pipeline's own."""
+    """Defaults of requests that this package reads."""
 
     width: Pixels | None = None
+    """Width in pixels. Default: the pipeline's."""
     height: Pixels | None = None
+    """Height in pixels. Default: the pipeline's."""
     num_frames: Positive | None = None
+    """Frames of a video. Default: the pipeline's."""
     fps: Annotated[float, msgspec.Meta(gt=0, le=240)] = 16.0
+    """Frame rate of a video, in frames per second."""
     prompt_suffix: Literal["off", "auto"] = "off"
+    """`auto` adds the quality phrase that the model's authors recommend for the prompt's
+    language."""
 
 
 class DiffusersOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Options of one served pipeline.
-
-    pipeline_class: run the directory's components with another class of diffusers, e.g. an
-    image-to-image or inpainting pipeline. without: components not to load (`["text_encoder",
-    "tokenizer"]` when clients send `prompt_embeds`).
-    component_dtypes: dtypes that differ from `--dtype`, by component (`{"vae": "float32"}`).
-    variant: weight files with this infix (`fp16`).
-    offload: `model` or `sequential` keep weights on the host and bring them to the accelerator in
-    turn (accelerate).
-    vae_tiling: decode in overlapping tiles, and one picture at a time, for less memory (not exact).
-    attention_backend: diffusers' name of one.
-    interleave: requests that may be between two of their denoise steps at once; their steps take
-    turns.
-    defaults: of requests: width, height, num_frames, fps (16), prompt_suffix (`auto` adds the
-    quality phrase that the model's authors recommend for the prompt's language) and further
-    arguments of the pipeline's `__call__` (`{"true_cfg_scale": 4.0, "negative_prompt": " "}`).
-    max_pixels: the largest picture (None: 2048x2048, 1280x720 for videos). max_num_frames: the
-    longest video of a request.
-    max_num_inference_steps: the most steps of a request. loras: adapters by the name requests use.
-    """
+    """Options of one served pipeline."""
 
     pipeline_class: str | None = None
+    """Class of diffusers that runs the components, for example an image-to-image or inpainting
+    pipeline. Default: the directory's."""
     without: tuple[str, ...] = ()
+    """Components that are not loaded, for example `["text_encoder", "tokenizer"]` if clients send
+    `prompt_embeds`."""
     component_dtypes: dict[str, Dtype] = msgspec.field(default_factory=dict)
+    """Dtypes that differ from `--dtype`, by component, for example `{"vae": "float32"}`."""
     variant: str | None = None
+    """Infix of the weight files, for example `fp16`."""
     offload: Literal["none", "model", "sequential"] = "none"
+    """`model` or `sequential` keep weights on the host and move them to the accelerator when they
+    are needed (accelerate)."""
     vae_tiling: bool = False
+    """Decode in overlapping tiles and one image at a time. Needs less memory; not exact."""
     attention_backend: str | None = None
+    """Attention backend by its name in diffusers."""
     interleave: Annotated[int, msgspec.Meta(ge=1, le=16)] = 1
+    """Maximum number of requests whose denoise steps are interleaved."""
     defaults: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Defaults of requests: `width`, `height`, `num_frames`, `fps` (16), `prompt_suffix` (`auto`
+    adds the quality phrase that the model's authors recommend for the prompt's language), and
+    arguments of the pipeline's `__call__`, for example `{"true_cfg_scale": 4.0, "negative_prompt":
+    " "}`."""
     max_pixels: Positive | None = None
+    """Maximum `width * height`. Default: 2048x2048 for images, 1280x720 for videos."""
     max_num_frames: Positive = 257
+    """Maximum number of frames of a video."""
     max_num_inference_steps: Positive = 200
+    """Maximum number of denoise steps of a request."""
     loras: dict[AdapterName, LoraSource] = msgspec.field(default_factory=dict)
+    """LoRA adapters, by the names that requests use."""
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> "DiffusersOptions":
-        """Raises ValueError with the key and the allowed values."""
+        """Parse `omni.model`. Raises ValueError with the key and the allowed values."""
         parsed = parse_options(cls, options, "additional_config['omni']['model']")
         if parsed.interleave > 1 and parsed.offload != "none":
             raise ValueError(
-                f"omni.model.interleave {parsed.interleave} needs omni.model.offload 'none': "
-                "offloading moves weights "
-                "out from under a request that is between two steps"
+                f"omni.model.interleave {parsed.interleave} needs omni.model.offload 'none', "
+                "because offloading moves the weights of requests that are between two steps"
             )
         parsed.request_defaults()
         for name, source in parsed.loras.items():
@@ -92,7 +94,8 @@ class DiffusersOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         return parsed
 
     def request_defaults(self) -> RequestDefaults:
-        """Those of `defaults` that this package reads. Raises ValueError with the allowed ones."""
+        """Return the defaults that this package reads. Raises ValueError with the allowed
+        values."""
         own = {
             name: value
             for name, value in self.defaults.items()
@@ -101,7 +104,7 @@ class DiffusersOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         return parse_options(RequestDefaults, own, "omni.model.defaults")
 
     def call_defaults(self) -> dict[str, Any]:
-        """Those of `defaults` that are arguments of the pipeline."""
+        """Return the defaults that are arguments of the pipeline."""
         return {
             name: value
             for name, value in self.defaults.items()

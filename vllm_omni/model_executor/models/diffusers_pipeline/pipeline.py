@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`DiffusersPipeline`: the name vLLM's model registry knows; no engine ever makes one.
+"""`DiffusersPipeline`: the class in vLLM's model registry, which is never instantiated.
 
-vLLM reads a few class attributes of an architecture before it chooses the executor. The pipeline
-itself is loaded by `vllm_omni.executor.DiffusersPipelineExecutor`.
+vLLM reads class attributes of an architecture before it chooses the executor.
+`vllm_omni.executor.DiffusersPipelineExecutor` loads the pipeline.
 """
 
 from typing import Any

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen-Image's own numbers: sizes, quality phrases, and the chat template its text conditions come
-out of.
+"""Sizes, quality phrases and chat template of Qwen-Image.
 
-A client that has the hidden states of Qwen2.5-VL from elsewhere (an autoregressive engine) makes
-`prompt_embeds` of them here: the prompt goes in as `templated(prompt)`, the states of the last
-layer, after the final norm, come back for every token, and `prompt_embeds` drops those of the
-system message. The pipeline does the same with its own encoder (diffusers 0.42
-`pipeline_qwenimage.py`, `_get_qwen_prompt_embeds`). Held by tests/executor/test_prompt_embeds.py.
-"""
+A client that computes hidden states of Qwen2.5-VL elsewhere, for example in an autoregressive
+engine, converts them to `prompt_embeds` here. The prompt is `templated(prompt)`; the hidden states
+are those of all tokens after the final norm; `prompt_embeds` drops those of the system message. The
+pipeline does the same with its own encoder (diffusers 0.42 `pipeline_qwenimage.py`,
+`_get_qwen_prompt_embeds`)."""
 
 import torch
 
@@ -20,16 +18,14 @@ ASPECT_RATIOS = {
     "3:2": (1584, 1056),
     "2:3": (1056, 1584),
 }
-"""(width, height) of the model card.
-
-Its first version had 1140 in place of 1104, which 16 does not divide.
-"""
+"""(width, height) of the model card. Its first version had 1140 instead of 1104, which is not a
+multiple of 16."""
 
 PROMPT_SUFFIXES = {"en": ", Ultra HD, 4K, cinematic composition.", "zh": ", 超清，4K，电影级构图."}
 """The model card's `positive_magic`."""
 
 DROPPED_TOKENS = 34
-"""Tokens of the template in front of the prompt, in Qwen2.5-VL's vocabulary."""
+"""Tokens of the template before the prompt, in Qwen2.5-VL's vocabulary."""
 
 MAX_PROMPT_TOKENS = 1024
 
@@ -41,9 +37,8 @@ _SYSTEM = (
 
 
 def templated(prompt: str) -> str:
-    """The text to tokenise (without adding special tokens): the prompt as a user's turn behind
-    the system message.
-    """
+    """Return the text to tokenize without additional special tokens: the system message, and the
+    prompt as the user's message."""
     return (
         f"<|im_start|>system\n{_SYSTEM}<|im_end|>\n<|im_start|>user\n{prompt}<|im_end|>\n<|"
         "im_start|>assistant\n"
@@ -51,11 +46,16 @@ def templated(prompt: str) -> str:
 
 
 def prompt_embeds(states_LD: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Turn hidden states of the tokens of `templated(prompt)` into the two tensors of a request.
+    """Convert hidden states of the tokens of `templated(prompt)` to the tensors of a request.
 
-    states_LD: `[L, D]`, last layer after the final norm, floating point. Returns `prompt_embeds`
-    `[L - 34, D]` and `prompt_embeds_mask` `[L - 34]` int64, views where possible. Raises ValueError
-    if no token is left.
+    Args:
+        states_LD: `[L, D]`, of the last layer after the final norm, floating point.
+
+    Returns:
+        `prompt_embeds` `[L - 34, D]` and `prompt_embeds_mask` `[L - 34]` int64, views if possible.
+
+    Raises:
+        ValueError: No token is left.
     """
     if states_LD.dim() != 2 or states_LD.shape[0] <= DROPPED_TOKENS:
         raise ValueError(

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tasks of a pipeline class, read from the signature of its `__call__`.
-
-Shared by the executor, which checks requests against it, and by the doors, which refuse other
-requests. Held by tests/executor/test_call_arguments.py.
-"""
+"""The tasks of a pipeline class, from the signature of its `__call__`. The executor and the
+endpoints check requests against them."""
 
 import inspect
 from collections.abc import Mapping
@@ -18,8 +15,8 @@ _MAX_IMAGE_PIXELS = 2048 * 2048
 _MAX_VIDEO_PIXELS = 1280 * 720
 _FALLBACK_SIDE = 1024
 _FALLBACK_FRAMES = 81
-# A pipeline that accepts an image without needing one makes pictures from text too; the signature
-# alone cannot tell.
+# Parts of the names of classes that require an image. A signature does not tell whether an image is
+# optional.
 _NEEDS_IMAGE = (
     "Edit",
     "Img2Img",
@@ -35,14 +32,14 @@ _MAX_INPUT_IMAGES = 4
 
 
 def call_parameters(pipeline_class: type) -> Parameters:
-    """The named parameters of a pipeline's `__call__`, without `self`."""
+    """Return the named parameters of a pipeline's `__call__`, without `self`."""
     parameters = dict(inspect.signature(pipeline_class.__call__).parameters)
     parameters.pop("self", None)
     return parameters
 
 
 def default_of(parameters: Parameters, name: str) -> Any:
-    """A parameter's default; None if it has none or does not exist."""
+    """Return a parameter's default; None if it has none or does not exist."""
     parameter = parameters.get(name)
     return (
         None

@@ -33,31 +33,21 @@ _BASE_DIM, _DECODER_BASE_DIM = 160, 256
 
 
 @dataclass(frozen=True)
-class ComponentSource:
-    """The weight file of one component, with the attributes that vLLM's loader reads."""
-
-    model_or_path: str
-    """Path of the checkpoint."""
-    subfolder: str | None
-    """Subfolder of the file. None: the root."""
-    prefix: str
-    """Prefix of the tensor names in the model."""
-    fall_back_to_pt: bool = False
-    """Whether vLLM's loader may fall back to `.pt` files."""
-
-
-@dataclass(frozen=True)
 class LanceLayout:
-    """The resolved places of a checkpoint's pieces; None = not there. decoder: the folder with
-    `llm_config.json`.
-    """
+    """Paths of the components of a checkpoint. None: missing."""
 
     root: Path
+    """The repository."""
     decoder: Path
+    """Folder with `llm_config.json`."""
     weights: Path | None
+    """Weights of the decoder."""
     tokenizer: Path | None
+    """`tokenizer.json`."""
     vision: Path | None
+    """Folder of the vision tower."""
     vae: Path | None
+    """File of the autoencoder."""
 
     @property
     def video(self) -> bool:
@@ -86,17 +76,6 @@ class LanceLayout:
                 f"lance {self.root}` or "
                 "start with --load-format dummy"
             )
-
-    def weight_sources(self) -> tuple[ComponentSource, ...]:
-        """Return the file of each component: the decoder's, then the vision tower's, which
-        overrides the tower in the decoder's file."""
-        inside = None if self.decoder == self.root else self.decoder.name
-        sources = [ComponentSource(str(self.root), inside, "bagel.")]
-        if self.vision is not None:
-            sources.append(
-                ComponentSource(str(self.root), self.vision.name, "bagel.vit_model.vision_model.")
-            )
-        return tuple(sources)
 
     def llm_config(self) -> dict[str, Any]:
         path = self.decoder / "llm_config.json"

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Lance checkpoint's sizes (`LanceConfig`), constants (`LanceDefaults`) and options when served
-(`LanceOptions`).
+"""Architecture of a Lance checkpoint (`LanceConfig`), constants (`LanceDefaults`) and serving
+options (`LanceOptions`).
 
 The architecture comes from `llm_config.json`, the vision tower's `config.json` and the header of
-the weights; a value that this code does not implement is an error. Serving options come from
-`additional_config["omni"]["model"]`; where public implementations of Lance differ, they name one of
-them (`CONVENTIONS`). Held by tests/model_executor/models/lance/.
+the weights; a value that this code does not implement is an error. Public implementations of Lance
+differ; the option `convention` selects one of them (`CONVENTIONS`).
 """
 
 from collections.abc import Mapping
@@ -34,11 +33,13 @@ TASKS: tuple[Task, ...] = (
     "x2t_image",
     "x2t_video",
 )
-"""Those of the original; `t2t`, a conversation without a picture, is only ours."""
+"""Tasks of the original. `t2t`, a conversation without an image, is an extension."""
 READING_TASKS: tuple[Task, ...] = ("x2t_image", "x2t_video", "t2t")
+"""Tasks that generate text: understanding requests."""
 VIDEO_TASKS: tuple[Task, ...] = ("t2v", "i2v", "video_edit")
-"""Tasks that write video latents, which only the video checkpoint was trained for."""
+"""Tasks that generate video latents, for which only the video checkpoint was trained."""
 EDIT_TASKS: tuple[Task, ...] = ("image_edit", "video_edit")
+"""Tasks with a reference image or video."""
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -48,20 +49,35 @@ class LanceDefaults:
     """Constants of the released model, and defaults of requests."""
 
     max_latent_size: int = 64
+    """Latent rows and columns of the position table."""
     max_num_video_latent_frames: int = 31
+    """Latent frames of the position table of the video checkpoint."""
     timestep_shift: float = 3.5
+    """Shift of the timesteps."""
     num_timesteps: int = 30
+    """Denoise steps."""
     cfg_text_scale: float = 4.0
+    """Scale of classifier-free guidance against the context without the user's text."""
     cfg_interval: tuple[float, float] = (0.4, 1.0)
+    """Guidance applies to timesteps t with low < t <= high."""
     cfg_renorm_type: str = "global"
+    """Renormalisation of the guided velocity; see `Guidance.renorm`."""
     cfg_renorm_min: float = 0.0
+    """Smallest factor of the renormalisation."""
     seed: int = 42
+    """Seed of a request that sets none."""
     max_text_tokens: int = 256
+    """Text tokens of an understanding request that sets no limit."""
     fps: float = 12.0
+    """Frame rate of generated videos, and rate at which input videos are sampled."""
     video_seconds: float = 6.0
+    """Maximum duration of an input video that is used, in seconds."""
     image_size: tuple[int, int] = (768, 768)
+    """(height, width) of an image in pixels if the request sets none."""
     video_size: tuple[int, int] = (480, 848)
+    """(height, width) of a video in pixels if the request sets none."""
     num_frames: int = 49
+    """Frames of a video if the request sets no number."""
 
 
 DEFAULTS = LanceDefaults()
@@ -69,24 +85,35 @@ DEFAULTS = LanceDefaults()
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """The Qwen2.5-VL vision tower; the defaults are the released one.
-
-    `out_hidden_size` is the decoder's width.
-    """
+    """Architecture of the Qwen2.5-VL vision tower, with transformers' names; the defaults are those
+    of the release."""
 
     depth: int = 32
+    """Layers."""
     hidden_size: int = 1280
+    """Width of the tower."""
     num_heads: int = 16
+    """Attention heads."""
     intermediate_size: int = 3420
+    """Width of the feed-forward layers."""
     in_channels: int = 3
+    """Channels of an image."""
     patch_size: int = 14
+    """Side of a patch in pixels."""
     temporal_patch_size: int = 2
+    """Frames of a patch."""
     spatial_merge_size: int = 2
+    """Side in patches of the squares that are merged into one token."""
     window_size: int = 112
+    """Side of an attention window in pixels."""
     fullatt_block_indexes: tuple[int, ...] = (7, 15, 23, 31)
+    """Layers that attend to all tokens instead of a window."""
     out_hidden_size: int = 2048
+    """Width of the decoder."""
     tokens_per_second: int = 2
+    """Positions per second of video."""
     hidden_act: str = "silu"
+    """Activation of the feed-forward layers."""
 
     def __post_init__(self) -> None:
         fixed = {
@@ -102,9 +129,8 @@ class VisionConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "VisionConfig":
-        """Read the keys that shape the tower out of a Qwen2.5-VL vision config; the others do
-        not concern inference.
-        """
+        """Read the architecture from a Qwen2.5-VL vision config. Other keys do not affect
+        inference."""
         known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
         if "in_channels" not in known and "in_chans" in values:
             known["in_channels"] = values["in_chans"]
@@ -120,27 +146,36 @@ class VisionConfig:
 
 @dataclass(frozen=True)
 class LanceConfig:
-    """The decoder with its two experts and the latent bridge; the defaults are the released 3B
-    model.
-
-    max_latent_frames: rows of the position table over time: 1 in the image checkpoint, 31 in the
-    video checkpoint.
-    special: ids of special tokens that the checkpoint states; they must be the tokenizer's.
-    """
+    """Architecture of the decoder with its two experts and of the latent projections; the defaults
+    are those of the released 3B model."""
 
     hidden_size: int = 2048
+    """Width of the decoder."""
     intermediate_size: int = 11008
+    """Width of the feed-forward layers."""
     num_layers: int = 36
+    """Layers, each with two experts."""
     num_heads: int = 16
+    """Query heads."""
     num_kv_heads: int = 2
+    """Key/value heads."""
     rms_norm_eps: float = 1e-6
+    """Epsilon of the norms."""
     rope_theta: float = 1e6
+    """Base of the rotary frequencies."""
     mrope_section: tuple[int, int, int] = (16, 24, 24)
+    """Number of rotary frequencies for time, height and width."""
     vocab_size: int = 151936
+    """Entries of the text embedding."""
     max_latent_size: int = DEFAULTS.max_latent_size
+    """Latent rows and columns of the position table."""
     max_latent_frames: int = 1
+    """Latent frames of the position table: 1 in the image checkpoint, 31 in the video
+    checkpoint."""
     vision: VisionConfig = field(default_factory=VisionConfig)
+    """Architecture of the vision tower."""
     special: Mapping[str, int] = field(default_factory=dict)
+    """Ids of special tokens in the checkpoint's config, which must equal the tokenizer's."""
 
     def __post_init__(self) -> None:
         if (
@@ -150,8 +185,7 @@ class LanceConfig:
         ):
             raise ValueError(
                 f"hidden_size {self.hidden_size}, {self.num_heads} heads and {self.num_kv_heads} "
-                "key/value heads do "
-                "not give whole, even heads"
+                "key/value heads do not divide evenly into heads of an even size"
             )
         if sum(self.mrope_section) * 2 != self.head_dim:
             raise ValueError(
@@ -159,8 +193,8 @@ class LanceConfig:
             )
         if self.vision.out_hidden_size != self.hidden_size:
             raise ValueError(
-                f"the vision tower gives rows of {self.vision.out_hidden_size}, the decoder takes "
-                f"{self.hidden_size}"
+                f"the vision tower's out_hidden_size {self.vision.out_hidden_size} is not the "
+                f"decoder's hidden_size {self.hidden_size}"
             )
 
     @property
@@ -173,7 +207,7 @@ class LanceConfig:
 
     @property
     def max_side(self) -> int:
-        """Pixels along each side that the position table covers."""
+        """Return the largest height and width in pixels that the position table covers."""
         return self.max_latent_size * PIXELS_PER_LATENT
 
     @property
@@ -236,15 +270,6 @@ _SPECIAL_KEYS = {
 }
 
 
-def check_stages(stages: int) -> None:
-    """Raise ValueError if there are several pipeline stages."""
-    if stages > 1:
-        raise ValueError(
-            f"--pipeline-parallel-size {stages}: Lance's layers are not split over stages; use "
-            "--tensor-parallel-size"
-        )
-
-
 @dataclass(frozen=True)
 class Choices:
     """Where public implementations of Lance differ.
@@ -304,20 +329,18 @@ CONVENTIONS: Final[dict[Convention, Choices]] = {
 
 
 class LanceOptions(ModelOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`ModelOptions`, and Lance's own.
-
-    convention: which public implementation's choices are served: those of the `original` (with
-    references' means, and the vision tower of its own file) or `vllm_omni`'s; the model's README
-    lists them. max_image_pixels, max_video_pixels (width x height): the largest drawing that is
-    accepted; device memory is planned for it. max_num_frames: the longest video of a request.
-    max_new_tokens: the longest text of one understanding request.
-    """
+    """`ModelOptions`, and Lance's own."""
 
     convention: Convention = "original"
+    """Public implementation whose choices are served; the model's README lists them."""
     max_image_pixels: Positive = 1024 * 1024
+    """Maximum `width * height` of a generated image. The server reserves memory for it."""
     max_video_pixels: Positive = 480 * 848
+    """Maximum `width * height` of a generated video. The server reserves memory for it."""
     max_num_frames: Positive = 121
+    """Maximum number of frames of a generated video."""
     max_new_tokens: Positive = 2048
+    """Maximum number of text tokens of an understanding request."""
 
     @property
     def choices(self) -> Choices:

@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `lance` family's entry for the command line, the config parser and the HTTP routes."""
+"""The `lance` family, described for the command line, config parser and endpoints."""
 
 from typing import Any
 
 from vllm_omni.config import OmniConfig
-from vllm_omni.model_executor.models.capabilities import Capabilities, ImageSizes
+from vllm_omni.model_executor.models.capabilities import (
+    SESSIONS_END_WITH_REQUEST,
+    Capabilities,
+    ImageSizes,
+    Refusal,
+    Refusals,
+)
 from vllm_omni.model_executor.models.lance.checkpoint import (
     LAYOUTS,
     hf_config,
@@ -16,7 +22,6 @@ from vllm_omni.model_executor.models.lance.config import (
     FRAMES_PER_LATENT,
     PIXELS_PER_LATENT,
     LanceOptions,
-    check_stages,
 )
 from vllm_omni.model_executor.models.lance.sizes import default_size
 from vllm_omni.model_executor.models.registry import ModelFamily
@@ -25,18 +30,10 @@ from vllm_omni.model_executor.models.registry import ModelFamily
 def _check_options(config: dict[str, Any], omni: OmniConfig) -> None:
     LanceOptions.parse(omni.model)
     lance_config(config["lance"])
-    omni.refuse_degradations("Lance")
-    omni.refuse_checkpoints("Lance")
-
-
-def _check_parallel(config: dict[str, Any], omni: OmniConfig, ranks: int, stages: int) -> None:
-    omni.refuse_chunks_in_flight("Lance")
-    omni.refuse_vae_parallel("Lance")
-    check_stages(stages)
 
 
 def _capabilities(config: dict[str, Any], omni: OmniConfig) -> Capabilities:
-    """The video checkpoint draws and edits images too, in sizes of their own."""
+    """Return the capabilities. The video checkpoint also generates images, with other sizes."""
     options, lance = LanceOptions.parse(omni.model), lance_config(config["lance"])
     videos = lance.makes_video
     images, limit = default_size(False, options), options.max_image_pixels
@@ -72,13 +69,18 @@ def _capabilities(config: dict[str, Any], omni: OmniConfig) -> Capabilities:
 
 FAMILY = ModelFamily(
     name="lance",
-    title="Lance: one model that reads, draws, edits and films",
+    title="Lance: image generation and editing, video generation, image and video understanding",
     architecture="LancePipeline",
     detect=is_checkpoint,
     hf_config=hf_config,
     layouts=LAYOUTS,
     check_options=_check_options,
-    check_parallel=_check_parallel,
+    refusals=lambda hf_config, omni, stages: Refusals(
+        pipeline_stages=Refusal(
+            "its layers are not split over stages", "use --tensor-parallel-size"
+        ),
+        periodic_snapshots=SESSIONS_END_WITH_REQUEST,
+    ),
     capabilities=_capabilities,
     takes_adapters=True,
 )

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lance on the hub, and the files of a complete checkpoint.
-
-Sizes are those of the repository's file list.
-"""
+"""Downloads of Lance, and the check of a complete checkpoint."""
 
 from pathlib import Path
 
@@ -18,9 +15,8 @@ PIECES = (
 
 
 def check_complete(path: Path) -> None:
-    """Raise ValueError unless every piece is there and the decoder's tensors have the right
-    names and shapes.
-    """
+    """Raise ValueError unless all components exist and the decoder's tensors have the right names
+    and shapes."""
     from vllm_omni.model_executor.checkpoint.loading import check_shapes
     from vllm_omni.model_executor.checkpoint.tensor_files import open_tensors
     from vllm_omni.model_executor.models.lance.checkpoint import (

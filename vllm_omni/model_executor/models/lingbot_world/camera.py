@@ -110,9 +110,8 @@ class CameraTail:
     """The session's start in the world's coordinates. None: unknown."""
 
     def after(self, relative_F44: torch.Tensor, before: "CameraTail | None") -> "CameraTail":
-        """Return this tail with the longest way of `before` and of a chunk's poses, not yet
-        scaled.
-        """
+        """Return this tail with the longest translation of `before` and of a chunk's unscaled
+        poses."""
         sofar = 0.0 if before is None else before.largest_step
         return replace(self, largest_step=max(sofar, _largest_step(relative_F44)))
 
@@ -122,16 +121,14 @@ class CameraTail:
 
     @classmethod
     def in_world(cls, world_44: torch.Tensor, metres_per_unit: float) -> "CameraTail":
-        """The start of a session whose own coordinates are the world's, in units."""
+        """Return the start of a session that uses the world's coordinates, in units."""
         pose_44 = world_44.clone()
         pose_44[:3, 3] /= metres_per_unit
         return cls(pose_44, pitch_of(pose_44), start=WorldStart(world_44, pose_44))
 
     @classmethod
     def at(cls, pose_44: torch.Tensor, start: WorldStart | None = None) -> "CameraTail":
-        """Take over a pose that no key produced; its pitch is how far it looks above the
-        horizon.
-        """
+        """Return the tail at an uploaded pose; its pitch is the angle above the horizon."""
         return cls(pose_44.clone(), pitch_of(pose_44), start=start)
 
 
@@ -139,9 +136,10 @@ class CameraTail:
 
 
 def read_poses(poses: torch.Tensor, num_frames: int) -> torch.Tensor:
-    """Check a `[num_frames, 4, 4]` tensor of poses; returns it in fp64.
+    """Check poses `[num_frames, 4, 4]` and return them in fp64.
 
-    Raises `RequestFailed` `invalid_camera` (shape, range, not a rotation) or `non_finite_pose`.
+    Raises:
+        RequestFailed: `invalid_camera` (shape, range, not a rotation) or `non_finite_pose`.
     """
     if tuple(poses.shape) != (num_frames, 4, 4) or not _is_real(poses):
         raise RequestFailed(
@@ -169,10 +167,9 @@ def read_poses(poses: torch.Tensor, num_frames: int) -> torch.Tensor:
 
 
 def read_intrinsics(intrinsics: torch.Tensor, num_frames: int) -> torch.Tensor:
-    """Check `[N, 4]`, `[N, 3, 3]`, `[N, 4, 4]`, or one `[4]` / `[3, 3]` for all frames; returns
-    fp64 `[N, 4]`.
+    """Check intrinsics `[N, 4]`, `[N, 3, 3]` or `[N, 4, 4]` and return fp64 `[N, 4]`.
 
-    A single row (N = 1) also stands for all frames. Raises `RequestFailed` as `read_poses` does.
+    N = 1, `[4]` and `[3, 3]` apply to all frames. Raises `RequestFailed` like `read_poses`.
     """
     shape = tuple(intrinsics.shape)
     batched = intrinsics.unsqueeze(0) if shape in ((4,), (3, 3)) else intrinsics
@@ -202,9 +199,10 @@ def read_intrinsics(intrinsics: torch.Tensor, num_frames: int) -> torch.Tensor:
 
 
 def read_controls(actions: Sequence[ActionEntry], num_frames: int) -> ActionFrames:
-    """Check one entry of `actions` per latent frame; missing frames are idle.
+    """Check `actions`, one entry per latent frame; missing frames are idle.
 
-    Raises `RequestFailed("invalid_action", ...)`.
+    Raises:
+        RequestFailed: `invalid_action`.
     """
     action_frames = read_actions(ACTION_SPACE, actions, {}, num_frames)
     assert action_frames is not None
@@ -237,9 +235,10 @@ def motions_of(actions: ActionFrames) -> list[Motion]:
 
 
 def read_flags(action: torch.Tensor, num_frames: int) -> torch.Tensor:
-    """Check the keys w a s d held in each video frame, 0 or 1; returns fp64 `[num_frames, 4]`.
+    """Check the keys w a s d of each video frame, 0 or 1, and return fp64 `[num_frames, 4]`.
 
-    Raises `RequestFailed` `invalid_camera`.
+    Raises:
+        RequestFailed: `invalid_camera`.
     """
     if (
         tuple(action.shape) != (num_frames, 4)
@@ -303,9 +302,10 @@ def integrate_actions(
     move: float = MOVE_UNIT,
     grid: OccupancyGrid | None = None,
 ) -> tuple[torch.Tensor, CameraTail]:
-    """Walk from `tail`, one pose per entry of `held`; returns (poses_N44, the new tail).
+    """Move the camera from `tail` by the held keys of each frame (`move_cameras`).
 
-    See `move_cameras`.
+    Returns:
+        poses_N44 and the new tail.
     """
     return integrate_motions([Motion.of_keys([keys]) for keys in held], tail, move=move, grid=grid)
 
@@ -317,9 +317,8 @@ def integrate_motions(
     move: float = MOVE_UNIT,
     grid: OccupancyGrid | None = None,
 ) -> tuple[torch.Tensor, CameraTail]:
-    """As `integrate_actions`, for motions of one camera. grid: positions are then metres in the
-    world's coordinates.
-    """
+    """Move the camera from `tail` by one motion per frame; see `integrate_actions`. With `grid`,
+    positions are in metres in the world's coordinates."""
     pose_144 = tail.pose_44[None]
     pitch_1 = torch.tensor([tail.pitch_degrees], dtype=torch.float64)
     poses = []
@@ -369,8 +368,9 @@ def scale_intrinsics(intrinsics_N4: torch.Tensor, height: int, width: int) -> to
 def action_intrinsics(
     num_frames: int, height: int, width: int, focal: float | None = None
 ) -> torch.Tensor:
-    """Return the intrinsics that go with actions, at the output size. focal: over the width;
-    None = the original's.
+    """Return the intrinsics for actions, at the output size.
+
+    `focal` is the focal length divided by the width. None: the original's.
     """
     pixels = ACTION_FOCAL if focal is None else focal * width
     row = torch.tensor([pixels, pixels, width / 2, height / 2], dtype=torch.float64)
@@ -385,11 +385,10 @@ def camera_map(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
-    """Return the ray map [384, N, height/8, width/8], fp32: origin and unit direction of every
-    pixel's ray.
+    """Return the ray map [384, N, height/8, width/8], fp32, computed on `device` in `dtype`.
 
-    Components are origin x y z, direction x y z, folded as `_fold` does. intrinsics_N4 are at the
-    output size. Computed on `device` in `dtype`.
+    Components are the origin x y z and the unit direction x y z of every pixel's ray, folded by
+    `_fold`. `intrinsics_N4` are at the output size.
     """
     relative_N44, intrinsics_N4 = _on(device, dtype, relative_N44, intrinsics_N4)
     direction = _directions(relative_N44, intrinsics_N4, height, width)
@@ -406,12 +405,11 @@ def action_map(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
-    """Return an `act` model's control map, [448, N, height/8, width/8], fp32: ray directions, then
-    the keys w a s d.
+    """Return the control map of an `act` model, [448, N, height/8, width/8], fp32: ray directions
+    and the keys w a s d.
 
-    As `camera_map`; translations are not looked at, and a key is the same in all pixels of its
-    frame.
-    """
+    See `camera_map`. Translations are ignored, and a key has the same value in all pixels of a
+    frame."""
     relative_N44, intrinsics_N4, flags_N4 = _on(
         device, dtype, relative_N44, intrinsics_N4, flags_N4
     )
@@ -443,9 +441,8 @@ def _directions(
 
 
 def _fold(planes_NCHW: torch.Tensor) -> torch.Tensor:
-    """Fold 8x8 pixels into channels: c * 64 + (v mod 8) * 8 + (u mod 8) of a cell is component c
-    of pixel (u, v).
-    """
+    """Fold 8x8 pixels into channels. Channel c * 64 + (v mod 8) * 8 + (u mod 8) of a cell is
+    component c of pixel (u, v)."""
     return (
         torch.nn.functional.pixel_unshuffle(planes_NCHW.float(), VAE_SPATIAL)
         .transpose(0, 1)

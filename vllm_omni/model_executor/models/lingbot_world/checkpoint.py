@@ -37,7 +37,7 @@ folder itself."""
 _SINGLE_FILES = ("model.safetensors", "diffusion_pytorch_model.safetensors")
 _V1_WIDTH = LingBotWorldConfig.dim
 _V2_NAME = "lingbot-world-v2"
-"""Of the directories in which v2's repositories arrive, `_` or `-` alike."""
+"""Start of the names of v2's directories; `_` and `-` are equivalent."""
 
 _CLASSES = (
     "WanModelFast",
@@ -80,18 +80,19 @@ class CheckpointLayout(WanComponents):
         )
 
     def transformer_config(self) -> dict[str, Any]:
-        """Return the transformer's `config.json`; sizes that it leaves out are its tensors', as far
-        as there are any.
+        """Return the transformer's `config.json`. Missing sizes are read from its tensors, if any.
 
-        Raises ValueError if the tensors leave the number of heads open.
+        Raises:
+            ValueError: The number of heads is unknown.
         """
         return _stated_config(self.transformer)
 
 
 def find_layout(path: Path) -> CheckpointLayout:
-    """Find the pieces below (or, when `path` is the transformer's own folder, beside) `path`.
+    """Locate the components in `path`, or next to it if `path` is the transformer's folder.
 
-    Raises ValueError of one line that names the pieces found and those looked for.
+    Raises:
+        ValueError: There is no transformer; one line with what was found and what was expected.
     """
     folder, root = find_transformer(path, _TRANSFORMER_FOLDERS, _is_transformer, "LingBot World")
     return CheckpointLayout.of_folder(
@@ -180,9 +181,8 @@ def _stated_config(transformer: Path) -> dict[str, Any]:
 
 
 def _is_transformer(folder: Path) -> bool:
-    """Whether `folder` is a LingBot World transformer, by its config, else by its name and
-    weight names.
-    """
+    """Return whether `folder` holds a LingBot World transformer, by its config, or else by its name
+    and tensor names."""
     if not folder.is_dir() or folder.name in _NOT_FAST:
         return False
     config = _own_config(folder)

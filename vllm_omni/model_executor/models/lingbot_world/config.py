@@ -50,11 +50,11 @@ _WINDOW = 18
 
 @dataclass(frozen=True)
 class LingBotWorldConfig(ChunkTransformerConfig):
-    """The causal transformer's architecture; the defaults are the released 18.5-billion-parameter
-    model.
+    """Architecture of the causal transformer; the defaults are those of the released model with
+    18.5 billion parameters.
 
-    The original's `local_attn_size = -1` is the code's default, not a recommendation: a live
-    session has no last frame.
+    The default of the original code, `local_attn_size = -1`, is not used, because the length of a
+    live session is unlimited.
     """
 
     dim: int = 5120
@@ -64,7 +64,7 @@ class LingBotWorldConfig(ChunkTransformerConfig):
     num_layers: int = 40
     control_type: ControlType = "cam"
     world_period_m: float | None = None
-    """Metres after which the world of a `world` model repeats.
+    """Period of the world of a `world` model, in metres.
 
     Required for that control type, refused for others.
     """
@@ -86,15 +86,16 @@ class LingBotWorldConfig(ChunkTransformerConfig):
 
     @property
     def camera_channels(self) -> int:
-        """Channels of the control map after the 8x8 space-to-depth."""
+        """Return the channels of the control map after the 8x8 space-to-depth."""
         return CONTROL_CHANNELS[self.control_type] * VAE_SPATIAL * VAE_SPATIAL
 
     @classmethod
     def from_checkpoint(cls, values: Mapping[str, Any]) -> "LingBotWorldConfig":
-        """Read a transformer `config.json` in either key style; an empty map means the released
-        model.
+        """Read a transformer's `config.json` with the keys of either layout. An empty mapping means
+        the released model.
 
-        Raises ValueError naming unknown keys, and every value that this code does not implement.
+        Raises:
+            ValueError: A key is unknown, or a value is not implemented.
         """
         states_window = (
             values.get("sliding_window_num_frames") or values.get("local_attn_size", -1) != -1
@@ -143,7 +144,7 @@ class Choices:
     camera_dtype: Literal["fp32", "bf16"] = "fp32"
     """`fp32`: poses and rays in fp64, rounded once. `bf16`: everything in bf16 (SGLang 0.5.23)."""
     later_condition: LaterCondition = "streamed"
-    """Condition of chunks after the first; see `LaterCondition`."""
+    """Conditioning of chunks after the first; see `LaterCondition`."""
     vae_continuation: Literal["cache", "restart"] = "cache"
     """The decoder continues from its `cache`, or restarts two latent frames early at each chunk
     (`restart`)."""
@@ -218,18 +219,20 @@ class LingBotOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, 
     def of_checkpoint(
         cls, checkpoint: Mapping[str, Any], options: Mapping[str, Any]
     ) -> "LingBotOptions":
-        """Parse `omni.model` for a checkpoint as `hf_config` describes it.
+        """Parse `omni.model` for a checkpoint, as described by `hf_config`.
 
-        Before distillation (`mode` `pretrain`) attention is global unless a window is asked for.
-        Raises ValueError.
+        Before distillation (`mode` `pretrain`), attention is global unless a window is set.
+
+        Raises:
+            ValueError: An option is invalid.
         """
         parsed = cls.parse(options, checkpoint["version"])
         if checkpoint["mode"] == "fast":
             return parsed
         if parsed.denoise_indices is not None:
             raise ValueError(
-                "omni.model: denoise_indices are of the distilled models; this one takes 40 "
-                "UniPC steps"
+                "omni.model: denoise_indices applies to distilled models; this one has 40 UniPC "
+                "steps"
             )
         return (
             parsed

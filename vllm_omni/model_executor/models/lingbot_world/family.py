@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `lingbot_world` family's entry for the command line and the config parser."""
+"""The `lingbot_world` family, described for the command line, config parser and endpoints."""
 
 from vllm_omni.config import OmniConfig
+from vllm_omni.model_executor.models.capabilities import Refusals
 from vllm_omni.model_executor.models.lingbot_world.camera import ACTION_SPACE
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import (
     LAYOUTS,
@@ -16,13 +17,12 @@ from vllm_omni.model_executor.models.lingbot_world.config import (
     read_stream,
 )
 from vllm_omni.model_executor.models.lingbot_world.plan import PLAN
-from vllm_omni.model_executor.models.wan.splits import check_split
+from vllm_omni.model_executor.models.wan.splits import check_split, parallel_decode_refusal
 from vllm_omni.model_executor.models.wan.vae.latents import VAE_SPATIAL, VAE_TEMPORAL
 from vllm_omni.model_executor.streaming.family import streaming_family
 
 
 def _check_parallel(stream: LingBotStream, omni: OmniConfig, ranks: int, stages: int) -> None:
-    omni.refuse_chunks_in_flight("LingBot World")
     check_split(
         stream.config, omni, ranks, stages, sequence_parallel=stream.options.sequence_parallel
     )
@@ -36,7 +36,9 @@ FAMILY = streaming_family(
     hf_config=hf_config,
     layouts=LAYOUTS,
     read=read_stream,
-    check_options=lambda omni: omni.refuse_degradations("LingBot World"),
+    refusals=lambda stream, omni, stages: Refusals(
+        vae_stage=None, vae_parallel=parallel_decode_refusal(stream.options.decoder)
+    ),
     check_parallel=_check_parallel,
     action_space=lambda stream: ACTION_SPACE,
     info=lambda _: {

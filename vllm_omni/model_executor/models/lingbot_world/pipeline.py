@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LingBot-World served chunk by chunk: encode, four denoise steps, one clean-context pass, decode,
-commit.
+"""The LingBot World pipeline: chunks of four denoise steps and a clean-context pass.
 
     x = noise(seed, chunk, 0)
     for i, t in enumerate(timesteps):
         v  = transformer(x, y, camera, t)                    denoise_step
         x0 = x - sigma_i v                                   step_scheduler
         x  = (1 - s) x0 + s noise(seed, chunk, i + 1)
-    transformer(x0, y, camera, 0): only its K/V matter       the last denoise_step
+    transformer(x0, y, camera, 0)  # writes K/V              last denoise_step
     frames = vae.decode(x0)                                  post_decode
-    the session moves on                                     commit
+    advance the session                                      commit
 
-`LingBotWorld` is the algorithm and needs no engine; vLLM loads `LingBotWorldPipeline`, which owns
-one.
-Held by tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
+`LingBotWorld` is the model and does not depend on the engine; vLLM loads `LingBotWorldPipeline`,
+which owns it.
 """
 
 from collections.abc import Sequence
@@ -70,7 +68,7 @@ Request = DiffusionRequest[LingBotSession, Chunk]
 
 
 class WorldSetup(WanChunkSetup[LingBotWorldConfig, LingBotOptions]):
-    """Everything a `LingBotWorld` is built from: of `hf_config(...)["lingbot_world"]`."""
+    """Arguments of `LingBotWorld`, from `hf_config(...)["lingbot_world"]`."""
 
     read_stream = staticmethod(read_stream)
 
@@ -78,10 +76,7 @@ class WorldSetup(WanChunkSetup[LingBotWorldConfig, LingBotOptions]):
 
     @property
     def world(self) -> ServedWorld | None:
-        """The world that a `world` model's sessions have poses in, read from files.
-
-        Raises ValueError.
-        """
+        """Return the world of a `world` model, read from files. Raises ValueError."""
         return ServedWorld.load(self.layout.root) if self.config.control_type == "world" else None
 
 
@@ -202,13 +197,12 @@ class LingBotWorld(StreamingModel[LingBotSession, Chunk]):
                 camera_map=None,
                 world_poses=inputs.world_poses_of(),
             )
-            request.num_steps = 1  # the ranks with layers know
+            request.num_steps = 1  # not used on a VAE stage
             return
         noise = ChunkNoise(size, inputs.seed, session.chunk_index, device)
         with request.timer.stage("condition"):
             y, condition = self._condition(inputs.image, session, frames)
-        # Behind the condition: the encoder's many small kernels are launched while the device is at
-        # that.
+        # Afterwards, so that the text encoder's small kernels are launched while `y` is computed.
         with request.timer.stage("text"):
             known = (
                 inputs.prompt == session.prompt
@@ -243,9 +237,8 @@ class LingBotWorld(StreamingModel[LingBotSession, Chunk]):
     def denoise_step(
         self, batch: Sequence[Request], hidden: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """As of every streaming model; camera terms, several GiB at full size, go with a chunk's
-        last pass.
-        """
+        """Run `StreamingModel.denoise_step` and free the camera modulation, which is several GiB at
+        full size, after a chunk's last pass."""
         prediction = super().denoise_step(batch, hidden)
         for request in batch:
             if request.step == request.num_steps - 1:
@@ -257,9 +250,8 @@ class LingBotWorld(StreamingModel[LingBotSession, Chunk]):
     def _condition(
         self, image: torch.Tensor | None, session: LingBotSession, frames: range
     ) -> tuple[torch.Tensor | None, ConditionState | None]:
-        """Return (y, the condition stream's next state); only the first stage, which embeds
-        patches, needs them.
-        """
+        """Return y and the next state of the conditioning, on the first stage, which embeds
+        patches."""
         if self.condition is None:
             return None, None
         pixels = None
@@ -310,9 +302,8 @@ class LingBotWorld(StreamingModel[LingBotSession, Chunk]):
         return super().result_meta(request) | ({} if poses is None else {"world_poses": poses})
 
     def start_step(self, request: Request) -> None:
-        """Compute every block's inputs from prompt and camera where they are not there (collective
-        under tensor parallelism).
-        """
+        """Compute K/V of the prompt and the camera modulation, unless they exist. Collective under
+        tensor parallelism."""
         session, chunk = request.session, request.work
         if chunk.cross_kv is None:
             chunk.cross_kv = (
@@ -327,7 +318,7 @@ class LingBotWorld(StreamingModel[LingBotSession, Chunk]):
             )
 
     def items(self, request: Request) -> list[CameraItem]:
-        """The rows of a chunk's forward, of which there is one but with guidance."""
+        """Return the batch entries of a chunk's forward pass: one, or several with guidance."""
         chunk = request.work
         assert isinstance(chunk.window, KVWindow) and chunk.cross_kv is not None
         return [self.item(request, chunk.cross_kv, chunk.window)]
@@ -349,7 +340,7 @@ class LingBotWorld(StreamingModel[LingBotSession, Chunk]):
 
 
 class LingBotWorldPipeline(CheckpointPipeline[CheckpointLayout]):
-    """Owns a `LingBotWorld`, which vLLM\'s model loader builds and fills through it."""
+    """Owns a `LingBotWorld`. vLLM's model loader builds it and loads its weights."""
 
     def find_layout(self, path: Path) -> CheckpointLayout:
         return find_layout(path)

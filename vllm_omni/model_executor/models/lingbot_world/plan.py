@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LingBot World as `vllm-omni plan` sees it: camera layers and an image condition.
-
-Held by tests/planning/test_plan_memory.py.
-"""
+"""Memory and compute of LingBot World for `vllm-omni plan`, with camera layers and conditioning on
+a start image."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -22,7 +20,7 @@ _SIZES: Final[Mapping[str, Mapping[str, Any]]] = {
         "sink_frames": 6,
     },
 }
-"""Name -> fields of `LingBotWorldConfig`."""
+"""Fields of `LingBotWorldConfig` by release."""
 
 
 def _named(name: str, changes: Changes) -> StreamModel:

@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LingBot-World v2 before distillation (`causal pretrain`): 40 UniPC steps a chunk, each guided by
-a negative prompt.
+"""LingBot-World v2 before distillation (`causal pretrain`): 40 UniPC steps per chunk, guided by a
+negative prompt.
 
     x = noise(seed, chunk, 0)
     for t in 40 timesteps:
-        c, u = transformer(x, y, camera, t) with the prompt and its window, with the negative prompt
-        and its own
-        x
-            = unipc(u + 5 (c - u))                          its multi-step state begins anew with
-            each chunk
-    transformer(x, y, camera, 0), both: only their K/V matter
+        c, u = transformer(x, y, camera, t)      # prompt and negative prompt, each with its window
+        x = unipc(u + 5 (c - u))                 # the solver's state is new in each chunk
+    transformer(x, y, camera, 0)                 # both branches write K/V
 
-Everything else is `LingBotWorld`'s. Held by
-tests/model_executor/models/lingbot_world/test_lingbot_pretrain.py.
+All other parts are those of `LingBotWorld`.
 """
 
 from collections.abc import Sequence
@@ -87,14 +83,15 @@ class GuidedWindows(WindowSet):
 
 @dataclass(eq=False, kw_only=True)
 class GuidedChunk(Chunk):
-    """negative_text: the encoded negative prompt. solver: this chunk's, with its state between
-    steps.
-    """
+    """Working set of a chunk with guidance."""
 
     negative_text: torch.Tensor
+    """Embeddings of the negative prompt."""
     solver: Any
+    """The chunk's solver with its state between steps."""
 
     negative_kv: torch.Tensor | None = None
+    """K/V of the negative prompt. None: not computed."""
 
 
 class LingBotPretrain(LingBotWorld):

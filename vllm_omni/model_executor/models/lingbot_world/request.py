@@ -79,9 +79,10 @@ def read_chunk(
     control: ControlType = "cam",
     world: ServedWorld | None = None,
 ) -> ChunkInputs:
-    """Check one chunk's request against its session. world: of a `world` model.
+    """Check the request of one chunk against its session. `world` is that of a `world` model.
 
-    Raises `RequestFailed`.
+    Raises:
+        RequestFailed: A value is invalid.
     """
     params = request.params
     session.window.check_frames(session.next_frames())
@@ -157,9 +158,10 @@ def _read_camera(
     world: ServedWorld | None,
     start_44: torch.Tensor | None,
 ) -> Camera:
-    """Read a chunk's camera. start_44: the world pose of the session's start image, known from
-    its first chunk on.
-    """
+    """Read the camera of a chunk.
+
+    `start_44` is the world pose of the session's start image, in its first chunk. None: unknown, or
+    a later chunk."""
     frames, shape = session.next_frames(), session.shape
     first = session.chunk_index == 0
     pixel_frames = len(session.plan.pixel_frames(session.chunk_index))
@@ -188,7 +190,7 @@ def _read_camera(
         if world is not None and start_44 is not None:
             origin = cam.CameraTail.in_world(start_44, world.metres_per_unit)
         motions = cam.motions_of(cam.read_controls(actions, len(frames)))
-        # Where the world has poses, the first latent frame is the start image itself.
+        # In a world with poses, the first latent frame is the start image.
         stands = world is not None and first
         path, tail = _walk(motions[1:] if stands else motions, origin, world)
         if stands:
@@ -221,9 +223,8 @@ def _read_camera(
 def _walk(
     motions: Sequence[Motion], origin: cam.CameraTail, world: ServedWorld | None
 ) -> tuple[torch.Tensor, cam.CameraTail]:
-    """Move on from `origin`; in the world's coordinates, among its walls, where the session's
-    pose there is known.
-    """
+    """Move the camera from `origin`. If its pose in the world is known, the camera moves in the
+    world's coordinates and does not pass through walls."""
     if not motions:
         return origin.pose_44.new_empty(0, 4, 4), origin
     if world is None or origin.start is None or world.grid is None:
@@ -260,7 +261,8 @@ def _read_flags(request: DiffusionRequest, session: LingBotSession) -> torch.Ten
 def _camera_scale(
     options: ChunkOptions, served: LingBotOptions, tail: cam.CameraTail
 ) -> float | None:
-    """Return the divisor of translations; None = the chunk's largest. tail: after this chunk."""
+    """Return the divisor of translations. None: the largest of the chunk. `tail` is the state of
+    the camera after this chunk."""
     if options.camera_scale is not None:
         return options.camera_scale
     scales = {"constant": cam.MOVE_UNIT, "session_max": tail.largest_step or 1.0}

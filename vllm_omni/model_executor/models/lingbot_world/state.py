@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LingBotSession`: LingBot World's part of a `StreamingSession`, and `Chunk`, one chunk's working
-set.
+"""State of a LingBot World session (`LingBotSession`) and working set of a chunk (`Chunk`).
 
-Its own value is where camera and condition stand. Held by
-tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
+The session's own value is the state of camera and conditioning.
 """
 
 import math
@@ -65,9 +63,10 @@ class RestState:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class WorldCoordinates(ImageStartedPipeline):
-    """Where a session's camera and condition stand. Immutable; the camera stays on the host."""
+    """State of a session's camera and conditioning. Immutable; the camera is on the host."""
 
     tail: CameraTail
+    """State of the camera after the last chunk."""
     rest: RestState = RestState()
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -84,14 +83,19 @@ class LingBotScalars(ImageStartedScalars, frozen=True, forbid_unknown_fields=Tru
     """The result of `LingBotSession.scalars`, as read from a file."""
 
     pitch_degrees: float
+    """`CameraTail.pitch_degrees`."""
     largest_step: float = 0.0
+    """`CameraTail.largest_step`."""
     knows_world: bool = False
+    """Whether the session's pose in the world is known (`CameraTail.start`)."""
     frames_at_pose: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """As in `RestState`."""
     frames_of_prompt: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """As in `RestState`."""
 
 
 class LingBotSession(ImageStartedSession[Windows, WorldCoordinates]):
-    """A LingBot World session; `layouts.own` is the layout of the condition."""
+    """A LingBot World session; `layouts.own` is the layout of the conditioning."""
 
     scalars_type: ClassVar[type[LingBotScalars]] = LingBotScalars
 
@@ -140,26 +144,30 @@ class LingBotSession(ImageStartedSession[Windows, WorldCoordinates]):
 
 @dataclass(frozen=True)
 class ChunkInputs:
-    """A checked request. relative_F44, intrinsics_F4: fp64, CPU; `tail` is where the camera ends.
-
-    flags_F4: the keys w a s d, fp64, CPU; None = the model is not told any. world_F44: the world
-    poses, fp64, CPU, metres; None = unknown.
-    image: uint8 [H, W, 3] of any size, or None to go on from the session's.
-    """
+    """A checked request. Tensors of the camera are fp64 on the CPU."""
 
     prompt: str
+    """Prompt of the chunk."""
     seed: int
+    """Seed of the noise."""
     image: torch.Tensor | None
+    """New start image, uint8 [H, W, 3] of any size. None: the session's."""
     relative_F44: torch.Tensor
+    """Relative poses."""
     intrinsics_F4: torch.Tensor
+    """fx, fy, cx, cy in pixels."""
     tail: CameraTail
+    """State of the camera after the chunk."""
     flags_F4: torch.Tensor | None
+    """The keys w a s d. None: the model is not conditioned on them."""
     world_F44: torch.Tensor | None = None
+    """World poses in metres. None: unknown."""
     moves: bool = True
     """Whether the camera moves within the chunk, or since the chunk before it."""
 
     def world_poses_of(self) -> list[list[float]] | None:
-        """x and z in metres, heading and pitch in degrees of each latent frame; None = unknown."""
+        """Return x and z in metres, heading and pitch in degrees of each latent frame. None:
+        unknown."""
         if self.world_F44 is None:
             return None
         return [
@@ -170,17 +178,16 @@ class ChunkInputs:
 
 @dataclass(eq=False, kw_only=True)
 class Chunk(StreamingChunk[Windows, WorldCoordinates]):
-    """One chunk in flight; `own` is where camera and condition stand after it.
-
-    y: [20, F, h, w], None on stages that embed no patches. camera_map: [384 or 448, F, h, w].
-    world_features: of a `world` model (`world_pose.py`). world_poses: x, z, heading and pitch of
-    each latent frame; None = unknown.
-    camera: of each layer, what is made of it; None = not there now.
-    """
+    """One chunk in flight. `own` is the state of camera and conditioning after it."""
 
     y: torch.Tensor | None
+    """Conditioning [20, F, h, w]. None on stages that embed no patches."""
     camera_map: torch.Tensor | None
+    """Control map [384 or 448, F, h, w]. None on the VAE stage."""
     world_features: torch.Tensor | None = None
+    """Features of the world pose (`world_pose.py`). None: not a `world` model."""
     world_poses: list[list[float]] | None = None
+    """x, z, heading and pitch of each latent frame. None: unknown."""
 
     camera: list[torch.Tensor] | None = None
+    """Camera modulation of each layer. None: not computed, or freed."""

@@ -24,11 +24,8 @@ WORLD_FEATURES: Final = RAY_FEATURES + FRAME_FEATURES
 
 
 def token_rays(intrinsics_F4: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Return unit ray directions in camera axes through each token's points, [F, P, 16, 3], as
-    `intrinsics_F4`'s type.
-
-    intrinsics_F4: fx, fy, cx, cy in pixels of the output.
-    """
+    """Return unit ray directions in camera axes through each token's points, [F, P, 16, 3], in the
+    dtype of `intrinsics_F4` (fx, fy, cx, cy in pixels of the output)."""
     dtype, device = intrinsics_F4.dtype, intrinsics_F4.device
     rows, columns = height // _TOKEN_PIXELS, width // _TOKEN_PIXELS
     spacing = _TOKEN_PIXELS / _POINTS
@@ -46,9 +43,8 @@ def token_rays(intrinsics_F4: torch.Tensor, height: int, width: int) -> torch.Te
 
 
 def frame_features(positions_F2: torch.Tensor, period_m: float) -> torch.Tensor:
-    """Return the sines and cosines of positions x, z in metres and the flag, [F,
-    FRAME_FEATURES]; give fp64.
-    """
+    """Return the sines and cosines of positions x, z in metres (fp64) and the flag, [F,
+    FRAME_FEATURES]."""
     share = torch.remainder(positions_F2, period_m) / period_m
     k = torch.arange(1, HARMONICS + 1, dtype=positions_F2.dtype, device=positions_F2.device)
     angles_F2K = 2 * math.pi * share.unsqueeze(-1) * k

@@ -83,13 +83,12 @@ _UNUSED = (
 
 @dataclass(frozen=True)
 class CheckpointLayout(WanComponents):
-    """The pieces of one checkpoint; `transformer` is a folder of safetensors. kind: whose layout
-    it is.
-    """
+    """Components of one checkpoint. `transformer` is a folder of safetensors."""
 
     download_name: ClassVar[str] = "matrix_game"
 
     kind: Literal["original", "diffusers"]
+    """Whose layout the checkpoint has."""
 
     def release(self) -> str:
         variant = FOLDERS.get(self.transformer.name, "universal")
@@ -106,9 +105,10 @@ class CheckpointLayout(WanComponents):
 
 
 def find_layout(path: Path) -> CheckpointLayout:
-    """Find the pieces below (or, when `path` is the transformer's own folder, beside) `path`.
+    """Locate the components in `path`, or next to it if `path` is the transformer's folder.
 
-    Raises ValueError of one line that names the pieces found and those looked for.
+    Raises:
+        ValueError: There is no transformer, or more than one; one line.
     """
     found = [name for name in _PLACES if _is_transformer(path / name)]
     if len(found) > 1:
@@ -233,9 +233,8 @@ def load_transformer(
     ]
     if trained:
         logger.warning(
-            "%s: %d gains of action attention are not 1 (%s, ...). The original never applies "
-            "them, nor does this "
-            "model; other implementations do and would give other frames",
+            "%s: %d gains of action attention are not 1 (%s, ...). Neither the original nor this "
+            "model applies them; other implementations do and would generate other frames",
             *(source.where, len(trained), trained[0]),
         )
 

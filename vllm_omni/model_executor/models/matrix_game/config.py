@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Matrix-Game 2.0 checkpoint's sizes (`MatrixGameConfig`), its controls, schedule and windows.
+"""Architecture of a Matrix-Game 2.0 checkpoint (`MatrixGameConfig`), its controls, schedule and
+windows.
 
-The variant follows from the width of the keyboard's embedding. The architecture is checked key by
-key; sizes that tensors tell are taken from them (`checkpoint.py`), since released configs are
-stale.
-Held by test_matrix_game_checkpoint.py and test_matrix_game_actions.py in
-tests/model_executor/models/matrix_game/.
+The width of the keyboard embedding identifies the variant. Every key of a config is checked. Sizes
+are read from the tensors if possible (`checkpoint.py`), because released configs are outdated.
 """
 
 from collections.abc import Mapping
@@ -31,12 +29,11 @@ from vllm_omni.model_executor.streaming.options import StreamingOptions
 from vllm_omni.model_executor.streaming.stream import StreamModelSetup
 
 FPS = 25.0
-"""The rate the released models were trained for."""
+"""Frame rate in training, in frames per second."""
 _SHIFT = 5.0
 TURN: Final = 0.1
-"""The camera's turn by a key in a video frame; the only magnitude that the original's console
-sends.
-"""
+"""Turn of the camera per video frame while a key is held; the only magnitude that the original's
+console sends."""
 
 _YAW = Axis(
     name="yaw",
@@ -77,7 +74,7 @@ class Variant:
 
 
 def _buttons(*rows: str) -> tuple[Button, ...]:
-    """rows: name, title and codes, between bars."""
+    """Parse buttons: name, title and key codes of each, separated by bars."""
     return tuple(
         Button(name, title, tuple(codes))
         for name, title, *codes in (row.split("|") for row in rows)
@@ -126,15 +123,7 @@ _BY_KEYS: Final = {len(variant.keyboard): variant for variant in VARIANTS}
 
 @dataclass(frozen=True)
 class MatrixGameConfig(ChunkTransformerConfig):
-    """The transformer's architecture; the defaults are the released universal model. text_*: of the
-    image's rows.
-
-    keyboard_dim, mouse_dim: values of a video frame's actions; mouse_dim 0 = no mouse.
-    action_blocks: layers with an action module. keyboard_embed: width of a video frame's embedded
-    keys. keyboard_width, mouse_width: of the two attentions, over `action_heads`. action_rope_dim:
-    rotated lanes of a head. action_latents: latent frames whose video frames a latent frame's
-    actions are.
-    """
+    """Architecture of the transformer; the defaults are those of the released universal model."""
 
     native_size: ClassVar[tuple[int, int]] = (352, 640)
     dim: int = 1536
@@ -143,17 +132,29 @@ class MatrixGameConfig(ChunkTransformerConfig):
     num_heads: int = 12
     num_layers: int = 30
     text_dim: int = 1280
+    """Width of the image embeddings, which take the place of text."""
     text_len: int = 257
+    """Number of image embeddings."""
     keyboard_dim: int = 4
+    """Keyboard values of a video frame."""
     mouse_dim: int = 2
+    """Mouse values of a video frame. 0: no mouse."""
     action_blocks: tuple[int, ...] = tuple(range(15))
+    """Layers with an action module."""
     action_heads: int = 16
+    """Attention heads of each branch of an action module."""
     keyboard_embed: int = 128
+    """Width of a video frame's embedded keys."""
     keyboard_width: int = 1024
+    """Width of the keyboard branch's attention."""
     mouse_width: int = 1024
+    """Width of the mouse branch's attention."""
     action_rope_dim: int = 8
+    """Rotated channels of an action head."""
     action_rope_theta: float = 256.0
+    """Base of the rotary frequencies of action heads."""
     action_latents: int = 3
+    """Latent frames over which the actions of a latent frame extend."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -192,16 +193,16 @@ class MatrixGameConfig(ChunkTransformerConfig):
 
     @property
     def action_frames(self) -> int:
-        """Video frames whose actions a latent frame sees."""
+        """Return the number of video frames whose actions condition a latent frame."""
         return VAE_TEMPORAL * self.action_latents
 
     @classmethod
     def from_checkpoint(cls, values: Mapping[str, Any]) -> "MatrixGameConfig":
-        """Read a transformer `config.json` in either key style; an empty map means the released
-        universal model.
+        """Read a transformer's `config.json` with the keys of either layout. An empty mapping means
+        the released universal model; a missing window is that of the variant.
 
-        A window that it leaves out is the variant's. Raises ValueError naming unknown keys, and
-        every value that this code does not implement.
+        Raises:
+            ValueError: A key is unknown, or a value is not implemented.
         """
         skipped = (
             [] if values.get("local_attn_size", -1) != -1 else ["local_attn_size", "sink_size"]
@@ -263,7 +264,7 @@ _ACTION_OTHERS = ("blocks", "enable_mouse", "patch_size", "rope_dim_list", "mous
 
 
 def _action_fields(values: Mapping[str, Any], dim: int) -> dict[str, Any]:
-    """Read `action_config`. Raises ValueError as `from_checkpoint` does."""
+    """Read `action_config`. Raises ValueError like `from_checkpoint`."""
     required = {**_ACTION_REQUIRED, "img_hidden_size": (dim,)}
     check_keys(values, "action_config", _ACTION_RENAMED, required, _ACTION_OTHERS)
     fields = {
@@ -276,13 +277,14 @@ def _action_fields(values: Mapping[str, Any], dim: int) -> dict[str, Any]:
         fields["mouse_width"] = fields.get("keyboard_width", MatrixGameConfig.keyboard_width)
     rotated = values.get("mouse_qk_dim_list") or values.get("rope_dim_list")
     if rotated:
-        # both attentions; the rest of a head's lanes stand at position 0
+        # both branches; the other channels of a head are not rotated
         fields["action_rope_dim"] = rotated[0]
     return fields
 
 
 def schedule_of(variant: Variant) -> FewStepSchedule:
-    """In fp32, as the model was trained: in fp64 timesteps differ by 1e-4."""
+    """Return the schedule, computed in fp32 as in training; in fp64 timesteps would differ by
+    1e-4."""
     return few_step_schedule("exact", _SHIFT, [1000 - step for step in variant.steps], np.float32)
 
 
@@ -290,10 +292,7 @@ MatrixGameStream = StreamModelSetup[MatrixGameConfig, StreamingOptions]
 
 
 def read_stream(checkpoint: Mapping[str, Any], omni: OmniConfig) -> MatrixGameStream:
-    """Read the family's part of `hf_config` with the options it is served with.
-
-    Raises ValueError.
-    """
+    """Return the family's part of `hf_config` with the serving options. Raises ValueError."""
     config, options = (
         MatrixGameConfig.from_checkpoint(checkpoint["transformer"]),
         StreamingOptions.read_options(omni.model),

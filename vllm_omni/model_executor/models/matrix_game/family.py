@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `matrix_game` family's entry for the command line, the config parser and the doors."""
+"""The `matrix_game` family, described for the command line, config parser and endpoints."""
 
 from vllm_omni.config import OmniConfig
-from vllm_omni.model_executor.models.capabilities import Capabilities
+from vllm_omni.model_executor.models.capabilities import Capabilities, Refusals
 from vllm_omni.model_executor.models.matrix_game.checkpoint import LAYOUTS, hf_config, is_checkpoint
 from vllm_omni.model_executor.models.matrix_game.config import FPS, MatrixGameStream, read_stream
 from vllm_omni.model_executor.models.matrix_game.plan import PLAN
-from vllm_omni.model_executor.models.wan.splits import check_decoder_split, check_split
+from vllm_omni.model_executor.models.wan.splits import check_split, parallel_decode_refusal
 from vllm_omni.model_executor.models.wan.vae.latents import VAE_SPATIAL, VAE_TEMPORAL
 from vllm_omni.model_executor.streaming.family import streaming_family
 
 
 def _check_parallel(stream: MatrixGameStream, omni: OmniConfig, ranks: int, stages: int) -> None:
-    omni.refuse_chunks_in_flight("Matrix-Game")
-    check_decoder_split(stream.options.decoder, omni)
     others = {"action_config.heads_num": stream.config.action_heads}
     ulysses = stream.options.sequence_parallel
     check_split(stream.config, omni, ranks, stages, sequence_parallel=ulysses, others=others)
@@ -27,7 +25,9 @@ FAMILY = streaming_family(
     hf_config=hf_config,
     layouts=LAYOUTS,
     read=read_stream,
-    check_options=lambda omni: omni.refuse_degradations("Matrix-Game"),
+    refusals=lambda stream, omni, stages: Refusals(
+        vae_stage=None, vae_parallel=parallel_decode_refusal(stream.options.decoder)
+    ),
     check_parallel=_check_parallel,
     action_space=lambda stream: stream.config.variant.space,
     info=lambda _: {"fps": FPS, "vae_stride": (VAE_TEMPORAL, VAE_SPATIAL, VAE_SPATIAL)},

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The released Matrix-Game 2.0 streaming models on the hub, each with the original repository's VAE
-and CLIP.
+"""Downloads of the released streaming models of Matrix-Game 2.0, each with the original
+repository's VAE and CLIP.
 
-Sizes come from public file lists. The model card states MIT. Whether the licence of its base model
-adds terms is open; read both cards.
+Sizes come from public file lists. The model card states MIT. Whether the licence of the base model
+adds terms is not known; read both cards.
 """
 
 from pathlib import Path
@@ -31,10 +31,10 @@ RELEASES = {
 
 
 def check_complete(path: Path) -> None:
-    """Raise ValueError unless every piece is there and the transformer's tensors have the right
+    """Raise ValueError unless all components exist and the transformer's tensors have the right
     names and shapes.
 
-    Only file names and headers are read. The other components' tensors are checked when they are
+    Only file names and headers are read. Tensors of other components are checked when they are
     loaded.
     """
     from vllm_omni.model_executor.models.matrix_game.checkpoint import (

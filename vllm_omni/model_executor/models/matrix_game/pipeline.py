@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix-Game 2.0 served chunk by chunk: encode, three or four denoise steps, one clean-context
-pass, decode, commit.
+"""The Matrix-Game 2.0 pipeline: chunks of three or four denoise steps and a clean-context pass.
 
-    keyboard K/V of the chunk's actions                      the first denoise_step
+    write the keyboard K/V of the chunk's actions            first denoise_step
     x = noise(seed, chunk, 0)
     for i, t in enumerate(timesteps):
         v  = transformer(x, y, actions, t)                   denoise_step
         x0 = x - sigma_i v                                   step_scheduler
         x  = (1 - s) x0 + s noise(seed, chunk, i + 1)
-    transformer(x0, y, actions, 0): only its K/V matter      the last denoise_step
+    transformer(x0, y, actions, 0)  # writes K/V             last denoise_step
     frames = vae.decode(x0)                                  post_decode
-    the session moves on                                     commit
+    advance the session                                      commit
 
-`MatrixGame` is the algorithm and needs no engine; vLLM loads `MatrixGamePipeline`, which owns one.
-Held by tests/model_executor/models/matrix_game/test_matrix_game_pipeline.py.
+`MatrixGame` is the model and does not depend on the engine; vLLM loads `MatrixGamePipeline`, which
+owns it.
 """
 
 from pathlib import Path
@@ -76,7 +75,7 @@ Request = DiffusionRequest[MatrixGameSession, Chunk]
 
 
 class MatrixGameSetup(WanChunkSetup[MatrixGameConfig, StreamingOptions]):
-    """Everything a `MatrixGame` is built from: of `hf_config(...)["matrix_game"]`."""
+    """Arguments of `MatrixGame`, from `hf_config(...)["matrix_game"]`."""
 
     read_stream = staticmethod(read_stream)
 
@@ -89,7 +88,7 @@ class MatrixGame(StreamingModel[MatrixGameSession, Chunk]):
     session_type = MatrixGameSession
     session_windows = True
     rounding: ClassVar[Rounding] = "truncate"
-    """Of pixels to uint8 levels, as the original does it."""
+    """How pixels are rounded to uint8, as in the original."""
 
     config: MatrixGameConfig
 
@@ -218,7 +217,7 @@ class MatrixGame(StreamingModel[MatrixGameSession, Chunk]):
             request.state = Chunk.to_decode(
                 frames, self.schedule, size, session.window, own=own, y=None, **given
             )
-            request.num_steps = 1  # the ranks with layers know
+            request.num_steps = 1  # not used on a VAE stage
             return
         with request.timer.stage("condition"):
             image, y, condition = self._image(inputs.image, session, len(frames))
@@ -245,9 +244,8 @@ class MatrixGame(StreamingModel[MatrixGameSession, Chunk]):
     def _image(
         self, image: torch.Tensor | None, session: MatrixGameSession, num_frames: int
     ) -> tuple[torch.Tensor, torch.Tensor | None, ConditionState | None]:
-        """Return CLIP's rows of the session's image, and y with the condition's next state on
-        the first stage.
-        """
+        """Return CLIP's hidden states of the session's image and, on the first stage, y and the
+        next state of the conditioning."""
         pixels, device = None, self.transformer.device
         if image is not None:
             pixels = cut_image(image, session.shape.height, session.shape.width)
@@ -263,9 +261,8 @@ class MatrixGame(StreamingModel[MatrixGameSession, Chunk]):
         )
 
     def start_step(self, request: Request) -> None:
-        """Once per chunk: actions on the device, keyboard K/V, those of the image (collective
-        there).
-        """
+        """Compute actions, keyboard K/V and the image's K/V once per chunk. Collective under tensor
+        parallelism."""
         chunk = request.work
         if chunk.actions is not None:
             return
@@ -295,7 +292,7 @@ class MatrixGame(StreamingModel[MatrixGameSession, Chunk]):
 
 
 class MatrixGamePipeline(CheckpointPipeline[CheckpointLayout]):
-    """Owns a `MatrixGame`, which vLLM\'s model loader builds and fills through it."""
+    """Owns a `MatrixGame`. vLLM's model loader builds it and loads its weights."""
 
     def find_layout(self, path: Path) -> CheckpointLayout:
         return find_layout(path)

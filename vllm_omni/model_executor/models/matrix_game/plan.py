@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix-Game as `vllm-omni plan` sees it: action modules beside the trunk, an image's rows as
-context.
-
-Held by tests/planning/test_plan_memory.py.
-"""
+"""Memory and compute of Matrix-Game for `vllm-omni plan`, with action modules and image embeddings
+for cross-attention."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +11,7 @@ from vllm_omni.model_executor.models.wan.plan import check_world, transformer_si
 from vllm_omni.planning.stream_model import Changes, FamilyPlan, StreamModel
 
 _CLIP_WEIGHTS = 1.26e9
-"""ViT-H/14's vision tower but for its last layer, bf16."""
+"""Bytes of ViT-H/14's vision tower without its last layer, bf16."""
 
 
 def _named(name: str, changes: Changes) -> StreamModel:

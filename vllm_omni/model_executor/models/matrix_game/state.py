@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`MatrixGameSession`: Matrix-Game's part of a `StreamingSession`, its three K/V windows, and a
-chunk's actions.
+"""State of a Matrix-Game session: three K/V windows, and the working set of a chunk.
 
-Its own value is where the condition stream stands, the image's rows for cross-attention, and the
-newest actions, which later latent frames look back to. Held by
-tests/model_executor/models/matrix_game/test_matrix_game_pipeline.py and
-test_matrix_game_actions.py.
+The session's own value holds the state of the conditioning, the image embeddings for
+cross-attention, and the newest actions, which condition later latent frames.
 """
 
 # F latent frames of a chunk, P video frames of a chunk, K values of a video frame's keyboard and
-# mouse, R video frames a latent frame's actions span
+# mouse, R video frames that condition a latent frame
 
 import math
 from collections.abc import Hashable
@@ -37,10 +34,11 @@ from vllm_omni.tensors.saved import SavedTensors
 
 
 class ActionWindows(WindowSet):
-    """A session's K/V on one rank: the `trunk`'s, which it stands for as `KVView`, and, where the
-    stage has action modules, those of their two attentions: `mouse` of every place of a frame,
-    `keyboard` one key and value a frame.
-    """
+    """A session's K/V windows on one rank.
+
+    As a `KVView` it acts as the window `trunk` of self-attention. A stage with action modules also
+    has `mouse`, with K/V of every token of a frame, and `keyboard`, with one key and value per
+    frame."""
 
     def __init__(self, **windows: KVWindow) -> None:
         super().__init__({f"{name}.": window for name, window in windows.items()})
@@ -73,15 +71,13 @@ class ActionWindows(WindowSet):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class World(ImageStartedPipeline):
-    """A session's share of its image and its actions. Immutable.
-
-    actions: the newest video frames' rows that a next chunk looks back to, fp32 [R - 3, K]; they
-    stay on the host.
-    image: CLIP's rows; None on ranks without layers.
-    """
+    """The state of a session's image and actions. Immutable."""
 
     actions: torch.Tensor
+    """Actions of the newest video frames that condition the next chunk, fp32 [R - 3, K] on the
+    host."""
     image: torch.Tensor | None
+    """CLIP's hidden states. None: the rank has no layers."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
         image = {} if self.image is None else {"image": self.image}
@@ -95,24 +91,24 @@ class World(ImageStartedPipeline):
 
 @dataclass(frozen=True)
 class WorldLayout:
-    """Sizes of a `World`. image: shape and type of CLIP's rows.
-
-    As there, None = this rank has none.
-    """
+    """Sizes of a `World`. None: this rank does not have the value."""
 
     actions: tuple[int, int]
+    """Shape of the actions."""
     image: tuple[tuple[int, int], torch.dtype] | None
+    """Shape and dtype of CLIP's hidden states."""
     condition: ConditionLayout | None
+    """Layout of the state of the conditioning."""
 
     @property
     def nbytes(self) -> int:
-        """Without the condition."""
+        """Return the bytes without those of the conditioning."""
         rows = 0 if self.image is None else math.prod(self.image[0]) * self.image[1].itemsize
         return rows + math.prod(self.actions) * torch.float32.itemsize
 
 
 class MatrixGameSession(ImageStartedSession[ActionWindows, World]):
-    """A Matrix-Game session; `layouts.own` is always there."""
+    """A Matrix-Game session; `layouts.own` is always set."""
 
     def restore_values(
         self, retained: ImageStartedScalars, saved: SavedTensors, device: torch.device
@@ -129,26 +125,26 @@ class MatrixGameSession(ImageStartedSession[ActionWindows, World]):
 
 @dataclass(eq=False, kw_only=True)
 class Chunk(StreamingChunk[ActionWindows, World]):
-    """One chunk in flight; `own` is the session's part of it, `text` CLIP's rows where `cross_kv`
-    is not known yet.
+    """One chunk in flight.
 
-    y: [20, F, h, w], None on stages that embed no patches. windows: its action rows, [F, R, K] fp32
-    on the host.
-    actions: those on the device, made before the first forward.
+    `own` is the session's value after the chunk. `text` holds CLIP's hidden states if `cross_kv` is
+    not cached.
     """
 
     y: torch.Tensor | None
+    """Conditioning [20, F, h, w]. None on stages that embed no patches."""
     windows: torch.Tensor
+    """Actions of each latent frame, fp32 [F, R, K] on the host."""
     actions: Any = None
+    """Result of `MatrixGameTransformer.actions` on the device, set before the first pass."""
 
 
 # -- actions ---------------------------------------------------------------------------------------
 
 
 def action_values(rows: ActionFrames, variant: Variant) -> torch.Tensor:
-    """Controls -> the keyboard's values, then the mouse's [pitch, yaw] where the model takes a
-    mouse; fp32.
-    """
+    """Convert controls to keyboard values, followed by the mouse's (pitch, yaw) if the model has a
+    mouse; fp32."""
     space = variant.space
     held = dict(zip(space.button_names, rows.buttons_NB.float().unbind(1), strict=True))
     idle = 1 - rows.buttons_NB.any(1).float()
@@ -167,12 +163,13 @@ def action_values(rows: ActionFrames, variant: Variant) -> torch.Tensor:
 def action_windows(
     rows_PK: torch.Tensor, before: torch.Tensor | None, num_frames: int, span: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (the rows that each latent frame of a chunk sees [F, R, K], those that the next chunk
-    looks back to).
+    """Return the actions that condition each latent frame of a chunk.
 
-    Latent frame k sees video frames 4 k - R .. 4 k - 1: not its own last one. Before the first
-    video frame its row is repeated. before: of the chunk before; None at a session's start. span:
-    R.
+    Latent frame k is conditioned on video frames 4 k - R to 4 k - 1, which excludes its own last
+    one. The actions of the first video frame are repeated before it.
+
+    Returns:
+        Actions [F, R, K], and the actions that the next chunk needs.
     """
     past = rows_PK[:1].expand(span, -1) if before is None else before
     known = torch.cat((past, rows_PK))

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix-Game 2.0's causal diffusion transformer: Wan's, with an action module in some blocks and
-an image as context.
+"""Matrix-Game 2.0's causal diffusion transformer: Wan's transformer with action modules in some
+blocks and image embeddings for cross-attention.
 
-An action module reads the residual stream between cross-attention and the FFN: a mouse branch (each
-token with its frame's mouse rows, then attention over time at its own place) and a keyboard branch
-(attention of every token over time on keys and values made of key states alone). Each has a K/V
-window of the trunk's length. Keyboard K/V depend on the chunk's actions only and are written once a
-chunk (`write_keyboard`). Maths: SkyworkAI/Matrix-Game @ 6146d7a, Matrix-Game-2,
-wan/modules/action_module.py and causal_model.py.
-Held by test_matrix_game_parity.py and test_matrix_game_parallel.py in
-tests/model_executor/models/matrix_game/.
+An action module runs between cross-attention and the FFN. In its mouse branch, each token is
+combined with the mouse values of its frame and attends over time to tokens at the same position. In
+its keyboard branch, every token attends over time to K/V that are computed from key states. Each
+branch has a K/V window with the length of self-attention's. Keyboard K/V depend only on the chunk's
+actions and are written once per chunk (`write_keyboard`).
+
+Maths: SkyworkAI/Matrix-Game @ 6146d7a, Matrix-Game-2, wan/modules/action_module.py and
+causal_model.py.
 """
 
-# B rows (one chunk of one session each), T tokens of a chunk on this rank, F frames, S places
-# (tokens) of a frame, W visible frames, D width, N action heads (of this rank where sharded), H
-# head dim, C = rotated lane pairs, R video frames a latent frame's actions span
+# B batch entries (one chunk of one session each), T tokens of a chunk on this rank, F frames, S
+# tokens of a frame, W visible frames, D width, N action heads (of this rank if sharded), H head
+# dim, C rotated channel pairs, R video frames that condition a latent frame
 
 import math
 from collections.abc import Callable, Sequence
@@ -56,9 +56,9 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 def head_rms_rope(
     x: torch.Tensor, cos_TC: torch.Tensor, sin_TC: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """RMS-normalise each head of [..., T, N, H], without a weight; rotate its first 2C lanes.
+    """RMS-normalise each head of [..., T, N, H] without a weight and rotate its first 2 C channels.
 
-    In the type of `x`.
+    The result has the dtype of `x`.
     """
     heads = x.float()
     heads = heads * torch.rsqrt(heads.square().mean(-1, keepdim=True) + eps)
@@ -71,10 +71,8 @@ def head_rms_rope(
 def attention_over_time(
     q_FSNH: torch.Tensor, k_WSNH: torch.Tensor, v_WSNH: torch.Tensor
 ) -> torch.Tensor:
-    """Attention of each place over its own visible frames.
-
-    A handful of keys each: no kernel for long sequences.
-    """
+    """Attention of each token position over its visible frames. There are only a few keys, so no
+    kernel for long sequences is used."""
     q, k, v = q_FSNH.float().unsqueeze(1), k_WSNH.float(), v_WSNH.float()
     weights_FWSN = ((q * k).sum(-1) / math.sqrt(q.shape[-1])).softmax(dim=1)
     return (weights_FWSN.unsqueeze(-1) * v).sum(1).to(q_FSNH.dtype)
@@ -82,7 +80,7 @@ def attention_over_time(
 
 @dataclass(frozen=True)
 class MatrixGameFusedOps(FusedOps):
-    """Wan's chains and those of the action modules."""
+    """Wan's pointwise ops and those of the action modules."""
 
     head_rms_rope: Callable[..., torch.Tensor] = head_rms_rope
     attention_over_time: Callable[..., torch.Tensor] = attention_over_time
@@ -103,10 +101,8 @@ class ActionItem(ImageItem):
 
 
 class ActionModule(nn.Module):
-    """The two branches.
-
-    Parameters are under the original's names; its norms' weights are not used (`weights`).
-    """
+    """The mouse and keyboard branches. Parameters have the original's names; the weights of its
+    norms are not used."""
 
     def __init__(
         self,
@@ -144,10 +140,11 @@ class ActionModule(nn.Module):
             self.proj_mouse = RowLinear(width, dim, *common, f"{prefix}.proj_mouse", bias=False)
 
     def forward(self, x_BTD: torch.Tensor, items: Sequence[ActionItem], index: int) -> torch.Tensor:
-        """The residual stream with both updates. index: of this module among the stage's."""
+        """Return the residual stream with both updates. `index` is that of the module in its
+        stage."""
         first = self.keyboard_embed[0]
         assert isinstance(first, nn.Linear)
-        dtype = first.weight.dtype  # of the model: it is never quantized
+        dtype = first.weight.dtype  # the dtype of the model, because this layer is never quantized
         if self.config.mouse_dim:
             x_BTD = (x_BTD + self.mouse(x_BTD.to(dtype), items, index)).to(x_BTD.dtype)
         return (x_BTD + self.keyboard(x_BTD.to(dtype), items, index)).to(x_BTD.dtype)
@@ -155,15 +152,16 @@ class ActionModule(nn.Module):
     def keyboard_kv(
         self, keyboard_FRK: torch.Tensor, rotation: Rotation
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Key states of each latent frame's video frames -> its K and V [F, N, H]. rotation:
-        (cos, sin) [F, C].
+        """Return K and V [F, N, H] of each latent frame from the key states of its video frames.
+
+        `rotation` is (cos, sin) [F, C].
         """
         embedded = self.keyboard_embed(keyboard_FRK).flatten(1)
         k, v = self._heads(self.keyboard_attn_kv(embedded), 2, self.config.keyboard_width)
         return self.fused_ops.head_rms_rope(k, *rotation, self.config.eps), v
 
     def mouse(self, x_BTD: torch.Tensor, items: Sequence[ActionItem], index: int) -> torch.Tensor:
-        """The mouse branch's update; writes the rows' K/V."""
+        """Return the update of the mouse branch and write its K/V."""
         mouse = stack([item.mouse for item in items if item.mouse is not None])
         qkv = self.t_qkv(self.mouse_mlp(torch.cat((x_BTD, mouse), dim=-1)))
         q, k, v = self._heads(qkv, 3, self.config.mouse_width)
@@ -187,7 +185,7 @@ class ActionModule(nn.Module):
     def keyboard(
         self, x_BTD: torch.Tensor, items: Sequence[ActionItem], index: int
     ) -> torch.Tensor:
-        """The keyboard branch's update; the rows' K/V have been written."""
+        """Return the update of the keyboard branch. Its K/V are already written."""
         (q,) = self._heads(self.mouse_attn_q(x_BTD), 1, self.config.keyboard_width)
         attended = []
         for item, q_TNH in zip(items, q, strict=True):
@@ -206,9 +204,7 @@ class ActionModule(nn.Module):
 
 
 class ActionBlock(Block):
-    """A block with an action module; `action_index` is its place among this stage's blocks with
-    one.
-    """
+    """A block with an action module. `action_index` is the module's index in its stage."""
 
     fused_ops: MatrixGameFusedOps
     action_index = 0
@@ -241,17 +237,14 @@ class ActionBlock(Block):
 
 
 class MatrixGameTransformer(ImageTransformer[MatrixGameConfig]):
-    """This rank's part of the network.
-
-    Parameters are created empty, in torch's default type and device.
-    """
+    """This rank's part of the network. Parameters are uninitialised and have torch's default dtype
+    and device."""
 
     fused_ops_type = MatrixGameFusedOps
     moving_fields = (*ImageTransformer.moving_fields, "mouse", "action_cos", "action_sin")
     high_precision = ("blocks.*.action_model.mouse_mlp.0", "blocks.*.action_model.keyboard_attn_kv")
-    """The first has an input width that FP8 products do not take, the second runs once a chunk
-    on a few rows.
-    """
+    """Layers that are not quantized: FP8 matrix products do not support the input width of the
+    first, and the second runs once per chunk on few tokens."""
 
     def _add_layers(self) -> None:
         self.parallel.check_divisible(self.config.action_heads, "action_config.heads_num")
@@ -272,7 +265,7 @@ class MatrixGameTransformer(ImageTransformer[MatrixGameConfig]):
             block.action_index = index
 
     def action_blocks(self) -> list[ActionBlock]:
-        """This stage's blocks with an action module."""
+        """Return this stage's blocks with an action module."""
         return [block for block in self._blocks() if isinstance(block, ActionBlock)]
 
     def move_layers(self, move: LayerMove) -> None:
@@ -282,9 +275,7 @@ class MatrixGameTransformer(ImageTransformer[MatrixGameConfig]):
     def actions(
         self, mouse_FRM: torch.Tensor | None, frames: range, buffers: int
     ) -> dict[str, Any]:
-        """The fields of `ActionItem` of a chunk's actions. mouse_FRM: fp32, CPU, None = no
-        mouse. places: S.
-        """
+        """Return fields of `ActionItem` for a chunk's actions."""
         cos, sin = (
             to_device(x.repeat_interleave(buffers, 0), self.device) for x in self._rotation(frames)
         )
@@ -297,10 +288,9 @@ class MatrixGameTransformer(ImageTransformer[MatrixGameConfig]):
     def write_keyboard(
         self, window: ActionWindows, frames: range, keyboard_FRK: torch.Tensor
     ) -> None:
-        """Put a chunk's keyboard K/V into its slots, in every block of this stage; once, before its
-        first forward.
+        """Write a chunk's keyboard K/V in every block of this stage, before its first pass.
 
-        keyboard_FRK: fp32, CPU. Nothing is collective.
+        `keyboard_FRK` is fp32 on the CPU. There are no collectives.
         """
         items = to_device(keyboard_FRK.to(self.dtype), self.device)
         cos, sin = (to_device(x, self.device) for x in self._rotation(frames))
@@ -309,5 +299,5 @@ class MatrixGameTransformer(ImageTransformer[MatrixGameConfig]):
             window["keyboard"].write(block.action_index, frames, k_FNH, v_FNH)
 
     def _rotation(self, frames: range) -> Rotation:
-        """(cos, sin) [F, C] of the action heads, fp32 on the CPU."""
+        """Return (cos, sin) [F, C] of the action heads, fp32 on the CPU."""
         return axis_tables(frames, self.config.action_rope_dim, self.config.action_rope_theta)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `qwen2_5_omni` family: detection, and the token2wav stage (the one on the diffusion worker)
-as vLLM sees it.
+"""The `qwen2_5_omni` family: its description for the command line and the config parser.
 
-With `--config-format omni` a checkpoint directory is its token2wav stage; thinker and talker are
-started from the checkpoint's own config (`stages.py`).
+With `--config-format omni` a checkpoint directory is read as its token2wav stage, which the
+diffusion worker runs. Thinker and talker use the checkpoint's own config (`stages.py`).
 """
 
 import json
@@ -38,7 +37,7 @@ def _hf_config(path: Path) -> dict[str, Any]:
     dit = token2wav["dit_config"]
     return {
         "architectures": ["Qwen2_5OmniToken2WavPipeline"],
-        "dtype": "float32",  # as in the reference: the solver is not run in half precision
+        "dtype": "float32",  # as in the reference, because the solver needs full precision
         "token2wav_config": token2wav,
         "hidden_size": dit["hidden_size"],
         "num_attention_heads": dit["num_attention_heads"],
@@ -49,9 +48,8 @@ def _hf_config(path: Path) -> dict[str, Any]:
 
 
 def _check_options(hf_config: dict[str, Any], omni: OmniConfig) -> None:
-    """`omni.model` belongs to the server (its three engines), or inside the token2wav engine to
-    that alone.
-    """
+    """Check `omni.model`: options of the server with its three engines or, inside the token2wav
+    engine, only of that engine."""
     if set(omni.model) <= {field.name for field in msgspec.structs.fields(Token2WavModelOptions)}:
         parse_options(Token2WavModelOptions, omni.model, "omni.model")
     else:
@@ -78,13 +76,13 @@ async def _start_speech(path: Path, omni: OmniConfig, thinker: "AsyncLLM") -> "S
 
 FAMILY = ModelFamily(
     name="qwen2_5_omni",
-    title="Qwen2.5-Omni: text, pictures and sound in, text and speech out",
+    title="Qwen2.5-Omni: text and speech from text, images and sound",
     architecture="Qwen2_5OmniToken2WavPipeline",
     detect=is_checkpoint,
     hf_config=_hf_config,
     layouts=("original",),
     check_options=_check_options,
-    # Served by the thinker's engine; the endpoint plugin starts the other two beside it.
+    # The thinker's engine serves requests; the endpoint plugin starts the other two engines.
     serve_flags=_serve_flags,
     endpoint_plugins=("vllm_omni_speech",),
     start_speech=_start_speech,

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SpeechComposition`: one request through thinker, talker and token2wav, text and sound streamed
-as they are made.
+"""`SpeechComposition`: one request through thinker, talker and token2wav, with streamed text and
+sound.
 
     thinker --text--------------------------------------------> reader
        \\--states, when the reply is complete--> talker --codes--> token2wav --sound--> reader
 
-Two bounded queues: codes between talker and token2wav, events to the reader. Sound comes in pieces,
-a short one first (`SpeechDefaults.part_codes`), each made with the codes around it as context
-(`pieces`), or as one clip with `chunk_codes=0`: that one equals transformers'. Knows no HTTP. Held
-by tests/engine/test_qwen2_5_omni.py and
-tests/model_executor/models/qwen2_5_omni/test_speech_parts.py.
+There are two bounded queues: codes between talker and token2wav, and events to the reader. Audio is
+streamed in chunks, the first one short (`SpeechDefaults.part_codes`), each computed with the codes
+around it as context (`ready_chunks`). With `chunk_codes=0` it is one clip, equal to transformers'.
 """
 
 import asyncio
@@ -57,15 +55,14 @@ class Timings:
         self.marks_s[name] = time.perf_counter() - self.start_s
 
 
-def components(
+def ready_chunks(
     num_codes: int, finished: bool, emitted: int, how: SpeechDefaults
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Yield `(first, last, left, right)` of audio chunks that can be made now, after the first
+    """Yield `(first, last, left, right)` of audio chunks that can be computed, after the first
     `emitted` codes.
 
-    A chunk is the audio of codes [first, last), with `left` and `right` codes of context around it.
-    Before `finished`, only full chunks with their complete right context are yielded; then
-    everything.
+    A chunk is the audio of codes [first, last), with `left` and `right` codes of context. Until
+    `finished`, only full chunks with complete right context are yielded; then all remaining ones.
     """
     if how.chunk_codes == 0:
         if finished and num_codes:
@@ -215,7 +212,7 @@ class SpeechComposition:
             from vllm.inputs import tokens_input
 
             states: list[HiddenStates | None] = []
-            # Without the last token, whose row nobody reads: the sampled one takes its place.
+            # Without the last token, whose hidden state is not used: the sampled one replaces it.
             prompt = tokens_input(prompt_token_ids=[*prompt_ids, *text_ids[:-1]])
             async for output in self.thinker.generate(prompt, params, f"{request_id}-thinker"):
                 states.append(hidden_states_of(output))
@@ -312,7 +309,7 @@ class SpeechComposition:
             finished = code is None
             if code is not None:
                 collected.append(code)
-            for first, last, left, right in components(len(collected), finished, emitted, how):
+            for first, last, left, right in ready_chunks(len(collected), finished, emitted, how):
                 options: dict[str, Any] = {
                     "voice": how.voice,
                     "left_codes": left,

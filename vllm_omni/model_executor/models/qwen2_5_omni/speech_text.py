@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the thinker's results to the talker's prompt: `TalkerPromptBuilder`.
+"""`TalkerPromptBuilder`: the talker's prompt from the thinker's results.
 
-The recipe is that of transformers' `Qwen2_5OmniForConditionalGeneration.generate`:
+The computation is that of transformers' `Qwen2_5OmniForConditionalGeneration.generate`, with
+"state" for the final hidden state plus the embedding of a token:
 
     prompt position p
-        hidden state + token embedding (zero where the token stands for sound or picture)
+        state of token p, with a zero embedding for placeholders of sound and images
     after the prompt
-        embedding of the voice's opening token + codec PAD;  row of reply token 0 + codec BOS
+        embedding of the voice's first token + codec PAD; state of reply token 0 + codec BOS
     generated code k
-        its codec embedding + row k+1 of: reply rows, then text END, then text PAD for ever
+        its codec embedding + entry k+1 of: states of the reply, text END, then text PAD repeated
 
-where the row of a token is its final hidden state + its embedding. The last reply token (as a rule
-the end of the turn) was never fed back and has no row. Embeddings are read from the checkpoint, row
-by row; no model lives here. Held by tests/engine/test_qwen2_5_omni.py.
+The last reply token, usually the end of the turn, was never an input of the thinker and has no
+state. Embeddings are read from the checkpoint; this module holds no model.
 """
 
 import functools
@@ -37,10 +37,7 @@ from vllm_omni.outputs import RequestFailed
 
 @dataclass(frozen=True)
 class VisualGrids:
-    """Sizes of the images and videos of a prompt, as the processor reports them.
-
-    They determine rotary positions.
-    """
+    """Sizes of the images and videos of a prompt, which determine rotary positions."""
 
     image_grid_thw: torch.Tensor | None = None
     """int64 [N, 3]."""
@@ -182,6 +179,7 @@ class TalkerPromptBuilder:
 
     @functools.cached_property
     def _rope_model(self) -> Any:
-        """transformers' talker without weights, because its position function is a method."""
+        """Return transformers' talker without weights, because its position function is a
+        method."""
         with torch.device("meta"):
             return Qwen2_5OmniTalkerForConditionalGeneration(self.talker)

@@ -46,13 +46,22 @@ _NO_GUIDANCE = 1e-5
 
 @dataclass
 class _Clip:
+    """Working set of a request."""
+
     mel_1TM: torch.Tensor
+    """Mel spectrogram at the current time."""
     conditions_GTD: torch.Tensor
+    """See `FlowSolver.conditions`."""
     num_codes: int
+    """Number of codes, including context."""
     times: torch.Tensor
+    """Time points of the solver."""
     guidance: float
+    """Guidance scale."""
     options: Token2WavRequestOptions
+    """Options of the request."""
     comes_again: bool
+    """See `FlowSolver.interval`."""
 
 
 Request = DiffusionRequest[OneShotSession, _Clip]
@@ -143,7 +152,7 @@ class Token2WavPipeline(StepPipeline):
             times=times.to(device),
             guidance=guidance,
             options=options,
-            # Whole clips, and the last piece of each, are as long as they are.
+            # Whole clips and last chunks have arbitrary lengths.
             comes_again=options.first_code is not None
             and noise_1TM.shape[1] % self.dit_config.block_size == 0,
         )
@@ -196,9 +205,7 @@ class Token2WavPipeline(StepPipeline):
     def denoise_step(
         self, batch: Sequence[Request], hidden: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """One interval of the solver for each request, at its own time; returns the change of
-        mel, [B, T, M].
-        """
+        """Run one interval of the solver for each request; return the change of mel, [B, T, M]."""
         clips: list[_Clip] = [request.work for request in batch]
         mel_BTM = torch.cat([clip.mel_1TM for clip in clips])
         # All conditional halves first, then all others: chunk number h of each request's conditions
@@ -251,7 +258,8 @@ class Token2WavPipeline(StepPipeline):
         request.session.chunk_index += 1
 
     def warmup_inputs(self) -> list[Inputs]:
-        """Pieces as streams have them by default, whose second interval is captured, and a clip."""
+        """Return audio chunks with the default sizes, whose second interval is captured, and a
+        clip."""
         voice = {"voice": next(iter(self.voices))}
         sizes = [size for size in SpeechDefaults().part_sizes if size <= self.max_codes]
         components: list[Inputs] = [

@@ -262,14 +262,12 @@ _LATENTS_STD = (
 )
 
 LaterCondition = Literal["streamed", "second_chunk", "fresh_grey"]
-"""The condition of chunks after the image's, F latent frames each:
+"""Conditioning of chunks after the image's, of F latent frames each:
 
 - `streamed`: the corresponding part of the whole clip's encoding (the original, vLLM-Omni);
-- `second_chunk`: the condition of the second chunk, repeated (SGLang);
-- `last_frame`: streamed for a number of video frames, then the last latent frame repeated (SGLang's
-  lazy encode);
-- `fresh_grey`: 1 + 4 F grey frames encoded as a separate clip, without its first latent (PR 3701's
-  extension).
+- `second_chunk`: the conditioning of the second chunk, repeated (SGLang);
+- `fresh_grey`: 1 + 4 F grey frames encoded as a separate clip, without its first latent (the
+  extension of vLLM-Omni's pull request 3701).
 """
 
 _IMPLEMENTED = {

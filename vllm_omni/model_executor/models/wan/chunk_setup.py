@@ -15,7 +15,6 @@ from vllm_omni.model_executor.models.wan.architecture import ChunkTransformerCon
 from vllm_omni.model_executor.models.wan.checkpoint.layout import WanComponents
 from vllm_omni.model_executor.models.wan.checkpoint.loading import load_component_weights
 from vllm_omni.model_executor.models.wan.images.image_encoder import ImageEncoder
-from vllm_omni.model_executor.models.wan.splits import check_decoder_split
 from vllm_omni.model_executor.models.wan.text_encoder.encoder import (
     AwaitedText,
     TextEncoder,
@@ -57,7 +56,6 @@ class WanChunkSetup(StreamingSetup[Config, Options], Generic[Config, Options]):
         stream: StreamModelSetup[Config, Options],
         omni: OmniConfig,
     ) -> dict[str, Any]:
-        check_decoder_split(stream.options.decoder, omni)
         return {
             "vae_config": VAEConfig.from_dict(checkpoint["vae"]),
             "text_config": checkpoint.get("umt5", {}),

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
+from vllm_omni.model_executor.models.capabilities import Refusal
 from vllm_omni.model_executor.models.wan.architecture import WanConfig
 
 
@@ -59,9 +60,8 @@ def check_parts(
     position.layers(num_layers)
 
 
-def check_decoder_split(decoder: str, omni: OmniConfig) -> None:
-    """Raise ValueError if ranks are configured to share a decoder that cannot be split."""
-    if decoder == "tiny" and omni.vae_parallel:
-        raise ValueError(
-            "omni.vae_parallel splits decoder 'wan' over ranks; decoder 'tiny' is too small to gain"
-        )
+def parallel_decode_refusal(decoder: str) -> Refusal | None:
+    """Return why the ranks of a stage cannot split the decode, None if they can."""
+    if decoder == "tiny":
+        return Refusal("decoder 'tiny' is too small to gain", "set omni.model.decoder to 'wan'")
+    return None

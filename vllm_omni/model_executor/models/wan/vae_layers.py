@@ -1,22 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of diffusers' Wan autoencoders in other forms. Same parameters, names and results.
+"""Layers of diffusers' Wan autoencoders in other forms, with equal parameters, names and results.
 
-*Streamed*: the form in which a stream's later latents go through the decoder. A stream's first
-latent leaves marks of another kind in diffusers' feature cache (None, a text); every later call
-finds a tensor and leaves one of the same shape. Knowing that, a call needs no question that
-`torch.compile` cannot trace: before torch 2.13 diffusers' comparison of a tensor with its text
-splits the decoder into more than a dozen graphs.
+*Streamed* layers process the later latents of a stream. For a stream's first latent, diffusers'
+feature cache holds None or a string; after every later call it holds a tensor of the same shape. A
+streamed layer therefore needs no branch that `torch.compile` cannot trace. Before torch 2.13,
+diffusers' comparison of a tensor with a string splits the decoder into more than a dozen graphs.
 
-*CPU*: the form that a CPU computes fastest. torch's 3-D convolution on a CPU reaches a tenth of the
-speed of its 2-D one, so a causal convolution over three time taps is made as a 2-D one whose input
-channels are the three frames laid side by side. The weights are not copied for that: `weight` keeps
-its shape, and its memory is in the order of the 2-D convolution, which is then a view of it. So
-loading, reloading and conversion of weights reach both. Activations lie channels-last.
-`use_cpu_layers` is called on a network that was built on a CPU; moved to another device later,
-layers fall back to diffusers' own arithmetic.
-
-Tests: tests/model_executor/models/wan/test_vae.py, test_cpu_layers.py.
-"""
+*CPU* layers are faster on CPUs, where torch's 3-D convolution reaches a tenth of the speed of its
+2-D one. A causal convolution over three frames is computed as a 2-D convolution whose input
+channels are the three frames. Its weights are a view of `weight`, whose memory is in the order of
+the 2-D convolution, so that loading and conversion affect both. Activations are channels-last.
+`use_cpu_layers` must be called on a network on a CPU. If the network moves to another device, its
+layers use diffusers' own computation."""
 
 # B streams or clips, C channels, T frames, H rows, W columns, O channels of the result
 
@@ -32,15 +27,11 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import (
 from torch import nn
 from torch.nn import functional
 
-# B streams, C channels, T frames, H rows, W columns
-
 
 def cached_convolution(
     convolution: WanCausalConv3d, x_BCTHW: torch.Tensor, feat_cache: list[Any], feat_idx: list[int]
 ) -> torch.Tensor:
-    """Convolve frames behind those of the cache, and keep the newest of both (as many as there
-    were) for the next.
-    """
+    """Convolve the cached frames followed by `x`, and cache the newest frames for the next call."""
     index = feat_idx[0]
     past = feat_cache[index]
     feat_cache[index] = torch.cat((past, x_BCTHW), dim=2)[:, :, -past.shape[2] :].clone()
@@ -49,14 +40,12 @@ def cached_convolution(
 
 
 class StreamedUpsample(WanResample):
-    """Upsampling of streams in space, and in time if the mode says so.
+    """Upsampling of streams in space and, depending on the mode, in time. It uses the layers of
+    `whole`.
 
-    Takes over the layers of `whole`.
-
-    Its result lies channels-last, also in a dimension of one frame, if convolutions give that (on
-    CUDA). Of diffusers' own, torch would conclude otherwise and turn round all that the next
-    convolution remembers.
-    """
+    If convolutions return channels-last (on CUDA), its result is channels-last too, also for a
+    single frame. With diffusers' result, torch would assume another layout and transpose the
+    features of the next convolution."""
 
     def __init__(self, whole: WanResample) -> None:
         nn.Module.__init__(self)
@@ -71,9 +60,8 @@ class StreamedUpsample(WanResample):
         feat_cache: list[Any] | None = None,
         feat_idx: list[int] | None = None,
     ) -> torch.Tensor:
-        """[B, C, T, H, W] -> [B, C / 2, T or 2 T, 2 H, 2 W]; a stream's first latent is not
-        upsampled in time.
-        """
+        """Upsample [B, C, T, H, W] to [B, C / 2, T or 2 T, 2 H, 2 W]. The first latent of a stream
+        is not upsampled in time."""
         frames = x_BCTHW.transpose(1, 2).flatten(0, 1)
         if self.mode == "upsample3d":
             if (
@@ -88,8 +76,7 @@ class StreamedUpsample(WanResample):
             frames = pairs_B2CTHW.permute(0, 3, 1, 2, 4, 5).flatten(0, 2)
         out = self.resample(frames)
         streams = len(x_BCTHW)
-        # Not `unflatten` for one stream: of one frame it leaves strides that torch no longer takes
-        # for channels-last.
+        # Not `unflatten` for one stream: its strides for one frame are not those of channels-last.
         return (out.unsqueeze(0) if streams == 1 else out.unflatten(0, (streams, -1))).transpose(
             1, 2
         )
@@ -109,9 +96,7 @@ def _streamed(layer: nn.Module) -> nn.Module | None:
 def replace_layers(
     network: nn.Module, replacement: Callable[[nn.Module], nn.Module | None]
 ) -> None:
-    """Put `replacement(layer)` in the place of each layer, throughout `network`; None = it
-    stays.
-    """
+    """Replace each layer of `network` by `replacement(layer)`, unless that is None."""
     for parent in list(network.modules()):
         for name, layer in list(parent.named_children()):
             other = replacement(layer)
@@ -120,7 +105,7 @@ def replace_layers(
 
 
 class FoldedCausalConv3d(WanCausalConv3d):
-    """A causal convolution as a 2-D one over the time taps. Takes over the layer `whole`."""
+    """A causal convolution computed as a 2-D convolution. It has the parameters of `whole`."""
 
     def __init__(self, whole: WanCausalConv3d) -> None:
         nn.Module.__init__(self)
@@ -132,9 +117,8 @@ class FoldedCausalConv3d(WanCausalConv3d):
 
     @property
     def weight_2d(self) -> torch.Tensor:
-        """[O, taps C, kH, kW]: a view of `weight`, unless somebody has put a tensor of other
-        strides in its place.
-        """
+        """Return [O, taps C, kH, kW], a view of `weight` unless it was replaced by a tensor with
+        other strides."""
         return folded(self.weight)
 
     def forward(self, x_BCTHW: torch.Tensor, cache_x: torch.Tensor | None = None) -> torch.Tensor:
@@ -155,17 +139,14 @@ class FoldedCausalConv3d(WanCausalConv3d):
         out = functional.conv2d(
             frames.flatten(0, 1), self.weight_2d, self.bias, self.stride[1:], self.padding_HW
         )
-        # Not `unflatten` for one clip: of one frame it leaves strides that torch no longer takes
-        # for channels-last.
+        # Not `unflatten` for one clip: its strides for one frame are not those of channels-last.
         clips = out.unsqueeze(0) if len(frames) == 1 else out.unflatten(0, frames.shape[:2])
         return clips.transpose(1, 2)
 
 
 class CPURMSNorm(WanRMS_norm):
-    """Normalisation over channels in few passes.
-
-    Takes over the layer `whole`; below fp32 it is diffusers' own.
-    """
+    """Normalisation over channels with few passes over memory, in fp32. It has the parameters of
+    `whole`; other dtypes use diffusers' computation."""
 
     def __init__(self, whole: WanRMS_norm) -> None:
         nn.Module.__init__(self)
@@ -177,7 +158,7 @@ class CPURMSNorm(WanRMS_norm):
             return super().forward(x)
         channels = x.shape[1]
         x_C = x.movedim(1, -1)
-        # A product with a vector: torch's own sum over so few channels takes longer.
+        # A matrix-vector product, because torch's sum over few channels is slower.
         squares = torch.mv(
             x_C.square().reshape(-1, channels), x.new_full((channels,), 1 / channels)
         )
@@ -186,22 +167,22 @@ class CPURMSNorm(WanRMS_norm):
 
 
 _TINY = 1e-30
-"""Keeps the norm of nothing at nothing."""
+"""Avoids a division by zero; the normalised value of zeros is zero."""
 
 
 def use_cpu_layers(network: Any) -> None:
-    """Replace, in place, layers that a CPU computes slowly, in a Wan encoder, decoder or
-    autoencoder on a CPU.
+    """Replace, in place, layers that are slow on a CPU.
 
-    network: a module; layers on other devices stay as they are. Parameters keep their names, values
-    and identity.
+    Args:
+        network: A Wan encoder, decoder or autoencoder. Not changed if it is on another device.
+            Parameters keep their names, values and identity.
     """
     if any(parameter.device.type != "cpu" for parameter in network.parameters()):
         return
     replace_layers(network, _cpu_layer)
     for layer in network.modules():
         if isinstance(layer, nn.SiLU):
-            layer.inplace = True  # always behind a norm, whose result nobody else reads
+            layer.inplace = True  # it follows a norm, whose result has no other reader
         elif isinstance(layer, nn.Conv2d):
             layer.weight.data = layer.weight.data.contiguous(memory_format=torch.channels_last)
 
@@ -213,12 +194,11 @@ def _cpu_layer(layer: nn.Module) -> nn.Module | None:
 
 
 def fold_memory(weight_OCTHW: torch.Tensor) -> torch.Tensor:
-    """The same tensor with its memory in the order O, H, W, T, C: channels-last for the 2-D
-    convolution.
-    """
+    """Return the tensor with memory in the order O, H, W, T, C, which is channels-last for the 2-D
+    convolution."""
     return weight_OCTHW.permute(0, 3, 4, 2, 1).contiguous().permute(0, 4, 3, 1, 2)
 
 
 def folded(weight_OCTHW: torch.Tensor) -> torch.Tensor:
-    """[O, T C, H, W]: a view of a weight with `fold_memory`, a copy of others."""
+    """Return [O, T C, H, W], a view of a weight with `fold_memory`, else a copy."""
     return weight_OCTHW.transpose(1, 2).flatten(1, 2)

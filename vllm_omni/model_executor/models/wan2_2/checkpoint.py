@@ -26,12 +26,14 @@ _VAE_DEFAULTS = {"z_dim": 16, "scale_factor_spatial": 8, "scale_factor_temporal"
 
 @dataclass(frozen=True)
 class Wan22Layout(WanComponents):
-    """`transformer_2`: the second expert's folder, None = one transformer."""
+    """Components of a checkpoint with one or two transformers."""
 
     download_name: ClassVar[str] = "wan2_2"
 
     transformer_2: Path | None
+    """Folder of the second expert. None: one transformer."""
     index: dict[str, Any]
+    """Content of `model_index.json`."""
 
     def transformers(self) -> dict[str, Path]:
         """The folders of the transformers (one or two), by name."""
@@ -133,8 +135,8 @@ def hf_config(path: Path) -> dict[str, Any]:
     """Return the fields of vLLM's config object for this checkpoint, JSON types only; needs no
     weights.
 
-    Besides the keys vLLM reads: `wan2_2` with `transformer`, `vae`, `umt5` and `scheduler` (their
-    configs) and `info` (the fields of `Wan22Checkpoint`). Raises ValueError.
+    In addition to the keys that vLLM reads, `wan2_2` holds the configs of `transformer`, `vae`,
+    `umt5` and `scheduler`, and the fields of `Wan22Checkpoint`. Raises ValueError.
     """
     layout = find_layout(path)
     transformer, info = layout.transformer_config(), layout.info()

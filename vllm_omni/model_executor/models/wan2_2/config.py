@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Wan 2.2 (or 2.1) checkpoint: its network, its conditions, and how it is served.
+"""Configuration of a Wan 2.2 or 2.1 checkpoint.
 
-`Wan22Config` is the network, `Wan22Checkpoint` adds the fields of `model_index.json`,
-`Wan22Options` are a deployment's under `additional_config["omni"]["model"]`, `Wan22RequestOptions`
-a request's under `options`.
-Held by tests/model_executor/models/wan2_2/test_wan22_pipeline.py.
+`Wan22Config` is the architecture, and `Wan22Checkpoint` adds the fields of `model_index.json`.
+`Wan22Options` are the options of a server (`omni.model`), `Wan22RequestOptions` those of a request.
 """
 
 from collections.abc import Mapping
@@ -176,26 +174,25 @@ class Wan22Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class Wan22Options(ModelOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`ModelOptions`, and Wan 2.2's own.
-
-    defaults: num_inference_steps, guidance_scale, guidance_scale_2 (below the boundary),
-    num_frames, fps, negative_prompt and flow_shift of requests that name none.
-    max_num_frames: the longest video of a request. max_num_inference_steps: the most steps of a
-    request.
-    text_encoder_device: None = beside the transformer; `cpu` saves device memory (10.6 GiB for
-    umt5-xxl).
-    vae_tiling: decode in overlapping tiles, and one picture at a time, for less memory (not exact).
-    cfg_parallel: use two of the tensor-parallel ranks for the two branches of classifier-free
-    guidance instead: each runs one, with all weights.
-    """
+    """`ModelOptions`, and Wan 2.2's own."""
 
     defaults: Wan22Defaults = Wan22Defaults()
+    """Defaults of requests: `num_inference_steps`, `guidance_scale`, `guidance_scale_2` (below the
+    boundary), `num_frames`, `fps`, `negative_prompt` and `flow_shift`."""
     max_num_inference_steps: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 200
+    """Maximum number of denoise steps of a request."""
     max_num_frames: Count = 121
+    """Maximum number of frames of a video."""
     text_encoder_device: Literal["cpu"] | None = None
+    """Device of the text encoder. `cpu` saves device memory (10.6 GiB for umt5-xxl). Default: that
+    of the transformer."""
     vae_dtype: Literal["fp32", "bf16"] | None = "fp32"
+    """Type of the VAE's weights and activations. None: that of the transformer."""
     vae_tiling: bool = False
+    """Decode in overlapping tiles and one latent frame at a time. Needs less memory; not exact."""
     cfg_parallel: bool = False
+    """Use the two tensor-parallel ranks for the two branches of classifier-free guidance. Each rank
+    has all weights and runs one branch."""
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> "Wan22Options":
@@ -215,13 +212,13 @@ class Wan22Options(ModelOptions, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class Wan22RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`DiffusionParams.options`.
-
-    guidance_scale_2: guidance below the boundary; None = the request's `guidance_scale` if it names
-    one that is not the default, else the deployment's. flow_shift: of the noise schedule.
-    step_cache: leave out steps whose prediction changes little (`step_cache.py`).
-    """
+    """`DiffusionParams.options`."""
 
     guidance_scale_2: Guidance | None = None
+    """Guidance scale below the boundary. Default: the request's `guidance_scale` if it differs from
+    the default, else the server's."""
     flow_shift: Shift | None = None
+    """Shift of the noise schedule. Default: the server's."""
     step_cache: StepCache | None = None
+    """Threshold for skipping steps with a small change of the prediction (`step_cache.py`).
+    Default: every step is computed."""

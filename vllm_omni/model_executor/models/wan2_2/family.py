@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `wan2_2` family's entry for the command line, the config parser and the doors."""
+"""The `wan2_2` family, described for the command line, config parser and endpoints."""
 
 from typing import Any
 
 from vllm_omni.config import OmniConfig
-from vllm_omni.model_executor.models.capabilities import Capabilities, Task
+from vllm_omni.model_executor.models.capabilities import (
+    SESSIONS_END_WITH_REQUEST,
+    Capabilities,
+    Refusals,
+    Task,
+)
 from vllm_omni.model_executor.models.registry import ModelFamily
 from vllm_omni.model_executor.models.wan.splits import check_split
 from vllm_omni.model_executor.models.wan2_2.checkpoint import hf_config, is_checkpoint
@@ -28,14 +33,10 @@ _TASKS: dict[Kind, tuple[Task, ...]] = {
 def _check_options(config: dict[str, Any], omni: OmniConfig) -> None:
     Wan22Options.parse(omni.model)
     Wan22Checkpoint(**config["wan2_2"]["facts"]).latent_size(omni.height, omni.width)
-    omni.refuse_degradations("Wan 2.2")
-    omni.refuse_checkpoints("Wan 2.2")
 
 
 def _check_parallel(config: dict[str, Any], omni: OmniConfig, ranks: int, stages: int) -> None:
     options = Wan22Options.parse(omni.model)
-    omni.refuse_chunks_in_flight("Wan 2.2")
-    omni.refuse_vae_parallel("Wan 2.2")
     if options.cfg_parallel:
         check_guidance_ranks(ranks)
         ranks = 1
@@ -71,6 +72,9 @@ FAMILY = ModelFamily(
     hf_config=hf_config,
     layouts=("t2v", "i2v", "ti2v"),
     check_options=_check_options,
+    refusals=lambda hf_config, omni, stages: Refusals(
+        vae_stage=None, periodic_snapshots=SESSIONS_END_WITH_REQUEST
+    ),
     check_parallel=_check_parallel,
     capabilities=_capabilities,
     takes_adapters=True,

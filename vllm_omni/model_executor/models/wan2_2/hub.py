@@ -28,10 +28,10 @@ PIECES = (
 
 
 def check_complete(path: Path) -> None:
-    """Raise ValueError unless every piece is there and the transformers' tensors have the right
+    """Raise ValueError unless all components exist and the transformers' tensors have the right
     names and shapes.
 
-    Only file names and headers are read. The other components' tensors are checked when they are
+    Only file names and headers are read. Tensors of other components are checked when they are
     loaded.
     """
     from vllm_omni.model_executor.checkpoint.loading import check_shapes, rename

@@ -1,27 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wan 2.2 (and 2.1 text-to-video) served one denoise step per engine step.
+"""The Wan 2.2 pipeline (also Wan 2.1 text-to-video): one denoise step per engine step.
 
     x = noise(seed)                                            prepare_encode
     for t in UniPC timesteps:
         net = transformer if t >= boundary else transformer_2
-        v
-            = net([x, x], t, [prompt, negative prompt])        denoise_step: both branches are
-            rows of one forward
-        v   = v_neg + guidance (v - v_neg)
-        x   = UniPC step(v, t, x)                              step_scheduler
+        v, v_neg = net([x, x], t, [prompt, negative prompt])   denoise_step, one forward pass
+        v = v_neg + guidance (v - v_neg)
+        x = UniPC step(v, t, x)                                step_scheduler
     frames = vae.decode(x)                                     post_decode
-                                                               commit: a one-shot session keeps
-                                                               nothing
 
-A start picture enters in one of two ways. `i2v`: the VAE's latents of [picture, grey, grey, ...]
-and a mask stand beside x as further input channels. `ti2v`: the picture's latents replace x in the
-first latent frame, whose tokens are fed timestep 0.
+A start image is used in one of two ways. `i2v`: the latents of [image, grey, grey, ...] and a mask
+are further input channels. `ti2v`: the latents of the image replace the first latent frame of x,
+and its tokens are at timestep 0.
 
-Requests at different steps share a forward if size and expert are the same (`batch_key`). Noise is
-diffusers' own draw on the CPU, so the same seed gives the same video there.
+Requests at different steps share a forward pass if size and expert are equal (`batch_key`). Noise
+is sampled on the CPU as in diffusers, so that the same seed gives the same video.
 
-`Wan22` is the algorithm and needs no engine; vLLM loads `Wan22Pipeline`, which owns one.
-Held by tests/model_executor/models/wan2_2/test_wan22_parity.py and test_wan22_pipeline.py.
+`Wan22` is the model and does not depend on the engine; vLLM loads `Wan22Pipeline`, which owns it.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -69,30 +64,43 @@ from vllm_omni.outputs import RequestFailed
 
 EXPERTS = ("transformer", "transformer_2")
 _WARM_UP_STEPS = 2
-"""Enough to run both experts: the second timestep is below every published boundary."""
+"""Denoise steps of warm-up. Two run both experts, because the second timestep is below every
+published boundary."""
 _SCHEDULER_COPIES = 4
-"""Latent-sized tensors UniPC of order 2 holds besides the latents: two outputs, the last sample,
-the current output.
-"""
+"""Latent-sized tensors of UniPC of order 2 in addition to the latents: two outputs, the last sample
+and the current output."""
 
 
 @dataclass(frozen=True)
 class Wan22Setup:
-    """Everything a `Wan22` is built from, resolved and checked. dtype: the transformers'."""
+    """Arguments of `Wan22`, resolved and checked."""
 
     config: Wan22Config
+    """Architecture of each transformer."""
     checkpoint: Wan22Checkpoint
+    """Conditioning, experts and VAE sizes."""
     vae: Mapping[str, Any]
+    """Arguments of diffusers' `AutoencoderKLWan`."""
     text_config: Mapping[str, Any]
+    """`UMT5Config` values."""
     scheduler: Mapping[str, Any]
+    """`scheduler_config.json`."""
     tokenizer: Path | None
+    """Folder of the tokenizer. None: missing."""
     options: Wan22Options
+    """Options of the model."""
     omni: OmniConfig
+    """Options of the server."""
     parallel: ParallelContext
+    """Position of the rank."""
     dtype: torch.dtype
+    """Type of the transformers."""
     compiled: bool
+    """Whether pointwise ops are compiled."""
     guidance: "GuidanceRanks | None" = None
+    """This rank's branch of guidance. None: the rank runs both."""
     quantization: QuantizationConfig | None = None
+    """Quantization of the transformers' weights."""
 
     @classmethod
     def of_checkpoint(
@@ -105,11 +113,15 @@ class Wan22Setup:
         eager: bool = True,
         quantization: QuantizationConfig | None = None,
     ) -> "Wan22Setup":
-        """Read a checkpoint's `hf_config(...)["wan2_2"]`; `parallel` None = vLLM's groups.
+        """Resolve the options for a checkpoint.
 
-        Raises ValueError.
+        Args:
+            checkpoint: `hf_config(...)["wan2_2"]`.
+            parallel: Position of the rank. None: from vLLM's groups.
+            eager: Whether the engine runs with `--enforce-eager`.
 
-        eager: the engine was told not to compile anything.
+        Raises:
+            ValueError: An option is invalid.
         """
         options = Wan22Options.parse(omni.model)
         parallel = parallel or ParallelContext.from_vllm(
@@ -140,34 +152,37 @@ class Wan22Setup:
 
 @dataclass(eq=False)
 class Video:
-    """A request's working set on this rank.
-
-    latents: fp32 [z_dim, F, h, w]. condition: `i2v` [mask and latents, F, h, w], `ti2v` [z_dim, 1,
-    h, w] or None.
-    texts: encoded prompt and, if guided, negative prompt. cross_kv: theirs, for the expert
-    `expert`.
-    scheduler: this request's own; stepped on the last stage only. timesteps: inputs of the network,
-    step by step.
-    computed: of each step, whether it needs the network; otherwise it takes `flow` of the last one
-    that did.
-    """
+    """A request's working set on this rank."""
 
     request: VideoRequest
+    """The checked request."""
     latents: torch.Tensor
+    """fp32 [z_dim, F, h, w]."""
     condition: torch.Tensor | None
+    """`i2v`: mask and latents [factor + z_dim, F, h, w]. `ti2v`: latents [z_dim, 1, h, w]. None: no
+    start image."""
     texts: tuple[tuple[str, torch.Tensor], ...]
+    """The prompt and, with guidance, the negative prompt, each with its embeddings."""
     scheduler: Any
+    """The request's own scheduler, stepped on the last stage only."""
     timesteps: tuple[float, ...]
+    """Timestep of each denoise step."""
     rope: tuple[torch.Tensor, torch.Tensor]
+    """Rotary tables (cos, sin)."""
     clean_frames: int
+    """Leading latent frames at timestep 0."""
     expert: str = ""
+    """Expert of `cross_kv`."""
     cross_kv: list[torch.Tensor] = field(default_factory=list)
+    """K/V of `texts` for one expert."""
     computed: tuple[bool, ...] = ()
+    """Whether each step runs the network. A skipped step uses `flow`."""
     flow: torch.Tensor | None = None
+    """Prediction of the last computed step."""
 
     @classmethod
     def to_decode(cls, request: VideoRequest) -> "Video":
-        """A video on the VAE stage: its latents come when other ranks have made them."""
+        """Return the working set on the VAE stage, before the latents arrive."""
         nothing = torch.empty(request.latent_shape, device="meta")
         return cls(request, nothing, None, (), None, (), (nothing, nothing), 0)
 
@@ -211,7 +226,7 @@ class Wan22(nn.Module):
         self.guidance = setup.guidance
         self.decodes = parallel.decodes and (self.guidance is None or self.guidance.branch == 0)
         self.vae: VideoVAE | None = None
-        # a picture, on every rank with layers
+        # an image, on every rank with layers
         encodes = self.checkpoint.kind != "t2v" and not parallel.is_vae_stage
         if self.decodes or encodes:
             vae_dtype = self.options.vae_torch_dtype(setup.dtype)
@@ -223,7 +238,7 @@ class Wan22(nn.Module):
         }
 
     def load_checkpoint(self, layout: Wan22Layout) -> None:
-        """Fill every parameter this rank has, strictly. Raises ValueError."""
+        """Load all parameters of this rank strictly. Raises ValueError."""
         load_pipeline_weights(
             layout, self.config, dict(self.experts.items()), self.vae, self.text_encoder
         )
@@ -245,9 +260,8 @@ class Wan22(nn.Module):
     # -- sessions ----------------------------------------------------------------------------------
 
     def session_nbytes(self, params: DiffusionParams) -> int:
-        """The working set: latents and the scheduler's past, the condition, two prompts' K/V of
-        one expert.
-        """
+        """Return the bytes of latents, scheduler, conditioning, and K/V of two prompts for one
+        expert."""
         request = self._read(params)
         latents = 4 * torch.Size(request.latent_shape).numel()
         retained = request.step_cache is not None
@@ -275,7 +289,7 @@ class Wan22(nn.Module):
         image = read_image(request.tensors, wanted, self.checkpoint)
         if self.text_encoder is None:
             request.state = Video.to_decode(wanted)
-            request.num_steps = 1  # the ranks with layers know
+            request.num_steps = 1  # not used on a VAE stage
             return
         generator = torch.Generator().manual_seed(wanted.seed)
         noise = torch.randn((1, *wanted.latent_shape), generator=generator, dtype=torch.float32)[0]
@@ -405,10 +419,11 @@ class Wan22(nn.Module):
         request.session.chunk_index += 1
 
     def warmup_inputs(self) -> list[Inputs]:
-        """A video of the largest size for each way through the network; with two steps, so that
+        """Return a video of the largest size for each form of the network, with two steps so that
         both experts run.
 
-        TI2V has two: a start picture gives its tokens a time of their own, which is compiled apart.
+        TI2V has two forms: tokens of a start image have a separate timestep, which is compiled
+        separately.
         """
         params = DiffusionParams(
             session_id="warm-up",
@@ -435,13 +450,13 @@ class Wan22(nn.Module):
         )
 
     def _expert_at(self, video: Video, step: int) -> str:
-        """The expert of a step: the second one strictly below the boundary."""
+        """Return the expert of a step; the second one runs strictly below the boundary."""
         ratio = self.checkpoint.boundary_ratio
         below = ratio is not None and video.timesteps[step] < ratio * NUM_TRAIN_TIMESTEPS
         return EXPERTS[below]
 
     def _computed_steps(self, video: Video) -> tuple[bool, ...]:
-        """All steps, or those that a step cache leaves. The first of an expert is one."""
+        """Return whether each step is computed. The first step of an expert always is."""
         threshold, steps = video.request.step_cache, range(len(video.timesteps))
         if threshold is None:
             return (True,) * len(steps)
@@ -457,9 +472,8 @@ class Wan22(nn.Module):
         return video.flow
 
     def _switch_expert(self, video: Video, name: str) -> None:
-        """Make the prompts' K/V of the expert that serves this step (collective under tensor
-        parallelism).
-        """
+        """Compute the prompts' K/V for the expert of this step. Collective under tensor
+        parallelism."""
         if video.expert != name:
             own = (
                 range(len(video.texts))
@@ -472,9 +486,8 @@ class Wan22(nn.Module):
             video.expert = name
 
     def _inputs(self, video: Video) -> torch.Tensor:
-        """The network's input of the latents: alone, beside the condition, or with the picture
-        in front.
-        """
+        """Return the input of the network: latents alone, with the conditioning as further
+        channels, or with the image as first latent frame."""
         if video.condition is None:
             return video.latents
         if video.clean_frames:
@@ -486,9 +499,8 @@ class Wan22(nn.Module):
         return torch.cat((video.condition, video.latents[:, video.clean_frames :]), dim=1)
 
     def _condition(self, image_HWC: torch.Tensor, wanted: VideoRequest) -> torch.Tensor:
-        """Return the picture's latents [z_dim, 1, h, w], or with their mask all frames' [factor
-        + z_dim, F, h, w].
-        """
+        """Return the latents of the image [z_dim, 1, h, w], or the mask and latents of all frames
+        [factor + z_dim, F, h, w]."""
         assert self.vae is not None
         # diffusers scales to [0, 1] first, then to [-1, 1]; the same order gives the same bits
         pixels = 2.0 * (image_HWC.to(self.device).float() / 255.0) - 1.0
@@ -503,7 +515,7 @@ class Wan22(nn.Module):
 
 
 class Wan22Pipeline(CheckpointPipeline[Wan22Layout]):
-    """Owns a `Wan22`, which vLLM\'s model loader builds and fills through it."""
+    """Owns a `Wan22`. vLLM's model loader builds it and loads its weights."""
 
     def find_layout(self, path: Path) -> Wan22Layout:
         return find_layout(path)

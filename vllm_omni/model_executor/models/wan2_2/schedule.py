@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request's noise schedule and solver: diffusers' own scheduler, made from the checkpoint's
-config.
-"""
+"""The noise schedule and solver of one request: diffusers' scheduler with the checkpoint's
+config."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -78,21 +78,19 @@ class VideoItem:
 
 @dataclass(frozen=True)
 class Times:
-    """The embedding of a forward's timesteps: of each row, and of timestep 0 for the tokens marked
-    clean.
-
-    row_BKD, clean_KD: K vectors each (1 for the head, 6 for a block), fp32. clean_BT1: bool; None =
-    no token is clean.
-    """
+    """Embeddings of a forward pass's timesteps, with K vectors each: 1 for the head, 6 for a
+    block."""
 
     row_BKD: torch.Tensor
+    """Of each batch entry, fp32."""
     clean_KD: torch.Tensor | None = None
+    """Of timestep 0, fp32. None: no token is clean."""
     clean_BT1: torch.Tensor | None = None
+    """Whether each token is clean. None: no token is clean."""
 
     def plus(self, table_1KD: torch.Tensor) -> list[torch.Tensor]:
-        """Return table + time for each of the table's K rows, broadcastable to [B, T, D]; K or 1
-        vectors in `self`.
-        """
+        """Return table + time for each of the table's K vectors, broadcastable to [B, T, D]. `self`
+        has K vectors or one."""
         table = table_1KD.float()
         items = (table + self.row_BKD).unsqueeze(2).unbind(1)
         if self.clean_BT1 is None or self.clean_KD is None:
@@ -175,9 +173,8 @@ class Wan22Transformer(WanTransformer[Wan22Config]):
         return unpatchify(self.parallel.gather_tokens(self.head(x, head_times), num_tokens), size)
 
     def modulation_of(self, timesteps: Sequence[float]) -> torch.Tensor:
-        """Return the blocks' modulation at each timestep, fp32 [S, 6 D]: as a whole it says how
-        far steps are apart.
-        """
+        """Return the blocks' modulation at each timestep, fp32 [S, 6 D]. The step cache compares
+        them."""
         layers = self.time_embedding, self.time_projection
         return embed_time(timesteps, self.config.freq_dim, *layers, self.device)[1].flatten(1)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waypoint's autoencoders behind one interface (`Codec`): 1.5's TAEHV for streams, and Waypoint-1's
-for single images.
+"""Waypoint's autoencoders with a common interface (`Codec`): TAEHV for streams in 1.5, and an
+autoencoder of single images in Waypoint-1.
 
-Latents are not normalised. Waypoint-1's is a residual network with weight-normalised convolutions.
-It works on 512x512 pixels, whatever the frame's size.
+Latents are not normalised. Waypoint-1's autoencoder is a residual network with weight-normalised
+convolutions. It always computes 512x512 pixels.
 """
 
 # T frames, C channels, H, W pixels
@@ -32,16 +32,21 @@ class Codec(nn.Module):
     """Shapes of that memory. None: the decoder has none."""
 
     def encode_image(self, image_HWC: torch.Tensor) -> torch.Tensor:
-        """uint8 of any size, on the codec's device -> its latent, fp32 [C, h, w], at a stream's
-        start.
-        """
+        """Encode a start image, uint8 of any size on the codec's device, as fp32 [C, h, w]."""
         raise NotImplementedError
 
     def decode_latent(
         self, latent_CThw: torch.Tensor, size: tuple[int, int], memory: VAECache | None
     ) -> tuple[torch.Tensor, VAECache | None]:
-        """The latent of one frame, T = 1 -> (uint8 [frames, *size, 3], the next memory). memory:
-        None = a start.
+        """Decode one latent frame.
+
+        Args:
+            latent_CThw: Latents, T = 1.
+            size: Height and width of the frames.
+            memory: Cache after the previous frame. None: a stream starts.
+
+        Returns:
+            uint8 [frames, *size, 3] and the next cache.
         """
         raise NotImplementedError
 
@@ -53,7 +58,7 @@ class Codec(nn.Module):
         *,
         tiny: bool = False,
     ) -> tuple[torch.Tensor, VAECache | None]:
-        """`decode_latent`, of the only decoder that there is."""
+        """Return `decode_latent`; there is no tiny decoder."""
         assert not tiny
         return self.decode_latent(latents_CFhw, size, before)
 
@@ -77,9 +82,12 @@ class Codec(nn.Module):
 
 
 class StreamingTAEHV(TAEHV, Codec):
-    """`taehv1_5`. size: height and width of its frames, in pixels.
+    """`taehv1_5`.
 
-    The other arguments are `TAEHV`'s.
+    Args:
+        size: Height and width of the autoencoder's frames in pixels.
+
+    The other arguments are those of `TAEHV`.
     """
 
     def __init__(
@@ -142,7 +150,7 @@ def _projection(inputs: int, outputs: int, kernel: int, *, bias: bool = True) ->
 
 
 class ResBlock(nn.Sequential):
-    """x plus three convolutions of it, the middle one in groups of 16 channels."""
+    """A residual block of three convolutions, the middle one in groups of 16 channels."""
 
     def __init__(self, channels: int) -> None:
         wide = 2 * channels
@@ -161,11 +169,15 @@ def _residual(channels: int, count: int) -> nn.Module:
 
 
 class ImageStages(nn.Module):
-    """Stages from each of `widths` to the next, of two summands: a chain, and a convolution of
-    which `fold` makes pixels of channels or the reverse. Names are the file's.
+    """Stages from each of `widths` to the next, with the names of the file.
 
-    blocks: residual blocks of each stage. stage: (width, next width, blocks) -> the chain's layers.
-    folded: channels before `fold` for one behind it.
+    The result of a stage is the sum of its layers and of a shortcut: a convolution and `fold`,
+    which moves pixels to channels or back.
+
+    Args:
+        blocks: Residual blocks of each stage.
+        stage: (width, next width, blocks) -> layers of a stage.
+        folded: Channels before `fold` per channel after it.
     """
 
     def __init__(
@@ -193,7 +205,7 @@ class ImageStages(nn.Module):
 
 
 class ImageEncoder(ImageStages):
-    """Images -> latents, mean only. Arguments are the keys of its released YAML file."""
+    """Encoder of images; returns the mean. Arguments are the keys of its released YAML file."""
 
     def __init__(
         self,
@@ -224,7 +236,7 @@ class ImageEncoder(ImageStages):
         self.channels, self.groups = channels, widths[-1] // latent_channels
 
     def forward(self, images_THWC: torch.Tensor) -> torch.Tensor:
-        """uint8 [T, H, W, 3] of any size -> [T, C, 32, 32], in the type of the weights."""
+        """Encode uint8 [T, H, W, 3] of any size as [T, C, 32, 32] in the dtype of the weights."""
         x = images_THWC.permute(0, 3, 1, 2).to(next(self.parameters()).dtype) / 127.5 - 1
         x = functional.pad(x, (0, 0, 0, 0, 0, self.channels - x.shape[1]))
         x = self.through_stages(
@@ -237,7 +249,7 @@ class ImageEncoder(ImageStages):
 
 
 class ImageDecoder(ImageStages):
-    """Latents -> images. Arguments are the keys of its released YAML file."""
+    """Decoder of images. Arguments are the keys of its released YAML file."""
 
     def __init__(
         self,
@@ -276,7 +288,7 @@ class ImageDecoder(ImageStages):
 
 
 def image_to_uint8(images_TCHW: torch.Tensor) -> torch.Tensor:
-    """The decoder's images -> uint8 [T, H, W, 3]."""
+    """Convert the decoder's images to uint8 [T, H, W, 3]."""
     return (
         ((images_TCHW[:, :3] / 2 + 0.5).clamp(0, 1) * 255)
         .round()
@@ -286,8 +298,12 @@ def image_to_uint8(images_TCHW: torch.Tensor) -> torch.Tensor:
 
 
 class ImageCodec(Codec):
-    """Both halves. encoder, decoder: arguments of `ImageEncoder` and `ImageDecoder` that are not
-    the released ones.
+    """Encoder and decoder of images.
+
+    Args:
+        encoder: Arguments of `ImageEncoder` that differ from the released ones.
+        decoder: Arguments of `ImageDecoder` that differ from the released ones.
+        dtype: Type of weights and activations.
     """
 
     def __init__(

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of a Waypoint checkpoint, the names its network has been stored under, and strict
-loading.
+"""Files of a Waypoint checkpoint, names of its tensors, and strict loading.
 
-The released 1.5 file (393 tensors) and the engine's state dict (361; Waypoint-1: 366, also as
-released) name the same weights differently; `network_source` gives either the names of
-`WaypointTransformer`. Both repeat the six modulation projections for every block: they are compared
-and kept once.
-Held by tests/model_executor/models/waypoint/test_waypoint_weights.py.
-"""
+The released file of 1.5 (393 tensors) and the state dict of the original engine (361 tensors; 366
+in Waypoint-1, which was released in this form) have different names. `network_source` converts both
+to the names of `WaypointTransformer`. Both files repeat the six modulation projections for every
+block; loading checks that the copies are equal."""
 
 import logging
 import math
@@ -54,9 +51,9 @@ TAEHV_FILES: Final = (
     "vae/diffusion_pytorch_model.safetensors",
 )
 _TAEHV_WIDTHS: Final = ("encoder.0", "decoder.1", "decoder.8", "decoder.14", "decoder.20")
-"""Its convolutions whose outputs are as many as its arguments say."""
+"""Convolutions of TAEHV whose output channels are its arguments."""
 LAYOUTS = ("v1_5", "v1")
-"""The released layouts, by the names `make-tiny` takes."""
+"""The released layouts, by their names for `make-tiny`."""
 IMAGES_FOLDER, TEXT_FOLDER = "ae", "text_encoder"
 AUTOENCODER_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
     "encoder": (
@@ -69,9 +66,7 @@ AUTOENCODER_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "decoder": ("latent_channels", "ch_0", "ch_max", "decoder_blocks_per_stage", "channels"),
 }
-"""Of Waypoint-1's autoencoder, `{half}.safetensors` with `{half}_conf.yml`: the keys that are
-read.
-"""
+"""Keys that are read from `{half}_conf.yml` of Waypoint-1's autoencoder."""
 UMT5_XL: dict[str, Any] = {**UMT5_XXL, "d_model": 2048, "d_ff": 5120, "num_heads": 32}
 """google/umt5-xl."""
 
@@ -90,15 +85,16 @@ RULES: Rules = (
     (r"\.(attn|cross)\.([qkv])_proj\.", r".\1.\2."),
     (r"^blocks\.0\.cond_proj\.", "cond_proj."),
 )
-"""Stored names -> the model's, where a tensor stays one tensor."""
+"""Renames of stored tensors that are not split."""
 _UNUSED = re.compile(r"\.cond_heads\.|^(ctrl|prompt)_cfg\.null_emb\Z")
-"""Dropped unread: heads of another mode, and embeddings that only training reads."""
+"""Tensors that are not read: heads of another mode, and embeddings for training."""
 
 
 def network_source(stored: TensorSource, config: WaypointConfig) -> AdaptedSource:
-    """A stored network under the names of `transformer_shapes`.
+    """Return a stored network with the names of `transformer_shapes`.
 
-    Raises ValueError for what cannot be told apart.
+    Raises:
+        ValueError: The names are ambiguous.
     """
     first, cells = config.d_model, math.prod(config.patch)
     changed: dict[str, Forms] = {
@@ -128,9 +124,11 @@ def network_source(stored: TensorSource, config: WaypointConfig) -> AdaptedSourc
 
 
 def transformer_shapes(config: WaypointConfig, *, stored: bool = False) -> dict[str, Shape]:
-    """Return name -> shape of every tensor of the network, by the model's names.
+    """Return the shape of every tensor of the network, by the model's names.
 
-    stored: of a file, which repeats the modulation projections for every block.
+    Args:
+        config: Architecture.
+        stored: Include the copies of the modulation projections in a file.
     """
     shapes = _network_shapes(config)
     return (
@@ -142,7 +140,7 @@ def transformer_shapes(config: WaypointConfig, *, stored: bool = False) -> dict[
 
 @cache
 def _network_shapes(config: WaypointConfig) -> dict[str, Shape]:
-    # not to describe a checkpoint
+    # not needed to describe a checkpoint
     from vllm_omni.model_executor.models.waypoint.transformer import WaypointTransformer
 
     with torch.device("meta"):
@@ -152,13 +150,13 @@ def _network_shapes(config: WaypointConfig) -> dict[str, Shape]:
 
 
 def _repeats(config: WaypointConfig) -> dict[str, str]:
-    """Modulation projections of blocks behind the first -> the model's name."""
+    """Return the copies of the modulation projections in later blocks, with the model's names."""
     names = [f"cond_proj.{index}.weight" for index in range(6)]
     return {f"blocks.{block}.{name}": name for block in range(1, config.n_layers) for name in names}
 
 
 def load_transformer(transformer: "WaypointTransformer", stored: TensorSource) -> None:
-    """Load the network under either spelling, strictly. Raises ValueError."""
+    """Load the network strictly, from either form of the file. Raises ValueError."""
     config = transformer.config
     source = network_source(stored, config)
     load_strict(transformer, source, transformer_shapes(config, stored=True), what="transformer")
@@ -184,27 +182,25 @@ def load_transformer(transformer: "WaypointTransformer", stored: TensorSource) -
         )
 
 
-# -- the other pieces ------------------------------------------------------------------------------
+# -- other components ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class CheckpointLayout:
-    """The places of a checkpoint's pieces below `root`; None = not there.
-
-    taehv: of 1.5. text_encoder: a folder of transformers' umt5 with its tokenizer.
-    """
+    """Paths of the components of a checkpoint. None: missing."""
 
     root: Path
+    """The checkpoint directory."""
     taehv: Path | None
+    """Autoencoder of 1.5."""
     text_encoder: Path | None
+    """Folder of transformers' umt5 and its tokenizer."""
 
     def config(self) -> dict[str, Any]:
         return read_config(self.root)
 
     def require(self, config: WaypointConfig) -> None:
-        """Raise ValueError of one line unless the pieces that `config` needs are there with
-        their weights.
-        """
+        """Raise ValueError (one line) unless the components that `config` requires exist."""
         streams = config.temporal_compression > 1
         images = [(f"{IMAGES_FOLDER}/{half}.safetensors",) for half in AUTOENCODER_KEYS]
         components = [(WEIGHTS_FILE,), *([TAEHV_FILES] if streams else images)]
@@ -222,10 +218,10 @@ class CheckpointLayout:
             )
 
     def codec_sizes(self) -> dict[str, Any]:
-        """Return the autoencoder's arguments that differ from the released ones, JSON types only:
-        as its files say.
+        """Return the autoencoder's arguments, as far as its files state them, JSON types only.
 
-        Raises ValueError.
+        Raises:
+            ValueError: A file is invalid.
         """
         if self.taehv is not None:
             shapes = StoredShapes(self.taehv, ())
@@ -239,8 +235,10 @@ class CheckpointLayout:
         return sizes
 
     def text_config(self, width: int) -> dict[str, Any]:
-        """Return `UMT5Config` values from the encoder's config, else the released ones. width:
-        of the rows.
+        """Return `UMT5Config` values from the encoder's config, or the released ones.
+
+        Args:
+            width: Width of the text embeddings.
         """
         return checked_text(stated_text(self.text_encoder) or dict(UMT5_XL), width, self.root)
 
@@ -248,7 +246,7 @@ class CheckpointLayout:
         return open_tensors(self.root / WEIGHTS_FILE)
 
     def load_codec(self, codec: nn.Module) -> None:
-        """Fill the autoencoder. Raises ValueError."""
+        """Load the autoencoder. Raises ValueError."""
         if self.taehv is not None:
             load_autoencoder(codec, open_tensors(self.taehv), what="TAEHV")
             return
@@ -258,9 +256,10 @@ class CheckpointLayout:
 
 
 def find_layout(path: Path) -> CheckpointLayout:
-    """Find the pieces below `path`.
+    """Locate the components in `path`.
 
-    Raises ValueError of one line if its config is none of Waypoint's.
+    Raises:
+        ValueError: There is no config of a Waypoint model; one line.
     """
     if not is_checkpoint(path):
         raise ValueError(
@@ -276,7 +275,7 @@ def find_layout(path: Path) -> CheckpointLayout:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether `path` holds a Waypoint model's `config.yaml`. Cheap, never raises."""
+    """Return whether `path` holds a Waypoint model's `config.yaml`. Cheap; never raises."""
     try:
         config = read_config(path) if (path / CONFIG_FILE).is_file() else {}
     except (ValueError, OSError):
@@ -304,17 +303,19 @@ def hf_config(path: Path) -> dict[str, Any]:
 
 
 def load_autoencoder(module: nn.Module, source: TensorSource, *, what: str) -> None:
-    """Load TAEHV or half an image autoencoder, whose parameters have the stored names.
+    """Load TAEHV, or the encoder or decoder for images. Parameters have the stored names.
 
-    Raises ValueError.
+    Raises:
+        ValueError: Names or shapes differ.
     """
     load_strict(module, source, shapes_of(module), what=what)
 
 
 def read_config(path: Path, name: str = CONFIG_FILE) -> dict[str, Any]:
-    """Return the mapping in a YAML file of the folder `path`, or in its section `model`.
+    """Return the mapping in a YAML file of the folder `path`, or its section `model`.
 
-    Raises ValueError.
+    Raises:
+        ValueError: The file is invalid.
     """
     values = read_yaml(confined(path, name))
     section = values.get("model")

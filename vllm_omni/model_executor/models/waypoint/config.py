@@ -39,37 +39,52 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class WaypointConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Architecture, under `config.yaml`'s own names; defaults are those of a key that the file
-    leaves out.
-
-    height, width: of the token grid, after patching. channels: of latents. local_window,
-    global_window: frames, itself included; a global layer keeps every `global_pinned_dilation`-th
-    frame. scheduler_sigmas: from 1 to 0, the noise level of each step. base_fps, inference_fps:
-    latents and video frames per second as trained and served.
-    """
+    """Architecture, with the names of `config.yaml`; the defaults apply to keys that it omits."""
 
     d_model: Count
+    """Width of the network."""
     n_layers: Count
+    """Number of blocks."""
     n_heads: Count
+    """Query heads."""
     mlp_ratio: Count
+    """Width of the feed-forward layers, as a multiple of `d_model`."""
     channels: Count
+    """Latent channels."""
     height: Count
+    """Rows of the token grid, after patching."""
     width: Count
+    """Columns of the token grid, after patching."""
     local_window: Count
+    """Frames that a local layer attends to, including the current one."""
     global_window: Count
+    """Frames over which the window of a global layer extends, including the current one."""
     global_pinned_dilation: Count
+    """A global layer keeps every n-th frame of its window."""
     global_attn_period: Count
+    """Every n-th layer is global."""
     base_fps: Count
+    """Latent frames per second in training."""
     model_type: str = "waypoint-1"
-    n_kv_heads: Count = 0  # of queries
-    tokens_per_frame: Count = 0  # height x width
+    """Generation of the model."""
+    n_kv_heads: Count = 0
+    """Key/value heads. Default: `n_heads`."""
+    tokens_per_frame: Count = 0
+    """Tokens of a latent frame. Default: `height * width`."""
     global_attn_offset: int = 0
+    """Index of the first global layer, modulo `global_attn_period`."""
     patch: tuple[Count, Count] = (1, 1)
+    """Latent rows and columns of a token."""
     n_buttons: Count = 256
+    """Number of buttons."""
     ctrl_conditioning_period: Count = 3
+    """Every n-th block has a `ControlFusion`."""
     prompt_conditioning: str | None = None
+    """`cross_attention`, or None for a model without prompts."""
     prompt_conditioning_period: Count | None = None
+    """Every n-th block has a `CrossAttention`. Default: `ctrl_conditioning_period`."""
     prompt_embedding_dim: Count | None = None
+    """Width of the text embeddings."""
     scheduler_sigmas: tuple[float, ...] = (
         1.0,
         0.8609585762023926,
@@ -77,12 +92,19 @@ class WaypointConfig(msgspec.Struct, frozen=True, kw_only=True):
         0.3205108940601349,
         0.0,
     )
-    inference_fps: Count = 0  # base_fps
+    """Noise level before each denoise step, from 1 down to 0."""
+    inference_fps: Count = 0
+    """Video frames per second when served. Default: `base_fps`."""
     temporal_compression: Count = 1
+    """Video frames per latent frame."""
     value_residual: bool = False
+    """Whether layers mix in the values of the first layer."""
     gated_attn: bool = False
+    """Whether attention heads have gates."""
     rope_nyquist_frac: float = 0.8
+    """Highest spatial rotary frequency, as a fraction of the Nyquist frequency."""
     rope_theta: float = 10000.0
+    """Base of the temporal rotary frequencies."""
 
     def __post_init__(self) -> None:
         sigmas, width, cells = (
@@ -175,9 +197,10 @@ class WaypointConfig(msgspec.Struct, frozen=True, kw_only=True):
         return ChunkPlan(1, 1, self.global_window, 0, FrameRate(first=stride, later=stride))
 
     def latent_size(self, height: int, width: int) -> tuple[int, int]:
-        """Latent height and width, of every video size.
+        """Return the latent height and width, which do not depend on the video size.
 
-        Raises ValueError for one that frames are not resized to.
+        Raises:
+            ValueError: The size is not supported.
         """
         if height % SIZE_MULTIPLE or width % SIZE_MULTIPLE:
             raise ValueError(
@@ -227,26 +250,24 @@ _IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "moe": (False, None),
 }
 _UNUSED = (
-    *(
-        "auto_aspect_ratio",
-        "ctrl_cond_dropout",
-        "prompt_cond_dropout",
-        "n_frames",
-        "taehv_ae",
-        "ae_uri",
-    ),
+    "auto_aspect_ratio",
+    "ctrl_cond_dropout",
+    "prompt_cond_dropout",
+    "n_frames",
+    "taehv_ae",
+    "ae_uri",
     "prompt_encoder_uri",
 )
+"""Keys that concern training or other files."""
 _FIXED: Final = (
-    *(
-        "latent_frames_per_chunk",
-        "first_chunk_latent_frames",
-        "window_frames",
-        "sink_frames",
-        "decoder",
-    ),
+    "latent_frames_per_chunk",
+    "first_chunk_latent_frames",
+    "window_frames",
+    "sink_frames",
+    "decoder",
     "sequence_parallel",
 )
+"""Options that the checkpoint determines."""
 
 WaypointStream = StreamModelSetup[WaypointConfig, StreamingOptions]
 

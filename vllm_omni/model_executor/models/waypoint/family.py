@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `waypoint` family's entry for the command line, the config parser and the doors."""
+"""The `waypoint` family, described for the command line, config parser and endpoints."""
 
 from typing import Any
 
 from vllm_omni.config import OmniConfig
-from vllm_omni.model_executor.models.capabilities import Capabilities
+from vllm_omni.model_executor.models.capabilities import Capabilities, Refusals
 from vllm_omni.model_executor.models.wan.splits import check_parts
 from vllm_omni.model_executor.models.waypoint.checkpoint import LAYOUTS, hf_config, is_checkpoint
 from vllm_omni.model_executor.models.waypoint.config import (
@@ -18,8 +18,6 @@ from vllm_omni.model_executor.streaming.family import streaming_family
 
 
 def _check_parallel(stream: WaypointStream, omni: OmniConfig, ranks: int, stages: int) -> None:
-    omni.refuse_chunks_in_flight("Waypoint")
-    omni.refuse_vae_parallel("Waypoint")
     config = stream.config
     check_parts(
         config.n_layers,
@@ -47,7 +45,7 @@ FAMILY = streaming_family(
     hf_config=hf_config,
     layouts=LAYOUTS,
     read=read_stream,
-    check_options=lambda omni: omni.refuse_degradations("Waypoint"),
+    refusals=lambda stream, omni, stages: Refusals(vae_stage=None),
     check_parallel=_check_parallel,
     action_space=lambda stream: action_space(stream.config),
     info=lambda stream: {"patch_size": (1, 1, 1), **_info(stream)},

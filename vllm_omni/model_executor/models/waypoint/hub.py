@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The released Waypoint models on the hub, each with its autoencoder and, for Waypoint-1, its text
-encoder.
+"""Downloads of the released Waypoint models, each with its autoencoder and, for Waypoint-1, its
+text encoder.
 
 Sizes were published or follow from the parameters. The model cards state Apache-2.0. The licences
-of the autoencoders' repositories were not available.
-"""
+of the autoencoders' repositories were not available."""
 
 from pathlib import Path
 
@@ -47,11 +46,8 @@ RELEASES = {
 
 
 def check_complete(path: Path) -> None:
-    """Raise ValueError unless every piece is there and the network's tensors have the right names
-    and shapes.
-
-    Only file names and headers are read.
-    """
+    """Raise ValueError unless all components exist and the network's tensors have the right names
+    and shapes. Only file names and headers are read."""
     from vllm_omni.model_executor.checkpoint.loading import check_shapes
     from vllm_omni.model_executor.models.waypoint.checkpoint import (
         find_layout,

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waypoint served frame by frame: encode, four Euler steps, one pass at noise level 0, decode,
-commit.
+"""The Waypoint pipeline: one latent frame per chunk, with Euler steps and a clean-context pass.
 
-    a start image: its latent is a session's first frame               prepare_encode
-    transformer(latent, 0, controls): its K/V stay                     the first denoise_step
-    x = noise(seed, chunk)
+    z = codec.encode_image(image)                        prepare_encode, with a start image
+    transformer(z, 0, controls)  # writes K/V            denoise_step, with a start image
+    x = noise(seed, chunk)                               prepare_encode
     for i, s in enumerate(sigmas[:-1]):
-        v = transformer(x, s, controls)                                denoise_step
-        x = x + (sigmas[i + 1] - s) v                                  step_scheduler
-    transformer(x, 0, controls): only its K/V matter                   the last denoise_step
-    frames = codec.decode(x)                                           post_decode
-    the session moves on                                               commit
+        v = transformer(x, s, controls)                  denoise_step
+        x = x + (sigmas[i + 1] - s) v                    step_scheduler
+    transformer(x, 0, controls)  # writes K/V            denoise_step, the clean-context pass
+    frames = codec.decode(x)                             post_decode
+    advance the session                                  commit
 
-`Waypoint` is the algorithm and needs no engine; vLLM loads `WaypointPipeline`, which owns one.
-Held by tests/model_executor/models/waypoint/test_waypoint_pipeline.py.
+`Waypoint` is the model and does not depend on the engine; vLLM loads `WaypointPipeline`, which owns
+it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -64,13 +63,16 @@ Request = DiffusionRequest[WaypointSession, WaypointChunk]
 
 @dataclass(frozen=True, kw_only=True)
 class WaypointSetup(StreamingSetup[WaypointConfig, StreamingOptions]):
-    """codec: the autoencoder's arguments. text_config: `UMT5Config` values, {} without prompts."""
+    """Arguments of `Waypoint`, resolved and checked."""
 
     read_stream = staticmethod(read_stream)
 
     layout: CheckpointLayout
+    """Components of the checkpoint."""
     codec: Mapping[str, Any]
+    """Arguments of the autoencoder that differ from the released ones."""
     text_config: Mapping[str, Any]
+    """`UMT5Config` values; empty for a model without prompts."""
 
     @classmethod
     def own_fields(
@@ -107,7 +109,7 @@ class Waypoint(StreamingModel[WaypointSession, WaypointChunk]):
         )
 
     def load_checkpoint(self, layout: CheckpointLayout) -> None:
-        """Fill every parameter this rank has, strictly. Raises ValueError."""
+        """Load all parameters of this rank strictly. Raises ValueError."""
         layout.require(self.config)
         load_transformer(self.transformer, layout.open_network())
         layout.load_codec(self.codec)
@@ -153,7 +155,7 @@ class Waypoint(StreamingModel[WaypointSession, WaypointChunk]):
             request.state = WaypointChunk.to_decode(
                 frames, self.schedule, size, session.window, own=None, **given
             )
-            request.num_steps = 1  # the ranks with layers know
+            request.num_steps = 1  # not used on a VAE stage
             return
         image = None
         if inputs.image is not None:
@@ -196,22 +198,22 @@ class Waypoint(StreamingModel[WaypointSession, WaypointChunk]):
         return prediction.unsqueeze(2) if self.parallel.last_stage else prediction
 
     def warmup_inputs(self) -> list[Inputs]:
-        """A chunk with an image and one without: every kind of forward, and a stream's first
-        decode and a later one.
-        """
+        """Return a chunk with an image and one without. They cover every kind of forward pass, and
+        the first and a later decode of a stream."""
         image = torch.zeros(self.omni.height, self.omni.width, 3, dtype=torch.uint8)
         params = DiffusionParams(session_id="warm-up")
         return [(params, {"image": image}), (params, {})]
 
-    # -- parts of the above ------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------
 
     def _prompt_kv(self, text_SE: torch.Tensor) -> torch.Tensor:
-        """K/V of an encoded prompt (collective under tensor parallelism)."""
+        """Return the K/V of an encoded prompt. Collective under tensor parallelism."""
         padded = functional.pad(text_SE, (0, 0, 0, PROMPT_ROWS - len(text_SE)))
         return self.transformer.cross_attention_kv(padded)
 
     def start_step(self, request: Request) -> None:
-        """Shared by a chunk's forwards: its controls' and its prompt's part (collective there)."""
+        """Compute the terms of controls and prompt for all passes of a chunk. Collective under
+        tensor parallelism."""
         chunk = request.work
         if chunk.terms is not None:
             return
@@ -236,7 +238,7 @@ class Waypoint(StreamingModel[WaypointSession, WaypointChunk]):
 
 
 class WaypointPipeline(CheckpointPipeline[CheckpointLayout]):
-    """Owns a `Waypoint`, which vLLM\'s model loader builds and fills through it."""
+    """Owns a `Waypoint`. vLLM's model loader builds it and loads its weights."""
 
     def find_layout(self, path: Path) -> CheckpointLayout:
         return find_layout(path)

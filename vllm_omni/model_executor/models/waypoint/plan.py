@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waypoint as `vllm-omni plan` sees it: a fixed token grid, two kinds of K/V rings, autoencoders of
-its own.
+"""Memory and compute of Waypoint for `vllm-omni plan`.
 
-Bytes are counted on modules without storage, which are imported when a network is planned.
-Held by tests/planning/test_plan_waypoint.py.
-"""
+The token grid is fixed, and there are two kinds of K/V ring buffers. Bytes are counted on modules
+on the meta device, which are imported when a network is planned."""
 
 import math
 from collections.abc import Mapping
@@ -19,11 +17,9 @@ from vllm_omni.model_executor.models.waypoint.releases import GRIDS, released_co
 from vllm_omni.planning.stream_model import Autoencoder, Changes, FamilyPlan, StreamModel
 
 _TEXT_WEIGHTS = 7.6e9
-"""umt5-xl's encoder, bf16."""
+"""Bytes of umt5-xl's encoder in bf16."""
 _WORKSPACE = 0.9e9
-"""Bytes of a decode at 512 tokens per frame: the peak of the one measured run less weights and
-session.
-"""
+"""Bytes of a decode at 512 tokens per frame: measured peak minus weights and session."""
 
 
 def _named(name: str, changes: Changes) -> StreamModel:
@@ -38,7 +34,8 @@ def _of_checkpoint(directory: str, checkpoint: Mapping[str, Any], changes: Chang
 def _stream_model(
     name: str, config: WaypointConfig, changes: Changes, codec: Mapping[str, Any] | None = None
 ) -> StreamModel:
-    """codec: the autoencoder's sizes where they are not the released ones."""
+    """Return the description of a network. `codec` overrides the released sizes of the
+    autoencoder."""
     from vllm_omni.model_executor.models.waypoint.state import FrameRings
 
     fixed = sorted(
@@ -46,7 +43,8 @@ def _stream_model(
     )
     if fixed:
         raise ValueError(
-            f"{name}: a Waypoint checkpoint fixes its windows, chunks and steps, and takes no video"
+            f"{name}: windows, chunks and steps of a Waypoint checkpoint are fixed; it accepts no "
+            "input video"
         )
     shapes = transformer_shapes(config)
     read_prompts = sum(config.reads_prompt(layer) for layer in range(config.n_layers))
@@ -57,7 +55,7 @@ def _stream_model(
         "device": "meta",
     }
     rings = FrameRings(config, range(config.n_layers), **sizes).nbytes
-    each = 2 * kv_dim * config.n_layers  # numbers of a token
+    each = 2 * kv_dim * config.n_layers  # elements per token
     window = config.local_window
     spare = rings / (torch.bfloat16.itemsize * tokens) - window * each
     height, width = (720, 1280) if config.codec_size == (512, 1024) else (360, 640)
@@ -88,9 +86,8 @@ def _stream_model(
 
 
 def _passed(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether every token passes this layer of a block: not those of controls and prompts, which
-    are computed once.
-    """
+    """Return whether every token passes this linear layer. Those of controls and prompts run
+    once."""
     return (
         name.startswith("blocks.")
         and len(shape) == 2

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Waypoint session: its keys and values, and a chunk's working set.
+"""State of a Waypoint session: K/V ring buffers and a chunk's working set.
 
-Local layers keep the newest frames, global layers every `dilation`-th frame of a longer stretch. A
-frame's K/V are written where only later passes of the same frame read them, so that an abandoned
-frame leaves no trace, and the keys that a frame sees are the first ones of a buffer. Where a frame
-stands and how many keys it sees are tensors on the device (`FrameSlot`): one CUDA graph serves
-every frame of a stream.
+Local layers keep the newest frames, global layers every `dilation`-th frame of a longer window. The
+K/V of a frame are written to slots that no earlier frame reads, so an aborted frame does not change
+the session. The keys that a frame attends to are the first ones of a buffer. The slot of a frame
+and its number of keys are tensors on the device (`FrameSlot`), so that one CUDA graph serves all
+frames of a stream.
 
-A chunk is one latent frame; a session's first chunk comes after that of the start image, if there
-is one. (A later image would need the slot of a frame that its chunk, were it given up, has to find
-again.)
-Held by tests/model_executor/models/waypoint/test_waypoint_rings.py and test_waypoint_pipeline.py.
+A chunk is one latent frame. The first chunk of a session also has the latent frame of the start
+image, if there is one. An image in a later chunk is not supported, because it would overwrite the
+slot of a frame that is needed again if the chunk is aborted.
 """
 
-# T tokens of a frame, N key-value heads, H head dim, C = half a head's lanes, K kinds of rings
+# T tokens of a frame, N key/value heads, H head dim, C = H/2 channel pairs, K kinds of ring buffers
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,16 +34,19 @@ from vllm_omni.outputs import RequestFailed
 Rotation = tuple[torch.Tensor, torch.Tensor]
 """(cos, sin) of a frame's tokens, fp32 [T, C]."""
 
-# -- keys and values -------------------------------------------------------------------------------
+# -- ring buffers --------------------------------------------------------------------------------
 
 
 class FrameWindow(KVWindow):
-    """Of the last `window_frames` frames, those whose index is a multiple of `dilation`; and a
-    frame sees itself.
+    """K/V of the frames with an index that is a multiple of `dilation`, and of the current frame.
 
-    A kept frame takes the slot of the one it evicts, which it does not see any more. Any other
-    frame stands, while it is made, in the slot behind the kept ones. The other arguments are
-    `KVWindow`'s.
+    A retained frame overwrites the slot of the frame that it evicts, which it does not attend to.
+    Any other frame uses the slot after the retained ones while it is current.
+
+    Args:
+        window_frames: Frames over which the window extends.
+        dilation: Every n-th frame is retained.
+        window: Other arguments of `KVWindow`.
     """
 
     def __init__(self, *, window_frames: int, dilation: int, **window: Any) -> None:
@@ -54,13 +56,13 @@ class FrameWindow(KVWindow):
         )
         self.dilation = dilation
 
-    def _kept(self, frame: int) -> int:
-        """How many slots hold kept frames once `frame` has been written."""
+    def _num_retained(self, frame: int) -> int:
+        """Return how many slots hold retained frames after `frame` was written."""
         return min(frame // self.dilation + 1, self.window_frames)
 
     def slot(self, frame: int) -> int:
         if frame % self.dilation:
-            return self._kept(frame)
+            return self._num_retained(frame)
         return frame // self.dilation % self.window_frames
 
     def visible_frames(self, end_frame: int) -> list[int]:
@@ -69,13 +71,14 @@ class FrameWindow(KVWindow):
         frame = end_frame - 1
         newest = frame // self.dilation
         retained = [
-            self.dilation * index for index in range(newest - self._kept(frame) + 1, newest + 1)
+            self.dilation * index
+            for index in range(newest - self._num_retained(frame) + 1, newest + 1)
         ]
         return [*retained, frame] if frame % self.dilation else retained
 
     def num_keys(self, frame: int) -> int:
-        """Return how many keys, the first of the buffer, `frame` sees."""
-        return (self._kept(frame) + (frame % self.dilation > 0)) * self.tokens_per_frame
+        """Return how many keys `frame` attends to; they are the first ones of the buffer."""
+        return (self._num_retained(frame) + (frame % self.dilation > 0)) * self.tokens_per_frame
 
     def _span(self, frames: range) -> slice | None:
         return slice(0, self.num_keys(frames.stop - 1))
@@ -83,21 +86,23 @@ class FrameWindow(KVWindow):
 
 @dataclass(frozen=True)
 class FrameSlot:
-    """Where a frame stands, on the device. tokens_KT: of its tokens, in the buffer of each kind of
-    ring, int64.
-
-    key_ranges_K2: of each kind, as `attention` takes them, int32. fits: the frame sets the scales
-    of stored numbers.
-    """
+    """Slot of a frame in the ring buffers, on the device."""
 
     tokens_KT: torch.Tensor
+    """Slots of the frame's tokens in each kind of buffer, int64."""
     key_ranges_K2: torch.Tensor
-    is_contiguous: bool
+    """Range of keys that the frame attends to in each kind of buffer, int32."""
+    sets_scales: bool
+    """Whether the scales of quantized K/V are computed from this frame."""
 
 
 class FrameRings(WindowSet):
-    """The rings of `layers`, those of this rank, local and global ones. window: heads, types,
-    device: `KVWindow`'s.
+    """The ring buffers of a rank's layers: one of the local and one of the global layers.
+
+    Args:
+        config: Architecture.
+        layers: Layers of the rank.
+        window: Heads, types and device for `KVWindow`.
     """
 
     def __init__(self, config: WaypointConfig, layers: range, **window: Any) -> None:
@@ -124,14 +129,13 @@ class FrameRings(WindowSet):
         return [window for window in self.windows if isinstance(window, FrameWindow)]
 
     def window(self, layer: int) -> tuple[FrameWindow, int]:
-        """Return the window of a layer, by its index in the whole network, and the layer's index
-        in it.
-        """
+        """Return the window of a layer, and the layer's index in it. `layer` is the index in the
+        whole network."""
         kind, index = self.layers[layer]
         return self.rings[kind], index
 
     def frame_slot(self, frame: int) -> FrameSlot:
-        """Return where `frame` stands; made once for all its passes."""
+        """Return the slot of `frame`. It is created once for all passes of the frame."""
         size = self.clean.tokens_per_frame
         tokens_KT = torch.tensor(
             [[window.slot(frame) * size] for window in self.rings]
@@ -139,8 +143,10 @@ class FrameRings(WindowSet):
         ranges_K2 = torch.tensor(
             [[0, window.num_keys(frame)] for window in self.rings], dtype=torch.int32
         )
-        fits = frame == 0 and self.clean.format.scales() is not None
-        return FrameSlot(to_device(tokens_KT, self.device), to_device(ranges_K2, self.device), fits)
+        sets_scales = frame == 0 and self.clean.format.scales() is not None
+        return FrameSlot(
+            to_device(tokens_KT, self.device), to_device(ranges_K2, self.device), sets_scales
+        )
 
     def attend(
         self,
@@ -150,25 +156,21 @@ class FrameRings(WindowSet):
         v_TNH: torch.Tensor,
         slot: FrameSlot,
     ) -> torch.Tensor:
-        """Write a frame's keys and values in a layer; return the attention of its queries to all
-        it sees.
-        """
+        """Write the K/V of a frame in a layer and return the attention of its queries."""
         window, index = self.window(layer)
         kind, _ = self.layers[layer]
-        if slot.is_contiguous:
+        if slot.sets_scales:
             window.format.fit_scales(index, k_TNH, v_TNH)
         for part, x_TNH in enumerate((k_TNH, v_TNH)):
             stored = window.format.encode(index, part, x_TNH)
-            _numbers(window.buffer[index, part]).index_copy_(
-                0, slot.tokens_KT[kind], _numbers(stored)
-            )
+            _bytes(window.buffer[index, part]).index_copy_(0, slot.tokens_KT[kind], _bytes(stored))
         return window.format.attend(
             index, q_TNH, window.buffer[index], key_range=slot.key_ranges_K2[kind]
         )
 
 
-def _numbers(x: torch.Tensor) -> torch.Tensor:
-    """FP8 as bytes: it has no indexed writes of its own."""
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    """View FP8 as bytes, because PyTorch has no indexed write for FP8."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
@@ -176,42 +178,45 @@ def _numbers(x: torch.Tensor) -> torch.Tensor:
 
 
 class WaypointSession(StreamingSession[FrameRings, SessionValue]):
-    """A Waypoint session: it keeps nothing of its own beside its rings and the decoder's memory."""
+    """A Waypoint session: ring buffers and the decoder's cache."""
 
     def next_frames(self) -> range:
         return self.check_committed(self.window.committed_frames)
 
     def check_committed(self, committed_frames: int) -> range:
-        """A frame for each chunk, and one for a start image."""
+        """Check that there is one frame per chunk, and one for a start image."""
         if committed_frames - self.chunk_index not in (0, 1):
             raise RequestFailed(
-                "invalid_snapshot", "the snapshot's chunks and frames do not belong together"
+                "invalid_snapshot", "the snapshot's chunks and frames do not fit together"
             )
         return range(committed_frames, committed_frames + 1)
 
 
 @dataclass(eq=False, kw_only=True)
 class WaypointChunk(StreamingChunk[FrameRings, SessionValue]):
-    """One chunk in flight: one latent frame, or that of a start image and one; its latents are
-    those of its last frame.
+    """One chunk in flight: one latent frame, preceded by that of a start image if there is one.
 
-    image: fp32 [C, h, w], the latent of the first of two frames. ropes, places: of each frame.
-    controls: fp32 [buttons + 3], on the host. terms: of them, on the device, made before the first
-    forward.
+    `latents` are those of the last frame.
     """
 
     controls: torch.Tensor
+    """fp32 [buttons + 3] on the host."""
     ropes: Sequence[Rotation] = ()
+    """Rotary tables of each frame."""
     slots: Sequence[FrameSlot] = ()
+    """Slot of each frame."""
     image: torch.Tensor | None = None
+    """Latent of the start image, fp32 [C, h, w]. None: the chunk has no image."""
     terms: torch.Tensor | None = None
+    """Result of `WaypointTransformer.controls`, computed before the first pass."""
 
     def frame_index(self, step: int) -> int:
-        """Which of the chunk's frames pass `step` works on: an image takes one pass, the first."""
+        """Return the index of the frame that pass `step` computes. An image takes the first
+        pass."""
         return min(step, len(self.frames) - 1)
 
     def latents_at(self, step: int) -> torch.Tensor:
-        """The latents [C, h, w] that go into pass `step`."""
+        """Return the input latents [C, h, w] of pass `step`."""
         return self.latents[:, 0] if self.image is None or step else self.image
 
     def denoise_index(self, step: int) -> int | None:

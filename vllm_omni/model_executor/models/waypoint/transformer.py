@@ -54,13 +54,14 @@ _NOISE_WIDTH = 512
 
 @dataclass(frozen=True)
 class FrequencyTables:
-    """The network's constants, fp32 on the CPU. noise: [256]. xy, time: of the lanes of a
-    spatial axis and of time.
-    """
+    """Constant frequencies of the network, fp32 on the CPU."""
 
     noise: torch.Tensor
+    """[256], of the noise embedding."""
     xy: torch.Tensor
+    """Rotary frequencies of one spatial axis."""
     time: torch.Tensor
+    """Rotary frequencies of time."""
 
     @classmethod
     def of_config(cls, config: WaypointConfig) -> "FrequencyTables":
@@ -141,7 +142,7 @@ class FrameItem:
     control: torch.Tensor
     """Result of `controls`."""
     window: FrameRings
-    """The session's ring buffers, which every block writes to at `place`."""
+    """The session's ring buffers, which every block writes at `slot`."""
     slot: FrameSlot
     """Where the K/V of the frame are written."""
     prompt_kv: torch.Tensor | None = None
@@ -150,17 +151,18 @@ class FrameItem:
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward's rows, as its layers see them. cos, sin: fp32 [B, T, C].
-
-    controls: [B, 1, D], the next for each block with a `ControlFusion`. prompts: the rows' [2, S,
-    N, H], the next for each block with a `CrossAttention`.
-    """
+    """Inputs of the layers in one forward pass."""
 
     items: Sequence[FrameItem]
+    """Batch entries."""
     cos: torch.Tensor
+    """fp32 [B, T, C]."""
     sin: torch.Tensor
+    """fp32 [B, T, C]."""
     controls: Iterator[torch.Tensor]
+    """[B, 1, D] for each block with a `ControlFusion`, in order."""
     prompts: Iterator[Sequence[torch.Tensor]]
+    """[2, S, N, H] of each batch entry, for each block with a `CrossAttention`, in order."""
 
     def attend(
         self, layer: int, q_BTNH: torch.Tensor, k_BTNH: torch.Tensor, v_BTNH: torch.Tensor
@@ -174,15 +176,18 @@ class Pass:
 
 @dataclass(frozen=True)
 class Build:
-    """What every layer of a rank is made with. prefix: the layer's name in the pipeline, for
-    quantization.
-    """
+    """Common arguments of a rank's layers."""
 
     config: WaypointConfig
+    """Architecture."""
     parallel: ParallelContext
+    """Position of the rank."""
     fused_ops: FusedOps
+    """Pointwise ops, compiled or eager."""
     precision: LinearPrecision
+    """Precision of the linear layers."""
     prefix: str
+    """Name of the layer in the pipeline, for quantization."""
 
     def under(self, name: str) -> "Build":
         return replace(self, prefix=f"{self.prefix}.{name}")
@@ -199,17 +204,17 @@ class Build:
 
 
 def mlp(fc1: nn.Module, fc2: nn.Module) -> nn.Sequential:
-    """Two linear layers of any kind, with SiLU between."""
+    """Return two linear layers with SiLU between them."""
     return nn.Sequential(OrderedDict(fc1=fc1, act=nn.SiLU(), fc2=fc2))
 
 
 def whole_mlp(width: int, hidden: int, out: int) -> nn.Sequential:
-    """Replicated on every rank, because it runs at most once per frame."""
+    """Return an MLP that is replicated on all ranks, because it runs at most once per frame."""
     return mlp(nn.Linear(width, hidden, bias=False), nn.Linear(hidden, out, bias=False))
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention of a frame over its ring. layer: absolute index."""
+    """Grouped-query attention of a frame to its ring buffer. `layer` is the absolute index."""
 
     def __init__(self, build: Build, layer: int) -> None:
         super().__init__()
@@ -237,9 +242,7 @@ class SelfAttention(nn.Module):
     def forward(
         self, a_BTD: torch.Tensor, first_v: torch.Tensor | None, inputs: Pass
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (result, the values of the first layer). first_v: those, None in that layer
-        itself.
-        """
+        """Return the result and the values of the first layer. `first_v` is None in that layer."""
         q, k, v = (
             part.unflatten(-1, (-1, self.config.head_dim))
             for part in self.qkv(a_BTD).split(self.sizes, dim=-1)
@@ -339,8 +342,15 @@ class Block(nn.Module):
 class WaypointTransformer(StageNetwork):
     """This rank's part of the network.
 
-    Parameters are created in torch's default type and device, those of the noise MLP in fp32.
-    compiled: fuse the elementwise chains. cuda_graphs: launch forwards as graphs (`ForwardGraphs`).
+    Parameters have torch's default dtype and device, and those of the noise MLP are fp32.
+
+    Args:
+        config: Architecture.
+        parallel: Position of the rank. None: a single rank.
+        compiled: Compile pointwise ops.
+        cuda_graphs: Replay forward passes as CUDA graphs (`ForwardGraphs`).
+        quantization: Quantization of the linear layers.
+        prefix: Name of the network in the pipeline, for quantization.
     """
 
     def __init__(
@@ -446,14 +456,13 @@ class WaypointTransformer(StageNetwork):
         return self._modulation[sigma]
 
     def embed_controls(self, controls: torch.Tensor) -> torch.Tensor:
-        """Controls fp32 [buttons + 3] of `control_vectors` -> [D]."""
+        """Embed controls, fp32 [buttons + 3] of `control_vectors`, as [D]."""
         embedded: torch.Tensor = self.ctrl_emb(to_device(controls.to(self.dtype), self.device))
         return embedded
 
     def controls(self, controls: torch.Tensor) -> torch.Tensor:
-        """Return [control blocks, D] (this rank's channels): what a frame's controls add in each
-        block reading them.
-        """
+        """Return the terms of a frame's controls, [control blocks, D], with this rank's
+        channels."""
         embedded = self.embed_controls(controls)
         terms = [block.control.term(embedded) for block in self.layers if block.control is not None]
         return torch.stack(terms) if terms else embedded.new_empty(0, embedded.shape[0])
@@ -523,18 +532,19 @@ class WaypointTransformer(StageNetwork):
             return self._predict(items, inputs | prompts)
         # a closed window drops its memory
         held = [replace(item, window=copy.copy(item.window)) for item in items]
-        fits = tuple(item.slot.is_contiguous for item in items)
+        sets_scales = tuple(item.slot.sets_scales for item in items)
         return self.graphs(
-            fits,
+            sets_scales,
             inputs | prompts,
             lambda own: self._predict(held, own),
             buffers=[position for item in items for position in item.window.buffers],
-            kind=fits,
+            kind=sets_scales,
             steady=prompts.keys(),
         )
 
     def _predict(self, items: Sequence[FrameItem], given: Inputs) -> torch.Tensor:
-        """`forward`: of `rows` only what a graph may keep, everything else from `given`."""
+        """Run `forward`. Of `items` it reads only values that a graph may keep; inputs are in
+        `given`."""
         placed = zip(items, given["tokens"], given["key_ranges"], strict=True)
         prompts = zip(
             *(given[f"prompt{n}"] for n, item in enumerate(items) if item.prompt_kv is not None),
@@ -542,7 +552,7 @@ class WaypointTransformer(StageNetwork):
         )
         inputs = Pass(
             [
-                replace(item, slot=FrameSlot(tokens, keys, item.slot.is_contiguous))
+                replace(item, slot=FrameSlot(tokens, keys, item.slot.sets_scales))
                 for item, tokens, keys in placed
             ],
             given["cos"],
@@ -566,9 +576,8 @@ class WaypointTransformer(StageNetwork):
         return self._velocity(functional.silu(self._build.fused_ops.modulate(x, scale, bias)))
 
     def _tokens(self, latents_BChw: torch.Tensor) -> torch.Tensor:
-        """[B, T, D], row by row: the convolution as a product, whose bits do not depend on the
-        batch.
-        """
+        """Return tokens [B, T, D], row by row. The convolution is computed as a matrix product, so
+        that results do not depend on the batch, bit for bit."""
         (high, wide), weight = self.config.patch, self.patchify.weight
         cells = (
             latents_BChw.unflatten(3, (-1, wide)).unflatten(2, (-1, high)).permute(0, 2, 4, 1, 3, 5)
@@ -576,7 +585,7 @@ class WaypointTransformer(StageNetwork):
         return functional.linear(cells.flatten(3).flatten(1, 2), weight.flatten(1))
 
     def _velocity(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        """The way back, fp32 [B, C, h, w]."""
+        """Convert tokens to the velocity, fp32 [B, C, h, w]."""
         config, cells = self.config, self.unpatchify(x_BTD)
         grid = cells.unflatten(-1, (config.channels, *config.patch)).unflatten(
             1, (config.height, config.width)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_omni.config import OmniConfig, parse_options
-from vllm_omni.model_executor.models.capabilities import Capabilities
+from vllm_omni.model_executor.models.capabilities import Capabilities, Refusal, Refusals
 from vllm_omni.model_executor.models.registry import ModelFamily
 from vllm_omni.testing.null.world.options import NullWorldOptions
 
@@ -51,6 +51,11 @@ FAMILY = ModelFamily(
     hf_config=_hf_config,
     layouts=("original",),
     check_options=_check_options,
+    refusals=lambda hf_config, omni, stages: Refusals(
+        vae_stage=None,
+        fewer_steps=None,
+        tiny_vae=Refusal("it has neither a window nor a decoder"),
+    ),
     action_space=lambda hf_config, omni: _options(omni).actions,
     capabilities=_capabilities,
 )

@@ -212,9 +212,6 @@ class NullWorldPipeline(StepPipeline):
         )
         request.clean_passes = int(options.clean_pass)
 
-    def refuse_degradation(self, name: str) -> str | None:
-        return None if name == "fewer_steps" else "it has neither a window nor a decoder"
-
     def batch_key(self, request: Request) -> Hashable:
         return request.work.latents_CHW.shape
 

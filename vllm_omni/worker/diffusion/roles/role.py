@@ -24,11 +24,10 @@ from vllm.sequence import IntermediateTensors
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.interfaces import (
+    SupportsChunksInFlight,
+    SupportsParallelDecode,
     SupportsStepExecution,
-    check_chunks_in_flight,
-    check_degradations,
-    check_parallel_decode,
-    check_vae_stage,
+    SupportsVAEStage,
 )
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.layers.linear.linear import check_quantization
@@ -119,15 +118,17 @@ class RankParts:
             sessions: Sessions of the rank.
 
         Raises:
-            ValueError: The model does not support the options.
+            ValueError: No layer supports the quantization method.
         """
         omni = OmniConfig.from_additional_config(vllm_config.additional_config)
         pp, tp, num_ranks = get_pp_group(), get_tp_group(), get_world_group().world_size
-        check_degradations(network, omni.degradations)
         in_flight = ChunksInFlight(omni.chunks_in_flight)
-        in_flight.order.lag_steps = check_chunks_in_flight(network, omni, parallel.num_stages)
-        shares_decode = check_parallel_decode(network, omni)
-        check_vae_stage(network, omni)
+        if omni.ahead is not None:
+            assert isinstance(network, SupportsChunksInFlight)
+            in_flight.order.lag_steps = network.lag_steps
+        shares_decode = isinstance(network, SupportsParallelDecode) and network.shares_decode
+        assert isinstance(network, SupportsParallelDecode) or not omni.vae_parallel
+        assert isinstance(network, SupportsVAEStage) or not omni.vae_stage
         if vllm_config.quant_config is not None and not parallel.is_vae_stage:
             check_quantization(network, vllm_config.model_config.quantization)
         step_at_a_time = steps_one_at_a_time(vllm_config)

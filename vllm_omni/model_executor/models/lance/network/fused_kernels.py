@@ -14,7 +14,7 @@ tokens.
 import torch
 
 from vllm_omni.model_executor.layers.linear.quantized_input import Input
-from vllm_omni.model_executor.layers.linear.quantized_input import quantized as rounded_rows
+from vllm_omni.model_executor.layers.linear.quantized_input import quantized as quantized_rows
 from vllm_omni.model_executor.layers.quantization.fp8_kernels import FP8
 from vllm_omni.model_executor.layers.triton_or_names import tl, triton
 from vllm_omni.model_executor.layers.triton_rows import over_largest
@@ -153,7 +153,7 @@ def silu_mul(gate_up_TF: torch.Tensor, quantized: bool = False) -> Input:
             BLOCK=triton.next_power_of_2(width),
             num_warps=_SILU_WARPS,
         )
-    return out if token_scales is None else rounded_rows(out, token_scales, gate_up_TF.dtype)
+    return out if token_scales is None else quantized_rows(out, token_scales, gate_up_TF.dtype)
 
 
 KERNELS = (rms_norm, add_norm, query_key, silu_mul)
@@ -174,7 +174,7 @@ def _norm(
             x_TD, update_TD, weight_D, total_TD, normed, token_scales, eps,
             D=width, BLOCK=triton.next_power_of_2(width), num_warps=_NORM_WARPS,
         )  # fmt: skip
-    return normed if token_scales is None else rounded_rows(normed, token_scales, x_TD.dtype)
+    return normed if token_scales is None else quantized_rows(normed, token_scales, x_TD.dtype)
 
 
 def _norm_rope(

@@ -121,30 +121,29 @@ class Attend:
 
 @dataclass(frozen=True)
 class Pack:
-    """Tokens of one forward of `Qwen2MoTForCausalLM`.
-
-    A missing expert has no tokens; rope: (cos_TC, sin_TC) fp32.
-
-    seen: for caches whose block is attended to, 0 and how many slots block and context have: int32
-    [2] on the device, so that a graph of the forward depends on no context's length.
-    """
+    """Tokens of one forward pass of `Qwen2MoTForCausalLM`. An expert without tokens is missing."""
 
     embeds: dict[Expert, torch.Tensor]
+    """Embeddings [T, D] of each expert's tokens."""
     rope: dict[Expert, tuple[torch.Tensor, torch.Tensor]]
+    """Rotary tables (cos_TC, sin_TC), fp32."""
     stores: list[Store]
+    """Writes to caches, in every layer."""
     attends: list[Attend]
+    """Attention calls, in every layer."""
     seen: dict[BranchCache, torch.Tensor]
+    """For each cache whose block is attended to: 0 and the number of slots of block and context,
+    int32 [2] on the device. A CUDA graph of the pass therefore fits contexts of any length."""
 
     @property
     def caches(self) -> list[BranchCache]:
-        """Those that it writes to and reads, each once."""
+        """Return the caches that the pass reads or writes, each once."""
         return list(dict.fromkeys(store.cache for store in self.stores))
 
     @property
     def key(self) -> Hashable:
-        """Its writes and reads, with caches as numbers of `caches`: equal for all steps of
-        drawings of a size.
-        """
+        """Return the writes and reads, with indices of `caches`. Equal for all denoise steps of
+        equally large images or videos."""
         number = {cache: index for index, cache in enumerate(self.caches)}
         stores = (
             (x.expert, x.tokens.start, x.tokens.stop, number[x.cache], x.start) for x in self.stores

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Qwen2MoTForCausalLM`: the Qwen2.5-VL decoder in which every weight exists twice, and the bridge
-to latents.
+"""`Qwen2MoTForCausalLM`: a Qwen2.5-VL decoder with two experts, and the projections of latents.
 
-The expert `und` serves text, vision tokens and block markers, `gen` the latent tokens; both meet in
-one attention. A `Pack` (`pack.py`) describes the tokens of one forward. Parameters load by their
-checkpoint names (`layers.N.self_attn.q_proj[_moe_gen].weight`, ...), each rank its heads and
-columns. Source of the maths: bytedance/Lance, modeling/lance. Held by the golden files and
-tests/model_executor/models/lance/test_lance_transformer.py.
-"""
+The expert `und` computes text, vision tokens and block markers, and `gen` latent tokens. Both
+attend to each other. A `Pack` (`pack.py`) describes the tokens of one forward pass. Parameters have
+their checkpoint names (`layers.N.self_attn.q_proj[_moe_gen].weight`, ...); each rank loads its
+heads and columns. Maths: bytedance/Lance, modeling/lance. Tests: the golden files and
+tests/model_executor/models/lance/test_lance_transformer.py."""
 
 # T tokens, D width, N query heads, K key/value heads, H head dim, F feed-forward width; _r: this
 # rank's part
@@ -56,15 +54,12 @@ from vllm_omni.model_executor.models.lance.network.token_split import (
 
 _SUFFIX: dict[Expert, str] = {"und": "", "gen": "_moe_gen"}
 _MLP_TOKENS = 32768
-"""Tokens that pass the feed-forward layer at a time: bounds its activations (two thirds of a
-forward's peak).
-"""
+"""Maximum number of tokens per call of a feed-forward layer. It bounds the activations, which are
+two thirds of a forward pass's peak memory."""
 
 
 class ExpertLayer(ShardedModule):
-    """One expert's weights of one layer; query heads, key/value heads and columns are split over
-    tensor ranks.
-    """
+    """One expert's weights of one layer. Heads and columns are sharded over tensor ranks."""
 
     def __init__(
         self,
@@ -102,7 +97,7 @@ class ExpertLayer(ShardedModule):
         self.input_norm, self.post_norm = _empty(width), _empty(width)
 
     def linears(self, prefix: str) -> list[tuple[LinearBase, list[str]]]:
-        """The linear layers with the checkpoint's names of those in each."""
+        """Return the linear layers, each with the checkpoint's names of its matrices."""
         layer, end = prefix.rpartition(".")[0], self.suffix
         return [
             (self.qkv, [f"{layer}.self_attn.{name}_proj{end}" for name in "qkv"]),
@@ -150,7 +145,7 @@ class Norm(nn.Module):
 
 
 class Weight(nn.Module):
-    """A matrix [rows, columns] and an optional bias, as the checkpoint names them."""
+    """A linear layer with a weight [rows, columns] and an optional bias."""
 
     def __init__(self, rows: int, columns: int, bias: bool = False) -> None:
         super().__init__()
@@ -205,7 +200,7 @@ class Qwen2MoTForCausalLM(nn.Module):
 
     @property
     def num_cache_heads(self) -> int:
-        """Key/value heads in this rank's caches."""
+        """Return the number of key/value heads in this rank's caches."""
         if self._split.active:
             return self._split.num_cache_heads
         first = self.model.layers[0]
@@ -221,15 +216,13 @@ class Qwen2MoTForCausalLM(nn.Module):
         return self.lm_head.weight.device
 
     def new_cache(self, capacity: int, block: int = 0) -> BranchCache:
-        """Return an empty cache for this rank's heads: of a context, and of a block that is
-        drawn.
-        """
+        """Return an empty cache of this rank's heads, for a context and a block to be generated."""
         shape = self._cache_shape(block + capacity)
         k, v = (torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2))
         return BranchCache(k, v, block=block)
 
     def take_cache(self, pool: MemoryPool[BranchCache], capacity: int, block: int) -> BranchCache:
-        """`new_cache`, or one of the same size that `pool` has."""
+        """Return a pooled cache of this size, or else `new_cache`."""
         sizes = self._cache_shape(block + capacity), self.dtype, self.device, block
         return pool.take_memory(sizes, lambda: self.new_cache(capacity, block))
 
@@ -239,7 +232,7 @@ class Qwen2MoTForCausalLM(nn.Module):
         )
 
     def cache_nbytes(self, slots: int) -> int:
-        """Bytes of a cache of so many slots."""
+        """Return the bytes of a cache of `slots` slots."""
         row = self.config.num_layers * self.num_cache_heads * self.config.head_dim
         return 2 * row * slots * self.dtype.itemsize
 
@@ -247,15 +240,14 @@ class Qwen2MoTForCausalLM(nn.Module):
         return functional.embedding(ids_T, self.model.embed_tokens.weight)
 
     def logits(self, hidden_TD: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """Return fp32 logits [T, num_tokens] of finished `und` rows; later rows of the matrix
-        belong to no token.
-        """
+        """Return fp32 logits [T, num_tokens] of final `und` hidden states. Later rows of the
+        matrix belong to no token."""
         return functional.linear(hidden_TD, self.lm_head.weight[:num_tokens]).float()
 
     def forward(self, pack: Pack) -> dict[Expert, torch.Tensor]:
-        """Run all layers; returns each expert's rows after the final norm, [T, D].
+        """Run all layers and return each expert's hidden states after the final norm, [T, D].
 
-        Collective under parallelism.
+        Collective if there are several ranks.
         """
         x = self.hidden_states(pack)
         norms = {"und": self.model.norm, "gen": self.model.norm_moe_gen}
@@ -270,9 +262,8 @@ class Qwen2MoTForCausalLM(nn.Module):
         }
 
     def hidden_states(self, pack: Pack, layers: int | None = None) -> dict[Expert, torch.Tensor]:
-        """Run the first `layers` layers (None = all); returns the residual stream of each
-        expert's own tokens.
-        """
+        """Run the first `layers` layers (None: all) and return the residual stream of each expert's
+        tokens."""
         x, rope = self._split.own(pack)
         updates: dict[Expert, torch.Tensor] = {}
         for index, layer in enumerate(self.model.layers[:layers]):
@@ -289,8 +280,9 @@ class Qwen2MoTForCausalLM(nn.Module):
         ropes: Mapping[Expert, Rope],
         pack: Pack,
     ) -> None:
-        """Advance `x` by one layer, in place of its entries. updates: last summands, which `x`
-        does not have yet.
+        """Run one layer and replace the entries of `x`.
+
+        `updates` holds the last summand of each expert, which is not yet added to `x`.
         """
         eps, head_dim = self.config.rms_norm_eps, self.config.head_dim
         queries: dict[Expert, torch.Tensor] = {}
@@ -353,9 +345,8 @@ class Qwen2MoTForCausalLM(nn.Module):
 
 
 class TimeEmbedder(nn.Module):
-    """Timestep in [0, 1] -> width: cos and sin of 128 frequencies, two linear layers (names
-    `mlp.0`, `mlp.2`).
-    """
+    """Embeds a timestep in [0, 1]: cos and sin of 128 frequencies, and two linear layers
+    (`mlp.0`, `mlp.2`)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -366,7 +357,7 @@ class TimeEmbedder(nn.Module):
         self.mlp = nn.ModuleDict({"0": first, "2": second})
 
     def forward(self, timesteps_S: torch.Tensor) -> torch.Tensor:
-        """fp32 timesteps [S] -> [S, width] in the weights' type."""
+        """Embed fp32 timesteps [S] as [S, width] in the dtype of the weights."""
         first = self.mlp["0"]
         assert isinstance(first, Weight)
         features = timestep_features(timesteps_S).to(first.weight.dtype)
@@ -405,12 +396,12 @@ class LancePositionEmbedding3D(nn.Module):
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> torch.Tensor:
-        """Return the rows of a latent grid in token order, [frames * height * width, D]."""
+        """Return the position values of a latent grid in token order, [frames * height * width,
+        D]."""
         if frames > self.frames or max(height, width) > self.size:
             raise ValueError(
                 f"a latent grid of {frames}x{height}x{width} is outside the table of {self.frames} "
-                "frames of "
-                f"{self.size}x{self.size}"
+                f"frames of {self.size}x{self.size}"
             )
         if self.pos_embed is not None:
             return self.pos_embed[
@@ -432,18 +423,16 @@ class LancePositionEmbedding3D(nn.Module):
 
 
 def sine_table(dim: int, length: int) -> torch.Tensor:
-    """Return fp32 [length, dim]: [sin | cos] of position times 10000^(-k / (dim / 2)), computed
-    in fp64.
-    """
+    """Return fp32 [length, dim]: [sin | cos] of position * 10000^(-k / (dim / 2)), computed in
+    fp64."""
     frequencies = 10000.0 ** (-torch.arange(dim // 2, dtype=torch.float64) / (dim / 2))
     angles = torch.outer(torch.arange(length, dtype=torch.float64), frequencies)
     return torch.cat((angles.sin(), angles.cos()), dim=1).float()
 
 
 class LanceNetwork(nn.Module):
-    """Everything in a Lance `model.safetensors` but the vision tower, under its checkpoint
-    names.
-    """
+    """The network of a Lance `model.safetensors` without the vision tower, with the checkpoint's
+    names."""
 
     def __init__(
         self,
@@ -472,14 +461,15 @@ class LanceNetwork(nn.Module):
         return self.vae2llm(x_TC.to(self.vae2llm.weight.dtype)) + time_TD + positions_TD
 
     def velocity(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        """Return the fp32 velocity [T, 48] of finished `gen` rows."""
+        """Return the fp32 velocity [T, 48] of final `gen` hidden states."""
         return self.llm2vae(hidden_TD).float()
 
 
 def split_heads(config: LanceConfig, parallel: ParallelContext) -> HeadShare:
-    """Return this rank's share of heads under tensor parallelism.
+    """Return this rank's heads under tensor parallelism.
 
-    Raises ValueError when nothing fits.
+    Raises:
+        ValueError: The heads cannot be divided.
     """
     size = parallel.tensor_size
     share = head_share(config, size, parallel.tensor_rank)

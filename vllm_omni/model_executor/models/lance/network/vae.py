@@ -144,15 +144,18 @@ VAE_RULES = (
 
 @dataclass(frozen=True)
 class LanceVAEConfig:
-    """Architecture of the autoencoder; the defaults are Wan 2.2's. base_dim is the encoder's
-    first width.
-    """
+    """Architecture of the autoencoder; the defaults are those of Wan 2.2."""
 
     base_dim: int = 160
+    """First width of the encoder."""
     decoder_base_dim: int = 256
+    """Last width of the decoder."""
     z_dim: int = LATENT_CHANNELS
+    """Latent channels."""
     latents_mean: tuple[float, ...] = _MEAN
+    """Mean of each latent channel, for normalisation."""
     latents_std: tuple[float, ...] = _STD
+    """Standard deviation of each latent channel, for normalisation."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "LanceVAEConfig":
@@ -238,9 +241,8 @@ class LanceWanVAE(nn.Module):
         _, _, frames, height, width = pixels_BCTHW.shape
         if frames < 1 or height % PIXELS_PER_LATENT or width % PIXELS_PER_LATENT:
             raise ValueError(
-                f"a clip needs frames and sides that are multiples of {PIXELS_PER_LATENT}, got "
-                f"{frames} frames of "
-                f"{height}x{width}"
+                "a video must have frames, and sides that are multiples of "
+                f"{PIXELS_PER_LATENT}, got {frames} frames of {height}x{width}"
             )
         used = 1 + FRAMES_PER_LATENT * ((frames - 1) // FRAMES_PER_LATENT)
         moments = self.vae.encode(pixels_BCTHW[:, :, :used].to(self.dtype), return_dict=False)[
@@ -251,9 +253,8 @@ class LanceWanVAE(nn.Module):
 
     @torch.no_grad()
     def decode_video(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
-        """Normalised latents [B, C, t, h, w] -> pixels [B, 3, 4t - 3, 16h, 16w] in [-1, 1], the
-        model's type.
-        """
+        """Decode normalised latents [B, C, t, h, w] to pixels [B, 3, 4t - 3, 16h, 16w] in [-1, 1],
+        in the dtype of the model."""
         raw = (latents_BCTHW.float() * self.latents_std + self.latents_mean).to(self.dtype)
         if latents_BCTHW.shape[2] == 1:
             return self._decode_image(raw)
@@ -280,12 +281,12 @@ class LanceWanVAE(nn.Module):
 
 
 def to_tokens(latents_CTHW: torch.Tensor) -> torch.Tensor:
-    """[C, T, h, w] -> token order [T * h * w, C]."""
+    """Reshape [C, T, h, w] to token order [T * h * w, C]."""
     return latents_CTHW.permute(1, 2, 3, 0).flatten(0, 2)
 
 
 def from_tokens(tokens_NC: torch.Tensor, grid: tuple[int, int, int]) -> torch.Tensor:
-    """Token order [T * h * w, C] -> [C, T, h, w]."""
+    """Reshape token order [T * h * w, C] to [C, T, h, w]."""
     return tokens_NC.view(*grid, -1).permute(3, 0, 1, 2)
 
 

@@ -45,29 +45,31 @@ from vllm_omni.model_executor.step_cache import computed_steps
 
 @dataclass(frozen=True)
 class GenerationPlan:
-    """Where every token of a drawing stands.
-
-    `shared`: leading segments that `cond` and `uncond` have in common.
-
-    cond, uncond, unseen: contexts without the block that is drawn; cond_block, uncond_block,
-    unseen_block: that block's positions.
-    """
+    """Positions of all tokens of a generation. Contexts do not include the generated block."""
 
     cond: list[ContextSegment]
+    """Conditional context."""
     uncond: list[ContextSegment]
+    """Context without the user's text."""
     unseen: list[ContextSegment]
+    """Context without the reference."""
     cond_block: torch.Tensor
+    """Positions of the generated block after `cond`."""
     uncond_block: torch.Tensor
+    """Positions of the generated block after `uncond`."""
     unseen_block: torch.Tensor
+    """Positions of the generated block after `unseen`."""
     shared: int
+    """Number of leading segments that `cond` and `uncond` have in common."""
     grid: Grid
+    """(T, h, w) of the generated block in latents."""
 
     @property
     def num_latents(self) -> int:
         return self.grid[0] * self.grid[1] * self.grid[2]
 
     def capacities(self) -> tuple[int, int, int]:
-        """Tokens that caches of the contexts `cond`, `uncond` and `unseen` have room for."""
+        """Return the capacities of the caches of `cond`, `uncond` and `unseen`, in tokens."""
         cond, uncond, unseen = (
             padded_capacity(_length(each)) for each in (self.cond, self.uncond, self.unseen)
         )
@@ -75,7 +77,7 @@ class GenerationPlan:
 
     @property
     def block(self) -> int:
-        """Tokens of the block that is drawn: latents and two markers."""
+        """Return the tokens of the generated block: latents and two markers."""
         return self.num_latents + 2
 
 
@@ -122,37 +124,39 @@ def plan_generation(
 
 @dataclass(eq=False)
 class ImageGeneration:
-    """One request's working set.
-
-    latents: fp32 [K, N, C], the first `pinned` tokens of each fixed. timesteps: num_steps + 1 of
-    them, 1 to 0.
-    cond, uncond, unseen: a cache per picture (the last two empty where their scale does not act).
-    renorm_pinned: whether pinned tokens count in the guidance's global norm. step_cache: the
-    threshold of `step_cache.py`, None = every step is computed.
-    """
+    """Working set of one generation."""
 
     plan: GenerationPlan
+    """Positions of all tokens."""
     visuals: Visuals
+    """Embeddings of the reference; cleared after the contexts are written."""
     guidance: Guidance
+    """Classifier-free guidance."""
     timesteps: torch.Tensor
+    """`num_steps` + 1 timesteps from 1 to 0."""
     latents: torch.Tensor
+    """fp32 [K, N, C]."""
     cond: list[BranchCache]
+    """Cache of the conditional context, one per image."""
     uncond: list[BranchCache]
+    """Cache of the context without the user's text, one per image. Empty without guidance."""
     unseen: list[BranchCache] = field(default_factory=list)
+    """Cache of the context without the reference, one per image. Empty without guidance by it."""
     pinned: int = 0
+    """Number of leading latent tokens that stay unchanged (the first frame)."""
     renorm_pinned: bool = True
+    """Whether pinned tokens count in the guidance's global norm."""
     step_cache: float | None = None
+    """Threshold of `step_cache.py`. None: every step is computed."""
     computed: tuple[bool, ...] = ()
-    """Of each denoise step, known once the context is there: whether it is computed."""
+    """Whether each denoise step is computed. Set when the contexts are written."""
     step: int = -1
-    """The denoise step that comes next; -1 = the context has to be written first."""
+    """Index of the next denoise step. -1: the contexts must be written first."""
     prediction: torch.Tensor | None = None
-    """Of the step being run, or of the one computed last before it: fp32 velocities [branches,
-    K, N, C].
-    """
+    """fp32 velocities [branches, K, N, C] of the current step, or of the last computed one."""
 
     cells: list[slice] = field(default_factory=list)
-    """Of the forward being run: this drawing's `gen` tokens, conditional pictures first."""
+    """Ranges of this generation's `gen` tokens in the current pass, conditional images first."""
     _time: torch.Tensor | None = None
     _positions: torch.Tensor | None = None
     _ropes: list[tuple[Rope, Rope]] = field(default_factory=list)
@@ -182,14 +186,12 @@ class ImageGeneration:
     # -- the context -------------------------------------------------------------------------------
 
     def add_context(self, writer: ContextWriter, builder: PackBuilder) -> None:
-        """First half of the first step: the conditional context, into the first picture's cache."""
+        """Add the conditional context to the first pass; written to the first image's cache."""
         self.cond[0].length = 0
         writer.append_segments(builder, self.cond[0], self.plan.cond, self.visuals)
 
     def add_uncond_context(self, writer: ContextWriter, builder: PackBuilder) -> None:
-        """Second half, after that forward has run: copies, and the own text of the other
-        contexts.
-        """
+        """Copy the conditional context and add the other contexts to the second pass."""
         for cache in self.cond[1:]:
             cache.copy_context(self.cond[0], self.cond[0].length)
         if self.uncond:
@@ -202,7 +204,7 @@ class ImageGeneration:
             writer.append_segments(builder, self.unseen[0], self.plan.unseen, Visuals())
 
     def finish_context(self, writer: ContextWriter) -> None:
-        """After the second forward: the inputs of every denoise step."""
+        """Prepare the inputs of all denoise steps, after the second pass."""
         for branch in (self.uncond, self.unseen):
             for cache in branch[1:]:
                 cache.copy_context(branch[0], branch[0].length)
@@ -210,8 +212,10 @@ class ImageGeneration:
         self.computed = (True,) * self.num_steps
         if self.step_cache is not None:
             guided = [self._guided_at(step) for step in range(self.num_steps)]
-            turns = {step for step in range(1, self.num_steps) if guided[step] != guided[step - 1]}
-            self.computed = computed_steps(self._time[:-1], self.step_cache, turns)
+            changes = {
+                step for step in range(1, self.num_steps) if guided[step] != guided[step - 1]
+            }
+            self.computed = computed_steps(self._time[:-1], self.step_cache, changes)
         self._positions = writer.position_values(self.plan.grid)
         blocks = self.plan.cond_block, self.plan.uncond_block, self.plan.unseen_block
         self._ropes = [writer.block_rope(block) for block in blocks]
@@ -221,7 +225,7 @@ class ImageGeneration:
     # -- one denoise step --------------------------------------------------------------------------
 
     def add_step(self, writer: ContextWriter, builder: PackBuilder) -> None:
-        """Add the block of every picture and branch at the current step."""
+        """Add the blocks of all images and branches at the current step."""
         assert self._time is not None and self._positions is not None
         time = self._time[self.step]
         if self.pinned:
@@ -239,20 +243,19 @@ class ImageGeneration:
         ]
 
     def release_caches(self) -> list[BranchCache]:
-        """Return the caches of a drawing that is done, which keeps none."""
+        """Return the caches of a complete generation and drop the references to them."""
         released = self.cond + self.uncond + self.unseen
         self.cond, self.uncond, self.unseen, self._seen = [], [], [], {}
         return released
 
     def take_velocity(self, velocity_TC: torch.Tensor) -> None:
-        """Cut this drawing's rows out of a forward's velocities."""
+        """Store this generation's part of a pass's velocities."""
         rows = torch.stack([velocity_TC[cells] for cells in self.cells])
         self.prediction = rows.view(-1, len(self.cond), *rows.shape[1:])
 
     def advance(self) -> None:
-        """Go to the next step: guide and take the Euler step, fp32; or begin, once the context
-        is there.
-        """
+        """Advance to the next step: guidance and Euler step in fp32, or after the contexts the
+        first step."""
         if self.prefilled:
             self._euler()
         else:

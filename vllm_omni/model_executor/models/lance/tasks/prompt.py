@@ -67,10 +67,12 @@ Encode = Callable[[str], Sequence[int]]
 
 @dataclass(frozen=True)
 class PromptTokens:
-    """How text becomes ids. encode_template may produce special tokens, encode_user never does."""
+    """Conversions of text to token ids."""
 
     encode_template: Encode
+    """For the chat template; may return special tokens."""
     encode_user: Encode
+    """For a user's text; never returns special tokens."""
 
 
 @dataclass(frozen=True)
@@ -78,20 +80,21 @@ class Message:
     """One message of a conversation before the question."""
 
     role: Literal["user", "assistant"]
+    """Author of the message."""
     text: str
+    """Text of the message."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One request's sequence. cond: everything. uncond: without the user's text. unseen: without
-    the picture or clip.
-
-    A noise block comes last, if any.
-    """
+    """Segments of one request. A noise block, if any, is the last segment of each sequence."""
 
     cond: tuple[Segment, ...]
+    """All segments."""
     uncond: tuple[Segment, ...]
+    """Without the user's text. Empty for understanding requests."""
     unseen: tuple[Segment, ...] = ()
+    """Without the image or video."""
 
 
 def system_prompt_of(task: Task, served: LanceOptions) -> str:
@@ -116,10 +119,19 @@ def build_prompt(
     messages: Sequence[Message] = (),
     image_message: int | None = None,
 ) -> Prompt:
-    """Put a request's segments in order. Grids are in decoder tokens (T, h, w).
+    """Return a request's segments. Grids are (T, h, w) in decoder tokens.
 
-    turns: of a conversation before `user_text`. picture_turn: which of them the picture stands in;
-    None = `user_text`.
+    Args:
+        task: Task of the request.
+        tokens: Conversions of text to token ids.
+        user_text: The user's text.
+        system_prompt: System prompt. None: the task's.
+        negative_prompt: Text of the unconditional context.
+        vit: Grid of the image or video in the vision tower.
+        reference: Grid of the reference's latents.
+        noise: Grid of the latents to generate.
+        messages: Earlier messages of the conversation.
+        image_message: Index of the message with the image or video. None: `user_text`.
     """
     system = system_prompt_of(task, served) if system_prompt is None else system_prompt
     encode = tokens.encode_template

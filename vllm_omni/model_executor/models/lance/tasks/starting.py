@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checked request becomes a `ImageGeneration` or a `Understanding`: references encoded, tokens
-placed, noise drawn, caches made.
-
-Runs the vision tower and the autoencoder's encoder, never the decoder. Knows no session beyond an
-answer's progress.
-Held by tests/model_executor/models/lance/test_lance_pipeline.py and test_lance_choices.py.
+"""Create the `ImageGeneration` or `Understanding` of a checked request: encode references, assign
+positions, sample noise and allocate caches.
 """
 
 from collections.abc import Callable
@@ -39,7 +35,7 @@ from vllm_omni.seeds import nth_seed
 
 @dataclass(frozen=True)
 class Starter:
-    """The parts of a `Lance` that a request passes before its first step."""
+    """The parts of a `Lance` that run before a request's first step."""
 
     tokenizer: LanceTokenizer
     vision: VisionTower
@@ -58,10 +54,16 @@ class Starter:
         timer: StageTimer,
         new_cache: Callable[[int, int], BranchCache],
     ) -> ImageGeneration:
-        """new_cache: of a context's capacity and a block's size.
+        """Start an image or video generation.
 
-        Raises `RequestFailed("capacity", ...)` if the caches would exceed the session's announced
-        bytes.
+        Args:
+            inputs: The checked request.
+            reserved_bytes: Reserved memory of the session.
+            timer: Timer of the request's stages.
+            new_cache: (capacity of a context, size of a block) -> an empty cache.
+
+        Raises:
+            RequestFailed: `capacity`; the caches exceed `reserved_bytes`.
         """
         reads_source = inputs.task in EDIT_TASKS
         rows = vit = encoded = None
@@ -102,7 +104,7 @@ class Starter:
         )
         if self.network.language_model.cache_nbytes(slots) > reserved_bytes:
             raise RequestFailed(
-                "capacity", "the request needs more memory than its parameters announced"
+                "capacity", "the request needs more memory than its session has reserved"
             )
         return ImageGeneration(
             plan=plan,
@@ -125,7 +127,13 @@ class Starter:
     def start_understanding(
         self, inputs: UnderstandingInputs, chunk_tokens: int | None, timer: StageTimer
     ) -> Understanding:
-        """chunk_tokens: None = the whole answer in one chunk."""
+        """Start an understanding request.
+
+        Args:
+            inputs: The checked request.
+            chunk_tokens: Text tokens per request. None: the whole text.
+            timer: Timer of the request's stages.
+        """
         rows = grid = None
         if inputs.source is not None:
             rows, grid = self._see(inputs.source.to(self.device), inputs.preset, timer)
@@ -167,28 +175,29 @@ class Starter:
     def _see(
         self, source: torch.Tensor, preset: Preset | None, timer: StageTimer
     ) -> tuple[torch.Tensor, Grid]:
-        """Frames -> (decoder rows, their grid)."""
+        """Encode frames for the decoder; return (embeddings, grid)."""
         with timer.stage("vision"):
             patches, grid = to_patches(for_vit(source, preset))
             return self.vision(patches, grid), decoder_grid(grid)
 
 
 def continue_understanding(response: TextReply, request: DiffusionRequest) -> Understanding:
-    """Return the next piece of an answer.
+    """Return the next chunk of a text.
 
-    Raises `RequestFailed` if there is none or something else is asked for.
+    Raises:
+        RequestFailed: The text has ended, or the request has a prompt, options or tensors.
     """
     params = request.params
     if params.prompt is not None or params.options or request.tensors:
         raise RequestFailed(
             "invalid_request",
-            "this session is in the middle of an answer: go on without prompt, options and "
-            "tensors, or use another "
-            "session",
+            "this session is generating a text: omit prompt, options and tensors to continue, or "
+            "use another session",
         )
     if response.progress.finish_reason is not None:
         raise RequestFailed(
-            "out_of_order", "the answer of this session has ended; close it and use another one"
+            "out_of_order",
+            "the text of this session is complete; close the session and use another",
         )
     return Understanding(
         cache=response.cache,

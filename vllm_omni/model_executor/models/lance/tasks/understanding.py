@@ -26,42 +26,39 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True)
 class TextRules:
-    """How an answer is chosen and when it ends.
-
-    max_tokens: of the whole answer. stop: texts that end it and are not part of it. end_token: the
-    model's own end.
-    """
+    """How tokens are sampled and when the text ends."""
 
     choice: TokenChoice
+    """How tokens are sampled."""
     seed: int
+    """Seed of sampling."""
     max_tokens: int
+    """Maximum number of tokens of the whole text."""
     end_token: int
+    """Id of the token with which the model ends the text."""
     stop: tuple[str, ...] = ()
+    """Texts that end the generation. They are not part of the result."""
 
 
 @dataclass(frozen=True)
 class UnderstandingProgress:
-    """The decoded tokens.
-
-    The cache's first `length` slots belong to it; `next_position` is the newest token's.
-
-    tokens: everything decoded so far, the end token included. newest: the last token, int64 [1] on
-    the device.
-    finish_reason: None while the answer goes on, then `stop` or `length`. sent: characters already
-    returned.
-    """
+    """The decoded tokens."""
 
     length: int = 0
+    """Number of slots of the cache that are in use."""
     next_position: int = 0
+    """Position of the newest token."""
     tokens: tuple[int, ...] = ()
+    """All decoded tokens, including the end token."""
     newest: torch.Tensor | None = None
+    """The last token, int64 [1] on the device."""
     finish_reason: str | None = None
+    """`stop` or `length`. None: the text is not complete."""
     sent: int = 0
+    """Number of characters that were returned."""
 
     def text(self, decode: Decode, rules: TextRules) -> str:
-        """Return the text so far, cut before a stop text, without characters that may still
-        change.
-        """
+        """Return the text up to a stop text, without characters that may still change."""
         text = decode([token for token in self.tokens if token != rules.end_token])
         found = [position for stop in rules.stop if (position := text.find(stop)) >= 0]
         if found:
@@ -79,26 +76,29 @@ class UnderstandingProgress:
 
 @dataclass(eq=False)
 class Understanding:
-    """One chunk of one answer in flight; `progress` becomes the session's when the chunk succeeds.
-
-    context, visuals: the prompt, for the first chunk. chunk_tokens: how many tokens this chunk may
-    add.
-    first_token: how many were there before it.
-    """
+    """One chunk of a text in flight."""
 
     cache: BranchCache
+    """K/V of prompt and text."""
     rules: TextRules
+    """How tokens are sampled and when the text ends."""
     chunk_tokens: int
+    """Maximum number of tokens of this chunk."""
     progress: UnderstandingProgress = field(default_factory=UnderstandingProgress)
+    """The decoded tokens. The session takes it over when the chunk succeeds."""
     context: Sequence[ContextSegment] = ()
+    """The prompt, for the first chunk."""
     visuals: Visuals = field(default_factory=Visuals)
+    """Embeddings of the image or video, for the first chunk."""
     prompt_tokens: int = 0
+    """Number of tokens of the prompt."""
     first_token: int = 0
+    """Number of tokens before this chunk."""
     logits: torch.Tensor | None = None
-    """Of the newest forward, fp32 [V]: checked for NaN at the end of the chunk."""
+    """fp32 [V] of the last pass, checked for NaN at the end of the chunk."""
 
     row: int = 0
-    """Of the forward being run: the `und` row whose logits choose the next token."""
+    """Index of the `und` token in the current pass whose logits give the next token."""
     _live: UnderstandingProgress = field(default_factory=UnderstandingProgress)
     _pending: list[torch.Tensor] = field(default_factory=list)
 

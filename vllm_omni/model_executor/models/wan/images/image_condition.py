@@ -1,18 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The condition `y` of each chunk: which latent frame is given, and the latents of `[image, grey,
-grey, ...]`.
+"""Conditioning on a start image: `y` of each chunk, a mask and the latents of `[image, grey, ...]`.
 
-The original encodes image and grey frames as one clip; here the causal encoder is streamed chunk by
-chunk, which gives the same bits without knowing the length in advance. After the image the encoder
-settles: once a latent frame differs from the one before it by no more than `_SETTLED`, it stands
-for all later ones and the encoder is not run again. Other implementations stop encoding earlier, or
-begin afresh: `components.LaterCondition`.
+The original encodes the image and all grey frames as one clip. Here the causal encoder runs chunk
+by chunk, which gives the same bits without knowing the length in advance. When two consecutive
+latent frames differ by no more than `_SETTLED`, the later one is used for all following frames, and
+the encoder does not run again. `LaterCondition` lists what other implementations do.
 
-`GreyCondition` is the part of a model that makes it, on the first pipeline stage, which embeds
-patches. Each session of that stage holds the state of its condition (`ImageStartedPipeline`,
-`ImageStartedSession`); a family adds its own state.
-Held by tests/model_executor/models/wan/test_image_condition.py and
-tests/model_executor/models/lingbot_world/test_lingbot_alternatives.py.
+`GreyCondition` computes the conditioning on the first pipeline stage, which embeds patches. Each
+session of that stage has a `ConditionState` (`ImageStartedPipeline`, `ImageStartedSession`).
 """
 
 # C channels, F latent frames, h, w latent cells, T video frames, H, W pixels
@@ -37,33 +32,37 @@ from vllm_omni.outputs import RequestFailed
 from vllm_omni.tensors.saved import SavedTensors
 
 MASK_CHANNELS = 4
-"""Pixels per token along each side: 8 of the VAE times a patch of 2."""
+"""Channels of the mask: one per video frame of a latent frame."""
 _SETTLED = {torch.float32: 2**-8, torch.bfloat16: 2**-6}
-"""By the VAE's type, the largest change from one latent frame to the next, over their deviation,
-that no longer counts: bfloat16, in which the released model takes its condition in, rounds by
-2**-8; a VAE in bfloat16 rounds in every layer. Changes halve about once a latent frame, so all
-later changes together are of the same size."""
+"""By the VAE's dtype, the largest change between consecutive latent frames that is ignored,
+relative to their standard deviation. The released model converts its conditioning to bfloat16,
+which rounds by 2**-8; a VAE in bfloat16 rounds in every layer. Changes halve with about every
+latent frame, so all later changes together have the same size."""
 
 
 @dataclass(frozen=True)
 class ConditionLayout:
-    """Layout of the `ConditionState` of a session of `height` x `width` pixels. encoder: its
-    cache's layout.
-    """
+    """Layout of a session's `ConditionState`."""
 
     height: int
+    """Pixels."""
     width: int
+    """Pixels."""
     later: LaterCondition
+    """Conditioning of later chunks."""
     chunk_frames: int
+    """Latent frames of a later chunk."""
     encoder: CacheLayout
+    """Layout of the encoder's cache."""
 
     def restore(
         self, saved: SavedTensors, device: torch.device | str, *, settled: bool, num_encoded: int
     ) -> "ConditionState":
-        """Take the state out of a snapshot.
+        """Restore a state from a snapshot.
 
-        Raises `RequestFailed("invalid_snapshot")` naming a tensor that is missing or of another
-        shape or dtype.
+        Raises:
+            RequestFailed: `invalid_snapshot` with the name of a tensor that is missing or has
+                another shape or dtype.
         """
         shape = saved.shape("last") or []
         repeats = settled and self.later != "streamed"
@@ -80,40 +79,39 @@ class ConditionLayout:
 
 @dataclass(frozen=True)
 class Settling:
-    """Whether a state has settled, which only the device knows yet.
-
-    encoded: latent frames that went through the encoder. unsettled: how many of them came before it
-    settled.
-    """
+    """Whether a state has settled, as far as the host can tell without synchronisation."""
 
     encoded: int
+    """Latent frames that were encoded."""
     unsettled: Arriving
+    """How many of them differ from their predecessor; being copied from the device."""
 
 
 @dataclass(frozen=True, eq=False)
 class ConditionState:
-    """Where a session's condition stream stands. Immutable; shared by forks.
+    """State of a session's conditioning. Immutable; forks share it.
 
-    cache: the encoder's cache; None once settled, and when nothing will be encoded behind the
-    image.
-    last_1CFhw: the newest latent frame, to compare the next one with, fp32; of a settled state the
-    condition of all later chunks: one latent frame, or a whole chunk. num_encoded: latent frames
-    since the image that were encoded.
-    settling: until it is `resolved`, the other fields are those of a state that has not settled.
+    Until it is `resolved`, it has the values of a state that has not settled.
     """
 
     height: int
+    """Pixels."""
     width: int
+    """Pixels."""
     cache: VAECache | None
+    """The encoder's cache. None: the encoder does not run again, or starts again."""
     last_1CFhw: torch.Tensor
+    """The newest latent frame, fp32. Of a settled state: the conditioning of all later chunks,
+    which is one latent frame or a whole chunk."""
     settled: bool = False
+    """Whether later chunks repeat `last_1CFhw`."""
     num_encoded: int = 1
+    """Latent frames that were encoded since the image."""
     settling: Settling | None = None
+    """Result that is being copied from the device. None: the state is resolved."""
 
     def resolved(self) -> "ConditionState":
-        """The same with the device's answer, for which the host waits; itself if nothing is
-        open.
-        """
+        """Return the state with the result from the device. Synchronises if it has not arrived."""
         if self.settling is None:
             return self
         unsettled = self.settling.unsettled.wait()
@@ -136,15 +134,18 @@ class ConditionState:
         return {"last": self.last_1CFhw, **cached}
 
     def to(self, device: torch.device | str) -> "ConditionState":
-        """Return a resolved state on `device`; the same tensors if they are there already."""
+        """Move a resolved state to `device`; tensors that are already there are shared."""
         cache = self.cache.to(device) if self.cache is not None else None
         return replace(self, cache=cache, last_1CFhw=self.last_1CFhw.to(device))
 
 
 class GreyCondition:
-    """Makes the condition of one chunk after another. Owns no session; `vae` needs its encoder.
+    """Computes the conditioning of chunks, without holding session state.
 
-    chunk_frames: latent frames of every chunk but a session's first.
+    Args:
+        vae: The VAE with its encoder.
+        later: Conditioning of chunks after the image's.
+        chunk_frames: Latent frames of every chunk but a session's first.
     """
 
     def __init__(
@@ -156,7 +157,7 @@ class GreyCondition:
     ) -> None:
         if not vae.has_encoder:
             raise ValueError(
-                "the condition is made by the VAE's encoder; build the VAE with encoder=True"
+                "conditioning requires the VAE's encoder; build the VAE with encoder=True"
             )
         self.vae = vae
         self.later = later
@@ -165,12 +166,17 @@ class GreyCondition:
     def next(
         self, image_1CTHW: torch.Tensor | None, num_latents: int, state: ConditionState | None
     ) -> tuple[torch.Tensor, ConditionState]:
-        """Return y [20, F, h, w] fp32 for the next `num_latents` latent frames, and the state after
-        them.
+        """Return y [20, F, h, w] fp32 of the next `num_latents` latent frames, and the next state.
 
-        image_1CTHW: [1, 3, 1, H, W] in [-1, 1] (`prepare_image`) starts a condition, at a session's
-        start or when its image is switched; None goes on from `state`. Raises ValueError when
-        neither is given.
+        Args:
+            image_1CTHW: New start image, [1, 3, 1, H, W] in [-1, 1] (`prepare_image`). None:
+            continue
+                from `state`.
+            num_latents: Latent frames.
+            state: State after the previous chunk. None: there is none.
+
+        Raises:
+            ValueError: There is neither an image nor a state.
         """
         if num_latents < 1:
             raise ValueError(f"num_latents must be at least 1, got {num_latents}")
@@ -189,12 +195,12 @@ class GreyCondition:
         return torch.cat([mask_CFhw, cond_CFhw]), state
 
     def state_layout(self, height: int, width: int) -> ConditionLayout:
-        """Layout of a state of this size; runs nothing."""
+        """Return the layout of a state of this size, without running anything."""
         encoder = self.vae.encoder_cache_layout(height, width)
         return ConditionLayout(height, width, self.later, self.chunk_frames, encoder)
 
     def state_nbytes(self, height: int, width: int) -> int:
-        """Most bytes a state of this size holds; runs nothing."""
+        """Return the maximum bytes of a state of this size, without running anything."""
         cells = (height // self.vae.config.spatial_factor) * (
             width // self.vae.config.spatial_factor
         )
@@ -219,10 +225,10 @@ class GreyCondition:
     def _stream(
         self, state: ConditionState, num_latents: int
     ) -> tuple[list[torch.Tensor], ConditionState]:
-        """Encode so many more latent frames of grey, as far as they still change.
+        """Encode `num_latents` further latent frames of grey, unless they no longer change.
 
-        The host does not wait to hear whether they do: on CUDA the encoder goes on, and the device
-        drops the result.
+        On CUDA the host does not synchronise to find out: the encoder runs for all frames, and the
+        device discards results after the state has settled.
         """
         if state.cache is None or num_latents == 0:
             return [state.last_1CFhw] * num_latents, state
@@ -237,7 +243,7 @@ class GreyCondition:
             )
             unsettled = unsettled + changes
             latents.append(last)
-            if self._is_heard(changes) and not changes:
+            if self._is_readable(changes) and not changes:
                 break
         settling = Settling(len(latents), Arriving(unsettled))
         latents += [last] * (num_latents - len(latents))
@@ -246,7 +252,7 @@ class GreyCondition:
     def _repeat(
         self, state: ConditionState, num_latents: int
     ) -> tuple[list[torch.Tensor], ConditionState]:
-        """Return the chunk that all later ones equal, encoded when it is first asked for."""
+        """Return the conditioning that all later chunks have; encoded once."""
         if not state.settled:
             afresh = self.later == "fresh_grey"
             retained, _ = self.vae.encode(
@@ -258,27 +264,27 @@ class GreyCondition:
                 last_1CFhw=retained[:, :, -num_latents:].contiguous(),
                 settled=True,
             )
-        if state.last_1CFhw.shape[2] == 1:  # also if the stream had settled in the image's chunk
+        if state.last_1CFhw.shape[2] == 1:  # also if the state settled in the chunk of the image
             return [state.last_1CFhw] * num_latents, state
         assert state.last_1CFhw.shape[2] == num_latents, "chunks after the first are of one size"
         return [state.last_1CFhw], state
 
     @staticmethod
-    def _is_heard(flag: torch.Tensor) -> bool:
-        """Whether the host can read it without waiting."""
+    def _is_readable(flag: torch.Tensor) -> bool:
+        """Return whether the host can read a flag without synchronisation."""
         return not flag.is_cuda
 
     def _has_settled(self, before_1CFhw: torch.Tensor, latent_1CFhw: torch.Tensor) -> torch.Tensor:
-        """Whether later latent frames are as good as equal to `latent_1CFhw`, on the device."""
+        """Return, on the device, whether later latent frames equal `latent_1CFhw` within
+        `_SETTLED`."""
         change = (latent_1CFhw - before_1CFhw).abs().max()
         return change <= _SETTLED[self.vae.dtype] * latent_1CFhw.std()
 
     def _grey_frames(
         self, state: ConditionState, num_latents: int, *, first: bool = False
     ) -> torch.Tensor:
-        """Return grey video frames that encode to so many latent frames; with one more in front
-        if they are a clip.
-        """
+        """Return grey video frames that encode to `num_latents` latent frames. With `first` there
+        is one more, because they start a clip."""
         frames = int(first) + num_latents * self.vae.config.temporal_factor
         return torch.zeros(1, 3, frames, state.height, state.width, device=state.last_1CFhw.device)
 
@@ -288,12 +294,10 @@ class GreyCondition:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ImageStartedPipeline:
-    """Where a session's condition stands.
-
-    Immutable. condition: None on ranks that embed no patches.
-    """
+    """A session's own value, with the state of its conditioning. Immutable."""
 
     condition: ConditionState | None
+    """State of the conditioning. None on ranks that embed no patches."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
         retained: Mapping[str, torch.Tensor] = (
@@ -313,7 +317,9 @@ class ImageStartedScalars(SessionScalars, frozen=True, forbid_unknown_fields=Tru
     """The result of `ImageStartedSession.scalars`, as read from a file."""
 
     condition_settled: bool | None
+    """`ConditionState.settled`. None: the rank has no conditioning."""
     condition_encoded: Annotated[int, msgspec.Meta(ge=1)] = 1
+    """`ConditionState.num_encoded`."""
 
 
 World = TypeVar("World", bound=ImageStartedPipeline)
@@ -342,9 +348,13 @@ class ImageStartedSession(StreamingSession[Window, World], Generic[Window, World
         saved: SavedTensors,
         device: torch.device,
     ) -> ConditionState | None:
-        """Take the condition out of a snapshot. layout: None = this rank has none.
+        """Restore the conditioning from a snapshot.
 
-        Raises `RequestFailed`.
+        Args:
+            layout: Layout of the state. None: this rank has no conditioning.
+
+        Raises:
+            RequestFailed: `invalid_snapshot`.
         """
         settled = retained.condition_settled
         if (layout is None) != (

@@ -18,7 +18,7 @@ import torch
 from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation
 
 from vllm_omni.model_executor.layers.linear.quantized_input import Input
-from vllm_omni.model_executor.layers.linear.quantized_input import quantized as rounded_rows
+from vllm_omni.model_executor.layers.linear.quantized_input import quantized as quantized_rows
 from vllm_omni.model_executor.layers.quantization.fp8_kernels import FP8
 from vllm_omni.model_executor.layers.quantization.fp8_triton import narrowed
 from vllm_omni.model_executor.layers.triton_or_names import tl, triton
@@ -240,7 +240,7 @@ def gelu_to_fp8(x: torch.Tensor) -> QuantizedActivation:
     _quantized_gelu_kernel[(x[..., 0].numel(),)](
         x, data, token_scales, D=width, BLOCK=triton.next_power_of_2(width), num_warps=GELU_WARPS
     )
-    return rounded_rows(data, token_scales, x.dtype)
+    return quantized_rows(data, token_scales, x.dtype)
 
 
 def gated_add(x: torch.Tensor, update: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
@@ -337,19 +337,19 @@ def _residual(
     modulation: tuple[torch.Tensor, torch.Tensor],
     eps: float,
     dtype: torch.dtype,
-    to_fp8: bool,
+    quantized: bool,
     **others: Any,
 ) -> Input:
     """Write the sum to `total`; return its norm in `dtype` or quantized."""
     normed = torch.empty_like(
-        x, dtype=FP8 if to_fp8 else dtype, memory_format=torch.contiguous_format
+        x, dtype=FP8 if quantized else dtype, memory_format=torch.contiguous_format
     )
-    if not to_fp8:
+    if not quantized:
         _add_and_norm(x, update, gate, total, normed, None, modulation, eps, **others)
         return normed
     token_scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
     _add_and_norm(x, update, gate, total, normed, token_scales, modulation, eps, **others)
-    return rounded_rows(normed, token_scales, dtype)
+    return quantized_rows(normed, token_scales, dtype)
 
 
 def _add_and_norm(
