@@ -124,16 +124,16 @@ def test_the_first_chunk_of_a_session_is_alone() -> None:
 def test_who_follows_whom() -> None:
     runs = Sessions(3)
     flights = runs.flights
-    assert flights.last("s") is None and flights.count("s") == 0
+    assert flights.ahead("s") == (0, None)
     one, two = runs.start("s1"), runs.start("s2")
     runs.start("t1")
-    assert flights.last("s") is two.chunk and flights.count("s") == 2 and flights.count("t") == 1
+    assert flights.ahead("s") == (2, two.chunk) and flights.ahead("t")[0] == 1
     assert flights.is_next(one.chunk) and not flights.is_next(two.chunk)  # type: ignore[arg-type]
     flights.end(one.chunk)  # type: ignore[arg-type]
     flights.end(one.chunk)  # type: ignore[arg-type]
-    assert flights.count("s") == 1 and flights.is_next(two.chunk)  # type: ignore[arg-type]
+    assert flights.ahead("s")[0] == 1 and flights.is_next(two.chunk)  # type: ignore[arg-type]
     flights.end(two.chunk)  # type: ignore[arg-type]
-    assert flights.last("s") is None and not flights.is_next(two.chunk)  # type: ignore[arg-type]
+    assert flights.ahead("s")[1] is None and not flights.is_next(two.chunk)  # type: ignore[arg-type]
     assert told(one) is None and told(two) is None and set(flights._chunks) == {"t"}
 
 
@@ -149,7 +149,7 @@ def test_a_chunk_that_fails_takes_those_behind_it_with_it(because: RequestFailed
         runs.flights.fail(two.chunk, because)  # type: ignore[arg-type]
     expected = PREDECESSOR if because is None else ("lost", "the session is gone")
     assert (told(one), told(two), told(four)) == (None, None, expected) and three.failure is own
-    assert runs.flights.count("s") == 1 and runs.flights.last("s") is one.chunk
+    assert runs.flights.ahead("s") == (1, one.chunk)
 
 
 def test_what_follows_a_failed_chunk_fails_until_it_is_released() -> None:
@@ -168,10 +168,10 @@ def test_what_follows_a_failed_chunk_fails_until_it_is_released() -> None:
     assert (
         told(late) == PREDECESSOR
         and runs.flights.failed("s", 3) is late.chunk
-        and runs.flights.count("s") == 0
+        and runs.flights.ahead("s")[0] == 0
     )
     again = runs.start("s1", index=1)
-    assert told(again) is None and runs.flights.count("s") == 1, (
+    assert told(again) is None and runs.flights.ahead("s")[0] == 1, (
         "sent again, it follows the session"
     )
     runs.flights.fail(again.chunk)  # type: ignore[arg-type]
@@ -188,9 +188,9 @@ def test_a_chunk_that_is_released_before_its_end_has_failed() -> None:
     one, two, three = (runs.start(f"s{index}", index=index) for index in range(1, 4))
     runs.flights.end(one.chunk)  # type: ignore[arg-type]
     runs.flights.release(one.chunk)  # type: ignore[arg-type]
-    assert told(two) is None and runs.flights.count("s") == 2
+    assert told(two) is None and runs.flights.ahead("s")[0] == 2
     runs.flights.release(two.chunk)  # type: ignore[arg-type]
-    assert told(three) == PREDECESSOR and runs.flights.count("s") == 0
+    assert told(three) == PREDECESSOR and runs.flights.ahead("s")[0] == 0
     assert runs.flights.failed("s", 2) is None and runs.flights.failed("s", 3) is three.chunk
 
 
@@ -203,10 +203,11 @@ def test_only_those_behind_a_failed_chunk_fail_with_it() -> None:
     runs.flights.fail(gone[0].chunk)  # type: ignore[arg-type]
     again = runs.start("s1", index=1)
     after = runs.start("s2", index=2, after=again.chunk)
-    assert told(again) is told(after) is None and runs.flights.count("s") == 2
+    assert told(again) is told(after) is None and runs.flights.ahead("s")[0] == 2
     other = runs.start("t1", index=1)
     assert (
-        told(runs.start("t2", index=2, after=other.chunk)) is None and runs.flights.count("t") == 2
+        told(runs.start("t2", index=2, after=other.chunk)) is None
+        and runs.flights.ahead("t")[0] == 2
     )
     assert told(runs.start("s3", index=3, after=gone[1].chunk)) == PREDECESSOR
     assert told(runs.start("s2", index=2, after=gone[0].chunk)) == PREDECESSOR

@@ -19,6 +19,7 @@ from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE, VAEConf
 from vllm_omni.model_executor.models.wan.vae_layers import (
     CPURMSNorm,
     FoldedCausalConv3d,
+    folded,
     use_cpu_layers,
 )
 from vllm_omni.model_executor.models.wan2_2.vae import VideoVAE
@@ -104,14 +105,12 @@ def test_the_folded_weight_is_no_copy(change: Callable[[Any, torch.Tensor], None
     """It is a view of the parameter, also behind loading, conversion and a deep copy: nothing is
     folded per call.
     """
-    folded = FoldedCausalConv3d(convolution((3, 3, 3), (1, 1, 1), (1, 1, 1)))
-    change(folded, random(6, 4, 3, 3, 3, seed=7))
-    for layer in (folded, copy.deepcopy(folded)):
-        assert (
-            layer.weight_2d.untyped_storage().data_ptr()
-            == layer.weight.untyped_storage().data_ptr()
-        )
-        assert layer.weight_2d.is_contiguous(memory_format=torch.channels_last)
+    convolution_2d = FoldedCausalConv3d(convolution((3, 3, 3), (1, 1, 1), (1, 1, 1)))
+    change(convolution_2d, random(6, 4, 3, 3, 3, seed=7))
+    for layer in (convolution_2d, copy.deepcopy(convolution_2d)):
+        weight = folded(layer.weight)
+        assert weight.untyped_storage().data_ptr() == layer.weight.untyped_storage().data_ptr()
+        assert weight.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_bfloat16_rounds_once() -> None:

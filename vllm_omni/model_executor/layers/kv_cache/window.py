@@ -84,6 +84,7 @@ class KVWindow:
             )
         self.window_frames = window_frames
         self.sink_frames = sink_frames
+        self.ring_frames = window_frames - sink_frames
         self.tokens_per_frame = tokens_per_frame
         self.max_attention_tokens = max_attention_tokens
         # global attention never overwrites a slot
@@ -116,10 +117,6 @@ class KVWindow:
     @property
     def format(self) -> KVFormat:
         return self._ring.format
-
-    @property
-    def ring_frames(self) -> int:
-        return self.window_frames - self.sink_frames
 
     @property
     def nbytes(self) -> int:
@@ -187,14 +184,13 @@ class KVWindow:
 
         The first chunk of a session returns None, because `scales` are computed from it.
         """
-        return self if frames.start > 0 and self.format.scales() is not None else None
+        return self if frames.start > 0 and self.format.scales is not None else None
 
     @property
     def scales(self) -> torch.Tensor:
         """Return the divisors for quantization, [layers, 2, heads], fp32 powers of two."""
-        scales = self.format.scales()
-        assert scales is not None, "only a window that rounds has any"
-        return scales
+        assert self.format.scales is not None, "only a quantized window has scales"
+        return self.format.scales
 
     def write_quantized(self, layer: int, frames: range, quantized_2TNH: torch.Tensor) -> None:
         """Write keys and values that were already divided by `scales` and quantized."""
