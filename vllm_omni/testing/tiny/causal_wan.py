@@ -6,7 +6,6 @@ Every tensor's values depend only on the seed and its name, so the layouts of on
 model. Sizes divide by 2 and 4, for tensor, sequence and pipeline parallel runs.
 """
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,8 @@ from vllm_omni.model_executor.models.wan.checkpoint.layout import TINY_VAE_FILE
 from vllm_omni.model_executor.models.wan.transformer.weights import transformer_shapes
 from vllm_omni.testing.tiny.wan import (
     Tensors,
-    normal,
+    random_tensors,
+    start_folder,
     write_component,
     write_diffusers_components,
     write_original_components,
@@ -61,14 +61,12 @@ DIFFUSERS_NAMES: Rules = (
     (r"\.ffn\.0\.", ".ffn.net.0.proj."),
     (r"\.ffn\.2\.", ".ffn.net.2."),
 )
-"""The way back from `weights.TRANSFORMER_RULES`."""
+"""The inverse of `weights.TRANSFORMER_RULES`."""
 
 
 def make_tiny(out: Path, seed: int, layout: str) -> None:
     """Write a checkpoint into the empty or new directory `out`. `layout`: one of `LAYOUTS`."""
-    if layout not in LAYOUTS:
-        raise ValueError(f"unknown layout {layout!r}; allowed: {', '.join(LAYOUTS)}")
-    out.mkdir(parents=True, exist_ok=True)
+    start_folder(out, layout, LAYOUTS)
     write_tiny_vae(out / TINY_VAE_FILE, seed)
     if layout == "diffusers":
         _write_diffusers(out, seed)
@@ -134,12 +132,4 @@ def _save_state(state: dict[str, Tensors], path: Path) -> None:
 
 
 def _transformer_tensors(config: dict[str, Any], seed: int) -> Tensors:
-    tensors: Tensors = {}
-    for name, shape in transformer_shapes(CausalWanConfig.from_checkpoint(config)).items():
-        if "norm" in name and name.endswith("weight"):
-            tensors[name] = 1 + 0.1 * normal(name, shape, seed)
-        elif name.endswith(("bias", "modulation")):
-            tensors[name] = 0.1 * normal(name, shape, seed)
-        else:
-            tensors[name] = normal(name, shape, seed) / math.sqrt(math.prod(shape[1:]))
-    return tensors
+    return random_tensors(transformer_shapes(CausalWanConfig.from_checkpoint(config)), seed)

@@ -10,7 +10,6 @@ every path (camera, prompt, gates, condition) changes the frames visibly and lon
 finite.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,8 @@ from vllm_omni.model_executor.models.wan.architecture import VAEConfig
 from vllm_omni.model_executor.models.wan.checkpoint.layout import ASSETS_FOLDER, TINY_VAE_FILE
 from vllm_omni.testing.tiny.wan import (
     Tensors,
-    normal,
+    random_tensors,
+    start_folder,
     write_component,
     write_diffusers_components,
     write_original_components,
@@ -71,9 +71,7 @@ _ORIGINAL = {
 
 def make_tiny(out: Path, seed: int, layout: str) -> None:
     """Write a checkpoint into the empty or new directory `out`. `layout`: one of `LAYOUTS`."""
-    if layout not in LAYOUTS:
-        raise ValueError(f"unknown layout {layout!r}; allowed: {', '.join(LAYOUTS)}")
-    out.mkdir(parents=True, exist_ok=True)
+    start_folder(out, layout, LAYOUTS)
     write_tiny_vae(out / TINY_VAE_FILE, seed)
     if layout == "diffusers":
         _write_diffusers(out, seed)
@@ -198,15 +196,5 @@ def _write_transformer(folder: Path, config: Mapping[str, Any], seed: int) -> No
 
 
 def _transformer_tensors(config: LingBotWorldConfig, seed: int) -> Tensors:
-    tensors: Tensors = {}
-    for name, shape in transformer_shapes(config).items():
-        if "norm" in name and name.endswith("weight"):
-            tensors[name] = 1 + 0.1 * normal(name, shape, seed)
-        elif name.endswith(("bias", "modulation")):
-            tensors[name] = 0.1 * normal(name, shape, seed)
-        else:
-            # The camera enters multiplicatively in every block: a smaller gain keeps the residual
-            # stream in range.
-            gain = 0.4 if ".cam_" in name else 1.0
-            tensors[name] = gain / math.sqrt(math.prod(shape[1:])) * normal(name, shape, seed)
-    return tensors
+    # The camera multiplies the residual stream in every block: a smaller gain keeps it in range.
+    return random_tensors(transformer_shapes(config), seed, gains={".cam_": 0.4})

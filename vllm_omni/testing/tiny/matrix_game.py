@@ -8,7 +8,6 @@ Weights are scaled so that image, keys and mouse change the frames visibly and l
 finite.
 """
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,9 @@ from vllm_omni.testing.tiny.causal_wan import DIFFUSERS_NAMES
 from vllm_omni.testing.tiny.wan import (
     CLIP,
     Tensors,
-    normal,
+    random_tensors,
     save_tensors,
+    start_folder,
     write_component,
     write_diffusers_clip,
     write_diffusers_vae,
@@ -81,11 +81,9 @@ _NAMES: Rules = (
 
 def make_tiny(out: Path, seed: int, layout: str) -> None:
     """Write a checkpoint into the empty or new directory `out`. `layout`: one of `LAYOUTS`."""
-    if layout not in LAYOUTS:
-        raise ValueError(f"unknown layout {layout!r}; allowed: {', '.join(LAYOUTS)}")
+    start_folder(out, layout, LAYOUTS)
     kind, _, name = layout.partition("_")
     variant = {"": "universal", "gta": "gta_drive", "templerun": "templerun"}[name]
-    out.mkdir(parents=True, exist_ok=True)
     write_tiny_vae(out / TINY_VAE_FILE, seed)
     config = tiny_config(variant)
     tensors = _transformer_tensors(config, seed)
@@ -167,17 +165,8 @@ def _write_diffusers(out: Path, seed: int, config: dict[str, Any], tensors: Tens
 
 
 def _transformer_tensors(config: dict[str, Any], seed: int) -> Tensors:
-    tensors: Tensors = {}
-    for name, shape in transformer_shapes(MatrixGameConfig.from_checkpoint(config)).items():
-        values = normal(name, shape, seed)
-        if name.endswith(("attn_q_norm.weight", "attn_k_norm.weight")):
-            tensors[name] = torch.ones(shape)  # never trained
-        elif (
-            "norm" in name or ".proj.0." in name or ".proj.4." in name or "mouse_mlp.3." in name
-        ) and name.endswith("weight"):
-            tensors[name] = 1 + 0.1 * values
-        elif name.endswith(("bias", "modulation")):
-            tensors[name] = 0.1 * values
-        else:
-            tensors[name] = values / math.sqrt(math.prod(shape[1:]))
-    return tensors
+    shapes = transformer_shapes(MatrixGameConfig.from_checkpoint(config))
+    tensors = random_tensors(shapes, seed, norms=r"norm|\.proj\.[04]\.|mouse_mlp\.3\.")
+    untrained = ("attn_q_norm.weight", "attn_k_norm.weight")
+    ones = {name: torch.ones(shape) for name, shape in shapes.items() if name.endswith(untrained)}
+    return tensors | ones

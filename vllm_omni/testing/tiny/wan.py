@@ -9,7 +9,8 @@ components.
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,21 +52,15 @@ TEXT = {
     "num_heads": 4,
 }
 
-_WAN_VAE_NAMES: Rules = (
+RESIDUAL_NAMES: Rules = (
     (r"\.(down_blocks\.\d+|resnets\.\d+)\.norm1\.", r".\1.residual.0."),
     (r"\.(down_blocks\.\d+|resnets\.\d+)\.conv1\.", r".\1.residual.2."),
     (r"\.(down_blocks\.\d+|resnets\.\d+)\.norm2\.", r".\1.residual.3."),
     (r"\.(down_blocks\.\d+|resnets\.\d+)\.conv2\.", r".\1.residual.6."),
     (r"\.conv_shortcut\.", ".shortcut."),
-    *(
-        (rf"\.up_blocks\.{n // 4}\.resnets\.{n % 4}\.", f".upsamples.{n}.")
-        for n in range(16)
-        if n % 4 < 3
-    ),
-    *(
-        (rf"\.up_blocks\.{level}\.upsamplers\.0\.", f".upsamples.{4 * level + 3}.")
-        for level in range(3)
-    ),
+)
+"""diffusers' names of the layers of a VAE's residual blocks -> Wan's."""
+OUTER_NAMES: Rules = (
     (r"\.down_blocks\.", ".downsamples."),
     (r"\.mid_block\.resnets\.0\.", ".middle.0."),
     (r"\.mid_block\.attentions\.0\.", ".middle.1."),
@@ -76,7 +71,21 @@ _WAN_VAE_NAMES: Rules = (
     (r"^quant_conv\.", "conv1."),
     (r"^post_quant_conv\.", "conv2."),
 )
-"""The way back from `weights.VAE_RULES`."""
+"""diffusers' names of a VAE's other modules -> Wan's."""
+_WAN_VAE_NAMES: Rules = (
+    *RESIDUAL_NAMES,
+    *(
+        (rf"\.up_blocks\.{n // 4}\.resnets\.{n % 4}\.", f".upsamples.{n}.")
+        for n in range(16)
+        if n % 4 < 3
+    ),
+    *(
+        (rf"\.up_blocks\.{level}\.upsamplers\.0\.", f".upsamples.{4 * level + 3}.")
+        for level in range(3)
+    ),
+    *OUTER_NAMES,
+)
+"""The inverse of `component_names.VAE_RULES`."""
 
 _WAN_TEXT_NAMES: Rules = (
     (r"^shared\.", "token_embedding."),
@@ -90,7 +99,14 @@ _WAN_TEXT_NAMES: Rules = (
     (r"\.layer\.1\.DenseReluDense\.wi_1\.", ".ffn.fc1."),
     (r"\.layer\.1\.DenseReluDense\.wo\.", ".ffn.fc2."),
 )
-"""The way back from `weights.TEXT_RULES`."""
+"""The inverse of `component_names.TEXT_RULES`."""
+
+
+def start_folder(out: Path, layout: str, layouts: Collection[str]) -> None:
+    """Create the directory of a checkpoint. Raises ValueError if the layout is unknown."""
+    if layout not in layouts:
+        raise ValueError(f"unknown layout {layout!r}; allowed: {', '.join(layouts)}")
+    out.mkdir(parents=True, exist_ok=True)
 
 
 def write_original_components(out: Path, seed: int, vae: VAEConfig = VAE) -> None:
@@ -190,32 +206,17 @@ def write_component(folder: Path, content: Mapping[str, Any], file: str) -> None
 def _vae_tensors(seed: int, vae: VAEConfig = VAE) -> Tensors:
     with torch.device("meta"):
         shapes = shapes_of(StreamingWanVAE(vae))
-    tensors: Tensors = {}
-    for name, shape in shapes.items():
-        if name.endswith("gamma"):
-            tensors[name] = 1 + 0.1 * normal(name, shape, seed)
-        elif name.endswith("bias"):
-            tensors[name] = 0.02 * normal(name, shape, seed)
-        else:
-            # The last convolution sets the contrast: pixels of about +-0.5.
-            gain = 0.5 if name == "decoder.conv_out.weight" else 1.0
-            tensors[name] = gain / math.sqrt(math.prod(shape[1:])) * normal(name, shape, seed)
-    return tensors
+    return random_tensors(shapes, seed, offset=0.02, gains=VAE_GAINS)
 
 
 def text_tensors(seed: int) -> Tensors:
     with torch.device("meta"):
         shapes = shapes_of(UMT5EncoderModel(UMT5Config(**TEXT)))
-    tensors: Tensors = {}
-    for name, shape in shapes.items():
-        if "layer_norm" in name:
-            tensor = 1 + 0.1 * normal(name, shape, seed)
-        elif name == "shared.weight" or "relative_attention_bias" in name:
-            tensor = normal(name, shape, seed)
-        else:
-            tensor = normal(name, shape, seed) / math.sqrt(shape[1])
-        tensors[name] = tensor.to(torch.bfloat16)
-    return tensors
+    tensors = random_tensors(shapes, seed)
+    for name in tensors:
+        if name == "shared.weight" or "relative_attention_bias" in name:
+            tensors[name] = normal(name, shapes[name], seed)
+    return {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
 
 
 def _clip_tensors(seed: int) -> Tensors:
@@ -260,6 +261,40 @@ def _clip_tensors(seed: int) -> Tensors:
     return tensors
 
 
+VAE_GAINS = {"decoder.conv_out.weight": 0.5}
+"""The last convolution sets the contrast: pixel values of about +-0.5."""
+
+
+def random_tensors(
+    shapes: Mapping[str, tuple[int, ...]],
+    seed: int,
+    *,
+    norms: str = "norm",
+    offset: float = 0.1,
+    gains: Mapping[str, float] | None = None,
+) -> Tensors:
+    """Return random tensors that keep the scale of signals through a network.
+
+    Args:
+        shapes: Shape of each tensor by name.
+        seed: Seed of the values.
+        norms: Regular expression of the norms' names, whose weights are drawn around 1.
+        offset: Standard deviation of biases and modulation.
+        gains: Factors of other tensors by a part of their name. Default: 1.
+    """
+    tensors: Tensors = {}
+    for name, shape in shapes.items():
+        values = normal(name, shape, seed)
+        if name.endswith(("weight", "gamma")) and re.search(norms, name):
+            tensors[name] = 1 + 0.1 * values
+        elif name.endswith(("bias", "modulation", "v_lamb")):
+            tensors[name] = offset * values
+        else:
+            gain = next((gain for part, gain in (gains or {}).items() if part in name), 1.0)
+            tensors[name] = gain / math.sqrt(math.prod(shape[1:])) * values
+    return tensors
+
+
 def normal(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     """Return fp32 standard normal values that depend only on name, shape and seed."""
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
@@ -272,8 +307,4 @@ def write_tiny_vae(path: Path, seed: int, channels: Sequence[int] = (8, 8, 4, 4)
     """Write a random TAEHV decoder, narrow."""
     with torch.device("meta"):
         shapes = shapes_of(TinyVAEDecoder(channels))
-    tensors: Tensors = {}
-    for name, shape in shapes.items():
-        scale = 0.02 if name.endswith("bias") else 1 / math.sqrt(math.prod(shape[1:]))
-        tensors[name] = scale * normal(name, shape, seed)
-    torch.save(tensors, path)
+    torch.save(random_tensors(shapes, seed, offset=0.02), path)

@@ -7,6 +7,7 @@ finite.
 """
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,9 @@ from vllm_omni.model_executor.models.waypoint.config import WaypointConfig
 from vllm_omni.testing.tiny.wan import (
     TEXT,
     Tensors,
-    normal,
+    random_tensors,
     save_tensors,
+    start_folder,
     text_tensors,
     write_component,
 )
@@ -109,24 +111,17 @@ _RELEASED: Rules = (
 
 def make_tiny(out: Path, seed: int, layout: str) -> None:
     """Write a checkpoint into the empty or new directory `out`. `layout`: one of `LAYOUTS`."""
-    if layout not in LAYOUTS:
-        raise ValueError(f"unknown layout {layout!r}; allowed: {', '.join(LAYOUTS)}")
-    out.mkdir(parents=True, exist_ok=True)
+    start_folder(out, layout, LAYOUTS)
     values = CONFIGS[layout]
     (out / CONFIG_FILE).write_text(yaml.safe_dump(values))
     config = WaypointConfig.from_checkpoint(values)
-    tensors = {
-        name: _values(name, shape, seed) for name, shape in transformer_shapes(config).items()
-    }
+    tensors = _random_tensors(transformer_shapes(config), seed)
     stored = _released(tensors, config) if layout == "v1_5" else _engine(tensors, config)
     save_tensors({name: tensor.contiguous() for name, tensor in stored.items()}, out / WEIGHTS_FILE)
     if layout == "v1_5":
         with torch.device("meta"):
             shapes = shapes_of(StreamingTAEHV(config.channels, **_TAEHV))  # type: ignore[arg-type]
-        torch.save(
-            {name: _values(name, shape, seed) for name, shape in shapes.items()},
-            out / TAEHV_FILES[0],
-        )
+        torch.save(_random_tensors(shapes, seed), out / TAEHV_FILES[0])
         return
     _write_images(out / IMAGES_FOLDER, seed)
     write_component(
@@ -144,19 +139,13 @@ def _write_images(folder: Path, seed: int) -> None:
             shapes = shapes_of(make(*sizes))
         conf = {"model": {**_IMAGES, f"{half}_blocks_per_stage": [1, 1, 1, 1]}}
         (folder / f"{half}_conf.yml").write_text(yaml.safe_dump(conf))
-        save_tensors(
-            {name: _values(name, shape, seed) for name, shape in shapes.items()},
-            folder / f"{half}.safetensors",
-        )
+        save_tensors(_random_tensors(shapes, seed), folder / f"{half}.safetensors")
 
 
-def _values(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    values = normal(name, shape, seed)
-    if name.endswith("original0"):  # the norm of a channel's weights
-        return torch.ones(shape)
-    if name.endswith(("bias", "v_lamb")):
-        return 0.1 * values
-    return values / math.sqrt(max(1, math.prod(shape[1:])))
+def _random_tensors(shapes: Mapping[str, tuple[int, ...]], seed: int) -> Tensors:
+    # `original0` is the norm of a channel's weights
+    ones = {name: torch.ones(s) for name, s in shapes.items() if name.endswith("original0")}
+    return random_tensors(shapes, seed, norms=r"(?!)") | ones
 
 
 def _per_block(tensors: Tensors, config: WaypointConfig, name_of: Any) -> Tensors:
