@@ -455,11 +455,11 @@ def test_decodes_in_flight_are_bounded(pair: Pair, monkeypatch: pytest.MonkeyPat
     """The fourth waits for the first: a stage slower than the others holds them up."""
     made: list[Slow] = []
 
-    def decode(*_: Any) -> Slow:
+    def launch(*_: Any) -> list[Slow]:
         made.append(Slow(9))
-        return made[-1]
+        return made[-1:]
 
-    monkeypatch.setattr(pair.results, "decode", decode)
+    monkeypatch.setattr(pair.results, "launch", launch)
     for index in range(4):
         pair.chunk(index)
     assert [slow.waited for slow in made] == [True, False, False, False]

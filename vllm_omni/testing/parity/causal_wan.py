@@ -30,7 +30,14 @@ from vllm_omni.model_executor.models.wan.transformer.chunk_transformer import Ch
 from vllm_omni.model_executor.models.wan.transformer.weights import TRANSFORMER_RULES
 from vllm_omni.model_executor.schedules import FewStepSchedule, few_step_schedule, nearest_schedule
 from vllm_omni.testing.parity.comparison import Report, Scenario, read_tensors, run_scenarios
-from vllm_omni.testing.parity.windows import chronological, ends
+from vllm_omni.testing.parity.rollouts import (
+    RecordedCalls,
+    chronological,
+    clean_latents,
+    ends,
+    recorded_layers,
+    renoised,
+)
 
 _CALL, _STREAM, _BIDIRECTIONAL = 1e-5, 2e-5, 1e-5
 
@@ -72,15 +79,24 @@ def run_self_forcing(scenario: Scenario) -> None:
         scenario.get("initial_latent")[0].transpose(0, 1) if "initial_latent" in scenario else None
     )
     finished = [] if given is None else [given]
-    calls = _Calls(scenario, case["calls"])
+    calls = RecordedCalls(scenario, case["calls"], _CALL)
     renoise = 0
 
     def call(x: torch.Tensor, frames: range, timestep: float, sigma: float) -> torch.Tensor:
         window.check_frames(frames)
         flow = model([_row(config, window, cross_kv, x, frames, timestep)])[0]
-        x0 = (x.double() - sigma * flow.double()).float()
+        x0 = clean_latents(x, flow, sigma)
         window.commit(frames.stop)
-        calls.compare(x, flow, x0, frames, timestep, window)
+        name = calls.name
+        meta = calls.compare(*(t.transpose(0, 1)[None] for t in (x, flow, x0)), timestep)
+        counters = torch.tensor([frames.start * tokens, len(frames), *ends(window)])
+        expected = torch.tensor([meta["start"], meta["frames"], meta["g_end"], meta["l_end"]])
+        scenario.compare("start, frames, cache ends", counters, expected, 0.0)
+        for layer in recorded_layers(scenario, f"{name}.cache"):
+            for kind, ours in zip("kv", chronological(window, layer), strict=True):
+                scenario.compare_recorded(
+                    "self-attention K/V", ours[None], f"{name}.cache{layer}.{kind}", _CALL
+                )
         return x0
 
     start = 0
@@ -93,7 +109,7 @@ def run_self_forcing(scenario: Scenario) -> None:
             x0 = call(x, frames, timestep, schedule.sigmas_x0[step])
             if step + 1 < schedule.num_steps:
                 draw = scenario.get(f"renoise{renoise:02d}").transpose(0, 1)
-                x = _renoised(x0, draw, schedule.sigmas_noise[step + 1])
+                x = renoised(x0, draw, schedule.sigmas_noise[step + 1])
                 renoise += 1
         call(x0, frames, 0.0, clean.sigmas_x0[0])
         finished.append(x0)
@@ -102,52 +118,6 @@ def run_self_forcing(scenario: Scenario) -> None:
     scenario.compare_recorded(
         "latents", torch.cat(finished, dim=1).transpose(0, 1)[None], "latents", _CALL
     )
-
-
-class _Calls:
-    """The recorded calls of one rollout, compared in order."""
-
-    def __init__(self, scenario: Scenario, meta: list[dict[str, Any]]) -> None:
-        self.scenario, self.meta, self.done = scenario, meta, 0
-
-    def compare(
-        self,
-        x: torch.Tensor,
-        flow: torch.Tensor,
-        x0: torch.Tensor,
-        frames: range,
-        timestep: float,
-        window: KVWindow,
-    ) -> None:
-        scenario, tokens = self.scenario, window.tokens_per_frame
-        if self.done >= len(self.meta):
-            raise ValueError(f"{len(self.meta)} calls are recorded, the rollout makes more")
-        meta, name = self.meta[self.done], f"call{self.done:02d}"
-        self.done += 1
-        recorded = [float(t) for t in meta["t"]]
-        scenario.compare(
-            "call timestep", torch.full((len(recorded),), timestep), torch.tensor(recorded), 1e-3
-        )
-        counters = torch.tensor([frames.start * tokens, len(frames), *ends(window)])
-        expected = torch.tensor([meta["start"], meta["frames"], meta["g_end"], meta["l_end"]])
-        scenario.compare("start, frames, cache ends", counters, expected, 0.0)
-        scenario.get(f"{name}.flow")  # every call's input and flow must have been recorded
-        for stage, ours, key in (
-            ("input", x, "in"),
-            ("flow", flow, "flow"),
-            ("predicted clean latents", x0, "x0"),
-        ):
-            if key != "x0" or f"{name}.x0" in scenario:
-                scenario.compare_recorded(stage, ours.transpose(0, 1)[None], f"{name}.{key}", _CALL)
-        for layer in _recorded_layers(scenario, f"{name}.cache"):
-            for kind, ours in zip("kv", chronological(window, layer), strict=True):
-                scenario.compare_recorded(
-                    "self-attention K/V", ours[None], f"{name}.cache{layer}.{kind}", _CALL
-                )
-
-    def finish(self) -> None:
-        if self.done != len(self.meta):
-            raise ValueError(f"{len(self.meta)} calls are recorded, the rollout makes {self.done}")
 
 
 def _warped(case: Mapping[str, Any], recorded: list[float]) -> list[float]:
@@ -194,10 +164,10 @@ def run_stream_batch(scenario: Scenario) -> None:
         for step in steps_now:
             row = _row(config, cache.at(step), cross_kv, x, frames, schedule(chunk).timesteps[step])
             flow = model([row])[0]
-            x = (x.double() - schedule(chunk).sigmas_x0[step] * flow.double()).float()
+            x = clean_latents(x, flow, schedule(chunk).sigmas_x0[step])
             if step + 1 < len(steps):
                 draw = latents(f"renoise{chunk:02d}.{step + 1}")
-                x = _renoised(x, draw, schedule(chunk).sigmas_noise[step + 1])
+                x = renoised(x, draw, schedule(chunk).sigmas_noise[step + 1])
         return x
 
     x = latents("noisy00")
@@ -239,7 +209,7 @@ def _compare_final_cache(
     The recording goes on for as many ticks as drain the pipeline, and what it feeds meanwhile is in
     the windows of the earlier steps; only slots of real chunks are compared.
     """
-    for layer in _recorded_layers(scenario, "final_cache"):
+    for layer in recorded_layers(scenario, "final_cache"):
         for index, kind in enumerate("kv"):
             recorded = scenario.get(f"final_cache{layer}.{kind}")
             for step, window in enumerate(cache.windows):
@@ -277,16 +247,12 @@ def run_names(scenario: Scenario) -> None:
     """
     recorded = read_json(scenario.path)
     wrong = [name for name, theirs in recorded.items() if rename(theirs, TRANSFORMER_RULES) != name]
-    if wrong or not recorded:
-        raise ValueError(
-            f"{len(wrong)} of {len(recorded)} names are mapped differently: {', '.join(wrong[:3])}"
-        )
+    scenario.compare_names("tensor names", recorded, wrong)
     weights, _ = read_tensors(scenario.directory / _WEIGHTS)
     if missing := sorted(recorded.keys() ^ weights.keys()):
         raise ValueError(
             f"the map and {_WEIGHTS} differ in {len(missing)} names: {', '.join(missing[:3])}"
         )
-    scenario.compare("tensor names", torch.tensor(len(recorded)), torch.tensor(len(weights)), 0.0)
 
 
 def run_noise_controller(scenario: Scenario) -> None:
@@ -352,12 +318,3 @@ def _row(
     return ChunkItem(
         latents=x, timestep=timestep, frames=frames, rope=rope, cross_kv=cross_kv, window=window
     )
-
-
-def _renoised(x0: torch.Tensor, noise: torch.Tensor, sigma: float) -> torch.Tensor:
-    return ((1 - sigma) * x0.double() + sigma * noise.double()).float()
-
-
-def _recorded_layers(scenario: Scenario, prefix: str) -> list[int]:
-    names = [name for name in scenario.tensors if name.startswith(prefix) and name.endswith(".k")]
-    return sorted(int(name.removeprefix(prefix).removesuffix(".k")) for name in names)

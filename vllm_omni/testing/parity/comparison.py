@@ -13,13 +13,15 @@ import fnmatch
 import json
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+
+from vllm_omni.model_executor.layers.collectives.parallel import CheckpointSlot
 
 logger = logging.getLogger(__name__)
 
@@ -160,6 +162,26 @@ class Scenario:
         """`compare` with the recorded tensor `name`."""
         self.compare(stage, ours, self.get(name), tolerance)
 
+    def compare_relative(self, stage: str, ours: torch.Tensor, name: str, tolerance: float) -> None:
+        """Compare with the recorded tensor `name` by relative L2 distance."""
+        recorded = self.get(name)
+        if ours.shape != recorded.shape:
+            raise ValueError(
+                f"{stage}: shape {tuple(ours.shape)} against recorded {tuple(recorded.shape)}"
+            )
+        error = (ours.double() - recorded.double()).norm() / recorded.double().norm()
+        self.compare(f"{stage}, relative", error, torch.zeros_like(error), tolerance)
+
+    def compare_names(self, stage: str, recorded: Mapping[str, Any], wrong: Sequence[str]) -> None:
+        """Count the recorded names as equal. Raises ValueError for the `wrong` ones among them."""
+        if wrong or not recorded:
+            raise ValueError(
+                f"{len(wrong)} of {len(recorded)} names are mapped differently: "
+                f"{', '.join(wrong[:3])}"
+            )
+        count = torch.tensor(len(recorded))
+        self.compare(stage, count, count, 0.0)
+
     def finish(self) -> None:
         """Raise ValueError if a recorded tensor was compared with nothing, or nothing was
         compared at all.
@@ -236,6 +258,30 @@ def check_recorded(
     if unknown := sorted(set(values) - set(known)):
         raise ValueError(f"{name} has settings that are not understood: {', '.join(unknown[:3])}")
     return values
+
+
+def fill_slots(
+    slots: Mapping[str, CheckpointSlot], weights: Mapping[str, torch.Tensor], where: str
+) -> None:
+    """Load recorded weights into a model.
+
+    Args:
+        slots: `checkpoint_slots` of the model.
+        weights: Tensors by the same names.
+        where: Name of the file, for error messages.
+
+    Raises:
+        ValueError: A tensor is missing, unexpected or misshapen.
+    """
+    if slots.keys() != weights.keys():
+        raise ValueError(
+            f"{where}: names differ from the model's: {sorted(slots.keys() ^ weights.keys())[:3]}"
+        )
+    for name, slot in slots.items():
+        try:
+            slot.load(weights[name])
+        except ValueError as error:
+            raise ValueError(f"{where}: {name} {error}") from error
 
 
 def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

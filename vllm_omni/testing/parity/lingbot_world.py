@@ -33,7 +33,13 @@ from vllm_omni.model_executor.models.lingbot_world.config import (
 )
 from vllm_omni.model_executor.models.lingbot_world.transformer import CameraItem, LingBotTransformer
 from vllm_omni.model_executor.schedules import FewStepSchedule, few_step_schedule, unipc_flow_table
-from vllm_omni.testing.parity.comparison import Report, Scenario, read_tensors, run_scenarios
+from vllm_omni.testing.parity.comparison import (
+    Report,
+    Scenario,
+    fill_slots,
+    read_tensors,
+    run_scenarios,
+)
 from vllm_omni.testing.parity.lingbot_trajectory import Trajectory, prepare_trajectory
 from vllm_omni.testing.parity.lingbot_vae import (
     VAE_WEIGHTS,
@@ -41,7 +47,7 @@ from vllm_omni.testing.parity.lingbot_vae import (
     run_vae_cache_shapes,
     run_vae_names,
 )
-from vllm_omni.testing.parity.windows import chronological, ends
+from vllm_omni.testing.parity.rollouts import chronological, clean_latents, ends, renoised
 from vllm_omni.worlds.movement import Motion
 
 _FLOW, _KV, _LATENT = 2e-5, 2e-5, 1e-4
@@ -144,13 +150,10 @@ def run_rollout(scenario: Scenario) -> None:
             flow = model([CameraItem(latents=x, timestep=timestep, **row)])[0]
             scenario.get(f"{name}.flow")  # every step's flow must have been recorded
             compare("flow", flow, f"{name}.flow", _FLOW)
-            x0 = (x.double() - schedule.sigmas_x0[step] * flow.double()).float()
+            x0 = clean_latents(x, flow, schedule.sigmas_x0[step])
             compare("predicted clean latents", x0, f"{name}.x0", _LATENT)
             if step + 1 < schedule.num_steps:
-                sigma = schedule.sigmas_noise[step + 1]
-                x = (
-                    (1 - sigma) * x0.double() + sigma * scenario.get(f"{name}.eps").double()
-                ).float()
+                x = renoised(x0, scenario.get(f"{name}.eps"), schedule.sigmas_noise[step + 1])
         model([CameraItem(latents=x0, timestep=0.0, **row)], kv_only=True)
         window.commit(frames.stop)
         compare("latents", x0, f"c{chunk}.latent", _LATENT)
@@ -222,13 +225,15 @@ def run_pretrain(scenario: Scenario) -> None:
                 if step == 0 and chunk == 0:
                     scenario.compare_recorded("first flow", flow, f"c{chunk}.s{step}.{name}", _FLOW)
                 elif f"c{chunk}.s{step}.{name}" in scenario:
-                    _compare_relative(scenario, "flow", flow, f"c{chunk}.s{step}.{name}")
+                    scenario.compare_relative("flow", flow, f"c{chunk}.s{step}.{name}", _ROLLED_OUT)
             x = pretrain.solver_step(
                 solver, step, x, pretrain.guided(flows["cond"], flows["uncond"])
             )
             if f"c{chunk}.s{step}.x_next" in scenario:
-                _compare_relative(scenario, "solver's latents", x, f"c{chunk}.s{step}.x_next")
-        _compare_relative(scenario, "latents", x, f"c{chunk}.latent")
+                scenario.compare_relative(
+                    "solver's latents", x, f"c{chunk}.s{step}.x_next", _ROLLED_OUT
+                )
+        scenario.compare_relative("latents", x, f"c{chunk}.latent", _ROLLED_OUT)
         model(rows(x, 0.0), kv_only=True)
         for window in windows.values():
             window.commit(frames.stop)
@@ -239,23 +244,12 @@ def run_pretrain(scenario: Scenario) -> None:
         for layer in range(config.num_layers):
             for kind, ours in zip("kv", chronological(window, layer), strict=True):
                 if f"kv{layer}.{name}.{kind}" in scenario:
-                    _compare_relative(
-                        scenario,
+                    scenario.compare_relative(
                         "self-attention K/V",
                         ours.unsqueeze(0),
                         f"kv{layer}.{name}.{kind}",
+                        _ROLLED_OUT,
                     )
-
-
-def _compare_relative(scenario: Scenario, stage: str, ours: torch.Tensor, name: str) -> None:
-    """Compare by the norm of the difference over the recorded tensor's."""
-    recorded = scenario.get(name)
-    if ours.shape != recorded.shape:
-        raise ValueError(
-            f"{stage}: shape {tuple(ours.shape)} against recorded {tuple(recorded.shape)}"
-        )
-    error = (ours.double() - recorded.double()).norm() / recorded.double().norm()
-    scenario.compare(f"{stage}, relative", error, torch.zeros_like(error), _ROLLED_OUT)
 
 
 def _load_transformer(
@@ -264,17 +258,7 @@ def _load_transformer(
     weights, _ = read_tensors(path)
     with default_dtype(dtype):
         model = LingBotTransformer(config)
-    slots = checkpoint_slots(model)
-    if slots.keys() != weights.keys():
-        raise ValueError(
-            f"{path.name}: names differ from the model's: "
-            f"{sorted(slots.keys() ^ weights.keys())[:3]}"
-        )
-    for name, slot in slots.items():
-        try:
-            slot.load(weights[name])
-        except ValueError as error:
-            raise ValueError(f"{path.name}: {name} {error}") from error
+    fill_slots(checkpoint_slots(model), weights, path.name)
     return model
 
 

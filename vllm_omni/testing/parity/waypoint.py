@@ -110,14 +110,10 @@ class Rollout:
         """Compare with a recorded tensor, if there is one: absolutely, or relative L2 in bf16."""
         if name not in self.scenario:
             return
-        recorded = self.scenario.get(name)
-        if self.bf16 and ours.shape == recorded.shape:
-            error = (ours.double() - recorded.double()).norm() / recorded.double().norm()
-            self.scenario.compare(
-                f"{stage}, relative", error, torch.zeros_like(error), _BF16_RELATIVE
-            )
+        if self.bf16:
+            self.scenario.compare_relative(stage, ours, name, _BF16_RELATIVE)
         else:
-            self.scenario.compare(stage, ours, recorded, tolerance)
+            self.scenario.compare_recorded(stage, ours, name, tolerance)
 
     def compare_tables(self) -> None:
         tables = self.model.tables
@@ -157,7 +153,7 @@ class Rollout:
             "rope": rope,
             "control": self.model.controls(controls),
             "window": self.rings,
-            "place": self.rings.frame_slot(index),
+            "slot": self.rings.frame_slot(index),
             "prompt_kv": self.prompts[prompt] if self.prompts else None,
         }
         self.lists(

@@ -12,7 +12,7 @@ import torch
 from vllm_omni.model_executor.checkpoint.loading import rename
 from vllm_omni.model_executor.layers.collectives.parallel import checkpoint_slots
 from vllm_omni.model_executor.models.lance.network.vae import VAE_RULES, LanceVAEConfig, LanceWanVAE
-from vllm_omni.testing.parity.comparison import Scenario, read_tensors
+from vllm_omni.testing.parity.comparison import Scenario, fill_slots, read_tensors
 from vllm_omni.testing.parity.lance.recorded import VAE, Fp32Judge
 
 VAE_WEIGHTS = "state_dict_vae.safetensors"
@@ -32,13 +32,7 @@ def run_vae(scenario: Scenario) -> None:
     )
     slots = checkpoint_slots(vae.vae)
     renamed = {rename(name, VAE_RULES): tensor for name, tensor in weights.items()}
-    if slots.keys() != renamed.keys():
-        raise ValueError(
-            f"{VAE_WEIGHTS}: names differ from the model's: "
-            f"{sorted(slots.keys() ^ renamed.keys())[:3]}"
-        )
-    for name, slot in slots.items():
-        slot.load(renamed[name])
+    fill_slots(slots, renamed, VAE_WEIGHTS)
     judge = Fp32Judge(scenario)
     for clip in sorted(
         {name.rpartition(".")[0] for name in scenario.tensors if name.endswith(".x")}

@@ -30,7 +30,7 @@ from vllm_omni.model_executor.models.lance.tasks.prompt import (
 from vllm_omni.model_executor.models.lance.tasks.sampling import TokenChoice
 from vllm_omni.model_executor.models.lance.tasks.stepper import Stepper
 from vllm_omni.model_executor.models.lance.tasks.understanding import TextRules, Understanding
-from vllm_omni.testing.parity.comparison import Scenario, check_recorded, read_tensors
+from vllm_omni.testing.parity.comparison import Scenario, check_recorded, fill_slots, read_tensors
 
 _LATENT_SETTINGS = {
     "latent_patch_size": [1, 1, 1],
@@ -85,13 +85,7 @@ class ToyModel:
         slots = checkpoint_slots(self.network) | {
             f"vit_model.{name}": slot for name, slot in checkpoint_slots(self.vision.tower).items()
         }
-        if slots.keys() != weights.keys():
-            raise ValueError(
-                f"{WEIGHTS}: names differ from the model's: "
-                f"{sorted(slots.keys() ^ weights.keys())[:3]}"
-            )
-        for name, slot in slots.items():
-            slot.load(weights[name])
+        fill_slots(slots, weights, WEIGHTS)
         markers = (self.special[VISION_START], self.special[VISION_END])
         self.stepper = Stepper(self.network, markers, self.config.vocab_size)
 
