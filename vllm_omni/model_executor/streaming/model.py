@@ -2,7 +2,7 @@
 """`StreamingModel`: the only base of a streaming model, and the parts that such a model owns.
 
 The base implements what is the same for all of them: sessions and their bytes, batch keys, the
-order of the steps of a chunk, latents between ranks, transfer to a VAE stage, moving layers. A
+order of the steps of a chunk, latents between ranks, transfer to a VAE stage. A
 model creates its parts in `__init__` (transformer, encoders, decoder, shared prompts, and its own,
 for example the conditioning on a start image) and implements the conditions of a chunk
 (`prepare_encode`) and the inputs of a forward pass (`start_step`, `rows`). Tests: the pipeline and
@@ -23,7 +23,6 @@ from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.dtypes import default_dtype
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SupportsStepExecution
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
-from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
 from vllm_omni.model_executor.streaming.options import StreamingOptions
 from vllm_omni.model_executor.streaming.request import check_prompt, read_size, read_window
@@ -204,19 +203,6 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
     @property
     def shares_decode(self) -> bool:
         return self.parallel.shares_decode
-
-    @property
-    def num_layers(self) -> int:
-        return self.config.num_layers
-
-    @property
-    def partition(self) -> tuple[int, ...]:
-        return tuple(self.parallel.lengths(self.config.num_layers))
-
-    def move_layers(self, move: LayerMove) -> None:
-        self.transformer.move_layers(move)
-        self.parallel = self.transformer.parallel
-        self.prompts.clear_prompt()
 
     # -- one chunk ---------------------------------------------------------------------------------
 
