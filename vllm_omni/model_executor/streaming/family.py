@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`streaming_family`: the table entry of a streaming model, from the parts that differ between
-models.
+"""`streaming_family`: creates the registry entry of a streaming model from the parts that differ
+between models.
 
-Reads configs and options; loads no weights. Held by tests/test_combinations.py and the models' own
-configuration tests.
+It reads configs and options and loads no weights.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,12 +37,25 @@ def streaming_family(
     session_windows: bool = False,
     plan: FamilyPlan | None = None,
 ) -> ModelFamily:
-    """Return the family of package `models/{name}`.
+    """Return the family of the package `models/{name}`.
 
-    read: (the family's part of `hf_config`, options) -> the stream. check_options: refusals beyond
-    those of `read` and the video's size. check_parallel: (stream, options, ranks that share layers,
-    stages). facts: fields of `StreamInfo` beside the chunks' lengths. session_windows: as
-    `SupportsSessionWindows`.
+    Args:
+        name: Name of the family and its package.
+        title: Name for display.
+        architecture: Architecture in the registry.
+        detect: Whether a directory is a checkpoint of the family.
+        hf_config: Reads a checkpoint's configuration, under the key `name`.
+        layouts: Layouts of tiny checkpoints.
+        read: Combines the family's part of `hf_config` with the options.
+        check_options: Refuses options. `read` and the size of the video are checked as well.
+        check_parallel: Refuses a number of ranks that share layers and a number of stages.
+        info: Fields of `StreamInfo` other than the lengths of chunks.
+        action_space: Controls of the model. Default: it has none.
+        capabilities: Capabilities of the model.
+        why_not: Explains why a directory is not a checkpoint of the family.
+        takes_adapters: Whether the model supports LoRA.
+        session_windows: Whether the model is `SupportsSessionWindows`.
+        plan: Networks of the family, for `vllm-omni plan`.
     """
 
     def default_size(config: dict[str, Any]) -> tuple[int, int]:
