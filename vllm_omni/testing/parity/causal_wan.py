@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal Wan against golden files: Self-Forcing rollouts, StreamDiffusionV2's stream batch,
-bidirectional Wan.
+"""Comparison of causal Wan with golden files: Self-Forcing rollouts, StreamDiffusionV2's stream
+batch, and bidirectional Wan.
 
-Everything is driven by `sf_meta.json`, `sdv2_meta.json` and shapes, so any directory of the same
-layout can be verified: other sizes, layers, heads, windows, sinks, chunk lengths, step counts,
-seeds.
+All sizes come from `sf_meta.json`, `sdv2_meta.json` and the shapes, so the directory may have other
+sizes, windows, chunk lengths, step counts or seeds.
 
-Tolerances, fp32: every call of a Self-Forcing rollout 1e-5, stream batch 2e-5 (differences
-accumulate over ticks), bidirectional 1e-5.
+Tolerances, fp32: 1e-5 for each call of a Self-Forcing rollout and for bidirectional Wan, 2e-5 for
+the stream batch, where differences accumulate over ticks.
 """
 
 from collections.abc import Iterable, Mapping
@@ -62,7 +61,7 @@ def verify(golden_dir: Path) -> Report:
 
 
 def run_self_forcing(scenario: Scenario) -> None:
-    """Roll out with the recorded draws, strict cache; compare every call, cache and the clip."""
+    """Repeat a rollout with the recorded noise and a strict cache; compare calls, caches, clip."""
     case = _case(scenario, _SF_META)
     model, config = _model(scenario.directory)
     noise = scenario.get("noise")[0].transpose(0, 1)  # [C, F, h, w]
@@ -121,21 +120,18 @@ def run_self_forcing(scenario: Scenario) -> None:
 
 
 def _warped(case: Mapping[str, Any], recorded: list[float]) -> list[float]:
-    """Return the warped table at the entries nearest to the recorded timesteps."""
+    """Return the entries of the warped table that are nearest to the recorded timesteps."""
     table = few_step_schedule("exact", float(case["shift"]), range(1000)).timesteps
     return [min(table, key=lambda entry: abs(entry - t)) for t in recorded]
 
 
 def run_stream_batch(scenario: Scenario) -> None:
-    """Run the stream batch tick by tick: slot j holds chunk c - j, each step has a window of its
-    own.
-    """
+    """Run the stream batch tick by tick. Slot j has chunk c - j; each step has a K/V window."""
     case = _case(scenario, _SDV2_META)
     if case["mode"] != "stream" or float(case["adapt_thr"]) > 0:
         raise ValueError(
             f"mode {case['mode']!r} with adapt_thr {case['adapt_thr']}: only the stream batch with "
-            "fixed sinks is "
-            "compared; the original's other modes have defects that are not reproduced"
+            "fixed sinks is compared, because other modes of the original have defects"
         )
     meta = read_json(scenario.directory / _SDV2_META)
     inputs, _ = read_tensors(scenario.directory / _SDV2_INPUTS)
@@ -204,10 +200,10 @@ def run_stream_batch(scenario: Scenario) -> None:
 def _compare_final_cache(
     scenario: Scenario, cache: ChunkCache, chunks: int, first: int, size: int
 ) -> None:
-    """Compare each step's window after the last chunk, in the ring's own slot order.
+    """Compare the K/V window of each step after the last chunk, in slot order.
 
-    The recording goes on for as many ticks as drain the pipeline, and what it feeds meanwhile is in
-    the windows of the earlier steps; only slots of real chunks are compared.
+    The recording continues until the pipeline is empty, and its filler chunks are in the windows of
+    earlier steps. Only slots of real chunks are compared.
     """
     for layer in recorded_layers(scenario, "final_cache"):
         for index, kind in enumerate("kv"):
@@ -230,7 +226,7 @@ def _compare_final_cache(
 
 
 def run_bidirectional(scenario: Scenario) -> None:
-    """One forward over a whole clip: a window that holds just the clip."""
+    """Compare one forward pass over a whole clip, with a window of the same length."""
     model, config = _model(scenario.directory)
     x, timestep = scenario.get("x")[0], float(scenario.get("t")[0])
     frames = range(x.shape[1])
@@ -242,9 +238,7 @@ def run_bidirectional(scenario: Scenario) -> None:
 
 
 def run_names(scenario: Scenario) -> None:
-    """The renaming rules undo the recorded map, and the renamed weights load strictly and are
-    the same model.
-    """
+    """Compare the rename rules with the recorded names, and these with the recorded weights."""
     recorded = read_json(scenario.path)
     wrong = [name for name, theirs in recorded.items() if rename(theirs, TRANSFORMER_RULES) != name]
     scenario.compare_names("tensor names", recorded, wrong)
@@ -256,9 +250,7 @@ def run_names(scenario: Scenario) -> None:
 
 
 def run_noise_controller(scenario: Scenario) -> None:
-    """The first timestep of every chunk follows from its recorded noise scale; every case has a
-    file.
-    """
+    """Compare the first timestep of each chunk, which follows from its recorded noise scale."""
     meta = read_json(scenario.path)
     ours = [float(first_timestep(scale)) for scale in meta["noise_scale"]]
     scenario.compare(
@@ -288,8 +280,10 @@ def _model(directory: Path) -> tuple[CausalWanTransformer, CausalWanConfig]:
 def _window(
     case: Mapping[str, Any], config: CausalWanConfig, tokens: int, cache_frames: int
 ) -> KVWindow:
-    """`local_attn_size` -1: global attention within the cache; else the newest frames of it,
-    after the sinks.
+    """Return the K/V window of a case.
+
+    `local_attn_size` -1 means global attention. Otherwise a chunk attends to that many of the
+    newest frames in the cache.
     """
     attended = int(case["local_attn_size"])
     slides = attended != -1

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LingBot-World against golden files: transformer rollouts, camera, schedules; the VAE is
-`lingbot_vae.py`'s.
+"""Comparison of LingBot-World with golden files: transformer rollouts, camera and schedules.
 
-Everything is driven by each file's metadata and shapes, so any directory of the same layout can be
-verified: other sizes, layers, heads, windows, chunk lengths, seeds. Weights are read under their
-original names.
+`lingbot_vae.py` compares the VAE. All sizes come from metadata and shapes, so the directory may
+have other sizes, windows, chunk lengths or seeds. Weights have their original names.
 
-Tolerances. fp32: flow and K/V 2e-5, latents 1e-4 after several chunks (differences of both codes'
-rounding, larger only through the roll-out). bf16: 2 % of the recorded tensor's largest value; bf16
-keeps 8 bits, and emulating the original's autocast moves the flow by 0.7 % against fp32. Camera
-1e-5, schedules exact where the reference is fp32 and 1e-9 where it is fp64.
+Tolerances. fp32: 2e-5 for flow and K/V, 1e-4 for latents, because rounding differences grow over
+several chunks. bf16: 2 % of the largest recorded value, because bf16 has 8 significant bits and the
+original's autocast changes the flow by 0.7 %. Camera: 1e-5. Schedules: exact if the reference is
+fp32, 1e-9 if it is fp64.
 """
 
 import json
@@ -53,8 +51,8 @@ from vllm_omni.worlds.movement import Motion
 _FLOW, _KV, _LATENT = 2e-5, 2e-5, 1e-4
 _BF16_RELATIVE = 2e-2
 _ROLLED_OUT = 1e-4
-"""Relative L2: after the first of 40 guided steps rounding differences are amplified by guidance
-and the solver.
+"""Tolerance of relative L2 distances. Guidance and the solver amplify rounding differences over 40
+steps.
 """
 _CAMERA = 1e-5
 _SIGMA = 1e-9
@@ -98,9 +96,7 @@ def verify(golden_dir: Path) -> Report:
 
 
 def run_rollout(scenario: Scenario) -> None:
-    """Roll a tiny transformer out over several chunks with the recorded noise and compare every
-    recorded stage.
-    """
+    """Repeat a rollout over several chunks with the recorded noise; compare all recorded stages."""
     values = json.loads(scenario.meta("cfg"))
     config = LingBotWorldConfig.from_checkpoint(values)
     bf16 = any(name in scenario.meta("dtype") for name in ("bf16", "bfloat16"))
@@ -167,15 +163,18 @@ def run_rollout(scenario: Scenario) -> None:
 
 
 def run_pretrain(scenario: Scenario) -> None:
-    """Roll the model before distillation out: two caches, guidance, a multi-step solver that
-    begins with each chunk.
+    """Repeat a rollout of the model before distillation.
+
+    It has two caches, guidance, and a multi-step solver that restarts with each chunk.
     """
     config = LingBotWorldConfig.from_checkpoint(values := json.loads(scenario.meta("cfg")))
     if (float(scenario.meta("guidance")), int(scenario.meta("steps"))) != (
         pretrain.GUIDANCE,
         pretrain.STEPS,
     ):
-        raise ValueError(f"served are guidance {pretrain.GUIDANCE} and {pretrain.STEPS} steps only")
+        raise ValueError(
+            f"only guidance {pretrain.GUIDANCE} and {pretrain.STEPS} steps are supported"
+        )
     model = _load_transformer(scenario.directory / _PRETRAIN_WEIGHTS, config, torch.float32)
     inputs = read_tensors(scenario.directory / _PRETRAIN_INPUTS)[0]
     tokens, chunk_frames = int(scenario.meta("frame_seqlen")), int(scenario.meta("chunk"))
@@ -290,8 +289,9 @@ def _window(
 
 
 def _recorded_schedule(scenario: Scenario) -> FewStepSchedule:
-    """Rebuild the schedule from shift and indices; integer timesteps mean the original's
-    convention.
+    """Return the schedule for the recorded shift and indices, after comparing its timesteps.
+
+    Integer timesteps indicate the convention `original`.
     """
     timesteps = scenario.get("sched.timesteps")
     convention = "exact" if timesteps.is_floating_point() else "original"
@@ -308,9 +308,7 @@ def _recorded_schedule(scenario: Scenario) -> FewStepSchedule:
 
 
 def run_camera(scenario: Scenario) -> None:
-    """Compare uploaded trajectories, action integration and every convention of chunk-wise
-    camera maps.
-    """
+    """Compare uploaded trajectories, the integration of actions, and camera maps of chunks."""
     height, width = int(scenario.meta("h")), int(scenario.meta("w"))
     clips = sorted(
         (name.removesuffix(".poses_in") for name in scenario.tensors if name.endswith(".poses_in")),
@@ -354,7 +352,7 @@ def _compare_clip(scenario: Scenario, clip: str, height: int, width: int) -> Non
 
 
 def _compare_full_size(scenario: Scenario, clips: list[str]) -> None:
-    """Spot cells (frame, row, column) of the longest clip at the native size."""
+    """Compare single cells (frame, row, column) of the longest clip at the native size."""
     if not clips:
         raise ValueError("full.values needs a recorded clip (`*.poses_in`)")
     path = _clip(scenario, clips[-1], NATIVE_HEIGHT, NATIVE_WIDTH)
@@ -402,9 +400,7 @@ def _compare_actions(scenario: Scenario, height: int, width: int) -> None:
 
 
 def run_act_condition(scenario: Scenario) -> None:
-    """Compare an uploaded path with keys: poses and keys on one grid of latent frames, then the
-    map of both.
-    """
+    """Compare an uploaded path with keys: poses and keys per latent frame, and their map."""
     height, width = json.loads(scenario.meta("size"))
     recorded = scenario.get("wasd_latent")
     wasd = scenario.get("wasd")
@@ -419,9 +415,7 @@ def run_act_condition(scenario: Scenario) -> None:
 
 
 def _chunk_relative(convention: str, poses_N44: torch.Tensor, frames: range) -> torch.Tensor:
-    """Return a chunk's scaled frame-to-frame poses as each public implementation makes them from
-    an action history.
-    """
+    """Return the scaled relative poses of a chunk, as a public implementation computes them."""
     chunk = poses_N44[frames.start : frames.stop]
     if len(chunk) != len(frames):
         raise ValueError(f"{len(poses_N44)} actions are recorded, a chunk needs {frames.stop}")
@@ -439,7 +433,7 @@ def _chunk_relative(convention: str, poses_N44: torch.Tensor, frames: range) -> 
 
 
 def run_schedules(scenario: Scenario) -> None:
-    """Recompute each recorded table from the shift in its name and its indices."""
+    """Compare each recorded table with the schedule for its indices and the shift in its name."""
     tables = json.loads(scenario.path.read_text())
     if not tables:
         raise ValueError("no schedule is recorded")
@@ -472,8 +466,9 @@ def _compare_original(
 
 
 def _compare_exact(scenario: Scenario, name: str, shift: float, rows: list[dict[str, Any]]) -> None:
-    """A reference whose every number is an fp32 number was computed in fp32; then so is ours, to
-    the same bits.
+    """Compare with a table of the `exact` convention.
+
+    If all its values are fp32 values, it was computed in fp32, and the bits must be equal.
     """
     default = (0, 250, 500, 750) if "v2" in name else (0, 179, 358, 679)
     indices = [

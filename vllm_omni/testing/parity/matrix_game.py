@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix-Game 2.0 against golden files: roll-outs with recorded draws, the image's way in and out,
-schedules, names.
+"""Comparison of Matrix-Game 2.0 with golden files: rollouts, image conditioning, decoding,
+schedules and names.
 
-Everything is driven by `mg_meta.json`, metadata and shapes, so any directory of the same layout can
-be verified: other sizes, layers, windows, chunk lengths, step lists, variants.
+All sizes come from `mg_meta.json`, metadata and shapes, so the directory may have other sizes,
+windows, chunk lengths, step lists or variants.
 
-Tolerances, fp32: roll-outs and their stages 2e-5, counters 0; pixels 1e-6, encoded condition and
-CLIP's rows 1e-5, decoded frames 5e-5, their levels 1; timesteps 1e-3, sigmas 1e-6.
+Tolerances, fp32: 2e-5 for rollouts and their stages, 0 for counters, 1e-6 for pixels, 1e-5 for the
+encoded condition and CLIP's hidden states, 5e-5 for decoded frames and one level in uint8, 1e-3 for
+timesteps, 1e-6 for sigmas.
 """
 
 import json
@@ -62,7 +63,7 @@ _META, _VAE, _CLIP = (
     "clip_tiny_weights_orig_names.safetensors",
 )
 _CLIP_KEYS = ("image_size", "patch_size", "dim", "mlp_ratio", "num_heads", "num_layers", "out_dim")
-"""`out_dim` is the width of CLIP's projection, which the model's condition leaves out."""
+"""Known keys of CLIP's configuration. The model does not use the projection of width `out_dim`."""
 
 
 def verify(golden_dir: Path) -> Report:
@@ -161,7 +162,7 @@ class _Rollout:
                 )
 
     def _open(self, frames: range, condition: torch.Tensor) -> ActionItem:
-        """Shared by the calls of a chunk."""
+        """Return the inputs that all calls of a chunk share."""
         pixels = slice(first_pixel_frame(frames.start), first_pixel_frame(frames.stop))
         rows, span = self.actions_NK[pixels], self.config.action_frames
         windows, self.newest = action_windows(rows, self.newest, len(frames), span)
@@ -255,7 +256,7 @@ class _Rollout:
 
 
 class _Stages:
-    """Outputs of the network's parts at calls for which they are recorded, by hooks."""
+    """Records outputs of the network's modules with hooks, for calls that have recorded ones."""
 
     def __init__(self, model: MatrixGameTransformer, scenario: Scenario) -> None:
         self.model, self.scenario = model, scenario
@@ -329,9 +330,7 @@ class _Stages:
 
 
 def run_condition(scenario: Scenario) -> None:
-    """From an image to condition and CLIP's rows, and from latents to frames, in recorded chunks
-    and as a whole.
-    """
+    """Compare image conditioning, CLIP's hidden states and decoding, in chunks and as a whole."""
     height, width = int(scenario.meta("height")), int(scenario.meta("width"))
     vae = _vae(scenario)
     image = scenario.get("image_u8")
@@ -381,7 +380,7 @@ def run_condition(scenario: Scenario) -> None:
 
 
 def _grey(image_1C1HW: torch.Tensor, latents: int) -> torch.Tensor:
-    """[image, grey, grey, ...] of so many latent frames."""
+    """Return the clip [image, grey, grey, ...] of a number of latent frames."""
     return torch.cat(
         (image_1C1HW, torch.zeros_like(image_1C1HW).expand(-1, -1, 4 * (latents - 1), -1, -1)),
         dim=2,
@@ -430,9 +429,7 @@ def run_schedules(scenario: Scenario) -> None:
 
 
 def run_names(scenario: Scenario) -> None:
-    """Both names of each tensor are mapped to the same one, and the original's weights have
-    these names.
-    """
+    """Check that the rename rules map both recorded names of a tensor to the model's name."""
     recorded = read_json(scenario.path)
     wrong = [
         name for name, theirs in recorded.items() if rename(name, RULES) != rename(theirs, RULES)

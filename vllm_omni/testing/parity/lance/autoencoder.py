@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lance's autoencoder against recordings, and its tensors at full size against the real
-checkpoint's list.
-
-Held by tests/model_executor/models/lance/test_lance_parity.py.
+"""Comparison of Lance's autoencoder with recordings, and of its full-size tensors with the released
+checkpoint's names.
 """
 
 import json
@@ -19,7 +17,7 @@ VAE_WEIGHTS = "state_dict_vae.safetensors"
 
 
 def run_vae(scenario: Scenario) -> None:
-    """Encode and decode the recorded clips."""
+    """Compare encoding and decoding of the recorded clips."""
     weights, _ = read_tensors(scenario.directory / VAE_WEIGHTS)
     vae = LanceWanVAE(
         LanceVAEConfig(
@@ -46,9 +44,7 @@ def run_vae(scenario: Scenario) -> None:
 
 
 def run_report(scenario: Scenario) -> None:
-    """The real checkpoint's VAE names and shapes against ours at full size, and the recorded
-    equivalence numbers.
-    """
+    """Compare the names and shapes of the full-size VAE with the released checkpoint."""
     recorded = json.loads(scenario.path.read_text())
     with torch.device("meta"):
         slots = checkpoint_slots(LanceWanVAE(LanceVAEConfig()).vae)
