@@ -87,7 +87,8 @@ def run_self_forcing(scenario: Scenario) -> None:
         x0 = clean_latents(x, flow, sigma)
         window.commit(frames.stop)
         name = calls.name
-        meta = calls.compare(*(t.transpose(0, 1)[None] for t in (x, flow, x0)), timestep)
+        batched = [latents.transpose(0, 1)[None] for latents in (x, flow, x0)]
+        meta = calls.compare(batched[0], batched[1], batched[2], timestep)
         counters = torch.tensor([frames.start * tokens, len(frames), *ends(window)])
         expected = torch.tensor([meta["start"], meta["frames"], meta["g_end"], meta["l_end"]])
         scenario.compare("start, frames, cache ends", counters, expected, 0.0)

@@ -305,11 +305,12 @@ class ChunkEnd:
         """
         if self.shares_decode:
             self._agreement.agree(state)
-        if state.failure is not None or state.chunk is None:
+        request = state.chunk
+        if state.failure is not None or request is None:
             return
         try:
             (state.pending,) = self._results.launch(
-                [state.chunk], [state.started_s], lambda: [self._model.post_decode(state.chunk)]
+                [request], [state.started_s], lambda: [self._model.post_decode(request)]
             )
         except Exception as error:
             if self.shares_decode:
