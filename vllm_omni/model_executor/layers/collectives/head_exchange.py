@@ -47,7 +47,7 @@ def head_exchange(
 
     Args:
         parallel: This rank.
-        rows: The chunks of the batch.
+        items: The chunks of the batch.
         num_tokens: Tokens of one chunk, over all ranks.
     """
     if parallel.sequence_parallel:
@@ -85,7 +85,7 @@ class HeadExchange(WindowAttention):
         """Write K/V of `layer` into the windows, then attend.
 
         Args:
-            rows: The chunks of the batch.
+            items: The chunks of the batch.
             layer: Index among the layers of this rank.
             q_BTNH: Queries of this rank's tokens, [B, T_r, N, H].
             k_BTNH: Keys, of the same shape.

@@ -495,7 +495,7 @@ class WindowAttention:
         """Write K/V of `layer` into the windows, then attend.
 
         Args:
-            rows: The chunks of the batch.
+            items: The chunks of the batch.
             layer: Index among the layers of this rank.
             q_BTNH: Queries of this rank's tokens, [B, T_r, N, H].
             k_BTNH: Keys, of the same shape.

@@ -96,7 +96,7 @@ class LinearPrecision(QuantizationConfig):
 
     Args:
         quantization: vLLM's config for `--quantization`. None: nothing is quantized.
-        kept: `fnmatch` patterns of layer names that stay unquantized.
+        retained: `fnmatch` patterns of layer names that stay unquantized.
         int8: `fnmatch` patterns of layer names with int8 weights and unquantized inputs. They apply
             when the engine quantizes while it loads; a quantized checkpoint already stores its
             formats.
@@ -154,7 +154,7 @@ class LinearPrecision(QuantizationConfig):
 
 class _QuantizedInput(LinearBase):
     """A linear layer that also accepts an input that is already quantized
-    (`rounded_input.takes_quantized`)."""
+    (`quantized_input.takes_quantized`)."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
