@@ -417,21 +417,6 @@ def kv_window_nbytes(
 # -- attention to windows --------------------------------------------------------------------------
 
 
-class QuantizedView(Protocol):
-    """A `KVWindow` as attention uses it when keys and values are already quantized."""
-
-    @property
-    def scales(self) -> torch.Tensor: ...
-
-    def quantizes_queries(self, frames: range, num_queries: int) -> bool: ...
-
-    def write_quantized(self, layer: int, frames: range, quantized_2TNH: torch.Tensor) -> None: ...
-
-    def attend(self, layer: int, frames: range, q_TNH: torch.Tensor) -> torch.Tensor: ...
-
-    def attend_quantized(self, layer: int, frames: range, q_TNH: torch.Tensor) -> torch.Tensor: ...
-
-
 class KVView(Protocol):
     """A `KVWindow` as attention uses it: write the K/V of a chunk, then attend to the visible
     frames."""
@@ -444,7 +429,7 @@ class KVView(Protocol):
 
     def attend(self, layer: int, frames: range, q_TNH: torch.Tensor) -> torch.Tensor: ...
 
-    def quantized_ahead(self, frames: range) -> QuantizedView | None: ...
+    def quantized_ahead(self, frames: range) -> KVWindow | None: ...
 
 
 class WindowItem(Protocol):
