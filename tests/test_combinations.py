@@ -65,6 +65,12 @@ def configure(model: Path, omni: dict[str, Any], sizes: dict[str, Any]) -> VllmC
     ("name", "omni", "sizes", "reason"),
     [
         (
+            "lingbot_world",
+            {"pipeline_partition": "measured"},
+            PP2 | FP8,
+            "quantized layers cannot move",
+        ),
+        (
             "causal_wan",
             {"chunks_in_flight": 2},
             {},
@@ -136,6 +142,12 @@ def configure(model: Path, omni: dict[str, Any], sizes: dict[str, Any]) -> VllmC
         ("lance", {"vae_stage": True}, PP2 | TP2, "Lance's layers are not split over stages"),
         ("diffusers_pipeline", {}, PP2, "runs one process on one device"),
         ("diffusers_pipeline", {}, TP2, "runs one process on one device"),
+        (
+            "lingbot_world",
+            {"pipeline_partition": "measured"},
+            PP2 | OFFLOAD,
+            "layers in host memory cannot move",
+        ),
         (
             "causal_wan",
             {"model": {"cuda_graphs": True}},

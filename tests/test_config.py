@@ -29,7 +29,7 @@ def test_nothing_given_means_all_defaults() -> None:
         ({"scheduling": "lifo"}, "allowed values: 'deadline', 'fifo'"),
         ({"scheduling": 3}, "allowed values: 'deadline', 'fifo'"),
         ({"degradations": ["worse"]}, "allowed values: 'fewer_steps', 'tiny_vae'"),
-        ({"pipeline_partition": "even"}, "pipeline_partition"),
+        ({"pipeline_partition": "even"}, "allowed values: 'measured'"),
     ],
 )
 def test_mistakes_are_named_with_the_allowed_keys(omni: dict[str, object], reported: str) -> None:

@@ -269,6 +269,15 @@ def test_adapters_are_refused_for_a_model_that_takes_none(null_world: Path) -> N
         configure_engine(null_world, enable_lora=True)
 
 
+def test_adapters_do_not_go_with_layers_that_move(causal_wan: Path) -> None:
+    """Their places would stay behind."""
+    measured = {"omni": {"pipeline_partition": "measured"}}
+    with pytest.raises(ValueError, match="--enable-lora: layers with adapters cannot move"):
+        configure_engine(
+            causal_wan, enable_lora=True, pipeline_parallel_size=2, additional_config=measured
+        )
+
+
 def test_fp8_is_refused_where_no_session_keeps_keys_and_values(null_world: Path) -> None:
     with pytest.raises(
         ValueError, match="--kv-cache-dtype fp8: this checkpoint's sessions hold no keys"
@@ -333,8 +342,15 @@ def test_the_page_is_what_the_table_says(script: ModuleType) -> None:
     assert script.PAGE.read_text() == script.render()
 
 
-def test_weights_in_host_memory_exclude_cuda_graphs() -> None:
-    parsed = OmniConfig.from_additional_config({"omni": {"model": {"cuda_graphs": True}}})
+@pytest.mark.parametrize(
+    ("omni", "line"),
+    [
+        ({"pipeline_partition": "measured"}, "layers in host memory cannot move"),
+        ({"model": {"cuda_graphs": True}}, "CUDA graphs cannot fetch weights"),
+    ],
+)
+def test_layers_in_host_memory_stay_where_they_are(omni: dict[str, Any], line: str) -> None:
+    parsed = OmniConfig.from_additional_config({"omni": omni})
     check_offload(0.0, parsed)
-    with pytest.raises(ValueError, match="--cpu-offload-gb: CUDA graphs cannot fetch weights"):
+    with pytest.raises(ValueError, match=f"--cpu-offload-gb: {line}"):
         check_offload(1.0, parsed)

@@ -52,8 +52,9 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     vae_stage: bool = False
     """Reserve the last of the `--pipeline-parallel-size` stages for the VAE. It holds no
     transformer layers and decodes while the other stages denoise the next chunk."""
-    pipeline_partition: tuple[Positive, ...] | None = None
-    """Number of transformer layers of each pipeline stage that holds layers. Default: as even as
+    pipeline_partition: tuple[Positive, ...] | Literal["measured"] | None = None
+    """Number of transformer layers of each pipeline stage that holds layers. `measured` times
+    layers and decode at start and minimizes the time of the slowest stage. Default: as even as
     possible."""
     vae_parallel: bool = False
     """Split the decode of each frame into horizontal bands, one per rank of
@@ -126,8 +127,8 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     @property
     def partition(self) -> tuple[int, ...]:
-        """Layers of each stage; empty if layers are distributed as evenly as possible."""
-        return self.pipeline_partition or ()
+        """Layers of each stage as loaded; empty if layers are distributed as evenly as possible."""
+        return self.pipeline_partition if isinstance(self.pipeline_partition, tuple) else ()
 
     @property
     def ahead(self) -> str | None:

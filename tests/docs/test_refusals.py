@@ -226,7 +226,7 @@ HELD_BY = {
     ),
     # wan2_2.md
     "It is refused with `omni.model.cuda_graphs`": (
-        "tests/test_engine_arguments.py::test_weights_in_host_memory_exclude_cuda_graphs"
+        "tests/test_engine_arguments.py::test_layers_in_host_memory_stay_where_they_are"
     ),
     # quantization.md
     "Where vLLM has no kernel for a format": (

@@ -3,6 +3,7 @@
 stages that are slow.
 """
 
+import time
 from typing import Any
 
 from vllm_omni.worker import SharedGPUWorker
@@ -19,6 +20,9 @@ def fault(rank: int, method: str) -> str:
 
 NAN = "latents that are not finite"
 """The prompt of a chunk whose last step, wherever it is taken, makes NaN."""
+
+SLOW_STEP_S = 0.2
+"""More than a step of a tiny model takes on a busy machine."""
 
 
 class FaultyWorker(SharedGPUWorker):
@@ -55,3 +59,30 @@ class FaultyWorker(SharedGPUWorker):
     def _fail(self, batch: Any, method: str) -> None:
         if any(request.params.prompt == fault(self.rank, method) for request in batch):
             raise RuntimeError("injected failure")
+
+
+class _SlowStageWorker(SharedGPUWorker):
+    slow_stage: int
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        model = self.model_runner.model
+        denoise_step = model.denoise_step
+
+        def slow_step(*args: Any) -> Any:
+            if self.model_runner.pp.rank_in_group == self.slow_stage:
+                time.sleep(SLOW_STEP_S)
+            return denoise_step(*args)
+
+        model.denoise_step = slow_step
+
+    def layers_held(self) -> int:
+        return len(self.model_runner.model.transformer.blocks)
+
+
+class SlowStage0Worker(_SlowStageWorker):
+    slow_stage = 0
+
+
+class SlowStage1Worker(_SlowStageWorker):
+    slow_stage = 1

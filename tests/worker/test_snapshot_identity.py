@@ -80,6 +80,19 @@ def test_layers_that_were_moved_make_another_part_of_a_session() -> None:
     )
 
 
+def test_a_snapshot_reports_where_layers_are_now(
+    make_runner: Any, null_world: Path, tmp_path: Path
+) -> None:
+    """Not where they were before the warm-up moved them."""
+    worker = Worker(make_runner(null_world))
+    worker.runner.partition = (3, 1)
+    text_chunk(worker, "a", 0)
+    runner = worker.runner
+    expected = model_identity(runner.vllm_config, runner.parts.shares_decode, (3, 1))
+    assert expected != model_identity(runner.vllm_config, runner.parts.shares_decode, ())
+    assert worker.save("a", tmp_path / "a").model == expected
+
+
 def test_a_digest_of_weights_is_of_names_types_shapes_and_up_to_sixteen_values_of_each() -> None:
     """Of a matrix that lies transposed, as quantized ones do, those of its first row: no copy of
     the rest is made.

@@ -4,16 +4,19 @@
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.logged import logged
+from vllm.distributed import parallel_state
 from vllm.sequence import IntermediateTensors
 
 from vllm_omni.model_executor.requests import RequestState
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.worker.diffusion import warm_up as module
-from vllm_omni.worker.diffusion.warm_up import warm_up
+from vllm_omni.worker.diffusion.warm_up import rebalance, warm_up
 
 
 def admitted(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[RequestState]:
@@ -152,3 +155,115 @@ def test_a_stage_behind_others_computes_from_what_they_sent() -> None:
     )
     module._step(SimpleNamespace(pp=pp, tp=tp, role=role), state)  # type: ignore[arg-type]
     assert seen == [["r"], [state], received, {}, sent, "listens"]
+
+
+def test_layers_that_cannot_move_are_an_error(make_runner: Any, null_world: Path) -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"^omni\.pipeline_partition 'measured': the layers of NullWorldPipeline cannot",
+    ):
+        make_runner(null_world, {"pipeline_partition": "measured"})
+
+
+def test_one_stage_keeps_all_layers(make_runner: Any, causal_wan: Path) -> None:
+    runner = make_runner(causal_wan, {"pipeline_partition": "measured"})
+    assert runner.partition == (runner.model.num_layers,)
+
+
+class Pipeline:
+    """One rank of two stages of two ranks each, and one that only decodes. times: of the others,
+    by rank.
+    """
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, times: dict[int, tuple[int, float, int, float]]
+    ) -> None:
+        self.times = times
+        self.shared: list[Any] = []
+        self.model = mock.MagicMock(partition=(5, 5), num_layers=10)
+        self.moves: list[Any] = []
+        monkeypatch.setattr(module, "LayerMove", lambda *args: args)
+        self.model.move_layers.side_effect = self.moves.append
+        monkeypatch.setattr(
+            parallel_state, "_WORLD", SimpleNamespace(world_size=5, cpu_group="all")
+        )
+        monkeypatch.setattr(dist, "all_gather_object", self.gather)
+
+    def gather(self, found: list[Any], mine: Any, group: str) -> None:
+        assert group == "all"
+        assert len(found) == 5
+        self.shared.append(mine)
+        found[:] = [*self.times.values(), mine]
+
+    def runner(self, stage: int) -> Any:
+        pp = SimpleNamespace(
+            rank_in_group=stage, world_size=3, ranks=[1, 3, 4], device_group="stages"
+        )
+        omni = SimpleNamespace(vae_stage=True)
+        return SimpleNamespace(
+            pp=pp, omni=omni, model=self.model, device=torch.device("cpu"), partition=()
+        )
+
+
+def others(*of_stages: tuple[int, float, int, float]) -> dict[int, tuple[int, float, int, float]]:
+    return dict(enumerate(of_stages))
+
+
+@pytest.mark.parametrize(
+    ("mine", "rest", "partition"),
+    [
+        # The second stage's steps take 5 ms more than its layers, as long as 5 of them.
+        ((5.0, 0.0), [(0, 4.0, 3, 0.0), (1, 10.0, 3, 0.0), (1, 9.0, 3, 0.0)], [8, 2]),
+        # Its slower rank decodes for 12 ms at a chunk's end: 4 layers in 3 passes.
+        ((5.0, 0.0), [(0, 5.0, 3, 0.0), (1, 5.0, 3, 12.0), (1, 5.0, 3, 1.0)], [7, 3]),
+        ((5.0, 12.0), [(0, 5.0, 3, 0.0), (1, 5.0, 3, 0.0), (1, 5.0, 3, 0.0)], [3, 7]),
+        ((5.0, 0.0), [(0, 5.0, 3, 0.0), (1, 5.0, 3, 0.0), (1, 5.0, 3, 0.0)], [5, 5]),
+    ],
+)
+def test_layers_move_so_that_the_slowest_stage_is_as_fast_as_can_be(
+    monkeypatch: pytest.MonkeyPatch,
+    mine: tuple[float, float],
+    rest: list[tuple[int, float, int, float]],
+    partition: list[int],
+) -> None:
+    """A stage's step is the median of a chunk's; the times of a VAE stage do not count."""
+    step_ms, decode_ms = mine
+    pipeline = Pipeline(monkeypatch, others(*rest, (2, 0.0, 1, 1000.0)))
+    runner = pipeline.runner(0)
+    times = {"steps": [step_ms, 100.0, step_ms], "decode": [decode_ms / 2] * 2}
+    with logged(module.logger) as messages:
+        rebalance(runner, times)
+    assert pipeline.shared == [(0, step_ms, 3, decode_ms)]
+    assert runner.partition == tuple(partition)
+    moved = [([1, 3], 0, (5, 5), partition, "stages")] if partition != [5, 5] else []
+    assert pipeline.moves == moved
+    (message,) = messages
+    assert message.startswith("costs of the pipeline stages: [StageCost(")
+    assert message.endswith(f")]; layers of each stage: {partition}")
+
+
+def test_memory_of_layers_that_went_away_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the device, once nothing uses it: the budget of sessions is measured after that."""
+    pipeline = Pipeline(
+        monkeypatch,
+        others((0, 5.0, 3, 0.0), (1, 10.0, 3, 0.0), (1, 10.0, 3, 0.0), (2, 0.0, 1, 0.0)),
+    )
+    runner = pipeline.runner(0)
+    runner.device = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "synchronize", pipeline.moves.append)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: pipeline.moves.append(("empty",)))
+    rebalance(runner, {"steps": [5.0] * 3})
+    assert pipeline.moves[1:] == [runner.device, ("empty",)]
+
+
+def test_a_stage_without_layers_has_no_times_and_moves_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """But it knows the partition, which is part of every snapshot."""
+    rest = [(0, 5.0, 3, 0.0), (0, 5.0, 3, 0.0), (1, 10.0, 3, 0.0), (1, 10.0, 3, 0.0)]
+    pipeline = Pipeline(monkeypatch, others(*rest))
+    runner = pipeline.runner(2)
+    rebalance(runner, {})
+    assert pipeline.shared == [(2, 0.0, 1, 0.0)]
+    assert runner.partition == (8, 2)
+    assert pipeline.moves == []

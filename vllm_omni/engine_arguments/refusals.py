@@ -164,6 +164,12 @@ def check_quantization(
             "take fp8 to quantize it "
             "while it is loaded"
         )
+    if omni.pipeline_partition == "measured":
+        raise ValueError(
+            f"--quantization {method}: quantized layers cannot move, as omni.pipeline_partition "
+            "'measured' asks; "
+            "write the layers of each stage instead"
+        )
     if cpu and method == "fp8_per_tensor":
         raise ValueError(
             f"--quantization {method}: vLLM has no kernel for it on a CPU; take fp8_per_channel"
@@ -198,10 +204,22 @@ def check_adapters(enabled: bool, omni: OmniConfig, *, taken: bool) -> None:
     """vLLM's `--enable-lora`. taken: by the family."""
     if enabled and not taken:
         raise ValueError("--enable-lora: this checkpoint's model takes no adapters; drop it")
+    if enabled and omni.pipeline_partition == "measured":
+        raise ValueError(
+            "--enable-lora: layers with adapters cannot move, as omni.pipeline_partition "
+            "'measured' asks; "
+            "write the layers of each stage instead"
+        )
 
 
 def check_offload(gibibytes: float, omni: OmniConfig) -> None:
     """vLLM's `--cpu-offload-gb`."""
+    if gibibytes > 0 and omni.pipeline_partition == "measured":
+        raise ValueError(
+            "--cpu-offload-gb: layers in host memory cannot move, as omni.pipeline_partition "
+            "'measured' asks; "
+            "write the layers of each stage instead"
+        )
     if gibibytes > 0 and omni.model.get("cuda_graphs"):
         raise ValueError(
             "--cpu-offload-gb: CUDA graphs cannot fetch weights; drop it or set "

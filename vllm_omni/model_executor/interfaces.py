@@ -28,6 +28,7 @@ import torch
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.device_async import StageTimer
+from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.model_executor.layers.lora.store import Selection
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.tensors.saved import SavedTensors
@@ -355,6 +356,31 @@ class SupportsParallelDecode(Protocol):
         `post_decode` is then collective: each of these ranks calls it for the same chunks in the
         same order. Only the first one's result is used, the others may leave the tensors out.
         """
+
+
+@runtime_checkable
+class SupportsLayerMoves(Protocol):
+    """A model whose layers can move from one pipeline stage to another while there are no
+    sessions.
+    """
+
+    @property
+    def num_layers(self) -> int:
+        """Of the whole network."""
+
+    @property
+    def partition(self) -> tuple[int, ...]:
+        """Layers of each stage now."""
+
+    def move_layers(self, move: LayerMove) -> None:
+        """Move weights by `move`'s collective calls; never on a VAE stage."""
+
+
+@runtime_checkable
+class LayeredModel(
+    SupportsStepExecution[Session, Work], SupportsLayerMoves, Protocol[Session, Work]
+):
+    """A model served in steps whose layers can move."""
 
 
 @runtime_checkable

@@ -72,7 +72,7 @@ def test_options_that_do_not_fit_the_pipeline_are_refused(
         OmniConfig.from_additional_config({"omni": options}).check_stages(stages)
 
 
-@pytest.mark.parametrize("options", [{"vae_stage": True}, {"pipeline_partition": None}, {}])
+@pytest.mark.parametrize("options", [{"vae_stage": True}, {"pipeline_partition": "measured"}, {}])
 def test_options_that_fit_are_taken(options: dict[str, object]) -> None:
     omni = OmniConfig.from_additional_config({"omni": options})
     omni.check_stages(2)

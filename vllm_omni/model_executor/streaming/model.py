@@ -22,6 +22,7 @@ from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.dtypes import default_dtype
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SupportsStepExecution
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
+from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
 from vllm_omni.model_executor.streaming.options import StreamingOptions
 from vllm_omni.model_executor.streaming.request import check_prompt, read_size, read_window
@@ -215,6 +216,19 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
     @property
     def shares_decode(self) -> bool:
         return self.parallel.shares_decode
+
+    @property
+    def num_layers(self) -> int:
+        return self.config.num_layers
+
+    @property
+    def partition(self) -> tuple[int, ...]:
+        return tuple(self.parallel.lengths(self.config.num_layers))
+
+    def move_layers(self, move: LayerMove) -> None:
+        self.transformer.move_layers(move)
+        self.parallel = self.transformer.parallel
+        self.prompts.clear_prompt()
 
     # -- one chunk ---------------------------------------------------------------------------------
 

@@ -65,6 +65,8 @@ class DiffusionGPUModelRunner(RunnerSurface):
         self.sessions = SessionStore(
             self.omni.max_sessions, self.omni.session_idle_s, clock=self.agreement.clock
         )
+        self.partition = self.omni.partition
+        """Layers of each stage after the last move, or as loaded; () means as even as possible."""
 
     # -- start, called by the worker ---------------------------------------------------------------
 

@@ -2,15 +2,28 @@
 """Warm-up of one rank: run the largest shape once and determine the memory for sessions.
 
 All ranks warm up together, outside of vLLM's engine loop, so this module sends and receives tensors
-between stages itself. This module names no model.
+between stages itself. With `omni.pipeline_partition` "measured", another session runs first. Layers
+are then moved between stages such that the slowest stage is as fast as possible, according to the
+times of that session's last chunk, including decode and head. This module names no model.
 """
 
 import logging
 import time
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
 
+import torch
+import torch.distributed as dist
+from vllm.distributed.parallel_state import get_world_group
 from vllm.sequence import IntermediateTensors
 
-from vllm_omni.model_executor.interfaces import DiffusionRequest, SupportsBatchedDecode
+from vllm_omni.model_executor.interfaces import (
+    DiffusionRequest,
+    LayeredModel,
+    SupportsBatchedDecode,
+)
+from vllm_omni.model_executor.layers.layer_moves import LayerMove, balanced_partition, stage_costs
 from vllm_omni.model_executor.requests import RequestState
 from vllm_omni.worker.diffusion.memory import MemoryBudget
 from vllm_omni.worker.diffusion.runner import DiffusionGPUModelRunner
@@ -18,6 +31,9 @@ from vllm_omni.worker.diffusion.runner import DiffusionGPUModelRunner
 logger = logging.getLogger("vllm." + __name__)
 
 _REQUEST_ID = "warm-up"
+
+StageTimes = Mapping[str, Sequence[float]]
+"""`StageTimer.milliseconds` of one chunk."""
 
 
 def warm_up(runner: DiffusionGPUModelRunner, used_before: int = 0) -> float:
@@ -36,9 +52,12 @@ def warm_up(runner: DiffusionGPUModelRunner, used_before: int = 0) -> float:
     """
     start = time.perf_counter()
     runner.role.connect()
+    if runner.omni.pipeline_partition == "measured":
+        _, times = _run_session(runner)
+        rebalance(runner, times)
     budget = MemoryBudget(runner.vllm_config, runner.device, used_before)
     with budget.measure():
-        session_bytes = _run_session(runner)
+        session_bytes, _ = _run_session(runner)
         if runner.omni.degradations:  # one chunk with all degradations, then one at full quality
             _run_session(runner, runner.omni.degradations)
     runner.sessions.max_bytes = runner.agreement.budget(
@@ -53,17 +72,19 @@ def warm_up(runner: DiffusionGPUModelRunner, used_before: int = 0) -> float:
     return time.perf_counter() - start
 
 
-def _run_session(runner: DiffusionGPUModelRunner, degradations: tuple[str, ...] = ()) -> int:
-    """Run a temporary session of the largest shape.
+def _run_session(
+    runner: DiffusionGPUModelRunner, degradations: tuple[str, ...] = ()
+) -> tuple[int, StageTimes]:
+    """Run a session of the largest shape in a temporary session.
 
     Args:
         runner: Runner of this rank.
         degradations: Degradations of the first chunk.
 
     Returns:
-        Bytes of the session on this rank.
+        Bytes of the session, and the stage times of its last chunk on this rank.
     """
-    session_bytes = 0
+    session_bytes, times = 0, {}
     inputs = runner.model.warmup_inputs()
     for number, (params, tensors) in enumerate(inputs):
         without = degradations if number == 0 else ()
@@ -75,11 +96,12 @@ def _run_session(runner: DiffusionGPUModelRunner, degradations: tuple[str, ...] 
         while not state.done:
             _step(runner, state)
         runner.role.receive_results([state.request_id])
+        times = state.chunk.timer.milliseconds()
         if number == len(inputs) - 1:
             _decode_together(runner, state.chunk)
         runner.admission.release(state)
     runner.sessions.close_all()
-    return session_bytes
+    return session_bytes, times
 
 
 def _decode_together(runner: DiffusionGPUModelRunner, request: DiffusionRequest) -> None:
@@ -106,3 +128,55 @@ def _step(runner: DiffusionGPUModelRunner, state: RequestState) -> None:
     if hidden is not None:
         runner.pp.send_tensor_dict(hidden.tensors, all_gather_group=runner.tp)
         runner.role.listen()
+
+
+def rebalance(runner: DiffusionGPUModelRunner, times: StageTimes) -> None:
+    """Balance the layers of the stages according to measured times (collective).
+
+    Args:
+        runner: Runner of this rank.
+        times: Stage times of a warm-up chunk on this rank.
+
+    Raises:
+        ValueError: The model's layers cannot be moved. Raised on all ranks.
+    """
+    model, pp = runner.model, runner.pp
+    if not isinstance(model, LayeredModel):
+        raise ValueError(
+            f"omni.pipeline_partition 'measured': the layers of {type(model).__name__} cannot "
+            "be moved"
+        )
+    partition = _measured_partition(runner, model, times)
+    stages = len(partition)
+    if pp.rank_in_group < stages and partition != list(model.partition):
+        model.move_layers(
+            LayerMove(
+                pp.ranks[:stages], pp.rank_in_group, model.partition, partition, pp.device_group
+            )
+        )
+        if runner.device.type == "cuda":
+            torch.cuda.synchronize(runner.device)
+            torch.cuda.empty_cache()
+    runner.partition = tuple(partition)
+
+
+def _measured_partition(
+    runner: DiffusionGPUModelRunner, model: LayeredModel, times: StageTimes
+) -> list[int]:
+    pp = runner.pp
+    stages = pp.world_size - runner.omni.vae_stage
+    steps = times.get("steps", [0.0])
+    mine = (pp.rank_in_group, median(steps), len(steps), sum(times.get("decode", [0.0])))
+    everybody: list[Any] = [None] * get_world_group().world_size
+    dist.all_gather_object(everybody, mine, group=get_world_group().cpu_group)
+    # The slowest of the ranks that share a stage's layers determines the stage's time.
+    of_stage = [[entry for entry in everybody if entry[0] == stage] for stage in range(stages)]
+    costs = stage_costs(
+        [max(step_ms for _, step_ms, _, _ in entries) for entries in of_stage],
+        model.partition,
+        max(passes for _, _, passes, _ in of_stage[0]),
+        [max(decode_ms for *_, decode_ms in entries) for entries in of_stage],
+    )
+    partition = balanced_partition(costs, model.num_layers)
+    logger.info("costs of the pipeline stages: %s; layers of each stage: %s", costs, partition)
+    return partition

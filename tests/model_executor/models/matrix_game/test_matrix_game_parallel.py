@@ -5,6 +5,7 @@ processes).
 
 from datetime import timedelta
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from helpers.rank_processes import run_ranks
 from matrix_game_driver import latents_of, latents_of_stages, load_game, open_session
 
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext, checkpoint_slots
+from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.model_executor.models.matrix_game.checkpoint import transformer_shapes
 from vllm_omni.testing.tiny.matrix_game import make_tiny
 
@@ -117,6 +119,25 @@ def test_stages_split_the_checkpoint_between_them(checkpoint: Path) -> None:
     assert not [
         name for name in first & last if name.startswith(("blocks.", "head.", "patch_embedding."))
     ]
+
+
+def test_action_modules_are_numbered_anew_when_layers_move(checkpoint: Path) -> None:
+    """A layer that stays is at another place of the stage's windows."""
+    game = load_game(checkpoint, ParallelContext(stage=0, num_stages=2, partition=(3, 1)))
+    blocks = game.transformer.blocks
+    del blocks["0"]
+    game.move_layers(cast(LayerMove, _KeepsAll()))
+    assert [block.action_index for block in game.transformer.action_blocks()] == [0]
+    assert [block.index for block in blocks.values()] == [0, 1]
+
+
+class _KeepsAll:
+    """A `LayerMove` after which the stage holds the layers that it has."""
+
+    partition = (3, 1)
+
+    def modules(self, modules: torch.nn.ModuleDict, make: object) -> torch.nn.ModuleDict:
+        return modules
 
 
 def test_action_heads_that_do_not_divide_are_refused(checkpoint: Path) -> None:

@@ -21,7 +21,7 @@ them.
 # B requests, T tokens (T_r: tokens of rank r), D channels
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -37,6 +37,7 @@ from vllm_omni.model_executor.layers.cuda_graphs import (
     persistent_copy,
 )
 from vllm_omni.model_executor.layers.kv_cache.memory_pool import MemoryPool, Ring
+from vllm_omni.model_executor.layers.layer_moves import LayerMove
 
 
 @dataclass(frozen=True)
@@ -363,6 +364,11 @@ class StageNetwork(nn.Module):
         """A parameter that always has the network's dtype and device."""
         raise NotImplementedError
 
+    def empty_block(self, layer: int) -> nn.Module:
+        """Build an empty block by its number in the whole network, in torch's default dtype and
+        device."""
+        raise NotImplementedError
+
     # -- of all ------------------------------------------------------------------------------------
 
     @property
@@ -380,6 +386,20 @@ class StageNetwork(nn.Module):
         return None if self.graphs is None else self.graphs.pool
 
     def clear_derived(self) -> None:
-        """Invalidate everything derived from weights, because these were reloaded."""
+        """Invalidate everything derived from weights, because these were reloaded or moved."""
         if self.graphs is not None:
             self.graphs.clear_graphs()
+
+    def move_layers(self, move: LayerMove) -> None:
+        """Receive and send blocks so that this stage holds those it has after `move`
+        (collective).
+        """
+
+        def empty(layer: int) -> nn.Module:
+            with torch.device(self.device):
+                block = self.empty_block(layer)
+            return block.to(self.dtype).requires_grad_(False)
+
+        self.blocks = move.modules(self.blocks, empty)
+        self.parallel = replace(self.parallel, partition=move.partition)
+        self.clear_derived()

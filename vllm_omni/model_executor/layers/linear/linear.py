@@ -50,7 +50,8 @@ from vllm_omni.model_executor.layers.linear.quantized_input import Input, produc
 
 
 class PlainLinearMethod(UnquantizedLinearMethod):
-    """Unquantized weights that stay as loaded, because they are reloaded in place.
+    """Unquantized weights that stay as loaded, because they move between pipeline stages and are
+    reloaded in place.
 
     vLLM's own method packs a weight for its CPU kernel and drops the original. Its parameters also
     require a tensor-parallel group when they are created, and models are also built in processes

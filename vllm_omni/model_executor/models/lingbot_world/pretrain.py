@@ -25,6 +25,7 @@ import torch
 
 from vllm_omni.model_executor.layers.kv_cache.window import KVWindow
 from vllm_omni.model_executor.layers.kv_cache.window_set import WindowSet
+from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import CheckpointLayout, find_layout
 from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld, Request, WorldSetup
 from vllm_omni.model_executor.models.lingbot_world.state import Chunk
@@ -110,6 +111,10 @@ class LingBotPretrain(LingBotWorld):
 
     def load_checkpoint(self, layout: CheckpointLayout) -> None:
         super().load_checkpoint(layout)
+        self.negative.clear_prompt()
+
+    def move_layers(self, move: LayerMove) -> None:
+        super().move_layers(move)
         self.negative.clear_prompt()
 
     def window_nbytes(self, shape: SessionShape) -> int:

@@ -32,6 +32,7 @@ from vllm_omni.model_executor.layers.collectives.head_all_to_all import (
     tokens_to_heads,
 )
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
+from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.model_executor.layers.linear.linear import (
     ColumnLinear,
     LinearPrecision,
@@ -254,8 +255,7 @@ class MatrixGameTransformer(ImageTransformer[MatrixGameConfig]):
 
     def _add_layers(self) -> None:
         self.parallel.check_divisible(self.config.action_heads, "action_config.heads_num")
-        for index, block in enumerate(self.action_blocks()):
-            block.action_index = index
+        self._number_actions()
 
     def _add_context_layers(self) -> None:
         self.img_emb = ImageProjection(self.config)
@@ -267,9 +267,17 @@ class MatrixGameTransformer(ImageTransformer[MatrixGameConfig]):
     def _block_type(self, layer: int) -> type[Block]:
         return ActionBlock if layer in self.config.action_blocks else Block
 
+    def _number_actions(self) -> None:
+        for index, block in enumerate(self.action_blocks()):
+            block.action_index = index
+
     def action_blocks(self) -> list[ActionBlock]:
         """This stage's blocks with an action module."""
         return [block for block in self._blocks() if isinstance(block, ActionBlock)]
+
+    def move_layers(self, move: LayerMove) -> None:
+        super().move_layers(move)
+        self._number_actions()
 
     def actions(
         self, mouse_FRM: torch.Tensor | None, frames: range, buffers: int

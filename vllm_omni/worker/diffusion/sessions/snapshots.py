@@ -198,9 +198,7 @@ class SessionSnapshots:
     def _identity(self) -> ModelIdentity:
         if self._model is None:
             self._model = model_identity(
-                self._runner.vllm_config,
-                self._runner.parts.shares_decode,
-                self._runner.omni.partition,
+                self._runner.vllm_config, self._runner.parts.shares_decode, self._runner.partition
             )
         return self._model
 

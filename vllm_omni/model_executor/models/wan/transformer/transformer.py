@@ -29,6 +29,7 @@ from vllm_omni.model_executor.layers.attention.rope import rope_tables
 from vllm_omni.model_executor.layers.collectives.head_exchange import head_exchange
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext, StageNetwork
 from vllm_omni.model_executor.layers.kv_cache.window import WindowAttention
+from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.model_executor.layers.linear.linear import (
     ColumnLinear,
     LinearPrecision,
@@ -373,6 +374,14 @@ class WanTransformer(StageNetwork, Generic[Config]):
             stop = kv_only and self.parallel.last_stage and block.index == last
             x, update = block(x, update, items, time, rope, exchange, stop)
         return x if update is None else self._blocks()[-1].fused_ops.gated_add(x, *update)
+
+    def empty_block(self, layer: int) -> Block:
+        return self._block(layer, layer, self._blocks()[0].fused_ops)
+
+    def move_layers(self, move: LayerMove) -> None:
+        super().move_layers(move)
+        for index, block in enumerate(self._blocks()):
+            block.index = index
 
     def _blocks(self) -> list[Any]:
         return list(self.blocks.values())

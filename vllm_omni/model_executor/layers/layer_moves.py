@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Balance layers over pipeline stages by measured cost, and move them when the balance changes.
+
+`balanced_partition` computes the partition. `LayerMove` moves weights between stages with
+point-to-point sends only, in an order that is the same on every stage. This module is independent
+of the model.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """The cost of one chunk on one stage."""
+
+    layer_ms: float
+    """Milliseconds per layer."""
+    fixed_ms: float
+    """Milliseconds of everything except the layers (head, embedding, decode)."""
+
+    def total_ms(self, layers: int) -> float:
+        return self.fixed_ms + layers * self.layer_ms
+
+
+def balanced_partition(costs: Sequence[StageCost], num_layers: int) -> list[int]:
+    """Return the layers per stage, at least one each, that minimise the time of the slowest stage.
+
+    The greedy choice (each further layer goes to the stage with the least total afterwards) is
+    optimal, because every stage's cost only grows.
+    """
+    partition = [1] * len(costs)
+    for _ in range(num_layers - len(costs)):
+        cheapest = min(
+            range(len(costs)),
+            key=lambda stage: (costs[stage].total_ms(partition[stage] + 1), stage),
+        )
+        partition[cheapest] += 1
+    return partition
+
+
+def stage_costs(
+    steps_ms: Sequence[float], layers: Sequence[int], passes: int, once_ms: Sequence[float]
+) -> list[StageCost]:
+    """Split the measured time of each stage into its layers and the rest.
+
+    A layer is assumed to cost as much as on the stage with the least other work.
+
+    Args:
+        steps_ms: Milliseconds of one pass, by stage.
+        layers: Layers of each stage during the measurement.
+        passes: Passes of one chunk.
+        once_ms: Milliseconds of other work per chunk (decoding), by stage.
+    """
+    layer_ms = min(ms / count for ms, count in zip(steps_ms, layers, strict=True))
+    return [
+        StageCost(passes * layer_ms, passes * (ms - count * layer_ms) + once)
+        for ms, count, once in zip(steps_ms, layers, once_ms, strict=True)
+    ]
+
+
+class LayerMove:
+    """One rank's part of a repartition. Collective: all ranks of one pipeline make the same calls
+    in the same order.
+
+    Args:
+        ranks: Global ranks of the stages that hold layers, first stage first.
+        stage: This rank's stage.
+        before: Layers of each stage before the move.
+        after: Layers of each stage after the move.
+        group: Process group of the sends. Default: the default group.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        stage: int,
+        before: Sequence[int],
+        after: Sequence[int],
+        group: Any = None,
+    ) -> None:
+        self._ranks, self._stage, self._group = ranks, stage, group
+        self._before, self._after = _owners(before), _owners(after)
+        self.partition = tuple(after)
+
+    def modules(self, modules: nn.ModuleDict, make: Callable[[int], nn.Module]) -> nn.ModuleDict:
+        """Return this stage's layers after the move, by number.
+
+        Args:
+            modules: This stage's layers before the move, by number.
+            make: Builds an empty layer, by number.
+        """
+        moved: dict[str, nn.Module] = {}
+        for layer in range(len(self._before)):
+            ours, theirs = self._before[layer] == self._stage, self._after[layer] == self._stage
+            if not (ours or theirs):
+                continue
+            module = modules[str(layer)] if ours else make(layer)
+            if ours is not theirs:
+                for tensor in _tensors(module):
+                    self._carry(layer, tensor, send=ours)
+            if theirs:
+                moved[str(layer)] = module
+            else:
+                _release(module)
+        return nn.ModuleDict(moved)
+
+    def _carry(self, layer: int, tensor: torch.Tensor, send: bool) -> None:
+        if send:
+            dist.send(tensor.contiguous(), dst=self._ranks[self._after[layer]], group=self._group)
+        else:
+            dist.recv(tensor, src=self._ranks[self._before[layer]], group=self._group)
+
+
+def _owners(partition: Sequence[int]) -> list[int]:
+    """Return the stage of each layer."""
+    ends = list(accumulate(partition))
+    return [
+        next(stage for stage, end in enumerate(ends) if layer < end) for layer in range(ends[-1])
+    ]
+
+
+def _release(module: nn.Module) -> None:
+    """Free a layer's memory immediately: vLLM's parameters refer to their layer, so it would wait
+    for garbage collection."""
+    for parameter in module.parameters():
+        parameter.data = parameter.data.new_empty(0)
+
+
+def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    for parameter in module.parameters():
+        yield parameter.data
+    yield from module.buffers()
