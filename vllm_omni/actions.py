@@ -225,7 +225,7 @@ class ActionFrames:
 
     def held(self, space: ActionSpace) -> list[tuple[str, ...]]:
         """Return the names of the buttons held in each frame."""
-        names = space.button_names
+        names = _columns(space).buttons
         return [
             tuple(name for name, down in zip(names, row, strict=True) if down)
             for row in self.buttons_NB.tolist()

@@ -240,7 +240,7 @@ def encode_hidden_states(
     first of these, so that truncating tokens at the end truncates their hidden states too.
 
     Args:
-        rows: Hidden states `[num_rows, len(layers), hidden_size]` on the CPU.
+        states: Hidden states `[num_rows, len(layers), hidden_size]` on the CPU.
         layers: Layer indices as requested.
         positions: Position of each row.
         token_ids: Token of each row.

@@ -73,7 +73,7 @@ def test_a_wrong_value_fails(record: Recorder, wrong: float) -> None:
     [
         ({"in0": torch.ones(2), "out0": torch.ones(3)}, "shape"),
         ({"in0": torch.ones(2)}, "has no tensor 'out0'"),
-        ({"other": torch.ones(2)}, "1 recorded tensors are not understood: other"),
+        ({"other": torch.ones(2)}, "1 recorded tensors were not compared: other"),
         ({"in0": torch.ones(0), "out0": torch.ones(0)}, "is empty"),
     ],
 )

@@ -179,7 +179,7 @@ def test_integers_without_a_scale_are_refused(plain: Path, tmp_path: Path) -> No
     save_file(tensors, tmp_path / FILE, {"format": "pt"})
     with pytest.raises(
         ValueError,
-        match=r"of another type than this model: 1 \(blocks\.0\.attn1\.to_q\.bias is int8, not b",
+        match=r"of another dtype than this model: 1 \(blocks\.0\.attn1\.to_q\.bias is int8, not b",
     ):
         load(tmp_path)
 

@@ -132,4 +132,4 @@ def test_a_failed_chunk_fails_its_successors(because: RequestFailed | None) -> N
         None,
         expected,
     ) and three.failure is own
-    assert runs.flights.count("s") == 1 and runs.flights.last("s") is one.chunk
+    assert runs.flights.ahead("s") == (1, one.chunk)

@@ -199,7 +199,8 @@ def test_a_result_does_not_wait_for_later_work() -> None:
     state = torch.full((1 << 20,), 3.0, device=device)
     timer = StageTimer(device)
     request = DiffusionRequest("r", None, {}, Session(), state=state, timer=timer)  # type: ignore[arg-type]
-    result = ResultStream(device, overlap=False).decode(Decoder(), request, 0.0)  # type: ignore[arg-type]
+    stream = ResultStream(device, overlap=False)
+    (result,) = stream.launch([request], [0.0], lambda: [Decoder().post_decode(request)])
     with timer.stage("steps"):
         torch.cuda._sleep(2_000_000_000)
     meta, tensors = unpack(result.envelope())

@@ -11,7 +11,7 @@ from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import DiffusionRequest
 from vllm_omni.model_executor.requests import RequestState
 from vllm_omni.outputs import RequestFailed, unpack
-from vllm_omni.worker.diffusion.decode import ChunkEnd, ResultStream, deliverable
+from vllm_omni.worker.diffusion.decode import ChunkEnd, ResultStream
 
 
 class Model:
@@ -149,8 +149,10 @@ def test_results_beyond_one_message_wait_for_later_steps() -> None:
     sizes = {"0": 12 * MIB, "1": 12 * MIB, "2": 8 * MIB, "3": 1}
     outputs = {name: torch.empty(size, dtype=torch.uint8) for name, size in sizes.items()}
     requests = states("aaaa")
-    assert deliverable(requests, outputs) == {name: outputs[name] for name in ("0", "2")}
+    assert chunk_end(None).deliver(requests, outputs) == {
+        name: outputs[name] for name in ("0", "2")
+    }
     assert [state.deferred is None for state in requests] == [True, False, True, False]
-    assert deliverable([requests[1], requests[3]], {}) == {
+    assert chunk_end(None).deliver([requests[1], requests[3]], {}) == {
         name: outputs[name] for name in ("1", "3")
     }

@@ -120,7 +120,7 @@ def test_the_decode_overlaps_later_work() -> None:
     request = DiffusionRequest(
         "r", None, {}, Session(), state=torch.full((1 << 20,), 3.0, device=device)
     )  # type: ignore[arg-type]
-    result = stream.decode(Slow(), request, 0.0)  # type: ignore[arg-type]
+    (result,) = stream.launch([request], [0.0], lambda: [Slow().post_decode(request)])
     torch.cuda._sleep(2_000_000_000)
     _, tensors = unpack(result.envelope())
     assert not torch.cuda.current_stream().query()

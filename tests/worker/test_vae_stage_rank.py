@@ -360,11 +360,11 @@ def test_decodes_in_flight_are_limited(pair: Pair, monkeypatch: pytest.MonkeyPat
     """The fourth decode waits for the first."""
     made: list[Slow] = []
 
-    def decode(*_: Any) -> Slow:
+    def launch(*_: Any) -> list[Slow]:
         made.append(Slow(9))
-        return made[-1]
+        return made[-1:]
 
-    monkeypatch.setattr(pair.results, "decode", decode)
+    monkeypatch.setattr(pair.results, "launch", launch)
     for index in range(4):
         pair.chunk(index)
     assert [slow.waited for slow in made] == [True, False, False, False]

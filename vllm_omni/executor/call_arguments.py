@@ -186,7 +186,7 @@ def pipeline_call(
     Args:
         params: Parameters of the request.
         tensors: Its tensors by name.
-        facts: Properties of the pipeline.
+        info: Properties of the pipeline.
         options: Options of the deployment.
         device: Device of the pipeline.
 

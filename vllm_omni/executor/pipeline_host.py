@@ -2,7 +2,7 @@
 """`PipelineHost`: owns one loaded pipeline, its weights and its adapters.
 
 This module depends neither on requests nor on the scheduler. Weights are safetensors files. Code
-from periodic_snapshots is never executed.
+from checkpoints is never executed.
 """
 
 import copy

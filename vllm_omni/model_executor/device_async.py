@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device work that the host does not wait for: copies, single values and times.
+"""Device work that the host does not wait for: copies, single values and durations.
 
-`to_device` copies without a wait, `Arriving` is a value that the device still computes,
-`StageTimer` measures the stages of one chunk. On other devices than CUDA everything is there when a
-call returns.
-Tests: tests/model_executor/test_noise.py.
+`to_device` copies asynchronously, `Arriving` is a value that the device computes, and `StageTimer`
+measures the stages of a chunk. On devices other than CUDA, all work is done when a call returns.
 """
 
 import time
@@ -15,8 +13,9 @@ import torch
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a CPU tensor's copy on `device`; on CUDA queued behind the running kernels, through
-    page-locked memory.
+    """Copy a CPU tensor to `device`.
+
+    On CUDA, the copy is enqueued after the kernels launched so far, through page-locked memory.
     """
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
@@ -24,10 +23,10 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class Arriving:
-    """A number that the device computes while the host goes on; elsewhere than on CUDA it is there
-    at once.
+    """A value that the device computes while the host continues.
 
-    number: of one element.
+    Args:
+        number: Tensor of one element.
     """
 
     def __init__(self, number: torch.Tensor) -> None:
@@ -45,16 +44,14 @@ class Arriving:
         return self._arrived is None or bool(self._arrived.query())
 
     def wait(self) -> int:
-        """The number, as soon as the device has it."""
+        """Wait for the device and return the value."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return int(self._number)
 
 
 class StageTimer:
-    """Stages of one chunk; a name used several times (one denoise step after another) adds up
-    and is counted.
-    """
+    """Durations of the stages of one chunk, for example one per denoise step."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -63,7 +60,7 @@ class StageTimer:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time the work launched inside. Stages may nest; each then counts the inner time too."""
+        """Time the work launched in this context. An outer stage includes its inner stages."""
         if self._cuda:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
@@ -76,16 +73,16 @@ class StageTimer:
             self._host_ms.append((name, (time.perf_counter() - before) * 1e3))
 
     def milliseconds(self) -> dict[str, list[float]]:
-        """Milliseconds of every stage so far, in order.
+        """Return the milliseconds of all stages so far by name, in order.
 
-        On CUDA, waits for all of them, whatever their stream.
+        On CUDA, waits for all of them, on any stream.
         """
         for _, _, end in self._events:
             end.synchronize()
         return self.milliseconds_so_far()
 
     def milliseconds_so_far(self) -> dict[str, list[float]]:
-        """The same of the stages that have ended on the device too; waits for nothing."""
+        """As `milliseconds`, for stages that the device has finished, without waiting."""
         ended = [
             (name, start.elapsed_time(end)) for name, start, end in self._events if end.query()
         ]
@@ -95,7 +92,7 @@ class StageTimer:
         return stages
 
     def add_times(self, stages: Mapping[str, Sequence[float]]) -> None:
-        """Take over the times of another rank."""
+        """Add the durations of another rank, in milliseconds."""
         self._host_ms = [
             (name, value) for name, values in stages.items() for value in values
         ] + self._host_ms

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Types of parameters, and of sessions' keys and values.
+"""Dtypes of parameters, and of the K/V of sessions.
 
-Imports no vLLM: `vllm-omni verify` works without.
+It does not import vLLM, because `vllm-omni verify` works without vLLM.
 """
 
 from collections.abc import Iterator
@@ -10,12 +10,16 @@ from contextlib import contextmanager
 import torch
 
 _KV_CACHE_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}
-"""vLLM's `--kv-cache-dtype`, those that a `KVWindow` can have; None = the model's."""
+"""Values of `--kv-cache-dtype` that a `KVWindow` supports. None: the model's dtype."""
 KV_CACHE_DTYPES = tuple(_KV_CACHE_DTYPES)
 
 
 def kv_cache_dtype(name: str) -> torch.dtype | None:
-    """Return the type that `--kv-cache-dtype` names, None = the model's. Raises ValueError."""
+    """Return the dtype for `--kv-cache-dtype`; None is the model's.
+
+    Raises:
+        ValueError: The value is not supported.
+    """
     if name not in _KV_CACHE_DTYPES:
         raise ValueError(f"--kv-cache-dtype {name}: allowed: {', '.join(KV_CACHE_DTYPES)}")
     return _KV_CACHE_DTYPES[name]
@@ -23,7 +27,7 @@ def kv_cache_dtype(name: str) -> torch.dtype | None:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Create parameters in `dtype`."""
+    """Context in which torch creates parameters in `dtype`."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`OneShotSession`: the session of a request that leaves nothing behind; it only carries bytes
-for admission.
-"""
+"""`OneShotSession`: the session of a request for one image or one video, which ends with it."""
 
 from typing import Any
 
@@ -11,7 +9,12 @@ from vllm_omni.model_executor.interfaces import SessionState
 
 
 class OneShotSession(SessionState):
-    """nbytes: of the request's working set at its largest, so that admission by bytes counts it."""
+    """A session without state.
+
+    Args:
+        session_id: Id of the session.
+        nbytes: Maximum size of the request's working set, for admission by bytes.
+    """
 
     def __init__(self, session_id: str, nbytes: int) -> None:
         super().__init__(session_id)

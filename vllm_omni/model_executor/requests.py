@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`RequestStates`: the chunks in flight on one rank, from the scheduler's first mention to its
-last.
+"""`RequestStates`: requests of one rank, from their first scheduling until they finish.
 
-A request that cannot be read becomes a failed state instead of an exception: one request's error is
-one request's error. Workers and the executor without workers share it. Held by
-tests/model_executor/test_requests.py.
+A request that cannot be parsed becomes a failed state, not an exception, so that it does not affect
+other requests. The diffusion worker and the diffusers executor both use this module.
 """
 
 import logging
@@ -28,38 +26,40 @@ logger = logging.getLogger("vllm." + __name__)
 
 @dataclass(eq=False)
 class RequestState:
-    """One scheduled request.
-
-    `chunk` exists from admission on; `failure` ends the request at its next output.
-    """
+    """One scheduled request."""
 
     request_id: str
+    """vLLM's id of the request."""
     params: DiffusionParams | None
+    """Parameters. None: the request could not be parsed."""
     tensors: dict[str, torch.Tensor]
+    """Input tensors by name."""
     chunk: DiffusionRequest | None = None
+    """The chunk, once the request is admitted."""
     lora_request: LoRARequest | None = None
-    """The adapter that the request names by vLLM's own argument."""
+    """LoRA adapter selected with vLLM's own argument."""
     index: int = 0
-    """Of the chunk in its session."""
+    """Index of the chunk in its session."""
     opened_session: bool = False
+    """Whether the request has created its session."""
     failure: RequestFailed | None = None
+    """Error that ends the request with its next output."""
     finite: FiniteCheck | None = None
-    """Whether the latents are finite, while the chunk nears its end."""
+    """Check of the final latents, launched before the end of the chunk."""
     pending: PendingResult | None = None
-    """The chunk's result, on its way to the host; delivered when the chunk is done."""
+    """Result that is being decoded or copied to the host. Delivered when the chunk is done."""
     decode_failure: RequestFailed | None = None
-    """Why there is no `pending`: the decode of the final latents failed; the chunk fails after
-    its last step.
-    """
+    """Error of the decode. The chunk then fails after its last step."""
     deferred: torch.Tensor | None = None
-    """A finished envelope that waits for room in the next step's message."""
+    """Finished envelope that did not fit the message of this step and follows in the next one."""
     degradations: tuple[str, ...] = ()
     """Degradations that the scheduler has chosen for the chunk."""
     started_s: float = field(default_factory=time.perf_counter)
+    """When the request was first scheduled, in seconds of `time.perf_counter`."""
 
     @property
     def is_session_operation(self) -> bool:
-        """`reset`, `close` or `fork`: no chunk is computed."""
+        """Whether the request is `reset`, `close` or `fork` and computes no chunk."""
         return self.params is not None and self.params.op != "generate"
 
     @property
@@ -68,10 +68,10 @@ class RequestState:
 
 
 class RequestStates(dict[str, RequestState]):
-    """Request id -> its state, oldest first."""
+    """States by request id, oldest first."""
 
     def add_request(self, data: NewRequestData) -> RequestState:
-        """Read a newly scheduled request; a malformed one becomes a state with `failure` set."""
+        """Parse a newly scheduled request. A malformed one gets a state with `failure`."""
         extra = data.pooling_params.extra_kwargs if data.pooling_params is not None else None
         try:
             params = DiffusionParams.from_extra_kwargs(extra)
@@ -98,8 +98,9 @@ class RequestStates(dict[str, RequestState]):
         return state
 
     def progress(self) -> dict[str, list[int]]:
-        """`{session id: [steps done, steps in all]}` of the chunks in flight (vLLM renames
-        request ids).
+        """Return `{session id: [steps done, steps in total]}` of the chunks in flight.
+
+        The key is not the request id, because vLLM renames requests.
         """
         found: dict[str, list[int]] = {}
         # oldest first: of several chunks of a session, the one that is done next
@@ -113,10 +114,13 @@ class RequestStates(dict[str, RequestState]):
 
 
 def as_failure(error: Exception, request_id: str) -> RequestFailed:
-    """Map an exception to an error for the client: `RequestFailed` unchanged, any other without its
-    text.
+    """Convert an exception to an error for the client.
 
-    request_id: vLLM's; it contains the ids that the client knows.
+    `RequestFailed` is returned unchanged. The text of other exceptions is only logged.
+
+    Args:
+        error: The exception.
+        request_id: vLLM's id of the request, which contains the client's id.
     """
     if isinstance(error, RequestFailed):
         return error

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results that are still on the device: a chunk's frames on their way to the host, and whether its
-latents are finite.
+"""Results that the device still computes: frames of a chunk, and whether its latents are finite.
 
-A request keeps both (`RequestState`); reading either waits for the device. On other devices than
-CUDA each call returns when its work is done. Held by tests/worker/test_overlap.py.
+Reading either waits for the device. On devices other than CUDA, all work is done when a call
+returns.
 """
 
 import time
@@ -20,10 +19,16 @@ from vllm_omni.outputs import RequestFailed, pack
 
 
 class PendingResult:
-    """One finished chunk's result; the device may still be decoding it or copying it to the host.
+    """Result of a chunk that the device may still decode or copy to the host.
 
-    tensors: on the host, to be read after `done`. The request must keep the decode's inputs until
-    then.
+    The request must retain the inputs of the decode until it is done.
+
+    Args:
+        request: The chunk.
+        meta: Metadata of the result.
+        tensors: Host tensors, valid after `done`.
+        done: Recorded after decode and copy. None: both are done.
+        started_s: When the request was first scheduled, in seconds of `time.perf_counter`.
     """
 
     def __init__(
@@ -53,13 +58,14 @@ class PendingResult:
         return self._done is None or bool(self._done.query())
 
     def wait(self) -> None:
-        """Return when the device no longer reads anything of the request."""
+        """Wait until the device no longer reads data of the request."""
         if self._done is not None:
             self._done.synchronize()
 
     def envelope(self) -> torch.Tensor:
-        """Wait, then pack the result, with the device time of the stages that have ended (a
-        clean pass may run on).
+        """Wait for the result and pack it.
+
+        Its timings contain the stages that have ended. A clean-context pass may still run.
         """
         self.wait()
         stages = self._request.timer.milliseconds_so_far()
@@ -70,7 +76,7 @@ class PendingResult:
 
 
 class FiniteCheck:
-    """Whether a tensor is finite, found out on the device while the host and the device go on."""
+    """Check on the device whether a tensor is finite, without blocking host or device."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -78,12 +84,17 @@ class FiniteCheck:
 
     @property
     def known(self) -> bool:
-        """Whether `require` would answer at once."""
+        """Whether `require` would return at once."""
         return self._finite.known
 
     def require(self, what: str) -> None:
-        """Wait for the answer; raises `RequestFailed("non_finite", ...)` if the tensor holds NaN
-        or Inf.
+        """Wait for the result of the check.
+
+        Args:
+            what: Name of the tensor in the error message.
+
+        Raises:
+            RequestFailed: `non_finite`: the tensor contains NaN or Inf.
         """
         if not self._finite.wait():
             raise RequestFailed(

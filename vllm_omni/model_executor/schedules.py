@@ -1,23 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Noise schedules of few-step flow-matching models: which timestep each step feeds, which sigma it
-converts with.
+"""Noise schedules of few-step flow-matching models: the timestep and the sigmas of each step.
 
 Flow matching with data x0 and noise eps: x_sigma = (1 - sigma) x0 + sigma eps, and the network
-predicts v = eps - x0, so x0 = x_sigma - sigma v. A distilled ("DMD") model visits a handful of
-entries of a 1000-step table warped by `shift`. Two public conventions exist for the same network
-and both are offered:
+predicts v = eps - x0, so x0 = x_sigma - sigma v. A distilled (DMD) model uses a few entries of a
+1000-step table that is warped by `shift`. There are two public conventions for the same networks:
 
-- `exact`: sigma_i = warp(1 - i/1000), t_i = 1000 sigma_i, a float; one sigma for everything.
-- `original`: the table of the UniPC flow scheduler. It starts at 0.999 instead of 1 and truncates t
-  to an integer, so neighbouring entries share one t. Looking a sigma up again by t then finds the
-  *first* such entry when the flow becomes x0 and the *second* when noise is added, hence two sigmas
-  a step.
+- `exact`: sigma_i = warp(1 - i/1000) and t_i = 1000 sigma_i, a float. Each step has one sigma.
+- `original`: the table of the UniPC flow scheduler. It starts at 0.999 instead of 1, and t is
+  truncated to an integer, so neighbouring entries share one t. The original looks a sigma up by t.
+  It finds the *first* such entry when it converts the flow to x0, and the *second* when it adds
+  noise, hence two sigmas per step.
 
-Everything is computed from (shift, indices); held by tests/model_executor/test_schedules.py.
-
-Noise depends on its use, not on the order of draws: every draw has its own generator, seeded by a
-hash of (seed, chunk, step). So a replayed session is bit-identical, whatever else the server does,
-on however many ranks.
+Every draw of noise has its own generator, seeded with a hash of seed, chunk and step. The noise
+therefore does not depend on the order of draws, and a replayed session is bit-identical for any
+load of the server and any number of ranks.
 """
 
 import hashlib
@@ -34,34 +30,35 @@ from vllm_omni.model_executor.device_async import to_device
 
 
 def noise_seed(seed: int, chunk_index: int, step: int) -> int:
-    """Return the 63-bit generator seed: the head of BLAKE2b over the three numbers in decimal,
-    joined by colons.
+    """Return the 63-bit seed of a generator.
+
+    It is the start of the BLAKE2b digest of the three numbers in decimal, joined by colons.
     """
     digest = hashlib.blake2b(f"{seed}:{chunk_index}:{step}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def standard_normal(shape: Sequence[int], seed: int, chunk_index: int, step: int) -> torch.Tensor:
-    """Return fp32 N(0, 1) noise on the CPU: torch's Mersenne Twister, the same bits on every
-    machine.
-    """
+    """Return fp32 N(0, 1) noise from torch's CPU generator, which is equal on all machines."""
     generator = torch.Generator().manual_seed(noise_seed(seed, chunk_index, step))
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float32)
 
 
 @dataclass(frozen=True)
 class ChunkNoise:
-    """One chunk's draws of `shape`, each made only when its step needs it: on a busy device that
-    costs no time.
-    """
+    """Noise of one chunk. Each draw is made when its step needs it, while the device is busy."""
 
     shape: tuple[int, ...]
+    """Shape of each draw."""
     seed: int
+    """Seed of the session."""
     chunk_index: int
+    """Index of the chunk."""
     device: torch.device
+    """Device of the result."""
 
     def draw(self, step: int) -> torch.Tensor:
-        """Return `standard_normal` of this step on the device, without waiting for it."""
+        """Return `standard_normal` of a step on the device, copied asynchronously."""
         return to_device(
             standard_normal(self.shape, self.seed, self.chunk_index, step), self.device
         )
@@ -69,8 +66,8 @@ class ChunkNoise:
 
 TRAIN_STEPS = 1000
 _SIGMA_MAX = float(np.float32(0.999))
-"""The original scheduler keeps its largest sigma in single precision between its two table
-constructions.
+"""Largest sigma of the original scheduler, which stores it in single precision between the two
+computations of its table.
 """
 
 Convention = Literal["original", "exact"]
@@ -78,16 +75,15 @@ Convention = Literal["original", "exact"]
 
 @dataclass(frozen=True)
 class FewStepSchedule:
-    """One row per denoise step, noisiest first.
-
-    timesteps: inputs of the network. sigmas_x0: sigma that turns the step's flow into x0.
-    sigmas_noise: sigma used when x0 is re-noised to enter the step (entry 0 is unused: a chunk
-    starts as pure noise).
-    """
+    """Denoise steps of a chunk, noisiest first."""
 
     timesteps: tuple[float, ...]
+    """Input of the network in each step."""
     sigmas_x0: tuple[float, ...]
+    """Sigma with which the flow of a step is converted to x0."""
     sigmas_noise: tuple[float, ...]
+    """Sigma of the noise that is added to x0 before a step. Entry 0 is unused, because a chunk
+    starts as pure noise."""
 
     @property
     def num_steps(self) -> int:
@@ -96,8 +92,9 @@ class FewStepSchedule:
     def advance(
         self, latents: torch.Tensor, flow: torch.Tensor, step: int, noise: ChunkNoise
     ) -> torch.Tensor:
-        """Return the latents that `step` leaves, fp32: its x0, noised again by the next step's
-        draw if one follows.
+        """Return the latents after `step`, fp32.
+
+        They are x0, with the noise of the next step if there is one.
         """
         x0 = latents.double() - self.sigmas_x0[step] * flow.double()
         if step + 1 < self.num_steps:
@@ -108,13 +105,12 @@ class FewStepSchedule:
 
 @dataclass(frozen=True)
 class EulerSchedule:
-    """Euler steps of a rectified flow along `sigmas`, noise levels that fall from 1 to 0.
-
-    dtype: the model's, to which each step's result is rounded.
-    """
+    """Euler steps of a rectified flow."""
 
     sigmas: tuple[float, ...]
+    """Noise levels, decreasing from 1 to 0."""
     dtype: torch.dtype
+    """Dtype of the model, to which the result of each step is rounded."""
 
     @property
     def num_steps(self) -> int:
@@ -123,25 +119,22 @@ class EulerSchedule:
     def advance(
         self, latents: torch.Tensor, flow: torch.Tensor, step: int, noise: ChunkNoise | None = None
     ) -> torch.Tensor:
-        """Return the latents at the next noise level, fp32. noise: not used, an Euler step draws
-        none.
-        """
+        """Return the latents at the next noise level, fp32. `noise` is not used."""
         change = (self.sigmas[step + 1] - self.sigmas[step]) * flow
         return (latents + change).to(self.dtype).float()
 
 
 def every_second_step(schedule: FewStepSchedule) -> FewStepSchedule:
-    """Return `schedule` with its entries 0, 2, 4, ...: as noisy at first, half as many forwards,
-    less detail.
-    """
+    """Return entries 0, 2, 4, ... of a schedule: half as many forward passes, with less detail."""
     return FewStepSchedule(
         schedule.timesteps[::2], schedule.sigmas_x0[::2], schedule.sigmas_noise[::2]
     )
 
 
 def warp(sigmas: np.ndarray, shift: float | np.floating) -> np.ndarray:
-    """Return shift*sigma / (1 + (shift-1)*sigma), in the type of `sigmas`: monotone on [0, 1],
-    fixes both ends.
+    """Return shift*sigma / (1 + (shift-1)*sigma) in the dtype of `sigmas`.
+
+    The function is monotone on [0, 1] and maps 0 and 1 to themselves.
     """
     return shift * sigmas / (1 + (shift - 1) * sigmas)
 
@@ -152,12 +145,17 @@ def few_step_schedule(
     indices: Sequence[int],
     precision: type[np.floating] = np.float64,
 ) -> FewStepSchedule:
-    """Return the schedule that visits `indices` (strictly increasing, 0 = noisiest) of the
-    1000-step table.
+    """Return the schedule with the given entries of the 1000-step table.
 
-    precision: the float type the `exact` table is computed in; fp32 reproduces SGLang's bits, which
-    differ from fp64 by one unit in the last place. Raises ValueError on a shift <= 0 or bad
-    indices.
+    Args:
+        convention: See the module docstring.
+        shift: Warp of the table, > 0.
+        indices: Strictly increasing; 0 is the noisiest entry.
+        precision: Dtype in which the `exact` table is computed. fp32 gives the bits of SGLang,
+            which differ from fp64 in the last place.
+
+    Raises:
+        ValueError: The shift or an index is out of range.
     """
     if not shift > 0:
         raise ValueError(f"schedule shift must be > 0, got {shift}")
@@ -187,22 +185,27 @@ def few_step_schedule(
 
 @cache
 def unipc_flow_table(shift: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return (timesteps int64 [1000], sigmas fp32 [1000]) of the UniPC flow scheduler run with 1000
-    steps.
+    """Return timesteps, int64 [1000], and sigmas, fp32 [1000], of the UniPC flow scheduler.
 
-    Source of the construction: Robbyant/lingbot-world @ a43bec7, wan/utils/fm_solvers_unipc.py,
-    `set_timesteps`.
+    Reference: Robbyant/lingbot-world @ a43bec7, wan/utils/fm_solvers_unipc.py, `set_timesteps`.
     """
     sigmas = warp(np.linspace(_SIGMA_MAX, 0.0, TRAIN_STEPS + 1)[:-1], shift)
     return (sigmas * TRAIN_STEPS).astype(np.int64), sigmas.astype(np.float32)
 
 
 def nearest_schedule(shift: float, timesteps: Sequence[float]) -> FewStepSchedule:
-    """Return the schedule that feeds exactly `timesteps` (strictly decreasing, in [0, 1000]).
+    """Return the schedule with the given timesteps.
 
-    Each one's sigma is that of the nearest entry of the `exact` table, which ends at 1/1000 of
-    warped time: close to t / 1000, never 0. So the causal Wan references look a timestep up (fp32;
-    the first of two equally near entries). Raises ValueError on a shift <= 0 or bad timesteps.
+    The sigma of a timestep is that of the nearest entry of the `exact` table (fp32; the first one
+    of two equally near entries), as in the causal Wan references. It is close to t / 1000 and never
+    0, because the table ends at 1/1000 of warped time.
+
+    Args:
+        shift: Warp of the table, > 0.
+        timesteps: Strictly decreasing, in [0, 1000].
+
+    Raises:
+        ValueError: The shift or a timestep is out of range.
     """
     if not shift > 0:
         raise ValueError(f"schedule shift must be > 0, got {shift}")

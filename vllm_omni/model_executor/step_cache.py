@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step caching: denoise steps that are not computed, because the prediction of a step before still
-stands for them.
+"""Step caching: skip denoise steps and reuse the prediction of an earlier step.
 
-After TeaCache (Liu et al. 2024, arXiv 2411.19108): how much a network's prediction changes from one
-step to the next follows how much its time embedding does. These changes are summed since the last
-computed step; while the sum stays below a request's threshold, that step's prediction is taken
-again. Unlike TeaCache there is no polynomial, which is fitted to one checkpoint: changes are
-counted in their mean over the schedule. And the prediction is kept instead of a residual.
+This follows TeaCache (Liu et al. 2024, arXiv 2411.19108): the prediction of a network changes
+between two steps about as much as its time embedding. The changes since the last computed step are
+summed. While the sum is below the threshold of the request, its prediction is reused. Two
+differences from TeaCache: changes are relative to their mean over the schedule, because TeaCache's
+polynomial must be fitted to each checkpoint; and the cache holds the prediction, not a residual.
 
-A request's steps are chosen before its first, from its timesteps alone: ranks agree on them, and
-nothing waits for the device in between. Why not diffusers' caches (`diffusers.hooks`): they replace
-forwards of diffusers' transformer classes, and First Block Cache compares tensors on the host at
-each step.
-Held by tests/model_executor/test_step_cache.py.
+The computed steps of a request follow from its timesteps alone and are chosen before the first
+step. Ranks therefore agree on them, and the host does not wait for the device. diffusers' caches
+(`diffusers.hooks`) do not serve, because they replace forward passes of diffusers' classes, and
+First Block Cache compares tensors on the host at each step.
 """
 
 # S steps, D channels of a time embedding
@@ -24,22 +22,25 @@ import msgspec
 import torch
 
 StepCache = Annotated[float, msgspec.Meta(gt=0, le=100)]
-"""A request's threshold, in mean changes of its schedule: 2 computes about every second step, 3
-every third.
+"""Threshold of a request, relative to the mean change of its schedule. For example, 2 computes
+about every second step and 3 every third.
 """
 
 _ROUNDING = 1e-3
-"""Share of a threshold that changes may miss because they are rounded."""
+"""Tolerance of a threshold for rounding errors, as a fraction of it."""
 
 
 def computed_steps(
     embeddings_SD: torch.Tensor, threshold: float, fixed: Collection[int] = ()
 ) -> tuple[bool, ...]:
-    """Whether each step is computed. The first and the last are, and those of `fixed`.
+    """Return for each step whether it is computed. The first and the last step always are.
 
-    embeddings: the time embedding of each step, any float type; a change is the mean of its
-    absolute difference to that of the step before, over the mean of that one's absolute values.
-    threshold: see `StepCache`.
+    Args:
+        embeddings_SD: Time embedding of each step, any float dtype. The change of a step is the
+            mean absolute difference from the previous embedding, divided by the mean absolute value
+            of the latter.
+        threshold: See `StepCache`.
+        fixed: Further steps that are always computed.
     """
     before, after = embeddings_SD[:-1].float(), embeddings_SD[1:].float()
     scale = before.abs().mean(-1).clamp(min=torch.finfo(torch.float32).tiny)
@@ -56,9 +57,9 @@ def computed_steps(
 
 
 def step_cache_meta(threshold: float | None, computed: Sequence[bool]) -> dict[str, Any]:
-    """A result's entry: the threshold, and the share of its steps that were computed.
+    """Return the metadata of a result: the threshold and the share of computed steps.
 
-    Nothing without a threshold.
+    Empty without a threshold.
     """
     if threshold is None:
         return {}

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StepPipeline`: the vLLM-facing side of a served pipeline, so that a model folder holds only its
-own maths.
+"""`StepPipeline`: vLLM's model interface for pipelines that the diffusion runner drives.
 
-vLLM asks a model class for a few attributes before it lets an engine start (a pooling model,
-attention-free for its own KV manager, pipeline-parallel capable); the diffusion runner never calls
-`forward`.
+vLLM checks a model class before an engine starts: it must be a pooling model, attention-free (vLLM
+then creates no K/V cache) and capable of pipeline parallelism. The runner never calls `forward`.
 """
 
 from collections.abc import Iterable
@@ -41,11 +39,11 @@ from vllm_omni.multimodal import NamedTensorsInfo, NamedTensorsProcessor, NoDumm
 class StepPipeline(
     nn.Module, VllmModelForPooling, IsAttentionFree, SupportsPP, SupportsMultiModal, SupportsLoRA
 ):
-    """Base of every registered pipeline; subclasses implement `SupportsStepExecution` and
-    `load_weights`.
+    """Base class of all registered pipelines.
 
-    `SupportsLoRA`, adapters or none: vLLM 0.33 asks for it before a family may answer
-    (`check_adapters`) which of its models take adapters.
+    Subclasses implement `SupportsStepExecution` and `load_weights`. The class is `SupportsLoRA`
+    even if a model has no adapters, because vLLM 0.33 requires it before `check_adapters` of the
+    family can decide.
     """
 
     is_pooling_model: ClassVar[Any] = True
@@ -72,7 +70,7 @@ class StepPipeline(
         return IntermediateTensors({})
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load everything the pipeline needs; strict. Returns the names of all parameters."""
+        """Load all weights strictly. Returns the names of all parameters."""
         raise NotImplementedError
 
 
@@ -81,21 +79,24 @@ Layout = TypeVar("Layout")
 
 @dataclass(frozen=True)
 class ServedCheckpoint(Generic[Layout]):
-    """Everything the engine says of the checkpoint it serves.
-
-    eager: it was told not to compile anything. quantization: vLLM's config of `--quantization`;
-    None = weights stay as they are loaded. kv_dtype: of sessions' keys and values, None = `dtype`.
-    offloads: weights are partly on the host.
-    """
+    """A checkpoint and the engine's options for it."""
 
     hf_config: Any
+    """vLLM's config object of the checkpoint."""
     layout: Layout
+    """Locations of the checkpoint's components."""
     omni: OmniConfig
+    """Options of this package."""
     dtype: torch.dtype
+    """Dtype of the model."""
     eager: bool
+    """Whether compilation is disabled (`--enforce-eager`)."""
     quantization: QuantizationConfig | None = None
+    """vLLM's config for `--quantization`. None: weights stay as they are loaded."""
     kv_dtype: torch.dtype | None = None
+    """Dtype of stored keys and values. None: `dtype`."""
     offloads: bool = False
+    """Whether some weights are on the host (`--cpu-offload-gb`)."""
 
 
 @runtime_checkable
@@ -103,13 +104,18 @@ class LoadsCheckpoint(Protocol):
     """A model that reads its own checkpoint."""
 
     def load_checkpoint(self, layout: Any) -> None:
-        """Fill every parameter that this rank has, strictly. Raises ValueError."""
+        """Load all parameters of this rank.
+
+        Raises:
+            ValueError: A tensor is missing, unexpected or misshapen.
+        """
 
 
 class CheckpointPipeline(StepPipeline, Generic[Layout]):
-    """A pipeline that finds its checkpoint and owns the model that it builds from it (`model`).
+    """A pipeline that finds its checkpoint and owns the model built from it (`model`).
 
-    vLLM loads the pipeline; the diffusion runner drives its model, which knows no engine.
+    vLLM loads the pipeline. The diffusion runner drives the model, which does not depend on vLLM's
+    engine.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
@@ -140,12 +146,17 @@ class CheckpointPipeline(StepPipeline, Generic[Layout]):
             ) from error
 
     def find_layout(self, path: Path) -> Layout:
-        """Find the pieces of the checkpoint below `path`. Raises ValueError."""
+        """Find the components of the checkpoint in a directory.
+
+        Raises:
+            ValueError: A component is missing.
+        """
         raise NotImplementedError
 
     def build_model(self, served: ServedCheckpoint[Layout]) -> nn.Module:
-        """Build the model, which `LoadsCheckpoint`, on torch's default device; parameters are
-        empty until loaded.
+        """Build the model on torch's default device, with uninitialised parameters.
+
+        It must be `LoadsCheckpoint`.
         """
         raise NotImplementedError
 
@@ -153,8 +164,9 @@ class CheckpointPipeline(StepPipeline, Generic[Layout]):
         return self.find_layout(Path(self.model_config.model))
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load every piece of the checkpoint strictly; `weights` (vLLM's flat file iterator) is
-        not touched.
+        """Load all components of the checkpoint strictly.
+
+        `weights`, vLLM's iterator over the files of one directory, is not used.
         """
         assert isinstance(self.model, LoadsCheckpoint)
         self.model.load_checkpoint(self.served_layout())
@@ -162,16 +174,14 @@ class CheckpointPipeline(StepPipeline, Generic[Layout]):
 
 
 def driven_model(pipeline: nn.Module) -> nn.Module:
-    """Return the module that the runner drives: the model that a pipeline owns, or the pipeline
-    itself.
-    """
+    """Return the module that the runner drives: the pipeline's model, or the pipeline itself."""
     return pipeline.model if isinstance(pipeline, CheckpointPipeline) else pipeline
 
 
 def _quantization(
     quantization: QuantizationConfig | None, hf_config: Any
 ) -> QuantizationConfig | None:
-    """vLLM's config, with the names of the layers that the checkpoint stores in it."""
+    """Return vLLM's config, restricted to the layers that the checkpoint stores quantized."""
     stored = getattr(hf_config, "quantization_config", None)
     if quantization is None or stored is None:
         return quantization
@@ -179,25 +189,25 @@ def _quantization(
 
 
 def compiles(requested: bool | None, eager: bool) -> bool:
-    """Return the resolved `omni.model.compile`; None = on CUDA, unless the engine was told not
-    to compile anything.
-    """
+    """Resolve `omni.model.compile`. Default: true on CUDA, unless the engine is eager."""
     return (torch.cuda.is_available() and not eager) if requested is None else requested
 
 
 _MOST_CHANNELS = 2560
-"""Of a token, over the ranks that share its layers.
-
-The passes of wider networks (LingBot World and causal Wan 14B have
-5120) take a GPU longer than the host needs to launch them."""
+"""Maximum channels per rank for CUDA graphs. Forward passes of wider networks (LingBot World and
+causal Wan 14B have 5120) take longer on a GPU than their launches take on the host."""
 
 
 def launches_graphs(
     requested: bool | None, eager: bool, offloads: bool = False, channels: int = 0
 ) -> bool:
-    """Return the resolved `omni.model.cuda_graphs`; None = unless the engine was told to launch
-    kernel by kernel, or fetches weights, or a rank has more `channels` than the host needs time
-    for. Never without CUDA.
+    """Resolve `omni.model.cuda_graphs`; always false without CUDA.
+
+    Args:
+        requested: The option. None: true unless one of the other arguments speaks against it.
+        eager: Whether the engine is eager.
+        offloads: Whether some weights are on the host.
+        channels: Channels of a token per rank.
     """
     pays = not (eager or offloads) and channels <= _MOST_CHANNELS
     return torch.cuda.is_available() and (pays if requested is None else requested)

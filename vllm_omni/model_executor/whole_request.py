@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`WholeRequestModel`: serves a model without the step protocol, one whole request per engine step.
+"""`WholeRequestModel`: serves a model that is not `SupportsStepExecution`, one request per engine
+step.
 
-Such a model has one method that takes a request and returns its result:
+Such a model has one method that computes the result of a request:
 
     sample | forward | diffuse (params: DiffusionParams, tensors: Mapping[str, Tensor]) -> (meta,
     tensors)
 
-looked for in that order (`METHODS`); a method inherited from `torch.nn.Module` or `StepPipeline`
-does not count. `tensors` arrive on the CPU; the result may live anywhere. `RequestFailed` raised by
-it reaches the client as it is. A method named `forward` also takes `**kwargs`: vLLM refuses classes
-whose `forward` could not take its own keywords.
+The names are tried in this order (`METHODS`). Methods inherited from `torch.nn.Module` or
+`StepPipeline` do not count. The input tensors are on the CPU; the result may be on any device. The
+client receives a `RequestFailed` unchanged. A method named `forward` must accept `**kwargs`,
+because vLLM refuses classes with a `forward` that does not accept vLLM's keywords.
 
-Costs: an abort takes effect only when the request is over, requests share no batch, one pipeline
-stage only. A model that can be cut into steps implements `SupportsStepExecution` instead. Held by
-tests/worker/test_whole_request.py.
+Limitations: an abort takes effect after the request, requests are not batched, and there is only
+one pipeline stage. A model with separate steps should be `SupportsStepExecution`.
 """
 
 import inspect
@@ -38,11 +38,11 @@ from vllm_omni.outputs import RequestFailed
 logger = logging.getLogger("vllm." + __name__)
 
 METHODS = ("sample", "forward", "diffuse")
-"""Where a whole request may be run, in the order of looking."""
+"""Names of the method that runs a request, in the order in which they are tried."""
 
 _NOMINAL_BYTES = 1
-"""The memory of such a model while it runs is not known before; admission then goes by
-`omni.max_sessions` alone.
+"""Size of a session. The memory of such a model is unknown, so `omni.max_sessions` alone limits
+admission.
 """
 
 Request = DiffusionRequest[OneShotSession, Result]
@@ -51,7 +51,8 @@ Request = DiffusionRequest[OneShotSession, Result]
 def find_method(model: nn.Module) -> str:
     """Return the first of `METHODS` that the model's own class defines.
 
-    Raises TypeError with the missing ones.
+    Raises:
+        TypeError: It defines none of them.
     """
     for name in METHODS:
         found = inspect.getattr_static(type(model), name, None)
@@ -65,8 +66,10 @@ def find_method(model: nn.Module) -> str:
 
 
 class WholeRequestModel:
-    """Implements `SupportsStepExecution` over a model that runs a request in one call; one step
-    per request.
+    """Adapts a model that runs a request in one call to `SupportsStepExecution`, with one step.
+
+    Args:
+        model: The model.
     """
 
     supports_step_execution: ClassVar[bool] = True
@@ -86,12 +89,11 @@ class WholeRequestModel:
 
     def new_session(self, params: DiffusionParams) -> OneShotSession:
         if not params.one_shot:
-            raise RequestFailed(
-                "invalid_request", "this model keeps nothing between requests: send one_shot"
-            )
+            raise RequestFailed("invalid_request", "this model has no sessions: send one_shot")
         if params.output == "both":
             raise RequestFailed(
-                "invalid_request", "output 'both' is of streaming models; allowed: 'rgb', 'latents'"
+                "invalid_request",
+                "output 'both' requires a streaming model; allowed: 'rgb', 'latents'",
             )
         return OneShotSession(params.session_id, _NOMINAL_BYTES)
 
@@ -111,7 +113,7 @@ class WholeRequestModel:
     def step_scheduler(self, batch: Sequence[Request], prediction: torch.Tensor) -> None: ...
 
     def latents(self, request: Request) -> torch.Tensor:
-        """The runner's check for NaN and Inf: a sum over the result's floating tensors."""
+        """Return sums over the floating-point results, for the runner's check for NaN and Inf."""
         result = request.state[1] if request.state is not None else {}
         sums = [
             tensor.float().sum().cpu() for tensor in result.values() if tensor.is_floating_point()
@@ -129,17 +131,16 @@ class WholeRequestModel:
         request.session.chunk_index += 1
 
     def warmup_inputs(self) -> list[Inputs]:
-        """The model's own `warmup_inputs()` if it defines them; otherwise nothing is run before
-        the first request.
-        """
+        """Return the model's own `warmup_inputs()`. Without them there is no warm-up."""
         own = inspect.getattr_static(type(self.model), "warmup_inputs", None)
         return [] if own is None else self.model.warmup_inputs()  # type: ignore[operator]
 
 
 def in_steps(network: nn.Module) -> SupportsStepExecution:
-    """The model as it is, or served whole if it has no steps.
+    """Return the model itself, or a `WholeRequestModel` if it has no steps.
 
-    Raises TypeError if it can be served neither way.
+    Raises:
+        TypeError: The model supports neither.
     """
     if isinstance(network, SupportsStepExecution) and network.supports_step_execution:
         return network

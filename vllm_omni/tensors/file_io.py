@@ -79,7 +79,7 @@ def _runs(
     """Yield (start, arrays) for each range of arrays that are adjacent in the file.
 
     Args:
-        places: Positions and tensors, in the order of the file.
+        positions: Positions and tensors, in the order of the file.
         turned: For reading: receives each tensor whose rows are not contiguous, with the contiguous
             buffer that is filled instead. None for writing: the buffer is a copy of the tensor.
     """

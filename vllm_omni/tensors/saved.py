@@ -99,7 +99,7 @@ class SavedTensors:
         """Request existing tensors to be filled.
 
         Args:
-            places: Target tensors by name of the saved tensor.
+            targets: Target tensors by name of the saved tensor.
 
         Raises:
             RequestFailed: `invalid_snapshot`: a tensor is missing or has another shape or dtype.

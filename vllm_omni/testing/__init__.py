@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models for trying things out: `make-tiny` (tiny), `verify` (parity), and models that compute
-nothing (null).
+"""Tools to test models: tiny checkpoints (`make-tiny`), comparison with recordings (`verify`), and
+models that compute almost nothing (`null`).
 
-No file that serves a model imports these; the registry names them as text, and imports them when
-they are asked for.
+Code that serves models does not import this package. The registry imports a module of it by name,
+when a command needs it.
 """

@@ -193,7 +193,7 @@ def with_defaults(
 
     Args:
         additional_config: vLLM's option.
-        card: The world description, if any.
+        description: The world description, if any.
         size: (height, width) of the model for checkpoints without a world description; None if the
             model has none.
     """

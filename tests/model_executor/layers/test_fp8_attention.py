@@ -40,7 +40,7 @@ def test_the_scale_of_each_head_is_undone() -> None:
     probabilities and result.
     """
     q, stored, stored_as = window("cpu")
-    scales = stored_as.scales()
+    scales = stored_as.scales
     assert scales is not None
     found = module.by_product(exact_product, q, stored, scales[0])
     wanted = attention(q.float(), *plain_dequantize(stored, scales[0], torch.float32))
@@ -54,7 +54,7 @@ def test_queries_may_be_quantized_beforehand() -> None:
     selected ones.
     """
     q, stored, stored_as = window("cpu")
-    scales = stored_as.scales()
+    scales = stored_as.scales
     assert scales is not None
     assert not stored_as.quantizes_queries(TOKENS, stored), (
         "this machine multiplies dequantized values"
@@ -75,7 +75,7 @@ def test_queries_may_be_quantized_beforehand() -> None:
 
 def test_a_cpu_attends_to_dequantized_values() -> None:
     q, stored, stored_as = window("cpu")
-    scales = stored_as.scales()
+    scales = stored_as.scales
     assert scales is not None
     assert module.fp8_attention(q, stored, scales[0]) is None
     wanted = attention(q, *plain_dequantize(stored, scales[0], torch.bfloat16))
@@ -97,7 +97,7 @@ def test_cudnn_computes_the_same_product() -> None:
         "cudnn", reason="needs cuDNN's Python package: pip install nvidia-cudnn-frontend"
     )
     q, stored, stored_as = window("cuda", tokens=300, keys=1300, heads=4, width=128)
-    scales = stored_as.scales()
+    scales = stored_as.scales
     assert scales is not None
     found = module.fp8_attention(q, stored, scales[0])
     assert found is not None

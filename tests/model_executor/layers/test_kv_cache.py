@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from vllm_omni.model_executor.layers.kv_cache.window import KVWindow
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.testing.parity.windows import chronological, ends
+from vllm_omni.testing.parity.rollouts import chronological, ends
 
 S = 2  # tokens of a frame
 

@@ -167,7 +167,7 @@ class ARHiddenStatesScheduler(Scheduler):
         """Store the hidden states of tokens that have none yet.
 
         Args:
-            rows: The request.
+            states: Progress of the request.
             entry: Hidden states of the last tokens that this step computed.
 
         Returns:

@@ -84,9 +84,11 @@ class StreamBatchScheduler(Scheduler):
 
     def add_request(self, request: Request) -> None:
         now_s = time.monotonic()
-        fields = _fields_of(request)
-        if request.pooling_params is not None:
-            request.pooling_params = without_note(request.pooling_params)
+        params = request.pooling_params
+        extra = params.extra_kwargs if params is not None else None
+        fields = RequestFields.read_extra_kwargs(request.request_id, extra)
+        if params is not None:
+            request.pooling_params = without_note(params)
         if self._refuses_streams:
             refused = self._streams.refusal(fields, now_s, self._cost_model.costs)
             if refused is not None:
@@ -96,7 +98,7 @@ class StreamBatchScheduler(Scheduler):
                 )
                 fields = RequestFields(request.request_id, math.inf, is_chunk=False)
         super().add_request(request)
-        if not _carries_params(request):
+        if PARAMS_KEY not in (extra or {}):
             self._without_params.add(request.request_id)
         self._streams.add_request(request.request_id, fields, now_s)
 
@@ -250,20 +252,9 @@ class StreamBatchScheduler(Scheduler):
         return super()._free_request(request, delay_free_blocks)
 
 
-def _carries_params(request: Request) -> bool:
-    return request.pooling_params is not None and PARAMS_KEY in (
-        request.pooling_params.extra_kwargs or {}
-    )
-
-
 def _hide_errors(request_ids: set[str], outputs: dict[int, EngineCoreOutputs]) -> None:
     """Convert the errors of these requests to data that `/pooling` cannot encode."""
     for engine_outputs in outputs.values():
         for output in engine_outputs.outputs:
             if output.request_id in request_ids and output.pooling_output is not None:
                 output.pooling_output = opaque(output.pooling_output)
-
-
-def _fields_of(request: Request) -> RequestFields:
-    extra = request.pooling_params.extra_kwargs if request.pooling_params is not None else None
-    return RequestFields.read_extra_kwargs(request.request_id, extra)

@@ -259,13 +259,11 @@ class ScheduledStreams:
         entry = self._entries.get(request_id)
         if entry is None:
             return True
-        started = [self._entries[other] for other in entry.stream.started]
+        step, ahead = None, [self._entries[other] for other in entry.stream.started]
         if entry.live.started:
-            ahead = started[: entry.stream.started.index(request_id)]
-            return self._may_move(entry, entry.live.step, ahead)
-        return entry.stream.next == request_id and self._may_move(entry, None, started)
-
-    def _may_move(self, entry: _Entry, step: int | None, ahead: Sequence[_Entry]) -> bool:
+            step, ahead = entry.live.step, ahead[: entry.stream.started.index(request_id)]
+        elif entry.stream.next != request_id:
+            return False
         # The oldest chunk in flight is not committed yet; session operations run alone.
         alone = any(
             not other.fields.is_chunk or other.fields.chunk_index == 0 for other in (*ahead, entry)
@@ -322,7 +320,8 @@ class ScheduledStreams:
         return 1
 
     def _size(self, stream: ScheduledStream) -> float:
-        return next((size for size in (stream.size, self._typical.size) if size is not None), 1.0)
+        """Return the size of a chunk, as last seen in its stream, else in any stream, else 1."""
+        return stream.size or self._typical.size or 1.0
 
     # -- admission and quality ---------------------------------------------------------------------
 

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pieces of a family's checkpoint, and the places of its released weights on the Hugging Face
-hub.
+"""Released weights of model families on the Hugging Face hub.
 
-A family that has released weights defines, in `models/<name>/hub.py`, `PIECES` (files to fetch, and
-their place in the checkpoint directory), `check_complete(path)` (names, within a second, the files
-that a directory lacks) and, where repositories leave files out, `complete(out)`, which writes them.
-With several releases, `RELEASES` names the others; their names are the family's aliases in
-`models/registry.py`. `vllm-omni download` and `vllm serve --omni` use them; this file names no
-model. `resolve` finds the snapshot of a hub id, as vLLM does for the models that it loads.
-Held by tests/entrypoints/cli/test_download.py and test_hub_ids.py.
+A family with released weights has a module `models/<name>/hub.py`. It defines `PIECES` (the files
+to fetch and their locations in the checkpoint directory), `check_complete(path)` (raises an error
+for missing files, without reading weights) and optionally `complete(out)` (writes files that the
+repositories lack). `RELEASES` defines further releases by name; the names are aliases of the family
+in `models/registry.py`. `vllm-omni download` and `vllm serve --omni` use these definitions.
+`resolve` finds the snapshot of a hub id, as vLLM does for its own models.
 """
 
 import importlib
@@ -21,7 +19,7 @@ from typing import Any
 _MODELS = "vllm_omni.model_executor.models"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SMALL = ("*.json",)
-"""Files by which a repository is recognised before its weights are fetched."""
+"""Files that are fetched first to detect the model of a repository."""
 _NOT_SERVED = (
     "original/**/*",
     "*.onnx",
@@ -34,22 +32,21 @@ _NOT_SERVED = (
     "*.mp4",
     "*.gif",
 )
-"""Other formats, and pictures of model cards."""
+"""Files in other formats, and media of model cards."""
 
 
 @dataclass(frozen=True)
 class HubComponent:
-    """One repository's share of a checkpoint.
-
-    patterns: file names to take, as globs from the repository's root. folder: where they go below
-    the checkpoint directory ("" = the directory itself). gigabytes: their size, for the plan and
-    the disk check.
-    """
+    """Files of a checkpoint from one repository."""
 
     repo: str
+    """Repository, `owner/name`."""
     patterns: tuple[str, ...]
+    """Globs of the files to fetch, relative to the root of the repository."""
     folder: str
+    """Target directory in the checkpoint directory; "" is the checkpoint directory itself."""
     gigabytes: float
+    """Size of the files in GB, for the plan and the check of free disk space."""
 
 
 def _complete_as_fetched(out: Path) -> list[str]:
@@ -58,16 +55,14 @@ def _complete_as_fetched(out: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class HubSource:
-    """All pieces of one checkpoint, and its last step; `complete` returns the names of the files it
-    wrote.
-
-    licence: of the weights, in one line, if it must be accepted before anything is fetched; None =
-    its card tells.
-    """
+    """Everything to fetch for one checkpoint."""
 
     components: tuple[HubComponent, ...]
+    """Files to fetch."""
     complete: Callable[[Path], list[str]] = _complete_as_fetched
+    """Writes files that the repositories lack, and returns their names."""
     licence: str | None = None
+    """Licence of the weights in one line, if the user must accept it before the download."""
 
     @property
     def gigabytes(self) -> float:
@@ -75,10 +70,14 @@ class HubSource:
 
 
 def hub_source(family_name: str, release: str | None = None) -> HubSource:
-    """Return the source of a family's weights, by the name of one of its releases if it has
-    several.
+    """Return the source of a family's weights.
 
-    Raises ValueError when there are none to fetch.
+    Args:
+        family_name: Name of the family.
+        release: Name of a release. Default: the family's first one.
+
+    Raises:
+        ValueError: The family has no released weights.
     """
     module = _hub_module(family_name)
     releases: dict[str, HubSource] = {} if module is None else vars(module).get("RELEASES", {})
@@ -93,9 +92,7 @@ def hub_source(family_name: str, release: str | None = None) -> HubSource:
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether a model argument names a repository of the hub: `owner/name`, and no path that
-    exists.
-    """
+    """Whether a model argument is a repository, `owner/name`, and not an existing path."""
     return _HUB_ID.fullmatch(model) is not None and not Path(model).exists()
 
 
@@ -106,11 +103,10 @@ def resolve(
     cache_dir: str | None = None,
     token: str | None = None,
 ) -> Path:
-    """Return the directory of a hub repository's snapshot in the cache, after fetching the files
-    that it lacks.
+    """Return the directory of a repository's snapshot in the cache, after fetching missing files.
 
-    Hugging Face's variables apply (`HF_HOME`, `HF_ENDPOINT`, `HF_TOKEN`, `HF_HUB_OFFLINE`). A
-    repository of no known release is recognised by its small files before its weights are fetched.
+    Hugging Face's variables apply (`HF_HOME`, `HF_ENDPOINT`, `HF_TOKEN`, `HF_HUB_OFFLINE`). If the
+    repository is not a known release, its small files are fetched first, to detect the model.
 
     Args:
         repo: `owner/name`.
@@ -119,8 +115,8 @@ def resolve(
         token: Access token. Default: the stored one.
 
     Raises:
-        ValueError: The repository is a part of a checkpoint only, holds no model of this package,
-            restricts its use, or cannot be fetched. One line.
+        ValueError: The repository contains only a part of a checkpoint or no model of this
+            package, restricts its use, or cannot be fetched. The message is one line.
     """
     where = {"revision": revision, "cache_dir": cache_dir, "token": token}
     source = _release_of(repo)
@@ -157,10 +153,15 @@ def resolve(
 
 
 def fetch(repo: str, patterns: Sequence[str] | None, **options: Any) -> Path:
-    """Fetch the files of a repository that match and are not there yet; return their directory.
+    """Fetch the missing files of a repository and return their directory.
 
-    options: of `huggingface_hub.snapshot_download`. Raises ValueError in one line when the hub
-    refuses or cannot be reached.
+    Args:
+        repo: `owner/name`.
+        patterns: Globs of the files. None: all files.
+        **options: Arguments of `huggingface_hub.snapshot_download`.
+
+    Raises:
+        ValueError: The hub refuses the download or cannot be reached. The message is one line.
     """
     import httpx
     from huggingface_hub import snapshot_download
@@ -191,8 +192,9 @@ def fetch(repo: str, patterns: Sequence[str] | None, **options: Any) -> Path:
 
 
 def _release_of(repo: str) -> tuple[str, HubSource] | None:
-    """The download name and source of the release that has a piece in `repo`; of several, one
-    that needs it alone.
+    """Return the name and source of a release with files in a repository.
+
+    A release that needs no other repository takes precedence. None if there is no release.
     """
     from vllm_omni.model_executor.models.registry import known_names
 
@@ -210,8 +212,10 @@ def _release_of(repo: str) -> tuple[str, HubSource] | None:
 
 
 def check_complete(family_name: str, path: Path) -> None:
-    """Raise ValueError of one line if a checkpoint directory lacks a piece; cheap, reads no
-    weights.
+    """Check that a checkpoint directory has all its files, without reading weights.
+
+    Raises:
+        ValueError: A file is missing. The message is one line.
     """
     module = _hub_module(family_name)
     if module is not None:
@@ -219,7 +223,7 @@ def check_complete(family_name: str, path: Path) -> None:
 
 
 def _hub_module(family_name: str) -> Any:
-    """The family's `hub` module, or None if it has none."""
+    """Return the `hub` module of a family, or None if it has none."""
     package = f"{_MODELS}.{family_name}"
     try:
         return importlib.import_module(f"{package}.hub")

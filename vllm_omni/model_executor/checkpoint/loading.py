@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strict loading of named tensors: renaming by table, names and shapes compared before any data is
-read.
+"""Strict loading of checkpoints: names and shapes are compared before any data is read.
 
-Missing, unexpected and misshapen tensors raise with counts and examples. Then only the tensors (and
-parts of tensors) that this rank holds are read, one at a time. Knows no model and no folder;
-`tensor_files.py` reads the files.
-Held by tests/model_executor/models/lingbot_world/test_weights.py.
+Missing, unexpected and misshapen tensors raise an error with counts and examples. Afterwards, only
+the tensors of this rank (or its parts of them) are read, one at a time. This module is independent
+of models; `tensor_files.py` reads the files.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -32,14 +30,23 @@ def load_strict(
     what: str,
     ignored: Collection[str] = (),
 ) -> None:
-    """Fill every parameter of `module` from `source`; nothing may be left over, on either side.
+    """Load all parameters of a module. Parameters and stored tensors must correspond one to one.
 
-    expected: name -> shape of the whole component, of which `module` may hold a part (a pipeline
-    stage, a tensor parallel slice, one half of a VAE). rules: stored names -> names in `expected`.
-    what: the component, for errors.
-    ignored: stored names to leave out. Layers that are stored quantized go, with their scales, into
-    layers of this kind; elsewhere their numbers are read back. Raises ValueError with counts and
-    examples for missing, unexpected, misshapen, repeated, mistyped and non-finite tensors.
+    Layers that are stored quantized are loaded into quantized layers of the same kind, with their
+    scales. For other layers, they are dequantized.
+
+    Args:
+        module: The module.
+        source: Tensors of the component.
+        expected: Name -> shape of the whole component. `module` may hold a part of it, for example
+            a pipeline stage, a tensor-parallel shard or the encoder of a VAE.
+        rules: Renames from stored names to names in `expected`.
+        what: Name of the component, for error messages.
+        ignored: Stored names to skip.
+
+    Raises:
+        ValueError: Tensors are missing, unexpected, misshapen, duplicated, not finite or of another
+            dtype. The message has counts and examples.
     """
     try:
         stored = model_names(source, rules, ignored)
@@ -54,7 +61,7 @@ def load_strict(
     )
     if mistyped := fit.mistyped(source.dtypes, slots):
         raise ValueError(
-            f"{what}: {source.where} has tensors of another type than this model: {some(mistyped)}"
+            f"{what}: {source.where} has tensors of another dtype than this model: {some(mistyped)}"
         )
 
     targets = {fit.stored[target]: target for target in slots}
@@ -75,7 +82,11 @@ def load_strict(
 
 
 def check_shapes(found: Mapping[str, Shape], expected: Mapping[str, Shape], where: str) -> None:
-    """Raise ValueError with counts and three examples of each kind unless both maps are equal."""
+    """Compare the names and shapes of stored and expected tensors.
+
+    Raises:
+        ValueError: They differ. The message has counts and three examples of each kind.
+    """
     problems = {
         "missing": [name for name in expected if name not in found],
         "unexpected": [name for name in found if name not in expected],
@@ -93,13 +104,14 @@ def check_shapes(found: Mapping[str, Shape], expected: Mapping[str, Shape], wher
 
 
 def shapes_of(module: nn.Module) -> dict[str, Shape]:
-    """Return name -> shape of a module's parameters (tied ones once)."""
+    """Return name -> shape of a module's parameters. Tied parameters appear once."""
     return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
 
 
 def some(names: Sequence[str]) -> str:
-    """How many names there are, and the first three; a file's names may hold anything, and
-    errors are one line.
+    """Return the number of names and the first three, in one line.
+
+    Names from a file are escaped, because they may contain any character.
     """
     shown = ", ".join(name if name.isprintable() else repr(name) for name in names[:3])
     return f"{len(names)} ({shown}{', ...' if len(names) > 3 else ''})"

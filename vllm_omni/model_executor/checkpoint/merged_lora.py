@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`MergedSource`: a checkpoint with a LoRA merged into it while it is read, W + scale B A, one
-tensor at a time.
+"""`MergedSource`: merges a LoRA into a checkpoint while it is read, W + scale B A, one tensor at a
+time.
 
-For a LoRA that is part of a released model and is never taken off; adapters that requests choose
-are vLLM's and diffusers'. Names come as PEFT writes them
-(`base_model.model.blocks.0.ffn.0.lora_A.weight`, with or without an adapter's name) or as
-`lora_down` and `lora_up`. Maths: https://arxiv.org/abs/2106.09685, equation 3.
-Held by tests/model_executor/test_merged_lora.py.
+It is for a LoRA that is a permanent part of a released model, not for adapters that requests
+select. Names follow PEFT (`base_model.model.blocks.0.ffn.0.lora_A.weight`, with or without the name
+of an adapter) or end in `lora_down` and `lora_up`. Maths: https://arxiv.org/abs/2106.09685,
+equation 3.
 """
 
 import math
@@ -26,22 +25,27 @@ _SIDES = {"lora_A": "down", "lora_down": "down", "lora_B": "up", "lora_up": "up"
 
 @dataclass(frozen=True)
 class MergedSource:
-    """Reads as `base` does, with its names, shapes and dtypes. Build with `of`.
-
-    parts: name of a tensor of `base` -> names of the LoRA's `down` [r, in], `up` [out, r] and, if
-    it has one, `alpha`.
-    """
+    """A `TensorSource` with the names, shapes and dtypes of `base`. Build with `of_base`."""
 
     base: TensorSource
+    """The checkpoint."""
     lora: TensorSource
+    """The LoRA."""
     parts: Mapping[str, Mapping[str, str]]
+    """Name in `base` -> names of the LoRA's `down` [r, in], `up` [out, r] and optional `alpha`."""
 
     @classmethod
     def of_base(cls, base: TensorSource, lora: TensorSource, rules: Rules) -> "MergedSource":
-        """Pair the LoRA's tensors with those of `base`, both renamed by `rules`.
+        """Pair the tensors of a LoRA with those of a checkpoint.
 
-        Raises ValueError with counts and examples for tensors that belong to no weight of `base`,
-        lack their other half or do not fit.
+        Args:
+            base: The checkpoint.
+            lora: The LoRA.
+            rules: Renames of both to common names.
+
+        Raises:
+            ValueError: A tensor of the LoRA belongs to no weight, lacks its counterpart or does not
+                fit. The message has counts and examples.
         """
         stored = {rename(name, rules): name for name in base.shapes}
         parts: dict[str, dict[str, str]] = defaultdict(dict)
@@ -80,7 +84,7 @@ class MergedSource:
         return self.base.dtypes
 
     def read_tensors(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, CPU tensor of the base's dtype); the sum is computed in fp32."""
+        """Yield (name, CPU tensor in the dtype of the checkpoint). Sums are computed in fp32."""
         for name, tensor in self.base.read_tensors(names):
             yield name, self._merged(tensor, self.parts[name]) if name in self.parts else tensor
 
@@ -97,7 +101,7 @@ class MergedSource:
 
 
 def _misfit(shape: Shape, named: Mapping[str, str], lora: TensorSource) -> str | None:
-    """Why a weight's LoRA cannot be added to it; None = it can."""
+    """Return why the LoRA of a weight does not fit, or None."""
     if not {"down", "up"} <= named.keys():
         return f"{next(iter(named.values()))} lacks its other half"
     down, up = lora.shapes[named["down"]], lora.shapes[named["up"]]

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint's statements on its quantized transformer, in the words of vLLM's quantization
-configs.
+"""Conversion of a checkpoint's quantization settings to vLLM's `quantization_config`.
 
-The description is `quantization_config` in the transformer's `config.json`, or a
-`hf_quant_config.json` beside it or one folder above. A file of FP8 weights with one scale each
-needs no description. Which layers are quantized is read off the tensors, for names in `ignore` and
-`targets` are those of the library that wrote them; the description says how.
+The settings are `quantization_config` in the transformer's `config.json`, or a
+`hf_quant_config.json` in the same or the parent directory. FP8 weights with one scale each need no
+settings. The settings define the method only. The quantized layers are determined from the tensors,
+because `ignore` and `targets` contain names of the library that wrote them.
 
-vLLM reads the result from its config object: it picks the method, and refuses another one in
+vLLM reads the result from its config object, selects the method, and refuses any other
 `--quantization`.
-Held by tests/model_executor/test_checkpoint_quantization.py.
 """
 
 from collections.abc import Mapping
@@ -28,18 +26,18 @@ from vllm_omni.model_executor.checkpoint.tensor_files import Shape, open_tensors
 from vllm_omni.model_executor.checkpoint.tensor_names import Rules
 
 METHODS = ("modelopt", "compressed-tensors", "fp8")
-"""Values of `quant_method` that vLLM runs as they are stored."""
+"""Values of `quant_method` whose weights vLLM uses as stored."""
 READ_BACK = "torchao"
-"""A method whose layers are read back into `--dtype`: vLLM's own needs the package torchao, and
-no merged layers.
+"""A method whose layers are dequantized to `--dtype`, because vLLM's implementation requires the
+package torchao and does not support merged layers.
 """
 LAYERS_KEY = "omni_layers"
-"""Beside vLLM's keys: names of the quantized layers in the pipeline; None = every layer that may
-be.
+"""Key for the names of the quantized layers, in addition to vLLM's keys. None: all layers that
+support quantization.
 """
 
 DESCRIPTIONS = ("quantization_config", "compression_config")
-"""Keys of a transformer's `config.json`; the first one counts."""
+"""Keys of a transformer's `config.json`; the first one that exists is used."""
 
 _MODELOPT_FILE = "hf_quant_config.json"
 _MODELOPT_ALGOS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4")
@@ -49,21 +47,25 @@ _SINGLE: tuple[Shape, ...] = ((), (1,), (1, 1))
 
 @dataclass(frozen=True)
 class _Component:
-    """One transformer. description: for vLLM, None = no method. layers: the quantized ones, None
-    = no weights there.
-    """
+    """Quantization of one transformer."""
 
     description: dict[str, Any] | None
+    """Settings for vLLM. None: not quantized."""
     layers: Mapping[str, QuantizedLayer] | None
+    """Quantized layers by name. None: there are no safetensors files."""
 
 
 def quantization_of(transformers: Mapping[str, Path], rules: Rules = ()) -> dict[str, Any]:
-    """Return `{"quantization_config": ...}` for vLLM's config object; {} if nothing is quantized or
-    all is read back.
+    """Return `{"quantization_config": ...}` for vLLM's config object.
 
-    transformers: name in the pipeline -> folder or file. rules: stored names -> the model's
-    (`tensor_names.rename`). Raises ValueError for a method that is not served, and for transformers
-    that are quantized in different ways.
+    Empty if nothing is quantized, or if all layers are dequantized.
+
+    Args:
+        transformers: Directory or file of each transformer, by name in the pipeline.
+        rules: Renames from stored names to the model's.
+
+    Raises:
+        ValueError: A method is not supported, or the transformers have different methods.
     """
     components = {name: _component(path, rules) for name, path in transformers.items()}
     first, *others = (each.description for each in components.values())
@@ -107,15 +109,16 @@ def _component(path: Path, rules: Rules) -> _Component:
 def _is_scaled_fp8(
     layer: QuantizedLayer, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype]
 ) -> bool:
-    """Whether a layer is e4m3 with one scale, which vLLM's `fp8` runs."""
+    """Whether a layer is stored in e4m3 with one scale, as vLLM's `fp8` requires."""
     return dtypes[layer.weight] == torch.float8_e4m3fn and (
         layer.scale is None or shapes[layer.scale] in _SINGLE
     )
 
 
 def _described(folder: Path) -> dict[str, Any] | None:
-    """The description in a transformer's folder, or ModelOpt's of the whole pipeline, without
-    names of layers.
+    """Return the settings of a transformer, or ModelOpt's settings of the whole pipeline.
+
+    Names of layers are removed.
     """
     values: Any = None
     if (folder / "config.json").exists():

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that are stored quantized: which tensors of a file form a layer, and the numbers they
-stand for.
+"""Quantized weights in files: the tensors of each layer, and their dequantization.
 
-A quantized linear layer [out, in] is a weight of one byte, or half a byte, per number and its
-scales:
+A quantized linear layer [out, in] consists of a weight with one byte or half a byte per value, and
+its scales:
 
-| format | weight | scales beside it |
+| format | weight | scales |
 |---|---|---|
 | FP8 or int8, one scale | `weight` e4m3, e5m2 or int8 [out, in] | `weight_scale` [], [1] |
 | a scale per channel | the same | `weight_scale` [out], [out, 1] |
@@ -15,10 +14,9 @@ scales:
 | FP8 of the Wan community | `weight` e4m3 or e5m2 | `scale_weight` [], [1]; the file has a tensor scaled_fp8 |
 | torchao's Float8Tensor and Int8Tensor | _weight_qdata | _weight_scale and _weight_zero_point [out, 1] |
 
-Scales of inputs (`input_scale`, `scale_input`, `input_global_scale`) belong to kernels and are no
-part of the numbers. Formats: NVIDIA ModelOpt 0.47, compressed-tensors 0.17, torchao 0.18 in its
-flat safetensors, and ComfyUI's scaled FP8.
-Held by tests/model_executor/test_quantized_weights.py.
+Scales of inputs (`input_scale`, `scale_input`, `input_global_scale`) are for kernels and do not
+affect the values. Formats: NVIDIA ModelOpt 0.47, compressed-tensors 0.17, torchao 0.18 in its flat
+safetensors, and ComfyUI's scaled FP8.
 """  # noqa: E501
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -50,7 +48,7 @@ _FP4_VALUES = (
     -4.0,
     -6.0,
 )
-"""Of the sixteen codes of e2m1; the lower half of a byte comes first."""
+"""Values of the 16 codes of e2m1. The lower half of a byte is the first value."""
 
 WEIGHTS = ("weight", "weight_packed")
 SCALES = ("weight_scale", "weight_scale_inv")
@@ -58,7 +56,7 @@ _SECOND_SCALES = ("weight_scale_2", "weight_global_scale")
 _INPUT_SCALES = ("input_scale", "input_global_scale")
 _ZERO = "weight_zero_point"
 COMPANIONS = frozenset((*SCALES, *_SECOND_SCALES, *_INPUT_SCALES, _ZERO))
-"""The names under which scales stand beside a weight."""
+"""Names of the scales of a weight."""
 
 _SPELLINGS = (
     (r"\.scale_weight\Z", ".weight_scale"),
@@ -67,20 +65,23 @@ _SPELLINGS = (
     (r"\._weight_(scale|zero_point)\Z", r".weight_\1"),
     (r"^(model\.)?diffusion_model\.", ""),
 )
-"""Names of the community's files and of torchao's -> those of the other libraries."""
+"""Renames from community files and torchao to the names of the other libraries."""
 _MARKERS = ("scaled_fp8", "comfy_quant")
-"""Last parts of names of tensors that only say how a file was made: `scaled_fp8`,
-`<layer>.comfy_quant`.
-"""
+"""Last parts of names of tensors that only mark a format: `scaled_fp8`, `<layer>.comfy_quant`."""
 
 
 def model_names(
     source: TensorSource, rules: Rules = (), ignored: Collection[str] = ()
 ) -> dict[str, str]:
-    """Return a model's name -> the one in the file, of all tensors but markers and `ignored`.
+    """Return the mapping from a model's names to the names in a file, without markers.
 
-    rules: (regular expression, replacement), applied in order. Raises ValueError if two tensors
-    become one.
+    Args:
+        source: The file.
+        rules: Renames from stored names to the model's.
+        ignored: Stored names to skip.
+
+    Raises:
+        ValueError: Two tensors have the same name in the model.
     """
     names: dict[str, str] = {}
     spellings = (*_SPELLINGS, *rules)
@@ -98,11 +99,10 @@ def model_names(
 
 @dataclass(frozen=True)
 class QuantizedLayer:
-    """One layer of a file: kind of tensor (`weight`, `weight_scale`, ...) -> its name in the
-    file.
-    """
+    """One quantized layer of a file."""
 
     tensors: Mapping[str, str]
+    """Kind of tensor (`weight`, `weight_scale` and so on) -> name in the file."""
 
     @property
     def weight(self) -> str:
@@ -118,19 +118,19 @@ class QuantizedLayer:
 
     @property
     def others(self) -> list[str]:
-        """Names in the file of the scales beside the weight."""
+        """Names of the scales in the file."""
         names = (self.scale, self.second_scale, self.tensors.get(_ZERO))
         return [name for name in names if name is not None]
 
     def shape(self, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype]) -> Shape:
-        """Of the weight's numbers: a byte holds two of four bits."""
+        """Return the shape of the dequantized weight. A byte may hold two values of four bits."""
         stored = shapes[self.weight]
         return (*stored[:-1], 2 * stored[-1]) if dtypes[self.weight] == torch.uint8 else stored
 
     def scale_shapes(
         self, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype]
     ) -> tuple[Shape, ...]:
-        """The shapes that the first scale may have."""
+        """Return the supported shapes of the first scale."""
         shape = self.shape(shapes, dtypes)
         if len(shape) != 2:
             return ((), (1,))
@@ -144,8 +144,11 @@ class QuantizedLayer:
 def quantized_layers(
     stored: Mapping[str, str], dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, QuantizedLayer]:
-    """Return layer name -> layer for each whose weight is quantized. stored: a model's names ->
-    those in the file.
+    """Return the quantized layers of a file by name.
+
+    Args:
+        stored: Mapping from a model's names to the names in the file.
+        dtypes: Dtype of each stored tensor.
     """
     layers: dict[str, dict[str, str]] = {}
     for target, name in stored.items():
@@ -161,23 +164,23 @@ def quantized_layers(
 
 @dataclass(frozen=True)
 class StoredLayout:
-    """A file laid beside a model: names -> shapes that the file has and that the model wants, by
-    the model's names.
-
-    stored: the model's names -> those in the file. read_back: layers whose numbers are read back,
-    by weight.
-    """
+    """The tensors of a file matched to those of a model."""
 
     found: dict[str, Shape]
+    """Shapes in the file, by the model's names."""
     expected: dict[str, Shape]
+    """Shapes that the model requires, by its names."""
     stored: dict[str, str]
+    """Mapping from the model's names to the names in the file."""
     read_back: dict[str, QuantizedLayer]
+    """Layers to dequantize, by the model's name of the weight."""
 
     def mistyped(
         self, dtypes: Mapping[str, torch.dtype], slots: Mapping[str, CheckpointSlot]
     ) -> list[str]:
-        """The tensors whose values mean something else in the model's type: quantized ones keep
-        theirs.
+        """Return tensors whose values would be wrong in the model's dtype.
+
+        These are quantized tensors that the model stores in another dtype, or the reverse.
         """
         faults = []
         for name, slot in slots.items():
@@ -197,12 +200,16 @@ def match_layers(
     expected: Mapping[str, Shape],
     slots: Mapping[str, CheckpointSlot],
 ) -> StoredLayout:
-    """Lay a file beside a model. stored: the model's names -> the file's. expected: the component's
-    names -> shapes.
+    """Match the tensors of a file to a model.
 
-    slots: this rank's. A layer of this rank that takes scales wants those of its slots; one that
-    does not is read back; a quantized layer of another rank is left to that rank, its scales
-    included.
+    A layer of this rank that has scales requires the scales of its slots. A layer without scales is
+    dequantized. Quantized layers of other ranks and their scales are ignored.
+
+    Args:
+        stored: Mapping from the model's names to the names in the file.
+        source: The file.
+        expected: Name -> shape of the whole component.
+        slots: Parameters of this rank.
     """
     fit = StoredLayout(
         {name: source.shapes[file] for name, file in stored.items()},
@@ -240,9 +247,7 @@ def match_layers(
 def _read_back(
     layout: StoredLayout, layer: str, quantized: QuantizedLayer, source: TensorSource
 ) -> None:
-    """Count on a layer's numbers; a scale that they need is wanted if it is not there or has
-    another shape.
-    """
+    """Add a layer to dequantize to a layout. A missing or misshapen scale becomes an error."""
     weight = f"{layer}.weight"
     layout.read_back[weight], layout.stored[weight] = quantized, quantized.weight
     layout.found[weight] = quantized.shape(source.shapes, source.dtypes)
@@ -256,7 +261,7 @@ def _read_back(
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether there is neither NaN nor Inf."""
+    """Whether a tensor contains neither NaN nor Inf."""
     if not tensor.dtype.is_floating_point:
         return True
     return bool(torch.isfinite(tensor.float() if tensor.itemsize == 1 else tensor).all())
@@ -264,19 +269,20 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class ReadBack:
-    """A source whose given layers come as fp32 numbers under their weights' names. layers:
-    those; others as stored.
-    """
+    """A source that dequantizes some layers to fp32, under the names of their weights."""
 
     source: TensorSource
+    """The file."""
     layers: Iterable[QuantizedLayer]
+    """Layers to dequantize. Other tensors are read as stored."""
     _by_weight: dict[str, QuantizedLayer] = field(init=False, default_factory=dict)
+    """`layers` by the stored name of the weight."""
 
     def __post_init__(self) -> None:
         self._by_weight.update({layer.weight: layer for layer in self.layers})
 
     def read_tensors(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, CPU tensor); a layer's scales are read first, then its weight alone."""
+        """Yield (name, CPU tensor). All scales are read first, then one weight at a time."""
         wanted = list(names)
         layers = [self._by_weight[name] for name in wanted if name in self._by_weight]
         needed = [name for layer in layers for name in layer.others]
@@ -289,8 +295,12 @@ class ReadBack:
 def numbers(
     layer: QuantizedLayer, weight: torch.Tensor, scales: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
-    """Return the fp32 numbers [out, in] that a stored weight stands for. scales: by their names
-    in the file.
+    """Dequantize a stored weight to fp32 [out, in].
+
+    Args:
+        layer: The layer.
+        weight: The stored weight.
+        scales: Scales by their names in the file.
     """
     assert layer.scale is not None
     scale = scales[layer.scale].float()

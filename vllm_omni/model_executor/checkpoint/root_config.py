@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `config.json` at the root of a checkpoint directory, by which `vllm serve DIR` without
-further flags knows it.
+"""`config.json` at the root of a checkpoint directory, with which `vllm serve DIR` needs no flags.
 
-vLLM looks for this file and reads its `model_type`; the types of this package are registered with
-transformers (`registration.py`), and everything else is read from the directory itself, as by
-`--config-format omni`. Released layouts have the file seldom, so the commands that write a
-directory add it. Held by tests/model_executor/test_root_config.py.
+vLLM reads `model_type` from this file. `registration.py` registers the types of this package with
+transformers; everything else is read from the directory itself, as with `--config-format omni`.
+Most released checkpoints lack the file, so the commands that write a directory add it.
 """
 
 import json
@@ -15,22 +13,24 @@ from typing import Any, Final
 
 ROOT_CONFIG: Final = "config.json"
 ROOT_MODEL_TYPE: Final = "omni_pipeline"
-"""`model_type` in a file that this package wrote."""
+"""`model_type` in files that this package writes."""
 
 
 def is_root_config(values: Mapping[str, Any]) -> bool:
-    """Whether a `config.json` only says that the directory is one of this package's, and
-    describes no network.
-    """
+    """Whether a `config.json` only identifies the directory and describes no network."""
     return values.get("model_type") == ROOT_MODEL_TYPE
 
 
 def write_root_config(folder: Path) -> bool:
-    """Let plain `vllm serve` find the model: add `model_type` to the directory's `config.json`, or
-    write the file.
+    """Add `model_type` to the `config.json` of a directory, or create the file.
 
-    Returns whether a file was written. One that states a type, or that is no JSON, is left as it
-    is. Raises OSError when it cannot be written.
+    A file that has a type or is not JSON remains unchanged.
+
+    Returns:
+        Whether the file was written.
+
+    Raises:
+        OSError: The file cannot be written.
     """
     path = folder / ROOT_CONFIG
     try:

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight files as named tensors: shapes first, data one tensor at a time, nothing but plain dense
-tensors.
+"""Weight files as named tensors: shapes are read first, data one tensor at a time.
 
-Files are untrusted. Two formats are read: safetensors, and PyTorch zip archives through
-`torch.load(weights_only=True, mmap=True)`, which runs no code from the file and maps it instead of
-reading it, unless `files_may_change`. A truncated file, or one that is of another kind than its
-name says or holds anything but dense float tensors (in safetensors also those of quantized weights,
-`QUANTIZED_DTYPES`) is a ValueError of one line before any data is used.
-Held by tests/model_executor/test_tensor_files.py.
+Files are untrusted. Two formats are supported: safetensors, and PyTorch zip archives through
+`torch.load(weights_only=True)`, which runs no code from the file. Files are memory-mapped except in
+`files_may_change`. A file is refused with a ValueError of one line, before any data is used, if it
+is truncated, if its format differs from its suffix, or if it contains anything but dense float
+tensors (safetensors files may also contain `QUANTIZED_DTYPES`).
 """
 
 import contextlib
@@ -41,23 +39,23 @@ _QUANTIZED = {
 _SAFETENSORS_DTYPES = {**_FLOATS, **_QUANTIZED}
 _DTYPES = frozenset(_FLOATS.values())
 QUANTIZED_DTYPES = frozenset(_QUANTIZED.values())
-"""Of weights that stand beside scales (`quantized_weights.py`)."""
+"""Dtypes of quantized weights, which are stored with scales (`quantized_weights.py`)."""
 _ZIP_MAGIC = b"PK\x03\x04"
 _MAX_CONFIG_BYTES = {"JSON": 64 << 20, "YAML": 1 << 20}
 
 
 _unmapped: Final = threading.Event()
-"""Set in `files_may_change`; of the process, because components are loaded on threads of their
-own.
+"""Set in `files_may_change`. Global to the process, because components are loaded on several
+threads.
 """
 
 
 @contextlib.contextmanager
 def files_may_change() -> Iterator[None]:
-    """In this block, files are read as `UnmappedSource` reads them: while serving, others may write
-    them.
+    """Context in which files are read without memory-mapping (`UnmappedSource`).
 
-    At start, files are mapped, because that is faster and nothing is lost with the process.
+    While serving, other processes may overwrite files. At start, files are mapped, because that is
+    faster and a crash loses nothing.
     """
     _unmapped.set()
     try:
@@ -67,26 +65,25 @@ def files_may_change() -> Iterator[None]:
 
 
 def reads_unmapped() -> bool:
-    """Return whether some caller is in a `files_may_change` block."""
+    """Return whether any thread is in `files_may_change`."""
     return _unmapped.is_set()
 
 
 @dataclass(frozen=True)
 class SafetensorsSource:
-    """Tensors of one or several safetensors files.
-
-    `shapes` and `dtypes` come from their headers.
-    """
+    """Tensors of one or several safetensors files."""
 
     where: str
+    """Path for error messages."""
     files: Mapping[Path, tuple[str, ...]]
+    """Names of the tensors in each file."""
     shapes: Mapping[str, Shape]
+    """Shape of each tensor, from the headers."""
     dtypes: Mapping[str, torch.dtype]
+    """Dtype of each tensor, from the headers."""
 
     def read_tensors(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, CPU tensor) for the given names, file by file; one tensor is in memory at
-        a time.
-        """
+        """Yield (name, CPU tensor) for the given names, file by file, one tensor at a time."""
         wanted = set(names)
         for path, stored in self.files.items():
             if wanted.isdisjoint(stored):
@@ -112,42 +109,53 @@ class SafetensorsSource:
 
 @dataclass(frozen=True)
 class TorchSource:
-    """Tensors of one PyTorch zip archive, mapped into memory."""
+    """Tensors of one memory-mapped PyTorch zip archive."""
 
     where: str
+    """Path for error messages."""
     tensors: Mapping[str, torch.Tensor]
+    """The mapped tensors."""
     shapes: Mapping[str, Shape]
+    """Shape of each tensor."""
     dtypes: Mapping[str, torch.dtype]
+    """Dtype of each tensor."""
 
     def read_tensors(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, CPU tensor) for the given names; pages are read from the file when they
-        are touched.
-        """
+        """Yield (name, CPU tensor) for the given names. Pages are read at their first access."""
         for name in names:
             yield name, self.tensors[name]
 
 
 @dataclass(frozen=True)
 class UnmappedSource:
-    """Tensors of one safetensors file that others may write while the server runs: read, never
-    memory-mapped.
+    """Tensors of one safetensors file that other processes may overwrite. It is never mapped.
 
-    A mapped file that is truncated ends the process (SIGBUS) when its bytes are touched. Here a
-    file that changes between `open` and the end of `read` is a ValueError. metadata: of the file's
-    header.
+    Access to a mapped file that was truncated kills the process (SIGBUS). Here, a file that changes
+    between `open` and the end of `read_tensors` raises ValueError.
     """
 
     where: str
+    """Path for error messages."""
     shapes: Mapping[str, Shape]
+    """Shape of each tensor."""
     dtypes: Mapping[str, torch.dtype]
+    """Dtype of each tensor."""
     metadata: Mapping[str, str]
+    """Metadata of the header."""
     _path: Path
+    """The file."""
     _starts: Mapping[str, int]
+    """Position of each tensor in the file, in bytes."""
     _identity: tuple[int, ...]
+    """Identity of the file when it was opened (`_identity`)."""
 
     @classmethod
     def open(cls, path: Path) -> "UnmappedSource":
-        """Read the header. Raises ValueError of one line that names the file and the fault."""
+        """Read the header of a file.
+
+        Raises:
+            ValueError: The file is not a complete safetensors file. The message is one line.
+        """
         try:
             with path.open("rb") as file:
                 identity = _identity(file)
@@ -172,7 +180,7 @@ class UnmappedSource:
             begin_at, end = (start + offset for offset in entry.data_offsets)
             if begin_at != position or end - begin_at != dtype.itemsize * math.prod(entry.shape):
                 raise ValueError(
-                    f"{path} is no complete safetensors file (the place of {name!r}); download "
+                    f"{path} is no complete safetensors file (the offsets of {name!r}); download "
                     "it again"
                 )
             position = end
@@ -194,7 +202,8 @@ class UnmappedSource:
     def read_tensors(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, CPU tensor) in the order of `names`.
 
-        Raises ValueError if the file has changed.
+        Raises:
+            ValueError: The file has changed, or cannot be read.
         """
         try:
             with self._path.open("rb") as file:
@@ -216,15 +225,23 @@ class UnmappedSource:
 
 
 class _Entry(msgspec.Struct):
-    """A tensor in a safetensors header. data_offsets: begin and end, in bytes after the header."""
+    """Entry of a tensor in a safetensors header."""
 
     dtype: str
+    """Name of the dtype."""
     shape: list[Annotated[int, msgspec.Meta(ge=0)]]
+    """Shape of the tensor."""
     data_offsets: tuple[int, int]
+    """Start and end of the data, in bytes after the header."""
 
 
 def copy_unchanged(source: Path, target: Path) -> None:
-    """Copy a file that others may write. Raises ValueError if it changes meanwhile, and OSError."""
+    """Copy a file that other processes may overwrite.
+
+    Raises:
+        ValueError: The file changed during the copy.
+        OSError: It cannot be copied.
+    """
     with source.open("rb") as file, target.open("xb") as copy:
         before = _identity(file)
         shutil.copyfileobj(file, copy, 1 << 20)
@@ -235,37 +252,47 @@ def copy_unchanged(source: Path, target: Path) -> None:
 
 
 def _identity(file: BinaryIO) -> tuple[int, ...]:
-    """Equal for two openings of a file that nobody has written or replaced between them."""
+    """Return a key that is equal for two openings of a file that was not changed in between."""
     status = os.fstat(file.fileno())
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev
 
 
 class TensorSource(Protocol):
-    """Named tensors of a checkpoint. where: its place, for errors. shapes, dtypes: of all of
-    them, by name.
-    """
+    """Named tensors of a checkpoint."""
 
     @property
-    def where(self) -> str: ...
+    def where(self) -> str:
+        """Path for error messages."""
+        ...
+
     @property
-    def shapes(self) -> Mapping[str, Shape]: ...
+    def shapes(self) -> Mapping[str, Shape]:
+        """Shape of each tensor."""
+        ...
+
     @property
-    def dtypes(self) -> Mapping[str, torch.dtype]: ...
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """Dtype of each tensor."""
+        ...
 
     def read_tensors(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, CPU tensor) for the given names; one tensor is in memory at a time."""
+        """Yield (name, CPU tensor) for the given names, one tensor at a time."""
         ...
 
 
 Forms = Callable[[str], Mapping[str, Callable[[torch.Tensor], torch.Tensor]]]
-"""Stored name -> the tensors that are made from it, by their names, and how."""
+"""Stored name -> functions that compute tensors from the stored one, by their names."""
 
 
 class AdaptedSource:
-    """Another source, some of whose tensors are given under other names or in other forms.
+    """A source with renamed or converted tensors.
 
-    forms: a stored tensor that nothing is made from is left out. Raises ValueError for two tensors
-    of one name, and for shapes that cannot be given in their form.
+    Args:
+        source: The original source.
+        forms: Tensors to compute from each stored tensor. Stored tensors without any are skipped.
+
+    Raises:
+        ValueError: Two tensors have one name, or a stored tensor has an unsuitable shape.
     """
 
     def __init__(self, source: TensorSource, forms: Forms) -> None:
@@ -289,9 +316,7 @@ class AdaptedSource:
         self.dtypes = {target: source.dtypes[name] for target, (name, _) in self._made.items()}
 
     def read_tensors(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, CPU tensor) for the given names; a stored tensor is read once for all
-        that is made from it.
-        """
+        """Yield (name, CPU tensor) for the given names. Each stored tensor is read only once."""
         wanted: dict[str, list[str]] = defaultdict(list)
         for target in names:
             wanted[self._made[target][0]].append(target)
@@ -301,16 +326,20 @@ class AdaptedSource:
 
 
 def unchanged(tensor: torch.Tensor) -> torch.Tensor:
-    """The form of a tensor that is given as it is stored."""
+    """Return a tensor as it is stored."""
     return tensor
 
 
 def open_tensors(path: Path, state_keys: Sequence[str] = ()) -> SafetensorsSource | TorchSource:
-    """Open a folder of safetensors (with or without an index), one safetensors file, or one `.pth`.
+    """Open a directory of safetensors files (with or without an index), or one weight file.
 
-    state_keys: a `.pth` that holds one of these keys is a training checkpoint: the first one there
-    is the network, and whatever else the file holds is not looked at. Raises ValueError of one line
-    that names the file and the fault.
+    Args:
+        path: Directory, safetensors file or `.pth` file.
+        state_keys: Keys of the network in training checkpoints (`.pth`). The first key that exists
+            is used, and all other content is ignored.
+
+    Raises:
+        ValueError: The files are not supported. The message is one line and names the file.
     """
     if path.is_dir():
         return _open_safetensors(_files_of(path), str(path))
@@ -320,8 +349,12 @@ def open_tensors(path: Path, state_keys: Sequence[str] = ()) -> SafetensorsSourc
 
 
 def unknown_state(path: Path, names: Iterable[str], state_keys: Sequence[str]) -> ValueError:
-    """The error of a file in which the network is under none of `state_keys`. names: the keys in
-    the file.
+    """Return the error for a file that has none of `state_keys`.
+
+    Args:
+        path: The file.
+        names: Keys in the file.
+        state_keys: Supported keys of the network.
     """
     seen = list(names)
     first = ", ".join(repr(name[:80]) for name in seen[:4]) + (
@@ -336,14 +369,19 @@ def unknown_state(path: Path, names: Iterable[str], state_keys: Sequence[str]) -
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a small JSON object. Raises ValueError naming the file when it is anything else."""
+    """Read a small JSON object.
+
+    Raises:
+        ValueError: The file is anything else; the message names it.
+    """
     return _read_mapping(path, "JSON", json.loads)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Read a small YAML mapping, as data only.
+    """Read a small YAML mapping without constructing objects.
 
-    Raises ValueError naming the file when it is anything else.
+    Raises:
+        ValueError: The file is anything else; the message names it.
     """
     return _read_mapping(path, "YAML", yaml.safe_load)
 
@@ -372,10 +410,13 @@ def _read_mapping(path: Path, kind: str, parse: Callable[[bytes], Any]) -> dict[
 
 
 def confined(folder: Path, name: str) -> Path:
-    """Return `folder / name` if that is a file really inside `folder`, else raise ValueError.
+    """Return `folder / name` if the file is inside `folder` after resolving links.
 
-    Links that the Hugging Face cache makes (`snapshots/<revision>/x -> blobs/<hash>` of the same
-    repository) count as inside.
+    Links of the Hugging Face cache (`snapshots/<revision>/x -> blobs/<hash>` of one repository)
+    count as inside.
+
+    Raises:
+        ValueError: The file is outside or does not exist.
     """
     if (
         not isinstance(name, str)
@@ -505,7 +546,7 @@ def _open_torch(path: Path, state_keys: Sequence[str]) -> TorchSource:
 
 
 def _not_plain(value: Any) -> str | None:
-    """Say why `value` is no plain dense float tensor; None if it is one. Touches no data."""
+    """Return why a value is not a dense float tensor, or None if it is. Reads no data."""
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
         return f"is a {type(value).__name__}"
     if value.layout != torch.strided or value.is_quantized:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of tensors in one library's files -> those in another's, by tables of regular expressions.
-
-Held by tests/model_executor/models/lingbot_world/test_weights.py.
-"""
+"""Conversion of tensor names between libraries, with tables of regular expressions."""
 
 import re
 from functools import lru_cache
@@ -10,8 +7,8 @@ from functools import lru_cache
 Rules = tuple[tuple[str, str], ...]
 """(regular expression, replacement), applied in order."""
 _REMEMBERED = 1 << 14
-"""A file's names are looked up when its shapes are read, when it is loaded and for the model's
-own: thrice at least.
+"""Size of the cache. Each name of a file is converted at least three times: when shapes are read,
+when data is loaded, and for the model's parameters.
 """
 
 

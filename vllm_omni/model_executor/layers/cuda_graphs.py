@@ -2,7 +2,7 @@
 """`ForwardGraphs`: capture repeated forward passes as CUDA graphs and replay them.
 
 A graph repeats the decisions that the host made at capture. The caller therefore names all of them:
-the tensors that are read and written in place (`places`), and a key with slots, lengths and
+the tensors that are read and written in place (`buffers`), and a key with slots, lengths and
 branches. Tensors that differ from call to call are inputs, which are copied to the address that the
 graph reads. Inputs in `steady` never change their values, so they are copied only when another
 tensor is passed. A session with a full K/V ring buffer returns to the same slots after one cycle,
@@ -101,7 +101,7 @@ def persistent_buffer(
 
 
 class _Recording:
-    """A capture in progress: its replays in order (`pieces`), and the shared buffers of all
+    """A capture in progress: its replays in order (`components`), and the shared buffers of all
     captures."""
 
     def __init__(self, pool: Any, buffers: dict[Hashable, torch.Tensor]) -> None:
@@ -236,7 +236,7 @@ class ForwardGraphs:
             key: Identifies all decisions of the host. None: run eagerly.
             inputs: Tensors that may differ from call to call.
             forward: The forward pass.
-            places: Tensors that the forward pass reads and writes in place.
+            buffers: Tensors that the forward pass reads and writes in place.
             kind: Equal for forward passes that launch the same kernels. None: unknown.
             whole: The forward pass launches all kernels of its kind.
             steady: Names of inputs that are never written to after their creation.

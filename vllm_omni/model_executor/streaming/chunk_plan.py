@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a stream is cut into chunks of latent frames, the window of each chunk, and the video frames
-it becomes.
-
-Held by tests/model_executor/models/lingbot_world/test_lingbot_config.py and
-tests/model_executor/models/causal_wan/test_causal_wan_config.py.
-"""
+"""`ChunkPlan`: latent frames, attention window and video frames of each chunk of a stream."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,10 +9,12 @@ from vllm_omni.model_executor.streaming.options import StreamingOptions
 
 @dataclass(frozen=True)
 class FrameRate:
-    """Video frames of a latent frame: `first` of a stream's first one, `later` of every other."""
+    """Number of video frames per latent frame."""
 
     first: int
+    """Video frames of a stream's first latent frame."""
     later: int
+    """Video frames of every other latent frame."""
 
     def first_frame(self, latent_frame: int) -> int:
         """Return the first video frame of a latent frame, by absolute index."""
@@ -25,14 +22,15 @@ class FrameRate:
 
 
 CAUSAL_VIDEO = FrameRate(first=1, later=4)
-"""Of a causal video autoencoder: latent 0 is frame 0, latent i > 0 is frames 4i - 3 .. 4i."""
+"""Frame rate of a causal video autoencoder: latent frame 0 is video frame 0, latent frame i > 0 is
+video frames 4i - 3 to 4i."""
 
 GLOBAL_FRAMES = 21
-"""Latent frames of a stream with global attention: the length these models were trained on."""
+"""Maximum latent frames of a stream with global attention: the length of the training clips."""
 
 
 class StatesWindow(Protocol):
-    """The part of an architecture that a checkpoint may recommend; None = it does not."""
+    """Chunk and window sizes that a checkpoint may recommend. None: it recommends nothing."""
 
     @property
     def window_frames(self) -> int | None: ...
@@ -46,17 +44,23 @@ class StatesWindow(Protocol):
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """Lengths in latent frames. window_frames: those a chunk attends to, sinks and itself included.
+    """Sizes of the chunks of a stream, in latent frames.
 
-    rate: the video frames that latent frames become. sink_frames == window_frames: global
-    attention, nothing is evicted. Raises ValueError if the parts do not fit.
+    Raises:
+        ValueError: The first chunk does not fit the window.
     """
 
     first_chunk_frames: int
+    """Length of the first chunk."""
     chunk_frames: int
+    """Length of every other chunk."""
     window_frames: int
+    """Frames that a chunk attends to, including the sink frames and the chunk."""
     sink_frames: int
+    """First frames of the stream, which are never evicted. Equal to `window_frames` for global
+    attention, where nothing is evicted."""
     rate: FrameRate = CAUSAL_VIDEO
+    """Video frames per latent frame."""
 
     def __post_init__(self) -> None:
         first, window = self.first_chunk_frames, self.window_frames
@@ -73,9 +77,9 @@ class ChunkPlan:
         return range(start, start + self.chunk_frames)
 
     def past_chunks(self, chunk_index: int) -> list[range]:
-        """Return the latent frames of the earlier chunks that a chunk sees, oldest first.
+        """Return the latent frames of earlier chunks in a chunk's window, oldest first.
 
-        Without sinks, once the window has moved away from them.
+        Sink frames are excluded as soon as the window is no longer adjacent to them.
         """
         stop, first = self.frames(chunk_index).stop, 0
         if stop > self.window_frames > self.sink_frames:
@@ -88,8 +92,9 @@ class ChunkPlan:
         return chunks[::-1]
 
     def pixel_frames(self, chunk_index: int) -> range:
-        """Return the video frames a chunk decodes to, by absolute index: 9 for a first chunk of
-        3 latents, 12 later.
+        """Return the video frames of a chunk, by absolute index.
+
+        For example, chunks of 3 latent frames decode to 9 video frames first, and then to 12 each.
         """
         frames = self.frames(chunk_index)
         return range(self.rate.first_frame(frames.start), self.rate.first_frame(frames.stop))
@@ -108,9 +113,19 @@ def resolve_chunks(
     window_frames: int,
     sink_frames: int,
 ) -> ChunkPlan:
-    """Options win over the checkpoint, the checkpoint over the defaults given here.
+    """Return the chunk plan of a server.
 
-    Raises ValueError.
+    Options take precedence over the checkpoint's recommendations, and these over the defaults.
+
+    Args:
+        options: Options of the server.
+        stated: Recommendations of the checkpoint.
+        chunk_frames: Default length of a chunk.
+        window_frames: Default length of the window.
+        sink_frames: Default number of sink frames.
+
+    Raises:
+        ValueError: The sizes do not fit together.
     """
     chunk = options.latent_frames_per_chunk or stated.frames_per_chunk or chunk_frames
     first = options.first_chunk_latent_frames or chunk
@@ -125,7 +140,11 @@ def resolve_chunks(
 
 
 def check_sliding(window_frames: int, sink_frames: int, chunk_frames: int) -> None:
-    """Raise ValueError if a window that slides leaves a chunk no room beside its sinks."""
+    """Check that a sliding window has room for a chunk next to the sink frames.
+
+    Raises:
+        ValueError: It has not.
+    """
     if sink_frames + chunk_frames > window_frames:
         raise ValueError(
             f"a window of {window_frames} latent frames with {sink_frames} sink frames leaves no "

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`streaming_family`: the table entry of a streaming model, from the parts that differ between
-models.
+"""`streaming_family`: creates the registry entry of a streaming model from the parts that differ
+between models.
 
-Reads configs and options; loads no weights. Held by tests/test_combinations.py and the models' own
-configuration tests.
+It reads configs and options and loads no weights.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,7 +37,7 @@ def streaming_family(
     session_windows: bool = False,
     plan: FamilyPlan | None = None,
 ) -> ModelFamily:
-    """Return the family of package `models/{name}`.
+    """Return the family of the package `models/{name}`.
 
     The arguments that are not listed here are fields of `ModelFamily`. "Stream" is the result of
     `read`, which depends on the checkpoint and the options.

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StreamingModel`: the only base of a streaming model, and the parts that such a model owns.
+"""`StreamingModel`: the base class of all streaming models.
 
-The base implements what is the same for all of them: sessions and their bytes, batch keys, the
-order of the steps of a chunk, latents between ranks, transfer to a VAE stage, moving layers. A
-model creates its parts in `__init__` (transformer, encoders, decoder, shared prompts, and its own,
-for example the conditioning on a start image) and implements the conditions of a chunk
-(`prepare_encode`) and the inputs of a forward pass (`start_step`, `rows`). Tests: the pipeline and
-parallel tests of the models.
+The base implements everything that does not depend on the model: sessions and their sizes, batch
+keys, denoise steps, decoding, transfer of latents between ranks. A model creates its parts in
+`__init__` (transformer, encoders, decoder, shared prompts, and for example the conditioning on a
+start image). It implements the conditions of a chunk (`prepare_encode`) and the inputs of a forward
+pass (`start_step`, `items`).
 """
 
 from abc import abstractmethod
@@ -39,16 +38,13 @@ from vllm_omni.model_executor.streaming.setup import StreamingSetup
 
 
 class Decoder(Protocol):
-    """From a chunk's latents to its frames.
-
-    The state that it keeps between chunks is an immutable value.
-    """
+    """Decodes the latents of a chunk to frames. Its state between two chunks is immutable."""
 
     def state_nbytes(self, height: int, width: int) -> int:
-        """Most bytes of the state of a stream of `height` x `width` pixels."""
+        """Return the maximum bytes of the state of a stream of `height` x `width` pixels."""
 
     def state_layout(self, height: int, width: int) -> DecoderLayout | None:
-        """Layout of that state; None if the decoder keeps none."""
+        """Return the layout of that state; None if the decoder has no state."""
 
     def decode_frames(
         self, latents_CFhw: torch.Tensor, size: tuple[int, int], before: Any, *, tiny: bool = False
@@ -58,20 +54,20 @@ class Decoder(Protocol):
         Args:
             latents_CFhw: Final latents.
             size: Height and width of the frames, in pixels.
-            before: The decoder's state after the session's last chunk; None at the start.
+            before: State after the previous chunk of the session; None at the start.
             tiny: Use the second, tiny decoder.
 
         Returns:
-            Frames, uint8 [T, H, W, 3], or None if another rank has them; and the next state.
+            The frames, uint8 [T, H, W, 3], or None if another rank has them, and the new state.
         """
 
     def most_streams(self, before: Any, latents_CFhw: torch.Tensor) -> int:
-        """How many chunks like this one may share one decode at most; 1 = each is decoded alone."""
+        """Return the maximum number of chunks like this one in a shared decode; 1: none."""
 
     def decode_frames_together(
         self, latents_CFhw: Sequence[torch.Tensor], before: Sequence[Any]
     ) -> list[tuple[torch.Tensor, Any]]:
-        """`decode_frames` of chunks that share one decode (`most_streams`)."""
+        """Return `decode_frames` of several chunks (at most `most_streams`) in one decode."""
 
 
 Session = TypeVar("Session", bound=StreamingSession[Any, Any])
@@ -80,30 +76,38 @@ Network = TypeVar("Network", bound=nn.Module)
 
 
 class StreamingModel(nn.Module, Generic[Session, Chunk]):
-    """Base of a streaming model, which creates the parts that are only declared here.
+    """Base class of a streaming model. Subclasses create the parts that are declared here.
 
     Args:
-        setup: Everything that the model is built from.
+        setup: Checkpoint, options and ranks.
     """
 
     supports_step_execution: ClassVar[bool] = True
     session_type: ClassVar[type[Any]]
-    """Of the model's `Session`."""
+    """Class of the model's sessions."""
 
     config: Any
+    """Architecture of the checkpoint."""
     options: StreamingOptions
+    """Options of the model."""
     omni: OmniConfig
+    """Options of the server."""
     parallel: ParallelContext
+    """This rank."""
     plan: ChunkPlan
+    """Chunks of a session, unless it has its own window."""
     kv_dtype: torch.dtype | None
+    """Dtype of stored keys and values. None: the transformer's."""
     transformer: Any
+    """This rank's part of the transformer."""
     text_encoder: Any
-    """None on a VAE stage, and of a model that takes no prompts."""
+    """The text encoder. None on a VAE stage, and if the model takes no prompts."""
     prompts: Any
+    """Cache of cross-attention K/V by prompt."""
     decoder: Decoder | None
-    """None on a rank that does not decode."""
+    """The decoder. None on a rank that does not decode."""
     action_space: ActionSpace = ActionSpace()
-    """Here only for `prompt`, whether a session's first chunk needs one."""
+    """Controls of the model. Only `prompt` is used here: whether a first chunk needs one."""
 
     def __init__(self, setup: StreamingSetup[Any, Any]) -> None:
         super().__init__()
@@ -115,49 +119,56 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
 
     @abstractmethod
     def window_nbytes(self, shape: SessionShape) -> int:
-        """Bytes of a session's K/V windows on this rank; allocates nothing."""
+        """Return the bytes of a session's K/V windows on this rank, without allocating them."""
 
     @abstractmethod
     def make_window(self, shape: SessionShape) -> Windows:
-        """Make the windows that a session's passes write their K/V to."""
+        """Allocate the K/V windows of a session."""
 
     @abstractmethod
     def warmup_inputs(self) -> list[Inputs]:
-        """Chunks of the largest size, each kind of work once."""
+        """Return chunks of the largest size that cover each kind of work once."""
 
     @abstractmethod
     def prepare_encode(self, request: DiffusionRequest[Session, Chunk]) -> None:
-        """Check a chunk's request and make its `state`. Raises `RequestFailed`."""
+        """Validate the request of a chunk and create its `state`.
+
+        Raises:
+            RequestFailed: The request is invalid.
+        """
 
     @abstractmethod
     def start_step(self, request: DiffusionRequest[Session, Chunk]) -> None:
-        """Make the inputs that a chunk's forward passes share, once (collective under tensor
-        parallelism).
+        """Compute the inputs that all forward passes of a chunk share, unless they exist.
+
+        Collective under tensor parallelism.
         """
 
     @abstractmethod
     def items(self, request: DiffusionRequest[Session, Chunk]) -> Sequence[object]:
-        """Return the rows of a chunk's next forward pass, as the transformer takes them."""
+        """Return the batch entries of a chunk in the next forward pass of the transformer."""
 
     def read_shape(self, params: DiffusionParams) -> SessionShape:
-        """Read the sizes that a session's first chunk fixes. Raises `RequestFailed`."""
+        """Return the properties of a session from the parameters of its first chunk.
+
+        Raises:
+            RequestFailed: They are not supported.
+        """
         window = read_window(params, self.plan)
         return SessionShape(
             *read_size(params, self.config, self.omni), params.output, window=window
         )
 
     def decodes_tiny(self, request: DiffusionRequest[Session, Chunk]) -> bool:
-        """Whether a chunk's frames come from the second, tiny decoder."""
+        """Whether the second, tiny decoder decodes a chunk."""
         return False
 
     def value_layout(self, shape: SessionShape) -> Any:
-        """Layout of the state that only this model's sessions have on this rank; None = they
-        have none.
-        """
+        """Return the layout of `StreamingSession.own` on this rank; None: no such state."""
         return None
 
     def own_bytes(self, shape: SessionShape) -> int:
-        """Most bytes of a session's state that only this model has."""
+        """Return the maximum bytes of `StreamingSession.own` on this rank."""
         return 0
 
     # -- sessions ----------------------------------------------------------------------------------
@@ -172,7 +183,7 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
         return self.make_session(params.session_id, shape, self._reserved_bytes(shape))
 
     def make_session(self, session_id: str, shape: SessionShape, reserved_bytes: int) -> Session:
-        """Make an empty session, its K/V windows included."""
+        """Create an empty session with its K/V windows."""
         decoder = self.decoder if shape.output != "latents" else None
         layout = None if decoder is None else decoder.state_layout(shape.height, shape.width)
         layouts, window = StateLayouts(layout, self.value_layout(shape)), self.make_window(shape)
@@ -182,15 +193,16 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
         return session
 
     def plan_of(self, shape: SessionShape) -> ChunkPlan:
-        """Return the chunk plan of sessions of this shape: the server's, with their own window."""
+        """Return the chunk plan of a session: the server's, with the session's own window."""
         if shape.window is None:
             return self.plan
         window_frames, sink_frames = shape.window
         return replace(self.plan, window_frames=window_frames, sink_frames=sink_frames)
 
     def _reserved_bytes(self, shape: SessionShape) -> int:
-        """Bytes a session may come to hold beside its K/V windows: VAE caches, cross-attention
-        K/V.
+        """Return the maximum bytes of a session other than its K/V windows.
+
+        These are VAE caches, cross-attention K/V and the model's own state.
         """
         total: int = self.transformer.cross_kv_nbytes + self.own_bytes(shape)
         if self.decoder is not None and shape.output != "latents":
@@ -228,12 +240,12 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
     def denoise_step(
         self, batch: Sequence[DiffusionRequest[Session, Chunk]], hidden: torch.Tensor | None = None
     ) -> torch.Tensor:
-        rows: list[object] = []
+        items: list[object] = []
         for request in batch:
             self.start_step(request)
-            rows += self.items(request)
+            items += self.items(request)
         kv_only = all(request.work.denoise_index(request.step) is None for request in batch)
-        prediction: torch.Tensor = self.transformer(rows, hidden, kv_only=kv_only)
+        prediction: torch.Tensor = self.transformer(items, hidden, kv_only=kv_only)
         return prediction
 
     def batch_key(self, request: DiffusionRequest[Session, Chunk]) -> Hashable:
@@ -314,7 +326,7 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
         request.work.latents = latents.clone()
 
     def result_meta(self, request: DiffusionRequest[Session, Chunk]) -> dict[str, Any]:
-        """Metadata of every chunk's result."""
+        """Return the metadata of a chunk's result."""
         session = request.session
         pixel_frames = self.plan.pixel_frames(session.chunk_index)
         return {
@@ -344,13 +356,13 @@ def build_transformer(
     parallel: ParallelContext | None = None,
     **own: Any,
 ) -> Network:
-    """Build this rank's part of the transformer; parameters are empty until loaded.
+    """Build this rank's part of the transformer, with uninitialised parameters.
 
     Args:
-        setup: Of the model.
-        network: Its class.
-        parallel: Default: the setup's.
-        own: Arguments that only this model's network has.
+        setup: Setup of the model.
+        network: Class of the transformer.
+        parallel: This rank. Default: as in the setup.
+        **own: Further arguments of the class.
     """
     with default_dtype(setup.dtype):
         return network(

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StreamingOptions`: the serving options that every streaming video model has, under `omni.model`.
+"""`StreamingOptions`: options under `omni.model` that all streaming video models share.
 
-A model adds its own in a subclass of its `config.py`. Held by
-tests/model_executor/models/causal_wan/test_causal_wan_config.py and
-tests/model_executor/models/lingbot_world/test_lingbot_config.py.
+Each model adds its own options in a subclass, in its `config.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,35 +14,37 @@ from vllm_omni.model_executor.model_options import ModelOptions
 
 
 class StreamingOptions(ModelOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`ModelOptions`, and those of every streaming model.
-
-    latent_frames_per_chunk: None = the checkpoint's, else the model's default.
-        first_chunk_latent_frames: of a session's first chunk; None = the same.
-    window_frames: latent frames a chunk sees, sinks and itself included; -1 = all (global
-        attention, 21 at most). None = the checkpoint's, else the model's default. sink_frames:
-        first frames kept for ever.
-    text_encoder_device: None = beside the transformer; `cpu` saves device memory (10.6 GiB for
-    umt5-xxl).
-    decoder: `wan`, or `tiny` (TAEHV, `taew2_1.pth` in the checkpoint's directory; much cheaper, not
-    exact).
-    cuda_graphs: launch forwards that come again as CUDA graphs, which the host does in a fraction
-        of the time. None = on CUDA for at most 2560 channels a GPU (wider networks keep it busy
-        without), unless the engine runs with --enforce-eager or --cpu-offload-gb.
-    """
+    """Serving options of every streaming model."""
 
     latent_frames_per_chunk: Annotated[int, msgspec.Meta(ge=1, le=32)] | None = None
+    """Latent frames of each chunk. Default: the checkpoint's, else the model's."""
     first_chunk_latent_frames: Annotated[int, msgspec.Meta(ge=1, le=32)] | None = None
+    """Latent frames of a session's first chunk. Default: `latent_frames_per_chunk`."""
     window_frames: Annotated[int, msgspec.Meta(ge=-1, le=4096)] | None = None
+    """Latent frames that a chunk attends to, including the sink frames and the chunk. -1: all
+    frames of the session (global attention, at most 21). Default: the checkpoint's, else the
+    model's."""
     sink_frames: Annotated[int, msgspec.Meta(ge=0, le=4096)] | None = None
+    """First latent frames of a session that always stay in the window. Default: the checkpoint's,
+    else the model's."""
     text_encoder_device: Literal["cpu"] | None = None
+    """Device of the text encoder. `cpu` saves device memory (10.6 GiB for umt5-xxl). Default: the
+    device of the transformer."""
     decoder: Literal["wan", "tiny"] = "wan"
+    """Decoder of the latents: Wan's VAE, or the tiny autoencoder TAEHV (`taew2_1.pth` in the
+    checkpoint's directory), which is much cheaper and only approximates Wan's VAE."""
     cuda_graphs: bool | None = None
+    """Replay repeated forward passes as CUDA graphs, which takes the host a fraction of the launch
+    time. Default: true on CUDA for at most 2560 channels per GPU, because wider networks keep the
+    device busy without graphs, and unless the engine runs with --enforce-eager or
+    --cpu-offload-gb."""
 
     @classmethod
     def read_options(cls, options: Mapping[str, Any]) -> Self:
-        """Read `omni.model` and check the shared options.
+        """Parse `omni.model` and check the shared options.
 
-        Raises ValueError with the value and the allowed ones.
+        Raises:
+            ValueError: An option is unknown or has an unsupported value, which the message names.
         """
         parsed = parse_options(cls, options, "omni.model")
         if parsed.window_frames == 0:
@@ -53,13 +53,18 @@ class StreamingOptions(ModelOptions, frozen=True, forbid_unknown_fields=True, kw
 
     @classmethod
     def read_unless(cls, fixed: Sequence[str], options: Mapping[str, Any]) -> Self:
-        """`read` for a model whose checkpoint fixes the options `fixed`.
+        """Parse the options of a model whose checkpoint fixes some of them.
 
-        Raises ValueError for these, too.
+        Args:
+            fixed: Names of the options that the checkpoint fixes.
+            options: `omni.model`.
+
+        Raises:
+            ValueError: As `read_options`, or a fixed option is given.
         """
         if given := [name for name in fixed if name in options]:
             raise ValueError(
-                f"omni.model: drop {', '.join(given)}: this model's checkpoint leaves no choice of "
+                f"omni.model: remove {', '.join(given)}: this model's checkpoint fixes "
                 f"{', '.join(fixed)}"
             )
         return cls.read_options(options)

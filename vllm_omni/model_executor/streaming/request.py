@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a request that are the same for every streaming model.
+"""Validation of requests that all streaming models share.
 
-Each raises `RequestFailed` and changes nothing.
-
-Held by tests/model_executor/models/causal_wan/test_causal_wan_pipeline.py and
-tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
+Each function raises `RequestFailed` for an invalid request and has no side effects.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,15 +23,19 @@ _MAX_IMAGE_SIDE = 8192
 
 
 class Sized(Protocol):
-    """A network that makes pictures of some sizes only."""
+    """An architecture that supports certain sizes only."""
 
     def latent_size(self, height: int, width: int) -> tuple[int, int]:
-        """Raises ValueError that names the sizes it makes."""
+        """Return height and width of the latents.
+
+        Raises:
+            ValueError: The size is not supported; the message names the supported ones.
+        """
         ...
 
 
 def read_size(params: DiffusionParams, config: Sized, omni: OmniConfig) -> tuple[int, int]:
-    """Return (height, width) that a session's first chunk asks for."""
+    """Return height and width of a session, which its first chunk determines."""
     height = omni.height if params.height is None else params.height
     width = omni.width if params.width is None else params.width
     try:
@@ -44,20 +45,21 @@ def read_size(params: DiffusionParams, config: Sized, omni: OmniConfig) -> tuple
     if height * width > omni.max_area:
         raise RequestFailed(
             "unsupported_size",
-            f"{height}x{width} has {height * width} pixels; this server makes at most "
+            f"{height}x{width} has {height * width} pixels; this server generates at most "
             f"{omni.max_area}",
         )
     return height, width
 
 
 def check_unused(params: DiffusionParams, *, actions: bool) -> None:
-    """Refuse parameters of image and video models, and actions where the model takes none."""
+    """Refuse parameters of image and video models, and actions unless the model supports them."""
     refuse_unused(params, ("prompt", "seed", "height", "width", *(("actions",) if actions else ())))
 
 
 def read_window(params: DiffusionParams, plan: ChunkPlan) -> tuple[int, int] | None:
-    """Return (window_frames, sink_frames) that a session's first chunk asks for, None if it
-    names neither.
+    """Return `(window_frames, sink_frames)` of a session, which its first chunk determines.
+
+    None if the chunk sets neither.
     """
     if params.window_frames is None and params.sink_frames is None:
         return None
@@ -80,8 +82,12 @@ def read_window(params: DiffusionParams, plan: ChunkPlan) -> tuple[int, int] | N
 def check_unchanged(
     params: DiffusionParams, shape: SessionShape, others: Mapping[str, tuple[Any, Any]]
 ) -> None:
-    """Refuse another value for a field that the first chunk fixed. others: a model's own, name
-    -> (sent, fixed).
+    """Refuse a change of a field that the session's first chunk has fixed.
+
+    Args:
+        params: Parameters of a later chunk.
+        shape: Sizes of the session.
+        others: Further fields of the model: name -> (sent value, fixed value).
     """
     fixed_by_all = {
         "height": (params.height, shape.height),
@@ -105,9 +111,7 @@ def check_unchanged(
 
 
 def check_prompt(params: DiffusionParams, space: ActionSpace, *, first_chunk: bool) -> None:
-    """Refuse a prompt where the model takes none, and a first chunk without one where it needs
-    it.
-    """
+    """Refuse a prompt if the model has none, and a first chunk without a required prompt."""
     if space.prompt == "none" and params.prompt:
         raise RequestFailed(
             "invalid_request",
@@ -118,8 +122,11 @@ def check_prompt(params: DiffusionParams, space: ActionSpace, *, first_chunk: bo
 
 
 def read_seed(params: DiffusionParams, retained: int | None) -> int:
-    """The seed that a chunk asks for, else its session's. kept: None = the session has not
-    begun.
+    """Return the seed of a chunk: the requested one, else the session's, else the default.
+
+    Args:
+        params: Parameters of the chunk.
+        retained: Seed of the session. None: the session has not started.
     """
     seed = retained if params.seed is None else params.seed
     return DEFAULT_SEED if seed is None else seed
@@ -136,24 +143,25 @@ def check_tensors(tensors: Mapping[str, torch.Tensor], taken: Sequence[str]) -> 
 
 @dataclass(frozen=True)
 class PlayedChunk:
-    """A checked request but for its controls. image: uint8 [H, W, 3] of any size, of a session's
-    first chunk.
-
-    prompt: this chunk's, else its session's, else "".
-    """
+    """A validated request, except its controls."""
 
     prompt: str
+    """Prompt of the chunk, else of its session, else empty."""
     seed: int
+    """Seed of the chunk."""
     image: torch.Tensor | None
+    """Start image of a session's first chunk, uint8 [H, W, 3] of any size."""
 
 
 def read_played(
     request: DiffusionRequest[Any, Any], session: StreamingSession[Any, Any], space: ActionSpace
 ) -> PlayedChunk:
-    """Check one chunk's request to a model that is played with `space` and takes nothing else but a
-    start image.
+    """Validate a request to a model whose only inputs are controls, a prompt and a start image.
 
-    Changes nothing. Raises `RequestFailed`.
+    Args:
+        request: The request.
+        session: Its session.
+        space: Controls of the model.
     """
     params, first_chunk = request.params, session.chunk_index == 0
     check_unused(params, actions=True)
@@ -167,7 +175,8 @@ def read_played(
     image = request.tensors.get("image")
     if image is not None and not first_chunk:
         raise RequestFailed(
-            "invalid_image", "a session keeps its first image; reset it to begin with another"
+            "invalid_image",
+            "a session has one start image; reset the session to start from another",
         )
     needed = first_chunk and space.image == "required"
     prompt = session.prompt if params.prompt is None else params.prompt
@@ -177,7 +186,12 @@ def read_played(
 
 
 def read_image(image: torch.Tensor | None, *, first_chunk: bool) -> torch.Tensor | None:
-    """Check a start image, uint8 [H, W, 3] of any size; None goes on from the session's."""
+    """Validate a start image, uint8 [H, W, 3] of any size.
+
+    Args:
+        image: The image. None: the session continues.
+        first_chunk: Whether an image is required.
+    """
     if image is None:
         if first_chunk:
             raise RequestFailed(
@@ -205,10 +219,10 @@ def read_action_frames(
     plan: ChunkPlan,
     chunk_index: int,
 ) -> ActionFrames:
-    """Return the controls of every video frame of a chunk; without actions, nothing is held.
+    """Return the controls of every video frame of a chunk. Without actions, no button is held.
 
-    An entry of `params.actions`, or a row of the tensors, is a latent frame's, for all its video
-    frames; tensors may also have a row for every video frame.
+    An entry of `params.actions` or a row of the tensors applies to all video frames of a latent
+    frame. Tensors may instead have one row per video frame.
     """
     frames, pixel_frames = plan.frames(chunk_index), len(plan.pixel_frames(chunk_index))
     dense = [tensors[name] for name in ACTION_TENSORS if name in tensors]
@@ -228,7 +242,7 @@ def read_latent_actions(
     space: ActionSpace,
     num_frames: int,
 ) -> ActionFrames:
-    """Return the controls of `num_frames` latent frames; without actions, nothing is held."""
+    """Return the controls of `num_frames` latent frames. Without actions, no button is held."""
     dense = any(name in tensors for name in ACTION_TENSORS)
     action_frames = read_actions(
         space, [] if params.actions is None and not dense else params.actions, tensors, num_frames

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StreamingSession`: all that one live stream keeps between chunks on one rank, and
-`StreamingChunk`, one chunk.
+"""`StreamingSession`: state of a streaming session on one rank. `StreamingChunk`: one chunk in
+flight.
 
-A session's K/V windows have their full size from the start; its other state has a known largest
-size that `nbytes` counts from the start. Everything beside the windows is an immutable value: a
-chunk makes new ones and `commit` swaps the references, so an abandoned chunk leaves no trace. State
-of one model alone is one more such value, `own`.
-Held by tests/model_executor/models/causal_wan/test_causal_wan_pipeline.py and
-tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
+The K/V windows of a session are allocated at full size. All other state has a known maximum size,
+which `nbytes` includes from the start. State other than the windows consists of immutable values: a
+chunk creates new values and `commit` replaces the references, so an abandoned chunk has no effect.
+State of a single model is one more immutable value (`own`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +25,7 @@ from vllm_omni.tensors.saved import ChunkIndex, SavedTensors, read_scalars
 
 
 class SessionValue(Protocol):
-    """An immutable value that a session keeps; forks share it."""
+    """An immutable part of a session's state. Forks share it."""
 
     def tensors(self) -> dict[str, torch.Tensor]: ...
 
@@ -35,9 +33,11 @@ class SessionValue(Protocol):
 
 
 class DecoderLayout(Protocol):
-    """Shapes and types of a decoder's state between a stream's chunks."""
+    """Shapes and dtypes of a decoder's state between two chunks."""
 
-    def restore(self, saved: SavedTensors, device: torch.device | str, num_latents: int) -> Any: ...
+    def restore(self, saved: SavedTensors, device: torch.device | str, num_latents: int) -> Any:
+        """Restore the state that was saved after `num_latents` latent frames."""
+        ...
 
 
 class Schedule(Protocol):
@@ -49,12 +49,12 @@ class Schedule(Protocol):
     def advance(
         self, latents: torch.Tensor, flow: torch.Tensor, step: int, noise: ChunkNoise
     ) -> torch.Tensor:
-        """Return the latents that `step` leaves, fp32."""
+        """Return the latents after `step`, fp32."""
         ...
 
 
 class Windows(Protocol):
-    """A stream's K/V: one window or several."""
+    """The K/V windows of a stream: one `KVWindow` or several."""
 
     @property
     def nbytes(self) -> int: ...
@@ -85,39 +85,45 @@ Source = Literal["text", "video"]
 
 @dataclass(frozen=True)
 class SessionShape:
-    """Sizes fixed by a session's first chunk."""
+    """Properties of a session that its first chunk fixes."""
 
     height: int
-    """Of the video, in pixels."""
+    """Height of the video in pixels."""
     width: int
-    """Of the video, in pixels."""
+    """Width of the video in pixels."""
     output: Output
-    """`latents` sessions keep no decoder cache, the others do."""
+    """Form of the results. Sessions with `latents` have no decoder cache."""
     source: Source = field(default="text", kw_only=True)
-    """`video` sessions start each chunk from the client's video and keep an encoder cache."""
+    """Input of each chunk. `video`: each chunk starts from a video of the client, and the session
+    has an encoder cache."""
     keeps_latents: bool = field(default=False, kw_only=True)
-    """Whether the latents of the frames in the window are kept, so that their K/V can be
-    computed again.
-    """
+    """Whether the session stores the latents of the frames in its window, so that their K/V can be
+    computed again."""
     window: tuple[int, int] | None = field(default=None, kw_only=True)
-    """(window_frames, sink_frames) of this session. Default: the server's."""
+    """`(window_frames, sink_frames)` of the session. Default: the server's."""
 
 
 class SessionScalars(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The result of `StreamingSession.scalars`, as read from a file; a model adds its own fields.
-
-    written_from: of older versions, 0 unless the window had been recomputed under another prompt.
-    """
+    """`StreamingSession.scalars` as read from a file. A model adds its own fields."""
 
     chunk_index: ChunkIndex
+    """Index of the next chunk."""
     committed_frames: int
+    """Number of committed latent frames."""
     omitted_frames: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Number of generated latent frames that the window left out."""
     written_from: int = 0
+    """Not 0 in snapshots of older versions whose window was recomputed for another prompt."""
     prompt: Text
+    """Prompt of the last chunk."""
     seed: Seed
+    """Seed of the last chunk."""
     height: int
+    """Height of the video in pixels."""
     width: int
+    """Width of the video in pixels."""
     output: str
+    """Form of the results."""
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
@@ -129,43 +135,51 @@ OwnValue = TypeVar("OwnValue", bound=SessionValue)
 
 @dataclass(frozen=True)
 class StateLayouts:
-    """Layouts of a session's state beside its K/V windows on this rank; None = it has no such
-    state.
-    """
+    """Layouts of a session's state on this rank, other than its K/V windows."""
 
     decoder: DecoderLayout | None
-    """Of the decoder's state."""
+    """Layout of the decoder's state. None: the session has none."""
     own: Any
-    """Of the state that only this model's sessions have, in the model's own type."""
+    """Layout of state that only sessions of this model have, in the model's own type. None: they
+    have none."""
 
 
 @dataclass(eq=False, kw_only=True)
 class StreamingChunk(Generic[Window, OwnValue]):
-    """One chunk in flight. The first group is made by `prepare_encode`, the second by later steps.
+    """One chunk in flight.
 
-    latents: fp32 [C, F, h, w]. noise: the initial latents, and the noise added before steps 1, 2,
-    ...; None where no step is run. text: the encoded prompt, None if `cross_kv` is known. window:
-    the session's, where the chunk writes its K/V. The others are the session's state once the chunk
-    is committed.
+    `prepare_encode` sets the fields without a default, later steps set the others.
     """
 
     frames: range
+    """Absolute latent frames of the chunk."""
     schedule: Schedule
+    """Its denoise steps."""
     latents: torch.Tensor
+    """Current latents, fp32 [C, F, h, w]."""
     noise: ChunkNoise | None
+    """Initial latents and the noise added before later steps. None: this rank runs no step."""
     rope: tuple[torch.Tensor, torch.Tensor]
+    """Cosines and sines of the rotary embedding, fp32."""
     text: torch.Tensor | None
+    """Text embeddings. None: `cross_kv` is known."""
     window: Window
+    """K/V windows of the session, which the chunk writes to."""
     prompt: str
+    """Prompt of the session after the chunk."""
     seed: int
+    """Seed of the session after the chunk."""
     own: OwnValue | None
+    """`StreamingSession.own` after the chunk."""
 
     cross_kv: torch.Tensor | None = None
+    """Cross-attention K/V of the prompt."""
     decoder_cache: Any = None
+    """State of the decoder after the chunk."""
     omitted: bool = False
-    """Whether the window leaves this chunk out, so that the next chunk replaces it there."""
+    """Whether the window leaves this chunk out, so that the next chunk takes its place."""
     decoded_from: Any = None
-    """Kept while the decode may still be reading it on the device."""
+    """State of the decoder before the chunk, retained because the device may still read it."""
 
     @classmethod
     def to_decode(
@@ -180,8 +194,17 @@ class StreamingChunk(Generic[Window, OwnValue]):
         own: OwnValue | None,
         **others: Any,
     ) -> Self:
-        """A chunk on the VAE stage: its latents, of `size`, come when other ranks have made
-        them.
+        """Create a chunk on the VAE stage, which receives the latents from other ranks.
+
+        Args:
+            frames: Absolute latent frames of the chunk.
+            schedule: Its denoise steps.
+            size: Shape of the latents.
+            window: K/V windows of the session.
+            prompt: Prompt of the chunk.
+            seed: Seed of the chunk.
+            own: `StreamingSession.own` after the chunk.
+            **others: Fields of the model's subclass.
         """
         nothing = torch.empty(tuple(size), device="meta")
         return cls(
@@ -199,20 +222,26 @@ class StreamingChunk(Generic[Window, OwnValue]):
         )
 
     def latents_with_frames(self, shape: SessionShape) -> dict[str, torch.Tensor]:
-        """The latents of a result that has frames, for a session that wants both."""
+        """Return the latents to add to a result with frames, if the session's output is `both`."""
         return {"latents": self.latents} if shape.output == "both" else {}
 
     def denoise_index(self, step: int) -> int | None:
-        """Return which denoise step `step` is; None at the clean pass."""
+        """Return the index of a denoise step; None for the clean-context pass."""
         return step if step < self.schedule.num_steps else None
 
 
 class StreamingSession(SessionState, Generic[Window, OwnValue]):
-    """See the module docstring.
+    """Session of a streaming model; see the module docstring.
 
-    `None` in an optional field: this chunk has not happened, or not on this rank.
+    An optional attribute is None before the first chunk, or if this rank does not have it.
 
-    reserved_bytes: the largest size of everything but the K/V windows.
+    Args:
+        session_id: Id of the session.
+        shape: Properties fixed by the first chunk.
+        plan: Chunks of the session.
+        window: Its empty K/V windows.
+        layouts: Layouts of its other state.
+        reserved_bytes: Maximum size of its other state.
     """
 
     scalars_type: ClassVar[type[SessionScalars]] = SessionScalars
@@ -235,7 +264,7 @@ class StreamingSession(SessionState, Generic[Window, OwnValue]):
         self.prompt: str | None = None
         self.seed: int | None = None
         self.cross_kv: torch.Tensor | None = None
-        """A function of `prompt`; kept so that it is computed once."""
+        """Cross-attention K/V of `prompt`, cached because later chunks use them too."""
         self.own: OwnValue | None = None
         self.decoder_cache: Any = None
         self.omitted_frames = 0
@@ -244,18 +273,20 @@ class StreamingSession(SessionState, Generic[Window, OwnValue]):
     # -- of each model -----------------------------------------------------------------------------
 
     def value_scalars(self) -> dict[str, Any]:
-        """The model's own part of `scalars`, JSON types only."""
+        """Return the model's own part of `scalars`, as JSON types."""
         return {}
 
     def restore_values(
         self, retained: Any, saved: SavedTensors, device: torch.device
     ) -> OwnValue | None:
-        """Take `own` out of a snapshot, whose chunk the session has already become.
+        """Return `own` from a snapshot.
+
+        The chunk index, prompt and seed of the session are already restored.
 
         Args:
-            kept: The snapshot's scalars, of `scalars_type`.
-            saved: Its tensors.
-            device: Of the session.
+            retained: Scalars of the snapshot, of type `scalars_type`.
+            saved: Tensors of the snapshot.
+            device: Device of the session.
 
         Raises:
             RequestFailed: The scalars do not fit together.
@@ -263,7 +294,7 @@ class StreamingSession(SessionState, Generic[Window, OwnValue]):
         return None
 
     def start_options(self) -> dict[str, Any]:
-        """The request options that `new_session` needs to make a session of this one's shape."""
+        """Return the request options from which `new_session` creates a session of this shape."""
         return {}
 
     # -- of all ------------------------------------------------------------------------------------
@@ -281,19 +312,24 @@ class StreamingSession(SessionState, Generic[Window, OwnValue]):
         return range(frames.start - self.omitted_frames, frames.stop - self.omitted_frames)
 
     def check_committed(self, committed_frames: int) -> range:
-        """Return `next_frames` if so many frames are committed.
+        """Return `next_frames` of a restored session.
 
-        Raises `RequestFailed` if that cannot be.
+        Args:
+            committed_frames: Number of committed latent frames in the snapshot.
+
+        Raises:
+            RequestFailed: The number does not fit the chunk index.
         """
         frames = self.next_frames()
         if committed_frames != frames.start or (self.omitted_frames and not committed_frames):
             raise RequestFailed(
-                "invalid_snapshot", "the snapshot's chunk and frames do not belong together"
+                "invalid_snapshot", "the snapshot's chunk index does not fit its number of frames"
             )
         return frames
 
     def commit(self, chunk: StreamingChunk[Window, OwnValue]) -> None:
-        """Take over the state of `chunk`; the window has its frames already, unless omitted."""
+        """Apply the state of a finished chunk. The windows already contain its K/V, unless it is
+        omitted."""
         self.omitted_frames += len(chunk.frames) if chunk.omitted else 0
         self.prompt, self.seed = chunk.prompt, chunk.seed
         self.cross_kv, self.own, self.decoder_cache = chunk.cross_kv, chunk.own, chunk.decoder_cache
@@ -345,7 +381,7 @@ class StreamingSession(SessionState, Generic[Window, OwnValue]):
         if retained.written_from:
             raise RequestFailed(
                 "invalid_snapshot",
-                "the snapshot's window was recomputed, which is not done any more",
+                "the snapshot's window was recomputed by an older version, which is not supported",
             )
         self.window.restore(saved, retained.committed_frames, len(frames))
         if self.layouts.decoder is not None:
@@ -360,7 +396,7 @@ class StreamingSession(SessionState, Generic[Window, OwnValue]):
         )
         other.chunk_index, other.omitted_frames = self.chunk_index, self.omitted_frames
         other.prompt, other.seed = self.prompt, self.seed
-        # Immutable values: sharing them is as good as copying.
+        # Both sessions share these values, because they are immutable.
         other.cross_kv, other.own = self.cross_kv, self.own
         other.decoder_cache = self.decoder_cache
         return other

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StreamingSetup`: checkpoint, options and ranks of one pipeline that streams in chunks; a family
-adds its own.
+"""`StreamingSetup`: checkpoint, options and ranks from which a streaming model is built.
 
-Held by tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
+A family adds its own fields in a subclass.
 """
 
 from collections.abc import Mapping
@@ -21,29 +20,33 @@ from vllm_omni.model_executor.vllm_model import ServedCheckpoint, compiles, laun
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingSetup(Generic[Config, Options]):
-    """Everything such a pipeline is built from, resolved and checked."""
+    """Validated inputs of a streaming model."""
 
     config: Config
+    """Architecture of the checkpoint."""
     layout: Any
-    """Where the components of the checkpoint are, in the family's own type."""
+    """Locations of the checkpoint's components, in the family's own type."""
     options: Options
+    """Options of the model."""
     plan: ChunkPlan
+    """Chunks of its streams."""
     omni: OmniConfig
+    """Options of the server."""
     parallel: ParallelContext
+    """This rank."""
     dtype: torch.dtype
-    """Of the transformer."""
+    """Dtype of the transformer."""
     compiled: bool
-    """The resolved option `compile`."""
+    """Whether pointwise ops are compiled: the resolved option `compile`."""
     cuda_graphs: bool = False
-    """The resolved option `cuda_graphs`."""
+    """Whether the transformer runs in CUDA graphs: the resolved option `cuda_graphs`."""
     text_graphs: bool = False
-    """`cuda_graphs` of the text encoder, which takes the host longer however wide the
-    transformer is.
-    """
+    """Whether the text encoder runs in CUDA graphs. Its launch time limits it for any width of the
+    transformer."""
     quantization: QuantizationConfig | None = None
-    """Of the transformer's weights."""
+    """vLLM's config for the transformer's weights. None: not quantized."""
     kv_dtype: torch.dtype | None = None
-    """Of the stored keys and values. Default: `dtype`."""
+    """Dtype of stored keys and values. Default: `dtype`."""
 
     @classmethod
     def of_checkpoint(
@@ -58,9 +61,21 @@ class StreamingSetup(Generic[Config, Options]):
         kv_dtype: torch.dtype | None = None,
         offloads: bool = False,
     ) -> Self:
-        """Read a family's part of `hf_config`; `parallel` None = vLLM's groups. Raises ValueError.
+        """Create the setup of a checkpoint.
 
-        eager, offloads: as of `ServedCheckpoint`.
+        Args:
+            checkpoint: The family's part of `hf_config`.
+            layout: Locations of the checkpoint's components.
+            omni: Options of the server.
+            dtype: Dtype of the transformer.
+            parallel: This rank. Default: its position in vLLM's groups.
+            eager: See `ServedCheckpoint`.
+            quantization: vLLM's config for the transformer's weights.
+            kv_dtype: Dtype of stored keys and values.
+            offloads: See `ServedCheckpoint`.
+
+        Raises:
+            ValueError: The checkpoint does not support the options.
         """
         stream = cls.read_stream(checkpoint, omni)
         options = stream.options
@@ -86,7 +101,7 @@ class StreamingSetup(Generic[Config, Options]):
 
     @classmethod
     def served(cls, checkpoint: Mapping[str, Any], served: ServedCheckpoint[Any]) -> Self:
-        """`of` a checkpoint that an engine serves."""
+        """Create the setup of a checkpoint that an engine serves."""
         return cls.of_checkpoint(
             checkpoint,
             served.layout,
@@ -102,7 +117,11 @@ class StreamingSetup(Generic[Config, Options]):
     def read_stream(
         checkpoint: Mapping[str, Any], omni: OmniConfig
     ) -> StreamModelSetup[Config, Options]:
-        """The family's `read_stream`. Raises ValueError."""
+        """Combine a checkpoint with the options: the family's `read_stream`.
+
+        Raises:
+            ValueError: The checkpoint does not support the options.
+        """
         raise NotImplementedError
 
     @classmethod
@@ -112,5 +131,9 @@ class StreamingSetup(Generic[Config, Options]):
         stream: StreamModelSetup[Config, Options],
         omni: OmniConfig,
     ) -> dict[str, Any]:
-        """Fields that a subclass adds, checked. Raises ValueError."""
+        """Return the fields that a subclass adds.
+
+        Raises:
+            ValueError: The checkpoint does not support the options.
+        """
         return {}

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Stream`: a checkpoint's architecture, the options it is served with, and how its streams are cut
-into chunks.
+"""`StreamModelSetup`: architecture, options and chunk plan of a served streaming model.
 
-Each family has one function that reads it (`read_stream` of its `config.py`), for the command line
-and the worker.
-Held by tests/test_combinations.py and the models' own configuration tests.
+Each family has one function that creates it, for the command line and the worker (`read_stream` in
+its `config.py`).
 """
 
 from dataclasses import dataclass
@@ -15,19 +13,25 @@ from vllm_omni.model_executor.streaming.options import StreamingOptions
 
 
 class Architecture(Protocol):
+    """Architecture of a streaming model, as stated by its checkpoint."""
+
     @property
     def hidden_size(self) -> int:
-        """Channels of a token."""
+        """Number of channels of a token."""
         ...
 
     @property
     def native_size(self) -> tuple[int, int]:
-        """Height and width, in pixels, of the videos that the model was trained for: the
-        default.
-        """
+        """Default height and width in pixels: those of the training videos."""
         ...
 
-    def latent_size(self, height: int, width: int) -> tuple[int, int]: ...
+    def latent_size(self, height: int, width: int) -> tuple[int, int]:
+        """Return height and width of the latents of a video.
+
+        Raises:
+            ValueError: The model does not support this size.
+        """
+        ...
 
 
 Config = TypeVar("Config", bound=Architecture)
@@ -39,5 +43,8 @@ class StreamModelSetup(Generic[Config, Options]):
     """One checkpoint as it is served."""
 
     config: Config
+    """Architecture of the checkpoint."""
     options: Options
+    """Options of the server."""
     plan: ChunkPlan
+    """Chunks of its streams."""

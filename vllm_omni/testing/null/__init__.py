@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that compute next to nothing and go through everything: the smallest whole examples."""
+"""Models that compute almost nothing, for tests and as minimal complete examples."""

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models beside tensors recorded from their original implementations, a module a family:
-`vllm-omni verify`.
+"""Comparison of models with tensors recorded from their original implementations
+(`vllm-omni verify`), one module per family.
 """
 
 from importlib import import_module
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from vllm_omni.testing.parity.comparison import Report
 
 FAMILIES = tuple(name for name in family_names() if find_spec(f"{__name__}.{name}") is not None)
-"""Families with recorded tensors: those of the registry that have a module here."""
+"""Families of the registry that have a module here."""
 
 
 def verify(family: str, golden: Path) -> "Report":
-    """Run every scenario file of the folder `golden`.
+    """Run all scenarios of a directory.
 
     Args:
         family: One of `FAMILIES`.

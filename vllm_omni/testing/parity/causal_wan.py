@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal Wan against golden files: Self-Forcing rollouts, StreamDiffusionV2's stream batch,
-bidirectional Wan.
+"""Comparison of causal Wan with golden files: Self-Forcing rollouts, StreamDiffusionV2's stream
+batch, and bidirectional Wan.
 
-Everything is driven by `sf_meta.json`, `sdv2_meta.json` and shapes, so any directory of the same
-layout can be verified: other sizes, layers, heads, windows, sinks, chunk lengths, step counts,
-seeds.
+All sizes come from `sf_meta.json`, `sdv2_meta.json` and the shapes, so the directory may have other
+sizes, windows, chunk lengths, step counts or seeds.
 
-Tolerances, fp32: every call of a Self-Forcing rollout 1e-5, stream batch 2e-5 (differences
-accumulate over ticks), bidirectional 1e-5.
+Tolerances, fp32: 1e-5 for each call of a Self-Forcing rollout and for bidirectional Wan, 2e-5 for
+the stream batch, where differences accumulate over ticks.
 """
 
 from collections.abc import Iterable, Mapping
@@ -30,7 +29,14 @@ from vllm_omni.model_executor.models.wan.transformer.chunk_transformer import Ch
 from vllm_omni.model_executor.models.wan.transformer.weights import TRANSFORMER_RULES
 from vllm_omni.model_executor.schedules import FewStepSchedule, few_step_schedule, nearest_schedule
 from vllm_omni.testing.parity.comparison import Report, Scenario, read_tensors, run_scenarios
-from vllm_omni.testing.parity.windows import chronological, ends
+from vllm_omni.testing.parity.rollouts import (
+    RecordedCalls,
+    chronological,
+    clean_latents,
+    ends,
+    recorded_layers,
+    renoised,
+)
 
 _CALL, _STREAM, _BIDIRECTIONAL = 1e-5, 2e-5, 1e-5
 
@@ -55,7 +61,7 @@ def verify(golden_dir: Path) -> Report:
 
 
 def run_self_forcing(scenario: Scenario) -> None:
-    """Roll out with the recorded draws, strict cache; compare every call, cache and the clip."""
+    """Repeat a rollout with the recorded noise and a strict cache; compare calls, caches, clip."""
     case = _case(scenario, _SF_META)
     model, config = _model(scenario.directory)
     noise = scenario.get("noise")[0].transpose(0, 1)  # [C, F, h, w]
@@ -72,15 +78,25 @@ def run_self_forcing(scenario: Scenario) -> None:
         scenario.get("initial_latent")[0].transpose(0, 1) if "initial_latent" in scenario else None
     )
     finished = [] if given is None else [given]
-    calls = _Calls(scenario, case["calls"])
+    calls = RecordedCalls(scenario, case["calls"], _CALL)
     renoise = 0
 
     def call(x: torch.Tensor, frames: range, timestep: float, sigma: float) -> torch.Tensor:
         window.check_frames(frames)
         flow = model([_row(config, window, cross_kv, x, frames, timestep)])[0]
-        x0 = (x.double() - sigma * flow.double()).float()
+        x0 = clean_latents(x, flow, sigma)
         window.commit(frames.stop)
-        calls.compare(x, flow, x0, frames, timestep, window)
+        name = calls.name
+        batched = [latents.transpose(0, 1)[None] for latents in (x, flow, x0)]
+        meta = calls.compare(batched[0], batched[1], batched[2], timestep)
+        counters = torch.tensor([frames.start * tokens, len(frames), *ends(window)])
+        expected = torch.tensor([meta["start"], meta["frames"], meta["g_end"], meta["l_end"]])
+        scenario.compare("start, frames, cache ends", counters, expected, 0.0)
+        for layer in recorded_layers(scenario, f"{name}.cache"):
+            for kind, ours in zip("kv", chronological(window, layer), strict=True):
+                scenario.compare_recorded(
+                    "self-attention K/V", ours[None], f"{name}.cache{layer}.{kind}", _CALL
+                )
         return x0
 
     start = 0
@@ -93,7 +109,7 @@ def run_self_forcing(scenario: Scenario) -> None:
             x0 = call(x, frames, timestep, schedule.sigmas_x0[step])
             if step + 1 < schedule.num_steps:
                 draw = scenario.get(f"renoise{renoise:02d}").transpose(0, 1)
-                x = _renoised(x0, draw, schedule.sigmas_noise[step + 1])
+                x = renoised(x0, draw, schedule.sigmas_noise[step + 1])
                 renoise += 1
         call(x0, frames, 0.0, clean.sigmas_x0[0])
         finished.append(x0)
@@ -104,68 +120,19 @@ def run_self_forcing(scenario: Scenario) -> None:
     )
 
 
-class _Calls:
-    """The recorded calls of one rollout, compared in order."""
-
-    def __init__(self, scenario: Scenario, meta: list[dict[str, Any]]) -> None:
-        self.scenario, self.meta, self.done = scenario, meta, 0
-
-    def compare(
-        self,
-        x: torch.Tensor,
-        flow: torch.Tensor,
-        x0: torch.Tensor,
-        frames: range,
-        timestep: float,
-        window: KVWindow,
-    ) -> None:
-        scenario, tokens = self.scenario, window.tokens_per_frame
-        if self.done >= len(self.meta):
-            raise ValueError(f"{len(self.meta)} calls are recorded, the rollout makes more")
-        meta, name = self.meta[self.done], f"call{self.done:02d}"
-        self.done += 1
-        recorded = [float(t) for t in meta["t"]]
-        scenario.compare(
-            "call timestep", torch.full((len(recorded),), timestep), torch.tensor(recorded), 1e-3
-        )
-        counters = torch.tensor([frames.start * tokens, len(frames), *ends(window)])
-        expected = torch.tensor([meta["start"], meta["frames"], meta["g_end"], meta["l_end"]])
-        scenario.compare("start, frames, cache ends", counters, expected, 0.0)
-        scenario.get(f"{name}.flow")  # every call's input and flow must have been recorded
-        for stage, ours, key in (
-            ("input", x, "in"),
-            ("flow", flow, "flow"),
-            ("predicted clean latents", x0, "x0"),
-        ):
-            if key != "x0" or f"{name}.x0" in scenario:
-                scenario.compare_recorded(stage, ours.transpose(0, 1)[None], f"{name}.{key}", _CALL)
-        for layer in _recorded_layers(scenario, f"{name}.cache"):
-            for kind, ours in zip("kv", chronological(window, layer), strict=True):
-                scenario.compare_recorded(
-                    "self-attention K/V", ours[None], f"{name}.cache{layer}.{kind}", _CALL
-                )
-
-    def finish(self) -> None:
-        if self.done != len(self.meta):
-            raise ValueError(f"{len(self.meta)} calls are recorded, the rollout makes {self.done}")
-
-
 def _warped(case: Mapping[str, Any], recorded: list[float]) -> list[float]:
-    """Return the warped table at the entries nearest to the recorded timesteps."""
+    """Return the entries of the warped table that are nearest to the recorded timesteps."""
     table = few_step_schedule("exact", float(case["shift"]), range(1000)).timesteps
     return [min(table, key=lambda entry: abs(entry - t)) for t in recorded]
 
 
 def run_stream_batch(scenario: Scenario) -> None:
-    """Run the stream batch tick by tick: slot j holds chunk c - j, each step has a window of its
-    own.
-    """
+    """Run the stream batch tick by tick. Slot j has chunk c - j; each step has a K/V window."""
     case = _case(scenario, _SDV2_META)
     if case["mode"] != "stream" or float(case["adapt_thr"]) > 0:
         raise ValueError(
             f"mode {case['mode']!r} with adapt_thr {case['adapt_thr']}: only the stream batch with "
-            "fixed sinks is "
-            "compared; the original's other modes have defects that are not reproduced"
+            "fixed sinks is compared, because other modes of the original have defects"
         )
     meta = read_json(scenario.directory / _SDV2_META)
     inputs, _ = read_tensors(scenario.directory / _SDV2_INPUTS)
@@ -194,10 +161,10 @@ def run_stream_batch(scenario: Scenario) -> None:
         for step in steps_now:
             row = _row(config, cache.at(step), cross_kv, x, frames, schedule(chunk).timesteps[step])
             flow = model([row])[0]
-            x = (x.double() - schedule(chunk).sigmas_x0[step] * flow.double()).float()
+            x = clean_latents(x, flow, schedule(chunk).sigmas_x0[step])
             if step + 1 < len(steps):
                 draw = latents(f"renoise{chunk:02d}.{step + 1}")
-                x = _renoised(x, draw, schedule(chunk).sigmas_noise[step + 1])
+                x = renoised(x, draw, schedule(chunk).sigmas_noise[step + 1])
         return x
 
     x = latents("noisy00")
@@ -234,12 +201,12 @@ def run_stream_batch(scenario: Scenario) -> None:
 def _compare_final_cache(
     scenario: Scenario, cache: ChunkCache, chunks: int, first: int, size: int
 ) -> None:
-    """Compare each step's window after the last chunk, in the ring's own slot order.
+    """Compare the K/V window of each step after the last chunk, in slot order.
 
-    The recording goes on for as many ticks as drain the pipeline, and what it feeds meanwhile is in
-    the windows of the earlier steps; only slots of real chunks are compared.
+    The recording continues until the pipeline is empty, and its filler chunks are in the windows of
+    earlier steps. Only slots of real chunks are compared.
     """
-    for layer in _recorded_layers(scenario, "final_cache"):
+    for layer in recorded_layers(scenario, "final_cache"):
         for index, kind in enumerate("kv"):
             recorded = scenario.get(f"final_cache{layer}.{kind}")
             for step, window in enumerate(cache.windows):
@@ -260,7 +227,7 @@ def _compare_final_cache(
 
 
 def run_bidirectional(scenario: Scenario) -> None:
-    """One forward over a whole clip: a window that holds just the clip."""
+    """Compare one forward pass over a whole clip, with a window of the same length."""
     model, config = _model(scenario.directory)
     x, timestep = scenario.get("x")[0], float(scenario.get("t")[0])
     frames = range(x.shape[1])
@@ -272,27 +239,19 @@ def run_bidirectional(scenario: Scenario) -> None:
 
 
 def run_names(scenario: Scenario) -> None:
-    """The renaming rules undo the recorded map, and the renamed weights load strictly and are
-    the same model.
-    """
+    """Compare the rename rules with the recorded names, and these with the recorded weights."""
     recorded = read_json(scenario.path)
     wrong = [name for name, theirs in recorded.items() if rename(theirs, TRANSFORMER_RULES) != name]
-    if wrong or not recorded:
-        raise ValueError(
-            f"{len(wrong)} of {len(recorded)} names are mapped differently: {', '.join(wrong[:3])}"
-        )
+    scenario.compare_names("tensor names", recorded, wrong)
     weights, _ = read_tensors(scenario.directory / _WEIGHTS)
     if missing := sorted(recorded.keys() ^ weights.keys()):
         raise ValueError(
             f"the map and {_WEIGHTS} differ in {len(missing)} names: {', '.join(missing[:3])}"
         )
-    scenario.compare("tensor names", torch.tensor(len(recorded)), torch.tensor(len(weights)), 0.0)
 
 
 def run_noise_controller(scenario: Scenario) -> None:
-    """The first timestep of every chunk follows from its recorded noise scale; every case has a
-    file.
-    """
+    """Compare the first timestep of each chunk, which follows from its recorded noise scale."""
     meta = read_json(scenario.path)
     ours = [float(first_timestep(scale)) for scale in meta["noise_scale"]]
     scenario.compare(
@@ -322,8 +281,10 @@ def _model(directory: Path) -> tuple[CausalWanTransformer, CausalWanConfig]:
 def _window(
     case: Mapping[str, Any], config: CausalWanConfig, tokens: int, cache_frames: int
 ) -> KVWindow:
-    """`local_attn_size` -1: global attention within the cache; else the newest frames of it,
-    after the sinks.
+    """Return the K/V window of a case.
+
+    `local_attn_size` -1 means global attention. Otherwise a chunk attends to that many of the
+    newest frames in the cache.
     """
     attended = int(case["local_attn_size"])
     slides = attended != -1
@@ -352,12 +313,3 @@ def _row(
     return ChunkItem(
         latents=x, timestep=timestep, frames=frames, rope=rope, cross_kv=cross_kv, window=window
     )
-
-
-def _renoised(x0: torch.Tensor, noise: torch.Tensor, sigma: float) -> torch.Tensor:
-    return ((1 - sigma) * x0.double() + sigma * noise.double()).float()
-
-
-def _recorded_layers(scenario: Scenario, prefix: str) -> list[int]:
-    names = [name for name in scenario.tensors if name.startswith(prefix) and name.endswith(".k")]
-    return sorted(int(name.removeprefix(prefix).removesuffix(".k")) for name in names)

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare a model with golden tensors recorded from its original implementation: `vllm-omni verify
-MODEL --golden DIR`.
+"""Comparison of a model with golden tensors of its original implementation: `vllm-omni verify MODEL
+--golden DIR`.
 
-A family says which file is which kind of scenario and how to run it; this file finds the files,
-runs each scenario, keeps the largest difference of each stage beside its tolerance, and reports.
-Nothing passes by default: a file nobody knows, a scenario that raises, a recorded tensor nobody
-compared, a NaN, or a directory without a scenario is a failure.
-Held by tests/model_executor/test_parity.py.
+A family maps file names to functions that run a scenario. This module finds the files, runs the
+scenarios, records the largest difference of each stage next to its tolerance, and creates the
+report. The following count as failures: an unknown file, a scenario that raises, a recorded tensor
+that was not compared, a NaN, and a directory without scenarios.
 """
 
 import fnmatch
@@ -16,7 +15,7 @@ import lzma
 import math
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,21 +23,27 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from vllm_omni.model_executor.layers.collectives.parallel import CheckpointSlot
+
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class Stage:
-    """One stage of one scenario: the largest absolute difference over everything compared, and
-    the tolerance.
-    """
+    """Result of one stage of one scenario."""
 
     scenario: str
+    """Name of the scenario: the file name without its suffix."""
     stage: str
+    """Name of the stage."""
     tolerance: float
+    """Largest accepted difference."""
     max_abs_diff: float = 0.0
+    """Largest absolute difference of all compared tensors. Infinite for NaN."""
     compared: int = 0
+    """Number of compared tensors."""
     error: str | None = None
+    """Why the scenario could not be run, if so."""
 
     @property
     def ok(self) -> bool:
@@ -47,18 +52,24 @@ class Stage:
 
 @dataclass
 class Report:
-    """The outcome for one golden directory."""
+    """Results of one golden directory."""
 
     model: str
+    """Name of the family."""
     golden: str
+    """The directory."""
     rows: list[Stage] = field(default_factory=list)
+    """One entry per stage of a scenario."""
 
     @property
     def ok(self) -> bool:
         return bool(self.rows) and all(row.ok for row in self.rows)
 
     def to_json(self) -> str:
-        """Return one JSON object: `{"model", "golden", "ok", "rows": [...]}`; no number is null."""
+        """Return one JSON object: `{"model", "golden", "ok", "rows": [...]}`.
+
+        `max_abs_diff` is null if it is not finite.
+        """
         rows = [
             {
                 "scenario": row.scenario,
@@ -76,7 +87,7 @@ class Report:
         )
 
     def to_text(self) -> str:
-        """Return a table for people, one line per stage, the verdict last."""
+        """Return a table with one line per stage and the verdict in the last line."""
         left = max((len(row.scenario) for row in self.rows), default=8)
         middle = max((len(row.stage) for row in self.rows), default=5)
         lines = [
@@ -106,11 +117,13 @@ class Report:
 
 
 class Scenario:
-    """One golden file while it is compared: its tensors and metadata, and the stages reported so
-    far.
+    """One golden file during its comparison.
 
-    Every tensor of the file must be taken (`get` or `take`); `finish` fails the scenario for those
-    that were not.
+    Every tensor of the file must be read with `get`. Otherwise `finish` fails the scenario.
+
+    Args:
+        path: The file. Only safetensors files have tensors and metadata.
+        report: Receives the results.
     """
 
     def __init__(self, path: Path, report: Report) -> None:
@@ -129,14 +142,22 @@ class Scenario:
         return name in self.tensors
 
     def get(self, name: str) -> torch.Tensor:
-        """Return a recorded tensor. Raises ValueError when the file has none of that name."""
+        """Return a recorded tensor.
+
+        Raises:
+            ValueError: The file has no tensor of this name.
+        """
         if name not in self.tensors:
             raise ValueError(f"{self.path.name} has no tensor {name!r}")
         self._untaken.discard(name)
         return self.tensors[name]
 
     def meta(self, key: str) -> str:
-        """Return a metadata value. Raises ValueError when the file has none of that key."""
+        """Return a metadata value.
+
+        Raises:
+            ValueError: The file has no such key.
+        """
         if key not in self.metadata:
             raise ValueError(f"{self.path.name} has no metadata {key!r}")
         return self.metadata[key]
@@ -144,9 +165,16 @@ class Scenario:
     def compare(
         self, stage: str, ours: torch.Tensor, recorded: torch.Tensor, tolerance: float
     ) -> None:
-        """Fold max |ours - recorded| into `stage`; NaN counts as infinite.
+        """Compare two tensors and add the largest absolute difference to a stage.
 
-        Raises ValueError on unequal shapes.
+        Args:
+            stage: Name of the stage.
+            ours: Tensor of this package.
+            recorded: Tensor of the original.
+            tolerance: Largest accepted difference.
+
+        Raises:
+            ValueError: The shapes differ, or the tensors are empty.
         """
         if ours.shape != recorded.shape:
             raise ValueError(
@@ -160,20 +188,42 @@ class Scenario:
         row.compared += 1
 
     def compare_recorded(self, stage: str, ours: torch.Tensor, name: str, tolerance: float) -> None:
-        """`compare` with the recorded tensor `name`."""
+        """Compare with the recorded tensor `name`."""
         self.compare(stage, ours, self.get(name), tolerance)
 
+    def compare_relative(self, stage: str, ours: torch.Tensor, name: str, tolerance: float) -> None:
+        """Compare with the recorded tensor `name` by relative L2 distance."""
+        recorded = self.get(name)
+        if ours.shape != recorded.shape:
+            raise ValueError(
+                f"{stage}: shape {tuple(ours.shape)} against recorded {tuple(recorded.shape)}"
+            )
+        error = (ours.double() - recorded.double()).norm() / recorded.double().norm()
+        self.compare(f"{stage}, relative", error, torch.zeros_like(error), tolerance)
+
+    def compare_names(self, stage: str, recorded: Mapping[str, Any], wrong: Sequence[str]) -> None:
+        """Count the recorded names as equal. Raises ValueError for the `wrong` ones among them."""
+        if wrong or not recorded:
+            raise ValueError(
+                f"{len(wrong)} of {len(recorded)} names are mapped differently: "
+                f"{', '.join(wrong[:3])}"
+            )
+        count = torch.tensor(len(recorded))
+        self.compare(stage, count, count, 0.0)
+
     def finish(self) -> None:
-        """Raise ValueError if a recorded tensor was compared with nothing, or nothing was
-        compared at all.
+        """Check that the scenario is complete.
+
+        Raises:
+            ValueError: A recorded tensor was not read, or nothing was compared.
         """
         if self._untaken:
             left = sorted(self._untaken)
             raise ValueError(
-                f"{len(left)} recorded tensors are not understood: {', '.join(left[:3])}"
+                f"{len(left)} recorded tensors were not compared: {', '.join(left[:3])}"
             )
         if not any(row.scenario == self.name and row.compared for row in self.report.rows):
-            raise ValueError("the file holds nothing to compare")
+            raise ValueError("the file contains nothing to compare")
 
     def _row(self, stage: str, tolerance: float) -> Stage:
         for row in self.report.rows:
@@ -194,10 +244,13 @@ def run_scenarios(
     runners: Mapping[str, Runner],
     auxiliary: Iterable[str] = ("README*", ".*"),
 ) -> Report:
-    """Run every file of `directory`; returns a report, never raises for a file's contents.
+    """Run all scenarios of a directory. An error of a scenario becomes an entry of the report.
 
-    runners: file name pattern -> how to run such a file, first match wins. auxiliary: patterns of
-    files that scenarios read beside themselves.
+    Args:
+        model: Name of the family.
+        directory: Directory with the golden files.
+        runners: Functions by file name pattern; the first matching pattern is used.
+        auxiliary: Patterns of files that are not scenarios.
     """
     report = Report(model, str(directory))
     auxiliary = tuple(auxiliary)
@@ -214,7 +267,7 @@ def run_scenarios(
             with torch.no_grad():
                 runner(scenario)
             scenario.finish()
-        # boundary: whatever is wrong with one file is that file's result
+        # boundary: an error of one file is the result of that file
         except Exception as error:
             logger.debug("%s failed", path, exc_info=True)
             text = " ".join(str(error).split()) or "no message"
@@ -249,24 +302,50 @@ def unpack_golden(source: Path, target: Path) -> None:
 def check_recorded(
     name: str, values: Mapping[str, Any], known: Collection[str]
 ) -> Mapping[str, Any]:
-    """Return the recorded configuration of a network, `values`.
+    """Return the recorded configuration of a network, if all its keys are known.
 
     Args:
-        name: Of the configuration, for the error message.
-        known: Keys that the comparison reads, or that are known to change nothing it compares.
+        name: Name of the configuration, for the error message.
+        values: The configuration.
+        known: Keys that the comparison uses, or that do not affect it.
 
     Raises:
-        ValueError: A key is not known; a comparison without it would be one of another model.
+        ValueError: A key is unknown, so the comparison could use another model.
     """
     if unknown := sorted(set(values) - set(known)):
-        raise ValueError(f"{name} has settings that are not understood: {', '.join(unknown[:3])}")
+        raise ValueError(f"{name} has unknown settings: {', '.join(unknown[:3])}")
     return values
 
 
-def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return all tensors of a safetensors file and its metadata.
+def fill_slots(
+    slots: Mapping[str, CheckpointSlot], weights: Mapping[str, torch.Tensor], where: str
+) -> None:
+    """Load recorded weights into a model.
 
-    Raises ValueError when it cannot be read.
+    Args:
+        slots: `checkpoint_slots` of the model.
+        weights: Tensors by the same names.
+        where: Name of the file, for error messages.
+
+    Raises:
+        ValueError: A tensor is missing, unexpected or misshapen.
+    """
+    if slots.keys() != weights.keys():
+        raise ValueError(
+            f"{where}: names differ from the model's: {sorted(slots.keys() ^ weights.keys())[:3]}"
+        )
+    for name, slot in slots.items():
+        try:
+            slot.load(weights[name])
+        except ValueError as error:
+            raise ValueError(f"{where}: {name} {error}") from error
+
+
+def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return the tensors and the metadata of a safetensors file.
+
+    Raises:
+        ValueError: The file cannot be read.
     """
     try:
         with safe_open(path, "pt") as file:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole uploaded path of LingBot World, prepared as the original does it.
-
-Held by tests/model_executor/models/lingbot_world/test_lingbot_camera.py.
-"""
+"""Preparation of a whole uploaded camera path, as in the original LingBot World."""
 
 # N frames; poses_N44 camera-to-world; intrinsics_N4 = fx, fy, cx, cy in pixels
 
@@ -21,15 +18,18 @@ from vllm_omni.model_executor.models.wan.vae.latents import VAE_TEMPORAL
 
 @dataclass(frozen=True)
 class Trajectory:
-    """A clip's camera after the original's preparation; one row per latent frame."""
+    """The prepared camera of a clip, one entry per latent frame."""
 
     poses_N44: torch.Tensor
+    """Resampled poses, fp32."""
     relative_N44: torch.Tensor
+    """Scaled relative poses."""
     intrinsics_N4: torch.Tensor
+    """Intrinsics at the output size."""
 
     @property
     def pixel_frames(self) -> int:
-        """Video frames the clip will have: 1 + 4 for each latent frame but the first."""
+        """Number of video frames of the clip: 1, plus 4 per further latent frame."""
         return VAE_TEMPORAL * (len(self.poses_N44) - 1) + 1
 
 
@@ -42,15 +42,23 @@ def prepare_trajectory(
     num_frames: int | None = None,
     chunk_frames: int = 3,
 ) -> Trajectory:
-    """Prepare a whole uploaded path (a pose per video frame), relative to itself and scaled by its
-    largest step.
+    """Prepare a path with one pose per video frame, scaled by its largest step.
 
-    The path is cut to 4 n + 1 frames (and `num_frames`), then to whole chunks of latent frames, and
-    resampled over what the first cut left: 25 poses give 6 latent frames, not 7. The first frame's
-    intrinsics serve the whole clip. Poses are differenced in fp32 relative to the first, as in the
-    original: far from the origin that costs digits (7e-5 of the scale at 130 units), and being
-    closer to exact would be further from the original. Raises ValueError when not even one chunk
-    fits.
+    The path is truncated to 4 n + 1 frames. The number of latent frames is rounded down to whole
+    chunks, and the truncated path is resampled to it, for example 25 poses to 6 latent frames. The
+    intrinsics of the first frame apply to the whole clip. Relative poses are computed in fp32, as
+    in the original, which is less accurate far from the origin (7e-5 of the scale at 130 units).
+
+    Args:
+        poses_N44: Camera-to-world poses.
+        intrinsics_N4: fx, fy, cx, cy in pixels at the native size.
+        height: Height of the output in pixels.
+        width: Width of the output in pixels.
+        num_frames: Maximum number of poses to use. Default: all.
+        chunk_frames: Latent frames per chunk.
+
+    Raises:
+        ValueError: There are too few poses for one chunk.
     """
     longest = min(len(poses_N44), num_frames if num_frames is not None else len(poses_N44))
     used = VAE_TEMPORAL * ((longest - 1) // VAE_TEMPORAL) + 1
@@ -70,8 +78,9 @@ def prepare_trajectory(
 
 
 def resample_poses(poses_N44: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
-    """Interpolate poses at fractional frame indices: translation linear, rotation along the
-    shorter great arc.
+    """Interpolate poses at fractional frame indices.
+
+    Translations are interpolated linearly, rotations along the shorter great arc.
     """
     times = times.clamp(0, len(poses_N44) - 1)
     low = times.floor().long().clamp(max=max(len(poses_N44) - 2, 0))
@@ -90,7 +99,7 @@ def resample_poses(poses_N44: torch.Tensor, times: torch.Tensor) -> torch.Tensor
 
 
 def _log_rotation(rotation_N33: torch.Tensor) -> torch.Tensor:
-    """Return axis times angle [N, 3] of rotations by less than half a turn."""
+    """Return axis times angle, [N, 3], of rotations by less than 180 degrees."""
     skew = rotation_N33 - rotation_N33.mT
     # axis * sin(angle)
     vector = torch.stack((skew[:, 2, 1], skew[:, 0, 2], skew[:, 1, 0]), dim=1) / 2

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LingBot-World against golden files: transformer rollouts, camera, schedules; the VAE is
-`lingbot_vae.py`'s.
+"""Comparison of LingBot-World with golden files: transformer rollouts, camera and schedules.
 
-Everything is driven by each file's metadata and shapes, so any directory of the same layout can be
-verified: other sizes, layers, heads, windows, chunk lengths, seeds. Weights are read under their
-original names.
+`lingbot_vae.py` compares the VAE. All sizes come from metadata and shapes, so the directory may
+have other sizes, windows, chunk lengths or seeds. Weights have their original names.
 
-Tolerances. fp32: flow and K/V 2e-5, latents 1e-4 after several chunks (differences of both codes'
-rounding, larger only through the roll-out). bf16: 2 % of the recorded tensor's largest value; bf16
-keeps 8 bits, and emulating the original's autocast moves the flow by 0.7 % against fp32. Camera
-1e-5, schedules exact where the reference is fp32 and 1e-9 where it is fp64.
+Tolerances. fp32: 2e-5 for flow and K/V, 1e-4 for latents, because rounding differences grow over
+several chunks. bf16: 2 % of the largest recorded value, because bf16 has 8 significant bits and the
+original's autocast changes the flow by 0.7 %. Camera: 1e-5. Schedules: exact if the reference is
+fp32, 1e-9 if it is fp64.
 """
 
 import json
@@ -33,7 +31,13 @@ from vllm_omni.model_executor.models.lingbot_world.config import (
 )
 from vllm_omni.model_executor.models.lingbot_world.transformer import CameraItem, LingBotTransformer
 from vllm_omni.model_executor.schedules import FewStepSchedule, few_step_schedule, unipc_flow_table
-from vllm_omni.testing.parity.comparison import Report, Scenario, read_tensors, run_scenarios
+from vllm_omni.testing.parity.comparison import (
+    Report,
+    Scenario,
+    fill_slots,
+    read_tensors,
+    run_scenarios,
+)
 from vllm_omni.testing.parity.lingbot_trajectory import Trajectory, prepare_trajectory
 from vllm_omni.testing.parity.lingbot_vae import (
     VAE_WEIGHTS,
@@ -41,14 +45,14 @@ from vllm_omni.testing.parity.lingbot_vae import (
     run_vae_cache_shapes,
     run_vae_names,
 )
-from vllm_omni.testing.parity.windows import chronological, ends
+from vllm_omni.testing.parity.rollouts import chronological, clean_latents, ends, renoised
 from vllm_omni.worlds.movement import Motion
 
 _FLOW, _KV, _LATENT = 2e-5, 2e-5, 1e-4
 _BF16_RELATIVE = 2e-2
 _ROLLED_OUT = 1e-4
-"""Relative L2: after the first of 40 guided steps rounding differences are amplified by guidance
-and the solver.
+"""Tolerance of relative L2 distances. Guidance and the solver amplify rounding differences over 40
+steps.
 """
 _CAMERA = 1e-5
 _SIGMA = 1e-9
@@ -92,9 +96,7 @@ def verify(golden_dir: Path) -> Report:
 
 
 def run_rollout(scenario: Scenario) -> None:
-    """Roll a tiny transformer out over several chunks with the recorded noise and compare every
-    recorded stage.
-    """
+    """Repeat a rollout over several chunks with the recorded noise; compare all recorded stages."""
     values = json.loads(scenario.meta("cfg"))
     config = LingBotWorldConfig.from_checkpoint(values)
     bf16 = any(name in scenario.meta("dtype") for name in ("bf16", "bfloat16"))
@@ -144,13 +146,10 @@ def run_rollout(scenario: Scenario) -> None:
             flow = model([CameraItem(latents=x, timestep=timestep, **row)])[0]
             scenario.get(f"{name}.flow")  # every step's flow must have been recorded
             compare("flow", flow, f"{name}.flow", _FLOW)
-            x0 = (x.double() - schedule.sigmas_x0[step] * flow.double()).float()
+            x0 = clean_latents(x, flow, schedule.sigmas_x0[step])
             compare("predicted clean latents", x0, f"{name}.x0", _LATENT)
             if step + 1 < schedule.num_steps:
-                sigma = schedule.sigmas_noise[step + 1]
-                x = (
-                    (1 - sigma) * x0.double() + sigma * scenario.get(f"{name}.eps").double()
-                ).float()
+                x = renoised(x0, scenario.get(f"{name}.eps"), schedule.sigmas_noise[step + 1])
         model([CameraItem(latents=x0, timestep=0.0, **row)], kv_only=True)
         window.commit(frames.stop)
         compare("latents", x0, f"c{chunk}.latent", _LATENT)
@@ -164,15 +163,18 @@ def run_rollout(scenario: Scenario) -> None:
 
 
 def run_pretrain(scenario: Scenario) -> None:
-    """Roll the model before distillation out: two caches, guidance, a multi-step solver that
-    begins with each chunk.
+    """Repeat a rollout of the model before distillation.
+
+    It has two caches, guidance, and a multi-step solver that restarts with each chunk.
     """
     config = LingBotWorldConfig.from_checkpoint(values := json.loads(scenario.meta("cfg")))
     if (float(scenario.meta("guidance")), int(scenario.meta("steps"))) != (
         pretrain.GUIDANCE,
         pretrain.STEPS,
     ):
-        raise ValueError(f"served are guidance {pretrain.GUIDANCE} and {pretrain.STEPS} steps only")
+        raise ValueError(
+            f"only guidance {pretrain.GUIDANCE} and {pretrain.STEPS} steps are supported"
+        )
     model = _load_transformer(scenario.directory / _PRETRAIN_WEIGHTS, config, torch.float32)
     inputs = read_tensors(scenario.directory / _PRETRAIN_INPUTS)[0]
     tokens, chunk_frames = int(scenario.meta("frame_seqlen")), int(scenario.meta("chunk"))
@@ -222,13 +224,15 @@ def run_pretrain(scenario: Scenario) -> None:
                 if step == 0 and chunk == 0:
                     scenario.compare_recorded("first flow", flow, f"c{chunk}.s{step}.{name}", _FLOW)
                 elif f"c{chunk}.s{step}.{name}" in scenario:
-                    _compare_relative(scenario, "flow", flow, f"c{chunk}.s{step}.{name}")
+                    scenario.compare_relative("flow", flow, f"c{chunk}.s{step}.{name}", _ROLLED_OUT)
             x = pretrain.solver_step(
                 solver, step, x, pretrain.guided(flows["cond"], flows["uncond"])
             )
             if f"c{chunk}.s{step}.x_next" in scenario:
-                _compare_relative(scenario, "solver's latents", x, f"c{chunk}.s{step}.x_next")
-        _compare_relative(scenario, "latents", x, f"c{chunk}.latent")
+                scenario.compare_relative(
+                    "solver's latents", x, f"c{chunk}.s{step}.x_next", _ROLLED_OUT
+                )
+        scenario.compare_relative("latents", x, f"c{chunk}.latent", _ROLLED_OUT)
         model(rows(x, 0.0), kv_only=True)
         for window in windows.values():
             window.commit(frames.stop)
@@ -239,23 +243,12 @@ def run_pretrain(scenario: Scenario) -> None:
         for layer in range(config.num_layers):
             for kind, ours in zip("kv", chronological(window, layer), strict=True):
                 if f"kv{layer}.{name}.{kind}" in scenario:
-                    _compare_relative(
-                        scenario,
+                    scenario.compare_relative(
                         "self-attention K/V",
                         ours.unsqueeze(0),
                         f"kv{layer}.{name}.{kind}",
+                        _ROLLED_OUT,
                     )
-
-
-def _compare_relative(scenario: Scenario, stage: str, ours: torch.Tensor, name: str) -> None:
-    """Compare by the norm of the difference over the recorded tensor's."""
-    recorded = scenario.get(name)
-    if ours.shape != recorded.shape:
-        raise ValueError(
-            f"{stage}: shape {tuple(ours.shape)} against recorded {tuple(recorded.shape)}"
-        )
-    error = (ours.double() - recorded.double()).norm() / recorded.double().norm()
-    scenario.compare(f"{stage}, relative", error, torch.zeros_like(error), _ROLLED_OUT)
 
 
 def _load_transformer(
@@ -264,17 +257,7 @@ def _load_transformer(
     weights, _ = read_tensors(path)
     with default_dtype(dtype):
         model = LingBotTransformer(config)
-    slots = checkpoint_slots(model)
-    if slots.keys() != weights.keys():
-        raise ValueError(
-            f"{path.name}: names differ from the model's: "
-            f"{sorted(slots.keys() ^ weights.keys())[:3]}"
-        )
-    for name, slot in slots.items():
-        try:
-            slot.load(weights[name])
-        except ValueError as error:
-            raise ValueError(f"{path.name}: {name} {error}") from error
+    fill_slots(checkpoint_slots(model), weights, path.name)
     return model
 
 
@@ -306,8 +289,9 @@ def _window(
 
 
 def _recorded_schedule(scenario: Scenario) -> FewStepSchedule:
-    """Rebuild the schedule from shift and indices; integer timesteps mean the original's
-    convention.
+    """Return the schedule for the recorded shift and indices, after comparing its timesteps.
+
+    Integer timesteps indicate the convention `original`.
     """
     timesteps = scenario.get("sched.timesteps")
     convention = "exact" if timesteps.is_floating_point() else "original"
@@ -324,9 +308,7 @@ def _recorded_schedule(scenario: Scenario) -> FewStepSchedule:
 
 
 def run_camera(scenario: Scenario) -> None:
-    """Compare uploaded trajectories, action integration and every convention of chunk-wise
-    camera maps.
-    """
+    """Compare uploaded trajectories, the integration of actions, and camera maps of chunks."""
     height, width = int(scenario.meta("h")), int(scenario.meta("w"))
     clips = sorted(
         (name.removesuffix(".poses_in") for name in scenario.tensors if name.endswith(".poses_in")),
@@ -370,7 +352,7 @@ def _compare_clip(scenario: Scenario, clip: str, height: int, width: int) -> Non
 
 
 def _compare_full_size(scenario: Scenario, clips: list[str]) -> None:
-    """Spot cells (frame, row, column) of the longest clip at the native size."""
+    """Compare single cells (frame, row, column) of the longest clip at the native size."""
     if not clips:
         raise ValueError("full.values needs a recorded clip (`*.poses_in`)")
     path = _clip(scenario, clips[-1], NATIVE_HEIGHT, NATIVE_WIDTH)
@@ -418,9 +400,7 @@ def _compare_actions(scenario: Scenario, height: int, width: int) -> None:
 
 
 def run_act_condition(scenario: Scenario) -> None:
-    """Compare an uploaded path with keys: poses and keys on one grid of latent frames, then the
-    map of both.
-    """
+    """Compare an uploaded path with keys: poses and keys per latent frame, and their map."""
     height, width = json.loads(scenario.meta("size"))
     recorded = scenario.get("wasd_latent")
     wasd = scenario.get("wasd")
@@ -435,9 +415,7 @@ def run_act_condition(scenario: Scenario) -> None:
 
 
 def _chunk_relative(convention: str, poses_N44: torch.Tensor, frames: range) -> torch.Tensor:
-    """Return a chunk's scaled frame-to-frame poses as each public implementation makes them from
-    an action history.
-    """
+    """Return the scaled relative poses of a chunk, as a public implementation computes them."""
     chunk = poses_N44[frames.start : frames.stop]
     if len(chunk) != len(frames):
         raise ValueError(f"{len(poses_N44)} actions are recorded, a chunk needs {frames.stop}")
@@ -455,7 +433,7 @@ def _chunk_relative(convention: str, poses_N44: torch.Tensor, frames: range) -> 
 
 
 def run_schedules(scenario: Scenario) -> None:
-    """Recompute each recorded table from the shift in its name and its indices."""
+    """Compare each recorded table with the schedule for its indices and the shift in its name."""
     tables = json.loads(scenario.path.read_text())
     if not tables:
         raise ValueError("no schedule is recorded")
@@ -488,8 +466,9 @@ def _compare_original(
 
 
 def _compare_exact(scenario: Scenario, name: str, shift: float, rows: list[dict[str, Any]]) -> None:
-    """A reference whose every number is an fp32 number was computed in fp32; then so is ours, to
-    the same bits.
+    """Compare with a table of the `exact` convention.
+
+    If all its values are fp32 values, it was computed in fp32, and the bits must be equal.
     """
     default = (0, 250, 500, 750) if "v2" in name else (0, 179, 358, 679)
     indices = [

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waypoint against golden files: roll-outs of both generations, TAEHV as a stream, Waypoint-1's
-image autoencoder.
+"""Comparison of Waypoint with golden files: rollouts of both generations, streaming TAEHV, and the
+image autoencoder of Waypoint-1.
 
-Everything is driven by each file's metadata and shapes: sizes, windows, steps and seeds may be
-others. Every forward starts from recorded latents and sees this code's own rings, so that
-differences do not add up over a frame's steps but do over frames.
+All sizes come from metadata and shapes. Each forward pass starts from recorded latents and uses
+this package's K/V cache. Differences therefore accumulate over frames, but not over the steps of a
+frame.
 
-Tolerances. fp32: 5e-5, most of it sine and cosine of phases up to 1000 rad; tables 1e-6 relative;
-TAEHV 2e-5; uint8 one level, in at most 0.1 % of the values. bf16 files hold what the original
-serves (rounded tables and noise levels): 3e-2, L2 of the difference over L2. Frame lists and
-controls are exact.
+Tolerances. fp32: 5e-5, mostly because of sines and cosines of phases up to 1000 rad; 1e-6 relative
+for tables; 2e-5 for TAEHV; one level in at most 0.1 % of the uint8 values. bf16: 3e-2 in relative
+L2; these files use rounded tables and noise levels, as the original does. Lists of frames and
+controls must be equal.
 """
 
 import json
@@ -61,7 +61,7 @@ def verify(golden_dir: Path) -> Report:
 
 
 def rounded(tables: FrequencyTables) -> FrequencyTables:
-    """Frequencies as the original engine has them once its module is cast to bf16."""
+    """Return frequency tables rounded to bf16, as in the original engine."""
     return FrequencyTables(
         **{name: table.bfloat16().float() for name, table in vars(tables).items()}
     )
@@ -71,7 +71,7 @@ def rounded(tables: FrequencyTables) -> FrequencyTables:
 
 
 class Rollout:
-    """One recorded session while it is made again."""
+    """One recorded session, repeated frame by frame."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -99,7 +99,7 @@ class Rollout:
 
     @classmethod
     def run_scenario(cls, scenario: Scenario) -> None:
-        """Make the session again and compare every recorded stage."""
+        """Repeat the session and compare all recorded stages."""
         rollout = cls(scenario)
         rollout.compare_tables()
         frames = json.loads(scenario.meta("frames"))
@@ -107,17 +107,13 @@ class Rollout:
             rollout.frame(index, frame, prompt=int(2 * index >= len(frames)))
 
     def compare(self, stage: str, ours: torch.Tensor, name: str, tolerance: float = _FP32) -> None:
-        """Compare with a recorded tensor, if there is one: absolutely, or relative L2 in bf16."""
+        """Compare with a recorded tensor, if it exists; in bf16, by relative L2 distance."""
         if name not in self.scenario:
             return
-        recorded = self.scenario.get(name)
-        if self.bf16 and ours.shape == recorded.shape:
-            error = (ours.double() - recorded.double()).norm() / recorded.double().norm()
-            self.scenario.compare(
-                f"{stage}, relative", error, torch.zeros_like(error), _BF16_RELATIVE
-            )
+        if self.bf16:
+            self.scenario.compare_relative(stage, ours, name, _BF16_RELATIVE)
         else:
-            self.scenario.compare(stage, ours, recorded, tolerance)
+            self.scenario.compare_recorded(stage, ours, name, tolerance)
 
     def compare_tables(self) -> None:
         tables = self.model.tables
@@ -141,7 +137,7 @@ class Rollout:
         scenario, name = self.scenario, f"f{index}"
         if self.config.time_step * index != frame["t_pos"]:
             raise ValueError(
-                f"frame {index} stands at {self.config.time_step * index}, recorded "
+                f"frame {index} has position {self.config.time_step * index}, recorded "
                 f"{frame['t_pos']}"
             )
         controls = self.controls(frame["ctrl"])
@@ -201,9 +197,7 @@ class Rollout:
     def forward(
         self, name: str, stage: str, latents: torch.Tensor, sigma: float, common: dict[str, Any]
     ) -> torch.Tensor:
-        """One forward; where a pass's tokens and blocks are recorded, these are compared on the
-        way.
-        """
+        """Run one forward pass and compare its tokens and blocks, if they are recorded."""
         seen: dict[str, torch.Tensor] = {}
         hooks = []
         if f"{name}.{stage}.tokens" in self.scenario:
@@ -223,7 +217,7 @@ class Rollout:
         return velocity
 
     def controls(self, recorded: dict[str, Any]) -> torch.Tensor:
-        """A recorded controller state as a request's action, and that as the network's vector."""
+        """Convert a recorded controller state to the network's input, through an `ActionFrame`."""
         space = action_space(self.config)
         mouse = dict(zip(space.axis_names, recorded.get("mouse", ()), strict=False))
         held = tuple(space.button_names[code] for code in recorded.get("button", ()))
@@ -240,12 +234,12 @@ class Rollout:
 
 
 def history(rings: FrameRings, layer: int, frame: int) -> list[int]:
-    """Return the frames that `frame` sees besides itself, oldest first."""
+    """Return the earlier frames that a frame attends to, oldest first."""
     return rings.window(layer)[0].visible_frames(frame + 1)[:-1]
 
 
 def cached_frames(rings: FrameRings, layer: int) -> list[int]:
-    """Return the committed frames that are kept, oldest first."""
+    """Return the committed frames in the ring buffer, oldest first."""
     window, _ = rings.window(layer)
     return [
         frame
@@ -255,7 +249,7 @@ def cached_frames(rings: FrameRings, layer: int) -> list[int]:
 
 
 def frames_kv(rings: FrameRings, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return copies of (k, v) [frames T, N, H] of `cached_frames`, in that order."""
+    """Return copies of K and V of `cached_frames` in that order, [frames T, N, H]."""
     window, index = rings.window(layer)
     tokens = window.token_positions([window.slot(frame) for frame in cached_frames(rings, layer)])
     k, v = window.format.load(index, window.buffer[index], tokens)
@@ -273,7 +267,7 @@ def _recorder(seen: dict[str, torch.Tensor], name: str) -> Any:
 
 
 def run_taehv(scenario: Scenario) -> None:
-    """Encode clips in one stream and decode latents in one stream, with resizing on both sides."""
+    """Compare streaming encoding of clips and decoding of latents, including resizing."""
     codec = autoencoders.StreamingTAEHV(
         int(scenario.meta("latent_channels")),
         int(scenario.meta("encoder_width")),
@@ -304,7 +298,7 @@ def run_taehv(scenario: Scenario) -> None:
 
 
 def run_image_autoencoder(scenario: Scenario) -> None:
-    """Encode one image, decode one latent."""
+    """Compare the encoding of an image and the decoding of a latent."""
     weights = open_tensors(scenario.directory / scenario.meta("weights"))
     halves: dict[str, torch.nn.Module] = {}
     make: Callable[..., torch.nn.Module]
@@ -328,7 +322,7 @@ def run_image_autoencoder(scenario: Scenario) -> None:
 
 
 def _compare_pixels(scenario: Scenario, pixels: torch.Tensor, name: str) -> None:
-    """uint8: few values may differ, by one level."""
+    """Compare uint8 frames, in which few values may differ by one level."""
     recorded = scenario.get(name)
     scenario.compare("frames, levels", pixels, recorded, _LEVELS)
     share = (pixels != recorded).double().mean()
@@ -336,6 +330,6 @@ def _compare_pixels(scenario: Scenario, pixels: torch.Tensor, name: str) -> None
 
 
 def _enlarged(frames_THWC: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    """Repeat pixels, whole times, up to `size`."""
+    """Enlarge frames to `size` by repeating pixels."""
     rows, columns = size[0] // frames_THWC.shape[1], size[1] // frames_THWC.shape[2]
     return frames_THWC.repeat_interleave(rows, 1).repeat_interleave(columns, 2)

@@ -1,2 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny random checkpoints in real layouts, a module a family: `make_tiny(out, seed, layout)`."""
+"""Tiny checkpoints with random weights in the released layouts, one module per family.
+
+Each module has a function `make_tiny(out, seed, layout)`.
+"""

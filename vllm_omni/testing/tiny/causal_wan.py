@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny random causal Wan checkpoint in each real layout, with the files, names and types of a
-real one.
+"""Tiny causal Wan checkpoints with random weights in all released layouts.
 
-Every tensor's values depend only on the seed and its name, so the layouts of one seed hold the same
-model. Sizes divide by 2 and 4, for tensor, sequence and pipeline parallel runs.
+The values of a tensor depend only on the seed and its name, so all layouts of one seed contain the
+same model. Sizes are divisible by 2 and 4, for parallel runs.
 """
 
 from pathlib import Path
@@ -78,7 +77,7 @@ def make_tiny(out: Path, seed: int, layout: str) -> None:
         f"model.{name}": tensor for name, tensor in _transformer_tensors(config, seed).items()
     }
     if layout == "original":
-        # A training checkpoint: the averaged network is the one that is used, the other differs.
+        # A training checkpoint also has the network before averaging, which is not used.
         raw = {
             f"model.{name}": tensor
             for name, tensor in _transformer_tensors(config, seed + 1).items()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny random pipelines in the directory layout of the released ones: Qwen-Image, FLUX, Wan and
+"""Tiny diffusers pipelines with random weights in the released layouts: Qwen-Image, FLUX, Wan and
 SD3.
 
-Every component is the real class with few, narrow layers, so that a picture takes a fraction of a
-second on a CPU; the VAEs keep their real factor of 8 per side (4 in time). Pictures are coloured
+Components are the released classes with few narrow layers, so that an image takes a fraction of a
+second on a CPU. VAEs have their released factors of 8 per side and 4 in time. Images are coloured
 noise.
 """
 
@@ -21,7 +21,7 @@ _BLOCKS = ("DownEncoderBlock2D",) * 4, ("UpDecoderBlock2D",) * 4
 
 
 def make_tiny(out: Path, seed: int, layout: str) -> None:
-    """Write one pipeline; the weights depend on `seed` only."""
+    """Write a pipeline. Its weights depend on the seed only."""
     from diffusers.utils import logging
 
     with torch.random.fork_rng(devices=[]):
@@ -37,9 +37,7 @@ def make_tiny(out: Path, seed: int, layout: str) -> None:
 
 
 def _redraw(transformer: torch.nn.Module, seed: int) -> None:
-    """Draw matrices larger than their classes do (some as zero), so that prompt and guidance
-    show in the result.
-    """
+    """Draw larger matrices than the classes do, so that prompt and guidance affect the result."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in transformer.parameters():
@@ -145,7 +143,7 @@ def _sd3(out: Path) -> Any:
 
     clip_tokenizer, clip_config = _clip(out / "tokenizer")
     clip_tokenizer_2, _ = _clip(out / "tokenizer_2")
-    # as wide as both CLIP encoders side by side
+    # as wide as both CLIP encoders together
     t5_tokenizer, t5 = _t5(out / "tokenizer_3", 2 * _TEXT_WIDTH)
     return StableDiffusion3Pipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
@@ -245,9 +243,7 @@ def _t5(folder: Path, width: int = _TEXT_WIDTH) -> tuple[Any, Any]:
 
 
 def _clip(folder: Path) -> tuple[Any, Any]:
-    """A tokenizer of CLIP's kind (one token a byte, no merges) and the config of a text model
-    for it.
-    """
+    """Return a CLIP tokenizer (one token per byte, no merges) and the config of a text model."""
     from transformers import CLIPTextConfig, CLIPTokenizer
 
     letters = _byte_letters()
@@ -268,9 +264,7 @@ def _clip(folder: Path) -> tuple[Any, Any]:
 
 
 def _qwen_tokenizer(folder: Path) -> Any:
-    """A tokenizer of Qwen2's kind (one token a byte, no merges) with the special tokens of its
-    chat template.
-    """
+    """Return a Qwen2 tokenizer (one token per byte, no merges) with the chat's special tokens."""
     from transformers import Qwen2Tokenizer
 
     special = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|video_pad|>", "<|image_pad|>")
@@ -292,7 +286,7 @@ def _from_vocabulary(cls: Any, folder: Path, words: list[str], options: dict[str
 
 
 def _byte_letters() -> list[str]:
-    """The 256 printable letters that byte-level tokenizers write bytes with, by byte value."""
+    """Return the 256 printable characters that byte-level tokenizers use for bytes."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     return sorted(ByteLevel.alphabet())

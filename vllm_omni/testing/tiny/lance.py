@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny random Lance checkpoint in the real layout, with the files, names and tokens of a real
-one.
+"""Tiny Lance checkpoints with random weights in the released layout.
 
-Every tensor's values depend only on the seed and its name. Sizes divide by 2 for tensor-parallel
-runs. Weights are scaled so that prompt, reference, seed and step all change the result visibly.
+The values of a tensor depend only on the seed and its name. Sizes are divisible by 2, for tensor
+parallelism. Weights are scaled such that prompt, reference image, seed and step change the result
+visibly.
 """
 
 from pathlib import Path
@@ -65,7 +65,7 @@ _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| "
     r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""How Qwen2.5's tokenizer cuts text before it looks words up."""
+"""Regular expression with which Qwen2.5's tokenizer splits text into words."""
 
 _VISION = {
     "depth": 2,
@@ -143,8 +143,10 @@ def _write_decoder(folder: Path, seed: int, frames: int) -> None:
 
 
 def write_tokenizer(folder: Path) -> dict[str, int]:
-    """Write `tokenizer.json`, `vocab.json` and `merges.txt`: a token per byte and Qwen2.5's
-    special tokens.
+    """Write a tokenizer with one token per byte and the special tokens of Qwen2.5.
+
+    Returns:
+        The ids of the special tokens.
     """
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = {

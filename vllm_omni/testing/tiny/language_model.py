@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes a tiny random language model in transformers' layout, tokenizer included: something to try
-an engine with.
+"""A tiny language model with random weights and a tokenizer, in transformers' layout.
 
-Real vLLM loads it like any checkpoint. Attention heads are of size 32, the smallest that vLLM's CPU
-kernels take. Used by the hidden-states example, its benchmark and tests.
+vLLM loads it like any checkpoint. Attention heads have 32 channels, the minimum of vLLM's CPU
+kernels. The hidden-states example, its benchmark and tests use it.
 """
 
 from pathlib import Path
@@ -22,9 +21,13 @@ _CHAT_TEMPLATE: Final = (
 def write_tiny_language_model(
     out: Path, *, seed: int = 0, dtype: str = "float32", **config: Any
 ) -> Path:
-    """Write a random Qwen2 model to the folder `out` and return it.
+    """Write a random Qwen2 model to the directory `out` and return the directory.
 
-    config: any field of transformers' `Qwen2Config`, over a default of four blocks of width 64.
+    Args:
+        out: Directory of the model.
+        seed: Seed of the weights.
+        dtype: Dtype of the weights.
+        **config: Fields of `Qwen2Config`. Default: four blocks of width 64.
     """
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -46,8 +49,7 @@ def write_tiny_language_model(
     torch.manual_seed(seed)
     model = Qwen2ForCausalLM(Qwen2Config(**fields, dtype=dtype)).to(getattr(torch, dtype)).eval()
     for name, parameter in model.named_parameters():
-        # Spread out, so that rows differ from each other and greedy decoding does not repeat one
-        # token.
+        # Large values, so that hidden states differ and greedy decoding does not repeat one token.
         if "norm" not in name:
             torch.nn.init.normal_(parameter, std=0.2 if parameter.dim() > 1 else 0.05)
     model.generation_config.eos_token_id = _EOS
@@ -57,7 +59,7 @@ def write_tiny_language_model(
 
 
 def _tokenizer() -> Any:
-    """One token per byte, so that any text can be encoded, and the model's every token decoded."""
+    """Return a tokenizer with one token per byte, which encodes any text and decodes any token."""
     from tokenizers import pre_tokenizers
     from transformers import Qwen2Tokenizer
 

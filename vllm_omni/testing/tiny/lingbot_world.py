@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny random LingBot World checkpoint in each real layout, with the files, names and types of a
-real one.
+"""Tiny LingBot World checkpoints with random weights in all released layouts.
 
-Every tensor's values depend only on the seed and its name, so the layouts of one seed hold the same
-model, but for `v2_1_3b`, whose heads must have the released size, and `act` and `world`, which take
-other controls. `world` also has a world description, start images and an occupancy grid. Sizes
-divide by 2, most by 4, for tensor, sequence and pipeline parallel runs. Weights are scaled so that
-every path (camera, prompt, gates, condition) changes the frames visibly and long sessions stay
+The values of a tensor depend only on the seed and its name, so all layouts of one seed contain the
+same model, with three exceptions: the heads of `v2_1_3b` must have the released size, and `act` and
+`world` have other controls. `world` also has a world description, start images and an occupancy
+grid. Sizes are divisible by 2, and most of them by 4, for parallel runs. Weights are scaled such
+that each input (camera, prompt, condition) changes the frames visibly and long sessions stay
 finite.
 """
 
@@ -53,7 +52,8 @@ _SMALL = {
     "freq_dim": 32,
     "text_dim": 32,
 }
-"""Of the layout without a `config.json`: heads of 128, as there sizes are read off the tensors."""
+"""Sizes of the layout without a `config.json`. Heads have 128 channels, because the loader derives
+the sizes from the tensors."""
 _WORLD_SIDE_M, _WORLD_WIDTH, _WORLD_HEIGHT = 20.0, 48, 32
 _ORIGINAL = {
     "_class_name": "WanModelFast",
@@ -97,8 +97,14 @@ def make_tiny(out: Path, seed: int, layout: str) -> None:
 def write_random_world(
     out: Path, seed: int, sizes: Mapping[str, Any], vae: VAEConfig, tiny_vae_channels: Sequence[int]
 ) -> None:
-    """Write a random world of other sizes, original layout. sizes: over the transformer's config
-    of `make_tiny`.
+    """Write a random world of other sizes in the original layout.
+
+    Args:
+        out: Directory of the checkpoint.
+        seed: Seed of the weights.
+        sizes: Changes to the transformer's configuration.
+        vae: Configuration of the VAE.
+        tiny_vae_channels: Channels of the tiny decoder.
     """
     write_original_components(out, seed, vae)
     write_tiny_vae(out / TINY_VAE_FILE, seed, tiny_vae_channels)
@@ -120,7 +126,7 @@ def _write_original(out: Path, seed: int, transformer: str, control: ControlType
 
 
 def _write_world(out: Path, seed: int) -> None:
-    """Write `world.json`, two start images of noise, and a grid with a wall in the north."""
+    """Write `world.json`, two start images of noise, and an occupancy grid with a wall."""
     generator = torch.Generator().manual_seed(seed)
     starts = []
     for name, z_m in (("middle", 0.0), ("south", -4.0)):

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny random Matrix-Game 2.0 checkpoint of each variant in each real layout, with the names of a
-real one.
+"""Tiny Matrix-Game 2.0 checkpoints with random weights: all variants in all released layouts.
 
-Every tensor's values depend only on the seed and its name, so the layouts of one variant and seed
-hold the same model. Sizes divide by 2 and 4, for tensor, sequence and pipeline parallel runs.
-Weights are scaled so that image, keys and mouse change the frames visibly and long sessions stay
-finite.
+The values of a tensor depend only on the seed and its name, so all layouts of one variant and seed
+contain the same model. Sizes are divisible by 2 and 4, for parallel runs. Weights are scaled such
+that image, keys and mouse change the frames visibly and long sessions stay finite.
 """
 
 from pathlib import Path
@@ -93,7 +91,7 @@ def make_tiny(out: Path, seed: int, layout: str) -> None:
     write_original_vae(out, seed)
     write_original_clip(out, seed)
     folder = next(folder for folder, served in FOLDERS.items() if served == variant)
-    # As released: a stale config of the base model beside the universal and the gta model.
+    # As released, the universal and the gta model have an outdated config of the base model.
     stale = {key: value for key, value in config.items() if key != "local_attn_size"} | {
         "_class_name": "WanModel"
     }
@@ -105,7 +103,7 @@ def make_tiny(out: Path, seed: int, layout: str) -> None:
 
 
 def tiny_config(variant: str) -> dict[str, Any]:
-    """Return the `config.json` of a tiny transformer, in the original's keys."""
+    """Return the `config.json` of a tiny transformer with the original's keys."""
     action = {**_ACTION, "keyboard_dim_in": _KEYS[variant]}
     if variant == "templerun":
         action = {

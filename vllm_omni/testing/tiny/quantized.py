@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny transformers that are stored quantized: the sizes of those in tests/golden/quantized, and
-the community's FP8.
-
-The latter's bytes are written here, from the format's description: ComfyUI's scaled FP8 files of
-Wan.
+"""Tiny transformers with quantized weights: sizes of those in tests/golden/quantized, and a writer
+for ComfyUI's scaled FP8 files of Wan.
 """
 
 from collections.abc import Mapping
@@ -27,13 +24,13 @@ SIZES: Mapping[str, Any] = {
     "num_layers": 2,
     "rope_max_seq_len": 64,
 }
-"""Of diffusers' `WanTransformer3DModel`."""
+"""Arguments of diffusers' `WanTransformer3DModel`."""
 
 _E4M3_MAX = 448.0
 
 
 def draw(model: nn.Module, seed: int = 0) -> None:
-    """Give every parameter values that depend on its name and the seed only."""
+    """Draw all parameters, with values that depend only on the seed and their names."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             values = normal(name, tuple(parameter.shape), seed)
@@ -48,11 +45,13 @@ def draw(model: nn.Module, seed: int = 0) -> None:
 def write_fp8_scaled(
     source: Path, out: Path, *, retained: tuple[str, ...] = ("blocks.",), prefix: str = ""
 ) -> None:
-    """Write a safetensors file again as the Wan community does: linear weights of the blocks in
-    e4m3 with a scale each.
+    """Convert a safetensors file to scaled FP8: linear weights in e4m3 with one scale each.
 
-    kept: only layers whose names start so. prefix: of all names, for example
-    `model.diffusion_model.`.
+    Args:
+        source: The original file.
+        out: File to write.
+        retained: Prefixes of the layers to quantize.
+        prefix: Prefix of all names in the new file, for example `model.diffusion_model.`.
     """
     tensors: dict[str, torch.Tensor] = {
         f"{prefix}scaled_fp8": torch.empty(2, dtype=torch.float8_e4m3fn)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny random Qwen2.5-Omni checkpoint with every file, tensor name and config key that a real one
-has.
+"""Tiny Qwen2.5-Omni checkpoints with random weights and all files, tensor names and config keys of
+the released one.
 
-Weights come from transformers' own `Qwen2_5OmniForConditionalGeneration`, so the layout is right by
-construction. Sizes keep the proportions that code must not rely on being otherwise: the talker's
-width is not heads x head_dim, its token embeddings are wider than its layers, attention heads are
-32 wide (vLLM's CPU kernels need that).
+transformers' own `Qwen2_5OmniForConditionalGeneration` writes the weights. Some unusual proportions
+of the released model are preserved: the width of the talker is not heads x head_dim, and its token
+embeddings are wider than its layers. Attention heads have 32 channels, as vLLM's CPU kernels
+require.
 """
 
 import json
@@ -21,9 +21,7 @@ SPEAKERS = ("Chelsie", "Ethan")
 _REFERENCE_FRAMES = 60
 _CODES = 64
 _INITIALIZER_RANGE = 0.12
-"""Large enough that the best and second best token lie far apart: greedy decoding then agrees
-between kernels.
-"""
+"""Large, so that the two best logits differ clearly and greedy decoding agrees between kernels."""
 
 _PREPROCESSOR = {
     "chunk_length": 300,
@@ -71,7 +69,7 @@ def make_tiny(out: Path, seed: int, layout: str) -> None:
 
 
 def _randomise(model: Any) -> None:
-    """Spread the layers that `initializer_range` does not reach, so that every path changes the
+    """Draw the layers that `initializer_range` does not affect, so that each input changes the
     result visibly.
     """
     for name, parameter in model.named_parameters():
@@ -79,7 +77,7 @@ def _randomise(model: Any) -> None:
             torch.nn.init.normal_(parameter, std=0.02)
         elif parameter.dim() >= 2 and "token2wav" in name:
             torch.nn.init.normal_(parameter, std=0.5 / parameter[0].numel() ** 0.5)
-    # An untrained talker would soon say a control code; only the one that ends the speech stays
+    # An untrained talker soon emits a control code. Only the code that ends the speech stays
     # likely.
     talker = model.talker
     head = talker.codec_head.weight.data
@@ -89,8 +87,9 @@ def _randomise(model: Any) -> None:
 
 
 def _speakers(tokens: dict[str, int], dit: Any) -> dict[str, dict[str, Any]]:
-    """As in the published `spk_dict.pt`: speaker vector, reference mel spectrogram, the token
-    that opens the speech.
+    """Return the content of `spk_dict.pt`.
+
+    Each speaker has a vector, a reference mel spectrogram and the first token of the speech.
     """
     bos = (tokens["<|tts_bos_chelsie|>"], tokens["<tts_text_bos>"])
     return {
@@ -104,7 +103,7 @@ def _speakers(tokens: dict[str, int], dit: Any) -> dict[str, dict[str, Any]]:
 
 
 def _config(tokens: dict[str, int]) -> dict[str, Any]:
-    """The config as keyword arguments; token ids are those of the tiny tokenizer."""
+    """Return the config as keyword arguments, with token ids of the tiny tokenizer."""
     rope = {
         "rope_type": "default",
         "type": "default",

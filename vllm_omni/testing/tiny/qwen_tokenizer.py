@@ -28,7 +28,7 @@ _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| "
     r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Qwen2's pattern of boundaries that merges may not cross."""
+"""Qwen2's regular expression for boundaries that merges must not cross."""
 
 _SPECIAL = (
     "<|endoftext|>",
@@ -83,10 +83,11 @@ CHAT_TEMPLATE = (
 
 
 def write_tokenizer(folder: Path) -> dict[str, int]:
-    """Write all tokenizer files; returns the id of every special token, of `user`, and the count as
-    `<|padding|>`.
+    """Write all tokenizer files.
 
-    The count is rounded up to a multiple of 64, as the published embedding table is.
+    Returns:
+        The ids of the special tokens and of `user`. `<|padding|>` is the number of tokens, rounded
+        up to a multiple of 64 like the released embedding table.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()

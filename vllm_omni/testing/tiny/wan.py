@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The frozen components of tiny random Wan checkpoints, in both real layouts, and helpers to write
-the rest.
+"""Text encoder, VAE and image encoder of tiny Wan checkpoints in both released layouts, and helpers
+for the other components.
 
-Every tensor's values depend only on the seed and its name, so the layouts of one seed hold the same
-components.
+The values of a tensor depend only on the seed and its name, so all layouts of one seed contain the
+same components.
 """
 
 import hashlib
@@ -110,7 +110,7 @@ def start_folder(out: Path, layout: str, layouts: Collection[str]) -> None:
 
 
 def write_original_components(out: Path, seed: int, vae: VAEConfig = VAE) -> None:
-    """Write umt5, VAE and tokenizer under Wan's own file and tensor names."""
+    """Write text encoder, VAE and tokenizer under Wan's own file and tensor names."""
     write_tokenizer(out / "google" / "umt5-xxl")
     text = {rename(name, _WAN_TEXT_NAMES): tensor for name, tensor in text_tensors(seed).items()}
     torch.save(text, out / "models_t5_umt5-xxl-enc-bf16.pth")
@@ -125,18 +125,14 @@ def write_original_vae(out: Path, seed: int, vae: VAEConfig = VAE) -> None:
 
 
 def write_original_clip(out: Path, seed: int) -> None:
-    """Write the vision tower under Wan's own file and tensor names, and a tensor of the text
-    tower beside it.
-    """
+    """Write the vision tower of CLIP under Wan's own names, with some tensors of the text tower."""
     tensors = {f"visual.{name}": tensor for name, tensor in _clip_tensors(seed).items()}
     tensors |= {"textual.norm.weight": torch.ones(8), "log_scale": torch.zeros(())}
     torch.save(tensors, out / "models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth")
 
 
 def write_diffusers_clip(out: Path, seed: int) -> None:
-    """Write the folder `image_encoder` of a diffusers checkpoint: transformers'
-    `CLIPVisionModel`.
-    """
+    """Write the directory `image_encoder` of a diffusers checkpoint (`CLIPVisionModel`)."""
     tensors: Tensors = {}
     for name, tensor in _clip_tensors(seed).items():
         stacked = ".to_qkv." in name
@@ -159,7 +155,7 @@ def write_diffusers_vae(out: Path, seed: int) -> None:
 
 
 def write_diffusers_components(out: Path, seed: int, flow_shift: float) -> None:
-    """Write the folders `tokenizer`, `text_encoder`, `vae` and `scheduler` of a diffusers
+    """Write the directories `tokenizer`, `text_encoder`, `vae` and `scheduler` of a diffusers
     checkpoint.
     """
     write_tokenizer(out / "tokenizer")
@@ -220,7 +216,7 @@ def text_tensors(seed: int) -> Tensors:
 
 
 def _clip_tensors(seed: int) -> Tensors:
-    """By Wan's own names."""
+    """Return the vision tower of CLIP under Wan's own names."""
     dim, mlp, side = CLIP["hidden_size"], CLIP["intermediate_size"], CLIP["patch_size"]
     shapes: dict[str, tuple[int, ...]] = {
         "cls_embedding": (1, 1, dim),
@@ -296,7 +292,7 @@ def random_tensors(
 
 
 def normal(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """Return fp32 standard normal values that depend only on name, shape and seed."""
+    """Return standard normal values, fp32, that depend only on name, shape and seed."""
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     return torch.randn(
         shape, generator=torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
@@ -304,7 +300,7 @@ def normal(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 
 def write_tiny_vae(path: Path, seed: int, channels: Sequence[int] = (8, 8, 4, 4)) -> None:
-    """Write a random TAEHV decoder, narrow."""
+    """Write a narrow TAEHV decoder with random weights."""
     with torch.device("meta"):
         shapes = shapes_of(TinyVAEDecoder(channels))
     torch.save(random_tensors(shapes, seed, offset=0.02), path)

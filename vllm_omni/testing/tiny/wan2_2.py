@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny random Wan 2.2 directories, written by diffusers' own classes: the real layout by
-construction.
+"""Tiny Wan 2.2 checkpoints with random weights, written by diffusers' own classes.
 
-`t2v` and `i2v` have two experts as A14B has, `ti2v` the residual VAE with 2x2 patches and per-token
-timesteps of the 5B model. Sizes divide by 2 and 4, for tensor, sequence and pipeline parallel runs;
-VAEs keep their real strides.
+`t2v` and `i2v` have two experts, like A14B. `ti2v` has the residual VAE with 2x2 patches and the
+per-token timesteps of the 5B model. Sizes are divisible by 2 and 4, for parallel runs. VAEs have
+their released strides.
 """
 
 from pathlib import Path
@@ -21,7 +20,7 @@ _TI2V_CHANNELS = 48
 
 
 def make_tiny(out: Path, seed: int, layout: str) -> None:
-    """Write one pipeline; the weights depend on `seed` only. layout: `t2v`, `i2v` or `ti2v`."""
+    """Write a checkpoint. The layout is `t2v`, `i2v` or `ti2v`; weights depend on the seed only."""
     from diffusers import UniPCMultistepScheduler, WanImageToVideoPipeline, WanPipeline
     from diffusers.utils import logging
     from transformers import AutoTokenizer, UMT5Config, UMT5EncoderModel
@@ -58,7 +57,7 @@ def make_tiny(out: Path, seed: int, layout: str) -> None:
         pipeline.save_pretrained(out, safe_serialization=True)
     finally:
         logging.set_verbosity(verbosity)
-    write_tokenizer(out / "tokenizer")  # saving wrote it anew, without byte fallback
+    write_tokenizer(out / "tokenizer")  # `save_pretrained` drops the byte fallback
 
 
 def _transformer(layout: str) -> Any:
@@ -100,8 +99,8 @@ def _vae(layout: str) -> Any:
 
 
 def _redraw(transformer: torch.nn.Module) -> None:
-    """Draw every parameter at random (classes leave some at zero or one), so that each one shows
-    in the result.
+    """Draw all parameters at random, because the classes initialise some with zeros or ones and
+    these would not affect the result.
     """
     with torch.no_grad():
         for name, parameter in transformer.named_parameters():

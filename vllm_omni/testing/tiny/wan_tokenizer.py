@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shipped village's tokenizer: small, but real, with the files, special tokens and byte
-fallback of umt5-xxl's.
+"""The tokenizer of the demo world: small, with the files, special tokens and byte fallback of
+umt5-xxl's.
 
-sentencepiece 0.2.3 trained it on twenty sentences. It is copied and not trained again: another
-version trains another vocabulary, and so other prompts, and a random checkpoint of one seed would
-not be the same everywhere.
+It was trained on twenty sentences with sentencepiece 0.2.3. It is copied, not trained again,
+because other versions train another vocabulary, and random checkpoints of one seed would differ.
 """
 
 import json
@@ -18,9 +17,7 @@ _FILES = ("spiece.model", "tokenizer.json", "tokenizer_config.json", "special_to
 
 
 def write_tokenizer(folder: Path) -> int:
-    """Write `spiece.model`, `tokenizer.json` and their two config files; returns the number of
-    tokens.
-    """
+    """Write `spiece.model`, `tokenizer.json` and their configs; return the number of tokens."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in _FILES:
         shutil.copyfile(_VILLAGES / name, folder / name)

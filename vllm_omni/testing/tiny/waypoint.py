@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny random Waypoint checkpoint in each released layout, with the names of a real one.
+"""Tiny Waypoint checkpoints with random weights in both released layouts.
 
-Every tensor's values depend only on the seed and its name. Sizes divide by 2, for tensor parallel
-runs. Weights are scaled so that keys and mouse change the frames visibly and long sessions stay
-finite.
+The values of a tensor depend only on the seed and its name. Sizes are divisible by 2, for tensor
+parallelism. Weights are scaled such that keys and mouse change the frames visibly and long sessions
+stay finite.
 """
 
 import math
@@ -149,8 +149,12 @@ def _random_tensors(shapes: Mapping[str, tuple[int, ...]], seed: int) -> Tensors
 
 
 def _per_block(tensors: Tensors, config: WaypointConfig, name_of: Any) -> Tensors:
-    """The six modulation projections, once for every block. name_of: (block, index) -> the
-    stored name.
+    """Return the six modulation projections for each block.
+
+    Args:
+        tensors: Tensors of the model.
+        config: Architecture of the model.
+        name_of: Returns the stored name for a block and the index of a projection.
     """
     return {
         name_of(block, index): tensors[f"cond_proj.{index}.weight"].clone()
@@ -160,7 +164,7 @@ def _per_block(tensors: Tensors, config: WaypointConfig, name_of: Any) -> Tensor
 
 
 def _released(tensors: Tensors, config: WaypointConfig) -> Tensors:
-    """As released for 1.5."""
+    """Return the tensors as released for Waypoint 1.5."""
     stored = {
         rename(name, _RELEASED): t
         for name, t in tensors.items()
@@ -181,8 +185,9 @@ def _released(tensors: Tensors, config: WaypointConfig) -> Tensors:
 
 
 def _engine(tensors: Tensors, config: WaypointConfig) -> Tensors:
-    """As released for Waypoint-1: one modulation bias a block, the two halves of a fusion's
-    first layer as one.
+    """Return the tensors as released for Waypoint 1.
+
+    Each block has one modulation bias, and the two halves of a fusion's first layer are one tensor.
     """
     stored = {}
     for name, tensor in tensors.items():

@@ -9,13 +9,14 @@ depend on denoise steps.
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from vllm_omni.model_executor.interfaces import (
     DiffusionRequest,
+    Result,
     SupportsBatchedDecode,
     SupportsStepExecution,
 )
@@ -50,35 +51,21 @@ class ResultStream:
             torch.cuda.Stream(device, priority=priority) if self._cuda and overlap else None
         )
 
-    def decode(
-        self, model: SupportsStepExecution, request: DiffusionRequest, started_s: float
-    ) -> PendingResult:
-        """Launch `post_decode` and the copy of its tensors to the host.
+    def launch(
+        self,
+        requests: Sequence[DiffusionRequest],
+        started_s: Sequence[float],
+        decode: Callable[[], Sequence[Result]],
+    ) -> list[PendingResult]:
+        """Launch a decode and the copy of its tensors to the host.
 
-        Must be called before the next chunk changes the session.
+        Must be called before the next chunk changes a session.
 
         Args:
-            model: The model.
-            request: Chunk to decode.
-            started_s: When the chunk started, in seconds.
+            requests: Chunks to decode.
+            started_s: When each chunk started, in seconds.
+            decode: Decodes the chunks.
         """
-        return self._launch([request], [started_s], lambda: [model.post_decode(request)])[0]
-
-    def decode_together(
-        self,
-        model: SupportsBatchedDecode,
-        requests: Sequence[DiffusionRequest],
-        started_s: Sequence[float],
-    ) -> list[PendingResult]:
-        """As `decode`, for requests that share one decode."""
-        return self._launch(requests, started_s, lambda: model.post_decode_together(requests))
-
-    def _launch(
-        self,
-        requests: Sequence[DiffusionRequest],
-        started_s: Sequence[float],
-        decode: Callable[[], Sequence[tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]]],
-    ) -> list[PendingResult]:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
         with (
@@ -201,8 +188,10 @@ class ChunkEnd:
                 continue
             requests = [state.chunk for state in members if state.chunk is not None]
             try:
-                pending = self._results.decode_together(
-                    model, requests, [state.started_s for state in members]
+                pending = self._results.launch(
+                    requests,
+                    [state.started_s for state in members],
+                    partial(model.post_decode_together, requests),
                 )
             except Exception:
                 logger.warning(
@@ -273,14 +262,29 @@ class ChunkEnd:
             and state.pending.ready()
         ]
 
-    def delivered(self, request_ids: Collection[str]) -> None:
-        """Mark results as delivered in the current engine step.
+    def deliver(
+        self, states: Sequence[RequestState], outputs: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Return the results of a step, as far as the worker's ring buffer holds them.
 
-        Results that `deliverable` holds back still follow in a later step.
+        Further results are held back for the next step.
         """
-        self.denoised = [
-            request_id for request_id in self.denoised if request_id not in request_ids
-        ]
+        deliver: dict[str, torch.Tensor] = {}
+        room = _MAX_STEP_BYTES
+        for state in states:
+            envelope = outputs.get(state.request_id) if state.deferred is None else state.deferred
+            if envelope is None:
+                continue
+            if state.failure is None:
+                # a failed request retains it: `release` waits for a running decode
+                state.pending = None
+            if deliver and envelope.numel() > room:
+                state.deferred = envelope
+            else:
+                deliver[state.request_id] = envelope
+                room -= envelope.numel()
+        self.denoised = [request_id for request_id in self.denoised if request_id not in deliver]
+        return deliver
 
     def pack_failures(
         self, states: Sequence[RequestState], outputs: dict[str, torch.Tensor]
@@ -301,35 +305,14 @@ class ChunkEnd:
         """
         if self.shares_decode:
             self._agreement.agree(state)
-        if state.failure is not None or state.chunk is None:
+        request = state.chunk
+        if state.failure is not None or request is None:
             return
         try:
-            state.pending = self._results.decode(self._model, state.chunk, state.started_s)
+            (state.pending,) = self._results.launch(
+                [request], [state.started_s], lambda: [self._model.post_decode(request)]
+            )
         except Exception as error:
             if self.shares_decode:
                 raise  # other ranks are in this decode's collectives: the engine can only exit
             state.decode_failure = as_failure(error, state.request_id)
-
-
-def deliverable(
-    states: Sequence[RequestState], outputs: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Limit the results of a step to what the worker's ring buffer holds.
-
-    Results beyond the limit are held back for the next step.
-    """
-    deliver: dict[str, torch.Tensor] = {}
-    room = _MAX_STEP_BYTES
-    for state in states:
-        envelope = state.deferred if state.deferred is not None else outputs.get(state.request_id)
-        if envelope is None:
-            continue
-        if state.failure is None:
-            # a failed request retains it: `release` waits for a running decode
-            state.pending = None
-        if deliver and envelope.numel() > room:
-            state.deferred = envelope
-        else:
-            deliver[state.request_id] = envelope
-            room -= envelope.numel()
-    return deliver

@@ -43,7 +43,7 @@ class SharedText:
         """Fill in the embeddings of chunks before their first step (collective on each stage).
 
         Args:
-            beginning: Chunks that are about to run their first step.
+            first_part: Chunks that are about to run their first step.
             received: Message of the previous stage.
 
         Raises:

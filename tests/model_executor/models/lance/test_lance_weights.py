@@ -19,7 +19,7 @@ from vllm_omni.model_executor.models.lance.config import LanceConfig, VisionConf
 from vllm_omni.model_executor.models.lance.network.transformer import LanceNetwork
 from vllm_omni.model_executor.models.lance.network.vae import VAE_RULES, LanceVAEConfig
 from vllm_omni.model_executor.models.lance.weights import network_shapes, vae_shapes, vision_shapes
-from vllm_omni.testing.tiny.lance import make_tiny, wan_name
+from vllm_omni.testing.tiny.lance import WAN_NAMES, make_tiny
 
 GOLDEN = golden_folder("lance")
 SMALL = {"max_image_pixels": 64 * 96}
@@ -50,7 +50,7 @@ def test_the_released_vision_tower_and_autoencoder_match_their_tables() -> None:
     assert 1021 + len(vision) == 1411
     real = json.loads((GOLDEN / "report_vae_vit.json").read_text())["real_keys"]
     assert {rename(name, VAE_RULES): tuple(shape) for name, shape in real.items()} == vae
-    assert {wan_name(name): shape for name, shape in vae.items()} == {
+    assert {rename(name, WAN_NAMES): shape for name, shape in vae.items()} == {
         n: tuple(shape) for n, shape in real.items()
     }
 

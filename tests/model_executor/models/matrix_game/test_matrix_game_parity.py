@@ -105,7 +105,7 @@ def test_a_missing_stage_of_a_call_fails(tmp_path: Path) -> None:
     ("key", "complaint"),
     [
         ("cfg", "VAE config has unknown keys swirl"),
-        ("clip_cfg", "clip_cfg has settings that are not understood: swirl"),
+        ("clip_cfg", "clip_cfg has unknown settings: swirl"),
     ],
 )
 def test_an_unknown_recorded_setting_is_refused(key: str, complaint: str, tmp_path: Path) -> None:

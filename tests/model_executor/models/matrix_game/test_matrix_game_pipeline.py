@@ -240,7 +240,7 @@ def test_a_prompt_is_refused_with_a_list_of_the_controls(game: MatrixGame) -> No
         ),
         (True, {}, {"options": {"camera_scale": 1.0}}, "invalid_request", "takes no options"),
         (True, {}, {"height": 64}, "invalid_request", "height is fixed at 32"),
-        (False, {"image": start_image()}, {}, "invalid_image", "keeps its first image"),
+        (False, {"image": start_image()}, {}, "invalid_image", "has one start image"),
         (False, {}, {"actions": [["w"]] * 4}, "invalid_action", "at most 3 entries"),
         (
             False,

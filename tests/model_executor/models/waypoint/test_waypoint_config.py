@@ -134,7 +134,7 @@ def test_options_for_values_that_the_checkpoint_fixes_are_refused() -> None:
     for name, value in (("window_frames", 4), ("decoder", "tiny"), ("sequence_parallel", True)):
         with pytest.raises(
             ValueError,
-            match=f"drop {name}: this model's checkpoint leaves no choice of latent_frames",
+            match=f"remove {name}: this model's checkpoint fixes latent_frames",
         ):
             read_stream(checkpoint, OmniConfig(model={name: value}))
 

@@ -88,4 +88,4 @@ def test_an_unknown_recorded_setting_is_refused(tmp_path: Path, scenario: str, k
     """Ignoring it would compare another network."""
     change_settings(copy(tmp_path, scenario), key, swirl=3)
     report = verify(tmp_path)
-    assert f"{key} has settings that are not understood: swirl" in report.to_text()
+    assert f"{key} has unknown settings: swirl" in report.to_text()

@@ -220,7 +220,7 @@ def test_two_pipeline_stages_equal_one(
 @pytest.mark.parametrize(
     ("tensors", "params", "code", "reason"),
     [
-        ({"image": start_image()}, {}, "invalid_image", "keeps its first image"),
+        ({"image": start_image()}, {}, "invalid_image", "has one start image"),
         ({"poses": torch.eye(4)}, {}, "invalid_request", "takes image, buttons, axes, scroll"),
         ({}, {"options": {"camera_scale": 1.0}}, "invalid_request", "takes no options"),
         ({}, {"height": 64}, "invalid_request", "height is fixed at 40"),

@@ -33,7 +33,7 @@ from vllm_omni.model_executor.layers.collectives.head_all_to_all import (
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.layers.kv_cache.format import KVSlot
 from vllm_omni.model_executor.layers.kv_cache.window import (
-    QuantizedView,
+    KVWindow,
     WindowAttention,
     WindowItem,
 )
@@ -47,7 +47,7 @@ def head_exchange(
 
     Args:
         parallel: This rank.
-        rows: The chunks of the batch.
+        items: The chunks of the batch.
         num_tokens: Tokens of one chunk, over all ranks.
     """
     if parallel.sequence_parallel:
@@ -85,7 +85,7 @@ class HeadExchange(WindowAttention):
         """Write K/V of `layer` into the windows, then attend.
 
         Args:
-            rows: The chunks of the batch.
+            items: The chunks of the batch.
             layer: Index among the layers of this rank.
             q_BTNH: Queries of this rank's tokens, [B, T_r, N, H].
             k_BTNH: Keys, of the same shape.
@@ -108,7 +108,7 @@ class QuantizedExchange(HeadExchange):
     """Quantize keys and values before the all-to-all; send queries unquantized."""
 
     def __init__(
-        self, parallel: ParallelContext, num_tokens: int, windows: Sequence[QuantizedView]
+        self, parallel: ParallelContext, num_tokens: int, windows: Sequence[KVWindow]
     ) -> None:
         super().__init__(parallel, num_tokens)
         self.windows = tuple(windows)
@@ -148,7 +148,7 @@ class QuantizedExchange(HeadExchange):
         all_to_all.send(0, q_BTNH)
 
     def _attend(
-        self, window: QuantizedView, layer: int, frames: range, q_TNH: torch.Tensor
+        self, window: KVWindow, layer: int, frames: range, q_TNH: torch.Tensor
     ) -> torch.Tensor:
         return window.attend(layer, frames, q_TNH)
 
@@ -163,7 +163,7 @@ class QuantizedQueriesExchange(QuantizedExchange):
     """Quantize queries as well, and dequantize the result of FP8 attention after its all-to-all."""
 
     def __init__(
-        self, parallel: ParallelContext, num_tokens: int, windows: Sequence[QuantizedView]
+        self, parallel: ParallelContext, num_tokens: int, windows: Sequence[KVWindow]
     ) -> None:
         super().__init__(parallel, num_tokens, windows)
         k_scales, v_scales = self.scales.unbind(3)
@@ -177,7 +177,7 @@ class QuantizedQueriesExchange(QuantizedExchange):
         _send_quantized(all_to_all, 0, (q_BTNH,), self.query_scales[:, layer])
 
     def _attend(
-        self, window: QuantizedView, layer: int, frames: range, q_TNH: torch.Tensor
+        self, window: KVWindow, layer: int, frames: range, q_TNH: torch.Tensor
     ) -> torch.Tensor:
         return window.attend_quantized(layer, frames, q_TNH)
 

@@ -63,12 +63,15 @@ def store(
 
 
 class KVFormat:
-    """Unquantized storage. `dtype` is the type of keys and values outside; `storage` that of the
-    buffer."""
+    """Unquantized storage."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
+        """Type of keys and values outside the buffer."""
         self.storage = dtype
+        """Type of the buffer."""
+        self.scales: torch.Tensor | None = None
+        """Factors of the stored values for dequantization, [L, 2, N] fp32. None: all 1."""
 
     @property
     def nbytes(self) -> int:
@@ -134,17 +137,9 @@ class KVFormat:
         """Return scaled float values with the precision of the buffer."""
         return stored.to(self.storage)
 
-    def scales(self) -> torch.Tensor | None:
-        """Return the factors of the stored values for dequantization, [L, 2, N] fp32.
-
-        None: all 1.
-        """
-        return None
-
     def layer_scales(self, layer: int) -> torch.Tensor | None:
         """Return `scales` of one layer, [2, N]."""
-        scales = self.scales()
-        return None if scales is None else scales[layer]
+        return None if self.scales is None else self.scales[layer]
 
     def take_scales(self, other: Self) -> None:
         """Copy the scales of another window whose buffer is copied into this one's."""
@@ -175,31 +170,33 @@ class ScaledFP8(KVFormat):
     one pass first dequantizes everything that a chunk sees to `dtype`.
     """
 
+    scales: torch.Tensor
+
     def __init__(
         self, dtype: torch.dtype, num_layers: int, num_heads: int, device: torch.device | str
     ) -> None:
         super().__init__(dtype)
         self.storage = FP8
-        self._scales_L2N = torch.ones(num_layers, 2, num_heads, dtype=torch.float32, device=device)
+        self.scales = torch.ones(num_layers, 2, num_heads, dtype=torch.float32, device=device)
 
     @property
     def nbytes(self) -> int:
-        return self._scales_L2N.nbytes
+        return self.scales.nbytes
 
     def fit_scales(self, layer: int, k_TNH: torch.Tensor, v_TNH: torch.Tensor) -> None:
         for kind, x_TNH in enumerate((k_TNH, v_TNH)):
             largest_N = x_TNH.abs().amax(dim=(0, 2)).float().clamp_min(_TINIEST)
-            self._scales_L2N[layer, kind] = torch.exp2(
+            self.scales[layer, kind] = torch.exp2(
                 torch.ceil(torch.log2(largest_N * (_HEADROOM / LARGEST)))
             )
 
     def encode(self, layer: int, kind: int, x_TNH: torch.Tensor) -> torch.Tensor:
-        return plain_quantize(x_TNH, self._scales_L2N[layer, kind])
+        return plain_quantize(x_TNH, self.scales[layer, kind])
 
     def load(
         self, layer: int, stored_2SNH: torch.Tensor, tokens: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return dequantize(stored_2SNH, self._scales_L2N[layer], self.dtype, tokens)
+        return dequantize(stored_2SNH, self.scales[layer], self.dtype, tokens)
 
     def attend(
         self,
@@ -210,7 +207,7 @@ class ScaledFP8(KVFormat):
         key_range: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if key_range is None:
-            out_TNH = fp8_attention(q_TNH, stored_2SNH, self._scales_L2N[layer], tokens)
+            out_TNH = fp8_attention(q_TNH, stored_2SNH, self.scales[layer], tokens)
             if out_TNH is not None:
                 return out_TNH
         return super().attend(layer, q_TNH, stored_2SNH, tokens, key_range)
@@ -228,32 +225,28 @@ class ScaledFP8(KVFormat):
     def quantized(self, stored: torch.Tensor) -> torch.Tensor:
         return stored.clamp(-LARGEST, LARGEST).to(FP8)
 
-    def scales(self) -> torch.Tensor | None:
-        return self._scales_L2N
-
     def take_scales(self, other: KVFormat) -> None:
-        scales = other.scales()
-        assert scales is not None
-        self._scales_L2N.copy_(scales)
+        assert other.scales is not None
+        self.scales.copy_(other.scales)
 
     def clear(self) -> None:
-        self._scales_L2N.fill_(1)
+        self.scales.fill_(1)
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
-        return (self._scales_L2N,)
+        return (self.scales,)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        return {"kv.scales": self._scales_L2N}
+        return {"kv.scales": self.scales}
 
     def fork(self) -> Self:
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
-        other._scales_L2N = self._scales_L2N.clone()
+        other.scales = self.scales.clone()
         return other
 
     def to(self, device: torch.device | str) -> None:
-        self._scales_L2N = self._scales_L2N.to(device)
+        self.scales = self.scales.to(device)
 
 
 def kv_format(

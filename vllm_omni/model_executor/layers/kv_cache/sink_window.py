@@ -129,7 +129,7 @@ class SinkWindow(KVWindow):
     def _token_means(self, stored: torch.Tensor) -> torch.Tensor:
         """Return the mean of each frame's tokens: stored [L, 2, S, T, N, H] -> fp32 [L, 2, S, N *
         H]."""
-        mean_LKSNH, scales_LKN = stored.float().mean(3), self.format.scales()
+        mean_LKSNH, scales_LKN = stored.float().mean(3), self.format.scales
         if scales_LKN is not None:
             mean_LKSNH = mean_LKSNH * scales_LKN[:, :, None, :, None]
         return mean_LKSNH.flatten(3)

@@ -84,6 +84,7 @@ class KVWindow:
             )
         self.window_frames = window_frames
         self.sink_frames = sink_frames
+        self.ring_frames = window_frames - sink_frames
         self.tokens_per_frame = tokens_per_frame
         self.max_attention_tokens = max_attention_tokens
         # global attention never overwrites a slot
@@ -116,10 +117,6 @@ class KVWindow:
     @property
     def format(self) -> KVFormat:
         return self._ring.format
-
-    @property
-    def ring_frames(self) -> int:
-        return self.window_frames - self.sink_frames
 
     @property
     def nbytes(self) -> int:
@@ -187,14 +184,13 @@ class KVWindow:
 
         The first chunk of a session returns None, because `scales` are computed from it.
         """
-        return self if frames.start > 0 and self.format.scales() is not None else None
+        return self if frames.start > 0 and self.format.scales is not None else None
 
     @property
     def scales(self) -> torch.Tensor:
         """Return the divisors for quantization, [layers, 2, heads], fp32 powers of two."""
-        scales = self.format.scales()
-        assert scales is not None, "only a window that rounds has any"
-        return scales
+        assert self.format.scales is not None, "only a quantized window has scales"
+        return self.format.scales
 
     def write_quantized(self, layer: int, frames: range, quantized_2TNH: torch.Tensor) -> None:
         """Write keys and values that were already divided by `scales` and quantized."""
@@ -421,21 +417,6 @@ def kv_window_nbytes(
 # -- attention to windows --------------------------------------------------------------------------
 
 
-class QuantizedView(Protocol):
-    """A `KVWindow` as attention uses it when keys and values are already quantized."""
-
-    @property
-    def scales(self) -> torch.Tensor: ...
-
-    def quantizes_queries(self, frames: range, num_queries: int) -> bool: ...
-
-    def write_quantized(self, layer: int, frames: range, quantized_2TNH: torch.Tensor) -> None: ...
-
-    def attend(self, layer: int, frames: range, q_TNH: torch.Tensor) -> torch.Tensor: ...
-
-    def attend_quantized(self, layer: int, frames: range, q_TNH: torch.Tensor) -> torch.Tensor: ...
-
-
 class KVView(Protocol):
     """A `KVWindow` as attention uses it: write the K/V of a chunk, then attend to the visible
     frames."""
@@ -448,7 +429,7 @@ class KVView(Protocol):
 
     def attend(self, layer: int, frames: range, q_TNH: torch.Tensor) -> torch.Tensor: ...
 
-    def quantized_ahead(self, frames: range) -> QuantizedView | None: ...
+    def quantized_ahead(self, frames: range) -> KVWindow | None: ...
 
 
 class WindowItem(Protocol):
@@ -499,7 +480,7 @@ class WindowAttention:
         """Write K/V of `layer` into the windows, then attend.
 
         Args:
-            rows: The chunks of the batch.
+            items: The chunks of the batch.
             layer: Index among the layers of this rank.
             q_BTNH: Queries of this rank's tokens, [B, T_r, N, H].
             k_BTNH: Keys, of the same shape.

@@ -97,7 +97,7 @@ class LinearPrecision(QuantizationConfig):
 
     Args:
         quantization: vLLM's config for `--quantization`. None: nothing is quantized.
-        kept: `fnmatch` patterns of layer names that stay unquantized.
+        retained: `fnmatch` patterns of layer names that stay unquantized.
         int8: `fnmatch` patterns of layer names with int8 weights and unquantized inputs. They apply
             when the engine quantizes while it loads; a quantized checkpoint already stores its
             formats.

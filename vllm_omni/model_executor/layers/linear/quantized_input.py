@@ -66,7 +66,7 @@ def quantized(data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> Qu
 
 def quantize_tokens(x: torch.Tensor, dtype: torch.dtype) -> QuantizedActivation:
     """Quantize [..., D] as vLLM's layers do: a token's largest value maps to e4m3's largest;
-    `dtype` as in `rounded`."""
+    `dtype` as in `quantized`."""
     x = x.float()
     scale = (x.abs().amax(-1, keepdim=True) / LARGEST).clamp_(min=LEAST_SCALE)
     return quantized((x / scale).clamp_(-LARGEST, LARGEST).to(FP8), scale, dtype)

@@ -157,7 +157,7 @@ def _read(
     Args:
         file: The file.
         wanted: Stored names of the tensors to return.
-        beside: Computes the digests concurrently.
+        alongside: Computes the digests concurrently.
 
     Returns:
         The tensors in `wanted`, and the digests of all tensors in the order of the file.

@@ -65,6 +65,7 @@ ACTION_SPACE = msgspec.structs.replace(
 )
 """The eight keys and their analog equivalents, which add up. A movement key is one step, a look key
 six or four degrees."""
+_AXIS_NAMES = ACTION_SPACE.axis_names
 FLAG_KEYS = "wasd"
 """The keys that condition an `act` model, in the order of its channels."""
 
@@ -221,7 +222,7 @@ def motions_of(actions: ActionFrames) -> list[Motion]:
         actions.held(ACTION_SPACE), actions.axes_NA.double().unbind(0), strict=True
     ):
         keys = Motion.of_keys(["".join(held)])
-        axis = dict(zip(ACTION_SPACE.axis_names, values.split(1), strict=True))
+        axis = dict(zip(_AXIS_NAMES, values.split(1), strict=True))
         motions.append(
             Motion(
                 ahead=keys.ahead + axis["forward"],
@@ -262,7 +263,7 @@ def read_flags(action: torch.Tensor, num_frames: int) -> torch.Tensor:
 def held_flags(actions: ActionFrames) -> torch.Tensor:
     """Return the keys w a s d of each frame in the format of `read_flags`; an axis presses the key
     of its direction."""
-    axes = dict(zip(ACTION_SPACE.axis_names, actions.axes_NA.unbind(1), strict=True))
+    axes = dict(zip(_AXIS_NAMES, actions.axes_NA.unbind(1), strict=True))
     pressed = {
         "w": axes["forward"] > 0,
         "s": axes["forward"] < 0,

@@ -115,12 +115,6 @@ class FoldedCausalConv3d(WanCausalConv3d):
         assert (left, top) == (right, bottom) and self.groups == 1 and self.dilation == (1, 1, 1)
         self.frames_before, self.padding_HW = frames_before, (top, left)
 
-    @property
-    def weight_2d(self) -> torch.Tensor:
-        """Return [O, taps C, kH, kW], a view of `weight` unless it was replaced by a tensor with
-        other strides."""
-        return folded(self.weight)
-
     def forward(self, x_BCTHW: torch.Tensor, cache_x: torch.Tensor | None = None) -> torch.Tensor:
         if x_BCTHW.device.type != "cpu":
             return super().forward(x_BCTHW, cache_x)
@@ -137,7 +131,7 @@ class FoldedCausalConv3d(WanCausalConv3d):
             x = torch.cat([x[:, :, tap : tap + last + 1 : step] for tap in range(taps)], dim=1)
         frames = x.transpose(1, 2)
         out = functional.conv2d(
-            frames.flatten(0, 1), self.weight_2d, self.bias, self.stride[1:], self.padding_HW
+            frames.flatten(0, 1), folded(self.weight), self.bias, self.stride[1:], self.padding_HW
         )
         # Not `unflatten` for one clip: its strides for one frame are not those of channels-last.
         clips = out.unsqueeze(0) if len(frames) == 1 else out.unflatten(0, frames.shape[:2])

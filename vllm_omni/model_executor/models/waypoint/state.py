@@ -143,7 +143,7 @@ class FrameRings(WindowSet):
         ranges_K2 = torch.tensor(
             [[0, window.num_keys(frame)] for window in self.rings], dtype=torch.int32
         )
-        sets_scales = frame == 0 and self.clean.format.scales() is not None
+        sets_scales = frame == 0 and self.clean.format.scales is not None
         return FrameSlot(
             to_device(tokens_KT, self.device), to_device(ranges_K2, self.device), sets_scales
         )

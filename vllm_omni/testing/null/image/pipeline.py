@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`NullImagePipeline`: images and videos with no model behind them, for measuring and breaking the
-code around one.
+"""`NullImagePipeline`: generates images and videos without a network, to test and measure the code
+around a model.
 
-It follows the contract of one-shot models (entrypoints/openai/__init__.py) and costs next to
-nothing. A picture depends on prompts, seed, steps, guidance and input pictures, and on nothing
-else: not on its batch, not on how n is cut into requests. `DiffusionParams.options` can slow it
-down or make it fail: see `NullFaults`.
+It follows the contract of one-shot models (entrypoints/openai/__init__.py) and costs almost
+nothing. An image depends only on prompts, seed, steps, guidance and input images. It does not
+depend on its batch, or on how `n` is split into requests. `DiffusionParams.options` can delay the
+model or make it fail (`NullFaults`).
 
-Pictures: squares of 8 pixels, one for each latent, coloured by it; the first square has the mean
-colour of all input pictures (grey 0 if there are none), the second the grey level 10 x their
-number, plus 100 if there is a mask. Frames: every pixel of frame n is n % 256, except the first
-square, as above.
+An image consists of squares of 8 pixels, one per latent, with the colour of the latent. The first
+square has the mean colour of all input images (grey 0 without any). The grey level of the second
+square is 10 times their number, plus 100 if there is a mask. In a video, all pixels of frame n have
+the value n % 256, except for the first square.
 """
 
 import hashlib
@@ -39,10 +39,16 @@ LATENT_CHANNELS = 3
 
 @dataclass
 class _Image:
+    """Working set of a request."""
+
     latents_NCHW: torch.Tensor
+    """Current latents."""
     faults: NullFaults
+    """Delays and failures of the request."""
     mean_C: torch.Tensor
+    """Mean colour of the input images, uint8 [3]."""
     input_level: int
+    """Grey level of the second square."""
 
 
 Request = DiffusionRequest[OneShotSession, _Image]

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the null world's frames show the actions that arrived, so that tests see them through codecs
-and browsers.
+"""Squares in the frames of the null world that show the received actions, so that tests can read
+them after codecs and browsers.
 
-Squares of 8 x 8 pixels in the last rows of a frame, from the left, row above row: one per button,
-one per axis, one for the wheel, in the order of the action space. A held button is white, another
-black; an axis or the wheel is gray, 128 at rest, and up to 127 more or less: the share of its
-range, or its value if its range has no end. A chunk in which nothing is done shows none.
+Each square has 8 x 8 pixels. The squares fill the last rows of a frame from the left and then the
+rows above: one per button, one per axis and one for the wheel, in the order of the action space. A
+held button is white, a released one black. The gray value of an axis or the wheel is 128 at rest
+and differs from it by up to 127: in proportion to the range of the axis, or by its value if the
+range is unlimited. A chunk without any action has no squares.
 """
 
 import numpy as np
@@ -22,7 +23,7 @@ def is_idle(rows: ActionFrames | None) -> bool:
 
 
 def levels(space: ActionSpace, rows: ActionFrames) -> np.ndarray:
-    """Gray values `[N, squares]`, uint8, of each row of controls."""
+    """Return the gray values of each row of controls, uint8 [N, squares]."""
     buttons_NB = rows.buttons_NB.to(torch.float32) * 255
     gains_A = torch.tensor([_gain(axis) for axis in space.axes])
     values_NV = torch.cat([rows.axes_NA * gains_A, rows.scroll_N[:, None] * 127], 1)
@@ -31,14 +32,14 @@ def levels(space: ActionSpace, rows: ActionFrames) -> np.ndarray:
 
 
 def draw(frames_THWC: torch.Tensor, space: ActionSpace, rows: ActionFrames) -> None:
-    """Write the squares of T rows of controls into T frames, uint8."""
+    """Draw the squares of T rows of controls into T frames, uint8."""
     for position, gray_T in enumerate(torch.from_numpy(levels(space, rows)).unbind(1)):
         top, left = _corner(position, *frames_THWC.shape[1:3])
         frames_THWC[:, top : top + SIDE, left : left + SIDE] = gray_T[:, None, None, None]
 
 
 def read(frame_HWC: np.ndarray, count: int) -> list[int]:
-    """Gray values of the first `count` squares of one frame, of their middles."""
+    """Return the gray values at the centres of the first `count` squares of a frame."""
     corners = [_corner(position, *frame_HWC.shape[:2]) for position in range(count)]
     return [
         round(float(frame_HWC[top + 2 : top + 6, left + 2 : left + 6].mean()))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of `null_world`: which controls it takes. Imports nothing heavy."""
+"""Options of `null_world`. This module imports nothing heavy."""
 
 import msgspec
 
@@ -7,8 +7,8 @@ from vllm_omni.actions import CAMERA_SPACE, ActionSpace
 
 
 class NullWorldOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """actions: an `ActionSpace` (vllm_omni/actions.py) as JSON, so that tests can stand for any
-    model's controls.
-    """
+    """Options under `omni.model`."""
 
     actions: ActionSpace = CAMERA_SPACE
+    """Controls of the model as JSON (`vllm_omni/actions.py`). Tests imitate other models with them.
+    Default: the camera keys."""

@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`NullWorldPipeline`: a world with no picture in it, for measuring and breaking everything around
-a model.
+"""`NullWorldPipeline`: a world model without a network, to test and measure code around a model.
 
-It costs nearly nothing, yet behaves like a real causal world: a chunk's latents depend on prompt,
-seed, camera, actions and all earlier chunks of the session, layers can be split over pipeline
-stages, and frames tell which chunk they belong to. `DiffusionParams.options` can slow it down or
-make it fail: `steps`, `step_ms`, `prepare_ms`, `decode_ms`, `fail_in` ("prepare" | "denoise" |
-"decode"), `fail_at` / `nan_at` (a step). With `clean_pass` the last step leaves the latents as they
-are.
+It costs almost nothing but behaves like a causal world model. The latents of a chunk depend on
+prompt, seed, camera, actions and all earlier chunks of the session. Its layers can be split over
+pipeline stages, and its frames identify their chunk. `DiffusionParams.options` can delay the model
+or make it fail (`NullOptions`).
 
-Frames: every pixel of session frame n is n % 256, except pixel (0, 0) = (chunk % 256, signature %
-256, 0), where the signature sums the chunk's latents, and squares for the chunk's actions
-(`marks.py`). `omni.model.actions` says which controls it takes, by default the camera keys.
+All pixels of frame n of a session have the value n % 256, except for pixel (0, 0) and the squares
+that show actions (`marks.py`). Pixel (0, 0) is (chunk % 256, signature % 256, 0), where the
+signature is the sum of the chunk's latents. `omni.model.actions` sets the controls.
 """
 
 import hashlib
@@ -50,30 +47,46 @@ FRAMES_PER_LATENT = 4
 
 
 class NullFaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How long each part takes, and where it fails."""
+    """Delays and failures of a request."""
 
     step_ms: float = 0.0
+    """Duration of each denoise step in milliseconds."""
     prepare_ms: float = 0.0
+    """Duration of `prepare_encode` in milliseconds."""
     decode_ms: float = 0.0
+    """Duration of the decode in milliseconds."""
     fail_in: str | None = None
+    """Phase that raises an error: `prepare`, `denoise` or `decode`."""
     fail_at: int = 0
+    """Step that fails, for `denoise`."""
     nan_at: int | None = None
+    """Step after which the latents are NaN."""
     clean_pass: bool = False
+    """Whether the last step is a clean-context pass, which does not change the latents."""
 
 
 class NullOptions(NullFaults, frozen=True, forbid_unknown_fields=True):
+    """`DiffusionParams.options` of one chunk."""
+
     steps: int = 5
+    """Number of steps."""
 
 
 class NullScalars(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`NullSession.scalars` as read from a file."""
+
     chunk_index: ChunkIndex
+    """Index of the next chunk."""
     prompt: Text
+    """Prompt of the session."""
     seed: Seed
+    """Seed of the session."""
 
 
 class NullSession(SessionState):
-    """`memory_CHW`: the sum of all committed latents, fp32; it makes later chunks depend on
-    earlier ones.
+    """Session of the null world.
+
+    `memory_CHW` is the sum of all committed latents, fp32. Later chunks depend on it.
     """
 
     def __init__(
@@ -131,10 +144,16 @@ class NullSession(SessionState):
 
 @dataclass
 class _Chunk:
+    """Working set of a chunk."""
+
     latents_CHW: torch.Tensor
+    """Current latents."""
     options: NullOptions
+    """Options of the chunk."""
     prompt: str
+    """Prompt of the session after the chunk."""
     rows: ActionFrames | None
+    """Controls per latent frame. None: the request has none."""
 
 
 Request = DiffusionRequest[NullSession, _Chunk]

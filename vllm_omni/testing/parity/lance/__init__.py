@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lance against golden files: decoder, latent bridge, packing, sampling of every task, vision
-tower, autoencoder.
+"""Comparison of Lance with golden files: decoder, latents, packing, sampling of each task, vision
+tower and autoencoder.
 
-Everything is driven by the recordings and their metadata, so any directory of the same layout can
-be verified: other sizes, layers, heads, prompts, seeds. `recorded` says how results are judged.
+All sizes come from the recordings and their metadata, so the directory may have other sizes,
+prompts or seeds. `recorded.py` defines the tolerances.
 """
 
 from pathlib import Path
@@ -47,7 +47,7 @@ def run_fp32(scenario: Scenario) -> None:
 
 
 def run_bf16(scenario: Scenario) -> None:
-    """End results only; inputs come from the fp32 recording beside it."""
+    """Compare final results only. Inputs come from the fp32 recording in the same directory."""
     inputs_file = Scenario(
         scenario.directory / "golden_fp32.safetensors", Report("lance", "inputs")
     )

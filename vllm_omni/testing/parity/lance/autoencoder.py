@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lance's autoencoder against recordings, and its tensors at full size against the real
-checkpoint's list.
-
-Held by tests/model_executor/models/lance/test_lance_parity.py.
+"""Comparison of Lance's autoencoder with recordings, and of its full-size tensors with the released
+checkpoint's names.
 """
 
 import json
@@ -12,14 +10,14 @@ import torch
 from vllm_omni.model_executor.checkpoint.loading import rename
 from vllm_omni.model_executor.layers.collectives.parallel import checkpoint_slots
 from vllm_omni.model_executor.models.lance.network.vae import VAE_RULES, LanceVAEConfig, LanceWanVAE
-from vllm_omni.testing.parity.comparison import Scenario, read_tensors
+from vllm_omni.testing.parity.comparison import Scenario, fill_slots, read_tensors
 from vllm_omni.testing.parity.lance.recorded import VAE, Fp32Judge
 
 VAE_WEIGHTS = "state_dict_vae.safetensors"
 
 
 def run_vae(scenario: Scenario) -> None:
-    """Encode and decode the recorded clips."""
+    """Compare encoding and decoding of the recorded clips."""
     weights, _ = read_tensors(scenario.directory / VAE_WEIGHTS)
     vae = LanceWanVAE(
         LanceVAEConfig(
@@ -32,13 +30,7 @@ def run_vae(scenario: Scenario) -> None:
     )
     slots = checkpoint_slots(vae.vae)
     renamed = {rename(name, VAE_RULES): tensor for name, tensor in weights.items()}
-    if slots.keys() != renamed.keys():
-        raise ValueError(
-            f"{VAE_WEIGHTS}: names differ from the model's: "
-            f"{sorted(slots.keys() ^ renamed.keys())[:3]}"
-        )
-    for name, slot in slots.items():
-        slot.load(renamed[name])
+    fill_slots(slots, renamed, VAE_WEIGHTS)
     judge = Fp32Judge(scenario)
     for clip in sorted(
         {name.rpartition(".")[0] for name in scenario.tensors if name.endswith(".x")}
@@ -52,9 +44,7 @@ def run_vae(scenario: Scenario) -> None:
 
 
 def run_report(scenario: Scenario) -> None:
-    """The real checkpoint's VAE names and shapes against ours at full size, and the recorded
-    equivalence numbers.
-    """
+    """Compare the names and shapes of the full-size VAE with the released checkpoint."""
     recorded = json.loads(scenario.path.read_text())
     with torch.device("meta"):
         slots = checkpoint_slots(LanceWanVAE(LanceVAEConfig()).vae)

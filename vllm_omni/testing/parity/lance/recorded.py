@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recorded tiny Lance, how a result is judged in each precision, and the tolerances.
+"""The recorded tiny Lance model, and the comparison of results in each precision.
 
-Tolerances. fp32: 2e-5 per stage, 1e-4 for final latents; ids, masks, positions and greedy tokens
-exactly. bf16: relative L2 distance to the recorded bf16 result, allowed 2 % or twice that result's
-distance from the recorded fp32 one (two independent roundings of that size). Greedy tokens in bf16
-are compared up to the first step that bf16 cannot decide: its two best logits are nearer than 2 %
-of the largest.
+Tolerances. fp32: 2e-5 per stage and 1e-4 for final latents. Ids, masks, positions and greedy tokens
+must be equal. bf16: relative L2 distance from the recorded bf16 result of at most 2 %, or twice the
+distance of that result from the recorded fp32 result, because both are rounded independently.
+Greedy tokens in bf16 are compared up to the first step whose two best logits differ by less than
+2 % of the largest logit.
 """
 
 import json
@@ -30,7 +30,7 @@ from vllm_omni.model_executor.models.lance.tasks.prompt import (
 from vllm_omni.model_executor.models.lance.tasks.sampling import TokenChoice
 from vllm_omni.model_executor.models.lance.tasks.stepper import Stepper
 from vllm_omni.model_executor.models.lance.tasks.understanding import TextRules, Understanding
-from vllm_omni.testing.parity.comparison import Scenario, check_recorded, read_tensors
+from vllm_omni.testing.parity.comparison import Scenario, check_recorded, fill_slots, read_tensors
 
 _LATENT_SETTINGS = {
     "latent_patch_size": [1, 1, 1],
@@ -38,21 +38,25 @@ _LATENT_SETTINGS = {
     "max_num_frames": None,
     "max_latent_size": None,
 }
-"""Recorded settings of the latents; None = any value."""
+"""Supported settings of the latents. None: any value."""
 _OTHER_LLM_KEYS = (
     *("max_position_embeddings", "tie_word_embeddings", "_attn_implementation", "image_token_id"),
     *("layer_module", "qk_norm", "qk_norm_und", "qk_norm_gen", "apply_qwen_2_5_vl_pos_emb"),
 )
-"""Recorded keys of the language model that change nothing in the comparison, or that Lance has
-no choice about.
-"""
+"""Recorded keys of the language model that do not affect the comparison or are fixed in Lance."""
 STAGE, LATENT, TABLE, VAE = 2e-5, 1e-4, 1e-6, 2e-5
 _BF16 = 2e-2
 WEIGHTS = "state_dict.safetensors"
 
 
 class ToyModel:
-    """The recorded tiny model and its vocabulary."""
+    """The recorded tiny model and its vocabulary.
+
+    Args:
+        directory: Directory with the recordings.
+        precision: `fp32` or `bf16`, the recording to read.
+        dtype: Dtype of the model.
+    """
 
     def __init__(self, directory: Path, precision: str, dtype: torch.dtype) -> None:
         meta = json.loads((directory / f"meta_{precision}.json").read_text())
@@ -85,13 +89,7 @@ class ToyModel:
         slots = checkpoint_slots(self.network) | {
             f"vit_model.{name}": slot for name, slot in checkpoint_slots(self.vision.tower).items()
         }
-        if slots.keys() != weights.keys():
-            raise ValueError(
-                f"{WEIGHTS}: names differ from the model's: "
-                f"{sorted(slots.keys() ^ weights.keys())[:3]}"
-            )
-        for name, slot in slots.items():
-            slot.load(weights[name])
+        fill_slots(slots, weights, WEIGHTS)
         markers = (self.special[VISION_START], self.special[VISION_END])
         self.stepper = Stepper(self.network, markers, self.config.vocab_size)
 
@@ -100,7 +98,7 @@ class ToyModel:
         return {number: word for word, number in self.vocabulary.items()}
 
     def encode(self, text: str) -> list[int]:
-        """Tokenise with the recorded vocabulary, the longest word first."""
+        """Tokenise with the recorded vocabulary, longest match first."""
         ids = []
         while text:
             word = max(
@@ -121,7 +119,7 @@ class ToyModel:
 
 
 class Fp32Judge:
-    """Compares a stage with its fp32 recording; a name that is not recorded is passed over."""
+    """Compares a stage with its fp32 recording, if there is one."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -135,7 +133,7 @@ class Fp32Judge:
 
 
 class Bf16Judge:
-    """Compares a stage's relative L2 distance, and tokens as far as they are decided."""
+    """Compares the relative L2 distance of a stage, and tokens as far as bf16 determines them."""
 
     def __init__(self, scenario: Scenario, fp32: Scenario) -> None:
         self.scenario, self.fp32 = scenario, fp32
@@ -156,9 +154,9 @@ class Bf16Judge:
         self.scenario.compare(f"{stage} (relative L2)", distance, torch.tensor(0.0), allowed)
 
     def _decided(self, logits: str) -> int:
-        """How many leading steps of an answer bf16 can decide."""
+        """Return the number of leading tokens that bf16 determines."""
         chosen_by = self.fp32.get(logits)
-        # recorded after each token was fed: the prompt's last row chose the first
+        # recorded after each token: the last logits of the prompt determine the first token
         if logits == "a.greedy_logits":
             chosen_by = torch.cat((self.fp32.get("a.logits")[-1:], chosen_by[:-1]))
         best = chosen_by.topk(2, dim=-1).values
@@ -176,7 +174,7 @@ def _distance(ours: torch.Tensor, recorded: torch.Tensor) -> float:
 def greedy(
     model: ToyModel, context: Sequence[ContextSegment], visuals: Visuals, steps: int, end_token: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decode greedily, one token a step; returns (tokens, logits of each)."""
+    """Decode greedily; return the tokens and the logits of each."""
     capacity = sum(placed.segment.length for placed in context) + steps
     reading = Understanding(
         cache=model.network.language_model.new_cache(capacity),

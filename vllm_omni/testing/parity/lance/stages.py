@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lance's decoder, its latent bridge and its tables against recordings.
-
-Held by tests/model_executor/models/lance/test_lance_parity.py.
-"""
+"""Comparison of Lance's decoder, latent embedding and tables with recordings."""
 
 from typing import Any
 
@@ -21,9 +18,7 @@ from vllm_omni.testing.parity.lance.recorded import STAGE, TABLE, Fp32Judge, Jud
 
 
 def compare_text(scenario: Scenario, model: ToyModel, judge: Judge) -> None:
-    """A text prefill layer by layer, its keys and values, its logits, and greedy decoding behind
-    it.
-    """
+    """Compare a text prefill (layers, K/V, logits) and greedy decoding after it."""
     if "a.input_ids" not in scenario:
         return
     ids = scenario.get("a.input_ids").tolist()
@@ -57,7 +52,7 @@ def compare_text(scenario: Scenario, model: ToyModel, judge: Judge) -> None:
 
 
 def compare_velocity(scenario: Scenario, model: ToyModel, judge: Judge) -> None:
-    """One velocity behind a short context, stage by stage; the context must not grow."""
+    """Compare one velocity after a short context, stage by stage. The context must not grow."""
     if "b.x_t" not in scenario:
         return
     network, writer = model.network, model.stepper.writer
@@ -103,12 +98,12 @@ def compare_velocity(scenario: Scenario, model: ToyModel, judge: Judge) -> None:
 
 
 def _in_order(hidden: Any) -> torch.Tensor:
-    """One block's rows as the original orders them: start, cells, end."""
+    """Return the hidden states of a block in the original's order: start, cells, end."""
     return torch.cat((hidden["und"][:1], hidden["gen"], hidden["und"][1:]))
 
 
 def compare_tables(scenario: Scenario, model: ToyModel) -> None:
-    """Position table, its index rule, timestep features, schedules."""
+    """Compare the position table, its indices, timestep features and schedules."""
     config, judge = model.config, Fp32Judge(scenario)
     size = config.max_latent_size
     tiny = model.network.latent_pos_embed.rows(config.max_latent_frames, size, size)
@@ -139,7 +134,7 @@ def compare_tables(scenario: Scenario, model: ToyModel) -> None:
             ours = timestep_features(scenario.get("c.timestep_in"))
             scenario.compare("tables: timestep features", ours, recorded, TABLE)
         elif label not in ("real_rows", "timestep_in"):
-            raise ValueError(f"{name} is not understood")
+            raise ValueError(f"{name} is unknown")
 
 
 def _row(table: LancePositionEmbedding3D, index: int) -> torch.Tensor:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lance's tasks against recordings: prompts and their packing, sampling, answers, the vision tower.
+"""Comparison of Lance's tasks with recordings: prompts, sampling, responses and vision tower.
 
-Prompts are rebuilt from this package's templates with the recorded vocabulary.
-Held by tests/model_executor/models/lance/test_lance_parity.py.
+Prompts are built from this package's templates with the recorded vocabulary.
 """
 
 from collections.abc import Sequence
@@ -48,20 +47,27 @@ VARIANTS = {
     "channel": Guidance(_SCALE, _INTERVAL, "channel", 0.0),
     "norenorm": Guidance(_SCALE, _INTERVAL, "none", 0.0),
 }
-"""Guidance of the recorded variants of a task; the recordings do not state it."""
+"""Guidance of the recorded variants of a task, which the recordings do not contain."""
 
 
 @dataclass(frozen=True)
 class TaskInputs:
-    """A recorded task: its prompt rebuilt from text, and the contents of its blocks."""
+    """Inputs of a recorded task."""
 
     task: Task
+    """The task."""
     prompt: Prompt
+    """Prompt, built from the recorded text."""
     vit_grid: Grid | None
+    """Grid of the vision tower's output, if the task has a visual input."""
     reference: torch.Tensor | None
+    """Latents of the reference image, if there is one."""
     noise: torch.Tensor | None
+    """Initial noise. None for understanding tasks."""
     first_frame: torch.Tensor | None
+    """Latents of the given first frame, if there is one."""
     visuals: Visuals
+    """Embeddings of the visual inputs."""
 
     @classmethod
     def read_scenario(cls, scenario: Scenario, model: ToyModel, task: Task) -> "TaskInputs":
@@ -99,8 +105,9 @@ class TaskInputs:
 def _texts(
     scenario: Scenario, model: ToyModel, task: Task, ids: list[int]
 ) -> tuple[str, str | None]:
-    """Return the user's text and, for reading tasks (whose system prompt is the request's), the
-    system prompt.
+    """Return the text of the user and, for understanding tasks, the system prompt.
+
+    Understanding requests contain their system prompt.
     """
     if task not in READING_TASKS:
         modality = scenario.get(f"{task}.sample_modality").tolist()
@@ -114,7 +121,7 @@ def _texts(
 
 
 def compare_packing(scenario: Scenario, model: ToyModel, inputs: TaskInputs) -> None:
-    """Token ids, modalities, split lengths and modes, positions, masks: exactly."""
+    """Compare token ids, modalities, splits, positions and masks, which must be equal."""
     task = inputs.task
 
     def equal(stage: str, ours: Any, name: str, size: int | None = None) -> None:
@@ -184,7 +191,7 @@ def _ids(segment: Segment, model: ToyModel) -> list[int]:
 
 
 def _grids(inputs: TaskInputs, blocks: Sequence[Segment]) -> list[Grid]:
-    """The original's grids: vision in patches, latents with both sides doubled."""
+    """Return the grids in the original's units: patches, and latents with both sides doubled."""
     vision = (
         []
         if inputs.vit_grid is None
@@ -213,9 +220,9 @@ def _compare_generation(
     recorded: str,
     judge: Judge,
 ) -> None:
-    """Sample with the recorded noise.
+    """Compare sampling with the recorded noise.
 
-    The full-sequence path equals ours with positions of their own.
+    The original's path without a K/V cache corresponds to separate positions here.
     """
     cached = recorded.endswith(".kv")
     steps = _num_steps(scenario, inputs.task)
@@ -256,7 +263,7 @@ def _compare_generation(
             forward += 1
         generation.advance()
     if context != [cache.length for cache in (*generation.cond, *generation.uncond)]:
-        raise ValueError(f"{recorded}: a denoise step moved the end of a context")
+        raise ValueError(f"{recorded}: a denoise step changed the length of a context")
     final = generation.latents[0].view(*plan.grid, -1)
     judge(
         f"{label}: final latents ({recorded.rpartition('.')[2]})",
@@ -267,7 +274,7 @@ def _compare_generation(
 
 
 def _num_steps(scenario: Scenario, task: Task) -> int:
-    """Return how many steps a task was sampled with: one recorded `x_t` each, on either path."""
+    """Return the number of denoise steps of a task, from its recorded `x_t`."""
     steps = max(
         sum(name.startswith(f"{task}.{path}.x_t") for name in scenario.tensors)
         for path in ("kv", "nokv")
@@ -290,7 +297,7 @@ def _compare_text(scenario: Scenario, model: ToyModel, inputs: TaskInputs, judge
 
 
 def attention_allowed(segments: Sequence[Segment]) -> torch.Tensor:
-    """Return the dense rule as bool [S, S], query by key."""
+    """Return the dense attention mask, bool [S, S], query by key."""
     owner = torch.cat(
         [torch.full((segment.length,), index) for index, segment in enumerate(segments)]
     )

@@ -2,9 +2,10 @@
 """The last pipeline stage with layers if a VAE stage follows (`omni.vae_stage`).
 
 It runs the noise schedule, checks chunks and commits them. After every step it sends a small host
-message (`hand_over`) to the VAE stage. The message includes the latents of a chunk as soon as they
-are final, which may be one clean-context pass before the chunk ends. Messages to the VAE stage must
-not wait for the current denoise step, so the host waits for the device before a step, not after it.
+message to the VAE stage (`send_to_vae_stage`). The message includes the latents of a chunk as soon
+as they are final, which may be one clean-context pass before the chunk ends. Messages to the VAE
+stage must not wait for the current denoise step, so the host waits for the device before a step,
+not after it.
 """
 
 from collections.abc import Sequence

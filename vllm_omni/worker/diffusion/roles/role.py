@@ -87,11 +87,8 @@ class RankParts:
     """Whether the ranks that share a stage decode together."""
     overlap: bool
     """Whether the result of a chunk is returned in an engine step after the chunk's last one."""
-
-    @property
-    def most_batched(self) -> int:
-        """Most requests of one forward pass."""
-        return 1 if self.omni.batch_invariant else self.omni.max_requests_per_step
+    max_batch_size: int
+    """Maximum number of requests in one forward pass."""
 
     @classmethod
     def of_config(
@@ -113,7 +110,7 @@ class RankParts:
             model: The same model as an interface of denoise steps.
             adapters: LoRA adapters of the rank.
             device: Device of the rank.
-            place: Position of the rank.
+            parallel: Position of the rank.
             agreement: Agreement with the other ranks.
             sessions: Sessions of the rank.
 
@@ -155,6 +152,7 @@ class RankParts:
             decodes=tp.is_first_rank or shares_decode,
             shares_decode=shares_decode,
             overlap=overlap,
+            max_batch_size=1 if omni.batch_invariant else omni.max_requests_per_step,
         )
 
 
@@ -239,13 +237,8 @@ class Role(ABC):
         """
 
 
-def delivering(states: Sequence[RequestState]) -> list[RequestState]:
-    """Return the requests of earlier steps whose results are being copied to the host."""
-    return [state for state in states if state.done and state.pending is not None]
-
-
-def envelopes(states: Sequence[RequestState]) -> Envelopes:
-    """Wait for the results of `states` and pack them."""
-    return {
-        state.request_id: state.pending.envelope() for state in states if state.pending is not None
-    }
+def pack_results(states: Sequence[RequestState], outputs: Envelopes) -> None:
+    """Wait for the results of `states` that have one, and add their envelopes to `outputs`."""
+    for state in states:
+        if state.pending is not None:
+            outputs[state.request_id] = state.pending.envelope()

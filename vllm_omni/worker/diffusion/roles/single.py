@@ -25,8 +25,7 @@ from vllm_omni.core.step_protocol import turn
 from vllm_omni.model_executor.interfaces import DiffusionRequest
 from vllm_omni.model_executor.requests import RequestState, as_failure, group_states
 from vllm_omni.model_executor.results import FiniteCheck
-from vllm_omni.worker.diffusion.decode import deliverable
-from vllm_omni.worker.diffusion.roles.role import Envelopes, Role, delivering, envelopes
+from vllm_omni.worker.diffusion.roles.role import Envelopes, Role, pack_results
 
 
 class SingleRank(Role):
@@ -39,18 +38,15 @@ class SingleRank(Role):
     def step(
         self, states: Sequence[RequestState], received: IntermediateTensors | None
     ) -> IntermediateTensors | Envelopes:
-        earlier, outputs = delivering(states), Envelopes()
-        computes = not all(state.done for state in states)
+        earlier, outputs = [state for state in states if state.done], Envelopes()
         self.pacer.launching()
         self.micro_step(states, received, outputs)
-        self.pacer.launched(moves=computes)
+        self.pacer.launched(moves=len(earlier) < len(states))
         # This step's work is queued: the device is busy while the host packs earlier results.
-        outputs.update(envelopes(earlier))
+        pack_results(earlier, outputs)
         if self.pacer.wait(lambda: bool(outputs or self.chunk_end.ready(states))):
-            outputs.update(envelopes(self.chunk_end.ready(states)))
-        deliver = deliverable(states, outputs)
-        self.chunk_end.delivered(deliver)
-        return deliver
+            pack_results(self.chunk_end.ready(states), outputs)
+        return self.chunk_end.deliver(states, outputs)
 
     def micro_step(
         self,
@@ -70,7 +66,7 @@ class SingleRank(Role):
         if self.agreement.several:
             alive = self.agreement.alive(chunks, waiting, None)
             self.parts.texts.complete(first_steps(alive), {})
-        for batch in group_states(self.model, alive, self.parts.most_batched):
+        for batch in group_states(self.model, alive, self.parts.max_batch_size):
             self.forward(batch)
             self.end_batch(batch, outputs)
         self.chunk_end.pack_failures(states, outputs)

@@ -24,9 +24,8 @@ from vllm_omni.model_executor.interfaces import VAEStageModel
 from vllm_omni.model_executor.requests import RequestState, as_failure
 from vllm_omni.model_executor.results import PendingResult
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.worker.diffusion.decode import deliverable
 from vllm_omni.worker.diffusion.link import ChunkNote, StageNote
-from vllm_omni.worker.diffusion.roles.role import Envelopes, RankParts, Role, delivering, envelopes
+from vllm_omni.worker.diffusion.roles.role import Envelopes, RankParts, Role, pack_results
 
 _WAIT_S = 0.02
 """Maximum wait in seconds for results in a step that only fetches results: other batches may be
@@ -54,10 +53,11 @@ class VAEStage(Role):
     def step(
         self, states: Sequence[RequestState], received: IntermediateTensors | None
     ) -> IntermediateTensors | Envelopes:
-        pending, outputs = delivering(states), Envelopes()
+        pending = [state for state in states if state.done and state.pending is not None]
+        outputs = Envelopes()
         self.micro_step(states, received, outputs)
-        outputs.update(envelopes(self.ready(pending, alone=len(pending) == len(states))))
-        return deliverable(states, outputs)
+        pack_results(self.ready(pending, alone=len(pending) == len(states)), outputs)
+        return self.chunk_end.deliver(states, outputs)
 
     def micro_step(
         self,

@@ -119,7 +119,7 @@ class LayersRole(SingleRank):
         alive = self.agreement.alive(chunks, waiting, mask)
         first_part = first_steps(alive)
         self.parts.texts.complete(first_part, tensors)
-        batches = group_states(self.model, alive, self.parts.most_batched)
+        batches = group_states(self.model, alive, self.parts.max_batch_size)
         arrived: Sequence[torch.Tensor | None] = [None] * len(batches)
         if received is not None:
             arrived = unpack(HIDDEN, tensors)

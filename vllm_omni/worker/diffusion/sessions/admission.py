@@ -88,8 +88,8 @@ class Admission:
             session = self._sessions.get(params.session_id)
             if session.failure is not None:
                 raise session.failure
-            expected = session.chunk_index + self._in_flight.count(params.session_id)
-            predecessor = self._in_flight.last(params.session_id)
+            num_ahead, predecessor = self._in_flight.ahead(params.session_id)
+            expected = session.chunk_index + num_ahead
             # this rank does not know yet that the previous chunk failed
             if index is not None and index != expected:
                 predecessor = self._in_flight.failed(params.session_id, index - 1)
@@ -127,15 +127,12 @@ class Admission:
 
     def _select(self, state: RequestState, before: Selection) -> Selection:
         """Select the adapters that the chunk names, else the current ones of its predecessor."""
-        params, request = state.params, state.lora_request
-        assert params is not None
-        if params.lora is not None:
-            return self._adapters.select(params.lora)
-        return (
-            self._adapters.select(named(before))
-            if request is None
-            else self._adapters.select_request(request)
-        )
+        assert state.params is not None
+        if state.params.lora is not None:
+            return self._adapters.select(state.params.lora)
+        if state.lora_request is not None:
+            return self._adapters.select_request(state.lora_request)
+        return self._adapters.select(named(before)) if before else ()
 
     def release(self, state: RequestState | None) -> None:
         """Release all resources of a request that the scheduler has finished or aborted."""

@@ -30,13 +30,10 @@ class ChunksInFlight:
         self._chunks: dict[str, list[RequestState]] = {}
         self._failed: dict[str, list[RequestState]] = {}
 
-    def last(self, session_id: str) -> DiffusionRequest | None:
-        """Return the newest chunk in flight of a session, which is the next chunk's predecessor."""
+    def ahead(self, session_id: str) -> tuple[int, DiffusionRequest | None]:
+        """Return the number of chunks in flight of a session, and the newest of them."""
         chunks = self._chunks.get(session_id)
-        return chunks[-1].chunk if chunks else None
-
-    def count(self, session_id: str) -> int:
-        return len(self._chunks.get(session_id, ()))
+        return (len(chunks), chunks[-1].chunk) if chunks else (0, None)
 
     def is_next(self, request: DiffusionRequest) -> bool:
         """Whether a chunk directly follows the committed session.

@@ -9,7 +9,7 @@ and round once at the end.
 # T tokens, D width, N heads, K key/value heads, H head dim, C = H/2 rotary channels, F feed-forward
 # width
 # rounded: quantize the result to FP8 for the linear layer that takes it
-# (`rounded_input.takes_quantized`)
+# (`quantized_input.takes_quantized`)
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

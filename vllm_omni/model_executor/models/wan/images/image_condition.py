@@ -237,10 +237,9 @@ class GreyCondition:
         unsettled = torch.zeros((), dtype=torch.int32, device=last.device)
         for _ in range(num_latents):
             latent, cache = self.vae.encode(self._grey_frames(state, 1), cache)
-            last, changes = (
-                torch.where(changes, latent, last),
-                changes & ~self._has_settled(last, latent),
-            )
+            # later latent frames are as good as equal to this one
+            settled = (latent - last).abs().max() <= _SETTLED[self.vae.dtype] * latent.std()
+            last, changes = torch.where(changes, latent, last), changes & ~settled
             unsettled = unsettled + changes
             latents.append(last)
             if self._is_readable(changes) and not changes:
@@ -273,12 +272,6 @@ class GreyCondition:
     def _is_readable(flag: torch.Tensor) -> bool:
         """Return whether the host can read a flag without synchronisation."""
         return not flag.is_cuda
-
-    def _has_settled(self, before_1CFhw: torch.Tensor, latent_1CFhw: torch.Tensor) -> torch.Tensor:
-        """Return, on the device, whether later latent frames equal `latent_1CFhw` within
-        `_SETTLED`."""
-        change = (latent_1CFhw - before_1CFhw).abs().max()
-        return change <= _SETTLED[self.vae.dtype] * latent_1CFhw.std()
 
     def _grey_frames(
         self, state: ConditionState, num_latents: int, *, first: bool = False

@@ -40,9 +40,9 @@ single chunk's."""
 class GraphView(KVView, Protocol):
     """A K/V window that forward passes in CUDA graphs can use.
 
-    `places` are the tensors that `write` and `attend` access in place. `graph_key` covers all their
-    effects except values on the device. `graph_kind` is equal if the same kernels run, possibly at
-    other slots.
+    `buffers` are the tensors that `write` and `attend` access in place. `graph_key` covers all
+    effects of these methods except values on the device. `graph_kind` is equal if the same kernels
+    run, possibly at other slots.
     """
 
     @property
@@ -145,7 +145,7 @@ class ChunkTransformer(WanTransformer[Config]):
         Collective under tensor and sequence parallelism.
 
         Args:
-            rows: Chunks with equal F, h, w.
+            items: Chunks with equal F, h, w.
             hidden_BTD: Result of the previous pipeline stage. None on the first stage.
             kv_only: No prediction is needed. The last stage stops after its last K/V write and
                 returns zeros.

@@ -21,8 +21,8 @@ from vllm_omni.model_executor.layers.attention.rope import apply_rope
 from vllm_omni.model_executor.layers.kv_cache.format import store
 from vllm_omni.model_executor.layers.linear.quantized_input import Input, quantize_tokens
 
-# rounded: quantize the result to FP8 for the linear layer that takes it
-# (`rounded_input.takes_quantized`)
+# quantized: quantize the result to FP8 for the linear layer that takes it
+# (`quantized_input.takes_quantized`)
 
 
 def modulated_norm(

@@ -191,7 +191,7 @@ class WanTransformer(StageNetwork, Generic[Config]):
     Args:
         config: Sizes of the network.
         parallel: This rank. None: a single rank.
-        chains: Fused pointwise ops.
+        fused_ops: Fused pointwise ops.
         residual_fp32: Keep the residual stream in fp32 instead of the model's dtype.
         quantization: vLLM's config for the blocks' linear layers, except `high_precision` and
             `int8_weights`.
@@ -349,7 +349,7 @@ class WanTransformer(StageNetwork, Generic[Config]):
         Collective under tensor and sequence parallelism.
 
         Args:
-            rows: Batch entries with equal F, h, w.
+            items: Batch entries with equal F, h, w.
             hidden_BTD: Result of the previous stage.
             time: Argument of `Block.modulate`.
             num_tokens: L.

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps that the comparisons of several families share when they repeat a recorded rollout.
+
+Recorded K/V caches have the layout of the original implementations, so a `KVWindow` is converted to
+it (`chronological`) before the comparison.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from vllm_omni.model_executor.layers.kv_cache.window import KVWindow
+from vllm_omni.testing.parity.comparison import Scenario
+
+_TIMESTEP = 1e-3
+
+
+def ends(window: KVWindow) -> tuple[int, int]:
+    """Return the two counters of the original: tokens ever committed, and valid tokens in the
+    buffer."""
+    size = window.tokens_per_frame
+    return window.committed_frames * size, min(window.committed_frames, window.window_frames) * size
+
+
+def chronological(window: KVWindow, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return copies of K and V, `[window tokens, N, H]`: oldest first, zeros at the end."""
+    order = window.token_positions(
+        [window.slot(frame) for frame in window.visible_frames(window.committed_frames)]
+    )
+    out = torch.zeros_like(window.buffer[layer])
+    out[:, : len(order)] = window.buffer[layer].index_select(1, order)
+    return out[0], out[1]
+
+
+def recorded_layers(scenario: Scenario, prefix: str) -> list[int]:
+    """Return the layers for which the file has a tensor `{prefix}{layer}.k`."""
+    names = [name for name in scenario.tensors if name.startswith(prefix) and name.endswith(".k")]
+    return sorted(int(name.removeprefix(prefix).removesuffix(".k")) for name in names)
+
+
+def clean_latents(x: torch.Tensor, flow: torch.Tensor, sigma: float) -> torch.Tensor:
+    """Return x0 of noisy latents and their flow, computed in fp64."""
+    return (x.double() - sigma * flow.double()).float()
+
+
+def renoised(x0: torch.Tensor, noise: torch.Tensor, sigma: float) -> torch.Tensor:
+    """Return clean latents with noise at level `sigma`, computed in fp64."""
+    return ((1 - sigma) * x0.double() + sigma * noise.double()).float()
+
+
+class RecordedCalls:
+    """The recorded forward passes of a rollout, compared in order.
+
+    Args:
+        scenario: File with the tensors `call00.in`, `call00.flow`, `call00.x0` and so on.
+        calls: Recorded metadata of each pass.
+        tolerance: Largest accepted difference of latents.
+    """
+
+    def __init__(
+        self, scenario: Scenario, calls: Sequence[Mapping[str, Any]], tolerance: float
+    ) -> None:
+        self._scenario, self._calls, self._tolerance = scenario, calls, tolerance
+        self._done = 0
+
+    @property
+    def name(self) -> str:
+        """Prefix of the tensors of the next pass."""
+        return f"call{self._done:02d}"
+
+    def compare(
+        self, x: torch.Tensor, flow: torch.Tensor, x0: torch.Tensor, timestep: float
+    ) -> Mapping[str, Any]:
+        """Compare input, flow and clean latents of the next pass, in the recorded layout.
+
+        Returns:
+            The recorded metadata of the pass.
+
+        Raises:
+            ValueError: Fewer passes or tensors are recorded.
+        """
+        scenario, name = self._scenario, self.name
+        if self._done == len(self._calls):
+            raise ValueError(f"{self._done} calls are recorded, the rollout makes more")
+        call = self._calls[self._done]
+        self._done += 1
+        recorded = torch.tensor([float(t) for t in call["t"]])
+        scenario.compare("call timestep", torch.full_like(recorded, timestep), recorded, _TIMESTEP)
+        scenario.compare_recorded("input", x, f"{name}.in", self._tolerance)
+        scenario.compare_recorded("flow", flow, f"{name}.flow", self._tolerance)
+        if f"{name}.x0" in scenario:
+            scenario.compare_recorded("predicted clean latents", x0, f"{name}.x0", self._tolerance)
+        return call
+
+    def finish(self) -> None:
+        """Raise ValueError if more passes are recorded than the rollout made."""
+        if self._done != len(self._calls):
+            raise ValueError(
+                f"{len(self._calls)} calls are recorded, the rollout makes {self._done}"
+            )
