@@ -35,9 +35,9 @@ class Worker:
         calls = {
             "describe_session": self.snapshots.describe,
             "write_session": self.snapshots.write,
-            "stage_checkpoint": self.checkpoints.stage,
-            "write_checkpoint": self.checkpoints.write,
-            "checkpoint_written": self.checkpoints.written,
+            "stage_snapshot": self.checkpoints.stage,
+            "write_snapshot": self.checkpoints.write,
+            "snapshot_written": self.checkpoints.written,
             "restore_session": self.snapshots.restore,
             "close_session": self.runner.sessions.close,
         }

@@ -69,7 +69,7 @@ def test_chunks_generated_during_the_write_are_not_in_the_file(
     for _ in range(3):  # staged, started, not yet written
         assert call is not None
         call = exchange.send(worker.rpc(call.method, call.args))
-    assert call is not None and call.method == "checkpoint_written"
+    assert call is not None and call.method == "snapshot_written"
     text_chunk(worker, "a", 1)
     with pytest.raises(RequestFailed, match="busy"):
         worker.checkpoint("a", tmp_path / "second")

@@ -135,7 +135,7 @@ class RankDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 
 class StagedRank(msgspec.Struct, frozen=True):
-    """Result of `stage_checkpoint`."""
+    """Result of `stage_snapshot`."""
 
     described: RankDescription
     """The rank's part of the session."""

@@ -92,15 +92,15 @@ def live_save_exchange(
         The header of the file, and the engine's time that the snapshot took in seconds, on the rank
         where it took most.
     """
-    responses = _results((yield Call("stage_checkpoint", (session_id,))))
+    responses = _results((yield Call("stage_snapshot", (session_id,))))
     staged = [msgspec.json.decode(response, type=StagedRank) for response in responses]
     planned = plan([rank.described for rank in staged], package_version, owner)
     create_file(path, planned)
     try:
-        _results((yield Call("write_checkpoint", (session_id, str(path), planned.starts))))
+        _results((yield Call("write_snapshot", (session_id, str(path), planned.starts))))
         pause_s = _FIRST_LOOK_S
         while None in (
-            spent_s := _results((yield Call("checkpoint_written", (session_id,), pause_s)))
+            spent_s := _results((yield Call("snapshot_written", (session_id,), pause_s)))
         ):
             pause_s = min(_LONGEST_LOOK_S, 2 * pause_s)
     except BaseException:

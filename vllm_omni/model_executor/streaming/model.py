@@ -83,6 +83,7 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
     """
 
     supports_step_execution: ClassVar[bool] = True
+    """The runner may run one denoise step per engine step."""
     session_type: ClassVar[type[Any]]
     """Class of the model's sessions."""
 

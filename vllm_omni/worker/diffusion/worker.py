@@ -121,18 +121,18 @@ class DiffusionWorkerMixin(_Worker):
         return BackgroundSnapshots(self.snapshots, self.device)
 
     @torch.inference_mode()
-    def stage_checkpoint(self, session_id: str) -> dict[str, Any]:
+    def stage_snapshot(self, session_id: str) -> dict[str, Any]:
         """Copy this rank's part of a session to host memory.
 
         First RPC of a periodic snapshot (`sessions.snapshot_exchange.live_save_exchange`).
         """
         return self.checkpoints.stage(session_id)
 
-    def write_checkpoint(self, session_id: str, path: str, starts: list[int]) -> dict[str, Any]:
+    def write_snapshot(self, session_id: str, path: str, starts: list[int]) -> dict[str, Any]:
         """Start writing the copy to its position in the file. Second RPC of a periodic snapshot."""
         return self.checkpoints.write(session_id, path, starts)
 
-    def checkpoint_written(self, session_id: str) -> dict[str, Any]:
+    def snapshot_written(self, session_id: str) -> dict[str, Any]:
         """Whether this rank's part is on disk.
 
         Third RPC of a periodic snapshot, called until it is.

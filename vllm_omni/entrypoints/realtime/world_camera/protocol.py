@@ -102,6 +102,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     """Keys that every message may have."""
 
     endpoint: ClassVar[str]
+    """Value of the key `endpoint` that selects this type."""
 
     session_id: SessionId | None = None
     """Session of the message. Default: the connection's own session."""
@@ -115,6 +116,7 @@ class Infer(Message, frozen=True, kw_only=True):
     """Generate frames along a camera path, or for actions."""
 
     endpoint: ClassVar[str] = "infer"
+    """See `Message`."""
 
     chunk_index: Index | None = None
     """Number that the next chunk of the session must have. Default: any."""
@@ -213,6 +215,7 @@ class Branch(Message, frozen=True, kw_only=True):
     """Copy the current state of a session to a new session."""
 
     endpoint: ClassVar[str] = "branch"
+    """See `Message`."""
 
     new_session_id: SessionId | None = None
     """Id of the new session. Default: drawn."""

@@ -347,15 +347,14 @@ class ChannelWeight(ShardedModule):
 
 
 class StageNetwork(nn.Module):
-    """Base of a network of equal blocks.
-
-    `blocks` maps the number in the whole network to a block. `graphs` is None if CUDA graphs are
-    disabled.
-    """
+    """Base of a network of equal blocks."""
 
     parallel: ParallelContext
+    """Position of the rank."""
     blocks: nn.ModuleDict
+    """The rank's blocks, by their number in the whole network."""
     graphs: ForwardGraphs | None = None
+    """CUDA graphs of the network. None: disabled."""
 
     # -- of each network ---------------------------------------------------------------------------
 

@@ -50,10 +50,15 @@ class CausalWanConfig(ChunkTransformerConfig):
     """The transformer's architecture; the defaults are the 1.3-billion-parameter model."""
 
     dim: int = 1536
+    """Width of the network."""
     ffn_dim: int = 8960
+    """Width of the feed-forward layers."""
     in_channels: int = LATENT_CHANNELS
+    """Input channels."""
     num_heads: int = 12
+    """Attention heads."""
     num_layers: int = 30
+    """Blocks."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

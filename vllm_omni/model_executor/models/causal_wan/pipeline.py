@@ -101,8 +101,11 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
     session_type = StreamSession
 
     config: CausalWanConfig
+    """Architecture of the transformer."""
     options: CausalWanOptions
+    """Serving options."""
     decoder: ChunkDecoder | None
+    """Decodes latents. None on a rank that does not decode."""
 
     def __init__(self, setup: StreamSetup) -> None:
         super().__init__(setup)

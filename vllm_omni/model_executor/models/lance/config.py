@@ -275,38 +275,34 @@ class Choices:
     """Where public implementations of Lance differ.
 
     The defaults are the original's path with a cache, but for two.
-
-    drawing_prompt: text-to-image and text-to-video write the chat `template`, or the template
-    `wrapped` once more between <|im_start|> and <|im_end|>, as BAGEL's prompts are.
-    uncond_context: of text-to-image and text-to-video: the `template` without the user's text, or
-    an `empty` one (nothing for an image, <|im_start|><|im_end|> for a video, a negative prompt
-    between those two).
-    edit_apostrophe: in the system prompts of edits, U+2019 (`typographic`) or `ascii`.
-    uncond_positions: positions of the text behind the user's in the unconditional context: those of
-    the conditional one (`cond`, as in the published results) or recomputed (`own`).
-    i2v_noise_place: positions of the block that is drawn follow all text (`behind_text`), or start
-    where the user's text starts (`before_text`).
-    understanding_video: a clip that is read goes to a `bucket` at 12 frames a second, or through
-    Qwen2-VL's `smart_resize`, every frame, up to max_num_frames of them.
-    understanding_vit_time: the vision block's time positions run on (`running`) or start at 1000
-    (`origin`).
-    position_table: `computed` rebuilds the 3-D table, `checkpoint` uses the stored one.
-    reference_latent: the reference's latents are the encoder's `mean`, or a `sample` around it (the
-    original's).
-    pixel_rounding: levels of decoded pixels are the nearest (`round`), or the next lower
-    (`truncate`).
     """
 
     drawing_prompt: Literal["template", "wrapped"] = "template"
+    """Prompt of text-to-image and text-to-video: the chat template, or the template `wrapped` once
+    more between <|im_start|> and <|im_end|>, as in BAGEL."""
     uncond_context: Literal["template", "empty"] = "template"
+    """Unconditional context of text-to-image and text-to-video: the template without the user's
+    text, or an `empty` one (no tokens for an image, <|im_start|><|im_end|> for a video, a negative prompt
+    between these two tokens)."""
     edit_apostrophe: Literal["typographic", "ascii"] = "typographic"
+    """Apostrophe in the system prompts of edits: U+2019 (`typographic`) or `ascii`."""
     uncond_positions: Literal["cond", "own"] = "cond"
+    """Positions of the text after the user's text in the unconditional context: those of the
+    conditional context (`cond`, as in the published results) or recomputed (`own`)."""
     i2v_noise_place: Literal["behind_text", "before_text"] = "behind_text"
+    """Start of the positions of the generated block: after all text, or at the user's text."""
     understanding_video: Literal["bucket", "smart_resize"] = "bucket"
+    """Sizes of a clip in understanding requests: those of a `bucket`, at 12 frames per second, or
+    Qwen2-VL's `smart_resize` of each frame, up to `max_num_frames`."""
     understanding_vit_time: Literal["running", "origin"] = "running"
+    """Time positions of the vision block: they continue the text's (`running`) or start at 1000
+    (`origin`)."""
     position_table: Literal["computed", "checkpoint"] = "computed"
+    """3-D position table: rebuilt (`computed`), or the one stored in the `checkpoint`."""
     reference_latent: Literal["mean", "sample"] = "mean"
+    """Latents of a reference: the encoder's `mean`, or a `sample` around it (the original's)."""
     pixel_rounding: Literal["round", "truncate"] = "round"
+    """Levels of decoded pixels: the nearest (`round`) or the next lower (`truncate`)."""
 
 
 Convention = Literal["original", "vllm_omni"]

@@ -57,6 +57,7 @@ class CheckpointLayout(WanComponents):
     """
 
     download_name: ClassVar[str] = "lingbot_world_fast"
+    """Name for `vllm-omni download`."""
 
     kind: Literal["original", "diffusers"]
     """The layout."""

@@ -58,11 +58,17 @@ class LingBotWorldConfig(ChunkTransformerConfig):
     """
 
     dim: int = 5120
+    """Width of the network."""
     ffn_dim: int = 13824
+    """Width of the feed-forward layers."""
     in_channels: int = 36
+    """Input channels."""
     num_heads: int = 40
+    """Attention heads."""
     num_layers: int = 40
+    """Blocks."""
     control_type: ControlType = "cam"
+    """Control input: camera rays, rays and keys, or rays and the pose in the world."""
     world_period_m: float | None = None
     """Period of the world of a `world` model, in metres.
 

@@ -126,11 +126,17 @@ class MatrixGameConfig(ChunkTransformerConfig):
     """Architecture of the transformer; the defaults are those of the released universal model."""
 
     native_size: ClassVar[tuple[int, int]] = (352, 640)
+    """Height and width that the released models were trained on."""
     dim: int = 1536
+    """Width of the network."""
     ffn_dim: int = 8960
+    """Width of the feed-forward layers."""
     in_channels: int = 36
+    """Input channels."""
     num_heads: int = 12
+    """Attention heads."""
     num_layers: int = 30
+    """Blocks."""
     text_dim: int = 1280
     """Width of the image embeddings, which take the place of text."""
     text_len: int = 257

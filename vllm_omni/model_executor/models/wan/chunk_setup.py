@@ -88,16 +88,22 @@ class WanParts(Protocol):
     image_encoder: ImageEncoder | None
     """None on a VAE stage, and in a model without images for cross-attention."""
     vae: StreamingWanVAE
+    """The Wan autoencoder."""
     tiny_vae: TinyVAEDecoder | None
+    """Decoder for drafts. None: the checkpoint has none, or it is disabled."""
     transformer: Any
+    """The denoising network."""
     prompts: SharedPrompts
+    """Cross-attention K/V of prompts, shared by sessions."""
 
 
 class Autoencoders(NamedTuple):
     """The part of a model between latents and pixels."""
 
     vae: StreamingWanVAE
+    """The Wan autoencoder."""
     tiny_vae: TinyVAEDecoder | None
+    """Decoder for drafts. None: the checkpoint has none, or it is disabled."""
     decoder: ChunkDecoder | None
     """None on a rank that does not decode."""
 

@@ -29,6 +29,7 @@ class Wan22Layout(WanComponents):
     """Components of a checkpoint with one or two transformers."""
 
     download_name: ClassVar[str] = "wan2_2"
+    """Name for `vllm-omni download`."""
 
     transformer_2: Path | None
     """Folder of the second expert. None: one transformer."""

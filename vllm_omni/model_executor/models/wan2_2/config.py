@@ -29,10 +29,15 @@ class Wan22Config(WanConfig):
     """One transformer's architecture; the defaults are the experts of T2V A14B."""
 
     dim: int = 5120
+    """Width of the network."""
     ffn_dim: int = 13824
+    """Width of the feed-forward layers."""
     in_channels: int = 16
+    """Input channels."""
     num_heads: int = 40
+    """Attention heads."""
     num_layers: int = 40
+    """Blocks."""
 
     @classmethod
     def from_checkpoint(cls, values: Mapping[str, Any]) -> "Wan22Config":

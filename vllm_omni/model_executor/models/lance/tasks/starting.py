@@ -38,10 +38,15 @@ class Starter:
     """The parts of a `Lance` that run before a request's first step."""
 
     tokenizer: LanceTokenizer
+    """Tokenizer of the checkpoint."""
     vision: VisionTower
+    """Vision tower."""
     vae: LanceWanVAE
+    """Autoencoder."""
     network: LanceNetwork
+    """The language model with its generation experts."""
     options: LanceOptions
+    """Serving options."""
 
     @property
     def device(self) -> torch.device:

@@ -68,6 +68,7 @@ class WanComponents:
     `vllm-omni download`."""
 
     download_name: ClassVar[str]
+    """Name for `vllm-omni download`."""
 
     root: Path
     """Folder that holds the components."""

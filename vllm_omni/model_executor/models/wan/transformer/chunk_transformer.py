@@ -93,6 +93,7 @@ class ChunkTransformer(WanTransformer[Config]):
     """
 
     fused_ops_type: ClassVar[type[FusedOps]] = FusedOps
+    """Fused pointwise ops of the model."""
     moving_fields: ClassVar[tuple[str, ...]] = ("latents",)
     """Fields of a batch entry that change between forward passes: tensors, lists of tensors, or
     None. `cross_kv` and `rope` are included."""

@@ -199,6 +199,7 @@ class WanTransformer(StageNetwork, Generic[Config]):
     """
 
     block_type: ClassVar[type[Block]] = Block
+    """Class of the blocks."""
     high_precision: ClassVar[tuple[str, ...]] = ()
     """`fnmatch` patterns of the blocks' linear layers that are never quantized. Embeddings, time
     and text layers, modulation and the head are torch's own layers and are never quantized either.

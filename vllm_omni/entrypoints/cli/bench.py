@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-omni bench`: run the benchmarks of a checkout, or compare two results.
+
+        vllm-omni bench                          list the benchmarks
+        # run one; `--json` before NAME prints only the result
+        vllm-omni bench NAME [arguments]
+        vllm-omni bench compare A.json B.json    compare two results
+
+The scripts and their results belong to the repository and not to the installed package, so the
+command works only in a checkout or an editable install of one.
+"""
+
+import argparse
+import ast
+import json
+import math
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_omni.entrypoints.cli.errors import CommandError
+from vllm_omni.entrypoints.cli.parsers import add_command
+
+_CHECKOUT = Path(__file__).resolve().parents[3]
+_LOWER_IS_BETTER = ("_ms", "_s", "overhead", "_bytes", "bytes")
+_HIGHER_IS_BETTER = ("fps", "_per_s", "per_second", "sessions")
+_ABOUT = ("date", "command", "hardware", "versions")
+"""Keys of a result that describe its origin. They are compared separately from the numbers."""
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = add_command(
+        subparsers,
+        "bench",
+        "run a benchmark of this checkout, or compare two results",
+        (
+            "Without a name, list the benchmarks. With a name, run that benchmark with the "
+            "arguments "
+            "that follow; its own arguments are shown by `vllm-omni bench NAME --help`. `compare` "
+            "prints every number of two results side by side."
+        ),
+        [
+            "vllm-omni bench",
+            "vllm-omni bench engine_overhead --help",
+            "vllm-omni bench compare before.json after.json --threshold 5",
+        ],
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the result, or the comparison, as JSON only"
+    )
+    parser.add_argument(
+        "--threshold",
+        type=float,
+        metavar="PERCENT",
+        help="compare: end with status 1 if something is worse by more",
+    )
+    parser.add_argument("name", nargs="?", help="a benchmark, or `compare`; none: list them")
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, help="the benchmark's own; `compare`: two files"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.name == "compare":
+        return _compare(args.arguments, args.json, args.threshold)
+    folder = _folder()
+    scripts = dict(_scripts(folder))
+    if args.name is None:
+        width = max(map(len, scripts))
+        for name, title in scripts.items():
+            print(f"{name:{width}}  {title}")
+        return 0
+    if args.name not in scripts:
+        raise CommandError(
+            f"there is no benchmark {args.name!r}; there are: {', '.join(scripts)}, and `compare`"
+        )
+    command = [sys.executable, str(folder / f"{args.name}.py"), *args.arguments]
+    if not args.json:
+        return subprocess.run(command, check=False).returncode
+    return _run_for_json(command)
+
+
+def _run_for_json(command: list[str]) -> int:
+    """Run a benchmark with its output on stderr, and print its result file on stdout."""
+    with tempfile.TemporaryDirectory() as out:
+        status = subprocess.run([*command, "--out", out], stdout=sys.stderr, check=False).returncode
+        results = sorted(Path(out).glob("*.json"))
+        for result in results:
+            print(result.read_text().rstrip())
+    if status == 0 and not results:
+        raise CommandError("the benchmark wrote no result; was --no-save or --help passed?")
+    return status
+
+
+def _folder() -> Path:
+    """Return `benchmarks/` of the checkout that this package or the working directory belongs
+    to.
+    """
+    for folder in (_CHECKOUT / "benchmarks", Path.cwd() / "benchmarks"):
+        if (folder / "common.py").is_file():
+            return folder
+    raise CommandError(
+        "benchmarks are part of the repository, not of the package: run this in a checkout of it"
+    )
+
+
+def _scripts(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield the name and the first docstring line of every script that writes a result."""
+    for path in sorted(folder.glob("*.py")):
+        source = path.read_text()
+        if path.stem != "common" and "add_output_arguments(" in source:
+            yield path.stem, (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
+
+
+# -- comparison ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MetricChange:
+    """One number in two results."""
+
+    name: str
+    """Dotted name of the number."""
+    before: float
+    """Value in the first result."""
+    after: float
+    """Value in the second result."""
+    worse: bool | None
+    """Whether the second one is worse. None: the name does not indicate a direction."""
+
+    @property
+    def percent(self) -> float | None:
+        return None if self.before == 0 else 100 * (self.after - self.before) / abs(self.before)
+
+
+def _compare(arguments: list[str], as_json: bool, threshold: float | None) -> int:
+    # this package's flags may also follow the name
+    parser = argparse.ArgumentParser(prog="vllm-omni bench compare")
+    parser.add_argument("files", nargs="*")
+    parser.add_argument("--json", action="store_true", default=as_json)
+    parser.add_argument("--threshold", type=float, default=threshold)
+    args = parser.parse_args(arguments)
+    as_json, threshold, files = args.json, args.threshold, args.files
+    if len(files) != 2:
+        raise CommandError(
+            f"compare takes two result files, got {len(files)}: vllm-omni bench compare "
+            "A.json B.json"
+        )
+    before, after = (_read(Path(file)) for file in files)
+    changes, missing = compare(before, after)
+    if not changes:
+        raise CommandError(
+            "the two results have no number in common; are they of the same benchmark?"
+        )
+    differing = [key for key in _ABOUT[1:] if before.get(key) != after.get(key)]
+    if as_json:
+        rows = [
+            {
+                "name": c.name,
+                "before": c.before,
+                "after": c.after,
+                "percent": c.percent,
+                "worse": c.worse,
+            }
+            for c in changes
+        ]
+        print(
+            json.dumps({"changes": rows, "only_in_one": missing, "differing": differing}, indent=2)
+        )
+    else:
+        _print(changes, missing, differing)
+    over = [
+        change
+        for change in changes
+        if threshold is not None
+        and change.worse
+        and (change.percent is None or abs(change.percent) > threshold)
+    ]
+    for change in over:
+        print(f"worse by more than {threshold:g} %: {change.name}", file=sys.stderr)
+    return 1 if over else 0
+
+
+def compare(before: dict[str, Any], after: dict[str, Any]) -> tuple[list[MetricChange], list[str]]:
+    """Return the numbers in both results, in order, and the names in only one of them."""
+    old, new = dict(_numbers(before)), dict(_numbers(after))
+    changes = [
+        MetricChange(name, value, new[name], _worse(name, value, new[name]))
+        for name, value in old.items()
+        if name in new
+    ]
+    return changes, sorted(set(old) ^ set(new))
+
+
+def _numbers(document: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    for key, value in document.items():
+        if key not in _ABOUT:
+            yield from _leaves(value, key)
+
+
+def _leaves(value: Any, name: str) -> Iterator[tuple[str, float]]:
+    """Yield the numbers below `value` by dotted name.
+
+    Rows of a table are named by their strings.
+    """
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{name}.{key}")
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            texts = (
+                [text for text in inner.values() if isinstance(text, str)]
+                if isinstance(inner, dict)
+                else []
+            )
+            yield from _leaves(inner, f"{name}[{', '.join(texts) or index}]")
+    elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        yield name, float(value)
+
+
+def _worse(name: str, before: float, after: float) -> bool | None:
+    """Return whether a number is worse.
+
+    The last part of the name with a known direction decides: `wall_ms.p50` is a time.
+    """
+    if before == after:
+        return False
+    for part in reversed(name.replace("]", "").split(".")):
+        if part.endswith(_HIGHER_IS_BETTER):
+            return after < before
+        if part.endswith(_LOWER_IS_BETTER):
+            return after > before
+    return None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CommandError(f"{path} cannot be read as a result ({error})") from error
+    if not isinstance(document, dict):
+        raise CommandError(f"{path} is no result: it must hold a JSON object")
+    return document
+
+
+def _print(changes: list[MetricChange], missing: list[str], differing: list[str]) -> None:
+    width = max(len(change.name) for change in changes)
+    print(f"{'':{width}} {'before':>12} {'after':>12} {'change':>9}")
+    for change in changes:
+        percent = "" if change.percent is None else f"{change.percent:+.1f} %"
+        mark = {True: "  worse", False: "", None: ""}[change.worse]
+        print(
+            f"{change.name:{width}} {change.before:12.6g} {change.after:12.6g} {percent:>9}{mark}"
+        )
+    if missing:
+        print(f"\nonly in one of them: {', '.join(missing)}")
+    if differing:
+        print(f"\nthe two differ in {' and '.join(differing)}: the numbers may not be comparable")
