@@ -29,15 +29,15 @@ class Worker:
     def __init__(self, runner: Any) -> None:
         self.runner = runner
         self.snapshots = SessionSnapshots(runner)
-        self.checkpoints = BackgroundSnapshots(self.snapshots, runner.device)
+        self.background = BackgroundSnapshots(self.snapshots, runner.device)
 
     def rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
         calls = {
             "describe_session": self.snapshots.describe,
             "write_session": self.snapshots.write,
-            "stage_snapshot": self.checkpoints.stage,
-            "write_snapshot": self.checkpoints.write,
-            "snapshot_written": self.checkpoints.written,
+            "stage_snapshot": self.background.stage,
+            "write_snapshot": self.background.write,
+            "snapshot_written": self.background.written,
             "restore_session": self.snapshots.restore,
             "close_session": self.runner.sessions.close,
         }
@@ -49,7 +49,7 @@ class Worker:
     ) -> SnapshotHeader:
         return run_exchange(save_exchange(session_id, path, "0.test", owner), self.rpc)
 
-    def checkpoint(self, session_id: str, path: Path) -> tuple[SnapshotHeader, float]:
+    def save_live(self, session_id: str, path: Path) -> tuple[SnapshotHeader, float]:
         return run_exchange(live_save_exchange(session_id, path, "0.test"), self.rpc)
 
     def restore(self, session_id: str, path: Path) -> SnapshotHeader:

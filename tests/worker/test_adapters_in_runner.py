@@ -117,7 +117,7 @@ def test_a_snapshot_names_its_adapters_and_requires_them(
     stream(worker, "walk", [INK + WOOL, None])
     header = worker.save("walk", tmp_path / "walk")
     assert [(used.name, used.scale) for used in header.lora] == [("ink", 0.8), ("wool", 1.0)]
-    assert worker.checkpoint("walk", tmp_path / "checkpoint")[0].lora == header.lora
+    assert worker.save_live("walk", tmp_path / "checkpoint")[0].lora == header.lora
     expected = stream(worker, "walk", [None, WOOL])
     elsewhere = make(make_runner, causal_wan, requests)
     for name in ("walk", "checkpoint"):

@@ -41,7 +41,7 @@ def test_a_periodic_snapshot_equals_a_snapshot(
     for index in range(3):
         chunk(worker, "a", index)
     header = worker.save("a", tmp_path / "snapshot")
-    checkpointed, cost_s = worker.checkpoint("a", tmp_path / "checkpoint")
+    checkpointed, cost_s = worker.save_live("a", tmp_path / "checkpoint")
     assert checkpointed == header
     assert cost_s > 0
     assert (tmp_path / "checkpoint").read_bytes() == (tmp_path / "snapshot").read_bytes()
@@ -72,7 +72,7 @@ def test_chunks_generated_during_the_write_are_not_in_the_file(
     assert call is not None and call.method == "snapshot_written"
     text_chunk(worker, "a", 1)
     with pytest.raises(RequestFailed, match="busy"):
-        worker.checkpoint("a", tmp_path / "second")
+        worker.save_live("a", tmp_path / "second")
     may_write.set()
     while call is not None:
         try:
@@ -93,7 +93,7 @@ def test_a_failed_write_raises_and_leaves_no_file(
     """
     worker = Worker(make_runner(null_world))
     with pytest.raises(RequestFailed, match="unknown_session"):
-        worker.checkpoint("absent", tmp_path / "a")
+        worker.save_live("absent", tmp_path / "a")
     text_chunk(worker, "a", 0)
 
     def full(*args: Any) -> int:
@@ -102,9 +102,9 @@ def test_a_failed_write_raises_and_leaves_no_file(
     with monkeypatch.context() as patched:
         patched.setattr("vllm_omni.sessions.snapshot_writing.os.fsync", full)
         with pytest.raises(RequestFailed, match="storage_full"):
-            worker.checkpoint("a", tmp_path / "a")
+            worker.save_live("a", tmp_path / "a")
     assert list(tmp_path.glob("a")) == []
-    worker.checkpoint("a", tmp_path / "a")
+    worker.save_live("a", tmp_path / "a")
     worker.restore("b", tmp_path / "a")
 
 
@@ -118,20 +118,19 @@ def test_the_staging_buffer_is_reused(null_world: Path, make_runner: Any, tmp_pa
         worker.chunk(
             "s" + str(number), prompt="a", seed=1, height=size, width=size, actions=[[]] * 3
         )
-        worker.checkpoint("s" + str(number), tmp_path / str(number))
-        held.append(worker.checkpoints._memory)
+        worker.save_live("s" + str(number), tmp_path / str(number))
+        held.append(worker.background._memory)
     assert held[3] is held[2] is held[1] and len(held[1]) > len(held[0])
 
 
 def test_unaligned_tensors_are_copied(null_world: Path, make_runner: Any, tmp_path: Path) -> None:
     """Three uint8 values before floats make the memory of the floats unaligned."""
-    checkpoints = Worker(make_runner(null_world)).checkpoints
+    background = Worker(make_runner(null_world)).background
     odd, floats = torch.tensor([1, 2, 3], dtype=torch.uint8), torch.arange(6.0).view(2, 3)
-    checkpoints._copy({"odd": odd, "empty": torch.empty(0), "floats": floats.T})
-    assert checkpoints._memory[:3].tolist() == [1, 2, 3]
+    background._copy({"odd": odd, "empty": torch.empty(0), "floats": floats.T})
+    assert background._memory[:3].tolist() == [1, 2, 3]
     assert (
-        checkpoints._memory[3:27].clone().view(torch.float32).tolist()
-        == floats.T.flatten().tolist()
+        background._memory[3:27].clone().view(torch.float32).tolist() == floats.T.flatten().tolist()
     )
 
 
@@ -141,12 +140,12 @@ def test_a_write_costs_processor_time_only_on_a_cpu(
     """On a CPU the cost of a write is the thread's processor time without waits for the disk. On a
     GPU it is zero.
     """
-    checkpoints, path = Worker(make_runner(null_world)).checkpoints, tmp_path / "a"
-    checkpoints._copy({"bytes": torch.ones(1 << 20, dtype=torch.uint8)})
+    background, path = Worker(make_runner(null_world)).background, tmp_path / "a"
+    background._copy({"bytes": torch.ones(1 << 20, dtype=torch.uint8)})
     path.write_bytes(bytes(1 << 20))
     started_s = time.thread_time()
-    spent_s = checkpoints._write(path, [0, 1 << 20], 0)
+    spent_s = background._write(path, [0, 1 << 20], 0)
     assert 0 < spent_s <= time.thread_time() - started_s
     assert path.read_bytes() == b"\1" * (1 << 20)
-    checkpoints._device = torch.device("cuda")
-    assert checkpoints._write(path, [0, 1 << 20], 0) == 0
+    background._device = torch.device("cuda")
+    assert background._write(path, [0, 1 << 20], 0) == 0

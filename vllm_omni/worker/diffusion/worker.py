@@ -117,7 +117,7 @@ class DiffusionWorkerMixin(_Worker):
         return self.snapshots.write(session_id, path, chunk_index, starts)
 
     @cached_property
-    def checkpoints(self) -> BackgroundSnapshots:
+    def background_snapshots(self) -> BackgroundSnapshots:
         return BackgroundSnapshots(self.snapshots, self.device)
 
     @torch.inference_mode()
@@ -126,18 +126,18 @@ class DiffusionWorkerMixin(_Worker):
 
         First RPC of a periodic snapshot (`sessions.snapshot_exchange.live_save_exchange`).
         """
-        return self.checkpoints.stage(session_id)
+        return self.background_snapshots.stage(session_id)
 
     def write_snapshot(self, session_id: str, path: str, starts: list[int]) -> dict[str, Any]:
         """Start writing the copy to its position in the file. Second RPC of a periodic snapshot."""
-        return self.checkpoints.write(session_id, path, starts)
+        return self.background_snapshots.write(session_id, path, starts)
 
     def snapshot_written(self, session_id: str) -> dict[str, Any]:
         """Whether this rank's part is on disk.
 
         Third RPC of a periodic snapshot, called until it is.
         """
-        return self.checkpoints.written(session_id)
+        return self.background_snapshots.written(session_id)
 
     @torch.inference_mode()
     def restore_session(

@@ -282,8 +282,8 @@ class Choices:
     more between <|im_start|> and <|im_end|>, as in BAGEL."""
     uncond_context: Literal["template", "empty"] = "template"
     """Unconditional context of text-to-image and text-to-video: the template without the user's
-    text, or an `empty` one (no tokens for an image, <|im_start|><|im_end|> for a video, a negative prompt
-    between these two tokens)."""
+    text, or an `empty` one (no tokens for an image, <|im_start|><|im_end|> for a video, a
+    negative prompt between these two tokens)."""
     edit_apostrophe: Literal["typographic", "ascii"] = "typographic"
     """Apostrophe in the system prompts of edits: U+2019 (`typographic`) or `ascii`."""
     uncond_positions: Literal["cond", "own"] = "cond"
