@@ -31,6 +31,7 @@ from vllm_omni.model_executor.models.wan.vae.split_decode import RowBands
 from vllm_omni.model_executor.models.wan.vae.stacked_frames import Activation, Layout
 from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE, VAECache, VAEConfig
 from vllm_omni.model_executor.models.wan.vae.winograd import OF_FRAMES, product_dtype
+from vllm_omni.model_executor.models.wan.vae_layers import fold_memory, folded
 
 START = time.monotonic()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -360,7 +361,7 @@ def time_parts(args: argparse.Namespace) -> dict[str, Any]:
             found |= time_combined(name, x, past, residual, gamma, bias, weight)
         wide = random(frames, height, width, 3 * channels).permute(0, 3, 1, 2)
         flat = random(1, frames + 2, height, width, channels).permute(0, 4, 1, 2, 3)
-        side_by_side = stacked_frames.folded(stacked_frames.fold_memory(weight))
+        side_by_side = folded(fold_memory(weight))
         solid = weight.contiguous(memory_format=torch.channels_last_3d)
         found[f"{name}: convolution, side by side"] = milliseconds(
             lambda wide=wide, weight=side_by_side: functional.conv2d(wide, weight, padding=1)
@@ -371,7 +372,7 @@ def time_parts(args: argparse.Namespace) -> dict[str, Any]:
             )
         if scale == 1:
             last = random(3, channels, 3, 3, 3)
-            direct = stacked_frames.folded(stacked_frames.fold_memory(last))
+            direct = folded(fold_memory(last))
             taps = stacked_frames.taps_as_channels(last)
             frames_NCHW = flat[0].transpose(0, 1)
             found["last convolution, side by side"] = milliseconds(

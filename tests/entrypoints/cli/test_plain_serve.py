@@ -46,7 +46,7 @@ def test_the_printed_command_serves(null_world: Path, tmp_path: Path) -> None:
             return demo.is_healthy(f"http://127.0.0.1:{port}/health")
 
         wait_until(is_up, 600, lambda: log.read_text()[-3000:], every_s=0.25)
-        with connect(f"ws://127.0.0.1:{port}{demo.Endpoint}", compression=None) as endpoint:
+        with connect(f"ws://127.0.0.1:{port}{demo.ENDPOINT}", compression=None) as endpoint:
             hello = msgspec.msgpack.decode(endpoint.recv(timeout=seconds(30)))
         assert (hello["first_chunk_frames"], hello["chunk_frames"]) == (9, 12)
         process.terminate()
