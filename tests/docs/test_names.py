@@ -43,7 +43,6 @@ ELSEWHERE = {
     "Worker._make_model_runner": "of vLLM's gpu_worker; this package has an enum of the same name",
     "vllm_omni/model_executor/models/checkers/": "written by the reader of the tutorial",
     "_hf_config": "written by the reader of the tutorial",
-    "_detect": "written by the reader of the tutorial",
     "rank0.kv.frame3": "an example: names in a snapshot are put together",
 }
 """Names that belong neither to this package nor to vLLM -> their origin."""

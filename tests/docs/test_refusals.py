@@ -181,7 +181,7 @@ HELD_BY = {
     "refused `run`": "tests/docs/test_tutorials.py::test_the_tutorial_works_as_printed",
     # realtime_world_camera.md
     "A start pose in a later request, or for a model without world poses": (
-        "tests/environments/test_world_env.py::test_a_start_pose_requires_a_world_with_poses"
+        "tests/environments/test_world_env.py::test_a_start_pose_needs_a_world_with_poses"
     ),
     # web_page.md
     "The page refuses a file that it cannot decode": (

@@ -49,7 +49,7 @@ def test_omni_ends_with_status_2_and_one_line(null_world: Path) -> None:
     assert (
         output.rstrip()
         .splitlines()[-1]
-        .startswith(f"vllm-omni: error: {DIFFUSION}, by one of fp8, fp8_per_channel")
+        .startswith(f"vllm-omni: error: {DIFFUSION}, fp8_per_channel")
     )
 
 

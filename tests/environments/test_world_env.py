@@ -140,7 +140,7 @@ def test_a_failed_chunk_costs_its_own_episode(env: WorldVectorEnv) -> None:
 @pytest.mark.parametrize(
     ("count", "prompt", "message"),
     [
-        (9, "a village", "holds 6 sessions, but 9 environments"),
+        (9, "a village", "at most 6 sessions, but 9 environments"),
         (2, ["a village"], r"one per environment \(2\); got 1"),
     ],
 )

@@ -55,7 +55,7 @@ def test_a_path_that_fills_no_chunk_is_refused(num_poses: int) -> None:
     """The message gives the number of poses per chunk."""
     with pytest.raises(
         SystemExit,
-        match=f"{num_poses} poses do not fill whole chunks: the first takes 9, later ones 12",
+        match=f"{num_poses} poses do not fill whole chunks: the first chunk takes 9, later ones 12",
     ):
         EXAMPLE.chunk_sizes(StreamInfo(), num_poses)
 

@@ -205,5 +205,5 @@ def test_more_than_one_rank_is_refused(tiny_pipelines: Callable[[str], Path]) ->
         skip_tokenizer_init=True,
         tensor_parallel_size=2,
     )
-    with pytest.raises(ValueError, match="one process on one device"):
+    with pytest.raises(ValueError, match="one process and one device"):
         args.create_engine_config()

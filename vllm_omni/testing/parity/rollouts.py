@@ -53,7 +53,7 @@ class RecordedCalls:
     """The recorded forward passes of a rollout, compared in order.
 
     Args:
-        scenario: File with the tensors `call00.in`, `call00.flow`, `call00.x0` and so on.
+        scenario: File with the tensors `in`, `flow` and `x0` of each call.
         calls: Recorded metadata of each pass.
         tolerance: Largest accepted difference of latents.
     """

@@ -164,7 +164,7 @@ def test_serve_plan_chooses_the_executor(sd3: Path) -> None:
     assert "--worker-cls" not in planned.argv
     for flags, words in (
         (["-tp", "2"], "runs on one device"),
-        (["--distributed-executor-backend", "ray"], "this checkpoint needs"),
+        (["--distributed-executor-backend", "ray"], "this checkpoint requires"),
     ):
         with pytest.raises(CommandError, match=words):
             plan([str(sd3), "--port", "0", *flags], {}, [])

@@ -207,7 +207,7 @@ def test_a_text_in_parts_equals_the_whole_text(lance: Lance) -> None:
     )
     assert "".join(meta["text"] for meta, _ in results) == whole[0]["text"]
     assert results[-1][0]["finish_reason"] == whole[0]["finish_reason"] == "length"
-    with pytest.raises(RequestFailed, match="has ended"):
+    with pytest.raises(RequestFailed, match="is complete; close the session"):
         prepare(lance, make_request({"session_id": "talk"}), session)
 
 

@@ -279,7 +279,7 @@ def test_omitted_frames_that_do_not_fit_the_chunk_are_refused(
     """For example, in a forged snapshot: after four chunks of three frames, the window has nine."""
     session = resting_session(world)
     session.omitted_frames = omitted
-    with pytest.raises(RequestFailed, match="do not belong together"):
+    with pytest.raises(RequestFailed, match="does not fit its number of frames"):
         session.check_committed(session.window.committed_frames)
 
 
