@@ -116,7 +116,7 @@ def test_the_model_refuses_an_unknown_voice(client: TestClient, hummer: Hummer) 
 def test_a_model_that_does_not_speak_is_refused_at_start(tmp_path: Path) -> None:
     get_family("null_world").make_tiny(tmp_path, 0, get_family("null_world").layouts[0])
     engine = AsyncLLM.__new__(AsyncLLM)
-    with pytest.raises(ValueError, match="the family null_world of .* has no speech"):
+    with pytest.raises(ValueError, match=r"the family null_world of .* has no speech"):
         asyncio.run(
             SpeechEndpoints().init_state(
                 engine, State(), Namespace(api_server_count=1, model=str(tmp_path))
