@@ -44,9 +44,9 @@ INTRODUCTION = f"""{Start}
 Generated from [benchmarks/results](../../benchmarks/results) by `make results`. A cell shows the
 median over the starts of the command and, where there were several starts, their range. Weights
 are random unless a row says otherwise, because speed does not depend on them. The commit is the
-one that recorded the result. Cards of one kind differ by up to six percent, and no original
+one that recorded the result. GPUs of one model differ by up to six percent. No original
 implementation was measured here, so compare only rows of this page with each other, or run the
-command on your own card. [Lessons from optimization](../architecture/speed_log.md) says what made
+command on your own GPU. [Lessons from optimization](../architecture/speed_log.md) says what made
 the difference.
 """
 

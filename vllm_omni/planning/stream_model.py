@@ -42,7 +42,7 @@ class Autoencoder:
 
 @dataclass(frozen=True)
 class StreamModel:
-    """One model as it is served.
+    """Sizes of one model and the options it is served with.
 
     Fields that are 0 by default and say so are computed by Wan's formulas.
     """

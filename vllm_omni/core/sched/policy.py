@@ -3,9 +3,8 @@
 
 These are pure functions: they use neither a clock nor vLLM and have no state.
 `StreamBatchScheduler` calls them in an engine, `benchmarks/scheduler_simulator.py` in virtual time.
-Every request has a due time. It is the request's deadline or, without one, a time by which its next
-step is due; the latter prevents starvation, and prevents the request from running through while
-others are late.
+Every request has a due time, which is its deadline. A request without a deadline gets a due time
+for its next step, so that it neither starves nor monopolizes the engine while others are late.
 """
 
 import math

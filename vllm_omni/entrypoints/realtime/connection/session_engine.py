@@ -129,7 +129,7 @@ class SessionEngine:
         """Write a session to a new file without pausing the engine.
 
         Returns:
-            `(header, seconds that it cost the engine)`.
+            The snapshot's header, and the engine's time for it in seconds.
 
         Raises:
             EndpointError: The session could not be written.

@@ -146,8 +146,8 @@ class Init(msgspec.Struct, frozen=True, kw_only=True):
         Larger values become the server's, because the original web page always sends 18 and 9.
 
         Args:
-            most_frames: The server's window. None: sessions cannot choose one.
-            most_sinks: The server's sink frames. None: as above.
+            most_frames: The server's window. If None, clients cannot choose the window.
+            most_sinks: The server's sink frames. If None, clients cannot choose them.
         """
         frames, sinks = self.realtime_causal_kv_cache_num_frames, self.realtime_causal_sink_size
         if most_frames is None or most_sinks is None:

@@ -2,9 +2,9 @@
 """`SinkWindow`: a `KVWindow` for endless streams, with sink frames that move along and may be
 renewed.
 
-Permanent sink frames cause two problems in a long stream. Their rotary distance grows without
-bound, although the network was trained on short ones. And at some point they no longer resemble the
-stream.
+Permanent sink frames cause two problems in a long stream. First, their rotary distance grows
+without bound, although the network was trained on short distances. Second, the scene changes until
+the sink frames no longer resemble the current frames.
 
 - Moving: a chunk sees sink frames as if they were directly before the oldest frame in its window.
   Keys are stored rotated for their original frame, so moving them is one more rotation of the

@@ -95,8 +95,8 @@ def load_adapter(
         own: Modules and tensors that this rank holds a part of. Others are validated only.
 
     Raises:
-        AdapterError: The adapter does not fit the model; one line.
-        ValueError: A file cannot be read; one line.
+        AdapterError: The adapter does not fit the model. The message is one line.
+        ValueError: A file cannot be read. The message is one line.
     """
     matrices: dict[TargetName, LowRank] = {}
     vectors: dict[TargetName, torch.Tensor] = {}

@@ -107,8 +107,8 @@ def open_adapter(path: str, targets: Mapping[str, AdapterTarget]) -> list[Adapte
         targets: Networks of the model, by name.
 
     Raises:
-        AdapterError: There is no such adapter; one line.
-        ValueError: A file cannot be read; one line.
+        AdapterError: There is no such adapter. The message is one line.
+        ValueError: A file cannot be read. The message is one line.
     """
     where = Path(get_adapter_absolute_path(path))
     if not where.exists():

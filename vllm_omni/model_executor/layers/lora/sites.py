@@ -43,8 +43,11 @@ class NamesLinears(Protocol):
     """
 
     def linears(self, prefix: str) -> Sequence[tuple[LinearBase, Sequence[str]]]:
-        """Return each linear layer with the checkpoint's names of its parts; `prefix` is this
-        module's name."""
+        """Return each linear layer and the checkpoint's names of the weights merged into it.
+
+        Args:
+            prefix: Name of this module.
+        """
 
 
 @dataclass(frozen=True)

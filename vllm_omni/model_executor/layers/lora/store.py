@@ -209,7 +209,7 @@ class AdapterStore(NoAdapters):
         """Validate and register an adapter. Return False if it is already registered.
 
         Raises:
-            ValueError: The adapter cannot be used; one line.
+            ValueError: The adapter cannot be used. The message is one line.
         """
         name = request.lora_name
         before = self._known.get(name)

@@ -67,8 +67,10 @@ class ChunkCache(WindowSet):
                 window.retain_sinks(frames)
 
     def recompute(self, first_frame: int) -> "ChunkCache":
-        """Return a copy whose frames from `first_frame` on are to be written again, oldest
-        first; strict only.
+        """Return a fork that hides all frames before `first_frame`.
+
+        The caller writes the frames from `first_frame` on again, oldest first. Requires the mode
+        `strict`.
         """
         other = self.fork()
         other.clean.hide_before(first_frame)

@@ -142,7 +142,8 @@ def find_layout(path: Path) -> LanceLayout:
     it.
 
     Raises:
-        ValueError: There is no decoder; one line with what was found and what was expected.
+        ValueError: There is no decoder. The message is one line with what was found and what
+            was expected.
     """
     root, chosen = path, None
     if (

@@ -93,7 +93,8 @@ def find_layout(path: Path) -> CheckpointLayout:
     """Locate the components in `path`, or next to it if `path` is the transformer's folder.
 
     Raises:
-        ValueError: There is no transformer; one line with what was found and what was expected.
+        ValueError: There is no transformer. The message is one line with what was found and
+            what was expected.
     """
     folder, root = find_transformer(path, _TRANSFORMER_FOLDERS, _is_transformer, "LingBot World")
     return CheckpointLayout.of_folder(

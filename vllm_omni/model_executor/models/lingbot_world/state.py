@@ -30,11 +30,12 @@ REST_FRAMES = 2
 class RestState:
     """Decides which chunks a world's K/V window leaves out, because the camera rests.
 
-    A window that fills with the model's own images of one pose drifts, because each image repeats
-    the errors of the images before it. While the camera rests, each chunk is therefore generated
-    from the same window and is not written to it. The next chunk takes its positions. After a
-    change of the prompt the chunks are written until none of the former prompt is left in the
-    window, except sink frames.
+    The video drifts if the window fills with generated frames of a single pose, because each frame
+    repeats the errors of the frames before it. While the camera rests, each chunk is therefore
+    generated from the same window and is not written to it. The next chunk takes its positions.
+    After a
+    change of the prompt, chunks are written until the window holds no frame of the former prompt,
+    except sink frames.
     """
 
     frames_at_pose: int = 0

@@ -108,7 +108,7 @@ def find_layout(path: Path) -> CheckpointLayout:
     """Locate the components in `path`, or next to it if `path` is the transformer's folder.
 
     Raises:
-        ValueError: There is no transformer, or more than one; one line.
+        ValueError: There is no transformer, or more than one. The message is one line.
     """
     found = [name for name in _PLACES if _is_transformer(path / name)]
     if len(found) > 1:

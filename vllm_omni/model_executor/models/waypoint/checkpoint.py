@@ -259,7 +259,7 @@ def find_layout(path: Path) -> CheckpointLayout:
     """Locate the components in `path`.
 
     Raises:
-        ValueError: There is no config of a Waypoint model; one line.
+        ValueError: There is no config of a Waypoint model. The message is one line.
     """
     if not is_checkpoint(path):
         raise ValueError(

@@ -176,7 +176,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Build:
-    """Common arguments of a rank's layers."""
+    """Constructor arguments that all layers of this rank share."""
 
     config: WaypointConfig
     """Architecture."""

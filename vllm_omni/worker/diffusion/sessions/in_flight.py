@@ -2,7 +2,8 @@
 """`ChunksInFlight`: chunks of each session that this rank has started and not committed.
 
 `ChunkOrder` decides which of them may run a step. If a chunk fails or is aborted, all later chunks
-of the session fail too, because they were computed from it; the session stays as last committed.
+of the session fail too, because they were computed from it. The session keeps its last committed
+state.
 The first pipeline stage decides which chunks may start (`waiting`) and assigns their indices; later
 stages follow its mask. The last stage is the first to detect a failure. Until the scheduler
 releases the failed chunk, `failed` finds it for later chunks that an earlier stage still sends.

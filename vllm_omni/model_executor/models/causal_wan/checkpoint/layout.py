@@ -135,8 +135,8 @@ def open_transformer(path: Path, state_keys: Sequence[str] = STATE_KEYS) -> Tens
     """Open a folder of safetensors, one weight file, or the best state of a training checkpoint.
 
     Raises:
-        ValueError: There is no Wan network; one line with the known wrappers and the first keys
-            found.
+        ValueError: There is no Wan network. The message is one line with the known wrappers and
+            the first keys found.
     """
     source = open_tensors(path, state_keys)
     if not any(

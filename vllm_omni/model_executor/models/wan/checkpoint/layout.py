@@ -331,7 +331,8 @@ def find_transformer(
         model: Name of the model in errors.
 
     Raises:
-        ValueError: There is no transformer; one line with what was found and what was expected.
+        ValueError: There is no transformer. The message is one line with what was found and
+            what was expected.
     """
     folder = next((path / name for name in names if found(path / name)), None)
     if folder is not None:
