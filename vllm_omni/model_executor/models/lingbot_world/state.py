@@ -33,9 +33,8 @@ class RestState:
     The video drifts if the window fills with generated frames of a single pose, because each frame
     repeats the errors of the frames before it. While the camera rests, each chunk is therefore
     generated from the same window and is not written to it. The next chunk takes its positions.
-    After a
-    change of the prompt, chunks are written until the window holds no frame of the former prompt,
-    except sink frames.
+    After a change of the prompt, chunks are written until the window holds no frame of the former
+    prompt, except sink frames.
     """
 
     frames_at_pose: int = 0
