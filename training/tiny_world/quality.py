@@ -19,7 +19,7 @@ CURVES = Path(__file__).with_name("curves")
 PAGE = REPO / "docs" / "reference" / "quality.md"
 RESULTS = {
     "scores": ("2026-11-28_score_6_walks_two.json",),
-    "players": ("2026-11-28_players_bot_rest.json",),
+    "players": ("2026-11-28_players_still_rest.json", "2026-11-28_players_bot_rest.json"),
 }
 """Results of the shipped weights in `curves/`, by kind."""
 SHOWN = (1, 5, 20, 100)
