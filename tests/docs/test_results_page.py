@@ -8,6 +8,8 @@ import pytest
 import snippets as docs
 from helpers.scripts import load_script
 
+from training.tiny_world import quality
+
 results_page = load_script(docs.REPO / "scripts" / "results_page.py")
 
 
@@ -16,6 +18,11 @@ def test_the_committed_tables_are_generated_from_the_results() -> None:
     rows = results_page.load_rows()
     assert results_page.PAGE.read_text() == results_page.page_text(rows)
     assert results_page.readme_table(rows) in results_page.README.read_text()
+
+
+def test_the_committed_quality_page_is_generated_from_the_scores() -> None:
+    """`python -m training.tiny_world.quality` writes docs/reference/quality.md."""
+    assert quality.PAGE.read_text() == quality.page_text()
 
 
 def test_a_result_without_a_record_is_refused(tmp_path: Path) -> None:

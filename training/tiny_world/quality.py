@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The quality page: what the shipped world scores, generated from results of `score.py`.
 
-    python -m training.tiny_world.quality            # writes docs/reference/quality.md
-    python -m training.tiny_world.quality --check    # fails if the page differs
+    python -m training.tiny_world.quality    # writes docs/reference/quality.md
 
 `RESULTS` names the results of the shipped weights. Replace them with the weights.
+Held by tests/docs/test_results_page.py.
 """
 
-import argparse
 import json
-import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +58,12 @@ pixels, divided by that of the truth.
 """
 
 
-def page(results: Mapping[str, list[Mapping[str, Any]]]) -> str:
-    """Return the page. results: those of `RESULTS`, by kind."""
+def page_text() -> str:
+    """Return the page for `RESULTS`."""
+    results = {
+        kind: [json.loads((CURVES / name).read_text()) for name in names]
+        for kind, names in RESULTS.items()
+    }
     out = _INTRODUCTION
     if results["players"]:
         rows = [row for result in results["players"] for row in result["table"]]
@@ -102,20 +103,5 @@ def _text(value: Any) -> str:
     return " to ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="compare instead of writing")
-    args = parser.parse_args()
-    read = {
-        kind: [json.loads((CURVES / name).read_text()) for name in names]
-        for kind, names in RESULTS.items()
-    }
-    text = page(read)
-    if args.check:
-        return 0 if PAGE.read_text() == text else 1
-    PAGE.write_text(text)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    PAGE.write_text(page_text())
