@@ -175,10 +175,10 @@ async def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     from vllm.inputs import tokens_input
     from vllm.sampling_params import SamplingParams
 
-    from vllm_omni.model_executor.models.qwen2_5_omni.options import StageOptions
+    from vllm_omni.composition.speech import AudioChunk
+    from vllm_omni.model_executor.models.qwen2_5_omni.engines import SpeechEngines
+    from vllm_omni.model_executor.models.qwen2_5_omni.options import SpeechEngineOptions
     from vllm_omni.model_executor.models.qwen2_5_omni.speech import Timings
-    from vllm_omni.model_executor.models.qwen2_5_omni.stages import SpeechEngines
-    from vllm_omni.pipeline.speech import AudioChunk
 
     start = time.perf_counter()
     load_format = "dummy" if args.full_size else "auto"
@@ -190,7 +190,7 @@ async def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     }
     engines = await SpeechEngines.start_engines(
         model,
-        StageOptions(talker=talker, token2wav={"load_format": load_format}),
+        SpeechEngineOptions(talker=talker, token2wav={"load_format": load_format}),
         enforce_eager=args.enforce_eager,
         max_model_len=args.max_model_len,
         max_num_seqs=4,

@@ -30,7 +30,7 @@ MODELS = {
     "Lance": "vllm_omni.model_executor.models.lance.config:LanceOptions",
     "Diffusers pipelines": "vllm_omni.model_executor.models.diffusers_pipeline.options:"
     "DiffusersOptions",
-    "Qwen2.5-Omni": "vllm_omni.model_executor.models.qwen2_5_omni.options:StageOptions",
+    "Qwen2.5-Omni": "vllm_omni.model_executor.models.qwen2_5_omni.options:SpeechEngineOptions",
 }
 """Model family -> class of its `omni.model` options. Options of all streaming models are listed
 once.

@@ -84,7 +84,7 @@ def test_there_is_no_circle() -> None:
 
 
 @pytest.mark.parametrize(
-    "package", ["worker", "core", "entrypoints", "planning", "pipeline", "sessions"]
+    "package", ["worker", "core", "entrypoints", "planning", "composition", "sessions"]
 )
 def test_what_serves_models_imports_none(package: str) -> None:
     """The serving code uses the registry's families."""

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The three engines of Qwen2.5-Omni compared with transformers: tokens, codes and audio; aborts; a
-killed stage.
+killed engine.
 """
 
 import asyncio
@@ -22,12 +22,12 @@ from vllm.exceptions import VLLMValidationError
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.sampling_params import SamplingParams
 
-from vllm_omni.model_executor.models.qwen2_5_omni.options import SpeechDefaults, StageOptions
+from vllm_omni.composition.composed_engine import ComposedEngineDied
+from vllm_omni.composition.speech import AudioChunk, TextDelta
+from vllm_omni.model_executor.models.qwen2_5_omni.engines import SpeechEngines
+from vllm_omni.model_executor.models.qwen2_5_omni.options import SpeechDefaults, SpeechEngineOptions
 from vllm_omni.model_executor.models.qwen2_5_omni.speech import SpeechComposition
-from vllm_omni.model_executor.models.qwen2_5_omni.stages import SpeechEngines
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.pipeline.speech import AudioChunk, TextDelta
-from vllm_omni.pipeline.stage import StageDied
 
 pytestmark = pytest.mark.nightly
 
@@ -82,7 +82,7 @@ class Served:
 @pytest.fixture(scope="module")
 def served(qwen2_5_omni: Path) -> Iterator[Served]:
     with asyncio.Runner() as runner:
-        options = StageOptions(talker=TALKER, speech={"chunk_codes": 0})
+        options = SpeechEngineOptions(talker=TALKER, speech={"chunk_codes": 0})
         engines = runner.run(
             SpeechEngines.start_engines(
                 qwen2_5_omni,
@@ -261,17 +261,17 @@ def test_a_disconnect_aborts_every_stage(served: Served) -> None:
         )
         assert isinstance(await anext(events), TextDelta)
         await events.aclose()  # type: ignore[attr-defined]
-        for stage in composition.stages:
-            assert stage.engine.output_processor.get_num_unfinished_requests() == 0
+        for engine in composition.engines:
+            assert engine.engine.output_processor.get_num_unfinished_requests() == 0
         assert composition._slots.qsize() == TALKER["max_num_seqs"]
 
     served.run(scenario(), 20)
     assert served.run(served.reply(served.prompt("x"), GREEDY, "next"))
 
 
-def test_a_killed_stage_is_named_and_nothing_hangs(served: Served) -> None:
+def test_a_killed_engine_is_named_and_nothing_hangs(served: Served) -> None:
     """The process is killed while a request waits for it. This and later requests fail with the
-    stage's name. This test runs last.
+    engine's name. This test runs last.
     """
     composition = served.composition
     how = msgspec.structs.replace(
@@ -288,10 +288,10 @@ def test_a_killed_stage_is_named_and_nothing_hangs(served: Served) -> None:
         await pause_task(1.0)
         for victim in victims:
             victim.send_signal(signal.SIGKILL)
-        with pytest.raises(StageDied, match="token2wav"):
+        with pytest.raises(ComposedEngineDied, match="token2wav"):
             await task
         start = time.monotonic()
-        with pytest.raises(StageDied, match="token2wav"):
+        with pytest.raises(ComposedEngineDied, match="token2wav"):
             await served.reply(served.prompt("x"), GREEDY, "late")
         assert time.monotonic() - start < seconds(1)
         assert composition._slots.qsize() == TALKER["max_num_seqs"]

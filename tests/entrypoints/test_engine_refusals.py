@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exceptions of vLLM's front end reach an endpoint as `RequestFailed`, and the caller of a stage
-with the stage's name.
+"""Exceptions of vLLM's front end reach an endpoint as `RequestFailed`, and the caller of a composed
+engine with the engine's name.
 """
 
 import asyncio
@@ -17,10 +17,10 @@ from vllm.exceptions import (
 )
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from vllm_omni.composition.composed_engine import ComposedEngine, ComposedEngineDied
 from vllm_omni.entrypoints.engine.client import OmniEngine
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.pipeline.stage import Stage, StageDied
 
 REFUSALS = [
     pytest.param(VLLMValidationError("too long"), "invalid_request", id="refused"),
@@ -106,28 +106,26 @@ def test_a_rank_of_several_fails_in_the_same_way(
         (
             RetryableRequestError("paused"),
             RequestFailed,
-            "capacity: stage 'talker' takes no requests now",
+            "capacity: engine 'talker' takes no requests now",
         ),
-        (QueueOverflowError(), RequestFailed, "capacity: stage 'talker' takes no requests now"),
-        (GenerationError("broken"), RuntimeError, "stage 'talker' failed on a request"),
-        (EngineGenerateError("broken"), RuntimeError, "stage 'talker' failed on a request"),
-        (EngineDeadError(), StageDied, "stage 'talker' has died"),
+        (QueueOverflowError(), RequestFailed, "capacity: engine 'talker' takes no requests now"),
+        (GenerationError("broken"), RuntimeError, "engine 'talker' failed on a request"),
+        (EngineGenerateError("broken"), RuntimeError, "engine 'talker' failed on a request"),
+        (EngineDeadError(), ComposedEngineDied, "engine 'talker' has died"),
     ],
 )
-def test_a_failure_of_a_stage_names_it(
+def test_a_failure_of_a_composed_engine_names_it(
     method: str, error: Exception, raised: type[Exception], words: str
 ) -> None:
-    """The caller gets one of three exceptions for a refusal, a failure and a dead engine of the
-    stage.
-    """
+    """The caller gets one of three exceptions for a refusal, a failure and a dead engine."""
 
-    async def call(stage: Stage) -> None:
+    async def call(engine: ComposedEngine) -> None:
         if method == "encode":
-            await stage.encode(DiffusionParams(session_id="s", chunk_index=0), {}, "r")
+            await engine.encode(DiffusionParams(session_id="s", chunk_index=0), {}, "r")
         else:
             params: Any = SimpleNamespace()
-            async for _ in stage.generate("prompt", params, "r"):
+            async for _ in engine.generate("prompt", params, "r"):
                 pass
 
     with pytest.raises(raised, match=words):
-        asyncio.run(call(Stage("talker", RaisingClient(error))))  # type: ignore[arg-type]
+        asyncio.run(call(ComposedEngine("talker", RaisingClient(error))))  # type: ignore[arg-type]

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from vllm_omni.composition.composed_engine import ComposedEngineDied
 from vllm_omni.entrypoints.speech.protocol import SpeechRequest, error_body, wants_audio
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.pipeline.stage import StageDied
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_speech_requests_out_of_range(body: dict[str, Any]) -> None:
     [
         (RequestFailed("invalid_request", "voice 'x'"), 400, "voice"),
         (RequestFailed("non_finite", "NaN"), 500, "NaN"),
-        (StageDied("talker"), 503, "'talker' has died"),
+        (ComposedEngineDied("talker"), 503, "'talker' has died"),
         (RuntimeError("/secret/path"), 500, "log has the details"),
     ],
 )

@@ -19,12 +19,12 @@ from starlette.datastructures import State
 from starlette.testclient import TestClient
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from vllm_omni.composition.speech import AudioChunk
 from vllm_omni.entrypoints.speech.encode import wav_file
 from vllm_omni.entrypoints.speech.plugin import SpeechEndpoints
 from vllm_omni.entrypoints.speech.routes import SpeechRoutes
 from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.pipeline.speech import AudioChunk
 
 CHAT = {
     "model": "m",

@@ -199,7 +199,7 @@ def test_refusals_list_the_allowed_values(speech_server: Served) -> None:
 def test_a_spoken_reply_has_spans_and_a_request_id(
     speech_server: Served, collector: Collector
 ) -> None:
-    """Each stage is a span of the reply's, which belongs to the caller's trace. Response and log
+    """Each engine is a span of the reply's, which belongs to the caller's trace. Response and log
     lines have the id.
     """
     body = {"model": "null", "messages": MESSAGES, "max_tokens": 12, **SPEECH}
@@ -251,7 +251,7 @@ def test_a_client_that_leaves_holds_no_slot(speech_server: Served) -> None:
     assert spoken(speech_server).choices[0].message.audio.data
 
 
-def test_a_dead_engine_of_a_stage_is_reported(speech_server: Served) -> None:
+def test_a_dead_engine_is_reported(speech_server: Served) -> None:
     """When the process of one engine is killed, its requests get 503 and `/health` names it. Runs
     last.
     """

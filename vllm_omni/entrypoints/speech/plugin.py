@@ -21,6 +21,7 @@ from vllm.engine.protocol import EngineClient
 from vllm.tasks import SupportedTask
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from vllm_omni.composition.speech import SpeechModel
 from vllm_omni.config import OmniConfig
 from vllm_omni.entrypoints.engine.client import OmniEngine
 from vllm_omni.entrypoints.engine.engine_watch import EngineWatch
@@ -28,7 +29,6 @@ from vllm_omni.entrypoints.lifespan import run_while_serving
 from vllm_omni.entrypoints.operations import Operations
 from vllm_omni.entrypoints.speech.routes import SpeechRoutes
 from vllm_omni.model_executor.models.registry import detect_family
-from vllm_omni.pipeline.speech import SpeechModel
 
 
 class SpeechEndpoints:
@@ -47,18 +47,18 @@ class SpeechEndpoints:
     def attach_router(self, app: FastAPI) -> None:
         self._routes.attach_to_app(app)
         app.add_api_route("/health", self._health, methods=["GET"])
-        run_while_serving(app, self._stages)
+        run_while_serving(app, self._shut_engines_down)
         self._watch.attach_to_app(app)
         self._operations.attach_to_app(app)
 
     @contextlib.asynccontextmanager
-    async def _stages(self, app: FastAPI) -> AsyncIterator[None]:
+    async def _shut_engines_down(self, app: FastAPI) -> AsyncIterator[None]:
         """Shut the additional engines down at the end."""
         try:
             yield
         finally:
-            for stage in self._model.stages if self._model is not None else ():
-                stage.shutdown()
+            for engine in self._model.engines if self._model is not None else ():
+                engine.shutdown()
 
     async def init_state(
         self, engine_client: EngineClient | None, state: State, args: Namespace
@@ -77,7 +77,7 @@ class SpeechEndpoints:
         await self._operations.start_serving(engine_client, omni)
         self._model = await family.start_speech(path, omni, engine_client)
         self._routes.start_serving(self._model, state)
-        # Only the language model's death ends the server. `/health` names other dead stages.
+        # Only the language model's death ends the server. `/health` names other dead engines.
         served = OmniEngine(engine_client)
         self._watch.start_watching(
             lambda: served.is_dead, await served.process_ids(), omni.rank_timeout_s
@@ -86,7 +86,7 @@ class SpeechEndpoints:
     async def _health(self, request: Request) -> Response:
         """200 while every engine is alive; 503 names the first dead one."""
         assert self._model is not None, "vLLM initialises state before it serves"
-        dead = [stage.name for stage in self._model.stages if stage.is_dead]
+        dead = [engine.name for engine in self._model.engines if engine.is_dead]
         if dead:
             return JSONResponse({"status": "dead", "stages": dead}, status_code=503)
         return Response(status_code=200)

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from vllm_omni.composition.composed_engine import ComposedEngineDied
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.pipeline.stage import StageDied
 from vllm_omni.seeds import MAX_SEED, RANDOM_SEED
 
 MAX_TEXT = 4096
@@ -109,7 +109,7 @@ def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
         )
         kind = "BadRequestError" if status == HTTPStatus.BAD_REQUEST else "InternalServerError"
         return status, _body(error.message, kind, status, error.code)
-    if isinstance(error, StageDied):
+    if isinstance(error, ComposedEngineDied):
         status = HTTPStatus.SERVICE_UNAVAILABLE
         return status, _body(str(error), "ServiceUnavailableError", status, "stage_died")
     status = HTTPStatus.INTERNAL_SERVER_ERROR

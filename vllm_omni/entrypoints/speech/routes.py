@@ -27,6 +27,7 @@ from vllm.entrypoints.serve.utils.api_utils import get_max_tokens, with_cancella
 from vllm.exceptions import VLLMClientError
 from vllm.logger import init_logger
 
+from vllm_omni.composition.speech import AudioChunk, SpeechModel, TextDelta
 from vllm_omni.entrypoints.speech.encode import MEDIA_TYPES, make_encoder, pcm16, wav_file
 from vllm_omni.entrypoints.speech.protocol import (
     AudioParams,
@@ -35,7 +36,6 @@ from vllm_omni.entrypoints.speech.protocol import (
     wants_audio,
 )
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.pipeline.speech import AudioChunk, SpeechModel, TextDelta
 from vllm_omni.runtime import log_context, trace_context
 from vllm_omni.seeds import chosen_seed
 

@@ -10,7 +10,7 @@
             render                    encoding of the replies
             transport                 sending, including pacing
         speech                        one spoken reply; parent: `traceparent` of the request
-          thinker talker token2wav    its stages (`pipeline/stage.py`)
+          thinker talker token2wav    its engines (`composition/composed_engine.py`)
 
 Tracing is on if the server has vLLM's `--otlp-traces-endpoint`. vLLM has then set up the exporter
 of this process, which these spans use. Otherwise the objects of this module have no effect. The

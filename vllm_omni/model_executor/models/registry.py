@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from vllm_omni.actions import ActionSpace
-    from vllm_omni.pipeline.speech import SpeechModel
+    from vllm_omni.composition.speech import SpeechModel
 
 _FAMILY_MODULES = {
     "null_world": "vllm_omni.testing.null.world.family",

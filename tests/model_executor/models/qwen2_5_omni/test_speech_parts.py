@@ -108,7 +108,7 @@ def test_every_code_is_in_one_part(
 
 
 class Talker:
-    """A talker stage that returns 200 codes at once."""
+    """A talker engine that returns 200 codes at once."""
 
     engine = SimpleNamespace(
         vllm_config=SimpleNamespace(
@@ -128,8 +128,10 @@ class Talker:
 def test_the_talker_slot_is_free_after_its_last_code() -> None:
     """It serves the next request before token2wav has produced any audio of this one."""
     builder = SimpleNamespace(voices=["v"], stop_codes=[-1], check_voice=lambda voice: None)
-    stage: Any = Talker()
-    composition = SpeechComposition(stage, stage, stage, builder=builder, defaults=SpeechDefaults())  # type: ignore[arg-type]
+    engine: Any = Talker()
+    composition = SpeechComposition(
+        engine, engine, engine, builder=builder, defaults=SpeechDefaults()
+    )  # type: ignore[arg-type]
     prompt: Any = SimpleNamespace(
         token_ids=[1], reply_RD=[1], to_engine_input=lambda name, slot: None
     )
@@ -147,8 +149,10 @@ def test_the_voice_of_a_request_takes_precedence(
 ) -> None:
     """Then the voice of its settings, then the server's."""
     builder = SimpleNamespace(voices=["v", "w"], check_voice=lambda voice: None)
-    stage: Any = Talker()
-    composition = SpeechComposition(stage, stage, stage, builder=builder, defaults=SpeechDefaults())  # type: ignore[arg-type]
+    engine: Any = Talker()
+    composition = SpeechComposition(
+        engine, engine, engine, builder=builder, defaults=SpeechDefaults()
+    )  # type: ignore[arg-type]
     composition.check_voice(requested)
     assert (
         composition._start("r", SpeechDefaults(voice=of_speech), requested, 0, None).how.voice

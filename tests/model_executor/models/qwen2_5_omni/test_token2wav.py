@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The token2wav stage in the diffusion runner against transformers' `Qwen2_5OmniToken2WavModel`."""
+"""The token2wav model in the diffusion runner against transformers' `Qwen2_5OmniToken2WavModel`."""
 
 from collections.abc import Callable
 from pathlib import Path

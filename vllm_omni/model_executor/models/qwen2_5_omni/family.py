@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `qwen2_5_omni` family: its description for the command line and the config parser.
 
-With `--config-format omni` a checkpoint directory is read as its token2wav stage, which the
-diffusion worker runs. Thinker and talker use the checkpoint's own config (`stages.py`).
+With `--config-format omni` a checkpoint directory is read as its token2wav model, which the
+diffusion worker runs. Thinker and talker use the checkpoint's own config (`engines.py`).
 """
 
 import json
@@ -21,7 +21,7 @@ from vllm_omni.model_executor.models.qwen2_5_omni.checkpoint import (
 from vllm_omni.model_executor.models.qwen2_5_omni.options import (
     THINKER_ARCHITECTURE,
     THINKER_GPU_SHARE,
-    StageOptions,
+    SpeechEngineOptions,
     Token2WavModelOptions,
 )
 from vllm_omni.model_executor.models.registry import ModelFamily
@@ -29,7 +29,7 @@ from vllm_omni.model_executor.models.registry import ModelFamily
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from vllm_omni.pipeline.speech import SpeechModel
+    from vllm_omni.composition.speech import SpeechModel
 
 
 def _hf_config(path: Path) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def _check_options(hf_config: dict[str, Any], omni: OmniConfig) -> None:
     if set(omni.model) <= {field.name for field in msgspec.structs.fields(Token2WavModelOptions)}:
         parse_options(Token2WavModelOptions, omni.model, "omni.model")
     else:
-        assert parse_options(StageOptions, omni.model, "omni.model").speech_defaults
+        assert parse_options(SpeechEngineOptions, omni.model, "omni.model").speech_defaults
 
 
 def _serve_flags(path: Path, on_cpu: bool) -> dict[str, str]:
@@ -68,9 +68,9 @@ def _serve_flags(path: Path, on_cpu: bool) -> dict[str, str]:
 
 async def _start_speech(path: Path, omni: OmniConfig, thinker: "AsyncLLM") -> "SpeechModel":
     # imports vLLM's engine
-    from vllm_omni.model_executor.models.qwen2_5_omni.stages import SpeechEngines
+    from vllm_omni.model_executor.models.qwen2_5_omni.engines import SpeechEngines
 
-    options = parse_options(StageOptions, omni.model, "omni.model")
+    options = parse_options(SpeechEngineOptions, omni.model, "omni.model")
     return (await SpeechEngines.start_engines(path, options, thinker=thinker)).composition
 
 

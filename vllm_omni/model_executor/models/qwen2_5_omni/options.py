@@ -105,7 +105,7 @@ class SpeechDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         return tuple(dict.fromkeys(sizes))
 
 
-class StageOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class SpeechEngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`omni.model` of the server: arguments of the engines other than the thinker, and defaults of
     speech."""
 

@@ -22,6 +22,9 @@ import msgspec
 import torch
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+from vllm_omni.composition.composed_engine import ComposedEngine
+from vllm_omni.composition.flow import Emit, run_flow
+from vllm_omni.composition.speech import AudioChunk, SpeechModel, TextDelta
 from vllm_omni.hidden_states import HiddenStates, HiddenStatesRequest, concat, hidden_states_of
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.models.qwen2_5_omni.options import SAMPLE_RATE, SpeechDefaults
@@ -32,14 +35,11 @@ from vllm_omni.model_executor.models.qwen2_5_omni.speech_text import (
 )
 from vllm_omni.model_executor.models.qwen2_5_omni.talker_prompt import TalkerPrompt
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.pipeline.flow import Emit, run_flow
-from vllm_omni.pipeline.speech import AudioChunk, SpeechModel, TextDelta
-from vllm_omni.pipeline.stage import Stage
 
 
 @dataclass
 class Timings:
-    """Timestamps of one request and the time that each stage worked on it, in seconds."""
+    """Timestamps of one request and the time that each engine worked on it, in seconds."""
 
     start_s: float = field(default_factory=time.perf_counter)
     """Arrival of the request, by `time.perf_counter`."""
@@ -79,7 +79,7 @@ def ready_chunks(
 
 @dataclass
 class Speech:
-    """One reply in the talker and token2wav stages."""
+    """One reply in the talker and token2wav engines."""
 
     request_id: str
     """Id of the request."""
@@ -101,22 +101,22 @@ class Speech:
 
 
 class SpeechComposition:
-    """A `SpeechModel` of three stages on one checkpoint: thinker and talker (autoregressive) and
+    """A `SpeechModel` of three engines on one checkpoint: thinker and talker (autoregressive) and
     token2wav (diffusion)."""
 
     sample_rate = SAMPLE_RATE
 
     def __init__(
         self,
-        thinker: Stage,
-        talker: Stage,
-        token2wav: Stage,
+        thinker: ComposedEngine,
+        talker: ComposedEngine,
+        token2wav: ComposedEngine,
         *,
         builder: TalkerPromptBuilder,
         defaults: SpeechDefaults,
     ) -> None:
-        self.stages = (thinker, talker, token2wav)
-        self.thinker, self.talker, self.token2wav = self.stages
+        self.engines = (thinker, talker, token2wav)
+        self.thinker, self.talker, self.token2wav = self.engines
         self.builder = builder
         self.defaults = msgspec.structs.replace(
             defaults, voice=defaults.voice or next(iter(builder.voices))
@@ -136,9 +136,9 @@ class SpeechComposition:
             self.builder.check_voice(voice)
 
     def check_alive(self) -> None:
-        """Raise `StageDied` with the name of the first dead stage."""
-        for stage in self.stages:
-            stage.check_alive()
+        """Raise `ComposedEngineDied` with the name of the first dead engine."""
+        for engine in self.engines:
+            engine.check_alive()
 
     async def respond(
         self,
@@ -154,8 +154,9 @@ class SpeechComposition:
         """Think, then speak. Yields text while it is thought and sound while it is spoken.
 
         engine_input: the thinker's rendered prompt. speech: None = the server's defaults. voice:
-        comes before that of `speech`. Raises `RequestFailed`, `StageDied`, or vLLM's own client
-        errors. Closing the generator or cancelling its reader aborts the request in every stage.
+        comes before that of `speech`. Raises `RequestFailed`, `ComposedEngineDied`, or vLLM's own
+        client errors. Closing the generator or cancelling its reader aborts the request in every
+        engine.
         """
         spoken = self._start(request_id, speech, voice, seed, timings)
         params = params.clone()
@@ -224,7 +225,7 @@ class SpeechComposition:
             async for event in events:
                 yield event
 
-    # -- stages ------------------------------------------------------------------------------------
+    # -- engines -----------------------------------------------------------------------------------
 
     def _start(
         self,

@@ -86,7 +86,7 @@ class Token2WavPipeline(StepPipeline):
         self.flow = FlowSolver.create(self.token2wav.code2wav_dit_model, graphs)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load this stage's tensors from the files; `weights` (all tensors of the checkpoint) is
+        """Load token2wav's tensors from the files; `weights` (all tensors of the checkpoint) is
         not consumed."""
         state = dict(CheckpointTensors(self.path).below(_PREFIX))
         # Strict: missing, unexpected and misshapen keys all raise. The resampling filters are

@@ -14,7 +14,7 @@ import torch
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 
-from vllm_omni.pipeline.stage import Stage
+from vllm_omni.composition.composed_engine import ComposedEngine
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class AudioChunk:
 class SpeechModel(Protocol):
     """Several engines that reply with text and speech.
 
-    `respond` and `read_aloud` raise `RequestFailed`, `StageDied`, or vLLM's own client errors.
-    Closing their generator or cancelling its reader aborts the request in every stage.
+    `respond` and `read_aloud` raise `RequestFailed`, `ComposedEngineDied`, or vLLM's own client
+    errors. Closing their generator or cancelling its reader aborts the request in every engine.
     """
 
     @property
@@ -49,8 +49,9 @@ class SpeechModel(Protocol):
         """Sample rate of every `AudioChunk` in Hertz."""
 
     @property
-    def stages(self) -> Sequence[Stage]:
-        """All engines. `Stage.shutdown` stops an engine that was started next to the server's."""
+    def engines(self) -> Sequence[ComposedEngine]:
+        """All engines. `ComposedEngine.shutdown` stops an engine that was started next to the
+        server's."""
 
     def check_voice(self, voice: str | None) -> None:
         """Check that the model has a voice.
@@ -63,7 +64,7 @@ class SpeechModel(Protocol):
         """Check that all engines are alive.
 
         Raises:
-            StageDied: For the first dead stage.
+            ComposedEngineDied: For the first dead engine.
         """
 
     def respond(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from helpers.waits import pause_task, seconds
 
-from vllm_omni.pipeline.flow import Emit, run_flow
+from vllm_omni.composition.flow import Emit, run_flow
 
 
 async def read_all(flow: AsyncIterator[Any]) -> list[Any]:

@@ -10,8 +10,8 @@ import pytest
 from helpers.waits import seconds
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from vllm_omni.model_executor.models.qwen2_5_omni import stages
-from vllm_omni.model_executor.models.qwen2_5_omni.stages import SpeechEngines
+from vllm_omni.model_executor.models.qwen2_5_omni import engines
+from vllm_omni.model_executor.models.qwen2_5_omni.engines import SpeechEngines
 
 
 class Starts:
@@ -41,10 +41,10 @@ class Starts:
 
 
 def start(path: Path, starts: Starts, on_cpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages.current_platform, "is_cpu", lambda: on_cpu)
+    monkeypatch.setattr(engines.current_platform, "is_cpu", lambda: on_cpu)
     monkeypatch.setattr(AsyncLLM, "from_engine_args", starts)
     monkeypatch.setattr(AsyncLLM, "__del__", lambda self: None)
-    monkeypatch.setattr(stages, "SpeechComposition", lambda *started, **_: started)
+    monkeypatch.setattr(engines, "SpeechComposition", lambda *started, **_: started)
     asyncio.run(SpeechEngines.start_engines(path))
 
 

@@ -2,8 +2,8 @@
 """The three engines of one Qwen2.5-Omni checkpoint: their arguments, start and shutdown.
 
 Each is a stock `AsyncLLM` on the same directory. The thinker may instead be the engine of vLLM's
-own server, which then owns it. By default the thinker gets most of a GPU; `StageOptions` overrides
-everything.
+own server, which then owns it. By default the thinker gets most of a GPU; `SpeechEngineOptions`
+overrides everything.
 """
 
 import asyncio
@@ -14,16 +14,16 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from vllm_omni.composition.composed_engine import ComposedEngine
 from vllm_omni.engine_arguments.refusals import AR_SCHEDULER_CLS, AR_WORKER_CLS
 from vllm_omni.model_executor.models.qwen2_5_omni.checkpoint import read_config, stored_dtype
 from vllm_omni.model_executor.models.qwen2_5_omni.options import (
     THINKER_GPU_SHARE,
-    StageOptions,
+    SpeechEngineOptions,
 )
 from vllm_omni.model_executor.models.qwen2_5_omni.speech import SpeechComposition
 from vllm_omni.model_executor.models.qwen2_5_omni.speech_text import TalkerPromptBuilder
 from vllm_omni.model_executor.models.qwen2_5_omni.talker import talker_hf_config
-from vllm_omni.pipeline.stage import Stage
 
 
 def thinker_args(path: Path, **overrides: Any) -> AsyncEngineArgs:
@@ -85,13 +85,13 @@ class SpeechEngines:
     async def start_engines(
         cls,
         path: Path,
-        options: StageOptions | None = None,
+        options: SpeechEngineOptions | None = None,
         thinker: AsyncLLM | None = None,
         **thinker_overrides: Any,
     ) -> Self:
         """Start the engines, except `thinker` if an existing engine is given. If one fails to
         start, stop all others."""
-        options = options or StageOptions()
+        options = options or SpeechEngineOptions()
         defaults = options.speech_defaults
         builder = await asyncio.to_thread(TalkerPromptBuilder, path)
         wanted = {
@@ -105,30 +105,30 @@ class SpeechEngines:
         # start one after another.
         names = list(wanted)
         turns = [names] if current_platform.is_cpu() else [[name] for name in names]
-        stages: list[Stage] = []
+        engines: list[ComposedEngine] = []
         for turn in turns:
             started = await asyncio.gather(
                 *(asyncio.to_thread(AsyncLLM.from_engine_args, wanted[name]) for name in turn),
                 return_exceptions=True,
             )
-            stages += [
-                Stage(name, it)
+            engines += [
+                ComposedEngine(name, it)
                 for name, it in zip(turn, started, strict=True)
                 if isinstance(it, AsyncLLM)
             ]
             failed = [it for it in started if isinstance(it, BaseException)]
             if failed:
-                for stage in stages:
-                    stage.shutdown()
+                for engine in engines:
+                    engine.shutdown()
                 raise failed[0]
         if thinker is not None:
-            stages.insert(0, Stage("thinker", thinker, owned=False))
-        return cls(SpeechComposition(*stages, builder=builder, defaults=defaults))
+            engines.insert(0, ComposedEngine("thinker", thinker, owned=False))
+        return cls(SpeechComposition(*engines, builder=builder, defaults=defaults))
 
     def shutdown(self) -> None:
         """Shut down every engine that this object started. Idempotent."""
-        for stage in self.composition.stages:
-            stage.shutdown()
+        for engine in self.composition.engines:
+            engine.shutdown()
 
     async def __aenter__(self) -> Self:
         return self

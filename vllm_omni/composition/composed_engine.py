@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Stage`: one engine of a composition, with a name that its errors include.
+"""`ComposedEngine`: one vLLM engine of a composition, with a name that its errors include.
 
-Every request ends in exactly one way: its last output, a `RequestFailed`, or `StageDied`. A reader
-that stops early, by cancellation or by closing the generator, aborts the request in the engine.
+Every request ends in exactly one way: its last output, a `RequestFailed`, or `ComposedEngineDied`.
+A reader that stops early, by cancellation or by closing the generator, aborts the request in the
+engine.
 """
 
 import asyncio
@@ -24,19 +25,19 @@ from vllm_omni.runtime import trace_context
 logger = logging.getLogger("vllm." + __name__)
 
 
-class StageDied(Exception):
+class ComposedEngineDied(Exception):
     """An engine of a composition is dead.
 
     Requests that need it fail until the server is restarted.
     """
 
-    def __init__(self, stage: str) -> None:
-        super().__init__(f"the engine of stage {stage!r} has died; restart the server")
-        self.stage = stage
+    def __init__(self, name: str) -> None:
+        super().__init__(f"the engine {name!r} has died; restart the server")
+        self.name = name
 
 
-class Stage:
-    """One engine of a composition.
+class ComposedEngine:
+    """One vLLM engine of a composition, for example the talker of a speech model.
 
     Args:
         name: Name for errors and traces.
@@ -55,7 +56,7 @@ class Stage:
 
     def check_alive(self) -> None:
         if self.is_dead:
-            raise StageDied(self.name)
+            raise ComposedEngineDied(self.name)
 
     async def generate(
         self, prompt: Any, params: SamplingParams, request_id: str
@@ -68,7 +69,7 @@ class Stage:
             request_id: Id of the request.
 
         Raises:
-            StageDied: The engine has died.
+            ComposedEngineDied: The engine has died.
             RequestFailed: `capacity`: the engine accepts no requests.
             RuntimeError: The engine failed on this request.
         """
@@ -81,14 +82,14 @@ class Stage:
                 yield output
         except EngineDeadError as error:
             finished = True
-            raise StageDied(self.name) from error
+            raise ComposedEngineDied(self.name) from error
         except (RetryableRequestError, GracefulHTTPError) as error:
             finished = True
             raise self._no_room() from error
         except (EngineGenerateError, GenerationError) as error:
             finished = True
             self.check_alive()
-            raise RuntimeError(f"stage {self.name!r} failed on a request") from error
+            raise RuntimeError(f"engine {self.name!r} failed on a request") from error
         finally:
             span.end()
             if not finished:
@@ -108,7 +109,7 @@ class Stage:
             Metadata and tensors of the result.
 
         Raises:
-            StageDied: The engine has died.
+            ComposedEngineDied: The engine has died.
             RequestFailed: The request failed, or the engine accepts no requests (`capacity`).
             RuntimeError: The engine failed on this request.
         """
@@ -120,18 +121,18 @@ class Stage:
             async for output in self.engine.encode(engine_prompt(), pooling, request_id, **trace):
                 last = output
         except EngineDeadError as error:
-            raise StageDied(self.name) from error
+            raise ComposedEngineDied(self.name) from error
         except (RetryableRequestError, GracefulHTTPError) as error:
             raise self._no_room() from error
         except (EngineGenerateError, GenerationError) as error:
             self.check_alive()
-            raise RuntimeError(f"stage {self.name!r} failed on a request") from error
+            raise RuntimeError(f"engine {self.name!r} failed on a request") from error
         finally:
             span.end(failed=last is None)
             if last is None and not self.is_dead:
                 await self._abort(request_id)
         if last is None:
-            raise StageDied(self.name)
+            raise ComposedEngineDied(self.name)
         return unpack(last.outputs.data)
 
     async def _below(self, span: trace_context.Span) -> dict[str, Any]:
@@ -143,7 +144,7 @@ class Stage:
     def _no_room(self) -> RequestFailed:
         """Return the error of an engine that is paused or has a full queue."""
         return RequestFailed(
-            "capacity", f"stage {self.name!r} takes no requests now; try again later"
+            "capacity", f"engine {self.name!r} takes no requests now; try again later"
         )
 
     async def _abort(self, request_id: str) -> None:
@@ -154,7 +155,7 @@ class Stage:
             await asyncio.shield(self.engine.abort(request_id))
         except EngineDeadError:
             logger.warning(
-                "stage %r died before request %s could be aborted", self.name, request_id
+                "engine %r died before request %s could be aborted", self.name, request_id
             )
 
     def shutdown(self) -> None:

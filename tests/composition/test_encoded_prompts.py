@@ -12,10 +12,10 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs import tokens_input
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from vllm_omni.composition.composed_engine import ComposedEngine
+from vllm_omni.composition.prompt_embeds import encode_prompt, prompt_embeds_tensors
 from vllm_omni.hidden_states import FINAL, HiddenStates
 from vllm_omni.inputs import DiffusionParams, request_tensors
-from vllm_omni.pipeline.prompt_embeds import encode_prompt, prompt_embeds_tensors
-from vllm_omni.pipeline.stage import Stage
 
 IDS = [5, 9, 14, 3, 7, 11]
 
@@ -38,7 +38,7 @@ def test_hidden_states_are_sent_from_one_engine_to_the_other(
             worker_cls="vllm_omni.worker.ARGPUWorker",
             scheduler_cls="vllm_omni.core.sched.ARHiddenStatesScheduler",
         )
-        encoder = Stage("text", AsyncLLM.from_engine_args(args))
+        encoder = ComposedEngine("text", AsyncLLM.from_engine_args(args))
         try:
             async with running_engine(null_world) as client:
                 tensors = await encode_prompt(
@@ -53,7 +53,7 @@ def test_hidden_states_are_sent_from_one_engine_to_the_other(
                 params = DiffusionParams(session_id="s", prompt="a field", output="latents")
                 carried = request_tensors(params.to_pooling_params(tensors).extra_kwargs)
                 assert torch.equal(carried["prompt_embeds"], tensors["prompt_embeds"])
-                diffusion = Stage("diffusion", client.engine, owned=False)
+                diffusion = ComposedEngine("diffusion", client.engine, owned=False)
                 meta, result = await diffusion.encode(params, tensors, "draw")
                 assert meta["chunk_index"] == 0 and result["latents"].numel()
         finally:

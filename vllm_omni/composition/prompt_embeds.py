@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from vllm.sampling_params import SamplingParams
 
+from vllm_omni.composition.composed_engine import ComposedEngine
 from vllm_omni.hidden_states import (
     FINAL,
     HiddenStates,
@@ -18,7 +19,6 @@ from vllm_omni.hidden_states import (
     concat,
     hidden_states_of,
 )
-from vllm_omni.pipeline.stage import Stage
 
 
 def prompt_states_params(layer: int = FINAL) -> SamplingParams:
@@ -62,7 +62,7 @@ def prompt_embeds_tensors(
 
 
 async def encode_prompt(
-    stage: Stage,
+    engine: ComposedEngine,
     prompt: Any,
     request_id: str,
     *,
@@ -70,10 +70,10 @@ async def encode_prompt(
     drop_first: int = 0,
     prefix: str = "",
 ) -> dict[str, torch.Tensor]:
-    """Run a prompt through an AR stage and return the text embeddings of a diffusion request.
+    """Run a prompt through an AR engine and return the text embeddings of a diffusion request.
 
     Args:
-        stage: The language model.
+        engine: The engine of the language model.
         prompt: Prompt of vLLM.
         request_id: Id of the AR request.
         layer: As for `prompt_embeds_tensors`.
@@ -81,15 +81,15 @@ async def encode_prompt(
         prefix: As for `prompt_embeds_tensors`.
 
     Raises:
-        RuntimeError: The stage returned no hidden states.
+        RuntimeError: The engine returned no hidden states.
     """
     parts: list[HiddenStates | None] = []
-    async for output in stage.generate(prompt, prompt_states_params(layer), request_id):
+    async for output in engine.generate(prompt, prompt_states_params(layer), request_id):
         parts.append(hidden_states_of(output))
     states = concat(parts)
     if states is None:
         raise RuntimeError(
-            f"stage {stage.name!r} returned no hidden states: does it run on the AR worker and "
+            f"engine {engine.name!r} returned no hidden states: does it run on the AR worker and "
             "scheduler?"
         )
     return prompt_embeds_tensors(states, layer=layer, drop_first=drop_first, prefix=prefix)
