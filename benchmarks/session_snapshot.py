@@ -237,7 +237,7 @@ async def run(model: Path, folder: Path, name: str, args: argparse.Namespace) ->
     import torch
 
     from vllm_omni.inputs import DiffusionParams
-    from vllm_omni.sessions.snapshot_exchange import (
+    from vllm_omni.session_files.snapshot_exchange import (
         package_version,
         restore_exchange,
         run_exchange_async,

@@ -84,7 +84,7 @@ def test_there_is_no_circle() -> None:
 
 
 @pytest.mark.parametrize(
-    "package", ["worker", "core", "entrypoints", "planning", "composition", "sessions"]
+    "package", ["worker", "core", "entrypoints", "planning", "composition", "session_files"]
 )
 def test_what_serves_models_imports_none(package: str) -> None:
     """The serving code uses the registry's families."""
@@ -111,7 +111,7 @@ def test_the_executor_without_workers_imports_none_of_them() -> None:
 
 def test_models_import_nothing_that_moves_sessions() -> None:
     """Models read the saved state (`saved_tensors`), not the snapshot file."""
-    assert arrows("model_executor", "sessions") == set()
+    assert arrows("model_executor", "session_files") == set()
 
 
 def test_what_serves_imports_no_testing_models() -> None:

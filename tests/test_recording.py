@@ -10,7 +10,7 @@ import pytest
 
 from vllm_omni.actions import ActionFrame
 from vllm_omni.inputs import DiffusionParams
-from vllm_omni.sessions.recording import (
+from vllm_omni.session_files.recording import (
     MAGIC,
     Outcome,
     RecordedChunk,

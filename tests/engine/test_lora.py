@@ -14,7 +14,7 @@ from vllm.lora.request import LoRARequest
 
 from vllm_omni.inputs import Lora
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.sessions.snapshot_exchange import (
+from vllm_omni.session_files.snapshot_exchange import (
     package_version,
     restore_exchange,
     run_exchange_async,

@@ -11,8 +11,8 @@ from helpers.engine_client import EngineClient, running_engine
 
 from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.sessions.snapshot import SnapshotHeader
-from vllm_omni.sessions.snapshot_exchange import (
+from vllm_omni.session_files.snapshot import SnapshotHeader
+from vllm_omni.session_files.snapshot_exchange import (
     Call,
     package_version,
     restore_exchange,

@@ -17,7 +17,7 @@ from helpers.engine_client import EngineClient, running_engine
 from helpers.snapshot_steps import rewrite
 
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.sessions.snapshot_exchange import (
+from vllm_omni.session_files.snapshot_exchange import (
     package_version,
     restore_exchange,
     run_exchange_async,

@@ -12,8 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import load, save_file
 
 from vllm_omni.actions import ActionFrame
-from vllm_omni.sessions.snapshot import SnapshotHeader
-from vllm_omni.sessions.snapshot_exchange import (
+from vllm_omni.session_files.snapshot import SnapshotHeader
+from vllm_omni.session_files.snapshot_exchange import (
     live_save_exchange,
     restore_exchange,
     run_exchange,

@@ -14,7 +14,7 @@ from helpers.snapshot_steps import Worker, text_chunk, video_chunk, world_chunk
 from helpers.waits import seconds
 
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.sessions.snapshot_exchange import Call, live_save_exchange
+from vllm_omni.session_files.snapshot_exchange import Call, live_save_exchange
 from vllm_omni.worker.diffusion.sessions import background_snapshots as module
 
 SMALL = {"window_frames": 7, "sink_frames": 2}
@@ -100,7 +100,7 @@ def test_a_failed_write_raises_and_leaves_no_file(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("vllm_omni.sessions.snapshot_writing.os.fsync", full)
+        patched.setattr("vllm_omni.session_files.snapshot_writing.os.fsync", full)
         with pytest.raises(RequestFailed, match="storage_full"):
             worker.save_live("a", tmp_path / "a")
     assert list(tmp_path.glob("a")) == []

@@ -14,7 +14,7 @@ import torch
 from helpers.snapshot_steps import Worker, text_chunk
 
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.sessions.snapshot import ModelIdentity, Parallel
+from vllm_omni.session_files.snapshot import ModelIdentity, Parallel
 from vllm_omni.worker.diffusion.sessions.snapshots import model_identity, weights_digest
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save_file
 
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.sessions.snapshot import UNSEEN, Parallel, read_header
+from vllm_omni.session_files.snapshot import UNSEEN, Parallel, read_header
 
 _WORKERS: dict[str, Worker] = {}
 

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.sessions.snapshot import (
+from vllm_omni.session_files.snapshot import (
     MAX_OBJECTS,
     MAX_TABLE_BYTES,
     ModelIdentity,
@@ -24,7 +24,7 @@ from vllm_omni.sessions.snapshot import (
     check_table,
     describe,
 )
-from vllm_omni.sessions.snapshot_writing import plan
+from vllm_omni.session_files.snapshot_writing import plan
 
 _PART = RankPart(weights="w", scalars={})
 _HEADER = SnapshotHeader(

@@ -200,7 +200,7 @@ class EngineWorld:
         return [torch.cat(made) for made in parts]
 
     def _save_and_restore(self, names: Sequence[str]) -> None:
-        from vllm_omni.sessions.snapshot_exchange import (
+        from vllm_omni.session_files.snapshot_exchange import (
             package_version,
             restore_exchange,
             run_exchange,

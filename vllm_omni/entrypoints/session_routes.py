@@ -41,7 +41,7 @@ from vllm_omni.entrypoints.server_context import ServerContext
 from vllm_omni.entrypoints.staging_directory import StagingDirectory
 from vllm_omni.inputs import SessionId
 from vllm_omni.runtime import log_context
-from vllm_omni.sessions.snapshot import LENGTH_BYTES, check_length
+from vllm_omni.session_files.snapshot import LENGTH_BYTES, check_length
 
 logger = logging.getLogger("vllm." + __name__)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saved state of one rank of a session: named tensors, and scalars.
 
-`OpenSnapshot.rank` (`sessions/snapshot.py`) creates a `SavedTensors` from a validated file, and a
-session's `restore` (`model_executor/interfaces.py`) reads its tensors from it. This module depends
-neither on the snapshot's header nor on a model.
+`OpenSnapshot.rank` (`session_files/snapshot.py`) creates a `SavedTensors` from a validated file,
+and a session's `restore` (`model_executor/interfaces.py`) reads its tensors from it. This module
+depends neither on the snapshot's header nor on a model.
 """
 
 import operator

@@ -21,7 +21,7 @@ from vllm.lora.request import LoRARequest
 from vllm_omni.entrypoints.cli.main import main
 from vllm_omni.inputs import DiffusionParams, Lora, UsedLoras
 from vllm_omni.model_executor.models.registry import get_family
-from vllm_omni.sessions.recording import (
+from vllm_omni.session_files.recording import (
     LoraSettings,
     Outcome,
     RecordedChunk,

@@ -29,7 +29,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
 from vllm_omni.runtime.exit_codes import ENGINE_DIED
-from vllm_omni.sessions.recording import read_recording as read_recording
+from vllm_omni.session_files.recording import read_recording as read_recording
 
 RANK_TIMEOUT_S = 2.0
 OMNI = {"rank_timeout_s": RANK_TIMEOUT_S}

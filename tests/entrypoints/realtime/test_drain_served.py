@@ -15,7 +15,7 @@ from helpers.waits import seconds, wait_until
 from session_calls import call, code_of, request, signatures
 from websockets.exceptions import InvalidStatus
 
-from vllm_omni.sessions.snapshot import read_header
+from vllm_omni.session_files.snapshot import read_header
 
 
 def options(retained: Path) -> list[str]:

@@ -23,7 +23,7 @@ from websockets.exceptions import ConnectionClosed
 from vllm_omni.entrypoints.limits.flood_delay import DELAY_S
 from vllm_omni.entrypoints.realtime.connection import codec
 from vllm_omni.entrypoints.realtime.generate import handler
-from vllm_omni.sessions.snapshot import MAX_TABLE_BYTES
+from vllm_omni.session_files.snapshot import MAX_TABLE_BYTES
 
 HANDSHAKE = "\r\n".join(
     [

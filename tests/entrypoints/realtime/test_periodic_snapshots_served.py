@@ -26,7 +26,7 @@ from test_death_served import MP, disk, gone_after
 from websockets.exceptions import ConnectionClosed
 
 from vllm_omni.runtime.exit_codes import ENGINE_DIED
-from vllm_omni.sessions.snapshot import read_header
+from vllm_omni.session_files.snapshot import read_header
 
 __all__ = ["disk"]
 

@@ -18,7 +18,7 @@ from vllm_omni.entrypoints.realtime.connection.session_engine import SessionEngi
 from vllm_omni.entrypoints.realtime.sessions.recorder import Recorder
 from vllm_omni.inputs import DiffusionParams, UsedLora
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.sessions.recording import (
+from vllm_omni.session_files.recording import (
     RecordingHeader,
     committed_chunks,
     digest_of,

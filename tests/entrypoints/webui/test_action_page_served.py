@@ -24,7 +24,7 @@ from helpers.waits import seconds, wait_until
 from PIL import Image
 
 from vllm_omni.actions import ActionFrame
-from vllm_omni.sessions.recording import RecordedChunk, read_recording
+from vllm_omni.session_files.recording import RecordedChunk, read_recording
 from vllm_omni.testing.null.world import marks
 
 HAS_IMAGE = "document.querySelector('#view').classList.contains('has-picture')"

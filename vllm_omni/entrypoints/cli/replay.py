@@ -12,7 +12,7 @@ from vllm_omni.platforms import is_cpu_build
 
 if TYPE_CHECKING:
     from vllm_omni.inputs import UsedLora
-    from vllm_omni.sessions.recording import RecordedChunk, RecordingHeader
+    from vllm_omni.session_files.recording import RecordedChunk, RecordingHeader
 
 _NOT_FOR_REPLAY = ("record_dir", "drain_snapshot_dir", "snapshot_dir")
 
@@ -54,7 +54,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Return 0 if all frames are identical, 1 if a chunk differs. The first one is printed."""
-    from vllm_omni.sessions.recording import committed_chunks, read_recording
+    from vllm_omni.session_files.recording import committed_chunks, read_recording
 
     try:
         header, requests, whole = read_recording(args.file)
@@ -246,7 +246,7 @@ def _run_chunk(llm: Any, index: int, chunk: "RecordedChunk") -> "tuple[Any, list
 
 def _report(index: int, chunk: "RecordedChunk", frames_THWC: Any) -> bool:
     """Print one chunk's line. Return False if it differs."""
-    from vllm_omni.sessions.recording import digest_of
+    from vllm_omni.session_files.recording import digest_of
 
     if chunk.outcome is None:
         print(

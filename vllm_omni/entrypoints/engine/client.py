@@ -44,8 +44,8 @@ from vllm_omni.inputs import DiffusionParams, engine_prompt
 from vllm_omni.outputs import RequestFailed, unpack_arrays
 from vllm_omni.runtime import log_context
 from vllm_omni.runtime.processes import machine_id
-from vllm_omni.sessions.snapshot import SnapshotHeader
-from vllm_omni.sessions.snapshot_exchange import (
+from vllm_omni.session_files.snapshot import SnapshotHeader
+from vllm_omni.session_files.snapshot_exchange import (
     Call,
     Exchange,
     live_save_exchange,

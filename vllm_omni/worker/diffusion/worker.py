@@ -103,7 +103,7 @@ class DiffusionWorkerMixin(_Worker):
     def describe_session(self, session_id: str) -> dict[str, Any]:
         """Describe this rank's part of a session to save it.
 
-        First of two RPCs of `sessions.snapshot_exchange.save_exchange`.
+        First of two RPCs of `session_files.snapshot_exchange.save_exchange`.
         """
         return self.snapshots.describe(session_id)
 
@@ -124,7 +124,7 @@ class DiffusionWorkerMixin(_Worker):
     def stage_snapshot(self, session_id: str) -> dict[str, Any]:
         """Copy this rank's part of a session to host memory.
 
-        First RPC of a periodic snapshot (`sessions.snapshot_exchange.live_save_exchange`).
+        First RPC of a periodic snapshot (`session_files.snapshot_exchange.live_save_exchange`).
         """
         return self.background_snapshots.stage(session_id)
 
@@ -145,7 +145,7 @@ class DiffusionWorkerMixin(_Worker):
     ) -> dict[str, Any]:
         """Create a session from this rank's part of a file.
 
-        RPC of `sessions.snapshot_exchange.restore_exchange`.
+        RPC of `session_files.snapshot_exchange.restore_exchange`.
         """
         return self.snapshots.restore(session_id, path, data_parallel_rank)
 

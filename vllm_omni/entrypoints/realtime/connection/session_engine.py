@@ -20,7 +20,7 @@ from vllm_omni.entrypoints.realtime.sessions.recorder import Recorder
 from vllm_omni.entrypoints.telemetry.tracing import NO_CHUNK, ChunkTrace
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.sessions.snapshot import SnapshotHeader
+from vllm_omni.session_files.snapshot import SnapshotHeader
 
 WORLD_POSES: Final = "world_poses"
 """Key of the poses in a chunk's metadata and replies."""

@@ -26,7 +26,7 @@ from vllm_omni.entrypoints.staging_directory import StagingDirectory
 from vllm_omni.inputs import SessionId
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.seeds import Seed, check_seed
-from vllm_omni.sessions.snapshot import SnapshotHeader, check_table, read_header
+from vllm_omni.session_files.snapshot import SnapshotHeader, check_table, read_header
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -139,7 +139,7 @@ class SessionMigration:
         await self._check(path)
         session = self.manager.open(key, client, endpoint)
         with session.keep_alive():
-            await self.manager.worlds_closed()
+            await self.manager.wait_for_closed_sessions()
             try:
                 header, scalars = await self.manager.engine.restore_session(session.engine_id, path)
             except (RequestFailed, OSError) as error:

@@ -19,7 +19,7 @@ from vllm_omni.entrypoints.errors import EndpointError
 from vllm_omni.entrypoints.realtime.sessions.persisted_sessions import PersistedSessions
 from vllm_omni.entrypoints.realtime.sessions.session import Session
 from vllm_omni.entrypoints.realtime.sessions.session_manager import SessionManager
-from vllm_omni.sessions.snapshot import SnapshotHeader
+from vllm_omni.session_files.snapshot import SnapshotHeader
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -71,7 +71,7 @@ class PeriodicSnapshots:
         self.task: asyncio.Task[None] | None = None
 
     def start_saving(self) -> None:
-        self._manager.on_world_end.append(self.discard_snapshot)
+        self._manager.on_engine_session_end.append(self.discard_snapshot)
         self.task = self._manager.spawn_background(self._run())
 
     def adopt(self, session: Session, path: Path) -> None:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Recorder`: records every session that starts on this server, for replay.
 
-The format is in `vllm_omni/sessions/recording.py`. One thread computes digests and writes files in
-order while the engine works. If that thread is late, chunks wait for it. A session restored from a
-snapshot is not recorded. The recording of a branch starts with a copy of its parent's recording.
+The format is in `vllm_omni/session_files/recording.py`. One thread computes digests and writes
+files in order while the engine works. If that thread is late, chunks wait for it. A session
+restored from a snapshot is not recorded. The recording of a branch starts with a copy of its
+parent's recording.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ import msgspec
 import numpy as np
 
 from vllm_omni.inputs import DiffusionParams, UsedLoras
-from vllm_omni.sessions.recording import (
+from vllm_omni.session_files.recording import (
     SUFFIX,
     LoraSettings,
     Outcome,
@@ -31,7 +32,7 @@ from vllm_omni.sessions.recording import (
     write_chunk,
     write_header,
 )
-from vllm_omni.sessions.snapshot_exchange import package_version
+from vllm_omni.session_files.snapshot_exchange import package_version
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -89,7 +89,7 @@ class SessionHost(Protocol):
 
     def engine_session_ended(self, engine_id: str) -> None: ...
 
-    async def worlds_closed(self) -> None: ...
+    async def wait_for_closed_sessions(self) -> None: ...
 
 
 def new_session_id() -> str:
@@ -380,7 +380,7 @@ class Session:
             if start.load_image is None
             else await self._manager.off_loop(start.load_image, *size)
         )
-        await self._manager.worlds_closed()
+        await self._manager.wait_for_closed_sessions()
         self.height, self.width = size
         self.prompt, self.seed = None, chosen_seed(start.seed)
         untrained = (

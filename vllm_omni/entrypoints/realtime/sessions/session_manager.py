@@ -77,7 +77,7 @@ class SessionManager:
         self._background: set[asyncio.Task[Any]] = set()
         self._closing: set[asyncio.Task[None]] = set()
         self._sweeper: asyncio.Task[None] | None = None
-        self.on_world_end: list[Callable[[str], None]] = []
+        self.on_engine_session_end: list[Callable[[str], None]] = []
         """Called with the engine's id of a session when its state is discarded."""
         self.connections: weakref.WeakSet[Connection] = weakref.WeakSet()
         self.adapters: Callable[[], Collection[str]] = tuple
@@ -239,7 +239,7 @@ class SessionManager:
             self._evicted.pop(session.key, None)
 
     def engine_session_ended(self, engine_id: str) -> None:
-        for notify in self.on_world_end:
+        for notify in self.on_engine_session_end:
             notify(engine_id)
 
     def close_engine_session(self, engine_id: str) -> None:
@@ -254,7 +254,7 @@ class SessionManager:
         except EndpointError as error:
             logger.warning("the engine did not close a session: %s", error)
 
-    async def worlds_closed(self) -> None:
+    async def wait_for_closed_sessions(self) -> None:
         """Wait until the engine has freed all closed sessions.
 
         A new session may need their memory.

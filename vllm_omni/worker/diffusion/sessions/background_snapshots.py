@@ -17,8 +17,8 @@ import msgspec
 import torch
 
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.sessions.snapshot import StagedRank
-from vllm_omni.sessions.snapshot_writing import write_bytes
+from vllm_omni.session_files.snapshot import StagedRank
+from vllm_omni.session_files.snapshot_writing import write_bytes
 from vllm_omni.worker.diffusion.sessions.snapshots import (
     SessionSnapshots,
     rank_in_world,

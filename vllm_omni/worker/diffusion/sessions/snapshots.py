@@ -23,7 +23,7 @@ from vllm.distributed.parallel_state import get_world_group
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.layers.lora.store import named
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.sessions.snapshot import (
+from vllm_omni.session_files.snapshot import (
     UNSEEN,
     ModelIdentity,
     OpenSnapshot,
@@ -32,7 +32,7 @@ from vllm_omni.sessions.snapshot import (
     check_fits,
     describe,
 )
-from vllm_omni.sessions.snapshot_writing import write_tensors
+from vllm_omni.session_files.snapshot_writing import write_tensors
 from vllm_omni.worker.diffusion.runner import DiffusionGPUModelRunner
 
 logger = logging.getLogger("vllm." + __name__)

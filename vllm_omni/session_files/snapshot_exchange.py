@@ -23,8 +23,13 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.sessions.snapshot import RankDescription, SnapshotHeader, StagedRank, read_header
-from vllm_omni.sessions.snapshot_writing import create_file, plan
+from vllm_omni.session_files.snapshot import (
+    RankDescription,
+    SnapshotHeader,
+    StagedRank,
+    read_header,
+)
+from vllm_omni.session_files.snapshot_writing import create_file, plan
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ import torch
 
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.runtime.storage import STORAGE_FULL, is_disk_full
-from vllm_omni.sessions.snapshot import (
+from vllm_omni.session_files.snapshot import (
     FORMAT_VERSION,
     KEY,
     KIND,
